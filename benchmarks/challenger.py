@@ -33,9 +33,8 @@ from dapple_tf.simulator.shared_engine import shared_step_seconds
 from dapple_tf.simulator.simulate import simulate
 from dapple_tf.timeline.stage_costs import StageCosts
 from graph_passes.schedules.policies import warm_up
-from profiler.cluster import Cluster, Link, Server
+from profiler.cluster import Cluster, Link, Server, config
 from profiler.importers import read_profile as read_any
-from profiler.presets import config
 from profiler.profile import Profile
 
 POLICIES = ("dapple-a", "dapple-b", "gpipe")

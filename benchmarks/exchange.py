@@ -37,7 +37,7 @@ def run() -> Iterator[Row]:
 
 def measure() -> list[tuple[str, str, float, float]]:
     """Return direction, size, and the median seconds of a native hand-over and of one by Horovod; all ranks call it."""
-    from dapple_tf.distributed.alltoall_exchange import AlltoallExchange
+    from dapple_tf.distributed.collectives import AlltoallExchange
     from dapple_tf.distributed.membership import current
     from dapple_tf.distributed.native_exchange import NativeExchange
 

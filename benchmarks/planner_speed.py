@@ -12,8 +12,7 @@ from benchmarks.common import Row, available_cores, median, run_on_cores
 from benchmarks.figures import line_figure
 from benchmarks.published import BERT_LARGE, GNMT, MODELS, find_missing_profiles, read_profile
 from dapple_tf.planner.api import plan
-from profiler.cluster import Cluster
-from profiler.presets import config
+from profiler.cluster import Cluster, config
 from profiler.profile import LayerCost, Profile
 
 RUNS = 5

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from benchmarks.common import Row
-from graph_passes.schedules.grid import Units, time_workers
+from dapple_tf.commands.schedules import Units, time_workers
 from graph_passes.schedules.policies import build_schedule
 from graph_passes.schedules.schedule import Action, dependencies, run_schedule
 

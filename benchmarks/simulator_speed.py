@@ -11,7 +11,7 @@ from benchmarks.common import Row, median, time_interleaved
 from dapple_tf.plan import Plan, StagePlan
 from dapple_tf.simulator.simulate import simulate
 from dapple_tf.window_plan import WindowPlan
-from profiler.presets import config
+from profiler.cluster import config
 from profiler.profile import LayerCost, Profile
 
 STAGES, MICRO_BATCHES, RUNS = 64, 1024, 7

@@ -20,7 +20,7 @@ from benchmarks.common import Row
 from dapple_tf.planner.api import make_problem
 from dapple_tf.planner.fit_cuts import fit_cuts
 from dapple_tf.timeline.timeline import Timeline
-from profiler.presets import config
+from profiler.cluster import config
 from profiler.profile import Profile
 
 DEVICES = (1, 2, 4, 8)

@@ -9,20 +9,20 @@ import collections
 import itertools
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import networkx as nx
 import yaml
 
 from profiler.detect import host_memory, local_devices, processes_per_server
 from profiler.errors import ClusterError
 from profiler.fields import Fields
 from profiler.files import describe_reason, write_atomically
-from profiler.link import Link
-from profiler.link_graph import Links, join_by_switch, route
 from profiler.quote import quote
 from profiler.read_files import naming_file, read_json, read_text, read_yaml
 from profiler.servers import (
@@ -40,6 +40,20 @@ from profiler.servers import (
     read_servers,
 )
 from profiler.units import BYTES, BYTES_A_SECOND, SECONDS, format_quantity
+
+# --- A link between devices or servers
+
+
+@dataclass(frozen=True)
+class Link:
+    """A link: ``bandwidth`` in bytes per second, ``latency`` in seconds."""
+
+    bandwidth: float
+    latency: float
+
+
+# --- A cluster: servers, devices, and the links between them
+
 
 __all__ = ["EXECUTIONS", "FORMAT", "IN_PROCESS", "Cluster", "DeviceKind", "Link", "Server"]
 
@@ -345,7 +359,7 @@ def _read_links(top: Fields, names: Sequence[str]) -> Links:
                     f"{item.where}servers: {pair[0]!r} and {pair[1]!r} are both on switch {name!r} and on {other!r}: "
                     "leave them out of one, or give their link in links"
                 )
-        links = join_by_switch(links, servers, _parse_link(item))
+        links = _join_by_switch(links, servers, _parse_link(item))
     return links
 
 
@@ -368,3 +382,90 @@ def _link_of(top: Fields, key: str) -> Link | None:
 
 def _parse_link(item: Fields) -> Link:
     return Link(parse_field(item, "bandwidth", BYTES_A_SECOND), parse_field(item, "latency", SECONDS))
+
+
+# --- Links between servers that a file does not give pair by pair: through a switch, or over several links in turn
+
+
+Links = dict[tuple[str, str], Link]
+
+
+def _join_by_switch(links: Mapping[tuple[str, str], Link], servers: Sequence[str], link: Link) -> Links:
+    """Return ``links`` with ``link`` between every two of ``servers``, except where a pair has a link already."""
+    joined = dict(links)
+    for pair in itertools.combinations(servers, 2):
+        if pair not in links and pair[::-1] not in links:
+            joined[pair] = link
+    return joined
+
+
+def route(servers: Sequence[str], links: Mapping[tuple[str, str], Link]) -> Links:
+    """Return ``links`` and, for every pair of ``servers`` without one, the best way over several links as one link.
+
+    Its bandwidth is that of the slowest link on the way, its latency the sum. Of all ways the one with the largest
+    bandwidth is taken, and of those with equal bandwidth that with the least latency. Raises ClusterError if the links
+    do not connect all servers.
+    """
+    graph: nx.Graph[str] = nx.Graph()
+    graph.add_nodes_from(servers)
+    found = dict(links)
+    by_bandwidth = sorted(links.items(), key=lambda item: -item[1].bandwidth)
+    for bandwidth, group in itertools.groupby(by_bandwidth, key=lambda item: item[1].bandwidth):
+        graph.add_weighted_edges_from((a, b, link.latency) for (a, b), link in group if a != b)
+        for a, reached in nx.all_pairs_dijkstra_path_length(graph):
+            for b, latency in reached.items():
+                if a != b and (a, b) not in found and (b, a) not in found:
+                    found[a, b] = Link(bandwidth, latency)
+    parts = [sorted(part) for part in nx.connected_components(graph)]
+    if len(parts) > 1:
+        part = min(parts, key=lambda part: (len(part), part))
+        raise ClusterError(
+            f"links do not connect {quote(part)} to the other servers, and inter_server is missing: add a link, or "
+            "give inter_server, the link of pairs that have none of their own"
+        )
+    return found
+
+
+# --- The clusters of the DAPPLE paper (Table III): Config A, B and C
+
+
+_NVLINK = Link(bandwidth=130e9, latency=5e-6)
+_ETHERNET_25 = Link(bandwidth=25e9 / 8, latency=20e-6)
+_ETHERNET_10 = Link(bandwidth=10e9 / 8, latency=20e-6)
+_V100_MEMORY = 16e9
+
+_NAME = re.compile(r"config-([a-z]+)(?::([0-9]{1,5}))?")
+
+
+def config(letter: str, devices: int = 16) -> Cluster:
+    """Return config ``letter`` of DAPPLE (Table III) with ``devices`` V100s of 16 GB.
+
+    A: servers of 8 devices (the last one may have fewer) with NVLink at 130 GB/s inside and Ethernet at 25 Gbps
+    between. B: servers of 1 device and 25 Gbps. C: servers of 1 device and 10 Gbps. Raises ClusterError for others.
+    """
+    if devices < 1:
+        raise ClusterError(f"devices={devices}: a cluster needs at least one device")
+    match letter.lower():
+        case "a":
+            size, between = 8, _ETHERNET_25
+        case "b":
+            size, between = 1, _ETHERNET_25
+        case "c":
+            size, between = 1, _ETHERNET_10
+        case _:
+            raise ClusterError(f"there is no config {letter!r}; there are a, b, c")
+    counts = [min(size, devices - first) for first in range(0, devices, size)]
+    servers = tuple(Server(f"server{index}", count) for index, count in enumerate(counts))
+    return Cluster(servers, _V100_MEMORY, intra_server=_NVLINK if size > 1 else between, inter_server=between)
+
+
+def load_preset(text: str) -> Cluster:
+    """Return the preset ``config-a``, or ``config-a:32`` (devices). Raises ClusterError for any other name."""
+    match = _NAME.fullmatch(text.lower())
+    if not match:
+        raise ClusterError(
+            f"no cluster is called {text!r}; there are config-a, config-b and config-c, of 16 devices, and config-a:32 "
+            "of 32 (at most 99999)"
+        )
+    letter, devices = match.groups()
+    return config(letter) if devices is None else config(letter, int(devices))

@@ -31,6 +31,19 @@ CALLED_BACK = {
 }
 """The modules that may import for types alone, from modules of their own folder that import them, or from others."""
 
+USERS, LINES = 2, 100
+ALONE = {
+    "dapple_tf.__main__": "Python runs it: python -m dapple_tf",
+    "dapple_tf.cli": "the installed command",
+    "dapple_tf.commands.*": "the command line imports a command when it is called",
+    "dapple_tf.distributed.native.build": "a script of the installation",
+    "dapple_tf.frontend.tensorflow_version": "runs before TensorFlow is imported",
+    "graph_passes.passes.*": "a pass per file, each with its tests of text before and after",
+    "dapple_tf.planner.*": "merged when planner and simulator get one foundation",
+    "dapple_tf.simulator.*": "merged when planner and simulator get one foundation",
+}
+"""The modules of at most 100 lines that one module or none may import, each with the reason."""
+
 
 @dataclass(frozen=True)
 class Import:
@@ -156,3 +169,29 @@ def f():
         ("dapple_tf.errors", 7, False, False),
         ("profiler.units", 8, False, False),
     ]
+
+
+def test_a_module_has_two_users_or_more_than_a_hundred_lines() -> None:
+    users: dict[str, set[str]] = {}
+    for found in imports():
+        users.setdefault(found.target, set()).add(found.source)
+    small = [
+        f"{module} ({lines} lines; {', '.join(users.get(module, ())) or 'no user'})"
+        for module, lines in _lines_of_modules().items()
+        if lines <= LINES and len(users.get(module, ())) < USERS and not named(module, ALONE)
+    ]
+    assert not small, "merge into their users, or list with a reason: " + "; ".join(small)
+
+
+def test_each_module_that_may_stand_alone_exists() -> None:
+    modules = _lines_of_modules()
+    assert all(any(fnmatch(module, pattern) for module in modules) for pattern in ALONE)
+
+
+def _lines_of_modules() -> dict[str, int]:
+    return {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts): len(path.read_text().splitlines())
+        for package in PACKAGES
+        for path in sorted((ROOT / package).rglob("*.py"))
+        if path.name != "__init__.py"
+    }

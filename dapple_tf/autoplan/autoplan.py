@@ -10,14 +10,19 @@ from functools import partial
 from typing import Any
 
 from dapple_tf.autoplan.batch_fit import check_batch_size, fit_plan
-from dapple_tf.autoplan.decision import PlanDecision
+from dapple_tf.autoplan.decision import PlanDecision, decide_on
 from dapple_tf.autoplan.forward_plan import follow_plan, plan_forward
 from dapple_tf.autoplan.layer_estimates import EstimatedCosts, estimate_costs
-from dapple_tf.autoplan.measured_problem import PlanningInputs, count_slots
-from dapple_tf.autoplan.micro_batches_auto import choose_micro_batches
+from dapple_tf.autoplan.measured_problem import (
+    PlanningInputs,
+    check_cluster,
+    count_slots,
+    detect_job_cluster,
+    measure_problem,
+)
 from dapple_tf.autoplan.recompute_option import choose_recompute
 from dapple_tf.autoplan.request import Request, check_conflicts
-from dapple_tf.autoplan.schedule_auto import ScheduleChoice
+from dapple_tf.autoplan.schedule_auto import ScheduleChoice, choose_profiled_schedule
 from dapple_tf.autoplan.schedule_estimated import choose_estimated_schedule, detect_cluster
 from dapple_tf.autoplan.stages_auto import check_enough_layers, choose_stages
 from dapple_tf.autoplan.stages_requested import plan_requested_stages
@@ -30,6 +35,7 @@ from dapple_tf.frontend.batch import batch_size
 from dapple_tf.frontend.capture import Captured
 from dapple_tf.plan import Plan
 from dapple_tf.plan_check import check_shares
+from dapple_tf.planner.planning_problem import Candidate
 from dapple_tf.planner.window_stages import check_window_size, window_plan
 from dapple_tf.staged_model import StagedModel
 from dapple_tf.timeline.timeline import Timeline
@@ -266,7 +272,7 @@ class Autoplan:
         plan = plan_requested_stages(self._request, layers, costs, inputs.samples, inputs.devices)
         if self._cluster is None and not self._request.micro_batches_are_auto:
             return PlanDecision(plan)
-        return choose_micro_batches(inputs, plan)
+        return _choose_micro_batches(inputs, plan)
 
 
 def _check_plan_fits(plan: Plan, layers: Layers, samples: int) -> None:
@@ -339,3 +345,25 @@ def _choose_by_estimate(
     except ClusterError:
         return None
     return choose_estimated_schedule(planned, costs, shapes, slots, cluster, ranks=ranks)
+
+
+# --- ``micro_batches="auto"``, or a cluster, for given stages: profile the model, and simulate each M and policy
+
+
+def _choose_micro_batches(inputs: PlanningInputs, plan: Plan) -> PlanDecision:
+    """Return ``plan`` with M, policy and D chosen, as far as they are "auto".
+
+    M is a divisor of the batch that gives every replica a sample. Of micro-batches of given sizes, each counts as the
+    largest while the schedule is chosen. Without a cluster, the plan's own devices are taken
+    to run at the same time, even if there are more than cores: the user asked for them. Raises PlanError where no
+    schedule fits the cluster's memory, or the cluster does not fit the devices.
+    """
+    cluster = inputs.cluster or (detect_job_cluster() if inputs.ranks else Cluster.detect(plan.device_count))
+    check_cluster(inputs, cluster)
+    problem = measure_problem(inputs, cluster, [r for r in plan.replicas if r > 1])
+    problem = dataclasses.replace(problem, recompute=plan.recompute)
+    sizes = [size for size in problem.micro_batch_sizes if size >= plan.least_samples]
+    choice = choose_profiled_schedule(problem, plan.stages, sizes)
+    size = problem.global_batch_size // choice.micro_batches
+    chosen = Candidate(plan.stages, size, choice.schedule, 0.0, "requested")
+    return decide_on(problem, chosen, "requested", inputs.samples, choice, plan.micro_batch_sizes)

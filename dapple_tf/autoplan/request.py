@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from dapple_tf.autoplan.batch_fit import check_batch_size
-from dapple_tf.autoplan.given_sizes import GivenSizes, are_counts, check_given_sizes, count_samples
 from dapple_tf.autoplan.recompute_option import Recompute, check_recompute
 from dapple_tf.autoplan.slice_option import Slice, check_slice
 from dapple_tf.autoplan.window_option import check_window_options
@@ -19,13 +21,79 @@ from dapple_tf.window_plan import WindowPlan
 from graph_passes.schedules.policies import check_schedule, check_schedule_name, worker_map_of
 from graph_passes.schedules.text import is_text, parse_schedule
 from profiler.cluster import Cluster
+from profiler.units import format_samples
+
+# --- ``micro_batches=[2, 2, 4]`` or ``[0.25, 0.25, 0.5]``: micro-batches of given sizes, counts or shares of samples
+
+# Shares such as 1/3 are rounded; they are divided by their sum.
+_SUM_TOLERANCE = 1e-6
+
+_GivenSizes = Sequence[int] | Sequence[float]
+"""Of each micro-batch the samples (whole numbers), or the share of the samples (floats)."""
+
+
+def check_given_sizes(given: Sequence[object]) -> None:
+    """Raise PlanError unless ``given`` are counts of samples (whole numbers), or shares (floats) that add up to 1."""
+    shown = f"micro_batches={list(given)}"
+    if not given:
+        raise PlanError(f"{shown}: name the samples, or the share, of at least one micro-batch")
+    if any(isinstance(item, bool) for item in given) or not (_are_counts(given) or _are_all(float, given)):
+        raise PlanError(
+            f"{shown}: give samples of each micro-batch (all whole numbers, such as [2, 2, 4]) or shares (all floats, "
+            "such as [0.25, 0.25, 0.5])"
+        )
+    sizes = cast(_GivenSizes, given)
+    for index, item in enumerate(sizes):
+        if not 0 < item < math.inf:
+            raise PlanError(f"{shown}: micro-batch {index} is {item}; every one must be larger than 0")
+    if not _are_counts(given) and abs(math.fsum(sizes) - 1) > _SUM_TOLERANCE:
+        raise PlanError(f"{shown}: the shares add up to {math.fsum(sizes):g}, not to 1")
+
+
+def _are_counts(given: Sequence[object]) -> bool:
+    """Return whether ``given`` are counts of samples, not shares."""
+    return _are_all(numbers.Integral, given)
+
+
+def _are_all(kind: type, given: Sequence[object]) -> bool:
+    return all(isinstance(item, kind) for item in given)
+
+
+def count_samples(given: _GivenSizes, samples: int) -> tuple[int, ...]:
+    """Return the samples of each micro-batch of a batch of ``samples``.
+
+    Of shares, their sums times the samples are rounded, so that each is within one sample of its share. Raises
+    PlanError where counts do not add up to ``samples``, or a share is less than a sample.
+    """
+    if _are_counts(given):
+        sizes = tuple(map(int, given))
+        if sum(sizes) != samples:
+            raise PlanError(
+                f"micro_batches={list(given)} add up to {format_samples(sum(sizes))}, but the first batch has "
+                f"{samples}: give sizes that add up to {samples}, or shares (floats that add up to 1)"
+            )
+        return sizes
+    sums = [0.0, *itertools.accumulate(given)]
+    rows = [round(samples * each / sums[-1]) for each in sums]
+    found = tuple(end - first for first, end in itertools.pairwise(rows))
+    if min(found) < 1:
+        index = found.index(0)
+        raise PlanError(
+            f"micro_batches={list(given)}: share {given[index]} of {format_samples(samples)} is no sample for "
+            f"micro-batch {index}: use larger shares, or a larger batch"
+        )
+    return found
+
+
+# --- The options of a plan as the user gave them: each given, or left to "auto"
+
 
 # M of a batch that has the samples, before the simulator has chosen it.
 _USUAL_MICRO_BATCHES = 8
 _SPARSE_GRADIENTS = ("exact", "dense")
 
 
-MicroBatches = int | str | GivenSizes
+MicroBatches = int | str | _GivenSizes
 """M, "auto", or for each micro-batch its samples or its share of the samples."""
 
 
@@ -108,7 +176,7 @@ class Request:
     def _check_sizes_fit(self) -> None:
         """Raise PlanError, or ScheduleError, where the given sizes contradict the replicas or the schedule."""
         given, count = self.given_sizes, len(self.given_sizes)
-        if self.replicas and are_counts(given):
+        if self.replicas and _are_counts(given):
             sizes = tuple(map(int, given))
             check_batch_size(sum(sizes), count, self.replicas, sizes)
         if not self.schedule_is_auto and is_text(self.schedule):
@@ -179,7 +247,7 @@ class Request:
         return max(1, min(_USUAL_MICRO_BATCHES, samples // replicas))
 
     @property
-    def given_sizes(self) -> GivenSizes:
+    def given_sizes(self) -> _GivenSizes:
         """The samples or shares of each micro-batch; empty where ``micro_batches`` is a number or "auto"."""
         return () if isinstance(self.micro_batches, int | str) else self.micro_batches
 

@@ -35,7 +35,7 @@ from graph_passes.schedules.policies import (
     worker_map_of,
 )
 from graph_passes.schedules.worker_map import WorkerMap
-from graph_passes.schedules.zero_bubble_auto import ZERO_BUBBLE_AUTO
+from graph_passes.schedules.zero_bubble import ZERO_BUBBLE_AUTO
 from profiler.units import format_bytes
 
 # A policy that holds more micro-batches must be faster by more than this share of the step, or it wastes memory.

@@ -12,15 +12,78 @@ from typing import Any
 
 import tensorflow as tf
 
-from dapple_tf.backend import batch_handlers, gradient_handlers, variable_handlers
+from dapple_tf.backend import batch_handlers, gradient_handlers
 from dapple_tf.backend.branches import build_branches
-from dapple_tf.backend.handler import Bindings, Compiled, Context, Handler, Outcome, RankCommunication, call
+from dapple_tf.backend.handler import (
+    Bindings,
+    Compiled,
+    Context,
+    Handler,
+    Outcome,
+    RankCommunication,
+    assign_variable,
+    call,
+    read_variable,
+)
 from dapple_tf.backend.stage_function import build_compiled_function, build_function
 from dapple_tf.frontend.joined_moments import join
 from graph_passes.analysis.layers import written_variables
 from graph_passes.ir.graph import Graph, Node
 from graph_passes.ir.names import BACKWARD_OPS, nodes_of
 from graph_passes.ir.ops import OpName
+
+# --- Handlers of the ops that read and write variables and the replicas' copies of them
+
+
+def _read_variables(context: Context, node: Node, inputs: list[Any]) -> Outcome:
+    return [read_variable(context.bindings.variable(node, name)) for name in node.strings("variables")], []
+
+
+def _refresh(context: Context, node: Node, inputs: list[Any]) -> Outcome:
+    names = node.strings("variables")
+    summed = node.strings("summed") if node.has("summed") else ()
+    owned = [read_variable(context.bindings.owner(name)) for name in names[len(inputs) :]]
+    zeroed = [tf.zeros_like(v) if n in summed else v for n, v in zip(names[len(inputs) :], owned, strict=True)]
+    values = [*inputs, *zeroed]
+    copies = [context.bindings.variable(node, name) for name in names]
+    return [], [assign_variable(copy, value) for copy, value in zip(copies, values, strict=True)]
+
+
+def _store_version(context: Context, node: Node, inputs: list[Any]) -> Outcome:
+    names = node.strings("variables")
+    values = [read_variable(context.bindings.owner(name)) for name in names]
+    stored = [context.bindings.variable(node, name) for name in names]
+    return [], [assign_variable(copy, value) for copy, value in zip(stored, values, strict=True)]
+
+
+def _commit(context: Context, node: Node, inputs: list[Any]) -> Outcome:
+    owners = [context.bindings.owner(name) for name in node.strings("variables")]
+    values = inputs or [_merge_copies(context, node, name) for name in node.strings("variables")]
+    return [], [assign_variable(owner, value) for owner, value in zip(owners, values, strict=True)]
+
+
+def _merge_copies(context: Context, node: Node, name: str) -> Any:
+    """Return the sum of the replicas' copies where it is so marked; else their average, if they are floating-point."""
+    values = [read_variable(copy) for copy in context.bindings.copies(node, name)]
+    if node.has("summed") and name in node.strings("summed"):
+        return tf.add_n(values)
+    mean = node.integer("replicas") > 1 and len(values) > 1 and values[0].dtype.is_floating
+    return tf.add_n(values) / len(values) if mean else values[0]
+
+
+def _set_updating(context: Context, node: Node, inputs: list[Any]) -> Outcome:
+    return [], [assign_variable(context.bindings.updating, tf.constant(bool(node.attr("updating"))))]
+
+
+def _count_update(context: Context, node: Node, inputs: list[Any]) -> Outcome:
+    name = node.string("variable")
+    count = read_variable(context.bindings.owner(name))
+    offset = tf.constant(node.integer("offset"), count.dtype)
+    return [], [assign_variable(context.bindings.variable(node, name), count + offset)]
+
+
+# --- The TensorFlow ops of each call-level op: one handler an op
+
 
 _REDUCE: Mapping[str, Callable[[Any, int], Any]] = MappingProxyType(
     {
@@ -173,7 +236,13 @@ HANDLERS: Mapping[OpName, Handler] = MappingProxyType(
     {
         **batch_handlers.HANDLERS,
         **gradient_handlers.HANDLERS,
-        **variable_handlers.HANDLERS,
+        OpName.READ_VARIABLE: _read_variables,
+        OpName.READ_STATE: _read_variables,
+        OpName.REFRESH: _refresh,
+        OpName.STORE_VERSION: _store_version,
+        OpName.COMMIT: _commit,
+        OpName.SET_UPDATING: _set_updating,
+        OpName.COUNT_UPDATE: _count_update,
         OpName.RUN_ONCE: _call,
         OpName.PARTIALS: _call,
         OpName.COMBINE_PARTIALS: _combine_partials,

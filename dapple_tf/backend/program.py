@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,18 +13,16 @@ import tensorflow as tf
 
 from dapple_tf import internals
 from dapple_tf.backend.bindings import Buffers, StepVariables
-from dapple_tf.backend.emit import emit
-from dapple_tf.backend.failure_cause import find_cause
 from dapple_tf.backend.handler import Bindings, ChooseCompiled, Compiled, RankCommunication
 from dapple_tf.backend.operations import Operations
-from dapple_tf.backend.replay import find_failure
 from dapple_tf.backend.saved_variables import unchanged_variables
-from dapple_tf.backend.variable_devices import move_to_device, move_to_stages
 from dapple_tf.errors import StepError
 from dapple_tf.staged_model import StagedModel
 from graph_passes.analysis.input_needs import RankInputs, whole_batch
-from graph_passes.ir.graph import Graph
-from graph_passes.ir.names import BATCH_SIZE_NAME, nodes_of
+from graph_passes.analysis.resident_variables import resident_variables
+from graph_passes.analysis.variable_use import find_variables
+from graph_passes.ir.graph import Graph, Node, Value
+from graph_passes.ir.names import BATCH_SIZE_NAME, find_minibatch, nodes_of
 from graph_passes.ir.ops import OpName
 from graph_passes.passes.project import TOKENS_NAME
 
@@ -116,3 +116,205 @@ def build_rank_program(
     )
     signature = (*model.signature, *([tf.TensorSpec((), tf.int64)] if BATCH_SIZE_NAME in graph.inputs else []))
     return Program(graph, emit(graph, signature, operations), operations, inputs, replayable=False)
+
+
+# --- Build the TensorFlow function of a pipelined graph
+# Every op gets its node's device, name scope and control edges. TensorFlow's automatic control dependencies are off, so
+# only the graph's own edges order the ops.
+
+
+def emit(graph: Graph, signature: Sequence[tf.TensorSpec], operations: Operations) -> Any:
+    """Return the ConcreteFunction that runs ``graph``: it takes the batch's tensors and returns the graph's outputs.
+
+    ``signature``: the specs of the graph's inputs, which are the batch's flattened tensors.
+    """
+
+    def step(*batch: Any) -> list[Any]:
+        with internals.one_grappler_iteration():
+            return _Emitter(graph, operations).run(batch)
+
+    traced = tf.function(
+        step,
+        autograph=False,
+        input_signature=list(signature),
+        experimental_attributes={internals.NO_AUTOMATIC_CONTROL: True},
+    )
+    return traced.get_concrete_function()
+
+
+class _Emitter:
+    """Emits the nodes of a graph into the TensorFlow graph under construction, in order."""
+
+    def __init__(self, graph: Graph, operations: Operations) -> None:
+        self._graph = graph
+        self._operations = operations
+        self._tensors: dict[Value, Any] = {}
+        self._ends: dict[str, list[Any]] = {}  # by node, the ops that have run once the node has
+
+    def run(self, batch: Sequence[Any]) -> list[Any]:
+        for name, tensor in zip(self._graph.inputs, batch, strict=True):
+            self._tensors[Value(name)] = tensor
+            self._ends[name] = [tensor.op]
+        for node in self._graph.nodes:
+            if node.name not in self._ends:
+                self._emit(node)
+        with tf.control_dependencies(self._final_ops()):
+            return [self._output(self._tensors[value]) for value in self._graph.outputs]
+
+    def _emit(self, node: Node) -> None:
+        inputs = [self._tensors[value] for value in node.inputs]
+        self._capture_resources(node)
+        after = [op for control in node.controls for op in self._ends[control.source]]
+        with tf.name_scope(node.name + "/"), tf.device(node.device), tf.control_dependencies(after):
+            outputs, ops = self._operations.run(node, inputs)
+        self._tensors.update(zip(node.values(), outputs, strict=True))
+        self._ends[node.name] = ops or [tensor.op for tensor in outputs]
+
+    def _capture_resources(self, node: Node) -> None:
+        """Capture resources outside of the control block: an op gets no edge if an input was created inside it."""
+        graph = tf.compat.v1.get_default_graph()
+        for variable in self._operations.resources(node):
+            internals.capture_of(graph, variable.handle)
+
+    def _final_ops(self) -> list[Any]:
+        """Return the ops for which no node waits: the step ends when these have run."""
+        waited_for = {source for node in self._graph.nodes for source in node.predecessors()}
+        return [op for node in self._graph.nodes if node.name not in waited_for for op in self._ends[node.name]]
+
+    def _output(self, tensor: Any) -> Any:
+        """Return an output on the device that computed it.
+
+        A transfer to another device would fail with the step, and with it a rank's token, which the hang detector
+        waits for.
+        """
+        with tf.device(tensor.device):
+            return tf.identity(tensor)
+
+
+# --- Find the cause of a failed step in TensorFlow's error message
+
+
+# Every failure cancels the op that detects hangs (``distributed.progress``); that is not the cause.
+_CANCELLED = "Dequeue operation was cancelled"
+# Before the error itself: where the graph was built, with the lines of the stack, which are indented.
+_PLACES = re.compile(
+    r"\A(?:Graph execution error:\s*)?"
+    r"(?:Detected at node [^\n]* defined at \(most recent call last\):\n"
+    r"(?:<stack traces unavailable>\n|[ \t]+[^\n]*\n)*)+"
+)
+
+
+def find_cause(message: str) -> str:
+    """Return the first root error in TensorFlow's ``message`` that is not a cancellation, without its stack trace.
+
+    Where it lists no root errors, return ``message`` without the places at which its graph was built.
+    """
+    roots = re.findall(r"^\s*\(\d+\) [A-Z_]+:\s*(.*?)(?=^\s*\(\d+\) [A-Z_]+:|^\d+ successful|\Z)", message, re.M | re.S)
+    causes = [root.strip() for root in roots if not root.startswith(_CANCELLED)]
+    return causes[0] if causes else _PLACES.sub("", message)
+
+
+# --- Locate the failure of a step: run the step again, call by call
+# When several devices run at once, TensorFlow often reports a transfer that was cancelled because of the failure
+# instead of the failure.
+
+
+# Ops that write the user's variables, and ops without a result that others use.
+_SKIPPED = frozenset(
+    {
+        OpName.UPDATE,
+        OpName.COMMIT,
+        OpName.WRITE_STATISTICS,
+        OpName.SET_UPDATING,
+        OpName.COUNT_UPDATE,
+        OpName.BARRIER,
+        OpName.TIMESTAMP,
+        OpName.STACK_TIMESTAMPS,
+    }
+)
+
+
+def find_failure(graph: Graph, operations: Operations, batch: Sequence[Any]) -> str:
+    """Return where a step on ``batch`` fails and why: stage, replica, micro-batch, op and message.
+
+    "" where it does not fail again. Runs everything up to the weight update in the graph's order, and writes only
+    replicas' copies of variables and accumulated gradients.
+    """
+    values = {Value(name): tf.convert_to_tensor(tensor) for name, tensor in zip(graph.inputs, batch, strict=True)}
+    for node in graph.nodes:
+        if node.op in _SKIPPED or Value(node.name) in values:
+            continue
+        if any(value not in values for value in node.inputs):  # computed from a skipped node
+            continue
+        try:
+            with tf.device(node.device):
+                outputs, _ = operations.run(node, [values[value] for value in node.inputs])
+        except tf.errors.OpError as error:
+            return f"{_describe_place(node, _count_micro_batches(graph))}: {error.message}"
+        values.update(zip(node.values(), outputs, strict=True))
+    return ""
+
+
+def _count_micro_batches(graph: Graph) -> int:
+    """Return into how many micro-batches each minibatch of an asynchronous window is cut; 0 for a synchronous step."""
+    minibatches = len(nodes_of(graph, OpName.MINIBATCH))
+    numbers = {node.integer("micro_batch") for node in nodes_of(graph, OpName.FORWARD)}
+    return len(numbers) // minibatches if minibatches else 0
+
+
+def _describe_place(node: Node, of_minibatch: int) -> str:
+    """Return the place of a call; ``of_minibatch``: the micro-batches of a minibatch, 0 for a synchronous step."""
+    words = {"stage": "stage", "replica": "replica", "micro_batch": "micro-batch"}
+    op = node.string("of") if node.op == OpName.PART else node.op
+    places = [f"{word} {node.integer(key)}" for key, word in words.items() if node.has(key)]
+    if of_minibatch and node.has("micro_batch"):
+        minibatch, micro_batch = divmod(node.integer("micro_batch"), of_minibatch)
+        places[-1] = f"minibatch {minibatch}" + (f", micro-batch {micro_batch}" if of_minibatch > 1 else "")
+    elif (number := find_minibatch(node.name)) is not None:
+        places.append(f"minibatch {number}")
+    return ", ".join([*places, op])
+
+
+# --- Move variables to the devices of the stages that use them
+
+
+def move_to_device(graph: Graph, variables: Mapping[str, tf.Variable], device: str) -> None:
+    """Move the variables that a rank's stage functions and updates use, and that the rank holds, to its ``device``."""
+    resident = resident_variables(graph)
+    calls = [node for node in graph.nodes if node.has("function") and node.has("stage")]
+    used = dict.fromkeys(name for node in calls for name in _variables_of(graph, node) if name in resident)
+    _move((variables[name], device) for name in used)
+
+
+def move_to_stages(graph: Graph, variables: Mapping[str, tf.Variable]) -> None:
+    """Move each variable to the device that writes it: weights to their owner's, slots to their update's.
+
+    Variables that the updates of several stages share (the step counter, the learning rate) stay where they are.
+    """
+    first_replica = {n.integer("stage"): n.device for n in nodes_of(graph, OpName.FORWARD) if n.integer("replica") == 0}
+    devices = {name: first_replica[stages[0]] for name, stages in find_variables(graph).users}
+    updates = nodes_of(graph, OpName.UPDATE)
+    used = [_variables_of(graph, node) for node in updates]
+    stages = [node.attr("stage") if node.has("stage") else None for node in updates]
+    places = {(stage, name) for stage, names in zip(stages, used, strict=True) for name in names}
+    uses = Counter(name for _, name in places)
+    for node, names in zip(updates, used, strict=True):
+        if node.has("stage"):
+            devices |= {name: node.device for name in names if uses[name] == 1 and name not in devices}
+    _move((variables[name], device) for name, device in devices.items())
+
+
+def _variables_of(graph: Graph, node: Node) -> dict[str, None]:
+    """Return the names of the variables that a call's function takes, each once, in order."""
+    ports = graph.function(node.string("function")).input_ports("variable")
+    return dict.fromkeys(port.name for _, port in ports)
+
+
+def _move(moves: Iterable[tuple[tf.Variable, str]]) -> None:
+    internals.move_variables([(variable, device) for variable, device in moves if not _same(variable.device, device)])
+
+
+def _same(first: str, second: str) -> bool:
+    """Return whether two names, which may give the job and the host or not, are of one device of this process."""
+    a, b = tf.DeviceSpec.from_string(first), tf.DeviceSpec.from_string(second)
+    return (a.device_type, a.device_index) == (b.device_type, b.device_index)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from profiler.cluster import Cluster
-from profiler.presets import load_preset
+from profiler.cluster import Cluster, load_preset
 
 
 def load_cluster(name: str) -> Cluster:

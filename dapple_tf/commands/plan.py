@@ -12,11 +12,15 @@ from dapple_tf.commands.contention_option import CONTENTION_OPTION
 from dapple_tf.commands.output import check_output_path, print_result
 from dapple_tf.commands.planner_option import PLANNER_NAMES, check_planner_names
 from dapple_tf.commands.schedule_option import SCHEDULE_OPTION
-from dapple_tf.commands.slow_notice import COMPILES, tell_if_slow
 from profiler.importers import read_profile
 
 if TYPE_CHECKING:
     from dapple_tf.plan import Plan
+
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 @click.command()
@@ -64,7 +68,7 @@ def plan(
         given = {name: options[name] for name in ("micro_batch_size", "schedule", "overlap")}
         window = make_window("async" if asynchronous else "sync", minibatches, given)
         options["micro_batch_size"] = check_window_batch(options["global_batch_size"], window.minibatches)
-        with tell_if_slow(COMPILES):
+        with tell_if_slow(_COMPILES):
             choices = plan_windows(make_problem(costs, load_cluster(cluster), **options), planner, window)
         print_result(describe_plan(choices[0].plan, costs, choices[0].timeline))
         for line in describe_runners_up(choices, [notation(choice.plan) for choice in choices]):
@@ -72,7 +76,7 @@ def plan(
         _hand_over(choices[0].plan, output, as_json)
         return
     problem = make_problem(costs, load_cluster(cluster), **options)
-    with tell_if_slow(COMPILES):
+    with tell_if_slow(_COMPILES):
         result = run_planner(problem, planner)
     chosen = predict_plan(problem, result.chosen, planner, pipedream=result.pipedream)
     others = [predict_plan(problem, candidate, planner) for candidate in result.runners_up]
@@ -88,3 +92,23 @@ def _hand_over(plan: Plan, output: str | None, as_json: bool) -> None:
         print_result(f"plan: {output}")
     if as_json:
         print_result(json.dumps(plan.to_json()))
+
+
+# --- Tell on stderr that something takes longer than expected, while it runs
+
+
+_COMPILES = (
+    "dapple: still planning; the first plan on a machine compiles the planners' code, which takes a minute or two"
+)
+
+
+@contextmanager
+def tell_if_slow(text: str, seconds: float = 5.0) -> Iterator[None]:
+    """Print ``text`` on stderr if the ``with`` block takes longer than ``seconds``."""
+    timer = threading.Timer(seconds, click.echo, args=(text,), kwargs={"err": True})
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

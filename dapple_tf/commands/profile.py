@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Mapping
+import shutil
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import click
@@ -11,10 +13,10 @@ import click
 from dapple_tf.commands.model_loading import check_model_exists, load_model
 from dapple_tf.commands.options import MODEL_OPTIONS, add_options
 from dapple_tf.commands.output import check_output_path, print_result
-from dapple_tf.commands.profile_table import print_table
 from dapple_tf.commands.startup import start_tensorflow
+from dapple_tf.drawing.table import format_table
 from profiler.peaks import PEAKS
-from profiler.profile import Profile
+from profiler.profile import LayerCost, Profile
 from profiler.units import format_samples, format_seconds
 
 
@@ -46,7 +48,7 @@ def profile(
         found, disagreement = _measure(options, name, sizes, repeats)
     else:
         found, disagreement = _compute(options, name, device), None
-    print_table(found)
+    _print_table(found)
     print_result(_describe(found, disagreement))
     found.save(output)
     print_result(f"profile: {output}")
@@ -109,3 +111,47 @@ def _describe(found: Profile, disagreement: float | None) -> str:
         text += f"\nthe whole model takes {whole}, the layers' sum is {disagreement:+.1%} from it"
         text += f"; half of the rounds are within {found.error:.1%} of the median"
     return text
+
+
+# --- A profile as a table: where a model has many layers, those of one part are summed in one row
+
+
+_MAX_ROWS = 30
+_WIDTH = 120  # characters, in a file or a pipe
+_HEADER = ("layer", "layers", "forward ms", "backward ms", "output MB", "stash MB", "weights MB")
+
+
+def _print_table(profile: Profile) -> None:
+    """Print the layers' costs on stdout: milliseconds, and millions of bytes."""
+    rows = [_row(name, layers) for name, layers in group_layers(profile.layers)]
+    width = shutil.get_terminal_size((_WIDTH, 0)).columns
+    print_result("\n".join(format_table(_HEADER, rows, left=1, width=width)))
+
+
+def _row(name: str, layers: Sequence[LayerCost]) -> list[str]:
+    milliseconds = [
+        sum(getattr(x, f"{direction}_seconds") for x in layers) * 1e3 for direction in ("forward", "backward")
+    ]
+    megabytes = [
+        layers[-1].activation_bytes / 1e6,  # the output of the group is that of its last layer
+        sum(layer.stash_bytes for layer in layers) / 1e6,
+        sum(layer.parameter_bytes for layer in layers) / 1e6,
+    ]
+    return [name, str(len(layers)), *(f"{x:.3f}" for x in milliseconds), *(f"{x:.2f}" for x in megabytes)]
+
+
+def group_layers(layers: Sequence[LayerCost], max_groups: int = _MAX_ROWS) -> list[tuple[str, list[LayerCost]]]:
+    """Return consecutive layers in at most ``max_groups`` groups, each with a name.
+
+    Layers whose paths have the same prefix form a group; the prefix is as long as the number of groups allows. If even
+    prefixes of length 1 give too many groups, groups of equal size are formed.
+    """
+    paths = [layer.name.split("/") for layer in layers]
+    for depth in range(max(map(len, paths)), 0, -1):
+        runs = itertools.groupby(range(len(layers)), [path[:depth] for path in paths].__getitem__)
+        groups = [("/".join(prefix), [layers[i] for i in run]) for prefix, run in runs]
+        if len(groups) <= max_groups:
+            return groups
+    size = -(-len(layers) // max_groups)
+    parts = [list(layers[i : i + size]) for i in range(0, len(layers), size)]
+    return [(f"{part[0].name} ..", part) for part in parts]

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import click
 
 from dapple_tf.commands.output import check_chart_path, print_result
 from dapple_tf.commands.schedule_option import read_schedule
+from graph_passes.schedules.schedule import Action, Schedule, of_kind, run_schedule
 
 if TYPE_CHECKING:
     from dapple_tf.simulator.order_search import FoundOrder
     from dapple_tf.timeline.stage_costs import StageCosts
-    from graph_passes.schedules.grid import Units
-    from graph_passes.schedules.schedule import Schedule
 
 
 @click.command()
@@ -44,7 +45,6 @@ def schedules(
     Without SCHEDULE, list the names.
     """
     from graph_passes.errors import ScheduleError
-    from graph_passes.schedules.grid import Units, format_grid, time_workers
     from graph_passes.schedules.policies import NAMES, build_schedule, is_searched
     from graph_passes.schedules.text import is_text, parse_schedule
 
@@ -141,3 +141,73 @@ def _draw(schedule: Schedule, units: Units, path: str) -> None:
     places = [(stage, 0, f"worker {worker}") for stage, worker in enumerate(schedule.worker_map.worker_of)]
     step = execution_events(execution, places)
     Timeline.of_step(step, "one unit of time is one second").save(path)
+
+
+# --- A schedule as a grid of text: a row for each worker, a column for each unit of time
+
+
+@dataclass(frozen=True)
+class Units:
+    """Whole units of time of a forward, of a backward, and of the part of that which is gradients of weights (W)."""
+
+    forward: int = 1
+    backward: int = 2
+    weights: int = 1
+
+    def of(self, action: Action) -> int:
+        """Return the units of ``action``."""
+        return of_kind(action.kind, self.forward, self.backward, self.weights)
+
+
+@dataclass(frozen=True)
+class WorkerTime:
+    """The work of one worker in a step without transfers, in units of time: ``idle`` between its first and last action.
+
+    ``stashes``: the most that it holds at once, one for each stage and micro-batch in flight.
+    """
+
+    stages: tuple[int, ...]
+    work: int
+    idle: int
+    stashes: int
+
+
+def time_workers(schedule: Schedule, units: Units) -> tuple[WorkerTime, ...]:
+    """Return the times of each worker."""
+    ends = run_schedule(schedule, units.of)
+    return tuple(
+        WorkerTime(
+            stages,
+            work := sum(map(units.of, actions)),
+            int(own[-1] - own[0]) + units.of(actions[0]) - work,
+            stashes,
+        )
+        for stages, actions, own, stashes in zip(
+            schedule.worker_map.stages_of, schedule.workers, ends, schedule.stashes, strict=True
+        )
+    )
+
+
+def format_grid(schedule: Schedule, units: Units) -> str:
+    """Return a line for each worker: its actions at their time, each as wide as it is long, and dots where it idles.
+
+    Actions are printed as in the schedule's text: ``2F0+`` where its result travels with the next one's.
+    """
+    rows = zip(schedule.workers, run_schedule(schedule, units.of), strict=True)
+    width = 1 + max(len(schedule.print_action(action)) for actions in schedule.workers for action in actions)
+    names = [_name(stages) for stages in schedule.worker_map.stages_of]
+    margin = max(map(len, names))
+    lines = []
+    for name, (actions, ends) in zip(names, rows, strict=True):
+        cells, now = [], 0
+        for action, end in zip(actions, ends, strict=True):
+            start = int(end) - units.of(action)
+            cells += [".".ljust(width)] * (start - now)
+            cells.append(schedule.print_action(action).ljust(units.of(action) * width - 1, "-") + " ")
+            now = int(end)
+        lines.append(f"{name:{margin}}  {''.join(cells)}".rstrip())
+    return "\n".join(lines)
+
+
+def _name(stages: Sequence[int]) -> str:
+    return f"stage{'s' * (len(stages) > 1)} {','.join(map(str, stages))}"

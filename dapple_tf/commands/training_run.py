@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import click
@@ -13,15 +14,13 @@ import click
 from dapple_tf.autoplan.request import Request
 from dapple_tf.checkpoint.checkpoints import Checkpoints
 from dapple_tf.commands.cluster_option import load_optional_cluster
-from dapple_tf.commands.finite_losses import LossWatch
 from dapple_tf.commands.model_loading import load_model
-from dapple_tf.commands.observation import Observer
+from dapple_tf.commands.observation import LossWatch, Observer
 from dapple_tf.commands.options import load_plan, parse_request
 from dapple_tf.commands.output import check_chart_path, check_folder_path, describe_plan
 from dapple_tf.commands.plain import time_plain_model
 from dapple_tf.commands.ranks import Ranks
 from dapple_tf.commands.tensorboard import Scalars
-from dapple_tf.commands.train_report import TrainReport, report_run
 from dapple_tf.commands.train_settings import TrainSettings
 from dapple_tf.commands.training_loop import RunResult, StepResult, repeat_batches, run_steps
 from dapple_tf.distributed import membership
@@ -29,8 +28,9 @@ from dapple_tf.distributed.shared_errors import share_error
 from dapple_tf.plan import Plan
 from dapple_tf.runtime.step import PipelinedStep
 from dapple_tf.timeline.picture import save_recording
-from dapple_tf.timeline.recording import Recording
+from dapple_tf.timeline.recording import Recording, describe_error, planned_seconds
 from graph_passes.schedules.policies import abbreviate_schedule
+from profiler.units import format_seconds
 
 Batches = Iterator[tuple[Any, ...]]
 
@@ -52,7 +52,7 @@ def run_training(settings: TrainSettings, options: Mapping[str, Any]) -> None:
     losses = LossWatch(step, ranks, ranks.print_progress)
     run = _train(step, batches, settings, ranks, done, _save_after(checkpoints, settings, losses))
     ranks.wait_for_all()
-    found = report_run(run, step.plan, plain_speed, losses.minibatch_losses)
+    found = _report_run(run, step.plan, plain_speed, losses.minibatch_losses)
     recording = _named_recording(step, options["model"]) if settings.trace and ranks.is_first else None
     report = _report(found, step, settings, recording)
     ranks.print_result(str(report))
@@ -184,8 +184,8 @@ def _named_recording(step: PipelinedStep, model: str) -> Recording:
 
 
 def _report(
-    report: TrainReport, step: PipelinedStep, settings: TrainSettings, recording: Recording | None
-) -> TrainReport:
+    report: _TrainReport, step: PipelinedStep, settings: TrainSettings, recording: Recording | None
+) -> _TrainReport:
     """Return the report with exactness, memory, curves, and the ``recording`` that is saved as the trace."""
     memory = step.report
     report = report.extended(memory=memory.to_json(), exactness=step.exactness.to_json())
@@ -202,3 +202,69 @@ def _report(
     if settings.tensorboard:
         report = report.extended(f"curves for TensorBoard: {settings.tensorboard}", tensorboard=settings.tensorboard)
     return report
+
+
+# --- Report the results of a training run, in words and as JSON
+
+
+@dataclass(frozen=True)
+class _TrainReport:
+    """Lines for people, and fields for ``--json``."""
+
+    lines: tuple[str, ...]
+    fields: dict[str, Any]
+
+    def extended(self, *lines: str, **fields: Any) -> _TrainReport:
+        """Return the report with more lines and fields."""
+        return _TrainReport((*self.lines, *lines), {**self.fields, **fields})
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines)
+
+
+def _report_run(
+    run: RunResult, plan: Plan, plain_speed: float | None, minibatch_losses: Sequence[Sequence[float]] = ()
+) -> _TrainReport:
+    """Return losses, speed and the planner's error. ``plain_speed``: samples per second un-pipelined, if measured.
+
+    ``minibatch_losses``: of each asynchronous window.
+    """
+    speed = f"{run.samples_per_second:.1f} samples/s"
+    if run.step_seconds is None:
+        speed = "samples/s are not measured in a run of one step"
+    elif plain_speed is not None:
+        ratio = run.samples_per_second / plain_speed
+        speed += f"; the same model un-pipelined on the same cores: {plain_speed:.1f} samples/s ({ratio:.2f}x)"
+    name, steps = "loss", "steps"
+    if plan.window is not None:
+        name, steps = "mean loss", f"windows of {plan.window.minibatches} minibatches"
+    report = _TrainReport(
+        (f"{name} {run.losses[0]:.4f} -> {run.losses[-1]:.4f} in {len(run.losses)} {steps}", speed),
+        {
+            "first_loss": run.losses[0],
+            "last_loss": run.losses[-1],
+            "losses": run.losses,
+            "samples_per_second": run.samples_per_second,
+            "plan": dataclasses.asdict(plan),
+        },
+    )
+    if minibatch_losses:
+        report = report.extended(minibatch_losses=minibatch_losses)
+    if plain_speed is not None:
+        report = report.extended(plain_samples_per_second=plain_speed)
+    return _with_planner_error(report, run, plan)
+
+
+def _with_planner_error(report: _TrainReport, run: RunResult, plan: Plan) -> _TrainReport:
+    """Return the report with the planner's prediction, where there is one for batches of this size."""
+    planned = planned_seconds(plan)
+    if planned is None or not run.step_seconds or run.samples != plan.global_batch_size:
+        return report
+    error = planned / run.step_seconds - 1
+    took, predicted = format_seconds(run.step_seconds), format_seconds(planned)
+    return report.extended(
+        f"a step took {took}; the planner predicted {predicted}, {describe_error(error)}",
+        planned_step_seconds=planned,
+        step_seconds=run.step_seconds,
+        planner_error=error,
+    )

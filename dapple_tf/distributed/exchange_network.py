@@ -6,8 +6,11 @@ import contextlib
 import os
 import secrets
 import socket
-from collections.abc import Iterable, Sequence
+import sys
+import threading
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
 
 from dapple_tf.distributed.host_addresses import choose_addresses, own_addresses
 from dapple_tf.distributed.links import Link
@@ -17,7 +20,6 @@ from dapple_tf.distributed.places import listen_on_host, place_of, prepare_for_t
 from dapple_tf.distributed.rendezvous import accept_ranks, connect_to
 from dapple_tf.distributed.ring_all_reduce import has_known_shapes
 from dapple_tf.distributed.ring_chunks import ring_neighbours
-from dapple_tf.distributed.stall_report import report_stalls
 from graph_passes.ir.graph import Graph
 from graph_passes.ir.ops import OpName
 
@@ -119,3 +121,44 @@ def barrier_rounds(ranks: Sequence[int], rank: int) -> list[tuple[int, int]]:
     place, count = ranks.index(rank), len(ranks)
     distances = [2**k for k in range((count - 1).bit_length())]
     return [(ranks[(place + distance) % count], ranks[(place - distance) % count]) for distance in distances]
+
+
+# --- Say which tensors a rank has waited for too long, and from which ranks, as Horovod does for its own
+# A rank that hangs sends heartbeats as long as its process lives: the report tells where to look.
+
+
+_SECONDS = "HOROVOD_STALL_CHECK_TIME_SECONDS"  # Horovod's own option, and its default
+_DEFAULT_SECONDS = 60.0
+
+
+class Waits(Protocol):
+    """An object that lists the messages for which this process waits."""
+
+    def find_waits(self, seconds: float) -> Mapping[int, list[str]]:
+        """Return what has been waited for longer than ``seconds``: names of exchanges, by rank."""
+
+
+def report_stalls(rank: int, waits: Waits, environment: Mapping[str, str] = os.environ) -> None:
+    """Start a thread that reports stalls of this ``rank``; HOROVOD_STALL_CHECK_TIME_SECONDS (default 60; 0: never)."""
+    try:
+        seconds = float(environment.get(_SECONDS) or _DEFAULT_SECONDS)
+    except ValueError:
+        seconds = _DEFAULT_SECONDS
+    if seconds > 0:
+        threading.Thread(target=_run, args=(rank, waits, seconds), name="dapple-stalls", daemon=True).start()
+
+
+def _run(rank: int, waits: Waits, seconds: float) -> None:
+    known: Mapping[int, list[str]] = {}
+    pause = threading.Event()
+    while not pause.wait(seconds):
+        found = waits.find_waits(seconds)
+        if found and found != known:
+            print(describe_stall(rank, found, seconds), file=sys.stderr, flush=True)
+        known = found
+
+
+def describe_stall(rank: int, found: Mapping[int, list[str]], seconds: float) -> str:
+    """Return the report, in Horovod's form: ``found`` are names of exchanges by the ranks that have not sent them."""
+    lines = [f"{other}: [{', '.join(names)}]" for other, names in sorted(found.items())]
+    return "\n".join([f"dapple: rank {rank} has waited for tensors for {seconds:g} s. Missing ranks:", *lines])

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import tensorflow as tf
 
+from dapple_tf import internals
 from dapple_tf.backend.bindings import Buffers
 from dapple_tf.backend.build_times import BuildTimes
 from dapple_tf.backend.handler import Bindings, ChooseCompiled, Compiled
@@ -20,14 +21,15 @@ from dapple_tf.distributed.exchange_network import exchanging_pairs
 from dapple_tf.distributed.exit_reporting import report_failure
 from dapple_tf.distributed.membership import Job
 from dapple_tf.distributed.native_exchange import NativeExchange
-from dapple_tf.distributed.optimizer_settings import OptimizerSettings
 from dapple_tf.distributed.ring_all_reduce import RingAllReduce, has_known_shapes
 from dapple_tf.distributed.variable_locations import VariableNeeds
-from dapple_tf.distributed.variable_placement import find_variable_needs, place_variables
+from dapple_tf.distributed.variable_transfer import Transfer, send_values
 from dapple_tf.errors import BatchError, StepError
 from dapple_tf.plan import Plan
 from dapple_tf.staged_model import StagedModel
 from graph_passes.analysis.input_needs import find_inputs
+from graph_passes.analysis.layers import written_variables
+from graph_passes.analysis.resident_variables import resident_variables
 from graph_passes.ir.graph import Graph, Node
 from graph_passes.ir.names import BATCH_SIZE_NAME
 from graph_passes.ir.ops import OpName
@@ -52,7 +54,7 @@ class RankProgram(Program):
 
     job: Job = field(kw_only=True)
     needs: VariableNeeds = field(kw_only=True)
-    settings: OptimizerSettings = field(kw_only=True)
+    settings: _OptimizerSettings = field(kw_only=True)
     number: int = field(kw_only=True)
     batch_types: str = field(kw_only=True)
 
@@ -63,7 +65,7 @@ class RankProgram(Program):
         what = f"run step {progress.step + 1} with {samples} samples (program {self.number})"
         what += "".join(f", {name} set to {value}" for name, value in self.settings.changes().items())
         progress.announce_call(what, f" of {self.batch_types}")
-        place_variables(self.job, self.needs)
+        _place_variables(self.job, self.needs)
         with progress.step_running(self.number):
             try:
                 return super().run(batch)
@@ -80,7 +82,7 @@ class RankProgram(Program):
         progress, locations = self.job.progress, self.job.variable_locations
         step = progress.step
         progress.announce_call(f"rehearse step {step + 1} (program {self.number})", f" of {self.batch_types}")
-        place_variables(self.job, self.needs)
+        _place_variables(self.job, self.needs)
         held = [variable for variable in variables if self.job.rank in (locations.ranks_of(variable) or ())]
         with super().rehearsal(held):
             yield
@@ -100,7 +102,7 @@ class RankTarget:
         self._home = home
         self._buffers = Buffers(home)
         self._synchronized = False
-        self._settings = OptimizerSettings()
+        self._settings = _OptimizerSettings()
 
     def announce(self, what: str, batch_size: int, signature: Sequence[tf.TensorSpec]) -> None:
         """Announce a call that every rank must make, for a batch of ``batch_size`` samples; ``what``: an imperative."""
@@ -159,10 +161,10 @@ class RankTarget:
                 "tensors that the model closes over": digest_tensors(model.constants),
             }
         )
-        needs = find_variable_needs(model, graphs)
+        needs = _find_variable_needs(model, graphs)
         self._settings.add(self._job, model)
         # Each process has drawn initial values of its own when it made the model.
-        place_variables(self._job, needs, synchronize=not self._synchronized)
+        _place_variables(self._job, needs, synchronize=not self._synchronized)
         self._synchronized = True
         collectives = self._make_collectives(graphs)
         graph = run_passes(graphs[self._job.rank], [PlaceRank(self._device, self._home)], ())
@@ -214,3 +216,97 @@ def _describe_types(signature: Sequence[tf.TensorSpec]) -> str:
     """Return dtypes and shapes of one sample: float32[96], int32[]."""
     types = ", ".join(f"{spec.dtype.name}{list(spec.shape[1:])}" for spec in signature)
     return types if len(types) <= _LONGEST_TYPES else types[:_LONGEST_TYPES] + " ..."
+
+
+# --- Place variables: a rank holds those of its stages, and frees the memory of all others
+# Before a program runs, and as soon as it is built, every rank receives the variables that its part needs and drops the
+# rest. Reading a dropped variable fails with an error that says what to do; it does not give an outdated value.
+
+
+_ADVICE = "other ranks of the job hold and train it; call step.gather() on every rank before this"
+
+
+def _find_variable_needs(model: StagedModel, graphs: Sequence[Graph]) -> VariableNeeds:
+    """Return the variables of ``model`` with the ranks that need them; ``graphs[i]`` is rank i's part.
+
+    Every rank needs the settings of the optimizer.
+    """
+    settings = _find_settings(model)
+    held = [resident_variables(graph) | settings.keys() for graph in graphs]
+    return VariableNeeds(
+        tuple(
+            (variable, frozenset(rank for rank, names in enumerate(held) if name in names))
+            for name, variable in model.variables.items()
+        )
+    )
+
+
+def _place_variables(job: Job, needs: VariableNeeds, *, synchronize: bool = False) -> None:
+    """Send every rank the variables that it needs and lacks, and drop those that only other ranks need.
+
+    ``synchronize``: send also what a rank has, so that all ranks have rank 0's values. A variable that no rank needs
+    stays where it is. Every rank must call this, with equal needs.
+    """
+    locations = job.variable_locations
+    if locations.placed_for is needs and not synchronize:
+        if locations.release is None:
+            others = [v for v, _ in needs.ranks if job.rank not in (locations.ranks_of(v) or ())]
+            locations.release = internals.make_releaser(others)
+        locations.release()
+        return
+    transfers, dropped = [], []
+    for variable, ranks in needs.ranks:
+        holders, source = locations.ranks_of(variable), locations.source(variable)
+        wanted = ranks or frozenset({source})
+        if synchronize or holders is None or wanted - holders:
+            transfers.append(Transfer(variable, source, wanted))
+        if holders != wanted:
+            locations.set_ranks(variable, wanted)
+            if job.rank not in wanted:
+                dropped.append(variable)
+    send_values(job, transfers)
+    internals.release_variables(dropped, _ADVICE)
+    locations.placed_for, locations.release = needs, None
+
+
+# --- Notice what a user sets on an optimizer between steps, such as its learning rate: it must be set on every rank
+# Every rank holds these variables, whatever its stages are, so that callbacks can read and set them; a step uses the
+# value of one rank.
+
+
+def _find_settings(model: StagedModel) -> dict[str, tf.Variable]:
+    """Return the numbers that the optimizer reads and does not write, by the name of their node."""
+    functions = () if model.updates is None else model.updates.functions
+    written = {name for function in functions for name in written_variables(function.graph)}
+    return {
+        name: variable
+        for name, variable in model.variables.items()
+        if variable.shape.rank == 0 and name not in model.model_variables and name not in written
+    }
+
+
+@dataclass
+class _OptimizerSettings:
+    """The settings of the optimizer of a step, by name, with the values that all ranks know."""
+
+    _variables: dict[str, tf.Variable] = field(default_factory=dict)
+    _known: dict[str, Any] = field(default_factory=dict)
+
+    def add(self, job: Job, model: StagedModel) -> None:
+        """Add those of ``model``, before its variables are placed; every rank must call this.
+
+        Raises JobError on every rank if the ranks have different values, naming them.
+        """
+        settings = {internals.variable_name(v).rpartition("/")[2]: v for v in _find_settings(model).values()}
+        added = {name: variable for name, variable in settings.items() if name not in self._variables}
+        values = {name: variable.numpy() for name, variable in added.items()}
+        job.compare({f"{name} of the optimizer (set it on every rank)": value for name, value in values.items()})
+        self._variables |= added
+        self._known |= values
+
+    def changes(self) -> dict[str, Any]:
+        """Return what has been set on this rank since the last call, by name."""
+        values = {name: variable.numpy() for name, variable in self._variables.items()}
+        found = {name: value for name, value in values.items() if value != self._known[name]}
+        self._known |= found
+        return found

@@ -7,18 +7,21 @@ itself goes, every rank notices. ``failure_detector`` decides who has failed.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import queue
 import signal
+import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
-from dapple_tf.distributed.call_comparison import CallComparison
-from dapple_tf.distributed.call_order_check import RankCall
+from dapple_tf.distributed.call_order_check import CallComparison, RankCall
 from dapple_tf.distributed.failure_detector import Failure, FailureDetector
 from dapple_tf.distributed.failure_messages import describe_failure
-from dapple_tf.distributed.links import Link
+from dapple_tf.distributed.links import Arrival, Link, Transport
 from dapple_tf.distributed.messages import (
     AgreementMessage,
     CallMessage,
@@ -31,9 +34,6 @@ from dapple_tf.distributed.messages import (
 )
 from dapple_tf.distributed.process_exit import ProcessExit, print_line
 from dapple_tf.distributed.progress import Progress
-from dapple_tf.distributed.signals import SignalReceiver
-from dapple_tf.distributed.thread_requests import ThreadRequests
-from dapple_tf.distributed.transport import Arrival, Transport
 
 # Exit code of a process that Ctrl-C has ended.
 INTERRUPTED = 130
@@ -73,7 +73,7 @@ class Watchdog:
         # A heartbeat may be late by one interval, and a report has to travel.
         silence_seconds = timeout_seconds - 2 * self._heartbeat_seconds
         self.signals = SignalReceiver()
-        self._requests = ThreadRequests(self.signals.wake)
+        self._requests = _ThreadRequests(self.signals.wake)
         self._transport = Transport(links, self.signals.reader)
         self._detector = FailureDetector(rank, size, self._transport.ranks, silence_seconds, time.monotonic())
         self._calls = CallComparison(size, self._report_different_calls)  # used on rank 0
@@ -313,3 +313,107 @@ def _end_exchanges() -> None:
         import horovod.tensorflow as hvd
 
         hvd.shutdown()
+
+
+# --- Receive SIGTERM and Ctrl-C while the main thread is inside TensorFlow
+# Python runs signal handlers in the main thread, and not before TensorFlow returns to it. But the interpreter writes
+# the number of each signal to a socket at once (``signal.set_wakeup_fd``), where another thread can read it.
+
+
+# Written to the socket to wake the thread without a signal.
+_NO_SIGNAL = 0
+
+
+class SignalReceiver:
+    """The socket, and this process's handlers of SIGTERM and SIGINT.
+
+    ``reader`` becomes readable when a signal comes, or after ``wake``. ``interrupted``: the main thread has raised
+    KeyboardInterrupt.
+    """
+
+    def __init__(self) -> None:
+        self.reader, self._writer = socket.socketpair()
+        for end in (self.reader, self._writer):
+            end.setblocking(False)
+        self.interrupted = False
+
+    def install(self) -> None:
+        """Install the handlers, where neither the user nor another library has; only the main thread can."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        previous = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        if previous != -1:  # another library's: ours would take its signals away
+            signal.set_wakeup_fd(previous)
+            return
+        if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, self.on_terminate)
+        if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
+            signal.signal(signal.SIGINT, self.on_interrupt)
+
+    def uninstall(self) -> None:
+        """Restore what signals did before ``install``, except where the user has installed handlers since."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        if signal.getsignal(signal.SIGTERM) == self.on_terminate:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if signal.getsignal(signal.SIGINT) == self.on_interrupt:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        installed = signal.set_wakeup_fd(-1)
+        if installed not in (-1, self._writer.fileno()):
+            signal.set_wakeup_fd(installed)
+
+    def wake(self, number: int = _NO_SIGNAL) -> None:
+        """Make ``reader`` readable, as signal ``number`` does."""
+        with contextlib.suppress(OSError):
+            self._writer.send(bytes([number]))
+
+    def receive(self) -> list[int]:
+        """Return the numbers of the signals that have come, of those that this object handles."""
+        try:
+            numbers = self.reader.recv(1024)
+        except OSError:
+            return []
+        handlers = {signal.SIGTERM: self.on_terminate, signal.SIGINT: self.on_interrupt}
+        return [n for n in numbers if n in handlers and signal.getsignal(n) == handlers[signal.Signals(n)]]
+
+    def close(self) -> None:
+        """Close the socket; call ``uninstall`` before."""
+        self.reader.close()
+        self._writer.close()
+
+    def on_terminate(self, number: int, frame: Any) -> None:
+        """Do nothing: the thread has read the signal already."""
+
+    def on_interrupt(self, number: int, frame: Any) -> None:
+        """Raise KeyboardInterrupt, as Python does by default."""
+        self.interrupted = True
+        signal.default_int_handler(number, frame)
+
+
+# --- Run functions on another thread and wait until they have run: one thread queues them, another serves the queue
+
+
+_WAIT_SECONDS = 2.0
+
+
+class _ThreadRequests:
+    """Queue of functions to run on the thread that calls ``serve``; ``wake`` interrupts the wait of that thread."""
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self._wake = wake
+        self._waiting: queue.Queue[tuple[Callable[[], None], threading.Event]] = queue.Queue()
+
+    def run(self, request: Callable[[], None]) -> None:
+        """Run ``request`` on the serving thread; wait until it has run, at most 2 s."""
+        done = threading.Event()
+        self._waiting.put((request, done))
+        self._wake()
+        done.wait(_WAIT_SECONDS)
+
+    def serve(self) -> None:
+        """Run all queued functions, in order."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                request, done = self._waiting.get_nowait()
+                request()
+                done.set()

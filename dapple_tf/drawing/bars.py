@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from html import escape
+from pathlib import Path
+from string import Template
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from dapple_tf.drawing.chart import COLOURS
+from profiler.units import format_bytes, scale_bytes, scale_time
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 
 PART_COLOURS: Mapping[str, str] = MappingProxyType(
     {"compute": COLOURS["forward"], "allreduce": COLOURS["allreduce"], "wait": "#b9b9c3"}
@@ -47,3 +56,140 @@ class BarChart:
     title: str
     bars: tuple[Bar, ...]
     limit: float
+
+
+# --- A comparison as a web page of a single file: a table with bars
+
+
+_PAGE = Template("""\
+<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>$title</title>
+<style>
+:root { color-scheme: light dark; --page: #fff; --ink: #222; --faint: #8885; $colours }
+@media (prefers-color-scheme: dark) { :root { --page: #16181c; --ink: #e4e4e4; --faint: #8886; } }
+body { margin: 16px; background: var(--page); color: var(--ink); font: 14px system-ui, sans-serif; }
+h1 { font-size: 17px; font-weight: 600; margin: 0 0 8px; }
+.legend { display: flex; flex-wrap: wrap; gap: 4px 16px; margin-bottom: 12px; }
+.legend i { display: inline-block; width: 14px; height: 14px; margin-right: 5px; vertical-align: -2px; }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; }
+th, td { padding: 4px 10px 4px 0; text-align: right; vertical-align: top; border-bottom: 1px solid var(--faint);
+  white-space: nowrap; }
+th { font-weight: 600; }
+th:first-child, td:first-child, td.text, th.text { text-align: left; }
+td.text { white-space: normal; min-width: 14em; overflow-wrap: anywhere; }
+td.bar { min-width: 260px; padding-right: 16px; }
+td.bar div { display: flex; height: 15px; }
+td.bar i { display: block; height: 100%; }
+$classes
+</style>
+</head>
+<body>
+<h1>$title</h1>
+<div class="legend">$legend</div>
+<div class="wide">
+<table>
+<thead><tr>$header</tr></thead>
+<tbody>
+$rows
+</tbody>
+</table>
+</div>
+</body>
+</html>
+""")
+
+
+def make_bars_page(chart: BarChart, header: Sequence[str], cells: Sequence[Mapping[str, str]]) -> str:
+    """Return the page: a row for each bar, with its name, its ``cells`` by their ``header``, the bar, and its note."""
+    most = max((bar.seconds for bar in chart.bars), default=0.0) or 1.0
+    rows = []
+    for bar, row in zip(chart.bars, cells, strict=True):
+        parts = "".join(
+            f'<i class="{part}" style="width: {100 * seconds / most:.3f}%" title="{escape(PART_LABELS[part])}"></i>'
+            for part, seconds in bar.parts.items()
+        )
+        fields = "".join(f"<td>{escape(row.get(name, ''))}</td>" for name in header)
+        rows.append(
+            f'<tr><td>{escape(bar.name)}</td><td class="bar"><div>{parts}</div></td>{fields}'
+            f'<td class="text">{escape(bar.note)}</td></tr>'
+        )
+    return _PAGE.substitute(
+        title=escape(chart.title),
+        colours=" ".join(f"--{part}: {colour};" for part, colour in PART_COLOURS.items()),
+        classes="\n".join(f".{part} {{ background: var(--{part}); }}" for part in PART_COLOURS),
+        legend="".join(f'<span><i class="{part}"></i>{escape(text)}</span>' for part, text in PART_LABELS.items()),
+        header="<th>planner</th><th></th>"
+        + "".join(f"<th>{escape(name)}</th>" for name in header)
+        + '<th class="text">why</th>',
+        rows="\n".join(rows),
+    )
+
+
+# --- Bars of a comparison as PNG pictures
+
+
+_DPI = 130
+_WIDTH = 14.0  # inches
+_ROW = 0.46  # inches
+_MEMORY_COLOUR = "#7a6fae"
+_LABEL, _NOTE = 70, 110  # characters
+
+
+def draw_bars(chart: BarChart, path: Path) -> None:
+    """Write the picture: on the left the seconds of each row, on the right the bytes."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(_WIDTH, _ROW * len(chart.bars) + 1.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2, sharey=True, width_ratios=[3.2, 1])
+    figure.suptitle(chart.title, fontsize=11, x=0.01, ha="left")
+    _draw_seconds(chart, left)
+    _draw_memory(chart, right)
+    for axes in (left, right):
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
+    left.set_yticks(range(len(chart.bars)), [bar.name for bar in chart.bars])
+    left.set_ylim(len(chart.bars) - 0.5, -0.5)
+    figure.savefig(path, dpi=_DPI, format="png")
+
+
+def _draw_seconds(chart: BarChart, axes: Axes) -> None:
+    most = max((bar.seconds for bar in chart.bars), default=0.0) or 1.0
+    scale, unit = scale_time(most)
+    ends = [0.0] * len(chart.bars)
+    for part, label in PART_LABELS.items():
+        widths = [bar.parts.get(part, 0.0) * scale for bar in chart.bars]
+        axes.barh(range(len(ends)), widths, left=ends, height=0.62, color=PART_COLOURS[part], label=label)
+        ends = [end + width for end, width in zip(ends, widths, strict=True)]
+    for row, (bar, end) in enumerate(zip(chart.bars, ends, strict=True)):
+        text = _shorten(bar.label, _LABEL) if bar.parts else _shorten(bar.note, _NOTE)
+        axes.text(end + 0.01 * most * scale, row, text, va="center", fontsize=8, color="#222" if bar.parts else "#777")
+    axes.set_xlim(0, 1.6 * most * scale)  # labels stand behind the bars
+    axes.set_xlabel(f"predicted step, {unit}")
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, frameon=False, fontsize=8, borderaxespad=0.2)
+
+
+def _shorten(text: str, most: int) -> str:
+    """Return the text, or its beginning where it has more than ``most`` characters."""
+    return text if len(text) <= most else text[: most - 4] + " ..."
+
+
+def _draw_memory(chart: BarChart, axes: Axes) -> None:
+    most = max((bar.memory for bar in chart.bars), default=0.0) or 1.0
+    shown = chart.limit <= 2.5 * most  # a line far away would make all bars short
+    scale, unit = scale_bytes(max(most, chart.limit) if shown else most)
+    axes.barh(range(len(chart.bars)), [bar.memory / scale for bar in chart.bars], height=0.62, color=_MEMORY_COLOUR)
+    title = "memory of the fullest device"
+    if shown:
+        axes.axvline(chart.limit / scale, color="black", linestyle="--", linewidth=1)
+        title += " (dashed: what it has)"
+    else:
+        title += f" (it has {format_bytes(chart.limit)})"
+    axes.set_title(title, fontsize=8, loc="left")
+    axes.set_xlabel(unit)

@@ -11,28 +11,94 @@ from typing import Any
 
 import tensorflow as tf
 
-from dapple_tf.errors import ExactnessError, warn_user
+from dapple_tf.errors import CaptureError, ExactnessError, warn_user
 from dapple_tf.exactness import BatchLoss, BatchNorm, Exactness, Inexact, Inexactness
 from dapple_tf.frontend.affine_sizes import fit_sizes
 from dapple_tf.frontend.batch import batch_signature
+from dapple_tf.frontend.batch_norm_calls import layer_of, statistics_writes
 from dapple_tf.frontend.capture import Captured, capture
 from dapple_tf.frontend.composite import takes_rows, taking_rows, unknown_lengths
 from dapple_tf.frontend.deferred_statistics import defer_statistics
 from dapple_tf.frontend.dependence.decide import find_dependence, find_uncut_dependence
+from dapple_tf.frontend.dependence.kinds import Kind
 from dapple_tf.frontend.dependence.result import BatchDependence
 from dapple_tf.frontend.dependence.undecided import Experiments, example_rows
 from dapple_tf.frontend.dependence.weigh import weigh_terms
-from dapple_tf.frontend.joined_statistics import join_statistics
-from dapple_tf.frontend.open_lengths import has_open_lengths, open_signature, with_unknown
+from dapple_tf.frontend.joined_moments import mark_joins
+from dapple_tf.frontend.open_lengths import Analysed, ServedLengths, has_open_lengths, open_signature, with_unknown
 from dapple_tf.frontend.rows import use_rows
-from dapple_tf.frontend.served_lengths import Analysed, ServedLengths
 from dapple_tf.frontend.shapes import infer_shapes, probe_shapes
+from graph_passes.analysis.layers import SHAPE_OPS, live_nodes
 from graph_passes.analysis.tail import mark_tail
-from graph_passes.ir.graph import Graph
+from graph_passes.ir.graph import Graph, Node, Value
 from graph_passes.passes.combine_statistics import COMBINES
+from graph_passes.passes.function_parts import JOIN
+
+# --- Check that all that batch norm takes of the samples of a micro-batch is joined over replicas, and mark where
+
+
+def _join_statistics(captured: Captured) -> Captured:
+    """Return the captured loss in which the nodes are marked at which replicas join the statistics of batch norm.
+
+    Raises CaptureError for a layer that takes something else of a micro-batch than mean and variance of its input, and
+    for one whose call is not seen in the loss.
+    """
+    graph = mark_joins(captured.graph)
+    joins = {node.integer("batch_norm"): node.name for node in graph.nodes if node.has(JOIN) and node.has("batch_norm")}
+    for write in statistics_writes(captured, "sync"):
+        if write.integer("batch_norm") not in joins:
+            raise _own_statistics(write)
+    assert captured.dependence is not None, "it was there for the writes"
+    calls: dict[int, list[Node]] = {}
+    for node in graph.nodes:
+        if node.has("batch_norm"):
+            calls.setdefault(node.integer("batch_norm"), []).append(node)
+    users, live = graph.consumers(), live_nodes(graph)
+    used = {name: [user.name for user in nodes if user.name in live] for name, nodes in users.items()}
+    for number, join in joins.items():
+        _check_joined(graph, calls[number], join, captured.dependence.kinds, used)
+    return dataclasses.replace(captured, graph=graph)
+
+
+def _check_joined(
+    graph: Graph, call: Sequence[Node], join: str, kinds: Mapping[Value, Kind], used: Mapping[str, Sequence[str]]
+) -> None:
+    """Raise CaptureError if what the layer's ``call`` computes from several samples is used other than for ``join``.
+
+    ``used``: the names of the nodes that take a node's outputs.
+    """
+    before = {join}
+    for node in reversed(call):
+        if not before.isdisjoint(used[node.name]):
+            before.add(node.name)
+    after, of_samples, coupled = {join}, set[str](), set[str]()
+    for node in call:
+        sources = {value.node for value in node.inputs}
+        if after & sources:
+            after.add(node.name)
+        if of_samples & sources or any(kinds[value].rows for value in node.inputs if value in kinds):
+            of_samples.add(node.name)  # not what is read of moving statistics, which each micro-batch writes
+        combines = node.name in of_samples - after and any(kinds[v].coupled for v in node.values() if v in kinds)
+        if node.name == join or not (combines or sources & coupled) or node.op in SHAPE_OPS:
+            continue
+        coupled.add(node.name)
+        if any(user not in before and graph.node(user).op not in SHAPE_OPS for user in used[node.name]):
+            raise _own_statistics(node)
+
+
+def _own_statistics(node: Node) -> CaptureError:
+    layer = layer_of(node)
+    return CaptureError(
+        f"batch_norm='sync': layer {layer!r} computes statistics in a way of its own ({node.name!r}, {node.op}), and "
+        "replicas join only the mean and variance of its input: take batch_norm='micro-batch'"
+    )
+
+
+# --- Trace a loss, and find out how micro-batches compute what one device computes from the whole batch
+
 
 _REWRITES: Mapping[BatchNorm, Callable[[Captured], Captured]] = MappingProxyType(
-    {"micro-batch": lambda captured: captured, "deferred": defer_statistics, "sync": join_statistics}
+    {"micro-batch": lambda captured: captured, "deferred": defer_statistics, "sync": _join_statistics}
 )
 
 
@@ -50,11 +116,11 @@ def trace_loss(
     """Return the captured loss, rewritten so that the results of its micro-batches give those of the whole batch.
 
     ``batch_size``: any number of samples that the model accepts; shapes are inferred with it. ``batch_loss``: whether
-    the end of the loss that combines samples is cut off as a tail (see ``dependence.cut_tail``). ``batch_norm``: see
+    the end of the loss that combines samples is cut off as a tail (see ``dependence.decide``). ``batch_norm``: see
     ``BatchNorm``. ``trains``, ``signature``: see ``capture``. Where the signature leaves inner lengths unknown, the
     result says which lengths it serves (``serves``): those at which it would be rewritten alike.
 
-    Raises what ``capture``, ``defer_statistics`` and ``join_statistics`` raise, and ExactnessError where a step would
+    Raises what ``capture``, ``defer_statistics`` and ``_join_statistics`` raise, and ExactnessError where a step would
     differ from one device's and ``inexact`` is "error".
     """
     captured = capture(loss_fn, batch, batch_norm=batch_norm, trains=trains, signature=signature)

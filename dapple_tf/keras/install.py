@@ -2,23 +2,60 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from dapple_tf import internals
 from dapple_tf.distributed import membership
 from dapple_tf.errors import BatchError, CaptureError, PlanError, UsageError
+from dapple_tf.frontend.capture import TRAINED
+from dapple_tf.frontend.optimizer_update import build_optimizer
 from dapple_tf.keras import ranks
 from dapple_tf.keras.batches import BatchNames
-from dapple_tf.keras.functions import evaluation_function, prediction_function, training_function
 from dapple_tf.keras.loops import Loops
 from dapple_tf.keras.rank_batches import BatchCheck
-from dapple_tf.keras.read_ahead import METHODS, read_ahead
 from dapple_tf.pipeline import pipeline as pipeline_step
 from dapple_tf.runtime.step import PipelinedStep
+
+# --- Prefetch batches of tf.data sets, so that they are read while steps run
+# Keras reads arrays, generators and PyDatasets ahead itself, but takes a ``tf.data.Dataset`` as it is: its batches are
+# read between the steps unless the user has called ``prefetch``.
+
+METHODS = ("fit", "evaluate", "predict")
+"""The methods that are replaced."""
+
+_BATCHES = 2  # with one, each step would wait whenever its batch takes a little longer than the step
+
+
+def _read_ahead(model: keras.Model, check: Callable[[], None]) -> None:
+    """Replace ``fit``, ``evaluate`` and ``predict`` on this model: they prefetch from every data set they are given.
+
+    ``check`` is called before each.
+    """
+    for name in METHODS:
+        setattr(model, name, _reading_ahead(getattr(model, name), check))
+
+
+def _reading_ahead(method: Callable[..., Any], check: Callable[[], None]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def run(*args: Any, **options: Any) -> Any:
+        check()
+        return method(*map(_prefetched, args), **{name: _prefetched(value) for name, value in options.items()})
+
+    return run
+
+
+def _prefetched(value: Any) -> Any:
+    return value.prefetch(_BATCHES) if isinstance(value, tf.data.Dataset) else value
+
+
+# --- ``dapple.keras.pipeline`` and ``dapple.keras.restore``: put a pipeline under a compiled model, and take it off
+
 
 _KINDS = ("train", "test", "predict")
 _STEP = "_pipelined_step"
@@ -69,9 +106,9 @@ def pipeline(model: keras.Model, *, example_batch: Sequence[Any] | None = None, 
         kind = type(example_batch).__name__
         raise BatchError(f"example_batch is a {kind}: give a tuple (x, y) or (x, y, sample_weight), as fit takes them")
     names = BatchNames()
-    step: PipelinedStep = pipeline_step(training_function(model, names), optimizer=model.optimizer, **options)
-    test = step.forward_of(evaluation_function(model, names))
-    predict = step.forward_of(prediction_function(model, names))
+    step: PipelinedStep = pipeline_step(_training_function(model, names), optimizer=model.optimizer, **options)
+    test = step.forward_of(_evaluation_function(model, names))
+    predict = step.forward_of(_prediction_function(model, names))
     job = membership.current()
     check = None if job is None else BatchCheck(job, model.optimizer)
     own = {name: vars(model)[name] for name in _REPLACED if name in vars(model)}
@@ -82,7 +119,7 @@ def pipeline(model: keras.Model, *, example_batch: Sequence[Any] | None = None, 
         function = getattr(loops, f"{kind}_function")
         setattr(model, f"{kind}_function", function)
         setattr(model, f"make_{kind}_function", _maker(model, kind, function))
-    read_ahead(model, lambda: _check_methods(model))
+    _read_ahead(model, lambda: _check_methods(model))
     if job is not None and check is not None:
         ranks.adapt_to_ranks(model, step, job, check)
     if example_batch is not None:
@@ -215,3 +252,73 @@ def _check_methods(model: keras.Model) -> None:
         replaced = _is_installed(model) and name in _REPLACED and vars(model).get(name).__module__ == __name__
         if not replaced and internals.overrides(model, keras.Model, name):
             raise CaptureError(f"{type(model).__name__} overrides {name}, which a pipeline would not run: {advice}")
+
+
+# --- The functions of a batch that a compiled Keras model trains, evaluates and predicts with, for a pipeline to run
+# They compute the forward pass and the loss. Metrics are not updated here, micro-batch by micro-batch, but once a step
+# on the whole batch (see ``metrics``): what they need is returned as aux outputs.
+
+
+Function = Callable[[dict[str, Any]], Any]
+
+
+def _training_function(model: keras.Model, names: BatchNames) -> Any:
+    """Return the tf.function of a batch to train with: the loss, and as aux outputs what metrics need.
+
+    The first trace builds what ``fit`` would build: the model, its losses, and the optimizer for all trainable
+    variables.
+    """
+
+    def train(batch: dict[str, Any]) -> Any:
+        loss, aux = _compute(model, names.nest(batch), training=True)
+        build_optimizer(model.optimizer, model.trainable_weights)
+        return loss, aux
+
+    function = _named(train, model)
+    setattr(function, TRAINED, lambda: model.trainable_weights)
+    return function
+
+
+def _evaluation_function(model: keras.Model, names: BatchNames) -> Any:
+    """Return the tf.function of a batch to evaluate with: the loss, and as aux outputs what metrics need."""
+
+    def evaluate(batch: dict[str, Any]) -> Any:
+        return _compute(model, names.nest(batch), training=False)
+
+    return _named(evaluate, model)
+
+
+def _prediction_function(model: keras.Model, names: BatchNames) -> Any:
+    """Return the tf.function of a batch to predict with: a zero for the loss, and the model's outputs."""
+
+    def predict(batch: dict[str, Any]) -> Any:
+        x, _, _ = names.nest(batch)
+        return tf.zeros([]), {"outputs": internals.call_model(model, x, training=False)}
+
+    return _named(predict, model)
+
+
+def _compute(model: keras.Model, batch: tuple[Any, Any, Any], *, training: bool) -> tuple[Any, dict[str, Any]]:
+    """Return the loss and the aux outputs.
+
+    ``outputs``: the model's, where there are metrics to compute from them; ``masks``: their Keras masks, by position.
+    ``losses``: the loss of each output, where there are several, which Keras reports by metrics of its own.
+    """
+    x, y, sample_weight = batch
+    outputs = internals.call_model(model, x, training=training)
+    with internals.output_losses(model) as losses:
+        loss = internals.compute_loss(model, x, y, outputs, sample_weight, training=training)
+    aux: dict[str, Any] = {"losses": list(losses)}
+    if internals.has_metrics(model):
+        masks = enumerate(internals.keras_mask(tensor) for tensor in keras.tree.flatten(outputs))
+        aux |= {"outputs": outputs, "masks": {str(i): mask for i, mask in masks if mask is not None}}
+    return loss, aux
+
+
+def _named(function: Function, model: keras.Model) -> Any:
+    """Return the tf.function, which has the model's name in messages; Keras does not convert its steps either.
+
+    XLA compiles it where XLA compiles the model. As in Keras's own steps, lengths that vary are left unknown.
+    """
+    function.__name__ = model.name
+    return tf.function(function, autograph=False, jit_compile=bool(model.jit_compile), reduce_retracing=True)

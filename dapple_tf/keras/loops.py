@@ -9,9 +9,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from dapple_tf import internals
 from dapple_tf.errors import warn_user
 from dapple_tf.keras.batches import BatchNames
-from dapple_tf.keras.metrics import MetricsUpdate
 
 _UNKNOWN_SIZE = (
     "an epoch ended with data of unknown size. At each such end Keras without a pipeline also runs what a step "
@@ -43,7 +43,7 @@ class Loops:
         self._test = test
         self._predict = predict
         self._check = check
-        self._update = MetricsUpdate(model)
+        self._update = _MetricsUpdate(model)
         self._warned = False
 
     def train_function(self, batches: Iterable[Any]) -> Any:
@@ -92,3 +92,34 @@ def _fixed_samples(batches: Iterable[Any]) -> int | None:
     specs = keras.tree.flatten(getattr(batches, "element_spec", None))
     shape = getattr(specs[0], "shape", None)
     return None if shape is None or not shape.rank else shape[0]
+
+
+# --- Update a compiled model's metrics once a step, from the whole batch: they equal those of one device
+
+
+class _MetricsUpdate:
+    """Updates the metrics of ``model`` by one batch and returns the results by name, as a step of Keras does."""
+
+    def __init__(self, model: keras.Model) -> None:
+        self._model = model
+        self._update = tf.function(self._update_metrics, reduce_retracing=True, autograph=False)
+
+    def __call__(self, batch: tuple[Any, Any, Any], loss: Any, aux: dict[str, Any], samples: int | None) -> Any:
+        """Update the metrics by ``batch`` (x, y, sample_weight), its ``loss``, and the aux outputs of its step.
+
+        ``samples``: of a batch where the data set fixes it, else None. Keras weighs the losses of several outputs by
+        it, and by 1 where it is not fixed.
+        """
+        return self._update(*batch, loss, aux, samples)
+
+    def _update_metrics(
+        self, x: Any, y: Any, sample_weight: Any, loss: Any, aux: dict[str, Any], samples: int | None
+    ) -> Any:
+        first = next(leaf for leaf in keras.tree.flatten(x) if leaf is not None)
+        internals.loss_tracker(self._model).update_state(loss, sample_weight=tf.shape(first)[0])
+        for metric, value in zip(internals.loss_metrics(self._model), aux["losses"], strict=True):
+            metric.update_state(value, sample_weight=samples)
+        outputs = aux.get("outputs")
+        for i, mask in aux.get("masks", {}).items():
+            internals.set_keras_mask(keras.tree.flatten(outputs)[int(i)], mask)
+        return self._model.compute_metrics(x, y, outputs, sample_weight=sample_weight)

@@ -10,7 +10,6 @@ from dapple_tf.compiler import PlannedModel, pipeline_graph
 from dapple_tf.memory.in_flight import StageState, stage_states, window_states
 from dapple_tf.memory.liveness import peak_bytes
 from dapple_tf.memory.sizes import FunctionSizes, infer_sizes, stage_functions
-from dapple_tf.memory.slices import StageSlices, find_slices
 from dapple_tf.memory.stash import StashedTensor, find_stashed_tensors, transfer_bytes
 from dapple_tf.plan import Plan
 from dapple_tf.staged_model import StagedModel
@@ -20,6 +19,7 @@ from graph_passes.analysis.variable_use import Variables, find_variables
 from graph_passes.ir.graph import Function, Graph, Value
 from graph_passes.ir.names import at, micro_batch_count, replica_counts, replica_shares
 from graph_passes.ir.ops import OpName
+from graph_passes.passes.gather_slices import SparsePart, slice_ports
 from graph_passes.schedules.policies import build_schedule
 from graph_passes.schedules.schedule import Schedule
 
@@ -108,7 +108,7 @@ def _predict_window_memory(planned: PlannedModel, ranks: bool) -> tuple[StageMem
     functions = [
         {kind: bytes_of[f.name] for kind, f in stage_functions(graph, stage).items()} for stage in range(model.stages)
     ]
-    slices = find_slices(functions, model.sparse, variables, window.micro_batches, window.replicas)
+    slices = _find_slices(functions, model.sparse, variables, window.micro_batches, window.replicas)
     found = []
     for stage, own in enumerate(functions):
         memory = _predict_stage(
@@ -156,7 +156,7 @@ def predict_memory(
     functions = [
         {kind: bytes_of[f.name] for kind, f in stage_functions(graph, stage).items()} for stage in range(len(replicas))
     ]
-    slices = find_slices(list(map(_one_backward, functions)), model.sparse, variables, micro_batches, replicas)
+    slices = _find_slices(list(map(_one_backward, functions)), model.sparse, variables, micro_batches, replicas)
     stages = [
         _predict_stage(
             stage,
@@ -192,7 +192,7 @@ def _with_tail(memory: StageMemory, function: Function, batch_size: int) -> Stag
 def _predict_stage(
     stage: int,
     functions: Mapping[str, FunctionSizes],
-    slices: StageSlices,
+    slices: _StageSlices,
     states: Sequence[StageState],
     model: StagedModel,
     variables: Variables,
@@ -273,7 +273,7 @@ def _slot_bytes(model: StagedModel, update: Function | None) -> int:
 
 
 def _update_bytes(
-    model: StagedModel, update: Function | None, gradients: int, slices: StageSlices, micro_batches: int, replicas: int
+    model: StagedModel, update: Function | None, gradients: int, slices: _StageSlices, micro_batches: int, replicas: int
 ) -> int:
     """Return the bytes of the update: its own tensors, and copies of the gradients outside the accumulation buffers.
 
@@ -293,3 +293,60 @@ def _update_bytes(
 def _variable_bytes(model: StagedModel, names: Sequence[str]) -> int:
     kinds = [(model.variables[name].shape, model.variables[name].dtype) for name in dict.fromkeys(names)]
     return sum(int(shape.num_elements() or 0) * dtype.size for shape, dtype in kinds)
+
+
+# --- Bytes of sparse gradients: the slices of all micro-batches stay until they are gathered for the update
+
+
+@dataclass(frozen=True)
+class _StageSlices:
+    """Bytes of the slices of sparse gradients, and of their indices, on one device of a stage.
+
+    ``per_micro_batch``: what its backward gives. ``pieces``: what is gathered for the variables that the stage owns,
+    from all micro-batches, replicas and stages. ``complete``: the gathered slices. ``rows``: the most rows that the
+    gathered slices of a variable have. ``variables``: the variables that the stage owns and whose gradients are sparse.
+    """
+
+    per_micro_batch: int = 0
+    pieces: int = 0
+    complete: int = 0
+    rows: int = 1
+    variables: tuple[str, ...] = ()
+
+
+def _find_slices(
+    functions: Sequence[Mapping[str, FunctionSizes]],
+    parts: Sequence[SparsePart],
+    variables: Variables,
+    micro_batches: int,
+    replicas: Sequence[int],
+) -> tuple[_StageSlices, ...]:
+    """Return the slices of every stage; ``functions``: the sizes in the stages' functions by kind of action."""
+    pairs = [[pair for sizes in by_kind.values() for pair in _pair_sizes(sizes)] for by_kind in functions]
+    found = []
+    for stage in range(len(functions)):
+        owned = [part for part in parts if variables.owner(part.variable) == stage]
+        pieces = complete = 0
+        rows: dict[str, int] = {}
+        seen: set[tuple[str, int]] = set()
+        for part in owned:
+            size, count = pairs[part.stage][part.pair]
+            number = micro_batches * replicas[part.stage]
+            pieces += number * size
+            if (part.variable, part.position) not in seen:
+                seen.add((part.variable, part.position))
+                kept = 1 if part.combine == "sum" else number
+                complete += kept * size
+                rows[part.variable] = rows.get(part.variable, 0) + kept * count
+        per_micro_batch = sum(size for size, _ in pairs[stage])
+        found.append(_StageSlices(per_micro_batch, pieces, complete, max(rows.values(), default=1), tuple(rows)))
+    return tuple(found)
+
+
+def _pair_sizes(sizes: FunctionSizes) -> list[tuple[int, int]]:
+    """Return for each pair of slices and indices that a function gives its bytes, and its number of rows."""
+    graph, found = sizes.function.graph, []
+    for slices, indices in slice_ports(sizes.function):
+        of_slices, of_indices = (sizes.bytes_of(graph.outputs[place]) for place in (slices, indices))
+        found.append((of_slices + of_indices, of_indices // sizes.function.outputs[indices].type.dtype.size))
+    return found

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from dapple_tf.drawing.table import format_table
+from dapple_tf.memory.in_flight import stage_states
 from dapple_tf.memory.meter import MeasuredMemory
-from dapple_tf.memory.predict import StageMemory
+from dapple_tf.memory.predict import StageMemory, held_bytes
 from dapple_tf.memory.process_peak import predict_process_peak
-from dapple_tf.memory.workers import WorkerMemory, predict_workers
 from dapple_tf.plan import Plan
 from dapple_tf.timeline.timeline import Timeline
 from graph_passes.schedules.policies import abbreviate_schedule, build_schedule
-from graph_passes.schedules.schedule import FREEING, most_in_flight
+from graph_passes.schedules.schedule import FREEING, Schedule, most_in_flight
 from profiler.units import format_megabytes
 
 DeviceMeasurement = tuple[int | None, MeasuredMemory]
@@ -77,7 +77,7 @@ class Report:
 
     plan: Plan
     stages: tuple[StageReport, ...]
-    workers: tuple[WorkerMemory, ...]
+    workers: tuple[_WorkerMemory, ...]
     predicted: int | None = None
     measured: MeasuredMemory | None = None
 
@@ -155,10 +155,10 @@ def make_report(
     shared = next((found for device, found in measured if device is None), None)
     peak = predict_process_peak(predicted, timeline) if timeline is not None and shared is not None else None
     if plan.window is not None:
-        workers = tuple(WorkerMemory((m.stage,), m.in_flight, m.fixed, m.in_step) for m in predicted)
+        workers = tuple(_WorkerMemory((m.stage,), m.in_flight, m.fixed, m.in_step) for m in predicted)
         return Report(plan, tuple(stages), workers, peak, shared)
     schedule = build_schedule(plan.schedule, len(plan.stages), plan.micro_batches)
-    return Report(plan, tuple(stages), predict_workers(predicted, schedule), peak, shared)
+    return Report(plan, tuple(stages), _predict_workers(predicted, schedule), peak, shared)
 
 
 def observed_in_flight(timeline: Timeline, stage: int) -> int:
@@ -187,7 +187,7 @@ def _describe_plan(plan: Plan) -> str:
     )
 
 
-def _worker_row(worker: WorkerMemory) -> list[str]:
+def _worker_row(worker: _WorkerMemory) -> list[str]:
     sizes = map(format_megabytes, (worker.fixed, worker.in_step, worker.peak))
     return [", ".join(map(str, worker.stages)), str(worker.stashes), *sizes]
 
@@ -202,3 +202,45 @@ def _versions_json(memory: StageMemory) -> dict[str, int]:
 
 def _measured_json(measured: MeasuredMemory | None) -> dict[str, Any] | None:
     return None if measured is None else {**dataclasses.asdict(measured), "above_start": measured.above_start}
+
+
+# --- Predicted memory of a device that runs several stages, from the memory of each and the order of its actions
+
+
+@dataclass(frozen=True)
+class _WorkerMemory:
+    """Predicted bytes of one device of a worker: ``fixed`` between steps, and at most ``in_step`` more during one.
+
+    ``stages``: those that it runs. ``stashes``: the most that it holds at once, one for each stage and micro-batch in
+    flight.
+    """
+
+    stages: tuple[int, ...]
+    stashes: int
+    fixed: int
+    in_step: int
+
+    @property
+    def peak(self) -> int:
+        """Peak bytes."""
+        return self.fixed + self.in_step
+
+
+def _predict_workers(stages: Sequence[StageMemory], schedule: Schedule) -> tuple[_WorkerMemory, ...]:
+    """Return the memory of one device of each worker; ``stages``: of each stage, under ``schedule``.
+
+    A worker runs one action at a time. Its memory then is what its stages hold of micro-batches, the tensors of that
+    action, and the largest messages (``transit``) of one of its stages. Weights are updated after all actions.
+    """
+    found = []
+    for own, stashes in zip(schedule.worker_map.stages_of, schedule.stashes, strict=True):
+        memories = [stages[stage] for stage in own]
+        update = sum(memory.update for memory in memories)
+        in_step = max(update, *(memory.in_step for memory in memories))
+        transit = max(memory.transit for memory in memories)
+        for states in zip(*(stage_states(schedule, stage) for stage in own), strict=True):
+            action = states[0].action
+            held = sum(held_bytes(s, memory.stashed, memory.slices) for s, memory in zip(states, memories, strict=True))
+            in_step = max(in_step, held + transit + stages[action.stage].working[action.kind])
+        found.append(_WorkerMemory(own, stashes, sum(memory.fixed for memory in memories), in_step))
+    return tuple(found)

@@ -10,9 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dapple_tf.drawing.bars import Bar, BarChart
-from dapple_tf.drawing.bars_html import make_bars_page
-from dapple_tf.drawing.bars_png import draw_bars
+from dapple_tf.drawing.bars import Bar, BarChart, draw_bars, make_bars_page
 from dapple_tf.drawing.save import check_path
 from dapple_tf.drawing.table import format_table
 from dapple_tf.errors import ClusterError, PlanError, ProfileError, ScheduleError

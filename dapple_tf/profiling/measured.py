@@ -8,14 +8,19 @@ Within a run the time is split among the layers in proportion to the roofline of
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
+import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from dapple_tf.backend.saved_variables import unchanged_variables
 from dapple_tf.devices import home_device, list_devices
@@ -26,11 +31,11 @@ from dapple_tf.frontend.capture import Captured
 from dapple_tf.frontend.trace import trace_loss, trace_uncut
 from dapple_tf.profiling.analytic import make_profile
 from dapple_tf.profiling.layer_facts import LayerFacts, examine_layers
-from dapple_tf.profiling.one_device import describe_device, limit_to_one_device, roofline_of_device
 from dapple_tf.profiling.probes import LayerRuns, PlainModel, empty_calls
-from dapple_tf.profiling.progress_bar import ShowProgress, progress_bar
+from profiler.cores import count_cores, limit_to_cores
 from profiler.errors import ProfileError
 from profiler.measure import Floats, measure_interleaved, relative_spread
+from profiler.peaks import CPU_CORE, PEAKS, Peak
 from profiler.profile import Profile, Timing, WholeModel
 
 AGREEMENT = 0.10
@@ -84,7 +89,7 @@ def profile(
     arguments = as_arguments(batch)
     size = batch_size(arguments)
     other_sizes = [n for n in sizes if n != size]
-    with progress_bar(3 + repeats * (1 + len(other_sizes))) as show:
+    with _progress_bar(3 + repeats * (1 + len(other_sizes))) as show:
         show("tracing", 0)
         facts = examine_layers(_trace(loss_fn, arguments, batch_loss, other_sizes), size)
         _warn_of_lists(facts)
@@ -108,7 +113,7 @@ def profile_layers(
     """
     size = batch_size(batch)
     other_sizes = [n for n in batch_sizes if n != size]
-    with progress_bar(3 + _TO_PLAN.rounds * (1 + len(other_sizes))) as show:
+    with _progress_bar(3 + _TO_PLAN.rounds * (1 + len(other_sizes))) as show:
         show("tracing", 0)
         facts = examine_layers(_trace(loss_fn, batch, batch_loss, other_sizes), size)
         _warn_of_lists(facts)
@@ -143,7 +148,7 @@ def _measure(
     other_sizes: Sequence[int],
     effort: _Effort,
     model: str | None,
-    show: ShowProgress,
+    show: _ShowProgress,
 ) -> Profile:
     """Return the profile; variables may change. Without ``plain``, it has no ``whole``."""
     device = list_devices()[0]
@@ -155,7 +160,7 @@ def _measure(
     probe()
     show("measuring", 1)
     compared = [plain.forward, plain.both] if plain else []
-    with limit_to_one_device() as full_share:
+    with _limit_to_one_device() as full_share:
         measure = functools.partial(
             measure_interleaved,
             repeats=effort.rounds,
@@ -172,7 +177,7 @@ def _measure(
     return make_profile(
         facts,
         model or facts.captured.graph.name,
-        describe_device(),
+        _describe_device(),
         *runs.split(stages, call_seconds),
         timings=tuple(timings),
         whole=_whole_model(*whole) if whole else None,
@@ -190,9 +195,9 @@ def _count_runs(facts: LayerFacts, plain: PlainModel | None, empty: Callable[[],
     Without ``plain`` the forward's seconds are those of the roofline.
     """
     whole = [plain.forward] if plain else []
-    with limit_to_one_device() as full_share:
+    with _limit_to_one_device() as full_share:
         calls, *measured = measure_interleaved([empty, *whole], min(3, effort.rounds), 1.0, full_share=full_share)
-    forward = _median(measured[0]) if measured else float(np.sum(facts.forward_seconds(roofline_of_device())))
+    forward = _median(measured[0]) if measured else float(np.sum(facts.forward_seconds(_roofline_of_device())))
     count = forward / (_CALLS_PER_RUN * max(_median(calls), _CLOCK_SECONDS))
     return max(1, min(effort.runs, int(count)))
 
@@ -239,3 +244,63 @@ def _take_rows(tensor: Any, size: int) -> Any:
 
 def _median(rounds: Floats) -> float:
     return float(np.median(rounds))
+
+
+# --- Give this process the processor share that one device of a pipeline has
+
+
+def _cores_per_device() -> int:
+    """Return how many of this process's cores each logical CPU device has to itself, at least 1."""
+    return max(1, count_cores() // len(list_devices()))
+
+
+@contextlib.contextmanager
+def _limit_to_one_device() -> Iterator[float | None]:
+    """Limit the process to one device's cores in the block, which gets ``full_share`` for ``measure_interleaved``."""
+    if tf.config.list_logical_devices("GPU"):
+        yield 0.0  # the processor only waits for the GPU
+        return
+    cores = _cores_per_device()
+    with limit_to_cores(cores):
+        yield 1.0 if cores == 1 else None
+
+
+def _roofline_of_device() -> Peak:
+    """Return figures that are no lower than those of the device: of the fastest known GPU, or of the device's cores."""
+    if tf.config.list_logical_devices("GPU"):
+        return max(PEAKS, key=lambda peak: peak.flops_per_second)
+    cores = _cores_per_device()
+    return dataclasses.replace(
+        CPU_CORE,
+        flops_per_second=cores * CPU_CORE.flops_per_second,
+        bytes_per_second=cores * CPU_CORE.bytes_per_second,
+    )
+
+
+def _describe_device() -> str:
+    """Return the name of the device that a profile is measured on, for people."""
+    for physical in tf.config.list_physical_devices("GPU"):
+        return str(tf.config.experimental.get_device_details(physical).get("device_name", "GPU"))
+    cores = _cores_per_device()
+    return f"CPU, {cores} core{'s' * (cores > 1)}"
+
+
+# --- A progress bar on stderr for profiling
+
+
+_ShowProgress = Callable[[str, int], None]
+"""Shows the current activity, and advances the bar by a number of steps."""
+
+
+@contextlib.contextmanager
+def _progress_bar(total: int) -> Iterator[_ShowProgress]:
+    """Show a bar of ``total`` steps during the block, if stderr is a terminal."""
+    console = Console(file=sys.stderr)
+    columns = [TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn()]
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
+        task = bar.add_task("profiling", total=total)
+
+        def show(activity: str, steps: int) -> None:
+            bar.update(task, advance=steps, description=f"profiling: {activity}")
+
+        yield show

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
@@ -11,11 +12,12 @@ import tensorflow as tf
 
 from dapple_tf.autoplan.autoplan import Autoplan
 from dapple_tf.autoplan.batch_fit import fit_plan
+from dapple_tf.backend.bindings import Buffers
 from dapple_tf.backend.build_times import BuildTimes
 from dapple_tf.backend.handler import ChooseCompiled
-from dapple_tf.backend.program import Program
-from dapple_tf.compiler import PlannedModel, StepVariant
-from dapple_tf.errors import CaptureError, LossError, UsageError, warn_user
+from dapple_tf.backend.program import Program, build_program
+from dapple_tf.compiler import PlannedModel, StepVariant, local_graph
+from dapple_tf.errors import CaptureError, DappleWarning, LossError, UsageError, warn_user
 from dapple_tf.exactness import Inexact
 from dapple_tf.frontend.batch import BatchForm, batch_form, batch_key, batch_size, sized_key
 from dapple_tf.frontend.capture import Captured
@@ -23,13 +25,93 @@ from dapple_tf.frontend.shapes import infer_batch_axes
 from dapple_tf.frontend.trace import report_exactness, trace_batch, trace_uncut
 from dapple_tf.plan import Plan
 from dapple_tf.runtime.exclusive import exclusive
-from dapple_tf.runtime.traced_shapes import Key, TracedShapes
 from dapple_tf.runtime.variable_homes import VariableHomes
 from dapple_tf.staged_model import StagedModel, stage_model
 from dapple_tf.xla.choice import Xla
 from graph_passes.analysis.layers import Layers, find_layers
 from graph_passes.ir.graph import Shape
 from profiler.units import format_samples
+
+# --- Keep the traces of a loss, up to a limit, and find the one that serves a batch
+
+MOST_TRACES = 16
+"""The number of traces that are kept for one loss; a further one replaces the one whose last use is longest ago."""
+
+_WARN_AT = 3  # warn at the third trace that differs from others only in inner lengths
+
+Key = tuple[str, tuple[tf.TensorSpec, ...]]
+"""The nesting of a batch's arguments, and the specs of its flattened tensors (see ``batch_key``)."""
+
+
+@dataclass
+class TracedShapes:
+    """The traces of one loss by the nesting of arguments and signature, the one used longest ago first."""
+
+    _models: dict[Key, StagedModel] = field(default_factory=dict)
+    _warned: bool = False
+
+    def __len__(self) -> int:
+        """Return the number of traces that are kept."""
+        return len(self._models)
+
+    def values(self) -> list[StagedModel]:
+        """Return the traces that are kept."""
+        return list(self._models.values())
+
+    def find(self, key: Key) -> StagedModel | None:
+        """Return a trace whose signature fits this key and which serves its inner lengths, or None."""
+        for kept in [key, *self._models]:
+            if kept in self._models and _serves(kept, self._models[kept], key):
+                model = self._models[kept] = self._models.pop(kept)  # moved to the end: it is used last
+                return model
+        return None
+
+    def alike(self, key: Key) -> list[tuple[tf.TensorSpec, ...]]:
+        """Return the signatures of the traces for batches that differ from those of this key in inner lengths only."""
+        return [kept[1] for kept in self._models if _is_alike(kept, key)]
+
+    def add(self, key: Key, model: StagedModel) -> StagedModel | None:
+        """Keep a new trace, made for a batch of this key, and return one that is dropped for it, or None.
+
+        Warn once where many lengths have been traced.
+        """
+        self._models[key[0], model.signature] = model
+        dropped = self._models.pop(next(iter(self._models))) if len(self._models) > MOST_TRACES else None
+        alike = [kept for kept in self._models if _is_alike(kept, key)]
+        if len(alike) >= _WARN_AT and not self._warned:
+            self._warned = True
+            warnings.warn(_advice(alike, key), DappleWarning, stacklevel=7)
+        return dropped
+
+
+def _serves(kept: Key, model: StagedModel, key: Key) -> bool:
+    fits = [a.dtype == b.dtype and a.shape.is_compatible_with(b.shape) for a, b in zip(kept[1], key[1], strict=False)]
+    if kept[0] != key[0] or len(kept[1]) != len(key[1]) or not all(fits):
+        return False
+    return model.serves is None or model.serves(key[1])
+
+
+def _is_alike(kept: Key, key: Key) -> bool:
+    """Return whether the batches differ in inner lengths only."""
+    return kept[0] == key[0] and _dtypes_and_ranks(kept[1]) == _dtypes_and_ranks(key[1])
+
+
+def _dtypes_and_ranks(specs: Sequence[tf.TensorSpec]) -> list[Any]:
+    return [(spec.dtype, spec.shape.rank) for spec in specs]
+
+
+def _advice(alike: Sequence[Key], key: Key) -> str:
+    return (
+        f"the step has been built for {len(alike)} inner shapes of the batch, the last one "
+        f"{', '.join(str(spec.shape) for spec in key[1])}, and is built for each further one that no build serves (the "
+        f"{MOST_TRACES} used last are kept). If the loss is a tf.function with reduce_retracing=True, or whose "
+        "input_signature has None for a length that varies (tf.TensorSpec([None, None], tf.int32)), one build serves "
+        "all lengths at which the analysis of the loss gives the same result; otherwise pad batches to a few lengths"
+    )
+
+
+# --- Compile a training step: capture, layers, plan, stages, passes, emit
+
 
 T = TypeVar("T")
 _PlanKey = tuple[int, int, tuple[int, ...], tuple[int, ...], tuple[tuple[int, ...], ...]]
@@ -325,3 +407,47 @@ def _warn_of_untrained(model: StagedModel) -> None:
             f"no gradient reaches {', '.join(model.untrained)}: the loss does not depend on it differentiably, and it "
             "will not be trained"
         )
+
+
+# --- Build the programs of a pipeline whose devices all belong to this process
+
+
+class LocalTarget:
+    """Builds programs for ``devices`` (names, indexed by the plan) of one process.
+
+    ``home``: the device of the batch, the loss and everything else that belongs to no stage.
+    """
+
+    def __init__(self, devices: Sequence[str], home: str) -> None:
+        self._devices = tuple(devices)
+        self._home = home
+        self._buffers = Buffers(home)
+
+    def announce(self, what: str, batch_size: int, signature: Sequence[tf.TensorSpec]) -> None:
+        """Do nothing: there are no other processes to tell."""
+
+    def run_on_all(self, work: Callable[[], Any]) -> Any:
+        """Return what ``work`` returns."""
+        return work()
+
+    def check_plan(self, plan: Plan, fitted: Plan, batch_size: int) -> None:
+        """Accept any plan that was ``fitted`` to a smaller batch."""
+
+    def build(
+        self,
+        model: StagedModel,
+        plan: Plan,
+        variant: StepVariant,
+        times: BuildTimes,
+        *,
+        local: bool = False,
+        choose: ChooseCompiled | None = None,
+    ) -> Program:
+        """Return the program that runs ``model`` under ``plan``; see ``compiler.local_graph`` for what it raises.
+
+        One process takes all rows of a batch, ``local`` or not. ``choose`` returns the functions that XLA compiles.
+        """
+        with times.phase("passes"):
+            graph = local_graph(model, plan, self._devices, self._home, variant=variant)
+        with times.phase("emit"):
+            return build_program(graph, model, self._buffers, choose=choose)

@@ -14,17 +14,26 @@ from dapple_tf.autoplan.forward_plan import without_cuts
 from dapple_tf.backend.build_times import BuildTimes
 from dapple_tf.compiler import PlannedModel, StepVariant
 from dapple_tf.errors import UsageError
-from dapple_tf.forward_model import stage_forward
+from dapple_tf.exactness import Exactness
 from dapple_tf.frontend.batch import batch_form, batch_key, batch_size, sized_key
+from dapple_tf.frontend.capture import Captured
 from dapple_tf.frontend.composite import as_rows
+from dapple_tf.frontend.deferred_statistics import trace_statistics
 from dapple_tf.frontend.trace import report_exactness
 from dapple_tf.plan import Plan
 from dapple_tf.runtime.compile_step import CompiledStep, CompiledSteps, Target, find_program, trace_loss_of
 from dapple_tf.runtime.exclusive import COMPILING, exclusive
 from dapple_tf.runtime.forked import check_not_forked
 from dapple_tf.runtime.variable_homes import VariableHomes
-from dapple_tf.staged_model import StagedModel
+from dapple_tf.staged_model import StagedModel, merge_kinds, stage_graph
 from dapple_tf.xla.choice import Xla, make_xla
+from graph_passes.analysis.layers import Layers
+from graph_passes.analysis.variable_use import find_variables
+from graph_passes.ir.graph import Function
+from graph_passes.passes.backward import StageGradients, split_backward
+from graph_passes.passes.once import build_once
+from graph_passes.passes.partition import partition
+from graph_passes.passes.tail_function import build_tail
 
 
 @dataclass
@@ -117,4 +126,53 @@ class Forward:
                 plan = without_cuts(plan)
             if max(plan.replicas) > 1:
                 report_exactness(traced.captured.graph.name, dependence.exactness.undocumented, autoplan.user_inexact)
-        return stage_forward(traced.captured, traced.layers, plan.starts), plan
+        return _stage_forward(traced.captured, traced.layers, plan.starts), plan
+
+
+# --- Cut a captured function into stages that only run forward: without gradients, stashes or an optimizer
+
+
+def _stage_forward(captured: Captured, layers: Layers, starts: Sequence[int]) -> StagedModel:
+    """Cut the captured graph before the layers ``starts``; what forward writes it writes, and nothing is trained.
+
+    Raises PartitionError where the graph cannot be cut there.
+    """
+    stages = partition(layers, starts)
+    graph, none = stages.graph, StageGradients()
+    functions: list[tuple[Function, ...]] = [
+        (forward,) for forward, _ in split_backward(stages, graph, [none] * len(stages.stages))
+    ]
+    if tail := build_tail(stages, graph, none):
+        functions[-1] = (*functions[-1], tail)
+    dependence = captured.dependence
+    called = stage_graph(captured, functions, build_once(stages, graph, functions))
+    statistics = trace_statistics(captured, stages, {name: users[0] for name, users in find_variables(called).users})
+    return StagedModel(
+        graph=called.replace(functions=(*called.functions, *statistics.functions)),
+        stages=len(stages.stages),
+        signature=captured.signature,
+        example=captured.example,
+        serves=captured.serves,
+        uncut=captured.uncut,
+        merges=merge_kinds(captured),
+        loss="mean" if dependence is None else dependence.loss,
+        exactness=Exactness() if dependence is None else dependence.exactness,
+        aux=captured.aux,
+        updates=None,
+        global_clipnorm=None,
+        variables=captured.variables,
+        model_variables=captured.variables,
+        constants=dict(captured.constants) | dict(statistics.constants),
+        library=dict(graph.library) | dict(statistics.library),
+        trained=(),
+        trained_objects=(),
+        untrained=(),
+        stateful=captured.stateful,
+        shared=frozenset(map(str, stages.shared)),
+        sparse=(),
+        lookups=frozenset(),
+        runs=((),) * len(stages.stages),
+        frontier=stages.frontier,
+        statistics=bool(statistics.functions),
+        traces=(captured.func_graph, *statistics.traces),
+    )

@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from dapple_tf.distributed.clocks import Clocks
 from dapple_tf.distributed.membership import Job
 from dapple_tf.errors import UsageError
 from dapple_tf.plan import Plan
-from dapple_tf.simulator.measured_prediction import predict_from_times, predict_window_from_times
-from dapple_tf.timeline.recording import BY_PROFILE, Prediction, Recording, plan_title, planned_seconds
+from dapple_tf.simulator.execution import execute
+from dapple_tf.simulator.given_sizes import execute_sizes
+from dapple_tf.simulator.order import encode
+from dapple_tf.simulator.simulated_step import execution_events
+from dapple_tf.simulator.simulated_window import window_events
+from dapple_tf.simulator.window_costs import uniform_costs
+from dapple_tf.simulator.window_execution import execute_window
+from dapple_tf.timeline.events import StageEventKind, StepEvents
+from dapple_tf.timeline.measured_costs import measure_stage_costs
+from dapple_tf.timeline.recording import BY_PROFILE, BY_TIMES, Prediction, Recording, plan_title, planned_seconds
+from dapple_tf.timeline.stage_costs import StageCosts
 from dapple_tf.timeline.stamps import Stamp, fill_stamps, make_timeline, name_stamps
 from dapple_tf.timeline.timeline import Timeline
 from graph_passes.ir.graph import Graph
 from graph_passes.schedules.policies import actions_together, build_schedule
+from graph_passes.schedules.schedule import Schedule
+from graph_passes.schedules.weight_versions import Versions
 
 # Seconds that the two stamps of a node add to a step, measured on steps of 3 and of 13 ms.
 _SECONDS_PER_NODE = 8e-6
@@ -118,3 +130,110 @@ def pair_with_prediction(measured: Timeline, plan: Plan, simulated: Timeline | N
         schedule = build_schedule(plan.schedule, len(plan.stages), plan.micro_batches)
         predicted = predict_from_times(measured, schedule, plan.sizes)
     return Recording(plan_title(plan), measured, predicted, planned_seconds(plan))
+
+
+# --- Estimate how far the clocks of a job's processes differ
+
+
+_ROUNDS = 9
+
+
+class Clocks:
+    """The clocks of the ranks of ``job``; every rank must make the same calls."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._boot_ids: tuple[str, ...] = ()
+
+    def gather(self, times: Any) -> list[Any]:
+        """Return every rank's ``times`` (an array of seconds, by its own clock), by rank 0's clock, on every rank."""
+        return self._job.gather(times - self.offsets()[self._job.rank])
+
+    def offsets(self) -> tuple[float, ...]:
+        """Return by how many seconds each rank's clock is ahead of rank 0's.
+
+        Ranks of one host read the same clock. Others read theirs right after a barrier, which all leave at the same
+        time except for the network's latency; that limits the accuracy. The result is the median of nine rounds.
+        """
+        if not self._boot_ids:
+            self._boot_ids = tuple(self._job.gather(_boot_id()))
+        if len(set(self._boot_ids)) == 1:
+            return (0.0,) * self._job.size
+        times = []
+        for _ in range(_ROUNDS):
+            self._job.gather(None)
+            times.append(time.time())
+        return clock_offsets(self._boot_ids, self._job.gather(times))
+
+
+def clock_offsets(hosts: Sequence[str], times: Sequence[Sequence[float]]) -> tuple[float, ...]:
+    """Return by how many seconds each rank's clock is ahead of rank 0's.
+
+    ``times[i]``: what rank i read, in seconds, at the same moments as the others. ``hosts[i]``: a name of its host.
+    """
+    ahead = [statistics.median(a - b for a, b in zip(own, times[0], strict=True)) for own in times]
+    # All ranks of a host have the offset of its first rank, for they read one clock.
+    return tuple(0.0 if host == hosts[0] else ahead[hosts.index(host)] for host in hosts)
+
+
+def _boot_id() -> str:
+    """Return an identifier that all processes under the same kernel read, and no others."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+# --- Predict a recorded step from the measured times of its actions
+
+
+def predict_from_times(measured: Timeline, schedule: Schedule, sizes: Sequence[int] = ()) -> Prediction:
+    """Return ``schedule`` executed with the median seconds of each stage's actions, transfers and AllReduce.
+
+    ``sizes``: the given samples of each micro-batch; the medians are then of the micro-batches of one size.
+
+    The prediction has the schedule's own waiting, but no contention and no jitter, which the measured step has. Weights
+    are updated after the last event, for the measured seconds.
+    """
+    if sizes:
+        of_size = {size: _measure(measured, [m for m, n in enumerate(sizes) if n == size]) for size in set(sizes)}
+        execution = execute_sizes(schedule, measured.costs, [of_size[size] for size in sizes])
+    elif schedule.together:
+        execution = execute_sizes(schedule, measured.costs, [measured.costs] * schedule.micro_batches)
+    else:
+        execution = execute(encode(schedule), measured.costs)
+    updates = [event for event in measured.stage_events if event.kind == "update"]
+    step = execution_events(execution, measured.places, updates)
+    return Prediction(Timeline.of_step(step, measured.title), BY_TIMES)
+
+
+def predict_window_from_times(measured: Timeline, versions: Versions) -> Prediction:
+    """Return a window executed with the median seconds of each stage's actions, transfers, AllReduces and updates.
+
+    Every pair of replicas of two neighbouring stages gets the seconds of the boundary's transfers.
+    """
+    replicas, step = versions.window.replicas, measured.step
+    updates = tuple(_median_seconds(step, "update", stage) for stage in range(len(replicas)))
+    costs = tuple(
+        replace(cost, allreduce_seconds=_median_seconds(step, "allreduce", stage))
+        for stage, cost in enumerate(measured.costs)
+    )
+    execution = execute_window(versions, uniform_costs(costs, replicas, updates))
+    events = window_events(execution, measured.places)
+    return Prediction(Timeline.of_step(events, measured.title), BY_TIMES)
+
+
+def _median_seconds(step: StepEvents, kind: StageEventKind, stage: int) -> float:
+    """Return the median seconds of a stage's updates, or of their AllReduces on the last device to reach them.
+
+    0 where there are none.
+    """
+    seconds: dict[int | None, float] = {}
+    for event in step.stage_events:
+        if (event.kind, event.stage) == (kind, stage):
+            taken = event.end - step.start(event)
+            seconds[event.micro_batch] = max(seconds.get(event.micro_batch, 0.0), taken)
+    return statistics.median(seconds.values()) if seconds else 0.0
+
+
+def _measure(measured: Timeline, micro_batches: Collection[int]) -> list[StageCosts]:
+    """Return the costs of each stage for these micro-batches."""
+    step = measured.step
+    return [measure_stage_costs(step, stage, micro_batches) for stage in range(step.stages)]

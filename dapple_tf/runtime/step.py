@@ -16,9 +16,7 @@ from dapple_tf.autoplan.autoplan import Autoplan
 from dapple_tf.autoplan.batch_fit import fit_plan
 from dapple_tf.autoplan.request import Request
 from dapple_tf.autoplan.schedule_auto import ScheduleChoice
-from dapple_tf.autoplan.window_optimizer import check_optimizer
 from dapple_tf.backend.build_times import BuildTimes
-from dapple_tf.backend.local_target import LocalTarget
 from dapple_tf.compiler import PlannedModel, StepVariant
 from dapple_tf.devices import home_device, list_devices
 from dapple_tf.distributed import membership
@@ -29,7 +27,7 @@ from dapple_tf.exactness import Exactness
 from dapple_tf.frontend.composite import as_rows
 from dapple_tf.memory.report import Report
 from dapple_tf.plan import Plan
-from dapple_tf.runtime.compile_step import CompiledStep, CompiledSteps, Target, compile_step
+from dapple_tf.runtime.compile_step import CompiledStep, CompiledSteps, LocalTarget, Target, compile_step
 from dapple_tf.runtime.exclusive import COMPILING, exclusive
 from dapple_tf.runtime.forked import check_not_forked
 from dapple_tf.runtime.forward import Forward
@@ -37,11 +35,11 @@ from dapple_tf.runtime.local_batch import compile_local, find_needs
 from dapple_tf.runtime.memory_recorder import MemoryRecorder
 from dapple_tf.runtime.recorder import Recorder
 from dapple_tf.runtime.rehearsal import can_rehearse, compare_with_whole
-from dapple_tf.runtime.variable_homes import VariableHomes
-from dapple_tf.runtime.variable_names import name_variables
+from dapple_tf.runtime.variable_homes import VariableHomes, name_variables
 from dapple_tf.staged_model import StagedModel
 from dapple_tf.timeline.recording import Recording
 from dapple_tf.timeline.timeline import Timeline
+from dapple_tf.window_check import check_optimizer
 from dapple_tf.xla.choice import make_xla
 from graph_passes.analysis.input_needs import InputNeeds
 from graph_passes.ir.graph import Graph

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dapple_tf.plan import Plan, StagePlan
 from dapple_tf.planner.api import make_problem, predict_plan, run_planner
 from dapple_tf.planner.planning_problem import PlannerResult, PlanningProblem
-from profiler.presets import config
+from profiler.cluster import config
 from profiler.profile import LayerCost, Profile
 
 

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import ClassVar
 
-from graph_passes.analysis.precedence import Precedence
 from graph_passes.analysis.variable_use import find_variables
 from graph_passes.errors import GraphError
 from graph_passes.ir.graph import Graph, Node, Value, topological
@@ -210,3 +209,30 @@ def _verify_sums(graph: Graph, window: Window, place: tuple[int, int]) -> None:
             if previous is not None and not _waits(user, previous):
                 raise GraphError(f"no edge makes {user.name!r} run after {previous!r}, and both use the same sums")
             previous = user.name
+
+
+# --- Find which nodes of a graph run before others, along data and control edges
+
+
+class Precedence:
+    """Whether a path of edges leads from one node to another; ``marked``: the nodes that are asked about, by name.
+
+    ``nodes``: those of the graph in a topological order. A set of marked nodes is an integer, a bit for each, so it
+    takes one operation of an edge to find those before each node.
+    """
+
+    def __init__(self, nodes: Iterable[Node], marked: Iterable[str]) -> None:
+        self._bits = {name: 1 << i for i, name in enumerate(dict.fromkeys(marked))}
+        self._before: dict[str, int] = {}
+        reached: dict[str, int] = {}  # by node, the marked nodes before it, and itself
+        for node in nodes:
+            before = 0
+            for source in node.predecessors():
+                before |= reached[source]
+            reached[node.name] = before | self._bits.get(node.name, 0)
+            if node.name in self._bits:
+                self._before[node.name] = before
+
+    def __call__(self, first: str, second: str) -> bool:
+        """Return whether ``first`` runs before ``second``. Raises KeyError for nodes that are not marked."""
+        return bool(self._before[second] & self._bits[first])

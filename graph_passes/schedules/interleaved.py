@@ -55,3 +55,56 @@ def _alternate(
             following, n = forwards[ahead + index]
             actions.append(Action(stages[following], "F", n))
     return tuple(actions)
+
+
+# --- Interleaved zero bubble: interleaved 1F1B whose gradients of weights fill idle time, as in ZB-H1
+# Each of p workers holds v chunks of the model, looped (Narayanan et al., 2021, section 2.2), and computes gradients of
+# weights later than those of inputs (Qi et al., "Zero Bubble Pipeline Parallelism", 2023). With M a multiple of p, and
+# chunks whose halves of backward take t_i >= t_f and t_w = t_f, the bubble is (p - 1) (t_f + t_i - t_w): 1/v of
+# ZB-H1's.
+
+
+def interleaved_zero_bubble(workers: int, chunks: int, micro_batches: int) -> Schedule:
+    """Return the schedule of ``workers`` devices with ``chunks`` stages each.
+
+    Worker w starts w forwards less than worker 0 (interleaved 1F1B: 2 w less) and runs each W after the I of w calls
+    later, so all workers hold as many stashes as worker 0.
+    """
+    groups = micro_batch_groups(workers, micro_batches)
+    forwards = order_calls(groups, range(chunks))
+    backwards = order_calls(groups, range(chunks - 1, -1, -1))
+    rows = []
+    for worker, stages in enumerate(WorkerMap.looped(workers, chunks).stages_of):
+        ahead = workers - worker + (chunks - 1) * max(map(len, groups))
+        actions = [Action(stages[chunk], "F", m) for chunk, m in forwards[:ahead]]
+        weights = [Action(stages[chunk], "W", m) for chunk, m in backwards]
+        for index, (chunk, m) in enumerate(backwards):
+            actions.append(Action(stages[chunk], "I", m))
+            if index >= worker:
+                actions.append(weights[index - worker])
+            if ahead + index < len(forwards):
+                following, n = forwards[ahead + index]
+                actions.append(Action(stages[following], "F", n))
+        rows.append((*actions, *weights[max(0, len(weights) - worker) :]))
+    schedule = Schedule(tuple(rows))
+    check(schedule)
+    return schedule
+
+
+# --- Looped breadth-first schedule (Lamy-Poirier, "Breadth-First Pipeline Parallelism", 2022, section 4)
+# Each of p workers holds v chunks of the model, looped. It runs all micro-batches through a chunk before the next one,
+# and backwards in the same way, the last chunk first. AllReduce of a chunk can start when its last backward has ended.
+# With M >= p, and chunks that take f and b, the bubble is (p - 1) (f + b). All M micro-batches are in flight on all
+# chunks.
+
+
+def looped_breadth_first(workers: int, chunks: int, micro_batches: int) -> Schedule:
+    """Return the schedule of ``workers`` devices with ``chunks`` stages each; with one chunk it is GPipe's."""
+    rows = []
+    for stages in WorkerMap.looped(workers, chunks).stages_of:
+        forwards = [Action(stage, "F", m) for stage in stages for m in range(micro_batches)]
+        backwards = [Action(stage, "B", m) for stage in reversed(stages) for m in range(micro_batches)]
+        rows.append((*forwards, *backwards))
+    schedule = Schedule(tuple(rows))
+    check(schedule)
+    return schedule

@@ -13,17 +13,12 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from graph_passes.errors import ScheduleError
-from graph_passes.schedules.breadth_first import looped_breadth_first
-from graph_passes.schedules.dualpipe_v import dualpipe_v
-from graph_passes.schedules.hanayo import hanayo
-from graph_passes.schedules.interleaved import interleaved_1f1b
-from graph_passes.schedules.interleaved_zero_bubble import interleaved_zero_bubble
+from graph_passes.schedules.interleaved import interleaved_1f1b, interleaved_zero_bubble, looped_breadth_first
 from graph_passes.schedules.schedule import Action, Schedule, check
 from graph_passes.schedules.text import LONGEST_NUMBER, is_text, parse_schedule
+from graph_passes.schedules.v_shaped import dualpipe_v, hanayo, zero_bubble_v
 from graph_passes.schedules.worker_map import WorkerMap
-from graph_passes.schedules.zero_bubble import zero_bubble
-from graph_passes.schedules.zero_bubble_auto import ZERO_BUBBLE_AUTO, zero_bubble_auto
-from graph_passes.schedules.zero_bubble_v import zero_bubble_v
+from graph_passes.schedules.zero_bubble import ZERO_BUBBLE_AUTO, zero_bubble, zero_bubble_auto
 
 HANDCRAFTED_ZERO_BUBBLE = ("zb-h1", "zb-h2")
 """The handcrafted schedules of the Zero Bubble paper: one stage per worker, and weight gradients as own actions."""

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 import dapple_tf as dapple
 from dapple_tf.memory.meter import has_statistics
-from dapple_tf.simulator.measured_prediction import predict_window_from_times
+from dapple_tf.runtime.recorder import predict_window_from_times
 from dapple_tf.timeline.events import Event, StageEvent, Transfer
 from dapple_tf.timeline.picture import draw_recording, save_recording
 from dapple_tf.timeline.recording import BY_PROFILE, BY_TIMES

@@ -17,7 +17,7 @@ from dapple_tf.checkpoint.checkpoints import Checkpoints
 from dapple_tf.errors import PlanError, ScheduleError
 from dapple_tf.plan import Plan
 from graph_passes.schedules.policies import build_schedule, worker_map_of
-from profiler.presets import config
+from profiler.cluster import config
 from tests.equality.one_device import Problem, compare
 from tests.equality.small_models import chain, data, sgd, values, weights
 

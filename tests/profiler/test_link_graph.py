@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from profiler.cluster import Cluster, Link
+from profiler.cluster import Cluster, Link, route
 from profiler.errors import ClusterError
-from profiler.link_graph import route
 
 
 def link(*between: str, bandwidth: float = 8.0, latency: float = 1.0) -> dict[str, Any]:

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from profiler import links
 from profiler.cluster import Cluster, Link, Server
 from profiler.errors import ClusterError
-from profiler.link_fit import describe_cluster, fit_link
-from profiler.links import SIZES, Host, find_hosts, find_rounds, probe
+from profiler.links import SIZES, Host, describe_cluster, find_hosts, find_rounds, fit_link, probe
 from tests.paths import ROOT
 from tests.processes import RanksError, needs_horovod, run_ranks
 

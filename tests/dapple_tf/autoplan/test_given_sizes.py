@@ -11,10 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dapple_tf as dapple
-from dapple_tf.autoplan.given_sizes import check_given_sizes, count_samples
-from dapple_tf.autoplan.request import Request
+from dapple_tf.autoplan.request import Request, check_given_sizes, count_samples
 from dapple_tf.errors import PlanError
-from profiler.presets import config
+from profiler.cluster import config
 from tests.equality.small_models import chain, data, sgd, weights
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from dapple_tf.autoplan.request import Request, check_conflicts
 from dapple_tf.errors import PlanError, ScheduleError
-from profiler.presets import config
+from profiler.cluster import config
 from tests.dapple_tf.builders import make_plan
 
 

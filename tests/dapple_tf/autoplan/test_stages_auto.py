@@ -11,7 +11,7 @@ import tensorflow as tf
 import dapple_tf as dapple
 from dapple_tf.errors import PlanError
 from dapple_tf.timeline.recording import BY_PROFILE, BY_TIMES
-from profiler.presets import config
+from profiler.cluster import config
 from tests.equality.small_models import chain, data, sgd, values, weights
 
 # Tiny models measure badly, which is not what these tests are about.

@@ -12,9 +12,9 @@ import pytest
 import tensorflow as tf
 
 import dapple_tf as dapple
-from dapple_tf.backend.emit import emit
 from dapple_tf.backend.handler import call
 from dapple_tf.backend.operations import Operations
+from dapple_tf.backend.program import emit
 from graph_passes.ir.graph import Graph, Node, Value, attributes, tensor
 from graph_passes.ir.ops import OpName
 from graph_passes.schedules.policies import build_schedule

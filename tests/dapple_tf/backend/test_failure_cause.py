@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dapple_tf.backend.failure_cause import find_cause
+from dapple_tf.backend.program import find_cause
 
 MESSAGE = """Graph execution error:
 

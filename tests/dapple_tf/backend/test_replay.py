@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from dapple_tf.backend.program import Program
-from dapple_tf.backend.replay import find_failure
+from dapple_tf.backend.program import Program, find_failure
 from tests.dapple_tf.builders import step_of
 from tests.equality.small_models import WIDTH, data, values, weights
 

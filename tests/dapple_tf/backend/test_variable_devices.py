@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 from dapple_tf import internals
-from dapple_tf.backend.variable_devices import move_to_device, move_to_stages
+from dapple_tf.backend.program import move_to_device, move_to_stages
 from dapple_tf.compiler import pipeline_graph, rank_graphs
 from dapple_tf.frontend.capture import capture
 from dapple_tf.plan import Plan

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from dapple_tf.backend.variable_handlers import HANDLERS
+from dapple_tf.backend.operations import HANDLERS
 from graph_passes.ir.ops import OpName
 from tests.dapple_tf.backend.builders import NamedVariables, make_context, make_node
 

@@ -16,8 +16,7 @@ from pathlib import Path
 import pytest
 import tensorflow as tf
 
-from dapple_tf.checkpoint.checkpoints import Checkpoints
-from dapple_tf.checkpoint.lock import lock_folder
+from dapple_tf.checkpoint.checkpoints import Checkpoints, lock_folder
 from dapple_tf.errors import CheckpointError, DappleWarning
 from tests.dapple_tf.builders import X, step_of
 from tests.paths import ROOT
@@ -25,7 +24,7 @@ from tests.paths import ROOT
 HOLD = """
 import os, sys, time
 from pathlib import Path
-from dapple_tf.checkpoint.lock import lock_folder
+from dapple_tf.checkpoint.checkpoints import lock_folder
 lock = lock_folder(Path(sys.argv[1]))
 if not sys.argv[2:]:
     print(0, flush=True)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import dapple_tf as dapple
-from dapple_tf.commands.profile_table import group_layers
+from dapple_tf.commands.profile import group_layers
 from profiler.profile import LayerCost
 from tests.dapple_tf.commands.command_line import TINY_MODEL, Run, run_process
 

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from dapple_tf.commands.slow_notice import tell_if_slow
+from dapple_tf.commands.plan import tell_if_slow
 
 
 def test_what_takes_longer_is_told(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dapple_tf.distributed.clocks import clock_offsets
+from dapple_tf.runtime.recorder import clock_offsets
 
 
 def test_ranks_of_a_host_share_its_offset_and_a_late_look_does_not_count() -> None:

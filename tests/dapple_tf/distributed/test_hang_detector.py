@@ -12,8 +12,8 @@ import pytest
 import tensorflow as tf
 
 from dapple_tf import internals
-from dapple_tf.backend.failure_cause import find_cause
-from dapple_tf.distributed.hang_detector import HangDetector
+from dapple_tf.backend.program import find_cause
+from dapple_tf.distributed.progress import HangDetector
 
 
 def make_step(detector: HangDetector, wait: Callable[[], Any]) -> Callable[..., Any]:

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 import pytest
 import tensorflow as tf
 
+from dapple_tf.distributed.exchange_network import describe_stall, report_stalls
 from dapple_tf.distributed.native.library import load_library
-from dapple_tf.distributed.stall_report import describe_stall, report_stalls
 from tests.dapple_tf.distributed.native.peers import connect_pair, needs_library
 
 

@@ -12,8 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from dapple_tf.distributed.rank_processes import State, find_rank_processes, state_of
-from dapple_tf.distributed.startup_watch import StartupWatch, watching_start
+from dapple_tf.distributed.startup_watch import StartupWatch, State, find_rank_processes, state_of, watching_start
 from tests.dapple_tf.distributed.failing_jobs import assert_ended
 from tests.processes import (
     HOROVODRUN,

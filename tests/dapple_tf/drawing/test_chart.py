@@ -14,9 +14,8 @@ from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 
 from dapple_tf.drawing.chart import COLOURS, LABELS, Chart, Curve, Row, Span, stack_charts
-from dapple_tf.drawing.chrome_trace import trace_events
 from dapple_tf.drawing.html import make_page
-from dapple_tf.drawing.save import save_chart
+from dapple_tf.drawing.save import save_chart, trace_events
 from tests.dapple_tf.timeline.test_picture import chunks
 
 CHART = Chart(

@@ -12,7 +12,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 
 from dapple_tf.drawing.chart import COLOURS, Chart, Row, Span
-from dapple_tf.drawing.coverage import measure_coverage, mix_colours
+from dapple_tf.drawing.png import measure_coverage, mix_colours
 from dapple_tf.drawing.save import save_chart
 
 spans = st.lists(st.tuples(st.integers(0, 64), st.integers(0, 64), st.integers(0, 2)), max_size=12)

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from dapple_tf.planner.api import make_problem
 from dapple_tf.planner.best import plan_best
 from dapple_tf.planner.search_space import halve_cluster
-from profiler.cluster import Cluster, Link, Server
-from profiler.presets import config
+from profiler.cluster import Cluster, Link, Server, config
 from tests.dapple_tf.planner.builders import Case, cases, make_cluster, make_profile
 
 

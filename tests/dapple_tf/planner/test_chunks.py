@@ -32,7 +32,7 @@ from graph_passes.schedules.policies import CHUNKED, build_schedule, worker_map_
 from graph_passes.schedules.schedule import Schedule, dependencies
 from graph_passes.schedules.text import is_text
 from graph_passes.schedules.worker_map import WorkerMap
-from graph_passes.schedules.zero_bubble_auto import ZERO_BUBBLE_AUTO
+from graph_passes.schedules.zero_bubble import ZERO_BUBBLE_AUTO
 from profiler.profile import Profile
 from tests.dapple_tf.planner.builders import Case, cases, clusters, make_cluster, make_profile, profiles
 from tests.dapple_tf.planner.exhaustive import StageCostModel, divisors

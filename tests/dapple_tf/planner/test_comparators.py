@@ -15,9 +15,8 @@ from dapple_tf.planner.best import plan_best
 from dapple_tf.planner.comparators import comparator_candidates
 from dapple_tf.planner.planning_problem import PlanningProblem
 from dapple_tf.planner.registry import PLANNERS, find_result
-from profiler.cluster import Cluster, DeviceKind, Link, Server
+from profiler.cluster import Cluster, DeviceKind, Link, Server, config
 from profiler.importers import read_graph_file
-from profiler.presets import config
 from profiler.profile import Timing
 from tests.dapple_tf.planner.builders import Case, cases, make_cluster, make_profile
 from tests.paths import SHARED_PROFILES

@@ -13,7 +13,7 @@ from dapple_tf.planner.api import make_problem
 from dapple_tf.planner.baselines import baseline_candidates, leading_baselines
 from dapple_tf.planner.compute_bound import least_compute_seconds
 from dapple_tf.simulator.slowest_replica import ReplicaSeconds
-from profiler.presets import config
+from profiler.cluster import config
 from profiler.profile import Profile, Timing
 from profiler.servers import DeviceKind
 from tests.dapple_tf.planner.builders import Case, cases, make_cluster, make_profile

@@ -35,7 +35,7 @@ def interrupt_during(name, seconds):
 # Plans the profile that is the first argument, also while being interrupted.
 PLAN = """
 import dapple_tf as dapple
-from profiler.presets import config
+from profiler.cluster import config
 from profiler.profile import Profile
 
 def plan(planner="best"):

@@ -13,8 +13,8 @@ from dapple_tf.planner.api import make_problem
 from dapple_tf.planner.baselines import data_parallel, even_pipeline
 from dapple_tf.planner.planning_problem import PlanningProblem
 from dapple_tf.planner.registry import PLANNERS
+from profiler.cluster import config
 from profiler.importers import read_graph_file, read_profile
-from profiler.presets import config
 from profiler.profile import Profile
 from tests.paths import SHARED_PROFILES
 

@@ -14,13 +14,18 @@ import tensorflow as tf
 from dapple_tf.autoplan.autoplan import Autoplan
 from dapple_tf.autoplan.request import Request
 from dapple_tf.backend.build_times import BuildTimes
-from dapple_tf.backend.local_target import LocalTarget
 from dapple_tf.backend.program import Program
 from dapple_tf.compiler import StepVariant
 from dapple_tf.errors import BatchError, UsageError
 from dapple_tf.plan import Plan
-from dapple_tf.runtime.compile_step import CompiledStep, CompiledSteps, compile_for_rows, compile_step
-from dapple_tf.runtime.traced_shapes import MOST_TRACES
+from dapple_tf.runtime.compile_step import (
+    MOST_TRACES,
+    CompiledStep,
+    CompiledSteps,
+    LocalTarget,
+    compile_for_rows,
+    compile_step,
+)
 from dapple_tf.staged_model import StagedModel
 from tests.dapple_tf.backend.builders import DEVICES
 from tests.dapple_tf.builders import X, chain, step_of

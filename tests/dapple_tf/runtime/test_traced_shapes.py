@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 from dapple_tf.errors import DappleWarning
-from dapple_tf.runtime.traced_shapes import MOST_TRACES, Key, TracedShapes
+from dapple_tf.runtime.compile_step import MOST_TRACES, Key, TracedShapes
 
 
 @dataclasses.dataclass(eq=False)

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from dapple_tf.errors import TraceError, UsageError
-from dapple_tf.runtime.recorder import pair_with_prediction
+from dapple_tf.runtime.recorder import pair_with_prediction, predict_from_times
 from dapple_tf.simulator.given_sizes import execute_sizes
-from dapple_tf.simulator.measured_prediction import predict_from_times
 from dapple_tf.simulator.simulated_step import execution_events
 from dapple_tf.timeline.describe import find_slowest
 from dapple_tf.timeline.events import Event, StageEvent, StepEvents, Transfer

@@ -14,8 +14,8 @@ import dapple_tf as dapple
 
 dapple.init()  # before the imports that need a started TensorFlow
 
-from dapple_tf.distributed.clocks import Clocks  # noqa: E402
 from dapple_tf.distributed.membership import current  # noqa: E402
+from dapple_tf.runtime.recorder import Clocks  # noqa: E402
 from tests.dapple_tf.distributed.programs.tied_model import X, make_model  # noqa: E402
 
 

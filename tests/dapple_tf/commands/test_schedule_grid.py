@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from graph_passes.schedules.grid import Units, WorkerTime, format_grid, time_workers
+from dapple_tf.commands.schedules import Units, WorkerTime, format_grid, time_workers
 from graph_passes.schedules.policies import build_schedule
 from graph_passes.schedules.text import parse_schedule
 
