@@ -1,14 +1,18 @@
 """Package metadata of dapple_tf; the tools' settings are in pyproject.toml."""
 
+import re
 from pathlib import Path
 
 from setuptools import find_packages, setup
 
+HERE = Path(__file__).parent
+VERSION = re.search(r'^__version__ = "(.+?)"', (HERE / "dapple_tf/__init__.py").read_text("utf-8"), re.MULTILINE)
+
 setup(
     name="dapple_tf",
-    version="0.1.0",
+    version=VERSION[1],
     description="A compiler and runtime for pipelined training in TensorFlow 2",
-    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description=(HERE / "README.md").read_text("utf-8"),
     long_description_content_type="text/markdown",
     author="The dapple_tf authors",
     license="Apache-2.0",
@@ -41,6 +45,7 @@ setup(
         "click>=8.1,<9",
         "rich>=13,<16",
         "matplotlib>=3.8,<4",
+        "typing_extensions>=4.6,<5",  # Unpack, before Python 3.11
         "numba>=0.61,<1",  # the planner tries and simulates thousands of plans a second
     ],
     extras_require={

@@ -23,14 +23,13 @@ if TYPE_CHECKING:
     from dapple_tf.checkpoint.checkpoints import Checkpoints
     from dapple_tf.commands.workload import Workload
     from dapple_tf.devices import init, scope
-    from dapple_tf.pipeline import pipeline
     from dapple_tf.plan import Plan
     from dapple_tf.planner.api import plan
     from dapple_tf.planner.compare import compare
     from dapple_tf.profiling.analytic import analytic_profile
     from dapple_tf.profiling.measured import profile
     from dapple_tf.runtime.shard import shard
-    from dapple_tf.runtime.step import PipelinedStep
+    from dapple_tf.runtime.step import PipelinedStep, pipeline
     from dapple_tf.simulator.simulate import simulate
     from dapple_tf.timeline.timeline import Timeline
     from dapple_tf.verification import Report, verify
@@ -38,6 +37,8 @@ if TYPE_CHECKING:
     from profiler.profile import Profile
 
 require_tensorflow()
+
+__version__ = "0.1.0"  # setup.py reads it here
 
 __all__ = [
     "Checkpoints",
@@ -74,7 +75,7 @@ _HOMES = {
     "analytic_profile": "dapple_tf.profiling.analytic",
     "compare": "dapple_tf.planner.compare",
     "init": "dapple_tf.devices",
-    "pipeline": "dapple_tf.pipeline",
+    "pipeline": "dapple_tf.runtime.step",
     "plan": "dapple_tf.planner.api",
     "profile": "dapple_tf.profiling.measured",
     "scope": "dapple_tf.devices",
@@ -108,3 +109,7 @@ def __getattr__(name: str) -> Any:
     value = getattr(importlib.import_module(_HOMES[name]), name)
     globals()[name] = value
     return value
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -96,7 +96,7 @@ class DappleWarning(UserWarning):
     """Something that runs, but probably not as intended."""
 
 
-_PACKAGES = ("dapple_tf", "keras", "tensorflow", "contextlib")
+_PACKAGES = ("dapple_tf", "profiler", "graph_passes", "keras", "tensorflow", "contextlib", "click")
 
 
 def warn_user(message: str) -> None:

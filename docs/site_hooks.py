@@ -1,9 +1,9 @@
 """Hooks of mkdocs: write the pages that are generated from the code, so that they cannot differ from it.
 
-``architecture/ops.md`` comes from the op table, ``architecture/tensorflow_ops.md`` from the census of TensorFlow's
-ops (which loads TensorFlow), ``architecture/modules.md`` from the first line of every module,
-``reference/cli.md`` from the commands, and ``reference/api.md`` lists the names of ``dapple_tf.__all__``: mkdocstrings
-puts their docstrings in place of the ``:::`` lines.
+``architecture/ops.md`` comes from the op table, ``architecture/tensorflow_ops.md`` from the census of TensorFlow's ops
+(which loads TensorFlow), ``architecture/modules.md`` from the first line of every module, ``reference/cli.md`` from the
+commands, ``reference/options.md`` from the options of a pipeline, and ``reference/api.md`` lists the names of
+``dapple_tf.__all__``: mkdocstrings puts their docstrings in place of the ``:::`` lines.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import click
 
 import dapple_tf
+from dapple_tf.autoplan.options import options_table
 from dapple_tf.cli import cli
 from graph_passes.ir.ops import ops_table_markdown
 
@@ -41,6 +42,7 @@ def generated_pages() -> dict[str, str]:
         "architecture/ops.md": ops_page(),
         "architecture/tensorflow_ops.md": tensorflow_ops_page(),
         "reference/api.md": api_page(),
+        "reference/options.md": options_page(),
         "reference/cli.md": command_line_page(),
     }
 
@@ -92,6 +94,17 @@ def api_page() -> str:
         home = f"dapple_tf.{name}" if is_module else f"{dapple_tf._HOMES[name]}.{name}"
         parts.append(f"::: {home}\n    options:\n      heading: dapple.{name}\n      toc_label: {name}\n")
     return "\n".join(parts)
+
+
+def options_page() -> str:
+    """Return the page of the options that ``dapple.pipeline`` and its relatives take."""
+    return f"""# Options of a pipeline
+
+`dapple.pipeline`, `dapple.keras.pipeline` and `dapple.verify` take them by name. Windows (`mode="async"`) are not for
+`dapple.verify`.
+
+{options_table()}
+"""
 
 
 def command_line_page() -> str:

@@ -1,9 +1,8 @@
-"""Decide the plan of a pipelined step once: by the plan given, the user's request, a profile or an estimate."""
+"""Decide the plan of a pipelined step once: by the plan given, the user's options, a profile or an estimate."""
 
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,8 +19,8 @@ from dapple_tf.autoplan.measured_problem import (
     detect_job_cluster,
     measure_problem,
 )
+from dapple_tf.autoplan.options import Options, check_contradictions
 from dapple_tf.autoplan.recompute_option import choose_recompute
-from dapple_tf.autoplan.request import Request, check_conflicts
 from dapple_tf.autoplan.schedule_auto import ScheduleChoice, choose_profiled_schedule
 from dapple_tf.autoplan.schedule_estimated import choose_estimated_schedule, detect_cluster
 from dapple_tf.autoplan.stages_auto import check_enough_layers, choose_stages
@@ -29,7 +28,7 @@ from dapple_tf.autoplan.stages_requested import plan_requested_stages
 from dapple_tf.compiler import PlannedModel
 from dapple_tf.devices import list_devices
 from dapple_tf.distributed.membership import Job
-from dapple_tf.errors import ClusterError, DappleWarning, PlanError, UsageError
+from dapple_tf.errors import ClusterError, PlanError, UsageError, warn_user
 from dapple_tf.exactness import BatchLoss, BatchNorm, Inexact
 from dapple_tf.frontend.batch import batch_size
 from dapple_tf.frontend.capture import Captured
@@ -59,7 +58,7 @@ class StageCuts:
 
 
 class Autoplan:
-    """The plan of a step: the one given, or one made from the ``request`` at the first trace.
+    """The plan of a step: the one given, or one made from the ``options`` at the first trace.
 
     In a ``job`` rank 0 decides for all ranks, and every rank must make the same calls. Raises PlanError for arguments
     that contradict each other.
@@ -69,21 +68,15 @@ class Autoplan:
         self,
         loss_fn: Callable[..., Any],
         optimizer: Any,
-        request: Request,
-        plan: Plan | None,
-        devices: Sequence[str | int] | None,
-        cluster: Cluster | None,
+        options: Options,
         job: Job | None,
     ) -> None:
-        check_conflicts(request, plan, cluster)
+        check_contradictions(options)
         self._loss_fn = loss_fn
         self._optimizer = optimizer
-        self._request = request
-        self._devices = devices
-        self._cluster = cluster
+        self._options = options
         self._job = job
-        self._plan_given = plan
-        self._decision = None if plan is None else PlanDecision(plan)
+        self._decision = None if options.plan is None else PlanDecision(options.plan)
         self._estimates: tuple[EstimatedCosts, Mapping[str, Sequence[Shape]]] | None = None
         self.layer_names: tuple[str, ...] = ()
 
@@ -112,68 +105,68 @@ class Autoplan:
     @property
     def window(self) -> WindowPlan | None:
         """The asynchronous windows that are asked for, or None for synchronous training."""
-        return self._request.window
+        return self._options.window
 
     @property
     def runs_whole_minibatches(self) -> bool:
         """Whether every step is computed from one micro-batch on one replica, as one device does it."""
-        return self._request.runs_whole_minibatches
+        return self._options.runs_whole_minibatches
 
     @property
     def user_inexact(self) -> Inexact:
         """The treatment of a loss that does not add up that the user asks for."""
-        return self._request.inexact
+        return self._options.inexact
 
     @property
     def inexact(self) -> Inexact:
         """The treatment of a loss whose micro-batches would not add up to the whole batch's; see ``Inexact``."""
-        return "allow" if self.runs_whole_minibatches else self._request.inexact
+        return "allow" if self.runs_whole_minibatches else self._options.inexact
 
     @property
     def batch_loss(self) -> BatchLoss:
         """Whether a loss that combines samples may run once, after the forwards of all micro-batches."""
-        if self._request.batch_loss == "auto" and not _may_wait(self._request, self._plan_given):
+        if self._options.batch_loss == "auto" and not _may_wait(self._options):
             return False
-        return self._request.batch_loss
+        return self._options.batch_loss
 
     @property
     def batch_norm(self) -> BatchNorm:
         """Of which samples batch norm keeps moving statistics."""
-        return self._request.batch_norm
+        return self._options.batch_norm
 
     @property
     def jit_compile(self) -> bool | None:
         """Whether XLA compiles stage functions; None where the function that runs says it."""
-        return self._request.jit_compile
+        return self._options.jit_compile
 
     @property
     def keeps_slices(self) -> bool:
         """Whether the gradients of embeddings stay sparse."""
-        return self._request.keeps_slices
+        return self._options.keeps_slices
 
     def runs_uncut(self, samples: int) -> bool:
         """Return whether a batch of ``samples`` is, or may become, one micro-batch on one replica of each stage.
 
-        It may become so before there is a plan, where the request leaves M open: ``decide`` then plans it for a model
+        It may become so before there is a plan, where the options leave M open: ``decide`` then plans it for a model
         that needs it.
         """
         if self.window is not None:
             return False
         if self._decision is not None:
             return fit_plan(self._decision.plan, samples).uncut
-        return self._request.can_run_uncut
+        return self._options.can_run_uncut
 
     def micro_batch_size(self, samples: int) -> int:
-        """Return the samples of the largest micro-batch, at least 2, as far as the request tells without a plan."""
-        return max(2, self._request.largest_micro_batch(samples))
+        """Return the samples of the largest micro-batch, at least 2, as far as the options tell without a plan."""
+        return max(2, self._options.largest_micro_batch(samples))
 
     def check_first_batch(self, samples: int) -> None:
         """Raise PlanError where there is no plan yet, and the requested sizes do not fit a batch of ``samples``."""
-        window = self._request.window
+        window = self._options.window
         if window is not None:
             check_window_size(samples, window.minibatches * (window.micro_batches or 1), (1,))
-        if self._decision is None and (sizes := self._request.sizes(samples)):
-            check_batch_size(samples, len(sizes), self._request.replicas or (1,), sizes)
+        if self._decision is None and (sizes := self._options.sizes(samples)):
+            check_batch_size(samples, len(sizes), self._options.replicas or (1,), sizes)
 
     def decide(
         self, captured: Captured, layers: Layers, shapes: Mapping[str, Sequence[Shape]], batch: Sequence[Any]
@@ -185,7 +178,7 @@ class Autoplan:
         or batch, and the errors of the files that make it.
         """
         if not self.layer_names:
-            self._request = _settle_uncut(_settle_batch_loss(self._request, captured), captured)
+            self._options = _settle_uncut(_settle_batch_loss(self._options, captured), captured)
             self._decide_first(captured, layers, shapes, batch)
         plan, names = self.plan, self.layer_names
         recomputed = {names[i] for i in plan.recomputed}
@@ -198,14 +191,16 @@ class Autoplan:
         """Return the plan of a function of the same model that only runs forward.
 
         Its stages have the devices that they have in training; before training has a plan, they are balanced by an
-        estimate. Raises the errors of a request that does not fit this function.
+        estimate. Raises the errors of options that do not fit this function.
         """
         costs = estimate_costs(layers, shapes)
         if self._decision is not None:
             return follow_plan(self._decision.plan, self.layer_names, layers, costs, all_devices=self._job is not None)
         if self._job is None:
-            return plan_forward(self._request, layers, costs, len(list_devices(self._devices)), all_devices=False)
-        return plan_forward(self._request, layers, costs, self._job.size, all_devices=True)
+            return plan_forward(
+                self._options, layers, costs, len(list_devices(self._options.devices)), all_devices=False
+            )
+        return plan_forward(self._options, layers, costs, self._job.size, all_devices=True)
 
     def choose_schedule(self, model: StagedModel, samples: int) -> None:
         """Choose policy and D for the first trace by an estimate, where the schedule is still "auto"."""
@@ -219,7 +214,7 @@ class Autoplan:
             choice = choose() if self._job is None else self._job.run_on_rank_0(choose)
         except PlanError as error:  # no reason to give up: it is an estimate, and devices may share their memory
             schedule = self._decision.plan.schedule
-            warnings.warn(f"{error}. Trying {schedule} all the same", DappleWarning, stacklevel=8)
+            warn_user(f"{error}. Trying {schedule} all the same")
             return
         if choice is not None:
             self._decision = self._decision.with_schedule(choice)
@@ -231,46 +226,46 @@ class Autoplan:
         names = tuple(layer.name for layer in layers.layers)
         costs = estimate_costs(layers, shapes)
         if self._job is not None:
-            options = {"number of samples": samples, "call of dapple.pipeline": self._request, "plan": self._plan_given}
-            self._job.compare({**options, "layers of the model": names})
+            given = {"call of dapple.pipeline": self._options, "plan": self._options.plan}
+            self._job.compare({"number of samples": samples, **given, "layers of the model": names})
         decision = self._decision
         if decision is None:
             make = partial(self._make_decision, captured, layers, costs, batch)
             decision = make() if self._job is None else self._job.run_on_rank_0(make)
-        window = self._request.window
+        window = self._options.window
         if window is not None and (decision.plan.window, decision.plan.global_batch_size) != (window, samples):
             decision = PlanDecision(window_plan(decision.plan, window, samples))
         _check_plan_fits(decision.plan, layers, samples)
         if len(decision.plan.stages) > 1:
             _warn_of_dominant_layer(names, costs)
         self._decision, self.layer_names = decision, names
-        unknown = self._request.schedule_is_auto or is_searched(self._request.schedule_name)
-        if self._plan_given is None and decision.choice is None and unknown and decision.plan.window is None:
+        unknown = self._options.schedule_is_auto or is_searched(self._options.schedule_name)
+        if self._options.plan is None and decision.choice is None and unknown and decision.plan.window is None:
             self._estimates = costs, shapes
 
     def _make_decision(
         self, captured: Captured, layers: Layers, costs: EstimatedCosts, batch: Sequence[Any]
     ) -> PlanDecision:
-        """Return the plan for the request."""
+        """Return the plan for the options."""
         inputs = PlanningInputs(
             self._loss_fn,
             batch,
-            self._request,
+            self._options,
             optimizer_slots=count_slots(self._optimizer, [captured.variables[name] for name in captured.trainable]),
-            devices=len(list_devices(self._devices)) if self._job is None else self._job.size,
-            cluster=self._cluster,
-            replicable=not captured.stateful and not (self._request.can_run_uncut and captured.needs_uncut),
+            devices=len(list_devices(self._options.devices)) if self._job is None else self._job.size,
+            cluster=self._options.cluster,
+            replicable=not captured.stateful and not (self._options.can_run_uncut and captured.needs_uncut),
             ranks=self._job is not None,
         )
-        if self._request.stages_are_auto:
-            check_enough_layers(self._request, layers)
+        if self._options.stages_are_auto:
+            check_enough_layers(self._options, layers)
             decision = choose_stages(inputs)
-            if self._request.recompute is False:
+            if self._options.recompute is False:
                 return decision  # the planner re-computes where memory is short
-            recompute = choose_recompute(self._request.recompute, layers, decision.plan.stages)
+            recompute = choose_recompute(self._options.recompute, layers, decision.plan.stages)
             return decision.with_recompute(recompute)
-        plan = plan_requested_stages(self._request, layers, costs, inputs.samples, inputs.devices)
-        if self._cluster is None and not self._request.micro_batches_are_auto:
+        plan = plan_requested_stages(self._options, layers, costs, inputs.samples, inputs.devices)
+        if self._options.cluster is None and not self._options.micro_batches_are_auto:
             return PlanDecision(plan)
         return _choose_micro_batches(inputs, plan)
 
@@ -301,38 +296,36 @@ def _check_plan_fits(plan: Plan, layers: Layers, samples: int) -> None:
 def _warn_of_dominant_layer(names: Sequence[str], costs: EstimatedCosts) -> None:
     largest = max(range(len(names)), key=lambda i: costs.layers[i])
     if costs.layers[largest] > _DOMINANT_SHARE * sum(costs.layers):
-        warnings.warn(
+        warn_user(
             f"layer {names[largest]!r} seems to hold most of the work and cannot be cut: where it is a call of "
-            "another tf.function, call that one's python_function",
-            DappleWarning,
-            stacklevel=10,
+            "another tf.function, call that one's python_function"
         )
 
 
-def _settle_batch_loss(request: Request, captured: Captured) -> Request:
-    """Return the request with True or False as ``batch_loss``, and the only schedule that a tail can have if "auto"."""
+def _settle_batch_loss(options: Options, captured: Captured) -> Options:
+    """Return the options with True or False as ``batch_loss``, and the only schedule that a tail can have if "auto"."""
     if captured.dependence is None or captured.dependence.tail is None:
-        return dataclasses.replace(request, batch_loss=False)
-    schedule = "gpipe" if request.schedule_is_auto else request.schedule_name
-    return dataclasses.replace(request, batch_loss=True, schedule=schedule)
+        return dataclasses.replace(options, batch_loss=False)
+    schedule = "gpipe" if options.schedule_is_auto else options.schedule_name
+    return dataclasses.replace(options, batch_loss=True, schedule=schedule)
 
 
-def _settle_uncut(request: Request, captured: Captured) -> Request:
-    """Return the request with M = 1 where M is open and only one micro-batch computes what one device does."""
-    if captured.needs_uncut and request.can_run_uncut:
-        return dataclasses.replace(request, micro_batches=1)
-    return request
+def _settle_uncut(options: Options, captured: Captured) -> Options:
+    """Return the options with M = 1 where M is open and only one micro-batch computes what one device does."""
+    if captured.needs_uncut and options.can_run_uncut:
+        return dataclasses.replace(options, micro_batches=1)
+    return options
 
 
-def _may_wait(request: Request, plan: Plan | None) -> bool:
+def _may_wait(options: Options) -> bool:
     """Return whether the schedule may run all forwards of the last stage before its first backward."""
-    if plan is not None:
+    if (plan := options.plan) is not None:
         schedule = build_schedule(plan.schedule, len(plan.stages), plan.micro_batches)
         return schedule.warm_up[-1] == schedule.micro_batches
     return (
-        request.schedule_name.partition(":")[0] in ("auto", "gpipe", "looped-bfs")
-        or request.micro_batches == 1
-        or len(request.given_sizes) == 1
+        options.schedule_name.partition(":")[0] in ("auto", "gpipe", "looped-bfs")
+        or options.wanted_micro_batches == 1
+        or len(options.given_sizes) == 1
     )
 
 

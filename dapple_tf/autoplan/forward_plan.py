@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from dapple_tf.autoplan.layer_estimates import EstimatedCosts
-from dapple_tf.autoplan.request import Request
+from dapple_tf.autoplan.options import Options
 from dapple_tf.autoplan.stages_requested import plan_requested_stages
 from dapple_tf.errors import PartitionError
 from dapple_tf.plan import Plan, StagePlan
@@ -40,29 +40,29 @@ def without_cuts(plan: Plan) -> Plan:
     return dataclasses.replace(plan, micro_batches=1, micro_batch_size=plan.global_batch_size, schedule="gpipe")
 
 
-def plan_forward(request: Request, layers: Layers, costs: EstimatedCosts, devices: int, *, all_devices: bool) -> Plan:
+def plan_forward(options: Options, layers: Layers, costs: EstimatedCosts, devices: int, *, all_devices: bool) -> Plan:
     """Return a plan for ``layers`` before training has one: as requested, or one stage per device where that is "auto".
 
     There are fewer stages where the function can be cut in fewer places, or lacks layers that are to start a stage;
     with ``all_devices`` the last one then has more replicas. Raises what ``plan_requested_stages`` raises.
     """
-    request = dataclasses.replace(request, slice=None, window=None)  # these are of training only
-    count = request.count_micro_batches(8)
-    enough = max(request.replicas or (1,)) * count  # the plan is fitted to each batch later
-    if request.stages_are_auto:  # the planner of training may share devices; this plan is only for until then
-        request = dataclasses.replace(request, schedule="gpipe")
-    if request.given_sizes:  # those of the first batch of training
-        request = dataclasses.replace(request, micro_batches=count)
-    if not request.schedule_is_auto and runs_several_stages(request.schedule_name):
+    options = options.forward_only()
+    count = options.count_micro_batches(8)
+    enough = max(options.replicas or (1,)) * count  # the plan is fitted to each batch later
+    if options.stages_are_auto:  # the planner of training may share devices; this plan is only for until then
+        options = dataclasses.replace(options, schedule="gpipe")
+    if options.given_sizes:  # those of the first batch of training
+        options = dataclasses.replace(options, micro_batches=count)
+    if not options.schedule_is_auto and runs_several_stages(options.schedule_name):
         with contextlib.suppress(PartitionError):  # it has fewer places to cut, or other layers: see below
-            return plan_requested_stages(dataclasses.replace(request, recompute=False), layers, costs, enough, devices)
-        request = _one_stage_per_worker(request)
-    stages, most = request.stages, len(layers.positions()) + 1
-    if request.stages_are_auto:
+            return plan_requested_stages(dataclasses.replace(options, recompute=False), layers, costs, enough, devices)
+        options = _one_stage_per_worker(options)
+    stages, most = options.stages, len(layers.positions()) + 1
+    if options.stages_are_auto:
         stages = min(devices, most)
-    elif request.replicas is None:
+    elif options.replicas is None:
         stages = min(stages, most) if isinstance(stages, int) else [name for name in stages if _has(layers, name)]
-    wanted = dataclasses.replace(request, stages=stages, schedule="gpipe", recompute=False)
+    wanted = dataclasses.replace(options, stages=stages, schedule="gpipe", recompute=False)
     plan = plan_requested_stages(wanted, layers, costs, enough, devices)
     used = plan.device_count
     if all_devices and used < devices:
@@ -71,14 +71,14 @@ def plan_forward(request: Request, layers: Layers, costs: EstimatedCosts, device
     return plan
 
 
-def _one_stage_per_worker(request: Request) -> Request:
-    """Return the request of as many stages as the schedule has workers, each on the devices of one."""
-    if request.replicas is not None:
-        workers = len(request.replicas)
+def _one_stage_per_worker(options: Options) -> Options:
+    """Return the options of as many stages as the schedule has workers, each on the devices of one."""
+    if options.replicas is not None:
+        workers = len(options.replicas)
     else:
-        stages = request.stages if isinstance(request.stages, int) else len(request.stages) + 1
-        workers = worker_map_of(request.schedule_name, stages).workers
-    return dataclasses.replace(request, stages=workers, schedule="gpipe")
+        stages = options.stages if isinstance(options.stages, int) else len(options.stages) + 1
+        workers = worker_map_of(options.schedule_name, stages).workers
+    return dataclasses.replace(options, stages=workers, schedule="gpipe")
 
 
 def _has(layers: Layers, name: str) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from dapple_tf.autoplan.batch_fit import check_batch_size
-from dapple_tf.autoplan.request import Request
+from dapple_tf.autoplan.options import Options
 from dapple_tf.errors import ClusterError, PlanError
 from dapple_tf.frontend.batch import batch_size
 from dapple_tf.planner.api import check_schedule, make_problem
@@ -36,7 +36,7 @@ class PlanningInputs:
 
     loss_fn: Callable[..., Any]
     batch: Sequence[Any]
-    request: Request
+    options: Options
     optimizer_slots: int
     devices: int
     cluster: Cluster | None = None
@@ -75,31 +75,31 @@ def detect_job_cluster() -> Cluster:
 
 
 def measure_problem(inputs: PlanningInputs, cluster: Cluster, replicas: Sequence[int]) -> PlanningProblem:
-    """Profile the model, and return the planning problem of the request on ``cluster``.
+    """Profile the model, and return the planning problem of the options on ``cluster``.
 
     Times are measured at the size of a micro-batch (of given sizes the largest) and of a replica's share of one, for
     each of ``replicas``. Raises
     PlanError for a batch that is too small for the micro-batches, or a schedule that cannot run; both before profiling.
     """
-    request, samples = inputs.request, inputs.samples
-    window = request.window
-    micro_batches = request.count_micro_batches(samples) if window is None else window.minibatches
+    options, samples = inputs.options, inputs.samples
+    window = options.window
+    micro_batches = options.count_micro_batches(samples) if window is None else window.minibatches
     check_batch_size(samples, micro_batches, (1,))
-    size = max(request.sizes(samples), default=samples // micro_batches)
-    any_size = request.micro_batches_are_auto
-    if not request.schedule_is_auto:
+    size = max(options.sizes(samples), default=samples // micro_batches)
+    any_size = options.micro_batches_are_auto
+    if not options.schedule_is_auto:
         sizes = list_micro_batch_sizes(samples, None) if any_size else (size,)
-        check_schedule(request.schedule_name, cluster.devices, [samples // each for each in sizes])
+        check_schedule(options.schedule_name, cluster.devices, [samples // each for each in sizes])
     measured = {max(1, samples // m) for m in _MEASURED_MICRO_BATCHES} if any_size else {size}
     shares = {max(1, each // r) for each in measured for r in replicas}
     rows = tf.nest.map_structure(lambda leaf: tf.convert_to_tensor(leaf)[:size], tuple(inputs.batch))
     return make_problem(
-        profile_layers(inputs.loss_fn, rows, sorted((measured | shares) - {size}), request.batch_loss),
+        profile_layers(inputs.loss_fn, rows, sorted((measured | shares) - {size}), options.batch_loss),
         cluster,
         global_batch_size=samples if any_size else micro_batches * size,
         micro_batch_size=None if any_size else size,
-        schedule=request.schedule_name,
-        recompute=request.recompute is True,
+        schedule=options.schedule_name,
+        recompute=options.recompute is True,
         optimizer_slots=inputs.optimizer_slots,
     )
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Sequence
 
 from dapple_tf.autoplan.layer_estimates import BACKWARD_OVER_FORWARD
-from dapple_tf.errors import DappleWarning, PlanError, ScheduleError
+from dapple_tf.errors import PlanError, ScheduleError, warn_user
 from dapple_tf.plan import Plan
 from graph_passes.analysis.row_bounds import micro_batch_bounds
 from graph_passes.schedules.slicer import count_slices, slice_sizes, sliced_1f1b
@@ -19,21 +18,10 @@ SLICED_SCHEDULES = ("auto", "dapple-a", "1f1b-sno")
 """The names of 1F1B, whose start-up the Slicer halves; "auto" means "dapple-a"."""
 
 
-def check_slice(wanted: Slice, schedule: str, micro_batches: object, batch_loss: object) -> None:
-    """Raise PlanError unless ``slice`` is a number or "auto", and the other options leave 1F1B of a known M."""
-    if wanted is None:
-        return
-    if wanted != "auto" and (not isinstance(wanted, int) or isinstance(wanted, bool) or wanted < 0):
+def check_slice(wanted: object) -> None:
+    """Raise PlanError unless ``slice`` is a number, "auto" or None."""
+    if wanted not in (None, "auto") and (not isinstance(wanted, int) or isinstance(wanted, bool) or wanted < 0):
         raise PlanError(f"slice={wanted!r}: give the number of micro-batches to slice, or 'auto'")
-    if schedule not in SLICED_SCHEDULES:
-        raise PlanError(
-            f"slice={wanted!r} with schedule {schedule[:60]!r}: only the forwards of 1F1B ('dapple-a') are sliced; "
-            "leave one of them out"
-        )
-    if batch_loss is True:
-        raise PlanError(f"slice={wanted!r} with batch_loss=True, which needs schedule 'gpipe': leave one of them out")
-    if micro_batches == "auto":
-        raise PlanError(f"slice={wanted!r} with micro_batches='auto': give a number, of which some are sliced")
 
 
 def _fit_slices(count: int, sizes: Sequence[int], replicas: int) -> int:
@@ -43,11 +31,9 @@ def _fit_slices(count: int, sizes: Sequence[int], replicas: int) -> int:
     """
     fitting = next((m for m, size in enumerate(sizes) if size // 2 < replicas), len(sizes))
     if count and not fitting:
-        warnings.warn(
+        warn_user(
             f"slice='auto': half of micro-batch 0, which has {sizes[0]} sample{'s' * (sizes[0] > 1)}, is too small for "
-            f"{replicas} replica{'s' * (replicas > 1)}: none is sliced",
-            DappleWarning,
-            stacklevel=13,  # as in slice_plan
+            f"{replicas} replica{'s' * (replicas > 1)}: none is sliced"
         )
     return min(count, fitting)
 
@@ -60,11 +46,9 @@ def slice_plan(plan: Plan, wanted: int | str, layers: Sequence[float]) -> Plan:
     """
     stages = len(plan.stages)
     if stages <= 2 and wanted != 0:
-        warnings.warn(
+        warn_user(
             f"slice={wanted!r}: {stages} stage{'s are' if stages > 1 else ' is'} unsuited: with a start-up that short, "
-            "halves cost more than they save (AutoPipe, section IV.B)",
-            DappleWarning,
-            stacklevel=12,  # the caller of the step, or of dapple.pipeline with an example batch
+            "halves cost more than they save (AutoPipe, section IV.B)"
         )
     samples, m = plan.global_batch_size, plan.micro_batches
     bounds = [micro_batch_bounds(samples, index, m, plan.sizes) for index in range(m)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Sequence
 
 from dapple_tf.autoplan.decision import PlanDecision, decide_on
@@ -14,9 +13,9 @@ from dapple_tf.autoplan.measured_problem import (
     measure_problem,
     usable_devices,
 )
-from dapple_tf.autoplan.request import Request
+from dapple_tf.autoplan.options import Options
 from dapple_tf.autoplan.schedule_auto import choose_profiled_schedule
-from dapple_tf.errors import DappleWarning, PlanError
+from dapple_tf.errors import PlanError, warn_user
 from dapple_tf.planner.api import plan_windows, run_planner
 from dapple_tf.planner.asynchronous import rank_windows
 from dapple_tf.planner.baselines import baseline_candidates, fitted_baseline_candidates
@@ -42,8 +41,8 @@ def choose_stages(inputs: PlanningInputs) -> PlanDecision:
     cluster = inputs.cluster or (detect_job_cluster() if inputs.ranks else _detect_usable(inputs.devices))
     check_cluster(inputs, cluster)
     problem = measure_problem(inputs, cluster, (2, cluster.devices) if inputs.replicable else ())
-    if inputs.request.window is not None:
-        return _choose_window(inputs, problem, inputs.request.window)
+    if inputs.options.window is not None:
+        return _choose_window(inputs, problem, inputs.options.window)
     if problem.shares_devices:
         candidates = _plan_shared_devices(problem, replicable=inputs.replicable, all_devices=inputs.ranks)
     elif inputs.replicable:
@@ -51,7 +50,7 @@ def choose_stages(inputs: PlanningInputs) -> PlanDecision:
     else:
         candidates = _plan_without_replicas(problem)
     chosen = _fastest_on_all_ranks(problem, candidates, inputs.replicable) if inputs.ranks else _fastest(candidates)
-    if not inputs.request.schedule_is_auto:
+    if not inputs.options.schedule_is_auto:
         return decide_on(problem, chosen, "best", inputs.samples, None)
     if runs_several_stages(chosen.schedule):  # no policy of one stage per device is for these stages
         problem = dataclasses.replace(problem, schedule=chosen.schedule)
@@ -79,17 +78,17 @@ def _choose_window(inputs: PlanningInputs, problem: PlanningProblem, window: Win
     return PlanDecision(plan, None, chosen.timeline)
 
 
-def check_enough_layers(request: Request, layers: Layers) -> None:
-    """Raise PlanError if the request's schedule runs more stages on a device than the model can be cut into.
+def check_enough_layers(options: Options, layers: Layers) -> None:
+    """Raise PlanError if the options's schedule runs more stages on a device than the model can be cut into.
 
     Planning says it too, but only when the model has been profiled.
     """
-    if request.schedule_is_auto or not runs_several_stages(request.schedule_name):
+    if options.schedule_is_auto or not runs_several_stages(options.schedule_name):
         return
-    least, most = least_stages(request.schedule_name), len(layers.positions()) + 1
+    least, most = least_stages(options.schedule_name), len(layers.positions()) + 1
     if most < least:
         raise PlanError(
-            f"schedule {abbreviate_schedule(request.schedule_name)!r} needs at least {least} stages, but "
+            f"schedule {abbreviate_schedule(options.schedule_name)!r} needs at least {least} stages, but "
             f"{layers.graph.name} can be cut into {most}: choose a schedule with fewer stages per device"
         )
 
@@ -155,11 +154,9 @@ def _fastest_on_all_ranks(problem: PlanningProblem, candidates: Sequence[Candida
         )
     chosen = _fastest(on_all)
     if chosen.seconds > fastest.seconds:
-        warnings.warn(
+        warn_user(
             f"{fewer} of the job's {devices} ranks would be faster, at {fastest.seconds:.3g} s per step, than all of "
-            f"them, at {chosen.seconds:.3g} s: start fewer processes, or make batches larger",
-            DappleWarning,
-            stacklevel=3,
+            f"them, at {chosen.seconds:.3g} s: start fewer processes, or make batches larger"
         )
     return chosen
 

@@ -6,8 +6,8 @@ import itertools
 
 from dapple_tf.autoplan.batch_fit import check_batch_size
 from dapple_tf.autoplan.layer_estimates import EstimatedCosts
+from dapple_tf.autoplan.options import Options, check_worker_count
 from dapple_tf.autoplan.recompute_option import choose_recompute
-from dapple_tf.autoplan.request import Request, check_worker_count
 from dapple_tf.autoplan.slice_option import slice_plan
 from dapple_tf.errors import PlanError
 from dapple_tf.plan import Plan, StagePlan
@@ -25,21 +25,21 @@ from graph_passes.schedules.worker_map import WorkerMap
 
 
 def plan_requested_stages(
-    request: Request, layers: Layers, costs: EstimatedCosts, global_batch_size: int, devices: int
+    options: Options, layers: Layers, costs: EstimatedCosts, global_batch_size: int, devices: int
 ) -> Plan:
-    """Return the plan that ``request`` describes, for a batch of ``global_batch_size`` samples on ``devices`` devices.
+    """Return the plan that ``options`` describes, for a batch of ``global_batch_size`` samples on ``devices`` devices.
 
     A number of stages is cut so that they balance in estimated ``costs``. Worker by worker, devices are taken in order.
     The schedule is dapple-a, and M what ``count_micro_batches`` returns, where they are "auto": the caller chooses them
     later. Raises PlanError (counts that do not fit), PartitionError (cuts that cannot be made) or ScheduleError (a
     schedule for another number of stages or micro-batches).
     """
-    starts = _find_starts(request, layers, costs)
+    starts = _find_starts(options, layers, costs)
     count = len(starts) + 1
     workers = (
-        WorkerMap.one_per_stage(count) if request.schedule_is_auto else worker_map_of(request.schedule_name, count)
+        WorkerMap.one_per_stage(count) if options.schedule_is_auto else worker_map_of(options.schedule_name, count)
     )
-    replicas = tuple(request.replicas) if request.replicas is not None else (1,) * workers.workers
+    replicas = tuple(options.replicas) if options.replicas is not None else (1,) * workers.workers
     check_worker_count(replicas, count, workers.workers)
     if min(replicas) < 1:
         what = "stage" if workers.has_one_stage_per_worker else "worker"
@@ -49,10 +49,10 @@ def plan_requested_stages(
             f"{count} stages with replicas {list(replicas)} need {sum(replicas)} devices, but there are "
             f"{devices}: ask for fewer, or make more with dapple.init(devices=n)"
         )
-    micro_batches = request.count_micro_batches(global_batch_size, max(replicas))
-    sizes = request.sizes(global_batch_size)
+    micro_batches = options.count_micro_batches(global_batch_size, max(replicas))
+    sizes = options.sizes(global_batch_size)
     check_batch_size(global_batch_size, micro_batches, replicas, sizes)
-    _check_schedule(request, count, micro_batches, global_batch_size // max(replicas))
+    _check_schedule(options, count, micro_batches, global_batch_size // max(replicas))
     bounds = [0, *starts, len(layers.layers)]
     first_device = [0, *itertools.accumulate(replicas)]
     own = [tuple(range(*pair)) for pair in itertools.pairwise(first_device)]  # the devices of each worker
@@ -66,35 +66,35 @@ def plan_requested_stages(
         global_batch_size=global_batch_size,
         micro_batch_size=max(sizes, default=-(-global_batch_size // micro_batches)),
         micro_batches=micro_batches,
-        schedule="dapple-a" if request.schedule_is_auto else request.schedule_name,
-        recompute=choose_recompute(request.recompute, layers, stages),
+        schedule="dapple-a" if options.schedule_is_auto else options.schedule_name,
+        recompute=choose_recompute(options.recompute, layers, stages),
         stages=tuple(stages),
         micro_batch_sizes=sizes or None,
     )
-    return plan if request.slice is None else slice_plan(plan, request.slice, costs.layers)
+    return plan if options.slice is None else slice_plan(plan, options.slice, costs.layers)
 
 
-def _check_schedule(request: Request, stages: int, micro_batches: int, largest: int) -> None:
+def _check_schedule(options: Options, stages: int, micro_batches: int, largest: int) -> None:
     """Raise ScheduleError where the given schedule cannot run on ``stages`` stages with ``micro_batches``.
 
     Where M is "auto", try the M that the schedule is written for, or else the ``largest`` possible.
     """
-    name = request.schedule_name
-    if request.schedule_is_auto:
+    name = options.schedule_name
+    if options.schedule_is_auto:
         return
-    if not request.micro_batches_are_auto:
+    if not options.micro_batches_are_auto:
         build_schedule(name, stages, micro_batches)
     elif count_stages(name) or chunked_policy(name):
         build_schedule(name, stages, count_micro_batches(name, range(1, largest + 1)) or largest)
 
 
-def _find_starts(request: Request, layers: Layers, costs: EstimatedCosts) -> list[int]:
+def _find_starts(options: Options, layers: Layers, costs: EstimatedCosts) -> list[int]:
     """Return the first layer of every stage but the first."""
-    wanted = request.stages
+    wanted = options.stages
     if wanted == "auto":
-        wanted = _count_stages(request)
+        wanted = _count_stages(options)
     if isinstance(wanted, int):
-        return _balance(wanted, request, layers, costs)
+        return _balance(wanted, options, layers, costs)
     starts = [layers.find(name) for name in wanted]
     for before, after, name in zip(starts, starts[1:], wanted[1:], strict=False):
         if after <= before:
@@ -102,28 +102,28 @@ def _find_starts(request: Request, layers: Layers, costs: EstimatedCosts) -> lis
     return [start for start in starts if start > 0]  # the first stage's first layer may be named, but needs not be
 
 
-def _count_stages(request: Request) -> int:
-    """Return how many stages a worker for each entry of ``replicas`` runs under the request's schedule."""
-    workers = len(request.replicas or (1,))
-    if request.schedule_is_auto:
+def _count_stages(options: Options) -> int:
+    """Return how many stages a worker for each entry of ``replicas`` runs under the options's schedule."""
+    workers = len(options.replicas or (1,))
+    if options.schedule_is_auto:
         return workers
-    chunked = chunked_policy(request.schedule_name)
+    chunked = chunked_policy(options.schedule_name)
     if chunked:
         return workers * chunked[1]
-    given = count_stages(request.schedule_name) if runs_several_stages(request.schedule_name) else None
+    given = count_stages(options.schedule_name) if runs_several_stages(options.schedule_name) else None
     return given or workers
 
 
-def _balance(count: int, request: Request, layers: Layers, costs: EstimatedCosts) -> list[int]:
+def _balance(count: int, options: Options, layers: Layers, costs: EstimatedCosts) -> list[int]:
     """Return the starts of ``count`` stages of balanced work; of unequal replicas only at cuts that can be split."""
     if count < 1:
         raise PlanError(f"stages={count}: there must be at least one")
     positions = list(layers.positions())
-    if request.replicas is not None and len(set(request.replicas)) > 1:
+    if options.replicas is not None and len(set(options.replicas)) > 1:
         positions = [p for p in positions if layers.cut(p).splittable]
         if len(positions) < count - 1 <= len(layers.positions()):
             raise PlanError(
-                f"{count} stages with different replicas {list(request.replicas)} are wanted. Such stages can meet "
+                f"{count} stages with different replicas {list(options.replicas)} are wanted. Such stages can meet "
                 "only where every tensor that crosses has a batch axis, and the model has only "
                 f"{len(positions)} such cut{'s' * (len(positions) != 1)}: give all stages equal replicas, or name the "
                 "layers that start them"

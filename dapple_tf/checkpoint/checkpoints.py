@@ -15,7 +15,6 @@ import re
 import socket
 import stat
 import tempfile
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ import tensorflow as tf
 from dapple_tf.checkpoint.file import CheckpointFile, DamagedError, can_store, open_checkpoint, write_checkpoint
 from dapple_tf.distributed import membership
 from dapple_tf.distributed.variable_transfer import load_values, stream_values
-from dapple_tf.errors import CheckpointError, DappleWarning
+from dapple_tf.errors import CheckpointError, warn_user
 from dapple_tf.runtime.step import PipelinedStep
 from profiler.quote import quote
 
@@ -156,9 +155,7 @@ class Checkpoints:
                 continue
             _check_variables(found, self._step.variables)
             for damage in damaged:
-                warnings.warn(
-                    f"{damage}. It is renamed to *.damaged; continuing from {path}", DappleWarning, stacklevel=4
-                )
+                warn_user(f"{damage}. It is renamed to *.damaged; continuing from {path}")
             for later in paths[paths.index(path) + 1 :]:
                 os.replace(later, later.with_name(f"{later.name}.damaged"))
             return found, position
@@ -297,10 +294,8 @@ def lock_folder(folder: Path) -> _FolderLock | None:
         ) from None
     except OSError as error:
         os.close(descriptor)
-        warnings.warn(
-            f"the file system of {folder} has no locks ({error.strerror}): make sure that no other run saves there",
-            DappleWarning,
-            stacklevel=4,
+        warn_user(
+            f"the file system of {folder} has no locks ({error.strerror}): make sure that no other run saves there"
         )
         return None
     os.ftruncate(descriptor, 0)

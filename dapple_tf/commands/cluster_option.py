@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from profiler.cluster import Cluster, load_preset
 
@@ -13,8 +12,3 @@ def load_cluster(name: str) -> Cluster:
     if name.startswith("config-") and not Path(name).exists():
         return load_preset(name)
     return Cluster.load(name)
-
-
-def load_optional_cluster(cluster: str | None, **_: Any) -> Cluster | None:
-    """Return the cluster of the option, None without it; ClusterError where the file holds no cluster."""
-    return load_cluster(cluster) if cluster else None

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, get_args
 
 import click
 
+from dapple_tf.autoplan.options import MicroBatches, about_option
 from dapple_tf.autoplan.recompute_option import Recompute, StageNumbers
-from dapple_tf.autoplan.request import MicroBatches, Request
 from dapple_tf.autoplan.slice_option import Slice
-from dapple_tf.autoplan.window_option import make_window
+from dapple_tf.commands.cluster_option import load_cluster
 from dapple_tf.commands.schedule_option import SCHEDULE_OPTION
 from dapple_tf.exactness import BatchNorm
 from dapple_tf.plan import Plan
-
-_USUAL_MICRO_BATCHES = 8
 
 MODEL_OPTIONS = [
     click.argument("model"),
@@ -27,44 +26,24 @@ MODEL_OPTIONS = [
 ]
 """Which model to run, for commands that run one."""
 
+
+def _plan_option(name: str, form: str = "", **settings: Any) -> Callable[..., Any]:
+    """Return the command-line option of an option of ``dapple.pipeline``; ``form``: how it is written there."""
+    about = about_option(name)
+    return click.option(about["flag"], name, default=None, help=f"{about['meaning']}{form}", **settings)
+
+
 PLAN_OPTIONS = [
-    click.option(
-        "--stages", default="auto", help="Number of stages, names of the layers that start one (a,b,c), or auto."
-    ),
-    click.option("--replicas", default=None, help="Devices of each stage, such as 2,1."),
-    click.option(
-        "--micro-batches",
-        default=None,
-        help="M, the micro-batches of a step, or auto; or the samples (2,2,4) or shares (0.25,0.25,0.5) of each.  "
-        f"[default: {_USUAL_MICRO_BATCHES}]",
-    ),
+    _plan_option("stages", "  [such as 2, or a,b,c]"),
+    _plan_option("replicas", "  [such as 2,1]"),
+    _plan_option("micro_batches", "  [such as 8, or 2,2,4, or 0.25,0.25,0.5]"),
     SCHEDULE_OPTION,
-    click.option(
-        "--cluster", default=None, help="Plan what is auto for this cluster file, or preset such as config-a:4."
-    ),
-    click.option(
-        "--recompute",
-        default="none",
-        show_default=True,
-        help="Layers that backward computes again: all, none, stages:0,1 or layer names (a,b,c).",
-    ),
-    click.option(
-        "--batch-norm",
-        type=click.Choice(get_args(BatchNorm)),
-        default="micro-batch",
-        show_default=True,
-        help="Statistics of batch norm: of each replica's samples of a micro-batch; the same, and moving statistics of "
-        "the whole batch; or of a micro-batch's samples on all replicas.",
-    ),
-    click.option(
-        "--jit-compile/--no-jit-compile",
-        default=None,
-        help="Compile stage functions by XLA, or not (default: where the loss is a tf.function with jit_compile=True).",
-    ),
-    click.option(
-        "--slice", "slice_count", default=None, help="Micro-batches of 1F1B whose forwards run in halves: n, or auto."
-    ),
-    click.option("--plan", "plan_path", default=None, help="A plan file, in place of the options above."),
+    _plan_option("cluster", "  [a file, or a preset such as config-a:4]"),
+    _plan_option("recompute", "  [all, none, stages:0,1, or names a,b,c]"),
+    _plan_option("batch_norm", type=click.Choice(get_args(BatchNorm))),
+    _plan_option("jit_compile"),
+    _plan_option("slice"),
+    _plan_option("plan", "  [a file]"),
     click.option("--devices", default=None, type=int, help="Logical devices to make on a machine without GPUs."),
 ]
 """Options that say how to pipeline the model."""
@@ -81,55 +60,30 @@ def add_options(*lists: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
     return decorate
 
 
-def parse_request(
-    stages: str,
-    replicas: str | None,
-    micro_batches: str | None,
-    schedule: str,
-    recompute: str,
-    batch_norm: BatchNorm,
-    jit_compile: bool | None,
-    slice_count: str | None,
-    asynchronous: bool,
-    minibatches: int | None,
-    weights: str | None,
-    depth: int | None,
-    plan: Plan | None = None,
-    **_: Any,
-) -> Request:
-    """Return the Request that PLAN_OPTIONS and ``window_options`` state; UsageError where a number is not one.
+def read_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of ``dapple.pipeline`` that PLAN_OPTIONS and ``window_options`` state, and read their files.
 
-    ``plan``: that of ``--plan``; where it is for asynchronous windows, it says of them what no option does.
+    Raises UsageError where a number is not one, PlanError or ClusterError where a file holds no plan or no cluster.
     """
-    wanted_stages: int | list[str] | str = stages
-    if stages.isdecimal():
-        wanted_stages = int(stages)
-    elif stages != "auto":
-        wanted_stages = stages.split(",")
-    wanted_replicas = None
-    if replicas is not None:
-        problem = f"--replicas {replicas}: give one whole number for each stage, such as 2,1"
-        wanted_replicas = parse_numbers(replicas, problem)
-    count = None if micro_batches is None else parse_micro_batches(micro_batches)
-    mode = "async" if asynchronous else "sync"
-    window = make_window(mode, minibatches, weights, depth, count, plan)
-    recomputed = parse_recompute(recompute)
-    return Request(
-        wanted_stages,
-        wanted_replicas,
-        1 if window is not None else _USUAL_MICRO_BATCHES if count is None else count,
-        schedule,
-        recomputed,
-        batch_norm=batch_norm,
-        jit_compile=jit_compile,
-        slice=parse_slice(slice_count),
-        window=window,
-    )
+    texts = {name: value for name, value in given.items() if name in _READERS and value is not None}
+    found = {name: _READERS[name](value) for name, value in texts.items()}
+    return {**found, "mode": "async"} if given["asynchronous"] else found
 
 
-def parse_slice(text: str | None) -> Slice:
+def parse_stages(text: str) -> int | str | list[str]:
+    """Return what ``--stages`` states, as ``dapple.pipeline`` takes it."""
+    if text.isdecimal():
+        return int(text)
+    return text if text == "auto" else text.split(",")
+
+
+def _parse_replicas(text: str) -> tuple[int, ...]:
+    return parse_numbers(text, f"--replicas {text}: give one whole number for each stage, such as 2,1")
+
+
+def parse_slice(text: str) -> Slice:
     """Return what ``--slice`` states, as ``dapple.pipeline`` takes it; UsageError where it is no number."""
-    if text is None or text == "auto":
+    if text == "auto":
         return text
     if not text.isdecimal():
         raise click.UsageError(f"--slice {text}: give the number of micro-batches to slice, or auto")
@@ -175,6 +129,20 @@ def parse_numbers(text: str, problem: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(","))
 
 
-def load_plan(plan_path: str | None, **_: Any) -> Plan | None:
-    """Return the plan in the file of ``--plan``, None without the option; PlanError where the file holds no plan."""
-    return Plan.load(plan_path) if plan_path else None
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+_READERS: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
+    {
+        "stages": parse_stages,
+        "replicas": _parse_replicas,
+        "micro_batches": parse_micro_batches,
+        "recompute": parse_recompute,
+        "slice": parse_slice,
+        "plan": lambda path: Plan.load(path) if path else None,
+        "cluster": lambda name: load_cluster(name) if name else None,
+        **dict.fromkeys(("schedule", "batch_norm", "jit_compile", "minibatches", "weights", "depth"), _as_it_is),
+    }
+)
+"""For each option, a function that reads its text on the command line."""

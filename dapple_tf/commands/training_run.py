@@ -11,12 +11,11 @@ from typing import Any
 
 import click
 
-from dapple_tf.autoplan.request import Request
+from dapple_tf.autoplan.options import Options, make_options
 from dapple_tf.checkpoint.checkpoints import Checkpoints
-from dapple_tf.commands.cluster_option import load_optional_cluster
 from dapple_tf.commands.model_loading import load_model
 from dapple_tf.commands.observation import LossWatch, Observer
-from dapple_tf.commands.options import load_plan, parse_request
+from dapple_tf.commands.options import read_options
 from dapple_tf.commands.output import check_chart_path, check_folder_path, describe_plan
 from dapple_tf.commands.plain import time_plain_model
 from dapple_tf.commands.ranks import Ranks
@@ -43,10 +42,9 @@ def run_training(settings: TrainSettings, options: Mapping[str, Any]) -> None:
     """
     ranks = Ranks(membership.current())
     _check_output_paths(settings, ranks)
-    plan = ranks.run_on_all(lambda: load_plan(**options))
-    request = ranks.run_on_all(lambda: parse_request(plan=plan, **options))
-    plain_speed = time_plain_model(settings.compare, request.window, **options) if settings.compare else None
-    step, first, batches = ranks.run_on_all(lambda: _make_step(plan, request, options))
+    given = ranks.run_on_all(lambda: make_options("dapple train", read_options(options)))
+    plain_speed = time_plain_model(settings.compare, given.window, **options) if settings.compare else None
+    step, first, batches = ranks.run_on_all(lambda: _make_step(given, options))
     _build(step, first, settings, ranks)
     checkpoints, done, batches = _resume(step, batches, settings, ranks)
     losses = LossWatch(step, ranks, ranks.print_progress)
@@ -75,13 +73,10 @@ def _check_output_paths(settings: TrainSettings, ranks: Ranks) -> None:
     ranks.check_on_first(check)
 
 
-def _make_step(
-    plan: Plan | None, request: Request, options: Mapping[str, Any]
-) -> tuple[PipelinedStep, tuple[Any, ...], Batches]:
+def _make_step(given: Options, options: Mapping[str, Any]) -> tuple[PipelinedStep, tuple[Any, ...], Batches]:
     """Return the step of the model that ``options`` name, its first batch, and all its batches without end."""
     workload = load_model(**options)
-    cluster = load_optional_cluster(**options)
-    step = PipelinedStep(workload.loss_fn, workload.optimizer, request, plan, cluster=cluster)
+    step = PipelinedStep(workload.loss_fn, workload.optimizer, given)
     batches = repeat_batches(workload.dataset)
     first = next(batches)
     return step, first, itertools.chain([first], batches)

@@ -9,15 +9,14 @@ from typing import Any
 
 import click
 
-from dapple_tf.commands.cluster_option import load_optional_cluster
+from dapple_tf.autoplan.options import WINDOW_NOT_VERIFIED
 from dapple_tf.commands.model_loading import check_model_exists, load_model
-from dapple_tf.commands.options import MODEL_OPTIONS, PLAN_OPTIONS, add_options, load_plan, parse_request
+from dapple_tf.commands.options import MODEL_OPTIONS, PLAN_OPTIONS, add_options, read_options
 from dapple_tf.commands.ranks import Ranks
 from dapple_tf.commands.startup import start_tensorflow
 from dapple_tf.commands.window_options import window_options
 from dapple_tf.commands.workload import Workload
 from dapple_tf.distributed import membership
-from profiler.cluster import Cluster
 
 
 @click.command()
@@ -33,24 +32,9 @@ def verify(**options: Any) -> None:
     from dapple_tf.verification import verify as compare
 
     ranks = Ranks(membership.current())
-    plan = ranks.run_on_all(lambda: load_plan(**options))
-    request = ranks.run_on_all(lambda: parse_request(plan=plan, **options))
-    workload, batch, cluster = ranks.run_on_all(lambda: _load_workload(options))
-    report = compare(
-        workload.loss_fn,
-        optimizer=workload.optimizer,
-        batch=batch,
-        plan=plan,
-        stages=request.stages,
-        replicas=request.replicas,
-        micro_batches=request.micro_batches,
-        schedule=request.schedule,
-        recompute=request.recompute,
-        batch_norm=request.batch_norm,
-        jit_compile=request.jit_compile,
-        slice=request.slice,
-        cluster=cluster,
-    )
+    given = ranks.run_on_all(lambda: read_options(options))
+    workload, batch = ranks.run_on_all(lambda: _load_workload(options))
+    report = compare(workload.loss_fn, optimizer=workload.optimizer, batch=batch, **given)
     ranks.print_result(str(report))
     if options["as_json"]:
         ranks.print_result(json.dumps(report.to_json()))
@@ -64,16 +48,12 @@ def _refuse_windows(options: Mapping[str, Any]) -> None:
     given = ["--async"] if options["asynchronous"] else []
     given += [f"--{name} {options[name]}" for name in ("minibatches", "weights", "depth") if options[name] is not None]
     if given:
-        raise click.UsageError(
-            f"{given[0]}: an asynchronous window uses weights that are some updates old, so no step on one device "
-            "equals it. Verify the same stages in a step, without this option: a window runs the same functions, and "
-            "its order and the weights that it uses are proved before it runs"
-        )
+        raise click.UsageError(f"{given[0]}: {WINDOW_NOT_VERIFIED}")
 
 
-def _load_workload(options: Mapping[str, Any]) -> tuple[Workload, tuple[Any, ...], Cluster | None]:
-    """Return the model that ``options`` name, its first batch, and the cluster."""
+def _load_workload(options: Mapping[str, Any]) -> tuple[Workload, tuple[Any, ...]]:
+    """Return the model that ``options`` name, and its first batch."""
     from dapple_tf.commands.training_loop import repeat_batches
 
     workload = load_model(**options)
-    return workload, next(repeat_batches(workload.dataset)), load_optional_cluster(**options)
+    return workload, next(repeat_batches(workload.dataset))

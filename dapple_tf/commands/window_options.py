@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from dapple_tf.autoplan.options import about_option
 from dapple_tf.window_plan import USUAL_MINIBATCHES
 from graph_passes.schedules.weight_versions import POLICIES
 
@@ -26,22 +27,19 @@ def window_options(*, hidden: bool = False) -> list[Callable[..., Any]]:
             "--minibatches",
             type=click.IntRange(1),
             hidden=hidden,
-            help="W, the minibatches of a window: each has N / W samples of the --batch-size N.  "
-            f"[default: {USUAL_MINIBATCHES}]",
+            help=about_option("minibatches")["meaning"],
         ),
         click.option(
             "--weights",
             type=click.Choice(POLICIES),
             hidden=hidden,
-            help="Which weights a backward in a window uses: those of its forward, the newest then (stash, the "
-            "default); the version that the first stage had (vertical-sync); two versions, with --micro-batches to a "
-            "minibatch (2bw); the newest, no valid gradient (latest).",
+            help=about_option("weights")["meaning"],
         ),
         click.option(
             "--depth",
             type=click.IntRange(1),
             hidden=hidden,
-            help="Minibatches in flight on the first stage of a window (default: as many as keep all stages busy).",
+            help=about_option("depth")["meaning"],
         ),
     ]
 
@@ -54,10 +52,10 @@ def check_window_usage(
     depth: int | None,
     micro_batches: str | None,
     schedule: str,
-    slice_count: str | None,
-    batch_norm: str,
+    slice: str | None,
+    batch_norm: str | None,
     batch_size: int | None,
-    plan_path: str | None,
+    plan: str | None,
     check_numerics: bool = False,
     **_: Any,
 ) -> None:
@@ -67,10 +65,10 @@ def check_window_usage(
             if value is not None:
                 raise click.UsageError(f"{name} {value} is for asynchronous windows: give --async too, or leave it out")
         return
-    for name, given, default in (("--schedule", schedule, "auto"), ("--slice", slice_count, None)):
+    for name, given, default in (("--schedule", schedule, "auto"), ("--slice", slice, None)):
         if given != default:
             raise click.UsageError(f"{name} {given} with --async: windows have an order of their own; leave it out")
-    if batch_norm != "micro-batch":
+    if batch_norm not in (None, "micro-batch"):
         raise click.UsageError(
             f"--batch-norm {batch_norm} with --async: batch norm takes the statistics of each minibatch; leave it out"
         )
@@ -80,12 +78,12 @@ def check_window_usage(
             "as they were. The losses of minibatches are in the result of --json; to find out why one is not finite, "
             "train on from the last checkpoint without --async"
         )
-    if plan_path is None and micro_batches is not None and weights != "2bw":
+    if plan is None and micro_batches is not None and weights != "2bw":
         raise click.UsageError(
             f"--micro-batches {micro_batches} with --async: each minibatch runs whole, so give --minibatches only, or "
             "--weights 2bw, which cuts minibatches"
         )
-    if plan_path is None and batch_size is not None:
+    if plan is None and batch_size is not None:
         _check_batch_size(batch_size, minibatches or USUAL_MINIBATCHES, micro_batches)
 
 

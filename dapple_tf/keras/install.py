@@ -9,8 +9,10 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from typing_extensions import Unpack
 
 from dapple_tf import internals
+from dapple_tf.autoplan.options import OptionTypes, document_options, make_options
 from dapple_tf.distributed import membership
 from dapple_tf.errors import BatchError, CaptureError, PlanError, UsageError
 from dapple_tf.frontend.capture import TRAINED
@@ -19,7 +21,6 @@ from dapple_tf.keras import ranks
 from dapple_tf.keras.batches import BatchNames
 from dapple_tf.keras.loops import Loops
 from dapple_tf.keras.rank_batches import BatchCheck
-from dapple_tf.pipeline import pipeline as pipeline_step
 from dapple_tf.runtime.step import PipelinedStep
 
 # --- Prefetch batches of tf.data sets, so that they are read while steps run
@@ -78,7 +79,10 @@ REFUSED = {f"{kind}_step": _BY_LOSS for kind in _KINDS} | dict.fromkeys(
 """The methods of a model that Keras calls and a pipeline does not, each with what to do instead."""
 
 
-def pipeline(model: keras.Model, *, example_batch: Sequence[Any] | None = None, **options: Any) -> PipelinedStep:
+@document_options()
+def pipeline(
+    model: keras.Model, *, example_batch: Sequence[Any] | None = None, **options: Unpack[OptionTypes]
+) -> PipelinedStep:
     """Have a compiled model train, evaluate and predict over a pipeline; return the step that ``fit`` will call.
 
     ``fit``, ``evaluate``, ``predict``, ``train_on_batch``, ``test_on_batch`` and ``predict_on_batch`` then give what
@@ -89,8 +93,8 @@ def pipeline(model: keras.Model, *, example_batch: Sequence[Any] | None = None, 
         model: A Functional, Sequential or subclassed model after ``model.compile(...)``.
         example_batch: A batch (x, y) or (x, y, sample_weight) like those to come: the plan is made and the step built
             now, not at the first batch.
-        **options: The options of ``dapple.pipeline``: stages, micro_batches, plan and so on. ``jit_compile=None``
-            follows the option of ``model.compile``.
+        {options}
+            ``jit_compile=None`` follows the option of ``model.compile``.
 
     Raises:
         UsageError: The model is not compiled.
@@ -99,6 +103,7 @@ def pipeline(model: keras.Model, *, example_batch: Sequence[Any] | None = None, 
             ``make_train_function``.
         PlanError: The model is compiled with options that contradict a pipeline, or the ``options`` do.
     """
+    made = make_options("dapple.keras.pipeline", options)
     if _is_installed(model):
         restore(model)
     _check(model)
@@ -106,7 +111,7 @@ def pipeline(model: keras.Model, *, example_batch: Sequence[Any] | None = None, 
         kind = type(example_batch).__name__
         raise BatchError(f"example_batch is a {kind}: give a tuple (x, y) or (x, y, sample_weight), as fit takes them")
     names = BatchNames()
-    step: PipelinedStep = pipeline_step(_training_function(model, names), optimizer=model.optimizer, **options)
+    step = PipelinedStep(_training_function(model, names), model.optimizer, made)
     test = step.forward_of(_evaluation_function(model, names))
     predict = step.forward_of(_prediction_function(model, names))
     job = membership.current()

@@ -12,7 +12,6 @@ import contextlib
 import dataclasses
 import functools
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +23,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from dapple_tf.backend.saved_variables import unchanged_variables
 from dapple_tf.devices import home_device, list_devices
-from dapple_tf.errors import CaptureError, DappleWarning
+from dapple_tf.errors import CaptureError, warn_user
 from dapple_tf.exactness import BatchLoss
 from dapple_tf.frontend.batch import as_arguments, batch_size
 from dapple_tf.frontend.capture import Captured
@@ -100,7 +99,7 @@ def profile(
             result = _measure(facts, arguments, plain, other_sizes, effort, model, show)
     message = "" if facts.layers.frontier else _disagreement_message(result)
     if message:
-        _warn(message)
+        warn_user(message)
     return result
 
 
@@ -138,7 +137,7 @@ def _trace(
 def _warn_of_lists(facts: LayerFacts) -> None:
     if facts.lists:
         names = ", ".join(facts.lists)
-        _warn(f"stash_bytes leaves out lists of unknown length, of the While loops in {names}", stacklevel=4)
+        warn_user(f"stash_bytes leaves out lists of unknown length, of the While loops in {names}")
 
 
 def _measure(
@@ -231,10 +230,6 @@ def _check_options(sizes: Sequence[int] | None, repeats: int) -> list[int]:
         if size < 1:
             raise ProfileError(f"batch_sizes={list(sizes or ())}: {size} is less than one sample")
     return sorted(set(sizes or ()))
-
-
-def _warn(text: str, stacklevel: int = 3) -> None:
-    warnings.warn(text, DappleWarning, stacklevel=stacklevel)
 
 
 def _take_rows(tensor: Any, size: int) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
@@ -17,7 +16,7 @@ from dapple_tf.backend.build_times import BuildTimes
 from dapple_tf.backend.handler import ChooseCompiled
 from dapple_tf.backend.program import Program, build_program
 from dapple_tf.compiler import PlannedModel, StepVariant, local_graph
-from dapple_tf.errors import CaptureError, DappleWarning, LossError, UsageError, warn_user
+from dapple_tf.errors import CaptureError, LossError, UsageError, warn_user
 from dapple_tf.exactness import Inexact
 from dapple_tf.frontend.batch import BatchForm, batch_form, batch_key, batch_size, sized_key
 from dapple_tf.frontend.capture import Captured
@@ -80,7 +79,7 @@ class TracedShapes:
         alike = [kept for kept in self._models if _is_alike(kept, key)]
         if len(alike) >= _WARN_AT and not self._warned:
             self._warned = True
-            warnings.warn(_advice(alike, key), DappleWarning, stacklevel=7)
+            warn_user(_advice(alike, key))
         return dropped
 
 

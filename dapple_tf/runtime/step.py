@@ -11,10 +11,11 @@ from functools import cached_property
 from typing import Any
 
 import tensorflow as tf
+from typing_extensions import Unpack
 
 from dapple_tf.autoplan.autoplan import Autoplan
 from dapple_tf.autoplan.batch_fit import fit_plan
-from dapple_tf.autoplan.request import Request
+from dapple_tf.autoplan.options import Options, OptionTypes, document_options, make_options
 from dapple_tf.autoplan.schedule_auto import ScheduleChoice
 from dapple_tf.backend.build_times import BuildTimes
 from dapple_tf.compiler import PlannedModel, StepVariant
@@ -25,6 +26,7 @@ from dapple_tf.distributed.variable_transfer import gather_arrays, gather_variab
 from dapple_tf.errors import UsageError
 from dapple_tf.exactness import Exactness
 from dapple_tf.frontend.composite import as_rows
+from dapple_tf.frontend.optimizers import as_keras_optimizer
 from dapple_tf.memory.report import Report
 from dapple_tf.plan import Plan
 from dapple_tf.runtime.compile_step import CompiledStep, CompiledSteps, LocalTarget, Target, compile_step
@@ -45,7 +47,6 @@ from graph_passes.analysis.input_needs import InputNeeds
 from graph_passes.ir.graph import Graph
 from graph_passes.ir.text import print_graph
 from graph_passes.passes.expose_gradients import exposed_gradients
-from profiler.cluster import Cluster
 
 
 @dataclass(frozen=True)
@@ -87,23 +88,20 @@ class PipelinedStep:
         self,
         loss_fn: Callable[..., Any],
         optimizer: Any,
-        request: Request,
-        plan: Plan | None = None,
-        devices: Sequence[str | int] | None = None,
-        cluster: Cluster | None = None,
+        options: Options,
         example_batch: Sequence[Any] | None = None,
     ) -> None:
-        if request.window is not None:
+        if options.window is not None:
             check_optimizer(optimizer)
         self._loss_fn = loss_fn
         self._optimizer = optimizer
-        self._wanted_devices = devices
+        self._wanted_devices = options.devices
         self._job = membership.current()
-        self._autoplan = Autoplan(loss_fn, optimizer, request, plan, devices, cluster, self._job)
+        self._autoplan = Autoplan(loss_fn, optimizer, options, self._job)
         rank = 0 if self._job is None else self._job.rank
         self._homes = VariableHomes()
         self._times = BuildTimes(silent=rank != 0)
-        self._compiled = CompiledSteps(times=self._times, homes=self._homes, xla=make_xla(request.jit_compile, loss_fn))
+        self._compiled = CompiledSteps(times=self._times, homes=self._homes, xla=make_xla(options.jit_compile, loss_fn))
         self._forwards = [Forward(loss_fn, self._autoplan, self._homes, self._times)]
         self._last: CompiledStep | None = None
         self._variables: dict[str, tf.Variable] | None = None
@@ -447,3 +445,37 @@ class PipelinedStep:
                 self._loss_fn, batch, self._optimizer, self._autoplan, self._target, variant, self._compiled
             )
         return self._last
+
+
+@document_options()
+def pipeline(
+    loss_fn: Callable[..., Any] | None = None,
+    *,
+    optimizer: Any,
+    example_batch: Sequence[Any] | None = None,
+    **options: Unpack[OptionTypes],
+) -> Any:
+    """Return a training step over a pipeline that computes what the same step on one device computes.
+
+    Without ``loss_fn`` it returns a decorator.
+
+    Args:
+        loss_fn: A tf.function or callable of the batch's tensors, each batched on axis 0. Returns the mean loss over
+            the batch, or (loss, aux).
+        optimizer: A Keras optimizer, or its name or configuration, as in ``model.compile``. One that scales the loss
+            (LossScaleOptimizer, ``loss_scale_factor``) does so here: the gradients are those of
+            ``optimizer.scale_loss(loss)``, and the loss that is returned is not scaled. So ``loss_fn`` must not scale
+            it. One of Keras 2 (tf_keras) is replaced by one of Keras 3, if that has its configuration.
+        example_batch: A batch like those to come: the plan is made and the step built now, not at the first call.
+        {options}
+
+    Raises:
+        ValueError: One of its subclasses in ``dapple_tf.errors``; the message says what cannot be done and what can.
+    """
+    optimizer = as_keras_optimizer(optimizer)
+    made = make_options("dapple.pipeline", options)
+
+    def wrap(function: Callable[..., Any]) -> PipelinedStep:
+        return PipelinedStep(function, optimizer, made, example_batch)
+
+    return wrap if loss_fn is None else wrap(loss_fn)

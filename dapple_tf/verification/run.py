@@ -6,17 +6,16 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from typing_extensions import Unpack
+
 from dapple_tf import internals
-from dapple_tf.autoplan.recompute_option import Recompute
-from dapple_tf.autoplan.request import MicroBatches, Request
-from dapple_tf.autoplan.slice_option import Slice
+from dapple_tf.autoplan.options import WINDOW_NOT_VERIFIED, OptionTypes, document_options, make_options
 from dapple_tf.backend.saved_variables import unchanged_variables
 from dapple_tf.compiler import PlannedModel
 from dapple_tf.devices import list_devices
 from dapple_tf.distributed import membership
-from dapple_tf.exactness import BatchLoss, BatchNorm, Inexact
+from dapple_tf.errors import PlanError
 from dapple_tf.frontend.optimizers import as_keras_optimizer
-from dapple_tf.plan import Plan
 from dapple_tf.runtime.step import PipelinedStep
 from dapple_tf.staged_model import StagedModel
 from dapple_tf.verification.comparison import TOLERANCE, compare
@@ -24,35 +23,21 @@ from dapple_tf.verification.divided_batch_norm import SizesOf
 from dapple_tf.verification.reference import OneDevice, Outcome, cut_samples, values_of
 from dapple_tf.verification.report import NORMALISED_IN_TURN, Report
 from graph_passes.analysis.variable_use import find_variables
-from profiler.cluster import Cluster
 
 
+@document_options("mode", "minibatches", "weights", "depth")
 def verify(
     loss_fn: Callable[..., Any],
     *,
     optimizer: Any,
     batch: Sequence[Any],
-    plan: Plan | None = None,
-    stages: int | Sequence[str] | str = "auto",
-    replicas: Sequence[int] | None = None,
-    micro_batches: MicroBatches = 8,
-    schedule: str = "auto",
-    recompute: Recompute = False,
-    sparse_gradients: str = "exact",
-    inexact: Inexact = "error",
-    batch_loss: BatchLoss = False,
-    batch_norm: BatchNorm = "micro-batch",
-    jit_compile: bool | None = None,
-    slice: Slice = None,
-    devices: Sequence[str | int] | None = None,
-    cluster: Cluster | None = None,
+    **options: Unpack[OptionTypes],
 ) -> Report:
     """Run one step over the pipeline and one plain training step from the same variables, and compare them.
 
-    Arguments are those of ``pipeline``; ``batch`` is the tuple of the step's arguments. All variables (weights, state,
-    optimizer slots) have their old values afterwards. The plain step is what a Keras user would write: one GradientTape
-    over the whole batch, one call of the loss, ``optimizer.apply_gradients``, on the first device, which must hold the
-    whole model.
+    All variables (weights, state, optimizer slots) have their old values afterwards. The plain step is what a Keras
+    user would write: one GradientTape over the whole batch, one call of the loss, ``optimizer.apply_gradients``, on
+    the first device, which must hold the whole model.
 
     Where the model has a documented exception, the step is also compared with one device that runs the same
     micro-batches one after the other, and the report shows both. With ``batch_loss`` it is not: no micro-batch has a
@@ -61,22 +46,22 @@ def verify(
 
     In a job every rank must call it. Rank 0 trains on one device, and every rank gets the same report. Variables that
     no step has trained yet have rank 0's values on every rank afterwards.
+
+    Args:
+        loss_fn: As for ``dapple.pipeline``.
+        optimizer: As for ``dapple.pipeline``.
+        batch: The tuple of the step's arguments.
+        {options}
+
+    Raises:
+        PlanError: The options ask for asynchronous windows, which equal no step on one device.
+        ValueError: Other subclasses in ``dapple_tf.errors``, as from ``dapple.pipeline``.
     """
     optimizer = as_keras_optimizer(optimizer)
-    request = Request(
-        stages,
-        replicas,
-        micro_batches,
-        schedule,
-        recompute,
-        sparse_gradients,
-        inexact,
-        batch_loss,
-        batch_norm,
-        jit_compile,
-        slice,
-    )
-    step = PipelinedStep(loss_fn, optimizer, request, plan, devices, cluster)
+    made = make_options("dapple.verify", options)
+    if made.window is not None:
+        raise PlanError(f"mode='async': {WINDOW_NOT_VERIFIED}")
+    step = PipelinedStep(loss_fn, optimizer, made)
     planned = step.build_exposed(*batch)
     variables = planned.model.variables
     step.gather()
@@ -85,7 +70,7 @@ def verify(
         step.gather()
         found = Outcome(outputs.loss, outputs.aux, outputs.gradients, values_of(variables))
     trained = dict(zip(planned.model.trained, planned.model.trained_objects, strict=True))
-    one = OneDevice(loss_fn, optimizer, trained, variables, list_devices(devices)[0])
+    one = OneDevice(loss_fn, optimizer, trained, variables, list_devices(made.devices)[0])
     report = functools.partial(_compare, one, planned, batch, found)
     job = membership.current()
     result: Report = report() if job is None else job.run_on_rank_0(report)

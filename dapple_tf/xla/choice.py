@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,7 +12,7 @@ import tensorflow as tf
 from dapple_tf import internals
 from dapple_tf.backend.handler import Bindings, ChooseCompiled, Compiled
 from dapple_tf.compiler import PlannedModel
-from dapple_tf.errors import DappleWarning
+from dapple_tf.errors import warn_user
 from dapple_tf.xla.examples import find_examples
 from dapple_tf.xla.problems import find_problem
 from graph_passes.analysis.row_bounds import micro_batch_sizes
@@ -70,11 +69,9 @@ class Xla:
         new = [problem for problem in problems if problem not in self._told]
         self._told.update(new)
         if new:
-            warnings.warn(
+            warn_user(
                 f"XLA compiles {functions - len(problems)} of the {functions} stage functions of {model}; these run "
-                "without it:\n  " + "\n  ".join(new),
-                DappleWarning,
-                stacklevel=8,
+                "without it:\n  " + "\n  ".join(new)
             )
 
 

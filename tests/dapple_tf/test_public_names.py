@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import subprocess
 import sys
 from types import ModuleType
@@ -21,3 +22,11 @@ def test_plan_is_a_function_after_the_module_of_that_name_was_imported() -> None
     program = "import dapple_tf.plan, dapple_tf; print(type(dapple_tf.plan).__name__, dapple_tf.plan.__module__)"
     run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert run.stdout.split() == ["function", "dapple_tf.planner.api"]
+
+
+def test_dir_lists_the_public_names() -> None:
+    assert set(dir(dapple)) == {*dapple.__all__, "__version__"}
+
+
+def test_the_version_is_that_of_the_installed_package() -> None:
+    assert dapple.__version__ == importlib.metadata.version("dapple_tf")

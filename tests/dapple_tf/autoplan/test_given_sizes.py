@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dapple_tf as dapple
-from dapple_tf.autoplan.request import Request, check_given_sizes, count_samples
+from dapple_tf.autoplan.options import Options, check_given_sizes, count_samples
 from dapple_tf.errors import PlanError
 from profiler.cluster import config
 from tests.equality.small_models import chain, data, sgd, weights
@@ -61,9 +61,9 @@ def test_shares_are_rounded_by_less_than_a_sample(weights: list[int], samples: i
 
 
 def test_equal_sizes_are_no_sizes() -> None:
-    assert Request(micro_batches=[2, 2]).sizes(4) == Request(micro_batches=[0.5, 0.5]).sizes(4) == ()
-    assert Request(micro_batches=[0.5, 0.5]).sizes(5) == (2, 3)
-    assert Request(micro_batches=3).sizes(4) == ()
+    assert Options(micro_batches=[2, 2]).sizes(4) == Options(micro_batches=[0.5, 0.5]).sizes(4) == ()
+    assert Options(micro_batches=[0.5, 0.5]).sizes(5) == (2, 3)
+    assert Options(micro_batches=3).sizes(4) == ()
 
 
 def test_a_plan_has_the_sizes_of_the_first_batch() -> None:

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from dapple_tf.autoplan.layer_estimates import EstimatedCosts
+from dapple_tf.autoplan.options import Options
 from dapple_tf.autoplan.recompute_option import StageNumbers
-from dapple_tf.autoplan.request import Request
 from dapple_tf.autoplan.stages_requested import plan_requested_stages
 from dapple_tf.errors import PartitionError, PlanError, ScheduleError
 from dapple_tf.plan import Plan
@@ -30,7 +30,7 @@ FOUR = model((None, 2), (None, 2), (None, 2), ())
 def plan(layers: Layers = FOUR, costs: Any = None, batch: int = 16, devices: int = 8, **request: Any) -> Plan:
     count = len(layers.layers)
     costs = costs or EstimatedCosts([1.0] * count, [0.0] * (count - 1))
-    return plan_requested_stages(Request(**request), layers, costs, batch, devices)
+    return plan_requested_stages(Options(**request), layers, costs, batch, devices)
 
 
 def stages(found: Plan) -> list[tuple[int, int, tuple[int, ...]]]:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dapple_tf.autoplan.measured_problem import PlanningInputs
-from dapple_tf.autoplan.request import Request
+from dapple_tf.autoplan.options import Options
 from dapple_tf.autoplan.stages_auto import choose_stages
 from dapple_tf.errors import DappleWarning, PlanError
 from dapple_tf.plan import Plan
@@ -53,7 +53,7 @@ def test_the_command_line_plans_for_all_ranks() -> None:
 def plan(cluster: Cluster | None, *, ranks: int, layers: int = 4, replicable: bool = True, samples: int = 16) -> Plan:
     """Return the plan that rank 0 of a job of ``ranks`` ranks makes."""
     batch = data(samples)
-    request = Request(micro_batches=2)
+    request = Options(micro_batches=2)
     inputs = PlanningInputs(
         chain(weights(layers)),
         batch,

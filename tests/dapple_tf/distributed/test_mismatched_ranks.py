@@ -25,7 +25,7 @@ DIFFER = "JobError: the ranks differ in their "
         ("a plan for fewer ranks", ["PlanError: the plan is for 1 ranks, [0], but the job has 2"]),
         ("a plan for other devices", ["PlanError: the plan is for 2 ranks, [0, 2], but the job has 2"]),
         ("different plans", [f"{DIFFER}plan: rank 0 has ", "micro_batches=2", "rank 1 has ", "micro_batches=4"]),
-        ("a plan on one rank only", [f"{DIFFER}call of dapple.pipeline: rank 0 has Request(stages=2", "stages='auto'"]),
+        ("a plan on one rank only", [f"{DIFFER}call of dapple.pipeline: rank 0 has Options(stages=2", "stages='auto'"]),
         ("different options", [f"{DIFFER}call of dapple.pipeline: rank 0 has ", "micro_batches=2", "micro_batches=4"]),
         ("different batch sizes", [f"{DIFFER}number of samples: rank 0 has 8, rank 1 has 6"]),
         ("different dtypes", [f"{DIFFER}layers of the model: rank 0 has ('layer0/matmul'", "rank 1 has ('Cast'"]),

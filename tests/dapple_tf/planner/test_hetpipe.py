@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dapple_tf as dapple
-from dapple_tf.autoplan.request import Request, check_conflicts
+from dapple_tf.autoplan.options import Options, check_contradictions
 from dapple_tf.errors import PlanError
 from dapple_tf.plan import Plan, StagePlan
 from dapple_tf.planner.api import make_problem, predict_plan
@@ -159,7 +159,7 @@ def test_a_comparison_says_where_virtual_workers_lose() -> None:
     problem, _ = unlike()
     found = dapple.compare(problem.profile, problem.cluster, global_batch_size=8, planners=["best", "hetpipe"])
     row = found.rows[1]
-    assert (row.planner, row.notation.split(",")[0]) == ("hetpipe", "2 virtual workers")
+    assert (row.planner, row.notation.split(",")[0]) == ("hetpipe", "the plan has virtual workers")
     assert sum(row.parts.values()) == pytest.approx(row.step_seconds)
 
 
@@ -182,8 +182,8 @@ def test_a_plan_with_virtual_workers_is_saved_and_read(tmp_path: Path) -> None:
 
 def test_a_plan_with_virtual_workers_is_not_run_and_best_does_not_choose_it() -> None:
     problem, plan = unlike()
-    with refused(PlanError, "2 virtual workers", "policy='ED'"):
-        check_conflicts(Request("auto", None, 8, "auto", False), plan, None)
+    with refused(PlanError, "the plan has virtual workers", "policy='ED'"):
+        check_contradictions(Options(plan=plan))
     assert not any(stage.worker is not None for c in comparator_candidates(problem) for stage in c.stages)
 
 

@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 from dapple_tf.autoplan.autoplan import Autoplan
-from dapple_tf.autoplan.request import Request
+from dapple_tf.autoplan.options import Options
 from dapple_tf.backend.build_times import BuildTimes
 from dapple_tf.backend.program import Program
 from dapple_tf.compiler import StepVariant
@@ -60,8 +60,8 @@ class Compiler:
 
         self.loss = loss
         self.optimizer = keras.optimizers.SGD(0.1)
-        request = Request(["net/d1"], replicas, micro_batches, "dapple-a", False)
-        self.autoplan = Autoplan(self.loss, self.optimizer, request, None, None, None, None)
+        options = Options(stages=["net/d1"], replicas=replicas, micro_batches=micro_batches, schedule="dapple-a")
+        self.autoplan = Autoplan(self.loss, self.optimizer, options, None)
         self.target = RecordingTarget()
         self.known = CompiledSteps()
 

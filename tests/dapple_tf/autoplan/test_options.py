@@ -1,13 +1,16 @@
-"""Requests: the kinds of values that each option takes, and options that contradict each other."""
+"""Optionss: the kinds of values that each option takes, and options that contradict each other."""
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from typing import Any
 
+import numpy as np
 import pytest
 
-from dapple_tf.autoplan.request import Request, check_conflicts
+import dapple_tf as dapple
+from dapple_tf.autoplan.options import Options, OptionTypes, check_contradictions
 from dapple_tf.errors import PlanError, ScheduleError
 from profiler.cluster import config
 from tests.dapple_tf.builders import make_plan
@@ -18,6 +21,7 @@ from tests.dapple_tf.builders import make_plan
     [
         ({"stages": "two"}, "stages='two': give a number, a list of layer names, or 'auto'"),
         ({"stages": None}, "stages=None: give a number"),
+        ({"stages": True}, "stages=True: give a number, a list of layer names, or 'auto'"),
         ({"stages": 2.0}, "stages=2.0: give a number"),
         ({"stages": [1, 2]}, r"stages=\[1, 2\]: give a number"),
         ({"replicas": 2}, r"replicas=2: give one whole number for each stage, such as \[2, 1\]"),
@@ -51,12 +55,12 @@ from tests.dapple_tf.builders import make_plan
 )
 def test_values_of_other_types_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(PlanError, match=message):
-        Request(**options)
+        Options(**options)
 
 
 def test_an_unknown_schedule_is_refused() -> None:
     with pytest.raises(ScheduleError, match="no schedule is called 'zigzag'"):
-        Request(schedule="zigzag")
+        Options(schedule="zigzag")
 
 
 @pytest.mark.parametrize(
@@ -74,30 +78,30 @@ def test_an_unknown_schedule_is_refused() -> None:
 def test_auto_is_eight_micro_batches_until_the_simulator_has_chosen(
     options: dict[str, Any], samples: int, replicas: int, wanted: int
 ) -> None:
-    assert Request(**options).count_micro_batches(samples, replicas) == wanted
+    assert Options(**options).count_micro_batches(samples, replicas) == wanted
 
 
 def test_a_schedule_for_another_number_of_micro_batches_than_sizes_is_refused() -> None:
-    Request(stages=1, micro_batches=[1, 3], schedule="0F0 0B0 0F1 0B1")
+    Options(stages=1, micro_batches=[1, 3], schedule="0F0 0B0 0F1 0B1")
     message = r"the schedule's text is for 2 micro-batches, but micro_batches=\[1, 3, 4\] are 3: give a size for each"
     with pytest.raises(ScheduleError, match=message):
-        Request(stages=1, micro_batches=[1, 3, 4], schedule="0F0 0B0 0F1 0B1")
+        Options(stages=1, micro_batches=[1, 3, 4], schedule="0F0 0B0 0F1 0B1")
 
 
 def test_sizes_exclude_planners_and_plans() -> None:
     message = r"micro_batches=\[2, 6\] with stages='auto': planners know micro-batches of equal sizes only, so give sta"
     with pytest.raises(PlanError, match=message):
-        check_conflicts(Request(micro_batches=[2, 6]), None, None)
-    check_conflicts(Request(micro_batches=[2, 6], replicas=[1, 1]), None, None)
+        check_contradictions(Options(micro_batches=[2, 6]))
+    check_contradictions(Options(micro_batches=[2, 6], replicas=[1, 1]))
     with pytest.raises(PlanError, match="give a plan, or the sizes of micro-batches, not both: a plan's field"):
-        check_conflicts(Request(micro_batches=[2, 6]), make_plan((0, 4, (0,))), None)
+        check_contradictions(Options(micro_batches=[2, 6], plan=make_plan((0, 4, (0,)))))
 
 
 @pytest.mark.parametrize(
     ("given", "samples", "largest"), [(8, 64, 8), ("auto", 64, 8), ([2, 6], 64, 48), ([0.25, 0.75], 9, 7), ([5], 5, 5)]
 )
 def test_the_largest_micro_batch_of_a_batch(given: Any, samples: int, largest: int) -> None:
-    assert Request(micro_batches=given).largest_micro_batch(samples) == largest
+    assert Options(micro_batches=given).largest_micro_batch(samples) == largest
 
 
 def test_a_plan_excludes_stages_replicas_recompute_and_a_cluster() -> None:
@@ -108,17 +112,17 @@ def test_a_plan_excludes_stages_replicas_recompute_and_a_cluster() -> None:
         ({"recompute": True}, "give a plan, or recompute"),
     ):
         with pytest.raises(PlanError, match=message):
-            check_conflicts(Request(**options), plan, None)
+            check_contradictions(Options(**options, plan=plan))
     with pytest.raises(PlanError, match="a cluster is used for planning, but everything is given"):
-        check_conflicts(Request(), plan, config("a", 2))
-    check_conflicts(Request(), plan, None)
+        check_contradictions(Options(plan=plan, cluster=config("a", 2)))
+    check_contradictions(Options(plan=plan))
 
 
 def test_a_cluster_needs_something_to_plan() -> None:
     with pytest.raises(PlanError, match="a cluster is used for planning, but everything is given"):
-        check_conflicts(Request(stages=2, schedule="gpipe"), None, config("a", 2))
+        check_contradictions(Options(stages=2, schedule="gpipe", cluster=config("a", 2)))
     for options in ({}, {"stages": 2}, {"stages": 2, "schedule": "gpipe", "micro_batches": "auto"}):
-        check_conflicts(Request(**options), None, config("a", 2))
+        check_contradictions(Options(**options, cluster=config("a", 2)))
 
 
 TOGETHER = "0F0+ 0F1 0B0 0B1; 1F0 1F1 1B0+ 1B1"
@@ -130,19 +134,19 @@ def test_results_that_travel_together_are_refused_where_something_is_planned(opt
         r"planners do not simulate schedules in which results travel together \(0F0\+\): leave out the '\+', or give"
     )
     with pytest.raises(ScheduleError, match=message):
-        Request(schedule=TOGETHER, **options)
+        Options(schedule=TOGETHER, **options)
 
 
 @pytest.mark.parametrize("options", [{"stages": 2}, {"stages": "auto", "replicas": [1, 1]}])
 def test_results_may_travel_together_where_nothing_is_planned(options: dict[str, Any]) -> None:
-    assert Request(schedule=TOGETHER, micro_batches=2, **options).schedule_name == TOGETHER
+    assert Options(schedule=TOGETHER, micro_batches=2, **options).schedule_name == TOGETHER
 
 
 def test_the_schedule_of_sliced_micro_batches_is_not_to_be_chosen() -> None:
-    sliced = Request(stages=3, slice=1)
+    sliced = Options(stages=3, slice=1)
     assert (sliced.schedule, sliced.schedule_name, sliced.schedule_is_auto) == ("auto", "dapple-a", False)
     assert dataclasses.replace(sliced, slice=None).schedule_is_auto
-    assert Request(stages=3, slice=1, schedule="1f1b-sno").schedule_name == "1f1b-sno"
+    assert Options(stages=3, slice=1, schedule="1f1b-sno").schedule_name == "1f1b-sno"
 
 
 @pytest.mark.parametrize(
@@ -160,4 +164,39 @@ def test_the_schedule_of_sliced_micro_batches_is_not_to_be_chosen() -> None:
 def test_a_batch_can_be_one_micro_batch_on_one_replica_where_nothing_else_is_asked_for(
     options: dict[str, Any], possible: bool
 ) -> None:
-    assert Request(**options).can_run_uncut == possible
+    assert Options(**options).can_run_uncut == possible
+
+
+def test_the_types_for_type_checkers_are_those_of_the_options() -> None:
+    declared = {option.name: option.type for option in dataclasses.fields(Options)}
+    assert {name: str(kind.__forward_arg__) for name, kind in OptionTypes.__annotations__.items()} == declared
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    options = Options(stages=np.int64(2), micro_batches=np.int32(4), slice=np.int8(0))
+    assert options == Options(stages=2, micro_batches=4, slice=0)
+    assert type(options.micro_batches) is int
+
+
+def test_an_unknown_option_is_refused_with_the_nearest_name() -> None:
+    with pytest.raises(TypeError, match=r"dapple.pipeline\(\) got an unexpected .* 'stage'. Did you mean 'stages'?"):
+        dapple.pipeline(optimizer="sgd", stage=2)
+    with pytest.raises(TypeError, match=r"dapple.keras.pipeline\(\) got an unexpected keyword argument 'optimizer'$"):
+        dapple.keras.pipeline(None, optimizer="sgd")
+
+
+@pytest.mark.parametrize("function", [dapple.pipeline, dapple.keras.pipeline, dapple.verify])
+def test_help_shows_every_option_with_its_default_and_meaning(function: Any) -> None:
+    parameters = inspect.signature(function).parameters
+    for option in dataclasses.fields(Options):
+        if option.name in parameters:
+            assert parameters[option.name].default == option.default
+            assert f"{option.name}: {option.metadata['meaning']}" in " ".join(function.__doc__.split())
+    left_out = {option.name for option in dataclasses.fields(Options)} - set(parameters)
+    assert left_out == ({"mode", "minibatches", "weights", "depth"} if function is dapple.verify else set())
+    assert "{options}" not in function.__doc__
+
+
+def test_windows_are_not_verified() -> None:
+    with pytest.raises(PlanError, match="mode='async': an asynchronous window uses weights that are some updates old"):
+        dapple.verify(lambda x: x, optimizer="sgd", batch=(), mode="async")

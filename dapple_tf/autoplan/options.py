@@ -1,0 +1,735 @@
+"""The options of ``dapple.pipeline``, declared once: their types, defaults, meanings, checks and command-line names.
+
+``pipeline``, ``verify``, ``dapple.keras.pipeline``, the command line and the table in the documentation are made from
+``Options``. ``OptionTypes`` repeats the types for type checkers and editors; a test holds the two equal.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+import itertools
+import math
+import numbers
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from typing import Any, TypeVar, cast
+
+import numpy as np
+from typing_extensions import TypedDict
+
+from dapple_tf.autoplan.batch_fit import check_batch_size
+from dapple_tf.autoplan.recompute_option import Recompute, check_recompute
+from dapple_tf.autoplan.slice_option import SLICED_SCHEDULES, Slice, check_slice
+from dapple_tf.errors import PlanError, ScheduleError
+from dapple_tf.exactness import BatchLoss, BatchNorm, Inexact, check_batch_loss, check_batch_norm, check_inexact
+from dapple_tf.plan import Plan
+from dapple_tf.simulator.named_orders import check_plannable
+from dapple_tf.window_plan import USUAL_MINIBATCHES, WindowPlan
+from graph_passes.schedules.policies import check_schedule, check_schedule_name, worker_map_of
+from graph_passes.schedules.text import is_text, parse_schedule
+from profiler.cluster import Cluster
+from profiler.units import format_samples
+
+WINDOW_NOT_VERIFIED = (
+    "an asynchronous window uses weights that are some updates old, so no step on one device equals it. Verify the "
+    "same stages in a step, without this option: a window runs the same functions, and its order and the weights that "
+    "it uses are proved before it runs"
+)
+"""Why asynchronous windows are not compared with one device, and what to do instead."""
+
+_USUAL_MICRO_BATCHES = 8
+"""M where nothing is given, and of a batch that has the samples before the simulator has chosen it."""
+
+MODES = ("sync", "async")
+_SPARSE_GRADIENTS = ("exact", "dense")
+_OF_WINDOWS = ("minibatches", "weights", "depth")
+_NOT_OF_WINDOWS = ("schedule", "slice", "batch_loss", "batch_norm")
+
+Stages = int | Sequence[str] | str
+"""The number of stages, the names of the layers that start one, or "auto"."""
+
+GivenSizes = Sequence[int] | Sequence[float]
+"""Of each micro-batch the samples (whole numbers), or the share of the samples (floats)."""
+
+MicroBatches = int | str | GivenSizes
+"""M, "auto", or for each micro-batch its samples or its share of the samples."""
+
+
+class OptionTypes(TypedDict, total=False):
+    """The types of the options, for functions that take them by name: ``**options: Unpack[OptionTypes]``."""
+
+    stages: Stages
+    replicas: Sequence[int] | None
+    micro_batches: MicroBatches | None
+    schedule: str
+    recompute: Recompute
+    plan: Plan | None
+    inexact: Inexact
+    batch_loss: BatchLoss
+    batch_norm: BatchNorm
+    jit_compile: bool | None
+    slice: Slice
+    mode: str
+    minibatches: int | None
+    weights: str | None
+    depth: int | None
+    sparse_gradients: str
+    devices: Sequence[str | int] | None
+    cluster: Cluster | None
+
+
+def _about(
+    meaning: str, *, more: str = "", page: str = "", flag: str = "", check: Callable[[Any], None] | None = None
+) -> Mapping[str, Any]:
+    """Return the metadata of an option.
+
+    ``meaning``: a sentence, for help and tables. ``more``: what follows it in docstrings. ``page``: where the guide
+    treats it. ``flag``: its name on the command line; "" where it has none. ``check``: raises PlanError for a wrong
+    value.
+    """
+    return {"meaning": meaning, "more": more, "page": page, "flag": flag, "check": check}
+
+
+def _check_stages(given: object) -> None:
+    if isinstance(given, bool) or not (isinstance(given, int) or given == "auto" or _is_list_of(str, given)):
+        raise PlanError(f"stages={given!r}: give a number, a list of layer names, or 'auto'")
+
+
+def _check_replicas(given: object) -> None:
+    if given is not None and not _is_list_of(int, given):
+        raise PlanError(f"replicas={given!r}: give one whole number for each stage, such as [2, 1]")
+
+
+def _check_micro_batches(given: object) -> None:
+    if isinstance(given, Sequence) and not isinstance(given, str):
+        check_given_sizes(given)
+    elif given is not None and type(given) is not int and not (isinstance(given, str) and given == "auto"):
+        raise PlanError(
+            f"micro_batches={given!r}: give a whole number, 'auto', or a list of the samples or shares of each "
+            "micro-batch"
+        )
+
+
+def _check_schedule(given: object) -> None:
+    if not isinstance(given, str):
+        raise PlanError(f"schedule={given!r}: give a name, such as 'dapple-a'")
+    if given != "auto":
+        check_schedule_name(given)
+
+
+def _check_jit_compile(given: object) -> None:
+    if given not in (None, True, False):
+        raise PlanError(f"jit_compile={given!r}: give True, False, or None to follow the loss function")
+
+
+def _check_mode(given: object) -> None:
+    if given not in MODES:
+        raise PlanError(f"mode={given!r}: give 'sync' or 'async'")
+
+
+def _check_sparse_gradients(given: object) -> None:
+    if given not in _SPARSE_GRADIENTS:
+        raise PlanError(
+            f"sparse_gradients={given!r}: give 'exact' (the optimizer gets an embedding's gradient as on one device) "
+            "or 'dense' (it gets a dense tensor)"
+        )
+
+
+def _check_plan(given: object) -> None:
+    if given is not None and not isinstance(given, Plan):
+        raise PlanError(f"plan is a {type(given).__name__}, not a dapple.Plan: read a file with dapple.Plan.load(path)")
+
+
+def _check_cluster(given: object) -> None:
+    if given is not None and not isinstance(given, Cluster):
+        raise PlanError(f"cluster is a {type(given).__name__}: read a file with dapple.Cluster.load(path)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of a pipelined step, each given or left to its default.
+
+    Raises PlanError for a value of the wrong type, ScheduleError for an unknown schedule or one that is not for the
+    stages, replicas or micro-batches that are given. ``check_contradictions`` compares options with each other.
+    """
+
+    stages: Stages = field(
+        default="auto",
+        metadata=_about(
+            'The number of stages, the names of the layers that start one, or "auto": a planner chooses.',
+            more='With "auto" the model is profiled, and planned for ``cluster`` or the devices at hand.',
+            page="wrap.md#stages",
+            flag="--stages",
+            check=_check_stages,
+        ),
+    )
+    replicas: Sequence[int] | None = field(
+        default=None,
+        metadata=_about(
+            "The number of devices of each stage; where devices run several stages, of each worker.",
+            more="Such as [2, 1].",
+            page="wrap.md#replicas",
+            flag="--replicas",
+            check=_check_replicas,
+        ),
+    )
+    micro_batches: MicroBatches | None = field(
+        default=None,
+        metadata=_about(
+            'M, the number of micro-batches of a step (by default 8), or "auto"; or the samples, or the share of the '
+            "samples, of each.",
+            more="Such as [2, 2, 4] of a first batch of 8, or [0.25, 0.25, 0.5]. Batches of another size are cut in "
+            "the same proportion, or into equal micro-batches where one would be too small. Sizes need ``stages`` (or "
+            '``replicas``). With ``mode="async"`` only for "2bw": how many a minibatch is cut into, by default the '
+            "number of stages.",
+            page="schedules.md#micro-batches-of-given-sizes",
+            flag="--micro-batches",
+            check=_check_micro_batches,
+        ),
+    )
+    schedule: str = field(
+        default="auto",
+        metadata=_about(
+            'The schedule by name, the actions of every device, or "auto": a simulator chooses.',
+            more='"gpipe", "dapple-a", "dapple-b", "zb-h1", "zb-h2" (each with ":D=n": memory holds n micro-batches); '
+            '"interleaved-1f1b", "interleaved-zb" and "looped-bfs", whose devices run two stages each (or n, with '
+            '":v=n"); "zb-v", "dualpipe-v" and "hanayo:w=n", whose stages go over the devices and back; "zb-auto", '
+            'searched for; "K=3,2,1", the warm-up of each stage; or actions such as "0F0 0F1 0B0 0B1; 1F0 1B0 1F1 '
+            '1B1".',
+            page="schedules.md",
+            flag="--schedule",
+            check=_check_schedule,
+        ),
+    )
+    recompute: Recompute = field(
+        default=False,
+        metadata=_about(
+            "Layers whose activations backward computes again instead of keeping them.",
+            more="Give True (all), one flag for each stage, or the names of layers.",
+            page="memory.md",
+            flag="--recompute",
+            check=check_recompute,
+        ),
+    )
+    plan: Plan | None = field(
+        default=None,
+        metadata=_about(
+            "A plan that a planner made, in place of stages, replicas, micro_batches, schedule and recompute.",
+            page="plan.md",
+            flag="--plan",
+            check=_check_plan,
+        ),
+        repr=False,
+    )
+    inexact: Inexact = field(
+        default="error",
+        metadata=_about(
+            'What to do where a step would differ from one device\'s: "error", "warn" (train on, with a warning '
+            'that says why) or "allow".',
+            more="See ``step.exactness``.",
+            page="exactness.md#what-couples-samples",
+            check=check_inexact,
+        ),
+    )
+    batch_loss: BatchLoss = field(
+        default=False,
+        metadata=_about(
+            "Whether a loss that is no sum or mean over samples (contrastive, Dice, a correlation) is computed once, "
+            'on the whole batch: True, False, or "auto", where the loss does not add up and the schedule allows it.',
+            more="The model is then cut after the last tensors that hold a row for each sample; what follows runs "
+            "once a step on the rows of all micro-batches, and backward starts when it has. That needs the schedule "
+            '"gpipe", and memory for the activations of all micro-batches.',
+            page="exactness.md#losses-that-do-not-add-up",
+            check=check_batch_loss,
+        ),
+    )
+    batch_norm: BatchNorm = field(
+        default="micro-batch",
+        metadata=_about(
+            "Of which samples batch norm takes statistics in training: each replica's of a micro-batch (micro-batch); "
+            "the same, and moving statistics of the whole batch (deferred); those of a micro-batch on all replicas "
+            "(sync).",
+            more='With "micro-batch" each micro-batch moves the moving statistics in turn, and replicas are averaged; '
+            'with "deferred" they move once a step, by mean and variance over the whole batch.',
+            page="exactness.md#batch-norm",
+            flag="--batch-norm",
+            check=check_batch_norm,
+        ),
+    )
+    jit_compile: bool | None = field(
+        default=None,
+        metadata=_about(
+            "Whether XLA compiles each stage function that it can compile; by default where the loss is a tf.function "
+            "with jit_compile=True.",
+            more="A warning names the functions that run without it.",
+            page="wrap.md#xla",
+            flag="--jit-compile/--no-jit-compile",
+            check=_check_jit_compile,
+        ),
+    )
+    slice: Slice = field(
+        default=None,
+        metadata=_about(
+            "How many of the first micro-batches of 1F1B run their forwards in two halves, so that the last stage "
+            'starts in half the time (AutoPipe\'s Slicer): a number, or "auto".',
+            more='For 1F1B ("dapple-a") with three stages or more.',
+            page="schedules.md#sliced-micro-batches",
+            flag="--slice",
+            check=check_slice,
+        ),
+    )
+    mode: str = field(
+        default="sync",
+        metadata=_about(
+            '"sync": weights change once a step, as on one device; "async": a call takes a window of minibatches, '
+            "each of which updates the weights, and the pipeline is not flushed between them (PipeDream).",
+            more="Replicas of a stage take minibatches in turn. The call returns the mean of the minibatches' losses, "
+            "which are in ``step.losses``.",
+            page="asynchronous.md",
+            flag="--async",
+            check=_check_mode,
+        ),
+    )
+    minibatches: int | None = field(
+        default=None,
+        metadata=_about(
+            f"W, the minibatches of a window (by default {USUAL_MINIBATCHES}): each has N / W samples of a batch of N.",
+            more="Minibatch m has the rows [N m / W, N (m + 1) / W). A multiple of each stage's replicas.",
+            page="asynchronous.md",
+            flag="--minibatches",
+        ),
+    )
+    weights: str | None = field(
+        default=None,
+        metadata=_about(
+            "What weights a backward uses in a window: those of its forward, the newest then (stash, the default); "
+            "the version that the first stage had (vertical-sync); two versions, each minibatch cut into "
+            "micro-batches (2bw); the newest, which gives no valid gradient (latest).",
+            page="asynchronous.md",
+            flag="--weights",
+        ),
+    )
+    depth: int | None = field(
+        default=None,
+        metadata=_about(
+            "Minibatches in flight on the first stage of a window, without replicas; by default as many as keep all "
+            "stages busy.",
+            page="asynchronous.md",
+            flag="--depth",
+        ),
+    )
+    sparse_gradients: str = field(
+        default="exact",
+        metadata=_about(
+            "What the optimizer gets of a variable that is used by its rows, such as an embedding: the "
+            'tf.IndexedSlices of one device ("exact"), or a tensor of the variable\'s shape ("dense").',
+            page="exactness.md#sparse-gradients",
+            check=_check_sparse_gradients,
+        ),
+    )
+    devices: Sequence[str | int] | None = field(
+        default=None,
+        metadata=_about(
+            'Names or indices of the devices to use, such as ["GPU:0", "GPU:1"].',
+        ),
+        repr=False,
+    )
+    cluster: Cluster | None = field(
+        default=None,
+        metadata=_about(
+            'What to plan for: the simulator chooses what is "auto" for these servers and links.',
+            more="It does so from a profile measured now, and ``step.choice`` says why.",
+            page="plan.md",
+            flag="--cluster",
+            check=_check_cluster,
+        ),
+        repr=False,
+    )
+
+    def __post_init__(self) -> None:
+        for declared in fields(self):
+            given = getattr(self, declared.name)
+            if isinstance(given, np.integer):
+                given = int(given)
+                object.__setattr__(self, declared.name, given)
+            if (check := declared.metadata["check"]) is not None:
+                check(given)
+        if self.window is not None and self.replicas and min(self.replicas) > 0:  # else refused with the stages
+            self.window.versions(self.replicas)
+        if not self.schedule_is_auto and (self.stages_are_auto or self.micro_batches_are_auto):
+            check_plannable(self.schedule_name)
+        if self.given_sizes:
+            self._check_sizes_fit()
+        if isinstance(self.stages, int) and self.stages > 0 and not self.schedule_is_auto:
+            self._check_stages_fit(self.stages)
+
+    def _check_sizes_fit(self) -> None:
+        """Raise PlanError, or ScheduleError, where the given sizes contradict the replicas or the schedule."""
+        given, count = self.given_sizes, len(self.given_sizes)
+        if self.replicas and _are_counts(given):
+            sizes = tuple(map(int, given))
+            check_batch_size(sum(sizes), count, self.replicas, sizes)
+        if not self.schedule_is_auto and is_text(self.schedule):
+            found = parse_schedule(self.schedule).micro_batches
+            if found != count:
+                raise ScheduleError(
+                    f"the schedule's text is for {found} micro-batches, but micro_batches={list(given)} are {count}: "
+                    "give a size for each, or another schedule"
+                )
+
+    def _check_stages_fit(self, stages: int) -> None:
+        """Raise ScheduleError, or PlanError, where the schedule is not for these stages, M or workers."""
+        if not self.micro_batches_are_auto:
+            check_schedule(self.schedule_name, stages, self.count_micro_batches(0))
+        workers = worker_map_of(self.schedule_name, stages).workers
+        if self.replicas is not None:
+            check_worker_count(self.replicas, stages, workers)
+
+    @property
+    def stages_are_auto(self) -> bool:
+        """Whether a planner chooses stages and replicas."""
+        return self.stages == "auto" and self.replicas is None
+
+    @property
+    def micro_batches_are_auto(self) -> bool:
+        """Whether the simulator chooses M."""
+        return self.wanted_micro_batches == "auto"
+
+    @property
+    def schedule_is_auto(self) -> bool:
+        """Whether the simulator chooses the schedule."""
+        return self.schedule_name == "auto"
+
+    @property
+    def schedule_name(self) -> str:
+        """The name of the schedule as given, or "auto"; with ``slice``, "auto" is 1F1B, which the Slicer slices."""
+        return "dapple-a" if self.schedule == "auto" and self.slice is not None else self.schedule
+
+    @property
+    def wanted_micro_batches(self) -> MicroBatches:
+        """M, "auto" or sizes; 8 where nothing is given, and 1 in an asynchronous window."""
+        if self.window is not None:
+            return 1
+        return _USUAL_MICRO_BATCHES if self.micro_batches is None else self.micro_batches
+
+    @cached_property
+    def window(self) -> WindowPlan | None:
+        """The asynchronous windows that are asked for, or None for synchronous training.
+
+        An option that is not given is as in the window of ``plan``, if that has one.
+        """
+        if self.mode == "sync":
+            return None
+        names = ("minibatches", "weights", "depth", "micro_batches")
+        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        if self.plan is not None and self.plan.window is not None:
+            return dataclasses.replace(self.plan.window, **given)
+        return WindowPlan(**{"minibatches": USUAL_MINIBATCHES, **given})
+
+    def forward_only(self) -> Options:
+        """Return the options of a function that only runs forward: without those of training and of planning."""
+        return dataclasses.replace(
+            self,
+            plan=None,
+            cluster=None,
+            micro_batches=self.wanted_micro_batches,
+            slice=None,
+            mode="sync",
+            minibatches=None,
+            weights=None,
+            depth=None,
+        )
+
+    @property
+    def runs_whole_minibatches(self) -> bool:
+        """Whether every step is computed from one micro-batch on one replica, as one device does it."""
+        return self.window is not None and self.window.in_turn
+
+    @property
+    def can_run_uncut(self) -> bool:
+        """Whether each batch is one micro-batch on one replica, or may be because M or the replicas are left open.
+
+        M is not left open where the user allows inexact steps, or gives a schedule for some M.
+        """
+        left_open = self.micro_batches_are_auto and self.inexact == "error" and not is_text(self.schedule)
+        one = left_open or self.wanted_micro_batches == 1 or len(self.given_sizes) == 1
+        return self.window is None and one and max(self.replicas or (1,)) == 1
+
+    @property
+    def keeps_slices(self) -> bool:
+        """Whether the gradients of embeddings stay sparse."""
+        return self.sparse_gradients == "exact"
+
+    def count_micro_batches(self, samples: int, replicas: int = 1) -> int:
+        """Return M for a batch of ``samples``; where M is "auto", 8, or fewer if the batch is too small for 8.
+
+        ``replicas``: the largest number of replicas of a stage, each of which needs a sample.
+        """
+        if self.given_sizes:
+            return len(self.given_sizes)
+        if isinstance(self.wanted_micro_batches, int):
+            return self.wanted_micro_batches
+        return max(1, min(_USUAL_MICRO_BATCHES, samples // replicas))
+
+    @property
+    def given_sizes(self) -> GivenSizes:
+        """The samples or shares of each micro-batch; empty where ``micro_batches`` is a number or "auto"."""
+        wanted = self.wanted_micro_batches
+        return () if isinstance(wanted, int | str) else wanted
+
+    def sizes(self, samples: int) -> tuple[int, ...]:
+        """Return the samples of each micro-batch of a first batch of ``samples``; empty for equal ones.
+
+        Raises PlanError where given sizes do not add up to ``samples``.
+        """
+        found = count_samples(self.given_sizes, samples) if self.given_sizes else ()
+        return found if len(set(found)) > 1 else ()
+
+    def largest_micro_batch(self, samples: int) -> int:
+        """Return about how many samples the largest micro-batch of a batch of ``samples`` has."""
+        if self.given_sizes:
+            return math.ceil(samples * max(self.given_sizes) / math.fsum(self.given_sizes))
+        count = self.count_micro_batches(samples)
+        if self.window is not None:
+            count = self.window.minibatches * (self.window.micro_batches or 1)
+        return samples // max(1, count)
+
+
+# --- options that contradict each other
+
+_Predicate = Callable[[Options], bool]
+
+
+def _of_window_in_sync(name: str) -> _Predicate:
+    return lambda options: options.mode == "sync" and getattr(options, name) is not None
+
+
+def _not_default_in_async(name: str) -> _Predicate:
+    default = Options.__dataclass_fields__[name].default
+    return lambda options: options.mode == "async" and bool(getattr(options, name) != default)
+
+
+def _trains_newest_and_recomputes(options: Options) -> bool:
+    recompute = options.recompute or (options.plan is not None and options.plan.recompute)
+    return options.window is not None and options.window.weights == "latest" and bool(recompute)
+
+
+def _leaves_nothing_to_plan(options: Options) -> bool:
+    has_order = options.window is not None or not (options.micro_batches_are_auto or options.schedule_is_auto)
+    return options.plan is not None or (has_order and not options.stages_are_auto)
+
+
+_CONTRADICTIONS: tuple[tuple[_Predicate, str], ...] = (
+    *(
+        (
+            _of_window_in_sync(name),
+            f"{name}={{0.{name}!r}} is for asynchronous windows: give mode='async' too, or leave it out",
+        )
+        for name in _OF_WINDOWS
+    ),
+    *(
+        (
+            _not_default_in_async(name),
+            f"{name}={{0.{name}!r}} with mode='async': windows have an order of their own; leave it out",
+        )
+        for name in _NOT_OF_WINDOWS
+    ),
+    (
+        lambda o: o.slice is not None and o.schedule not in SLICED_SCHEDULES,
+        "slice={0.slice!r} with schedule {0.schedule!r:.62}: only the forwards of 1F1B ('dapple-a') are sliced; leave "
+        "one of them out",
+    ),
+    (
+        lambda o: o.slice is not None and o.batch_loss is True,
+        "slice={0.slice!r} with batch_loss=True, which needs schedule 'gpipe': leave one of them out",
+    ),
+    (
+        lambda o: o.slice is not None and o.micro_batches_are_auto,
+        "slice={0.slice!r} with micro_batches='auto': give a number, of which some are sliced",
+    ),
+    (
+        lambda o: o.plan is not None and (o.stages != "auto" or o.replicas is not None),
+        "give a plan, or stages and replicas, not both",
+    ),
+    (
+        lambda o: o.plan is not None and bool(o.recompute),
+        "give a plan, or recompute, not both: a plan's field recompute says which layers are re-computed",
+    ),
+    (
+        lambda o: o.plan is not None and o.slice is not None,
+        "give a plan, or slice, not both: a plan's schedule and micro_batch_sizes say what is sliced",
+    ),
+    (
+        lambda o: o.slice is not None and o.stages_are_auto,
+        "slice={0.slice!r} with stages='auto': give a number, or the layers that start a stage",
+    ),
+    (
+        lambda o: o.plan is not None and bool(o.plan.virtual_workers),
+        "the plan has virtual workers, which cut the model each in its own way: a "
+        "layer would have its weights in several stages, which is simulated but does not run; make a plan with "
+        "planner 'best', or with planner 'hetpipe' and policy='ED', whose virtual workers may be equal",
+    ),
+    (
+        lambda o: o.plan is not None and o.plan.window is not None and o.window is None,
+        "the plan is for asynchronous windows of {0.plan.window.minibatches} minibatches: give mode='async' (on the "
+        "command line --async) to train in them, or another plan",
+    ),
+    (
+        _trains_newest_and_recomputes,
+        "weights='latest' with recompute: backward would compute the activations again with newer weights than "
+        "forward used; leave recompute out, or use weights='stash'",
+    ),
+    (
+        lambda o: bool(o.given_sizes) and o.plan is not None,
+        "give a plan, or the sizes of micro-batches, not both: a plan's field micro_batch_sizes says how many samples "
+        "each micro-batch has",
+    ),
+    (
+        lambda o: bool(o.given_sizes) and o.stages_are_auto,
+        "micro_batches={0.micro_batches} with stages='auto': planners know micro-batches of equal sizes only, so give "
+        "stages (and replicas), or M as a number",
+    ),
+    (
+        lambda o: o.cluster is not None and _leaves_nothing_to_plan(o),
+        "a cluster is used for planning, but everything is given: leave the cluster out, or set stages, micro_batches "
+        'or schedule to "auto"',
+    ),
+)
+"""Pairs of a predicate of options that cannot be given together, and what to do, as a format of the options."""
+
+
+def check_contradictions(options: Options) -> None:
+    """Raise PlanError where some of the options cannot be given together."""
+    for contradicts, message in _CONTRADICTIONS:
+        if contradicts(options):
+            raise PlanError(message.format(options))
+
+
+# --- what functions with these options show of them
+
+_INDENT = 8 * " "  # of an argument in a docstring
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def make_options(caller: str, given: Mapping[str, Any]) -> Options:
+    """Return the options that a call of the function ``caller`` gives; TypeError for a name that is no option."""
+    known = [declared.name for declared in fields(Options)]
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f". Did you mean {near[0]!r}?" if near else ""
+            raise TypeError(f"{caller}() got an unexpected keyword argument {name!r}{hint}")
+    return Options(**given)
+
+
+def document_options(*left_out: str) -> Callable[[_Function], _Function]:
+    """Return a decorator that shows the options of a function's ``**options`` in its signature and docstring.
+
+    The line "{options}" of the docstring becomes the list of the options. ``left_out``: those that it does not take.
+    """
+    declared = [option for option in fields(Options) if option.name not in left_out]
+
+    def document(function: _Function) -> _Function:
+        known = inspect.signature(function)
+        kinds = inspect.Parameter
+        own = [one for one in known.parameters.values() if one.kind is not kinds.VAR_KEYWORD]
+        added = [kinds(o.name, kinds.KEYWORD_ONLY, default=o.default, annotation=o.type) for o in declared]
+        function.__signature__ = known.replace(parameters=[*own, *added])  # type: ignore[attr-defined]
+        texts = [f"{o.name}: {o.metadata['meaning']} {o.metadata['more']}".rstrip() for o in declared]
+        wrapper = textwrap.TextWrapper(
+            120, initial_indent=_INDENT, subsequent_indent=_INDENT + 4 * " ", break_on_hyphens=False
+        )
+        listed = "\n".join(map(wrapper.fill, texts))
+        function.__doc__ = (function.__doc__ or "").replace(f"{_INDENT}{{options}}", listed)
+        return function
+
+    return document
+
+
+def options_table() -> str:
+    """Return the options as rows of a Markdown table: name, meaning with a link to the guide, default."""
+    rows = ["| option | meaning | default |", "|---|---|---|"]
+    for option in fields(Options):
+        page = option.metadata["page"]
+        link = f" [Guide](../guide/{page})" if page else ""
+        rows.append(f"| `{option.name}` | {option.metadata['meaning']}{link} | `{option.default!r}` |")
+    return "\n".join(rows)
+
+
+def about_option(name: str) -> Mapping[str, Any]:
+    """Return what is declared of an option: see ``_about``."""
+    return Options.__dataclass_fields__[name].metadata
+
+
+def check_worker_count(replicas: Sequence[int], stages: int, workers: int) -> None:
+    """Raise PlanError unless there is a number of replicas for each worker."""
+    if len(replicas) != workers:
+        what = "stages" if workers == stages else f"workers for the {stages} stages"
+        raise PlanError(f"replicas={list(replicas)} names {len(replicas)} {what}, but there are {workers}")
+
+
+# --- ``micro_batches=[2, 2, 4]`` or ``[0.25, 0.25, 0.5]``: micro-batches of given sizes, counts or shares of samples
+
+# Shares such as 1/3 are rounded; they are divided by their sum.
+_SUM_TOLERANCE = 1e-6
+
+
+def check_given_sizes(given: Sequence[object]) -> None:
+    """Raise PlanError unless ``given`` are counts of samples (whole numbers), or shares (floats) that add up to 1."""
+    shown = f"micro_batches={list(given)}"
+    if not given:
+        raise PlanError(f"{shown}: name the samples, or the share, of at least one micro-batch")
+    if any(isinstance(item, bool) for item in given) or not (_are_counts(given) or _are_all(float, given)):
+        raise PlanError(
+            f"{shown}: give samples of each micro-batch (all whole numbers, such as [2, 2, 4]) or shares (all floats, "
+            "such as [0.25, 0.25, 0.5])"
+        )
+    sizes = cast(GivenSizes, given)
+    for index, item in enumerate(sizes):
+        if not 0 < item < math.inf:
+            raise PlanError(f"{shown}: micro-batch {index} is {item}; every one must be larger than 0")
+    if not _are_counts(given) and abs(math.fsum(sizes) - 1) > _SUM_TOLERANCE:
+        raise PlanError(f"{shown}: the shares add up to {math.fsum(sizes):g}, not to 1")
+
+
+def _are_counts(given: Sequence[object]) -> bool:
+    """Return whether ``given`` are counts of samples, not shares."""
+    return _are_all(numbers.Integral, given)
+
+
+def _are_all(kind: type, given: Sequence[object]) -> bool:
+    return all(isinstance(item, kind) for item in given)
+
+
+def count_samples(given: GivenSizes, samples: int) -> tuple[int, ...]:
+    """Return the samples of each micro-batch of a batch of ``samples``.
+
+    Of shares, their sums times the samples are rounded, so that each is within one sample of its share. Raises
+    PlanError where counts do not add up to ``samples``, or a share is less than a sample.
+    """
+    if _are_counts(given):
+        sizes = tuple(map(int, given))
+        if sum(sizes) != samples:
+            raise PlanError(
+                f"micro_batches={list(given)} add up to {format_samples(sum(sizes))}, but the first batch has "
+                f"{samples}: give sizes that add up to {samples}, or shares (floats that add up to 1)"
+            )
+        return sizes
+    sums = [0.0, *itertools.accumulate(given)]
+    rows = [round(samples * each / sums[-1]) for each in sums]
+    found = tuple(end - first for first, end in itertools.pairwise(rows))
+    if min(found) < 1:
+        index = found.index(0)
+        raise PlanError(
+            f"micro_batches={list(given)}: share {given[index]} of {format_samples(samples)} is no sample for "
+            f"micro-batch {index}: use larger shares, or a larger batch"
+        )
+    return found
+
+
+def _is_list_of(kind: type, items: object) -> bool:
+    return isinstance(items, Sequence) and not isinstance(items, str) and all(isinstance(item, kind) for item in items)
