@@ -159,7 +159,7 @@ def test_a_comparison_says_where_virtual_workers_lose() -> None:
     problem, _ = unlike()
     found = dapple.compare(problem.profile, problem.cluster, global_batch_size=8, planners=["best", "hetpipe"])
     row = found.rows[1]
-    assert (row.planner, row.notation.split(",")[0]) == ("hetpipe", "the plan has virtual workers")
+    assert (row.planner, row.notation.split(",")[0]) == ("hetpipe", "2 virtual workers")
     assert sum(row.parts.values()) == pytest.approx(row.step_seconds)
 
 
