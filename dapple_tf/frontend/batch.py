@@ -11,6 +11,40 @@ import tensorflow as tf
 
 from dapple_tf.errors import BatchError
 
+Key = tuple[str, tuple[tf.TensorSpec, ...]]
+"""The nesting of a batch's arguments, and the specs of its flattened tensors."""
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """A batch of ``size`` samples, with what is derived from it once a step.
+
+    ``arguments``: of the loss. ``tensors``: the flattened arguments. ``key``: equal for batches that can share a trace,
+    with axis 0 unknown.
+    """
+
+    arguments: tuple[Any, ...]
+    tensors: tuple[Any, ...]
+    size: int
+    key: Key
+
+    @staticmethod
+    def of(arguments: Sequence[Any]) -> Batch:
+        """Return the batch of these arguments, without ragged or sparse tensors (see ``composite.as_rows``).
+
+        Raises BatchError for arguments that are not tensors, have no axis 0, are not batched alike, or are empty.
+        """
+        arguments = tuple(arguments)
+        signature = batch_signature(arguments)
+        nesting = repr(tf.nest.map_structure(lambda leaf: None, arguments))
+        return Batch(arguments, tuple(tf.nest.flatten(arguments)), batch_size(arguments), (nesting, signature))
+
+    @property
+    def sized_key(self) -> Key:
+        """The key with the batch size in the specs."""
+        nesting, specs = self.key
+        return nesting, tuple(tf.TensorSpec((self.size, *spec.shape[1:]), spec.dtype) for spec in specs)
+
 
 @dataclass(frozen=True)
 class BatchForm:
@@ -96,21 +130,6 @@ def batch_size(batch: Sequence[Any]) -> int:
     if shape[0] == 0:
         raise BatchError("the batch is empty")
     return int(shape[0])
-
-
-def batch_key(batch: Sequence[Any]) -> tuple[str, tuple[tf.TensorSpec, ...]]:
-    """Return a key that is equal for batches which can share a trace: the arguments' nesting and tensor specs.
-
-    Raises BatchError as ``batch_signature`` does.
-    """
-    return repr(tf.nest.map_structure(lambda leaf: None, tuple(batch))), batch_signature(batch)
-
-
-def sized_key(batch: Sequence[Any]) -> tuple[str, tuple[tf.TensorSpec, ...]]:
-    """Return the key of ``batch_key`` with the batch size in the specs."""
-    nesting, specs = batch_key(batch)
-    size = batch_size(batch)
-    return nesting, tuple(tf.TensorSpec((size, *spec.shape[1:]), spec.dtype) for spec in specs)
 
 
 def batch_signature(batch: Sequence[Any]) -> tuple[tf.TensorSpec, ...]:

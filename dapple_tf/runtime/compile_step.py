@@ -18,8 +18,9 @@ from dapple_tf.backend.program import Program, build_program
 from dapple_tf.compiler import PlannedModel, StepVariant, local_graph
 from dapple_tf.errors import CaptureError, LossError, UsageError, warn_user
 from dapple_tf.exactness import Inexact
-from dapple_tf.frontend.batch import BatchForm, batch_form, batch_key, batch_size, sized_key
+from dapple_tf.frontend.batch import Batch, BatchForm, Key, batch_form
 from dapple_tf.frontend.capture import Captured
+from dapple_tf.frontend.composite import as_rows
 from dapple_tf.frontend.shapes import infer_batch_axes
 from dapple_tf.frontend.trace import report_exactness, trace_batch, trace_uncut
 from dapple_tf.plan import Plan
@@ -37,9 +38,6 @@ MOST_TRACES = 16
 """The number of traces that are kept for one loss; a further one replaces the one whose last use is longest ago."""
 
 _WARN_AT = 3  # warn at the third trace that differs from others only in inner lengths
-
-Key = tuple[str, tuple[tf.TensorSpec, ...]]
-"""The nesting of a batch's arguments, and the specs of its flattened tensors (see ``batch_key``)."""
 
 
 @dataclass
@@ -193,11 +191,11 @@ class CompiledSteps:
             self.started.discard(id(self.programs.pop(program)))
         self.compared.pop(id(dropped), None)
 
-    def find(self, batch: Sequence[Any], *, uncut: bool) -> StagedModel | None:
+    def find(self, batch: Batch, *, uncut: bool) -> StagedModel | None:
         """Return a model that serves ``batch``, or None; ``uncut``: it is run by one micro-batch on one replica."""
-        model = self.models.find(batch_key(batch))
+        model = self.models.find(batch.key)
         if uncut and (model is None or not model.exact_uncut):
-            return self.uncut.find(sized_key(batch))
+            return self.uncut.find(batch.sized_key)
         return model
 
     def all_models(self) -> list[StagedModel]:
@@ -220,7 +218,7 @@ class CompiledSteps:
 
 def compile_step(
     loss_fn: Callable[..., Any],
-    batch: Sequence[Any],
+    batch: Batch,
     optimizer: Any,
     autoplan: Autoplan,
     target: Target,
@@ -232,8 +230,7 @@ def compile_step(
     Every rank of a job must compile the same steps in the same order. Raises UsageError inside a tf.function, and
     subclasses of ValueError for a batch, a loss or a plan that cannot be compiled.
     """
-    check_eager()
-    _, size = batch_key(batch), batch_size(batch)  # the key tells more of what is no batch
+    size = batch.size
     model = _find_model(loss_fn, batch, optimizer, autoplan, target, compiled, uncut=autoplan.runs_uncut(size))
     plan = fit_plan(autoplan.plan, size)
     if plan.uncut and not model.exact_uncut:
@@ -242,12 +239,14 @@ def compile_step(
     planned = PlannedModel(model, plan, size)
     _report_writes(planned, autoplan, compiled)
     _warn_of_documented(planned, autoplan, compiled)
-    return CompiledStep(planned, find_program(planned, target, variant, compiled), batch_form(batch, model.signature))
+    return CompiledStep(
+        planned, find_program(planned, target, variant, compiled), batch_form(batch.arguments, model.signature)
+    )
 
 
 def _find_model(
     loss_fn: Callable[..., Any],
-    batch: Sequence[Any],
+    batch: Batch,
     optimizer: Any,
     autoplan: Autoplan,
     target: Target,
@@ -261,7 +260,7 @@ def _find_model(
     """
     if (known := compiled.find(batch, uncut=uncut)) is not None:
         return known
-    key, size, times = batch_key(batch), batch_size(batch), compiled.times
+    key, size, times = batch.key, batch.size, compiled.times
 
     def trace() -> StagedModel:
         autoplan.check_first_batch(size)
@@ -278,8 +277,8 @@ def _find_model(
             )
         with times.phase("profile"):
             if not autoplan.planned:
-                autoplan.decide(to_plan.captured, to_plan.layers, to_plan.shapes, batch)
-            cuts = autoplan.decide(captured, to_run.layers, to_run.shapes, batch)
+                autoplan.decide(to_plan.captured, to_plan.layers, to_plan.shapes, batch.arguments)
+            cuts = autoplan.decide(captured, to_run.layers, to_run.shapes, batch.arguments)
         with times.phase("differentiate"):
             kinds = {"sparse": autoplan.keeps_slices, "windows": autoplan.window is not None}
             model = stage_model(captured, to_run.layers, cuts.starts, optimizer, cuts.recomputed, **kinds)
@@ -288,7 +287,7 @@ def _find_model(
 
     target.announce("trace the model", size, key[1])
     model = target.run_on_all(trace)
-    compiled.add(sized_key(batch) if model.uncut else key, model)
+    compiled.add(batch.sized_key if model.uncut else key, model)
     _warn_of_untrained(model)
     if note := model.exactness.note:
         times.note(f"{model.graph.name}: {note}")
@@ -297,7 +296,7 @@ def _find_model(
 
 def trace_loss_of(
     function: Callable[..., Any],
-    batch: Sequence[Any],
+    batch: Batch,
     autoplan: Autoplan,
     compiled: CompiledSteps,
     *,
@@ -309,20 +308,22 @@ def trace_loss_of(
     ``uncut``: one micro-batch on one replica may run the batch; a loss that is not exact in micro-batches is then
     traced again, without a rewrite. Raises what ``trace_batch`` raises.
     """
-    key, size, times = batch_key(batch), batch_size(batch), compiled.times
+    key, size, times = batch.key, batch.size, compiled.times
     captured, cut = None, None
     if not (uncut and compiled.models.find(key)):  # else a model of this key needed a trace of its own
         inexact: Inexact = "allow" if uncut else autoplan.inexact
         options = inexact, autoplan.batch_loss, autoplan.batch_norm
         earlier, by_xla = compiled.models.alike(key), compiled.xla is not None
         with times.phase("trace"), contextlib.suppress(CaptureError) if uncut else contextlib.nullcontext():
-            captured = trace_batch(function, batch, size, *options, trains=trains, earlier=earlier, compiled=by_xla)
+            captured = trace_batch(
+                function, batch.arguments, size, *options, trains=trains, earlier=earlier, compiled=by_xla
+            )
     if captured is not None:
         cut = _with_layers(captured, autoplan.micro_batch_size(size), times)
         if not uncut or not captured.needs_uncut:
             return cut, cut
     with times.phase("trace"):
-        captured = trace_uncut(function, batch, size, trains=trains)
+        captured = trace_uncut(function, batch.arguments, size, trains=trains)
     whole = _with_layers(captured, size, times)
     if cut is None:
         return whole, whole
@@ -349,6 +350,12 @@ def compile_for_rows(
     planned = PlannedModel(last.planned.model, plan, samples, local=True)
     _report_writes(planned, autoplan, compiled)
     return CompiledStep(planned, find_program(planned, target, variant, compiled, "local"), last.form)
+
+
+def read_batch(arguments: Sequence[Any]) -> Batch:
+    """Return the batch of these arguments; UsageError inside a tf.function, BatchError for what is no batch."""
+    check_eager()
+    return Batch.of(as_rows(arguments))
 
 
 def check_eager() -> None:

@@ -6,22 +6,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import tensorflow as tf
-
 from dapple_tf.autoplan.autoplan import Autoplan
 from dapple_tf.autoplan.batch_fit import fit_plan
 from dapple_tf.autoplan.forward_plan import without_cuts
 from dapple_tf.backend.build_times import BuildTimes
 from dapple_tf.compiler import PlannedModel, StepVariant
-from dapple_tf.errors import UsageError
 from dapple_tf.exactness import Exactness
-from dapple_tf.frontend.batch import batch_form, batch_key, batch_size, sized_key
+from dapple_tf.frontend.batch import Batch, batch_form
 from dapple_tf.frontend.capture import Captured
-from dapple_tf.frontend.composite import as_rows
 from dapple_tf.frontend.deferred_statistics import trace_statistics
 from dapple_tf.frontend.trace import report_exactness
 from dapple_tf.plan import Plan
-from dapple_tf.runtime.compile_step import CompiledStep, CompiledSteps, Target, find_program, trace_loss_of
+from dapple_tf.runtime.compile_step import CompiledStep, CompiledSteps, Target, find_program, read_batch, trace_loss_of
 from dapple_tf.runtime.exclusive import COMPILING, exclusive
 from dapple_tf.runtime.forked import check_not_forked
 from dapple_tf.runtime.variable_homes import VariableHomes
@@ -67,24 +63,22 @@ class Forward:
         """All that was traced and is still used."""
         return self._compiled.all_models()
 
-    def run(self, batch: Sequence[Any], target: Target) -> Any:
+    def run(self, arguments: Sequence[Any], target: Target) -> Any:
         """Return what the function returns for the whole batch: the loss, or (loss, aux)."""
         check_not_forked()
-        batch = as_rows(batch)
+        batch = read_batch(arguments)
         with COMPILING:
             compiled = self.compile(batch, target)
         variables = compiled.planned.model.variables.values()
         with exclusive(variables), self._compiled.running(compiled):
-            outputs = compiled.program.run(tf.nest.flatten(tuple(batch)))
+            outputs = compiled.program.run(batch.tensors)
         return compiled.planned.model.pack(outputs)
 
-    def compile(self, batch: Sequence[Any], target: Target) -> CompiledStep:
+    def compile(self, batch: Batch, target: Target) -> CompiledStep:
         """Return the program for batches like ``batch``; raises what ``compile_step`` raises."""
-        if not tf.executing_eagerly():
-            raise UsageError("a pipeline runs a whole batch: call it outside of any tf.function")
         if self.autoplan.planned and not self._planned:
             self._compiled, self._plans, self._planned = self._fresh(self._compiled.xla), {}, True
-        _, size = batch_key(batch), batch_size(batch)  # the key tells more of what is no batch
+        size = batch.size
         model = self._find(batch, size, target, uncut=self.autoplan.runs_uncut(size))
         whole = self._plans[id(model)]
         plan = fit_plan(whole, size)
@@ -95,21 +89,20 @@ class Forward:
         target.check_plan(whole, plan, size)
         planned = PlannedModel(model, plan, size)
         program = find_program(planned, target, StepVariant.PLAIN, self._compiled, "forward")
-        return CompiledStep(planned, program, batch_form(batch, model.signature))
+        return CompiledStep(planned, program, batch_form(batch.arguments, model.signature))
 
-    def _find(self, batch: Sequence[Any], size: int, target: Target, *, uncut: bool) -> StagedModel:
+    def _find(self, batch: Batch, size: int, target: Target, *, uncut: bool) -> StagedModel:
         """Return the model for batches like this one, traced if there is none; ``uncut``: see ``compile_step``."""
         model = self._compiled.find(batch, uncut=uncut)
         if model is None:
-            key = batch_key(batch)
-            target.announce("trace the model to run forward", size, key[1])
+            target.announce("trace the model to run forward", size, batch.key[1])
             model, made = target.run_on_all(lambda: self._trace(batch, uncut=uncut))
-            self._compiled.add(sized_key(batch) if model.uncut else key, model)
+            self._compiled.add(batch.sized_key if model.uncut else batch.key, model)
             self._plans = {id(kept): self._plans[id(kept)] for kept in self.models if kept is not model}
             self._plans[id(model)] = made
         return model
 
-    def _trace(self, batch: Sequence[Any], *, uncut: bool) -> tuple[StagedModel, Plan]:
+    def _trace(self, batch: Batch, *, uncut: bool) -> tuple[StagedModel, Plan]:
         autoplan = self.autoplan
         to_cut, traced = trace_loss_of(self.function, batch, autoplan, self._compiled, uncut=uncut, trains=False)
         with self.times.phase("profile"):

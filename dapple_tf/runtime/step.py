@@ -25,11 +25,11 @@ from dapple_tf.distributed.rank_programs import RankTarget
 from dapple_tf.distributed.variable_transfer import gather_arrays, gather_variables
 from dapple_tf.errors import UsageError
 from dapple_tf.exactness import Exactness
-from dapple_tf.frontend.composite import as_rows
+from dapple_tf.frontend.batch import Batch
 from dapple_tf.frontend.optimizers import as_keras_optimizer
 from dapple_tf.memory.report import Report
 from dapple_tf.plan import Plan
-from dapple_tf.runtime.compile_step import CompiledStep, CompiledSteps, LocalTarget, Target, compile_step
+from dapple_tf.runtime.compile_step import CompiledStep, CompiledSteps, LocalTarget, Target, compile_step, read_batch
 from dapple_tf.runtime.exclusive import COMPILING, exclusive
 from dapple_tf.runtime.forked import check_not_forked
 from dapple_tf.runtime.forward import Forward
@@ -190,11 +190,11 @@ class PipelinedStep:
 
     def model(self, batch: Sequence[Any]) -> StagedModel:
         """Return the stages that batches like this one are compiled to, before micro-batches."""
-        return self._compile(batch, StepVariant.PLAIN).planned.model
+        return self._compile(read_batch(batch), StepVariant.PLAIN).planned.model
 
     def build_exposed(self, *batch: Any) -> PlannedModel:
         """Compile the step that ``run_exposed`` runs for batches like this one; return its model and plan."""
-        return self._compile(batch, StepVariant.WITH_GRADIENTS).planned
+        return self._compile(read_batch(batch), StepVariant.WITH_GRADIENTS).planned
 
     def build(self, *batch: Any, record: bool = False) -> None:
         """Make the plan and compile the step for batches like this one, without running it.
@@ -205,7 +205,7 @@ class PipelinedStep:
             with self._lock:
                 self._compile_recorded(batch)
         else:
-            self._compile(batch, self._variant)
+            self._compile(read_batch(batch), self._variant)
 
     # --- training
 
@@ -426,8 +426,8 @@ class PipelinedStep:
     def _prepare(self, batch: Sequence[Any], variant: StepVariant, local: bool) -> tuple[CompiledStep, Sequence[Any]]:
         """Return the compiled step for a batch and its program's inputs; in one process all rows are local."""
         if not local or self._job is None or self._autoplan.window is not None:  # all ranks need whole windows
-            batch = as_rows(batch)
-            return self._compile(batch, variant), tf.nest.flatten(tuple(batch))
+            rows = read_batch(batch)
+            return self._compile(rows, variant), rows.tensors
         check_not_forked()
         with COMPILING:
             self._last, tensors = compile_local(
@@ -435,11 +435,10 @@ class PipelinedStep:
             )
         return self._last, tensors
 
-    def _compile(self, batch: Sequence[Any], variant: StepVariant) -> CompiledStep:
+    def _compile(self, batch: Batch, variant: StepVariant) -> CompiledStep:
         check_not_forked()
         if self._autoplan.window is not None:
             check_window_variant(variant)
-        batch = as_rows(batch)
         with COMPILING:
             self._last = compile_step(
                 self._loss_fn, batch, self._optimizer, self._autoplan, self._target, variant, self._compiled

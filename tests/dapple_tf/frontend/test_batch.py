@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 from dapple_tf.errors import BatchError
-from dapple_tf.frontend.batch import as_arguments, batch_form, batch_key, batch_signature, batch_size
+from dapple_tf.frontend.batch import Batch, as_arguments, batch_form, batch_signature, batch_size
 
 X = np.ones((4, 2), np.float32)
 
@@ -80,8 +80,8 @@ def test_a_batch_without_a_size_is_refused(batch: tuple[Any, ...], message: str)
 
 
 def test_batches_of_other_sizes_share_a_trace() -> None:
-    assert batch_key((X, [X])) == batch_key((X[:3], [X[:3]]))
-    assert batch_key((X,)) == batch_key((tf.constant(X[:3]),))
+    assert Batch.of((X, [X])).key == Batch.of((X[:3], [X[:3]])).key
+    assert Batch.of((X,)).key == Batch.of((tf.constant(X[:3]),)).key
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_batches_of_other_sizes_share_a_trace() -> None:
     ids=["inner shape", "dtype", "count", "list", "dict"],
 )
 def test_batches_of_other_kinds_do_not_share_a_trace(other: tuple[Any, ...]) -> None:
-    assert batch_key((X,)) != batch_key(other)
+    assert Batch.of((X,)).key != Batch.of(other).key
 
 
 # --- batches that have None for what is not needed

@@ -25,6 +25,7 @@ from dapple_tf.runtime.compile_step import (
     LocalTarget,
     compile_for_rows,
     compile_step,
+    read_batch,
 )
 from dapple_tf.staged_model import StagedModel
 from tests.dapple_tf.backend.builders import DEVICES
@@ -66,7 +67,9 @@ class Compiler:
         self.known = CompiledSteps()
 
     def compile(self, *batch: Any, variant: StepVariant = StepVariant.PLAIN) -> CompiledStep:
-        return compile_step(self.loss, batch, self.optimizer, self.autoplan, self.target, variant, self.known)
+        return compile_step(
+            self.loss, read_batch(batch), self.optimizer, self.autoplan, self.target, variant, self.known
+        )
 
 
 def test_batches_of_the_same_size_use_one_program() -> None:

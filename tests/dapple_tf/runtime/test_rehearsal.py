@@ -13,6 +13,7 @@ import tensorflow as tf
 import dapple_tf as dapple
 from dapple_tf.compiler import StepVariant
 from dapple_tf.errors import StepError
+from dapple_tf.frontend.batch import Batch
 from tests.dapple_tf.builders import X, chain, step_of
 
 
@@ -53,7 +54,7 @@ def test_a_recorded_first_step_leaves_what_a_plain_one_leaves_to_the_bit() -> No
 
 def count_runs(step: Any) -> list[str]:
     """Record into the returned list each run of the step's recorded program."""
-    program = step._compile((X,), StepVariant.TIMED).program
+    program = step._compile(Batch.of((X,)), StepVariant.TIMED).program
     runs: list[str] = []
     function = program.function
 
