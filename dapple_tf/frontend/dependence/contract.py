@@ -251,6 +251,9 @@ def _entry_by_entry(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind | l
     if any(kind.axis or kind.slope for kind in found) or not _same_rows(found):
         why = f"applies {node.op}, which mixes the entries of all axes but the first, to a batch on another axis"
         return scope.couple(node, why)
+    ranks = [scope.rank(value) for value, kind in zip(node.inputs, kinds, strict=True) if kind.rows]
+    if node.op == "SoftmaxCrossEntropyWithLogits" and set(ranks) != {2}:
+        return scope.couple(node, "takes a number for each sample as the numbers of classes")
     kind = next((kind for kind in found if kind.outer), found[0])
     if node.op.startswith("FusedBatchNorm"):
         return [kind, *[shared()] * (len(node.outputs) - 1)]

@@ -183,6 +183,14 @@ COUPLED: dict[str, tuple[Compute, str]] = {
         lambda b: tf.nn.softmax_cross_entropy_with_logits(tf.ones([9, 4], tf.float64), tf.ensure_shape(b.z, [9, 4])),
         "with entries of a tensor that all micro-batches share",
     ),
+    "labels that are a number for each sample": (
+        lambda b: (
+            tf.raw_ops.SoftmaxCrossEntropyWithLogits(
+                features=tf.ones([1, 1], tf.float64), labels=tf.nn.softmax(b.z, axis=1)[:, 0]
+            ).loss
+        ),
+        "takes a number for each sample as the numbers of classes",
+    ),
     "systems of equations with constant sides": (
         lambda b: tf.linalg.triangular_solve(tf.ensure_shape(b.z, [9, 4])[:, :1, None], tf.ones([9, 1, 2], tf.float64)),
         "with entries of a tensor that all micro-batches share",
