@@ -138,3 +138,16 @@ def test_an_optimizer_is_taken_out_of_horovods_or_refused_with_the_option() -> N
     ):
         with pytest.raises(PlanError, match=message):
             as_keras_optimizer(hvd.DistributedOptimizer(keras.optimizers.SGD(), **options))
+
+
+@needs_horovod
+def test_a_model_that_is_compiled_with_horovods_optimizer_trains_as_with_the_plain_one() -> None:
+    import horovod.tensorflow.keras as hvd
+
+    hvd.init()
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, kernel_initializer="ones")])
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.25)), "mse")
+    with pytest.warns(DappleWarning, match=r"SGD is taken out of hvd.DistributedOptimizer"):
+        dapple.keras.pipeline(model, stages=1, micro_batches=2)
+    model.fit(np.ones((4, 2), np.float32), np.ones((4, 1), np.float32), batch_size=4, verbose=0)
+    np.testing.assert_allclose(model.layers[0].kernel.numpy(), 0.5)  # 1 - 0.25 * 2 * (2 - 1)
