@@ -195,11 +195,11 @@ class Options:
         default="auto",
         metadata=_about(
             'The schedule by name, the actions of every device, or "auto": a simulator chooses.',
-            more='"gpipe", "dapple-a", "dapple-b", "zb-h1", "zb-h2" (each with ":D=n": memory holds n micro-batches); '
-            '"interleaved-1f1b", "interleaved-zb" and "looped-bfs", whose devices run two stages each (or n, with '
-            '":v=n"); "zb-v", "dualpipe-v" and "hanayo:w=n", whose stages go over the devices and back; "zb-auto", '
-            'searched for; "K=3,2,1", the warm-up of each stage; or actions such as "0F0 0F1 0B0 0B1; 1F0 1B0 1F1 '
-            '1B1".',
+            more='"gpipe", "dapple-a" (or "1f1b"), "dapple-b", "zb-h1", "zb-h2" (each with ":D=n": memory holds n '
+            'micro-batches); "interleaved-1f1b", "interleaved-zb" and "looped-bfs", whose devices run two stages each '
+            '(or n, with ":v=n"); "zb-v", "dualpipe-v" and "hanayo:w=n", whose stages go over the devices and back; '
+            '"zb-auto", searched for; "K=3,2,1", the warm-up of each stage; or actions such as "0F0 0F1 0B0 0B1; 1F0 '
+            '1B0 1F1 1B1".',
             page="schedules.md",
             flag="--schedule",
             check=_check_schedule,

@@ -14,7 +14,7 @@ from graph_passes.schedules.slicer import count_slices, slice_sizes, sliced_1f1b
 Slice = int | str | None
 """The number of micro-batches to slice, "auto" for AutoPipe's Algorithm 2, or None for none."""
 
-SLICED_SCHEDULES = ("auto", "dapple-a", "1f1b-sno")
+SLICED_SCHEDULES = ("auto", "dapple-a", "1f1b", "1f1b-sno")
 """The names of 1F1B, whose start-up the Slicer halves; "auto" means "dapple-a"."""
 
 

@@ -14,7 +14,7 @@ SCHEDULE_OPTION = click.option(
     "--schedule",
     default="auto",
     show_default=True,
-    help="gpipe, dapple-a, dapple-b, zb-h1, zb-h2 (:D=n), interleaved-1f1b, interleaved-zb, looped-bfs, zb-auto "
+    help="gpipe, dapple-a (1f1b), dapple-b, zb-h1, zb-h2 (:D=n), interleaved-1f1b, interleaved-zb, looped-bfs, zb-auto "
     "(:v=n), zb-v, dualpipe-v, hanayo (:w=n), K=3,2,1, auto; the actions, '0F0 0B0; 1F0 1B0', or a file of them.",
     callback=lambda context, parameter, value: read_schedule(value),
 )

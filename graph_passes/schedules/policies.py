@@ -63,7 +63,7 @@ CHUNKED: Mapping[str, ChunkedPolicy] = MappingProxyType(
 NAMES: Mapping[str, str] = MappingProxyType(
     {
         "gpipe": "all forwards, then all backwards",
-        "dapple-a": "1F1B, early backward: K_i = min(S - i, D); the same as 1f1b-sno",
+        "dapple-a": "1F1B, early backward: K_i = min(S - i, D); the same as 1f1b and 1f1b-sno",
         "dapple-b": "K_i = min(2 (S - i) - 1, D), which hides transfers",
         "1f1b-so": "K_i = min(2 (S - i), D)",
         "zb-h1": "zero bubble: weight gradients (W) fill idle time, at the memory of dapple-a",
@@ -85,9 +85,11 @@ NAMES: Mapping[str, str] = MappingProxyType(
 def warm_up(policy: str, stages: int, micro_batches: int, limit: int | None = None) -> tuple[int, ...]:
     """Return K_i of each stage (DAPPLE, section V.C; BaPipe, Table 2, whose stages count from 1).
 
-    ``gpipe``: K_i = M. ``dapple-a``, which is BaPipe's ``1f1b-sno``: K_i = min(S - i, D), and so is ``zb-h1`` (see
-    ``zero_bubble``). ``dapple-b``: K_i = min(2 (S - i) - 1, D), and so is ``zb-h2``. BaPipe's ``1f1b-so`` holds one
-    more: K_i = min(2 (S - i), D). All are at most M. Raises ScheduleError for an unknown policy or a D below 1.
+    ``gpipe``: K_i = M. ``dapple-a``, which is also called ``1f1b``, and ``1f1b-sno`` in BaPipe: K_i = min(S - i, D),
+    and so is ``zb-h1`` (see ``zero_bubble``). ``dapple-b``: K_i = min(2 (S - i) - 1, D), and so is ``zb-h2``. BaPipe's
+    ``1f1b-so`` holds one more: K_i = min(2 (S - i), D). All are at most M.
+
+    Raises ScheduleError for an unknown policy or a D below 1.
     """
     if limit is not None and limit < 1:
         raise ScheduleError(f"D={limit}: a stage must hold at least one micro-batch")
@@ -97,15 +99,16 @@ def warm_up(policy: str, stages: int, micro_batches: int, limit: int | None = No
             if bound < micro_batches:
                 raise ScheduleError(f"gpipe holds all M={micro_batches} micro-batches, but D={limit}: use dapple-a")
             return (micro_batches,) * stages
-        case "dapple-a" | "1f1b-sno" | "zb-h1":
+        case "dapple-a" | "1f1b" | "1f1b-sno" | "zb-h1":
             return tuple(min(stages - i, bound) for i in range(stages))
         case "dapple-b" | "zb-h2":
             return tuple(min(2 * (stages - i) - 1, bound) for i in range(stages))
         case "1f1b-so":
             return tuple(min(2 * (stages - i), bound) for i in range(stages))
     raise ScheduleError(
-        f"no schedule is called {policy[:200]!r}; there are gpipe, dapple-a, dapple-b, zb-h1, zb-h2, 1f1b-sno, 1f1b-so "
-        f"(and :D=n), {', '.join(map(_form, CHUNKED))}, K=3,2,1, and the actions of every worker: 0F0 0B0; 1F0 1B0"
+        f"no schedule is called {policy[:200]!r}; there are gpipe, dapple-a (1f1b), dapple-b, zb-h1, zb-h2, 1f1b-sno, "
+        f"1f1b-so (and :D=n), {', '.join(map(_form, CHUNKED))}, K=3,2,1, and the actions of every worker: 0F0 0B0; "
+        "1F0 1B0"
     )
 
 

@@ -146,6 +146,7 @@ def test_the_schedule_of_sliced_micro_batches_is_not_to_be_chosen() -> None:
     sliced = Options(stages=3, slice=1)
     assert (sliced.schedule, sliced.schedule_name, sliced.schedule_is_auto) == ("auto", "dapple-a", False)
     assert dataclasses.replace(sliced, slice=None).schedule_is_auto
+    assert Options(stages=3, slice=1, schedule="1f1b").schedule_name == "1f1b"
     assert Options(stages=3, slice=1, schedule="1f1b-sno").schedule_name == "1f1b-sno"
 
 

@@ -198,6 +198,7 @@ def test_a_table_parses_to_its_schedule(name: str, stages: int, micro_batches: i
         ("dapple-b", 4, 16, 4, (4, 4, 3, 1)),
         ("dapple-b", 4, 6, None, (6, 5, 3, 1)),
         ("dapple-b", 1, 8, None, (1,)),
+        ("1f1b", 3, 8, None, (3, 2, 1)),
         ("1f1b-sno", 3, 8, None, (3, 2, 1)),  # BaPipe, Fig. 6 (a)
         ("1f1b-so", 3, 8, None, (6, 4, 2)),  # and (b): twice the warm-up
         ("1f1b-so", 3, 8, 5, (5, 4, 2)),
@@ -296,8 +297,8 @@ def test_a_schedule_prints_and_parses(name: str, shape: tuple[int, int]) -> None
             "dapple-c",
             2,
             2,
-            "no schedule is called 'dapple-c'; there are gpipe, dapple-a, dapple-b, zb-h1, zb-h2, 1f1b-sno, 1f1b-so "
-            "(and :D=n), interleaved-1f1b:v=2, interleaved-zb:v=2, looped-bfs:v=2, zb-v, dualpipe-v, hanayo:w=1, "
+            "no schedule is called 'dapple-c'; there are gpipe, dapple-a (1f1b), dapple-b, zb-h1, zb-h2, 1f1b-sno, "
+            "1f1b-so (and :D=n), interleaved-1f1b:v=2, interleaved-zb:v=2, looped-bfs:v=2, zb-v, dualpipe-v, hanayo:w=1, "
             "zb-auto:v=1, K=3,2,1, and the actions of every worker: 0F0 0B0; "
             "1F0 1B0",
         ),
