@@ -298,8 +298,8 @@ def test_a_schedule_prints_and_parses(name: str, shape: tuple[int, int]) -> None
             2,
             2,
             "no schedule is called 'dapple-c'; there are gpipe, dapple-a (1f1b), dapple-b, zb-h1, zb-h2, 1f1b-sno, "
-            "1f1b-so (and :D=n), interleaved-1f1b:v=2, interleaved-zb:v=2, looped-bfs:v=2, zb-v, dualpipe-v, hanayo:w=1, "
-            "zb-auto:v=1, K=3,2,1, and the actions of every worker: 0F0 0B0; "
+            "1f1b-so (and :D=n), interleaved-1f1b:v=2, interleaved-zb:v=2, looped-bfs:v=2, zb-v, dualpipe-v, "
+            "hanayo:w=1, zb-auto:v=1, K=3,2,1, and the actions of every worker: 0F0 0B0; "
             "1F0 1B0",
         ),
         ("K=2,1", 3, 4, "K=2,1 gives K of 2 stages, but there are 3"),
