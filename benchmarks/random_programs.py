@@ -27,7 +27,7 @@ from benchmarks.op_programs.applications import apply_op
 from benchmarks.op_programs.check import SAMPLES, Found, Outcome, check
 from benchmarks.op_programs.program import as_float, make_batch
 from benchmarks.op_programs.sources import FEATURES, SEED, Choices, Pool
-from dapple_tf.errors import CaptureError, DappleWarning, ExactnessError
+from dapple_tf.errors import CaptureError, DappleWarning, ExactnessError, LossError
 from dapple_tf.frontend.dependence.census import OpClass, classify_op
 
 SEEDS, PROGRAMS, PIPELINES = 1, 10_000, 100
@@ -185,23 +185,32 @@ _ENDS: Sequence[Callable[[Pool, Any, Any], Any]] = (
 
 def verify_pipeline(program: Composition, micro_batches: int) -> Found:
     """Return whether a pipeline of the program equals one device, by ``dapple.verify``."""
-    loss_fn, _ = program.loss()
-    batch = make_batch(6)
+    batch = make_batch(SAMPLES)
+    specs = [tf.TensorSpec([None, *part.shape[1:]], part.dtype) for part in batch]
+    # One trace for the pipeline and for one device: with known shapes other ops would fit, and the program be another.
+    loss_fn, variables = program.loss()
+    loss_fn = tf.function(loss_fn, autograph=False, input_signature=specs)
+
+    def differentiate(*arguments: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = loss_fn(*arguments)
+        return tape.gradient(loss, variables, unconnected_gradients="zero")
+
     try:
-        tf.function(loss_fn, autograph=False).get_concrete_function(*batch)
+        tf.function(differentiate, autograph=False)(*batch)
     except _FAILURES as error:
         return Found(Outcome.INVALID, str(error)[:200])
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DappleWarning)
             report = dapple.verify(
-                tf.function(program.loss()[0], autograph=False),
+                loss_fn,
                 batch=batch,
                 optimizer=keras.optimizers.SGD(0.01),
                 stages=["last"],
                 micro_batches=micro_batches,
             )
-    except (ExactnessError, CaptureError) as error:
+    except (ExactnessError, CaptureError, LossError) as error:
         return Found(Outcome.REFUSED, " ".join(str(error).split()))
     except Exception as error:  # whatever it is, it is a fault to report
         return Found(Outcome.ERROR, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
