@@ -71,11 +71,11 @@ class PlannedModel:
         if self.plan.uncut:
             return Exactness()  # ``compile_step`` takes a model that is exact then
         if self.plan.window is not None and self.plan.window.in_turn:
-            found = self.model.exactness.of_minibatches  # each minibatch runs uncut on one replica
-            return Exactness(found.reasons, windows=True, tried=self.model.exactness.tried)
+            found = self.model.interface.exactness.of_minibatches  # each minibatch runs uncut on one replica
+            return Exactness(found.reasons, windows=True, tried=self.model.interface.exactness.tried)
         many, replicas = self.plan.micro_batches > 1, self.plan.replicas
-        writes = (reason for stage, reason in self.model.backward_writes if many or replicas[stage] > 1)
-        own = self.model.exactness
+        writes = (reason for stage, reason in self.model.for_passes.backward_writes if many or replicas[stage] > 1)
+        own = self.model.interface.exactness
         return Exactness((*own.reasons, *writes), windows=self.plan.window is not None, tried=own.tried)
 
     def same(self, other: PlannedModel) -> bool:
@@ -98,6 +98,7 @@ class StepVariant(Enum):
 
 def passes(model: StagedModel, plan: Plan, devices: Sequence[str], home: str, variant: StepVariant) -> tuple[Pass, ...]:
     """Return the passes of ``plan`` in order; the comments say what each needs. See ``pipeline_graph``."""
+    interface, facts = model.interface, model.for_passes
     placed = _place_stages(plan, devices)
     if not model.trains:
         return _forward_passes(model, plan, placed, home)
@@ -105,27 +106,33 @@ def passes(model: StagedModel, plan: Plan, devices: Sequence[str], home: str, va
         return window_passes(model, plan, placed, home, variant)
     schedule = build_schedule(plan.schedule, len(plan.stages), plan.micro_batches)
     check_workers(plan)
-    if model.frontier:
+    if facts.frontier:
         check_forwards_first(schedule)
     order: list[Pass] = [
-        *([Recompute(model.runs)] if any(model.runs) else []),  # changes what stages take; what it adds can be split
-        *([LookUpRows(model.lookups)] if model.lookups else []),  # in what Recompute repeats too
+        *([Recompute(facts.runs)] if any(facts.runs) else []),  # changes what stages take; what it adds can be split
+        *([LookUpRows(facts.lookups)] if facts.lookups else []),  # in what Recompute repeats too
         *(
             [SplitWeights(schedule.split, plan.micro_batches)] if schedule.split else []
         ),  # rewrites stage functions; their calls come next
         # calls of stages exist from here on
         Microbatch(
-            model.stages, plan.micro_batches, model.merges, model.loss, model.frontier, schedule.split, plan.sizes
+            model.stages,
+            plan.micro_batches,
+            interface.merges,
+            interface.loss,
+            facts.frontier,
+            schedule.split,
+            plan.sizes,
         ),
-        SplitConcat(plan.replicas, model.shared, plan.shares),  # before anything that has one node a replica
+        SplitConcat(plan.replicas, facts.shared, plan.shares),  # before anything that has one node a replica
         *([SendTogether(schedule)] if schedule.together else []),  # needs the tensors of every replica
         CopyVariables(),  # needs the replicas
         Accumulate(),  # needs every replica's backward, and its weights' part
         *([Overlap()] if plan.overlap else []),  # cuts the sums that AllReduce will take
         AllReduce(),  # needs every replica's sum
-        *([RoundGradients(model.narrow)] if _sums_gradients(plan) and model.narrow else []),  # the complete sums
-        *([GatherSlices(model.sparse)] if model.sparse else []),  # needs every replica's backward, and weights' part
-        *([WriteStatistics()] if model.statistics else []),  # needs every replica's forward; AllReduce takes other sums
+        *([RoundGradients(facts.narrow)] if _sums_gradients(plan) and facts.narrow else []),  # the complete sums
+        *([GatherSlices(facts.sparse)] if facts.sparse else []),  # needs every replica's backward, and weights' part
+        *([WriteStatistics()] if facts.statistics else []),  # needs every replica's forward; AllReduce takes other sums
         Order(schedule),  # needs all calls; before timing, which repeats its edges
     ]
     if model.updates is not None:
@@ -133,7 +140,7 @@ def passes(model: StagedModel, plan: Plan, devices: Sequence[str], home: str, va
     if variant is StepVariant.WITH_GRADIENTS:
         order.append(ExposeGradients())  # needs what AllReduce left
     if variant is StepVariant.CHECKED:
-        order.append(CheckNumerics(gradients=not model.skips))  # needs what AllReduce left, and the loss
+        order.append(CheckNumerics(gradients=not facts.skips))  # needs what AllReduce left, and the loss
     if variant is StepVariant.TIMED:
         order.append(Instrument())  # last of the rewrites: stamps what the others made
     order += [Place(placed, home), VerifyPipeline(schedule)]
@@ -144,6 +151,7 @@ def window_passes(
     model: StagedModel, plan: Plan, placed: tuple[tuple[str, ...], ...], home: str, variant: StepVariant
 ) -> tuple[Pass, ...]:
     """Return the passes of asynchronous windows in order; they repeat the graph of one minibatch."""
+    interface, facts = model.interface, model.for_passes
     check_window_model(model, plan)
     versions = plan.versions
     window, trained = versions.window, frozenset(model.trained)
@@ -151,14 +159,14 @@ def window_passes(
     # The next minibatches have written these before a minibatch's backward re-computes its forward.
     written = find_variables(model.graph).once
     return (
-        *([Recompute(model.runs, written)] if any(model.runs) else []),
-        *([LookUpRows(model.lookups)] if model.lookups else []),
-        Microbatch(model.stages, window.micro_batches, model.merges, model.loss),  # the calls of one minibatch
-        *([] if window.in_turn else [SplitConcat(plan.replicas, model.shared, plan.shares)]),
+        *([Recompute(facts.runs, written)] if any(facts.runs) else []),
+        *([LookUpRows(facts.lookups)] if facts.lookups else []),
+        Microbatch(model.stages, window.micro_batches, interface.merges, interface.loss),  # the calls of one minibatch
+        *([] if window.in_turn else [SplitConcat(plan.replicas, facts.shared, plan.shares)]),
         Accumulate(),  # needs every backward; its sums are repeated too
-        RepeatMinibatches(window, model.merges),  # gives calls their replicas, where these take minibatches in turn
+        RepeatMinibatches(window, interface.merges),  # gives calls their replicas, where these take minibatches in turn
         CopyVariables(trained),  # needs the replicas of all minibatches
-        GroupGradients(window, model.sparse),  # needs the sums of all minibatches
+        GroupGradients(window, facts.sparse),  # needs the sums of all minibatches
         UpdateGroups(window, model.updates, model.counter),  # needs complete gradients, and commits
         UseVersions(versions, trained),  # needs the updates, between which versions are stored
         OrderWindow(versions),  # needs all calls and updates; before timing, which repeats its edges
@@ -175,12 +183,20 @@ def _sums_gradients(plan: Plan) -> bool:
 
 def _forward_passes(model: StagedModel, plan: Plan, placed: tuple[tuple[str, ...], ...], home: str) -> tuple[Pass, ...]:
     """Return the passes of a model that only runs forward, whatever the plan's schedule of training is."""
+    interface, facts = model.interface, model.for_passes
     schedule = forward_only(plan.worker_map, plan.micro_batches)
     return (
-        Microbatch(model.stages, plan.micro_batches, model.merges, model.loss, model.frontier, sizes=plan.sizes),
-        SplitConcat(plan.replicas, model.shared, plan.shares),
+        Microbatch(
+            model.stages,
+            plan.micro_batches,
+            interface.merges,
+            interface.loss,
+            facts.frontier,
+            sizes=plan.sizes,
+        ),
+        SplitConcat(plan.replicas, facts.shared, plan.shares),
         CopyVariables(),
-        *([WriteStatistics()] if model.statistics else []),
+        *([WriteStatistics()] if facts.statistics else []),
         Order(schedule),
         Place(placed, home),
         VerifyPipeline(schedule),

@@ -39,33 +39,78 @@ from graph_passes.passes.tail_function import build_tail
 
 
 @dataclass(frozen=True)
+class Interface:
+    """What a staged model takes and returns.
+
+    ``signature``: the specs of the batch's flattened tensors, with axis 0 and perhaps inner lengths unknown.
+    ``example``: the same with the inner lengths of the batch for which it was traced. ``aux``: the nesting of the aux
+    outputs, None where the loss has no aux; ``merges``: how each is put together from those of the micro-batches.
+    ``loss``: whether the loss is the mean or the sum of the micro-batches'. ``exactness``: why a step differs from one
+    device's. ``uncut``: whether the model is only for steps of one micro-batch on one replica (see
+    ``BatchDependence``). ``serves``: whether it serves other lengths (see ``Captured``).
+    """
+
+    signature: tuple[tf.TensorSpec, ...]
+    example: tuple[tf.TensorSpec, ...]
+    aux: Any
+    merges: tuple[MergeKind, ...]
+    loss: Literal["mean", "sum"]
+    exactness: Exactness
+    uncut: bool
+    serves: Serves | None
+
+    @staticmethod
+    def of(captured: Captured) -> Interface:
+        """Return the interface of a captured loss."""
+        dependence = captured.dependence
+        return Interface(
+            signature=captured.signature,
+            example=captured.example,
+            aux=captured.aux,
+            merges=_merge_kinds(captured),
+            loss="mean" if dependence is None else dependence.loss,
+            exactness=Exactness() if dependence is None else dependence.exactness,
+            uncut=captured.uncut,
+            serves=captured.serves,
+        )
+
+
+@dataclass(frozen=True)
+class ForPasses:
+    """What the passes are told about a staged model beside its graph.
+
+    ``shared``: the boundary tensors that do not depend on the batch (see ``SplitConcat``). ``runs``: the nodes of each
+    stage to re-compute (see ``Recompute``). ``frontier``: the tensors that the tail takes, empty where there is none
+    (see ``batch_loss``). ``statistics``: whether moving statistics are written from sums (see ``WriteStatistics``).
+    ``sparse``: the uses of variables whose gradients are sparse (see ``GatherSlices``), and ``lookups``, their ops (see
+    ``LookUpRows``). ``narrow``: the gradients to round (see ``RoundGradients``). ``skips``: whether the optimizer
+    itself skips steps whose gradients are not finite. ``backward_writes``: the stages whose backward writes variables,
+    each with the reason why that is inexact with several micro-batches or replicas.
+    """
+
+    shared: frozenset[str]
+    runs: tuple[tuple[frozenset[str], ...], ...]
+    frontier: tuple[TailInput, ...]
+    statistics: bool
+    sparse: tuple[SparsePart, ...] = ()
+    lookups: frozenset[str] = frozenset()
+    narrow: tuple[Narrow, ...] = ()
+    skips: bool = False
+    backward_writes: tuple[tuple[int, Inexactness], ...] = ()
+
+
+@dataclass(frozen=True)
 class StagedModel:
     """A loss cut into stages and differentiated: everything that does not depend on micro-batches or replicas.
 
-    Graph: ``graph`` holds the input nodes and the stage functions of ``stages`` stages; ``library`` the serialised
-    functions that their ops call; ``constants`` the tensors from outside of the functions, by node. ``updates``: the
-    optimizer's update cut into stages, and ``global_clipnorm`` its option; both None without an optimizer.
-
-    Interface: ``signature``, the specs of the batch's flattened tensors, with axis 0 and perhaps inner lengths unknown,
-    and ``example``, the same with the inner lengths of the batch for which it was traced; ``serves``, whether it serves
-    other lengths (see ``Captured``); ``aux``, the nesting of the
-    aux outputs (None where the loss has no aux), and ``merges``, how each is put together from the micro-batches';
-    ``loss``, whether the loss is the mean or the sum of the micro-batches'; ``exactness``, why a step differs from one
-    device's; ``uncut``, whether the model is only for steps of one micro-batch on one replica (see
-    ``BatchDependence``).
+    ``graph`` holds the input nodes and the stage functions of ``stages`` stages; ``library`` the serialised functions
+    that their ops call; ``constants`` the tensors from outside of the functions, by node. ``updates``: the optimizer's
+    update cut into stages, ``global_clipnorm`` its option, and ``counter`` the name of its step counter; None, None and
+    "" without an optimizer.
 
     Variables, by name: ``variables``, the model's and the optimizer's; ``model_variables``. ``trained``: names of the
     trained variables; ``trained_objects``: the same as the optimizer knows them; ``untrained``: names of trainable
-    variables that no gradient reaches.
-
-    For passes: ``shared``, the boundary tensors that do not depend on the batch (see ``SplitConcat``); ``sparse``, the
-    uses of variables whose gradients are sparse (see ``GatherSlices``), and ``lookups``, their ops (see
-    ``LookUpRows``); ``runs``, the nodes of each stage to re-compute (see ``Recompute``); ``frontier``, the tensors that
-    the tail takes, empty where there is none (see ``batch_loss``); ``statistics``, whether moving statistics are
-    written from sums (see ``WriteStatistics``); ``narrow``, the gradients to round (see ``RoundGradients``). ``skips``:
-    whether the optimizer itself skips steps whose gradients are not finite. ``stateful``: see ``Captured``.
-    ``counter``: the name of the optimizer's step counter. ``backward_writes``: the stages whose backward writes
-    variables, each with the reason why that is inexact with several micro-batches or replicas.
+    variables that no gradient reaches. ``stateful``: see ``Captured``.
 
     ``traces``: the FuncGraphs of the loss, of statistics, and of the optimizer's functions. TensorFlow removes
     functions that are nested in a trace (bodies of If and While) once the trace is garbage, and stage functions still
@@ -74,12 +119,8 @@ class StagedModel:
 
     graph: Graph
     stages: int
-    signature: tuple[tf.TensorSpec, ...]
-    example: tuple[tf.TensorSpec, ...]
-    merges: tuple[MergeKind, ...]
-    loss: Literal["mean", "sum"]
-    exactness: Exactness
-    aux: Any
+    interface: Interface
+    for_passes: ForPasses
     updates: Updates | None
     global_clipnorm: float | None
     variables: Mapping[str, tf.Variable]
@@ -90,24 +131,13 @@ class StagedModel:
     trained_objects: tuple[Any, ...]
     untrained: tuple[str, ...]
     stateful: bool
-    shared: frozenset[str]
-    sparse: tuple[SparsePart, ...]
-    lookups: frozenset[str]
-    runs: tuple[tuple[frozenset[str], ...], ...]
-    frontier: tuple[TailInput, ...]
-    statistics: bool
     traces: tuple[Any, ...]
-    serves: Serves | None = None
-    uncut: bool = False
-    narrow: tuple[Narrow, ...] = ()
-    skips: bool = False
     counter: str = ""
-    backward_writes: tuple[tuple[int, Inexactness], ...] = ()
 
     @property
     def exact_uncut(self) -> bool:
         """Whether a step of one micro-batch on one replica equals one device's."""
-        return self.uncut or self.exactness.exact_uncut
+        return self.interface.uncut or self.interface.exactness.exact_uncut
 
     @property
     def joins(self) -> bool:
@@ -121,7 +151,8 @@ class StagedModel:
 
     def pack(self, outputs: Sequence[Any]) -> Any:
         """Return what the user's function would return: the loss, or (loss, aux)."""
-        return outputs[0] if self.aux is None else (outputs[0], tf.nest.pack_sequence_as(self.aux, outputs[1:]))
+        aux = self.interface.aux
+        return outputs[0] if aux is None else (outputs[0], tf.nest.pack_sequence_as(aux, outputs[1:]))
 
 
 def stage_model(
@@ -170,14 +201,18 @@ def stage_model(
     return StagedModel(
         graph=graph,
         stages=len(stages.stages),
-        signature=captured.signature,
-        example=captured.example,
-        serves=captured.serves,
-        uncut=captured.uncut,
-        merges=merge_kinds(captured),
-        loss="mean" if captured.dependence is None else captured.dependence.loss,
-        exactness=Exactness() if captured.dependence is None else captured.dependence.exactness,
-        aux=captured.aux,
+        interface=Interface.of(captured),
+        for_passes=ForPasses(
+            shared=frozenset(map(str, stages.shared)),
+            runs=tuple(_recomputed_nodes(layers, stage, recompute) for stage in stages.stages),
+            frontier=stages.frontier,
+            statistics=bool(statistics.functions),
+            sparse=sparse_parts(gradients),
+            lookups=frozenset(use.lookup for stage in gradients for use in stage.slices),
+            narrow=find_narrow(joint, gradients[: len(stages.stages)]),
+            skips=isinstance(optimizer, keras.optimizers.LossScaleOptimizer),
+            backward_writes=writes,
+        ),
         updates=None if update is None else cut_updates(update.graph, owner),
         global_clipnorm=None if update is None else update.global_clipnorm,
         variables=dict(captured.variables) if update is None else update.variables,
@@ -191,26 +226,17 @@ def stage_model(
         trained_objects=() if update is None else update.trained,
         untrained=tuple(name for name in captured.trainable if name not in reached),
         stateful=captured.stateful,
-        shared=frozenset(map(str, stages.shared)),
-        sparse=sparse_parts(gradients),
-        lookups=frozenset(use.lookup for stage in gradients for use in stage.slices),
-        frontier=stages.frontier,
-        statistics=bool(statistics.functions),
-        runs=tuple(_recomputed_nodes(layers, stage, recompute) for stage in stages.stages),
         traces=(
             captured.func_graph,
             *statistics.traces,
             *([] if update is None else [update.func_graph]),
             *([] if scale is None else [scale.func_graph]),
         ),
-        narrow=find_narrow(joint, gradients[: len(stages.stages)]),
-        skips=isinstance(optimizer, keras.optimizers.LossScaleOptimizer),
         counter="" if update is None else update.counter,
-        backward_writes=writes,
     )
 
 
-def merge_kinds(captured: Captured) -> tuple[MergeKind, ...]:
+def _merge_kinds(captured: Captured) -> tuple[MergeKind, ...]:
     """Return how to merge each aux output over the micro-batches; by its type where the analysis does not say it."""
     outputs = captured.graph.outputs[1:]
     found = (None,) * len(outputs) if captured.dependence is None else captured.dependence.aux

@@ -91,7 +91,12 @@ def build_program(
     bindings = StepVariables(graph, model.variables, buffers)
     compiled = {} if choose is None else choose(graph, bindings, graph.functions)
     operations = Operations(graph, bindings, model.constants, model.library, inline, compiled=compiled)
-    return Program(graph, emit(graph, model.signature, operations), operations, (whole_batch(len(model.signature)),))
+    return Program(
+        graph,
+        emit(graph, model.interface.signature, operations),
+        operations,
+        (whole_batch(len(model.interface.signature)),),
+    )
 
 
 def build_rank_program(
@@ -114,7 +119,10 @@ def build_rank_program(
     operations = Operations(
         graph, bindings, model.constants, model.library, inline=False, ranks=ranks, compiled=compiled(bindings)
     )
-    signature = (*model.signature, *([tf.TensorSpec((), tf.int64)] if BATCH_SIZE_NAME in graph.inputs else []))
+    signature = (
+        *model.interface.signature,
+        *([tf.TensorSpec((), tf.int64)] if BATCH_SIZE_NAME in graph.inputs else []),
+    )
     return Program(graph, emit(graph, signature, operations), operations, inputs, replayable=False)
 
 

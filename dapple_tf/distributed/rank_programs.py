@@ -147,7 +147,7 @@ class RankTarget:
             {
                 "TensorFlow version": tf.__version__,
                 "plan": plan,
-                "shapes and dtypes of the batch": model.signature,
+                "shapes and dtypes of the batch": model.interface.signature,
                 "variables": [(name, v.dtype.name, tuple(v.shape)) for name, v in model.variables.items()],
             }
         )
@@ -189,7 +189,7 @@ class RankTarget:
             needs=needs,
             settings=self._settings,
             number=progress.programs,
-            batch_types=_describe_types(model.signature),
+            batch_types=_describe_types(model.interface.signature),
         )
 
     def _make_collectives(self, graphs: Sequence[Graph]) -> Collectives:

@@ -108,7 +108,7 @@ def _predict_window_memory(planned: PlannedModel, ranks: bool) -> tuple[StageMem
     functions = [
         {kind: bytes_of[f.name] for kind, f in stage_functions(graph, stage).items()} for stage in range(model.stages)
     ]
-    slices = _find_slices(functions, model.sparse, variables, window.micro_batches, window.replicas)
+    slices = _find_slices(functions, model.for_passes.sparse, variables, window.micro_batches, window.replicas)
     found = []
     for stage, own in enumerate(functions):
         memory = _predict_stage(
@@ -156,7 +156,9 @@ def predict_memory(
     functions = [
         {kind: bytes_of[f.name] for kind, f in stage_functions(graph, stage).items()} for stage in range(len(replicas))
     ]
-    slices = _find_slices(list(map(_one_backward, functions)), model.sparse, variables, micro_batches, replicas)
+    slices = _find_slices(
+        list(map(_one_backward, functions)), model.for_passes.sparse, variables, micro_batches, replicas
+    )
     stages = [
         _predict_stage(
             stage,
@@ -171,7 +173,7 @@ def predict_memory(
         )
         for stage, own in enumerate(functions)
     ]
-    if model.frontier:
+    if model.for_passes.frontier:
         stages[-1] = _with_tail(stages[-1], graph.function(at(len(replicas) - 1, what=OpName.TAIL)), batch_size)
     return tuple(stages)
 

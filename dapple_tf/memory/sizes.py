@@ -69,7 +69,7 @@ def connect_functions(graph: Graph, model: StagedModel, samples: Sequence[int]) 
 
     They are connected as the pipeline connects them. Raises ValueError where TensorFlow refuses the number of samples.
     """
-    inference = _ShapeInference(model, dict(zip(model.graph.inputs, model.example, strict=True)), samples)
+    inference = _ShapeInference(model, dict(zip(model.graph.inputs, model.interface.example, strict=True)), samples)
     for stage, function in _in_order(graph, len(samples)):
         inputs, shapes = inference.add(stage, function)
         yield stage, function, inputs, shapes

@@ -72,7 +72,7 @@ class TracedShapes:
 
         Warn once where many lengths have been traced.
         """
-        self._models[key[0], model.signature] = model
+        self._models[key[0], model.interface.signature] = model
         dropped = self._models.pop(next(iter(self._models))) if len(self._models) > MOST_TRACES else None
         alike = [kept for kept in self._models if _is_alike(kept, key)]
         if len(alike) >= _WARN_AT and not self._warned:
@@ -85,7 +85,7 @@ def _serves(kept: Key, model: StagedModel, key: Key) -> bool:
     fits = [a.dtype == b.dtype and a.shape.is_compatible_with(b.shape) for a, b in zip(kept[1], key[1], strict=False)]
     if kept[0] != key[0] or len(kept[1]) != len(key[1]) or not all(fits):
         return False
-    return model.serves is None or model.serves(key[1])
+    return model.interface.serves is None or model.interface.serves(key[1])
 
 
 def _is_alike(kept: Key, key: Key) -> bool:
@@ -186,7 +186,7 @@ class CompiledSteps:
 
     def add(self, key: Key, model: StagedModel) -> None:
         """Keep a new trace for batches of this key; drop the programs of one that is dropped for it."""
-        dropped = (self.uncut if model.uncut else self.models).add(key, model)
+        dropped = (self.uncut if model.interface.uncut else self.models).add(key, model)
         for program in [program for program in self.programs if program[0][0] == id(dropped)]:
             self.started.discard(id(self.programs.pop(program)))
         self.compared.pop(id(dropped), None)
@@ -240,7 +240,9 @@ def compile_step(
     _report_writes(planned, autoplan, compiled)
     _warn_of_documented(planned, autoplan, compiled)
     return CompiledStep(
-        planned, find_program(planned, target, variant, compiled), batch_form(batch.arguments, model.signature)
+        planned,
+        find_program(planned, target, variant, compiled),
+        batch_form(batch.arguments, model.interface.signature),
     )
 
 
@@ -287,9 +289,9 @@ def _find_model(
 
     target.announce("trace the model", size, key[1])
     model = target.run_on_all(trace)
-    compiled.add(batch.sized_key if model.uncut else key, model)
+    compiled.add(batch.sized_key if model.interface.uncut else key, model)
     _warn_of_untrained(model)
-    if note := model.exactness.note:
+    if note := model.interface.exactness.note:
         times.note(f"{model.graph.name}: {note}")
     return model
 
@@ -376,7 +378,7 @@ def find_program(
     if key not in compiled.programs:
         words = ", ".join([*kinds, *([] if variant is StepVariant.PLAIN else [str(variant.value)])])
         extra = f" ({words})" if words else ""
-        target.announce(f"build another program{extra}", planned.batch_size, model.signature)
+        target.announce(f"build another program{extra}", planned.batch_size, model.interface.signature)
         with exclusive(model.variables.values()):  # they move to the devices of their stages
             compiled.homes.return_to_stages(model.variables.values())
             compiled.homes.remember(model.variables.values())
@@ -394,8 +396,8 @@ def _plan_key(planned: PlannedModel) -> _PlanKey:
 def _report_writes(planned: PlannedModel, autoplan: Autoplan, compiled: CompiledSteps) -> None:
     """React to writes in backward that this plan repeats: refuse them, or warn once for each M and replicas."""
     model = planned.model
-    if model.backward_writes and not any(key[0] == _plan_key(planned) for key in compiled.programs):
-        writes = planned.exactness.reasons[len(model.exactness.reasons) :]
+    if model.for_passes.backward_writes and not any(key[0] == _plan_key(planned) for key in compiled.programs):
+        writes = planned.exactness.reasons[len(model.interface.exactness.reasons) :]
         report_exactness(model.graph.name, writes, autoplan.inexact)
 
 

@@ -11,7 +11,6 @@ from dapple_tf.autoplan.batch_fit import fit_plan
 from dapple_tf.autoplan.forward_plan import without_cuts
 from dapple_tf.backend.build_times import BuildTimes
 from dapple_tf.compiler import PlannedModel, StepVariant
-from dapple_tf.exactness import Exactness
 from dapple_tf.frontend.batch import Batch, batch_form
 from dapple_tf.frontend.capture import Captured
 from dapple_tf.frontend.deferred_statistics import trace_statistics
@@ -21,7 +20,7 @@ from dapple_tf.runtime.compile_step import CompiledStep, CompiledSteps, Target, 
 from dapple_tf.runtime.exclusive import COMPILING, exclusive
 from dapple_tf.runtime.forked import check_not_forked
 from dapple_tf.runtime.variable_homes import VariableHomes
-from dapple_tf.staged_model import StagedModel, merge_kinds, stage_graph
+from dapple_tf.staged_model import ForPasses, Interface, StagedModel, stage_graph
 from dapple_tf.xla.choice import Xla, make_xla
 from graph_passes.analysis.layers import Layers
 from graph_passes.analysis.variable_use import find_variables
@@ -89,7 +88,7 @@ class Forward:
         target.check_plan(whole, plan, size)
         planned = PlannedModel(model, plan, size)
         program = find_program(planned, target, StepVariant.PLAIN, self._compiled, "forward")
-        return CompiledStep(planned, program, batch_form(batch.arguments, model.signature))
+        return CompiledStep(planned, program, batch_form(batch.arguments, model.interface.signature))
 
     def _find(self, batch: Batch, size: int, target: Target, *, uncut: bool) -> StagedModel:
         """Return the model for batches like this one, traced if there is none; ``uncut``: see ``compile_step``."""
@@ -97,7 +96,7 @@ class Forward:
         if model is None:
             target.announce("trace the model to run forward", size, batch.key[1])
             model, made = target.run_on_all(lambda: self._trace(batch, uncut=uncut))
-            self._compiled.add(batch.sized_key if model.uncut else batch.key, model)
+            self._compiled.add(batch.sized_key if model.interface.uncut else batch.key, model)
             self._plans = {id(kept): self._plans[id(kept)] for kept in self.models if kept is not model}
             self._plans[id(model)] = made
         return model
@@ -137,20 +136,18 @@ def _stage_forward(captured: Captured, layers: Layers, starts: Sequence[int]) ->
     ]
     if tail := build_tail(stages, graph, none):
         functions[-1] = (*functions[-1], tail)
-    dependence = captured.dependence
     called = stage_graph(captured, functions, build_once(stages, graph, functions))
     statistics = trace_statistics(captured, stages, {name: users[0] for name, users in find_variables(called).users})
     return StagedModel(
         graph=called.replace(functions=(*called.functions, *statistics.functions)),
         stages=len(stages.stages),
-        signature=captured.signature,
-        example=captured.example,
-        serves=captured.serves,
-        uncut=captured.uncut,
-        merges=merge_kinds(captured),
-        loss="mean" if dependence is None else dependence.loss,
-        exactness=Exactness() if dependence is None else dependence.exactness,
-        aux=captured.aux,
+        interface=Interface.of(captured),
+        for_passes=ForPasses(
+            shared=frozenset(map(str, stages.shared)),
+            runs=((),) * len(stages.stages),
+            frontier=stages.frontier,
+            statistics=bool(statistics.functions),
+        ),
         updates=None,
         global_clipnorm=None,
         variables=captured.variables,
@@ -161,11 +158,5 @@ def _stage_forward(captured: Captured, layers: Layers, starts: Sequence[int]) ->
         trained_objects=(),
         untrained=(),
         stateful=captured.stateful,
-        shared=frozenset(map(str, stages.shared)),
-        sparse=(),
-        lookups=frozenset(),
-        runs=((),) * len(stages.stages),
-        frontier=stages.frontier,
-        statistics=bool(statistics.functions),
         traces=(captured.func_graph, *statistics.traces),
     )

@@ -88,13 +88,13 @@ def _unknown_axes(form: BatchForm) -> list[tuple[int, int]]:
 
 def _check_lengths(model: StagedModel, lengths: Mapping[tuple[int, int], int]) -> None:
     """Raise BatchError, on every rank alike, where the model does not serve these lengths."""
-    if model.serves is None:
+    if model.interface.serves is None:
         return
-    shapes = [spec.shape.as_list() for spec in model.example]
+    shapes = [spec.shape.as_list() for spec in model.interface.example]
     for (i, axis), length in lengths.items():
         shapes[i][axis] = shapes[i][axis] if length == MISSING else length
-    specs = [tf.TensorSpec(shape, spec.dtype) for shape, spec in zip(shapes, model.example, strict=True)]
-    if not model.serves(tuple(specs)):
+    specs = [tf.TensorSpec(shape, spec.dtype) for shape, spec in zip(shapes, model.interface.example, strict=True)]
+    if not model.interface.serves(tuple(specs)):
         raise BatchError(
             f"the step that was built last cannot run batches of the shapes {', '.join(str(s.shape) for s in specs)}: "
             "the loss depends on the batch in another way at these lengths. Call step.build with a whole batch of them "

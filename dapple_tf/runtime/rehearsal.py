@@ -69,8 +69,8 @@ def compare_with_whole(compiled: CompiledStep, tensors: Sequence[Any], loss_fn: 
     if not np.allclose(found, wanted, rtol=tolerance, atol=tolerance, equal_nan=True):
         raise ExactnessError(
             f"the first step of {model.graph.name} has the loss {found}, and one device {wanted}: an experiment gave "
-            f"a wrong answer ({model.exactness.note}). Nothing was trained. Pass micro_batches=1 with one replica of "
-            "each stage, and please report the ops"
+            f"a wrong answer ({model.interface.exactness.note}). Nothing was trained. Pass micro_batches=1 with one "
+            "replica of each stage, and please report the ops"
         )
 
 

@@ -98,9 +98,11 @@ def _compare(one: OneDevice, planned: PlannedModel, batch: Sequence[Any], found:
 
     plain = compare_with(undone(lambda: one.train(batch)))
     exactness = planned.exactness
-    if len(exactness.reasons) == len(exactness.undocumented) or model.frontier:  # with a tail, parts have no loss
+    if (
+        len(exactness.reasons) == len(exactness.undocumented) or model.for_passes.frontier
+    ):  # with a tail, parts have no loss
         return Report(plan, plain, exactness)
-    if model.statistics:
+    if model.for_passes.statistics:
         divided = compare_with(undone(lambda: one.train_divided(batch, _find_pieces(planned), deferred=True)))
         return Report(plan, plain, exactness, divided, NORMALISED_IN_TURN)
     parts = cut_samples(planned.batch_size, plan.micro_batches, plan.sizes)

@@ -223,7 +223,7 @@ def _train(step: Any, batch: Any) -> tuple[Any, Any]:
     if settings.get_current_profile_name() == "ci":
         compiled, outputs = step._run(batch, StepVariant.WITH_GRADIENTS)
         model = compiled.planned.model
-        result = model.pack(outputs[: 1 + len(model.merges)])
+        result = model.pack(outputs[: 1 + len(model.interface.merges)])
     else:
         result = step(*batch)
     loss, aux = result if isinstance(result, tuple) else (result, None)

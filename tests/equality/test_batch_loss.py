@@ -137,7 +137,7 @@ def test_the_loss_is_that_of_the_whole_batch(name: str, layout: tuple[int, int, 
     options = {"stages": stages, "micro_batches": micro_batches, "replicas": replicas, "batch_loss": True}
     found = compare(PROBLEMS[name](), batches(11, 11, 9), **options)
     found.check(TOLERANCE["float64"])
-    assert not found.model.exactness.reasons
+    assert not found.model.interface.exactness.reasons
     assert found.step.plan.schedule == "gpipe"
 
 

@@ -18,6 +18,10 @@ class Trace:
     signature: tuple[tf.TensorSpec, ...]
     serves: Any = None
 
+    @property
+    def interface(self) -> Trace:
+        return self
+
 
 def key(*lengths: int | None, nesting: str = "()", dtype: Any = tf.int32) -> Key:
     return nesting, (tf.TensorSpec([None, *lengths], dtype),)
