@@ -113,6 +113,38 @@ class Chart:
         kinds = {span.kind for span in self.spans}
         return tuple(kind for kind in LABELS if kind in kinds)
 
+    @property
+    def typical_seconds(self) -> float:
+        """The seconds that three quarters of the spans take at least; 0 without spans."""
+        return _lower_quartile(self.spans)
+
+    def is_numbered(self, span: Span) -> bool:
+        """Return whether the number of the span's micro-batch is written into it where there is room."""
+        return span.micro_batch is not None and not self.rows[span.row].network and span.end > span.start
+
+    def width_for_numbers(self, digit: float, margin: float, limits: tuple[float, float]) -> float:
+        """Return the width of the time axis at which most numbers are readable, within the least and largest of limits.
+
+        ``digit``: the width of a digit; ``margin``: the width beside a number.
+        """
+        numbered = [span for span in self.spans if self.is_numbered(span)]
+        if not numbered:
+            return limits[0]
+        digits = max(len(str(span.micro_batch)) for span in numbered)
+        wanted = (digits * digit + margin) * self.seconds / _lower_quartile(numbered)
+        return min(max(wanted, limits[0]), limits[1])
+
+    @property
+    def drawn_limit(self) -> float | None:
+        """``limit``, unless it is so far above the curves that it would flatten them: then a heading states it."""
+        highest = max(max(curve.values) for curve in self.curves)
+        return None if self.limit is None or self.limit > 2.5 * highest else self.limit
+
+    @property
+    def most_bytes(self) -> float:
+        """The most bytes of a curve or of the limit that is drawn."""
+        return max(self.drawn_limit or 0.0, *(max(curve.values) for curve in self.curves))
+
     def tops(self) -> Iterator[float]:
         """Yield the upper edge of every row, downwards from 0, in rows of a stage."""
         top, group = 0.0, ""
@@ -135,6 +167,10 @@ class Chart:
     def height(self) -> float:
         """Height of all rows and headings, in rows of a stage."""
         return max((top + row.height for row, top in zip(self.rows, self.tops(), strict=True)), default=0.0)
+
+
+def _lower_quartile(spans: Sequence[Span]) -> float:
+    return sorted(span.end - span.start for span in spans)[len(spans) // 4] if spans else 0.0
 
 
 def stack_charts(title: str, parts: Sequence[tuple[str, Chart]]) -> Chart:

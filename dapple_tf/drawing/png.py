@@ -44,7 +44,8 @@ def draw(chart: Chart, path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    width = _choose_width(chart)
+    least, largest = _INCHES
+    width = chart.width_for_numbers(_DIGIT_INCHES, 0.01, (_PLOT * least, _PLOT * largest)) / _PLOT
     rows = min(0.6 * chart.height, 30.0) + 1.2
     memory = 2.6 if chart.curves else 0.0
     figure = Figure(figsize=(width, rows + memory), layout="constrained")
@@ -66,22 +67,6 @@ def draw(chart: Chart, path: Path) -> None:
 _UNITS = {"s": "seconds", "ms": "milliseconds", "µs": "microseconds"}
 
 
-def _choose_width(chart: Chart) -> float:
-    """Return the width in inches: enough to read most numbers."""
-    labelled = [span for span in chart.spans if _is_labelled(chart, span)]
-    if not labelled:
-        return _INCHES[0]
-    typical = _typical_seconds(labelled)
-    digits = max(len(str(span.micro_batch)) for span in labelled)
-    wanted = (digits * _DIGIT_INCHES + 0.01) * chart.seconds / typical / _PLOT
-    return min(max(wanted, _INCHES[0]), _INCHES[1])
-
-
-def _typical_seconds(spans: Sequence[Span]) -> float:
-    """Return the seconds that three quarters of the spans take at least."""
-    return sorted(span.end - span.start for span in spans)[len(spans) // 4]
-
-
 def _line_points(chart: Chart, inches: float) -> float:
     """Return the width of the lines around spans, in points; ``inches``: of a second on the time axis.
 
@@ -89,17 +74,13 @@ def _line_points(chart: Chart, inches: float) -> float:
     """
     if len(chart.spans) < 1000:
         return 0.8
-    return 0.3 if _typical_seconds(chart.spans) * inches * _DPI > 3 else 0.0
+    return 0.3 if chart.typical_seconds * inches * _DPI > 3 else 0.0
 
 
 def _lighten(colour: str, shade: float) -> tuple[float, float, float]:
     """Return the ``colour`` (#rrggbb) with so much white in it: 0 for none, 1 for white."""
     red, green, blue = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
     return red + (1 - red) * shade, green + (1 - green) * shade, blue + (1 - blue) * shade
-
-
-def _is_labelled(chart: Chart, span: Span) -> bool:
-    return span.micro_batch is not None and not chart.rows[span.row].network and span.end > span.start
 
 
 def _draw_rows(chart: Chart, axes: Axes, width: float) -> None:
@@ -143,7 +124,7 @@ def _draw_rows(chart: Chart, axes: Axes, width: float) -> None:
     axes.add_collection(PolyCollection(marks, facecolors=CRITICAL, edgecolors="none", zorder=_MARKS))
     for span in chart.spans:
         room = (span.end - span.start) * inches
-        if room > _DIGIT_INCHES and _is_labelled(chart, span) and room > _DIGIT_INCHES * len(str(span.micro_batch)):
+        if room > _DIGIT_INCHES and chart.is_numbered(span) and room > _DIGIT_INCHES * len(str(span.micro_batch)):
             middle = (span.start + span.end) / 2 * scale
             text = f"{span.micro_batch} {span.detail}" if span.detail else str(span.micro_batch)
             if room <= _DIGIT_INCHES * len(text):
@@ -220,10 +201,7 @@ def _draw_memory(chart: Chart, axes: Axes) -> None:
     from matplotlib import colormaps
 
     scale, _ = scale_time(chart.seconds)
-    most = max(max(curve.values) for curve in chart.curves)
-    # A limit far above the curves would flatten them to a line: the title states it instead.
-    shown = chart.limit is not None and chart.limit <= 2.5 * most
-    size, unit = scale_bytes(max(most, chart.limit or 0) if shown else most)
+    size, unit = scale_bytes(chart.most_bytes)
     ramp = colormaps["viridis"]
     every = -(-len(chart.curves) // 12)  # at most 12 names fit
     for index, curve in enumerate(chart.curves):
@@ -236,11 +214,11 @@ def _draw_memory(chart: Chart, axes: Axes) -> None:
             label=curve.name if index % every == 0 else None,
         )
     note = "memory of a device"
-    if chart.limit is not None and shown:
-        axes.axhline(chart.limit / size, color="black", linestyle="--", linewidth=1, label="the device's memory")
+    if chart.drawn_limit is not None:
+        axes.axhline(chart.drawn_limit / size, color="black", linestyle="--", linewidth=1, label="the device's memory")
     elif chart.limit is not None:
         note += f" (of {format_bytes(chart.limit)})"
-    axes.set_ylim(0, 1.08 * max(most, chart.limit or 0 if shown else 0) / size or 1)
+    axes.set_ylim(0, 1.08 * chart.most_bytes / size or 1)
     axes.set_ylabel(unit)
     axes.set_title(note, fontsize=10, loc="left")
     axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=7, frameon=False, fontsize=8)

@@ -21,7 +21,7 @@ from dapple_tf.planner.searched_order import search_plan_order, with_order
 from dapple_tf.simulator.interrupts import interruptible
 from dapple_tf.simulator.named_orders import check_plannable
 from dapple_tf.simulator.virtual_workers import predict_workers
-from dapple_tf.timeline.timeline import Timeline
+from dapple_tf.timeline.timeline import SimulatedTimeline
 from dapple_tf.window_plan import USUAL_MINIBATCHES, WindowPlan
 from graph_passes.schedules.policies import (
     abbreviate_schedule,
@@ -248,7 +248,7 @@ def predict_plan(
     planner: str,
     sizes: tuple[int, ...] | None = None,
     pipedream: PipedreamPrediction | None = None,
-) -> tuple[Plan, Timeline]:
+) -> tuple[Plan, SimulatedTimeline]:
     """Return the candidate as a plan with its prediction, and the simulated step; ``planner``: its name.
 
     ``sizes``: the samples of each micro-batch of the plan, where they are given. Where the schedule is ``zb-auto``, the
@@ -263,7 +263,7 @@ def predict_plan(
     if sizes is not None:
         bare = replace(bare, global_batch_size=sum(sizes), micro_batch_sizes=sizes)
     timeline = problem.simulate(bare)
-    timeline = Timeline(title=timeline.title, simulation=timeline.simulation, note=note) if note else timeline
+    timeline = SimulatedTimeline(timeline.simulation, title=timeline.title, note=note) if note else timeline
     prediction: dict[str, Any] = {
         "step_seconds": timeline.step_seconds,
         "speedup": timeline.speedup,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from dapple_tf.plan import Plan, StagePlan
 from dapple_tf.planner.pipedream_formula import PipedreamPrediction
 from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem
@@ -69,7 +71,7 @@ def describe_result(
     problem: PlanningProblem,
     result: PlannerResult,
     chosen: tuple[Plan, Timeline],
-    runners_up: list[tuple[Plan, Timeline]],
+    runners_up: Sequence[tuple[Plan, Timeline]],
 ) -> str:
     """Return by how much and why the runners-up are slower, and whether a faster plan can exist.
 

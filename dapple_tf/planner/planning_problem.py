@@ -23,7 +23,7 @@ from dapple_tf.simulator.interrupts import check_stop
 from dapple_tf.simulator.memory import usable_bytes
 from dapple_tf.simulator.memory_limit import fit_to_one_limit
 from dapple_tf.simulator.simulate import simulate
-from dapple_tf.timeline.timeline import Timeline
+from dapple_tf.timeline.timeline import SimulatedTimeline
 from graph_passes.analysis.row_bounds import least_rows
 from graph_passes.schedules.policies import runs_several_stages, splits_backward
 from profiler.cluster import Cluster
@@ -131,7 +131,7 @@ class PlanningProblem:
             micro_batch_sizes=candidate.sizes,
         )
 
-    def simulate(self, plan: Plan) -> Timeline:
+    def simulate(self, plan: Plan) -> SimulatedTimeline:
         """Return the timeline of a step or window of ``plan``."""
         return simulate(
             plan,

@@ -22,7 +22,7 @@ from dapple_tf.simulator.window_costs import window_costs
 from dapple_tf.simulator.window_execution import execute_window
 from dapple_tf.timeline.recording import plan_title
 from dapple_tf.timeline.stage_costs import StageCosts
-from dapple_tf.timeline.timeline import Timeline
+from dapple_tf.timeline.timeline import SimulatedTimeline
 from graph_passes.schedules.policies import actions_together, build_schedule
 from profiler.cluster import Cluster
 from profiler.device_costs import profiles_on
@@ -32,7 +32,7 @@ from profiler.profile import Profile
 @interruptible
 def simulate(
     plan: Plan, profile: Profile, cluster: Cluster, *, optimizer_slots: int = 2, contention: bool = True
-) -> Timeline:
+) -> SimulatedTimeline:
     """Return the timeline of one step of ``plan``, or of its asynchronous window, under the design's cost model.
 
     ``optimizer_slots``: values that the optimizer keeps of each weight (2 for Adam, 0 for plain SGD). ``contention``:
@@ -49,7 +49,7 @@ def simulate(
         steps = simulate_workers(plan, profile, cluster, optimizer_slots=optimizer_slots)
         last = max(range(len(steps)), key=lambda worker: float(steps[worker].execution.last_gradients.max()))
         note = f"virtual worker {last} of {len(steps)}, the last to end its backwards; AllReduce joins all of them"
-        return Timeline(title=plan_title(plan), simulation=steps[last], note=note)
+        return SimulatedTimeline(steps[last], title=plan_title(plan), note=note)
     on_devices = profiles_on(profile, cluster)
     if plan.window is not None:
         execution_of_window = execute_window(
@@ -59,7 +59,7 @@ def simulate(
         seconds = plan.micro_batches * _one_device_seconds(on_devices, plan.micro_batch_size)
         limits = _limits(plan, execution_of_window.costs.stages, cluster)
         window = SimulatedWindow(plan, execution_of_window, seconds, cluster.least_memory, limits)
-        return Timeline(title=plan_title(plan), simulation=window)
+        return SimulatedTimeline(window, title=plan_title(plan))
     in_rows = [stage.in_rows(plan.micro_batch_size) for stage in plan.stages]
     flows = plan_flows(in_rows, cluster) if contention else None
     costs_of = partial(stage_costs, plan, profile, cluster, optimizer_slots=optimizer_slots)
@@ -73,7 +73,7 @@ def simulate(
         one_device_seconds = plan.micro_batches * _one_device_seconds(on_devices, plan.micro_batch_size)
     limits = _limits(plan, execution.costs, cluster)
     step = SimulatedStep(plan, execution, one_device_seconds, cluster.least_memory, limits)
-    return Timeline(title=plan_title(plan), simulation=step)
+    return SimulatedTimeline(step, title=plan_title(plan))
 
 
 def _execute_sizes(

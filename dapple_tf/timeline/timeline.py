@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -52,10 +52,9 @@ class Timeline:
     recorded step. All times are seconds since the start of the step's first action. ``str`` describes it in a few
     lines.
 
-    ``title``: the model and the schedule. ``simulation``: None for a recorded step; of a simulated step or window it
-    creates the events when they are first needed. ``note``: what distorts the times of a recorded step, how the order
-    of a simulated one was found, or "". ``together`` and ``window``: see ``StepEvents``. Two timelines are equal if
-    their events are.
+    ``title``: the model and the schedule. ``note``: what distorts the times of a recorded step, how the order of a
+    simulated one was found, or "". ``together`` and ``window``: see ``StepEvents``. Two timelines are equal if their
+    events are.
     """
 
     def __init__(
@@ -65,13 +64,11 @@ class Timeline:
         stage_events: Iterable[StageEvent] = (),
         *,
         title: str = "",
-        simulation: Simulation | None = None,
         note: str = "",
         together: Iterable[Action] = (),
         window: Window | None = None,
     ) -> None:
         self.title = title
-        self.simulation = simulation
         self.note = note
         self._recorded = StepEvents(tuple(events), tuple(transfers), tuple(stage_events), frozenset(together), window)
 
@@ -82,10 +79,15 @@ class Timeline:
             step.events, step.transfers, step.stage_events, title=title, together=step.together, window=step.window
         )
 
+    @property
+    def simulation(self) -> Simulation | None:
+        """The simulation of a ``SimulatedTimeline``; None for a recorded step."""
+        return None
+
     @cached_property
     def step(self) -> StepEvents:
         """All events of the step."""
-        return self._recorded if self.simulation is None else self.simulation.events_at(self.places)
+        return self._recorded
 
     @property
     def events(self) -> tuple[Event, ...]:
@@ -111,10 +113,7 @@ class Timeline:
     @cached_property
     def window(self) -> Window | None:
         """The asynchronous window; None for a synchronous step."""
-        if self.simulation is None:
-            return self.step.window
-        plan = self.simulation.plan
-        return None if plan.window is None else plan.versions.window
+        return self.step.window
 
     @cached_property
     def phases(self) -> WindowPhases | None:
@@ -126,7 +125,7 @@ class Timeline:
     @property
     def step_seconds(self) -> float:
         """Seconds from the start of the first action to the end of the last event."""
-        return self.step.seconds if self.simulation is None else self.simulation.step_seconds
+        return self.step.seconds
 
     @property
     def seconds(self) -> float:
@@ -136,38 +135,23 @@ class Timeline:
     @property
     def bubble(self) -> float:
         """The idle fraction of device time: 1 less the mean fraction of the step in which a device runs actions."""
-        if self.simulation is None:
-            utilisation = self.step.device_utilisation.values()
-            return 1 - sum(utilisation) / len(utilisation)
-        replicas = self.simulation.plan.replicas
-        busy = sum(r * share for r, share in zip(replicas, self.simulation.stage_utilisation, strict=True))
-        return max(0.0, 1 - busy / self.simulation.plan.device_count)  # a sum may round
+        utilisation = self.step.device_utilisation.values()
+        return 1 - sum(utilisation) / len(utilisation)
 
     @cached_property
     def stage_utilisation(self) -> tuple[float, ...]:
         """The fraction of the step in which each stage's devices compute; transfers and AllReduce do not count."""
-        return self.step.stage_utilisation if self.simulation is None else self.simulation.stage_utilisation
+        return self.step.stage_utilisation
 
     @cached_property
     def utilisation(self) -> Utilisation:
         """``stage_utilisation``; ``utilisation(device)`` is the fraction in which one device runs an action."""
-        if self.simulation is None:
-            return Utilisation(self.stage_utilisation, self.step.device_utilisation)
-        by_device: dict[str, float] = {}
-        for stage, _, device in self.places:
-            by_device[device] = by_device.get(device, 0.0) + self.stage_utilisation[stage]
-        return Utilisation(self.stage_utilisation, by_device)
+        return Utilisation(self.stage_utilisation, self.step.device_utilisation)
 
     @cached_property
     def places(self) -> tuple[Place, ...]:
         """Stage, replica and device of everything that runs actions, in that order."""
-        if self.simulation is None:
-            return self.step.places
-        return tuple(
-            (stage, replica, f"device:{device}")
-            for stage, planned in enumerate(self.simulation.plan.stages)
-            for replica, device in enumerate(planned.devices)
-        )
+        return self.step.places
 
     @cached_property
     def devices(self) -> tuple[str, ...]:
@@ -191,7 +175,6 @@ class Timeline:
             allreduce_seconds=costs.allreduce_seconds,
             order=order,
             other_replicas=self._other_orders(stage),
-            peak_memory_bytes=None if self.simulation is None else self.simulation.peak_memory_bytes[stage],
         )
 
     def _other_orders(self, stage: int) -> tuple[tuple[Action, ...], ...]:
@@ -202,7 +185,7 @@ class Timeline:
 
     def order(self, stage: int, replica: int = 0) -> tuple[Action, ...]:
         """Return the actions of one replica of ``stage`` in the order in which they ran."""
-        return self.step.order(stage, replica) if self.simulation is None else self.simulation.order(stage, replica)
+        return self.step.order(stage, replica)
 
     def actions(self, stage: int, replica: int = 0) -> str:
         """Return the actions of a replica of ``stage`` in the order in which they ran, as text: ``0F0 0F1 0B0 ...``."""
@@ -211,9 +194,7 @@ class Timeline:
     @cached_property
     def costs(self) -> tuple[StageCosts, ...]:
         """The costs of each stage: the cost model's, or medians of the recorded step (without bytes)."""
-        if self.simulation is None:
-            return tuple(measure_stage_costs(self.step, stage) for stage in range(self.step.stages))
-        return self.simulation.costs
+        return tuple(measure_stage_costs(self.step, stage) for stage in range(self.step.stages))
 
     @cached_property
     def critical_path(self) -> tuple[Part, ...]:
@@ -272,14 +253,13 @@ class Timeline:
         text = f"{format_seconds(self.step_seconds)}, bubble {self.bubble:.1%}"
         if self.phases is not None:
             text += f", {format_seconds(self.phases.minibatch_seconds)} a minibatch"
-        return text if self.simulation is None else f"{text}, speed-up {self.simulation.speedup:.2f}"
+        return text
 
     def __str__(self) -> str:
-        return describe_path(self) if self.simulation is None else describe_stages(self, self.simulation)
+        return describe_path(self)
 
     def __repr__(self) -> str:
-        kind = "recorded" if self.simulation is None else "simulated"
-        return f"<{kind} timeline {self.title!r}: {self.summary}>"
+        return f"<recorded timeline {self.title!r}: {self.summary}>"
 
     def to_json(self) -> dict[str, Any]:
         """Return the figures as JSON values; seconds, bytes, and fractions of the step."""
@@ -291,11 +271,97 @@ class Timeline:
         An existing file is replaced, or left as it was if saving fails. Raises OutputError for another suffix or a path
         that cannot be written.
         """
-        if self.simulation is None:
-            recording = Recording(self.title, measured=self)
-        else:
-            recording = Recording(self.title, predicted=Prediction(self, BY_PROFILE))
-        save_recording(recording, path)
+        save_recording(self._as_recording(), path)
+
+    def _as_recording(self) -> Recording:
+        return Recording(self.title, measured=self)
+
+
+class SimulatedTimeline(Timeline):
+    """The timeline of a step or window predicted under the cost model.
+
+    ``simulation`` creates the events when they are first needed; the figures need none.
+    """
+
+    def __init__(self, simulation: Simulation, *, title: str = "", note: str = "") -> None:
+        super().__init__(title=title, note=note)
+        self._simulation = simulation
+
+    @property
+    def simulation(self) -> Simulation:
+        """The simulated step."""
+        return self._simulation
+
+    @cached_property
+    def step(self) -> StepEvents:
+        """All events of the step."""
+        return self.simulation.events_at(self.places)
+
+    @cached_property
+    def window(self) -> Window | None:
+        """The asynchronous window; None for a synchronous step."""
+        plan = self.simulation.plan
+        return None if plan.window is None else plan.versions.window
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds from the start of the first action to the end of the last event."""
+        return self.simulation.step_seconds
+
+    @property
+    def bubble(self) -> float:
+        """The idle fraction of device time: 1 less the mean fraction of the step in which a device runs actions."""
+        replicas = self.simulation.plan.replicas
+        busy = sum(r * share for r, share in zip(replicas, self.stage_utilisation, strict=True))
+        return max(0.0, 1 - busy / self.simulation.plan.device_count)  # a sum may round
+
+    @cached_property
+    def stage_utilisation(self) -> tuple[float, ...]:
+        """The fraction of the step in which each stage's devices compute; transfers and AllReduce do not count."""
+        return self.simulation.stage_utilisation
+
+    @cached_property
+    def utilisation(self) -> Utilisation:
+        """``stage_utilisation``; ``utilisation(device)`` is the fraction in which one device runs an action."""
+        by_device: dict[str, float] = {}
+        for stage, _, device in self.places:
+            by_device[device] = by_device.get(device, 0.0) + self.stage_utilisation[stage]
+        return Utilisation(self.stage_utilisation, by_device)
+
+    @cached_property
+    def places(self) -> tuple[Place, ...]:
+        """Stage, replica and device of everything that runs actions, in that order."""
+        return tuple(
+            (stage, replica, f"device:{device}")
+            for stage, planned in enumerate(self.simulation.plan.stages)
+            for replica, device in enumerate(planned.devices)
+        )
+
+    def _summarise(self, stage: int) -> StageSummary:
+        return replace(super()._summarise(stage), peak_memory_bytes=self.simulation.peak_memory_bytes[stage])
+
+    def order(self, stage: int, replica: int = 0) -> tuple[Action, ...]:
+        """Return the actions of one replica of ``stage`` in the order in which they ran."""
+        return self.simulation.order(stage, replica)
+
+    @cached_property
+    def costs(self) -> tuple[StageCosts, ...]:
+        """The costs of each stage under the cost model."""
+        return self.simulation.costs
+
+    @property
+    def summary(self) -> str:
+        """Step time, bubble and speed-up in one line."""
+        return f"{super().summary}, speed-up {self.simulation.speedup:.2f}"
+
+    def __str__(self) -> str:
+        return describe_stages(self, self.simulation)
+
+    def __repr__(self) -> str:
+        return f"<simulated timeline {self.title!r}: {self.summary}>"
+
+    def _as_recording(self) -> Recording:
+        return Recording(self.title, predicted=Prediction(self, BY_PROFILE))
 
 
 # --- The throughput of an asynchronous window: its start-up, its steady state and its drain, from the times of events

@@ -15,7 +15,7 @@ from dapple_tf.simulator.simulated_step import SimulatedStep, execution_events
 from dapple_tf.timeline.critical_path import Part, find_critical_path
 from dapple_tf.timeline.recording import plan_title
 from dapple_tf.timeline.stage_costs import StageCosts
-from dapple_tf.timeline.timeline import Timeline
+from dapple_tf.timeline.timeline import SimulatedTimeline, Timeline
 from graph_passes.schedules.policies import build_schedule, early_backward
 from graph_passes.schedules.schedule import Action, Schedule
 from profiler.cluster import Cluster, Link, Server
@@ -114,7 +114,7 @@ def make_timeline(
 ) -> Timeline:
     """The timeline of ``make_step``."""
     step = make_step(name, micro_batches, costs, replicas)
-    return Timeline(title=plan_title(step.plan), simulation=step)
+    return SimulatedTimeline(step, title=plan_title(step.plan))
 
 
 seconds = st.one_of(st.integers(0, 6).map(float), st.floats(0, 10, allow_subnormal=False))

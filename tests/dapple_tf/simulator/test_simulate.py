@@ -16,7 +16,7 @@ from dapple_tf.errors import OutputError
 from dapple_tf.simulator.simulate import simulate
 from dapple_tf.timeline.stage_costs import StageCosts
 from dapple_tf.timeline.stage_summary import format_ranges
-from dapple_tf.timeline.timeline import Timeline
+from dapple_tf.timeline.timeline import SimulatedTimeline
 from tests.dapple_tf.simulator.builders import (
     cost,
     make_cluster,
@@ -85,7 +85,7 @@ def test_bubble_and_utilisation_agree_with_the_busy_time_of_the_devices(name: st
     costs: tuple[StageCosts, ...] = data.draw(st.integers(1, 5).flatmap(stage_costs))
     replicas = data.draw(st.lists(st.integers(1, 4), min_size=len(costs), max_size=len(costs)))
     step = make_step(name, m, costs, replicas)
-    timeline, done = Timeline(simulation=step), step.execution
+    timeline, done = SimulatedTimeline(step), step.execution
     busy = [
         float((done.end_forward - done.start_forward + done.end_backward - done.start_backward)[i].sum())
         for i in range(len(costs))

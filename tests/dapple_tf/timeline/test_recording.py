@@ -18,7 +18,7 @@ from dapple_tf.timeline.describe import find_slowest
 from dapple_tf.timeline.events import Event, StageEvent, StepEvents, Transfer
 from dapple_tf.timeline.picture import draw_recording, save_recording
 from dapple_tf.timeline.recording import BY_PROFILE, BY_TIMES, Prediction, Recording
-from dapple_tf.timeline.timeline import Timeline
+from dapple_tf.timeline.timeline import SimulatedTimeline, Timeline
 from dapple_tf.timeline.trace_file import read_recording
 from graph_passes.schedules.policies import build_schedule
 from graph_passes.schedules.schedule import Action
@@ -129,7 +129,7 @@ def test_events_of_a_simulated_step_can_be_placed_on_the_devices_of_a_measured_o
     assert [e.device for e in found.stage_events] == ["a:0", "a:1"]
     for device in ("a:0", "a:1"):
         assert [str(e.action) for e in found.events if e.device == device] == ["0F0", "0F1", "0B0", "0B1"]
-    assert found.bubble == pytest.approx(Timeline(simulation=run).bubble)
+    assert found.bubble == pytest.approx(SimulatedTimeline(run).bubble)
     assert found.stage_utilisation == pytest.approx(run.stage_utilisation)
 
 

@@ -45,9 +45,10 @@ def test_utilisation_is_by_stage_and_by_device() -> None:
     assert TWO.utilisation("/device:CPU:1") == 0.5
 
 
-def test_recorded_and_simulated_steps_are_of_one_class() -> None:
+def test_recorded_and_simulated_steps_are_timelines() -> None:
     simulated = make_timeline_of_costs("dapple-a", 2, [cost(1, 2), cost(1, 2)])
-    assert type(simulated) is type(TWO) is dapple.Timeline
+    assert isinstance(simulated, dapple.Timeline)
+    assert type(TWO) is dapple.Timeline
     for timeline, seconds in ((simulated, 9), (TWO, 6)):
         assert timeline.step_seconds == timeline.seconds == seconds
         assert str(timeline).startswith(f"{seconds} s, bubble {timeline.bubble:.1%}")
