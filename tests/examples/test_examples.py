@@ -71,7 +71,6 @@ def check_plan(printed: str, folder: Path) -> None:
 
 
 @needs_horovod
-@pytest.mark.slow
 def test_a_job_of_two_ranks_trains_and_gathers_its_variables() -> None:
     written = [rank.stdout for rank in run_ranks(["examples/two_ranks.py"], 2)]
     losses = [re.findall(r"loss ([\d.]+) -> ([\d.]+)", text)[0] for text in written]

@@ -121,7 +121,6 @@ def test_a_program_outside_the_checkout_trains_with_the_installed_wheel(
     assert last < first / 2
 
 
-@pytest.mark.slow
 def test_the_installed_command_trains_a_model_file_outside_the_checkout(
     environment: Environment, elsewhere: Path
 ) -> None:

@@ -99,7 +99,6 @@ MODEL = "tests/dapple_tf/distributed/programs/checkpoint_model.py:chain"
 
 
 @pytest.mark.filterwarnings("ignore")  # TensorFlow calls its only reader of events deprecated
-@pytest.mark.slow
 def test_rank_0_writes_curves_and_a_trace_for_all(tmp_path: Path) -> None:
     options = ["--stages", "2", "--micro-batches", "2", "--steps", "6", "--json"]
     options += ["--trace", str(tmp_path / "t.json"), "--tensorboard", str(tmp_path / "curves")]
@@ -122,7 +121,6 @@ def test_rank_0_writes_curves_and_a_trace_for_all(tmp_path: Path) -> None:
     assert recorded[-1] == 6, "the last one is recorded for the trace"
 
 
-@pytest.mark.slow
 def test_a_folder_that_rank_0_cannot_write_ends_all_before_the_model_is_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RanksError) as caught:
