@@ -71,6 +71,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Groups(config, log)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes() -> None:
+    """Compile the planners' code, unless it is on disk, before processes start that would each compile it."""
+    import dapple_tf as dapple
+    from tests.dapple_tf.planner.builders import make_cluster, make_profile
+
+    dapple.plan(make_profile(*[(1, 2, 8, 40, 10)] * 4), make_cluster(4), global_batch_size=8)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     item.stash[_BEGIN] = _processor_seconds()

@@ -20,10 +20,10 @@ from tests.paths import ROOT
 
 DURATIONS = ROOT / "tests" / "durations.txt"
 
-LISTED_SECONDS = 0.5
+LISTED_SECONDS = 0.3
 # A case above CASE_SECONDS is slow where another case of the same test is quicker; a test above TEST_SECONDS always is.
-CASE_SECONDS = 1.0
-TEST_SECONDS = 7.0
+CASE_SECONDS = 0.3
+TEST_SECONDS = 5.0
 
 _UNKNOWN = "?"
 # Folders whose tests plan. The planners' code is compiled once, by the process that runs them.

@@ -33,6 +33,7 @@ def trained(trace: Path) -> Outcome:
     return run_process(*TRAIN, *options, "--tensorboard", trace.parents[1] / "curves")
 
 
+@pytest.mark.always  # several tests examine this run
 def test_train_prints_results_to_stdout_and_progress_to_stderr(trained: Outcome, trace: Path) -> None:
     result = trained.json
     assert result["steps"] == 6

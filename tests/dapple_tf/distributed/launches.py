@@ -113,6 +113,7 @@ LAUNCHES: Mapping[str, JobLaunch] = {
             ("training_cases", QUICK_CASES[3]),
             ("gathered_variables", ["{folder}"]),
             ("exposed_gradients", []),
+            ("record_ranks", ["{folder}/t.png"]),
             ("asynchronous", ["2:1", "2:1, embedding"]),
             ("local_rows", ["1:1:1", "1:2, sizes", "other calls"]),
         ],

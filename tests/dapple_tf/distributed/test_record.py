@@ -11,22 +11,15 @@ import pytest
 from dapple_tf.timeline.trace_file import read_recording
 from graph_passes.schedules.policies import build_schedule
 from tests.dapple_tf.commands.test_tensorboard import read_curves
+from tests.dapple_tf.distributed.launches import Launches
 from tests.processes import RanksError, needs_horovod, run_ranks
 
 pytestmark = needs_horovod
 
 
-@pytest.fixture(scope="module")
-def picture(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("record") / "t.png"
-
-
-@pytest.fixture(scope="module")
-def ranks(picture: Path) -> list[dict[str, Any]]:
-    return [
-        json.loads(rank.stdout)
-        for rank in run_ranks(["-m", "tests.dapple_tf.distributed.programs.record_ranks", str(picture)], 3)
-    ]
+@pytest.fixture
+def ranks(launches: Launches) -> list[dict[str, Any]]:
+    return launches.results("three ranks", "record_ranks")
 
 
 def test_every_rank_finds_the_same_times(ranks: list[dict[str, Any]]) -> None:
@@ -89,8 +82,8 @@ def test_ranks_of_one_host_read_one_clock(ranks: list[dict[str, Any]]) -> None:
     assert ranks[2]["gathered"] == [[0.0, 0.0], [1.0, 1.0], [2.0, 2.0]]
 
 
-def test_the_picture_is_saved(ranks: list[dict[str, Any]], picture: Path) -> None:
-    assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+def test_the_picture_is_saved(ranks: list[dict[str, Any]], launches: Launches) -> None:
+    assert (launches.folder("three ranks") / "t.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
 # --- dapple train
