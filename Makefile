@@ -10,8 +10,9 @@ ifeq ($(filter cpu gpu,$(EXTRA)),)
 $(error EXTRA is $(EXTRA): it must be cpu or gpu)
 endif
 
-# Tests run in so many processes; those that start jobs of several ranks share one of them.
+# Tests run in so many processes; those that start jobs of several ranks share one of them. See tests/durations.py.
 WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS)
 
 # Hide TensorFlow's log lines about the processor.
 export TF_CPP_MIN_LOG_LEVEL ?= 2
@@ -22,11 +23,21 @@ train: .venv/installed
 	@$(BIN)/dapple train models/gpt.py:gpt --stages 2 --micro-batches 8 --batch-size 64 --steps 100 \
 	    --compare 10 --trace out/gpt-timeline.png
 
-test: lint .venv/installed-exchange
-	@HYPOTHESIS_PROFILE=ci $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup -m "not slow"
+# Run a command and, beside it, the linters, whose output comes after that of the command. Both must succeed.
+define and_lint
+log=$$(mktemp); trap 'rm -f "$$log"' EXIT; \
+$(MAKE) --no-print-directory lint >"$$log" 2>&1 & lint=$$!; \
+$(1); tests=$$?; \
+wait $$lint; linters=$$?; \
+cat "$$log"; \
+exit $$((tests ? tests : linters))
+endef
 
-test-all: lint .venv/installed-exchange
-	@HYPOTHESIS_PROFILE=thorough $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup
+test: .venv/installed-test .venv/installed-exchange
+	@$(call and_lint,HYPOTHESIS_PROFILE=ci $(PYTEST) -m "not slow")
+
+test-all: .venv/installed-test .venv/installed-exchange
+	@$(call and_lint,HYPOTHESIS_PROFILE=thorough $(PYTEST))
 
 lint: .venv/installed-test
 	@$(BIN)/ruff check --quiet

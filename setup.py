@@ -61,7 +61,7 @@ setup(
             "mkdocstrings[python]>=1,<2",  # so may a new one of this
         ],
         "test": [
-            "pytest>=9,<9.2",  # 9.2 ignores the names by which pytest-xdist 3.8 groups the tests of jobs
+            "pytest>=9,<9.2",  # the newest that was tried
             "pytest-timeout>=2.3,<3",
             "pytest-xdist>=3.6,<4",
             "hypothesis>=6.100,<7",

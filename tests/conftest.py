@@ -1,4 +1,4 @@
-"""Settings of all tests: how many examples Hypothesis draws, and which tests share a process of pytest-xdist.
+"""Settings of all tests: how many examples Hypothesis draws, which tests are slow, and which share a process.
 
 No TensorFlow here: see ``tests.tensorflow_start``.
 
@@ -8,30 +8,109 @@ HYPOTHESIS_PROFILE chooses: ``ci`` (the same few examples every time), ``dev`` (
 from __future__ import annotations
 
 import os
-from pathlib import Path
+import resource
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
 
 import hypothesis
 import pytest
+
+from tests.durations import find_slow, group_of, read_durations, seconds_of, write_durations
 
 hypothesis.settings.register_profile("ci", max_examples=20, derandomize=True, deadline=None)
 hypothesis.settings.register_profile("dev", max_examples=40, deadline=None)
 hypothesis.settings.register_profile("thorough", max_examples=200, deadline=None)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
-# Files outside of tests/dapple_tf/distributed whose tests start jobs.
-_STARTS_RANKS = ("test_links.py", "test_processes.py", "test_keras_job.py", "test_keras_examples.py")
-# Folders whose tests plan: the planners' code is compiled once, by the process that has the ranks.
-_PLAN = ("planner", "autoplan")
-# Tests that are slow beside those that are marked so where they are: by node id, a line each.
-_SLOW = frozenset((Path(__file__).parent / "slow_tests.txt").read_text().splitlines())
+_SECONDS = "processor seconds"  # the name of a test's property in its report
+_BEGIN = pytest.StashKey[float]()
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep the tests that start several ranks in one process: two jobs at a time would disturb each other's timing."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--record-durations", action="store_true", help="write the tests' durations to durations.txt")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # The process that starts those of pytest-xdist gets their reports.
+    if config.getoption("record_durations") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_Recorder())
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
+    """Mark slow tests, and let the processes of pytest-xdist begin with the group that takes longest."""
+    durations = read_durations()
+    slow = find_slow((item.nodeid for item in items if not _shares_launch(item)), durations)
     for item in items:
-        if item.nodeid in _SLOW:
+        if item.nodeid in slow and not item.get_closest_marker("always"):
             item.add_marker(pytest.mark.slow)
-        parts = item.path.parts
-        if "distributed" in parts or item.path.name in _STARTS_RANKS or any(folder in parts for folder in _PLAN):
-            item.add_marker(pytest.mark.xdist_group("ranks"))
+    yield  # pytest leaves out tests by their marks
+    if hasattr(config, "workerinput"):
+        seconds: Counter[str] = Counter()
+        for item in items:
+            seconds[group_of(item.nodeid)] += seconds_of(item.nodeid, durations)
+        items.sort(key=lambda item: (group_of(item.nodeid) != "jobs", -seconds[group_of(item.nodeid)]))
+
+
+def _shares_launch(item: pytest.Item) -> bool:
+    """Return whether a test examines a job that others examine too, which is launched by the first of them."""
+    return isinstance(item, pytest.Function) and "launches" in item.fixturenames
+
+
+@pytest.hookimpl(optionalhook=True)  # pytest-xdist is not always used
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give each process of pytest-xdist whole groups of tests, in the order in which they were collected."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Groups(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return group_of(nodeid)
+
+    config.option.loadscopereorder = False
+    return Groups(config, log)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes() -> None:
+    """Compile the planners' code, unless it is on disk, before processes start that would each compile it."""
+    import dapple_tf as dapple
+    from tests.dapple_tf.planner.builders import make_cluster, make_profile
+
+    dapple.plan(make_profile(*[(1, 2, 8, 40, 10)] * 4), make_cluster(4), global_batch_size=8)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    item.stash[_BEGIN] = _processor_seconds()
+    return (yield)
+
+
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    if not _shares_launch(item):
+        item.user_properties.append((_SECONDS, _processor_seconds() - item.stash[_BEGIN]))
+
+
+def _processor_seconds() -> float:
+    """Return the processor time of this process and of those that it has started and waited for."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in used)
+
+
+class _Recorder:
+    """Writes the durations of the tests that were run and have passed."""
+
+    def __init__(self) -> None:
+        self._passed: set[str] = set()
+        self._measured: dict[str, float] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call" and report.passed:
+            self._passed.add(report.nodeid)
+        if report.when == "teardown" and report.nodeid in self._passed:
+            for name, value in report.user_properties:
+                if name == _SECONDS:
+                    self._measured[report.nodeid] = value
+
+    def pytest_sessionfinish(self) -> None:
+        write_durations(read_durations() | self._measured)

@@ -16,7 +16,7 @@ pytestmark = needs_horovod
 
 both_launchers = pytest.mark.parametrize(
     "launcher",
-    [pytest.param(MPIRUN, id="mpirun"), pytest.param(HOROVODRUN, id="horovodrun", marks=pytest.mark.slow)],
+    [pytest.param(MPIRUN, id="mpirun"), pytest.param(HOROVODRUN, id="horovodrun")],
 )
 
 
@@ -59,7 +59,6 @@ def test_a_hang_outside_of_horovod_ends_all_processes_of_the_launch(launcher: La
         assert not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
-@pytest.mark.slow  # it waits for the timeout
 def test_a_tensor_that_waits_and_the_rank_that_has_not_submitted_it_are_named() -> None:
     program = (
         "import time; import horovod.tensorflow as hvd; import tensorflow as tf; hvd.init()\n"

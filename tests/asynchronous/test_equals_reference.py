@@ -28,7 +28,6 @@ from tests.asynchronous.reference import Reference, copies, slots, warm_ups
 from tests.equality.one_device import relative_error
 
 TOLERANCE = 1e-12
-slow = pytest.mark.slow
 optimizers = keras.optimizers
 
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
@@ -102,20 +101,14 @@ def close(name: str, found: Any, wanted: Any) -> None:
 # --- weight stashing
 
 
-@pytest.mark.parametrize(
-    "optimizer",
-    [
-        pytest.param(name, marks=[] if name in ("sgd", "nesterov", "adam, cosine", "clipnorm") else slow)
-        for name in OPTIMIZERS
-    ],
-)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_every_optimizer_over_two_windows(optimizer: str) -> None:
     """Minibatches are not of equal sizes, and Adam's iterations go on from one window to the next."""
     network = dense([1, 2, 1])
     compare(network, OPTIMIZERS[optimizer], 5, network.batch(13), network.batch(11, 2))
 
 
-@pytest.mark.parametrize("stages", [1, 2, pytest.param(3, marks=slow), pytest.param(4, marks=slow), 5])
+@pytest.mark.parametrize("stages", [1, 2, 3, 4, 5])
 def test_straight_pipelines(stages: int) -> None:
     network = dense([1] * stages)
     compare(network, OPTIMIZERS["adam"], 7, network.batch(14))
@@ -125,38 +118,34 @@ def test_straight_pipelines(stages: int) -> None:
     ("replicas", "minibatches"),
     [
         ([2, 1], 6),
-        pytest.param([1, 2], 6, marks=slow),
-        pytest.param([3, 1], 9, marks=slow),
-        pytest.param([2, 1, 1], 8, marks=slow),
+        ([1, 2], 6),
+        ([3, 1], 9),
+        ([2, 1, 1], 8),
         ([4, 2, 1], 12),
-        pytest.param([2, 2], 6, marks=slow),
-        pytest.param([1, 3, 2], 12, marks=slow),
-        pytest.param([3], 6, marks=slow),
+        ([2, 2], 6),
+        ([1, 3, 2], 12),
+        ([3], 6),
     ],
 )
-@pytest.mark.parametrize("optimizer", [pytest.param("momentum", marks=slow), "adam, exponential"])
+@pytest.mark.parametrize("optimizer", ["momentum", "adam, exponential"])
 def test_replicas_take_minibatches_in_turn(replicas: list[int], minibatches: int, optimizer: str) -> None:
     network = dense([1, 2, 1][: len(replicas)])
     size = 2 * minibatches + 1
     compare(network, OPTIMIZERS[optimizer], minibatches, network.batch(size), network.batch(size, 2), replicas=replicas)
 
 
-@slow
 def test_gradients_of_a_group_are_averaged_before_they_are_clipped() -> None:
     network = dense([1, 1])
     for optimizer in ("clipnorm", "clipvalue"):
         compare(network, OPTIMIZERS[optimizer], 6, network.batch(12), replicas=[3, 1])
 
 
-@pytest.mark.parametrize(
-    "depth", [1, *(pytest.param(d, marks=slow) for d in (2, 3, 4)), 5, pytest.param(6, marks=slow), 7]
-)
+@pytest.mark.parametrize("depth", range(1, 8))
 def test_depths(depth: int) -> None:
     network = dense([1] * 4)
     compare(network, OPTIMIZERS["momentum"], 9, network.batch(18), depth=depth)
 
 
-@slow
 @pytest.mark.parametrize("weights", ["vertical-sync", "latest"])
 @pytest.mark.parametrize("depth", [1, 2, 5])
 def test_depths_of_other_weights(weights: str, depth: int) -> None:
@@ -165,9 +154,7 @@ def test_depths_of_other_weights(weights: str, depth: int) -> None:
 
 
 @pytest.mark.parametrize("minibatches", [1, 2])
-@pytest.mark.parametrize(
-    "weights", ["stash", *(pytest.param(weights, marks=slow) for weights in ("vertical-sync", "latest"))]
-)
+@pytest.mark.parametrize("weights", ["stash", "vertical-sync", "latest"])
 def test_windows_shorter_than_the_warm_up(minibatches: int, weights: str) -> None:
     network = dense([1] * 4)
     batches = [network.batch(5, seed) for seed in range(3)]
@@ -185,14 +172,12 @@ def test_a_synchronous_step_between_windows_goes_on_with_the_same_model_and_opti
     compare(network, OPTIMIZERS["adam, cosine"], 4, *batches, synchronous=[1])
 
 
-@slow
 def test_synchronous_steps_before_and_after_windows_of_replicas() -> None:
     network = dense([1, 2])
     batches = [network.batch(9, seed) for seed in range(4)]
     compare(network, OPTIMIZERS["adam, cosine"], 4, *batches, synchronous=[0, 3], replicas=[2, 1])
 
 
-@slow
 def test_a_longer_window() -> None:
     network = dense([1, 1, 1])
     compare(network, OPTIMIZERS["adam"], 64, network.batch(128))
@@ -216,7 +201,7 @@ def test_the_default_is_a_window_of_64_minibatches_with_stashing() -> None:
 
 @pytest.mark.parametrize(
     ("layers", "replicas"),
-    [([1, 1, 1], None), pytest.param([2, 1, 1, 2], None, marks=slow), ([1, 2], [2, 2]), ([1], None)],
+    [([1, 1, 1], None), ([2, 1, 1, 2], None), ([1, 2], [2, 2]), ([1], None)],
 )
 def test_vertical_sync(layers: list[int], replicas: list[int] | None) -> None:
     network = dense(layers)
@@ -235,8 +220,8 @@ def test_vertical_sync(layers: list[int], replicas: list[int] | None) -> None:
     ("layers", "replicas"),
     [
         ([2, 1, 2], None),
-        pytest.param([1, 1, 1, 1, 1], None, marks=slow),
-        pytest.param([2, 2, 1], [2, 1, 2], marks=slow),
+        ([1, 1, 1, 1, 1], None),
+        ([2, 2, 1], [2, 1, 2]),
     ],
 )
 def test_weights_that_are_not_stashed(layers: list[int], replicas: list[int] | None) -> None:
@@ -254,7 +239,7 @@ def test_weights_that_are_not_stashed(layers: list[int], replicas: list[int] | N
 
 @pytest.mark.parametrize(
     ("stages", "micro_batches"),
-    [(1, 1), (2, 2), (3, 3), pytest.param(3, 5, marks=slow), pytest.param(4, 4, marks=slow)],
+    [(1, 1), (2, 2), (3, 3), (3, 5), (4, 4)],
 )
 def test_two_buffered_weights(stages: int, micro_batches: int) -> None:
     network = dense([1] * stages)
@@ -264,7 +249,6 @@ def test_two_buffered_weights(stages: int, micro_batches: int) -> None:
     compare(network, optimizer, 4, *batches, weights="2bw", micro_batches=micro_batches)
 
 
-@slow
 @pytest.mark.parametrize("weights", ["vertical-sync", "latest", "2bw"])
 @pytest.mark.parametrize("optimizer", sorted(OPTIMIZERS))
 def test_every_optimizer_with_other_weights(weights: str, optimizer: str) -> None:
@@ -276,32 +260,30 @@ def test_every_optimizer_with_other_weights(weights: str, optimizer: str) -> Non
 # --- Keras models
 
 
-@pytest.mark.parametrize("optimizer", ["adam", pytest.param("clipnorm", marks=slow)])
+@pytest.mark.parametrize("optimizer", ["adam", "clipnorm"])
 def test_a_keras_model(optimizer: str) -> None:
     network = keras_stack()
     compare(network, OPTIMIZERS[optimizer], 5, network.batch(12), network.batch(10, 2))
 
 
-@slow
 def test_a_keras_model_with_replicas() -> None:
     network = keras_stack()
     compare(network, OPTIMIZERS["adam"], 6, network.batch(12), network.batch(13, 2), replicas=[2, 3, 1])
 
 
-@pytest.mark.parametrize("optimizer", ["adam", pytest.param("momentum", marks=slow), pytest.param("sgd", marks=slow)])
+@pytest.mark.parametrize("optimizer", ["adam", "momentum", "sgd"])
 def test_an_embedding(optimizer: str) -> None:
     network = embedding()
     compare(network, OPTIMIZERS[optimizer], 5, network.batch(12), network.batch(10, 2))
 
 
-@slow
 @pytest.mark.parametrize("optimizer", ["adam", "clipnorm"])
 def test_an_embedding_in_a_stage_of_two_replicas(optimizer: str) -> None:
     network = embedding()
     compare(network, OPTIMIZERS[optimizer], 6, network.batch(12), network.batch(13, 2), replicas=[2, 1])
 
 
-@pytest.mark.parametrize("weights", ["stash", pytest.param("vertical-sync", marks=slow)])
+@pytest.mark.parametrize("weights", ["stash", "vertical-sync"])
 def test_moving_statistics_of_batch_norm_are_written_in_the_order_of_minibatches(weights: str) -> None:
     network = batch_norms()
     before = copies(network.state)
@@ -310,7 +292,7 @@ def test_moving_statistics_of_batch_norm_are_written_in_the_order_of_minibatches
         assert np.abs(value - old).max() > 1e-3
 
 
-@pytest.mark.parametrize("weights", ["stash", pytest.param("vertical-sync", marks=slow)])
+@pytest.mark.parametrize("weights", ["stash", "vertical-sync"])
 def test_dropouts_draw_once_a_minibatch_in_the_order_of_minibatches(weights: str) -> None:
     network = dropouts()
     before = copies(network.state)
@@ -321,14 +303,13 @@ def test_dropouts_draw_once_a_minibatch_in_the_order_of_minibatches(weights: str
 # --- what crosses stages
 
 
-@pytest.mark.parametrize("replicas", [None, pytest.param([2, 1, 3], marks=slow)])
+@pytest.mark.parametrize("replicas", [None, [2, 1, 3]])
 def test_tensors_that_skip_a_stage(replicas: list[int] | None) -> None:
     network = skips()
     options = {"replicas": replicas} if replicas else {}
     compare(network, OPTIMIZERS["adam"], 6, network.batch(13), network.batch(12, 2), **options)
 
 
-@slow
 def test_a_stage_without_weights() -> None:
     network = without_weights()
     for replicas in (None, [1, 2, 1]):
@@ -379,7 +360,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 @pytest.mark.timeout(1200)  # Hypothesis may spend five minutes to make a failure small
-@pytest.mark.parametrize("examples", [4, pytest.param(0, marks=slow, id="many")])
+@pytest.mark.parametrize("examples", [4, pytest.param(0, id="many")])
 def test_random_pipelines(examples: int) -> None:
     """Stages, widths, replicas, depths, windows, weights and optimizers at random."""
 

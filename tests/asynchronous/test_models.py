@@ -16,8 +16,6 @@ from tests.asynchronous.networks import WIDTH, Network, dense, moving_average, n
 from tests.asynchronous.reference import copies
 from tests.asynchronous.test_equals_reference import OPTIMIZERS, close, compare
 
-pytestmark = pytest.mark.slow  # a minute and more; test_equals_reference.py has the quick ones
-
 WEIGHTS = ["stash", "vertical-sync", "2bw"]
 SGD = OPTIMIZERS["momentum"]
 

@@ -207,7 +207,6 @@ print((current() - before) / (2048 * 2048 * 4))
 
 
 @pytest.mark.skipif(not has_statistics("CPU:0"), reason="TensorFlow counts no memory here")
-@pytest.mark.slow
 def test_versions_take_one_copy_of_the_weights_each_beside_the_weights() -> None:
     """Between windows: the newest stored version is some updates behind the weights. In a process of its own."""
     run = subprocess.run([sys.executable, "-c", GROWTH], capture_output=True, text=True, cwd=ROOT, timeout=120)

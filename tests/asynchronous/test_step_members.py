@@ -70,7 +70,6 @@ def test_in_one_process_all_rows_are_local_and_needed() -> None:
     close("mean loss", loss.numpy(), np.mean(step.losses))
 
 
-@pytest.mark.slow
 def test_a_sharded_data_set_has_whole_windows_in_one_process() -> None:
     network = dense([1, 1])
     x, y = network.batch(20)
@@ -111,7 +110,7 @@ def test_the_text_of_the_graph_names_minibatches_versions_and_the_reasons_of_the
 # --- runs forward
 
 
-@pytest.mark.parametrize("size", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 8)), 9])
+@pytest.mark.parametrize("size", [1, 3, 8, 9])
 @pytest.mark.parametrize("before", [False, True])
 def test_a_batch_of_any_size_runs_forward(size: int, before: bool) -> None:
     network = dense([1, 1])
@@ -143,7 +142,6 @@ def test_a_loss_that_combines_samples_cannot_run_forward_over_replicas() -> None
     assert_refused(ExactnessError, "would not equal", network, lambda: step.forward(*network.batch(8)))
 
 
-@pytest.mark.slow
 def test_batch_norm_runs_forward_on_the_whole_batch() -> None:
     network = batch_norms()
     step, batch = make_step(network), network.batch(12)
@@ -176,7 +174,6 @@ def test_weights_and_slots_live_on_their_stage_and_are_released() -> None:
     close("loss", step(*batch).numpy(), np.mean(step.losses))
 
 
-@pytest.mark.slow
 def test_two_windows_of_other_lengths_and_stages_and_a_synchronous_step_share_an_optimizer() -> None:
     network = dense([1, 2])
     before, batches = copies(network.variables), [network.batch(8, seed) for seed in range(4)]
@@ -218,11 +215,8 @@ def test_two_windows_of_other_lengths_and_stages_and_a_synchronous_step_share_an
     [
         ("jit_compile", "stash"),
         ("recompute", "stash"),
-        *(
-            pytest.param("jit_compile", weights, marks=pytest.mark.slow)
-            for weights in ("vertical-sync", "latest", "2bw")
-        ),
-        *(pytest.param("recompute", weights, marks=pytest.mark.slow) for weights in ("vertical-sync", "2bw")),
+        *(("jit_compile", weights) for weights in ("vertical-sync", "latest", "2bw")),
+        *(("recompute", weights) for weights in ("vertical-sync", "2bw")),
     ],
 )
 def test_compiled_and_recomputed_windows_are_exact(option: str, weights: str) -> None:
@@ -242,7 +236,6 @@ def test_weights_that_are_not_stashed_cannot_be_used_to_recompute() -> None:
         make_step(network, weights="latest", stages="auto", plan=plan)
 
 
-@pytest.mark.slow
 def test_a_decorated_loss_trains_in_windows() -> None:
     network = dense([1, 1])
 
@@ -259,7 +252,7 @@ def test_a_decorated_loss_trains_in_windows() -> None:
     close("losses", found, np.array(reference.window(batch, 4).losses))
 
 
-@pytest.mark.parametrize("fit", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("fit", [True, False])
 def test_a_keras_model_trains_in_windows(fit: bool) -> None:
     """A batch of ``fit`` is a window: the loss that Keras shows is the mean of its minibatches' losses."""
     network = keras_stack()
@@ -327,7 +320,6 @@ def test_a_first_window_that_is_too_small_is_told_before_anything_is_traced() ->
         dapple.pipeline(loss_fn, optimizer=keras.optimizers.SGD(), stages=1, mode="async", minibatches=4)(x, y)
 
 
-@pytest.mark.slow
 def test_windows_of_other_inner_shapes_are_traced_anew() -> None:
     scale, matrix = tf.Variable(normal(1, 4, 1), name="scale"), tf.Variable(normal(4, 4, 2) * 0.6, name="matrix")
 

@@ -15,7 +15,6 @@ from tests.asynchronous.networks import WIDTH, Network, normal
 from tests.asynchronous.test_equals_reference import OPTIMIZERS, compare
 
 SGD = OPTIMIZERS["momentum"]
-slow = pytest.mark.slow
 
 
 def network(stages: Callable[[Any], tuple[Callable[[Any], Any], Callable[[Any], Any], Callable[[], Any]]]) -> Network:
@@ -75,10 +74,10 @@ def in_a_loop_of(stage: int, *, written: bool) -> Callable[[Any], Any]:
     ("weights", "replicas"),
     [
         ("stash", None),
-        pytest.param("vertical-sync", None, marks=slow),
+        ("vertical-sync", None),
         ("2bw", None),
         ("stash", [2, 1]),
-        pytest.param("stash", [1, 2], marks=slow),
+        ("stash", [1, 2]),
     ],
 )
 def test_a_scale_that_two_stages_read_before_the_loss_advances_it(weights: str, replicas: list[int] | None) -> None:
@@ -87,9 +86,7 @@ def test_a_scale_that_two_stages_read_before_the_loss_advances_it(weights: str, 
     compare(net, SGD, 4, net.batch(22), net.batch(21, 2), weights=weights, replicas=replicas)
 
 
-@pytest.mark.parametrize(
-    ("weights", "replicas"), [("stash", None), ("stash", [2, 1]), pytest.param("2bw", [1, 2], marks=slow)]
-)
+@pytest.mark.parametrize(("weights", "replicas"), [("stash", None), ("stash", [2, 1]), ("2bw", [1, 2])])
 def test_dropouts_of_two_stages_that_share_a_seed_generator(weights: str, replicas: list[int] | None) -> None:
     """The draw of the first stage does not depend on the second's, which comes after it."""
     seeds = keras.random.SeedGenerator(3)

@@ -43,7 +43,6 @@ def found(outcome: Outcome, configuration: Configuration = QUICK[0]) -> Found:
 # --- building
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["masked_lm", "dropout_0.5", "byol", "embedding_looked_up_twice"])
 def test_a_case_built_twice_has_the_same_names_and_values(name: str) -> None:
     with double_precision():
@@ -76,7 +75,6 @@ def test_double_precision_is_left_behind() -> None:
     assert (keras.config.floatx(), keras.config.dtype_policy()) == before
 
 
-@pytest.mark.slow
 def test_plain_training_is_deterministic_and_trains() -> None:
     with double_precision():
         first, second = (train_plainly(build(CASES["dropout_0.1"], 7), SIZES) for _ in range(2))
@@ -159,12 +157,10 @@ def test_a_case_has_one_outcome_that_is_expected(expected: Expected, outcome: Ou
     assert is_expected(case, found(outcome, WHOLE)) is (ok or outcome is Outcome.EQUAL)
 
 
-@pytest.mark.slow
 def test_a_model_that_adds_up_is_equal() -> None:
     assert Checker(CASES["MeanSquaredError"]).check(QUICK[0]).outcome is Outcome.EQUAL
 
 
-@pytest.mark.slow
 def test_an_error_of_the_project_refuses_and_any_other_crashes() -> None:
     refused = Checker(replace(CASES["MeanSquaredError"], options={"stages": 50})).check(QUICK[0])
     assert refused.outcome is Outcome.REFUSED
@@ -177,7 +173,6 @@ def test_an_error_of_the_project_refuses_and_any_other_crashes() -> None:
 # --- the command
 
 
-@pytest.mark.slow
 def test_a_case_is_chosen_by_name_and_printed_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert exactness.main(["--only", "MeanSquaredError", "--configurations", "two", "--json"]) == 0
     (line,) = capsys.readouterr().out.splitlines()

@@ -24,7 +24,6 @@ def test_too_many_seconds_or_bytes_miss_the_target(seconds: float, memory: int) 
     assert not compare("S = 2", Cost({"trace": seconds}, memory, 1.0), PLAIN_COST, 1.5).ok
 
 
-@pytest.mark.slow
 @needs_keras_hub
 @pytest.mark.parametrize("stages", [PLAIN, "2"])
 def test_a_small_bert_is_measured_in_a_process_of_its_own(stages: str) -> None:

@@ -51,7 +51,6 @@ def test_a_benchmark_that_cannot_run_here_is_left_out_with_the_reason(
     assert capsys.readouterr().out.endswith(WANTED)
 
 
-@pytest.mark.slow
 def test_the_benchmarks_start_as_a_module(tmp_path: Path) -> None:
     environment = {**os.environ, "PATH": str(tmp_path), "TF_CPP_MIN_LOG_LEVEL": "3"}
     command = [sys.executable, "-m", "benchmarks", *NAMES]

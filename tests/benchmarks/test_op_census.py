@@ -36,7 +36,6 @@ def test_programs_of_ruled_ops_are_equal_to_plain_tensorflow_or_refused() -> Non
     try_program()
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(7200)
 def test_pipelines_of_ruled_ops_are_equal_to_plain_tensorflow_or_refused() -> None:
     @examples(PIPELINES)

@@ -80,7 +80,6 @@ def test_the_stash_is_not_changed_where_the_published_memory_is_too_small() -> N
     assert calibrate_stash(make_profile(), memory=200.0, slots=1) == make_profile()
 
 
-@pytest.mark.slow
 def test_whole_slices_give_every_replica_the_profile_batch() -> None:
     problem = WholeSlices(make_profile(), make_cluster(), 8, (1, 2, 4, 8))
     stages = stages_of(problem, [3], [3, 1])
@@ -90,8 +89,7 @@ def test_whole_slices_give_every_replica_the_profile_batch() -> None:
     assert [found.micro_batch_size for found in free.evaluate_all_sizes(stages, "test")] == [4, 8]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("planner", ["best", pytest.param("dapple", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("planner", ["best", "dapple"])
 def test_planners_give_replicas_whole_slices(planner: str) -> None:
     chosen = run_planner(WholeSlices(make_profile(), make_cluster(), 8, (1, 2, 4, 8)), planner).chosen
     assert max(stage.replicas for stage in chosen.stages) * 2 <= chosen.micro_batch_size

@@ -31,7 +31,6 @@ def without_data() -> Fit:
 PROGRAM = Program(regression)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("configuration", CONFIGURATIONS, ids=str)
 def test_a_model_that_is_trained_by_fit_is_equal(configuration: Any) -> None:
     found = ProgramChecker(PROGRAM).check(configuration)
@@ -86,7 +85,6 @@ def test_an_unknown_program_is_refused_with_the_known_ones(capsys: pytest.Captur
     assert "there are sentiment_from_strings, " in capsys.readouterr().out
 
 
-@pytest.mark.slow
 def test_a_program_is_chosen_by_name_and_printed_as_a_row(capsys: pytest.CaptureFixture[str]) -> None:
     assert programs.main(["--only", "word_vectors", "--one-process"]) == 0
     printed = capsys.readouterr().out

@@ -20,13 +20,11 @@ def total(profile: Profile, name: str) -> float:
     return sum(layer.parameter_bytes for layer in profile.layers if layer.name.split("/")[0] == name)
 
 
-@pytest.mark.slow
 def test_the_weights_have_the_bytes_of_the_published_profile(two: Profile) -> None:
     assert total(two, "embeddings") == 127131648
     assert [total(two, f"layer_{i}") for i in range(2)] == [50384896, 50384896]
 
 
-@pytest.mark.slow
 def test_more_layers_repeat_the_same_layer(two: Profile) -> None:
     deep = repeat_layer(two, 48)
     assert [total(deep, f"layer_{i}") for i in range(49)] == [50384896] * 48 + [0]

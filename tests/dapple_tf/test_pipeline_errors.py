@@ -438,7 +438,6 @@ def test_variables_may_be_called_like_ops_or_like_parts_of_the_graph() -> None:
     assert_equal_to_one_device([matrix(name) for name in NAMES])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_one_variable_may_be_called_like_an_op_or_a_part_of_the_graph(name: str) -> None:
     assert_equal_to_one_device([matrix(name), matrix("other")])

@@ -15,8 +15,6 @@ from tests.equality.one_device import Problem, compare
 from tests.equality.small_models import data, sgd, weights
 from tests.graph_passes.builders import refused
 
-slow = pytest.mark.slow
-
 Backward = Callable[[Any, Any, Any], tuple[Any, Any]]
 """Returns what the gradients of the layer's input and of its weights are multiplied by."""
 
@@ -64,7 +62,7 @@ def step_of(problem: Problem, **options: Any) -> Any:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, *(pytest.param(o, marks=slow) for o in ({"replicas": [2, 1]}, {"recompute": True}, {"schedule": "zb-h1"}))],
+    [{}, {"replicas": [2, 1]}, {"recompute": True}, {"schedule": "zb-h1"}],
     ids=str,
 )
 def test_one_micro_batch_writes_in_backward_as_one_device(options: dict[str, Any]) -> None:
@@ -117,7 +115,7 @@ def test_a_variable_of_another_stage_cannot_be_written_in_backward() -> None:
         step_of(Problem(loss_fn, problem.variables, sgd), micro_batches=1)(*data(6))
 
 
-@pytest.mark.parametrize("schedule", ["dapple-a", pytest.param("zb-h1", marks=slow)])
+@pytest.mark.parametrize("schedule", ["dapple-a", "zb-h1"])
 def test_a_print_in_a_custom_gradient_runs_for_each_micro_batch(schedule: str, capfd: pytest.CaptureFixture) -> None:
     def note(dy: Any, counter: Any, read: Any) -> tuple[Any, Any]:
         tf.print("a gradient of", tf.shape(dy)[0], "rows")

@@ -111,7 +111,6 @@ LAYOUTS: tuple[tuple[int, int, list[int] | None], ...] = (
     (2, 2, [1, 2]),
     (2, 3, [2, 1]),
 )
-QUICK = {"nt_xent": LAYOUTS[7]}
 
 
 def batches(*sizes: int) -> list[Tensors]:
@@ -123,15 +122,7 @@ def batches(*sizes: int) -> list[Tensors]:
     return [(random_rows(n), random_rows(n)) for n in sizes]
 
 
-def cases() -> list[Any]:
-    return [
-        pytest.param(name, layout, marks=() if QUICK.get(name) == layout else pytest.mark.slow)
-        for name in PROBLEMS
-        for layout in LAYOUTS
-    ]
-
-
-@pytest.mark.parametrize(("name", "layout"), cases())
+@pytest.mark.parametrize(("name", "layout"), [(name, layout) for name in PROBLEMS for layout in LAYOUTS])
 def test_the_loss_is_that_of_the_whole_batch(name: str, layout: tuple[int, int, list[int] | None]) -> None:
     stages, micro_batches, replicas = layout
     options = {"stages": stages, "micro_batches": micro_batches, "replicas": replicas, "batch_loss": True}
@@ -154,7 +145,6 @@ def with_aux(a: Any, b: Any) -> Any:
     return tf.reduce_mean(cross_entropy(tf.range(tf.shape(a)[0]), scores)), aux
 
 
-@pytest.mark.slow
 def test_aux_outputs_of_the_whole_batch_and_of_samples() -> None:
     compare(problem(with_aux), batches(10, 7), stages=2, micro_batches=3, batch_loss=True).check(TOLERANCE["float64"])
 
@@ -174,7 +164,6 @@ def test_what_the_loss_writes_about_the_whole_batch_is_written_once() -> None:
     compare(Problem(loss_fn, variables, adam), batches(9, 9), **options).check(TOLERANCE["float64"])
 
 
-@pytest.mark.slow
 def test_a_lookup_by_repeated_ids_in_the_tail_stays_sparse() -> None:
     keras.utils.set_random_seed(3)
     model = tower("tower")
@@ -189,7 +178,6 @@ def test_a_lookup_by_repeated_ids_in_the_tail_stays_sparse() -> None:
     compare(Problem(loss_fn, variables, adam), batches(8, 8), **options).check(TOLERANCE["float64"])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"recompute": True}, {"schedule": "K=3,3"}, {"batch_loss": "auto"}], ids=str)
 def test_other_options(options: Mapping[str, Any]) -> None:
     wanted = {"stages": 2, "micro_batches": 3, "batch_loss": True, **options}

@@ -17,7 +17,6 @@ from dapple_tf.errors import CaptureError, ExactnessError, PlanError, StepError
 from tests.equality.one_device import TOLERANCE, Problem, compare, relative_error
 
 LAYERS = keras.layers
-slow = pytest.mark.slow
 WIDTH, STEPS = 6, 5
 
 
@@ -49,7 +48,7 @@ def padded(count: int, sizes: Sequence[int]) -> list[tuple[Any, Any]]:
     return found
 
 
-@pytest.mark.parametrize("schedule", ["dapple-a", *(pytest.param(name, marks=slow) for name in ("gpipe", "zb-h1"))])
+@pytest.mark.parametrize("schedule", ["dapple-a", "gpipe", "zb-h1"])
 def test_a_masked_batch_norm_counts_the_mask_of_its_micro_batch(schedule: str) -> None:
     """The count of the mask depends on no variable, but that of the whole batch would give a wrong mean."""
     problem = regression(
@@ -186,7 +185,7 @@ def check_deferred(
     return step
 
 
-@pytest.mark.parametrize("schedule", ["zb-h1", *(pytest.param(name, marks=slow) for name in ("gpipe", "dapple-a"))])
+@pytest.mark.parametrize("schedule", ["zb-h1", "gpipe", "dapple-a"])
 def test_deferred_statistics_are_those_of_the_whole_batch(schedule: str) -> None:
     step = check_deferred(two_norms, random((7, 10)), stages=["b"], micro_batches=3, schedule=schedule)
     reasons = step.exactness.reasons
@@ -198,7 +197,6 @@ def test_deferred_statistics_are_summed_over_replicas() -> None:
     check_deferred(two_norms, random((14, 12)), stages=["b"], micro_batches=2, replicas=[2, 2])
 
 
-@slow
 def test_deferred_statistics_of_a_stage_that_alone_is_replicated() -> None:
     def layers() -> list[keras.Layer]:
         return [dense("a"), dense("b"), norm("norm"), dense("c")]
@@ -208,12 +206,11 @@ def test_deferred_statistics_of_a_stage_that_alone_is_replicated() -> None:
     )
 
 
-@pytest.mark.parametrize("schedule", [pytest.param("dapple-a", marks=slow), "zb-h1"])
+@pytest.mark.parametrize("schedule", ["dapple-a", "zb-h1"])
 def test_deferred_statistics_with_recomputation(schedule: str) -> None:
     check_deferred(two_norms, random((7, 10)), stages=["b"], micro_batches=3, recompute=True, schedule=schedule)
 
 
-@slow
 def test_deferred_statistics_of_images_count_all_pixels() -> None:
     def layers() -> list[keras.Layer]:
         start = keras.initializers.GlorotUniform(5)
@@ -230,7 +227,6 @@ def test_deferred_statistics_with_a_mask_count_what_it_keeps() -> None:
     check_deferred(layers, padded(2, (7, 9)), stages=["second"], micro_batches=3)
 
 
-@slow
 def test_deferred_statistics_of_the_arguments_are_written_as_by_one_device() -> None:
     """They depend on nothing that is trained, so they are the whole batch's anyway, and normalise it."""
 
@@ -242,7 +238,7 @@ def test_deferred_statistics_of_the_arguments_are_written_as_by_one_device() -> 
     assert comparison.step.exactness.exact
 
 
-@pytest.mark.parametrize("stages", [["second"], pytest.param(1, marks=slow)])
+@pytest.mark.parametrize("stages", [["second"], 1])
 def test_a_layer_that_is_called_twice_moves_its_deferred_statistics_twice(stages: Any) -> None:
     """As the two views of a siamese network do: first by the statistics of one call, then by the other's."""
     first, layer, second = dense("first"), norm("norm"), dense("second")
@@ -262,7 +258,6 @@ def test_a_layer_that_is_called_twice_moves_its_deferred_statistics_twice(stages
     np.testing.assert_allclose(layer.moving_variance.numpy(), variance, rtol=1e-12)
 
 
-@slow
 def test_deferred_statistics_of_float32_keep_their_digits() -> None:
     """The squares of large means cancel: in float32, E[x^2] - E[x]^2 would have no digit left."""
     bias = keras.initializers.Constant(1000.0)

@@ -19,7 +19,6 @@ from tests.equality.one_device import TOLERANCE, Comparison, Problem, compare
 from tests.equality.test_batch_norm import STEPS, WIDTH, dense, norm, padded, regression, sgd
 
 LAYERS = keras.layers
-slow = pytest.mark.slow
 
 
 def random(sizes: Sequence[int], shape: Sequence[int] = (WIDTH,)) -> list[tuple[Any, Any]]:
@@ -52,7 +51,7 @@ def check(
 # --- layouts, schedules, uneven rows
 
 
-@pytest.mark.parametrize("replicas", [2, pytest.param(3, marks=slow)])
+@pytest.mark.parametrize("replicas", [2, 3])
 def test_data_parallel_training_equals_plain_training(replicas: int) -> None:
     check(two_norms(), random((10, 11)), replicas)
 
@@ -61,15 +60,14 @@ def test_data_parallel_training_equals_plain_training(replicas: int) -> None:
     ("replicas", "schedule"),
     [
         ((2, 2), "zb-h1"),
-        *(pytest.param(replicas, name, marks=slow) for replicas in ((1, 2), (2, 1)) for name in ("gpipe", "dapple-a")),
-        *(pytest.param(replicas, "dapple-b", marks=slow) for replicas in ((2,), (3,), (2, 3))),
+        *((replicas, name) for replicas in ((1, 2), (2, 1)) for name in ("gpipe", "dapple-a")),
+        *((replicas, "dapple-b") for replicas in ((2,), (3,), (2, 3))),
     ],
 )
 def test_replicas_take_the_statistics_of_their_micro_batch(replicas: tuple[int, ...], schedule: str) -> None:
     check(two_norms(), random((13, 11)), *replicas, micro_batches=3, schedule=schedule)
 
 
-@slow
 @pytest.mark.parametrize("schedule", ["dapple-a", "zb-h1"])
 def test_recomputation_keeps_what_replicas_joined(schedule: str) -> None:
     """It is stashed: backward joins gradients only."""
@@ -79,7 +77,6 @@ def test_recomputation_keeps_what_replicas_joined(schedule: str) -> None:
     assert kinds == {("forward", ("moments",)), ("inputs" if schedule == "zb-h1" else "backward", ("sum",))}
 
 
-@slow
 @pytest.mark.parametrize("schedule", ["dapple-a", "zb-h1"])
 def test_gradients_are_reduced_while_backward_runs(schedule: str) -> None:
     plan = Plan("m", "hand", 11, 4, 3, schedule, False, (StagePlan(0, 7, (0, 1)),), overlap=True)
@@ -114,7 +111,6 @@ def images() -> Problem:
     return Problem.of_model(model, loss_fn, lambda: keras.optimizers.Adam(0.01, global_clipnorm=0.5))
 
 
-@slow
 @pytest.mark.parametrize(("replicas", "micro_batches"), [((2,), 1), ((2, 2), 2)])
 def test_a_convolutional_network(replicas: tuple[int, ...], micro_batches: int) -> None:
     found = check(images(), random((9, 7), (6, 6, 3)), *replicas, micro_batches=micro_batches)
@@ -122,7 +118,7 @@ def test_a_convolutional_network(replicas: tuple[int, ...], micro_batches: int) 
     assert sorted(len(node.strings("kinds")) for node in joins) == [1, 1, 2]  # both branches join at once
 
 
-@pytest.mark.parametrize("channels", [WIDTH, pytest.param(1, marks=slow)])
+@pytest.mark.parametrize("channels", [WIDTH, 1])
 def test_a_mask_counts_what_it_keeps_of_the_micro_batch(channels: int) -> None:
     """Replicas keep very different numbers of steps."""
     start = keras.initializers.GlorotUniform(3)
@@ -131,7 +127,6 @@ def test_a_mask_counts_what_it_keeps_of_the_micro_batch(channels: int) -> None:
     check(problem, padded(2, (9, 8)), 3, micro_batches=1)
 
 
-@slow
 @pytest.mark.parametrize(
     "make",
     [
@@ -145,12 +140,10 @@ def test_other_models(make: Callable[[], Problem]) -> None:
     check(make(), random((8, 10)), 2, 1, micro_batches=2)
 
 
-@slow
 def test_statistics_of_the_arguments_are_those_of_the_whole_batch() -> None:
     check(regression(norm("of_arguments"), dense("a"), norm("norm"), dense("b")), random((10, 8)), 3)
 
 
-@slow
 def test_a_layer_that_is_called_twice() -> None:
     first, layer, last = dense("a"), norm("norm"), dense("b")
     for part in (first, layer, last):
@@ -198,7 +191,6 @@ def test_one_replica_runs_whole_calls() -> None:
     assert not nodes_of(step.graph, OpName.PART, OpName.JOIN)
 
 
-@slow
 def test_a_recorded_step_times_calls_and_is_rehearsed() -> None:
     problem = two_norms()
     step = pipeline(problem)
@@ -208,7 +200,6 @@ def test_a_recorded_step_times_calls_and_is_rehearsed() -> None:
     assert "first run" not in str(step.report)
 
 
-@slow
 def test_forward_takes_the_statistics_of_the_micro_batch_too() -> None:
     problem = two_norms()
     ((x, y),) = random((8,))

@@ -82,8 +82,8 @@ def test_a_step_equals_one_device(schedule: str, stages: int, micro_batches: int
         ("interleaved-1f1b", 4, {"recompute": ["layer1", "layer4"]}),
         ("interleaved-1f1b", 4, {"inexact": "allow"}),
         (MIXED, 2, {"recompute": True}),
-        pytest.param(MIXED, 2, {"recompute": ["layer1", "layer4"]}, marks=pytest.mark.slow),
-        pytest.param(MIXED, 2, {"inexact": "allow", "replicas": [2, 2]}, marks=pytest.mark.slow),
+        (MIXED, 2, {"recompute": ["layer1", "layer4"]}),
+        (MIXED, 2, {"inexact": "allow", "replicas": [2, 2]}),
     ],
 )
 def test_options_of_a_step_work_with_several_stages_a_device(

@@ -20,7 +20,6 @@ from dapple_tf.errors import CaptureError, DappleWarning, PlanError, StepError
 from tests.equality.one_device import TOLERANCE, Problem, compare, named_variables, train_on_one_device
 
 optimizers = keras.optimizers
-slow = pytest.mark.slow
 
 WIDTH = 5
 STEPS, OVERFLOWS = 7, (2, 5)
@@ -61,12 +60,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "S = 3, M = 3, recompute": {"stages": ["dense_1", "dense_2"], "micro_batches": 3, "recompute": True},
     "S = 3, M = 4, zb-h1": {"stages": ["dense_1", "dense_2"], "micro_batches": 4, "schedule": "zb-h1"},
 }
-QUICK = {("scale, everything", "S = 3, M = 3, recompute"), ("loss_scale_factor, global_clipnorm", "S = 2, M = 4")}
 
 
-def marked(*tables: dict[str, Any]) -> list[Any]:
-    pairs = [(name, layout) for table in tables for name in table for layout in LAYOUTS]
-    return [pytest.param(*pair, marks=() if pair in QUICK else slow) for pair in pairs]
+def with_layouts(*tables: dict[str, Any]) -> list[tuple[str, str]]:
+    return [(name, layout) for table in tables for name in table for layout in LAYOUTS]
 
 
 def problem(make_optimizer: Callable[[], Any], loss: str = "mean") -> Problem:
@@ -92,12 +89,12 @@ def batches(overflows: tuple[int, ...] = OVERFLOWS, size: int = 7) -> list[Any]:
     return made
 
 
-@pytest.mark.parametrize(("name", "layout"), marked(OPTIMIZERS))
+@pytest.mark.parametrize(("name", "layout"), with_layouts(OPTIMIZERS))
 def test_steps_with_and_without_overflow_equal_one_device(name: str, layout: str) -> None:
     compare(problem(OPTIMIZERS[name]), batches(), **LAYOUTS[layout]).check(TOLERANCE["float64"])
 
 
-@pytest.mark.parametrize(("name", "layout"), marked(FINITE_OPTIMIZERS))
+@pytest.mark.parametrize(("name", "layout"), with_layouts(FINITE_OPTIMIZERS))
 def test_conditions_of_optimizers_equal_one_device(name: str, layout: str) -> None:
     compare(problem(FINITE_OPTIMIZERS[name]), batches(()), **LAYOUTS[layout]).check(TOLERANCE["float64"])
 
@@ -118,7 +115,6 @@ def test_a_step_that_overflows_changes_no_variable_of_any_stage_and_halves_the_s
     assert len([n for n in step.graph.nodes if n.op == "update_terms"]) == 3
 
 
-@slow
 @pytest.mark.parametrize("name", ["scale, Adam", "loss_scale_factor"])
 def test_a_sum_over_the_samples_is_scaled_too(name: str) -> None:
     make = {**OPTIMIZERS, **FINITE_OPTIMIZERS}[name]
@@ -132,7 +128,6 @@ def test_a_sum_over_the_samples_is_scaled_too(name: str) -> None:
         np.testing.assert_allclose(variable.numpy(), expected.values[variable_name], rtol=1e-12, atol=1e-14)
 
 
-@slow
 @pytest.mark.parametrize("name", ["scale, Adam", "loss_scale_factor"])
 def test_a_loss_of_the_whole_batch_is_scaled_too(name: str) -> None:
     random = np.random.default_rng(1)
@@ -165,7 +160,6 @@ def with_embedding(make_optimizer: Callable[[], Any]) -> tuple[Problem, list[Any
     return Problem.of_model(model, lambda x, y: tf.reduce_mean(tf.square(model(x) - y)), make_optimizer), made
 
 
-@slow
 @pytest.mark.parametrize("name", [*OPTIMIZERS, *FINITE_OPTIMIZERS])
 def test_sparse_gradients_equal_one_device_or_are_refused_as_by_keras(name: str) -> None:
     make = {**OPTIMIZERS, **FINITE_OPTIMIZERS}[name]
@@ -203,7 +197,6 @@ def test_checked_steps_let_gradients_overflow_but_no_loss() -> None:
         step(x, y + np.inf)
 
 
-@slow
 def test_a_pipeline_verifies_with_gradients_as_the_optimizer_gets_them() -> None:
     case, optimizer = problem(lambda: None), scaling(optimizers.Adam(0.01, global_clipnorm=0.05))
     good, bad = batches((1,))[:2]
@@ -222,7 +215,6 @@ def test_a_pipeline_verifies_with_gradients_as_the_optimizer_gets_them() -> None
         assert min(np.abs(found - wanted).max() for found in same) < 1e-10
 
 
-@slow
 @pytest.mark.parametrize("name", ["scale, everything", "averages, accumulation"])
 def test_training_goes_on_from_a_checkpoint_under_another_plan(name: str, tmp_path: Path) -> None:
     make = {**OPTIMIZERS, **FINITE_OPTIMIZERS}[name]

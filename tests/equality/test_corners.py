@@ -101,7 +101,6 @@ def test_steps_of_several_threads_do_not_mix() -> None:
     assert not wrong
 
 
-@pytest.mark.slow
 def test_compiling_does_not_break_other_threads_that_build_tuples() -> None:
     stop, failed = threading.Event(), []
 

@@ -15,8 +15,6 @@ from graph_passes.analysis.layers import find_layers
 from tests.equality.one_device import Problem, compare
 from tests.equality.small_models import WIDTH, data, sgd, weights
 
-slow = pytest.mark.slow
-
 
 @tf.custom_gradient
 def log1pexp(x: Any) -> Any:
@@ -93,7 +91,7 @@ def problem_of(function: Callable[..., Any]) -> Problem:
 
 @pytest.mark.parametrize(
     "function",
-    [log1pexp, *(pytest.param(function, marks=slow) for function in FUNCTIONS[1:])],
+    FUNCTIONS,
     ids=["log1pexp", "nested", "two results", "of a loop", "of a list", "of another layer", "recomputed", "rounded"],
 )
 def test_a_model_cut_before_any_op_of_a_custom_gradient_trains_as_on_one_device(function: Callable[..., Any]) -> None:
@@ -105,7 +103,6 @@ def test_a_model_cut_before_any_op_of_a_custom_gradient_trains_as_on_one_device(
         compare(problem, [batch, batch], stages=starts, micro_batches=3).check(1e-12)
 
 
-@slow
 @pytest.mark.parametrize("options", [{"replicas": [1, 2, 1]}, {"batch_loss": True}, {"recompute": True}], ids=str)
 def test_what_a_custom_gradient_captures_is_sent_to_other_replicas_and_computed_again(options: dict[str, Any]) -> None:
     compare(problem_of(nested), [data(8)], stages=3, micro_batches=2, **options).check(1e-12)
@@ -136,7 +133,6 @@ def of_the_first_version(y: Any, p: Any) -> Any:
     return tf.compat.v1.nn.ctc_loss(all_labels(y), tf.transpose(p, [1, 0, 2]), lengths)
 
 
-@slow
 @pytest.mark.parametrize("batch_loss", [False, True])
 @pytest.mark.parametrize(
     "loss",

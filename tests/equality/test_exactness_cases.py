@@ -10,24 +10,18 @@ from benchmarks.exactness_cases import CASES
 from benchmarks.exactness_check import QUICK, Checker, Configuration, further_configurations, is_expected
 from tests.equality.pending_cases import PENDING
 
-SHORT = ("masked_lm",)
-"""The cases that ``make test`` runs."""
-
 
 def parameters() -> list[object]:
     """Return the cases' names; those that do not come out as they must today are expected to fail, and to fail only."""
     found: list[object] = []
     for name in CASES:
-        marks = [] if name in SHORT else [pytest.mark.slow]
-        if name in PENDING:
-            marks.append(pytest.mark.xfail(strict=True, reason=PENDING[name]))
+        marks = [pytest.mark.xfail(strict=True, reason=PENDING[name])] if name in PENDING else []
         found.append(pytest.param(name, marks=marks))
     return found
 
 
 def test_the_lists_of_cases_name_cases() -> None:
     assert set(PENDING) <= set(CASES)
-    assert set(SHORT) <= set(CASES)
     assert len(CASES) >= 60
 
 
@@ -36,7 +30,6 @@ def test_a_case_comes_out_as_it_must(name: str) -> None:
     check(name, QUICK)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in CASES if name not in PENDING])
 def test_a_case_comes_out_as_it_must_in_further_configurations(name: str) -> None:
     check(name, further_configurations(list(CASES).index(name)))

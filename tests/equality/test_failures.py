@@ -14,7 +14,6 @@ from dapple_tf.errors import StepError
 from tests.equality.small_models import WIDTH, chain, data, values, weights
 
 BAD = 1e6
-slow = pytest.mark.slow
 
 
 def normalized() -> tuple[Any, keras.Model]:
@@ -51,9 +50,9 @@ def normalized() -> tuple[Any, keras.Model]:
     ("schedule", "replicas"),
     [
         ("dapple-a", [2, 1]),
-        pytest.param("dapple-a", [1, 1], marks=slow),
-        pytest.param("gpipe", [1, 1], marks=slow),
-        pytest.param("gpipe", [2, 1], marks=slow),
+        ("dapple-a", [1, 1]),
+        ("gpipe", [1, 1]),
+        ("gpipe", [2, 1]),
     ],
 )
 def test_a_failure_in_one_micro_batch_changes_nothing(schedule: str, replicas: list[int]) -> None:
@@ -76,7 +75,7 @@ def test_a_failure_in_one_micro_batch_changes_nothing(schedule: str, replicas: l
     assert all(np.isfinite(value).all() for value in values(variables))
 
 
-@pytest.mark.parametrize("stages", [pytest.param(1, marks=slow), 2, pytest.param(3, marks=slow)])
+@pytest.mark.parametrize("stages", [1, 2, 3])
 def test_the_error_names_its_cause(stages: int) -> None:
     """On any device; TensorFlow may report a transfer that was cancelled because of the failure instead."""
     matrices = weights(3)

@@ -22,8 +22,6 @@ from tests.equality.test_batch_loss import problem as combined
 from tests.equality.test_batch_norm_sync import random, two_norms
 from tests.equality.test_sparse_gradients import OPTIMIZERS, batches, keras_model
 
-slow = pytest.mark.slow
-
 
 def check(problem: Problem, batches: Sequence[Any], **options: Any) -> Comparison:
     comparison = compare(problem, batches, **options)
@@ -55,7 +53,6 @@ LAYOUTS: Mapping[str, Mapping[str, Any]] = {
     "2 stages a device": {"stages": 4, "micro_batches": [1, 2, 2, 6], "schedule": "interleaved-1f1b:v=2"},
     "shares": {"stages": 2, "micro_batches": [0.2, 0.3, 0.5]},
 }
-QUICK = [("2:1, zb-h1", "sum"), ("2 stages a device", "mean")]
 
 
 def scaled_sum(losses: Any) -> Any:
@@ -65,10 +62,7 @@ def scaled_sum(losses: Any) -> Any:
 LOSSES: Mapping[str, Callable[[Any], Any]] = {"mean": tf.reduce_mean, "sum": scaled_sum}
 
 
-@pytest.mark.parametrize(
-    ("name", "loss"),
-    [pytest.param(name, loss, marks=() if (name, loss) in QUICK else slow) for name in LAYOUTS for loss in LOSSES],
-)
+@pytest.mark.parametrize(("name", "loss"), [(name, loss) for name in LAYOUTS for loss in LOSSES])
 def test_loss_outputs_and_weights_equal_one_device(name: str, loss: str) -> None:
     comparison = check(with_outputs(LOSSES[loss]), [data(11), data(11, 2), data(7)], **LAYOUTS[name])
     assert {f"aux {i} of step {step}" for i in range(3) for step in (1, 2)} <= comparison.errors.keys()
@@ -95,13 +89,12 @@ def test_sparse_gradients_equal_plain_keras() -> None:
     check(problem, batches(9, 9, 5), **options)
 
 
-@pytest.mark.slow
 def test_a_loss_of_all_samples_equals_plain_training() -> None:
     problem = combined(clip, towers=2, temperature=True)
     check(problem, [data(9), data(9, 2), data(5)], stages=3, micro_batches=[1, 3, 5], batch_loss=True)
 
 
-@pytest.mark.parametrize("batch_norm", ["sync", pytest.param("micro-batch", marks=slow)])
+@pytest.mark.parametrize("batch_norm", ["sync", "micro-batch"])
 def test_batch_norm_normalises_micro_batches_of_the_given_sizes(batch_norm: str) -> None:
     """One device that runs these micro-batches in turn; without replicas both modes are alike."""
     replicas = [2, 2] if batch_norm == "sync" else [1, 1]
@@ -110,7 +103,6 @@ def test_batch_norm_normalises_micro_batches_of_the_given_sizes(batch_norm: str)
     assert comparison.step.exactness.reasons
 
 
-@slow
 @pytest.mark.parametrize("batch_norm", ["deferred", "micro-batch"])
 def test_batch_norm_is_verified_on_pieces_of_the_given_sizes(batch_norm: str) -> None:
     """The other comparison of the report divides plain Keras's batch norm as the pipeline does."""

@@ -73,8 +73,8 @@ def test_one_build_serves_all_lengths(data: st.DataObject) -> None:
     assert count_builds(found.step) == 1
 
 
-@pytest.mark.parametrize("tokens", [0, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("replicas", [[1, 1], pytest.param([2, 1], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("tokens", [0, 1])
+@pytest.mark.parametrize("replicas", [[1, 1], [2, 1]])
 def test_one_build_serves_a_loss_that_computes_with_the_tokens_of_the_batch(tokens: int, replicas: list[int]) -> None:
     batches = [batch(5, length) for length in (4, 3, 6)]
     found = compare(problem(tokens=tokens), batches, stages=["dense_1"], replicas=replicas, micro_batches=2)
@@ -82,7 +82,7 @@ def test_one_build_serves_a_loss_that_computes_with_the_tokens_of_the_batch(toke
     assert count_builds(found.step) == 1
 
 
-@pytest.mark.parametrize("replicas", [[1, 1], pytest.param([2, 1], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("replicas", [[1, 1], [2, 1]])
 def test_the_second_build_serves_all_lengths_where_tensorflow_would_not_trace_again(replicas: list[int]) -> None:
     """The first length is traced as it is, as by TensorFlow."""
     batches = [batch(5, length) for length in (4, 3, 7, 4, 1)]
@@ -92,7 +92,6 @@ def test_the_second_build_serves_all_lengths_where_tensorflow_would_not_trace_ag
     assert count_builds(found.step) == 2
 
 
-@pytest.mark.slow
 def test_a_loss_without_a_signature_is_built_for_each_length() -> None:
     found = compare(problem(signature=None), [batch(5, 4), batch(5, 3)], stages=["dense_1"], micro_batches=2)
     found.check(TOLERANCE["float64"])
@@ -171,7 +170,7 @@ def test_lengths_that_were_equal_at_first() -> None:
     "recur",
     [
         lambda w, x: tf.scan(lambda h, step: tf.tanh(h @ w) + step, x),
-        pytest.param(lambda w, x: tf.map_fn(lambda step: tf.tanh(step @ w), x), marks=pytest.mark.slow),
+        lambda w, x: tf.map_fn(lambda step: tf.tanh(step @ w), x),
     ],
     ids=["scan", "map_fn"],
 )

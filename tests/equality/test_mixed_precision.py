@@ -13,7 +13,6 @@ import tensorflow as tf
 import dapple_tf as dapple
 from tests.equality.one_device import Problem, compare, named_variables
 
-slow = pytest.mark.slow
 WIDTH, STEPS = 8, 10
 TOLERANCE = {"mixed_float16": 5e-3, "mixed_bfloat16": 5e-2}  # of weights after all steps: each rounding is 2^-11, 2^-8
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -57,13 +56,7 @@ def batches(size: int = 12) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("policy", "make_optimizer", "layout"),
-    [
-        pytest.param(policy, make, layout, marks=() if policy[-2:] == "16" and make is quick else slow)
-        for policy in TOLERANCE
-        for make in (sgd, adam)
-        for layout in LAYOUTS
-        for quick in [adam if layout == "S = 2, M = 4" and policy == "mixed_float16" else None]
-    ],
+    [(policy, make, layout) for policy in TOLERANCE for make in (sgd, adam) for layout in LAYOUTS],
 )
 def test_mixed_precision_equals_one_device(policy: str, make_optimizer: Callable[[], Any], layout: str) -> None:
     comparison = compare(problem(policy, make_optimizer), batches(), **LAYOUTS[layout])
@@ -75,16 +68,13 @@ def test_mixed_precision_equals_one_device(policy: str, make_optimizer: Callable
     assert max(values.values()) <= TOLERANCE[policy], values
 
 
-@slow
 def test_a_loss_in_float16_is_scaled_by_what_float16_holds() -> None:
     """It doubles every step; from 2^16 on it is infinite in float16, and one device skips the step."""
     comparison = compare(problem("mixed_float16", sgd, "float16"), batches(), **LAYOUTS["S = 2, M = 4"])
     assert comparison.errors["value of slot dynamic_scale"] == 0.0
 
 
-@pytest.mark.parametrize(
-    "options", [{"micro_batches": 4}, pytest.param({"micro_batches": 1, "replicas": [4]}, marks=slow)]
-)
+@pytest.mark.parametrize("options", [{"micro_batches": 4}, {"micro_batches": 1, "replicas": [4]}])
 def test_a_sum_over_the_batch_overflows_as_on_one_device(options: dict[str, Any]) -> None:
     """The kernel's gradient is 2 x scale over the batch of 8: no part of it overflows float16, the sum of 2^17 does."""
     dense = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros", dtype="mixed_float16")

@@ -49,10 +49,6 @@ def application(name: str) -> Problem:
     return classifier(model)
 
 
-slow = pytest.mark.slow
-
-
-@slow
 @pytest.mark.parametrize(
     ("name", "stages", "schedule"),
     [
@@ -76,8 +72,8 @@ def test_an_unmodified_application_equals_one_device(name: str, stages: int, sch
 @pytest.mark.parametrize(
     ("name", "starts", "replicas"),
     [
-        pytest.param("MobileNet", ["conv_pw_6"], [2, 1], marks=slow),
-        pytest.param("MobileNetV2", ["block_6_expand", "block_12_expand"], [2, 1, 2], marks=slow),
+        ("MobileNet", ["conv_pw_6"], [2, 1]),
+        ("MobileNetV2", ["block_6_expand", "block_12_expand"], [2, 1, 2]),
     ],
 )
 def test_an_application_cut_at_named_layers_with_replicas_equals_one_device(
@@ -97,9 +93,9 @@ def clipped_adamw() -> Any:
     ("dtype", "optimizer", "tied"),
     [
         ("float64", clipped_adamw, True),
-        pytest.param("float64", clipped_adamw, False, marks=slow),
-        pytest.param("float32", momentum, True, marks=slow),
-        pytest.param("float32", momentum, False, marks=slow),
+        ("float64", clipped_adamw, False),
+        ("float32", momentum, True),
+        ("float32", momentum, False),
     ],
 )
 def test_the_gpt_equals_one_device(dtype: str, optimizer: Callable[[], Any], tied: bool) -> None:

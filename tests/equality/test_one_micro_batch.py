@@ -16,8 +16,6 @@ from dapple_tf.errors import ExactnessError
 from tests.equality.one_device import Problem, compare
 from tests.equality.small_models import WIDTH, data, sgd, weights
 
-slow = pytest.mark.slow
-
 
 @dataclass(frozen=True)
 class Variables:
@@ -160,10 +158,10 @@ HIDDEN = (
 )
 
 
-@pytest.mark.parametrize("inexact", ["error", pytest.param("allow", marks=slow)])
+@pytest.mark.parametrize("inexact", ["error", "allow"])
 @pytest.mark.parametrize(
     "hidden",
-    [HIDDEN[0], *(pytest.param(hidden, marks=slow) for hidden in HIDDEN[1:])],
+    HIDDEN,
     ids=[hidden.__name__ for hidden in HIDDEN],
 )
 def test_a_model_that_cannot_be_cut_into_micro_batches_runs_as_on_one_device(hidden: Hidden, inexact: str) -> None:
@@ -188,7 +186,6 @@ def with_odd_results(z: Any, y: Any) -> Any:
 LOSSES = (contrastive, with_odd_results, lambda z, y: tf.sqrt(tf.reduce_sum(tf.square(z - y))) + tf.reduce_max(z))
 
 
-@slow
 @pytest.mark.parametrize("batch_loss", [False, True, "auto"])
 @pytest.mark.parametrize("loss", LOSSES, ids=["contrastive", "with odd results", "mixed"])
 def test_a_loss_of_any_form_is_one_devices(loss: Callable[[Any, Any], Any], batch_loss: bool | str) -> None:
@@ -198,14 +195,12 @@ def test_a_loss_of_any_form_is_one_devices(loss: Callable[[Any, Any], Any], batc
     assert comparison.step.exactness.exact
 
 
-@slow
 @pytest.mark.parametrize("options", [{"recompute": True}, {"schedule": "zb-h1"}, {"micro_batches": [8]}], ids=str)
 def test_other_options_do_not_change_what_runs(options: dict[str, Any]) -> None:
     options = {"stages": 2, "micro_batches": 1} | options
     compare(problem_of(mixed_with_the_reversed_batch), [data(8)], **options).check(1e-12)
 
 
-@slow
 @pytest.mark.parametrize("hidden", [mixed_with_the_reversed_batch, for_a_known_batch_size])
 @pytest.mark.parametrize("options", [{"stages": 2}, {"stages": "auto"}], ids=str)
 def test_one_micro_batch_is_chosen_for_a_model_that_needs_it(options: dict[str, Any], hidden: Hidden) -> None:
@@ -231,7 +226,6 @@ def test_a_batch_that_is_one_micro_batch_alone_is_one_devices_and_others_are_as_
     assert not step.exactness.exact
 
 
-@slow
 def test_a_batch_for_which_replicas_are_left_out_is_one_devices() -> None:
     problem = problem_of(mixed_with_the_reversed_batch)
     found, wanted, _ = losses(problem, [1, 8, 1], micro_batches=1, replicas=None)
@@ -243,14 +237,12 @@ def test_a_batch_for_which_replicas_are_left_out_is_one_devices() -> None:
         losses(problem, [8], micro_batches=1, replicas=[2, 1])
 
 
-@slow
 def test_a_model_of_a_known_batch_size_is_traced_for_each_size() -> None:
     found, wanted, step = losses(problem_of(for_a_known_batch_size), [8, 3, 8, 3], micro_batches=1)
     assert found == pytest.approx(wanted)
     assert len(step._compiled.all_models()) == 2
 
 
-@slow
 @pytest.mark.parametrize("hidden", [mixed_with_the_reversed_batch, for_a_known_batch_size])
 @pytest.mark.parametrize("micro_batches", [1, "auto"])
 def test_forward_runs_are_those_of_one_device(hidden: Hidden, micro_batches: int | str) -> None:
@@ -262,7 +254,6 @@ def test_forward_runs_are_those_of_one_device(hidden: Hidden, micro_batches: int
     assert [before, step.forward(*batch).numpy()] == [wanted, wanted]
 
 
-@slow
 def test_a_plan_for_one_micro_batch_runs_a_model_that_cannot_be_cut() -> None:
     problem, batch = problem_of(mixed_with_the_reversed_batch), data(8)
     options = {"optimizer": keras.optimizers.SGD(0.0), "micro_batches": 2, "inexact": "allow"}
@@ -272,7 +263,6 @@ def test_a_plan_for_one_micro_batch_runs_a_model_that_cannot_be_cut() -> None:
     assert step(*batch).numpy() == pytest.approx(problem.loss_fn(*batch).numpy())
 
 
-@slow
 def test_verify_says_that_one_micro_batch_is_exact() -> None:
     problem = problem_of(dropped)
     report = dapple.verify(problem.loss_fn, optimizer=sgd(), batch=data(8), stages=2, micro_batches=1)

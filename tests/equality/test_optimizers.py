@@ -25,10 +25,6 @@ CLASSES = sorted(
     if isinstance(found, type) and issubclass(found, optimizers.Optimizer) and name not in NO_OPTIMIZERS
 )
 
-slow = pytest.mark.slow
-QUICK_CLASSES = {"SGD", "Adam", "Muon", "Lion"}  # Muon is the only one that treats matrices otherwise than vectors
-QUICK_OPTIONS = {("SGD", "schedule"), ("SGD", "clipnorm"), ("Adam", "global_clipnorm"), ("Adam", "ema")}
-
 DTYPES = {"Muon": "float32"}  # Keras's own has float32 constants, which float64 weights cannot take
 
 OPTIONS: dict[str, Callable[[type], Any]] = {
@@ -77,29 +73,21 @@ def recorded(make: Callable[[], Any]) -> tuple[Callable[[], Any], list[Any]]:
     return make_and_record, made
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK_CLASSES else slow) for n in CLASSES])
+@pytest.mark.parametrize("name", CLASSES)
 def test_every_optimizer_equals_one_device(name: str) -> None:
     make, made = recorded(lambda: getattr(optimizers, name)(0.01))
     dtype = DTYPES.get(name, "float64")
     check(problem(make, dtype=dtype), made, dtype)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "option"),
-    [
-        pytest.param(name, option, marks=[] if (name, option) in QUICK_OPTIONS else slow)
-        for name in ("SGD", "Adam")
-        for option in OPTIONS
-        if option != "plain"
-    ],
+    ("name", "option"), [(name, option) for name in ("SGD", "Adam") for option in OPTIONS if option != "plain"]
 )
 def test_options_of_optimizers_equal_one_device(name: str, option: str) -> None:
     make, made = recorded(lambda: OPTIONS[option](getattr(optimizers, name)))
     check(problem(make), made)
 
 
-@slow
 @pytest.mark.parametrize("option", [name for name in OPTIONS if name != "plain"])
 @pytest.mark.parametrize("name", [name for name in CLASSES if name not in ("SGD", "Adam")])
 def test_all_options_of_all_optimizers_equal_one_device(name: str, option: str) -> None:
@@ -108,9 +96,7 @@ def test_all_options_of_all_optimizers_equal_one_device(name: str, option: str) 
     check(problem(make, dtype=dtype), made, dtype)
 
 
-@pytest.mark.parametrize(
-    "kind", ["amsgrad", pytest.param("momentum", marks=slow), pytest.param("centered", marks=slow)]
-)
+@pytest.mark.parametrize("kind", ["amsgrad", "momentum", "centered"])
 def test_variants_equal_one_device(kind: str) -> None:
     variants: dict[str, Callable[[], Any]] = {
         "momentum": lambda: optimizers.SGD(0.01, momentum=0.9, nesterov=True),

@@ -16,17 +16,15 @@ from graph_passes.ir.graph import Node
 from tests.dapple_tf.builders import make_plan
 from tests.equality.small_models import chain, data, sgd, weights
 
-slow = pytest.mark.slow
-
 SHAPES = [
     # stages, micro-batches, schedule, warm-up K_i of every stage (by hand, from the paper's formulas)
     (2, 5, "gpipe", [5, 5]),
     (3, 8, "dapple-b", [5, 3, 1]),
     (4, 6, "dapple-a:D=2", [2, 2, 2, 1]),
-    pytest.param(1, 4, "dapple-a", [1], marks=slow),
-    pytest.param(2, 16, "dapple-a", [2, 1], marks=slow),
-    pytest.param(4, 16, "dapple-b", [7, 5, 3, 1], marks=slow),
-    pytest.param(4, 16, "dapple-a", [4, 3, 2, 1], marks=slow),
+    (1, 4, "dapple-a", [1]),
+    (2, 16, "dapple-a", [2, 1]),
+    (4, 16, "dapple-b", [7, 5, 3, 1]),
+    (4, 16, "dapple-a", [4, 3, 2, 1]),
 ]
 
 
@@ -51,7 +49,6 @@ def expected(stage: int, warm: int, micro_batches: int) -> list[str]:
     return forwards[:warm] + [action for pair in rest for action in pair if action]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("stages", "micro_batches", "schedule", "warm"), SHAPES)
 def test_the_measured_order_is_that_of_the_schedule(
     stages: int, micro_batches: int, schedule: str, warm: list[int]

@@ -17,7 +17,7 @@ from tests.equality.one_device import Problem, compare
 from tests.equality.small_models import chain, data, sgd, values, weights
 
 
-@pytest.mark.parametrize("name", ["DP 2, overlap, M = 1", pytest.param("tied, overlap", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["DP 2, overlap, M = 1", "tied, overlap"])
 def test_all_reduce_in_buckets_equals_one_device(name: str) -> None:
     case = CASES[name]
     comparison = compare(case.make_problem(), case.batches(), **case.options)

@@ -9,13 +9,8 @@ from benchmarks.program_cases import PROGRAMS
 from benchmarks.programs import find_missing
 from benchmarks.programs_check import CONFIGURATIONS, ProgramChecker
 
-SHORT = ("word_vectors", "graph_attention", "easy_samples_first")
-"""The programs that ``make test`` runs."""
 
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in SHORT else [pytest.mark.slow]) for name in PROGRAMS]
-)
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_comes_out_as_it_must(name: str) -> None:
     program = PROGRAMS[name]
     if missing := find_missing(program):
@@ -26,7 +21,6 @@ def test_a_program_comes_out_as_it_must(name: str) -> None:
         assert is_expected(program, found), f"{configuration}: {found.outcome.value}, {found.detail}"
 
 
-def test_the_short_programs_exist_and_half_of_all_run_as_jobs() -> None:
-    assert PROGRAMS.keys() >= set(SHORT)
+def test_half_of_all_programs_run_as_jobs() -> None:
     assert len(PROGRAMS) >= 60
     assert sum(program.ranks for program in PROGRAMS.values()) >= len(PROGRAMS) / 2

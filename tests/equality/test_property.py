@@ -103,7 +103,6 @@ def test_a_few_random_models_equal_one_device(kinds: Sequence[str]) -> None:
     check_random_models(kinds, 1)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("kinds", GROUPS, ids="-".join)
 def test_random_models_equal_one_device(kinds: Sequence[str]) -> None:

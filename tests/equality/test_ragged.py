@@ -61,7 +61,7 @@ SPARSE: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", ["a sum", *(pytest.param(n, marks=pytest.mark.slow) for n in RAGGED if n != "a sum")])
+@pytest.mark.parametrize("name", RAGGED)
 def test_ragged_arguments_of_all_lengths_need_one_build(name: str) -> None:
     """Rows without words, a micro-batch of nothing but these, and batches whose longest rows differ."""
     lengths = [3, 0, 5, 1, 2, 2, 4], [1, 1, 2, 0, 0, 0, 2], [9, 1, 1, 3, 2, 0]
@@ -82,7 +82,7 @@ def test_random_ragged_batches(data: st.DataObject) -> None:
     found.check(TOLERANCE["float64"])
 
 
-@pytest.mark.parametrize("name", ["a product", pytest.param("dense", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["a product", "dense"])
 def test_sparse_arguments(name: str) -> None:
     batches = [sparse_batch(7), sparse_batch(7, 0.9), sparse_batch(6, 0.1)]
     found = compare(problem(SPARSE[name]), batches, stages=1, micro_batches=3)

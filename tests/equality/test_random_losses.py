@@ -27,6 +27,7 @@ def configurations(draw: st.DrawFn) -> Configuration:
     )
 
 
+@pytest.mark.always  # the only test of its kind
 @pytest.mark.timeout(3600)
 def test_random_losses_are_equal_to_plain_keras_or_refused() -> None:
     # A loss that fails is small as it is; to make it smaller would take minutes.

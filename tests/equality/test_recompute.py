@@ -17,8 +17,6 @@ from tests.equality.one_device import TOLERANCE, Problem, compare
 from tests.equality.small_models import WIDTH, chain, data, sgd, weights
 from tests.kernels import Kernel, run_kernels
 
-slow = pytest.mark.slow
-
 # --- equal to one device
 
 
@@ -28,14 +26,14 @@ slow = pytest.mark.slow
         ("skips, tied", ["layer0", "layer2/Tanh", "layer3"]),
         ("integers and booleans, split", True),
         ("dropout", ["drop_0", "dense_2"]),
-        pytest.param("one micro-batch", True, marks=slow),
-        pytest.param("tied", [False, True], marks=slow),
-        pytest.param("skips over two stages", True, marks=slow),
-        pytest.param("aux, replicated", [True, False], marks=slow),
-        pytest.param("batch norm", True, marks=slow),
-        pytest.param("batch norm", ["first", "dense_1"], marks=slow),
-        pytest.param("dropout", True, marks=slow),
-        pytest.param("a GRU", True, marks=slow),
+        ("one micro-batch", True),
+        ("tied", [False, True]),
+        ("skips over two stages", True),
+        ("aux, replicated", [True, False]),
+        ("batch norm", True),
+        ("batch norm", ["first", "dense_1"]),
+        ("dropout", True),
+        ("a GRU", True),
     ],
 )
 def test_recomputing_equals_one_device(name: str, recompute: Any) -> None:
@@ -51,8 +49,8 @@ def test_recomputing_equals_one_device(name: str, recompute: Any) -> None:
     ("name", "recompute"),
     [
         ("DP 2, overlap, M = 1", True),
-        pytest.param("2:1, overlap", True, marks=slow),
-        pytest.param("tied, overlap", (0, 1, 4, 6, 7, 8), marks=slow),
+        ("2:1, overlap", True),
+        ("tied, overlap", (0, 1, 4, 6, 7, 8)),
     ],
 )
 def test_a_plan_that_recomputes_equals_one_device(name: str, recompute: bool | tuple[int, ...]) -> None:
@@ -64,7 +62,7 @@ def test_a_plan_that_recomputes_equals_one_device(name: str, recompute: bool | t
 
 @pytest.mark.parametrize(
     ("name", "recompute"),
-    [("skips, tied", True), pytest.param("dropout", ["drop_0", "dense_1"], marks=slow)],
+    [("skips, tied", True), ("dropout", ["drop_0", "dense_1"])],
 )
 def test_recomputing_under_zb_h1_equals_one_device(name: str, recompute: Any) -> None:
     case = CASES[name]
@@ -73,7 +71,7 @@ def test_recomputing_under_zb_h1_equals_one_device(name: str, recompute: Any) ->
     comparison.check(case.tolerance)
 
 
-@pytest.mark.parametrize("micro_batches", [pytest.param(1, marks=slow), 3])
+@pytest.mark.parametrize("micro_batches", [1, 3])
 def test_state_is_written_once_and_recomputed_layers_read_what_forward_read(micro_batches: int) -> None:
     """A layer is scaled by how often it was called: read before it is written, and after."""
     matrix, (count,) = weights(2), [tf.Variable(1, name="count", trainable=False)]
@@ -95,7 +93,7 @@ def test_state_is_written_once_and_recomputed_layers_read_what_forward_read(micr
 
 @pytest.mark.parametrize(
     ("micro_batches", "recompute"),
-    [(1, True), (2, ["drop"]), pytest.param(2, True, marks=slow), pytest.param(1, ["drop"], marks=slow)],
+    [(1, True), (2, ["drop"]), (2, True), (1, ["drop"])],
 )
 def test_recomputed_layers_use_the_random_draw_of_forward(micro_batches: int, recompute: Any) -> None:
     """tf.nn.dropout draws from hidden state; the gradient is computed by hand from what it has dropped."""

@@ -159,7 +159,7 @@ def test_weights_and_slots_live_on_the_device_of_their_stage() -> None:
     ("sizes", "replicas"),
     [
         ((12, 7, 1, 12), [2, 1]),
-        pytest.param((12, 12, 7, 5, 3, 2, 1, 12), [2, 1, 3, 1], marks=pytest.mark.slow),
+        ((12, 12, 7, 5, 3, 2, 1, 12), [2, 1, 3, 1]),
     ],
 )
 def test_short_batches_after_a_full_one_equal_one_device(sizes: tuple[int, ...], replicas: list[int]) -> None:

@@ -16,12 +16,9 @@ from tests.equality.one_device import Problem, compare
 from tests.equality.small_models import chain, data, sgd, weights
 
 UNEQUAL = [name for name in CASES if name.startswith("unequal shares")]
-QUICK = ("unequal shares, 2:1", "unequal shares, DP 2, embedding")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in UNEQUAL]
-)
+@pytest.mark.parametrize("name", UNEQUAL)
 def test_unequal_shares_equal_one_device(name: str) -> None:
     case = CASES[name]
     comparison = compare(case.make_problem(), case.batches(), **case.options)
@@ -29,7 +26,6 @@ def test_unequal_shares_equal_one_device(name: str) -> None:
     assert any(node.has("shares") for node in nodes_of(comparison.step.graph, "forward"))
 
 
-@pytest.mark.slow
 def test_batch_norm_over_replicas_with_unequal_shares_equals_the_micro_batches_in_turn() -> None:
     options = with_shares(overlapped(2, micro_batches=2, ends=[9], samples=12), (3.0, 1.0))
     comparison = compare(normalized(), batches((12, 12))(), in_turn=2, batch_norm="sync", **options)
@@ -50,7 +46,6 @@ def plans(draw: st.DrawFn) -> Plan:
     return Plan("net", "test", m * size, size, m, draw(st.sampled_from(["gpipe", "dapple-a"])), False, tuple(stages))
 
 
-@pytest.mark.slow
 @settings(max_examples=15)
 @given(plan=plans())
 def test_any_shares_equal_one_device(plan: Plan) -> None:

@@ -38,8 +38,8 @@ def built(**options: Any) -> Any:
         (1, {}),
         (4, {}),
         ("auto", {}),
-        pytest.param(3, {"replicas": (1, 2, 2, 1)}, marks=pytest.mark.slow),
-        pytest.param(2, {"replicas": (2, 1, 1, 1), "recompute": True}, marks=pytest.mark.slow),
+        (3, {"replicas": (1, 2, 2, 1)}),
+        (2, {"replicas": (2, 1, 1, 1), "recompute": True}),
         (2, {"micro_batches": [4, 3, 9]}),
     ],
 )

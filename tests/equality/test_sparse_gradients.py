@@ -19,7 +19,6 @@ from tests.equality.one_device import TOLERANCE, Problem, as_tf, compare, train_
 
 WIDTH, ROWS, POSITIONS = 4, 7, 3
 optimizers = keras.optimizers
-slow = pytest.mark.slow
 
 OPTIMIZERS: Mapping[str, Callable[[], Any]] = {
     "SGD": lambda: optimizers.SGD(0.1),
@@ -43,8 +42,6 @@ LAYOUTS: Mapping[str, Mapping[str, Any]] = {
     "3 stages": {"stages": ["dense_0", "dense_1"], "micro_batches": 4, "schedule": "gpipe"},
     "3 stages, recompute": {"stages": ["dense_0", "dense_1"], "micro_batches": 2, "recompute": True},
 }
-QUICK = {(name, "2:1, zb-h1") for name in ("Adam", "global_clipnorm")} | {("Adam", "2:1, mixed")}
-QUICK_USES = {("positions", 1), ("the same ids in two stages", 1), ("the same ids in two stages", 2)}
 
 
 def batches(*sizes: int, arrays: int = 1) -> list[Any]:
@@ -75,12 +72,7 @@ def keras_model(make_optimizer: Callable[[], Any]) -> Problem:
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "layout"),
-    [
-        pytest.param(optimizer, layout, marks=[] if (optimizer, layout) in QUICK else slow)
-        for optimizer in OPTIMIZERS
-        for layout in LAYOUTS
-    ],
+    ("optimizer", "layout"), [(optimizer, layout) for optimizer in OPTIMIZERS for layout in LAYOUTS]
 )
 def test_an_embedding_with_repeated_ids_equals_plain_keras(optimizer: str, layout: str) -> None:
     comparison = compare(keras_model(OPTIMIZERS[optimizer]), batches(7, 7, 5), **LAYOUTS[layout])
@@ -181,14 +173,7 @@ MORE_LAYOUTS: Sequence[Mapping[str, Any]] = (
 )
 
 
-@pytest.mark.parametrize(
-    ("name", "layout"),
-    [
-        pytest.param(name, layout, marks=[] if (name, i) in QUICK_USES else slow)
-        for name in USES
-        for i, layout in enumerate(MORE_LAYOUTS)
-    ],
-)
+@pytest.mark.parametrize(("name", "layout"), [(name, layout) for name in USES for layout in MORE_LAYOUTS])
 def test_other_uses_of_rows_equal_plain_keras(name: str, layout: Mapping[str, Any]) -> None:
     case, arrays = USES[name]()
     # That these look up samples one by one is not known.
@@ -215,7 +200,6 @@ def test_rows_of_positions_that_two_stages_read_equal_plain_keras() -> None:
     comparison.check(TOLERANCE["float64"])
 
 
-@pytest.mark.slow
 def test_rows_up_to_the_longest_sample_equal_plain_keras() -> None:
     """The longest of the whole batch is found once a step, so all micro-batches look up the same rows."""
     table, position, w = variable("table", ROWS, WIDTH), variable("position", POSITIONS, WIDTH), variable("w", 4, 4)
@@ -243,7 +227,6 @@ def test_an_embedding_that_is_also_the_output_projection_is_dense_and_equals_pla
     comparison.check(TOLERANCE["float64"])
 
 
-@pytest.mark.slow
 def test_a_model_of_embeddings_alone_equals_plain_keras() -> None:
     """No gradient is dense: nothing is accumulated or reduced."""
     first, second = variable("first", ROWS, WIDTH), variable("second", ROWS, WIDTH)
@@ -258,12 +241,11 @@ def test_a_model_of_embeddings_alone_equals_plain_keras() -> None:
         compare(case, batches(7, 6), stages=["two"], micro_batches=2, replicas=[2, 1]).check(TOLERANCE["float64"])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "last"),
     [
         ("dapple-a", "backward"),
-        pytest.param("0F0 0F1 0I0 0B1 0W0; 1F0 1B0 1F1 1B1", "backward", marks=slow),
+        ("0F0 0F1 0I0 0B1 0W0; 1F0 1B0 1F1 1B1", "backward"),
         ("0F0 0F1 0B0 0I1 0W1; 1F0 1B0 1F1 1B1", "weights"),
     ],
 )
@@ -290,7 +272,6 @@ def test_a_checked_step_names_slices_that_are_not_finite() -> None:
     np.testing.assert_array_equal(case.variables["table"].numpy(), before)
 
 
-@pytest.mark.slow
 def test_training_goes_on_from_a_checkpoint_under_another_plan(tmp_path: Path) -> None:
     made = batches(7, 7, 7, 7)
     wanted = train_on_one_device(keras_model(OPTIMIZERS["Adam"]), made)
@@ -323,7 +304,6 @@ class Recording(keras.optimizers.SGD):
             self.noted[1].assign(gradient.values)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "count"), [("two columns, one table", 2), ("two stages, one table", 2), ("the same ids in two stages", 2)]
 )

@@ -25,8 +25,6 @@ from tests.equality.small_models import chain, data, sgd, weights
 from tests.graph_passes.builders import refused
 from tests.graph_passes.schedules.mixed import mixed
 
-slow = pytest.mark.slow
-
 BY_HAND = "0F0 0F1 0F2 0I2 0I0 0W2 0I1 0W1 0W0; 1F0 1F2 1F1 1I2 1I0 1W0 1I1 1W2 1W1"
 BOTH = "0F0 0F1 0B0 0I1 0W1; 1F0 1I0 1W0 1F1 1B1"
 MIXED = "0F0 0F1 0F2 0I2 0B0 0W2 0I1 0W1; 1F0 1F2 1F1 1B2 1I0 1B1 1W0"
@@ -37,10 +35,10 @@ MIXED = "0F0 0F1 0F2 0I2 0B0 0W2 0I1 0W1; 1F0 1F2 1F1 1B2 1I0 1B1 1W0"
     [
         "tied, overlap",
         "dropout",
-        pytest.param("DP 2, overlap, M = 1", marks=slow),
-        pytest.param("integers and booleans, split", marks=slow),
-        pytest.param("batch norm", marks=slow),
-        pytest.param("a GRU", marks=slow),
+        "DP 2, overlap, M = 1",
+        "integers and booleans, split",
+        "batch norm",
+        "a GRU",
     ],
 )
 def test_zb_h1_equals_one_device(name: str) -> None:
@@ -82,7 +80,6 @@ def test_an_order_by_hand_equals_one_device_and_is_what_runs(order: str, split: 
         assert " ".join(map(str, step.timeline.order(stage))) == actions
 
 
-@pytest.mark.slow
 def test_an_order_of_an_earlier_version_equals_one_device() -> None:
     """There B beside W was what is I now."""
     old = BY_HAND.replace("I", "B")
@@ -137,7 +134,6 @@ EXAMPLES: tuple[dict[str, Any], ...] = (
 )
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1200)  # Hypothesis may spend five minutes to make a failure small
 def test_any_whole_and_split_backwards_equal_one_device() -> None:
     quick = settings.get_current_profile_name() == "ci"
@@ -159,8 +155,8 @@ def test_any_whole_and_split_backwards_equal_one_device() -> None:
     [
         "0F0 0F1 0F2 0I0 0I1 0W0 0W1 0B2",  # the last micro-batch is whole, and is reduced in buckets
         "0F0 0F1 0F2 0B0 0B1 0I2 0W2",  # it is split, and the part for weights is
-        pytest.param("0F0 0F1 0F2 0I2 0B1 0W2 0B0", marks=slow),
-        pytest.param("0F2 0F1 0B2 0F0 0B1 0I0 0W0", marks=slow),
+        "0F0 0F1 0F2 0I2 0B1 0W2 0B0",
+        "0F2 0F1 0B2 0F0 0B1 0I0 0W0",
     ],
 )
 def test_the_last_micro_batch_is_reduced_in_buckets_whether_it_is_whole_or_split(order: str) -> None:
@@ -186,11 +182,7 @@ def test_the_last_micro_batch_is_reduced_in_buckets_whether_it_is_whole_or_split
     ("name", "schedule"),
     [
         ("2:1 float64", "0F1 0F0 0B1 0B0; 1F1 1B1 1F0 1B0"),
-        pytest.param(
-            "2:1, overlap, zb-h1",
-            "0F2 0F1 0F0 0I2 0W2 0I1 0I0 0W0 0W1; 1F2 1I2 1W2 1F1 1I1 1F0 1I0 1W1 1W0",
-            marks=slow,
-        ),
+        ("2:1, overlap, zb-h1", "0F2 0F1 0F0 0I2 0W2 0I1 0I0 0W0 0W1; 1F2 1I2 1W2 1F1 1I1 1F0 1I0 1W1 1W0"),
         ("2:1, overlap, zb-h1", "0F2 0F1 0F0 0I2 0B1 0W2 0B0; 1F2 1B2 1F1 1I1 1F0 1I0 1W1 1W0"),
     ],
 )
@@ -209,8 +201,8 @@ def test_copies_of_weights_are_refreshed_before_the_first_micro_batch_in_the_ord
     [
         (3, 5, "zb-h1:D=2"),
         (2, 3, MIXED),
-        pytest.param(4, 6, "zb-h1", marks=slow),
-        pytest.param(2, 1, "zb-h1", marks=slow),
+        (4, 6, "zb-h1"),
+        (2, 1, "zb-h1"),
     ],
 )
 def test_the_measured_order_is_that_of_the_schedule(stages: int, micro_batches: int, schedule: str) -> None:
@@ -230,7 +222,6 @@ def products(graph: Graph, function: str) -> int:
     return sum(node.op == "MatMul" for node in graph.function(function).graph.nodes)
 
 
-@pytest.mark.slow
 def test_no_matrix_product_is_computed_twice() -> None:
     """Two layers a stage: two products in forward and, except for the first layer's input, four in backward."""
     steps = {}
@@ -248,7 +239,6 @@ def test_no_matrix_product_is_computed_twice() -> None:
     assert [products(mixed_step, f"stage{s}/weights") for s in (0, 1)] == [3, 2]
 
 
-@pytest.mark.slow
 def test_side_effects_of_a_custom_gradient_happen_once_and_in_order() -> None:
     done: list[float] = []
     counter = tf.Variable(0.0, dtype=tf.float64, trainable=False, name="counter")

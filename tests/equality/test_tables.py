@@ -18,7 +18,6 @@ from tests.equality.one_device import TOLERANCE, Problem, compare
 
 WORDS = ["a", "b", "c", "d"]
 LENGTH = 3
-slow = pytest.mark.slow
 layers = keras.layers
 
 
@@ -76,7 +75,7 @@ def batch(size: int, seed: int = 0) -> Any:
     return tf.constant(words[0]), tf.constant(words[1])
 
 
-@pytest.mark.parametrize("name", [n if n == "StringLookup" else pytest.param(n, marks=slow) for n in MAPPINGS])
+@pytest.mark.parametrize("name", MAPPINGS)
 @settings(max_examples=2, phases=[Phase.explicit, Phase.generate], deadline=None)
 @given(data=st.data())
 def test_tables_equal_one_device(name: str, data: st.DataObject) -> None:

@@ -17,7 +17,6 @@ Term = Callable[[Sequence[tf.Variable]], Any]
 
 LAYOUTS = [(1, 1), (2, 1), (1, 2), (1, 1, 1)]
 MORE_LAYOUTS = [(3, 2), (2, 3), (1, 2, 1)]
-QUICK = [("l2 and norms", (2, 1)), ("keras", (1, 1, 1))]
 STARTS = {2: ["layer2"], 3: ["layer1", "layer2"]}
 
 
@@ -72,22 +71,11 @@ def check_term(problem: Problem, replicas: Sequence[int]) -> Any:
     return model
 
 
-slow = pytest.mark.slow
-
-
-@pytest.mark.parametrize(
-    ("name", "replicas"),
-    [
-        pytest.param(name, replicas, marks=[] if (name, replicas) in QUICK else slow)
-        for name in PROBLEMS
-        for replicas in LAYOUTS
-    ],
-)
+@pytest.mark.parametrize(("name", "replicas"), [(name, replicas) for name in PROBLEMS for replicas in LAYOUTS])
 def test_a_term_of_the_weights_equals_one_device(name: str, replicas: Sequence[int]) -> None:
     assert check_term(PROBLEMS[name](), replicas).for_passes.shared
 
 
-@slow
 @pytest.mark.parametrize("replicas", MORE_LAYOUTS, ids=str)
 def test_a_term_of_the_weights_equals_one_device_for_any_replicas(replicas: Sequence[int]) -> None:
     assert check_term(of_chain(l2), replicas).for_passes.shared
@@ -100,7 +88,7 @@ OTHERS: dict[str, Term] = {
 }
 
 
-@pytest.mark.parametrize("name", ["global norm", *(pytest.param(name, marks=slow) for name in list(OTHERS)[1:])])
+@pytest.mark.parametrize("name", OTHERS)
 def test_other_terms_equal_one_device(name: str) -> None:
     assert check_term(of_chain(OTHERS[name]), (2, 1)).for_passes.shared
 
@@ -117,7 +105,6 @@ def test_a_term_with_a_strength_that_is_a_variable_equals_one_device() -> None:
     assert check_term(problem, (1, 1, 1)).for_passes.shared
 
 
-@pytest.mark.slow
 def test_a_mean_of_a_weight_that_scales_later_layers_equals_one_device() -> None:
     matrices = weights(3)
 
@@ -141,7 +128,6 @@ def test_the_term_of_a_tied_weight_equals_one_device() -> None:
     assert comparison.model.for_passes.shared
 
 
-@pytest.mark.slow
 def test_weight_normalization_is_computed_on_the_weights_stage_and_equals_one_device() -> None:
     matrices = weights(3)
 

@@ -16,6 +16,7 @@ from tests.processes import needs_horovod, run_ranks
 PROGRAMS = sorted((ROOT / "examples").rglob("*.py"))
 
 
+@pytest.mark.always  # the only test of these programs
 def test_the_programs_of_one_process_print_what_they_say(tmp_path: Path, subtests: pytest.Subtests) -> None:
     """One test, so that one process runs them all, whatever process of pytest-xdist has this test."""
     names = ("wrap_a_function", "keras_model", "resume_under_another_plan", "read_a_timeline", "plan_for_a_cluster")
@@ -71,7 +72,6 @@ def check_plan(printed: str, folder: Path) -> None:
 
 
 @needs_horovod
-@pytest.mark.slow
 def test_a_job_of_two_ranks_trains_and_gathers_its_variables() -> None:
     written = [rank.stdout for rank in run_ranks(["examples/two_ranks.py"], 2)]
     losses = [re.findall(r"loss ([\d.]+) -> ([\d.]+)", text)[0] for text in written]

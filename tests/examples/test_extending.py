@@ -20,7 +20,6 @@ PAGES = ROOT / "docs" / "extending"
 MODEL = "examples/extending/add_a_model.py:mlp"
 
 
-@pytest.mark.slow
 def test_a_schedule_a_planner_and_a_pass_of_ones_own_do_what_their_pages_say(
     tmp_path: Path, subtests: pytest.Subtests
 ) -> None:
@@ -56,7 +55,6 @@ def check_pass(printed: str) -> None:
     assert "left a valid graph" in printed
 
 
-@pytest.mark.slow
 def test_a_model_of_ones_own_loads_and_learns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     monkeypatch.syspath_prepend(str(ROOT / "examples" / "extending"))  # so that what loading adds is taken off again
@@ -67,7 +65,6 @@ def test_a_model_of_ones_own_loads_and_learns(monkeypatch: pytest.MonkeyPatch) -
     assert sum(losses[-8:]) < sum(losses[:8])
 
 
-@pytest.mark.slow
 def test_a_model_of_ones_own_trains_on_the_command_line() -> None:
     options = ["--stages", "2", "--micro-batches", "4", "--steps", "20", "--set", "width=32", "--json"]
     run = subprocess.run(

@@ -44,7 +44,6 @@ def assert_same(found: dict[str, Any], expected: dict[str, list[float]]) -> None
         assert found[name] == pytest.approx(values, rel=1e-5, abs=1e-5), name
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_the_history_with_the_one_line_is_that_without(program: str) -> None:
     expected = history(program, pipelined=False)
@@ -52,7 +51,6 @@ def test_the_history_with_the_one_line_is_that_without(program: str) -> None:
     assert expected["loss"][2] < expected["loss"][0]
 
 
-@pytest.mark.slow
 @needs_horovod
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_the_history_of_two_ranks_is_that_without_a_pipeline(program: str, tmp_path: Path) -> None:

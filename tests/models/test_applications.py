@@ -33,7 +33,6 @@ def images() -> tuple[Any, Any]:
     return random.normal(size=(SAMPLES, SIZE, SIZE, 3)), random.integers(0, CLASSES, SAMPLES)
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("_float64")
 @pytest.mark.parametrize("name", NAMES)
 def test_fit_of_an_application_equals_plain_keras(name: str) -> None:

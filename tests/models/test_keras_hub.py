@@ -18,9 +18,7 @@ from tests.requirements import needs_keras_hub
 LOST_MASK = "Layer .* was passed an input with a mask"  # Keras warns of T5's attention, which does not support masks
 
 pytestmark = [
-    pytest.mark.slow,
     needs_keras_hub,
-    # Keras's own, where it builds an image layer or reads weights.
     pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy"),
     pytest.mark.filterwarnings(f"ignore:{LOST_MASK}"),
 ]

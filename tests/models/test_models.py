@@ -61,7 +61,6 @@ def test_traced_without_a_batch_size_the_loss_equals_the_eager_one(traced: Trace
     check_traced_loss(traced, 1e-12)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("build", [tiny_gpt, tiny_vgg, tiny_resnet])
 def test_traced_in_float32_the_loss_equals_the_eager_one(build: Build) -> None:
     workload = build(dtype="float32")
@@ -97,7 +96,7 @@ def test_iterating_again_gives_the_same_batches_and_never_ends(traced: Traced) -
 # The resnet and the vgg take longer, and share their data and most of their code.
 each_model = pytest.mark.parametrize(
     "build",
-    [tiny_gpt, pytest.param(tiny_vgg, marks=pytest.mark.slow), pytest.param(tiny_resnet, marks=pytest.mark.slow)],
+    [tiny_gpt, tiny_vgg, tiny_resnet],
 )
 
 
@@ -157,7 +156,6 @@ def test_a_vgg_has_as_many_weighted_layers_as_its_name_says(depth: int, weighted
 
 
 @pytest.mark.parametrize("depth", [18, 34, 50, 101])
-@pytest.mark.slow
 def test_a_resnet_has_as_many_weighted_layers_as_its_name_says(depth: int) -> None:
     model = build_resnet(depth=depth, width=2, classes=3, image_size=96, dtype="float32", seed=0)
     kernels = [v.path for v in model.trainable_variables if v.name == "kernel" and "projection" not in v.path]

@@ -10,7 +10,7 @@ import pytest
 from tests.packaging.environments import Environment, check, copy_source, run
 from tests.packaging.test_wheel import PROGRAM
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
+pytestmark = pytest.mark.timeout(2400)
 
 
 def test_pip_installs_the_extra_cpu_into_an_empty_environment_that_then_trains(tmp_path: Path) -> None:

@@ -112,6 +112,7 @@ def test_setup_py_imports_neither_tensorflow_nor_the_packages() -> None:
     assert imported == "[]"
 
 
+@pytest.mark.always  # the only one that trains with the wheel
 def test_a_program_outside_the_checkout_trains_with_the_installed_wheel(
     environment: Environment, elsewhere: Path
 ) -> None:
@@ -121,7 +122,6 @@ def test_a_program_outside_the_checkout_trains_with_the_installed_wheel(
     assert last < first / 2
 
 
-@pytest.mark.slow
 def test_the_installed_command_trains_a_model_file_outside_the_checkout(
     environment: Environment, elsewhere: Path
 ) -> None:

@@ -242,7 +242,6 @@ def assert_plausible(link: Link) -> None:
 
 
 @needs_horovod
-@pytest.mark.slow
 def test_two_ranks_on_two_servers() -> None:
     first, second = run_ranks(["-c", PROBE], 2)
     assert first.stdout == second.stdout
@@ -254,7 +253,6 @@ def test_two_ranks_on_two_servers() -> None:
 
 
 @needs_horovod
-@pytest.mark.slow
 def test_three_ranks_on_two_servers() -> None:
     outputs = run_ranks(["-c", PROBE], 3)
     assert len({output.stdout for output in outputs}) == 1
@@ -267,7 +265,6 @@ def test_three_ranks_on_two_servers() -> None:
 
 
 @needs_horovod
-@pytest.mark.slow
 def test_the_command_writes_the_cluster(tmp_path: Path) -> None:
     outputs = run_ranks(["-m", "profiler.links", "-o", str(tmp_path / "cluster.yaml")], 2)
     assert [output.stdout for output in outputs] == ["", ""]
@@ -278,7 +275,6 @@ def test_the_command_writes_the_cluster(tmp_path: Path) -> None:
 
 
 @needs_horovod
-@pytest.mark.slow
 def test_one_rank_has_no_link(tmp_path: Path) -> None:
     with pytest.raises(RanksError) as caught:
         run_ranks(["-m", "profiler.links", "-o", str(tmp_path / "cluster.yaml")], 1)
@@ -289,7 +285,6 @@ def test_one_rank_has_no_link(tmp_path: Path) -> None:
 
 
 @needs_horovod
-@pytest.mark.slow
 def test_a_file_that_cannot_be_written_is_reported_once(tmp_path: Path) -> None:
     with pytest.raises(RanksError) as caught:
         run_ranks(["-m", "profiler.links", "-o", str(tmp_path / "nowhere" / "cluster.yaml")], 2)

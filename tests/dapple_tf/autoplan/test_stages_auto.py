@@ -17,7 +17,6 @@ from tests.equality.small_models import chain, data, sgd, values, weights
 # Tiny models measure badly, which is not what these tests are about.
 
 
-@pytest.mark.slow
 def test_an_automatic_plan_trains_as_one_device_does() -> None:
     matrices, batch = weights(4), data(16)
     with tf.GradientTape() as tape:
@@ -84,7 +83,6 @@ def test_a_model_too_large_for_the_cluster_is_an_error() -> None:
         dapple.pipeline(chain(weights(3)), optimizer=sgd(), micro_batches=2, example_batch=data(8), cluster=small)
 
 
-@pytest.mark.slow
 def test_recomputed_layers_are_in_the_automatic_plan() -> None:
     options = {"micro_batches": 2, "example_batch": data(8), "cluster": config("a", 2)}
     step = dapple.pipeline(chain(weights(4)), optimizer=sgd(), recompute=True, **options)

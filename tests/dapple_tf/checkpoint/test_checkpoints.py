@@ -129,7 +129,6 @@ def test_variables_have_the_names_that_keras_gives_them() -> None:
     assert step.variables["net/two/dense/kernel"] is model.get_layer("two").dense.kernel.value
 
 
-@pytest.mark.slow
 def test_state_and_random_seeds_are_restored(tmp_path: Path) -> None:
     whole, _ = keras_job()
     expected = train(whole, 4)

@@ -33,6 +33,7 @@ def trained(trace: Path) -> Outcome:
     return run_process(*TRAIN, *options, "--tensorboard", trace.parents[1] / "curves")
 
 
+@pytest.mark.always  # several tests examine this run
 def test_train_prints_results_to_stdout_and_progress_to_stderr(trained: Outcome, trace: Path) -> None:
     result = trained.json
     assert result["steps"] == 6
@@ -102,7 +103,6 @@ def test_a_saved_trace_can_be_read_and_drawn(trained: Outcome, trace: Path, tmp_
     assert (tmp_path / "t.png").read_bytes()[:4] == b"\x89PNG"
 
 
-@pytest.mark.slow
 def test_a_saved_trace_is_read_in_a_process_of_its_own(trained: Outcome, trace: Path) -> None:
     assert run_process("timeline", trace, "--json").json == trained.json["timeline"]
 
@@ -136,7 +136,6 @@ def test_a_file_that_is_no_trace_is_an_error_of_one_line(run_here: Run, tmp_path
     assert "absent.json" not in read.stderr
 
 
-@pytest.mark.slow
 def test_a_plan_file_is_carried_out_and_its_prediction_compared_with_the_run(run_here: Run, tmp_path: Path) -> None:
     path, trace = tmp_path / "plan.json", tmp_path / "t.json"
     options = ("--stages", "two", "--replicas", "1,2", "--schedule", "gpipe")
@@ -158,7 +157,6 @@ def test_a_plan_file_is_carried_out_and_its_prediction_compared_with_the_run(run
     assert "planner said 3600 s (+" in headline
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recompute", "layers", "printed"),
     [
@@ -210,7 +208,6 @@ def test_a_run_resumed_from_a_checkpoint_has_the_losses_of_one_run(run_here: Run
     assert again.stderr.splitlines()[-1].endswith(f"{tmp_path} has 6 steps already: ask for more with --steps")
 
 
-@pytest.mark.slow
 def test_a_run_resumed_in_another_process_has_the_losses_of_one_run(trained: Outcome, tmp_path: Path) -> None:
     options = (*TRAIN, "--stages", 2, "--json", "--seed", 3, "--checkpoint-dir", tmp_path)
     first = run_process(*options, "--steps", 3).json
@@ -251,7 +248,6 @@ def test_a_failed_comparison_is_an_error(run_here: Run, monkeypatch: pytest.Monk
     assert "tiny failed (see above): leave --compare out" in run.stderr
 
 
-@pytest.mark.slow
 def test_compare_in_real_processes(run_here: Run) -> None:
     run = run_here(*TRAIN, "--stages", 2, "--steps", 2, "--compare", 2, "--json")
     assert run.json["plain_samples_per_second"] > 0

@@ -49,6 +49,7 @@ def trained(trace: Path) -> Outcome:
     return run_process(*TRAIN, *ASYNC, "--depth", 1, "--steps", 6, "--json", "--trace", trace, "--tensorboard", curves)
 
 
+@pytest.mark.always  # several tests examine this run
 def test_with_one_minibatch_in_flight_the_losses_are_those_of_a_plain_loop(trained: Outcome) -> None:
     found, wanted = trained.json, plain_losses(6)
     np.testing.assert_allclose(found["minibatch_losses"], wanted, rtol=1e-5)

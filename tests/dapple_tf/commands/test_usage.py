@@ -125,7 +125,6 @@ def test_a_failure_is_one_line_on_stderr(
     assert "loss" not in run.stdout, "nothing was trained"
 
 
-@pytest.mark.slow
 def test_a_failure_in_a_process_of_its_own_is_one_line_on_stderr() -> None:
     run = run_process("train", TINY_MODEL, "--stages", "three")
     assert (run.code, run.stdout) == (1, "")

@@ -47,7 +47,6 @@ def test_recomputed_stages_are_verified(run_here: Run) -> None:
     assert run.json["plan"]["recompute"][0] > 0
 
 
-@pytest.mark.slow
 def test_verify_in_a_process_of_its_own() -> None:
     assert run_process(*VERIFY, "--micro-batches", 2).json["ok"] is True
 
@@ -59,7 +58,6 @@ def test_the_option_of_batch_norm_reaches_the_pipeline(run_here: Run) -> None:
     assert run_here(*VERIFY, "--batch-norm", "whole").code == 2
 
 
-@pytest.mark.slow
 def test_the_option_of_xla_reaches_the_pipeline(run_here: Run) -> None:
     with pytest.warns(DappleWarning, match="stage0/forward: it draws random numbers"):
         run_here(*VERIFY, "--micro-batches", 2, "--jit-compile", "--set", "noisy=True")

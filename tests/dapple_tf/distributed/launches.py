@@ -84,12 +84,14 @@ LAUNCHES: Mapping[str, JobLaunch] = {
             ("mismatched_ranks", []),
             ("shared_devices", []),
             ("training_cases", QUICK_CASES[2]),
+            ("verified", QUICK_VERIFIED),
+            ("asynchronous", ["1:1, 2bw", "dropout"]),
+            ("window_members", []),
         ],
     ),
     "two ranks that save a scaled loss": JobLaunch(2, [("scaled_checkpoint", ["{folder}/saved"])]),
     "two ranks that release": JobLaunch(2, [("released", [])]),
     "two ranks with statistics": JobLaunch(2, [("part_statistics", [])]),
-    "two ranks that verify": JobLaunch(2, [("verified", QUICK_VERIFIED)]),
     "two ranks that verify other models": JobLaunch(2, [("verified", OTHER_VERIFIED)]),
     # Profiling takes longer than the time after which a silent rank is given up.
     "slow planning": JobLaunch(2, [("automatic_plan", [1.5])], environment={"DAPPLE_TIMEOUT_SECONDS": "2"}),
@@ -106,37 +108,31 @@ LAUNCHES: Mapping[str, JobLaunch] = {
     ),
     "three ranks": JobLaunch(
         3,
-        [("training_cases", QUICK_CASES[3]), ("gathered_variables", ["{folder}"]), ("exposed_gradients", [])],
+        [
+            ("ring_sums", []),
+            ("training_cases", QUICK_CASES[3]),
+            ("gathered_variables", ["{folder}"]),
+            ("exposed_gradients", []),
+            ("record_ranks", ["{folder}/t.png"]),
+            ("asynchronous", ["2:1", "2:1, embedding"]),
+            ("local_rows", ["1:1:1", "1:2, sizes", "other calls"]),
+        ],
         launcher=HOROVODRUN,
     ),
-    "three ranks by mpirun": JobLaunch(
-        3, [("ring_sums", []), ("training_cases", QUICK_CASES[3]), ("gathered_variables", ["{folder}"])]
-    ),
-    **{
-        f"{ranks} ranks by Horovod": JobLaunch(
-            ranks, [("training_cases", names)], environment={"DAPPLE_EXCHANGE": "horovod"}
-        )
-        for ranks, names in HOROVOD_CASES.items()
-    },
-    "two ranks that overlap by Horovod": JobLaunch(
+    "three ranks by mpirun": JobLaunch(3, [("training_cases", QUICK_CASES[3]), ("gathered_variables", ["{folder}"])]),
+    "2 ranks by Horovod": JobLaunch(
         2,
-        [("overlapped_allreduce", ["{folder}/horovod.json"])],
+        [("overlapped_allreduce", ["{folder}/horovod.json"]), ("training_cases", HOROVOD_CASES[2])],
         environment={"DAPPLE_EXCHANGE": "horovod", "HOROVOD_TIMELINE": "DYNAMIC"},  # the program says when to record
     ),
-    "two ranks in windows": JobLaunch(
-        2,
-        [
-            ("asynchronous", ["1:1, 2bw", "dropout"]),
-            ("window_members", []),
-        ],
+    "3 ranks by Horovod": JobLaunch(
+        3, [("training_cases", HOROVOD_CASES[3])], environment={"DAPPLE_EXCHANGE": "horovod"}
     ),
-    "three ranks in windows": JobLaunch(3, [("asynchronous", ["2:1", "2:1, embedding"])]),
     "two ranks in other windows": JobLaunch(2, [("asynchronous", ["1:1", "1:1, average", "vertical sync"])]),
     "three ranks in other windows": JobLaunch(
         3, [("asynchronous", ["2:1, dropout", "2:1, average", "1:1:1, latest", "2:1, 2bw"])]
     ),
-    "three ranks with local rows": JobLaunch(3, [("local_rows", ["1:1:1", "1:2, sizes", "other calls"])]),
-    "three ranks with local rows of replicas": JobLaunch(
+    "three ranks with local rows": JobLaunch(
         3, [("local_rows", ["1:2", "1:2, largest", "1:2, shares", "whole batches", "lengths"])]
     ),
     **{

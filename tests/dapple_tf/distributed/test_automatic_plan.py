@@ -39,7 +39,6 @@ def test_all_ranks_run_the_plan_of_rank_0_and_equal_one_device(launches: Launche
 
 
 @needs_horovod
-@pytest.mark.slow
 def test_the_command_line_plans_for_all_ranks() -> None:
     options = ["--micro-batches", "2", "--json", "--steps", "3", "--stages", "auto"]
     first, second = run_ranks(["-m", "dapple_tf", "train", MODEL, *options], 2)

@@ -84,17 +84,10 @@ def run_until_they_differ(name: str, stages: int, replicas: int, *folder: str) -
         # One rank would trace while the other runs a step: each waits for data that the other does not send.
         ("other dtype", 2, "trace the model for 16 samples of float32[4], float32[4]"),
         # Replicas would sum gradients of different batches, and not notice.
-        pytest.param("fewer samples", 1, OTHER, marks=pytest.mark.slow),
-        pytest.param(
-            "other step", 2, "run step 11 with 16 samples (program 2) of float64[4], float64[4]", marks=pytest.mark.slow
-        ),
-        pytest.param("gather", 2, "gather the variables", marks=pytest.mark.slow),
-        pytest.param(
-            "check numerics",
-            1,
-            "build another program (check) for 16 samples of float64[4], float64[4]",
-            marks=pytest.mark.slow,
-        ),
+        ("fewer samples", 1, OTHER),
+        ("other step", 2, "run step 11 with 16 samples (program 2) of float64[4], float64[4]"),
+        ("gather", 2, "gather the variables"),
+        ("check numerics", 1, "build another program (check) for 16 samples of float64[4], float64[4]"),
     ],
 )
 def test_all_ranks_end_and_say_which_rank_made_which_call(name: str, stages: int, what: str) -> None:
@@ -108,7 +101,6 @@ def test_all_ranks_end_and_say_which_rank_made_which_call(name: str, stages: int
 
 
 @needs_horovod
-@pytest.mark.slow
 def test_variables_trained_on_different_batches_are_not_saved(tmp_path: Path) -> None:
     """Even if the ranks save before the watchdog has found the difference."""
     error = run_until_they_differ("fewer samples, then save", 1, 2, str(tmp_path))

@@ -14,7 +14,6 @@ from tests.processes import needs_horovod, run_ranks
 
 
 @needs_horovod
-@pytest.mark.slow
 def test_the_loop_of_the_guide_resumes_alone_and_as_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dapple.init()
     for name in ("whole", "alone", "ranks"):

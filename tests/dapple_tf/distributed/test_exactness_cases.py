@@ -12,7 +12,7 @@ from benchmarks.exactness_ranks import check_on_ranks
 from tests.equality.pending_cases import PENDING
 from tests.processes import needs_horovod
 
-pytestmark = [needs_horovod, pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [needs_horovod, pytest.mark.timeout(1200)]
 
 NAMES = (
     *("MeanSquaredError", "masked_lm", "sum", "pinball", "aux_several", "state_steps", "l2_in_masked_loss"),

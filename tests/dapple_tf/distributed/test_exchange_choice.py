@@ -79,7 +79,6 @@ def run(way: str, setup: str = "") -> tuple[list[list[object]], list[str]]:
 
 @needs_horovod
 @needs_library
-@pytest.mark.slow
 def test_both_ways_train_to_the_same_values_with_tied_weights() -> None:
     native, errors = run("auto")
     horovod, _ = run("horovod")
@@ -92,7 +91,6 @@ def test_both_ways_train_to_the_same_values_with_tied_weights() -> None:
         assert "alltoall" not in errors[rank]
 
 
-@pytest.mark.slow
 @needs_horovod
 @needs_library
 def test_where_a_rank_lacks_the_library_all_use_horovod_and_rank_0_says_so() -> None:
@@ -104,7 +102,6 @@ def test_where_a_rank_lacks_the_library_all_use_horovod_and_rank_0_says_so() -> 
 
 
 @needs_horovod
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "setup", "message"),
     [

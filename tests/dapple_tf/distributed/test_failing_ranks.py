@@ -24,7 +24,6 @@ def test_a_rank_that_fails_in_a_step_reports_its_error_to_the_others() -> None:
     assert "Traceback" not in error.ranks[0].stderr
 
 
-@pytest.mark.slow
 def test_a_rank_that_fails_in_a_window_says_that_variables_have_changed() -> None:
     error, seconds = run_until_failure("bad minibatch", 1)
     failed = (
@@ -37,7 +36,6 @@ def test_a_rank_that_fails_in_a_window_says_that_variables_have_changed() -> Non
     assert seconds < 20
 
 
-@pytest.mark.slow  # the quick test of checkpoints kills a rank too
 def test_a_killed_rank_is_named_by_all_others() -> None:
     error, seconds = run_until_failure("SIGKILL", 1, ranks=3)
     for number in (0, 2):
@@ -46,7 +44,7 @@ def test_a_killed_rank_is_named_by_all_others() -> None:
     assert seconds < 10
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.always), 3])
 def test_a_rank_that_is_killed_in_a_sum_is_named_by_all_others(ranks: int) -> None:
     error, seconds = run_until_failure("in a sum", 1, ranks=ranks, environment={"DAPPLE_EXCHANGE": "native"})
     for number in {0, ranks - 1} - {1}:
@@ -55,21 +53,18 @@ def test_a_rank_that_is_killed_in_a_sum_is_named_by_all_others(ranks: int) -> No
     assert seconds < 15  # two of which rank 0 waits before it comes to the sum
 
 
-@pytest.mark.slow
 def test_a_killed_rank_is_named_where_tensors_travel_by_horovod() -> None:
     error, seconds = run_until_failure("SIGKILL", 1, environment={"DAPPLE_EXCHANGE": "horovod"})
     assert_stopped(error.ranks[0], 0, 1, KILLED)
     assert seconds < 10
 
 
-@pytest.mark.slow
 def test_rank_0_may_be_the_one_that_is_killed() -> None:
     error, seconds = run_until_failure("SIGKILL", 0)
     assert_stopped(error.ranks[1], 1, 0, KILLED)
     assert seconds < 10
 
 
-@pytest.mark.slow
 def test_a_killed_rank_of_horovodrun_is_named_by_the_others() -> None:
     error, seconds = run_until_failure("SIGKILL", 1, launcher=HOROVODRUN)
     assert_stopped(error.ranks[0], 0, 1, KILLED)
@@ -77,7 +72,6 @@ def test_a_killed_rank_of_horovodrun_is_named_by_the_others() -> None:
     assert seconds < 15
 
 
-@pytest.mark.slow  # test_exit_reporting and test_watchdog do this in one process
 def test_a_rank_that_raises_between_steps_reports_its_error_to_the_others() -> None:
     error, seconds = run_until_failure("raise", 1)
     assert error.ranks[1].stderr.count("Traceback") == 1
@@ -87,7 +81,6 @@ def test_a_rank_that_raises_between_steps_reports_its_error_to_the_others() -> N
     assert seconds < 10
 
 
-@pytest.mark.slow
 def test_all_ranks_name_the_value_that_is_not_finite() -> None:
     error, seconds = run_until_failure("not finite", 0)
     for rank in error.ranks:
@@ -99,7 +92,6 @@ def test_all_ranks_name_the_value_that_is_not_finite() -> None:
     assert seconds < 20
 
 
-@pytest.mark.slow
 def test_a_rank_that_hangs_is_declared_failed_after_the_timeout() -> None:
     """The others cannot distinguish a process that is stopped from one whose host is cut off."""
     error, seconds = run_until_failure("SIGSTOP", 1, environment={"DAPPLE_TIMEOUT_SECONDS": "4"})
@@ -108,7 +100,6 @@ def test_a_rank_that_hangs_is_declared_failed_after_the_timeout() -> None:
     assert seconds < 4 + 10
 
 
-@pytest.mark.slow
 def test_a_rank_that_exits_before_the_others_is_named() -> None:
     error, seconds = run_until_failure("exit", 1)
     assert_stopped(error.ranks[0], 0, 1, r"has exited \(its script ended, .* must take the same steps")
@@ -116,7 +107,6 @@ def test_a_rank_that_exits_before_the_others_is_named() -> None:
     assert seconds < 10
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("interrupted", [0, 1])
 def test_an_interrupt_of_one_rank_ends_all(interrupted: int) -> None:
     error, seconds = run_until_failure("SIGINT", interrupted)
@@ -128,7 +118,6 @@ def test_an_interrupt_of_one_rank_ends_all(interrupted: int) -> None:
     assert seconds < 10
 
 
-@pytest.mark.slow
 def test_ctrl_c_at_the_terminal_ends_all() -> None:
     """The terminal sends it to mpirun, which terminates all ranks."""
     error, seconds = run_until_failure("Ctrl-C", 0)
@@ -137,7 +126,6 @@ def test_ctrl_c_at_the_terminal_ends_all() -> None:
     assert seconds < 10
 
 
-@pytest.mark.slow
 def test_a_job_without_a_failure_prints_nothing_about_its_end() -> None:
     for rank in run_ranks(["-m", "tests.dapple_tf.distributed.programs.failing_rank", "none", "0", "2"], 2):
         assert rank.stdout.endswith("done\n")

@@ -16,7 +16,7 @@ from tests.dapple_tf.distributed.train_command import saved_steps, saving_in, tr
 from tests.processes import Launcher, RanksError, needs_horovod, run_ranks
 
 _MISSING = find_missing_requirement()
-pytestmark = [needs_horovod, pytest.mark.skipif(_MISSING is not None, reason=str(_MISSING)), pytest.mark.slow]
+pytestmark = [needs_horovod, pytest.mark.skipif(_MISSING is not None, reason=str(_MISSING))]
 
 SECONDS = 10
 # Noticed by its silence, or by the system, which closes the connection first if it is set to do so early.

@@ -57,7 +57,6 @@ def train_in_one_process(layout: str, steps: int, *options: object) -> list[floa
     return losses
 
 
-@pytest.mark.slow
 def test_a_killed_rank_ends_the_job_and_other_ranks_resume_it(tmp_path: Path) -> None:
     """One launch of three ranks is killed, and another of two resumes; the latter also saves a trace."""
     folder, trace = tmp_path / "checkpoints", tmp_path / "trace.json"
@@ -89,7 +88,6 @@ def check_trace_of_two_stages(path: Path) -> None:
         assert own == ["stage 0 (rank:0)", "stage 1 (rank:1)"]
 
 
-@pytest.mark.slow
 def test_a_run_of_replicated_stages_is_killed_and_resumed(tmp_path: Path) -> None:
     whole = train_in_one_process("1,1,1", 12)
     run_until_killed(tmp_path, "2,1", 3, 12, kill_rank=1, at_batch=9)
@@ -99,7 +97,6 @@ def test_a_run_of_replicated_stages_is_killed_and_resumed(tmp_path: Path) -> Non
     assert saved_steps(tmp_path) == [9, 12]
 
 
-@pytest.mark.slow  # starts 15 processes
 def test_a_run_that_is_killed_several_times(tmp_path: Path) -> None:
     """In the middle of a step, and of a save; resumed by the same ranks, fewer, more, by one process, and by two."""
     whole = printed_result(run_ranks(train_arguments("2,1", 18), 3))["losses"]
@@ -127,7 +124,6 @@ def test_a_run_that_is_killed_several_times(tmp_path: Path) -> None:
 FAILS_AT, STEPS = 6, 9
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP", "raise"])
 def test_the_last_checkpoint_of_a_failed_job_is_intact(tmp_path: Path, how: str) -> None:
     options = [*saving_in(tmp_path, every=1), *model_options(kill_rank=1, at_batch=FAILS_AT, how=how)]
@@ -222,7 +218,6 @@ def test_all_ranks_get_the_checkpoint_errors_of_rank_0_and_restore_together(laun
 # --- traces that cannot be saved
 
 
-@pytest.mark.slow
 def test_a_trace_that_cannot_be_saved_ends_all_ranks_before_training(tmp_path: Path) -> None:
     with pytest.raises(RanksError) as caught:
         run_ranks(train_arguments("1,1", 3, "--trace", tmp_path / "t.gif"), 2)

@@ -12,15 +12,14 @@ from tests.processes import RanksError, needs_horovod, run_ranks
 pytestmark = needs_horovod
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("end", "stages"),
     [
         ("end", 2),
-        pytest.param("end", 1, marks=pytest.mark.slow),
-        pytest.param("gather", 2, marks=pytest.mark.slow),
-        pytest.param("gather", 1, marks=pytest.mark.slow),
-        pytest.param("save", 2, marks=pytest.mark.slow),
+        ("end", 1),
+        ("gather", 2),
+        ("gather", 1),
+        ("save", 2),
     ],
 )
 def test_a_last_step_of_different_batches_ends_all_ranks(tmp_path: Path, end: str, stages: int) -> None:
@@ -35,7 +34,6 @@ def test_a_last_step_of_different_batches_ends_all_ranks(tmp_path: Path, end: st
         assert "rank 1 is about to run step 5 with 6 samples" in rank.stderr
 
 
-@pytest.mark.slow  # test_failure_detector does this without processes
 @pytest.mark.parametrize("stopped", ["before", "after"])
 def test_a_rank_that_is_stopped_while_the_job_ends_is_named(stopped: str) -> None:
     with pytest.raises(RanksError) as caught:

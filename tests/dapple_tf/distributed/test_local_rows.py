@@ -110,7 +110,7 @@ def test_a_length_is_that_of_the_ranks_that_have_the_argument() -> None:
 
 
 def results(launches: Launches, case: str) -> list[Any]:
-    launch = "three ranks with local rows" + (" of replicas" if case in OTHERS else "")
+    launch = "three ranks with local rows" if case in OTHERS else "three ranks"
     return [found[case] for found in launches.results(launch, "local_rows")]
 
 

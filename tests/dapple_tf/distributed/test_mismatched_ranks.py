@@ -58,7 +58,6 @@ def test_where_one_rank_fails_it_says_why_and_the_other_says_which(launches: Lau
 
 
 @needs_horovod
-@pytest.mark.slow  # test_exit_reporting does the same in one process
 @pytest.mark.parametrize(
     ("case", "reporting", "text"),
     [
@@ -83,7 +82,6 @@ def test_an_error_at_the_start_ends_all_ranks_and_one_prints_it(case: str, repor
 
 
 @needs_horovod
-@pytest.mark.slow
 def test_on_the_command_line_one_rank_prints_an_error_and_the_others_a_line() -> None:
     with pytest.raises(RanksError) as caught:
         run_ranks(["-m", "dapple_tf", "train", MODEL, "--plan", "absent.json"], 2)
@@ -105,7 +103,6 @@ def test_only_one_rank_explains_the_usage() -> None:
 
 
 @needs_horovod
-@pytest.mark.slow  # the quick test above ends a job for its usage too
 def test_options_that_a_job_does_not_support_are_refused_before_it_starts() -> None:
     with pytest.raises(RanksError) as caught:
         run_ranks(train_arguments("1,1", 1, "--compare", "2"), 2)
@@ -132,7 +129,6 @@ except dapple.errors.DeviceError as error:
 """
 
 
-@pytest.mark.slow  # test_membership does the same in one process
 def test_a_job_without_horovod_says_how_to_install_it() -> None:
     launcher = {"SIZE": "2", "RANK": "0", "LOCAL_SIZE": "2", "LOCAL_RANK": "0"}
     environment = {

@@ -27,7 +27,7 @@ step.gather()
 
 
 @needs_horovod
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.always), 1])
 def test_a_learning_rate_that_is_set_on_one_rank_ends_all_and_is_named(rank: int) -> None:
     with pytest.raises(RanksError) as caught:
         run_ranks(["-c", PROGRAM.format(rank=rank)], 2)

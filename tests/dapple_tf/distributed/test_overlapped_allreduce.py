@@ -12,7 +12,7 @@ from tests.processes import needs_horovod
 pytestmark = needs_horovod
 
 
-BY_HOROVOD = "two ranks that overlap by Horovod"
+BY_HOROVOD = "2 ranks by Horovod"
 
 
 @pytest.mark.parametrize("launch", ["two ranks", BY_HOROVOD])

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 
-import pytest
-
 from tests.processes import needs_horovod, run_ranks
 
 PROGRAM = """
@@ -29,7 +27,6 @@ current().gather(None)
 
 
 @needs_horovod
-@pytest.mark.slow  # test_membership and test_devices do the same in one process
 def test_a_rank_of_one_core_has_a_thread_for_exchanges_unless_the_user_chose() -> None:
     found = [json.loads(rank.stdout) for rank in run_ranks(["-c", PROGRAM], 2, timeout_seconds=60)]
     assert found == [[2, "0.2", "1"], [5, "3", "0"]]

@@ -11,22 +11,15 @@ import pytest
 from dapple_tf.timeline.trace_file import read_recording
 from graph_passes.schedules.policies import build_schedule
 from tests.dapple_tf.commands.test_tensorboard import read_curves
+from tests.dapple_tf.distributed.launches import Launches
 from tests.processes import RanksError, needs_horovod, run_ranks
 
 pytestmark = needs_horovod
 
 
-@pytest.fixture(scope="module")
-def picture(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("record") / "t.png"
-
-
-@pytest.fixture(scope="module")
-def ranks(picture: Path) -> list[dict[str, Any]]:
-    return [
-        json.loads(rank.stdout)
-        for rank in run_ranks(["-m", "tests.dapple_tf.distributed.programs.record_ranks", str(picture)], 3)
-    ]
+@pytest.fixture
+def ranks(launches: Launches) -> list[dict[str, Any]]:
+    return launches.results("three ranks", "record_ranks")
 
 
 def test_every_rank_finds_the_same_times(ranks: list[dict[str, Any]]) -> None:
@@ -89,8 +82,8 @@ def test_ranks_of_one_host_read_one_clock(ranks: list[dict[str, Any]]) -> None:
     assert ranks[2]["gathered"] == [[0.0, 0.0], [1.0, 1.0], [2.0, 2.0]]
 
 
-def test_the_picture_is_saved(ranks: list[dict[str, Any]], picture: Path) -> None:
-    assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+def test_the_picture_is_saved(ranks: list[dict[str, Any]], launches: Launches) -> None:
+    assert (launches.folder("three ranks") / "t.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
 # --- dapple train
@@ -99,7 +92,6 @@ MODEL = "tests/dapple_tf/distributed/programs/checkpoint_model.py:chain"
 
 
 @pytest.mark.filterwarnings("ignore")  # TensorFlow calls its only reader of events deprecated
-@pytest.mark.slow
 def test_rank_0_writes_curves_and_a_trace_for_all(tmp_path: Path) -> None:
     options = ["--stages", "2", "--micro-batches", "2", "--steps", "6", "--json"]
     options += ["--trace", str(tmp_path / "t.json"), "--tensorboard", str(tmp_path / "curves")]
@@ -122,7 +114,6 @@ def test_rank_0_writes_curves_and_a_trace_for_all(tmp_path: Path) -> None:
     assert recorded[-1] == 6, "the last one is recorded for the trace"
 
 
-@pytest.mark.slow
 def test_a_folder_that_rank_0_cannot_write_ends_all_before_the_model_is_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RanksError) as caught:

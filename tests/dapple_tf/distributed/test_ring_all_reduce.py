@@ -15,7 +15,7 @@ from tests.processes import needs_horovod
 
 pytestmark = [needs_horovod, needs_library]
 
-LAUNCHES = {2: "two ranks", 3: "three ranks by mpirun"}
+LAUNCHES = {2: "two ranks", 3: "three ranks"}
 # Two roundings of a sum of three; of a sum in float32 that is rounded once.
 TOLERANCE = {"float32": 2**-22, "float64": 2**-51, "half": 2**-9, "bfloat16": 2**-8, "complex64": 2**-22}
 

@@ -80,7 +80,6 @@ def sharing(schedule: str, stages: int) -> list[object]:
     return ["--stages", stages, "--schedule", schedule]
 
 
-@pytest.mark.slow
 def test_checkpoints_resume_with_other_stages_per_rank(tmp_path: Path) -> None:
     """Two stages per rank, then three on each of two replicas, then two on each of two replicas of two workers."""
     found = []
@@ -95,7 +94,6 @@ def test_checkpoints_resume_with_other_stages_per_rank(tmp_path: Path) -> None:
     np.testing.assert_allclose(found, losses_of_one_process(12), rtol=1e-12)
 
 
-@pytest.mark.slow
 def test_a_rank_that_is_killed_is_named_with_all_its_stages(tmp_path: Path) -> None:
     options = ["--set", "kill_rank=1", "--set", "at_batch=4", *sharing(SCHEDULE, 4)]
     with pytest.raises(RanksError) as caught:
@@ -103,7 +101,6 @@ def test_a_rank_that_is_killed_is_named_with_all_its_stages(tmp_path: Path) -> N
     assert "rank 0 (stages 0, 2) stops: rank 1 (stages 1, 3), " in caught.value.ranks[0].stderr
 
 
-@pytest.mark.slow
 def test_a_plan_for_fewer_ranks_is_refused_on_all(tmp_path: Path) -> None:
     with pytest.raises(RanksError) as caught:
         run_ranks(train_arguments("1,1", 3, *sharing(SCHEDULE, 4)), 3, timeout_seconds=90)

@@ -145,8 +145,8 @@ def test_without_a_job_nothing_is_watched() -> None:
     ("moment", "ranks", "launcher"),
     [
         ("stopped before init", 2, MPIRUN),
-        pytest.param("stopped in init", 3, MPIRUN, marks=pytest.mark.slow),
-        pytest.param("stopped before init", 2, HOROVODRUN, marks=pytest.mark.slow),
+        ("stopped in init", 3, MPIRUN),
+        ("stopped before init", 2, HOROVODRUN),
     ],
 )
 def test_a_rank_that_is_stopped_before_all_have_joined_is_named(moment: str, ranks: int, launcher: Launcher) -> None:
@@ -164,7 +164,6 @@ def test_a_rank_that_is_stopped_before_all_have_joined_is_named(moment: str, ran
 
 
 @needs_horovod
-@pytest.mark.slow
 def test_a_slow_rank_is_waited_for() -> None:
     for rank in run_ranks(
         ["-m", "tests.dapple_tf.distributed.programs.slow_start", "sleeps", "1"],

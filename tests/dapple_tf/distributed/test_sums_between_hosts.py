@@ -13,7 +13,7 @@ from benchmarks.emulated_hosts import emulated_hosts, find_missing_requirement
 from tests.processes import Launcher, needs_horovod, run_ranks
 
 _MISSING = find_missing_requirement()
-pytestmark = [needs_horovod, pytest.mark.skipif(_MISSING is not None, reason=str(_MISSING)), pytest.mark.slow]
+pytestmark = [needs_horovod, pytest.mark.skipif(_MISSING is not None, reason=str(_MISSING))]
 
 BYTES, BYTES_A_SECOND = 8_000_000, 100e6 / 8
 PROGRAM = f"""

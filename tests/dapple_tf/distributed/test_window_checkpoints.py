@@ -33,7 +33,7 @@ from tests.dapple_tf.distributed.train_command import (
 from tests.paths import ROOT
 from tests.processes import RanksError, needs_horovod, run_ranks
 
-pytestmark = [needs_horovod, pytest.mark.slow]
+pytestmark = needs_horovod
 
 ENDS = {"1": (4,), "1,1": (2, 4), "2,1": (2, 4), "1,1,1": (1, 3, 4)}
 """The end of each stage's layers, of four; see ``LAYERS``."""

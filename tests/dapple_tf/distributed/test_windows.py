@@ -31,7 +31,7 @@ def test_ranks_train_as_the_formulas_say(launches: Launches, launch: str, name: 
 
 def test_replicas_take_minibatches_in_turn(launches: Launches) -> None:
     """K = 2 and 1: of six minibatches the ranks of stage 0 take the even and the odd ones."""
-    events = launches.results("three ranks in windows", "asynchronous")[0]["2:1"]["events"]
+    events = launches.results("three ranks", "asynchronous")[0]["2:1"]["events"]
     ran = {rank: " ".join(action for action, device in events if device == f"rank:{rank}") for rank in range(3)}
     assert ran == {
         0: "0F0 0F2 0B0 0F4 0B2 0B4",
@@ -42,7 +42,7 @@ def test_replicas_take_minibatches_in_turn(launches: Launches) -> None:
 
 def test_the_other_members_of_a_step_work_on_all_ranks_or_are_refused_on_all(launches: Launches) -> None:
     """SGD: no update reads the step counter, which each rank of a window keeps all the same."""
-    for found in launches.results("two ranks in windows", "window_members"):
+    for found in launches.results("two ranks", "window_members"):
         worst = max(found["errors"], key=lambda what: found["errors"][what])
         assert found["errors"][worst] <= 1e-12, f"{worst} differs by {found['errors'][worst]:.1e}"
         assert found["rows"] == {"0": [[0, 8]], "1": [[0, 8]]}

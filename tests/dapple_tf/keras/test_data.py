@@ -18,8 +18,6 @@ from tests.dapple_tf.keras import models
 from tests.dapple_tf.keras.models import CLASSES, CROSS_ENTROPY, SAMPLES, WEIGHTS, X, Y
 from tests.dapple_tf.keras.plain import assert_equal_to_plain
 
-pytestmark = pytest.mark.slow
-
 
 class Batches(keras.utils.PyDataset):
     """A data set in Python, of batches of 8 samples."""

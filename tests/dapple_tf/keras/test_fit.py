@@ -15,7 +15,6 @@ from tests.dapple_tf.keras import models
 from tests.dapple_tf.keras.models import CLASSES, CROSS_ENTROPY, IDS, TAGS, WEIGHTS, X, Y
 from tests.dapple_tf.keras.plain import assert_equal_to_plain
 
-slow = pytest.mark.slow
 partial = functools.partial
 
 
@@ -69,7 +68,7 @@ CASES = {
         lambda model: model.fit(X, BOTH, sample_weight=BOTH_WEIGHTS, batch_size=8, epochs=2, verbose=0).history,
     ),
 }
-SLOW_CASES = {
+MORE_CASES = {
     "sequential": (partial(models.sequential, metrics=["mae"]), fit(X, Y, validation_split=0.25)),
     "functional": (partial(models.classifier, metrics=["accuracy"]), fit(X, CLASSES)),
     "masks, evaluated": (
@@ -160,7 +159,7 @@ SLOW_CASES = {
 }
 ALL_CASES = [
     *(pytest.param(*case, id=name) for name, case in CASES.items()),
-    *(pytest.param(*case, id=name, marks=slow) for name, case in SLOW_CASES.items()),
+    *(pytest.param(*case, id=name) for name, case in MORE_CASES.items()),
 ]
 
 
@@ -176,21 +175,18 @@ def test_fit_evaluate_and_predict_equal_plain_keras(make: Callable[[], keras.Mod
     assert_equal_to_plain(make, use)
 
 
-@slow
 @pytest.mark.filterwarnings("ignore:the loss of net is a sum:dapple_tf.errors.DappleWarning")
 def test_a_sum_equals_plain_keras() -> None:
     make = partial(models.sequential, loss=keras.losses.MeanSquaredError(reduction="sum"))
     assert_equal_to_plain(make, fit(X, Y))
 
 
-@slow
 @pytest.mark.filterwarnings("ignore:Gradients do not exist", "ignore:no gradient reaches")
 def test_an_output_without_a_loss_equals_plain_keras() -> None:
     make = partial(models.two_outputs, as_dict=True, loss={"kind": CROSS_ENTROPY, "value": None})
     assert_equal_to_plain(make, fit(X, {"value": Y, "kind": CLASSES}))
 
 
-@slow
 def test_a_plan_is_made_or_taken() -> None:
     make = partial(models.sequential, metrics=["mae"])
     assert_equal_to_plain(make, fit(X, Y), stages="auto", devices=[0, 1])
@@ -199,14 +195,13 @@ def test_a_plan_is_made_or_taken() -> None:
     assert_equal_to_plain(make, lambda model: model.predict(X, verbose=0), plan=step.plan, stages="auto")
 
 
-@slow
 def test_other_pipelines_equal_plain_keras_too() -> None:
     make = partial(models.sequential, metrics=["mae"], weighted_metrics=["mae"])
     for options in ({"stages": 3, "replicas": [2, 1, 2]}, {"schedule": "zb-h1", "micro_batches": 8}, {"stages": 1}):
         assert_equal_to_plain(make, fit(X, Y, WEIGHTS), **options)
 
 
-@pytest.mark.parametrize("policy", ["mixed_float16", pytest.param("mixed_bfloat16", marks=slow)])
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 def test_mixed_precision_equals_plain_keras(policy: str) -> None:
     """Keras wraps the optimizer under mixed_float16. With one micro-batch all sums are those of one device."""
     made: list[keras.Model] = []

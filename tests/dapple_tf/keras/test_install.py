@@ -54,7 +54,6 @@ def test_a_model_of_a_distribution_strategy_is_refused() -> None:
         dapple.keras.pipeline(model)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("options", "compiled"), [({}, True), ({"jit_compile": False}, False)])
 def test_a_model_compiled_with_xla_runs_by_xla_over_a_pipeline(options: Any, compiled: bool) -> None:
     results = []

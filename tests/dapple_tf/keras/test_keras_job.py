@@ -34,7 +34,6 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Expected:
     return run
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_with_a_pipeline_equals_the_script_without(name: str, expected: Expected, tmp_path: Path) -> None:
     stages = ["dropout"] if name == "dropout" else 2
@@ -55,6 +54,7 @@ def check_results(names: Sequence[str], expected: Expected, results: Sequence[An
 
 
 @needs_horovod
+@pytest.mark.always  # the only Keras fit in a job that `make test` runs
 def test_two_ranks_equal_plain_keras(expected: Expected, tmp_path: Path, subtests: pytest.Subtests) -> None:
     ranks, results = launch(tmp_path, "callbacks")
     folder = tmp_path / "callbacks"
@@ -76,7 +76,6 @@ def test_two_ranks_equal_plain_keras(expected: Expected, tmp_path: Path, subtest
 
 
 @needs_horovod
-@pytest.mark.slow
 def test_ranks_read_the_same_data_in_the_same_order_or_end(tmp_path: Path) -> None:
     _, results = launch(tmp_path, "unseeded", "different")
     assert results[0]["unseeded"] == results[1]["unseeded"]
@@ -99,7 +98,6 @@ def test_callbacks_and_learning_rates_that_ranks_do_not_share_are_named_on_all_r
 
 
 @needs_horovod
-@pytest.mark.slow
 def test_ranks_of_several_stages_equal_plain_keras(expected: Expected, tmp_path: Path) -> None:
     """Evaluation has no use for the rank that holds dropout alone: it becomes a replica of the other."""
     _, results = launch(tmp_path, "shared callbacks", "shared dropout")
@@ -109,7 +107,6 @@ def test_ranks_of_several_stages_equal_plain_keras(expected: Expected, tmp_path:
 
 
 @needs_horovod
-@pytest.mark.slow
 def test_two_ranks_equal_plain_keras_in_other_scripts(expected: Expected, tmp_path: Path) -> None:
     names = [name for name in SCRIPTS if name != "callbacks"]
     ranks, results = launch(tmp_path, *names)

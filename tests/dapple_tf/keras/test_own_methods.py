@@ -150,7 +150,6 @@ def use_all(pipelined: bool) -> dict[str, set[str]]:
     return calls
 
 
-@pytest.mark.slow
 def test_every_method_that_keras_calls_is_called_over_a_pipeline() -> None:
     plain, piped = use_all(pipelined=False), use_all(pipelined=True)
     assert {"apply_gradients", "update_step", "scale_loss", "finalize_variable_values"} <= plain["optimizer"]
@@ -364,21 +363,17 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
         keras.optimizers.OptimizerMap(SGD(0.1), {"last/.*": keras.optimizers.Adam(0.01)})
     ),
 }
-QUICK = ("scales gradients before they are clipped", "builds itself for some variables")
 
 
 def fit(model: keras.Model) -> Any:
     return model.fit(X[:16], Y[:16], batch_size=8, epochs=2, verbose=0).history
 
 
-@pytest.mark.parametrize(
-    "make", [pytest.param(make, id=i, marks=[] if i in QUICK else pytest.mark.slow) for i, make in OPTIMIZERS.items()]
-)
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_an_optimizer_with_methods_of_its_own_trains_as_in_keras(make: Callable[[], Any]) -> None:
     assert_equal_to_plain(lambda: models.sequential(optimizer=make()), fit)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "make",
     [lambda: Zeros(0.01), OPTIMIZERS["is a MultiOptimizer"], lambda: SGD(0.1, use_ema=True, ema_overwrite_frequency=2)],

@@ -15,7 +15,6 @@ from dapple_tf.errors import ExactnessError
 from tests.dapple_tf.keras.plain import assert_equal_to_plain
 
 layers = keras.layers
-slow = pytest.mark.slow
 RANDOM = np.random.default_rng(0)
 X = RANDOM.normal(size=(14, 6, 4))
 Y = RANDOM.normal(size=(14, 1))
@@ -230,7 +229,6 @@ MODELS: dict[str, tuple[Callable[[], keras.Model], Any]] = {
     "branches by the length": (lambda: Unrolled(by_length), X),
     "nested functions": (lambda: Unrolled(by_functions), X),
 }
-QUICK = ("simple", "while loop")
 
 
 def compiled(make: Callable[[], keras.Model]) -> Callable[[], keras.Model]:
@@ -247,13 +245,12 @@ def fit(x: Any) -> Callable[[keras.Model], Any]:
     return lambda model: model.fit(x, Y, batch_size=8, epochs=2, shuffle=False, verbose=0).history
 
 
-@pytest.mark.parametrize("case", [case if case in QUICK else pytest.param(case, marks=slow) for case in MODELS])
+@pytest.mark.parametrize("case", MODELS)
 def test_a_recurrent_model_trains_as_on_one_device(case: str) -> None:
     make, x = MODELS[case]
     assert_equal_to_plain(compiled(make), fit(x))
 
 
-@slow
 @pytest.mark.parametrize("micro_batches", [1, 8])
 @pytest.mark.parametrize("case", ["both ways", "mask", "scan"])
 def test_micro_batches_of_any_size(case: str, micro_batches: int) -> None:
@@ -261,14 +258,12 @@ def test_micro_batches_of_any_size(case: str, micro_batches: int) -> None:
     assert_equal_to_plain(compiled(make), fit(x), micro_batches=micro_batches)
 
 
-@slow
 @pytest.mark.parametrize("options", [{"stages": 1}, {"stages": 3}, {"stages": 2, "replicas": [2, 1]}])
 def test_stages_and_replicas(options: dict[str, Any]) -> None:
     make, x = MODELS["both ways"]
     assert_equal_to_plain(compiled(make), fit(x), micro_batches=4, **options)
 
 
-@slow
 def test_a_cell_that_draws_in_a_loop_is_refused_and_works_unrolled() -> None:
     def make(unroll: bool) -> Callable[[], keras.Model]:
         return compiled(chain(lambda: layers.Dense(40), lambda: layers.RNN(DrawingCell(3), unroll=unroll)))

@@ -32,7 +32,6 @@ def events_of(folder: Path, *, pipelined: bool) -> dict[tuple[str, int, str], np
     return found
 
 
-@pytest.mark.slow
 @needs_tensorboard
 @pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy")  # Keras's own
 def test_the_tensorboard_callback_writes_equal_curves_and_histograms(tmp_path: Path) -> None:

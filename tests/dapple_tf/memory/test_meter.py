@@ -48,9 +48,7 @@ print(json.dumps(found))
 """
 
 
-@pytest.fixture(
-    scope="module", params=["1", pytest.param("0", marks=pytest.mark.slow)], ids=["oneDNN", "without oneDNN"]
-)
+@pytest.fixture(scope="module", params=["1", "0"], ids=["oneDNN", "without oneDNN"])
 def found(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
     environment = {**os.environ, "TF_ENABLE_ONEDNN_OPTS": request.param, "TF_CPP_MIN_LOG_LEVEL": "3"}
     done = subprocess.run(

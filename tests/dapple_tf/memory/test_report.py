@@ -84,9 +84,9 @@ def test_a_stage_with_while_loops_is_named() -> None:
     "schedule",
     [
         "K=3,2,2",
-        pytest.param("gpipe", marks=pytest.mark.slow),
-        pytest.param("dapple-a", marks=pytest.mark.slow),
-        pytest.param("dapple-b", marks=pytest.mark.slow),
+        "gpipe",
+        "dapple-a",
+        "dapple-b",
     ],
 )
 def test_stages_are_observed_to_have_k_micro_batches_in_flight(schedule: str) -> None:
@@ -167,7 +167,6 @@ print(json.dumps(step.report.to_json()))
 """
 
 
-@pytest.mark.slow
 def test_the_peak_of_a_larger_model_is_predicted_within_10_percent() -> None:
     """6 micro-batches of 1 MB a layer, measured by the heap: oneDNN's blocks are larger than their tensors."""
     environment = {**os.environ, "TF_ENABLE_ONEDNN_OPTS": "0", "TF_CPP_MIN_LOG_LEVEL": "3"}

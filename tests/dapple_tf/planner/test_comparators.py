@@ -68,7 +68,6 @@ def test_with_a_ceiling_a_planner_has_the_same_plan_below_it_and_none_above(case
                 assert PLANNERS[name](replace(problem, ceiling=result.chosen.seconds)) is None, name
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not SHARED_PROFILES.is_dir(), reason="the published profiles (../shared/profiles) are not here")
 @pytest.mark.parametrize("cluster", CLUSTERS)
 @pytest.mark.parametrize(

@@ -122,14 +122,12 @@ def plan_of(case: Case) -> Candidate:
     return decision.chosen
 
 
-@pytest.mark.slow
 @settings(max_examples=500)
 @given(cases(8))
 def test_planner_best_finds_the_optimum_in_many_cases(case: Case) -> None:
     check_best(case)
 
 
-@pytest.mark.slow
 @settings(max_examples=500)
 @given(cases(8, free=False))
 def test_planner_dapple_finds_the_optimum_in_many_cases(case: Case) -> None:

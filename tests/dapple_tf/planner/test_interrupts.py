@@ -92,7 +92,6 @@ main()
     assert (done.stderr, done.returncode) == ("\nstopped\n", 1)
 
 
-@pytest.mark.slow
 def test_a_process_can_plan_again_after_interrupts_at_many_moments(profile: Path) -> None:
     code = f"""
 {PLAN}
@@ -111,7 +110,6 @@ print(len(waits), sorted(waits)[len(waits) // 2])
     assert float(median) < 1
 
 
-@pytest.mark.slow
 def test_a_process_can_plan_after_interrupts_while_the_planners_are_compiled(profile: Path, tmp_path: Path) -> None:
     code = f"""
 {PLAN}

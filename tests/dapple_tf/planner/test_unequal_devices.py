@@ -179,7 +179,6 @@ def every_plan(problem: PlanningProblem) -> float:
     return least
 
 
-@pytest.mark.slow
 @settings(max_examples=25)
 @given(problem=problems())
 def test_best_is_close_to_the_best_of_all_plans(problem: PlanningProblem) -> None:

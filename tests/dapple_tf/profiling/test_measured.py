@@ -243,7 +243,6 @@ def test_invalid_options_are_refused(batch: Any, options: Any, error: type[Excep
         dapple.profile(lambda *x: tf.reduce_mean(x[0] @ a), batch, **options)
 
 
-@pytest.mark.slow
 def test_the_part_of_a_loss_that_runs_once_is_no_layer() -> None:
     a, b = matrix(3, 3), matrix(3, 3)
 

@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from tests.paths import ROOT
 
 FORK = """
@@ -44,6 +46,7 @@ def run(call: str) -> str:
     return done.stdout
 
 
+@pytest.mark.always  # the only test of its kind
 def test_a_step_in_a_forked_child_is_an_error_at_once() -> None:
     """It once waited for threads that the child does not have."""
     said = run("step(x)")

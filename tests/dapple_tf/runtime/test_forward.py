@@ -45,9 +45,7 @@ def make_loss(model: keras.Model, *, training: bool) -> Any:
     return loss_fn
 
 
-@pytest.mark.parametrize(
-    ("replicas", "samples"), [(None, 13), ((2, 1, 3), 2), pytest.param((2, 1, 3), 13, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("replicas", "samples"), [(None, 13), ((2, 1, 3), 2), ((2, 1, 3), 13)])
 def test_forward_gives_what_the_loss_function_gives(
     model: keras.Model, replicas: Sequence[int] | None, samples: int
 ) -> None:
@@ -94,7 +92,6 @@ def test_a_function_of_a_frozen_model_runs_in_micro_batches(model: keras.Model) 
     np.testing.assert_allclose(forward(X, Y)[0], make_loss(model, training=False)(X, Y)[0], rtol=1e-12)
 
 
-@pytest.mark.slow
 def test_stages_auto_take_all_devices_before_training(model: keras.Model) -> None:
     step = dapple.pipeline(make_loss(model, training=True), optimizer=keras.optimizers.SGD(0.1), devices=[0, 1])
     forward = step.forward_of(make_loss(model, training=False))

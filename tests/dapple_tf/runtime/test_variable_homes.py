@@ -78,7 +78,6 @@ def test_what_runs_on_one_device_runs_between_steps_of_training(tmp_path: Path) 
         np.testing.assert_array_equal(step.variables[name], value)
 
 
-@pytest.mark.slow
 def test_all_that_runs_over_the_pipeline_brings_variables_to_their_stages(model_and_step: Any) -> None:
     model, step = model_and_step
     forward = step.forward_of(lambda x, y: tf.reduce_mean(tf.square(model(x, training=False) - y)))
@@ -90,7 +89,6 @@ def test_all_that_runs_over_the_pipeline_brings_variables_to_their_stages(model_
         assert {"0"} == {v.value.device.rpartition(":")[2] for v in model.variables}
 
 
-@pytest.mark.slow
 def test_another_program_is_built_while_variables_are_released() -> None:
     model, twin = make_model(), make_model()
     step, unreleased = make_step(model), make_step(twin)
@@ -101,7 +99,6 @@ def test_another_program_is_built_while_variables_are_released() -> None:
         assert places(step) == {"0"}
 
 
-@pytest.mark.slow
 def test_verify_leaves_variables_where_they_were(model_and_step: Any) -> None:
     model, step = model_and_step
     step(X, Y)

@@ -58,7 +58,7 @@ def test_an_exact_step_is_equal_to_one_device(jit_compile: bool | None, replicas
     [
         (lambda: keras.optimizers.SGD(0.1), None),
         (lambda: keras.optimizers.Adam(0.1), None),
-        pytest.param(lambda: keras.optimizers.Adam(0.1), True, marks=pytest.mark.slow),
+        (lambda: keras.optimizers.Adam(0.1), True),
         (lambda: keras.optimizers.SGD(0.1, clipnorm=0.01), None),
     ],
 )
@@ -109,7 +109,6 @@ def test_variables_have_their_old_values_afterwards() -> None:
         np.testing.assert_array_equal(found, value)
 
 
-@pytest.mark.slow
 def test_variables_have_their_old_values_after_an_error() -> None:
     model, loss_fn = dense_layers()
 
@@ -159,7 +158,6 @@ def test_batch_norm_in_training_mode_shows_both_comparisons() -> None:
     assert "first to diverge" not in text[in_turn:]
 
 
-@pytest.mark.slow
 def test_batch_norm_in_one_micro_batch_is_plain_training() -> None:
     _, loss_fn = normalised()
     assert EQUAL in str(report_of(loss_fn, numbers(), micro_batches=1))
@@ -172,7 +170,6 @@ def test_batch_norm_in_inference_mode_is_no_exception() -> None:
     assert report.in_turn is None
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [[1, 2], [2, 2]])
 def test_each_replica_of_batch_norm_has_its_own_samples_and_statistics(replicas: list[int]) -> None:
     _, loss_fn = normalised()
@@ -183,8 +180,7 @@ def test_each_replica_of_batch_norm_has_its_own_samples_and_statistics(replicas:
     assert not report.plain.ok
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("replicas", [pytest.param([1, 1], marks=pytest.mark.slow), [1, 2]])
+@pytest.mark.parametrize("replicas", [[1, 1], [1, 2]])
 def test_deferred_batch_norm_is_compared_with_statistics_of_the_whole_batch(replicas: list[int]) -> None:
     _, loss_fn = normalised()
     options = {"replicas": replicas, "stages": ["net/norm"], "micro_batches": 2}
@@ -195,7 +191,6 @@ def test_deferred_batch_norm_is_compared_with_statistics_of_the_whole_batch(repl
     assert report.max_variable_error < 1e-12
 
 
-@pytest.mark.slow
 def test_batch_norm_over_replicas_is_compared_with_the_micro_batches_in_turn() -> None:
     _, loss_fn = normalised()
     options = {"replicas": [1, 2], "stages": ["net/norm"], "batch_norm": "sync"}
@@ -205,7 +200,6 @@ def test_batch_norm_over_replicas_is_compared_with_the_micro_batches_in_turn() -
     assert report_of(loss_fn, numbers(9), micro_batches=1, **options).plain.ok
 
 
-@pytest.mark.slow
 def test_batch_norm_over_replicas_and_dropout_of_the_whole_batch() -> None:
     """Only batch norm takes the micro-batches by themselves."""
     drop = keras.layers.Dropout(0.5, seed=1, dtype="float64")
@@ -215,7 +209,6 @@ def test_batch_norm_over_replicas_and_dropout_of_the_whole_batch() -> None:
     assert "equal to plain training whose batch norm alone takes" in str(report)
 
 
-@pytest.mark.slow
 def test_draws_that_no_variable_repeats_differ_from_everything() -> None:
     """No two runs draw the same numbers, not even those of one device."""
     _, loss_fn = dense_layers()
@@ -250,7 +243,6 @@ def test_a_loss_that_is_nan_on_one_device_too_is_no_failure() -> None:
     assert expected in str(report)
 
 
-@pytest.mark.slow
 def test_a_gradient_that_is_infinite_on_one_device_too_leaves_the_others_compared() -> None:
     """The slope of the root at zero is infinite: one entry of one gradient."""
     scale = tf.Variable([0.0, 1.0], dtype=tf.float64, name="scale")

@@ -133,12 +133,12 @@ MIXED = "0F0 0F1 0I0 0B1 0W0; 1F0 1B0 1F1 1I1 1W1"
 @pytest.mark.parametrize(
     ("options", "functions"),
     [
-        pytest.param({}, ALL, marks=pytest.mark.slow),
+        ({}, ALL),
         ({"replicas": [2, 1], "micro_batches": 2, "schedule": "gpipe"}, ALL),
-        pytest.param({"schedule": "zb-h1", "recompute": True}, SPLIT, marks=pytest.mark.slow),
-        pytest.param({"replicas": [1, 2], "micro_batches": 2, "schedule": "zb-h1"}, SPLIT, marks=pytest.mark.slow),
-        pytest.param({"micro_batches": 2, "schedule": MIXED}, ALL | SPLIT, marks=pytest.mark.slow),
-        pytest.param({"batch_loss": True, "schedule": "gpipe"}, ALL | {"stage1/tail"}, marks=pytest.mark.slow),
+        ({"schedule": "zb-h1", "recompute": True}, SPLIT),
+        ({"replicas": [1, 2], "micro_batches": 2, "schedule": "zb-h1"}, SPLIT),
+        ({"micro_batches": 2, "schedule": MIXED}, ALL | SPLIT),
+        ({"batch_loss": True, "schedule": "gpipe"}, ALL | {"stage1/tail"}),
     ],
 )
 def test_all_stage_functions_are_compiled_and_train_as_one_device(options: Any, functions: set[str]) -> None:
@@ -162,7 +162,6 @@ def told_by(told: Any) -> str:
     return str(warning.message)
 
 
-@pytest.mark.slow
 def test_a_convolution_is_compiled() -> None:
     pipelined = Pipelined(jit_compile=True)
     found = train(convolutional, X, pipelined)
@@ -170,7 +169,6 @@ def test_a_convolution_is_compiled() -> None:
     check_equal(found, train(convolutional, X, plain))
 
 
-@pytest.mark.slow
 def test_a_loop_that_keeps_values_for_its_gradient_runs_without_xla() -> None:
     pipelined = Pipelined(jit_compile=True)
     with pytest.warns(DappleWarning) as told:
@@ -216,7 +214,6 @@ def selecting(model: keras.Model) -> Loss:
     return loss_fn
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loss_of", "reasons"),
     [
@@ -242,7 +239,6 @@ def test_what_xla_cannot_compile_is_named(loss_of: Any, reasons: list[str]) -> N
     check_equal(found, train(dense, X, plain, loss_of))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("jit_compile", "functions"), [(None, ALL), (False, set())])
 def test_the_option_follows_the_loss_unless_it_says_otherwise(jit_compile: bool | None, functions: set[str]) -> None:
     def compiled_loss(model: keras.Model) -> Any:
@@ -254,7 +250,6 @@ def test_the_option_follows_the_loss_unless_it_says_otherwise(jit_compile: bool 
     check_equal(found, train(dense, X, plain))
 
 
-@pytest.mark.slow
 def test_a_call_of_a_compiled_function_is_compiled_in_any_stage() -> None:
     def loss_of(model: keras.Model) -> Any:
         end = tf.function(lambda hidden, y: tf.reduce_mean(tf.square(model.layers[-1](hidden) - y)), jit_compile=True)

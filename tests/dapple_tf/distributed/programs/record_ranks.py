@@ -1,22 +1,15 @@
-"""Run as three ranks by test_record: record a step of a hybrid plan, and say what was found.
-
-``python -m tests.dapple_tf.distributed.programs.record_ranks FILE``: rank 0 saves the picture there.
-"""
+"""Record a step of a hybrid plan on three ranks, and say what was found."""
 
 from __future__ import annotations
 
-import json
-import sys
+from typing import Any
 
 import numpy as np
 
 import dapple_tf as dapple
-
-dapple.init()  # before the imports that need a started TensorFlow
-
-from dapple_tf.distributed.membership import current  # noqa: E402
-from dapple_tf.runtime.recorder import Clocks  # noqa: E402
-from tests.dapple_tf.distributed.programs.tied_model import X, make_model  # noqa: E402
+from dapple_tf.distributed.membership import current
+from dapple_tf.runtime.recorder import Clocks
+from tests.dapple_tf.distributed.programs.tied_model import X, make_model
 
 
 def record_together() -> dapple.Timeline:
@@ -29,8 +22,8 @@ def record_together() -> dapple.Timeline:
     return step.timeline
 
 
-def main() -> None:
-    """Print, as one JSON object, what this rank saw."""
+def run(picture: str) -> dict[str, Any]:
+    """Return what this rank saw. Rank 0 saves the picture of a step in this file."""
     job = current()
     assert job is not None
     losses, timeline = [], None
@@ -42,26 +35,17 @@ def main() -> None:
     assert timeline is not None
     together = record_together()
     if job.rank == 0:
-        timeline.save(sys.argv[1])
+        timeline.save(picture)
     clocks = Clocks(job)
-    print(
-        json.dumps(
-            {
-                "losses": losses,
-                "events": [[str(e.action), e.replica, e.device, e.start, e.end] for e in timeline.events],
-                "transfers": [[t.source, t.target, t.micro_batch, t.start, t.end] for t in timeline.transfers],
-                "together": {
-                    "events": [[str(e.action), e.device, e.start, e.end] for e in together.events],
-                    "transfers": [[str(t), t.start, t.end] for t in together.transfers],
-                },
-                "stages": [[s.kind, s.stage, s.device, s.start, s.end] for s in timeline.stage_events],
-                "offsets": clocks.offsets(),
-                "gathered": [times.tolist() for times in clocks.gather(np.full(2, float(job.rank)))],
-            }
-        )
-    )
-    job.gather(None)  # all have finished
-
-
-if __name__ == "__main__":
-    main()
+    return {
+        "losses": losses,
+        "events": [[str(e.action), e.replica, e.device, e.start, e.end] for e in timeline.events],
+        "transfers": [[t.source, t.target, t.micro_batch, t.start, t.end] for t in timeline.transfers],
+        "together": {
+            "events": [[str(e.action), e.device, e.start, e.end] for e in together.events],
+            "transfers": [[str(t), t.start, t.end] for t in together.transfers],
+        },
+        "stages": [[s.kind, s.stage, s.device, s.start, s.end] for s in timeline.stage_events],
+        "offsets": clocks.offsets(),
+        "gathered": [times.tolist() for times in clocks.gather(np.full(2, float(job.rank)))],
+    }

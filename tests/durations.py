@@ -1,0 +1,89 @@
+"""Which tests are slow, by the seconds that they were measured to take, and how the others are divided among processes.
+
+``durations.txt`` has the measured seconds: processor time of the test's process and of those that it starts, so that
+other programs on the machine do not count, with ``HYPOTHESIS_PROFILE=ci``. A line names a case of a test; without
+brackets it stands for all cases that have no line. "?" instead of seconds: not measured yet, so slow. A test without a
+line takes less than ``LISTED_SECONDS``. Tests of a job that is launched once for many (fixture ``launches``) have no
+lines: their marks say which launches are slow. To measure the tests of some files again::
+
+    HYPOTHESIS_PROFILE=ci .venv/bin/python -m pytest --record-durations FILES
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from functools import cache
+
+from tests.paths import ROOT
+
+DURATIONS = ROOT / "tests" / "durations.txt"
+
+LISTED_SECONDS = 0.3
+# A case above CASE_SECONDS is slow where another case of the same test is quicker; a test above TEST_SECONDS always is.
+CASE_SECONDS = 0.3
+TEST_SECONDS = 5.0
+
+_UNKNOWN = "?"
+# Folders whose tests plan. The planners' code is compiled once, by the process that runs them.
+_PLAN = ("tests/dapple_tf/planner/", "tests/dapple_tf/autoplan/")
+
+
+def read_durations() -> dict[str, float]:
+    """Return the seconds of ``durations.txt`` by test; infinity where they are not known."""
+    rows = (line.split(maxsplit=1) for line in DURATIONS.read_text(encoding="utf-8").splitlines())
+    return {test: math.inf if seconds == _UNKNOWN else float(seconds) for seconds, test in rows}
+
+
+def write_durations(durations: Mapping[str, float]) -> None:
+    """Write ``durations.txt``, in the order of names.
+
+    A test has a line if it takes ``LISTED_SECONDS`` or longer, or if there is a line for all cases of the test.
+    """
+    lines = [
+        f"{_UNKNOWN if math.isinf(seconds) else format(seconds, '.1f'):>6} {test}\n"
+        for test, seconds in sorted(durations.items())
+        if seconds >= LISTED_SECONDS or ("[" in test and function_of(test) in durations)
+    ]
+    DURATIONS.write_text("".join(lines), encoding="utf-8")
+
+
+def function_of(test: str) -> str:
+    """Return a test's name without the brackets that name the case."""
+    return test.partition("[")[0]
+
+
+def find_slow(tests: Iterable[str], durations: Mapping[str, float]) -> frozenset[str]:
+    """Return which of these tests are slow. Cases of one test are compared with each other: give all of them."""
+    seconds = {test: seconds_of(test, durations) for test in tests}
+    quickest: defaultdict[str, float] = defaultdict(lambda: math.inf)
+    for test, taken in seconds.items():
+        quickest[function_of(test)] = min(quickest[function_of(test)], taken)
+    return frozenset(
+        test
+        for test, taken in seconds.items()
+        if taken > TEST_SECONDS or (taken > CASE_SECONDS and taken > quickest[function_of(test)])
+    )
+
+
+def seconds_of(test: str, durations: Mapping[str, float]) -> float:
+    """Return the seconds that a test takes; 0 if it has no line."""
+    return durations.get(test, durations.get(function_of(test), 0.0))
+
+
+def group_of(test: str) -> str:
+    """Return the name of the group of tests that one process runs: "jobs", "plans", or a file.
+
+    Two jobs of several ranks at a time would disturb each other's timing.
+    """
+    path = test.partition("::")[0]
+    if starts_jobs(path):
+        return "jobs"
+    return "plans" if path.startswith(_PLAN) else path
+
+
+@cache
+def starts_jobs(path: str) -> bool:
+    """Return whether a file of tests starts jobs: those need Horovod."""
+    return "needs_horovod" in (ROOT / path).read_text(encoding="utf-8")

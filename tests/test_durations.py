@@ -1,0 +1,56 @@
+"""The durations of tests choose the slow ones, and name tests that exist."""
+
+from __future__ import annotations
+
+import ast
+import math
+
+import pytest
+
+from tests.durations import CASE_SECONDS, TEST_SECONDS, find_slow, group_of, read_durations
+from tests.paths import ROOT
+
+DURATIONS = read_durations()
+
+
+@pytest.mark.parametrize("path", sorted({test.partition("::")[0] for test in DURATIONS}))
+def test_every_listed_test_is_in_its_file(path: str) -> None:
+    tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
+    functions = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    listed = {test.partition("::")[2].partition("[")[0] for test in DURATIONS if test.startswith(f"{path}::")}
+    assert listed <= functions
+
+
+def test_of_the_long_cases_of_a_test_the_quickest_is_not_slow() -> None:
+    long = CASE_SECONDS + 0.5
+    durations = {"a.py::test_a[1]": long, "a.py::test_a[2]": long + 0.1, "a.py::test_b": long}
+    assert find_slow(durations, durations) == {"a.py::test_a[2]"}
+
+
+def test_a_long_case_is_slow_where_a_case_without_a_line_is_quicker() -> None:
+    durations = {"a.py::test_a[1]": CASE_SECONDS + 0.5}
+    assert find_slow(["a.py::test_a[1]", "a.py::test_a[2]"], durations) == {"a.py::test_a[1]"}
+
+
+def test_a_test_that_takes_too_long_is_slow_though_it_is_alone() -> None:
+    assert find_slow(["a.py::test_a"], {"a.py::test_a": TEST_SECONDS + 0.1}) == {"a.py::test_a"}
+
+
+def test_what_was_not_measured_is_slow() -> None:
+    tests = ["a.py::test_a[1]", "a.py::test_a[2]"]
+    assert find_slow(tests, {"a.py::test_a": math.inf, "a.py::test_a[1]": 0.1}) == {"a.py::test_a[2]"}
+
+
+def test_only_tests_of_shared_launches_are_marked_slow_by_hand() -> None:
+    texts = {path: path.read_text(encoding="utf-8") for path in ROOT.glob("tests/**/test_*.py")}
+    marked = [path for path, text in texts.items() if "pytest.mark." + "slow" in text]
+    assert all("launches: Launches" in texts[path] for path in marked), marked
+
+
+def test_all_tests_that_start_jobs_are_of_one_group() -> None:
+    assert group_of("tests/dapple_tf/distributed/test_failing_ranks.py::test_a") == "jobs"
+    assert group_of("tests/dapple_tf/keras/test_keras_job.py::test_a") == "jobs"
+    assert (
+        group_of("tests/dapple_tf/distributed/test_digest.py::test_a") == "tests/dapple_tf/distributed/test_digest.py"
+    )
+    assert group_of("tests/dapple_tf/planner/test_best.py::test_a") == "plans"
