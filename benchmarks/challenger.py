@@ -22,8 +22,8 @@ from benchmarks.common import Row
 from benchmarks.published import BERT_LARGE, MODELS, PROFILES, find_missing_profiles, read_profile
 from benchmarks.unequal_clusters import measure_kinds, unequal_clusters
 from dapple_tf.errors import PlanError
-from dapple_tf.plan import Plan, StagePlan
 from dapple_tf.planner.api import plan
+from dapple_tf.plans import Plan, StagePlan
 from dapple_tf.simulator.contention import Flows, plan_flows
 from dapple_tf.simulator.costs import stage_costs
 from dapple_tf.simulator.engine import step_seconds

@@ -19,8 +19,8 @@ from typing import Any
 from benchmarks.common import Row, median, time_interleaved
 from benchmarks.emulated_hosts import Hosts, emulated_hosts
 from benchmarks.hosts import LATENCY
-from dapple_tf.plan import StagePlan
 from dapple_tf.planner.api import make_problem
+from dapple_tf.plans import StagePlan
 from dapple_tf.simulator.simulate import simulate
 from profiler.cluster import Cluster, Link, Server
 from profiler.profile import LayerCost, Profile

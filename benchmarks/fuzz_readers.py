@@ -149,7 +149,7 @@ def _read_units(data: bytes, path: Path) -> None:
 def _readers() -> dict[str, Reader]:
     from dapple_tf.checkpoint.file import DamagedError
     from dapple_tf.errors import CheckpointError, PlanError, TraceError
-    from dapple_tf.plan import Plan
+    from dapple_tf.plans import Plan
     from dapple_tf.timeline.trace_file import read_recording
     from graph_passes.ir.text import parse_graph
     from graph_passes.schedules.policies import build_schedule

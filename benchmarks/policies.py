@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from dapple_tf.autoplan.schedule_auto import ScheduleChoice, choose_schedule
-from dapple_tf.plan import StagePlan
 from dapple_tf.planner.api import make_problem
 from dapple_tf.planner.planning_problem import PlanningProblem
+from dapple_tf.plans import StagePlan
 from dapple_tf.simulator.simulate import simulate
 from dapple_tf.timeline.timeline import Timeline
 from profiler.cluster import Cluster, Link, Server

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from dapple_tf.plan import StagePlan
 from dapple_tf.planner.baselines import data_parallel, even_pipeline
 from dapple_tf.planner.planning_problem import PlanningProblem
+from dapple_tf.plans import StagePlan
 from profiler.importers import read_graph_file
 from profiler.profile import Profile
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.common import Row, median, time_interleaved
-from dapple_tf.plan import Plan, StagePlan
+from dapple_tf.plans import Plan, StagePlan
 from dapple_tf.simulator.simulate import simulate
 from dapple_tf.window_plan import WindowPlan
 from profiler.cluster import config

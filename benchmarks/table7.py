@@ -8,10 +8,10 @@ from benchmarks.common import Row
 from benchmarks.planning import describe, explain, fastest
 from benchmarks.published import TABLE_7, Strategies, find_missing_profiles, stages_of
 from benchmarks.table5 import FREE, WHOLE, Convention
-from dapple_tf.plan import StagePlan
 from dapple_tf.planner.api import run_planner
 from dapple_tf.planner.baselines import even_pipeline
 from dapple_tf.planner.planning_problem import PlanningProblem
+from dapple_tf.plans import StagePlan
 
 
 def run() -> Iterator[Row]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
-from dapple_tf.plan import StagePlan
+from dapple_tf.plans import StagePlan
 from profiler.profile import LayerCost, Profile
 
 _FLOPS_A_SECOND = 35e12  # about what an RTX 3090 reaches in half precision; all stages are alike, so ratios keep

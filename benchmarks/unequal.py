@@ -69,8 +69,8 @@ def run() -> Iterator[Row]:
 def make_plans(folder: Path) -> dict[str, tuple[float, str]]:
     """Profile both kinds of device, save the plans in ``folder``, and return the simulated seconds and text of each."""
     import dapple_tf as dapple
-    from dapple_tf.plan import StagePlan
     from dapple_tf.planner.explain import notation, split_positions
+    from dapple_tf.plans import StagePlan
     from profiler.cluster import Cluster, DeviceKind, Server
 
     core = available_cores()[:1]

@@ -12,8 +12,6 @@ raises ImportError if TensorFlow is missing or has another version than dapple_t
 from __future__ import annotations
 
 import importlib
-import sys
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from dapple_tf.frontend.tensorflow_version import require_tensorflow
@@ -23,9 +21,9 @@ if TYPE_CHECKING:
     from dapple_tf.checkpoint.checkpoints import Checkpoints
     from dapple_tf.commands.workload import Workload
     from dapple_tf.devices import init, scope
-    from dapple_tf.plan import Plan
     from dapple_tf.planner.api import plan
     from dapple_tf.planner.compare import compare
+    from dapple_tf.plans import Plan
     from dapple_tf.profiling.analytic import analytic_profile
     from dapple_tf.profiling.measured import profile
     from dapple_tf.runtime.shard import shard
@@ -67,7 +65,7 @@ _HOMES = {
     "Checkpoints": "dapple_tf.checkpoint.checkpoints",
     "Cluster": "profiler.cluster",
     "PipelinedStep": "dapple_tf.runtime.step",
-    "Plan": "dapple_tf.plan",
+    "Plan": "dapple_tf.plans",
     "Profile": "profiler.profile",
     "Report": "dapple_tf.verification",
     "Timeline": "dapple_tf.timeline.timeline",
@@ -85,20 +83,6 @@ _HOMES = {
 }
 
 _MODULES = ("errors", "keras")
-
-
-class _Package(ModuleType):
-    """The package, whose functions ``plan`` and ``pipeline`` stay functions when the modules of that name are imported.
-
-    Python sets every imported submodule as an attribute of its package.
-    """
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if not (name in _HOMES and isinstance(value, ModuleType)):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str) -> Any:

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from dapple_tf.errors import PlanError
 from dapple_tf.exactness import Exactness
-from dapple_tf.plan import Plan, check_workers
+from dapple_tf.plans import Plan, check_workers
 from dapple_tf.staged_model import StagedModel
 from dapple_tf.window_check import check_window_model
 from graph_passes.analysis.variable_use import find_variables

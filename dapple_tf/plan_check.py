@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from numbers import Real
 
 from dapple_tf.errors import PlanError
-from dapple_tf.plan import Plan, check_workers
+from dapple_tf.plans import Plan, check_workers
 from graph_passes.analysis.row_bounds import least_rows
 from profiler.cluster import Cluster
 from profiler.profile import Profile

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 
 from dapple_tf.errors import GraphError, PlanError
-from dapple_tf.plan import Plan
+from dapple_tf.plans import Plan
 from dapple_tf.staged_model import StagedModel
 from graph_passes.analysis.variable_use import Variables, find_variables
 from graph_passes.ir.names import at

@@ -60,7 +60,7 @@ class Import:
 
 
 def folder(module: str) -> str:
-    """The folder of a module, or the module itself if it stands in none: dapple_tf.planner, dapple_tf.plan."""
+    """The folder of a module, or the module itself if it stands in none: dapple_tf.planner, dapple_tf.plans."""
     return ".".join(module.split(".")[:2])
 
 
@@ -155,17 +155,17 @@ def test_an_import_inside_a_function_could_stand_at_the_top_without_a_cycle() ->
 def test_nested_imports_of_every_kind_are_found() -> None:
     text = """
 import typing
-from dapple_tf import plan
+from dapple_tf import plans
 if TYPE_CHECKING:
-    from dapple_tf.plan import Plan
+    from dapple_tf.plans import Plan
 def f():
     import dapple_tf.errors
     from profiler.units import format_bytes
 """
     found = list(_imports_of("dapple_tf.made_up", text))
     assert [(i.target, i.line, i.top, i.types) for i in sorted(found, key=lambda i: i.line)] == [
-        ("dapple_tf.plan", 3, True, False),
-        ("dapple_tf.plan", 5, False, True),
+        ("dapple_tf.plans", 3, True, False),
+        ("dapple_tf.plans", 5, False, True),
         ("dapple_tf.errors", 7, False, False),
         ("profiler.units", 8, False, False),
     ]

@@ -32,10 +32,10 @@ from dapple_tf.errors import ClusterError, PlanError, UsageError, warn_user
 from dapple_tf.exactness import BatchLoss, BatchNorm, Inexact
 from dapple_tf.frontend.batch import batch_size
 from dapple_tf.frontend.capture import Captured
-from dapple_tf.plan import Plan
 from dapple_tf.plan_check import check_shares
 from dapple_tf.planner.planning_problem import Candidate
 from dapple_tf.planner.window_stages import check_window_size, window_plan
+from dapple_tf.plans import Plan
 from dapple_tf.staged_model import StagedModel
 from dapple_tf.timeline.timeline import Timeline
 from dapple_tf.window_plan import WindowPlan

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 
 from dapple_tf.errors import PlanError
-from dapple_tf.plan import Plan, StagePlan
 from dapple_tf.planner.window_stages import check_window_size
+from dapple_tf.plans import Plan, StagePlan
 from graph_passes.analysis.row_bounds import fit_micro_batches, fit_sizes
 from graph_passes.schedules.policies import truncate_schedule
 from profiler.units import format_samples

@@ -6,9 +6,9 @@ import dataclasses
 from dataclasses import dataclass
 
 from dapple_tf.autoplan.schedule_auto import ScheduleChoice
-from dapple_tf.plan import Plan
 from dapple_tf.planner.api import predict_plan
 from dapple_tf.planner.planning_problem import Candidate, PlanningProblem
+from dapple_tf.plans import Plan
 from dapple_tf.timeline.timeline import Timeline
 
 

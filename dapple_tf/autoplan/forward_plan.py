@@ -10,7 +10,7 @@ from dapple_tf.autoplan.layer_estimates import EstimatedCosts
 from dapple_tf.autoplan.options import Options
 from dapple_tf.autoplan.stages_requested import plan_requested_stages
 from dapple_tf.errors import PartitionError
-from dapple_tf.plan import Plan, StagePlan
+from dapple_tf.plans import Plan, StagePlan
 from graph_passes.analysis.layers import Layers
 from graph_passes.passes.partition import balance
 from graph_passes.schedules.policies import runs_several_stages, worker_map_of

@@ -26,7 +26,7 @@ from dapple_tf.autoplan.recompute_option import Recompute, check_recompute
 from dapple_tf.autoplan.slice_option import SLICED_SCHEDULES, Slice, check_slice
 from dapple_tf.errors import PlanError, ScheduleError
 from dapple_tf.exactness import BatchLoss, BatchNorm, Inexact, check_batch_loss, check_batch_norm, check_inexact
-from dapple_tf.plan import Plan
+from dapple_tf.plans import Plan
 from dapple_tf.simulator.named_orders import check_plannable
 from dapple_tf.window_plan import USUAL_MINIBATCHES, WindowPlan
 from graph_passes.schedules.policies import check_schedule, check_schedule_name, worker_map_of

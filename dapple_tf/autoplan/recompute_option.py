@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dapple_tf.errors import PlanError
-from dapple_tf.plan import StagePlan
+from dapple_tf.plans import StagePlan
 from graph_passes.analysis.layers import Layers
 
 

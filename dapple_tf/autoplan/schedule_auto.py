@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from dapple_tf.errors import PlanError
-from dapple_tf.plan import StagePlan
 from dapple_tf.plan_check import check_plan
 from dapple_tf.planner.planning_problem import PlanningProblem
 from dapple_tf.planner.step_simulation import POLICIES, fastest_schedule, make_network, stage_cost_arrays
+from dapple_tf.plans import StagePlan
 from dapple_tf.simulator.communication_ratio import activation_communication_ratio
 from dapple_tf.simulator.contention import Flows
 from dapple_tf.simulator.costs import stage_costs

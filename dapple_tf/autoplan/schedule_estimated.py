@@ -16,8 +16,8 @@ from dapple_tf.autoplan.layer_estimates import BACKWARD_OVER_FORWARD, EstimatedC
 from dapple_tf.autoplan.schedule_auto import ScheduleChoice, choose_schedule, with_found_order
 from dapple_tf.compiler import PlannedModel
 from dapple_tf.memory.predict import StageMemory, predict_plan_memory
-from dapple_tf.plan import Plan
 from dapple_tf.planner.step_simulation import POLICIES
+from dapple_tf.plans import Plan
 from dapple_tf.simulator.contention import plan_flows
 from dapple_tf.simulator.transfer import allreduce_cost, link_tables, ring_seconds, transfer_cost
 from dapple_tf.staged_model import StagedModel

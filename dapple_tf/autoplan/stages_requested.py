@@ -10,7 +10,7 @@ from dapple_tf.autoplan.options import Options, check_worker_count
 from dapple_tf.autoplan.recompute_option import choose_recompute
 from dapple_tf.autoplan.slice_option import slice_plan
 from dapple_tf.errors import PlanError
-from dapple_tf.plan import Plan, StagePlan
+from dapple_tf.plans import Plan, StagePlan
 from graph_passes.analysis.layers import Layers
 from graph_passes.passes.partition import balance
 from graph_passes.schedules.policies import (

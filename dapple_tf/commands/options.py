@@ -15,7 +15,7 @@ from dapple_tf.autoplan.slice_option import Slice
 from dapple_tf.commands.cluster_option import load_cluster
 from dapple_tf.commands.schedule_option import SCHEDULE_OPTION
 from dapple_tf.exactness import BatchNorm
-from dapple_tf.plan import Plan
+from dapple_tf.plans import Plan
 
 MODEL_OPTIONS = [
     click.argument("model"),

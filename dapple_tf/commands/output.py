@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import click
 
 from dapple_tf.errors import OutputError
-from dapple_tf.plan import Plan
+from dapple_tf.plans import Plan
 from dapple_tf.window_plan import WindowPlan
 from graph_passes.schedules.policies import abbreviate_schedule
 from graph_passes.schedules.window import Window

@@ -15,7 +15,7 @@ from dapple_tf.commands.schedule_option import SCHEDULE_OPTION
 from profiler.importers import read_profile
 
 if TYPE_CHECKING:
-    from dapple_tf.plan import Plan
+    from dapple_tf.plans import Plan
 
 
 import threading

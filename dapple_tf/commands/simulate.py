@@ -38,8 +38,8 @@ def simulate(
     as_json: bool,
 ) -> None:
     """Simulate a step of PLAN (dapple-plan JSON) action by action."""
-    from dapple_tf.plan import Plan
     from dapple_tf.planner.explain import describe_plan
+    from dapple_tf.plans import Plan
     from dapple_tf.simulator.simulate import simulate as run
 
     check_chart_path("--output", output)

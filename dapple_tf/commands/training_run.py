@@ -24,7 +24,7 @@ from dapple_tf.commands.train_settings import TrainSettings
 from dapple_tf.commands.training_loop import RunResult, StepResult, repeat_batches, run_steps
 from dapple_tf.distributed import membership
 from dapple_tf.distributed.shared_errors import share_error
-from dapple_tf.plan import Plan
+from dapple_tf.plans import Plan
 from dapple_tf.runtime.step import PipelinedStep
 from dapple_tf.timeline.picture import save_recording
 from dapple_tf.timeline.recording import Recording, describe_error, planned_seconds

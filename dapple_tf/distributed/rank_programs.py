@@ -25,7 +25,7 @@ from dapple_tf.distributed.ring_all_reduce import RingAllReduce, has_known_shape
 from dapple_tf.distributed.variable_locations import VariableNeeds
 from dapple_tf.distributed.variable_transfer import Transfer, send_values
 from dapple_tf.errors import BatchError, StepError
-from dapple_tf.plan import Plan
+from dapple_tf.plans import Plan
 from dapple_tf.staged_model import StagedModel
 from graph_passes.analysis.input_needs import find_inputs
 from graph_passes.analysis.layers import written_variables

@@ -11,7 +11,7 @@ from dapple_tf.memory.in_flight import StageState, stage_states, window_states
 from dapple_tf.memory.liveness import peak_bytes
 from dapple_tf.memory.sizes import FunctionSizes, infer_sizes, stage_functions
 from dapple_tf.memory.stash import StashedTensor, find_stashed_tensors, transfer_bytes
-from dapple_tf.plan import Plan
+from dapple_tf.plans import Plan
 from dapple_tf.staged_model import StagedModel
 from graph_passes.analysis.op_costs import value_bytes
 from graph_passes.analysis.row_bounds import micro_batch_sizes

@@ -12,7 +12,7 @@ from dapple_tf.memory.in_flight import stage_states
 from dapple_tf.memory.meter import MeasuredMemory
 from dapple_tf.memory.predict import StageMemory, held_bytes
 from dapple_tf.memory.process_peak import predict_process_peak
-from dapple_tf.plan import Plan
+from dapple_tf.plans import Plan
 from dapple_tf.timeline.timeline import Timeline
 from graph_passes.schedules.policies import abbreviate_schedule, build_schedule
 from graph_passes.schedules.schedule import FREEING, Schedule, most_in_flight

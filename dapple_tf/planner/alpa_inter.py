@@ -10,10 +10,10 @@ from functools import cached_property
 import numpy as np
 
 from dapple_tf.errors import PlanError
-from dapple_tf.plan import StagePlan
 from dapple_tf.planner.alpa_search import MeshCosts, count_steps, slice_operators
 from dapple_tf.planner.planning_problem import PlannerResult, PlanningProblem
 from dapple_tf.planner.search_space import coarsen
+from dapple_tf.plans import StagePlan
 from dapple_tf.simulator.compiled import Floats
 from dapple_tf.simulator.memory import usable_bytes
 from profiler.linearise import Chain, without_unsplittable_cuts

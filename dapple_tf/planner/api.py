@@ -7,7 +7,6 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from dapple_tf.errors import PlanError
-from dapple_tf.plan import Plan
 from dapple_tf.plan_check import check_inputs, check_optimizer_slots
 from dapple_tf.planner.arguments import check_flags, check_sizes
 from dapple_tf.planner.asynchronous import WindowChoice, check_window_batch, more_candidates, rank_windows
@@ -18,6 +17,7 @@ from dapple_tf.planner.planning_problem import Candidate, PlannerResult, Plannin
 from dapple_tf.planner.refusal import explain_failure
 from dapple_tf.planner.registry import find_result
 from dapple_tf.planner.searched_order import search_plan_order, with_order
+from dapple_tf.plans import Plan
 from dapple_tf.simulator.interrupts import interruptible
 from dapple_tf.simulator.named_orders import check_plannable
 from dapple_tf.simulator.virtual_workers import predict_workers

@@ -7,11 +7,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from dapple_tf.errors import PlanError, ScheduleError
-from dapple_tf.plan import Plan
 from dapple_tf.planner.baselines import baseline_candidates, fitted_baseline_candidates
 from dapple_tf.planner.pipedream import plan_pipedream
 from dapple_tf.planner.planning_problem import Candidate, PlanningProblem
 from dapple_tf.planner.window_stages import window_plan
+from dapple_tf.plans import Plan
 from dapple_tf.timeline.timeline import Timeline
 from dapple_tf.window_plan import WindowPlan
 from profiler.units import format_seconds_fixed

@@ -12,11 +12,11 @@ import math
 import numpy as np
 
 from dapple_tf.errors import PlanError
-from dapple_tf.plan import StagePlan
 from dapple_tf.planner.autopipe_blocks import sub_layer_blocks
 from dapple_tf.planner.autopipe_partition import Blocks, Simulated, search_scheme
 from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem
 from dapple_tf.planner.search_space import coarsen
+from dapple_tf.plans import StagePlan
 from dapple_tf.simulator.transfer import link_tables, transfer_cost
 from graph_passes.schedules.slicer import count_slices, slice_sizes, sliced_1f1b
 from profiler.linearise import Chain

@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dapple_tf.plan import StagePlan
 from dapple_tf.planner.bapipe_asynchronous import AS_SCHEDULES, asynchronous_seconds, in_flight
 from dapple_tf.planner.bapipe_partition import (
     Accelerators,
@@ -27,6 +26,7 @@ from dapple_tf.planner.bapipe_partition import (
 from dapple_tf.planner.baselines import data_parallel
 from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem
 from dapple_tf.planner.search_space import coarsen
+from dapple_tf.plans import StagePlan
 from dapple_tf.simulator.compiled import Floats
 from dapple_tf.simulator.memory import usable_bytes
 from profiler.cluster import Link

@@ -6,10 +6,10 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 
-from dapple_tf.plan import StagePlan
 from dapple_tf.planner.balanced_cuts import even_starts
 from dapple_tf.planner.fit_cuts import fit_cuts
 from dapple_tf.planner.planning_problem import Candidate, PlanningProblem
+from dapple_tf.plans import StagePlan
 from graph_passes.schedules.worker_map import WorkerMap
 
 _MOST_DEVICES = 64  # with more there are too many combinations of stages and replicas

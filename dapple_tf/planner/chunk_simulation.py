@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dapple_tf.plan import StagePlan
 from dapple_tf.planner.balanced_cuts import even_sums
 from dapple_tf.planner.chunk_shapes import ChunkShape, Groups, list_worker_placements
 from dapple_tf.planner.planning_problem import PlanningProblem
 from dapple_tf.planner.step_simulation import StageCostArrays, order_seconds
+from dapple_tf.plans import StagePlan
 from dapple_tf.simulator.compiled import Floats, Integers, compiled
 from dapple_tf.simulator.costs import exposed_of
 from dapple_tf.simulator.held_stash import worker_peaks

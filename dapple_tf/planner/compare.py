@@ -14,12 +14,12 @@ from dapple_tf.drawing.bars import Bar, BarChart, draw_bars, make_bars_page
 from dapple_tf.drawing.save import check_path
 from dapple_tf.drawing.table import format_table
 from dapple_tf.errors import ClusterError, PlanError, ProfileError, ScheduleError
-from dapple_tf.plan import Plan
 from dapple_tf.planner.api import make_problem, predict_plan
 from dapple_tf.planner.explain import describe_loss, describe_recompute, notation, step_parts
 from dapple_tf.planner.planning_problem import PlanningProblem
 from dapple_tf.planner.refusal import describe_other_reason, lacks_memory
 from dapple_tf.planner.registry import PLANNERS, check_planner, find_result, may_fit
+from dapple_tf.plans import Plan
 from dapple_tf.timeline.timeline import Timeline
 from graph_passes.schedules.policies import abbreviate_schedule
 from profiler.cluster import Cluster

@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from dapple_tf.plan import StagePlan
 from dapple_tf.planner.baselines import baseline_candidates, baseline_stages, data_parallel
 from dapple_tf.planner.latency import pipeline_latency
 from dapple_tf.planner.micro_batch_sizes import promising_sizes
@@ -18,6 +17,7 @@ from dapple_tf.planner.row_shares import share_rows
 from dapple_tf.planner.search import search_by_formula
 from dapple_tf.planner.unequal_search import ORIGIN as UNEQUAL
 from dapple_tf.planner.unequal_search import SizedStages, find_unequal_stages
+from dapple_tf.plans import StagePlan
 
 _SEARCH_STEPS = 2_000_000  # labels times what may follow them
 _MAX_WIDTH = 512

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from dapple_tf.errors import PlanError
-from dapple_tf.plan import StagePlan
 from dapple_tf.planner.chunk_shapes import ChunkShape, list_shapes
 from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem
+from dapple_tf.plans import StagePlan
 from graph_passes.schedules.worker_map import WorkerMap
 from profiler.device_costs import profiles_on
 

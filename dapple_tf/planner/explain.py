@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dapple_tf.plan import Plan, StagePlan
 from dapple_tf.planner.pipedream_formula import PipedreamPrediction
 from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem
+from dapple_tf.plans import Plan, StagePlan
 from dapple_tf.timeline.timeline import Timeline
 from graph_passes.schedules.policies import abbreviate_schedule
 from profiler.profile import Profile

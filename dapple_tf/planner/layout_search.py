@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dapple_tf.plan import StagePlan
 from dapple_tf.planner.anneal import FREE, anneal
 from dapple_tf.planner.layout import (
     IDLE,
@@ -26,6 +25,7 @@ from dapple_tf.planner.layout_simulation import AnyWorkspace, Tables
 from dapple_tf.planner.planning_problem import Candidate, PlanningProblem
 from dapple_tf.planner.threads import map_in_threads
 from dapple_tf.planner.unequal_layout import make_unequal_tables, make_unequal_workspace
+from dapple_tf.plans import StagePlan
 from dapple_tf.simulator.compiled import Integers
 from dapple_tf.simulator.interrupts import check_stop, stop_flag
 from profiler.cores import count_cores

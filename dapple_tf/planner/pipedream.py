@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 
 from dapple_tf.errors import PlanError
-from dapple_tf.plan import StagePlan
 from dapple_tf.planner.hierarchy import Hierarchy, derive_hierarchy
 from dapple_tf.planner.pipedream_formula import check_minibatch_size, predict_throughput
 from dapple_tf.planner.pipedream_search import BlockCosts, count_steps, find_stages
 from dapple_tf.planner.planning_problem import PlannerResult, PlanningProblem
 from dapple_tf.planner.search_space import coarsen
+from dapple_tf.plans import StagePlan
 from profiler.linearise import Chain, without_unsplittable_cuts
 
 _MOST_DEVICES = 4096

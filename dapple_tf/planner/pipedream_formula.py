@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from dapple_tf.errors import PlanError
-from dapple_tf.plan import StagePlan
 from dapple_tf.planner.hierarchy import Hierarchy
+from dapple_tf.plans import StagePlan
 from dapple_tf.simulator.compiled import compiled
 from profiler.profile import Profile
 

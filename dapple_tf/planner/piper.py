@@ -7,11 +7,11 @@ import math
 import numpy as np
 
 from dapple_tf.errors import PlanError
-from dapple_tf.plan import StagePlan
 from dapple_tf.planner.hierarchy import derive_hierarchy
 from dapple_tf.planner.piper_search import PiperCosts, PiperStage, count_steps, find_configuration, largest_load
 from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem
 from dapple_tf.planner.search_space import coarsen
+from dapple_tf.plans import StagePlan
 from dapple_tf.simulator.compiled import Floats
 from dapple_tf.simulator.memory import usable_bytes
 from profiler.cluster import Cluster

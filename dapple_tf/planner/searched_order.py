@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import Callable
 
 from dapple_tf.errors import ScheduleError
-from dapple_tf.plan import Plan
 from dapple_tf.planner.chunk_search import plan_chunked
 from dapple_tf.planner.gpipe import plan_gpipe
 from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem
 from dapple_tf.planner.ranking import rank_candidates
 from dapple_tf.planner.step_simulation import find_substitutes
+from dapple_tf.plans import Plan
 from dapple_tf.simulator.costs import stage_costs
 from dapple_tf.simulator.memory_limit import fit_to_one_limit
 from dapple_tf.simulator.order_search import FoundOrder, search_order

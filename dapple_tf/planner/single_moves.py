@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import pairwise
 
-from dapple_tf.plan import StagePlan
 from dapple_tf.planner.planning_problem import Candidate, PlanningProblem
+from dapple_tf.plans import StagePlan
 
 
 def move_singly(problem: PlanningProblem, candidate: Candidate, moves: int) -> Candidate:

@@ -12,7 +12,6 @@ from typing import NamedTuple
 import numpy as np
 
 from dapple_tf.errors import PlanError
-from dapple_tf.plan import StagePlan
 from dapple_tf.planner.device_order import device_bandwidths, order_by_cuts
 from dapple_tf.planner.planning_problem import PlannerResult, PlanningProblem
 from dapple_tf.planner.search_space import coarsen
@@ -25,6 +24,7 @@ from dapple_tf.planner.spp_partition import (
     least_bandwidths,
     stage_seconds,
 )
+from dapple_tf.plans import StagePlan
 from dapple_tf.simulator.compiled import Floats
 from profiler.linearise import Chain
 

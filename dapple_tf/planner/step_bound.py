@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dapple_tf.plan import StagePlan
+from dapple_tf.plans import StagePlan
 from dapple_tf.simulator.costs import CostModel
 
 

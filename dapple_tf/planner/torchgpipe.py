@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 
 from dapple_tf.errors import PlanError
-from dapple_tf.plan import StagePlan
 from dapple_tf.planner.balanced_cuts import even_starts
 from dapple_tf.planner.planning_problem import PlannerResult, PlanningProblem
+from dapple_tf.plans import StagePlan
 from dapple_tf.simulator.compiled import Floats
 
 _BALANCES = ("time", "size")

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dapple_tf.plan import StagePlan
 from dapple_tf.planner.planning_problem import PlanningProblem
 from dapple_tf.planner.search_space import coarsen
+from dapple_tf.plans import StagePlan
 from dapple_tf.simulator.compiled import Floats, Integers, compiled, compiled_part
 from dapple_tf.simulator.memory import usable_bytes
 from dapple_tf.simulator.transfer import allreduce_cost, link_tables, ring_seconds, transfer_cost

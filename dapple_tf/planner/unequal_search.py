@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from dapple_tf.plan import StagePlan
 from dapple_tf.planner.planning_problem import Candidate, PlanningProblem
 from dapple_tf.planner.unequal_cuts import UnequalStages, unequal_stages
 from dapple_tf.planner.unequal_orders import device_orders
+from dapple_tf.plans import StagePlan
 
 ORIGIN = "unequal devices"
 _MOST = 4  # stages of each number, for one micro-batch size

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from dapple_tf.errors import PlanError
-from dapple_tf.plan import Plan
+from dapple_tf.plans import Plan
 from dapple_tf.window_plan import WindowPlan
 from profiler.units import format_samples
 

@@ -17,7 +17,7 @@ from dapple_tf.backend.handler import call
 from dapple_tf.backend.program import Program, build_program
 from dapple_tf.compiler import StepVariant, pipeline_graph
 from dapple_tf.errors import PartitionError, StepError
-from dapple_tf.plan import Plan, StagePlan
+from dapple_tf.plans import Plan, StagePlan
 from dapple_tf.profiling.layer_facts import LayerFacts
 from dapple_tf.staged_model import stage_model
 from dapple_tf.timeline.stamps import read_timeline

@@ -23,7 +23,7 @@ from dapple_tf.frontend.capture import Captured
 from dapple_tf.frontend.composite import as_rows
 from dapple_tf.frontend.shapes import infer_batch_axes
 from dapple_tf.frontend.trace import report_exactness, trace_batch, trace_uncut
-from dapple_tf.plan import Plan
+from dapple_tf.plans import Plan
 from dapple_tf.runtime.exclusive import exclusive
 from dapple_tf.runtime.variable_homes import VariableHomes
 from dapple_tf.staged_model import StagedModel, stage_model

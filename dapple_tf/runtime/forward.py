@@ -15,7 +15,7 @@ from dapple_tf.frontend.batch import Batch, batch_form
 from dapple_tf.frontend.capture import Captured
 from dapple_tf.frontend.deferred_statistics import trace_statistics
 from dapple_tf.frontend.trace import report_exactness
-from dapple_tf.plan import Plan
+from dapple_tf.plans import Plan
 from dapple_tf.runtime.compile_step import CompiledStep, CompiledSteps, Target, find_program, read_batch, trace_loss_of
 from dapple_tf.runtime.exclusive import COMPILING, exclusive
 from dapple_tf.runtime.forked import check_not_forked

@@ -11,7 +11,7 @@ from typing import Any
 
 from dapple_tf.distributed.membership import Job
 from dapple_tf.errors import UsageError
-from dapple_tf.plan import Plan
+from dapple_tf.plans import Plan
 from dapple_tf.simulator.execution import execute
 from dapple_tf.simulator.given_sizes import execute_sizes
 from dapple_tf.simulator.order import encode

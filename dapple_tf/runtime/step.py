@@ -28,7 +28,7 @@ from dapple_tf.exactness import Exactness
 from dapple_tf.frontend.batch import Batch
 from dapple_tf.frontend.optimizers import as_keras_optimizer
 from dapple_tf.memory.report import Report
-from dapple_tf.plan import Plan
+from dapple_tf.plans import Plan
 from dapple_tf.runtime.compile_step import CompiledStep, CompiledSteps, LocalTarget, Target, compile_step, read_batch
 from dapple_tf.runtime.exclusive import COMPILING, exclusive
 from dapple_tf.runtime.forked import check_not_forked

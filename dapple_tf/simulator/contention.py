@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dapple_tf.plan import StagePlan
+from dapple_tf.plans import StagePlan
 from dapple_tf.simulator.compiled import Floats, Integers, compiled, compiled_part
 from dapple_tf.simulator.transfer import LinkTables, link_tables, measure_allreduce, measure_loads
 from graph_passes.analysis.row_bounds import cut_points

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dapple_tf.plan import Plan, StagePlan
+from dapple_tf.plans import Plan, StagePlan
 from dapple_tf.simulator.compiled import Floats, compiled
 from dapple_tf.simulator.link_costs import LinkCosts
 from dapple_tf.simulator.slowest_replica import ReplicaSeconds

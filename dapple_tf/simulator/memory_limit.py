@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from dapple_tf.plan import Plan
+from dapple_tf.plans import Plan
 from dapple_tf.timeline.stage_costs import StageCosts
 from profiler.cluster import Cluster
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from dapple_tf.plan import Plan
 from dapple_tf.plan_check import check_inputs, check_optimizer_slots, check_plan
+from dapple_tf.plans import Plan
 from dapple_tf.simulator.contention import Flows, plan_flows
 from dapple_tf.simulator.costs import stage_costs
 from dapple_tf.simulator.execution import Execution, execute

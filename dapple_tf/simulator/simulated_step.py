@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from dapple_tf.plan import Plan
+from dapple_tf.plans import Plan
 from dapple_tf.simulator.communication_ratio import activation_communication_ratio
 from dapple_tf.simulator.compiled import Floats
 from dapple_tf.simulator.execution import Execution

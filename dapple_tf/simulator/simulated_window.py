@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from dapple_tf.plan import Plan
+from dapple_tf.plans import Plan
 from dapple_tf.simulator.communication_ratio import activation_communication_ratio
 from dapple_tf.simulator.memory_limit import MemoryLimit
 from dapple_tf.simulator.simulated_figures import SimulatedFigures

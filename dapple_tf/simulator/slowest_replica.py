@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dapple_tf.plan import StagePlan
+from dapple_tf.plans import StagePlan
 from dapple_tf.simulator.compiled import Floats
 from profiler.cluster import Cluster
 from profiler.device_costs import profile_on

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from dapple_tf.plan import Plan, StagePlan
+from dapple_tf.plans import Plan, StagePlan
 from dapple_tf.simulator.costs import stage_costs
 from dapple_tf.simulator.execution import Execution, execute
 from dapple_tf.simulator.memory_limit import memory_limits

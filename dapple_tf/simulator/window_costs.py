@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dapple_tf.plan import Plan, StagePlan
+from dapple_tf.plans import Plan, StagePlan
 from dapple_tf.simulator.costs import stage_costs
 from dapple_tf.simulator.shared_flows import FlowDemand, ring_demand, transfer_demand
 from dapple_tf.simulator.transfer import LinkTables, allreduce_cost, link_tables, ring_seconds, transfer_cost

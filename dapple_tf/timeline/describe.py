@@ -14,7 +14,7 @@ from dapple_tf.timeline.stage_summary import StageSummary, format_ranges
 from profiler.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from dapple_tf.plan import Plan
+    from dapple_tf.plans import Plan
     from dapple_tf.timeline.events import Event
     from dapple_tf.timeline.simulation import Simulation
     from dapple_tf.timeline.timeline import Timeline

@@ -11,7 +11,7 @@ from graph_passes.schedules.policies import abbreviate_schedule
 from profiler.units import format_seconds
 
 if TYPE_CHECKING:
-    from dapple_tf.plan import Plan
+    from dapple_tf.plans import Plan
     from dapple_tf.timeline.timeline import Timeline
 
 BY_PROFILE = "simulated with the plan's profile"

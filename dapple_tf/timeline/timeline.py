@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from dapple_tf.errors import NotSimulatedError
-from dapple_tf.plan import Plan
+from dapple_tf.plans import Plan
 from dapple_tf.timeline.critical_path import Part, critical_stage, find_critical_path
 from dapple_tf.timeline.describe import describe_path, describe_stages, timeline_json
 from dapple_tf.timeline.events import Event, Place, StageEvent, StepEvents, Transfer

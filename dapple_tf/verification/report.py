@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dapple_tf.exactness import Exactness
-from dapple_tf.plan import Plan
+from dapple_tf.plans import Plan
 from dapple_tf.verification.comparison import Comparison, Difference
 from graph_passes.schedules.policies import abbreviate_schedule
 

@@ -8,9 +8,9 @@ The planner tries every two-stage split in which both stages have the same numbe
 
 from __future__ import annotations
 
-from dapple_tf.plan import Plan, StagePlan
 from dapple_tf.planner.api import make_problem, predict_plan, run_planner
 from dapple_tf.planner.planning_problem import PlannerResult, PlanningProblem
+from dapple_tf.plans import Plan, StagePlan
 from profiler.cluster import config
 from profiler.profile import LayerCost, Profile
 

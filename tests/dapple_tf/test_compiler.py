@@ -13,7 +13,7 @@ from dapple_tf.compiler import StepVariant, local_graph, pipeline_graph, rank_gr
 from dapple_tf.errors import PlanError
 from dapple_tf.frontend.capture import capture
 from dapple_tf.frontend.trace import trace_loss
-from dapple_tf.plan import Plan
+from dapple_tf.plans import Plan
 from dapple_tf.staged_model import StagedModel, stage_model
 from graph_passes.analysis.input_needs import find_inputs
 from graph_passes.analysis.layers import find_layers

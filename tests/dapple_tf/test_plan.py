@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dapple_tf.errors import PlanError
-from dapple_tf.plan import Plan, StagePlan
+from dapple_tf.plans import Plan, StagePlan
 from tests.dapple_tf.builders import make_plan
 from tests.quick import at_most
 

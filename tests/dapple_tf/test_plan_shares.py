@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from dapple_tf.errors import PlanError
-from dapple_tf.plan import Plan, StagePlan, check_workers
 from dapple_tf.plan_check import check_plan
+from dapple_tf.plans import Plan, StagePlan, check_workers
 from dapple_tf.window_plan import WindowPlan
 from tests.dapple_tf.simulator.builders import make_cluster, make_plan, make_profile
 

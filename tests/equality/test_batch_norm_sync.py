@@ -12,7 +12,7 @@ import tensorflow as tf
 
 import dapple_tf as dapple
 from dapple_tf.errors import StepError
-from dapple_tf.plan import Plan, StagePlan
+from dapple_tf.plans import Plan, StagePlan
 from graph_passes.ir.names import nodes_of
 from graph_passes.ir.ops import OpName
 from tests.equality.one_device import TOLERANCE, Comparison, Problem, compare

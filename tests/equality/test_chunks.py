@@ -15,7 +15,7 @@ import tensorflow as tf
 import dapple_tf as dapple
 from dapple_tf.checkpoint.checkpoints import Checkpoints
 from dapple_tf.errors import PlanError, ScheduleError
-from dapple_tf.plan import Plan
+from dapple_tf.plans import Plan
 from graph_passes.schedules.policies import build_schedule, worker_map_of
 from profiler.cluster import config
 from tests.equality.one_device import Problem, compare

@@ -11,7 +11,7 @@ from dapple_tf.autoplan.options import Options
 from dapple_tf.autoplan.recompute_option import StageNumbers
 from dapple_tf.autoplan.stages_requested import plan_requested_stages
 from dapple_tf.errors import PartitionError, PlanError, ScheduleError
-from dapple_tf.plan import Plan
+from dapple_tf.plans import Plan
 from graph_passes.analysis.layers import Layers, find_layers
 from graph_passes.ir.graph import Graph, Node, Value, tensor
 

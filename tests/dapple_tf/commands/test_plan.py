@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dapple_tf.plan import Plan
+from dapple_tf.plans import Plan
 from tests.dapple_tf.commands.command_line import Run
 from tests.dapple_tf.planner.builders import make_cluster, make_profile
 from tests.paths import ROOT

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from dapple_tf.checkpoint.file import open_checkpoint
-from dapple_tf.plan import Plan
+from dapple_tf.plans import Plan
 from tests.dapple_tf.commands.command_line import TINY_MODEL, Outcome, Run, run_process
 from tests.dapple_tf.commands.test_tensorboard import read_curves
 

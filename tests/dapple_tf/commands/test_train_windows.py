@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from dapple_tf.plan import Plan
+from dapple_tf.plans import Plan
 from tests.dapple_tf.commands.command_line import TINY_MODEL, Outcome, Run, run_process
 from tests.dapple_tf.commands.tiny_model import tiny
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 import hypothesis
 
 from dapple_tf.errors import ScheduleError
-from dapple_tf.plan import Plan, StagePlan
 from dapple_tf.planner.planning_problem import PlanningProblem
+from dapple_tf.plans import Plan, StagePlan
 from dapple_tf.simulator.simulate import simulate
 
 # Half as many again as other tests draw: 300 where HYPOTHESIS_PROFILE is "thorough".

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 import dapple_tf as dapple
 from dapple_tf.errors import PlanError
-from dapple_tf.plan import Plan
 from dapple_tf.planner.alpa_inter import list_submeshes, mesh_costs
 from dapple_tf.planner.alpa_search import MeshCosts, slice_operators
 from dapple_tf.planner.api import make_problem
+from dapple_tf.plans import Plan
 from profiler.cluster import Cluster
 from tests.dapple_tf.planner.builders import figures, make_cluster, make_profile
 from tests.dapple_tf.planner.comparators import all_bounds, instances

@@ -12,9 +12,9 @@ from hypothesis import given
 
 import dapple_tf as dapple
 from dapple_tf.errors import PlanError, ScheduleError
-from dapple_tf.plan import Plan
 from dapple_tf.planner.api import make_problem, predict_plan, run_planner
 from dapple_tf.planner.explain import describe_result
+from dapple_tf.plans import Plan
 from profiler.cluster import Cluster, DeviceKind, Server
 from profiler.profile import Profile
 from tests.dapple_tf.planner.builders import Case, cases, make_cluster, make_profile

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from dapple_tf.errors import PlanError
-from dapple_tf.plan import Plan
 from dapple_tf.planner.api import make_problem, plan, plan_windows
 from dapple_tf.planner.asynchronous import describe_runners_up
+from dapple_tf.plans import Plan
 from dapple_tf.simulator.simulate import simulate
 from dapple_tf.window_plan import WindowPlan
 from profiler.cluster import Cluster, Link, Server

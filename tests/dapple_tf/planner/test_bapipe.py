@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 import dapple_tf as dapple
 from dapple_tf.errors import PlanError
-from dapple_tf.plan import Plan, StagePlan
 from dapple_tf.planner.api import make_problem, run_planner
 from dapple_tf.planner.bapipe_asynchronous import asynchronous_seconds, in_flight
 from dapple_tf.planner.bapipe_partition import (
@@ -29,6 +28,7 @@ from dapple_tf.planner.bapipe_partition import (
     partition_by_ideal,
     slowest,
 )
+from dapple_tf.plans import Plan, StagePlan
 from profiler.cluster import Cluster, DeviceKind, Link, Server
 from profiler.errors import ProfileError
 from profiler.profile import KindSeconds, LayerCost, Profile

@@ -70,6 +70,6 @@ def test_a_plan_for_a_large_cluster_is_no_slower_than_even_pipelines(devices: in
 
 
 def _stage(first: int, end: int, device: int, replicas: int) -> object:
-    from dapple_tf.plan import StagePlan
+    from dapple_tf.plans import StagePlan
 
     return StagePlan(first, end - 1, tuple(range(device, device + replicas)))

@@ -16,7 +16,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dapple_tf as dapple
-from dapple_tf.plan import Plan, check_workers
 from dapple_tf.plan_check import check_plan
 from dapple_tf.planner.api import make_problem, predict_plan, run_planner
 from dapple_tf.planner.best import plan_best
@@ -25,6 +24,7 @@ from dapple_tf.planner.chunk_search import interleaved_candidates
 from dapple_tf.planner.chunk_shapes import list_worker_placements
 from dapple_tf.planner.chunk_simulation import CutSimulator
 from dapple_tf.planner.planning_problem import PlanningProblem
+from dapple_tf.plans import Plan, check_workers
 from dapple_tf.simulator.engine import step_seconds
 from dapple_tf.simulator.order import encode
 from dapple_tf.timeline.timeline import Timeline

@@ -12,9 +12,9 @@ import pytest
 
 import dapple_tf as dapple
 from dapple_tf.errors import OutputError, PlanError
-from dapple_tf.plan import Plan
 from dapple_tf.planner.compare import Comparison
 from dapple_tf.planner.registry import PLANNERS
+from dapple_tf.plans import Plan
 from tests.dapple_tf.planner.builders import AMPLE, make_cluster, make_profile
 from tests.graph_passes.builders import refused
 

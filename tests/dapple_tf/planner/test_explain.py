@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from dapple_tf.plan import Plan
 from dapple_tf.planner.api import make_problem, predict_plan, run_planner
 from dapple_tf.planner.explain import describe_plan, describe_result, notation, split_positions
+from dapple_tf.plans import Plan
 from profiler.cluster import Cluster
 from profiler.profile import Profile, Timing
 from tests.dapple_tf.planner.builders import make_cluster, make_profile

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 import dapple_tf as dapple
 from dapple_tf.autoplan.options import Options, check_contradictions
 from dapple_tf.errors import PlanError
-from dapple_tf.plan import Plan, StagePlan
 from dapple_tf.planner.api import make_problem, predict_plan
 from dapple_tf.planner.comparators import comparator_candidates
 from dapple_tf.planner.explain import notation
@@ -24,6 +23,7 @@ from dapple_tf.planner.hetpipe import allocate, stage_tables
 from dapple_tf.planner.hetpipe_partition import partition
 from dapple_tf.planner.planning_problem import PlanningProblem
 from dapple_tf.planner.registry import find_result
+from dapple_tf.plans import Plan, StagePlan
 from profiler.cluster import Cluster, DeviceKind, Link, Server
 from tests.dapple_tf.planner.builders import AMPLE, Case, cases, make_profile
 from tests.dapple_tf.planner.comparators import all_bounds, instances

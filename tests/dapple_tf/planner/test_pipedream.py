@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 import dapple_tf as dapple
 from dapple_tf.errors import PlanError
-from dapple_tf.plan import Plan, StagePlan
 from dapple_tf.planner.api import make_problem, run_planner
 from dapple_tf.planner.hierarchy import Hierarchy, Level, derive_hierarchy
 from dapple_tf.planner.pipedream_formula import (
@@ -21,6 +20,7 @@ from dapple_tf.planner.pipedream_formula import (
     replicated_seconds,
 )
 from dapple_tf.planner.pipedream_search import BlockCosts, FoundStage, find_stages
+from dapple_tf.plans import Plan, StagePlan
 from profiler.cluster import Cluster
 from profiler.profile import Profile
 from tests.dapple_tf.planner.builders import figures, make_cluster, make_profile

@@ -8,11 +8,11 @@ from functools import cache
 import pytest
 
 import dapple_tf as dapple
-from dapple_tf.plan import StagePlan
 from dapple_tf.planner.api import make_problem
 from dapple_tf.planner.baselines import data_parallel, even_pipeline
 from dapple_tf.planner.planning_problem import PlanningProblem
 from dapple_tf.planner.registry import PLANNERS
+from dapple_tf.plans import StagePlan
 from profiler.cluster import config
 from profiler.importers import read_graph_file, read_profile
 from profiler.profile import Profile

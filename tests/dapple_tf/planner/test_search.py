@@ -9,13 +9,13 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from dapple_tf.plan import Plan, StagePlan
 from dapple_tf.planner.api import make_problem
 from dapple_tf.planner.cost_tables import CostTables
 from dapple_tf.planner.planning_problem import PlanningProblem
 from dapple_tf.planner.search import FoundPlan, search_by_bound, search_by_formula
 from dapple_tf.planner.search_space import SearchSpace
 from dapple_tf.planner.step_simulation import stage_cost_arrays, stage_costs_from_tables
+from dapple_tf.plans import Plan, StagePlan
 from dapple_tf.simulator.costs import stage_costs
 from dapple_tf.simulator.simulate import simulate
 from tests.dapple_tf.planner.builders import AMPLE, Case, cases, make_cluster, make_profile

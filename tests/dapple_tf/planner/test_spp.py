@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 import dapple_tf as dapple
 from dapple_tf.errors import PlanError
-from dapple_tf.plan import Plan
 from dapple_tf.planner.api import make_problem, run_planner
 from dapple_tf.planner.device_order import device_bandwidths, order_by_cuts
 from dapple_tf.planner.spp_execution import execution_order, makespan, schedule_name
@@ -25,6 +24,7 @@ from dapple_tf.planner.spp_partition import (
     least_bandwidths,
     stage_seconds,
 )
+from dapple_tf.plans import Plan
 from graph_passes.schedules.policies import build_schedule
 from tests.dapple_tf.planner import spp_reference
 from tests.dapple_tf.planner.builders import figures, make_cluster, make_profile

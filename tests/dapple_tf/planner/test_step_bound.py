@@ -9,10 +9,10 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from dapple_tf.plan import StagePlan
 from dapple_tf.planner.api import make_problem
 from dapple_tf.planner.planning_problem import PlanningProblem
 from dapple_tf.planner.step_bound import least_step_seconds
+from dapple_tf.plans import StagePlan
 from graph_passes.schedules.policies import chunked_policy, splits_backward, worker_map_of
 from profiler.profile import Profile
 from profiler.servers import DeviceKind

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dapple_tf as dapple
-from dapple_tf.plan import StagePlan
 from dapple_tf.planner.api import make_problem
 from dapple_tf.planner.layout import UNFIT
 from dapple_tf.planner.layout_search import layout_of
@@ -18,6 +17,7 @@ from dapple_tf.planner.planning_problem import Candidate, PlanningProblem
 from dapple_tf.planner.unequal_layout import make_unequal_tables, make_unequal_workspace
 from dapple_tf.planner.unequal_refine import refine_unequal
 from dapple_tf.planner.unequal_search import find_unequal_stages, unequal_candidates
+from dapple_tf.plans import StagePlan
 from profiler.cluster import Cluster, DeviceKind, Link, Server
 from profiler.profile import KindSeconds, LayerCost, Profile, Timing
 from tests.dapple_tf.planner.layouts import seconds_of

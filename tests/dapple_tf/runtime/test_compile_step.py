@@ -17,7 +17,7 @@ from dapple_tf.backend.build_times import BuildTimes
 from dapple_tf.backend.program import Program
 from dapple_tf.compiler import StepVariant
 from dapple_tf.errors import BatchError, UsageError
-from dapple_tf.plan import Plan
+from dapple_tf.plans import Plan
 from dapple_tf.runtime.compile_step import (
     MOST_TRACES,
     CompiledStep,

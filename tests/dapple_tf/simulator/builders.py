@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from dapple_tf.plan import Plan, StagePlan
+from dapple_tf.plans import Plan, StagePlan
 from dapple_tf.simulator.execution import Execution, execute
 from dapple_tf.simulator.order import Order, encode
 from dapple_tf.simulator.simulated_step import SimulatedStep, execution_events

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from dapple_tf.plan import Plan
+from dapple_tf.plans import Plan
 from dapple_tf.simulator.costs import exposed_seconds, stage_costs
 from dapple_tf.timeline.stage_costs import StageCosts
 from profiler.cluster import Cluster, Link, Server

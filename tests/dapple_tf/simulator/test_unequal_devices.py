@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dapple_tf.plan import Plan, StagePlan
+from dapple_tf.plans import Plan, StagePlan
 from dapple_tf.simulator.costs import stage_costs
 from dapple_tf.simulator.memory_limit import fit_to_one_limit, memory_limits
 from dapple_tf.simulator.simulate import simulate

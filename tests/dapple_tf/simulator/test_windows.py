@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dapple_tf.errors import ScheduleError, TraceError
-from dapple_tf.plan import Plan
+from dapple_tf.plans import Plan
 from dapple_tf.simulator.execution import execute
 from dapple_tf.simulator.simulate import simulate
 from dapple_tf.simulator.simulated_window import window_events

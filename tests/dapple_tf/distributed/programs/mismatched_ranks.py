@@ -15,7 +15,7 @@ import tensorflow as tf
 
 import dapple_tf as dapple
 from dapple_tf.distributed.membership import Job, current
-from dapple_tf.plan import Plan, StagePlan
+from dapple_tf.plans import Plan, StagePlan
 from tests.equality.small_models import chain, data, sgd, weights
 
 LAYERS = 10  # of chain(weights(3)): two of each matrix, and four of the loss
