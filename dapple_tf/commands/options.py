@@ -34,13 +34,13 @@ def _plan_option(name: str, form: str = "", **settings: Any) -> Callable[..., An
 
 
 PLAN_OPTIONS = [
-    _plan_option("stages", "  [such as 2, or a,b,c]"),
+    _plan_option("stages", "  [such as 2, or a,b,c; default: auto]"),
     _plan_option("replicas", "  [such as 2,1]"),
     _plan_option("micro_batches", "  [such as 8, or 2,2,4, or 0.25,0.25,0.5]"),
     SCHEDULE_OPTION,
     _plan_option("cluster", "  [a file, or a preset such as config-a:4]"),
-    _plan_option("recompute", "  [all, none, stages:0,1, or names a,b,c]"),
-    _plan_option("batch_norm", type=click.Choice(get_args(BatchNorm))),
+    _plan_option("recompute", "  [all, none, stages:0,1, or names a,b,c; default: none]"),
+    _plan_option("batch_norm", "  [default: micro-batch]", type=click.Choice(get_args(BatchNorm))),
     _plan_option("jit_compile"),
     _plan_option("slice"),
     _plan_option("plan", "  [a file]"),
