@@ -19,6 +19,7 @@ from dapple_tf.plans import Plan
 from dapple_tf.runtime.compile_step import CompiledStep, CompiledSteps, Target, find_program, read_batch, trace_loss_of
 from dapple_tf.runtime.exclusive import COMPILING, exclusive
 from dapple_tf.runtime.forked import check_not_forked
+from dapple_tf.runtime.rehearsal import compare_first
 from dapple_tf.runtime.variable_homes import VariableHomes
 from dapple_tf.staged_model import ForPasses, Interface, StagedModel, stage_graph
 from dapple_tf.xla.choice import Xla, make_xla
@@ -62,14 +63,18 @@ class Forward:
         """All that was traced and is still used."""
         return self._compiled.all_models()
 
-    def run(self, arguments: Sequence[Any], target: Target) -> Any:
-        """Return what the function returns for the whole batch: the loss, or (loss, aux)."""
+    def run(self, arguments: Sequence[Any], target: Target, gather: Callable[[], None]) -> Any:
+        """Return what the function returns for the whole batch: the loss, or (loss, aux).
+
+        ``gather``: brings the variables of all ranks of a job here. Raises ExactnessError as ``compare_first`` does.
+        """
         check_not_forked()
         batch = read_batch(arguments)
         with COMPILING:
             compiled = self.compile(batch, target)
         variables = compiled.planned.model.variables.values()
         with exclusive(variables), self._compiled.running(compiled):
+            compare_first(compiled, self._compiled, batch.tensors, self.function, arguments, gather)
             outputs = compiled.program.run(batch.tensors)
         return compiled.planned.model.pack(outputs)
 

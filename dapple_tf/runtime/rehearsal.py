@@ -4,13 +4,13 @@ The first run of a program takes several times as long as the next ones, for Ten
 measurement of memory slows a run down by up to a quarter. A rehearsal runs the step twice on the same batch and puts
 all variables back, so that the times of the first recorded step are those of any other.
 
-The first step of a model with ops that were tried by experiment is rehearsed too, to compare its loss with that of the
-whole batch before anything is trained.
+The first run of a model with ops that were tried by experiment is rehearsed too, to compare its results with those of
+the whole batch before anything is trained.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from dapple_tf.backend.saved_variables import unchanged_variables
 from dapple_tf.errors import ExactnessError
 from dapple_tf.frontend.read_graph import find_stateful_ops
 from dapple_tf.memory.meter import MeasuredMemory, MemoryMeter
-from dapple_tf.runtime.compile_step import CompiledStep
+from dapple_tf.runtime.compile_step import CompiledStep, CompiledSteps
 from dapple_tf.staged_model import StagedModel
 from graph_passes.ir.graph import Attr, Effect, FunctionRef, Graph, Node
 
@@ -52,25 +52,60 @@ def rehearse(compiled: CompiledStep, batch: Sequence[Any], devices: Sequence[str
     return meter.measured
 
 
-def compare_with_whole(compiled: CompiledStep, tensors: Sequence[Any], loss_fn: Any, batch: Sequence[Any]) -> None:
-    """Raise ExactnessError where the loss of a step differs from that of ``loss_fn`` on the whole batch.
+def compare_first(
+    compiled: CompiledStep,
+    known: CompiledSteps,
+    tensors: Sequence[Any],
+    function: Any,
+    arguments: Sequence[Any],
+    gather: Callable[[], None],
+) -> None:
+    """Raise ExactnessError where the first run of a model with ops tried by experiment differs from one device.
 
-    ``tensors``: of the ``batch``, flattened. All variables keep their values. In a job every rank must call it, with
-    the variables of all ranks gathered.
+    Runs on more samples than before are compared too; a run that differs from one device's for a known reason, that
+    cannot be rehearsed, or that is a window of minibatches, is not. ``function`` takes the ``arguments`` of the whole
+    batch, ``tensors`` are these flattened. Its loss is compared, and of a run without training its other results too.
+    All variables keep their values. In a job every rank must call it; ``gather`` brings the variables of all ranks.
     """
+    planned, compared = compiled.planned, known.compared
+    exactness, model = planned.exactness, planned.model
+    if not exactness.tried or exactness.reasons or planned.plan.window is not None:
+        return
+    if planned.batch_size <= compared.get(id(model), 0):
+        return
+    if can_rehearse(model):
+        gather()
+        _compare_with_whole(compiled, tensors, function, arguments)
+    compared[id(model)] = planned.batch_size
+
+
+def _compare_with_whole(
+    compiled: CompiledStep, tensors: Sequence[Any], function: Any, arguments: Sequence[Any]
+) -> None:
     model, program = compiled.planned.model, compiled.program
-    function = internals.without_xla(loss_fn) if internals.is_tf_function(loss_fn) else tf.function(loss_fn)
+    whole = internals.without_xla(function) if internals.is_tf_function(function) else tf.function(function)
     with unchanged_variables(model.model_variables.values()):
-        result = function(*batch)
-    wanted = np.asarray(result[0] if isinstance(result, tuple) else result)
+        wanted = tf.nest.flatten(whole(*arguments))
     with program.rehearsal(model.variables.values()):
-        found = program.run(tensors)[0].numpy()
+        found = program.run(tensors)
+    compared = 1 if model.trains else len(wanted)
+    for number, (ours, theirs) in enumerate(zip(found[:compared], wanted, strict=False)):
+        name = "loss" if number == 0 else f"result {number} beside its loss"
+        _check_close(model, name, np.asarray(ours), np.asarray(theirs))
+
+
+def _check_close(model: StagedModel, name: str, found: Any, wanted: Any) -> None:
     tolerance = _TOLERANCE.get(wanted.dtype.name, 1e-2)
-    if not np.allclose(found, wanted, rtol=tolerance, atol=tolerance, equal_nan=True):
+    if wanted.dtype.kind in "OSU":
+        equal = np.array_equal(found, wanted)
+    else:
+        equal = np.allclose(found, wanted, rtol=tolerance, atol=tolerance, equal_nan=True)
+    if not equal:
+        shown = f" {found}, and one device {wanted}" if wanted.ndim == 0 else ", which differs from one device's"
         raise ExactnessError(
-            f"the first step of {model.graph.name} has the loss {found}, and one device {wanted}: an experiment gave "
-            f"a wrong answer ({model.interface.exactness.note}). Nothing was trained. Pass micro_batches=1 with one "
-            "replica of each stage, and please report the ops"
+            f"the first step of {model.graph.name} has the {name}{shown}: an experiment gave a wrong answer "
+            f"({model.interface.exactness.note}). Nothing was trained. Pass micro_batches=1 with one replica of each "
+            "stage, and please report the ops"
         )
 
 

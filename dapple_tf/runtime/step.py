@@ -36,7 +36,7 @@ from dapple_tf.runtime.forward import Forward
 from dapple_tf.runtime.local_batch import compile_local, find_needs
 from dapple_tf.runtime.memory_recorder import MemoryRecorder
 from dapple_tf.runtime.recorder import Recorder
-from dapple_tf.runtime.rehearsal import can_rehearse, compare_with_whole
+from dapple_tf.runtime.rehearsal import can_rehearse, compare_first
 from dapple_tf.runtime.variable_homes import VariableHomes, name_variables
 from dapple_tf.staged_model import StagedModel
 from dapple_tf.timeline.recording import Recording
@@ -243,7 +243,7 @@ class PipelinedStep:
         What the loss function itself writes is written, as by a call of it. In a job every rank must call it.
         """
         with self._lock:
-            return self._forwards[0].run(batch, self._target)
+            return self._forwards[0].run(batch, self._target, self._gather_variables)
 
     def forward_of(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``function`` of a batch as a pipeline that only runs forward, over the stages of this step.
@@ -255,7 +255,7 @@ class PipelinedStep:
 
         def run(*batch: Any) -> Any:
             with self._lock:
-                return pipeline.run(batch, self._target)
+                return pipeline.run(batch, self._target, self._gather_variables)
 
         return run
 
@@ -394,26 +394,12 @@ class PipelinedStep:
                 self._compiled.running(compiled),
             ):
                 if not local:
-                    self._compare_first(compiled, tensors, batch)
+                    compare_first(compiled, self._compiled, tensors, self._loss_fn, batch, self._gather_variables)
                 return compiled, compiled.program.run(tensors)
 
-    def _compare_first(self, compiled: CompiledStep, tensors: Sequence[Any], batch: Sequence[Any]) -> None:
-        """Compare the first step of a model with ops that were tried by experiment with the whole batch's loss.
-
-        So are steps on more samples than before. A step that differs from one device's for a known reason, or that
-        cannot be rehearsed, is not compared; nor is a window of minibatches.
-        """
-        planned, compared = compiled.planned, self._compiled.compared
-        exactness, model = planned.exactness, planned.model
-        if not exactness.tried or exactness.reasons or planned.plan.window is not None:
-            return
-        if planned.batch_size <= compared.get(id(model), 0):
-            return
-        if can_rehearse(model):
-            if self._job is not None:
-                gather_variables(self._job, self._models)
-            compare_with_whole(compiled, tensors, self._loss_fn, batch)
-        compared[id(model)] = planned.batch_size
+    def _gather_variables(self) -> None:
+        if self._job is not None:
+            gather_variables(self._job, self._models)
 
     def _compile_recorded(self, batch: Sequence[Any], local: bool = False) -> tuple[CompiledStep, Sequence[Any]]:
         compiled, tensors = self._prepare(batch, StepVariant.TIMED, local)

@@ -83,6 +83,24 @@ def test_a_first_step_that_differs_from_the_whole_batch_raises_and_trains_nothin
     np.testing.assert_array_equal(w.numpy(), before)
 
 
+@pytest.mark.parametrize(
+    ("result", "name"), [("loss", "loss 6.* one device"), ("rows", "result 1 beside its loss, wh")]
+)
+def test_a_first_run_forward_that_differs_from_the_whole_batch_raises(result: str, name: str) -> None:
+    loss, batch, w = make_problem(couples_large_numbers, scale=1e16)
+    step = dapple.pipeline(loss, optimizer=keras.optimizers.SGD(0.1), **OPTIONS)
+
+    def rows(x: Any, _: Any) -> Any:
+        with tf.name_scope("first"):
+            h = tf.tanh(x @ w) * 1e16
+        with tf.name_scope("second"):
+            return 0.0 * tf.reduce_mean(x), {"rows": couples_large_numbers(h)}
+
+    run = step.forward if result == "loss" else step.forward_of(rows)
+    with pytest.raises(ExactnessError, match=f"has the {name}"):
+        run(*batch)
+
+
 def test_where_an_experiment_is_right_for_the_data_the_step_is_exact() -> None:
     loss, batch, w = make_problem(couples_large_numbers)
     with tf.GradientTape() as tape:
