@@ -9,33 +9,17 @@ from typing import Any
 import click
 
 from dapple_tf.commands.cluster_option import load_cluster
-from dapple_tf.commands.contention_option import CONTENTION_OPTION
 from dapple_tf.commands.output import check_chart_path, print_progress, print_result
 from dapple_tf.commands.planner_option import check_planner_names
-from dapple_tf.commands.schedule_option import SCHEDULE_OPTION
+from dapple_tf.commands.planning_options import PLANNING_OPTIONS, add_options
 from dapple_tf.errors import PlanError
 from profiler.importers import read_profile
 
 
 @click.command()
 @click.argument("profile", type=click.Path(exists=True, dir_okay=False))
-@click.option(
-    "--cluster", required=True, help="A cluster file, or a preset: config-a, config-b:8, config-c:32 (devices)."
-)
-@click.option("--global-batch-size", required=True, type=click.IntRange(1), help="Samples of a training step.")
-@click.option(
-    "--micro-batch-size", type=click.IntRange(1), help="Samples of a micro-batch (default: each planner's best)."
-)
+@add_options(PLANNING_OPTIONS)
 @click.option("--planners", help="Planners to compare, such as best,dapple,piper (default: all).")
-@SCHEDULE_OPTION
-@click.option("--recompute", is_flag=True, help="Stash only the inputs of a stage; backward runs its forward again.")
-@click.option("--overlap", is_flag=True, help="Run AllReduce during the last backward.")
-@click.option(
-    "--optimizer-slots", default=2, show_default=True, type=click.IntRange(0), help="Optimizer slots per weight."
-)
-@CONTENTION_OPTION
-@click.option("--profile-batch-size", type=click.IntRange(1), help="Samples of a graph.txt whose name has no -pbs-N.")
-@click.option("--size-scale", default=1.0, show_default=True, help="Factor for the bytes in a graph.txt.")
 @click.option("-o", "--output", help="Save the comparison: .html, .png or .json.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object as the last line of stdout.")
 def compare(

@@ -6,21 +6,14 @@ import math
 import statistics
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
-
-from dapple_tf.commands.tensorboard import recorded_scalars, step_scalars
-from dapple_tf.distributed.membership import Job
-
-if TYPE_CHECKING:
-    from dapple_tf.commands.tensorboard import Scalars
-    from dapple_tf.commands.training_loop import StepResult
-    from dapple_tf.runtime.step import PipelinedStep
-
+from typing import Any
 
 import tensorflow as tf
 
 from dapple_tf.commands.ranks import Ranks
+from dapple_tf.commands.tensorboard import Scalars, recorded_scalars, step_scalars
 from dapple_tf.commands.training_loop import StepResult
+from dapple_tf.distributed.membership import Job
 from dapple_tf.runtime.step import PipelinedStep
 
 _MAX_COST = 0.01  # of a step's time, for recording that is always on

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, get_args
 
@@ -47,17 +47,6 @@ PLAN_OPTIONS = [
     click.option("--devices", default=None, type=int, help="Logical devices to make on a machine without GPUs."),
 ]
 """Options that say how to pipeline the model."""
-
-
-def add_options(*lists: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
-    """Return a decorator that gives a command the options and arguments of ``lists``, in that order."""
-
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        for option in reversed([option for options in lists for option in options]):
-            function = option(function)
-        return function
-
-    return decorate
 
 
 def read_options(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,8 @@ from typing import Any
 import click
 
 from dapple_tf.commands.model_loading import load_model
-from dapple_tf.commands.options import MODEL_OPTIONS, add_options
+from dapple_tf.commands.options import MODEL_OPTIONS
+from dapple_tf.commands.planning_options import add_options
 from dapple_tf.commands.startup import hide_startup_messages
 from dapple_tf.window_plan import WindowPlan
 

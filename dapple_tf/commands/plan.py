@@ -3,47 +3,29 @@
 from __future__ import annotations
 
 import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from dapple_tf.commands.cluster_option import load_cluster
-from dapple_tf.commands.contention_option import CONTENTION_OPTION
 from dapple_tf.commands.output import check_output_path, print_result
 from dapple_tf.commands.planner_option import PLANNER_NAMES, check_planner_names
-from dapple_tf.commands.schedule_option import SCHEDULE_OPTION
+from dapple_tf.commands.planning_options import PLANNING_OPTIONS, add_options
 from profiler.importers import read_profile
 
 if TYPE_CHECKING:
     from dapple_tf.plans import Plan
 
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-
-
 @click.command()
 @click.argument("profile")
-@click.option(
-    "--cluster", required=True, help="A cluster file, or a preset: config-a, config-b:8, config-c:32 (devices)."
-)
-@click.option("--global-batch-size", required=True, type=click.IntRange(1), help="Samples of a training step.")
-@click.option(
-    "--micro-batch-size", type=click.IntRange(1), help="Samples of a micro-batch (default: the best divisor)."
-)
+@add_options(PLANNING_OPTIONS)
 @click.option("--planner", default="best", show_default=True, help=f"One of {', '.join(PLANNER_NAMES)}.")
-@SCHEDULE_OPTION
-@click.option("--recompute", is_flag=True, help="Stash only the inputs of a stage; backward runs its forward again.")
-@click.option("--overlap", is_flag=True, help="Run AllReduce during the last backward.")
-@click.option(
-    "--optimizer-slots", default=2, show_default=True, type=click.IntRange(0), help="Optimizer slots per weight."
-)
 @click.option("--async", "asynchronous", is_flag=True, help="Plan asynchronous windows; the global batch is a window.")
 @click.option("--minibatches", type=click.IntRange(1), help="Minibatches of an asynchronous window (default: 64).")
-@CONTENTION_OPTION
-@click.option("--profile-batch-size", type=click.IntRange(1), help="Samples of a graph.txt whose name has no -pbs-N.")
-@click.option("--size-scale", default=1.0, show_default=True, help="Factor for the bytes in a graph.txt.")
 @click.option("-o", "--output", help="Write the plan to this file (dapple-plan/1).")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as one JSON object, the last line of stdout.")
 def plan(

@@ -11,8 +11,9 @@ from typing import Any
 import click
 
 from dapple_tf.commands.model_loading import check_model_exists, load_model
-from dapple_tf.commands.options import MODEL_OPTIONS, add_options
+from dapple_tf.commands.options import MODEL_OPTIONS
 from dapple_tf.commands.output import check_output_path, print_result
+from dapple_tf.commands.planning_options import add_options
 from dapple_tf.commands.startup import start_tensorflow
 from dapple_tf.drawing.table import format_table
 from profiler.peaks import PEAKS

@@ -7,23 +7,15 @@ import json
 import click
 
 from dapple_tf.commands.cluster_option import load_cluster
-from dapple_tf.commands.contention_option import CONTENTION_OPTION
 from dapple_tf.commands.output import check_chart_path, print_result
+from dapple_tf.commands.planning_options import COST_OPTIONS, add_options
 from profiler.importers import read_profile
 
 
 @click.command()
 @click.argument("plan")
+@add_options(COST_OPTIONS)
 @click.option("--profile", required=True, help="A dapple-profile JSON, or a PipeDream graph.txt.")
-@click.option(
-    "--cluster", required=True, help="A cluster file, or a preset: config-a, config-b:8, config-c:32 (devices)."
-)
-@click.option(
-    "--optimizer-slots", default=2, show_default=True, type=click.IntRange(0), help="Values kept of each weight."
-)
-@CONTENTION_OPTION
-@click.option("--profile-batch-size", type=click.IntRange(1), help="Batch of a graph.txt whose name does not say it.")
-@click.option("--size-scale", default=1.0, show_default=True, help="Factor for the bytes in a graph.txt.")
 @click.option("-o", "--output", help="Save the timeline: .json (Perfetto), .png or .html.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object as the last line of stdout.")
 def simulate(

@@ -8,7 +8,8 @@ from typing import Any
 import click
 
 from dapple_tf.commands.model_loading import check_model_exists
-from dapple_tf.commands.options import MODEL_OPTIONS, PLAN_OPTIONS, add_options
+from dapple_tf.commands.options import MODEL_OPTIONS, PLAN_OPTIONS
+from dapple_tf.commands.planning_options import add_options
 from dapple_tf.commands.startup import start_tensorflow
 from dapple_tf.commands.train_settings import TrainSettings
 from dapple_tf.commands.window_options import check_window_usage, window_options

@@ -11,7 +11,8 @@ import click
 
 from dapple_tf.autoplan.options import WINDOW_NOT_VERIFIED
 from dapple_tf.commands.model_loading import check_model_exists, load_model
-from dapple_tf.commands.options import MODEL_OPTIONS, PLAN_OPTIONS, add_options, read_options
+from dapple_tf.commands.options import MODEL_OPTIONS, PLAN_OPTIONS, read_options
+from dapple_tf.commands.planning_options import add_options
 from dapple_tf.commands.ranks import Ranks
 from dapple_tf.commands.startup import start_tensorflow
 from dapple_tf.commands.window_options import window_options
