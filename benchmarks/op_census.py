@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 
 from benchmarks.common import Row, print_table
 from benchmarks.op_programs.applications import BY_HAND
-from benchmarks.op_programs.check import Found, Outcome, check
-from benchmarks.op_programs.pipelines import SETTINGS, check_pipeline
+from benchmarks.op_programs.check import Found, Outcome
+from benchmarks.op_programs.pipelines import SETTINGS, check_parts, check_pipeline
 from benchmarks.op_programs.program import Program
 from dapple_tf import internals
 from dapple_tf.frontend.dependence.analyse import RULED
@@ -62,7 +62,7 @@ def try_op(op: str, programs: int, pipelines: int, seed: int) -> Tally:
     tally = Tally()
     for number in range(programs):
         program = draw_program(op, number, seed)
-        found = check(program)
+        found = check_parts(program)
         tally.add(program, number, found)
         if found.outcome is Outcome.EQUAL and pipelines:
             pipelines -= 1

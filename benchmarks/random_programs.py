@@ -1,7 +1,8 @@
 """Random programs of several ops, loops, draws, embeddings, conditions and writes: equal to one device, or refused.
 
 ``python -m benchmarks random_programs [--seed S] [--programs N] [--pipelines P]``: N programs are checked without
-stages (see ``check_analysis``), and P others, which also write variables, as pipelines by ``dapple.verify``.
+stages (see ``op_programs.pipelines.check_parts``), and P others, which also write variables, as pipelines by
+``dapple.verify``.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from rich.progress import Progress
 import dapple_tf as dapple
 from benchmarks.common import Row, print_table
 from benchmarks.op_programs.applications import apply_op
-from benchmarks.op_programs.check import SAMPLES, Found, Outcome, check
+from benchmarks.op_programs.check import SAMPLES, Found, Outcome
+from benchmarks.op_programs.pipelines import check_parts
 from benchmarks.op_programs.program import as_float, make_batch
 from benchmarks.op_programs.sources import FEATURES, SEED, Choices, Pool
 from dapple_tf.errors import CaptureError, DappleWarning, ExactnessError, LossError
@@ -219,20 +221,6 @@ def verify_pipeline(program: Composition, micro_batches: int) -> Found:
     return Found(Outcome.EQUAL) if report.ok else Found(Outcome.WRONG, str(report))
 
 
-def check_analysis(program: Composition) -> Found:
-    """Return the outcome of a program without stages, or, where its graph does not run by itself, as pipelines.
-
-    The graph is imported into a session without the shapes that a pipeline gives its tensors, and some ops need these.
-    """
-    found = check(program)
-    if found.outcome is not Outcome.ERROR:
-        return found
-    outcomes = [verify_pipeline(program, micro_batches) for micro_batches in (1, 2, 3, SAMPLES)]
-    wrong = [each for each in outcomes if each.outcome in (Outcome.WRONG, Outcome.ERROR)]
-    refused = [each for each in outcomes if each.outcome is Outcome.REFUSED]
-    return (wrong + refused + outcomes)[0]
-
-
 def check_programs(seed: int, programs: int, pipelines: int) -> Iterator[tuple[str, Composition, Found]]:
     """Yield how each program was checked, the program, and what was found; progress is shown on stderr."""
     random = np.random.default_rng(seed)
@@ -247,7 +235,7 @@ def check_programs(seed: int, programs: int, pipelines: int) -> Iterator[tuple[s
             done = 0
             while done < wanted:
                 program = draw(writes=kind == "pipeline")
-                found = check_analysis(program) if kind == "analysis" else verify_pipeline(program, (2, 3, 6)[done % 3])
+                found = check_parts(program) if kind == "analysis" else verify_pipeline(program, (2, 3, 6)[done % 3])
                 if found.outcome is not Outcome.INVALID:
                     done += 1
                     progress.advance(task)
