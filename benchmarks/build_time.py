@@ -32,7 +32,7 @@ def run() -> Iterator[Row]:
 
 
 def compare(commit: str, turns: int, models: Sequence[str]) -> Iterator[Row]:
-    """Yield the seconds of each of the models over those of an earlier commit: medians of so many turns."""
+    """Yield a row for each model: the median over ``turns`` of its CPU seconds here, divided by those of ``commit``."""
     with tempfile.TemporaryDirectory() as folder:
         other = Path(folder) / "other"
         subprocess.run(["git", "-C", str(_ROOT), "worktree", "add", "--detach", str(other), commit], check=True)

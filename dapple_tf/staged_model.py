@@ -40,14 +40,14 @@ from graph_passes.passes.tail_function import build_tail
 
 @dataclass(frozen=True)
 class Interface:
-    """What a staged model takes and returns.
+    """The arguments and results of a staged model.
 
-    ``signature``: the specs of the batch's flattened tensors, with axis 0 and perhaps inner lengths unknown.
-    ``example``: the same with the inner lengths of the batch for which it was traced. ``aux``: the nesting of the aux
-    outputs, None where the loss has no aux; ``merges``: how each is put together from those of the micro-batches.
-    ``loss``: whether the loss is the mean or the sum of the micro-batches'. ``exactness``: why a step differs from one
-    device's. ``uncut``: whether the model is only for steps of one micro-batch on one replica (see
-    ``BatchDependence``). ``serves``: whether it serves other lengths (see ``Captured``).
+    ``signature``: the specs of the batch's flattened tensors; axis 0 is unknown, and inner lengths may be. ``example``:
+    these specs with the inner lengths of the batch that was traced. ``aux``: the nesting of the aux outputs, or None
+    where the loss has no aux outputs. ``merges``: for each aux output, how the values of the micro-batches are
+    combined. ``loss``: whether the losses of the micro-batches are averaged or summed. ``exactness``: the reasons why a
+    step differs from a step on one device. ``uncut``: whether the model is only for steps of one micro-batch on one
+    replica (see ``BatchDependence``). ``serves``: whether it serves other lengths (see ``Captured``).
     """
 
     signature: tuple[tf.TensorSpec, ...]
@@ -77,7 +77,7 @@ class Interface:
 
 @dataclass(frozen=True)
 class ForPasses:
-    """What the passes are told about a staged model beside its graph.
+    """The facts about a staged model that passes need and that its graph does not hold.
 
     ``shared``: the boundary tensors that do not depend on the batch (see ``SplitConcat``). ``runs``: the nodes of each
     stage to re-compute (see ``Recompute``). ``frontier``: the tensors that the tail takes, empty where there is none

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import click
 
 import dapple_tf
-from dapple_tf.autoplan.options import options_table
+from dapple_tf.autoplan.option_help import options_table
 from dapple_tf.cli import cli
 from graph_passes.ir.ops import ops_table_markdown
 

@@ -1,4 +1,4 @@
-"""Which tests are slow, by the seconds that they were measured to take, and how the others are divided among processes.
+"""Choose the slow tests by their measured seconds, and the group of tests that one process runs.
 
 ``durations.txt`` has the measured seconds: processor time of the test's process and of those that it starts, so that
 other programs on the machine do not count, with ``HYPOTHESIS_PROFILE=ci``. A line names a case of a test; without

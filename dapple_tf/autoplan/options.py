@@ -1,27 +1,29 @@
 """The options of ``dapple.pipeline``, declared once: their types, defaults, meanings, checks and command-line names.
 
 ``pipeline``, ``verify``, ``dapple.keras.pipeline``, the command line and the table in the documentation are made from
-``Options``. ``OptionTypes`` repeats the types for type checkers and editors; a test holds the two equal.
+``Options`` (see ``option_help``). ``OptionTypes`` repeats the types for type checkers and editors; a test holds the two
+equal.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import inspect
-import itertools
 import math
-import numbers
-import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import numpy as np
 from typing_extensions import TypedDict
 
-from dapple_tf.autoplan.batch_fit import check_batch_size
+from dapple_tf.autoplan.batch_fit import (
+    GivenSizes,
+    are_counts,
+    check_batch_size,
+    check_given_sizes,
+    count_samples,
+)
 from dapple_tf.autoplan.recompute_option import Recompute, check_recompute
 from dapple_tf.autoplan.slice_option import SLICED_SCHEDULES, Slice, check_slice
 from dapple_tf.errors import PlanError, ScheduleError
@@ -32,7 +34,6 @@ from dapple_tf.window_plan import USUAL_MINIBATCHES, WindowPlan
 from graph_passes.schedules.policies import check_schedule, check_schedule_name, worker_map_of
 from graph_passes.schedules.text import is_text, parse_schedule
 from profiler.cluster import Cluster
-from profiler.units import format_samples
 
 WINDOW_NOT_VERIFIED = (
     "an asynchronous window uses weights that are some updates old, so no step on one device equals it. Verify the "
@@ -51,9 +52,6 @@ _NOT_OF_WINDOWS = ("schedule", "slice", "batch_loss", "batch_norm")
 
 Stages = int | Sequence[str] | str
 """The number of stages, the names of the layers that start one, or "auto"."""
-
-GivenSizes = Sequence[int] | Sequence[float]
-"""Of each micro-batch the samples (whole numbers), or the share of the samples (floats)."""
 
 MicroBatches = int | str | GivenSizes
 """M, "auto", or for each micro-batch its samples or its share of the samples."""
@@ -352,10 +350,8 @@ class Options:
 
     def __post_init__(self) -> None:
         for declared in fields(self):
-            given = getattr(self, declared.name)
-            if isinstance(given, np.integer):
-                given = int(given)
-                object.__setattr__(self, declared.name, given)
+            given = _as_python(getattr(self, declared.name))
+            object.__setattr__(self, declared.name, given)
             if (check := declared.metadata["check"]) is not None:
                 check(given)
         if self.window is not None and self.replicas and min(self.replicas) > 0:  # else refused with the stages
@@ -370,7 +366,7 @@ class Options:
     def _check_sizes_fit(self) -> None:
         """Raise PlanError, or ScheduleError, where the given sizes contradict the replicas or the schedule."""
         given, count = self.given_sizes, len(self.given_sizes)
-        if self.replicas and _are_counts(given):
+        if self.replicas and are_counts(given):
             sizes = tuple(map(int, given))
             check_batch_size(sum(sizes), count, self.replicas, sizes)
         if not self.schedule_is_auto and is_text(self.schedule):
@@ -609,62 +605,6 @@ def check_contradictions(options: Options) -> None:
             raise PlanError(message.format(options))
 
 
-# --- what functions with these options show of them
-
-_INDENT = 8 * " "  # of an argument in a docstring
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-
-
-def make_options(caller: str, given: Mapping[str, Any]) -> Options:
-    """Return the options that a call of the function ``caller`` gives; TypeError for a name that is no option."""
-    known = [declared.name for declared in fields(Options)]
-    for name in given:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            hint = f". Did you mean {near[0]!r}?" if near else ""
-            raise TypeError(f"{caller}() got an unexpected keyword argument {name!r}{hint}")
-    return Options(**given)
-
-
-def document_options(*left_out: str) -> Callable[[_Function], _Function]:
-    """Return a decorator that shows the options of a function's ``**options`` in its signature and docstring.
-
-    The line "{options}" of the docstring becomes the list of the options. ``left_out``: those that it does not take.
-    """
-    declared = [option for option in fields(Options) if option.name not in left_out]
-
-    def document(function: _Function) -> _Function:
-        known = inspect.signature(function)
-        kinds = inspect.Parameter
-        own = [one for one in known.parameters.values() if one.kind is not kinds.VAR_KEYWORD]
-        added = [kinds(o.name, kinds.KEYWORD_ONLY, default=o.default, annotation=o.type) for o in declared]
-        function.__signature__ = known.replace(parameters=[*own, *added])  # type: ignore[attr-defined]
-        texts = [f"{o.name}: {o.metadata['meaning']} {o.metadata['more']}".rstrip() for o in declared]
-        wrapper = textwrap.TextWrapper(
-            120, initial_indent=_INDENT, subsequent_indent=_INDENT + 4 * " ", break_on_hyphens=False
-        )
-        listed = "\n".join(map(wrapper.fill, texts))
-        function.__doc__ = (function.__doc__ or "").replace(f"{_INDENT}{{options}}", listed)
-        return function
-
-    return document
-
-
-def options_table() -> str:
-    """Return the options as rows of a Markdown table: name, meaning with a link to the guide, default."""
-    rows = ["| option | meaning | default |", "|---|---|---|"]
-    for option in fields(Options):
-        page = option.metadata["page"]
-        link = f" [Guide](../guide/{page})" if page else ""
-        rows.append(f"| `{option.name}` | {option.metadata['meaning']}{link} | `{option.default!r}` |")
-    return "\n".join(rows)
-
-
-def about_option(name: str) -> Mapping[str, Any]:
-    """Return what is declared of an option: see ``_about``."""
-    return Options.__dataclass_fields__[name].metadata
-
-
 def check_worker_count(replicas: Sequence[int], stages: int, workers: int) -> None:
     """Raise PlanError unless there is a number of replicas for each worker."""
     if len(replicas) != workers:
@@ -672,63 +612,13 @@ def check_worker_count(replicas: Sequence[int], stages: int, workers: int) -> No
         raise PlanError(f"replicas={list(replicas)} names {len(replicas)} {what}, but there are {workers}")
 
 
-# --- ``micro_batches=[2, 2, 4]`` or ``[0.25, 0.25, 0.5]``: micro-batches of given sizes, counts or shares of samples
-
-# Shares such as 1/3 are rounded; they are divided by their sum.
-_SUM_TOLERANCE = 1e-6
-
-
-def check_given_sizes(given: Sequence[object]) -> None:
-    """Raise PlanError unless ``given`` are counts of samples (whole numbers), or shares (floats) that add up to 1."""
-    shown = f"micro_batches={list(given)}"
-    if not given:
-        raise PlanError(f"{shown}: name the samples, or the share, of at least one micro-batch")
-    if any(isinstance(item, bool) for item in given) or not (_are_counts(given) or _are_all(float, given)):
-        raise PlanError(
-            f"{shown}: give samples of each micro-batch (all whole numbers, such as [2, 2, 4]) or shares (all floats, "
-            "such as [0.25, 0.25, 0.5])"
-        )
-    sizes = cast(GivenSizes, given)
-    for index, item in enumerate(sizes):
-        if not 0 < item < math.inf:
-            raise PlanError(f"{shown}: micro-batch {index} is {item}; every one must be larger than 0")
-    if not _are_counts(given) and abs(math.fsum(sizes) - 1) > _SUM_TOLERANCE:
-        raise PlanError(f"{shown}: the shares add up to {math.fsum(sizes):g}, not to 1")
-
-
-def _are_counts(given: Sequence[object]) -> bool:
-    """Return whether ``given`` are counts of samples, not shares."""
-    return _are_all(numbers.Integral, given)
-
-
-def _are_all(kind: type, given: Sequence[object]) -> bool:
-    return all(isinstance(item, kind) for item in given)
-
-
-def count_samples(given: GivenSizes, samples: int) -> tuple[int, ...]:
-    """Return the samples of each micro-batch of a batch of ``samples``.
-
-    Of shares, their sums times the samples are rounded, so that each is within one sample of its share. Raises
-    PlanError where counts do not add up to ``samples``, or a share is less than a sample.
-    """
-    if _are_counts(given):
-        sizes = tuple(map(int, given))
-        if sum(sizes) != samples:
-            raise PlanError(
-                f"micro_batches={list(given)} add up to {format_samples(sum(sizes))}, but the first batch has "
-                f"{samples}: give sizes that add up to {samples}, or shares (floats that add up to 1)"
-            )
-        return sizes
-    sums = [0.0, *itertools.accumulate(given)]
-    rows = [round(samples * each / sums[-1]) for each in sums]
-    found = tuple(end - first for first, end in itertools.pairwise(rows))
-    if min(found) < 1:
-        index = found.index(0)
-        raise PlanError(
-            f"micro_batches={list(given)}: share {given[index]} of {format_samples(samples)} is no sample for "
-            f"micro-batch {index}: use larger shares, or a larger batch"
-        )
-    return found
+def _as_python(given: Any) -> Any:
+    """Return the value of an option with numbers of Python in place of NumPy's, also in lists and tuples."""
+    if isinstance(given, list):
+        return [_as_python(item) for item in given]
+    if isinstance(given, tuple):
+        return tuple(_as_python(item) for item in given)
+    return given.item() if isinstance(given, np.number) else given
 
 
 def _is_list_of(kind: type, items: object) -> bool:

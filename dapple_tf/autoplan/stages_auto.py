@@ -79,7 +79,7 @@ def _choose_window(inputs: PlanningInputs, problem: PlanningProblem, window: Win
 
 
 def check_enough_layers(options: Options, layers: Layers) -> None:
-    """Raise PlanError if the options's schedule runs more stages on a device than the model can be cut into.
+    """Raise PlanError if the schedule of the options runs more stages on a device than the model can be cut into.
 
     Planning says it too, but only when the model has been profiled.
     """

@@ -103,7 +103,7 @@ def _find_starts(options: Options, layers: Layers, costs: EstimatedCosts) -> lis
 
 
 def _count_stages(options: Options) -> int:
-    """Return how many stages a worker for each entry of ``replicas`` runs under the options's schedule."""
+    """Return how many stages a worker for each entry of ``replicas`` runs under the schedule of the options."""
     workers = len(options.replicas or (1,))
     if options.schedule_is_auto:
         return workers

@@ -9,7 +9,8 @@ from typing import Any, get_args
 
 import click
 
-from dapple_tf.autoplan.options import MicroBatches, about_option
+from dapple_tf.autoplan.option_help import about_option
+from dapple_tf.autoplan.options import MicroBatches
 from dapple_tf.autoplan.recompute_option import Recompute, StageNumbers
 from dapple_tf.autoplan.slice_option import Slice
 from dapple_tf.commands.cluster_option import load_cluster
@@ -27,23 +28,23 @@ MODEL_OPTIONS = [
 """Which model to run, for commands that run one."""
 
 
-def _plan_option(name: str, form: str = "", **settings: Any) -> Callable[..., Any]:
+def plan_option(name: str, form: str = "", **settings: Any) -> Callable[..., Any]:
     """Return the command-line option of an option of ``dapple.pipeline``; ``form``: how it is written there."""
     about = about_option(name)
     return click.option(about["flag"], name, default=None, help=f"{about['meaning']}{form}", **settings)
 
 
 PLAN_OPTIONS = [
-    _plan_option("stages", "  [such as 2, or a,b,c; default: auto]"),
-    _plan_option("replicas", "  [such as 2,1]"),
-    _plan_option("micro_batches", "  [such as 8, or 2,2,4, or 0.25,0.25,0.5]"),
+    plan_option("stages", "  [such as 2, or a,b,c; default: auto]"),
+    plan_option("replicas", "  [such as 2,1]"),
+    plan_option("micro_batches", "  [such as 8, or 2,2,4, or 0.25,0.25,0.5]"),
     SCHEDULE_OPTION,
-    _plan_option("cluster", "  [a file, or a preset such as config-a:4]"),
-    _plan_option("recompute", "  [all, none, stages:0,1, or names a,b,c; default: none]"),
-    _plan_option("batch_norm", "  [default: micro-batch]", type=click.Choice(get_args(BatchNorm))),
-    _plan_option("jit_compile"),
-    _plan_option("slice"),
-    _plan_option("plan", "  [a file]"),
+    plan_option("cluster", "  [a file, or a preset such as config-a:4]"),
+    plan_option("recompute", "  [all, none, stages:0,1, or names a,b,c; default: none]"),
+    plan_option("batch_norm", "  [default: micro-batch]", type=click.Choice(get_args(BatchNorm))),
+    plan_option("jit_compile"),
+    plan_option("slice"),
+    plan_option("plan", "  [a file]"),
     click.option("--devices", default=None, type=int, help="Logical devices to make on a machine without GPUs."),
 ]
 """Options that say how to pipeline the model."""

@@ -31,7 +31,7 @@ COST_OPTIONS = [
     ),
     click.option("--size-scale", default=1.0, show_default=True, help="Factor for the bytes in a graph.txt."),
 ]
-"""What a step costs, for commands that simulate a plan."""
+"""Options of the cluster, the cost model and the profile, for commands that simulate a plan."""
 
 PLANNING_OPTIONS = [
     click.option("--global-batch-size", required=True, type=click.IntRange(1), help="Samples of a training step."),
@@ -43,7 +43,7 @@ PLANNING_OPTIONS = [
     click.option("--overlap", is_flag=True, help="Run AllReduce during the last backward."),
     *COST_OPTIONS,
 ]
-"""The problem that planners solve, for commands that plan."""
+"""Options of the batch, the schedule and all of ``COST_OPTIONS``, for commands that make plans."""
 
 
 def add_options(*lists: Sequence[Callable[..., Any]]) -> Callable[..., Any]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from dapple_tf.autoplan.options import Options, make_options
+from dapple_tf.autoplan.options import Options
 from dapple_tf.checkpoint.checkpoints import Checkpoints
 from dapple_tf.commands.model_loading import load_model
 from dapple_tf.commands.observation import LossWatch, Observer
@@ -42,7 +42,7 @@ def run_training(settings: TrainSettings, options: Mapping[str, Any]) -> None:
     """
     ranks = Ranks(membership.current())
     _check_output_paths(settings, ranks)
-    given = ranks.run_on_all(lambda: make_options("dapple train", read_options(options)))
+    given = ranks.run_on_all(lambda: Options(**read_options(options)))
     plain_speed = time_plain_model(settings.compare, given.window, **options) if settings.compare else None
     step, first, batches = ranks.run_on_all(lambda: _make_step(given, options))
     _build(step, first, settings, ranks)

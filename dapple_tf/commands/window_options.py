@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from dapple_tf.autoplan.options import about_option
+from dapple_tf.commands.options import plan_option
 from dapple_tf.window_plan import USUAL_MINIBATCHES
 from graph_passes.schedules.weight_versions import POLICIES
 
@@ -23,24 +23,9 @@ def window_options(*, hidden: bool = False) -> list[Callable[..., Any]]:
             help="Train in windows of minibatches, each of which updates the weights, without a flush in between "
             "(PipeDream). A batch is a window then: --batch-size and --steps count windows.",
         ),
-        click.option(
-            "--minibatches",
-            type=click.IntRange(1),
-            hidden=hidden,
-            help=about_option("minibatches")["meaning"],
-        ),
-        click.option(
-            "--weights",
-            type=click.Choice(POLICIES),
-            hidden=hidden,
-            help=about_option("weights")["meaning"],
-        ),
-        click.option(
-            "--depth",
-            type=click.IntRange(1),
-            hidden=hidden,
-            help=about_option("depth")["meaning"],
-        ),
+        plan_option("minibatches", type=click.IntRange(1), hidden=hidden),
+        plan_option("weights", type=click.Choice(POLICIES), hidden=hidden),
+        plan_option("depth", type=click.IntRange(1), hidden=hidden),
     ]
 
 

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from dapple_tf.drawing.chart import COLOURS
+from dapple_tf.drawing.html import PAGE_HEAD
 from profiler.units import format_bytes, scale_bytes, scale_time
 
 if TYPE_CHECKING:
@@ -61,20 +62,11 @@ class BarChart:
 # --- A comparison as a web page of a single file: a table with bars
 
 
-_PAGE = Template("""\
-<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>$title</title>
-<style>
+_PAGE = Template(
+    PAGE_HEAD
+    + """\
 :root { color-scheme: light dark; --page: #fff; --ink: #222; --faint: #8885; $colours }
 @media (prefers-color-scheme: dark) { :root { --page: #16181c; --ink: #e4e4e4; --faint: #8886; } }
-body { margin: 16px; background: var(--page); color: var(--ink); font: 14px system-ui, sans-serif; }
-h1 { font-size: 17px; font-weight: 600; margin: 0 0 8px; }
-.legend { display: flex; flex-wrap: wrap; gap: 4px 16px; margin-bottom: 12px; }
-.legend i { display: inline-block; width: 14px; height: 14px; margin-right: 5px; vertical-align: -2px; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; }
 th, td { padding: 4px 10px 4px 0; text-align: right; vertical-align: top; border-bottom: 1px solid var(--faint);
@@ -101,7 +93,8 @@ $rows
 </div>
 </body>
 </html>
-""")
+"""
+)
 
 
 def make_bars_page(chart: BarChart, header: Sequence[str], cells: Sequence[Mapping[str, str]]) -> str:

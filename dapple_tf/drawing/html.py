@@ -15,7 +15,7 @@ _DIGIT = 7.0  # pixels
 _GAP = 0.1  # of a row's height, above and below its spans
 _MEMORY = 220  # pixels
 
-_PAGE = Template("""\
+PAGE_HEAD = """\
 <!DOCTYPE html>
 <html lang="en">
 <head>
@@ -23,15 +23,21 @@ _PAGE = Template("""\
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>$title</title>
 <style>
+body { margin: 16px; background: var(--page); color: var(--ink); font: 14px system-ui, sans-serif; }
+h1 { font-size: 17px; font-weight: 600; margin: 0 0 8px; }
+.legend { display: flex; flex-wrap: wrap; gap: 4px 16px; margin-bottom: 8px; align-items: center; }
+.legend i { display: inline-block; width: 14px; height: 14px; margin-right: 5px; vertical-align: -2px; }
+"""
+"""The first lines of every page, for a ``string.Template``: title, and the styles of the heading and the legend."""
+
+_PAGE = Template(
+    PAGE_HEAD
+    + """\
 :root { color-scheme: light dark; --page: #fff; --ink: #222; --faint: #8885; --critical: $critical;
   --idle: $idle; $colours }
 @media (prefers-color-scheme: dark) {
   :root { --page: #16181c; --ink: #e4e4e4; --faint: #8886; --critical: #fff; --idle: #2b2e35; } }
-body { margin: 16px; background: var(--page); color: var(--ink); font: 14px system-ui, sans-serif; }
-h1 { font-size: 17px; font-weight: 600; margin: 0 0 8px; }
 h2 { font-size: 14px; font-weight: 600; margin: 12px 0 4px; }
-.legend { display: flex; flex-wrap: wrap; gap: 4px 16px; margin-bottom: 8px; align-items: center; }
-.legend i { display: inline-block; width: 14px; height: 14px; margin-right: 5px; vertical-align: -2px; }
 .plots { overflow-x: auto; }
 svg { display: block; }
 svg text { fill: var(--ink); font-size: 12px; }
@@ -55,7 +61,8 @@ $plots
 </div>
 </body>
 </html>
-""")
+"""
+)
 
 
 def make_page(chart: Chart) -> str:

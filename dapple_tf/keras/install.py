@@ -12,12 +12,12 @@ import tensorflow as tf
 from typing_extensions import Unpack
 
 from dapple_tf import internals
-from dapple_tf.autoplan.options import OptionTypes, document_options, make_options
+from dapple_tf.autoplan.option_help import document_options, make_options
+from dapple_tf.autoplan.options import OptionTypes
 from dapple_tf.distributed import membership
 from dapple_tf.errors import BatchError, CaptureError, PlanError, UsageError
 from dapple_tf.frontend.capture import TRAINED
 from dapple_tf.frontend.optimizer_update import build_optimizer
-from dapple_tf.frontend.optimizers import as_keras_optimizer
 from dapple_tf.keras import ranks
 from dapple_tf.keras.batches import BatchNames
 from dapple_tf.keras.loops import Loops
@@ -112,7 +112,7 @@ def pipeline(
         kind = type(example_batch).__name__
         raise BatchError(f"example_batch is a {kind}: give a tuple (x, y) or (x, y, sample_weight), as fit takes them")
     names = BatchNames()
-    step = PipelinedStep(_training_function(model, names), as_keras_optimizer(model.optimizer), made)
+    step = PipelinedStep(_training_function(model, names), model.optimizer, made)
     test = step.forward_of(_evaluation_function(model, names))
     predict = step.forward_of(_prediction_function(model, names))
     job = membership.current()

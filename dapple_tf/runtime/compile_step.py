@@ -434,7 +434,7 @@ class LocalTarget:
     def announce(self, what: str, batch_size: int, signature: Sequence[tf.TensorSpec]) -> None:
         """Do nothing: there are no other processes to tell."""
 
-    def run_on_all(self, work: Callable[[], Any]) -> Any:
+    def run_on_all(self, work: Callable[[], T]) -> T:
         """Return what ``work`` returns."""
         return work()
 

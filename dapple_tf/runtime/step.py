@@ -15,7 +15,8 @@ from typing_extensions import Unpack
 
 from dapple_tf.autoplan.autoplan import Autoplan
 from dapple_tf.autoplan.batch_fit import fit_plan
-from dapple_tf.autoplan.options import Options, OptionTypes, document_options, make_options
+from dapple_tf.autoplan.option_help import document_options, make_options
+from dapple_tf.autoplan.options import Options, OptionTypes
 from dapple_tf.autoplan.schedule_auto import ScheduleChoice
 from dapple_tf.backend.build_times import BuildTimes
 from dapple_tf.compiler import PlannedModel, StepVariant
@@ -91,6 +92,7 @@ class PipelinedStep:
         options: Options,
         example_batch: Sequence[Any] | None = None,
     ) -> None:
+        optimizer = as_keras_optimizer(optimizer)
         if options.window is not None:
             check_optimizer(optimizer)
         self._loss_fn = loss_fn
@@ -114,6 +116,11 @@ class PipelinedStep:
             self.build(*example_batch)
 
     # --- what was decided and compiled
+
+    @property
+    def optimizer(self) -> Any:
+        """The Keras optimizer that trains, also where its name or configuration was given."""
+        return self._optimizer
 
     @property
     def plan(self) -> Plan:
@@ -457,7 +464,6 @@ def pipeline(
     Raises:
         ValueError: One of its subclasses in ``dapple_tf.errors``; the message says what cannot be done and what can.
     """
-    optimizer = as_keras_optimizer(optimizer)
     made = make_options("dapple.pipeline", options)
 
     def wrap(function: Callable[..., Any]) -> PipelinedStep:

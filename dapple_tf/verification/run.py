@@ -9,13 +9,13 @@ from typing import Any
 from typing_extensions import Unpack
 
 from dapple_tf import internals
-from dapple_tf.autoplan.options import WINDOW_NOT_VERIFIED, OptionTypes, document_options, make_options
+from dapple_tf.autoplan.option_help import document_options, make_options
+from dapple_tf.autoplan.options import WINDOW_NOT_VERIFIED, OptionTypes
 from dapple_tf.backend.saved_variables import unchanged_variables
 from dapple_tf.compiler import PlannedModel
 from dapple_tf.devices import list_devices
 from dapple_tf.distributed import membership
 from dapple_tf.errors import PlanError
-from dapple_tf.frontend.optimizers import as_keras_optimizer
 from dapple_tf.runtime.step import PipelinedStep
 from dapple_tf.staged_model import StagedModel
 from dapple_tf.verification.comparison import TOLERANCE, compare
@@ -57,7 +57,6 @@ def verify(
         PlanError: The options ask for asynchronous windows, which equal no step on one device.
         ValueError: Other subclasses in ``dapple_tf.errors``, as from ``dapple.pipeline``.
     """
-    optimizer = as_keras_optimizer(optimizer)
     made = make_options("dapple.verify", options)
     if made.window is not None:
         raise PlanError(f"mode='async': {WINDOW_NOT_VERIFIED}")
@@ -70,7 +69,7 @@ def verify(
         step.gather()
         found = Outcome(outputs.loss, outputs.aux, outputs.gradients, values_of(variables))
     trained = dict(zip(planned.model.trained, planned.model.trained_objects, strict=True))
-    one = OneDevice(loss_fn, optimizer, trained, variables, list_devices(made.devices)[0])
+    one = OneDevice(loss_fn, step.optimizer, trained, variables, list_devices(made.devices)[0])
     report = functools.partial(_compare, one, planned, batch, found)
     job = membership.current()
     result: Report = report() if job is None else job.run_on_rank_0(report)
@@ -98,9 +97,8 @@ def _compare(one: OneDevice, planned: PlannedModel, batch: Sequence[Any], found:
 
     plain = compare_with(undone(lambda: one.train(batch)))
     exactness = planned.exactness
-    if (
-        len(exactness.reasons) == len(exactness.undocumented) or model.for_passes.frontier
-    ):  # with a tail, parts have no loss
+    has_tail = bool(model.for_passes.frontier)  # parts of the batch have no loss then
+    if has_tail or len(exactness.reasons) == len(exactness.undocumented):
         return Report(plan, plain, exactness)
     if model.for_passes.statistics:
         divided = compare_with(undone(lambda: one.train_divided(batch, _find_pieces(planned), deferred=True)))

@@ -15,6 +15,7 @@ def parameters() -> list[object]:
     """Return the cases' names; those that do not come out as they must today are expected to fail, and to fail only."""
     found: list[object] = []
     for name in CASES:
+        # strict: a case that comes out right must be taken off the list
         marks = [pytest.mark.xfail(strict=True, reason=PENDING[name])] if name in PENDING else []
         found.append(pytest.param(name, marks=marks))
     return found

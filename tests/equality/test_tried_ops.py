@@ -76,9 +76,7 @@ def test_a_first_step_that_differs_from_the_whole_batch_raises_and_trains_nothin
     loss, batch, w = make_problem(couples_large_numbers, scale=1e16)
     before = w.numpy()
     step = dapple.pipeline(loss, optimizer=keras.optimizers.SGD(0.1), **OPTIONS)
-    with pytest.raises(
-        ExactnessError, match=r"the first step of loss has the loss .* and one device .*micro_batches=1"
-    ):
+    with pytest.raises(ExactnessError, match=r"the first run of loss has the loss .* and one device .*micro_batches=1"):
         step(*batch)
     np.testing.assert_array_equal(w.numpy(), before)
 

@@ -251,13 +251,17 @@ def _entry_by_entry(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind | l
     if any(kind.axis or kind.slope for kind in found) or not _same_rows(found):
         why = f"applies {node.op}, which mixes the entries of all axes but the first, to a batch on another axis"
         return scope.couple(node, why)
-    ranks = [scope.rank(value) for value, kind in zip(node.inputs, kinds, strict=True) if kind.rows]
-    if node.op == "SoftmaxCrossEntropyWithLogits" and set(ranks) != {2}:
-        return scope.couple(node, "takes a number for each sample as the numbers of classes")
     kind = next((kind for kind in found if kind.outer), found[0])
     if node.op.startswith("FusedBatchNorm"):
         return [kind, *[shared()] * (len(node.outputs) - 1)]
     return kind
+
+
+def _cross_entropy(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind | list[Kind]:
+    """Return the kind of the cross entropy of logits and labels, which are broadcast: a vector is one of classes."""
+    if any(kind.rows and scope.rank(value) != 2 for value, kind in zip(node.inputs, kinds, strict=True)):
+        return scope.couple(node, "takes a number for each sample as the numbers of classes")
+    return _entry_by_entry(scope, node, kinds)
 
 
 def _bias_add(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
@@ -316,6 +320,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         **dict.fromkeys(_ALONG_AXIS, _along_axis),
         **dict.fromkeys(_LAST_AXIS, _last_axis),
         **dict.fromkeys(_ENTRY_BY_ENTRY, _entry_by_entry),
+        "SoftmaxCrossEntropyWithLogits": _cross_entropy,
         **dict.fromkeys(_MATRICES, _matrices),
         "BiasAdd": _bias_add,
         "LowerBound": _search,

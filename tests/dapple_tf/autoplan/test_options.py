@@ -6,11 +6,13 @@ import dataclasses
 import inspect
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
 
 import dapple_tf as dapple
 from dapple_tf.autoplan.options import Options, OptionTypes, check_contradictions
+from dapple_tf.commands.train import train
 from dapple_tf.errors import PlanError, ScheduleError
 from profiler.cluster import config
 from tests.dapple_tf.builders import make_plan
@@ -174,9 +176,10 @@ def test_the_types_for_type_checkers_are_those_of_the_options() -> None:
 
 
 def test_numbers_of_numpy_are_numbers() -> None:
-    options = Options(stages=np.int64(2), micro_batches=np.int32(4), slice=np.int8(0))
-    assert options == Options(stages=2, micro_batches=4, slice=0)
+    options = Options(stages=np.int64(2), micro_batches=np.int32(4), slice=np.int8(0), replicas=[np.int64(2), 1])
+    assert options == Options(stages=2, micro_batches=4, slice=0, replicas=[2, 1])
     assert type(options.micro_batches) is int
+    assert Options(replicas=(np.int64(1), 1), micro_batches=[np.int32(2), 4]).given_sizes == [2, 4]
 
 
 def test_an_unknown_option_is_refused_with_the_nearest_name() -> None:
@@ -201,3 +204,12 @@ def test_help_shows_every_option_with_its_default_and_meaning(function: Any) -> 
 def test_windows_are_not_verified() -> None:
     with pytest.raises(PlanError, match="mode='async': an asynchronous window uses weights that are some updates old"):
         dapple.verify(lambda x: x, optimizer="sgd", batch=(), mode="async")
+
+
+def test_every_option_with_a_flag_is_one_of_the_command_line() -> None:
+    flags = {flag for option in dataclasses.fields(Options) for flag in option.metadata["flag"].split("/") if flag}
+    assert flags <= {flag for parameter in train.params for flag in (*parameter.opts, *parameter.secondary_opts)}
+
+
+def test_a_step_shows_the_optimizer_that_was_given_by_its_name() -> None:
+    assert isinstance(dapple.pipeline(lambda x: x, optimizer="sgd", stages=1).optimizer, keras.optimizers.SGD)

@@ -15,6 +15,7 @@ from tests.dapple_tf.distributed.test_job_checkpoints import train_in_one_proces
 from tests.dapple_tf.distributed.train_command import saved_steps, saving_in, train_arguments
 from tests.processes import Launcher, RanksError, needs_horovod, run_ranks
 
+# Network namespaces need root and iproute2; where these are missing, pytest prints the reason of the skip.
 _MISSING = find_missing_requirement()
 pytestmark = [needs_horovod, pytest.mark.skipif(_MISSING is not None, reason=str(_MISSING))]
 

@@ -12,6 +12,7 @@ import pytest
 from benchmarks.emulated_hosts import emulated_hosts, find_missing_requirement
 from tests.processes import Launcher, needs_horovod, run_ranks
 
+# Network namespaces need root and iproute2; where these are missing, pytest prints the reason of the skip.
 _MISSING = find_missing_requirement()
 pytestmark = [needs_horovod, pytest.mark.skipif(_MISSING is not None, reason=str(_MISSING))]
 
