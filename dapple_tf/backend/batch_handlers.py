@@ -51,13 +51,14 @@ def _rows(context: Context, node: Node, inputs: list[Any]) -> Outcome:
     return [tf.stack([low, high, size])], []
 
 
-def _one(context: Context, node: Node, inputs: list[Any]) -> Outcome:
-    return [tf.identity(inputs[0]) if inputs else tf.ones([], node.outputs[0].dtype.name)], []
-
-
-def _cast(context: Context, node: Node, inputs: list[Any]) -> Outcome:
-    share, *scale = inputs
-    return [tf.cast(share * tf.cast(scale[0], share.dtype) if scale else share, node.outputs[0].dtype.name)], []
+def _loss_gradient(context: Context, node: Node, inputs: list[Any]) -> Outcome:
+    dtype = node.outputs[0].dtype.name
+    if not inputs:
+        return [tf.ones([], dtype)], []
+    product, *scales = inputs
+    for scale in scales:  # in the float64 of the share, which is rounded once
+        product *= tf.cast(scale, product.dtype)
+    return [tf.cast(product, dtype)], []
 
 
 def _split(context: Context, node: Node, inputs: list[Any]) -> Outcome:
@@ -188,8 +189,7 @@ HANDLERS: Mapping[OpName, Handler] = MappingProxyType(
         OpName.BATCH_SIZE: _batch_size,
         OpName.SLICE: _slice,
         OpName.ROW_BOUNDS: _rows,
-        OpName.CAST: _cast,
-        OpName.ONE: _one,
+        OpName.LOSS_GRADIENT: _loss_gradient,
         OpName.SPLIT: _split,
         OpName.CONCAT: _concat,
         OpName.ADD: _add,

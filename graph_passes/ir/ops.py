@@ -38,8 +38,7 @@ class OpName(StrEnum):
     TAIL = "tail"
     CUT_ROWS = "cut_rows"
     LOSS_SCALE = "loss_scale"
-    CAST = "cast"
-    ONE = "one"
+    LOSS_GRADIENT = "loss_gradient"
     BACKWARD = "backward"
     INPUTS = "inputs"
     WEIGHTS = "weights"
@@ -285,18 +284,11 @@ _TABLE = (
         (_FUNCTION,),
     ),
     Op(
-        OpName.CAST,
-        "The share of the samples in the dtype of the loss: the gradient with which backward starts.",
-        Operands("the share of the samples; then the loss scale, where there is one"),
-        Operands("the same number, times the loss scale", 1),
-        _CALLED,
-    ),
-    Op(
-        OpName.ONE,
-        "The number 1 in the dtype of the loss: the gradient with which backward starts where the loss is a sum over "
-        "samples.",
-        Operands("none; or the loss scale"),
-        Operands("1, or the loss scale", 1),
+        OpName.LOSS_GRADIENT,
+        "The gradient with which backward starts, in the dtype of the loss: the share of the samples, or 1 where the "
+        "loss is a sum over samples; multiplied by the loss scale, where there is one.",
+        Operands("the share of the samples, unless the loss is a sum; then the loss scale, where there is one"),
+        Operands("the product of the inputs; 1 where there are none", 1),
         _CALLED,
     ),
     Op(

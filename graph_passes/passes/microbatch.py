@@ -75,7 +75,7 @@ class Microbatch:
         requires=frozenset({OpName.INPUT}),
         forbids=frozenset({OpName.BATCH_SIZE, OpName.FORWARD}),
         produces=frozenset({OpName.BATCH_SIZE, OpName.SLICE, OpName.FORWARD, OpName.MERGE}),
-        may_produce=frozenset({*BACKWARD_OPS, OpName.CAST, OpName.ONE, OpName.RUN_ONCE, OpName.ROW_BOUNDS})
+        may_produce=frozenset({*BACKWARD_OPS, OpName.LOSS_GRADIENT, OpName.RUN_ONCE, OpName.ROW_BOUNDS})
         | {OpName.GATHER_ROWS, OpName.TAIL, OpName.CUT_ROWS, OpName.LOSS_SCALE},
     )
 

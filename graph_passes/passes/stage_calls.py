@@ -33,7 +33,7 @@ class StageCalls:
         self.types: dict[Value, TensorType] = {}
         self.values: dict[tuple[str, str, int, int], Value] = {}
         self.shares: dict[tuple[int, int], Value] = {}  # by stage and micro-batch
-        self.seeds: dict[tuple[int, int], Value] = {}  # the share, or 1, in the dtype of the loss
+        self.seeds: dict[tuple[int, int], Value] = {}  # the gradient of the loss
         self.results: dict[str, list[tuple[Value, ...]]] = {}
 
     def loss_scale(self) -> list[Node]:
@@ -153,14 +153,11 @@ class StageCalls:
         return [*nodes, node]
 
     def _seed(self, stage: int, m: int, kind: TensorType) -> Node:
-        """Return the node that backward starts from: the share of the samples in the type of the loss; 1 for a sum.
-
-        Both are multiplied by the loss scale, where there is one.
-        """
-        op, share = (OpName.ONE, ()) if self.loss == "sum" else (OpName.CAST, (self.shares[stage, m],))
-        scaled = LOSS_SCALE_NAME in self.graph.function_by_name
-        inputs = (*share, *([Value(LOSS_SCALE_NAME)] if scaled else []))
-        node = Node(at(stage, 0, m, "seed"), op, inputs, (kind,), _place(stage, m))
+        """Return the node of the gradient of the loss, with which backward starts."""
+        factors = [] if self.loss == "sum" else [self.shares[stage, m]]
+        if LOSS_SCALE_NAME in self.graph.function_by_name:
+            factors.append(Value(LOSS_SCALE_NAME))
+        node = Node(at(stage, 0, m, "seed"), OpName.LOSS_GRADIENT, tuple(factors), (kind,), _place(stage, m))
         self.seeds[stage, m] = Value(node.name)
         return node
 

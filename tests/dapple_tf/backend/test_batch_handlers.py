@@ -139,16 +139,16 @@ def test_what_travels_together_is_passed_on_as_it_is() -> None:
 
 
 def test_the_seed_of_backward_is_the_share_in_the_dtype_of_the_loss() -> None:
-    (seed,) = run(OpName.CAST, np.float64(0.25), outputs=(tensor("float16"),))
+    (seed,) = run(OpName.LOSS_GRADIENT, np.float64(0.25), outputs=(tensor("float16"),))
     assert (seed, seed.dtype) == (0.25, np.float16)
 
 
 def test_the_seed_of_a_scaled_loss_is_the_share_times_the_scale() -> None:
     """The scale has the dtype of the loss: one that float16 cannot hold is infinite, as on one device."""
     for scale, expected in ((2.0**15, 2.0**13), (np.inf, np.inf)):
-        (seed,) = run(OpName.CAST, np.float64(0.25), np.float16(scale), outputs=(tensor("float16"),))
+        (seed,) = run(OpName.LOSS_GRADIENT, np.float64(0.25), np.float16(scale), outputs=(tensor("float16"),))
         assert (seed, seed.dtype) == (expected, np.float16)
-        (seed,) = run(OpName.ONE, np.float16(scale), outputs=(tensor("float16"),))
+        (seed,) = run(OpName.LOSS_GRADIENT, np.float16(scale), outputs=(tensor("float16"),))
         assert seed == np.float16(scale)
 
 
@@ -213,7 +213,7 @@ def test_row_bounds_without_a_micro_batch_are_the_whole_batch() -> None:
 
 
 def test_the_seed_of_a_sum_is_one_in_the_dtype_of_the_loss() -> None:
-    (seed,) = run(OpName.ONE, outputs=(tensor("float16"),))
+    (seed,) = run(OpName.LOSS_GRADIENT, outputs=(tensor("float16"),))
     assert (seed, seed.dtype, seed.shape) == (1, np.float16, ())
 
 

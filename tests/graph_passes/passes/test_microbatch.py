@@ -23,7 +23,7 @@ MICRO_BATCH = """
     | {micro_batch=M, micro_batches=2, replica=0, replicas=1, stage=1} -> (float64[])
     %stage1/replica0/mbM/forward = forward(%stage0/replica0/mbM/forward:0)
     | {function='stage1/forward', micro_batch=M, replica=0, stage=1} -> (float32[], float32[?,4])
-    %stage1/replica0/mbM/seed = cast(%stage1/replica0/mbM/slice:0)
+    %stage1/replica0/mbM/seed = loss_gradient(%stage1/replica0/mbM/slice:0)
     | {micro_batch=M, replica=0, stage=1} -> (float32[])
     %stage1/replica0/mbM/backward = backward(%stage0/replica0/mbM/forward:0, %stage1/replica0/mbM/seed:0,
     | %stage1/replica0/mbM/forward:1)
@@ -74,7 +74,7 @@ def test_gradients_of_weights_follow_those_of_inputs_and_take_what_they_carry() 
         | {{micro_batch=0, micro_batches=1, replica=0, replicas=1, stage=1}} -> (float64[])
         %stage1/replica0/mb0/forward = forward(%stage0/replica0/mb0/forward:0)
         | {{function='stage1/forward', micro_batch=0, replica=0, stage=1}} -> (float32[], float32[?,4])
-        %stage1/replica0/mb0/seed = cast(%stage1/replica0/mb0/slice:0)
+        %stage1/replica0/mb0/seed = loss_gradient(%stage1/replica0/mb0/slice:0)
         | {{micro_batch=0, replica=0, stage=1}} -> (float32[])
         %stage1/replica0/mb0/inputs = inputs(%stage1/replica0/mb0/seed:0, %stage1/replica0/mb0/forward:1)
         | {{function='stage1/inputs', micro_batch=0, replica=0, stage=1}} -> (float32[?,4], float32[?,4])
@@ -259,16 +259,15 @@ def test_a_stage_that_needs_neither_has_none() -> None:
     result = Microbatch(2, 2)(calls(X, *ONCE))
     assert not [node.name for node in result.nodes if node.op in ("run_once", "row_bounds") and "stage1" in node.name]
     plain = Microbatch(2, 2)(calls(X, *two_stages()))
-    assert not [node.name for node in plain.nodes if node.op in ("run_once", "row_bounds", "one")]
+    assert not [node.name for node in plain.nodes if node.op in ("run_once", "row_bounds")]
 
 
 def test_backward_of_a_sum_starts_from_one() -> None:
     result = Microbatch(2, 2, loss="sum")(calls(X, *two_stages()))
     verify(result)
-    ones = [node for node in result.nodes if node.op == "one"]
-    assert [node.name for node in ones] == [f"stage1/replica0/mb{m}/seed" for m in (0, 1)]
-    assert all(not node.inputs and node.outputs == (tensor("float32"),) for node in ones)
-    assert not [node for node in result.nodes if node.op == "cast"]
+    seeds = [node for node in result.nodes if node.op == "loss_gradient"]
+    assert [node.name for node in seeds] == [f"stage1/replica0/mb{m}/seed" for m in (0, 1)]
+    assert all(not node.inputs and node.outputs == (tensor("float32"),) for node in seeds)
     assert result.node("loss").string("kind") == "sum"
 
 
