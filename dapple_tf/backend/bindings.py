@@ -7,23 +7,11 @@ from collections.abc import Mapping, Sequence
 import tensorflow as tf
 
 from graph_passes.ir.graph import Graph, Node
-from graph_passes.ir.names import BACKWARD_OPS, nodes_of
+from graph_passes.ir.names import STAGE_OPS, nodes_of
 from graph_passes.ir.ops import OpName
 
 # Ops that use a replica's copy of a variable, where it has one.
-_USE_COPIES = frozenset(
-    {
-        OpName.RUN_ONCE,
-        OpName.PARTIALS,
-        OpName.PART,
-        OpName.FORWARD,
-        OpName.TAIL,
-        *BACKWARD_OPS,
-        OpName.REFRESH,
-        OpName.READ_STATE,
-    }
-)
-
+_USE_COPIES = frozenset({*STAGE_OPS, OpName.REFRESH, OpName.READ_STATE})
 
 # Ops that use a stage's own copy of the optimizer's step counter, where the stage counts its updates itself.
 _COUNTING = frozenset({OpName.UPDATE, OpName.COUNT_UPDATE})

@@ -53,21 +53,18 @@ def _allreduce(context: Context, node: Node, inputs: list[Any]) -> Outcome:
     if node.has("ranks"):
         *sums, token = context.communication.all_reduce(node, inputs)
         return [*_average(node, sums), token], []
-    count = len(node.outputs)
-    return _average(node, [tf.add_n(inputs[i::count]) for i in range(count)]), []
+    sums, ends = _sum(context, node, inputs)
+    return _average(node, sums), ends
 
 
 def _average(node: Node, sums: list[Any]) -> list[Any]:
     return [value / node.integer("replicas") for value in sums] if node.has("average") else sums
 
 
-def _sum_statistics(context: Context, node: Node, inputs: list[Any]) -> Outcome:
+def _sum(context: Context, node: Node, inputs: list[Any]) -> Outcome:
+    """Add the lists of tensors of which ``inputs`` consists: each list has a tensor for each output."""
     count = len(node.outputs)
     return [tf.add_n(inputs[i::count]) for i in range(count)], []
-
-
-def _tied_sum(context: Context, node: Node, inputs: list[Any]) -> Outcome:
-    return [tf.add_n(inputs)], []
 
 
 def _round(context: Context, node: Node, inputs: list[Any]) -> Outcome:
@@ -158,8 +155,8 @@ HANDLERS: Mapping[OpName, Handler] = MappingProxyType(
         OpName.ACCUMULATE: _accumulate,
         OpName.GRADIENTS: _gradients,
         OpName.ALLREDUCE: _allreduce,
-        OpName.TIED_SUM: _tied_sum,
-        OpName.SUM_STATISTICS: _sum_statistics,
+        OpName.TIED_SUM: _sum,
+        OpName.SUM_STATISTICS: _sum,
         OpName.ROUND: _round,
         OpName.REDUCED_GRADIENTS: _reduced_gradients,
         OpName.GATHER_SLICES: _gather_slices,

@@ -29,8 +29,8 @@ from dapple_tf.backend.stage_function import build_compiled_function, build_func
 from dapple_tf.frontend.joined_moments import join
 from graph_passes.analysis.layers import written_variables
 from graph_passes.ir.graph import Graph, Node
-from graph_passes.ir.names import BACKWARD_OPS, nodes_of
-from graph_passes.ir.ops import OpName
+from graph_passes.ir.names import nodes_of
+from graph_passes.ir.ops import CALL_OPS, OpName
 
 # --- Handlers of the ops that read and write variables and the replicas' copies of them
 
@@ -243,19 +243,9 @@ HANDLERS: Mapping[OpName, Handler] = MappingProxyType(
         OpName.COMMIT: _commit,
         OpName.SET_UPDATING: _set_updating,
         OpName.COUNT_UPDATE: _count_update,
-        OpName.RUN_ONCE: _call,
-        OpName.PARTIALS: _call,
+        **dict.fromkeys(CALL_OPS, _call),
         OpName.COMBINE_PARTIALS: _combine_partials,
-        OpName.PART: _call,
         OpName.JOIN: _join,
-        OpName.FORWARD: _call,
-        OpName.TAIL: _call,
-        **dict.fromkeys(BACKWARD_OPS, _call),
-        OpName.LOSS_SCALE: _call,
-        OpName.UPDATE_TERMS: _call,
-        OpName.COMBINE_TERMS: _call,
-        OpName.UPDATE: _call,
-        OpName.WRITE_STATISTICS: _call,
         OpName.BARRIER: _barrier,
         OpName.MERGE_STATE: _merge_state,
         OpName.EXCHANGE: _exchange,

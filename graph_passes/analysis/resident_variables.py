@@ -5,21 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from graph_passes.ir.graph import Graph, Node
-from graph_passes.ir.names import BACKWARD_OPS, nodes_of
+from graph_passes.ir.names import STAGE_OPS, nodes_of
 from graph_passes.ir.ops import OpName
 
 # Ops that use a replica's copy of a variable, where it has one.
-_USE_COPIES = frozenset(
-    {
-        OpName.RUN_ONCE,
-        OpName.PARTIALS,
-        OpName.PART,
-        OpName.FORWARD,
-        OpName.TAIL,
-        *BACKWARD_OPS,
-        OpName.READ_STATE,
-    }
-)
+_USE_COPIES = frozenset({*STAGE_OPS, OpName.READ_STATE})
 _USE_OWN = frozenset({OpName.READ_VARIABLE, OpName.READ_STATE, OpName.COMMIT, OpName.STORE_VERSION})
 
 

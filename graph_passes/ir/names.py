@@ -45,6 +45,12 @@ def nodes_of(graph: Graph, *ops: OpName) -> tuple[Node, ...]:
 BACKWARD_OPS = OpName.BACKWARD, OpName.INPUTS, OpName.WEIGHTS
 """The ops of a micro-batch's backward on a stage: the whole, or its two parts."""
 
+WRITING_OPS = OpName.RUN_ONCE, OpName.FORWARD, OpName.TAIL
+"""The ops whose calls may write what a model's forward writes, such as batch norm's statistics and counters."""
+
+STAGE_OPS = (*WRITING_OPS, OpName.PARTIALS, OpName.PART, *BACKWARD_OPS)
+"""The ops that call a part of a stage's forward or backward: each uses its replica's copies of variables."""
+
 
 def weight_gradient_op(graph: Graph, stage: int, micro_batch: int) -> OpName:
     """Return the op whose call gives the gradients of a stage's variables: ``weights`` where the backward is split."""

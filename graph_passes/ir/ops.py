@@ -141,6 +141,7 @@ class Op:
 
 
 NOTHING = Operands("none", 0)
+_ENTERING = Operands("the function's inputs, variables left out")
 
 _STAGE, _REPLICA, _MICRO_BATCH = (Attribute(name, "int") for name in ("stage", "replica", "micro_batch"))
 _PLACE_NAMES = ("stage", "replica", "micro_batch")
@@ -161,6 +162,12 @@ _BUCKET = Attribute("bucket", "int", required=False)
 _CHECK = Attribute("check", "bool", required=False)
 _RANKS = Attribute("ranks", "tuple[int, ...]", required=False)
 _VERSION = Attribute("version", "int", required=False)
+
+
+def _call(name: OpName, meaning: str, attributes: tuple[Attribute, ...], inputs: Operands = _ENTERING) -> Op:
+    """Return the entry of an op whose nodes call a function and give what it returns."""
+    return Op(name, meaning, inputs, Operands("the function's outputs"), (*attributes, _FUNCTION))
+
 
 _TABLE = (
     Op(
@@ -208,21 +215,17 @@ _TABLE = (
             _SHARES,
         ),
     ),
-    Op(
+    _call(
         OpName.RUN_ONCE,
         "Call the part of a stage's forward that runs once a step, on the whole batch: statistics of the batch, seeds, "
         "and writes that do not depend on samples. `version`: as for `forward`.",
-        Operands("the function's inputs, variables left out"),
-        Operands("the function's outputs"),
-        (*_PLACED, _FUNCTION, _VERSION),
+        (*_PLACED, _VERSION),
     ),
-    Op(
+    _call(
         OpName.PARTIALS,
         "Call the function that computes partial statistics (sums, largest values) of a replica's rows of one "
         "micro-batch, from which statistics of the whole batch are computed.",
-        Operands("the function's inputs, variables left out"),
-        Operands("the function's outputs"),
-        (*_CALLED, _FUNCTION),
+        _CALLED,
     ),
     Op(
         OpName.COMBINE_PARTIALS,
@@ -231,21 +234,17 @@ _TABLE = (
         Operands("the combined ones", "operations"),
         (*_PLACED, Attribute("operations", "tuple[str, ...]"), _PIECES),
     ),
-    Op(
+    _call(
         OpName.FORWARD,
         "Call a stage's forward function on one micro-batch. `version`: the slot of the replica's stored versions of "
         "the weights that it uses, where the replica has any. `shares`: as for `slice`.",
-        Operands("the function's inputs, variables left out"),
-        Operands("the function's outputs"),
-        (*_CALLED, _FUNCTION, _VERSION, _SHARES),
+        (*_CALLED, _VERSION, _SHARES),
     ),
-    Op(
+    _call(
         OpName.PART,
         "Call an earlier part of a stage's function, which is for the call `of` (forward, backward, weights), on one "
         "micro-batch: replicas join what it computes, and then the next part runs. The last part keeps the call's op.",
-        Operands("the function's inputs, variables left out"),
-        Operands("the function's outputs"),
-        (*_CALLED, _FUNCTION, Attribute("of", "str")),
+        (*_CALLED, Attribute("of", "str")),
     ),
     Op(
         OpName.JOIN,
@@ -262,12 +261,10 @@ _TABLE = (
         Operands("the tensors, then for each tensor the lengths of its pieces"),
         (*_PLACED, _AXES, _OUTER, _PIECES),
     ),
-    Op(
+    _call(
         OpName.TAIL,
         "Call the tail of the model on the whole batch: the loss that combines the samples, and its gradients.",
-        Operands("the function's inputs, variables left out"),
-        Operands("the function's outputs"),
-        (*_PLACED, _FUNCTION),
+        _PLACED,
     ),
     Op(
         OpName.CUT_ROWS,
@@ -291,26 +288,20 @@ _TABLE = (
         Operands("the product of the inputs; 1 where there are none", 1),
         _CALLED,
     ),
-    Op(
+    _call(
         OpName.BACKWARD,
         "Call a stage's backward function on one micro-batch. `version`: as for `forward`.",
-        Operands("the function's inputs, variables left out"),
-        Operands("the function's outputs"),
-        (*_CALLED, _FUNCTION, _INLINE, _VERSION),
+        (*_CALLED, _INLINE, _VERSION),
     ),
-    Op(
+    _call(
         OpName.INPUTS,
         "Call the part of a stage's backward that gives the gradients of its inputs.",
-        Operands("the function's inputs, variables left out"),
-        Operands("the function's outputs"),
-        (*_CALLED, _FUNCTION, _INLINE),
+        (*_CALLED, _INLINE),
     ),
-    Op(
+    _call(
         OpName.WEIGHTS,
         "Call the part of a stage's backward that gives the gradients of its weights.",
-        Operands("the function's inputs, variables left out"),
-        Operands("the function's outputs"),
-        (*_CALLED, _FUNCTION, _INLINE),
+        (*_CALLED, _INLINE),
     ),
     Op(
         OpName.SPLIT,
@@ -476,20 +467,18 @@ _TABLE = (
         Operands("none; on a rank, a token"),
         (_RANKS,),
     ),
-    Op(
+    _call(
         OpName.UPDATE_TERMS,
         "Call the function of what the optimizer computes from a stage's gradients for all stages: whether they are "
         "finite, sums of squares.",
-        Operands("the gradients that the function takes"),
-        Operands("the function's outputs"),
-        (*_PLACED, _FUNCTION),
+        _PLACED,
+        inputs=Operands("the gradients that the function takes"),
     ),
-    Op(
+    _call(
         OpName.COMBINE_TERMS,
         "Call the function of what the optimizer makes of all stages' terms: a condition of the update, a norm.",
-        Operands("the terms"),
-        Operands("the function's outputs"),
-        (_FUNCTION,),
+        (),
+        inputs=Operands("the terms"),
     ),
     Op(
         OpName.SET_UPDATING,
@@ -597,6 +586,9 @@ _TABLE = (
 
 OPS: Mapping[str, Op] = MappingProxyType({op.name.value: op for op in _TABLE})
 """Every call-level op by name."""
+
+CALL_OPS: frozenset[OpName] = frozenset(op.name for op in _TABLE if op.attribute("function"))
+"""The ops whose nodes call a function of the graph."""
 
 
 def ops_table_markdown() -> str:

@@ -16,12 +16,9 @@ from typing import ClassVar
 
 from graph_passes.analysis.variable_use import find_variables
 from graph_passes.ir.graph import Control, Graph, Node, attributes
-from graph_passes.ir.names import BACKWARD_OPS, at, nodes_of, replica_counts
+from graph_passes.ir.names import STAGE_OPS, WRITING_OPS, at, nodes_of, replica_counts
 from graph_passes.ir.ops import OpName
 from graph_passes.passes.base import Contract
-
-_CALLS = (OpName.RUN_ONCE, OpName.FORWARD, OpName.TAIL, *BACKWARD_OPS)
-_WRITERS = (OpName.RUN_ONCE, OpName.FORWARD, OpName.TAIL)
 
 
 @dataclass(frozen=True)
@@ -72,14 +69,14 @@ def copy_variables(graph: Graph, versioned: Set[str] = frozenset()) -> Graph:
                 attrs = attributes({**dict(attrs), "summed": summed}) if summed else attrs
                 commits.append(Node(at(stage, what=what), OpName.COMMIT, attrs=attrs))
     writers: dict[int, list[Control]] = {}
-    for node in nodes_of(graph, *_WRITERS):
+    for node in nodes_of(graph, *WRITING_OPS):
         done = Control(node.name, "commit: every write to the copies is done")
         writers.setdefault(node.integer("stage"), []).append(done)
     commits = [replace(commit, controls=tuple(writers[commit.integer("stage")])) for commit in commits]
     nodes: list[Node] = []
     added: set[str] = set()
     for node in graph.nodes:
-        place = (node.integer("stage"), node.integer("replica")) if node.op in _CALLS else None
+        place = (node.integer("stage"), node.integer("replica")) if node.op in STAGE_OPS else None
         if place in refreshes:
             refresh = refreshes[place]
             if refresh.name not in added:

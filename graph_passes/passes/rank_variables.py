@@ -14,12 +14,11 @@ from typing import ClassVar
 
 from graph_passes.analysis.variable_use import Variables, find_variables
 from graph_passes.ir.graph import Graph, Node, TensorType, Value, attributes
-from graph_passes.ir.names import at, nodes_of
+from graph_passes.ir.names import WRITING_OPS, at, nodes_of
 from graph_passes.ir.ops import OpName
 from graph_passes.passes.base import Contract
 
 _ADDED = frozenset({OpName.READ_VARIABLE, OpName.READ_STATE, OpName.MERGE_STATE})
-_WRITERS = (OpName.RUN_ONCE, OpName.FORWARD, OpName.TAIL)
 
 
 @dataclass(frozen=True)
@@ -99,7 +98,7 @@ def _merge_state(graph: Graph, commit: Node, types: Mapping[str, TensorType]) ->
     for replica in range(commit.integer("replicas")):
         attrs = attributes({"replica": replica, "stage": stage, "variables": names})
         state = Node(at(stage, replica, what=OpName.READ_STATE), OpName.READ_STATE, (), kinds, attrs)
-        for node in nodes_of(graph, *_WRITERS):
+        for node in nodes_of(graph, *WRITING_OPS):
             if (node.integer("stage"), node.integer("replica")) == (stage, replica):
                 state = state.after(node.name, "state: every forward has written its copy")
         states.append(state)
@@ -107,7 +106,7 @@ def _merge_state(graph: Graph, commit: Node, types: Mapping[str, TensorType]) ->
     kept = {key: value for key, value in commit.attrs if key in ("summed", "variables")}
     attrs = attributes({"replica": 0, "replicas": len(states), "stage": stage, **kept})
     merge = Node(_merge_name(stage), OpName.MERGE_STATE, inputs, kinds, attrs)
-    controls = tuple(c for c in commit.controls if graph.node(c.source).op not in _WRITERS)
+    controls = tuple(c for c in commit.controls if graph.node(c.source).op not in WRITING_OPS)
     return [*states, merge, dataclasses.replace(commit, inputs=merge.values(), controls=controls)]
 
 

@@ -12,7 +12,7 @@ import networkx as nx
 from graph_passes.analysis.variable_use import find_variables
 from graph_passes.errors import GraphError
 from graph_passes.ir.graph import Graph, Node
-from graph_passes.ir.names import BACKWARD_OPS, at, nodes_of, replica_counts
+from graph_passes.ir.names import BACKWARD_OPS, STAGE_OPS, at, nodes_of, replica_counts
 from graph_passes.ir.ops import OpName
 from graph_passes.passes.base import Contract
 from graph_passes.passes.order import call_name
@@ -110,7 +110,7 @@ def verify_copies(graph: Graph) -> None:
     """Raise GraphError unless each call waits for the ``refresh`` of the copies of variables that its replica uses."""
     variables = find_variables(graph)
     refreshed = {(node.integer("stage"), node.integer("replica")): node for node in nodes_of(graph, OpName.REFRESH)}
-    for node in nodes_of(graph, OpName.RUN_ONCE, OpName.FORWARD, OpName.TAIL, *BACKWARD_OPS):
+    for node in nodes_of(graph, *STAGE_OPS):
         stage, replica = node.integer("stage"), node.integer("replica")
         copied = variables.copied(stage, replica)
         refresh = refreshed.get((stage, replica))

@@ -91,7 +91,12 @@ def test_ranks_average_what_they_have_summed_and_pass_on_the_token() -> None:
 
 
 def test_the_gradients_of_a_tied_variable_are_added() -> None:
-    assert run(OpName.TIED_SUM, [1.0, 2.0], [10.0, 20.0], variable="w")[0].tolist() == [11, 22]
+    assert run(OpName.TIED_SUM, [1.0, 2.0], [10.0, 20.0], outputs=1, variable="w")[0].tolist() == [11, 22]
+
+
+def test_each_statistic_is_added_over_the_micro_batches() -> None:
+    sums = run(OpName.SUM_STATISTICS, 1.0, 10.0, 2.0, 20.0, outputs=2, variables=("mean", "variance"))
+    assert sums == [3, 30]
 
 
 def test_unchecked_gradients_may_be_infinite() -> None:
