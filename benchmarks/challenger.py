@@ -32,7 +32,7 @@ from dapple_tf.simulator.rings import make_rings
 from dapple_tf.simulator.shared_engine import shared_step_seconds
 from dapple_tf.simulator.simulate import simulate
 from dapple_tf.timeline.stage_costs import StageCosts
-from graph_passes.schedules.policies import warm_up
+from graph_passes.schedules.spec import warm_up
 from profiler.cluster import Cluster, Link, Server, config
 from profiler.importers import read_profile as read_any
 from profiler.profile import Profile

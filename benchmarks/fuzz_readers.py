@@ -133,11 +133,11 @@ def _shake_hands(data: bytes, path: Path) -> None:
 
 
 def _read_schedule(data: bytes, path: Path) -> None:
-    from graph_passes.schedules.policies import build_schedule, check_schedule
+    from graph_passes.schedules.spec import ScheduleSpec
 
     text = data.decode(errors="replace")
-    check_schedule(text, 2, 4)
-    build_schedule(text, 2, 4)
+    ScheduleSpec.parse(text).check(2, 4)
+    ScheduleSpec.parse(text).build(2, 4)
 
 
 def _read_units(data: bytes, path: Path) -> None:
@@ -152,7 +152,7 @@ def _readers() -> dict[str, Reader]:
     from dapple_tf.plans import Plan
     from dapple_tf.timeline.trace_file import read_recording
     from graph_passes.ir.text import parse_graph
-    from graph_passes.schedules.policies import build_schedule
+    from graph_passes.schedules.spec import ScheduleSpec
     from profiler.cluster import Cluster
     from profiler.importers import read_graph_file, read_profile
 
@@ -162,7 +162,7 @@ def _readers() -> dict[str, Reader]:
         _json(**{**_PLAN, "micro_batch_size": 4, "micro_batch_sizes": [1, 1, 2, 4]}),
     ]
     cluster_json = _json(format="dapple-cluster/1", device_memory="16GB", servers=[{"name": "a", "devices": 1}])
-    schedules = [b"dapple-a:D=3", b"K=2,1", b"zb-h1", str(build_schedule("dapple-b", 2, 4)).encode()]
+    schedules = [b"dapple-a:D=3", b"K=2,1", b"zb-h1", str(ScheduleSpec.parse("dapple-b").build(2, 4)).encode()]
     return {
         "cluster": Reader([_CLUSTER, cluster_json], lambda _, path: Cluster.load(path), (ClusterError,)),
         "profile": Reader([_PROFILE], lambda _, path: read_profile(path), (ProfileError,)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dapple_tf as dapple
 from benchmarks.common import Row
 from graph_passes.ir.names import nodes_of
-from graph_passes.schedules.policies import build_schedule
+from graph_passes.schedules.spec import ScheduleSpec
 
 STAGES, MICRO_BATCHES, SCHEDULES = (1, 2, 3, 4), (1, 2, 4, 8, 16), ("gpipe", "dapple-a", "dapple-b", "dapple-b:D=2")
 
@@ -28,7 +28,7 @@ def run() -> list[Row]:
                     schedule=name,
                 )
                 step.record(*timed.batch)
-                schedule = build_schedule(name, stages, micro_batches)
+                schedule = ScheduleSpec.parse(name).build(stages, micro_batches)
                 total += stages
                 right += sum(step.timeline.order(s) == schedule.stages[s] for s in range(stages))
                 calls = [n for n in step.graph.nodes if n not in nodes_of(step.graph, "timestamp")]

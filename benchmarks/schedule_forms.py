@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from benchmarks.common import Row
 from dapple_tf.commands.schedules import Units, time_workers
-from graph_passes.schedules.policies import build_schedule
 from graph_passes.schedules.schedule import Action, dependencies, run_schedule
+from graph_passes.schedules.spec import ScheduleSpec
 
 WORKERS, MOST_MICRO_BATCHES = range(2, 17), 64
 HALVES = Units(1, 2, 1)  # F = B / 2, and F = I = W
@@ -71,7 +71,7 @@ def compare_with_papers() -> Iterator[Row]:
             wanted = closed.form(p, option, m)
             if wanted is None or p * option * m > 2048:  # a few minutes for all cases
                 continue
-            workers = time_workers(build_schedule(closed.name.format(option), p * option, m), HALVES)
+            workers = time_workers(ScheduleSpec.parse(closed.name.format(option)).build(p * option, m), HALVES)
             right += (max(w.idle for w in workers), max(w.stashes for w in workers)) == wanted
             total += 1
         yield Row(f"{closed.name.format('n')}: {closed.paper}", "the paper's", f"{right} of {total}", right == total)
@@ -100,7 +100,7 @@ def idle_with_whole_pairs(workers: int, micro_batches: int) -> float:
     All results leave when the pair has ended. The first forward on the last stage, whose own backward comes next, is
     no pair.
     """
-    schedule = build_schedule("dualpipe-v", 2 * workers, micro_batches)
+    schedule = ScheduleSpec.parse("dualpipe-v").build(2 * workers, micro_batches)
     waiting = [_pairs(actions) for actions in schedule.workers]
     ended: dict[tuple[bool, int, int], float] = {}  # by whether it is a forward, stage and micro-batch
     free, begun, work = ([0.0] * workers for _ in range(3))
@@ -144,7 +144,7 @@ def whole_steps() -> Iterator[Row]:
     """Yield the idle share of the whole step, stagger included, for 4 workers and M = 8."""
     for closed in FORMS:
         option = closed.options[-1] if len(closed.options) > 1 else closed.options[0]
-        schedule = build_schedule(closed.name.format(option), 4 * option, 8)
+        schedule = ScheduleSpec.parse(closed.name.format(option)).build(4 * option, 8)
         ends = [own[-1] for own in run_schedule(schedule, HALVES.of)]
         busy = sum(HALVES.of(action) for actions in schedule.workers for action in actions)
         bubble = 1 - busy / (max(ends) * len(ends))

@@ -56,14 +56,16 @@ def build(name: str, workers: int, micro_batches: int) -> Any:
     """
     from dapple_tf.simulator.order_search import search_order
     from dapple_tf.timeline.stage_costs import StageCosts
-    from graph_passes.schedules.policies import build_schedule, worker_map_of
+    from graph_passes.schedules.spec import ScheduleSpec
 
     stages = workers * NAMES[name]
     if not name.startswith("zb-auto"):
-        return build_schedule(name, stages, micro_batches)
+        return ScheduleSpec.parse(name).build(stages, micro_batches)
     layers = LAYERS / NAMES[name]
     cost = StageCosts(layers * SECONDS, layers * 2 * SECONDS, 0, 0, 0, 0, 0, 1.0, 0, layers * SECONDS)
-    return search_order(worker_map_of(name, stages), micro_batches, [cost] * stages, 2.0 * workers).schedule
+    return search_order(
+        ScheduleSpec.parse(name).worker_map(stages), micro_batches, [cost] * stages, 2.0 * workers
+    ).schedule
 
 
 def simulated(name: str, workers: int, micro_batches: int) -> float:

@@ -24,7 +24,6 @@ def run() -> Iterator[Row]:
 
 def measure(depth: int, micro_batches: int, sliced: Any) -> tuple[float, float, float, int]:
     """Return the medians of start-up and step, the simulated step (seconds), and the number of sliced micro-batches."""
-    from graph_passes.schedules.policies import build_schedule
     from graph_passes.schedules.schedule import Action, run_schedule
 
     timed = waits(
@@ -57,7 +56,7 @@ def measure(depth: int, micro_batches: int, sliced: Any) -> tuple[float, float, 
     def lasts(action: Action) -> float:
         return (1 if action.kind == "F" else 2) * SECONDS * rows[action.micro_batch] / SAMPLES
 
-    ends = run_schedule(build_schedule(plan.schedule, depth, plan.micro_batches), lasts)
+    ends = run_schedule(plan.spec.build(depth, plan.micro_batches), lasts)
     return median(starts[2:]), median(seconds[2:]), max(own[-1] for own in ends), plan.micro_batches - micro_batches
 
 

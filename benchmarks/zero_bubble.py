@@ -35,7 +35,7 @@ def run() -> Iterator[Row]:
 
 def compare_with_paper() -> list[Row]:
     """Compare bubbles with (S - 1) (T_F + T_B - T_W), and + T_W for 1F1B (Qi et al., 2023), and K with 1F1B's."""
-    from graph_passes.schedules.policies import build_schedule
+    from graph_passes.schedules.spec import ScheduleSpec
 
     right = total = 0
     least_room = STAGES
@@ -45,7 +45,7 @@ def compare_with_paper() -> list[Row]:
             found = [simulated(name, stages, m, f, b, w) - m * (f + b + w) for name in SCHEDULES]
             right += sum(a == c for a, c in zip(found, wanted, strict=True))
             total += 2
-            in_flight = [max(build_schedule(name, stages, m).in_flight) for name in SCHEDULES]
+            in_flight = [max(ScheduleSpec.parse(name).build(stages, m).in_flight) for name in SCHEDULES]
             least_room = min(least_room, in_flight[0] - in_flight[1])
     return [
         Row(

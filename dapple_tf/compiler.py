@@ -50,7 +50,7 @@ from graph_passes.passes.verify_pipeline import VerifyPipeline
 from graph_passes.passes.verify_ranks import verify_ranks
 from graph_passes.passes.verify_window import VerifyWindow
 from graph_passes.passes.write_statistics import WriteStatistics
-from graph_passes.schedules.policies import build_schedule, forward_only
+from graph_passes.schedules.spec import forward_only
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,7 +104,7 @@ def passes(model: StagedModel, plan: Plan, devices: Sequence[str], home: str, va
         return _forward_passes(model, plan, placed, home)
     if plan.window is not None:
         return window_passes(model, plan, placed, home, variant)
-    schedule = build_schedule(plan.schedule, len(plan.stages), plan.micro_batches)
+    schedule = plan.build_schedule()
     check_workers(plan)
     if facts.frontier:
         check_forwards_first(schedule)

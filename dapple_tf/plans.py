@@ -17,7 +17,8 @@ from dapple_tf.errors import PlanError, ScheduleError
 from dapple_tf.window_plan import WindowPlan
 from graph_passes.analysis.row_bounds import least_rows, share_bounds, whole_shares
 from graph_passes.passes.recompute import find_runs
-from graph_passes.schedules.policies import abbreviate_schedule, check_schedule, worker_map_of
+from graph_passes.schedules.schedule import Schedule
+from graph_passes.schedules.spec import ScheduleSpec
 from graph_passes.schedules.weight_versions import Versions, WeightPolicy
 from graph_passes.schedules.worker_map import WorkerMap
 from profiler.fields import Fields
@@ -105,6 +106,15 @@ class Plan:
     overlap: bool = False
     micro_batch_sizes: tuple[int, ...] | None = None
     window: WindowPlan | None = None
+
+    @property
+    def spec(self) -> ScheduleSpec:
+        """The schedule, read from its text. Raises ScheduleError for a text that is none."""
+        return ScheduleSpec.parse(self.schedule)
+
+    def build_schedule(self) -> Schedule:
+        """Return the actions of every worker. Raises ScheduleError where the schedule is not for these stages and M."""
+        return self.spec.build(len(self.stages), self.micro_batches)
 
     @property
     def uncut(self) -> bool:
@@ -276,20 +286,20 @@ def check_workers(plan: Plan) -> None:
     The stages of one worker have the same devices, and no other worker has any of them. Raises ScheduleError where the
     schedule is for another number of stages.
     """
-    workers = worker_map_of(plan.schedule, len(plan.stages))
+    workers = plan.spec.worker_map(len(plan.stages))
     stage_of: dict[int, int] = {}
     for stages in workers.stages_of:
         devices = plan.stages[stages[0]].devices
         for stage in stages[1:]:
             if plan.stages[stage].devices != devices:
                 raise PlanError(
-                    f"schedule {abbreviate_schedule(plan.schedule)} runs stages {list(stages)} on one worker, but "
+                    f"schedule {plan.spec.short} runs stages {list(stages)} on one worker, but "
                     f"stage {stages[0]} is on devices {list(devices)} and stage {stage} on "
                     f"{list(plan.stages[stage].devices)}: give them the same devices"
                 )
             if plan.stages[stage].row_shares != plan.stages[stages[0]].row_shares:
                 raise PlanError(
-                    f"schedule {abbreviate_schedule(plan.schedule)} runs stages {list(stages)} on one worker, but "
+                    f"schedule {plan.spec.short} runs stages {list(stages)} on one worker, but "
                     f"stages {stages[0]} and {stage} have unequal shares, {list(plan.stages[stages[0]].fractions)} and "
                     f"{list(plan.stages[stage].fractions)}: give them the same"
                 )
@@ -438,7 +448,7 @@ def _from_json(data: Any) -> Plan:
         return plan
     try:
         for part in plan.virtual_workers or (plan,):
-            check_schedule(part.schedule, len(part.stages), part.micro_batches)
+            part.spec.check(len(part.stages), part.micro_batches)
     except ScheduleError as error:
         raise PlanError(f"schedule: {error}") from error
     return plan

@@ -41,7 +41,6 @@ from dapple_tf.timeline.timeline import Timeline
 from dapple_tf.window_plan import WindowPlan
 from graph_passes.analysis.layers import Layers
 from graph_passes.ir.graph import Shape
-from graph_passes.schedules.policies import build_schedule, is_searched
 from profiler.cluster import Cluster
 from profiler.units import format_samples
 
@@ -239,7 +238,7 @@ class Autoplan:
         if len(decision.plan.stages) > 1:
             _warn_of_dominant_layer(names, costs)
         self._decision, self.layer_names = decision, names
-        unknown = self._options.schedule_is_auto or is_searched(self._options.schedule_name)
+        unknown = self._options.spec is None or self._options.spec.is_searched
         if self._options.plan is None and decision.choice is None and unknown and decision.plan.window is None:
             self._estimates = costs, shapes
 
@@ -306,7 +305,7 @@ def _settle_batch_loss(options: Options, captured: Captured) -> Options:
     """Return the options with True or False as ``batch_loss``, and the only schedule that a tail can have if "auto"."""
     if captured.dependence is None or captured.dependence.tail is None:
         return dataclasses.replace(options, batch_loss=False)
-    schedule = "gpipe" if options.schedule_is_auto else options.schedule_name
+    schedule = "gpipe" if options.spec is None else str(options.spec)
     return dataclasses.replace(options, batch_loss=True, schedule=schedule)
 
 
@@ -320,10 +319,11 @@ def _settle_uncut(options: Options, captured: Captured) -> Options:
 def _may_wait(options: Options) -> bool:
     """Return whether the schedule may run all forwards of the last stage before its first backward."""
     if (plan := options.plan) is not None:
-        schedule = build_schedule(plan.schedule, len(plan.stages), plan.micro_batches)
+        schedule = plan.build_schedule()
         return schedule.warm_up[-1] == schedule.micro_batches
     return (
-        options.schedule_name.partition(":")[0] in ("auto", "gpipe", "looped-bfs")
+        options.spec is None
+        or str(options.spec).partition(":")[0] in ("gpipe", "looped-bfs")
         or options.wanted_micro_batches == 1
         or len(options.given_sizes) == 1
     )

@@ -13,7 +13,6 @@ from dapple_tf.errors import PlanError
 from dapple_tf.planner.window_stages import check_window_size
 from dapple_tf.plans import Plan, StagePlan
 from graph_passes.analysis.row_bounds import fit_micro_batches, fit_sizes
-from graph_passes.schedules.policies import truncate_schedule
 from profiler.units import format_samples
 
 GivenSizes = Sequence[int] | Sequence[float]
@@ -72,7 +71,7 @@ def fit_plan(plan: Plan, samples: int) -> Plan:
         stages = tuple(
             StagePlan(s.first_layer, s.last_layer, s.devices[: min(s.replicas, replicas)]) for s in plan.stages
         )
-    schedule = truncate_schedule(plan.schedule, micro_batches)
+    schedule = str(plan.spec.truncate(micro_batches))
     return dataclasses.replace(plan, micro_batches=micro_batches, stages=stages, schedule=schedule)
 
 

@@ -13,7 +13,7 @@ from dapple_tf.errors import PartitionError
 from dapple_tf.plans import Plan, StagePlan
 from graph_passes.analysis.layers import Layers
 from graph_passes.passes.partition import balance
-from graph_passes.schedules.policies import runs_several_stages, worker_map_of
+from graph_passes.schedules.spec import ScheduleSpec
 
 
 def follow_plan(plan: Plan, names: Sequence[str], layers: Layers, costs: EstimatedCosts, *, all_devices: bool) -> Plan:
@@ -53,10 +53,10 @@ def plan_forward(options: Options, layers: Layers, costs: EstimatedCosts, device
         options = dataclasses.replace(options, schedule="gpipe")
     if options.given_sizes:  # those of the first batch of training
         options = dataclasses.replace(options, micro_batches=count)
-    if not options.schedule_is_auto and runs_several_stages(options.schedule_name):
+    if options.spec is not None and options.spec.runs_several_stages:
         with contextlib.suppress(PartitionError):  # it has fewer places to cut, or other layers: see below
             return plan_requested_stages(dataclasses.replace(options, recompute=False), layers, costs, enough, devices)
-        options = _one_stage_per_worker(options)
+        options = _one_stage_per_worker(options, options.spec)
     stages, most = options.stages, len(layers.positions()) + 1
     if options.stages_are_auto:
         stages = min(devices, most)
@@ -71,13 +71,13 @@ def plan_forward(options: Options, layers: Layers, costs: EstimatedCosts, device
     return plan
 
 
-def _one_stage_per_worker(options: Options) -> Options:
-    """Return the options of as many stages as the schedule has workers, each on the devices of one."""
+def _one_stage_per_worker(options: Options, spec: ScheduleSpec) -> Options:
+    """Return the options with as many stages as the schedule ``spec`` has workers, each on one worker's devices."""
     if options.replicas is not None:
         workers = len(options.replicas)
     else:
         stages = options.stages if isinstance(options.stages, int) else len(options.stages) + 1
-        workers = worker_map_of(options.schedule_name, stages).workers
+        workers = spec.worker_map(stages).workers
     return dataclasses.replace(options, stages=workers, schedule="gpipe")
 
 

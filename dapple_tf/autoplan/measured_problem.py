@@ -87,9 +87,9 @@ def measure_problem(inputs: PlanningInputs, cluster: Cluster, replicas: Sequence
     check_batch_size(samples, micro_batches, (1,))
     size = max(options.sizes(samples), default=samples // micro_batches)
     any_size = options.micro_batches_are_auto
-    if not options.schedule_is_auto:
+    if options.spec is not None:
         sizes = list_micro_batch_sizes(samples, None) if any_size else (size,)
-        check_schedule(options.schedule_name, cluster.devices, [samples // each for each in sizes])
+        check_schedule(options.spec, cluster.devices, [samples // each for each in sizes])
     measured = {max(1, samples // m) for m in _MEASURED_MICRO_BATCHES} if any_size else {size}
     shares = {max(1, each // r) for each in measured for r in replicas}
     rows = tf.nest.map_structure(lambda leaf: tf.convert_to_tensor(leaf)[:size], tuple(inputs.batch))
@@ -98,7 +98,7 @@ def measure_problem(inputs: PlanningInputs, cluster: Cluster, replicas: Sequence
         cluster,
         global_batch_size=samples if any_size else micro_batches * size,
         micro_batch_size=None if any_size else size,
-        schedule=options.schedule_name,
+        schedule="auto" if options.spec is None else str(options.spec),
         recompute=options.recompute is True,
         optimizer_slots=inputs.optimizer_slots,
     )

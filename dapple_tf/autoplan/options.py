@@ -31,8 +31,7 @@ from dapple_tf.exactness import BatchLoss, BatchNorm, Inexact, check_batch_loss,
 from dapple_tf.plans import Plan
 from dapple_tf.simulator.named_orders import check_plannable
 from dapple_tf.window_plan import USUAL_MINIBATCHES, WindowPlan
-from graph_passes.schedules.policies import check_schedule, check_schedule_name, worker_map_of
-from graph_passes.schedules.text import is_text, parse_schedule
+from graph_passes.schedules.spec import ScheduleSpec
 from profiler.cluster import Cluster
 
 WINDOW_NOT_VERIFIED = (
@@ -116,7 +115,7 @@ def _check_schedule(given: object) -> None:
     if not isinstance(given, str):
         raise PlanError(f"schedule={given!r}: give a name, such as 'dapple-a'")
     if given != "auto":
-        check_schedule_name(given)
+        ScheduleSpec.parse(given)
 
 
 def _check_jit_compile(given: object) -> None:
@@ -356,12 +355,12 @@ class Options:
                 check(given)
         if self.window is not None and self.replicas and min(self.replicas) > 0:  # else refused with the stages
             self.window.versions(self.replicas)
-        if not self.schedule_is_auto and (self.stages_are_auto or self.micro_batches_are_auto):
-            check_plannable(self.schedule_name)
+        if self.spec is not None and (self.stages_are_auto or self.micro_batches_are_auto):
+            check_plannable(self.spec)
         if self.given_sizes:
             self._check_sizes_fit()
-        if isinstance(self.stages, int) and self.stages > 0 and not self.schedule_is_auto:
-            self._check_stages_fit(self.stages)
+        if isinstance(self.stages, int) and self.stages > 0 and self.spec is not None:
+            self._check_stages_fit(self.spec, self.stages)
 
     def _check_sizes_fit(self) -> None:
         """Raise PlanError, or ScheduleError, where the given sizes contradict the replicas or the schedule."""
@@ -369,19 +368,18 @@ class Options:
         if self.replicas and are_counts(given):
             sizes = tuple(map(int, given))
             check_batch_size(sum(sizes), count, self.replicas, sizes)
-        if not self.schedule_is_auto and is_text(self.schedule):
-            found = parse_schedule(self.schedule).micro_batches
-            if found != count:
-                raise ScheduleError(
-                    f"the schedule's text is for {found} micro-batches, but micro_batches={list(given)} are {count}: "
-                    "give a size for each, or another schedule"
-                )
+        own = self.spec.micro_batches if self.spec is not None else None
+        if own not in (None, count):
+            raise ScheduleError(
+                f"the schedule's text is for {own} micro-batches, but micro_batches={list(given)} are {count}: give a "
+                "size for each, or another schedule"
+            )
 
-    def _check_stages_fit(self, stages: int) -> None:
+    def _check_stages_fit(self, spec: ScheduleSpec, stages: int) -> None:
         """Raise ScheduleError, or PlanError, where the schedule is not for these stages, M or workers."""
         if not self.micro_batches_are_auto:
-            check_schedule(self.schedule_name, stages, self.count_micro_batches(0))
-        workers = worker_map_of(self.schedule_name, stages).workers
+            spec.check(stages, self.count_micro_batches(0))
+        workers = spec.worker_map(stages).workers
         if self.replicas is not None:
             check_worker_count(self.replicas, stages, workers)
 
@@ -396,14 +394,11 @@ class Options:
         return self.wanted_micro_batches == "auto"
 
     @property
-    def schedule_is_auto(self) -> bool:
-        """Whether the simulator chooses the schedule."""
-        return self.schedule_name == "auto"
-
-    @property
-    def schedule_name(self) -> str:
-        """The name of the schedule as given, or "auto"; with ``slice``, "auto" is 1F1B, which the Slicer slices."""
-        return "dapple-a" if self.schedule == "auto" and self.slice is not None else self.schedule
+    def spec(self) -> ScheduleSpec | None:
+        """The schedule; None where the simulator chooses it. ``slice`` slices 1F1B, which "auto" then stands for."""
+        if self.schedule == "auto":
+            return None if self.slice is None else ScheduleSpec.parse("dapple-a")
+        return ScheduleSpec.parse(self.schedule)
 
     @property
     def wanted_micro_batches(self) -> MicroBatches:
@@ -451,7 +446,9 @@ class Options:
 
         M is not left open where the user allows inexact steps, or gives a schedule for some M.
         """
-        left_open = self.micro_batches_are_auto and self.inexact == "error" and not is_text(self.schedule)
+        left_open = (
+            self.micro_batches_are_auto and self.inexact == "error" and not (self.spec and self.spec.micro_batches)
+        )
         one = left_open or self.wanted_micro_batches == 1 or len(self.given_sizes) == 1
         return self.window is None and one and max(self.replicas or (1,)) == 1
 
@@ -515,7 +512,7 @@ def _trains_newest_and_recomputes(options: Options) -> bool:
 
 
 def _leaves_nothing_to_plan(options: Options) -> bool:
-    has_order = options.window is not None or not (options.micro_batches_are_auto or options.schedule_is_auto)
+    has_order = options.window is not None or not (options.micro_batches_are_auto or options.spec is None)
     return options.plan is not None or (has_order and not options.stages_are_auto)
 
 

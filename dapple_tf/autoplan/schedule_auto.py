@@ -23,17 +23,7 @@ from dapple_tf.simulator.memory import usable_bytes
 from dapple_tf.simulator.order import encode
 from dapple_tf.simulator.order_search import FoundOrder, search_order
 from dapple_tf.timeline.stage_costs import StageCosts
-from graph_passes.schedules.policies import (
-    HANDCRAFTED_ZERO_BUBBLE,
-    abbreviate_schedule,
-    build_schedule,
-    count_micro_batches,
-    count_stages,
-    is_searched,
-    read_limit,
-    runs_several_stages,
-    worker_map_of,
-)
+from graph_passes.schedules.spec import HANDCRAFTED_ZERO_BUBBLE, ScheduleSpec
 from graph_passes.schedules.worker_map import WorkerMap
 from graph_passes.schedules.zero_bubble import ZERO_BUBBLE_AUTO
 from profiler.units import format_bytes
@@ -71,7 +61,7 @@ class ScheduleChoice:
 
     def __str__(self) -> str:
         base = "" if self.measured else " (estimated)"
-        text = f"schedule {abbreviate_schedule(self.schedule)}, M = {self.micro_batches}: ACR {self.acr:.3f}{base}"
+        text = f"schedule {ScheduleSpec.parse(self.schedule).short}, M = {self.micro_batches}: ACR {self.acr:.3f}{base}"
         chosen = self.seconds[self.schedule]
         others = [
             f"{name} {_compare(seconds, chosen)}" for name, seconds in self.seconds.items() if name != self.schedule
@@ -80,7 +70,7 @@ class ScheduleChoice:
             text += f"; {', '.join(others)}"
         if self.found is not None:
             text += f"; {self.found}"
-        limit = read_limit(self.schedule)
+        limit = ScheduleSpec.parse(self.schedule).limit
         if limit is not None:
             stage = min(range(len(self.max_in_flight)), key=lambda s: self.max_in_flight[s])
             text += f"; D = {limit}: a device's {format_bytes(self.memory)} hold no more micro-batches of stage {stage}"
@@ -103,9 +93,9 @@ def choose_schedule(
     remedies; and ScheduleError for explicit K_i, or explicit actions, that cannot run.
     """
     for policy in policies:
-        if count_stages(policy):
-            largest = max(costs)
-            build_schedule(policy, len(costs[largest]), count_micro_batches(policy, costs) or largest)
+        spec = ScheduleSpec.parse(policy)
+        if spec.stages:
+            spec.build(len(costs[max(costs)]), spec.micro_batches_within(costs))
     best: ScheduleChoice | None = None
     for m, stages in sorted(costs.items()):
         rows, network = stage_cost_arrays(stages), make_network(flows, stages)
@@ -136,7 +126,7 @@ def choose_profiled_schedule(
     if problem.schedule != "auto":
         costs = _costs_by_micro_batches(problem, stages, micro_batch_sizes, problem.schedule)
         choice = choose_schedule(costs, memory, policies=(problem.schedule,), measured=True, flows=flows)
-        return with_found_order(choice, stages, costs, flows) if is_searched(problem.schedule) else choice
+        return with_found_order(choice, stages, costs, flows) if problem.searches_order else choice
     costs = _costs_by_micro_batches(problem, stages, micro_batch_sizes, POLICIES[0])
     choice = choose_schedule(costs, memory, measured=True, flows=flows)
     if len(stages) == 1:
@@ -153,7 +143,7 @@ def with_found_order(
     flows: Flows | None = None,
 ) -> ScheduleChoice:
     """Return a choice of ``zb-auto`` with the order that is found for the costs of the chosen M, without contention."""
-    workers, own = worker_map_of(choice.schedule, len(stages)), costs[choice.micro_batches]
+    workers, own = ScheduleSpec.parse(choice.schedule).worker_map(len(stages)), costs[choice.micro_batches]
     found = search_order(workers, choice.micro_batches, own, choice.memory)
     seconds = {**choice.seconds, choice.schedule: _seconds_of(found, own, flows)}
     return dataclasses.replace(choice, seconds=seconds, found=found)
@@ -210,12 +200,12 @@ def _count_in_flight(stage: StageCosts, memory: float, micro_batches: int) -> in
 
 def _explain_shortage(costs: Mapping[int, Sequence[StageCosts]], memory: float, policies: Sequence[str]) -> str:
     """Return which stage lacks most memory, with the largest M and one micro-batch in flight, and the remedies."""
-    m = max(costs)
-    if any(runs_several_stages(policy) for policy in policies):
+    m, specs = max(costs), [ScheduleSpec.parse(policy) for policy in policies]
+    if any(spec.runs_several_stages for spec in specs):
+        names = " or ".join(spec.short for spec in specs)
         return (
-            f"schedule {' or '.join(map(abbreviate_schedule, policies))}, under which devices run several stages, "
-            f"keeps more in flight than fits into a device's {format_bytes(memory)}, with M = {m} too: use schedule "
-            "'auto', or more devices"
+            f"schedule {names}, under which devices run several stages, keeps more in flight than fits into a device's "
+            f"{format_bytes(memory)}, with M = {m} too: use schedule 'auto', or more devices"
         )
     needs = [stage.fixed_bytes + stage.working_bytes + stage.stash_bytes for stage in costs[m]]
     worst = max(range(len(needs)), key=lambda s: needs[s])

@@ -25,7 +25,6 @@ from dapple_tf.timeline.stage_costs import StageCosts
 from graph_passes.analysis.variable_use import find_variables
 from graph_passes.ir.graph import Port, Shape
 from graph_passes.ir.names import at
-from graph_passes.schedules.policies import is_searched
 from profiler.cluster import Cluster, Link
 
 # Assumed between the servers of a job where no cluster is given: 10 Gbps Ethernet.
@@ -66,7 +65,7 @@ def choose_estimated_schedule(
     if largest * _AMPLE_MEMORY >= cluster.least_memory:
         stages = _with_predicted_memory(stages, predict_plan_memory(planned, ranks=ranks))
     flows = plan_flows(planned.plan.stages, cluster)
-    if is_searched(planned.plan.schedule):
+    if planned.plan.spec.is_searched:
         # W is estimated to take as long as F: half of a backward without re-computation.
         split = [dataclasses.replace(stage, weights_seconds=stage.forward_seconds) for stage in stages]
         policy = (planned.plan.schedule,)

@@ -26,7 +26,7 @@ from dapple_tf.planner.planning_problem import Candidate, PlanningProblem
 from dapple_tf.simulator.interrupts import interruptible
 from dapple_tf.window_plan import WindowPlan
 from graph_passes.analysis.layers import Layers
-from graph_passes.schedules.policies import abbreviate_schedule, runs_several_stages
+from graph_passes.schedules.spec import ScheduleSpec
 from profiler.cluster import Cluster
 from profiler.units import format_samples
 
@@ -50,9 +50,9 @@ def choose_stages(inputs: PlanningInputs) -> PlanDecision:
     else:
         candidates = _plan_without_replicas(problem)
     chosen = _fastest_on_all_ranks(problem, candidates, inputs.replicable) if inputs.ranks else _fastest(candidates)
-    if not inputs.options.schedule_is_auto:
+    if inputs.options.spec is not None:
         return decide_on(problem, chosen, "best", inputs.samples, None)
-    if runs_several_stages(chosen.schedule):  # no policy of one stage per device is for these stages
+    if ScheduleSpec.parse(chosen.schedule).runs_several_stages:  # no policy of one stage per device is for these stages
         problem = dataclasses.replace(problem, schedule=chosen.schedule)
     choice = choose_profiled_schedule(problem, chosen.stages, (chosen.micro_batch_size,))
     return decide_on(problem, dataclasses.replace(chosen, schedule=choice.schedule), "best", inputs.samples, choice)
@@ -83,12 +83,12 @@ def check_enough_layers(options: Options, layers: Layers) -> None:
 
     Planning says it too, but only when the model has been profiled.
     """
-    if options.schedule_is_auto or not runs_several_stages(options.schedule_name):
+    if options.spec is None or not options.spec.runs_several_stages:
         return
-    least, most = least_stages(options.schedule_name), len(layers.positions()) + 1
+    least, most = least_stages(options.spec), len(layers.positions()) + 1
     if most < least:
         raise PlanError(
-            f"schedule {abbreviate_schedule(options.schedule_name)!r} needs at least {least} stages, but "
+            f"schedule {options.spec.short!r} needs at least {least} stages, but "
             f"{layers.graph.name} can be cut into {most}: choose a schedule with fewer stages per device"
         )
 

@@ -13,14 +13,6 @@ from dapple_tf.errors import PlanError
 from dapple_tf.plans import Plan, StagePlan
 from graph_passes.analysis.layers import Layers
 from graph_passes.passes.partition import balance
-from graph_passes.schedules.policies import (
-    build_schedule,
-    chunked_policy,
-    count_micro_batches,
-    count_stages,
-    runs_several_stages,
-    worker_map_of,
-)
 from graph_passes.schedules.worker_map import WorkerMap
 
 
@@ -36,9 +28,7 @@ def plan_requested_stages(
     """
     starts = _find_starts(options, layers, costs)
     count = len(starts) + 1
-    workers = (
-        WorkerMap.one_per_stage(count) if options.schedule_is_auto else worker_map_of(options.schedule_name, count)
-    )
+    workers = WorkerMap.one_per_stage(count) if options.spec is None else options.spec.worker_map(count)
     replicas = tuple(options.replicas) if options.replicas is not None else (1,) * workers.workers
     check_worker_count(replicas, count, workers.workers)
     if min(replicas) < 1:
@@ -66,7 +56,7 @@ def plan_requested_stages(
         global_batch_size=global_batch_size,
         micro_batch_size=max(sizes, default=-(-global_batch_size // micro_batches)),
         micro_batches=micro_batches,
-        schedule="dapple-a" if options.schedule_is_auto else options.schedule_name,
+        schedule="dapple-a" if options.spec is None else str(options.spec),
         recompute=choose_recompute(options.recompute, layers, stages),
         stages=tuple(stages),
         micro_batch_sizes=sizes or None,
@@ -79,13 +69,13 @@ def _check_schedule(options: Options, stages: int, micro_batches: int, largest: 
 
     Where M is "auto", try the M that the schedule is written for, or else the ``largest`` possible.
     """
-    name = options.schedule_name
-    if options.schedule_is_auto:
+    spec = options.spec
+    if spec is None:
         return
     if not options.micro_batches_are_auto:
-        build_schedule(name, stages, micro_batches)
-    elif count_stages(name) or chunked_policy(name):
-        build_schedule(name, stages, count_micro_batches(name, range(1, largest + 1)) or largest)
+        spec.build(stages, micro_batches)
+    elif spec.stages or spec.chunks:
+        spec.build(stages, spec.micro_batches_within(range(1, largest + 1)))
 
 
 def _find_starts(options: Options, layers: Layers, costs: EstimatedCosts) -> list[int]:
@@ -105,12 +95,11 @@ def _find_starts(options: Options, layers: Layers, costs: EstimatedCosts) -> lis
 def _count_stages(options: Options) -> int:
     """Return how many stages a worker for each entry of ``replicas`` runs under the schedule of the options."""
     workers = len(options.replicas or (1,))
-    if options.schedule_is_auto:
+    if options.spec is None:
         return workers
-    chunked = chunked_policy(options.schedule_name)
-    if chunked:
-        return workers * chunked[1]
-    given = count_stages(options.schedule_name) if runs_several_stages(options.schedule_name) else None
+    if options.spec.chunks:
+        return workers * options.spec.chunks
+    given = options.spec.stages if options.spec.runs_several_stages else None
     return given or workers
 
 

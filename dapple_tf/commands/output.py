@@ -9,7 +9,6 @@ import click
 from dapple_tf.errors import OutputError
 from dapple_tf.plans import Plan
 from dapple_tf.window_plan import WindowPlan
-from graph_passes.schedules.policies import abbreviate_schedule
 from graph_passes.schedules.window import Window
 from profiler.files import find_folder_problem, find_write_problem
 from profiler.units import format_samples
@@ -51,7 +50,7 @@ def check_folder_path(option: str, path: str | None, content: str) -> None:
 
 def describe_plan(plan: Plan, layer_names: Sequence[str]) -> str:
     """Return the plan as text: a line for the whole, and one for each stage with its devices and layers."""
-    how = f"{plan.describe_micro_batches()}, schedule {abbreviate_schedule(plan.schedule)}"
+    how = f"{plan.describe_micro_batches()}, schedule {plan.spec.short}"
     if plan.window is not None:
         how = describe_windows(plan.window, plan.global_batch_size, plan.versions.window)
     lines = [f"{len(plan.stages)} stages, {how}{_describe_recompute(plan, len(layer_names))}"]

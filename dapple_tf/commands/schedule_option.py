@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from dapple_tf.errors import ScheduleError
-from graph_passes.schedules.policies import check_schedule_name
+from graph_passes.schedules.spec import ScheduleSpec
 
 SCHEDULE_OPTION = click.option(
     "--schedule",
@@ -31,7 +31,7 @@ def read_schedule(value: str) -> str:
         except (OSError, UnicodeError) as error:
             raise click.BadParameter(f"{value} cannot be read as text: {error}") from error
         try:
-            check_schedule_name(text)
+            ScheduleSpec.parse(text)
         except ScheduleError as error:
             raise ScheduleError(f"{value}: {error}") from error
         return text
@@ -42,7 +42,7 @@ def read_schedule(value: str) -> str:
 
 def _is_schedule(value: str) -> bool:
     try:
-        check_schedule_name(value)
+        ScheduleSpec.parse(value)
     except ScheduleError:
         return value == "auto"
     return True

@@ -17,6 +17,7 @@ from graph_passes.schedules.schedule import Action, Schedule, of_kind, run_sched
 if TYPE_CHECKING:
     from dapple_tf.simulator.order_search import FoundOrder
     from dapple_tf.timeline.stage_costs import StageCosts
+    from graph_passes.schedules.spec import ScheduleSpec
 
 
 @click.command()
@@ -45,8 +46,7 @@ def schedules(
     Without SCHEDULE, list the names.
     """
     from graph_passes.errors import ScheduleError
-    from graph_passes.schedules.policies import NAMES, build_schedule, is_searched
-    from graph_passes.schedules.text import is_text, parse_schedule
+    from graph_passes.schedules.spec import NAMES, ScheduleSpec
 
     if schedule is None:
         if output is not None:
@@ -55,16 +55,15 @@ def schedules(
             print_result(f"{name:20}  {meaning}")
         return
     check_chart_path("--output", output)
-    name = read_schedule(schedule)
-    given = parse_schedule(name) if is_text(name) else None
-    stages = stages or (len(given.stages) if given else 4)
-    micro_batches = micro_batches or (given.micro_batches if given else 8)
+    spec = ScheduleSpec.parse(read_schedule(schedule))
+    stages = stages or spec.stages or 4
+    micro_batches = micro_batches or spec.micro_batches or 8
     searched = None
-    if is_searched(name):
-        searched = _search(name, stages, micro_batches, Units(forward, backward, weights), stashes)
+    if spec.is_searched:
+        searched = _search(spec, stages, micro_batches, Units(forward, backward, weights), stashes)
     elif stashes is not None:
-        raise ScheduleError(f"--stashes is for zb-auto, which searches within them; {name} holds what it holds")
-    found = searched.schedule if searched is not None else build_schedule(name, stages, micro_batches)
+        raise ScheduleError(f"--stashes is for zb-auto, which searches within them; {spec} holds what it holds")
+    found = searched.schedule if searched is not None else spec.build(stages, micro_batches)
     if found.split and weights >= backward:
         raise ScheduleError(f"--weights {weights} is part of --backward {backward}: it must be less")
     units = Units(forward, backward, weights)
@@ -90,16 +89,15 @@ def schedules(
         click.echo(json.dumps({"schedule": str(found), "micro_batches": found.micro_batches, "workers": rows}))
 
 
-def _search(name: str, stages: int, micro_batches: int, units: Units, stashes: int | None) -> FoundOrder:
+def _search(spec: ScheduleSpec, stages: int, micro_batches: int, units: Units, stashes: int | None) -> FoundOrder:
     """Return the order that ``zb-auto`` finds for equal stages; by default within the stashes of zb-h2."""
     from dapple_tf.simulator.order_search import search_order
     from graph_passes.errors import ScheduleError
-    from graph_passes.schedules.policies import check_schedule, worker_map_of
 
     if units.weights >= units.backward:
         raise ScheduleError(f"--weights {units.weights} is part of --backward {units.backward}: it must be less")
-    check_schedule(name, stages, micro_batches)
-    workers = worker_map_of(name, stages)
+    spec.check(stages, micro_batches)
+    workers = spec.worker_map(stages)
     chunks = len(workers.stages_of[0])
     most = (2 * workers.workers - 1) * chunks if stashes is None else stashes
     if most < chunks:

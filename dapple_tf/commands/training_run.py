@@ -28,7 +28,6 @@ from dapple_tf.plans import Plan
 from dapple_tf.runtime.step import PipelinedStep
 from dapple_tf.timeline.picture import save_recording
 from dapple_tf.timeline.recording import Recording, describe_error, planned_seconds
-from graph_passes.schedules.policies import abbreviate_schedule
 from profiler.units import format_seconds
 
 Batches = Iterator[tuple[Any, ...]]
@@ -172,7 +171,7 @@ def _train(
 def _named_recording(step: PipelinedStep, model: str) -> Recording:
     """Return the recorded step, with the model and the schedule as its title."""
     plan = step.plan
-    how = f"{abbreviate_schedule(plan.schedule)}, M = {plan.micro_batches}"
+    how = f"{plan.spec.short}, M = {plan.micro_batches}"
     if plan.window is not None:
         how = f"asynchronous, weights {plan.window.weights}, {plan.window.minibatches} minibatches"
     return dataclasses.replace(step.recording, title=f"{model.rpartition(':')[2]}: {how}")

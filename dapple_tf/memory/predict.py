@@ -20,7 +20,6 @@ from graph_passes.ir.graph import Function, Graph, Value
 from graph_passes.ir.names import at, micro_batch_count, replica_counts, replica_shares
 from graph_passes.ir.ops import OpName
 from graph_passes.passes.gather_slices import SparsePart, slice_ports
-from graph_passes.schedules.policies import build_schedule
 from graph_passes.schedules.schedule import Schedule
 
 _LOOPS = frozenset({"While", "StatelessWhile"})
@@ -87,7 +86,7 @@ def predict_plan_memory(planned: PlannedModel, *, ranks: bool) -> tuple[StageMem
     plan = planned.plan
     if plan.window is not None:
         return _predict_window_memory(planned, ranks)
-    schedule = build_schedule(plan.schedule, len(plan.stages), plan.micro_batches)
+    schedule = plan.build_schedule()
     # Predict from the graph of all stages, on made-up device names: a rank's own graph lacks the other stages.
     graph = pipeline_graph(planned.model, plan, _device_names(plan), "home")
     return predict_memory(graph, schedule, planned.model, planned.batch_size, sizes=plan.sizes, ranks=ranks)

@@ -14,7 +14,6 @@ from dapple_tf.memory.predict import StageMemory, held_bytes
 from dapple_tf.memory.process_peak import predict_process_peak
 from dapple_tf.plans import Plan
 from dapple_tf.timeline.timeline import Timeline
-from graph_passes.schedules.policies import abbreviate_schedule, build_schedule
 from graph_passes.schedules.schedule import FREEING, Schedule, most_in_flight
 from profiler.units import format_megabytes
 
@@ -157,7 +156,7 @@ def make_report(
     if plan.window is not None:
         workers = tuple(_WorkerMemory((m.stage,), m.in_flight, m.fixed, m.in_step) for m in predicted)
         return Report(plan, tuple(stages), workers, peak, shared)
-    schedule = build_schedule(plan.schedule, len(plan.stages), plan.micro_batches)
+    schedule = plan.build_schedule()
     return Report(plan, tuple(stages), _predict_workers(predicted, schedule), peak, shared)
 
 
@@ -178,7 +177,7 @@ def observed_in_flight(timeline: Timeline, stage: int) -> int:
 
 def _describe_plan(plan: Plan) -> str:
     replicas = "" if max(plan.replicas) == 1 else f" on {', '.join(map(str, plan.replicas))} devices"
-    order = f"schedule {abbreviate_schedule(plan.schedule)}"
+    order = f"schedule {plan.spec.short}"
     if plan.window is not None:
         order += f", V versions by weights {plan.window.weights!r}"
     return (

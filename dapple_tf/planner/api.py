@@ -23,17 +23,7 @@ from dapple_tf.simulator.named_orders import check_plannable
 from dapple_tf.simulator.virtual_workers import predict_workers
 from dapple_tf.timeline.timeline import SimulatedTimeline
 from dapple_tf.window_plan import USUAL_MINIBATCHES, WindowPlan
-from graph_passes.schedules.policies import (
-    abbreviate_schedule,
-    build_schedule,
-    check_schedule_name,
-    chunked_policy,
-    count_micro_batches,
-    count_stages,
-    is_searched,
-    worker_map_of,
-)
-from graph_passes.schedules.policies import check_schedule as check_schedule_of
+from graph_passes.schedules.spec import ScheduleSpec
 from profiler.cluster import Cluster
 from profiler.device_costs import profiles_on
 from profiler.profile import Profile
@@ -166,7 +156,9 @@ def make_problem(
         raise PlanError(f"schedule is {quote(schedule)}, not a string: give 'auto' or the name of a schedule")
     micro_batch_sizes = list_micro_batch_sizes(global_batch_size, micro_batch_size)
     if schedule != "auto":
-        check_schedule(schedule, cluster.devices, [global_batch_size // size for size in micro_batch_sizes])
+        check_schedule(
+            ScheduleSpec.parse(schedule), cluster.devices, [global_batch_size // size for size in micro_batch_sizes]
+        )
     if cluster.is_uniform:
         (profile,), (cluster, _) = profiles_on(profile, cluster), cluster.only_kind(cluster.kind_of(0))
     else:
@@ -190,34 +182,31 @@ def _check_blocks(problem: PlanningProblem) -> None:
     """Raise PlanError if the schedule runs several stages on a device, and the model has too few layers for them."""
     if not problem.shares_devices:
         return
-    blocks, least = len(problem.chain.parameter_bytes), least_stages(problem.schedule)
+    blocks, least = len(problem.chain.parameter_bytes), least_stages(problem.spec)
     if blocks < least:
         raise PlanError(
-            f"schedule {abbreviate_schedule(problem.schedule)!r} needs at least {least} stages, but the "
+            f"schedule {problem.spec.short!r} needs at least {least} stages, but the "
             f"{len(problem.profile.layers)} layers of {problem.profile.model!r} form {blocks} blocks that can be a "
             "stage: choose a schedule with fewer stages per device"
         )
 
 
-def check_schedule(name: str, devices: int, micro_batches: Sequence[int]) -> None:
-    """Raise PlanError or ScheduleError if no plan on ``devices`` devices can have the schedule called ``name``.
+def check_schedule(spec: ScheduleSpec, devices: int, micro_batches: Sequence[int]) -> None:
+    """Raise PlanError or ScheduleError if no plan on ``devices`` devices can have the schedule ``spec``.
 
     ``micro_batches``: the numbers of micro-batches that the plan may have.
     """
-    check_schedule_name(name)
-    check_plannable(name)
-    stages = count_stages(name)
+    check_plannable(spec)
+    stages = spec.stages
     if stages is None:
-        if chunked := chunked_policy(name):
-            check_schedule_of(name, chunked[1], max(micro_batches))
+        if spec.chunks:
+            spec.check(spec.chunks, max(micro_batches))
         return
-    workers = worker_map_of(name, stages).workers
+    workers = spec.worker_map(stages).workers
     if workers > devices:
         on = f" on {workers} devices" if workers < stages else ""
-        raise PlanError(
-            f"schedule {abbreviate_schedule(name)!r} is for {stages} stages{on}, but the cluster has {devices} devices"
-        )
-    build_schedule(name, stages, count_micro_batches(name, micro_batches) or max(micro_batches))
+        raise PlanError(f"schedule {spec.short!r} is for {stages} stages{on}, but the cluster has {devices} devices")
+    spec.build(stages, spec.micro_batches_within(micro_batches))
 
 
 @interruptible
@@ -256,7 +245,7 @@ def predict_plan(
     """
     bare = problem.plan_of(candidate, planner)
     note = ""
-    if is_searched(candidate.schedule):
+    if ScheduleSpec.parse(candidate.schedule).is_searched:
         _refuse_virtual_workers(candidate, planner, f"schedule {candidate.schedule!r} needs")
         found = search_plan_order(problem, bare)
         bare, note = with_order(bare, found), str(found)

@@ -39,7 +39,6 @@ from dapple_tf.planner.single_moves import move_singly
 from dapple_tf.planner.step_simulation import POLICIES, simulate_found_plans
 from dapple_tf.planner.unequal_refine import refine_unequal
 from dapple_tf.planner.unequal_search import find_unequal_stages, unequal_candidates
-from graph_passes.schedules.policies import is_searched
 from profiler.cluster import Cluster
 from profiler.device_costs import profile_on
 
@@ -76,7 +75,7 @@ def plan_best(problem: PlanningProblem, *, chunks: Sequence[int] = (2, 4)) -> Pl
     ``chunks`` below 2. On devices of different kinds the plans searched have one stage per device, unless the schedule
     says otherwise; see ``unequal_candidates``.
     """
-    if is_searched(problem.schedule):
+    if problem.searches_order:
         return plan_searched(problem, plan_best)
     if problem.shares_devices:
         chunked = plan_chunked(problem) if problem.cluster.is_uniform else _plan_chunked_unequal(problem)

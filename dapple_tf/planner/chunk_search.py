@@ -19,6 +19,7 @@ from dapple_tf.planner.chunk_simulation import CostSource, CutResult, CutSimulat
 from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem
 from dapple_tf.simulator.compiled import Integers
 from dapple_tf.simulator.named_orders import is_interleaved
+from graph_passes.schedules.spec import ScheduleSpec
 from graph_passes.schedules.worker_map import WorkerMap
 
 # The work of one search: plans simulated to improve the cuts, of one shape at one size and in all, cuts looked at,
@@ -59,7 +60,7 @@ class _Budget:
 
     def builds(self, entry: _Entry) -> bool:
         """Return whether the entry's schedule may be built; if so, count its actions."""
-        if entry.result is not None or is_interleaved(entry.simulator.shape.schedule):
+        if entry.result is not None or is_interleaved(ScheduleSpec.parse(entry.simulator.shape.schedule)):
             return True  # it has been built, or that takes no time
         actions = 2 * entry.simulator.calls
         if self.actions < _ACTIONS and actions > self.actions:

@@ -10,7 +10,7 @@ from dapple_tf.errors import ScheduleError
 from dapple_tf.planner.placement import Placement, append_first, device_indices, fresh_first, scatter_first
 from dapple_tf.planner.planning_problem import PlanningProblem
 from dapple_tf.planner.search_space import halve_devices, server_orders
-from graph_passes.schedules.policies import chunked_policy, count_stages, worker_map_of
+from graph_passes.schedules.spec import ScheduleSpec
 from graph_passes.schedules.worker_map import WorkerMap
 from profiler.cluster import Cluster
 
@@ -37,16 +37,15 @@ class ChunkShape:
         return self.replicas * self.workers.workers
 
 
-def least_stages(schedule: str) -> int:
-    """Return the fewest stages that ``schedule`` can have; some worker runs several of them."""
-    chunked = chunked_policy(schedule)
-    return chunked[1] if chunked else count_stages(schedule) or 1
+def least_stages(spec: ScheduleSpec) -> int:
+    """Return the fewest stages that a schedule can have; some worker runs several of them."""
+    return spec.chunks or spec.stages or 1
 
 
 def most_stages(problem: PlanningProblem) -> int:
     """Return the most stages that the problem's devices can run under its schedule; 0 if there are too few layers."""
-    blocks, least = len(problem.chain.parameter_bytes), least_stages(problem.schedule)
-    most = min(problem.cluster.devices, blocks // least) if chunked_policy(problem.schedule) else int(least <= blocks)
+    blocks, least = len(problem.chain.parameter_bytes), least_stages(problem.spec)
+    most = min(problem.cluster.devices, blocks // least) if problem.spec.chunks else int(least <= blocks)
     return least * most
 
 
@@ -66,12 +65,12 @@ def list_shapes(problem: PlanningProblem) -> list[ChunkShape]:
 
 def _worker_maps(problem: PlanningProblem) -> Iterator[WorkerMap]:
     """Yield the worker maps that the problem's schedule can have; one for a schedule given by its actions."""
-    schedule, total = problem.schedule, problem.cluster.devices
-    least, stages = least_stages(schedule), most_stages(problem)
+    spec, total = problem.spec, problem.cluster.devices
+    least, stages = least_stages(spec), most_stages(problem)
     most = stages // least  # workers, or 1 for the only map of a schedule given by its actions
     for count in range(1, most + 1) if total <= _MOST_DEVICES else _even_counts(total, most):
         with contextlib.suppress(ScheduleError):  # a number of workers that the policy is not for
-            yield worker_map_of(schedule, count * least)
+            yield spec.worker_map(count * least)
 
 
 def list_interleaved_shapes(problem: PlanningProblem, chunks: Iterable[int]) -> list[list[ChunkShape]]:

@@ -22,7 +22,7 @@ from dapple_tf.simulator.link_costs import LinkCosts
 from dapple_tf.simulator.memory import usable_bytes
 from dapple_tf.simulator.named_orders import Ordered, named_order
 from dapple_tf.simulator.transfer import ring_seconds
-from graph_passes.schedules.policies import splits_backward
+from graph_passes.schedules.spec import ScheduleSpec
 from graph_passes.schedules.worker_map import WorkerMap
 
 _ROUNDS = 4  # of even_sums
@@ -143,7 +143,7 @@ class CutSimulator:
         self.micro_batches = source.problem.global_batch_size // size
         self.least_seconds = source.least_seconds(shape, size)
         self._problem, self._devices, self._links = source.problem, devices, links
-        self._blocks = source.blocks(size, shape.replicas, splits_backward(shape.schedule))
+        self._blocks = source.blocks(size, shape.replicas, ScheduleSpec.parse(shape.schedule).splits_backward)
         self._memory = usable_bytes(source.problem.cluster.least_memory)
 
     @property

@@ -23,7 +23,7 @@ from dapple_tf.planner.piper import plan_piper
 from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem
 from dapple_tf.planner.spp import plan_spp
 from dapple_tf.planner.torchgpipe import plan_torchgpipe
-from graph_passes.schedules.text import is_text
+from graph_passes.schedules.spec import ScheduleSpec
 
 _MOST_DEVICES = 64  # with more, the dynamic programs take longer than the search beside them
 _SPP_LIMIT = 3200  # blocks times devices; with more, SPP's dynamic program takes longer than all others together
@@ -65,8 +65,7 @@ def interleaved_comparator_candidates(
 
 def is_beyond_search(problem: PlanningProblem, candidate: Candidate) -> bool:
     """Return whether no search of "best" has such plans: an order or warm-up of its own, or some re-computed stages."""
-    schedule = candidate.schedule
-    has_own_order = candidate.sizes is not None or is_text(schedule) or schedule.startswith("K=")
+    has_own_order = candidate.sizes is not None or ScheduleSpec.parse(candidate.schedule).stages is not None
     return has_own_order or candidate.recompute != problem.recompute
 
 

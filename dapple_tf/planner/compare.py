@@ -21,7 +21,6 @@ from dapple_tf.planner.refusal import describe_other_reason, lacks_memory
 from dapple_tf.planner.registry import PLANNERS, check_planner, find_result, may_fit
 from dapple_tf.plans import Plan
 from dapple_tf.timeline.timeline import Timeline
-from graph_passes.schedules.policies import abbreviate_schedule
 from profiler.cluster import Cluster
 from profiler.files import atomic_replacement, write_atomically
 from profiler.profile import Profile
@@ -92,7 +91,7 @@ class ComparedPlan:
         values = (
             self.notation,
             f"{self.plan.micro_batches} of {format_samples(self.plan.micro_batch_size)}",
-            abbreviate_schedule(self.plan.schedule) + describe_recompute(self.plan),
+            self.plan.spec.short + describe_recompute(self.plan),
             format_seconds_fixed(self.step_seconds),
             f"{self.bubble:.1%}",
             f"{self.acr:.3f}",
@@ -168,7 +167,7 @@ class Comparison:
 def _bar(row: ComparedPlan) -> Bar:
     if row.plan is None:
         return Bar(row.planner, "", row.reason)
-    label = f"{format_seconds_fixed(row.step_seconds)}   {row.notation}, {abbreviate_schedule(row.plan.schedule)}"
+    label = f"{format_seconds_fixed(row.step_seconds)}   {row.notation}, {row.plan.spec.short}"
     return Bar(row.planner, label, row.reason, row.parts, row.peak_memory_bytes or 0.0)
 
 

@@ -8,7 +8,6 @@ from dapple_tf.planner.pipedream_formula import PipedreamPrediction
 from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem
 from dapple_tf.plans import Plan, StagePlan
 from dapple_tf.timeline.timeline import Timeline
-from graph_passes.schedules.policies import abbreviate_schedule
 from profiler.profile import Profile
 from profiler.units import format_samples, format_seconds_fixed
 
@@ -42,7 +41,7 @@ def describe_plan(plan: Plan, profile: Profile, timeline: Timeline) -> str:
     """Return the plan and its predicted step in a few lines."""
     lines = [
         f"plan {notation(plan)}, layers {split_positions(plan)}, {plan.describe_micro_batches()}, "
-        f"schedule {abbreviate_schedule(plan.schedule)}"
+        f"schedule {plan.spec.short}"
         + describe_recompute(plan)
         + (", AllReduce overlaps backward" if plan.overlap else ""),
         str(timeline),
@@ -108,7 +107,7 @@ def _name(candidate: Candidate, plan: Plan) -> str:
     """Return a runner-up's notation, origin, micro-batches and schedule."""
     kind = notation(plan)
     origin = "" if candidate.origin in (kind, "search", "two stages", "one device") else f" ({candidate.origin})"
-    return f"runner-up {kind}{origin}, {plan.micro_batches} micro-batches, {abbreviate_schedule(plan.schedule)}"
+    return f"runner-up {kind}{origin}, {plan.micro_batches} micro-batches, {plan.spec.short}"
 
 
 def _difference(chosen: tuple[Plan, Timeline], other: tuple[Plan, Timeline]) -> str:

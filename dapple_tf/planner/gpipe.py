@@ -8,7 +8,7 @@ from dapple_tf.errors import PlanError
 from dapple_tf.planner.baselines import even_stages
 from dapple_tf.planner.chunk_shapes import most_stages
 from dapple_tf.planner.planning_problem import PlannerResult, PlanningProblem
-from graph_passes.schedules.policies import worker_map_of
+from graph_passes.schedules.spec import ScheduleSpec
 from graph_passes.schedules.worker_map import WorkerMap
 
 
@@ -28,6 +28,10 @@ def plan_gpipe(problem: PlanningProblem, *, stages: int | None = None) -> Planne
             f"stages={count}: {problem.profile.model!r} on {problem.cluster.devices} devices can have 1 to {most} "
             f"stages; its {len(problem.profile.layers)} layers form {blocks} blocks that can be a stage"
         )
-    workers = worker_map_of(scheduled.schedule, count) if scheduled.shares_devices else WorkerMap.one_per_stage(count)
+    workers = (
+        ScheduleSpec.parse(scheduled.schedule).worker_map(count)
+        if scheduled.shares_devices
+        else WorkerMap.one_per_stage(count)
+    )
     found = scheduled.evaluate_all_sizes(even_stages(scheduled, workers), "straight")
     return PlannerResult(min(found, key=lambda c: c.seconds)) if found else None

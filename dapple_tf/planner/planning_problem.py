@@ -25,7 +25,7 @@ from dapple_tf.simulator.memory_limit import fit_to_one_limit
 from dapple_tf.simulator.simulate import simulate
 from dapple_tf.timeline.timeline import SimulatedTimeline
 from graph_passes.analysis.row_bounds import least_rows
-from graph_passes.schedules.policies import runs_several_stages, splits_backward
+from graph_passes.schedules.spec import ScheduleSpec
 from profiler.cluster import Cluster
 from profiler.linearise import Chain, linearise
 from profiler.profile import Profile
@@ -60,10 +60,20 @@ class PlanningProblem:
         """The profile as a chain of blocks."""
         return linearise(self.profile)
 
+    @property
+    def spec(self) -> ScheduleSpec:
+        """The schedule that is given. Raises ScheduleError for "auto"."""
+        return ScheduleSpec.parse(self.schedule)
+
     @cached_property
     def shares_devices(self) -> bool:
         """Whether the schedule is given, and runs several stages on a device."""
-        return self.schedule != "auto" and runs_several_stages(self.schedule)
+        return self.schedule != "auto" and self.spec.runs_several_stages
+
+    @property
+    def searches_order(self) -> bool:
+        """Whether the schedule is given, and its order is searched for (``zb-auto``)."""
+        return self.schedule != "auto" and self.spec.is_searched
 
     @cached_property
     def search_spaces(self) -> tuple[SearchSpace, ...]:
@@ -80,7 +90,7 @@ class PlanningProblem:
             optimizer_slots=self.optimizer_slots,
             recompute=bool(self.recompute),
             overlap=self.overlap,
-            splits_backward=splits_backward(self.schedule),
+            splits_backward=self.schedule != "auto" and self.spec.splits_backward,
         )
 
     def stage_plans(self, space: SearchSpace, found: FoundPlan) -> tuple[StagePlan, ...]:
@@ -165,7 +175,7 @@ class PlanningProblem:
             return None
         ceiling = min(ceiling, self.ceiling)
         wanted = self.schedule if schedule is None else schedule
-        splits = wanted != "auto" and splits_backward(wanted)
+        splits = wanted != "auto" and ScheduleSpec.parse(wanted).splits_backward
         micro_batches = self._micro_batches(stages, micro_batch_size)
         # Reason: most plans that are too slow need no costs and no simulation.
         least = least_step_seconds(

@@ -13,7 +13,6 @@ from dapple_tf.planner.memory_shortage import describe_shortage
 from dapple_tf.planner.planning_problem import PlanningProblem
 from dapple_tf.planner.registry import PLANNERS
 from dapple_tf.simulator.interrupts import interruptible
-from graph_passes.schedules.policies import abbreviate_schedule
 from profiler.units import format_bytes, format_samples
 
 _AMPLE = 1e30  # bytes of a device that holds any model
@@ -52,7 +51,7 @@ def describe_other_reason(problem: PlanningProblem, **options: Any) -> str:
     """Return that a planner has no plan for these devices, sizes and options, where memory is not the reason."""
     given = [f"{name}={value!r}" for name, value in options.items()]
     if problem.schedule != "auto":
-        given.append(f"schedule {abbreviate_schedule(problem.schedule)!r}")
+        given.append(f"schedule {problem.spec.short!r}")
     given.append(f"micro-batches of at most {format_samples(max(problem.micro_batch_sizes))}")
     return (
         f"has no plan on {problem.cluster.devices} devices with {', '.join(given)}, in which each replica gets at "

@@ -24,7 +24,6 @@ from dapple_tf.planner.planning_problem import PlannerResult, PlanningProblem
 from dapple_tf.planner.spp import plan_spp
 from dapple_tf.planner.torchgpipe import plan_torchgpipe
 from dapple_tf.simulator.interrupts import interruptible
-from graph_passes.schedules.policies import abbreviate_schedule
 from profiler.quote import quote
 
 # A planner takes a problem and options of its own; it returns None if nothing that it may choose fits the memory.
@@ -69,7 +68,7 @@ def find_result(problem: PlanningProblem, planner: str, **options: Any) -> Plann
     check_options(planner, function, options)
     if problem.shares_devices and planner not in _OF_SHARED_DEVICES:
         raise PlanError(
-            f"schedule {abbreviate_schedule(problem.schedule)!r} runs several stages on a device, and planner "
+            f"schedule {problem.spec.short!r} runs several stages on a device, and planner "
             f"{planner!r} makes plans of one stage per device: use planner {_list(_OF_SHARED_DEVICES)}"
         )
     if not problem.cluster.is_uniform and planner not in _OF_UNEQUAL_DEVICES:

@@ -15,7 +15,6 @@ from dapple_tf.plans import Plan
 from dapple_tf.simulator.costs import stage_costs
 from dapple_tf.simulator.memory_limit import fit_to_one_limit
 from dapple_tf.simulator.order_search import FoundOrder, search_order
-from graph_passes.schedules.policies import worker_map_of
 
 _SEARCHED = 5  # candidates whose order is searched for, the fastest ones under the substitutes
 
@@ -58,7 +57,7 @@ def search_plan_order(problem: PlanningProblem, plan: Plan) -> FoundOrder:
     Raises ScheduleError where no order fits.
     """
     costs = stage_costs(plan, problem.profile, problem.cluster, optimizer_slots=problem.optimizer_slots)
-    workers = worker_map_of(plan.schedule, len(plan.stages))
+    workers = plan.spec.worker_map(len(plan.stages))
     return search_order(workers, plan.micro_batches, *fit_to_one_limit(plan, costs, problem.cluster))
 
 

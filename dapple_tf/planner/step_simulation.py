@@ -23,7 +23,7 @@ from dapple_tf.simulator.rings import Rings, layer_rings, make_rings, whole_ring
 from dapple_tf.simulator.shared_engine import shared_step_seconds
 from dapple_tf.timeline.stage_costs import StageCosts
 from graph_passes.errors import ScheduleError
-from graph_passes.schedules.policies import HANDCRAFTED_ZERO_BUBBLE, chunked_policy, is_searched, warm_up
+from graph_passes.schedules.spec import HANDCRAFTED_ZERO_BUBBLE, ScheduleSpec, warm_up
 
 POLICIES = ("dapple-a", "dapple-b", "gpipe")  # of equally fast policies the first is taken: it stashes least
 # Schedules that are simulated in place of ``zb-auto`` while planning, by the stages of a device: one, or two in a V.
@@ -108,7 +108,7 @@ def fastest_schedule(
     Of policies that are equally fast but for rounding the first of ``POLICIES`` is taken. A schedule's name must be
     valid (``make_problem`` checks it).
     """
-    if is_searched(schedule):
+    if schedule != "auto" and ScheduleSpec.parse(schedule).is_searched:
         # Reason: the search takes far longer. It starts from all of these, so what it finds for the plan is no slower.
         names = (schedule, *find_substitutes(schedule))
         found = [_named_schedule_seconds(costs, micro_batches, memory_bytes, name, network, ceiling) for name in names]
@@ -171,8 +171,8 @@ def _seconds_below(order: Order, costs: StageCostArrays, network: Network | None
 
 def find_substitutes(schedule: str) -> tuple[str, ...]:
     """Return the schedules for which planners cut stages instead of ``zb-auto``: of as many stages per device."""
-    chunked = chunked_policy(schedule)
-    return _SUBSTITUTES.get(chunked[1], ()) if chunked else ()
+    chunks = ScheduleSpec.parse(schedule).chunks
+    return _SUBSTITUTES.get(chunks, ()) if chunks else ()
 
 
 def order_seconds(

@@ -26,7 +26,6 @@ from dapple_tf.timeline.stage_costs import StageCosts
 from dapple_tf.timeline.stamps import Stamp, fill_stamps, make_timeline, name_stamps
 from dapple_tf.timeline.timeline import Timeline
 from graph_passes.ir.graph import Graph
-from graph_passes.schedules.policies import actions_together, build_schedule
 from graph_passes.schedules.schedule import Schedule
 from graph_passes.schedules.weight_versions import Versions
 
@@ -97,7 +96,7 @@ class Recorder:
                 stamps,
                 title=plan_title(plan),
                 note=last.note,
-                together=actions_together(plan.schedule),
+                together=plan.spec.together,
                 versions=None if plan.window is None else plan.versions,
             )
         return self._timeline
@@ -127,7 +126,7 @@ def pair_with_prediction(measured: Timeline, plan: Plan, simulated: Timeline | N
     elif plan.window is not None:
         predicted = predict_window_from_times(measured, plan.versions)
     else:
-        schedule = build_schedule(plan.schedule, len(plan.stages), plan.micro_batches)
+        schedule = plan.build_schedule()
         predicted = predict_from_times(measured, schedule, plan.sizes)
     return Recording(plan_title(plan), measured, predicted, planned_seconds(plan))
 

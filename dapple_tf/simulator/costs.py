@@ -12,7 +12,6 @@ from dapple_tf.simulator.link_costs import LinkCosts
 from dapple_tf.simulator.slowest_replica import ReplicaSeconds
 from dapple_tf.simulator.transfer import ring_seconds
 from dapple_tf.timeline.stage_costs import StageCosts
-from graph_passes.schedules.policies import splits_backward, stages_ending_split
 from profiler.cluster import Cluster
 from profiler.profile import Profile
 
@@ -54,8 +53,8 @@ class CostModel:
         parameters, stash = self._profile.parameter_bytes, self._profile.stash_bytes
         samples = plan.micro_batch_size if samples is None else samples
         stages = [stage.in_rows(samples) for stage in plan.stages]
-        splits = splits_backward(plan.schedule)
-        ends_split = stages_ending_split(plan.schedule, len(plan.stages), plan.micro_batches)
+        splits = plan.spec.splits_backward
+        ends_split = plan.spec.ends_split(len(plan.stages), plan.micro_batches)
         scale = samples / self._profile.batch_size
         found = []
         for index, stage in enumerate(stages):

@@ -11,15 +11,7 @@ from dapple_tf.errors import ScheduleError
 from dapple_tf.simulator.compiled import Integers
 from dapple_tf.simulator.held_stash import count_in_flight
 from dapple_tf.simulator.order import Order, early_backward_order, encode, interleaved_order
-from graph_passes.schedules.policies import (
-    CHUNKED,
-    actions_together,
-    build_schedule,
-    check_schedule,
-    chunked_policy,
-    warm_up_by_name,
-    worker_map_of,
-)
+from graph_passes.schedules.spec import ChunkedSpec, ScheduleSpec
 
 
 class Ordered(NamedTuple):
@@ -29,10 +21,9 @@ class Ordered(NamedTuple):
     in_flight: Integers
 
 
-def is_interleaved(name: str) -> bool:
-    """Return whether a valid name is that of interleaved 1F1B, whose orders are compiled; others take far longer."""
-    chunked = chunked_policy(name)
-    return chunked is not None and chunked[0] is CHUNKED["interleaved-1f1b"]
+def is_interleaved(spec: ScheduleSpec) -> bool:
+    """Return whether a schedule is interleaved 1F1B, whose orders are compiled; those of others take far longer."""
+    return isinstance(spec, ChunkedSpec) and spec.policy == "interleaved-1f1b"
 
 
 @lru_cache(maxsize=128)
@@ -41,23 +32,24 @@ def named_order(name: str, stages: int, micro_batches: int) -> Ordered:
 
     Raises ScheduleError for an unknown name, and where ``check_plannable`` does.
     """
-    if is_interleaved(name):
-        check_schedule(name, stages, micro_batches)
-        workers = worker_map_of(name, stages).workers
+    spec = ScheduleSpec.parse(name)
+    if is_interleaved(spec):
+        spec.check(stages, micro_batches)
+        workers = spec.worker_map(stages).workers
         order = interleaved_order(workers, stages // workers, micro_batches)
         return Ordered(order, count_in_flight(order))
-    warm = warm_up_by_name(name, stages, micro_batches)
+    warm = spec.warm_up(stages, micro_batches)
     if warm is None:
-        check_plannable(name)
-        schedule = build_schedule(name, stages, micro_batches)
+        check_plannable(spec)
+        schedule = spec.build(stages, micro_batches)
         return Ordered(encode(schedule), np.array(schedule.in_flight, np.int64))
     in_flight = np.array(warm, np.int64)
     return Ordered(early_backward_order(in_flight, micro_batches), in_flight)
 
 
-def check_plannable(name: str) -> None:
+def check_plannable(spec: ScheduleSpec) -> None:
     """Raise ScheduleError for a valid schedule that planners do not simulate: some of its results travel together."""
-    together = actions_together(name)
+    together = spec.together
     if together:
         raise ScheduleError(
             f"planners do not simulate schedules in which results travel together ({min(together)}+): leave out "

@@ -65,7 +65,7 @@ def decode_order(order: Order) -> tuple[tuple[Action, ...], ...]:
 
 @compiled
 def early_backward_order(warm_up: Integers, micro_batches: int) -> Order:
-    """Return the order of ``graph_passes.schedules.policies.early_backward`` (DAPPLE, section III.B), without checks.
+    """Return the order of ``graph_passes.schedules.spec.early_backward`` (DAPPLE, section III.B), without checks.
 
     A Numba version of that function; test_engine.py asserts that both return the same order.
     K_i forwards (``warm_up``, each between 1 and M), then alternately one backward and one forward, then the remaining

@@ -24,8 +24,8 @@ from dapple_tf.simulator.order import Order, decode_order, encode
 from dapple_tf.simulator.order_moves import move_actions
 from dapple_tf.timeline.stage_costs import StageCosts
 from graph_passes.schedules.list_schedule import ListRule, StageTimes, list_schedule
-from graph_passes.schedules.policies import CHUNKED, build_schedule, worker_map_of
 from graph_passes.schedules.schedule import Schedule
+from graph_passes.schedules.spec import CHUNKED, ScheduleSpec
 from graph_passes.schedules.worker_map import WorkerMap
 from profiler.units import format_seconds
 
@@ -169,8 +169,8 @@ def _named_schedules(worker_map: WorkerMap, micro_batches: int, problem: _Proble
     """Yield the schedules that have a name and are for this worker map, with D where the memory needs one."""
     for name in _names(worker_map, micro_batches, problem):
         try:
-            if worker_map_of(name, worker_map.stages) == worker_map:
-                yield name, build_schedule(name, worker_map.stages, micro_batches)
+            if ScheduleSpec.parse(name).worker_map(worker_map.stages) == worker_map:
+                yield name, ScheduleSpec.parse(name).build(worker_map.stages, micro_batches)
         except ScheduleError:  # a number of stages that the policy cannot divide
             continue
 

@@ -23,7 +23,6 @@ from dapple_tf.simulator.window_execution import execute_window
 from dapple_tf.timeline.recording import plan_title
 from dapple_tf.timeline.stage_costs import StageCosts
 from dapple_tf.timeline.timeline import SimulatedTimeline
-from graph_passes.schedules.policies import actions_together, build_schedule
 from profiler.cluster import Cluster
 from profiler.device_costs import profiles_on
 from profiler.profile import Profile
@@ -63,7 +62,7 @@ def simulate(
     in_rows = [stage.in_rows(plan.micro_batch_size) for stage in plan.stages]
     flows = plan_flows(in_rows, cluster) if contention else None
     costs_of = partial(stage_costs, plan, profile, cluster, optimizer_slots=optimizer_slots)
-    if plan.sizes or actions_together(plan.schedule):
+    if plan.sizes or plan.spec.together:
         sizes = plan.sizes or (plan.micro_batch_size,) * plan.micro_batches
         execution = _execute_sizes(plan, sizes, {size: costs_of(samples=size) for size in set(sizes)}, flows)
         one_device_seconds = sum(_one_device_seconds(on_devices, size) for size in sizes)
@@ -83,7 +82,7 @@ def _execute_sizes(
     # AllReduce hides behind the backward of the last micro-batch; everything else is told for the largest.
     pairs = zip(costs[plan.micro_batch_size], costs[sizes[-1]], strict=True)
     shown = [replace(largest, exposed_seconds=last.exposed_seconds, rings=last.rings) for largest, last in pairs]
-    schedule = build_schedule(plan.schedule, len(plan.stages), plan.micro_batches)
+    schedule = plan.build_schedule()
     return execute_sizes(schedule, shown, [costs[size] for size in sizes], flows)
 
 

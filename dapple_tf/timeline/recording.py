@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from dapple_tf.errors import UsageError
 from dapple_tf.timeline.describe import describe_path, find_slowest
-from graph_passes.schedules.policies import abbreviate_schedule
 from profiler.units import format_seconds
 
 if TYPE_CHECKING:
@@ -120,7 +119,7 @@ def plan_title(plan: Plan) -> str:
     """Return the title of a step of ``plan``: model, schedule and micro-batches, or minibatches of a window."""
     if plan.window is not None:
         return f"{plan.model}: window of {plan.window.minibatches} minibatches, weights {plan.window.weights!r}"
-    return f"{plan.model}: {abbreviate_schedule(plan.schedule)}, M = {plan.micro_batches}"
+    return f"{plan.model}: {plan.spec.short}, M = {plan.micro_batches}"
 
 
 def planned_seconds(plan: Plan) -> float | None:

@@ -11,7 +11,6 @@ from typing import Any
 from dapple_tf.exactness import Exactness
 from dapple_tf.plans import Plan
 from dapple_tf.verification.comparison import Comparison, Difference
-from graph_passes.schedules.policies import abbreviate_schedule
 
 IN_TURN = "the same micro-batches one after the other"
 NORMALISED_IN_TURN = "plain training whose batch norm alone takes the same micro-batches one after the other"
@@ -77,7 +76,7 @@ class Report:
         plan = self.plan
         cut = plan.describe_micro_batches() if plan.sizes else f"{plan.micro_batches} micro-batches"
         head = f"{len(plan.stages)} stages, replicas {list(plan.replicas)}, {cut}"
-        lines = [f"{head}, {abbreviate_schedule(plan.schedule)}: {self._outcome}"]
+        lines = [f"{head}, {plan.spec.short}: {self._outcome}"]
         because = [] if self.plain.ok else [f"because of {reason}" for reason in self.exactness.reasons]
         if self.in_turn is None or self.plain.ok:
             return "\n".join([*lines, *_describe(self.plain), *because])

@@ -8,7 +8,7 @@ from benchmarks.zero_bubble import count_in_flight, simulated
 from dapple_tf.timeline.events import Event
 from dapple_tf.timeline.timeline import Timeline
 from graph_passes.ir.graph import Graph
-from graph_passes.schedules.text import parse_schedule
+from graph_passes.schedules.spec import parse_schedule
 
 
 def count_waits(graph: Graph, function: str) -> int:

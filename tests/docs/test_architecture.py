@@ -7,7 +7,7 @@ import re
 
 from dapple_tf import compiler
 from graph_passes.ir.graph import ROLES
-from graph_passes.schedules.policies import build_schedule
+from graph_passes.schedules.spec import ScheduleSpec
 from tests.docs.pages import written
 
 
@@ -29,4 +29,4 @@ def test_the_ports_page_lists_every_role() -> None:
 def test_the_life_of_a_step_shows_the_order_of_its_schedule() -> None:
     page = written()["docs/architecture/step.md"].text
     shown = re.findall(r"^    stage \d: ((?:\d[FB]\d ?)+)", page, re.MULTILINE)
-    assert "\n".join(line.strip() for line in shown) == str(build_schedule("dapple-a", 2, 4))
+    assert "\n".join(line.strip() for line in shown) == str(ScheduleSpec.parse("dapple-a").build(2, 4))

@@ -16,7 +16,7 @@ import dapple_tf as dapple
 from dapple_tf.checkpoint.checkpoints import Checkpoints
 from dapple_tf.errors import PlanError, ScheduleError
 from dapple_tf.plans import Plan
-from graph_passes.schedules.policies import build_schedule, worker_map_of
+from graph_passes.schedules.spec import ScheduleSpec
 from profiler.cluster import config
 from tests.equality.one_device import Problem, compare
 from tests.equality.small_models import chain, data, sgd, values, weights
@@ -71,7 +71,7 @@ def test_a_step_equals_one_device(schedule: str, stages: int, micro_batches: int
     )
     comparison.check(1e-12)
     plan = comparison.step.plan
-    assert plan.worker_map == worker_map_of(schedule, stages)
+    assert plan.worker_map == ScheduleSpec.parse(schedule).worker_map(stages)
     assert [plan.stages[chunks[0]].replicas for chunks in plan.worker_map.stages_of] == list(replicas)
 
 
@@ -110,7 +110,7 @@ def test_devices_run_the_stages_in_the_order_of_the_schedule(schedule: str) -> N
         step.record(*data(6))
     events = step.timeline.events
     for device, actions in zip(
-        step.timeline.step.devices, build_schedule(schedule, 4, micro_batches).workers, strict=True
+        step.timeline.step.devices, ScheduleSpec.parse(schedule).build(4, micro_batches).workers, strict=True
     ):
         assert tuple(event.action for event in events if event.device == device) == actions
 
@@ -164,7 +164,7 @@ def test_stages_and_micro_batches_may_be_chosen(options: dict[str, Any], workers
     plan = comparison.step.plan
     assert plan.schedule == options["schedule"]
     assert len(plan.stages) > plan.worker_map.workers
-    assert plan.worker_map.stages_of == (workers or worker_map_of(plan.schedule, len(plan.stages)).stages_of)
+    assert plan.worker_map.stages_of == (workers or plan.spec.worker_map(len(plan.stages)).stages_of)
 
 
 def test_an_automatic_schedule_may_run_several_stages_a_device() -> None:
@@ -174,7 +174,7 @@ def test_an_automatic_schedule_may_run_several_stages_a_device() -> None:
     step = comparison.step
     assert step.choice.schedule == step.plan.schedule
     assert step.choice.seconds[step.plan.schedule] == pytest.approx(step.plan.predicted["step_seconds"], rel=1e-9)
-    assert step.plan.worker_map.stages_of == worker_map_of(step.plan.schedule, len(step.plan.stages)).stages_of
+    assert step.plan.worker_map.stages_of == step.plan.spec.worker_map(len(step.plan.stages)).stages_of
 
 
 def test_samples_of_models_that_draw_numbers_stay_on_one_device_a_stage() -> None:

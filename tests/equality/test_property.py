@@ -12,7 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from dapple_tf.errors import PartitionError, ScheduleError
-from graph_passes.schedules.policies import build_schedule, worker_map_of
+from graph_passes.schedules.spec import ScheduleSpec
 from tests.dapple_tf.simulator.builders import draw_order, draw_split
 from tests.equality.one_device import TOLERANCE, compare
 from tests.equality.random_models import KINDS, Model, batch, build, models
@@ -81,8 +81,8 @@ def cases(draw: st.DrawFn, kinds: Sequence[str]) -> Case:
     if schedule.startswith("any"):
         schedule = str(draw_order(draw, count, micro_batches, draw_split(draw, schedule, count, micro_batches)))
     if draw(st.booleans()):  # each backward is whole or split
-        schedule = str(draw(mixed(build_schedule(schedule, count, micro_batches))))
-    workers = worker_map_of(schedule, count).workers
+        schedule = str(draw(mixed(ScheduleSpec.parse(schedule).build(count, micro_batches))))
+    workers = ScheduleSpec.parse(schedule).worker_map(count).workers
     replicas = draw(st.one_of(st.just([1] * workers), st.lists(st.integers(1, 3), min_size=workers, max_size=workers)))
     while sum(replicas) > 8:
         replicas[replicas.index(max(replicas))] -= 1

@@ -18,7 +18,7 @@ import dapple_tf as dapple
 from dapple_tf.errors import ScheduleError
 from graph_passes.ir.graph import Graph
 from graph_passes.ir.names import nodes_of
-from graph_passes.schedules.policies import build_schedule
+from graph_passes.schedules.spec import ScheduleSpec
 from tests.dapple_tf.distributed.programs.cases import CASES
 from tests.equality.one_device import Problem, compare
 from tests.equality.small_models import chain, data, sgd, weights
@@ -103,7 +103,7 @@ def mixed_options(draw: st.DrawFn) -> dict[str, Any]:
     """Options of a step of a chain of four layers, in which each backward is whole or split."""
     order = draw(st.sampled_from(ORDERS))
     stages = draw(st.sampled_from([2, 4]) if ":" in order else st.integers(1, 4))
-    schedule = draw(mixed(build_schedule(order, stages, draw(st.integers(1, 4)))))
+    schedule = draw(mixed(ScheduleSpec.parse(order).build(stages, draw(st.integers(1, 4)))))
     workers = len(schedule.workers)
     return {
         "stages": [f"layer{i}" for i in range(1, stages)] or 1,
@@ -211,7 +211,7 @@ def test_the_measured_order_is_that_of_the_schedule(stages: int, micro_batches: 
     step = dapple.pipeline(loss_fn, optimizer=sgd(), stages=starts, micro_batches=micro_batches, schedule=schedule)
     for _ in range(2):  # the first step may wait for things to be made ready
         step.record(*data(micro_batches * 2 + 1))
-        for stage, actions in enumerate(build_schedule(schedule, stages, micro_batches).stages):
+        for stage, actions in enumerate(ScheduleSpec.parse(schedule).build(stages, micro_batches).stages):
             assert step.timeline.order(stage) == actions
             events = [event for event in step.timeline.events if event.action.stage == stage]
             for first, second in itertools.pairwise(events):

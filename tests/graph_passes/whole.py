@@ -26,9 +26,8 @@ from graph_passes.passes.send_together import SendTogether
 from graph_passes.passes.split_concat import SplitConcat
 from graph_passes.passes.split_update import Updates
 from graph_passes.passes.write_statistics import WriteStatistics
-from graph_passes.schedules.policies import build_schedule, worker_map_of
 from graph_passes.schedules.schedule import Action, Schedule, dependencies
-from graph_passes.schedules.text import parse_schedule
+from graph_passes.schedules.spec import ScheduleSpec, parse_schedule
 from graph_passes.schedules.worker_map import WorkerMap
 from tests.graph_passes.builders import calls, function, joining
 from tests.graph_passes.schedules.marked import marked
@@ -63,7 +62,7 @@ class Kind:
     @property
     def ranks(self) -> tuple[tuple[int, ...], ...]:
         """Stage by stage, the ranks: worker by worker they are in order, and the stages of a worker have the same."""
-        workers = worker_map_of(self.schedule, len(self.replicas))
+        workers = ScheduleSpec.parse(self.schedule).worker_map(len(self.replicas))
         counts = [self.replicas[stages[0]] for stages in workers.stages_of]
         ends = itertools.accumulate(counts)
         own = [tuple(range(end - r, end)) for end, r in zip(ends, counts, strict=True)]
@@ -78,7 +77,7 @@ class Kind:
         return [stage for stage, ranks in enumerate(self.ranks) if rank in ranks]
 
     def build_schedule(self) -> Schedule:
-        return build_schedule(self.schedule, len(self.replicas), self.micro_batches)
+        return ScheduleSpec.parse(self.schedule).build(len(self.replicas), self.micro_batches)
 
 
 FLAGS = ("tied", "skip", "state", "clip", "overlap", "term", "sparse", "statistics", "joins")
@@ -118,9 +117,9 @@ def kinds(draw: st.DrawFn, *, shared: bool = False) -> Kind:
     if not shared:
         schedule = draw(st.sampled_from(["dapple-a", "dapple-b", "gpipe", "zb-h1"]))
         if draw(st.booleans()):
-            schedule = str(draw(mixed(build_schedule(schedule, len(counts), micro_batches))))
+            schedule = str(draw(mixed(ScheduleSpec.parse(schedule).build(len(counts), micro_batches))))
         if draw(st.booleans()):
-            schedule = str(draw(marked(build_schedule(schedule, len(counts), micro_batches))))
+            schedule = str(draw(marked(ScheduleSpec.parse(schedule).build(len(counts), micro_batches))))
         return Kind(tuple(counts), micro_batches, schedule, **flags)
     more = draw(st.lists(st.integers(0, len(counts) - 1), min_size=1, max_size=2))
     workers = WorkerMap.of(draw(st.permutations([*range(len(counts)), *more])))

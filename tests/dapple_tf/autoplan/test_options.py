@@ -141,15 +141,15 @@ def test_results_that_travel_together_are_refused_where_something_is_planned(opt
 
 @pytest.mark.parametrize("options", [{"stages": 2}, {"stages": "auto", "replicas": [1, 1]}])
 def test_results_may_travel_together_where_nothing_is_planned(options: dict[str, Any]) -> None:
-    assert Options(schedule=TOGETHER, micro_batches=2, **options).schedule_name == TOGETHER
+    assert Options(schedule=TOGETHER, micro_batches=2, **options).schedule == TOGETHER
 
 
 def test_the_schedule_of_sliced_micro_batches_is_not_to_be_chosen() -> None:
     sliced = Options(stages=3, slice=1)
-    assert (sliced.schedule, sliced.schedule_name, sliced.schedule_is_auto) == ("auto", "dapple-a", False)
-    assert dataclasses.replace(sliced, slice=None).schedule_is_auto
-    assert Options(stages=3, slice=1, schedule="1f1b").schedule_name == "1f1b"
-    assert Options(stages=3, slice=1, schedule="1f1b-sno").schedule_name == "1f1b-sno"
+    assert (sliced.schedule, str(sliced.spec)) == ("auto", "dapple-a")
+    assert dataclasses.replace(sliced, slice=None).spec is None
+    assert str(Options(stages=3, slice=1, schedule="1f1b").spec) == "1f1b"
+    assert str(Options(stages=3, slice=1, schedule="1f1b-sno").spec) == "1f1b-sno"
 
 
 @pytest.mark.parametrize(

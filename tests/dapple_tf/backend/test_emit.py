@@ -17,7 +17,7 @@ from dapple_tf.backend.operations import Operations
 from dapple_tf.backend.program import emit
 from graph_passes.ir.graph import Graph, Node, Value, attributes, tensor
 from graph_passes.ir.ops import OpName
-from graph_passes.schedules.policies import build_schedule
+from graph_passes.schedules.spec import ScheduleSpec
 from tests.dapple_tf.backend.builders import DEVICES, NamedVariables
 from tests.equality.small_models import chain, data, sgd, weights
 
@@ -150,7 +150,7 @@ def test_calls_wait_for_the_calls_that_the_graph_says(
     calls = {node.name: node for node in step.graph.nodes if node.op in CALLS}
     definition = step.graph_def
     found = control_edges(definition, owners(definition, step.graph), ("StatefulPartitionedCall", "PartitionedCall"))
-    actions = build_schedule(schedule, stages, micro_batches).stages
+    actions = ScheduleSpec.parse(schedule).build(stages, micro_batches).stages
     wanted = sum(len(own) * r for own, r in zip(actions, replicas or [1] * stages, strict=True))
     assert len(calls) == wanted
     for name, node in calls.items():

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from dapple_tf.commands.schedules import Units, WorkerTime, format_grid, time_workers
-from graph_passes.schedules.policies import build_schedule
-from graph_passes.schedules.text import parse_schedule
+from graph_passes.schedules.spec import ScheduleSpec, parse_schedule
 
 
 def lines(text: str) -> list[str]:
@@ -12,7 +11,7 @@ def lines(text: str) -> list[str]:
 
 
 def test_an_action_is_as_wide_as_it_is_long_and_idle_units_are_dots() -> None:
-    schedule = build_schedule("dapple-a", 2, 2)
+    schedule = ScheduleSpec.parse("dapple-a").build(2, 2)
     assert format_grid(schedule, Units()).splitlines() == lines(
         """
         stage 0  0F0 0F1 .   .   0B0---- .   0B1----

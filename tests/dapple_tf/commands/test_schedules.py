@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dapple_tf.timeline.trace_file import read_recording
-from graph_passes.schedules.policies import NAMES, build_schedule, check_schedule_name
+from graph_passes.schedules.spec import NAMES, ScheduleSpec
 from tests.dapple_tf.commands.conftest import Run
 
 
@@ -16,7 +16,7 @@ def test_a_schedule_is_printed_with_the_bubble_and_the_stashes_of_each_worker(ru
     grid = run.stdout.splitlines()
     assert grid[1].startswith("stages 1,3  .   1F0 1F1 3F0 3B0---- 3F1")
     assert grid[2] == "worker 0: stages 0, 2; works 24 of 27 units, bubble 3 (11.1%); at most 5 stashes"
-    assert run.json["schedule"] == str(build_schedule("interleaved-1f1b", 4, 4))
+    assert run.json["schedule"] == str(ScheduleSpec.parse("interleaved-1f1b").build(4, 4))
     assert [(w["stages"], w["idle"], w["stashes"]) for w in run.json["workers"]] == [([0, 2], 3, 5), ([1, 3], 0, 3)]
 
 
@@ -56,7 +56,7 @@ def test_without_a_schedule_the_names_are_listed(run_here: Run) -> None:
     listed = run_here("schedules").stdout
     for name in NAMES:
         assert name in listed
-        check_schedule_name(name)
+        ScheduleSpec.parse(name)
 
 
 @pytest.mark.parametrize("suffix", ["png", "html", "json"])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dapple_tf.timeline.trace_file import read_recording
-from graph_passes.schedules.policies import build_schedule
+from graph_passes.schedules.spec import ScheduleSpec
 from tests.dapple_tf.commands.test_tensorboard import read_curves
 from tests.dapple_tf.distributed.launches import Launches
 from tests.processes import RanksError, needs_horovod, run_ranks
@@ -33,7 +33,7 @@ def test_a_recorded_step_trains_as_any_other(ranks: list[dict[str, Any]]) -> Non
 
 
 def test_every_rank_ran_its_actions_in_the_schedules_order(ranks: list[dict[str, Any]]) -> None:
-    schedule = build_schedule("dapple-b", 2, 2)  # what "auto" is in a job
+    schedule = ScheduleSpec.parse("dapple-b").build(2, 2)  # what "auto" is in a job
     for stage, replica, device in ((0, 0, "rank:0"), (1, 0, "rank:1"), (1, 1, "rank:2")):
         ran = [e[0] for e in ranks[0]["events"] if e[2] == device]
         assert ran == [str(action) for action in schedule.stages[stage]]

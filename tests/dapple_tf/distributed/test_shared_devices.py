@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from graph_passes.schedules.policies import build_schedule
+from graph_passes.schedules.spec import ScheduleSpec
 from tests.dapple_tf.distributed.launches import Launches
 from tests.dapple_tf.distributed.programs.shared_devices import MICRO_BATCHES, SCHEDULE
 from tests.dapple_tf.distributed.train_command import losses_of_one_process, printed_result, saving_in, train_arguments
 from tests.processes import RanksError, needs_horovod, run_ranks
 
 pytestmark = needs_horovod
-WORKERS = build_schedule(SCHEDULE, 4, MICRO_BATCHES).workers
+WORKERS = ScheduleSpec.parse(SCHEDULE).build(4, MICRO_BATCHES).workers
 
 
 @pytest.fixture

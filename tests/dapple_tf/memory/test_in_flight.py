@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dapple_tf.memory.in_flight import nominal_ends, stage_states
-from graph_passes.schedules.policies import build_schedule
+from graph_passes.schedules.spec import ScheduleSpec
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ from graph_passes.schedules.policies import build_schedule
 )
 def test_the_largest_number_of_micro_batches_in_flight_is_k(name: str, wanted: list[int]) -> None:
     """DAPPLE, section V.C: K_i warm-up forwards, then one backward for each forward."""
-    schedule = build_schedule(name, 4, 8)
+    schedule = ScheduleSpec.parse(name).build(4, 8)
     assert list(schedule.in_flight) == wanted
 
 
@@ -31,7 +31,7 @@ def test_stash_and_queue_at_each_action_of_two_stages() -> None:
     Forward takes 1, backward 2: stage 0 runs F0 to 1, F1 to 2, B0 from 4 to 6, F2 to 7, B1 to 9; stage 1 F0 from 1 to
     2, B0 to 4, F1 to 5, B1 to 7, F2 to 8, B2 to 10.
     """
-    schedule = build_schedule("dapple-a", 2, 3)
+    schedule = ScheduleSpec.parse("dapple-a").build(2, 3)
     first = [
         (str(state.action), state.stashed("F", "B"), state.queued("next stage")) for state in stage_states(schedule, 0)
     ]
@@ -56,7 +56,7 @@ def test_stash_and_queue_where_some_backwards_are_split() -> None:
     Stage 0 runs F0 to 1, F1 to 2, I0 from 4 to 5, B1 from 6 to 8, W0 to 9; stage 1 F0 from 1 to 2, B0 to 4, F1 to 5,
     I1 to 6, W1 to 7.
     """
-    schedule = build_schedule("0F0 0F1 0I0 0B1 0W0; 1F0 1B0 1F1 1I1 1W1", 2, 2)
+    schedule = ScheduleSpec.parse("0F0 0F1 0I0 0B1 0W0; 1F0 1B0 1F1 1I1 1W1").build(2, 2)
     assert schedule.in_flight == (2, 1)
     names = ["0F0", "0F1", "0I0", "0B1", "0W0"]
     found = stage_states(schedule, 0)
@@ -74,7 +74,7 @@ def test_stash_and_queue_where_some_backwards_are_split() -> None:
 
 def test_gradients_of_both_kinds_of_backward_queue() -> None:
     """Stage 1 sends those of I0 at 4 and of I1 at 5, while stage 0 runs B0 (from 4 to 6) and F2; then those of B2."""
-    schedule = build_schedule("0F0 0F1 0B0 0F2 0I1 0I2 0W1 0W2; 1F0 1F1 1I0 1I1 1W0 1F2 1W1 1B2", 2, 3)
+    schedule = ScheduleSpec.parse("0F0 0F1 0B0 0F2 0I1 0I2 0W1 0W2; 1F0 1F1 1I0 1I1 1W0 1F2 1W1 1B2").build(2, 3)
     found = [(str(state.action), state.queued("next stage")) for state in stage_states(schedule, 0)]
     assert found == [
         *(("0F0", 0), ("0F1", 0), ("0B0", 1), ("0F2", 1)),
@@ -83,13 +83,13 @@ def test_gradients_of_both_kinds_of_backward_queue() -> None:
 
 
 def test_a_boundary_tensor_is_stashed_from_when_it_is_received() -> None:
-    schedule = build_schedule("gpipe", 2, 3)
+    schedule = ScheduleSpec.parse("gpipe").build(2, 3)
     assert [state.stashed("previous stage", "F") for state in stage_states(schedule, 1)][:3] == [1, 1, 1]
     assert [state.stashed("previous stage", "B") for state in stage_states(schedule, 1)] == [1, 2, 3, 3, 2, 1]
 
 
 def test_nominal_ends_follow_dependencies_and_durations() -> None:
-    ends = nominal_ends(build_schedule("dapple-a", 2, 2))
+    ends = nominal_ends(ScheduleSpec.parse("dapple-a").build(2, 2))
     assert {str(action): end for action, end in ends.items()} == {
         "0F0": 1,
         "0F1": 2,
@@ -103,7 +103,7 @@ def test_nominal_ends_follow_dependencies_and_durations() -> None:
 
 
 def test_a_backward_takes_as_long_as_its_halves() -> None:
-    ends = nominal_ends(build_schedule("0F0 0F1 0I0 0B1 0W0; 1F0 1B0 1F1 1I1 1W1", 2, 2))
+    ends = nominal_ends(ScheduleSpec.parse("0F0 0F1 0I0 0B1 0W0; 1F0 1B0 1F1 1I1 1W1").build(2, 2))
     assert {str(action): end for action, end in ends.items()} == {
         "0F0": 1,
         "0F1": 2,
@@ -119,6 +119,6 @@ def test_a_backward_takes_as_long_as_its_halves() -> None:
 
 
 def test_the_first_stage_receives_no_activations_and_the_last_no_gradients() -> None:
-    schedule = build_schedule("dapple-b", 2, 4)
+    schedule = ScheduleSpec.parse("dapple-b").build(2, 4)
     assert {state.queued("previous stage") for state in stage_states(schedule, 0)} == {0}
     assert {state.queued("next stage") for state in stage_states(schedule, 1)} == {0}

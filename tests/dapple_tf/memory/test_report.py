@@ -22,8 +22,8 @@ from dapple_tf.memory.report import make_report, observed_in_flight
 from dapple_tf.memory.stash import StashedTensor
 from dapple_tf.timeline.events import Event
 from dapple_tf.timeline.timeline import Timeline
-from graph_passes.schedules.policies import build_schedule
 from graph_passes.schedules.schedule import Action
+from graph_passes.schedules.spec import ScheduleSpec
 from profiler.units import format_megabytes
 from tests.dapple_tf.builders import X, chain, make_plan, step_of
 from tests.equality.small_models import data, weights
@@ -94,7 +94,7 @@ def test_stages_are_observed_to_have_k_micro_batches_in_flight(schedule: str) ->
     step = step_of(loss, stages=3, micro_batches=4, schedule=schedule)
     step.record(X)
     seen = [stage.seen for stage in step.report.stages]
-    assert seen == list(build_schedule(schedule, 3, 4).warm_up)
+    assert seen == list(ScheduleSpec.parse(schedule).build(3, 4).warm_up)
     assert seen == [stage.predicted.in_flight for stage in step.report.stages]
 
 

@@ -20,7 +20,7 @@ from dapple_tf.simulator.order import Order, encode
 from dapple_tf.simulator.rings import Rings
 from dapple_tf.simulator.shared_engine import shared_step_seconds
 from dapple_tf.simulator.transfer import link_tables
-from graph_passes.schedules.policies import early_backward
+from graph_passes.schedules.spec import early_backward
 from profiler.cluster import Cluster
 from profiler.profile import Profile
 

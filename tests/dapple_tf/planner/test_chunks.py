@@ -28,9 +28,8 @@ from dapple_tf.plans import Plan, check_workers
 from dapple_tf.simulator.engine import step_seconds
 from dapple_tf.simulator.order import encode
 from dapple_tf.timeline.timeline import Timeline
-from graph_passes.schedules.policies import CHUNKED, build_schedule, worker_map_of
 from graph_passes.schedules.schedule import Schedule, dependencies
-from graph_passes.schedules.text import is_text
+from graph_passes.schedules.spec import CHUNKED, ScheduleSpec, is_text
 from graph_passes.schedules.worker_map import WorkerMap
 from graph_passes.schedules.zero_bubble import ZERO_BUBBLE_AUTO
 from profiler.profile import Profile
@@ -81,7 +80,7 @@ def least_seconds(case: Case, schedule: str, chunks: int) -> float:
             stages = workers * chunks
             if workers * r > cluster.devices or stages > len(chain.positions) - 1:
                 continue
-            order = build_schedule(schedule, stages, case.batch // size)
+            order = ScheduleSpec.parse(schedule).build(stages, case.batch // size)
             for starts in itertools.combinations(chain.positions[1:-1], stages - 1):
                 bounds = (0, *starts, len(profile.layers))
                 worker_of = order.worker_map.worker_of
@@ -144,7 +143,7 @@ def check(problem: PlanningProblem, plan: Plan, seconds: float) -> None:
     assert timeline.step_seconds == pytest.approx(seconds, rel=1e-9, abs=0)
     assert timeline.simulation is not None
     assert all(timeline.simulation.fits)
-    wanted = worker_map_of(plan.schedule, len(plan.stages))
+    wanted = plan.spec.worker_map(len(plan.stages))
     assert set(plan.worker_map.stages_of) == set(wanted.stages_of)
     assert max(plan.replicas) <= plan.micro_batch_size
 

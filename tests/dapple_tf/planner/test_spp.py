@@ -25,7 +25,7 @@ from dapple_tf.planner.spp_partition import (
     stage_seconds,
 )
 from dapple_tf.plans import Plan
-from graph_passes.schedules.policies import build_schedule
+from graph_passes.schedules.spec import ScheduleSpec
 from tests.dapple_tf.planner import spp_reference
 from tests.dapple_tf.planner.builders import figures, make_cluster, make_profile
 from tests.dapple_tf.planner.spp_reference import Instance, Mapped
@@ -203,7 +203,7 @@ def test_queues_are_those_of_the_papers_cycles(stages: int, micro_batches: int) 
     schedule = execution_order(stages, micro_batches)
     found = [[(action.kind, action.micro_batch) for action in row] for row in schedule.stages]
     assert found == spp_reference.cycle_orders(stages, micro_batches)
-    assert build_schedule(schedule_name(stages, micro_batches), stages, micro_batches) == schedule
+    assert ScheduleSpec.parse(schedule_name(stages, micro_batches)).build(stages, micro_batches) == schedule
 
 
 def test_the_order_of_figure_4s_example() -> None:

@@ -13,7 +13,7 @@ from dapple_tf.planner.api import make_problem
 from dapple_tf.planner.planning_problem import PlanningProblem
 from dapple_tf.planner.step_bound import least_step_seconds
 from dapple_tf.plans import StagePlan
-from graph_passes.schedules.policies import chunked_policy, splits_backward, worker_map_of
+from graph_passes.schedules.spec import ScheduleSpec
 from profiler.profile import Profile
 from profiler.servers import DeviceKind
 from tests.dapple_tf.planner.builders import Case, cases, make_cluster, make_profile
@@ -24,7 +24,7 @@ SCHEDULES = ("dapple-a", "dapple-b", "gpipe", "zb-h1", "zb-h2", "interleaved-1f1
 def bound(problem: PlanningProblem, stages: tuple[StagePlan, ...], size: int, schedule: str) -> float:
     """The bound of stages with micro-batches of this size."""
     micro_batches = problem.global_batch_size // size
-    splits = splits_backward(schedule)
+    splits = ScheduleSpec.parse(schedule).splits_backward
     return least_step_seconds(problem.costs, stages, size, micro_batches, splits=splits, overlap=problem.overlap)
 
 
@@ -43,7 +43,7 @@ def test_no_step_is_shorter_than_its_bound(data: st.DataObject, case: Case, uneq
     problem = make_problem(case.profile, cluster, global_batch_size=case.batch, contention=contention, **case.options)
     schedule = data.draw(st.sampled_from(SCHEDULES))
     positions = problem.chain.positions[1:-1]
-    per_device = 1 if chunked_policy(schedule) is None else 2
+    per_device = 2 if ScheduleSpec.parse(schedule).chunks else 1
     most = min(cluster.devices, (len(positions) + 1) // per_device)
     assume(most)
     workers = data.draw(st.integers(1, most))
@@ -52,7 +52,7 @@ def test_no_step_is_shorter_than_its_bound(data: st.DataObject, case: Case, uneq
     bounds = [0, *cuts, len(case.profile.layers)]
     size = data.draw(st.sampled_from(problem.micro_batch_sizes))
     replicas = data.draw(st.integers(1, min(size, cluster.devices // workers)))
-    worker_of = worker_map_of(schedule, len(bounds) - 1).worker_of
+    worker_of = ScheduleSpec.parse(schedule).worker_map(len(bounds) - 1).worker_of
     stages = tuple(
         StagePlan(first, end - 1, tuple(range(worker * replicas, (worker + 1) * replicas)))
         for (first, end), worker in zip(itertools.pairwise(bounds), worker_of, strict=True)

@@ -19,7 +19,7 @@ from dapple_tf.planner.step_simulation import (
 from dapple_tf.simulator.engine import step_seconds
 from dapple_tf.simulator.order import encode
 from graph_passes.errors import ScheduleError
-from graph_passes.schedules.policies import early_backward, warm_up
+from graph_passes.schedules.spec import early_backward, warm_up
 from tests.dapple_tf.planner.builders import figures
 
 

@@ -16,8 +16,8 @@ from dapple_tf.timeline.critical_path import Part, find_critical_path
 from dapple_tf.timeline.recording import plan_title
 from dapple_tf.timeline.stage_costs import StageCosts
 from dapple_tf.timeline.timeline import SimulatedTimeline, Timeline
-from graph_passes.schedules.policies import build_schedule, early_backward
 from graph_passes.schedules.schedule import Action, Schedule
+from graph_passes.schedules.spec import ScheduleSpec, early_backward
 from profiler.cluster import Cluster, Link, Server
 from profiler.profile import LayerCost, Profile
 from tests.graph_passes.schedules.mixed import mixed
@@ -56,7 +56,7 @@ def arrays(costs: Sequence[StageCosts], weights: bool = False) -> tuple[Any, ...
 
 def order_of(name: str, stages: int, micro_batches: int) -> Order:
     """The order of the schedule called ``name``."""
-    return encode(build_schedule(name, stages, micro_batches))
+    return encode(ScheduleSpec.parse(name).build(stages, micro_batches))
 
 
 def step_of(name: str, micro_batches: int, costs: Sequence[StageCosts]) -> float:
@@ -138,13 +138,13 @@ def named_schedules(draw: st.DrawFn) -> Schedule:
     kind = draw(st.sampled_from([*one_stage, "interleaved-1f1b", "looped-bfs"]))
     if kind in ("interleaved-1f1b", "looped-bfs"):
         workers, chunks = draw(st.integers(1, 3)), draw(st.integers(1, 3))
-        return build_schedule(f"{kind}:v={chunks}", workers * chunks, micro_batches)
+        return ScheduleSpec.parse(f"{kind}:v={chunks}").build(workers * chunks, micro_batches)
     if kind == "K":
         k = draw(st.lists(st.integers(1, micro_batches), min_size=stages, max_size=stages))
         return early_backward(sorted(k, reverse=True), micro_batches)
     if kind.startswith("any"):
         return draw_order(draw, stages, micro_batches, draw_split(draw, kind, stages, micro_batches))
-    return build_schedule(kind, stages, micro_batches)
+    return ScheduleSpec.parse(kind).build(stages, micro_batches)
 
 
 def draw_split(draw: st.DrawFn, kind: str, stages: int, micro_batches: int) -> set[tuple[int, int]]:

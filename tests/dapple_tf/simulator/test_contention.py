@@ -23,9 +23,8 @@ from dapple_tf.simulator.transfer import allreduce_cost, link_tables, ring_secon
 from dapple_tf.timeline.critical_path import sum_by_kind
 from dapple_tf.timeline.stage_costs import StageCosts
 from graph_passes.errors import ScheduleError
-from graph_passes.schedules.policies import build_schedule
 from graph_passes.schedules.schedule import Action, Kind, Schedule, of_kind
-from graph_passes.schedules.text import parse_schedule
+from graph_passes.schedules.spec import ScheduleSpec, parse_schedule
 from profiler.cluster import Cluster, Link, Server
 from tests.dapple_tf.simulator.builders import arrays, cost, make_plan, make_profile, path_of, schedules
 from tests.dapple_tf.simulator.contention_reference import Event, Setting, run_reference
@@ -261,7 +260,7 @@ def test_a_simulation_ends_early_only_where_the_step_is_not_below_the_ceiling(ca
 
 def test_of_a_step_far_above_the_ceiling_few_actions_are_simulated() -> None:
     flows, costs = on_servers("a", "b", "a"), [cost(1, 2, 3, exposed_seconds=4)] * 3
-    order = encode(build_schedule("dapple-a", 3, 100))
+    order = encode(ScheduleSpec.parse("dapple-a").build(3, 100))
     assert flows.directions
     whole, every = shared_step_seconds(order, *arrays(costs)[:-1], make_rings(costs), flows, np.inf, False)
     found, actions = shared_step_seconds(order, *arrays(costs)[:-1], make_rings(costs), flows, whole / 2, False)
@@ -271,7 +270,7 @@ def test_of_a_step_far_above_the_ceiling_few_actions_are_simulated() -> None:
 
 def test_a_simulation_judged_early_ends_where_the_steady_phase_is_too_slow() -> None:
     flows, costs = on_servers("a", "b", "a"), [cost(1, 2, 3, exposed_seconds=4)] * 3
-    order, rings = encode(build_schedule("dapple-a", 3, 200)), make_rings(costs)
+    order, rings = encode(ScheduleSpec.parse("dapple-a").build(3, 200)), make_rings(costs)
     step, every = shared_step_seconds(order, *arrays(costs)[:-1], rings, flows, np.inf, True)
     assert (step, every) == shared_step_seconds(order, *arrays(costs)[:-1], rings, flows, np.inf, False)
     assert shared_step_seconds(order, *arrays(costs)[:-1], rings, flows, 1.1 * step, True) == (step, every)
@@ -306,7 +305,7 @@ def test_where_nothing_is_shared_no_direction_is_kept(homes: tuple[str, ...], li
     flows = on_servers(*homes, **links)
     assert (flows.directions, len(flows.direction)) == (0, 0)
     costs = [cost(1, 2, 3, exposed_seconds=4)] * len(homes)
-    order = encode(build_schedule("dapple-a", len(homes), 4))
+    order = encode(ScheduleSpec.parse("dapple-a").build(len(homes), 4))
     assert times_of(execute(order, costs, flows)) == times_of(execute(order, costs))
     step = execute(order, costs).step_seconds
     assert shared_step_seconds(order, *arrays(costs)[:-1], make_rings(costs), flows, np.inf, False)[0] == step
@@ -343,7 +342,7 @@ def test_transfers_that_leave_one_server_by_hand() -> None:
     #   forwards: a to b 1-3.5 and 3.5-6; b to c 4.5-7 and 7-9.5; stage 2: F0 7-8, F1 9.5-10.5, B0 10.5, B1 11.5-12.5.
     #   c to b: 11.5-14 and 14-16.5; stage 1: B0 14-15, B1 16.5-17.5; b to a: 15-17.5, 17.5-20. Nothing meets.
     costs = [cost(1, 1, 2.5), cost(1, 1, 2.5), cost(1, 1)]
-    order, flows = encode(build_schedule("gpipe", 3, 2)), on_servers("a", "b", "c")
+    order, flows = encode(ScheduleSpec.parse("gpipe").build(3, 2)), on_servers("a", "b", "c")
     assert times_of(execute(order, costs, flows)) == times_of(execute(order, costs))
     # 1F1B: 1B0 has run at 9 + ... when activations of micro-batch 1 still leave b.
     order = encode(parse_schedule("0F0 0F1 0B0 0B1; 1F0 1B0 1F1 1B1; 2F0 2B0 2F1 2B1"))
@@ -362,10 +361,10 @@ def test_two_rings_on_the_same_servers_by_hand() -> None:
     # 5. Ring 1 waits until 4 and moves alone until 6, where 4 of its 6 s are left. Both move at half speed until ring
     # 0 ends at 6 + 2 x 4 = 14, as does ring 1.
     costs = [cost(1, 2, exposed_seconds=5), cost(1, 1, exposed_seconds=7)]
-    done = execute(encode(build_schedule("gpipe", 2, 1)), costs, on_servers("ab", "ab"))
+    done = execute(encode(ScheduleSpec.parse("gpipe").build(2, 1)), costs, on_servers("ab", "ab"))
     assert done.last_gradients.tolist() == [5, 3]
     assert done.allreduce_end.tolist() == [14, 14]
-    assert execute(encode(build_schedule("gpipe", 2, 1)), costs).allreduce_end.tolist() == [10, 10]
+    assert execute(encode(ScheduleSpec.parse("gpipe").build(2, 1)), costs).allreduce_end.tolist() == [10, 10]
 
 
 def test_flows_that_use_half_of_a_direction_do_not_slow_one_another_down() -> None:

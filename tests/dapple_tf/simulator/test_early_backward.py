@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from dapple_tf.simulator.early_backward import early_backward_seconds
 from dapple_tf.simulator.engine import step_seconds
 from dapple_tf.simulator.order import early_backward_order
-from graph_passes.schedules.policies import warm_up
+from graph_passes.schedules.spec import warm_up
 
 SECONDS = st.floats(0, 10, allow_subnormal=False)
 

@@ -19,9 +19,8 @@ from dapple_tf.simulator.order import decode_order, early_backward_order, encode
 from dapple_tf.timeline.stage_costs import StageCosts
 from graph_passes.errors import ScheduleError
 from graph_passes.schedules.interleaved import interleaved_1f1b
-from graph_passes.schedules.policies import early_backward, warm_up_by_name
 from graph_passes.schedules.schedule import Action, Kind, Schedule, run_schedule
-from graph_passes.schedules.text import parse_schedule
+from graph_passes.schedules.spec import ScheduleSpec, early_backward, parse_schedule
 from tests.dapple_tf.simulator.builders import arrays, cost, order_of, runs, schedules, seconds, step_of
 from tests.dapple_tf.simulator.reference import longest_paths
 from tests.graph_passes.builders import refused
@@ -358,4 +357,4 @@ def test_costs_of_another_number_of_stages_are_refused() -> None:
 
 
 def test_a_policys_name_gives_its_warm_up_forwards() -> None:
-    assert warm_up_by_name("dapple-b:D=4", 4, 16) == (4, 4, 3, 1)
+    assert ScheduleSpec.parse("dapple-b:D=4").warm_up(4, 16) == (4, 4, 3, 1)

@@ -22,9 +22,8 @@ from dapple_tf.timeline.critical_path import sum_by_kind
 from dapple_tf.timeline.events import Transfer
 from dapple_tf.timeline.picture import make_chart
 from dapple_tf.timeline.stage_costs import StageCosts
-from graph_passes.schedules.policies import build_schedule
 from graph_passes.schedules.schedule import Schedule
-from graph_passes.schedules.text import parse_schedule
+from graph_passes.schedules.spec import ScheduleSpec, parse_schedule
 from tests.dapple_tf.simulator.builders import cost, make_cluster, make_plan, make_profile, runs
 
 PROFILE = make_profile((1, 2), (2, 4))
@@ -163,14 +162,14 @@ def _scale(cost: StageCosts, factor: int) -> StageCosts:
 
 
 def test_costs_of_another_schedule_are_refused() -> None:
-    schedule, costs = build_schedule("gpipe", 2, 2), [cost(1, 1)] * 2
+    schedule, costs = ScheduleSpec.parse("gpipe").build(2, 2), [cost(1, 1)] * 2
     for of_micro_batches in ([costs] * 3, [costs, costs[:1]]):
         with pytest.raises(ScheduleError, match="the schedule has 2 stages x 2 micro-batches, but there are costs of"):
             execute_sizes(schedule, costs, of_micro_batches)
 
 
 def test_a_deadlock_is_an_error() -> None:
-    first, second = build_schedule("gpipe", 2, 1).workers
+    first, second = ScheduleSpec.parse("gpipe").build(2, 1).workers
     with pytest.raises(ScheduleError, match="the schedule deadlocks"):
         execute_sizes(Schedule((first, second[::-1])), [cost()] * 2, [[cost()] * 2])
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from dapple_tf.errors import ScheduleError
 from dapple_tf.simulator.order_search import lower_bound, search_order
 from dapple_tf.timeline.stage_costs import StageCosts
-from graph_passes.schedules.policies import build_schedule
 from graph_passes.schedules.schedule import Action, Schedule, check, run_schedule
+from graph_passes.schedules.spec import ScheduleSpec
 from graph_passes.schedules.worker_map import WorkerMap
 
 
@@ -79,7 +79,7 @@ def test_it_is_valid_within_the_memory_and_never_worse_than_a_named_schedule(
     names += ["interleaved-zb:v=2", "looped-bfs:v=2", "zb-v", "dualpipe-v", "hanayo"]
     for name in names:
         try:
-            named = build_schedule(name, worker_map.stages, micro_batches)
+            named = ScheduleSpec.parse(name).build(worker_map.stages, micro_batches)
         except ScheduleError:
             continue
         if named.worker_map == worker_map and max(named.stashes) <= memory:

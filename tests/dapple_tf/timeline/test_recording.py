@@ -20,9 +20,8 @@ from dapple_tf.timeline.picture import draw_recording, save_recording
 from dapple_tf.timeline.recording import BY_PROFILE, BY_TIMES, Prediction, Recording
 from dapple_tf.timeline.timeline import SimulatedTimeline, Timeline
 from dapple_tf.timeline.trace_file import read_recording
-from graph_passes.schedules.policies import build_schedule
 from graph_passes.schedules.schedule import Action
-from graph_passes.schedules.text import parse_schedule
+from graph_passes.schedules.spec import ScheduleSpec, parse_schedule
 from tests.dapple_tf.builders import X, chain, make_plan, step_of
 from tests.dapple_tf.simulator.builders import cost, make_step
 from tests.dapple_tf.simulator.builders import make_timeline as simulated
@@ -55,7 +54,7 @@ def timeline_of(step: StepEvents) -> Timeline:
 
 
 def test_the_schedule_is_simulated_with_the_measured_medians_by_hand() -> None:
-    found = predict_from_times(MEASURED, build_schedule("dapple-a", 2, 2))
+    found = predict_from_times(MEASURED, ScheduleSpec.parse("dapple-a").build(2, 2))
     # Medians: F 1.5 and 1 s, B 2 and 2.5 s. 1F0 from 2 to 3, 1B0 to 5.5, 1F1 to 6.5, 1B1 to 9, 0B1 to 11.
     assert {str(e.action): (e.start, e.end) for e in found.timeline.events} == {
         "0F0": (0, 1.5),
@@ -81,7 +80,7 @@ def test_i_and_w_of_a_split_backward_are_simulated_with_their_own_medians() -> N
     run = make_step("zb-h1", 3, [cost(1, 3, weights_seconds=2)] * 2)
     measured = timeline_of(execution_events(run.execution, ((0, 0, "a:0"), (1, 0, "a:1"))))
     assert {e.end - e.start for e in measured.events if e.action.kind == "W"} == {2}
-    assert predict_from_times(measured, build_schedule("zb-h1", 2, 3)).timeline == measured
+    assert predict_from_times(measured, ScheduleSpec.parse("zb-h1").build(2, 3)).timeline == measured
 
 
 def test_a_step_with_whole_and_split_backwards_is_simulated_with_the_medians_of_each_kind() -> None:
@@ -89,15 +88,15 @@ def test_a_step_with_whole_and_split_backwards_is_simulated_with_the_medians_of_
     run = make_step(schedule, 2, [cost(1, 4, weights_seconds=3), cost(1, 3, weights_seconds=1)])
     measured = timeline_of(execution_events(run.execution, ((0, 0, "a:0"), (1, 0, "a:1"))))
     assert [(s.backward_seconds, s.weights_seconds) for s in measured.stages] == [(4, 3), (3, 1)]
-    assert predict_from_times(measured, build_schedule(schedule, 2, 2)).timeline == measured
+    assert predict_from_times(measured, ScheduleSpec.parse(schedule).build(2, 2)).timeline == measured
 
 
 def test_micro_batches_of_given_sizes_have_medians_of_their_own() -> None:
     """Each size occurs once, so the measured step is what is simulated of it: 0F1 and 1B1 take a second longer."""
-    found = predict_from_times(MEASURED, build_schedule("dapple-a", 2, 2), (1, 3))
+    found = predict_from_times(MEASURED, ScheduleSpec.parse("dapple-a").build(2, 2), (1, 3))
     assert set(found.timeline.events) == set(MEASURED.events)
-    found = predict_from_times(MEASURED, build_schedule("dapple-a", 2, 2), (2, 2))
-    assert found.timeline == predict_from_times(MEASURED, build_schedule("dapple-a", 2, 2)).timeline
+    found = predict_from_times(MEASURED, ScheduleSpec.parse("dapple-a").build(2, 2), (2, 2))
+    assert found.timeline == predict_from_times(MEASURED, ScheduleSpec.parse("dapple-a").build(2, 2)).timeline
 
 
 def test_the_seconds_of_a_transfer_are_divided_among_the_micro_batches_that_it_carries() -> None:
@@ -116,7 +115,7 @@ def test_time_that_a_transfer_waits_for_its_channel_does_not_count_as_its_durati
     # All come at 1 and go one after the other: 1, 1 and 2 seconds, whatever their own length.
     sent = tuple(Transfer(0, 1, m, 1.0, end) for m, end in enumerate((2.0, 3.0, 5.0)))
     events = tuple(event(f"{s}{k}{m}", s, 0.0, 1.0) for s in range(2) for k in "FB" for m in range(3))
-    found = predict_from_times(Timeline(events, sent), build_schedule("gpipe", 2, 3))
+    found = predict_from_times(Timeline(events, sent), ScheduleSpec.parse("gpipe").build(2, 3))
     assert [t.end - t.start for t in found.timeline.transfers] == [1, 1, 1]
 
 
@@ -222,7 +221,7 @@ def predicted(timeline: Timeline) -> Recording:
 
 
 TOGETHER = Timeline(MEASURED.events, (Transfer(0, 1, 1, 3.0, 3.5, count=2),), together=[Action(0, "F", 0)])
-RECORDING = Recording("net", MEASURED, predict_from_times(MEASURED, build_schedule("dapple-a", 2, 2)), 9.2)
+RECORDING = Recording("net", MEASURED, predict_from_times(MEASURED, ScheduleSpec.parse("dapple-a").build(2, 2)), 9.2)
 
 
 @pytest.mark.parametrize(

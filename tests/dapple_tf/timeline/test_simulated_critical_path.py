@@ -18,7 +18,7 @@ from dapple_tf.timeline.events import Transfer
 from dapple_tf.timeline.stage_costs import StageCosts
 from graph_passes.schedules.schedule import Schedule
 from graph_passes.schedules.slicer import sliced_1f1b
-from graph_passes.schedules.text import parse_schedule
+from graph_passes.schedules.spec import parse_schedule
 from tests.dapple_tf.simulator.builders import cost, order_of, path_of, runs
 from tests.graph_passes.schedules.marked import marked
 

@@ -13,8 +13,8 @@ from dapple_tf.timeline.events import Event, StageEvent, Transfer
 from dapple_tf.timeline.picture import make_chart
 from dapple_tf.timeline.stamps import Stamp, make_timeline, read_timeline
 from dapple_tf.timeline.timeline import Timeline
-from graph_passes.schedules.policies import build_schedule
 from graph_passes.schedules.schedule import Action
+from graph_passes.schedules.spec import ScheduleSpec
 from tests.dapple_tf.builders import X, chain, step_of
 from tests.dapple_tf.simulator.builders import cost
 from tests.dapple_tf.simulator.builders import make_timeline as make_timeline_of_costs
@@ -96,7 +96,7 @@ def test_a_recorded_step_ran_in_the_schedules_order(schedule: str) -> None:
     _, loss = chain(3)
     step = step_of(loss, stages=3, micro_batches=4, schedule=schedule)
     step.record(X)
-    wanted = build_schedule(schedule, 3, 4).stages
+    wanted = ScheduleSpec.parse(schedule).build(3, 4).stages
     assert [step.timeline.order(stage) for stage in range(3)] == [tuple(actions) for actions in wanted]
 
 

@@ -19,7 +19,7 @@ from graph_passes.passes.order import Order
 from graph_passes.passes.place import Place
 from graph_passes.passes.split_concat import SplitConcat
 from graph_passes.passes.verify_pipeline import VerifyPipeline
-from graph_passes.schedules.policies import build_schedule
+from graph_passes.schedules.spec import ScheduleSpec
 from tests.graph_passes.builders import assert_graph, calls, function, refused
 
 X = "inputs %x\n%x = input() {index=0} -> (float32[?,4])\n"
@@ -141,20 +141,22 @@ def test_gradients_of_the_tails_variables_count_once() -> None:
 
 
 def test_the_whole_pipeline_with_a_tail_is_valid() -> None:
-    schedule = build_schedule("gpipe", 1, 2)
+    schedule = ScheduleSpec.parse("gpipe").build(1, 2)
     result = AllReduce()(Accumulate()(CopyVariables()(replicated(*one_stage()))))
     result = Place((("a", "b"),), "home")(Order(schedule)(result))
     VerifyPipeline(schedule)(result)
     with refused(GraphError, "cycle"):
-        VerifyPipeline(build_schedule("dapple-a", 1, 2))(Order(build_schedule("dapple-a", 1, 2))(result))
+        VerifyPipeline(ScheduleSpec.parse("dapple-a").build(1, 2))(
+            Order(ScheduleSpec.parse("dapple-a").build(1, 2))(result)
+        )
 
 
 @pytest.mark.parametrize("name", ["dapple-a", "dapple-b", "zb-h1", "K=3,2"])
 def test_a_schedule_whose_last_stage_runs_backward_early_is_refused(name: str) -> None:
     with refused(ScheduleError, "batch_loss", "all M=4 micro-batches", "stage 1", "'gpipe'"):
-        check_forwards_first(build_schedule(name, 2, 4))
+        check_forwards_first(ScheduleSpec.parse(name).build(2, 4))
 
 
 @pytest.mark.parametrize(("name", "m"), [("gpipe", 4), ("K=4,4", 4), ("dapple-a", 1)])
 def test_schedules_with_all_forwards_first_are_accepted(name: str, m: int) -> None:
-    check_forwards_first(build_schedule(name, 2, m))
+    check_forwards_first(ScheduleSpec.parse(name).build(2, m))

@@ -8,7 +8,7 @@ from graph_passes.passes.copy_variables import CopyVariables
 from graph_passes.passes.microbatch import call_stages
 from graph_passes.passes.order import Order
 from graph_passes.passes.split_concat import SplitConcat
-from graph_passes.schedules.policies import build_schedule
+from graph_passes.schedules.spec import ScheduleSpec
 from tests.graph_passes.builders import assert_graph, calls, function
 
 TIED = (  # the table of stage 0 is used again in stage 1; stage 0 counts in ``mean``
@@ -98,7 +98,7 @@ def test_a_model_without_state_and_shared_variables_has_no_copies() -> None:
 
 def test_state_is_committed_after_every_forward_that_writes_it_also_without_an_optimizer() -> None:
     graph = call_stages(calls("inputs %x\n%x = input() -> (float32[?,4])", *TIED), 2, 3)
-    graph = Order(build_schedule("dapple-a", 2, 3))(CopyVariables()(SplitConcat((2, 1))(graph)))
+    graph = Order(ScheduleSpec.parse("dapple-a").build(2, 3))(CopyVariables()(SplitConcat((2, 1))(graph)))
     forwards = {f"stage0/replica{replica}/mb{m}/forward" for replica in (0, 1) for m in range(3)}
     assert forwards <= ancestors(graph, ["stage0/commit"])
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from graph_passes.errors import ScheduleError
 from graph_passes.passes.order import Order
-from graph_passes.schedules.policies import build_schedule
-from graph_passes.schedules.text import parse_schedule
+from graph_passes.schedules.spec import ScheduleSpec, parse_schedule
 from tests.graph_passes.builders import assert_graph, function, graph, refused, two_stages
 
 # The data edges of Fig. 11(b): two stages, two micro-batches. M stands for the micro-batch.
@@ -23,7 +22,7 @@ TWO = graph(DATA.replace("M", "0") + DATA.replace("M", "1"))
 
 def test_dapple_on_two_stages_adds_the_edges_of_figure_11_b() -> None:
     assert_graph(
-        Order(build_schedule("dapple-a", 2, 2))(TWO),
+        Order(ScheduleSpec.parse("dapple-a").build(2, 2))(TWO),
         """
         %stage0/replica0/mb0/forward = forward() {micro_batch=0, replica=0, stage=0} -> (float32[])
         %stage1/replica0/mb0/forward = forward(%stage0/replica0/mb0/forward:0)
@@ -62,7 +61,7 @@ HALVES = """
 
 def test_weight_gradients_are_ordered_as_scheduled() -> None:
     split = graph("".join(HALVES.replace("M", m) for m in "012"))
-    result = Order(build_schedule("zb-h1", 2, 3))(split)
+    result = Order(ScheduleSpec.parse("zb-h1").build(2, 3))(split)
     edges = [control.reason for node in result.nodes for control in node.controls]
     wanted = ["0F1 after 0F0", "0I0 after 0F1", "0F2 after 0W0", "0I1 after 0F2", "0I2 after 0W1"]
     wanted += ["1F1 after 1I0", "1W0 after 1I1", "1F2 after 1W0", "1W1 after 1I2", "1W2 after 1W1"]
@@ -73,7 +72,7 @@ def test_whole_backwards_are_ordered_among_those_that_are_split() -> None:
     """Micro-batch 1 is whole on both stages."""
     order = "0F0 0F1 0I0 0F2 0B1 0W0 0I2 0W2; 1F0 1I0 1F1 1B1 1F2 1W0 1I2 1W2"
     mixed = graph(HALVES.replace("M", "0") + DATA.replace("M", "1") + HALVES.replace("M", "2"))
-    result = Order(build_schedule(order, 2, 3))(mixed)
+    result = Order(ScheduleSpec.parse(order).build(2, 3))(mixed)
     edges = [control.reason for node in result.nodes for control in node.controls]
     wanted = ["0F1 after 0F0", "0I0 after 0F1", "0F2 after 0I0", "0B1 after 0F2", "0W0 after 0B1", "0I2 after 0W0"]
     wanted += ["1F1 after 1I0", "1F2 after 1B1", "1W0 after 1F2", "1I2 after 1W0"]
@@ -91,7 +90,7 @@ def test_a_call_waits_for_the_sums_of_both_kinds_of_backward() -> None:
     nodes = graph(first.replace("M", "0") + second.replace("M", "1") + second.replace("M", "2"))
 
     def edges(order: str) -> set[str]:
-        result = Order(build_schedule(order + "; 1F0 1I0 1W0 1F1 1B1 1F2 1B2", 2, 3))(nodes)
+        result = Order(ScheduleSpec.parse(order + "; 1F0 1I0 1W0 1F1 1B1 1F2 1B2").build(2, 3))(nodes)
         return {f"{n.name} {c.source}" for n in result.nodes for c in n.controls if c.source.endswith("accumulate")}
 
     at = "stage0/replica0"
@@ -103,13 +102,13 @@ def test_a_call_waits_for_the_sums_of_both_kinds_of_backward() -> None:
 
 
 def test_one_micro_batch_on_two_stages_needs_one_control_edge() -> None:
-    result = Order(build_schedule("dapple-a", 2, 1))(graph(DATA.replace("M", "0")))
+    result = Order(ScheduleSpec.parse("dapple-a").build(2, 1))(graph(DATA.replace("M", "0")))
     edges = [(control.reason, node.name) for node in result.nodes for control in node.controls]
     assert edges == [("order: 0B0 after 0F0", "stage0/replica0/mb0/backward")]
 
 
 def test_gpipe_runs_all_forwards_before_the_first_backward() -> None:
-    result = Order(build_schedule("gpipe", 2, 2))(TWO)
+    result = Order(ScheduleSpec.parse("gpipe").build(2, 2))(TWO)
     edges = [control.reason for node in result.nodes for control in node.controls]
     assert sorted(edges) == [
         "order: 0B0 after 0F1",
@@ -127,7 +126,7 @@ def test_each_replica_has_its_own_order() -> None:
         for r in (0, 1)
         for op in ("forward", "backward")
     ]
-    result = Order(build_schedule("dapple-a", 1, 1))(graph("\n".join(lines)))
+    result = Order(ScheduleSpec.parse("dapple-a").build(1, 1))(graph("\n".join(lines)))
     assert_graph(
         result,
         """
@@ -143,11 +142,11 @@ def test_each_replica_has_its_own_order() -> None:
 
 def test_a_schedule_for_other_stages_or_micro_batches_is_refused() -> None:
     with refused(ScheduleError, "the schedule is for 3 stages x 4 micro-batches, the graph has 2 x 2"):
-        Order(build_schedule("dapple-a", 3, 4))(TWO)
+        Order(ScheduleSpec.parse("dapple-a").build(3, 4))(TWO)
 
 
 def test_calls_of_several_stages_of_one_device_run_in_the_order_of_the_schedule() -> None:
-    result = Order(build_schedule("0F0 0F1 1F0 1B0 1F1 1B1 0B0 0B1", 2, 2))(TWO)
+    result = Order(ScheduleSpec.parse("0F0 0F1 1F0 1B0 1F1 1B1 0B0 0B1").build(2, 2))(TWO)
     controls = {node.name: {control.source for control in node.controls} for node in result.nodes}
     assert controls == {
         "stage0/replica0/mb0/forward": set(),
@@ -165,7 +164,7 @@ def test_stages_of_one_device_with_different_replicas_are_refused() -> None:
     first = DATA.replace("M", "0")
     more = "%stage0/replica1/mb0/forward = forward() {micro_batch=0, replica=1, stage=0} -> (float32[])\n"
     with refused(ScheduleError, "stages [0, 1] share devices, so they need equal replicas, but have [2, 1]"):
-        Order(build_schedule("0F0 1F0 1B0 0B0", 2, 1))(graph(first + more))
+        Order(ScheduleSpec.parse("0F0 1F0 1B0 0B0").build(2, 1))(graph(first + more))
 
 
 def test_a_call_waits_until_the_gradients_before_it_are_accumulated() -> None:
@@ -173,7 +172,9 @@ def test_a_call_waits_until_the_gradients_before_it_are_accumulated() -> None:
         %stage1/replica0/mbM/accumulate = accumulate(%stage1/replica0/mbM/backward:0)
         | {first=False, micro_batch=M, replica=0, stage=1, variables=["w"]}
     """
-    result = Order(build_schedule("dapple-a", 2, 2))(graph("".join((DATA + sums).replace("M", m) for m in "01")))
+    result = Order(ScheduleSpec.parse("dapple-a").build(2, 2))(
+        graph("".join((DATA + sums).replace("M", m) for m in "01"))
+    )
     edges = {(node.name, control.source) for node in result.nodes for control in node.controls}
     assert ("stage1/replica0/mb1/forward", "stage1/replica0/mb0/accumulate") in edges
     assert ("stage1/replica0/mb1/forward", "stage1/replica0/mb0/backward") in edges

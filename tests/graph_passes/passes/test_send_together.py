@@ -8,7 +8,7 @@ from graph_passes.errors import GraphError, ScheduleError
 from graph_passes.ir.text import parse_graph, print_graph
 from graph_passes.passes.send_together import SendTogether
 from graph_passes.passes.verify_pipeline import verify_together
-from graph_passes.schedules.text import parse_schedule
+from graph_passes.schedules.spec import parse_schedule
 from tests.graph_passes.builders import assert_graph, graph, refused
 from tests.graph_passes.whole import Kind, whole_graph
 

@@ -6,7 +6,7 @@ import pytest
 
 from graph_passes.errors import GraphError
 from graph_passes.passes.verify_pipeline import VerifyPipeline
-from graph_passes.schedules.policies import build_schedule
+from graph_passes.schedules.spec import ScheduleSpec
 from tests.graph_passes.builders import calls, function, refused
 
 FUNCTIONS = (function("stage0/forward", "", "stash a"), function("stage0/backward", "stash a", "variable w"))
@@ -29,17 +29,17 @@ GOOD = """
 
 def verify(text: str) -> None:
     """Verify the graph for one stage and one micro-batch."""
-    VerifyPipeline(build_schedule("dapple-a", 1, 1))(calls(text, *FUNCTIONS))
+    VerifyPipeline(ScheduleSpec.parse("dapple-a").build(1, 1))(calls(text, *FUNCTIONS))
 
 
 def test_a_schedule_of_other_stages_is_refused() -> None:
     with refused(GraphError, "the schedule has 2 stages, the graph 1"):
-        VerifyPipeline(build_schedule("dapple-a", 2, 1))(calls(GOOD, *FUNCTIONS))
+        VerifyPipeline(ScheduleSpec.parse("dapple-a").build(2, 1))(calls(GOOD, *FUNCTIONS))
 
 
 def test_a_finished_pipeline_passes_unchanged() -> None:
     before = calls(GOOD, *FUNCTIONS)
-    assert VerifyPipeline(build_schedule("dapple-a", 1, 1))(before) == before
+    assert VerifyPipeline(ScheduleSpec.parse("dapple-a").build(1, 1))(before) == before
 
 
 @pytest.mark.parametrize(
@@ -114,13 +114,13 @@ TWO = """
 
 def test_gradients_reach_the_update_through_accumulation() -> None:
     before = calls(TWO, *FUNCTIONS)
-    assert VerifyPipeline(build_schedule("dapple-a", 1, 2))(before) == before
+    assert VerifyPipeline(ScheduleSpec.parse("dapple-a").build(1, 2))(before) == before
 
 
 def test_a_micro_batch_that_is_missing_from_the_sum_is_refused() -> None:
     lost = TWO.replace("| ^%stage0/replica0/mb0/accumulate 'accumulate: micro-batch 1 after 0'", "")
     with refused(GraphError, "the gradient of 'w' from 'stage0/replica0/mb0/backward' reaches no update"):
-        VerifyPipeline(build_schedule("dapple-a", 1, 2))(calls(lost, *FUNCTIONS))
+        VerifyPipeline(ScheduleSpec.parse("dapple-a").build(1, 2))(calls(lost, *FUNCTIONS))
 
 
 TWO_BUCKETS = """
@@ -152,7 +152,7 @@ TWO_BUCKETS = """
 def test_a_sum_that_is_read_or_added_to_too_early_is_refused() -> None:
     """Edges of another bucket order the first micro-batch, but none of this bucket does."""
     functions = (FUNCTIONS[0], function("stage0/backward", "stash a", "variable w, variable v"))
-    schedule = build_schedule("dapple-a", 1, 2)
+    schedule = ScheduleSpec.parse("dapple-a").build(1, 2)
     overlapped = TWO_BUCKETS
     VerifyPipeline(schedule)(calls(overlapped, *functions))
     for edge, said in [
@@ -201,7 +201,7 @@ SPLIT_GOOD = """
 
 
 def verify_split(text: str) -> None:
-    VerifyPipeline(build_schedule("zb-h1", 1, 1))(calls(text, *SPLIT))
+    VerifyPipeline(ScheduleSpec.parse("zb-h1").build(1, 1))(calls(text, *SPLIT))
 
 
 @pytest.mark.parametrize(
@@ -246,7 +246,7 @@ def test_slices_that_reach_no_update_are_refused() -> None:
         | {replica=0, stage=0} -> (float32[_,4], int64[_]) @'a'
         %stage0/update = update(%stage0/gather_slices/w:0, %stage0/gather_slices/w:1) {replica=0, stage=0} @'a'
     """
-    check = VerifyPipeline(build_schedule("dapple-a", 1, 1))
+    check = VerifyPipeline(ScheduleSpec.parse("dapple-a").build(1, 1))
     check(calls(text, FUNCTIONS[0], backward))
     with refused(GraphError, "the gradient of 'w' from 'stage0/replica0/mb0/backward' reaches no update"):
         check(calls(text.replace(", %stage0/replica0/mb0/backward:1", ""), FUNCTIONS[0], backward))
@@ -324,7 +324,7 @@ MIXED_GOOD = """
     ],
 )
 def test_a_damaged_pipeline_whose_backwards_are_split_and_whole_is_refused(old: str, new: str, said: str) -> None:
-    check = VerifyPipeline(build_schedule("0F0 0F1 0I0 0B1 0W0", 1, 2))
+    check = VerifyPipeline(ScheduleSpec.parse("0F0 0F1 0I0 0B1 0W0").build(1, 2))
     good = calls(MIXED_GOOD, *MIXED)
     assert check(good) == good
     assert MIXED_GOOD.count(old) == 1
@@ -335,7 +335,7 @@ def test_a_damaged_pipeline_whose_backwards_are_split_and_whole_is_refused(old: 
 def test_a_graph_without_updates_passes() -> None:
     text = GOOD[: GOOD.index("%stage0/update")]
     before = calls(text, *FUNCTIONS)
-    assert VerifyPipeline(build_schedule("dapple-a", 1, 1))(before) == before
+    assert VerifyPipeline(ScheduleSpec.parse("dapple-a").build(1, 1))(before) == before
 
 
 def test_an_update_that_does_not_wait_for_its_stages_state_is_refused() -> None:
@@ -367,7 +367,7 @@ def refreshed(*replicas: int, calls_wait: bool = True) -> str:
 
 
 def test_a_replica_without_a_refresh_of_the_copies_that_it_uses_is_refused() -> None:
-    schedule = build_schedule("dapple-a", 1, 1)
+    schedule = ScheduleSpec.parse("dapple-a").build(1, 1)
     VerifyPipeline(schedule)(calls(refreshed(0, 1), *COPYING))
     with refused(GraphError, "no refresh gives stage 0, replica 1 its copy of 'n'"):
         VerifyPipeline(schedule)(calls(refreshed(0), *COPYING))
@@ -376,7 +376,7 @@ def test_a_replica_without_a_refresh_of_the_copies_that_it_uses_is_refused() -> 
 def test_a_call_that_does_not_wait_for_the_refresh_of_its_copies_is_refused() -> None:
     text = refreshed(0, 1, calls_wait=False)
     with refused(GraphError, "no control edge makes 'stage0/replica0/mb0/forward' wait for 'stage0/replica0/refresh'"):
-        VerifyPipeline(build_schedule("dapple-a", 1, 1))(calls(text, *COPYING))
+        VerifyPipeline(ScheduleSpec.parse("dapple-a").build(1, 1))(calls(text, *COPYING))
 
 
 COUNTED = (
@@ -397,7 +397,7 @@ WITH_ONCE = """
 
 
 def test_what_runs_once_must_wait_for_its_copies() -> None:
-    schedule = VerifyPipeline(build_schedule("dapple-a", 1, 1))
+    schedule = VerifyPipeline(ScheduleSpec.parse("dapple-a").build(1, 1))
     good = calls(WITH_ONCE, *COUNTED)
     assert schedule(good) == good
     edge = "-> (float32[]) @'a'\n    | ^%stage0/replica0/refresh 'refresh: copies'"
@@ -408,7 +408,7 @@ def test_what_runs_once_must_wait_for_its_copies() -> None:
 
 def test_what_runs_once_must_have_copies_of_what_it_writes() -> None:
     with refused(GraphError, "no refresh gives stage 0, replica 0 its copy of 'n'"):
-        VerifyPipeline(build_schedule("dapple-a", 1, 1))(
+        VerifyPipeline(ScheduleSpec.parse("dapple-a").build(1, 1))(
             calls(WITH_ONCE.replace("variables=['n']", "variables=[]"), *COUNTED)
         )
 
@@ -461,7 +461,7 @@ DEFERRED = """
 )
 def test_statistics_reach_the_variables_that_are_written_from_them(old: str, new: str, said: str) -> None:
     damaged = calls(DEFERRED.replace(old, new), *NORMALISED)
-    check = VerifyPipeline(build_schedule("dapple-a", 1, 1))
+    check = VerifyPipeline(ScheduleSpec.parse("dapple-a").build(1, 1))
     if not said:
         assert check(damaged) == damaged
         return

@@ -13,7 +13,7 @@ from graph_passes.ir.graph import Graph
 from graph_passes.passes.order import call_name
 from graph_passes.passes.verify_ranks import verify_ranks
 from graph_passes.schedules.schedule import Action, Schedule, check
-from graph_passes.schedules.text import parse_schedule
+from graph_passes.schedules.spec import parse_schedule
 from tests.graph_passes.builders import graph, refused
 from tests.graph_passes.whole import Kind, ranks_of
 

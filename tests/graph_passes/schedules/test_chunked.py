@@ -5,20 +5,8 @@ from __future__ import annotations
 import pytest
 
 from graph_passes.errors import ScheduleError
-from graph_passes.schedules.policies import (
-    build_schedule,
-    check_schedule,
-    check_schedule_name,
-    count_stages,
-    read_limit,
-    runs_several_stages,
-    splits_backward,
-    truncate_schedule,
-    warm_up_by_name,
-    worker_map_of,
-)
 from graph_passes.schedules.schedule import Schedule, run_schedule
-from graph_passes.schedules.text import parse_schedule
+from graph_passes.schedules.spec import ScheduleSpec, parse_schedule
 from tests.graph_passes.builders import refused
 
 TABLES = [
@@ -55,15 +43,15 @@ TABLES = [
 
 @pytest.mark.parametrize(("name", "stages", "micro_batches", "table"), TABLES)
 def test_the_order_is_that_of_the_table(name: str, stages: int, micro_batches: int, table: str) -> None:
-    found = build_schedule(name, stages, micro_batches)
+    spec = ScheduleSpec.parse(name)
+    found = spec.build(stages, micro_batches)
     assert str(found) == "\n".join(line.strip() for line in table.splitlines())
     assert parse_schedule(str(found)) == found
-    assert worker_map_of(name, stages) == worker_map_of(str(found), stages) == found.worker_map
-    assert not splits_backward(name)
-    assert warm_up_by_name(name, stages, micro_batches) is None
-    assert count_stages(name) is None
-    check_schedule_name(name)
-    check_schedule(name, stages, micro_batches)
+    assert spec.worker_map(stages) == ScheduleSpec.parse(str(found)).worker_map(stages) == found.worker_map
+    assert not spec.splits_backward
+    assert spec.warm_up(stages, micro_batches) is None
+    assert spec.stages is None
+    spec.check(stages, micro_batches)
 
 
 def bubble(schedule: Schedule, forward: float, backward: float) -> float:
@@ -81,13 +69,13 @@ def bubble(schedule: Schedule, forward: float, backward: float) -> float:
 def test_the_bubble_is_that_of_the_paper(workers: int, chunks: int) -> None:
     """Narayanan et al. and Lamy-Poirier: (p - 1) (f + b), of chunks that take f and b."""
     for micro_batches in (workers, 2 * workers, 4 * workers):
-        interleaved = build_schedule(f"interleaved-1f1b:v={chunks}", workers * chunks, micro_batches)
+        interleaved = ScheduleSpec.parse(f"interleaved-1f1b:v={chunks}").build(workers * chunks, micro_batches)
         assert bubble(interleaved, 1, 2) == (workers - 1) * 3
         # A stash is a micro-batch on one chunk; the paper counts 1 + (p - 1) / (p v) of a whole worker's p v.
         most = min(workers * chunks + workers - 1, micro_batches * chunks)
         assert interleaved.stashes[0] == max(interleaved.stashes) == most
     for micro_batches in (workers, workers + 1, 3 * workers):
-        breadth_first = build_schedule(f"looped-bfs:v={chunks}", workers * chunks, micro_batches)
+        breadth_first = ScheduleSpec.parse(f"looped-bfs:v={chunks}").build(workers * chunks, micro_batches)
         assert bubble(breadth_first, 1, 2) == (workers - 1) * 3
         assert set(breadth_first.stashes) == {micro_batches * chunks}
 
@@ -97,22 +85,23 @@ def test_the_bubble_is_that_of_the_paper(workers: int, chunks: int) -> None:
 def test_any_number_of_micro_batches_runs(workers: int, chunks: int) -> None:
     """Building a schedule checks that it runs to its end; the bubble is never that of 1F1B's v (p - 1) (f + b)."""
     for micro_batches in range(1, 20):
-        found = build_schedule(f"interleaved-1f1b:v={chunks}", workers * chunks, micro_batches)
+        found = ScheduleSpec.parse(f"interleaved-1f1b:v={chunks}").build(workers * chunks, micro_batches)
         assert found.micro_batches == micro_batches
         if micro_batches >= workers:
             assert bubble(found, 1, 2) <= chunks * (workers - 1) * 3
 
 
 def test_with_one_stage_a_worker_they_are_1f1b_and_gpipe() -> None:
-    assert build_schedule("looped-bfs:v=1", 3, 4) == build_schedule("gpipe", 3, 4)
-    interleaved = build_schedule("interleaved-1f1b:v=1", 3, 6)
-    assert interleaved == build_schedule("K=5,3,1", 3, 6)  # as DAPPLE's policy B
+    assert ScheduleSpec.parse("looped-bfs:v=1").build(3, 4) == ScheduleSpec.parse("gpipe").build(3, 4)
+    interleaved = ScheduleSpec.parse("interleaved-1f1b:v=1").build(3, 6)
+    assert interleaved == ScheduleSpec.parse("K=5,3,1").build(3, 6)  # as DAPPLE's policy B
 
 
 def test_a_batch_of_fewer_micro_batches_keeps_the_policy() -> None:
-    assert truncate_schedule("interleaved-1f1b:v=2", 3) == "interleaved-1f1b:v=2"
-    text = str(build_schedule("looped-bfs", 4, 3))
-    assert build_schedule(truncate_schedule(text, 2), 4, 2) == build_schedule("looped-bfs", 4, 2)
+    assert str(ScheduleSpec.parse("interleaved-1f1b:v=2").truncate(3)) == "interleaved-1f1b:v=2"
+    policy = ScheduleSpec.parse("looped-bfs")
+    written = ScheduleSpec.parse(str(policy.build(4, 3)))
+    assert written.truncate(2).build(4, 2) == policy.build(4, 2)
 
 
 @pytest.mark.parametrize(
@@ -130,22 +119,22 @@ def test_a_batch_of_fewer_micro_batches_keeps_the_policy() -> None:
     ],
 )
 def test_stages_that_do_not_fit_the_policy_are_refused(name: str, stages: int, said: str) -> None:
-    for build in (build_schedule, check_schedule):
+    for method in ("build", "check"):
         with refused(ScheduleError, said):
-            build(name, stages, 4)
+            getattr(ScheduleSpec.parse(name), method)(stages, 4)
 
 
 def test_no_micro_batch_is_refused() -> None:
     with refused(ScheduleError, "M = 0: there must be at least one micro-batch"):
-        check_schedule("looped-bfs", 4, 0)
+        ScheduleSpec.parse("looped-bfs").check(4, 0)
 
 
 def test_only_schedules_with_several_stages_on_a_worker_are_chunked() -> None:
     chunked = ["interleaved-1f1b", "looped-bfs:v=3", "0F0 1F0 1B0 0B0"]
     one_stage = ["gpipe", "K=2,1", "zb-h1:D=2", "interleaved-1f1b:v=1", "0F0 0B0; 1F0 1B0", "1F0 1B0; 0F0 0B0"]
-    assert [runs_several_stages(name) for name in (*chunked, *one_stage)] == [True] * 3 + [False] * 6
+    assert [ScheduleSpec.parse(name).runs_several_stages for name in (*chunked, *one_stage)] == [True] * 3 + [False] * 6
 
 
 def test_d_is_read_off_a_name() -> None:
     names = {"dapple-b:D=4": 4, "zb-h2": None, "K=2,1": None, "looped-bfs:v=2": None, "0F0 0B0": None}
-    assert {name: read_limit(name) for name in names} == names
+    assert {name: ScheduleSpec.parse(name).limit for name in names} == names

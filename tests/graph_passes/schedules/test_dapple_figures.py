@@ -8,8 +8,8 @@ from __future__ import annotations
 import pytest
 
 from graph_passes.passes.order import Order
-from graph_passes.schedules.policies import build_schedule
 from graph_passes.schedules.schedule import Schedule
+from graph_passes.schedules.spec import ScheduleSpec
 from tests.graph_passes.builders import graph
 
 # III.A: "injects them into the pipeline concurrently".
@@ -29,7 +29,7 @@ FIGURE_3_B = """
 
 @pytest.mark.parametrize(("name", "table"), [("gpipe", FIGURE_3_A), ("dapple-a", FIGURE_3_B)])
 def test_figure_3_in_the_order_of_each_stage(name: str, table: str) -> None:
-    assert str(build_schedule(name, 3, 5)) == table.strip()
+    assert str(ScheduleSpec.parse(name).build(3, 5)) == table.strip()
 
 
 # III.B: in DAPPLE the memory grows "until K micro-batches are injected", and what a backward frees "can be reused by
@@ -46,14 +46,14 @@ def test_figure_3_in_the_order_of_each_stage(name: str, table: str) -> None:
     ],
 )
 def test_the_micro_batches_in_flight_after_each_action(name: str, stashed: list[str]) -> None:
-    assert count_stashes(build_schedule(name, 3, 5)) == stashed
+    assert count_stashes(ScheduleSpec.parse(name).build(3, 5)) == stashed
 
 
 def test_only_the_stash_of_gpipe_grows_with_the_micro_batches() -> None:
     most = {name: [] for name in ("gpipe", "dapple-a", "dapple-b")}
     for name, found in most.items():
         for micro_batches in (5, 16):
-            counts = count_stashes(build_schedule(name, 3, micro_batches))
+            counts = count_stashes(ScheduleSpec.parse(name).build(3, micro_batches))
             found.append([max(map(int, line.split())) for line in counts])
     assert most["gpipe"] == [[5, 5, 5], [16, 16, 16]]
     assert most["dapple-a"] == [[3, 2, 1], [3, 2, 1]]
@@ -101,7 +101,7 @@ DATA = """
 )
 def test_figure_11(micro_batches: int, drawn: set[str], more: set[str]) -> None:
     data = graph("".join(DATA.replace("M", str(m)) for m in range(micro_batches)))
-    ordered = Order(build_schedule("dapple-a", 2, micro_batches))(data)
+    ordered = Order(ScheduleSpec.parse("dapple-a").build(2, micro_batches))(data)
     edges = [control.reason.removeprefix("order: ") for node in ordered.nodes for control in node.controls]
     assert set(edges) == drawn | more
     assert len(edges) == len(drawn | more)

@@ -7,15 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graph_passes.errors import ScheduleError
-from graph_passes.schedules.policies import (
-    build_schedule,
-    check_schedule,
-    splits_backward,
-    stages_ending_split,
-    truncate_schedule,
-)
 from graph_passes.schedules.schedule import Action, Kind, Schedule, check, read_old_splits, run_schedule
-from graph_passes.schedules.text import parse_schedule
+from graph_passes.schedules.spec import ScheduleSpec, parse_schedule
 from tests.graph_passes.builders import refused
 from tests.graph_passes.schedules.mixed import mixed
 
@@ -29,13 +22,13 @@ def test_a_mixed_schedule_is_read_and_printed() -> None:
     assert schedule.micro_batches == 3
     assert schedule.warm_up == (2, 1)
     assert schedule.in_flight == schedule.stashes == (3, 2)
-    assert splits_backward(TEXT)
-    check_schedule(TEXT, 2, 3)
+    assert ScheduleSpec.parse(TEXT).splits_backward
+    ScheduleSpec.parse(TEXT).check(2, 3)
 
 
 def test_a_schedule_without_halves_splits_nothing() -> None:
-    assert build_schedule("dapple-a", 2, 3).split == frozenset()
-    assert build_schedule("zb-h1", 2, 2).split == {(0, 0), (0, 1), (1, 0), (1, 1)}
+    assert ScheduleSpec.parse("dapple-a").build(2, 3).split == frozenset()
+    assert ScheduleSpec.parse("zb-h1").build(2, 2).split == {(0, 0), (0, 1), (1, 0), (1, 1)}
 
 
 def test_a_warm_up_ends_at_the_first_half_of_a_backward_too() -> None:
@@ -94,7 +87,7 @@ def test_b_beside_w_is_read_as_i() -> None:
     """As texts of earlier versions have it, in which every backward of a schedule is split."""
     old = "0F0 0F1 0B0 0W0 0B1 0W1; 1F0 1B0 1F1 1B1 1W0 1W1"
     assert parse_schedule(old) == parse_schedule(old.replace("B", "I"))
-    assert build_schedule(old, 2, 2) == build_schedule("zb-h1", 2, 2)
+    assert ScheduleSpec.parse(old).build(2, 2) == ScheduleSpec.parse("zb-h1").build(2, 2)
     assert parse_schedule("0F0 0F1 0B0 0B1 0W1") == parse_schedule("0F0 0F1 0B0 0I1 0W1")  # of its micro-batch only
     text = "0F0 1F0 1B0 0B0 0W0"  # and of its stage only
     assert str(parse_schedule(text)) == "0F0 1F0 1B0 0I0 0W0"
@@ -107,19 +100,21 @@ def test_actions_that_are_in_no_order_are_read_alike() -> None:
 
 def test_the_stages_whose_last_micro_batch_is_split() -> None:
     text = "0F0 0F1 0B0 0I1 0W1; 1F0 1I0 1F1 1B1 1W0"
-    assert stages_ending_split(text, 2, 2) == {0}
-    assert stages_ending_split("zb-h1", 3, 4) == {0, 1, 2}
-    assert stages_ending_split("dapple-a", 3, 4) == frozenset()
+    assert ScheduleSpec.parse(text).ends_split(2, 2) == {0}
+    assert ScheduleSpec.parse("zb-h1").ends_split(3, 4) == {0, 1, 2}
+    assert ScheduleSpec.parse("dapple-a").ends_split(3, 4) == frozenset()
     with refused(ScheduleError, "the schedule's text is for 2 stages x 2 micro-batches, but there are 2 x 3"):
-        stages_ending_split(text, 2, 3)
+        ScheduleSpec.parse(text).ends_split(2, 3)
 
 
 def test_a_text_for_fewer_micro_batches_keeps_its_kinds() -> None:
-    assert str(build_schedule(truncate_schedule(TEXT, 2), 2, 2)) == "0F0 0F1 0I0 0B1 0W0\n1F0 1B0 1F1 1I1 1W1"
+    assert str(ScheduleSpec.parse(TEXT).truncate(2)) == "0F0 0F1 0I0 0B1 0W0\n1F0 1B0 1F1 1I1 1W1"
 
 
 names = st.sampled_from(["gpipe", "dapple-a", "dapple-b", "zb-h1", "interleaved-1f1b", "looped-bfs"])
-schedules = st.builds(build_schedule, names, st.sampled_from([2, 4]), st.integers(1, 6)).flatmap(mixed)
+schedules = st.builds(
+    lambda name, *counts: ScheduleSpec.parse(name).build(*counts), names, st.sampled_from([2, 4]), st.integers(1, 6)
+).flatmap(mixed)
 
 
 @given(schedules)

@@ -9,21 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graph_passes.errors import ScheduleError
-from graph_passes.schedules.policies import (
-    abbreviate_schedule,
-    build_schedule,
-    check_schedule,
-    check_schedule_name,
-    count_micro_batches,
-    count_stages,
-    early_backward,
-    splits_backward,
-    truncate_schedule,
-    warm_up,
-    warm_up_by_name,
-)
 from graph_passes.schedules.schedule import Action, Kind, Schedule, check, dependencies, groups_together, run_schedule
-from graph_passes.schedules.text import parse_schedule
+from graph_passes.schedules.spec import ScheduleSpec, early_backward, parse_schedule, warm_up
 from graph_passes.schedules.zero_bubble import zero_bubble
 from tests.graph_passes.builders import refused
 
@@ -177,12 +164,12 @@ TABLES = [
 
 @pytest.mark.parametrize(("name", "stages", "micro_batches", "table"), TABLES)
 def test_the_table_of_a_schedule(name: str, stages: int, micro_batches: int, table: list[str]) -> None:
-    assert str(build_schedule(name, stages, micro_batches)) == "\n".join(table)
+    assert str(ScheduleSpec.parse(name).build(stages, micro_batches)) == "\n".join(table)
 
 
 @pytest.mark.parametrize(("name", "stages", "micro_batches", "table"), TABLES)
 def test_a_table_parses_to_its_schedule(name: str, stages: int, micro_batches: int, table: list[str]) -> None:
-    assert parse_schedule("\n".join(table)) == build_schedule(name, stages, micro_batches)
+    assert parse_schedule("\n".join(table)) == ScheduleSpec.parse(name).build(stages, micro_batches)
 
 
 @pytest.mark.parametrize(
@@ -207,17 +194,17 @@ def test_a_table_parses_to_its_schedule(name: str, stages: int, micro_batches: i
 def test_warm_up_forwards(policy: str, stages: int, micro_batches: int, limit: int | None, k: tuple[int, ...]) -> None:
     assert warm_up(policy, stages, micro_batches, limit) == k
     name = policy if limit is None else f"{policy}:D={limit}"
-    assert build_schedule(name, stages, micro_batches).warm_up == k
+    assert ScheduleSpec.parse(name).build(stages, micro_batches).warm_up == k
 
 
 def test_warm_up_forwards_of_each_stage_can_be_given() -> None:
-    assert build_schedule("K=3,3,1", 3, 4) == early_backward((3, 3, 1), 4)
-    assert truncate_schedule("K=3,3,1", 2) == "K=2,2,1"
-    assert truncate_schedule("dapple-a:D=3", 2) == "dapple-a:D=3"
+    assert ScheduleSpec.parse("K=3,3,1").build(3, 4) == early_backward((3, 3, 1), 4)
+    assert str(ScheduleSpec.parse("K=3,3,1").truncate(2)) == "K=2,2,1"
+    assert str(ScheduleSpec.parse("dapple-a:D=3").truncate(2)) == "dapple-a:D=3"
 
 
 def test_two_micro_batches_on_two_stages_are_figure_11_b() -> None:
-    first, last = build_schedule("dapple-a", 2, 2).stages
+    first, last = ScheduleSpec.parse("dapple-a").build(2, 2).stages
     assert first.index(Action(0, "F", 1)) == first.index(Action(0, "F", 0)) + 1  # stage 0: F0 -> F1
     assert last.index(Action(1, "F", 1)) == last.index(Action(1, "B", 0)) + 1  # last stage: B0 -> F1
 
@@ -245,7 +232,7 @@ def test_every_schedule_runs_to_its_end_and_its_stash_is_as_large_as_computed(
     name: str, shape: tuple[int, int]
 ) -> None:
     stages, micro_batches = shape
-    schedule = build_schedule(name, stages, micro_batches)
+    schedule = ScheduleSpec.parse(name).build(stages, micro_batches)
     policy, _, limit = name.partition(":D=")
     bound = int(limit) if limit else None
     k = warm_up(policy, stages, micro_batches, bound)
@@ -286,7 +273,7 @@ def can_run(action: Action, done: set[Action], stages: int) -> bool:
 
 @given(policies, shapes)
 def test_a_schedule_prints_and_parses(name: str, shape: tuple[int, int]) -> None:
-    schedule = build_schedule(name, *shape)
+    schedule = ScheduleSpec.parse(name).build(*shape)
     assert parse_schedule(str(schedule)) == schedule
 
 
@@ -317,7 +304,7 @@ def test_a_schedule_prints_and_parses(name: str, shape: tuple[int, int]) -> None
 )
 def test_a_schedule_that_cannot_be_built_is_refused(name: str, stages: int, micro_batches: int, said: str) -> None:
     with refused(ScheduleError, said):
-        build_schedule(name, stages, micro_batches)
+        ScheduleSpec.parse(name).build(stages, micro_batches)
 
 
 @pytest.mark.parametrize("k", [(2, 0), (2, 4)])
@@ -422,11 +409,11 @@ def test_the_error_of_a_deadlock_shows_the_blocked_action_of_each_stage(text: st
     ],
 )
 def test_the_text_of_a_schedule_can_be_used_as_its_name(text: str) -> None:
-    check_schedule_name(text)
-    schedule = build_schedule(text, 2, 2)
-    assert schedule == build_schedule("dapple-a", 2, 2)
-    assert not splits_backward(text)
-    assert warm_up_by_name(text, 2, 2) is None
+    ScheduleSpec.parse(text)
+    schedule = ScheduleSpec.parse(text).build(2, 2)
+    assert schedule == ScheduleSpec.parse("dapple-a").build(2, 2)
+    assert not ScheduleSpec.parse(text).splits_backward
+    assert ScheduleSpec.parse(text).warm_up(2, 2) is None
 
 
 def test_a_text_may_say_what_travels_together() -> None:
@@ -448,8 +435,8 @@ def test_three_results_can_travel_together() -> None:
 
 def test_a_text_may_delay_the_gradients_of_weights() -> None:
     text = "0F0 0F1 0I1 0I0 0W0 0W1"
-    schedule = build_schedule(text, 1, 2)
-    assert (str(schedule), schedule.in_flight, splits_backward(text)) == (text, (2,), True)
+    schedule = ScheduleSpec.parse(text).build(1, 2)
+    assert (str(schedule), schedule.in_flight, ScheduleSpec.parse(text).splits_backward) == (text, (2,), True)
 
 
 @pytest.mark.parametrize(
@@ -467,14 +454,14 @@ def test_a_text_for_other_stages_or_micro_batches_is_refused(
     name: str, stages: int, micro_batches: int, said: str
 ) -> None:
     with refused(ScheduleError, said):
-        build_schedule(name, stages, micro_batches)
+        ScheduleSpec.parse(name).build(stages, micro_batches)
 
 
 @given(policies, shapes, st.integers(1, 9))
 def test_a_text_for_fewer_micro_batches_keeps_its_order(name: str, shape: tuple[int, int], fewer: int) -> None:
-    schedule = build_schedule(name, *shape)
+    schedule = ScheduleSpec.parse(name).build(*shape)
     fewer = min(fewer, shape[1])
-    found = build_schedule(truncate_schedule(str(schedule), fewer), shape[0], fewer)
+    found = ScheduleSpec.parse(str(schedule)).truncate(fewer).build(shape[0], fewer)
     for before, after in zip(schedule.stages, found.stages, strict=True):
         assert [a for a in before if a in after] == list(after)
 
@@ -492,7 +479,7 @@ def test_the_bubbles_of_zero_bubble_schedules_are_the_paper_s(stages: int, f: in
     seconds = {"F": f, "I": b, "W": w}
     for name, share, held in (("zb-h1", 1, stages), ("zb-h2", 2, 2 * stages - 1)):
         for micro_batches in (2 * stages, 3 * stages + 1):
-            schedule = build_schedule(name, stages, micro_batches)
+            schedule = ScheduleSpec.parse(name).build(stages, micro_batches)
             ends = run_schedule(schedule, lambda action: seconds[action.kind])
             assert max(own[-1] - own[0] + f for own in ends) - micro_batches * (f + b + w) == (stages - 1) * (
                 f + b - share * w
@@ -501,9 +488,9 @@ def test_the_bubbles_of_zero_bubble_schedules_are_the_paper_s(stages: int, f: in
 
 
 def test_a_long_text_is_abbreviated() -> None:
-    assert abbreviate_schedule("zb-h1:D=3") == "zb-h1:D=3"
-    assert abbreviate_schedule("0F0 0B0") == "0F0 0B0"
-    assert abbreviate_schedule("0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1") == "given (0F0 0F1 0B0 0B1 ...)"
+    assert ScheduleSpec.parse("zb-h1:D=3").short == "zb-h1:D=3"
+    assert ScheduleSpec.parse("0F0 0B0").short == "0F0 0B0"
+    assert ScheduleSpec.parse("0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1").short == "given (0F0 0F1 0B0 0B1 ...)"
 
 
 def test_any_order_that_does_not_deadlock_is_a_schedule() -> None:
@@ -536,16 +523,14 @@ def test_the_error_of_a_long_deadlock_shows_the_actions_around_the_blocked_ones(
 def test_the_stages_and_micro_batches_that_a_name_is_for(
     name: str, stages: int | None, micro_batches: int | None
 ) -> None:
-    check_schedule_name(name)
-    assert count_stages(name) == stages
-    assert count_micro_batches(name, range(1, 9)) == micro_batches
-    assert count_micro_batches(name, [1, 4]) is None
+    spec = ScheduleSpec.parse(name)
+    assert (spec.stages, spec.micro_batches) == (stages, micro_batches)
 
 
 @pytest.mark.parametrize("name", ["dapple", "dapple-a:D=0", "K=", "K=1,", "dapple-a:M=3", ""])
 def test_a_name_that_is_no_schedule_is_refused(name: str) -> None:
     with pytest.raises(ScheduleError):
-        check_schedule_name(name)
+        ScheduleSpec.parse(name)
 
 
 @pytest.mark.parametrize(
@@ -570,19 +555,19 @@ def test_a_name_that_is_no_schedule_is_refused(name: str) -> None:
 @pytest.mark.parametrize("micro_batches", [1, 2, 3, 5])
 def test_a_schedule_is_checked_as_if_it_was_built(name: str, stages: int, micro_batches: int) -> None:
     try:
-        build_schedule(name, stages, micro_batches)
+        ScheduleSpec.parse(name).build(stages, micro_batches)
     except ScheduleError as error:
         with refused(ScheduleError, str(error)[:20]):
-            check_schedule(name, stages, micro_batches)
+            ScheduleSpec.parse(name).check(stages, micro_batches)
     else:
-        check_schedule(name, stages, micro_batches)
+        ScheduleSpec.parse(name).check(stages, micro_batches)
 
 
 @pytest.mark.parametrize("text", ["0F" + "9" * 5000, "9" * 5000 + "F0", "K=" + "9" * 5000, "dapple-a:D=" + "9" * 5000])
 def test_a_number_of_thousands_of_digits_is_refused(text: str) -> None:
     """Python itself refuses to read it, with a plain ValueError."""
     with pytest.raises(ScheduleError):
-        build_schedule(text, 1, 1)
+        ScheduleSpec.parse(text).build(1, 1)
     with pytest.raises(ScheduleError):
         parse_schedule(text)
 

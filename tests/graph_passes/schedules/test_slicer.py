@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from graph_passes.errors import ScheduleError
-from graph_passes.schedules.policies import build_schedule
 from graph_passes.schedules.schedule import Action, run_schedule
 from graph_passes.schedules.slicer import count_slices, slice_sizes, sliced_1f1b
+from graph_passes.schedules.spec import ScheduleSpec
 from tests.graph_passes.builders import refused
 
 
@@ -49,12 +49,14 @@ def test_the_last_stage_starts_in_half_the_time(stages: int, micro_batches: int,
 
     ends = run_schedule(schedule, seconds)
     assert ends[-1][0] - 0.5 == (stages - 1) / 2
-    usual = run_schedule(build_schedule("dapple-a", stages, micro_batches), lambda a: 1.0 if a.kind == "F" else 2.0)
+    usual = run_schedule(
+        ScheduleSpec.parse("dapple-a").build(stages, micro_batches), lambda a: 1.0 if a.kind == "F" else 2.0
+    )
     assert max(own[-1] for own in ends) <= max(own[-1] for own in usual)
 
 
 def test_without_slices_it_is_1f1b() -> None:
-    assert sliced_1f1b(4, 6, 0) == build_schedule("dapple-a", 4, 6)
+    assert sliced_1f1b(4, 6, 0) == ScheduleSpec.parse("dapple-a").build(4, 6)
 
 
 def test_each_half_has_half_the_samples() -> None:

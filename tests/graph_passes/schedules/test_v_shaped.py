@@ -7,17 +7,8 @@ from collections.abc import Mapping
 import pytest
 
 from graph_passes.errors import ScheduleError
-from graph_passes.schedules.policies import (
-    build_schedule,
-    check_schedule,
-    check_schedule_name,
-    runs_several_stages,
-    splits_backward,
-    stages_ending_split,
-    worker_map_of,
-)
 from graph_passes.schedules.schedule import Schedule, run_schedule
-from graph_passes.schedules.text import parse_schedule
+from graph_passes.schedules.spec import ScheduleSpec, parse_schedule
 from graph_passes.schedules.worker_map import WorkerMap
 from tests.graph_passes.builders import refused
 
@@ -73,14 +64,18 @@ TABLES = [
 def test_the_order_is_that_of_the_table(name: str, stages: int, micro_batches: int, table: str) -> None:
     if name == "hanayo:w=2":
         stages, table = 8, "0F0 3F0 4F0 7F0 7B0 4B0 3B0 0B0\n1F0 2F0 5F0 6F0 6B0 5B0 2B0 1B0"
-    found = build_schedule(name, stages, micro_batches)
+    found = ScheduleSpec.parse(name).build(stages, micro_batches)
     assert str(found) == "\n".join(line.strip() for line in table.splitlines())
     assert parse_schedule(str(found)) == found
-    assert worker_map_of(name, stages) == worker_map_of(str(found), stages) == found.worker_map
-    assert splits_backward(name) == ("I" in table)
-    assert runs_several_stages(name)
-    check_schedule_name(name)
-    check_schedule(name, stages, micro_batches)
+    assert (
+        ScheduleSpec.parse(name).worker_map(stages)
+        == ScheduleSpec.parse(str(found)).worker_map(stages)
+        == found.worker_map
+    )
+    assert ScheduleSpec.parse(name).splits_backward == ("I" in table)
+    assert ScheduleSpec.parse(name).runs_several_stages
+    ScheduleSpec.parse(name)
+    ScheduleSpec.parse(name).check(stages, micro_batches)
 
 
 def bubble(schedule: Schedule, units: Mapping[str, int] = UNITS) -> float:
@@ -96,7 +91,7 @@ def bubble(schedule: Schedule, units: Mapping[str, int] = UNITS) -> float:
 def test_zb_v_has_no_bubble_at_the_memory_of_1f1b(workers: int) -> None:
     """Qi et al., 2024: F = I = W, M >= 2 p - 1; a stash is a micro-batch on half of a worker's layers."""
     for micro_batches in (2 * workers - 1, 2 * workers, 4 * workers):
-        found = build_schedule("zb-v", 2 * workers, micro_batches)
+        found = ScheduleSpec.parse("zb-v").build(2 * workers, micro_batches)
         assert bubble(found) == 0
         assert max(found.stashes) == 2 * workers
         assert found.worker_map == WorkerMap.waves(workers, 2)
@@ -107,35 +102,35 @@ def test_interleaved_zero_bubble_has_the_bubble_of_zb_h1_divided_by_v(workers: i
     """(p - 1) (F + I - W) of one chunk's times, where ZB-H1 has that of all v chunks."""
     for chunks in (1, 2, 3, 4):
         for micro_batches in (workers, 2 * workers, 4 * workers):
-            found = build_schedule(f"interleaved-zb:v={chunks}", chunks * workers, micro_batches)
+            found = ScheduleSpec.parse(f"interleaved-zb:v={chunks}").build(chunks * workers, micro_batches)
             assert bubble(found) == workers - 1
             assert set(found.stashes) == {workers * chunks}
-    assert build_schedule("interleaved-zb:v=1", workers, 20) == build_schedule("zb-h1", workers, 20)
+    assert ScheduleSpec.parse("interleaved-zb:v=1").build(workers, 20) == ScheduleSpec.parse("zb-h1").build(workers, 20)
 
 
 @pytest.mark.parametrize("units", [UNITS, {"F": 2, "B": 3, "I": 2, "W": 1}, {"F": 3, "B": 5, "I": 3, "W": 2}])
 @pytest.mark.parametrize("workers", [1, 2, 3, 4, 8, 16])
 def test_the_bubble_of_dualpipe_v(workers: int, units: Mapping[str, int]) -> None:
     for micro_batches in (2 * workers, 2 * workers + 1, 4 * workers):
-        found = build_schedule("dualpipe-v", 2 * workers, micro_batches)
+        found = ScheduleSpec.parse("dualpipe-v").build(2 * workers, micro_batches)
         assert bubble(found, units) == (workers - 1) * (units["F"] + units["B"] - 2 * units["W"])
         assert max(found.stashes) == 2 * workers + 1
 
 
 def test_dualpipe_v_mixes_whole_backwards_and_halves() -> None:
-    found = build_schedule("dualpipe-v", 8, 16)
+    found = ScheduleSpec.parse("dualpipe-v").build(8, 16)
     assert {action.kind for action in found.workers[1]} == {"F", "B", "I", "W"}
-    assert stages_ending_split("dualpipe-v", 4, 4) == {0, 1, 2}
-    assert stages_ending_split("zb-v", 4, 4) == {0, 1, 2, 3}
-    assert stages_ending_split("hanayo", 4, 4) == frozenset()
+    assert ScheduleSpec.parse("dualpipe-v").ends_split(4, 4) == {0, 1, 2}
+    assert ScheduleSpec.parse("zb-v").ends_split(4, 4) == {0, 1, 2, 3}
+    assert ScheduleSpec.parse("hanayo").ends_split(4, 4) == frozenset()
 
 
 @pytest.mark.parametrize("workers", [2, 3, 4, 8])
 def test_one_wave_of_hanayo_waits_less_than_1f1b(workers: int) -> None:
     """Of stages that are two of Hanayo's, 1F1B waits for 2 (p - 1) (F + B) with these units."""
-    assert bubble(build_schedule("hanayo", 2 * workers, workers)) == 4 * (workers - 1)
+    assert bubble(ScheduleSpec.parse("hanayo").build(2 * workers, workers)) == 4 * (workers - 1)
     for micro_batches in (2 * workers, 4 * workers):
-        found = build_schedule("hanayo:w=1", 2 * workers, micro_batches)
+        found = ScheduleSpec.parse("hanayo:w=1").build(2 * workers, micro_batches)
         assert bubble(found) == 3 * (workers - 1)
         assert max(found.stashes) <= 3 * workers
 
@@ -145,7 +140,7 @@ def test_any_number_of_micro_batches_runs(name: str) -> None:
     for workers in (1, 2, 3, 5):
         stages = workers * {"interleaved-zb:v=3": 3, "hanayo:w=2": 4}.get(name, 2)
         for micro_batches in range(1, 15):  # building a schedule checks that it runs to its end
-            assert build_schedule(name, stages, micro_batches).micro_batches == micro_batches
+            assert ScheduleSpec.parse(name).build(stages, micro_batches).micro_batches == micro_batches
 
 
 @pytest.mark.parametrize(
@@ -160,4 +155,4 @@ def test_any_number_of_micro_batches_runs(name: str) -> None:
 )
 def test_stages_that_do_not_fit_the_policy_are_refused(name: str, said: str) -> None:
     with refused(ScheduleError, said):
-        build_schedule(name, 5, 4)
+        ScheduleSpec.parse(name).build(5, 4)

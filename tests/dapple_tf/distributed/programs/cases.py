@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from dapple_tf.plans import Plan, StagePlan
-from graph_passes.schedules.policies import worker_map_of
+from graph_passes.schedules.spec import ScheduleSpec
 from models.gpt import gpt
 from tests.dapple_tf.distributed.programs.embedding_cases import clipping_adam, embedding, id_batches
 from tests.dapple_tf.distributed.programs.text_cases import (
@@ -87,7 +87,9 @@ def overlapped(
     devices = [tuple(itertools.islice(count, r)) for r in replicas]
     stages = tuple(
         StagePlan(first, last, devices[worker])
-        for first, last, worker in zip(starts, ends, worker_map_of(schedule, len(ends)).worker_of, strict=False)
+        for first, last, worker in zip(
+            starts, ends, ScheduleSpec.parse(schedule).worker_map(len(ends)).worker_of, strict=False
+        )
     )
     size = -(-samples // micro_batches)
     plan = Plan("chain", "by hand", samples, size, micro_batches, schedule, recompute, stages, overlap=True)
