@@ -106,7 +106,7 @@ def passes(model: StagedModel, plan: Plan, devices: Sequence[str], home: str, va
         return window_passes(model, plan, placed, home, variant)
     schedule = plan.build_schedule()
     check_workers(plan)
-    if facts.frontier:
+    if facts.head_inputs:
         check_forwards_first(schedule)
     order: list[Pass] = [
         *([Recompute(facts.runs)] if any(facts.runs) else []),  # changes what stages take; what it adds can be split
@@ -120,7 +120,7 @@ def passes(model: StagedModel, plan: Plan, devices: Sequence[str], home: str, va
             plan.micro_batches,
             interface.merges,
             interface.loss,
-            facts.frontier,
+            facts.head_inputs,
             schedule.split,
             plan.sizes,
         ),
@@ -191,7 +191,7 @@ def _forward_passes(model: StagedModel, plan: Plan, placed: tuple[tuple[str, ...
             plan.micro_batches,
             interface.merges,
             interface.loss,
-            facts.frontier,
+            facts.head_inputs,
             sizes=plan.sizes,
         ),
         SplitConcat(plan.replicas, facts.shared, plan.shares),

@@ -19,7 +19,7 @@ from dapple_tf.frontend.gradients import differentiate
 from dapple_tf.frontend.optimizer_update import trace_update
 from dapple_tf.frontend.read_graph import read_graph, read_value
 from graph_passes.analysis.layers import Layers
-from graph_passes.analysis.tail import TailInput
+from graph_passes.analysis.loss_head import LossHeadInput
 from graph_passes.analysis.variable_use import find_variables
 from graph_passes.ir.extract import extract_function
 from graph_passes.ir.graph import Function, Graph, Node, Port, Role, Value, ancestors, attributes
@@ -28,6 +28,7 @@ from graph_passes.ir.ops import OpName
 from graph_passes.passes.backward import StageGradients, prune_gradients, send_captured, sparse_parts, split_backward
 from graph_passes.passes.function_parts import has_joins
 from graph_passes.passes.gather_slices import SparsePart
+from graph_passes.passes.loss_head_function import build_loss_head
 from graph_passes.passes.microbatch import MergeKind, merge_kind
 from graph_passes.passes.once import build_once
 from graph_passes.passes.partition import Stage, partition
@@ -35,7 +36,6 @@ from graph_passes.passes.recompute import find_runs
 from graph_passes.passes.round_gradients import Narrow, find_narrow
 from graph_passes.passes.split_update import Updates, cut_updates
 from graph_passes.passes.stage_calls import LOSS_SCALE_NAME
-from graph_passes.passes.tail_function import build_tail
 
 
 @dataclass(frozen=True)
@@ -80,17 +80,17 @@ class ForPasses:
     """The facts about a staged model that passes need and that its graph does not hold.
 
     ``shared``: the boundary tensors that do not depend on the batch (see ``SplitConcat``). ``runs``: the nodes of each
-    stage to re-compute (see ``Recompute``). ``frontier``: the tensors that the tail takes, empty where there is none
-    (see ``batch_loss``). ``statistics``: whether moving statistics are written from sums (see ``WriteStatistics``).
-    ``sparse``: the uses of variables whose gradients are sparse (see ``GatherSlices``), and ``lookups``, their ops (see
-    ``LookUpRows``). ``narrow``: the gradients to round (see ``RoundGradients``). ``skips``: whether the optimizer
-    itself skips steps whose gradients are not finite. ``backward_writes``: the stages whose backward writes variables,
-    each with the reason why that is inexact with several micro-batches or replicas.
+    stage to re-compute (see ``Recompute``). ``head_inputs``: the tensors that the loss head takes, empty where there is
+    none (see ``batch_loss``). ``statistics``: whether moving statistics are written from sums (see
+    ``WriteStatistics``). ``sparse``: the uses of variables whose gradients are sparse (see ``GatherSlices``), and
+    ``lookups``, their ops (see ``LookUpRows``). ``narrow``: the gradients to round (see ``RoundGradients``). ``skips``:
+    whether the optimizer itself skips steps whose gradients are not finite. ``backward_writes``: the stages whose
+    backward writes variables, each with the reason why that is inexact with several micro-batches or replicas.
     """
 
     shared: frozenset[str]
     runs: tuple[tuple[frozenset[str], ...], ...]
-    frontier: tuple[TailInput, ...]
+    head_inputs: tuple[LossHeadInput, ...]
     statistics: bool
     sparse: tuple[SparsePart, ...] = ()
     lookups: frozenset[str] = frozenset()
@@ -180,8 +180,8 @@ def stage_model(
     pruned = prune_gradients(joint, gradients)
     stages = send_captured(stages, joint, pruned)
     functions: list[tuple[Function, ...]] = [*split_backward(stages, joint, pruned)]
-    if tail := build_tail(stages, joint, pruned[-1]):
-        functions[-1] = (*functions[-1], tail)
+    if loss_head := build_loss_head(stages, joint, pruned[-1]):
+        functions[-1] = (*functions[-1], loss_head)
     graph = stage_graph(captured, functions, build_once(stages, joint, functions, repeated=windows))
     reached = {name for stage in gradients for name in stage.trained}
     trained = tuple(name for name in captured.trainable if name in reached)
@@ -205,7 +205,7 @@ def stage_model(
         for_passes=ForPasses(
             shared=frozenset(map(str, stages.shared)),
             runs=tuple(_recomputed_nodes(layers, stage, recompute) for stage in stages.stages),
-            frontier=stages.frontier,
+            head_inputs=stages.head_inputs,
             statistics=bool(statistics.functions),
             sparse=sparse_parts(gradients),
             lookups=frozenset(use.lookup for stage in gradients for use in stage.slices),

@@ -302,8 +302,8 @@ def _warn_of_dominant_layer(names: Sequence[str], costs: EstimatedCosts) -> None
 
 
 def _settle_batch_loss(options: Options, captured: Captured) -> Options:
-    """Return the options with True or False as ``batch_loss``, and the only schedule that a tail can have if "auto"."""
-    if captured.dependence is None or captured.dependence.tail is None:
+    """Return the options with True or False as ``batch_loss``, and for "auto" the only schedule with a loss head."""
+    if captured.dependence is None or captured.dependence.loss_head is None:
         return dataclasses.replace(options, batch_loss=False)
     schedule = "gpipe" if options.spec is None else str(options.spec)
     return dataclasses.replace(options, batch_loss=True, schedule=schedule)

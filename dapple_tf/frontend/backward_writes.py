@@ -21,7 +21,7 @@ _REMEDY = "write it in the loss itself, or take micro_batches=1 and one replica 
 def check_backward_writes(captured: Captured, joint: Graph, gradients: Sequence[StageGradients]) -> None:
     """Raise CaptureError if backward writes a variable, and no gradient depends on it, or its order is unknown.
 
-    ``joint``: the graph after differentiation; ``gradients``: of its stages, and of the tail if any.
+    ``joint``: the graph after differentiation; ``gradients``: of its stages, and of the loss head if any.
     """
     for i, of_stage in enumerate(gradients):
         writes = _writes(joint, of_stage)
@@ -45,8 +45,8 @@ def find_write_reasons(
 ) -> tuple[tuple[int, Inexactness], ...]:
     """Return for each write of backward its stage, and why it is inexact if that stage runs it more than once.
 
-    ``gradients``: of stages, without the tail, which runs once. ``users``: the stages that use each variable. Raises
-    CaptureError if several stages use a variable that backward writes.
+    ``gradients``: of stages, without the loss head, which runs once. ``users``: the stages that use each variable.
+    Raises CaptureError if several stages use a variable that backward writes.
     """
     found = []
     for stage, of_stage in enumerate(gradients):

@@ -89,7 +89,7 @@ class Captured:
     def stateful(self) -> bool:
         """Whether micro-batches draw from a generator's hidden state or write variables, so that they are not equal."""
         changing = (node for node in self.graph.nodes if node.effect in (Effect.WRITE, Effect.RANDOM))
-        return any(not node.has("once") and not node.has("tail") for node in changing)
+        return any(not node.has("once") and not node.has("loss_head") for node in changing)
 
 
 class CapturedTensors:

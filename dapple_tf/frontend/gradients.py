@@ -37,10 +37,10 @@ _KEPT_ATTRIBUTES = frozenset({"adds", COMBINES})
 def differentiate(
     captured: Captured, stages: StageGraph, *, sparse: bool = True, scaled: bool = False
 ) -> tuple[Graph, tuple[StageGradients, ...]]:
-    """Return the joint graph of forward and backward, and the gradients of each stage, then of the tail if any.
+    """Return the joint graph of forward and backward, and the gradients of each stage, then of the loss head if any.
 
     ``sparse``: IndexedSlices stay as they are, as far as TensorFlow keeps them; otherwise all gradients are dense.
-    ``scaled``: the gradients are those of the loss times a factor, from which a tail starts too.
+    ``scaled``: the gradients are those of the loss times a factor, from which a loss head starts too.
     Raises CaptureError for a tf.py_function between a trainable variable and the loss, and what
     ``check_backward_writes`` raises.
     """
@@ -55,9 +55,9 @@ def differentiate(
             )
     found: list[_StageResult] = []
     differentiated: Collection[Value] = ()  # boundary tensors for which the next stage sends a gradient
-    if stages.tail:
-        with captured.func_graph.as_default(), tf.name_scope("tail_gradients"):
-            result = _differentiate_tail(captured, stages, tensors, trained, scaled)
+    if stages.loss_head:
+        with captured.func_graph.as_default(), tf.name_scope("loss_head_gradients"):
+            result = _differentiate_loss_head(captured, stages, tensors, trained, scaled)
         found.append(result)
         differentiated = {value for value, _ in found[0].boundary}
     for stage in reversed(stages.stages):
@@ -178,15 +178,15 @@ def _differentiate_stage(
     )
 
 
-def _differentiate_tail(
+def _differentiate_loss_head(
     captured: Captured, stages: StageGraph, tensors: CapturedTensors, trained: Collection[str], scaled: bool
 ) -> _StageResult:
-    """Add the gradient ops of the tail to the trace: of the loss, for the frontier and for the tail's variables."""
-    frontier = [entry.value for entry in stages.frontier]
-    entering = [v for v in frontier if captured.graph.type_of(v).dtype.differentiable]
+    """Add to the trace the gradients of the loss with respect to the inputs and the variables of the loss head."""
+    head_inputs = [entry.value for entry in stages.head_inputs]
+    entering = [v for v in head_inputs if captured.graph.type_of(v).dtype.differentiable]
     stops = [tensors[value] for value in entering]
     loss = captured.graph.outputs[0]
-    needed = ancestors(captured.graph, [loss.node], stop=[value.node for value in frontier])
+    needed = ancestors(captured.graph, [loss.node], stop=[value.node for value in head_inputs])
     names = [name for name in captured.trainable if name in needed]
     taken = [value for value in entering if value.node in trained]
     sources = [tensors[value] for value in taken] + [tensors.handles[name] for name in names]
@@ -211,7 +211,7 @@ def _added_since(captured: Captured, before: int) -> frozenset[str]:
 def _targets(captured: Captured, stages: StageGraph, stage: Stage, differentiated: Collection[Value]) -> list[Value]:
     """Return the values of a stage to differentiate: boundary tensors, and the loss on the stage that computes it."""
     targets = [value for value in stage.outputs if value in differentiated]
-    if stages.tail:
+    if stages.loss_head:
         return targets
     loss = captured.graph.outputs[0]
     owner = stages.stage_of(loss.node)

@@ -103,14 +103,14 @@ tf.RegisterGradient(_GRADIENTS[_MOMENTS])(_moments_gradient)
 def mark_joins(graph: Graph, captured: Graph | None = None) -> Graph:
     """Return ``graph`` in which the Identities that join have the attribute ``join``, and the effect.
 
-    Those do not which see the whole batch: they run once a step, or in the tail. ``captured``: the marked graph of the
-    loss, of which ``graph`` is the joint graph of forward and backward.
+    Those do not which see the whole batch: they run once a step, or in the loss head. ``captured``: the marked graph of
+    the loss, of which ``graph`` is the joint graph of forward and backward.
     """
 
     def mark(node: Node) -> Node:
         kind = _kind(node)
         known = None if captured is None else captured.by_name.get(node.name)
-        if kind is None or (known is not None and not known.has(JOIN)) or node.has("once") or node.has("tail"):
+        if kind is None or (known is not None and not known.has(JOIN)) or node.has("once") or node.has("loss_head"):
             return node
         return dataclasses.replace(node.with_attrs(**{JOIN: kind}), effect=Effect.JOIN)
 

@@ -29,7 +29,7 @@ from dapple_tf.frontend.open_lengths import Analysed, ServedLengths, has_open_le
 from dapple_tf.frontend.rows import use_rows
 from dapple_tf.frontend.shapes import infer_shapes, probe_shapes
 from graph_passes.analysis.layers import SHAPE_OPS, live_nodes
-from graph_passes.analysis.tail import mark_tail
+from graph_passes.analysis.loss_head import mark_loss_head
 from graph_passes.ir.graph import Graph, Node, Value
 from graph_passes.passes.combine_statistics import COMBINES
 from graph_passes.passes.function_parts import JOIN
@@ -116,7 +116,7 @@ def trace_loss(
     """Return the captured loss, rewritten so that the results of its micro-batches give those of the whole batch.
 
     ``batch_size``: any number of samples that the model accepts; shapes are inferred with it. ``batch_loss``: whether
-    the end of the loss that combines samples is cut off as a tail (see ``dependence.decide``). ``batch_norm``: see
+    the end of the loss that combines samples is cut off as a loss head (see ``dependence.decide``). ``batch_norm``: see
     ``BatchNorm``. ``trains``, ``signature``: see ``capture``. Where the signature leaves inner lengths unknown, the
     result says which lengths it serves (``serves``): those at which it would be rewritten alike.
 
@@ -139,8 +139,8 @@ def trace_loss(
     captured, dependence = analysed[-1].captured, analysed[-1].dependence
     _report(captured.graph.name, dependence, inexact, trains=trains)
     graph = use_rows(_mark(captured.graph, dependence), dependence)
-    if dependence.tail:
-        graph = mark_tail(graph, dependence.tail.own, dependence.tail.frontier)
+    if dependence.loss_head:
+        graph = mark_loss_head(graph, dependence.loss_head.own, dependence.loss_head.head_inputs)
     return _REWRITES[batch_norm](dataclasses.replace(_served(captured, analysed, find), graph=graph))
 
 

@@ -21,8 +21,8 @@ _IR_ATTRS = frozenset(
         "batch_norm",
         "captures",
         "combines",
-        "frontier",
         "guard",
+        "head_inputs",
         "join",
         "layer",
         "once",
@@ -30,7 +30,7 @@ _IR_ATTRS = frozenset(
         "stands_for",
         "statistic",
     }
-    | {"tail", "takes_rows", "within", "writes"}
+    | {"loss_head", "takes_rows", "within", "writes"}
 )
 _FROM_DIAGONALS = frozenset({"MatrixDiagV2", "MatrixDiagV3"})
 

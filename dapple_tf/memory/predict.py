@@ -40,7 +40,7 @@ class StageMemory:
     receives; ``working``, the peak of a function's other tensors, by kind of action; ``slices``, the sparse gradients
     of one micro-batch, which stay until the update; ``update``, the weight update, which runs when the others are freed
     (in a window beside stashes), with all slices. ``in_step``: the peak of all these at one time. ``tail``: what the
-    tail of the model takes (see ``batch_loss``), which runs on the whole batch while all micro-batches are stashed.
+    loss head takes (see ``batch_loss``), which runs on the whole batch while all micro-batches are stashed.
     ``loops``: the number of While loops, whose insides are not counted.
     """
 
@@ -172,13 +172,15 @@ def predict_memory(
         )
         for stage, own in enumerate(functions)
     ]
-    if model.for_passes.frontier:
-        stages[-1] = _with_tail(stages[-1], graph.function(at(len(replicas) - 1, what=OpName.TAIL)), batch_size)
+    if model.for_passes.head_inputs:
+        stages[-1] = _with_loss_head(
+            stages[-1], graph.function(at(len(replicas) - 1, what=OpName.LOSS_HEAD)), batch_size
+        )
     return tuple(stages)
 
 
-def _with_tail(memory: StageMemory, function: Function, batch_size: int) -> StageMemory:
-    """Return the memory of the last stage with that of the tail; unknown lengths count as ``batch_size``.
+def _with_loss_head(memory: StageMemory, function: Function, batch_size: int) -> StageMemory:
+    """Return the memory of the last stage with that of the loss head; unknown lengths count as ``batch_size``.
 
     The rows, and their gradients, are there twice: in micro-batches, and put together.
     """
@@ -209,7 +211,7 @@ def _predict_stage(
     """
     one_backward = _one_backward(functions)
     stashed = find_stashed_tensors(one_backward)
-    if stage == model.stages - 1:  # gradients that the tail gives count there
+    if stage == model.stages - 1:  # gradients that the loss head gives count there
         stashed = tuple(tensor for tensor in stashed if tensor.origin != "next stage")
     transit = transfer_bytes(one_backward, stashed) if ranks else 0
     working = {kind: _working_bytes(sizes, kind, stashed) for kind, sizes in functions.items()}

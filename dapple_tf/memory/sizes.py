@@ -122,7 +122,7 @@ class _ShapeInference:
             case "boundary":
                 return self._received(port, stage, stage - 1)
             case "gradient":
-                if stage + 1 == len(self._samples):  # the tail gives the gradients of the rows that forward gave
+                if stage + 1 == len(self._samples):  # the loss head gives the gradients of the rows that forward gave
                     return self._outputs[stage, "boundary", port.name]
                 return self._received(port, stage, stage + 1)
         return self._outputs[stage, port.role, port.name]

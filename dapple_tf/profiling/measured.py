@@ -97,7 +97,7 @@ def profile(
         effort = _Effort(repeats, _BUDGET_SECONDS, _MOST_RUNS)
         with unchanged_variables(facts.captured.variables.values()):
             result = _measure(facts, arguments, plain, other_sizes, effort, model, show)
-    message = "" if facts.layers.frontier else _disagreement_message(result)
+    message = "" if facts.layers.head_inputs else _disagreement_message(result)
     if message:
         warn_user(message)
     return result

@@ -27,9 +27,9 @@ from graph_passes.analysis.layers import Layers
 from graph_passes.analysis.variable_use import find_variables
 from graph_passes.ir.graph import Function
 from graph_passes.passes.backward import StageGradients, split_backward
+from graph_passes.passes.loss_head_function import build_loss_head
 from graph_passes.passes.once import build_once
 from graph_passes.passes.partition import partition
-from graph_passes.passes.tail_function import build_tail
 
 
 @dataclass
@@ -139,8 +139,8 @@ def _stage_forward(captured: Captured, layers: Layers, starts: Sequence[int]) ->
     functions: list[tuple[Function, ...]] = [
         (forward,) for forward, _ in split_backward(stages, graph, [none] * len(stages.stages))
     ]
-    if tail := build_tail(stages, graph, none):
-        functions[-1] = (*functions[-1], tail)
+    if loss_head := build_loss_head(stages, graph, none):
+        functions[-1] = (*functions[-1], loss_head)
     called = stage_graph(captured, functions, build_once(stages, graph, functions))
     statistics = trace_statistics(captured, stages, {name: users[0] for name, users in find_variables(called).users})
     return StagedModel(
@@ -150,7 +150,7 @@ def _stage_forward(captured: Captured, layers: Layers, starts: Sequence[int]) ->
         for_passes=ForPasses(
             shared=frozenset(map(str, stages.shared)),
             runs=((),) * len(stages.stages),
-            frontier=stages.frontier,
+            head_inputs=stages.head_inputs,
             statistics=bool(statistics.functions),
         ),
         updates=None,

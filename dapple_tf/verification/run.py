@@ -97,8 +97,8 @@ def _compare(one: OneDevice, planned: PlannedModel, batch: Sequence[Any], found:
 
     plain = compare_with(undone(lambda: one.train(batch)))
     exactness = planned.exactness
-    has_tail = bool(model.for_passes.frontier)  # parts of the batch have no loss then
-    if has_tail or len(exactness.reasons) == len(exactness.undocumented):
+    has_loss_head = bool(model.for_passes.head_inputs)  # parts of the batch have no loss then
+    if has_loss_head or len(exactness.reasons) == len(exactness.undocumented):
         return Report(plan, plain, exactness)
     if model.for_passes.statistics:
         divided = compare_with(undone(lambda: one.train_divided(batch, _find_pieces(planned), deferred=True)))

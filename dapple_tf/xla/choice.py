@@ -20,7 +20,7 @@ from graph_passes.ir.graph import Function, Graph, Node
 from graph_passes.ir.names import BACKWARD_OPS
 from graph_passes.ir.ops import OpName
 
-_CALLS = frozenset({OpName.RUN_ONCE, OpName.FORWARD, OpName.TAIL, *BACKWARD_OPS, OpName.UPDATE})
+_CALLS = frozenset({OpName.RUN_ONCE, OpName.FORWARD, OpName.LOSS_HEAD, *BACKWARD_OPS, OpName.UPDATE})
 
 
 @dataclass

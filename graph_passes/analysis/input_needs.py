@@ -1,7 +1,7 @@
 """The rows of the batch that each rank of a job uses of each argument of the loss.
 
 A rank uses an argument in one of three ways: not at all; only the rows that its own calls take, its *own* rows; or all
-rows, for what is computed from the whole batch (a tail, statistics that cannot be combined from parts).
+rows, for what is computed from the whole batch (a loss head, statistics that cannot be combined from parts).
 """
 
 from __future__ import annotations

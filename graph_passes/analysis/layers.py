@@ -12,7 +12,7 @@ A node with the attribute ``captures`` has a custom gradient that uses the resul
 cannot leave their device: the model is not cut between them and the node.
 
 Nodes with the attribute ``once`` belong to no layer either: they run once a step, on the whole batch, in each stage
-that uses them. Nor do those of the tail (see ``tail``).
+that uses them. Nor do those of the loss head (see ``loss_head``).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import difflib
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
-from graph_passes.analysis.tail import TailInput, find_frontier, find_tail, outside_of_tail
+from graph_passes.analysis.loss_head import LossHeadInput, find_head_inputs, find_loss_head, outside_of_loss_head
 from graph_passes.analysis.weight_terms import find_weight_terms
 from graph_passes.errors import PartitionError
 from graph_passes.ir.graph import Effect, Graph, Node, TensorType, Value, ancestors
@@ -63,8 +63,8 @@ class Layers:
     """The layers of ``graph`` in a topological order, and the cut before each layer but the first.
 
     ``floating``: the nodes of no layer; ``once``: those that run once a step. ``weight_terms``: nodes of layers that
-    have equal results on all replicas. ``tail``: the nodes that run once, after all micro-batches, on the rows of
-    ``frontier``.
+    have equal results on all replicas. ``loss_head``: the nodes that run once, after all micro-batches, on the rows of
+    ``head_inputs``.
     """
 
     graph: Graph
@@ -73,8 +73,8 @@ class Layers:
     floating: frozenset[str]
     weight_terms: frozenset[str]
     once: frozenset[str] = frozenset()
-    tail: frozenset[str] = frozenset()
-    frontier: tuple[TailInput, ...] = ()
+    loss_head: frozenset[str] = frozenset()
+    head_inputs: tuple[LossHeadInput, ...] = ()
 
     def cut(self, position: int) -> Cut:
         """Return the cut before layer ``position``, which is at least 1."""
@@ -174,7 +174,7 @@ def find_once(graph: Graph) -> frozenset[str]:
 
 def live_nodes(graph: Graph) -> set[str]:
     """Return the names of the nodes that micro-batches run: for the outputs, writes, and acts on the outside world."""
-    return outside_of_tail(graph, find_once(graph))
+    return outside_of_loss_head(graph, find_once(graph))
 
 
 def find_layers(graph: Graph) -> Layers:
@@ -189,9 +189,11 @@ def find_layers(graph: Graph) -> Layers:
     layers = _group(in_layers)
     terms = find_weight_terms(graph, floating, live, _layer_of_nodes(layers))
     layers = _add_terms(layers, terms)
-    frontier = find_frontier(graph)
-    cuts = _find_cuts(graph, layers, terms.keys(), frontier)
-    return Layers(graph, layers, cuts, floating - terms.keys(), frozenset(terms), once, find_tail(graph), frontier)
+    head_inputs = find_head_inputs(graph)
+    cuts = _find_cuts(graph, layers, terms.keys(), head_inputs)
+    return Layers(
+        graph, layers, cuts, floating - terms.keys(), frozenset(terms), once, find_loss_head(graph), head_inputs
+    )
 
 
 def _layer_of_nodes(layers: Sequence[Layer]) -> dict[str, int]:
@@ -229,10 +231,12 @@ def _group(nodes: Sequence[Node]) -> tuple[Layer, ...]:
 
 
 def _find_cuts(
-    graph: Graph, layers: Sequence[Layer], terms: Set[str], frontier: Sequence[TailInput]
+    graph: Graph, layers: Sequence[Layer], terms: Set[str], head_inputs: Sequence[LossHeadInput]
 ) -> tuple[Cut, ...]:
     layer_of = _layer_of_nodes(layers)
-    last_use = {entry.value: len(layers) - 1 for entry in frontier}  # the last stage gives all of them to the tail
+    last_use = {
+        entry.value: len(layers) - 1 for entry in head_inputs
+    }  # the last stage gives all of them to the loss head
     for node in graph.nodes:
         if node.name in layer_of:
             for value in node.inputs:

@@ -61,9 +61,11 @@ def find_variables(graph: Graph) -> Variables:
     count = sum(1 for function in graph.functions if function.name.endswith(f"/{OpName.FORWARD}"))
     for stage in range(count):
         once = OpName.RUN_ONCE, SHARED_STATISTICS, OpName.PARTIALS
-        ops = (OpName.FORWARD, *BACKWARD_OPS, *once, OpName.TAIL)
+        ops = (OpName.FORWARD, *BACKWARD_OPS, *once, OpName.LOSS_HEAD)
         names = [at(stage, what=op) for op in ops]
-        optional = names[1:]  # backward, where it is split, where something runs once a step, and where there is a tail
+        optional = names[
+            1:
+        ]  # backward, where it is split, where something runs once a step, and where there is a loss head
         for function in (graph.function(n) for n in names if n not in optional or n in graph.function_by_name):
             for _, port in function.input_ports("variable"):
                 stages = users.setdefault(port.name, [])

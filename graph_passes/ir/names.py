@@ -45,7 +45,7 @@ def nodes_of(graph: Graph, *ops: OpName) -> tuple[Node, ...]:
 BACKWARD_OPS = OpName.BACKWARD, OpName.INPUTS, OpName.WEIGHTS
 """The ops of a micro-batch's backward on a stage: the whole, or its two parts."""
 
-WRITING_OPS = OpName.RUN_ONCE, OpName.FORWARD, OpName.TAIL
+WRITING_OPS = OpName.RUN_ONCE, OpName.FORWARD, OpName.LOSS_HEAD
 """The ops whose calls may write what a model's forward writes, such as batch norm's statistics and counters."""
 
 STAGE_OPS = (*WRITING_OPS, OpName.PARTIALS, OpName.PART, *BACKWARD_OPS)

@@ -35,7 +35,7 @@ class OpName(StrEnum):
     PART = "part"
     JOIN = "join"
     GATHER_ROWS = "gather_rows"
-    TAIL = "tail"
+    LOSS_HEAD = "loss_head"
     CUT_ROWS = "cut_rows"
     LOSS_SCALE = "loss_scale"
     LOSS_GRADIENT = "loss_gradient"
@@ -262,8 +262,8 @@ _TABLE = (
         (*_PLACED, _AXES, _OUTER, _PIECES),
     ),
     _call(
-        OpName.TAIL,
-        "Call the tail of the model on the whole batch: the loss that combines the samples, and its gradients.",
+        OpName.LOSS_HEAD,
+        "Call the loss head of the model on the whole batch: the loss that combines the samples, and its gradients.",
         _PLACED,
     ),
     Op(
@@ -448,7 +448,9 @@ _TABLE = (
         OpName.MERGE,
         "Make one output of the step from those of the micro-batches: `kind` is mean (weighted by samples), sum, "
         "concat, or first (they are all equal). With `check`, the step fails if it is not finite.",
-        Operands("for each replica and micro-batch, the output and its share of the samples; or the tail's output"),
+        Operands(
+            "for each replica and micro-batch, the output and its share of the samples; or the loss head's output"
+        ),
         Operands("the output", 1),
         (Attribute("kind", "str"), _CHECK),
     ),

@@ -43,7 +43,7 @@ def reduce_gradients(graph: Graph) -> Graph:
     for node in nodes_of(graph, OpName.GRADIENTS):
         gradients.setdefault((node.integer("stage"), node.integer("replica")), []).append(node)
     added: list[Node] = []
-    # (stage, variable) -> the gradient that this stage computes, summed over its replicas; the tail comes last
+    # (stage, variable) -> the gradient that this stage computes, summed over its replicas; the loss head comes last
     stage_sums: dict[tuple[int, str], Value] = {}
     types: dict[str, TensorType] = {}
     for stage, count in enumerate(replicas):
@@ -53,7 +53,7 @@ def reduce_gradients(graph: Graph) -> Graph:
             for name, value, kind in zip(node.strings("variables"), node.values(), node.outputs, strict=True):
                 stage_sums[stage, name] = value
                 types[name] = kind
-    for node in nodes_of(graph, OpName.TAIL):  # it runs once, on one replica
+    for node in nodes_of(graph, OpName.LOSS_HEAD):  # it runs once, on one replica
         for i, port in graph.function(node.string("function")).output_ports("variable"):
             stage_sums[len(replicas), port.name] = node.values()[i]
             types[port.name] = port.type

@@ -159,7 +159,7 @@ def split_backward(
 ) -> tuple[tuple[Function, Function], ...]:
     """Return the forward and the backward function of each stage.
 
-    ``joint``: the graph after differentiation; ``gradients``: an entry for each stage, and for the tail. Raises
+    ``joint``: the graph after differentiation; ``gradients``: an entry for each stage, and for the loss head. Raises
     PartitionError if a gradient needs a tensor of another stage that does not cross the boundary.
     """
     return tuple(_split_stage(stages, stage, joint, gradients[stage.index]) for stage in stages.stages)
@@ -225,7 +225,7 @@ def _forward_results(stages: StageGraph, stage: Stage, joint: Graph) -> tuple[li
     model_outputs: list[tuple[Role, str, Value]] = [("loss", "loss", loss)]
     model_outputs += [("aux", str(i), value) for i, value in enumerate(aux)]
     for role, name, value in model_outputs:
-        if value.node in stages.tail:
+        if value.node in stages.loss_head:
             continue
         owner = stages.stage_of(value.node)
         if (len(stages.stages) - 1 if owner is None else owner) == stage.index:

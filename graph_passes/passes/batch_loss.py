@@ -1,9 +1,9 @@
-"""Call the tail of a model once a step, on the rows of all micro-batches (see ``analysis.tail``).
+"""Call the loss head of a model once a step, on the rows of all micro-batches (see ``analysis.loss_head``).
 
-The last stage's forward gives the rows of the frontier. When all micro-batches have run forward, ``gather_rows`` puts
-their rows together in sample order, ``tail`` computes the loss and its gradients from them, and ``cut_rows`` cuts the
-gradients of the rows into micro-batches again. Each backward of the last stage starts with its piece. All three run on
-the first replica of the last stage.
+The last stage's forward gives rows of the inputs of the loss head. When all micro-batches have run forward,
+``gather_rows`` puts their rows together in sample order, ``loss_head`` computes the loss and its gradients from them,
+and ``cut_rows`` cuts the gradients of the rows into micro-batches again. Each backward of the last stage starts with
+its piece. All three run on the first replica of the last stage.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from graph_passes.analysis.tail import TailInput
+from graph_passes.analysis.loss_head import LossHeadInput
 from graph_passes.errors import ScheduleError
 from graph_passes.ir.graph import Attr, Function, Node, Port, TensorType, Value, attributes, tensor
 from graph_passes.ir.names import at
 from graph_passes.ir.ops import OpName
 from graph_passes.schedules.schedule import Schedule
 
-TAIL_OPS = frozenset({OpName.GATHER_ROWS, OpName.TAIL, OpName.CUT_ROWS})
+LOSS_HEAD_OPS = frozenset({OpName.GATHER_ROWS, OpName.LOSS_HEAD, OpName.CUT_ROWS})
 """Ops that run once a step, on the first replica of the last stage."""
 
 
@@ -32,21 +32,21 @@ def check_forwards_first(schedule: Schedule) -> None:
         )
 
 
-def call_tail(
+def call_loss_head(
     function: Function,
     stage: int,
-    frontier: Sequence[TailInput],
+    head_inputs: Sequence[LossHeadInput],
     pieces: Callable[[str], Sequence[Value]],
     source: Callable[[Port], Value],
 ) -> tuple[list[Node], dict[str, list[Value]]]:
-    """Return the nodes that run the tail after ``stage``, and the gradient of each frontier tensor, by micro-batch.
+    """Return the nodes that run the loss head after ``stage``, and the gradient of each of its inputs, by micro-batch.
 
-    ``pieces``: returns the values of a frontier tensor, one for each micro-batch. ``source``: returns the value of any
-    other input of the function. The second of the nodes is the call of ``function``.
+    ``pieces``: returns the values of an input of the loss head, one for each micro-batch. ``source``: returns the value
+    of any other input of the function. The second of the nodes is the call of ``function``.
     """
     kinds = {port.name: port.type for _, port in function.input_ports("boundary")}
     kinds |= {port.name: port.type for _, port in function.output_ports("gradient")}
-    taken = [entry for entry in frontier if str(entry.value) in kinds]
+    taken = [entry for entry in head_inputs if str(entry.value) in kinds]
     names = [str(entry.value) for entry in taken]
     gather = _gather(stage, taken, [kinds[name] for name in names], [pieces(name) for name in names])
     whole = dict(zip(names, gather.values(), strict=False))
@@ -58,7 +58,7 @@ def call_tail(
     )
     outputs = tuple(port.type for port in function.outputs)
     attrs = attributes({"function": function.name, "replica": 0, "stage": stage})
-    call = Node(at(stage, 0, what=OpName.TAIL), OpName.TAIL, inputs, outputs, attrs)
+    call = Node(at(stage, 0, what=OpName.LOSS_HEAD), OpName.LOSS_HEAD, inputs, outputs, attrs)
     given = {port.name: call.values()[i] for i, port in function.output_ports("gradient")}
     if not given:
         return [gather, call], {}
@@ -70,7 +70,7 @@ def call_tail(
 
 
 def _gather(
-    stage: int, taken: Sequence[TailInput], kinds: Sequence[TensorType], pieces: Sequence[Sequence[Value]]
+    stage: int, taken: Sequence[LossHeadInput], kinds: Sequence[TensorType], pieces: Sequence[Sequence[Value]]
 ) -> Node:
     count = len(pieces[0])
     inputs = tuple(value for own in pieces for value in own)
@@ -80,25 +80,25 @@ def _gather(
 
 
 def _cut(
-    stage: int, taken: Sequence[TailInput], kinds: Sequence[TensorType], inputs: Sequence[Value], count: int
+    stage: int, taken: Sequence[LossHeadInput], kinds: Sequence[TensorType], inputs: Sequence[Value], count: int
 ) -> Node:
     outputs = tuple(kind for kind in kinds for _ in range(count))
     attrs = _row_attributes(stage, taken, count)
     return Node(at(stage, 0, what=OpName.CUT_ROWS), OpName.CUT_ROWS, tuple(inputs), outputs, attrs)
 
 
-def _row_attributes(stage: int, taken: Sequence[TailInput], count: int) -> tuple[tuple[str, Attr], ...]:
+def _row_attributes(stage: int, taken: Sequence[LossHeadInput], count: int) -> tuple[tuple[str, Attr], ...]:
     axes, outer = tuple(entry.axis for entry in taken), tuple(entry.outer for entry in taken)
     return attributes({"axes": axes, "outer": outer, "pieces": count, "replica": 0, "stage": stage})
 
 
-def replicate_tail(node: Node, replicas: int, of_replica: Callable[[str, int], str]) -> Node:
-    """Return ``node``, one of ``TAIL_OPS``, for ``replicas`` replicas of the last stage.
+def replicate_loss_head(node: Node, replicas: int, of_replica: Callable[[str, int], str]) -> Node:
+    """Return ``node``, one of ``LOSS_HEAD_OPS``, for ``replicas`` replicas of the last stage.
 
     ``of_replica``: returns the name that a node of the first replica has on another replica. The pieces of a tensor are
     those of all replicas of the first micro-batch, then those of the second one, and so on: the order of the samples.
     """
-    if node.op == OpName.TAIL or replicas == 1:
+    if node.op == OpName.LOSS_HEAD or replicas == 1:
         return node
     count = node.integer("pieces")
     if node.op == OpName.CUT_ROWS:

@@ -35,8 +35,8 @@ class SparsePart:
 
     ``rows``: how many rows the variable has. ``position``: of the use, among those of the variable on one device. Parts
     with the same position are of stages that look up the same rows, which do not depend on the batch. ``stage``: the
-    number after that of the last stage stands for the tail. ``pair``: the position of the slices and indices among the
-    pairs that the stage's function returns.
+    number after that of the last stage stands for the loss head. ``pair``: the position of the slices and indices among
+    the pairs that the stage's function returns.
     """
 
     variable: str
@@ -99,7 +99,7 @@ def _check_parts(graph: Graph, parts: Sequence[SparsePart]) -> None:
     for stage in range(len(replica_counts(graph))):
         function = graph.function(at(stage, what=weight_gradient_op(graph, stage, 0)))
         found += [(stage, pair, function.outputs[i].name) for pair, (i, _) in enumerate(slice_ports(function))]
-    for call in nodes_of(graph, OpName.TAIL):
+    for call in nodes_of(graph, OpName.LOSS_HEAD):
         function, stage = graph.function(call.string("function")), len(replica_counts(graph))
         found += [(stage, pair, function.outputs[i].name) for pair, (i, _) in enumerate(slice_ports(function))]
     if given != found:
@@ -144,8 +144,8 @@ def gather_node(graph: Graph, name: str, owner: int, parts: Sequence[SparsePart]
 
 def _pieces(graph: Graph, part: SparsePart) -> list[tuple[Value, Value]]:
     """Return the slices and indices of a part from each micro-batch and replica, in sample order."""
-    if part.stage == len(replica_counts(graph)):  # the tail
-        (call,) = nodes_of(graph, OpName.TAIL)
+    if part.stage == len(replica_counts(graph)):  # the loss head
+        (call,) = nodes_of(graph, OpName.LOSS_HEAD)
         slices, indices = slice_ports(graph.function(call.string("function")))[part.pair]
         return [(call.values()[slices], call.values()[indices])]
     pieces = []

@@ -13,7 +13,7 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
-from graph_passes.analysis.tail import TailInput
+from graph_passes.analysis.loss_head import LossHeadInput
 from graph_passes.errors import GraphError
 from graph_passes.ir.graph import OTHER, Graph, Node, TensorType, Value, attributes, tensor
 from graph_passes.ir.names import BACKWARD_OPS, BATCH_SIZE_NAME, at
@@ -57,7 +57,7 @@ class Microbatch:
 
     The graph before has ``input`` nodes and the functions ``stageN/forward``, ``stageN/backward`` (but not where only
     forward runs) or, where it is split, ``stageN/inputs`` and ``stageN/weights``; ``stageN/once`` where the stage has
-    it, and ``stageN/tail`` where there is a tail, which takes the tensors ``frontier``; ``optimizer/loss_scale`` where
+    it, and ``stageN/loss_head`` where a loss head takes the tensors ``head_inputs``; ``optimizer/loss_scale`` where
     the optimizer scales the loss. ``aux``: how to merge each aux output.
     ``loss``: whether the loss is the mean or the sum of the micro-batches'. ``split``: stage and micro-batch of each
     backward that is two calls. ``sizes``: the samples of each micro-batch; none for equal ones.
@@ -67,7 +67,7 @@ class Microbatch:
     micro_batches: int
     aux: tuple[MergeKind, ...] = ()
     loss: Literal["mean", "sum"] = "mean"
-    frontier: tuple[TailInput, ...] = ()
+    head_inputs: tuple[LossHeadInput, ...] = ()
     split: frozenset[tuple[int, int]] = frozenset()
     sizes: tuple[int, ...] = ()
     name: str = "microbatch"
@@ -76,11 +76,11 @@ class Microbatch:
         forbids=frozenset({OpName.BATCH_SIZE, OpName.FORWARD}),
         produces=frozenset({OpName.BATCH_SIZE, OpName.SLICE, OpName.FORWARD, OpName.MERGE}),
         may_produce=frozenset({*BACKWARD_OPS, OpName.LOSS_GRADIENT, OpName.RUN_ONCE, OpName.ROW_BOUNDS})
-        | {OpName.GATHER_ROWS, OpName.TAIL, OpName.CUT_ROWS, OpName.LOSS_SCALE},
+        | {OpName.GATHER_ROWS, OpName.LOSS_HEAD, OpName.CUT_ROWS, OpName.LOSS_SCALE},
     )
 
     def __call__(self, graph: Graph) -> Graph:
-        options = self.aux, self.loss, self.frontier, self.split, self.sizes
+        options = self.aux, self.loss, self.head_inputs, self.split, self.sizes
         return call_stages(graph, self.stages, self.micro_batches, *options)
 
 
@@ -90,7 +90,7 @@ def call_stages(
     micro_batches: int,
     aux: Sequence[MergeKind] = (),
     loss: Literal["mean", "sum"] = "mean",
-    frontier: Sequence[TailInput] = (),
+    head_inputs: Sequence[LossHeadInput] = (),
     split: Set[tuple[int, int]] = frozenset(),
     sizes: Sequence[int] = (),
 ) -> Graph:
@@ -113,10 +113,10 @@ def call_stages(
     nodes: list[Node] = [*graph.nodes, size, *calls.loss_scale()]
     for stage in range(stages):
         nodes += calls.once(stage)
-    has_tail = at(stages - 1, what=OpName.TAIL) in graph.function_by_name
-    for together in [range(micro_batches)] if has_tail else [[m] for m in range(micro_batches)]:
+    has_loss_head = at(stages - 1, what=OpName.LOSS_HEAD) in graph.function_by_name
+    for together in [range(micro_batches)] if has_loss_head else [[m] for m in range(micro_batches)]:
         nodes += [node for m in together for stage in range(stages) for node in calls.forward(stage, m)]
-        nodes += calls.tail(stages - 1, frontier)
+        nodes += calls.loss_head(stages - 1, head_inputs)
         for m in together:
             for stage in reversed(range(stages)):
                 for op in _HALVES if (stage, m) in split else [OpName.BACKWARD]:
@@ -126,7 +126,7 @@ def call_stages(
     merged += [(f"aux/{i}", str(i), kind) for i, kind in enumerate(aux)]
     for name, label, kind in merged:
         results = calls.results[label]
-        merge = kind if len(results[0]) > 1 else "first"  # what the tail gives is there once
+        merge = kind if len(results[0]) > 1 else "first"  # what the loss head gives is there once
         inputs = tuple(value for result in results for value in result)
         first = calls.types[inputs[0]]
         nodes.append(Node(name, OpName.MERGE, inputs, (first,), attributes({"kind": merge})))

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from graph_passes.analysis.layers import Layers
+from graph_passes.analysis.loss_head import LossHeadInput
 from graph_passes.analysis.statistics import find_statistics
-from graph_passes.analysis.tail import TailInput
 from graph_passes.errors import PartitionError
 from graph_passes.ir.graph import Graph, Value
 
@@ -35,8 +35,8 @@ class StageGraph:
     """A captured graph and its stages; the graph's first output is the loss, the others are aux.
 
     ``floating``: the nodes of no stage; ``once``: those that run once a step, on the whole batch, in each stage that
-    uses them. ``weight_terms``: nodes of stages that have equal results on all replicas. ``tail``: the nodes that run
-    once, after all micro-batches; they take the tensors ``frontier``, which are the outputs of the last stage.
+    uses them. ``weight_terms``: nodes of stages that have equal results on all replicas. ``loss_head``: the nodes that
+    run once, after all micro-batches; they take the tensors ``head_inputs``, which are the outputs of the last stage.
     ``statistics``: values of stages, by name, whose sums over micro-batches and replicas the end of the step takes.
     """
 
@@ -45,8 +45,8 @@ class StageGraph:
     floating: frozenset[str]
     weight_terms: frozenset[str]
     once: frozenset[str] = frozenset()
-    tail: frozenset[str] = frozenset()
-    frontier: tuple[TailInput, ...] = ()
+    loss_head: frozenset[str] = frozenset()
+    head_inputs: tuple[LossHeadInput, ...] = ()
     statistics: Mapping[str, Value] = field(default_factory=dict)
 
     def stage_of(self, node: str) -> int | None:
@@ -82,7 +82,7 @@ def partition(layers: Layers, starts: Sequence[int]) -> StageGraph:
     for index, (first, end) in enumerate(itertools.pairwise(bounds)):
         nodes = tuple(name for layer in layers.layers[first:end] for name in layer.nodes)
         inputs = layers.cut(first).crossing if first else ()
-        outputs = layers.cut(end).crossing if end < count else tuple(entry.value for entry in layers.frontier)
+        outputs = layers.cut(end).crossing if end < count else tuple(entry.value for entry in layers.head_inputs)
         stages.append(Stage(index, first, end - 1, nodes, inputs, outputs))
     return StageGraph(
         layers.graph,
@@ -90,8 +90,8 @@ def partition(layers: Layers, starts: Sequence[int]) -> StageGraph:
         layers.floating,
         layers.weight_terms,
         layers.once,
-        layers.tail,
-        layers.frontier,
+        layers.loss_head,
+        layers.head_inputs,
         find_statistics(layers.graph),
     )
 

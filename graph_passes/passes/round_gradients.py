@@ -71,7 +71,7 @@ class RoundGradients:
 def round_gradients(graph: Graph, narrow: Sequence[Narrow]) -> Graph:
     """Return the graph in which complete gradients, and those that stages add up, are rounded.
 
-    What the tail computes is not: it computes the whole batch at once.
+    What the loss head computes is not: it computes the whole batch at once.
     """
     dtypes = {(entry.stage, entry.variable): entry.dtype for entry in narrow}
     chosen: dict[Value, str] = {}
@@ -80,7 +80,7 @@ def round_gradients(graph: Graph, narrow: Sequence[Narrow]) -> Graph:
         names = [node.string("variable")] * len(node.inputs) if tied else node.strings("variables")
         for name, value in zip(names, node.inputs, strict=True):
             source = graph.node(value.node)
-            if source.op not in (OpName.TIED_SUM, OpName.TAIL) and (source.integer("stage"), name) in dtypes:
+            if source.op not in (OpName.TIED_SUM, OpName.LOSS_HEAD) and (source.integer("stage"), name) in dtypes:
                 chosen[value] = dtypes[source.integer("stage"), name]
     added, rounded = _round(graph, chosen)
     nodes = [

@@ -26,7 +26,7 @@ from graph_passes.ir.graph import Attr, Control, Graph, Node, Value, attributes,
 from graph_passes.ir.names import BACKWARD_OPS, BATCH_SIZE_NAME, at, cut_attributes, replica_counts, share_attributes
 from graph_passes.ir.ops import OpName
 from graph_passes.passes.base import Contract
-from graph_passes.passes.batch_loss import TAIL_OPS, piece_of_replica, replicate_tail
+from graph_passes.passes.batch_loss import LOSS_HEAD_OPS, piece_of_replica, replicate_loss_head
 
 _ADDED = frozenset({OpName.SPLIT, OpName.CONCAT, OpName.ADD})
 
@@ -92,8 +92,8 @@ def replicate_stages(
             nodes.append(_merge_all(node, graph, replicas) if node.op == OpName.MERGE else node)
             continue
         stage = node.integer("stage")
-        if node.op in TAIL_OPS:
-            nodes.append(replicate_tail(node, replicas[stage], _of_replica))
+        if node.op in LOSS_HEAD_OPS:
+            nodes.append(replicate_loss_head(node, replicas[stage], _of_replica))
             continue
         for replica in range(replicas[stage]):
             inputs = tuple(boundaries.source(node, value, replica) for value in node.inputs)
@@ -122,7 +122,7 @@ def _of_replica(name: str, replica: int) -> str:
 
 def _merge_all(node: Node, graph: Graph, replicas: Sequence[int]) -> Node:
     """Return the merge of the (value, share of the samples) pairs of all replicas, in sample order."""
-    if len(node.inputs) == 1:  # an output of the tail, which runs on one replica
+    if len(node.inputs) == 1:  # an output of the loss head, which runs on one replica
         return node
     inputs: list[Value] = []
     for value, share in zip(node.inputs[::2], node.inputs[1::2], strict=True):

@@ -1,14 +1,14 @@
-"""Make the nodes that call a stage's functions on a micro-batch, or the tail, and the nodes of their inputs."""
+"""Make the nodes that call a stage's functions on a micro-batch, or the loss head, and the nodes of their inputs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from graph_passes.analysis.tail import TailInput
+from graph_passes.analysis.loss_head import LossHeadInput
 from graph_passes.ir.graph import Attr, Function, Graph, Node, Port, TensorType, Value, attributes, tensor
 from graph_passes.ir.names import BACKWARD_OPS, BATCH_SIZE_NAME, at
 from graph_passes.ir.ops import OpName
-from graph_passes.passes.batch_loss import call_tail
+from graph_passes.passes.batch_loss import call_loss_head
 
 LOSS_SCALE_NAME = "optimizer/loss_scale"
 """The name of the function, and of the node, that gives the factor by which the optimizer scales the loss."""
@@ -22,7 +22,8 @@ class StageCalls:
 
     ``values``: the value for a role, port name, stage and micro-batch. ``results``: by name of the output (``loss``, or
     the number of an aux output), a pair for each micro-batch: the value, and the micro-batch's share of the samples. An
-    output of the tail has its value alone. ``types``: the types of all calls' outputs. ``sizes``: see ``Microbatch``.
+    output of the loss head has its value alone. ``types``: the types of all calls' outputs. ``sizes``: see
+    ``Microbatch``.
     """
 
     def __init__(self, graph: Graph, micro_batches: int, loss: str, sizes: Sequence[int] = ()) -> None:
@@ -91,9 +92,9 @@ class StageCalls:
                 self.results.setdefault(port.name, []).append((value, self.shares[stage, m]))
         return [*slices, node]
 
-    def tail(self, stage: int, frontier: Sequence[TailInput]) -> list[Node]:
-        """Return the call of the tail after the last ``stage``, if there is one, and what it takes."""
-        function = self.graph.function_by_name.get(at(stage, what=OpName.TAIL))
+    def loss_head(self, stage: int, head_inputs: Sequence[LossHeadInput]) -> list[Node]:
+        """Return the call of the loss head after the last ``stage``, if there is one, and what it takes."""
+        function = self.graph.function_by_name.get(at(stage, what=OpName.LOSS_HEAD))
         if function is None:
             return []
         bounds = Value(at(stage, 0, what=OpName.ROW_BOUNDS))
@@ -111,7 +112,7 @@ class StageCalls:
         def pieces(name: str) -> list[Value]:
             return [self.values["boundary", name, stage, m] for m in range(self.micro_batches)]
 
-        nodes, gradients = call_tail(function, stage, frontier, pieces, source)
+        nodes, gradients = call_loss_head(function, stage, head_inputs, pieces, source)
         call = nodes[1]
         self.types.update(zip(call.values(), call.outputs, strict=True))
         for i, port in function.output_ports("loss", "aux"):

@@ -143,7 +143,7 @@ def verify_gradients(graph: Graph, edges: nx.DiGraph[str]) -> None:
         if name in reached:
             reached.update(edges.predecessors(name))
     consumers = graph.consumers()
-    for node in nodes_of(graph, OpName.TAIL, *BACKWARD_OPS):
+    for node in nodes_of(graph, OpName.LOSS_HEAD, *BACKWARD_OPS):
         ports = graph.function(node.string("function")).output_ports("variable", "slices", "indices", "gradient")
         taken = {value for user in consumers[node.name] if user.name in reached for value in user.inputs}
         for index, port in ports:

@@ -164,7 +164,7 @@ def test_what_the_loss_writes_about_the_whole_batch_is_written_once() -> None:
     compare(Problem(loss_fn, variables, adam), batches(9, 9), **options).check(TOLERANCE["float64"])
 
 
-def test_a_lookup_by_repeated_ids_in_the_tail_stays_sparse() -> None:
+def test_a_lookup_by_repeated_ids_in_the_loss_head_stays_sparse() -> None:
     keras.utils.set_random_seed(3)
     model = tower("tower")
     table = tf.Variable(np.random.default_rng(1).normal(size=(6, WIDTH)), name="table")
@@ -225,7 +225,7 @@ def test_auto_leaves_a_mean_over_samples_as_it_is() -> None:
         batch_loss="auto",
     )
     step(*batches(6)[0])
-    assert "tail" not in step.text
+    assert "loss_head" not in step.text
 
 
 def test_the_report_says_what_memory_the_whole_batch_takes() -> None:

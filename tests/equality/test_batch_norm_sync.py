@@ -206,7 +206,7 @@ def test_forward_takes_the_statistics_of_the_micro_batch_too() -> None:
     np.testing.assert_allclose(float(pipeline(problem).forward(x, y)), plain_loss(problem, x, y), rtol=1e-13)
 
 
-def test_a_tail_takes_the_statistics_of_the_whole_batch() -> None:
+def test_a_loss_head_takes_the_statistics_of_the_whole_batch() -> None:
     """It runs once, on the rows of all replicas, and has nothing to join."""
     first, layer = dense("a"), norm("norm")
     for part in (first, layer):

@@ -12,13 +12,13 @@ from dapple_tf.frontend.dependence.elementwise import SCALING, whole_size
 from dapple_tf.frontend.dependence.kinds import Form, Kind
 from dapple_tf.frontend.dependence.numbers import affine
 from dapple_tf.frontend.dependence.random import is_stateless_draw
-from dapple_tf.frontend.dependence.result import BatchDependence, Tail, WholeSize
+from dapple_tf.frontend.dependence.result import BatchDependence, LossHead, WholeSize
 from dapple_tf.frontend.dependence.scope import Scope
 from dapple_tf.frontend.dependence.undecided import Experiments
 from dapple_tf.frontend.inference import Shapes
 from dapple_tf.frontend.row_draws import RowDraw
 from graph_passes.analysis.layers import CAPTURED_INPUTS, SHAPE_OPS, live_nodes, written_variables
-from graph_passes.analysis.tail import TailInput
+from graph_passes.analysis.loss_head import LossHeadInput
 from graph_passes.ir.graph import Effect, Graph, Node, Value, ancestors
 from graph_passes.passes.microbatch import MergeKind
 
@@ -143,12 +143,12 @@ class _Decision:
         self.reasons: list[Inexactness] = []
         self.adds: set[str] = set()
         self.once = self._once()
-        self.tail = self._find_tail() if batch_loss is True or (batch_loss and self._couples()) else None
+        self.loss_head = self._find_loss_head() if batch_loss is True or (batch_loss and self._couples()) else None
 
     def result(self) -> BatchDependence:
         loss, *aux = self.graph.outputs
         kind = self.scope.kinds[loss]
-        if kind.coupled and not kind.documented and not self.tail:
+        if kind.coupled and not kind.documented and not self.loss_head:
             self._couple(kind, "the loss", _NO_SUM)
         if kind.form not in _LOSSES and not kind.coupled:
             why = "the loss depends on the size of the micro-batch"
@@ -172,7 +172,7 @@ class _Decision:
         self._check_combined()
         return BatchDependence(
             loss="sum" if kind.form is Form.SUM else "mean",
-            mixed=kind.form is Form.SUM and kind.mixed and not self.tail,
+            mixed=kind.form is Form.SUM and kind.mixed and not self.loss_head,
             grows=self._grows(),
             aux=merges,
             adds=frozenset(self.adds),
@@ -184,7 +184,7 @@ class _Decision:
             squeezed=MappingProxyType(self.scope.squeezed),
             exactness=Exactness(tuple(self.reasons), tried=self._tried()),
             kinds=self.scope.kinds,
-            tail=self.tail,
+            loss_head=self.loss_head,
             partials=self._partials(),
             captured_lists=MappingProxyType(self.scope.captured_lists),
         )
@@ -259,10 +259,10 @@ class _Decision:
                 found[name] = how
         return MappingProxyType(found)
 
-    def _find_tail(self) -> Tail | None:
-        """Return the tail that gives the loss, and the aux outputs and writes that need the whole batch too."""
+    def _find_loss_head(self) -> LossHead | None:
+        """Return the loss head that gives the loss, and the aux outputs and writes that need the whole batch too."""
         writes = [node.name for node in self.writes if node.name not in self.once and not node.has("batch_norm")]
-        return _cut_tail(self.graph, self.scope.kinds, self.once, writes)
+        return _cut_loss_head(self.graph, self.scope.kinds, self.once, writes)
 
     def _divided(self, loss: Value) -> bool:
         """Return whether the loss, a sum over the batch, was multiplied or divided by anything after the sum."""
@@ -322,7 +322,7 @@ class _Decision:
     def _aux(self, index: int, value: Value) -> MergeKind | None:
         """Return how to merge an aux output; None for its type to decide."""
         kind = self.scope.kinds[value]
-        if self.tail and value.node in self.tail.own:
+        if self.loss_head and value.node in self.loss_head.own:
             return "first"
         match kind.form:
             case Form.SHARED:
@@ -356,7 +356,7 @@ class _Decision:
             names = node.strings("writes")
             if all(name in self.once_written for name in names) or node.has("batch_norm"):
                 continue
-            if self.tail and node.name in self.tail.own:
+            if self.loss_head and node.name in self.loss_head.own:
                 continue
             kinds = [self.scope.kinds[value] for value in node.inputs]
             sums = [kind for kind in kinds if kind.form is Form.SUM and not kind.mixed]
@@ -451,17 +451,19 @@ def _layer(node: Node) -> str:
 
 
 # --- Cut a loss that combines samples after the last tensors whose row i depends on sample i alone
-# The search goes from the loss towards the inputs and ends at rows that depend on variables: the *frontier*, which
-# micro-batches compute. Rows that depend on the arguments alone (labels, masks) are computed in the tail, from the
-# whole batch.
+# The search goes from the loss towards the inputs and ends at rows that depend on variables: the *inputs of the loss
+# head*, which micro-batches compute. Rows that depend on the arguments alone (labels, masks) are computed in the loss
+# head, from the whole batch.
 
 
-# Ops that only rearrange rows belong to the tail, so that it does not get the same rows twice.
+# Ops that only rearrange rows belong to the loss head, so that it does not get the same rows twice.
 _REARRANGING = frozenset({"ConcatV2", "Identity", "Pack", "Transpose"})
 
 
-def _cut_tail(graph: Graph, kinds: Mapping[Value, Kind], once: Collection[str], writes: Sequence[str]) -> Tail | None:
-    """Return the tail that computes the loss, the aux outputs that combine samples, and ``writes``.
+def _cut_loss_head(
+    graph: Graph, kinds: Mapping[Value, Kind], once: Collection[str], writes: Sequence[str]
+) -> LossHead | None:
+    """Return the loss head that computes the loss, the aux outputs that combine samples, and ``writes``.
 
     None if it would take no rows that depend on trained variables. ``once``: nodes that run once a step, before the
     micro-batches.
@@ -471,31 +473,31 @@ def _cut_tail(graph: Graph, kinds: Mapping[Value, Kind], once: Collection[str], 
     roots = [loss.node, *whole, *writes]
     computed = _from_variables(graph, once)
     nodes: set[str] = set()
-    frontier: dict[Value, TailInput] = {}
+    head_inputs: dict[Value, LossHeadInput] = {}
     pending = [value for name in roots for value in graph.node(name).inputs]
     nodes.update(roots)
     while pending:
         value = pending.pop()
         node, kind = graph.node(value.node), kinds.get(value)
-        if node.op in CAPTURED_INPUTS or node.name in once or value in frontier:
+        if node.op in CAPTURED_INPUTS or node.name in once or value in head_inputs:
             continue
         if kind is not None and _can_cross(graph, value, kind) and node.name in computed:
-            frontier[value] = TailInput(value, kind.axis, kind.outer)
+            head_inputs[value] = LossHeadInput(value, kind.axis, kind.outer)
         elif node.name not in nodes:
             nodes.add(node.name)
             pending += node.inputs
-    if not any(kinds[value].trained for value in frontier):
+    if not any(kinds[value].trained for value in head_inputs):
         return None
     acting = [n.name for n in graph.nodes if n.effect in (Effect.WRITE, Effect.SIDE)]
     others = [name for name in (*acting, *(value.node for value in aux)) if name not in roots]
-    outside = ancestors(graph, [*(value.node for value in frontier), *others], stop=once)
+    outside = ancestors(graph, [*(value.node for value in head_inputs), *others], stop=once)
     order = {node.name: i for i, node in enumerate(graph.nodes)}
-    ordered = sorted(frontier.values(), key=lambda entry: (order[entry.value.node], entry.value.index))
-    return Tail(frozenset(nodes), frozenset(nodes - outside), tuple(ordered))
+    ordered = sorted(head_inputs.values(), key=lambda entry: (order[entry.value.node], entry.value.index))
+    return LossHead(frozenset(nodes), frozenset(nodes - outside), tuple(ordered))
 
 
 def _needs_whole_batch(kind: Kind) -> bool:
-    """Return whether an aux output of this kind is computed from the whole batch where the model has a tail."""
+    """Return whether an aux output of this kind is computed from the whole batch where the model has a loss head."""
     return (kind.coupled and not kind.documented) or (kind.total and kind.trained)
 
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from dapple_tf.exactness import Exactness
 from dapple_tf.frontend.dependence.kinds import Kind
 from dapple_tf.frontend.row_draws import RowDraw
-from graph_passes.analysis.tail import TailInput
+from graph_passes.analysis.loss_head import LossHeadInput
 from graph_passes.ir.graph import Value
 from graph_passes.passes.microbatch import MergeKind
 
@@ -44,15 +44,15 @@ class WholeSize:
 
 
 @dataclass(frozen=True)
-class Tail:
-    """The end of a loss that runs once, on the rows ``frontier`` of all micro-batches.
+class LossHead:
+    """The end of a loss that runs once, on the rows ``head_inputs`` of all micro-batches.
 
-    ``nodes``: all nodes of the tail; ``own``: those of them that micro-batches do not run too.
+    ``nodes``: all nodes of the loss head; ``own``: those of them that micro-batches do not run too.
     """
 
     nodes: frozenset[str]
     own: frozenset[str]
-    frontier: tuple[TailInput, ...]
+    head_inputs: tuple[LossHeadInput, ...]
 
 
 @dataclass(frozen=True)
@@ -67,10 +67,10 @@ class BatchDependence:
     and the position of an output) that nodes of ``once`` need. ``sliced``: results of nodes of ``once`` of which each
     micro-batch takes its rows. ``squeezed``: the axes that each Squeeze without axes
     removes from the whole batch; from a single sample it would remove more. ``exactness``: the remaining reasons why a
-    step differs from one device's. ``kinds``: of all values. ``tail``: the end of the loss that runs once, on the rows
-    of all micro-batches, or None. ``partials``: the nodes of ``once`` whose values on disjoint rows can be combined,
-    and the operation that does it (see ``graph_passes.passes.combine_statistics``). ``uncut``: the decisions hold only
-    where one micro-batch on one replica of each stage is the whole batch: nothing is rewritten.
+    step differs from one device's. ``kinds``: of all values. ``loss_head``: the end of the loss that runs once, on the
+    rows of all micro-batches, or None. ``partials``: the nodes of ``once`` whose values on disjoint rows can be
+    combined, and the operation that does it (see ``graph_passes.passes.combine_statistics``). ``uncut``: the decisions
+    hold only where one micro-batch on one replica of each stage is the whole batch: nothing is rewritten.
     ``captured_lists``: the TensorLists that the custom gradient of a node captures, which cannot leave their device.
     """
 
@@ -87,7 +87,7 @@ class BatchDependence:
     squeezed: Mapping[str, tuple[int, ...]]
     exactness: Exactness
     kinds: Mapping[Value, Kind] = field(repr=False)
-    tail: Tail | None = None
+    loss_head: LossHead | None = None
     partials: Mapping[str, str] = field(default_factory=dict)
     uncut: bool = False
     captured_lists: Mapping[str, tuple[Value, ...]] = field(default_factory=dict)

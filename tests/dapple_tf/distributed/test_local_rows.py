@@ -86,7 +86,7 @@ def test_rows_that_are_not_those_of_one_batch_are_refused(given: Sequence[Sequen
 
 
 def test_rows_of_a_stage_that_only_some_replicas_need_do_not_add_up_to_the_batch() -> None:
-    """The first replica has all rows for the tail, the second one its own."""
+    """The first replica has all rows for the loss head, the second one its own."""
     found = ranks(RankInputs((OWN, ALL), (0,), 0, 2), RankInputs((OWN, OWN), (0,), 1, 2))
     assert find_size(found, [(4, 8), (4, 4)]) == 8
     with pytest.raises(BatchError, match="rank 1 was given 8 rows of argument 1, and needs 4"):

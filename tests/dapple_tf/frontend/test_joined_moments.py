@@ -149,7 +149,7 @@ def test_a_mark_is_found_again_in_the_graph_of_the_loss() -> None:
     assert node.outputs[0].shape.dims == (3, 3)
 
 
-@pytest.mark.parametrize("attribute", ["once", "tail"])
+@pytest.mark.parametrize("attribute", ["once", "loss_head"])
 def test_nothing_is_joined_that_sees_the_whole_batch(attribute: str) -> None:
     assert marked_graph(**{attribute: True}) == []
 

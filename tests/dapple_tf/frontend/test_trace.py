@@ -171,19 +171,19 @@ def test_a_loss_that_grows_with_the_batch_is_named() -> None:
         trace_loss(make_loss(lambda b: tf.reduce_sum(b.z)), data(), N)
 
 
-def test_a_batch_loss_gets_a_tail_and_is_exact() -> None:
+def test_a_batch_loss_gets_a_loss_head_and_is_exact() -> None:
     captured = trace_loss(CONTRASTIVE, data(), N, batch_loss=True)
     assert captured.dependence is not None
     assert captured.dependence.exactness
-    assert captured.dependence.tail is not None
-    assert {node.name for node in captured.graph.nodes if node.has("tail")} == captured.dependence.tail.own
+    assert captured.dependence.loss_head is not None
+    assert {node.name for node in captured.graph.nodes if node.has("loss_head")} == captured.dependence.loss_head.own
 
 
-def test_auto_cuts_no_tail_where_the_loss_adds_up() -> None:
-    for compute, tail in ((lambda b: tf.reduce_mean(b.z), False), (lambda b: tf.reduce_max(b.z), True)):
+def test_auto_cuts_no_loss_head_where_the_loss_adds_up() -> None:
+    for compute, loss_head in ((lambda b: tf.reduce_mean(b.z), False), (lambda b: tf.reduce_max(b.z), True)):
         dependence = trace_loss(make_loss(compute), data(), N, batch_loss="auto").dependence
         assert dependence is not None
-        assert (dependence.tail is not None) == tail
+        assert (dependence.loss_head is not None) == loss_head
 
 
 @pytest.mark.parametrize("inexact", ["no", "", None])
@@ -209,4 +209,4 @@ def test_a_plain_loss_is_left_as_it_is() -> None:
     captured = trace_loss(make_loss(lambda b: tf.reduce_mean(b.z)), data(), N)
     assert ROWS_NAME not in captured.graph.by_name
     assert captured.rows is None
-    assert not any(node.has("once") or node.has("tail") for node in captured.graph.nodes)
+    assert not any(node.has("once") or node.has("loss_head") for node in captured.graph.nodes)

@@ -138,7 +138,7 @@ MIXED = "0F0 0F1 0I0 0B1 0W0; 1F0 1B0 1F1 1I1 1W1"
         ({"schedule": "zb-h1", "recompute": True}, SPLIT),
         ({"replicas": [1, 2], "micro_batches": 2, "schedule": "zb-h1"}, SPLIT),
         ({"micro_batches": 2, "schedule": MIXED}, ALL | SPLIT),
-        ({"batch_loss": True, "schedule": "gpipe"}, ALL | {"stage1/tail"}),
+        ({"batch_loss": True, "schedule": "gpipe"}, ALL | {"stage1/loss_head"}),
     ],
 )
 def test_all_stage_functions_are_compiled_and_train_as_one_device(options: Any, functions: set[str]) -> None:

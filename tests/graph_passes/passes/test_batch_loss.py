@@ -1,10 +1,10 @@
-"""The call of a model's tail, once a step, between the forwards and the backwards of all micro-batches."""
+"""The call of a model's loss head, once a step, between the forwards and the backwards of all micro-batches."""
 
 from __future__ import annotations
 
 import pytest
 
-from graph_passes.analysis.tail import TailInput
+from graph_passes.analysis.loss_head import LossHeadInput
 from graph_passes.errors import GraphError, ScheduleError
 from graph_passes.ir.graph import Function, Graph, Value
 from graph_passes.ir.names import nodes_of
@@ -23,20 +23,20 @@ from graph_passes.schedules.spec import ScheduleSpec
 from tests.graph_passes.builders import assert_graph, calls, function, refused
 
 X = "inputs %x\n%x = input() {index=0} -> (float32[?,4])\n"
-FRONTIER = (TailInput(Value("z"), 0, 2),)
+HEAD_INPUTS = (LossHeadInput(Value("z"), 0, 2),)
 
 
-def one_stage(tail: str = "boundary %z:0, variable t") -> tuple[Function, ...]:
-    """``x -> [w] -> z``; the tail computes the loss of all z with a temperature t, and also uses w."""
+def one_stage(loss_head: str = "boundary %z:0, variable t") -> tuple[Function, ...]:
+    """``x -> [w] -> z``; the loss head computes the loss of all z with a temperature t, and also uses w."""
     return (
         function("stage0/forward", "arg x, variable w", "boundary %z:0, stash a"),
         function("stage0/backward", "gradient %z:0, stash a", "variable w"),
-        function("stage0/tail", tail, "loss loss, gradient %z:0, variable t, variable w"),
+        function("stage0/loss_head", loss_head, "loss loss, gradient %z:0, variable t, variable w"),
     )
 
 
-def test_all_forwards_then_the_tail_then_all_backwards() -> None:
-    result = Microbatch(1, 2, frontier=FRONTIER)(calls(X, *one_stage()))
+def test_all_forwards_then_the_loss_head_then_all_backwards() -> None:
+    result = Microbatch(1, 2, head_inputs=HEAD_INPUTS)(calls(X, *one_stage()))
     verify(result)
     assert_graph(
         result,
@@ -53,26 +53,26 @@ def test_all_forwards_then_the_tail_then_all_backwards() -> None:
         | {{function='stage0/forward', micro_batch=1, replica=0, stage=0}} -> (float32[?,4], float32[?,4])
         %stage0/replica0/gather_rows = gather_rows(%stage0/replica0/mb0/forward:0, %stage0/replica0/mb1/forward:0)
         | {{axes=[0], outer=[2], pieces=2, replica=0, stage=0}} -> (float32[?,4], int64[2])
-        %stage0/replica0/tail = tail(%stage0/replica0/gather_rows:0)
-        | {{function='stage0/tail', replica=0, stage=0}} -> (float32[], float32[?,4], float32[4], float32[4])
-        %stage0/replica0/cut_rows = cut_rows(%stage0/replica0/tail:1, %stage0/replica0/gather_rows:1)
+        %stage0/replica0/loss_head = loss_head(%stage0/replica0/gather_rows:0)
+        | {{function='stage0/loss_head', replica=0, stage=0}} -> (float32[], float32[?,4], float32[4], float32[4])
+        %stage0/replica0/cut_rows = cut_rows(%stage0/replica0/loss_head:1, %stage0/replica0/gather_rows:1)
         | {{axes=[0], outer=[2], pieces=2, replica=0, stage=0}} -> (float32[?,4], float32[?,4])
         %stage0/replica0/mb0/backward = backward(%stage0/replica0/cut_rows:0, %stage0/replica0/mb0/forward:1)
         | {{function='stage0/backward', micro_batch=0, replica=0, stage=0}} -> (float32[4])
         %stage0/replica0/mb1/backward = backward(%stage0/replica0/cut_rows:1, %stage0/replica0/mb1/forward:1)
         | {{function='stage0/backward', micro_batch=1, replica=0, stage=0}} -> (float32[4])
-        %loss = merge(%stage0/replica0/tail:0) {{kind='first'}} -> (float32[])
+        %loss = merge(%stage0/replica0/loss_head:0) {{kind='first'}} -> (float32[])
         outputs %loss:0
         """,
     )
 
 
-def test_the_tail_takes_whole_arguments_and_the_bounds_of_the_whole_batch() -> None:
+def test_the_loss_head_takes_whole_arguments_and_the_bounds_of_the_whole_batch() -> None:
     functions = one_stage("arg x, rows micro_batch/rows int64[3], boundary %z:0, variable t")
-    result = Microbatch(1, 2, frontier=FRONTIER)(calls(X, *functions))
+    result = Microbatch(1, 2, head_inputs=HEAD_INPUTS)(calls(X, *functions))
     verify(result)
-    (tail,) = nodes_of(result, OpName.TAIL)
-    assert [str(value) for value in tail.inputs] == [
+    (loss_head,) = nodes_of(result, OpName.LOSS_HEAD)
+    assert [str(value) for value in loss_head.inputs] == [
         "%x:0",
         "%stage0/replica0/row_bounds:0",
         "%stage0/replica0/gather_rows:0",
@@ -85,62 +85,68 @@ def test_the_bounds_of_the_whole_batch_are_there_once() -> None:
         *one_stage("rows micro_batch/rows int64[3], once seed int64[], boundary %z:0"),
         function("stage0/run_once", "rows micro_batch/rows int64[3]", "once seed int64[]"),
     )
-    result = Microbatch(1, 2, frontier=FRONTIER)(calls(X, *functions))
+    result = Microbatch(1, 2, head_inputs=HEAD_INPUTS)(calls(X, *functions))
     verify(result)
     assert len(nodes_of(result, OpName.ROW_BOUNDS)) == 1
-    (tail,) = nodes_of(result, OpName.TAIL)
-    assert "%stage0/replica0/run_once:0" in [str(value) for value in tail.inputs]
+    (loss_head,) = nodes_of(result, OpName.LOSS_HEAD)
+    assert "%stage0/replica0/run_once:0" in [str(value) for value in loss_head.inputs]
 
 
-def test_an_aux_output_of_the_tail_is_no_merge_of_micro_batches() -> None:
-    functions = (*one_stage()[:2], function("stage0/tail", "boundary %z:0", "loss loss, aux 0, gradient %z:0"))
-    result = Microbatch(1, 3, ("mean",), frontier=FRONTIER)(calls(X, *functions))
+def test_an_aux_output_of_the_loss_head_is_no_merge_of_micro_batches() -> None:
+    functions = (*one_stage()[:2], function("stage0/loss_head", "boundary %z:0", "loss loss, aux 0, gradient %z:0"))
+    result = Microbatch(1, 3, ("mean",), head_inputs=HEAD_INPUTS)(calls(X, *functions))
     verify(result)
     assert_merge = result.node("aux/0")
-    assert [str(value) for value in assert_merge.inputs] == ["%stage0/replica0/tail:1"]
+    assert [str(value) for value in assert_merge.inputs] == ["%stage0/replica0/loss_head:1"]
     assert assert_merge.string("kind") == "first"
 
 
-def test_a_tail_that_differentiates_no_rows_cuts_none() -> None:
-    functions = (*one_stage()[:1], function("stage0/backward"), function("stage0/tail", "boundary %z:0", "loss loss"))
-    result = Microbatch(1, 2, frontier=FRONTIER)(calls(X, *functions))
+def test_a_loss_head_that_differentiates_no_rows_cuts_none() -> None:
+    functions = (
+        *one_stage()[:1],
+        function("stage0/backward"),
+        function("stage0/loss_head", "boundary %z:0", "loss loss"),
+    )
+    result = Microbatch(1, 2, head_inputs=HEAD_INPUTS)(calls(X, *functions))
     assert not nodes_of(result, OpName.CUT_ROWS)
 
 
 def replicated(*functions: Function, micro_batches: int = 2) -> Graph:
-    result = SplitConcat((2,))(Microbatch(1, micro_batches, frontier=FRONTIER)(calls(X, *functions)))
+    result = SplitConcat((2,))(Microbatch(1, micro_batches, head_inputs=HEAD_INPUTS)(calls(X, *functions)))
     verify(result)
     return result
 
 
 def test_replicas_send_their_rows_to_the_first_one_in_sample_order() -> None:
     result = replicated(*one_stage())
-    (gather,), (tail,), (cut,) = (nodes_of(result, op) for op in (OpName.GATHER_ROWS, OpName.TAIL, OpName.CUT_ROWS))
+    (gather,), (loss_head,), (cut,) = (
+        nodes_of(result, op) for op in (OpName.GATHER_ROWS, OpName.LOSS_HEAD, OpName.CUT_ROWS)
+    )
     assert [str(value) for value in gather.inputs] == [
         f"%stage0/replica{r}/mb{m}/forward:0" for m in range(2) for r in range(2)
     ]
     assert gather.integer("pieces") == cut.integer("pieces") == 4
     assert result.type_of(gather.values()[1]).shape.dims == (4,)
-    assert tail.integer("replica") == 0
+    assert loss_head.integer("replica") == 0
     for m in range(2):
         for r in range(2):
             backward = result.node(f"stage0/replica{r}/mb{m}/backward")
             assert backward.inputs[0] == Value(cut.name, 2 * m + r)
-    assert [str(value) for value in result.node("loss").inputs] == ["%stage0/replica0/tail:0"]
+    assert [str(value) for value in result.node("loss").inputs] == ["%stage0/replica0/loss_head:0"]
 
 
-def test_gradients_of_the_tails_variables_count_once() -> None:
+def test_gradients_of_the_loss_heads_variables_count_once() -> None:
     result = AllReduce()(Accumulate()(CopyVariables()(replicated(*one_stage()))))
     verify(result)
     (reduced,) = nodes_of(result, OpName.REDUCED_GRADIENTS)
     found = dict(zip(reduced.strings("variables"), map(str, reduced.inputs), strict=True))
-    assert found["t"] == "%stage0/replica0/tail:2"
+    assert found["t"] == "%stage0/replica0/loss_head:2"
     (tied,) = nodes_of(result, OpName.TIED_SUM)
     assert found["w"] == f"%{tied.name}:0"
-    assert [str(value) for value in tied.inputs] == ["%stage0/allreduce:0", "%stage0/replica0/tail:3"]
+    assert [str(value) for value in tied.inputs] == ["%stage0/allreduce:0", "%stage0/replica0/loss_head:3"]
 
 
-def test_the_whole_pipeline_with_a_tail_is_valid() -> None:
+def test_the_whole_pipeline_with_a_loss_head_is_valid() -> None:
     schedule = ScheduleSpec.parse("gpipe").build(1, 2)
     result = AllReduce()(Accumulate()(CopyVariables()(replicated(*one_stage()))))
     result = Place((("a", "b"),), "home")(Order(schedule)(result))

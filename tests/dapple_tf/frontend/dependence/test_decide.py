@@ -238,7 +238,7 @@ def test_what_one_micro_batch_computes_is_not_rewritten() -> None:
     assert found.uncut
     assert found.exactness.exact
     assert (found.loss, found.aux) == ("mean", ())
-    assert (found.draws, found.sizes, found.shapes, found.adds, found.tail) == ((), (), (), frozenset(), None)
+    assert (found.draws, found.sizes, found.shapes, found.adds, found.loss_head) == ((), (), (), frozenset(), None)
 
 
 def test_a_seed_still_advances_once_where_layers_of_several_stages_draw_from_it() -> None:

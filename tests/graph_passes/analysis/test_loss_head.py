@@ -1,9 +1,9 @@
-"""The marks of a model's tail: which nodes run once on the whole batch, and which rows they take."""
+"""The marks of a model's loss head: which nodes run once on the whole batch, and which rows they take."""
 
 from __future__ import annotations
 
 from graph_passes.analysis.layers import find_layers
-from graph_passes.analysis.tail import TailInput, find_frontier, find_tail, mark_tail
+from graph_passes.analysis.loss_head import LossHeadInput, find_head_inputs, find_loss_head, mark_loss_head
 from graph_passes.ir.graph import Graph, Value
 from graph_passes.passes.partition import partition
 from tests.graph_passes.builders import graph
@@ -21,34 +21,34 @@ CONTRASTIVE = """
     %loss = Mean(%scores:0) -> (float32[])
     outputs %loss:0 %z:0
 """
-FRONTIER = (TailInput(Value("early")), TailInput(Value("z"), 0, 2))
+HEAD_INPUTS = (LossHeadInput(Value("early")), LossHeadInput(Value("z"), 0, 2))
 
 
 def marked() -> Graph:
-    return mark_tail(graph(CONTRASTIVE), {"scores", "loss"}, FRONTIER[::-1])
+    return mark_loss_head(graph(CONTRASTIVE), {"scores", "loss"}, HEAD_INPUTS[::-1])
 
 
 def test_marks_are_found_again_in_the_order_of_the_graph() -> None:
-    assert find_tail(marked()) == {"scores", "loss"}
-    assert find_frontier(marked()) == FRONTIER
+    assert find_loss_head(marked()) == {"scores", "loss"}
+    assert find_head_inputs(marked()) == HEAD_INPUTS
 
 
-def test_a_graph_without_marks_has_no_tail() -> None:
-    assert (find_tail(graph(CONTRASTIVE)), find_frontier(graph(CONTRASTIVE))) == (frozenset(), ())
+def test_a_graph_without_marks_has_no_loss_head() -> None:
+    assert (find_loss_head(graph(CONTRASTIVE)), find_head_inputs(graph(CONTRASTIVE))) == (frozenset(), ())
 
 
 def test_several_outputs_of_one_node_can_be_taken() -> None:
     text = CONTRASTIVE.replace(
         "%z = MatMul(%early:0, %s:0) -> (float32[?,4])", "%z = TopKV2(%early:0) -> (float32[?,4], int32[?,4])"
     )
-    both = (TailInput(Value("z", 0)), TailInput(Value("z", 1), 1))
-    assert find_frontier(mark_tail(graph(text), {"loss"}, both)) == both
+    both = (LossHeadInput(Value("z", 0)), LossHeadInput(Value("z", 1), 1))
+    assert find_head_inputs(mark_loss_head(graph(text), {"loss"}, both)) == both
 
 
-def test_the_tail_is_in_no_layer_and_its_rows_cross_to_the_last_stage() -> None:
+def test_the_loss_head_is_in_no_layer_and_its_rows_cross_to_the_last_stage() -> None:
     layers = find_layers(marked())
     assert [layer.name for layer in layers.layers] == ["early", "z"]
     assert layers.cut(1).crossing == (Value("early"),)
     stages = partition(layers, [1])
     assert [stage.outputs for stage in stages.stages] == [(Value("early"),), (Value("early"), Value("z"))]
-    assert (stages.tail, stages.frontier) == ({"scores", "loss"}, FRONTIER)
+    assert (stages.loss_head, stages.head_inputs) == ({"scores", "loss"}, HEAD_INPUTS)

@@ -1,14 +1,14 @@
-"""The function of a model's tail, cut from the differentiated graph."""
+"""The function of a model's loss head, cut from the differentiated graph."""
 
 from __future__ import annotations
 
 from graph_passes.analysis.layers import find_layers
-from graph_passes.analysis.tail import TailInput, mark_tail
+from graph_passes.analysis.loss_head import LossHeadInput, mark_loss_head
 from graph_passes.errors import PartitionError
 from graph_passes.ir.graph import Function, Graph, Value
 from graph_passes.passes.backward import StageGradients, prune_gradients, split_backward
+from graph_passes.passes.loss_head_function import build_loss_head
 from graph_passes.passes.partition import partition
-from graph_passes.passes.tail_function import build_tail
 from tests.graph_passes.builders import graph, refused, value
 
 MODEL = """
@@ -33,22 +33,24 @@ GRADIENTS = """
     %seed = Placeholder() -> (float32[?,4])
     %dw = MatMul(%x:0, %seed:0) -> (float32[4,4])
 """
-TAIL = {"y", "p", "scores", "scaled", "loss"}
+LOSS_HEAD = {"y", "p", "scores", "scaled", "loss"}
 OF_STAGE = StageGradients(((value("z"), "seed"),), (), (("w", value("dw")),))
-OF_TAIL = StageGradients((), ((value("z"), value("dz")),), (("t", value("dp")),))
+OF_LOSS_HEAD = StageGradients((), ((value("z"), value("dz")),), (("t", value("dp")),))
 
 
 def model(text: str = MODEL) -> Graph:
-    return mark_tail(graph(text), TAIL, [TailInput(Value("z"))])
+    return mark_loss_head(graph(text), LOSS_HEAD, [LossHeadInput(Value("z"))])
 
 
-def split(joint: str = MODEL + GRADIENTS, of_tail: StageGradients = OF_TAIL) -> tuple[Function, Function, Function]:
+def split(
+    joint: str = MODEL + GRADIENTS, of_loss_head: StageGradients = OF_LOSS_HEAD
+) -> tuple[Function, Function, Function]:
     stages = partition(find_layers(model()), [])
-    gradients = prune_gradients(graph(joint), (OF_STAGE, of_tail))
+    gradients = prune_gradients(graph(joint), (OF_STAGE, of_loss_head))
     ((forward, backward),) = split_backward(stages, graph(joint), gradients)
-    tail = build_tail(stages, graph(joint), gradients[-1])
-    assert tail is not None
-    return forward, backward, tail
+    loss_head = build_loss_head(stages, graph(joint), gradients[-1])
+    assert loss_head is not None
+    return forward, backward, loss_head
 
 
 def inputs(function: Function) -> set[tuple[str, str]]:
@@ -59,12 +61,12 @@ def outputs(function: Function) -> list[tuple[str, str]]:
     return [(port.role, port.name) for port in function.outputs]
 
 
-def test_the_tail_has_the_loss_its_aux_outputs_and_all_its_gradients() -> None:
-    _, _, tail = split()
-    assert tail.name == "stage0/tail"
-    assert inputs(tail) == {("arg", "labels"), ("boundary", "%z:0"), ("variable", "t")}
-    assert outputs(tail) == [("loss", "loss"), ("aux", "0"), ("gradient", "%z:0"), ("variable", "t")]
-    assert "r" not in tail.graph.by_name
+def test_the_loss_head_has_the_loss_its_aux_outputs_and_all_its_gradients() -> None:
+    _, _, loss_head = split()
+    assert loss_head.name == "stage0/loss_head"
+    assert inputs(loss_head) == {("arg", "labels"), ("boundary", "%z:0"), ("variable", "t")}
+    assert outputs(loss_head) == [("loss", "loss"), ("aux", "0"), ("gradient", "%z:0"), ("variable", "t")]
+    assert "r" not in loss_head.graph.by_name
 
 
 def test_the_stage_gives_rows_and_takes_their_gradients() -> None:
@@ -76,28 +78,28 @@ def test_the_stage_gives_rows_and_takes_their_gradients() -> None:
 
 def test_what_a_custom_gradient_takes_of_the_stage_is_computed_again_from_the_whole_batch() -> None:
     joint = (MODEL + GRADIENTS).replace("%dz = MatMulGrad(%dscaled:0, %y:0, %z:0)", "%dz = Custom(%dscaled:0, %r:0)")
-    _, _, tail = split(joint)
-    assert ("variable", "w") in inputs(tail)
+    _, _, loss_head = split(joint)
+    assert ("variable", "w") in inputs(loss_head)
 
 
-def test_a_node_of_the_frontier_gives_the_tail_no_other_output() -> None:
+def test_a_node_that_gives_a_head_input_gives_the_loss_head_no_other_output() -> None:
     text = (MODEL + GRADIENTS).replace(
         "%z = MatMul(%x:0, %r:0) -> (float32[?,4])", "%z = Two(%x:0, %r:0) -> (float32[?,4], float32[?,4])"
     )
     joint = text.replace("MatMulGrad(%dscaled:0, %y:0, %z:0)", "MatMulGrad(%dscaled:0, %y:0, %z:1)")
-    with refused(PartitionError, "stage0/tail needs %z:1", "not an output of the last stage"):
+    with refused(PartitionError, "stage0/loss_head needs %z:1", "not an output of the last stage"):
         split(joint)
 
 
-def test_a_model_without_a_tail_has_no_such_function() -> None:
+def test_a_model_without_a_loss_head_has_no_such_function() -> None:
     stages = partition(find_layers(graph(MODEL)), [])
-    assert build_tail(stages, graph(MODEL), StageGradients()) is None
+    assert build_loss_head(stages, graph(MODEL), StageGradients()) is None
 
 
-def test_the_tail_of_a_scaled_loss_takes_the_gradient_of_the_loss() -> None:
+def test_the_loss_head_of_a_scaled_loss_takes_the_gradient_of_the_loss() -> None:
     joint = (MODEL + GRADIENTS).replace("MeanGrad(%scaled:0)", "MeanGrad(%scaled:0, %factor:0)")
     joint = joint.replace("%dscaled =", "%factor = Placeholder() -> (float32[])\n%dscaled =")
-    of_tail = StageGradients(((value("loss"), "factor"),), OF_TAIL.boundary, OF_TAIL.variables)
-    _, _, tail = split(joint, of_tail)
-    assert ("seed", "loss") in inputs(tail)
-    assert "factor" not in tail.graph.by_name
+    of_loss_head = StageGradients(((value("loss"), "factor"),), OF_LOSS_HEAD.boundary, OF_LOSS_HEAD.variables)
+    _, _, loss_head = split(joint, of_loss_head)
+    assert ("seed", "loss") in inputs(loss_head)
+    assert "factor" not in loss_head.graph.by_name

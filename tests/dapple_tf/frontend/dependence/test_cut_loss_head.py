@@ -12,7 +12,7 @@ from dapple_tf.errors import ExactnessError
 from dapple_tf.frontend.capture import Captured
 from dapple_tf.frontend.trace import trace_loss
 from graph_passes.analysis.layers import find_layers
-from graph_passes.analysis.tail import find_frontier, find_tail
+from graph_passes.analysis.loss_head import find_head_inputs, find_loss_head
 
 WIDTH = 3
 
@@ -27,13 +27,13 @@ def traced(loss_fn: Callable[..., Any], **options: Any) -> Captured:
 
 
 def crossing(captured: Captured) -> list[tuple[str, int, int]]:
-    """Return the op of each tensor that the tail takes, its axis and its blocks."""
+    """Return the op of each tensor that the loss head takes, its axis and its blocks."""
     graph = captured.graph
-    return [(graph.node(entry.value.node).op, entry.axis, entry.outer) for entry in find_frontier(graph)]
+    return [(graph.node(entry.value.node).op, entry.axis, entry.outer) for entry in find_head_inputs(graph)]
 
 
-def ops_of_tail(captured: Captured) -> set[str]:
-    return {captured.graph.node(name).op for name in find_tail(captured.graph)}
+def ops_of_loss_head(captured: Captured) -> set[str]:
+    return {captured.graph.node(name).op for name in find_loss_head(captured.graph)}
 
 
 def test_scores_of_all_pairs_are_cut_before_the_product() -> None:
@@ -45,13 +45,13 @@ def test_scores_of_all_pairs_are_cut_before_the_product() -> None:
 
     captured = traced(loss_fn)
     assert crossing(captured) == [("Tanh", 0, 1)]
-    assert {"MatMul", "Softmax", "Mean", "Transpose"} <= ops_of_tail(captured)
+    assert {"MatMul", "Softmax", "Mean", "Transpose"} <= ops_of_loss_head(captured)
     assert [layer.name for layer in find_layers(captured.graph).layers][-1] == "Tanh"
     assert captured.dependence is not None
     assert not captured.dependence.exactness.reasons
 
 
-def test_labels_are_computed_in_the_tail_and_do_not_cross() -> None:
+def test_labels_are_computed_in_the_loss_head_and_do_not_cross() -> None:
     w = weight()
 
     def loss_fn(x: Any, y: Any) -> Any:
@@ -96,11 +96,11 @@ def test_auto_cuts_only_what_does_not_add_up() -> None:
     w = weight()
     mean = traced(lambda x, y: tf.reduce_mean(tf.square(x @ w)), batch_loss="auto")
     root = traced(lambda x, y: tf.sqrt(tf.reduce_mean(tf.square(x @ w))), batch_loss="auto")
-    assert not find_tail(mean.graph)
+    assert not find_loss_head(mean.graph)
     assert crossing(root) == [("Square", 0, 1)]
 
 
-def test_a_write_of_the_whole_batchs_loss_is_in_the_tail() -> None:
+def test_a_write_of_the_whole_batchs_loss_is_in_the_loss_head() -> None:
     w, kept = weight(), tf.Variable(0.0, dtype=tf.float64, trainable=False)
 
     def loss_fn(x: Any, y: Any) -> Any:
@@ -109,7 +109,7 @@ def test_a_write_of_the_whole_batchs_loss_is_in_the_tail() -> None:
         return loss
 
     captured = traced(loss_fn)
-    assert "AssignVariableOp" in ops_of_tail(captured)
+    assert "AssignVariableOp" in ops_of_loss_head(captured)
     assert not captured.stateful
 
 
@@ -125,7 +125,7 @@ def test_a_loss_in_which_no_variable_treats_samples_one_by_one_is_still_refused(
 
 
 @pytest.mark.parametrize("batch_loss", [False, "auto", True])
-def test_no_tail_without_need_or_wish(batch_loss: Any) -> None:
+def test_no_loss_head_without_need_or_wish(batch_loss: Any) -> None:
     w = weight()
     captured = traced(lambda x, y: tf.reduce_mean(tf.square(x @ w)), batch_loss=batch_loss)
-    assert bool(find_tail(captured.graph)) == (batch_loss is True)
+    assert bool(find_loss_head(captured.graph)) == (batch_loss is True)
