@@ -21,15 +21,9 @@ PACKAGES = ("graph_passes", "profiler", "dapple_tf")
 
 NESTED = {
     "dapple_tf": "a name is loaded when it is first used, so that the command line answers before TensorFlow starts",
-    "dapple_tf.distributed.membership": "for types alone: a job is joined before TensorFlow starts; exchanges need it",
     "dapple_tf.commands.*": "help, plans and simulations answer before TensorFlow, or numba, starts",
 }
 """The modules that may import our own packages elsewhere than at their top, each with the reason."""
-
-CALLED_BACK = {
-    "dapple_tf.timeline.*": "methods of Timeline and Recording call functions of these files, which take them",
-}
-"""The modules that may import for types alone, from modules of their own folder that import them, or from others."""
 
 USERS, LINES = 2, 100
 ALONE = {
@@ -108,15 +102,13 @@ def named(module: str, patterns: dict[str, str]) -> bool:
 
 
 def test_an_import_inside_a_function_or_for_types_alone_has_a_reason() -> None:
-    unlisted = [
-        i for i in imports() if not (i.top or named(i.source, NESTED) or (i.types and named(i.source, CALLED_BACK)))
-    ]
+    unlisted = [found for found in imports() if not (found.top or named(found.source, NESTED))]
     assert not unlisted, "move to the top of the file, or list with a reason: " + "; ".join(map(str, unlisted))
 
 
 def test_each_listed_reason_is_needed() -> None:
     sources = [found.source for found in imports() if not found.top]
-    assert all(any(fnmatch(source, pattern) for source in sources) for pattern in (*NESTED, *CALLED_BACK))
+    assert all(any(fnmatch(source, pattern) for source in sources) for pattern in NESTED)
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -135,21 +127,10 @@ def test_no_folders_form_a_cycle_whatever_the_imports_that_join_them(package: st
     assert not cycles, f"{cycles}: {'; '.join(shown)}"
 
 
-def imports_at_the_top() -> nx.DiGraph:
-    graph = nx.DiGraph((found.source, found.target) for found in imports() if found.top)
-    graph.remove_edges_from(list(nx.selfloop_edges(graph)))
-    return graph
-
-
-def test_no_files_form_a_cycle_of_imports_at_their_tops() -> None:
-    assert [sorted(part) for part in nx.strongly_connected_components(imports_at_the_top()) if len(part) > 1] == []
-
-
-def test_an_import_inside_a_function_could_stand_at_the_top_without_a_cycle() -> None:
-    graph = imports_at_the_top()
-    inside = [i for i in imports() if not i.top and not i.types]
-    circular = [i for i in inside if i.target in graph and i.source in graph and nx.has_path(graph, i.target, i.source)]
-    assert not circular, "; ".join(map(str, circular))
+def test_no_files_form_a_cycle_wherever_their_imports_stand() -> None:
+    """Imports inside functions and for types alone count. The package itself, which loads names late, does not."""
+    graph = nx.DiGraph((i.source, i.target) for i in imports() if i.source not in PACKAGES and i.source != i.target)
+    assert [sorted(part) for part in nx.strongly_connected_components(graph) if len(part) > 1] == []
 
 
 def test_nested_imports_of_every_kind_are_found() -> None:

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from dapple_tf.distributed.progress import Progress
 from dapple_tf.distributed.shared_errors import describe_difference, make_picklable, reporting_rank, share_error
@@ -14,9 +14,6 @@ from dapple_tf.distributed.variable_locations import VariableLocations
 from dapple_tf.distributed.watchdog import Watchdog
 from dapple_tf.errors import DeviceError, JobError
 from profiler.detect import job_size
-
-if TYPE_CHECKING:
-    from dapple_tf.distributed.exchange_network import ExchangeNetwork  # it needs TensorFlow
 
 # HOROVOD_CYCLE_TIME: the interval in milliseconds at which Horovod starts collectives that are ready (default 1).
 _CYCLE_MILLISECONDS = "0.2"
@@ -26,6 +23,17 @@ _CYCLE_MILLISECONDS = "0.2"
 _TCP_FLAGS = "send,inplace"
 
 T = TypeVar("T")
+
+
+class Network(Protocol):
+    """The connections between ranks for native exchanges; ``ExchangeNetwork`` has them."""
+
+    @property
+    def library(self) -> Any:
+        """The library whose ops exchange tensors."""
+
+    def connect(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Connect those of the ``pairs`` of ranks that are not; every rank must call this with the same pairs."""
 
 
 @dataclass(eq=False)
@@ -45,7 +53,7 @@ class Job:
     variable_locations: VariableLocations = field(default_factory=VariableLocations, repr=False)
     watchdog: Watchdog | None = field(default=None, repr=False)
     exchange_way: str = field(default="", repr=False)
-    exchange_network: ExchangeNetwork | None = field(default=None, repr=False)
+    exchange_network: Network | None = field(default=None, repr=False)
     process: int = field(default_factory=os.getpid, repr=False)
 
     def announce_call(self, what: str) -> None:

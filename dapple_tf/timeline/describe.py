@@ -6,18 +6,16 @@ import math
 import statistics
 from collections import defaultdict
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dapple_tf.drawing.table import format_table
+from dapple_tf.plans import Plan
 from dapple_tf.timeline.critical_path import PART_LABELS, sum_by_kind
+from dapple_tf.timeline.events import Event
+from dapple_tf.timeline.figures import StepFigures
+from dapple_tf.timeline.simulation import Simulation
 from dapple_tf.timeline.stage_summary import StageSummary, format_ranges
 from profiler.units import format_bytes, format_seconds
-
-if TYPE_CHECKING:
-    from dapple_tf.plans import Plan
-    from dapple_tf.timeline.events import Event
-    from dapple_tf.timeline.simulation import Simulation
-    from dapple_tf.timeline.timeline import Timeline
 
 _SHOWN = 5e-4  # of the step: shorter parts of the critical path are not listed
 
@@ -38,7 +36,7 @@ class SlowAction:
         return f"{self.event} {format_seconds(self.seconds)} ({self.times:.2g}x the median)"
 
 
-def describe_path(timeline: Timeline) -> str:
+def describe_path(timeline: StepFigures) -> str:
     """Return some lines: time, bubble and utilisation by stage; parts of the critical path and its longest wait."""
     path = timeline.critical_path
     parts = [
@@ -61,14 +59,14 @@ def describe_path(timeline: Timeline) -> str:
     return "\n".join(lines)
 
 
-def _describe_phases(timeline: Timeline) -> list[str]:
+def _describe_phases(timeline: StepFigures) -> list[str]:
     """Return a line about the window's throughput; none for a synchronous step."""
     if timeline.window is None:
         return []
     return [f"window of {timeline.window.minibatches} minibatches: {timeline.phases}"]
 
 
-def describe_stages(timeline: Timeline, simulation: Simulation) -> str:
+def describe_stages(timeline: StepFigures, simulation: Simulation) -> str:
     """Return a simulated step's summary, a table of its stages, and a line for each device's stages that do not fit."""
     lines = [f"{timeline.summary}, ACR {simulation.acr:.3f}, critical stage {timeline.critical_stage}"]
     lines += _describe_phases(timeline)
@@ -88,7 +86,7 @@ def describe_stages(timeline: Timeline, simulation: Simulation) -> str:
     return "\n".join(lines)
 
 
-def timeline_json(timeline: Timeline) -> dict[str, Any]:
+def timeline_json(timeline: StepFigures) -> dict[str, Any]:
     """Return the timeline as JSON values: seconds, bytes, and fractions of the step. An infinite ``acr`` is null."""
     data: dict[str, Any] = {"step_seconds": timeline.step_seconds}
     simulation = timeline.simulation
@@ -112,7 +110,7 @@ def timeline_json(timeline: Timeline) -> dict[str, Any]:
     }
 
 
-def find_slowest(timeline: Timeline, count: int = 5) -> tuple[SlowAction, ...]:
+def find_slowest(timeline: StepFigures, count: int = 5) -> tuple[SlowAction, ...]:
     """Return the actions that took longest in proportion to the median of their stage and kind, the slowest first."""
     groups: dict[tuple[int, str], list[Event]] = defaultdict(list)
     for event in timeline.events:

@@ -5,19 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 from dapple_tf.drawing.chart import LIGHTEST, Chart, Curve, Row, Span, SpanKind, stack_charts
 from dapple_tf.drawing.save import save_chart
+from dapple_tf.timeline.figures import StepFigures
+from dapple_tf.timeline.recording import Recording
+from dapple_tf.timeline.simulation import Simulation
 from dapple_tf.timeline.stage_summary import format_ranges
 from dapple_tf.timeline.trace_data import recording_data
 from graph_passes.schedules.schedule import CALL_OF_KIND
 from graph_passes.schedules.window import Window
-
-if TYPE_CHECKING:
-    from dapple_tf.timeline.recording import Recording
-    from dapple_tf.timeline.simulation import Simulation
-    from dapple_tf.timeline.timeline import Timeline
 
 _VISIBLE = 1e-4  # of a recorded step: a row whose transfers are all shorter is left out
 
@@ -42,7 +39,7 @@ def draw_recording(recording: Recording) -> Chart:
     return stack_charts(recording.headline, tuple(parts.items()))
 
 
-def make_chart(timeline: Timeline, title: str = "") -> Chart:
+def make_chart(timeline: StepFigures, title: str = "") -> Chart:
     """Return the chart of a timeline: rows of events, and curves of memory where it is known.
 
     A recorded step has a row for each device; a simulated one one for each worker, unless its replicas take minibatches
@@ -104,7 +101,9 @@ def _name_numbers(window: Window | None) -> str:
     return f"{'minibatches' if window.in_turn else 'micro-batches'}, v is the version of the weights"
 
 
-def _spans(timeline: Timeline, rows: dict[tuple[object, ...], int], shades: dict[tuple[int, str], float]) -> list[Span]:
+def _spans(
+    timeline: StepFigures, rows: dict[tuple[object, ...], int], shades: dict[tuple[int, str], float]
+) -> list[Span]:
     """Return a span for each event that has a row; updates of variables of no stage have none.
 
     ``rows``: by "device", replica and device; "allreduce" and device; or "channel" and its two stages. ``shades``: by
@@ -132,7 +131,7 @@ def _spans(timeline: Timeline, rows: dict[tuple[object, ...], int], shades: dict
     return spans
 
 
-def _memory_curves(timeline: Timeline) -> list[Curve]:
+def _memory_curves(timeline: StepFigures) -> list[Curve]:
     if timeline.simulation is None:
         return []
     workers = timeline.simulation.plan.worker_map.stages_of

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dapple_tf.errors import UsageError
-from dapple_tf.timeline.describe import describe_path, find_slowest
+from dapple_tf.plans import Plan
+from dapple_tf.timeline.describe import describe_path, find_slowest, timeline_json
+from dapple_tf.timeline.figures import StepFigures
 from profiler.units import format_seconds
-
-if TYPE_CHECKING:
-    from dapple_tf.plans import Plan
-    from dapple_tf.timeline.timeline import Timeline
 
 BY_PROFILE = "simulated with the plan's profile"
 BY_TIMES = "simulated with the measured times of each action"
@@ -21,7 +19,7 @@ BY_TIMES = "simulated with the measured times of each action"
 class Prediction:
     """A simulated step; ``source`` says from which costs."""
 
-    timeline: Timeline
+    timeline: StepFigures
     source: str
 
 
@@ -34,7 +32,7 @@ class Recording:
     """
 
     title: str = ""
-    measured: Timeline | None = None
+    measured: StepFigures | None = None
     predicted: Prediction | None = None
     planned_seconds: float | None = None
 
@@ -43,7 +41,7 @@ class Recording:
             raise UsageError("a recording needs a measured step, or a predicted one")
 
     @property
-    def shown(self) -> Timeline:
+    def shown(self) -> StepFigures:
         """The measured step, or the predicted one where none was measured."""
         if self.measured is not None:
             return self.measured
@@ -100,14 +98,14 @@ class Recording:
         """Return the recording as JSON values; seconds, and fractions of the step."""
         data: dict[str, Any] = {}
         if self.measured is not None:
-            data |= self.measured.to_json()
+            data |= timeline_json(self.measured)
             data["slowest"] = [
                 {"action": str(slow.event), "device": slow.event.device, "seconds": slow.seconds, "times": slow.times}
                 for slow in find_slowest(self.measured)
             ]
         if self.predicted is not None:
             error = {} if self.prediction_error is None else {"error": self.prediction_error}
-            data["predicted"] = {"source": self.predicted.source, **self.predicted.timeline.to_json(), **error}
+            data["predicted"] = {"source": self.predicted.source, **timeline_json(self.predicted.timeline), **error}
         if self.planned_seconds is not None:
             data["planned_step_seconds"] = self.planned_seconds
             if self.planner_error is not None:

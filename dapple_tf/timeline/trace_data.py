@@ -7,13 +7,11 @@ ignore the field.
 from __future__ import annotations
 
 from dataclasses import asdict, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dapple_tf.timeline.events import Event, Transfer
-
-if TYPE_CHECKING:
-    from dapple_tf.timeline.recording import Recording
-    from dapple_tf.timeline.timeline import Timeline
+from dapple_tf.timeline.figures import StepFigures
+from dapple_tf.timeline.recording import Recording
 
 FORMAT = "dapple-timeline/1"
 _OF_TRANSFERS = tuple(field.name for field in fields(Transfer) if field.name != "count")
@@ -34,7 +32,7 @@ def recording_data(recording: Recording) -> dict[str, Any]:
     return data
 
 
-def _timeline_data(timeline: Timeline) -> dict[str, Any]:
+def _timeline_data(timeline: StepFigures) -> dict[str, Any]:
     together = timeline.step.together
     return {
         "actions": [_event_data(event) for event in timeline.events],

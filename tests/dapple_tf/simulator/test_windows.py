@@ -19,8 +19,8 @@ from dapple_tf.simulator.simulated_window import window_events
 from dapple_tf.simulator.window_costs import uniform_costs, window_costs
 from dapple_tf.simulator.window_execution import WindowExecution, execute_window
 from dapple_tf.timeline.critical_path import find_critical_path, sum_by_kind
+from dapple_tf.timeline.figures import WindowPhases, find_phases
 from dapple_tf.timeline.stage_costs import StageCosts
-from dapple_tf.timeline.timeline import WindowPhases, find_phases
 from dapple_tf.timeline.trace_file import read_recording
 from dapple_tf.window_plan import WindowPlan
 from graph_passes.schedules.schedule import Action

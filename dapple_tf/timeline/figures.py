@@ -1,0 +1,289 @@
+"""The figures of one training step, recorded or simulated: what its events tell about speed, idle time and order."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+from dapple_tf.errors import NotSimulatedError
+from dapple_tf.plans import Plan
+from dapple_tf.timeline.critical_path import Part, critical_stage, find_critical_path
+from dapple_tf.timeline.events import Event, Place, StageEvent, StepEvents, Transfer
+from dapple_tf.timeline.measured_costs import measure_stage_costs
+from dapple_tf.timeline.simulation import Simulation
+from dapple_tf.timeline.stage_costs import StageCosts
+from dapple_tf.timeline.stage_summary import StageSummary
+from graph_passes.schedules.schedule import Action
+from graph_passes.schedules.window import Window
+from profiler.units import format_seconds
+
+
+class Utilisation(tuple[float, ...]):
+    """The fraction of the step in which each stage computes; called with a device's name, that of the device."""
+
+    _by_device: dict[str, float]
+
+    def __new__(cls, stages: Iterable[float], by_device: dict[str, float]) -> Utilisation:
+        """Hold the fractions of the stages in order, and those of the devices by name."""
+        utilisation = super().__new__(cls, stages)
+        utilisation._by_device = by_device
+        return utilisation
+
+    def __getnewargs__(self) -> tuple[tuple[float, ...], dict[str, float]]:
+        """Return what makes an equal object, for copies and pickles."""
+        return tuple(self), self._by_device
+
+    def __call__(self, device: str) -> float:
+        """Return the fraction of the step in which ``device`` runs an action."""
+        return self._by_device[device]
+
+
+class StepFigures:
+    """The figures of one training step, or asynchronous window, that follow from its events.
+
+    All times are seconds since the start of the step's first action. The base of ``Timeline``, which adds text and
+    files; what describes and draws a step takes this. ``title``: the model and the schedule. ``note``: what distorts
+    the times of a recorded step, how the order of a simulated one was found, or "". ``together`` and ``window``: see
+    ``StepEvents``.
+    """
+
+    def __init__(
+        self,
+        events: Iterable[Event] = (),
+        transfers: Iterable[Transfer] = (),
+        stage_events: Iterable[StageEvent] = (),
+        *,
+        title: str = "",
+        note: str = "",
+        together: Iterable[Action] = (),
+        window: Window | None = None,
+    ) -> None:
+        self.title = title
+        self.note = note
+        self._recorded = StepEvents(tuple(events), tuple(transfers), tuple(stage_events), frozenset(together), window)
+
+    @property
+    def simulation(self) -> Simulation | None:
+        """The simulation of a ``SimulatedTimeline``; None for a recorded step."""
+        return None
+
+    @cached_property
+    def step(self) -> StepEvents:
+        """All events of the step."""
+        return self._recorded
+
+    @property
+    def events(self) -> tuple[Event, ...]:
+        """The runs of all actions on all replicas, by start."""
+        return self.step.events
+
+    @property
+    def transfers(self) -> tuple[Transfer, ...]:
+        """The transfers between stages, by start."""
+        return self.step.transfers
+
+    @property
+    def stage_events(self) -> tuple[StageEvent, ...]:
+        """The AllReduces and weight updates, by start."""
+        return self.step.stage_events
+
+    @cached_property
+    def window(self) -> Window | None:
+        """The asynchronous window; None for a synchronous step."""
+        return self.step.window
+
+    @cached_property
+    def phases(self) -> WindowPhases | None:
+        """The start-up, steady state and drain of an asynchronous window; None for a synchronous step."""
+        return None if self.window is None else find_phases(self.step, self.window)
+
+    # --- figures of the step
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds from the start of the first action to the end of the last event."""
+        return self.step.seconds
+
+    @property
+    def seconds(self) -> float:
+        """The same as ``step_seconds``."""
+        return self.step_seconds
+
+    @property
+    def bubble(self) -> float:
+        """The idle fraction of device time: 1 less the mean fraction of the step in which a device runs actions."""
+        utilisation = self.step.device_utilisation.values()
+        return 1 - sum(utilisation) / len(utilisation)
+
+    @cached_property
+    def stage_utilisation(self) -> tuple[float, ...]:
+        """The fraction of the step in which each stage's devices compute; transfers and AllReduce do not count."""
+        return self.step.stage_utilisation
+
+    @cached_property
+    def utilisation(self) -> Utilisation:
+        """``stage_utilisation``; ``utilisation(device)`` is the fraction in which one device runs an action."""
+        return Utilisation(self.stage_utilisation, self.step.device_utilisation)
+
+    @cached_property
+    def places(self) -> tuple[Place, ...]:
+        """Stage, replica and device of everything that runs actions, in that order."""
+        return self.step.places
+
+    @cached_property
+    def devices(self) -> tuple[str, ...]:
+        """The devices that run actions, in order of their first action."""
+        return self.step.devices
+
+    @cached_property
+    def stages(self) -> tuple[StageSummary, ...]:
+        """The figures of each stage."""
+        return tuple(self._summarise(stage) for stage in range(len(self.costs)))
+
+    def _summarise(self, stage: int) -> StageSummary:
+        costs, order = self.costs[stage], self.order(stage)
+        return StageSummary(
+            stage=stage,
+            devices=tuple(device for index, _, device in self.places if index == stage),
+            utilisation=self.stage_utilisation[stage],
+            forward_seconds=costs.forward_seconds,
+            backward_seconds=costs.backward_seconds,
+            weights_seconds=costs.weights_seconds if any(action.kind == "W" for action in order) else None,
+            allreduce_seconds=costs.allreduce_seconds,
+            order=order,
+            other_replicas=self._other_orders(stage),
+        )
+
+    def _other_orders(self, stage: int) -> tuple[tuple[Action, ...], ...]:
+        """Return the orders of all replicas but the first, where these take minibatches in turn."""
+        if self.window is None or not self.window.in_turn:
+            return ()
+        return tuple(self.order(stage, replica) for replica in range(1, self.window.replicas[stage]))
+
+    def order(self, stage: int, replica: int = 0) -> tuple[Action, ...]:
+        """Return the actions of one replica of ``stage`` in the order in which they ran."""
+        return self.step.order(stage, replica)
+
+    def actions(self, stage: int, replica: int = 0) -> str:
+        """Return the actions of a replica of ``stage`` in the order in which they ran, as text: ``0F0 0F1 0B0 ...``."""
+        return " ".join(map(str, self.order(stage, replica)))
+
+    @cached_property
+    def costs(self) -> tuple[StageCosts, ...]:
+        """The costs of each stage: the cost model's, or medians of the recorded step (without bytes)."""
+        return tuple(measure_stage_costs(self.step, stage) for stage in range(self.step.stages))
+
+    @cached_property
+    def critical_path(self) -> tuple[Part, ...]:
+        """The parts of the critical path from the start to the end of the step; see ``find_critical_path``."""
+        return find_critical_path(self.step)
+
+    @property
+    def critical_stage(self) -> int:
+        """The stage whose compute fills most of the critical path."""
+        return critical_stage(self.critical_path)
+
+    # --- figures of a simulated step
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that was simulated. Raises NotSimulatedError for a recorded step, as do those below."""
+        return self._simulated("plan").plan
+
+    @property
+    def speedup(self) -> float:
+        """Seconds of one device running the whole batch in the same micro-batches, over ``step_seconds``."""
+        return self._simulated("speedup").speedup
+
+    @property
+    def acr(self) -> float:
+        """The activation communication ratio: mean seconds of a boundary's transfers over a stage's mean compute."""
+        return self._simulated("acr").acr
+
+    @property
+    def peak_memory_bytes(self) -> tuple[float, ...]:
+        """The most bytes that one device of each stage holds."""
+        return self._simulated("peak_memory_bytes").peak_memory_bytes
+
+    @property
+    def fits(self) -> tuple[bool, ...]:
+        """Whether each stage's peak is within the device's memory."""
+        return self._simulated("fits").fits
+
+    def memory(self, stage: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Return times (seconds), and the bytes that one device of ``stage`` holds from each on."""
+        return self._simulated("memory").memory(stage)
+
+    def _simulated(self, name: str) -> Simulation:
+        if self.simulation is None:
+            raise NotSimulatedError(
+                f"only the timeline of a simulated step has {name!r}; this step was recorded: see step.plan and "
+                "step.report"
+            )
+        return self.simulation
+
+    @property
+    def summary(self) -> str:
+        """Step time, bubble and, for a simulated step, speed-up in one line."""
+        text = f"{format_seconds(self.step_seconds)}, bubble {self.bubble:.1%}"
+        if self.phases is not None:
+            text += f", {format_seconds(self.phases.minibatch_seconds)} a minibatch"
+        return text
+
+
+# --- The throughput of an asynchronous window: its start-up, its steady state and its drain, from the times of events
+
+
+@dataclass(frozen=True)
+class WindowPhases:
+    """Seconds of a window.
+
+    ``startup_seconds``: until the first backward of the last stage ends. ``minibatch_seconds``: of a minibatch in the
+    steady state, see ``find_phases``. ``drain_seconds``: from the end of the last stage's last backward to that of the
+    last event.
+    """
+
+    startup_seconds: float
+    minibatch_seconds: float
+    drain_seconds: float
+
+    def __str__(self) -> str:
+        return (
+            f"start-up {format_seconds(self.startup_seconds)} (until the last stage's first backward ends), then "
+            f"{format_seconds(self.minibatch_seconds)} a minibatch, drain {format_seconds(self.drain_seconds)}"
+        )
+
+
+def find_phases(step: StepEvents, window: Window) -> WindowPhases:
+    """Return the phases of a ``window`` whose events these are.
+
+    A minibatch is done when its last backward on the last stage ends. The steady state is the mean time between the
+    ends of the last minibatches: as many of them as are whole rounds of the turns of all stages' replicas, without
+    those that the first stage had in flight at first, whose forwards came faster. Where the window is too short for
+    that, these count too, and in a window of one round it is the whole window's seconds over its minibatches.
+    """
+    done = [0.0] * window.minibatches
+    for event in step.events:
+        if event.action.stage == window.stages - 1 and event.action.kind == "B":
+            minibatch = event.action.micro_batch // window.micro_batches
+            done[minibatch] = max(done[minibatch], event.end)
+    done.sort()
+    first = _first_backward_end(step, window.stages - 1)
+    return WindowPhases(first, _steady_seconds(window, done, step.seconds), step.seconds - done[-1])
+
+
+def _first_backward_end(step: StepEvents, stage: int) -> float:
+    return min(e.end for e in step.events if (e.action.stage, e.action.kind) == (stage, "B"))
+
+
+def _steady_seconds(window: Window, done: list[float], seconds: float) -> float:
+    turns = math.lcm(*window.replicas) if window.in_turn else 1
+    in_flight = window.warm_up[0] * (window.replicas[0] if window.in_turn else 1)
+    ahead = math.ceil(in_flight / window.micro_batches)
+    last = window.minibatches - 1
+    rounds = max(0, last - ahead) // turns or last // turns
+    if rounds < 1:
+        return seconds / window.minibatches
+    return (done[last] - done[last - rounds * turns]) / (rounds * turns)
