@@ -179,7 +179,7 @@ _TABLE = (
     ),
     Op(
         OpName.MINIBATCH,
-        "The rows of the batch that are minibatch `minibatch` of `minibatches`.",
+        "Cut out the rows of one minibatch: number `minibatch` of `minibatches` in a window.",
         Operands("the batch size, then tensors of the batch", None, ("int64",)),
         Operands("the rows of each tensor"),
         (Attribute("minibatch", "int"), Attribute("minibatches", "int")),
@@ -202,8 +202,8 @@ _TABLE = (
     ),
     Op(
         OpName.ROW_BOUNDS,
-        "The first and the end row of what a replica of a stage takes for one micro-batch, and the batch size; without "
-        "a micro-batch, of the whole batch.",
+        "The first row and the end row of what a replica of a stage takes of one micro-batch, and the batch size. "
+        "A node without a micro-batch gives those of the whole batch.",
         Operands("the batch size", 1, ("int64",)),
         Operands("a vector of these three numbers", 1, ("int64",)),
         (
@@ -231,7 +231,7 @@ _TABLE = (
         OpName.COMBINE_PARTIALS,
         "Combine partial statistics of disjoint rows, each by its operation: sum, product, max, min, all or any.",
         Operands("for each statistic its `pieces`, one after the other"),
-        Operands("the combined ones", "operations"),
+        Operands("the combined statistics", "operations"),
         (*_PLACED, Attribute("operations", "tuple[str, ...]"), _PIECES),
     ),
     _call(
@@ -242,16 +242,17 @@ _TABLE = (
     ),
     _call(
         OpName.PART,
-        "Call an earlier part of a stage's function, which is for the call `of` (forward, backward, weights), on one "
-        "micro-batch: replicas join what it computes, and then the next part runs. The last part keeps the call's op.",
+        "Call a part of a stage's function on one micro-batch, where the replicas combine statistics inside of the "
+        "function: a `join` of what this part computes, and then the next part, follow. `of`: the op of the whole call "
+        "(forward, backward, weights), which the last part keeps.",
         (*_CALLED, Attribute("of", "str")),
     ),
     Op(
         OpName.JOIN,
-        "Join what a part computed on the replicas of a stage, from the same pieces on each of them: `kinds` is "
-        "moments (weight, mean and variance of each channel) or sum.",
+        "Combine what a part computed on each replica of a stage; all replicas have the same result. `kinds`: moments "
+        "(weight, mean and variance of each channel) or sum, for each tensor.",
         Operands("for each tensor, its `pieces` in the order of the replicas"),
-        Operands("the joined tensors", "kinds"),
+        Operands("the combined tensors", "kinds"),
         (*_CALLED, Attribute("kinds", "tuple[str, ...]"), _PIECES),
     ),
     Op(
@@ -337,8 +338,8 @@ _TABLE = (
     ),
     Op(
         OpName.TOGETHER,
-        "Pass on tensors that leave a stage for several micro-batches, the last of which is `micro_batch`, once all "
-        "are there: they travel together.",
+        "Wait for tensors that leave a stage for several micro-batches, then pass all of them on, so that they travel "
+        "in one message. `micro_batch`: the last of these micro-batches.",
         Operands("the tensors"),
         Operands("the same"),
         _CALLED,
@@ -373,8 +374,8 @@ _TABLE = (
     ),
     Op(
         OpName.ROUND,
-        "Round gradients to the float types that they have on one device, where these are narrower: there a sum that "
-        "the type cannot hold is infinite.",
+        "Round gradients to the narrower float types that they have on one device, where a sum that does not fit into "
+        "the type is infinite.",
         Operands("the gradients", "dtypes"),
         Operands("the rounded ones, in their own types", "dtypes"),
         (*_PLACED, Attribute("dtypes", "tuple[str, ...]")),
@@ -388,9 +389,10 @@ _TABLE = (
     ),
     Op(
         OpName.GATHER_SLICES,
-        "The complete sparse gradient of a variable: the slices of all its uses, micro-batches and replicas, use by "
-        "use (`uses` says how: concat in sample order, sum by position, or merge by index). With `averaged` they "
-        "are of as many minibatches, and divided by it. With `check`, the step fails if one is not finite.",
+        "The complete sparse gradient of a variable: the slices of all its uses, micro-batches and replicas, one use "
+        "after the other. `uses` says how to combine those of a use: concat in sample order, sum by position, or merge "
+        "by index. `averaged`: the number of minibatches by which the sum is divided. With `check`, the step fails if "
+        "a slice is not finite.",
         Operands("for each use, each of its `pieces`: slices and indices"),
         Operands("the slices, and their indices", 2),
         (
@@ -405,7 +407,7 @@ _TABLE = (
     ),
     Op(
         OpName.DENSIFY,
-        "The dense tensor of slices: those of equal indices are added, rows without slices are zero.",
+        "Make a dense tensor from slices: slices with the same index are added, and rows without a slice are zero.",
         Operands("the slices, and their indices", 2),
         Operands("the tensor", 1),
         (*_PLACED, Attribute("variable", "str")),
@@ -432,7 +434,7 @@ _TABLE = (
     ),
     Op(
         OpName.SUM_STATISTICS,
-        "A replica's statistics (of deferred batch norm), called `variables`, summed over the micro-batches.",
+        "Add a replica's statistics of deferred batch norm over the micro-batches; `variables` has their names.",
         Operands("the statistics of each micro-batch"),
         Operands("the sums", "variables"),
         (*_PLACED, _VARIABLES),
@@ -464,21 +466,21 @@ _TABLE = (
     ),
     Op(
         OpName.BARRIER,
-        "Wait until all gradients, the loss and the merged state are there: no variable changes before.",
+        "Wait for all gradients, the loss and the merged state: no variable changes before they are computed.",
         NOTHING,
         Operands("none; on a rank, a token"),
         (_RANKS,),
     ),
     _call(
         OpName.UPDATE_TERMS,
-        "Call the function of what the optimizer computes from a stage's gradients for all stages: whether they are "
-        "finite, sums of squares.",
+        "Call the function of the terms that the optimizer needs of a stage's gradients before it can update any "
+        "stage: whether they are finite, or the sum of their squares.",
         _PLACED,
         inputs=Operands("the gradients that the function takes"),
     ),
     _call(
         OpName.COMBINE_TERMS,
-        "Call the function of what the optimizer makes of all stages' terms: a condition of the update, a norm.",
+        "Call the function that combines the terms of all stages, for example to a condition of the update or a norm.",
         (),
         inputs=Operands("the terms"),
     ),
@@ -491,8 +493,8 @@ _TABLE = (
     ),
     Op(
         OpName.COUNT_UPDATE,
-        "Set the step counter that a stage's next update reads to the owner's, plus `offset`; without a stage, add "
-        "`offset` to the owner's.",
+        "Set the copy of the step counter that a stage's next update reads to the value of the owner plus `offset`. "
+        "Without a stage, add `offset` to the counter itself.",
         NOTHING,
         NOTHING,
         (
@@ -511,7 +513,8 @@ _TABLE = (
     ),
     Op(
         OpName.REFRESH,
-        "Set a replica's copies of variables to the owners' values, and those of `summed` to 0, before its first call.",
+        "Set a replica's copies of variables, before its first call, to the values of their owners; copies of the "
+        "variables in `summed` are set to 0.",
         Operands("values of the first variables, where their owner is another rank; the others are read"),
         NOTHING,
         (*_PLACED, _VARIABLES, _SUMMED),
@@ -525,8 +528,8 @@ _TABLE = (
     ),
     Op(
         OpName.COMMIT,
-        "Store what forward wrote (batch norm, counters) at its owner: summed over the replicas for those of `summed`, "
-        "averaged for other floats, and of replica 0 for the rest.",
+        "Store at their owner the values that forward wrote to copies (batch norm, counters). Over the replicas, the "
+        "variables of `summed` are added and other floats are averaged; of all others, replica 0 has the value.",
         Operands("the values, where replicas are ranks; else none: the copies are read"),
         NOTHING,
         (*_PLACED, _VARIABLES, _REPLICAS, _SUMMED),
@@ -547,7 +550,7 @@ _TABLE = (
     ),
     Op(
         OpName.MERGE_STATE,
-        "Merge over the ranks of a stage what their forwards wrote, as `commit` says.",
+        "Merge the values that the forwards on all ranks of a stage wrote, by the rules of `commit`.",
         Operands("the values of every replica; on a rank, of its own replica"),
         Operands("the merged values"),
         (*_PLACED, _VARIABLES, _REPLICAS, _RANKS, _SUMMED),

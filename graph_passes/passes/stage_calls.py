@@ -18,12 +18,12 @@ _ROWS = tensor("int64", 3)
 
 
 class StageCalls:
-    """Makes the nodes of each stage and micro-batch, and notes the values that later ones take.
+    """Makes the nodes of each stage and micro-batch, and keeps the values that later nodes take.
 
-    ``values``: the value for a role, port name, stage and micro-batch. ``results``: by name of the output (``loss``, or
-    the number of an aux output), a pair for each micro-batch: the value, and the micro-batch's share of the samples. An
-    output of the loss head has its value alone. ``types``: the types of all calls' outputs. ``sizes``: see
-    ``Microbatch``.
+    ``values``: the value for each role, port name, stage and micro-batch. ``results``: for each output (``loss``, or
+    the number of an aux output) a pair for each micro-batch: the value, and the micro-batch's share of the samples. An
+    output of the loss head has one value and no share. ``types``: the types of the outputs of all calls. ``sizes``:
+    see ``Microbatch``.
     """
 
     def __init__(self, graph: Graph, micro_batches: int, loss: str, sizes: Sequence[int] = ()) -> None:
@@ -57,9 +57,8 @@ class StageCalls:
             if port.role == "arg":
                 inputs.append(Value(port.name))
             elif port.role == "rows":
-                name = at(stage, 0, what=OpName.ROW_BOUNDS)
-                nodes.append(Node(name, OpName.ROW_BOUNDS, (Value(BATCH_SIZE_NAME),), (_ROWS,), _once_place(stage)))
-                inputs.append(Value(name))
+                nodes.append(_whole_batch_bounds(stage))
+                inputs.append(Value(nodes[-1].name))
         kinds = tuple(port.type for port in function.outputs)
         call = Node(
             at(stage, 0, what=OpName.RUN_ONCE), OpName.RUN_ONCE, tuple(inputs), kinds, _once_place(stage, function)
@@ -69,19 +68,12 @@ class StageCalls:
         return [*nodes, call]
 
     def forward(self, stage: int, m: int) -> list[Node]:
+        """Return the call of a stage's forward function, and the nodes of the rows that a micro-batch takes there."""
         function = self.graph.function(at(stage, what=OpName.FORWARD))
         names = (at(stage, what=op) for op in BACKWARD_OPS)
         others = [self.graph.function_by_name[name] for name in names if name in self.graph.function_by_name]
         slices = self._slice(stage, m, function, *others)
-        inputs = []
-        for port in function.inputs:
-            if port.role in ("arg", "rows"):
-                inputs.append(self.values[port.role, port.name, stage, m])
-            elif port.role == "once":
-                inputs.append(self.values["once", port.name, stage, 0])
-            elif port.role == "boundary":
-                inputs.append(self.values["boundary", port.name, stage - 1, m])
-        node = self._call(function, stage, m, OpName.FORWARD, inputs)
+        node = self._call(function, stage, m, OpName.FORWARD)
         if at(stage, what=OpName.RUN_ONCE) in self.graph.function_by_name:
             node = node.after(
                 at(stage, 0, what=OpName.RUN_ONCE), "once: what runs once a step comes before micro-batches"
@@ -97,14 +89,13 @@ class StageCalls:
         function = self.graph.function_by_name.get(at(stage, what=OpName.LOSS_HEAD))
         if function is None:
             return []
-        bounds = Value(at(stage, 0, what=OpName.ROW_BOUNDS))
 
         def source(port: Port) -> Value:
             match port.role:
                 case "arg":
                     return Value(port.name)
                 case "rows":
-                    return bounds
+                    return Value(_whole_batch_bounds(stage).name)
                 case "seed":
                     return Value(LOSS_SCALE_NAME)
             return self.values[port.role, port.name, stage, 0]
@@ -122,33 +113,20 @@ class StageCalls:
         once = self.graph.function_by_name.get(at(stage, what=OpName.RUN_ONCE))
         has_bounds = once is not None and once.input_ports("rows")
         if function.input_ports("rows") and not has_bounds:
-            nodes = [
-                Node(bounds.node, OpName.ROW_BOUNDS, (Value(BATCH_SIZE_NAME),), (_ROWS,), _once_place(stage)),
-                *nodes,
-            ]
+            nodes = [_whole_batch_bounds(stage), *nodes]
         return nodes
 
     def backward(self, stage: int, m: int, op: OpName) -> list[Node]:
-        """Return the call of a stage's backward function, or of that of one of its halves, which ``op`` is."""
+        """Return the call of a stage's backward function, or of one of its two parts, as ``op`` says.
+
+        Before the first call that takes the gradient of the loss stands the node of that gradient.
+        """
         function = self.graph.function(at(stage, what=op))
         nodes: list[Node] = []
-        inputs = []
-        for port in function.inputs:
-            if port.role == "variable":
-                continue
-            if port.role == "gradient":
-                inputs.append(self.values["gradient", port.name, stage + 1, m])
-            elif port.role == "once":
-                inputs.append(self.values["once", port.name, stage, 0])
-            elif port.role == "boundary":
-                inputs.append(self.values["boundary", port.name, stage - 1, m])
-            elif port.role == "seed":
-                if (stage, m) not in self.seeds:
-                    nodes.append(self._seed(stage, m, port.type))
-                inputs.append(self.seeds[stage, m])
-            else:
-                inputs.append(self.values[port.role, port.name, stage, m])
-        node = self._call(function, stage, m, op, inputs)
+        for _, port in function.input_ports("seed"):
+            if (stage, m) not in self.seeds:
+                nodes.append(self._seed(stage, m, port.type))
+        node = self._call(function, stage, m, op)
         for value, port in zip(node.values(), function.outputs, strict=True):
             self.values[port.role, port.name, stage, m] = value
         return [*nodes, node]
@@ -183,19 +161,40 @@ class StageCalls:
             self.values["arg", name, stage, m] = Value(node.name, i)
         return [*nodes, node]
 
-    def _call(self, function: Function, stage: int, m: int, op: OpName, inputs: Sequence[Value]) -> Node:
+    def _call(self, function: Function, stage: int, m: int, op: OpName) -> Node:
+        """Return the call of a stage's function on a micro-batch. The nodes whose values it takes must exist."""
+        inputs = tuple(self._find(port, stage, m) for port in function.inputs if port.role != "variable")
         attrs = _place(stage, m, function=function.name)
-        node = Node(at(stage, 0, m, op), op, tuple(inputs), tuple(port.type for port in function.outputs), attrs)
+        node = Node(at(stage, 0, m, op), op, inputs, tuple(port.type for port in function.outputs), attrs)
         self.types.update(zip(node.values(), node.outputs, strict=True))
         return node
 
+    def _find(self, port: Port, stage: int, m: int) -> Value:
+        """Return the value that a call of a stage's function on a micro-batch takes at an input."""
+        match port.role:
+            case "seed":
+                return self.seeds[stage, m]
+            case "once":
+                return self.values["once", port.name, stage, 0]
+            case "boundary":
+                return self.values["boundary", port.name, stage - 1, m]
+            case "gradient":
+                return self.values["gradient", port.name, stage + 1, m]
+        return self.values[port.role, port.name, stage, m]
+
 
 def _place(stage: int, m: int, **attrs: Attr) -> tuple[tuple[str, Attr], ...]:
-    """Return ``attrs``, and the attributes that say where a node of the first replica and a micro-batch belongs."""
+    """Return ``attrs`` and the place of a node: the stage, its first replica, and the micro-batch ``m``."""
     return attributes({"micro_batch": m, "replica": 0, "stage": stage, **attrs})
 
 
 def _once_place(stage: int, function: Function | None = None) -> tuple[tuple[str, Attr], ...]:
-    """Return the attributes of a node of the first replica that belongs to no micro-batch."""
+    """Return the attributes of a node of the first replica that belongs to no micro-batch; a call has a function."""
     attrs: dict[str, Attr] = {} if function is None else {"function": function.name}
     return attributes({"replica": 0, "stage": stage, **attrs})
+
+
+def _whole_batch_bounds(stage: int) -> Node:
+    """Return the node of the row bounds that a call of a stage takes when it runs on the whole batch."""
+    name = at(stage, 0, what=OpName.ROW_BOUNDS)
+    return Node(name, OpName.ROW_BOUNDS, (Value(BATCH_SIZE_NAME),), (_ROWS,), _once_place(stage))
