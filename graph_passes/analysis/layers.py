@@ -12,7 +12,7 @@ A node with the attribute ``captures`` has a custom gradient that uses the resul
 cannot leave their device: the model is not cut between them and the node.
 
 Nodes with the attribute ``once`` belong to no layer either: they run once a step, on the whole batch, in each stage
-that uses them. Nor do those of the loss head (see ``loss_head``).
+that uses them. Nodes of the loss head belong to no layer (see ``loss_head``).
 """
 
 from __future__ import annotations

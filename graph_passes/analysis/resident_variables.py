@@ -1,4 +1,4 @@
-"""Which variables must be resident on a rank: those whose values its graph reads or writes."""
+"""Find the variables that a rank must keep in memory: its graph reads or writes their values."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def resident_variables(graph: Graph) -> frozenset[str]:
 
 
 def _variables_of(graph: Graph, node: Node) -> Sequence[str]:
-    """Return the names of the variables that a node reads or writes, itself or a copy."""
+    """Return the names of the variables of which a node reads or writes the value or a copy."""
     if node.has("function"):
         return [port.name for _, port in graph.function(node.string("function")).input_ports("variable")]
     if node.op == OpName.REFRESH:

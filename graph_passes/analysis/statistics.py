@@ -1,6 +1,6 @@
 """Values whose sums over micro-batches and replicas are used at the end of a step, such as statistics of batch norm.
 
-Such a *statistic* is an attribute of the node that computes it: its name.
+The node that computes such a *statistic* has its name as an attribute.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _STATISTIC = "statistic"
 
 
 def mark_statistics(graph: Graph, names: Mapping[Value, str]) -> Graph:
-    """Return the graph in which the values of ``names``, each a node's only output, are statistics of these names."""
+    """Return the graph with the values of ``names``, each the only output of a node, marked as statistics by name."""
     of_node = {value.node: name for value, name in names.items()}
     return graph.replace(
         nodes=tuple(

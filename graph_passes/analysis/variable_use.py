@@ -1,4 +1,4 @@
-"""Which stage owns a variable, which others use it, and which variables forward writes."""
+"""Find the stage that owns each variable, the other stages that use it, and the variables that forward writes."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from graph_passes.ir.ops import OpName
 class Variables:
     """The use of variables by stages.
 
-    ``users``: for each variable the stages that use it, the owner first. ``state``: the variables that forward writes;
-    ``once``: those of them that are written once a step only, to the same value on all replicas; ``summed``: those to
-    which every write adds a sum over its samples, so that the additions of all replicas belong together. ``at_end``:
-    variables that only ``write_statistics`` uses, after all other calls.
+    ``users``: for each variable the stages that use it, the owner first. ``state``: the variables that forward writes.
+    ``once``: the variables of ``state`` that are written only once a step, with the same value on all replicas.
+    ``summed``: the variables to which every write adds a sum over its samples, so the values that the replicas add are
+    added up. ``at_end``: variables that only ``write_statistics`` uses, after all other calls.
     """
 
     users: tuple[tuple[str, tuple[int, ...]], ...]
@@ -35,7 +35,7 @@ class Variables:
         return tuple(name for name, stages in self.users if stage in stages)
 
     def owner(self, name: str) -> int:
-        """Return the stage that has the variable and its update: the first that uses it."""
+        """Return the stage that keeps and updates the variable: the first stage that uses it."""
         return dict(self.users)[name][0]
 
     def copied(self, stage: int, replica: int) -> tuple[str, ...]:
@@ -60,20 +60,18 @@ def find_variables(graph: Graph) -> Variables:
     assigned: set[str] = set()
     count = sum(1 for function in graph.functions if function.name.endswith(f"/{OpName.FORWARD}"))
     for stage in range(count):
-        once = OpName.RUN_ONCE, SHARED_STATISTICS, OpName.PARTIALS
-        ops = (OpName.FORWARD, *BACKWARD_OPS, *once, OpName.LOSS_HEAD)
-        names = [at(stage, what=op) for op in ops]
-        optional = names[
-            1:
-        ]  # backward, where it is split, where something runs once a step, and where there is a loss head
-        for function in (graph.function(n) for n in names if n not in optional or n in graph.function_by_name):
+        forward = at(stage, what=OpName.FORWARD)
+        of_micro_batches = [forward, *(at(stage, what=op) for op in BACKWARD_OPS)]
+        of_the_step = OpName.RUN_ONCE, SHARED_STATISTICS, OpName.PARTIALS, OpName.LOSS_HEAD
+        names = [*of_micro_batches, *(at(stage, what=op) for op in of_the_step)]
+        for function in (graph.function(n) for n in names if n == forward or n in graph.function_by_name):
             for _, port in function.input_ports("variable"):
                 stages = users.setdefault(port.name, [])
                 if stage not in stages:
                     stages.append(stage)
             writes = written_variables(function.graph)
             state |= writes.keys()
-            per_micro_batch |= set() if function.name in names[4:] else writes.keys()
+            per_micro_batch |= writes.keys() if function.name in of_micro_batches else set()
             for name, nodes in writes.items():
                 (added if all(node.has("adds") for node in nodes) else assigned).add(name)
     at_end: dict[str, list[int]] = {}

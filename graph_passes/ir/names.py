@@ -1,4 +1,4 @@
-"""Names of call-level nodes, and what is read off them: stages, replicas and micro-batches of a pipelined graph."""
+"""Names of call-level nodes, sets of their ops, and the numbers of replicas and micro-batches of a pipelined graph."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ BATCH_SIZE_NAME = "batch/size"
 """The name of the node that gives the number of samples in the batch."""
 
 SHARED_STATISTICS = "batch_statistics"
-"""The last part of the names of calls, and functions, with which one replica computes statistics for its stage."""
+"""The last part of the names of calls and functions by which one replica computes the statistics of its stage."""
 
 
 _MINIBATCH = "minibatch"

@@ -506,7 +506,7 @@ _TABLE = (
     ),
     Op(
         OpName.UPDATE,
-        "Call the optimizer's update: of a stage's variables, or (without a place) of what the stages share.",
+        "Call the optimizer's update of a stage's variables; without a place, of the variables that the stages share.",
         Operands("the gradients that the function takes, and the combined terms"),
         NOTHING,
         (Attribute("stage", "int", required=False), Attribute("replica", "int", required=False), _FUNCTION),
@@ -543,7 +543,7 @@ _TABLE = (
     ),
     Op(
         OpName.READ_STATE,
-        "Read a replica's copies of what forward wrote.",
+        "Read a replica's copies of the variables that forward wrote.",
         NOTHING,
         Operands("the values of `variables`", "variables"),
         (*_PLACED, _VARIABLES),

@@ -1,4 +1,4 @@
-"""Weight update: when all gradients are there, each stage updates its variables (DAPPLE, V.A.3, Fig. 10: Apply)."""
+"""Update the weights: once all gradients are computed, each stage updates its variables (DAPPLE, V.A.3, Fig. 10)."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def apply_updates(graph: Graph, updates: Updates, global_clipnorm: float | None 
 def _clip(reduced: Sequence[Node], gathered: Sequence[Node], gradients: Gradients, limit: float) -> list[Node]:
     """Return nodes that scale all gradients to a global norm of at most ``limit``, and put them in ``gradients``.
 
-    As in Keras the norm is that of slices as they are (rows of equal index apart), and what is scaled is dense.
+    As in Keras, the norm counts each slice by itself, also slices of the same row; the scaled gradients are dense.
     """
     squares, clips = [], []
     norm = "update/global_norm"
@@ -141,7 +141,7 @@ def _clip(reduced: Sequence[Node], gathered: Sequence[Node], gradients: Gradient
 
 
 def _terms(updates: Updates, gradients: Gradients) -> list[Node]:
-    """Return the calls of the stages' terms and of what combines them, and put their results in ``gradients``."""
+    """Return the calls that compute and combine the stages' terms, and put their results in ``gradients``."""
     calls: list[Node] = []
     for stage, function in updates.terms:
         attrs = attributes({"function": function.name, "replica": 0, "stage": stage})
@@ -162,7 +162,7 @@ def _results(function: Function, call: Node) -> Gradients:
 
 
 def update_inputs(function: Function, gradients: Gradients) -> tuple[Value, ...]:
-    """Return what a function of the optimizer takes, variables left out."""
+    """Return the values that a function of the optimizer takes, variables left out."""
     taken = [port for port in function.inputs if port.role != "variable"]
     for port in taken:
         if (port.role, port.name) not in gradients:

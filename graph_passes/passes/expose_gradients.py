@@ -31,7 +31,7 @@ class ExposeGradients:
 
 
 def expose_gradients(graph: Graph) -> Graph:
-    """Return the graph with all gradients as further outputs: those of ``reduced_gradients``, then of ``densify``.
+    """Return the graph with all gradients as further outputs: of ``reduced_gradients``, then of ``densify``.
 
     There is a ``densify`` for each sparse gradient. Raises GraphError if the gradients are outputs already.
     """

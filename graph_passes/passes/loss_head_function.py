@@ -14,8 +14,7 @@ from graph_passes.passes.partition import StageGraph
 def build_loss_head(stages: StageGraph, joint: Graph, gradients: StageGradients) -> Function | None:
     """Return the function that gives the outputs and all gradients of the loss head; None without a loss head.
 
-    It takes the gradient of the loss where ``gradients`` have a seed; else that is 1.
-
+    The function takes the gradient of the loss where ``gradients`` have a seed; otherwise the gradient is 1.
     ``joint``: the graph after differentiation. Raises PartitionError if a gradient needs a tensor that the loss head
     does not get.
     """

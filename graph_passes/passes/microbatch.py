@@ -1,10 +1,10 @@
 """Build the call-level graph: each stage's forward, backward and weight gradients, once for each micro-batch.
 
-Micro-batch m of M has the samples [N m / M, N (m+1) / M) of a batch of N, or as many as its given size says (see
-``analysis.row_bounds``). Backward starts from the micro-batch's share
-n / N of the batch, so that the gradients are those of the mean over the whole batch even where the micro-batches are
-uneven (DAPPLE, Fig. 10, with the weights that make it exact). Where the loss is a sum over samples, it starts from 1.
-Where the optimizer scales the loss, it starts from that times the scale.
+Micro-batch m of M has the samples [N m / M, N (m+1) / M) of a batch of N, or its given size (see
+``analysis.row_bounds``). Backward starts from the micro-batch's share n / N of the batch, so that the gradients are
+those of the mean over the whole batch even where the micro-batches are uneven (DAPPLE, Fig. 10, with the weights that
+make it exact). Where the loss is a sum over samples, backward starts from 1. Where the optimizer scales the loss, the
+share or the 1 is multiplied by the scale.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ def merge_kind(kind: TensorType) -> MergeKind:
 class Microbatch:
     """Call the functions of ``stages`` stages on each of ``micro_batches`` micro-batches.
 
-    The graph before has ``input`` nodes and the functions ``stageN/forward``, ``stageN/backward`` (but not where only
-    forward runs) or, where it is split, ``stageN/inputs`` and ``stageN/weights``; ``stageN/once`` where the stage has
-    it, and ``stageN/loss_head`` where a loss head takes the tensors ``head_inputs``; ``optimizer/loss_scale`` where
-    the optimizer scales the loss. ``aux``: how to merge each aux output.
-    ``loss``: whether the loss is the mean or the sum of the micro-batches'. ``split``: stage and micro-batch of each
-    backward that is two calls. ``sizes``: the samples of each micro-batch; none for equal ones.
+    The graph before has ``input`` nodes and, for each stage, the function ``stageN/forward``, and ``stageN/backward``
+    or (where backward is split) ``stageN/inputs`` and ``stageN/weights``, unless only forward runs. It may have
+    ``stageN/run_once``, ``stageN/loss_head``, which takes the tensors ``head_inputs``, and ``optimizer/loss_scale``,
+    which gives the factor by which the optimizer scales the loss. ``aux``: how to merge each aux output. ``loss``:
+    whether the loss is the mean or the sum of the losses of the micro-batches. ``split``: stage and micro-batch of each
+    backward that is two calls. ``sizes``: the samples of each micro-batch; empty for equal ones.
     """
 
     stages: int

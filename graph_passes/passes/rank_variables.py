@@ -1,8 +1,9 @@
 """Place the variables of a job: where each replica is a process (rank), one rank keeps a variable and sends its value.
 
 Each rank of a stage keeps the stage's variables and updates them from equal gradients, so replicas need no copies, and
-neither does another stage of the same ranks (tied weights). Copies remain of what forward writes (a failed step must
-change no variable), and of variables that a stage of other ranks owns, which sends their values as the step starts.
+neither does another stage of the same ranks (tied weights). Two kinds of copies remain: of variables that forward
+writes, since a failed step must change no variable, and of variables that a stage of other ranks owns, which sends
+their values as the step starts.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def _rank_refresh(
 
 
 def _merge_state(graph: Graph, commit: Node, types: Mapping[str, TensorType]) -> list[Node]:
-    """Return a ``read_state`` on each replica of what its forwards wrote, their merge, and the commit of that."""
+    """Return a ``read_state`` of the variables that forwards wrote for each replica, the merge, and its ``commit``."""
     stage, names = commit.integer("stage"), commit.strings("variables")
     kinds = tuple(types[name] for name in names)
     states: list[Node] = []

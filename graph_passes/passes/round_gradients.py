@@ -1,8 +1,8 @@
 """Round gradients of float32 variables that are computed in float16 to what that type holds, as on one device.
 
-There a layer in mixed precision computes the gradient of its weights in float16, over the whole batch, and casts it to
-float32. Where the sum over the batch is too large for float16 the gradient is infinite, which dynamic loss scaling
-depends on. Micro-batches and replicas are summed in float32, so the sum is rounded to float16 afterwards.
+On one device a layer in mixed precision computes the gradient of its weights in float16, over the whole batch, and
+casts it to float32. Where the sum over the batch is too large for float16 the gradient is infinite, which dynamic loss
+scaling depends on. Micro-batches and replicas are summed in float32, so the sum is rounded to float16 afterwards.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ class RoundGradients:
 
 
 def round_gradients(graph: Graph, narrow: Sequence[Narrow]) -> Graph:
-    """Return the graph in which complete gradients, and those that stages add up, are rounded.
+    """Return the graph in which the complete gradients, and the gradients of stages that are added up, are rounded.
 
-    What the loss head computes is not: it computes the whole batch at once.
+    Gradients from the loss head are not rounded, since it computes the whole batch at once.
     """
     dtypes = {(entry.stage, entry.variable): entry.dtype for entry in narrow}
     chosen: dict[Value, str] = {}
@@ -93,7 +93,7 @@ def round_gradients(graph: Graph, narrow: Sequence[Narrow]) -> Graph:
 
 
 def _round(graph: Graph, chosen: Mapping[Value, str]) -> tuple[list[Node], dict[Value, Value]]:
-    """Return a node for each stage, and the rounded value of each of the ``chosen`` ones."""
+    """Return a node for each stage, and the rounded value of each of the values ``chosen``."""
     stages: dict[int, list[Value]] = {}
     for value in chosen:
         stages.setdefault(graph.node(value.node).integer("stage"), []).append(value)

@@ -19,7 +19,7 @@ from graph_passes.passes.base import Contract
 from graph_passes.schedules.schedule import CALL_OF_KIND, Action, Schedule, groups_together
 
 Direction = Literal["forward", "backward"]
-"""Of tensors between stages: activations go forward, to later stages, and gradients backward."""
+"""The direction of tensors between stages: activations go forward, to later stages, and gradients go backward."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def sent_together(graph: Graph, node: Node) -> tuple[int, ...]:
 
 
 def _leaving(graph: Graph) -> Mapping[tuple[int, int, int, Direction], list[Value]]:
-    """Return what leaves each stage, replica and micro-batch in each direction."""
+    """Return the tensors that leave each stage, replica and micro-batch in each direction."""
     found: dict[tuple[int, int, int, Direction], dict[Value, None]] = {}
     for node in graph.nodes:
         for value in node.inputs:
@@ -107,7 +107,7 @@ def _leaving(graph: Graph) -> Mapping[tuple[int, int, int, Direction], list[Valu
 
 
 def _take_joined(graph: Graph, node: Node, joined: Mapping[tuple[Value, Direction], Value]) -> Node:
-    """Return ``node`` with the outputs of ``together`` nodes in place of what it took from other stages."""
+    """Return ``node`` with outputs of ``together`` nodes in place of the tensors that it took from other stages."""
     inputs = []
     for value in node.inputs:
         direction = boundary_direction(graph, node, value)

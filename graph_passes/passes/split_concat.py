@@ -109,7 +109,7 @@ def replicate_stages(
 
 
 def _own_control(graph: Graph, stage: int, control: Control, replica: int) -> Control:
-    """Return the control edge of a node on ``replica`` of ``stage``: from its own replica, where it is of the stage."""
+    """Return the control edge for ``replica`` of ``stage``: an edge inside of the stage stays on this replica."""
     source = graph.node(control.source)
     if not source.has("stage") or source.integer("stage") != stage:
         return control

@@ -146,7 +146,7 @@ def _input_port(graph: Graph, value: Value) -> tuple[Role, str] | None:
 
 
 def _terms_function(graph: Graph, terms: UpdateTerms, stage: int) -> Function:
-    """Return the function of what one stage computes for all stages."""
+    """Return the function that computes the terms of one stage which all stages need."""
     values = [value for value, of in terms.partial if of == stage]
     members = term_nodes(graph, values, set())
     ports = [Port("partial", str(value), graph.type_of(value)) for value in values]

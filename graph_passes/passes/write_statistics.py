@@ -60,7 +60,7 @@ def write_statistics(graph: Graph) -> Graph:
 
 
 def _sum(graph: Graph, stage: int, replica: int) -> Node:
-    """Return the sum over the micro-batches of what the forward of a replica gives."""
+    """Return the node that adds the statistics of a replica's forwards over the micro-batches."""
     ports = graph.function(at(stage, what=OpName.FORWARD)).output_ports("statistic")
     calls = [at(stage, replica, m, OpName.FORWARD) for m in range(micro_batch_count(graph))]
     names, kinds = tuple(port.name for _, port in ports), tuple(port.type for _, port in ports)
