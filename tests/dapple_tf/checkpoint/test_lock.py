@@ -26,65 +26,45 @@ import os, sys, time
 from pathlib import Path
 from dapple_tf.checkpoint.checkpoints import lock_folder
 lock = lock_folder(Path(sys.argv[1]))
-if not sys.argv[2:]:
-    print(0, flush=True)
-elif os.fork() == 0:  # the child tells its number once its handlers of the fork have run
+if os.fork() == 0:  # the child prints its id once its handlers of the fork have run
     print(os.getpid(), flush=True)
 time.sleep(60)
 """
 
 
-def hold(folder: Path, *more: str) -> tuple[subprocess.Popen[str], int]:
-    """Start a process that locks the folder; return it and the id of its child."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(folder), *more],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    return process, int(process.stdout.readline())
-
-
 @pytest.fixture
-def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    process, _ = hold(tmp_path)
-    with process:
-        yield process
+def holder(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """Return a process that holds the lock of the folder, and the id of its child."""
+    command = [sys.executable, "-c", HOLD, str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        child = int(process.stdout.readline())
+        yield process, child
+        os.kill(child, signal.SIGKILL)
         process.kill()
 
 
-def test_a_second_run_fails_at_once_and_names_the_first(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
+@pytest.mark.always  # the only test of a lock that another process holds
+def test_a_second_run_is_refused_until_the_first_is_killed_even_if_a_child_of_the_first_goes_on(
+    tmp_path: Path, holder: tuple[subprocess.Popen[str], int]
+) -> None:
+    """A worker of a data loader may outlive its parent."""
+    process, child = holder
     weight = tf.Variable(tf.ones((4, 1)))
     step = step_of(lambda x: tf.reduce_mean(tf.square(x @ weight)), stages=1)
     step.build(X)
-    (tmp_path / "checkpoint-1.safetensors.123.part").touch()  # the other run is writing it
-    who = re.escape(f"process {holder.pid} on {socket.gethostname()}")
+    (tmp_path / "checkpoint-1.safetensors.123.part").touch()  # the first run is writing it
+    who = re.escape(f"process {process.pid} on {socket.gethostname()}")
     with pytest.raises(CheckpointError, match=rf"{tmp_path} is in use by another run, {who}: two would"):
         Checkpoints(tmp_path, step)
     assert (tmp_path / "checkpoint-1.safetensors.123.part").exists()
     assert lock_folder(tmp_path.parent) is not None  # another folder is free
 
-
-def test_the_lock_ends_with_its_process_even_if_that_is_killed(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
-    with pytest.raises(CheckpointError):
-        lock_folder(tmp_path)
-    holder.send_signal(signal.SIGKILL)
-    holder.wait(10)
+    process.kill()
+    process.wait(10)
+    os.kill(child, 0)  # it is alive
     assert lock_folder(tmp_path) is not None
-
-
-def test_a_child_that_outlives_its_parent_does_not_keep_the_lock(tmp_path: Path) -> None:
-    """A worker of a data loader may outlive its parent."""
-    parent, child = hold(tmp_path, "and fork")
-    with parent:
-        try:
-            parent.kill()
-            parent.wait(10)
-            os.kill(child, 0)  # it is alive
-            assert lock_folder(tmp_path) is not None
-        finally:
-            os.kill(child, signal.SIGKILL)
 
 
 def test_all_users_of_a_folder_in_one_process_share_its_lock(tmp_path: Path) -> None:

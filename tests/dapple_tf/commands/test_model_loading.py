@@ -187,15 +187,18 @@ def test_names_that_a_file_imports_or_makes_otherwise_may_be_there(file: Path) -
         check_model_exists(f"{file}:late")
 
 
-@pytest.mark.parametrize("command", ["train", "verify", "profile"])
-def test_a_mistyped_model_is_refused_before_tensorflow_starts(command: str) -> None:
-    arguments = ["dapple", command, "models/gtp.py:gpt", *(["-o", "p.json"] if command == "profile" else [])]
-    program = (
-        "import sys, dapple_tf.cli as cli\n"
-        f"sys.argv = {arguments}\n"
-        "try:\n    cli.main()\n"
-        "except SystemExit as end:\n    print(end.code, 'tensorflow' in sys.modules)"
-    )
+def test_a_mistyped_model_is_refused_before_tensorflow_starts() -> None:
+    program = """
+import sys
+from dapple_tf.cli import main
+
+for command, *options in (["train"], ["verify"], ["profile", "-o", "p.json"]):
+    sys.argv = ["dapple", command, "models/gtp.py:gpt", *options]
+    try:
+        main()
+    except SystemExit as end:
+        print(command, end.code, "tensorflow" in sys.modules)
+"""
     run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert run.stdout.split() == ["2", "False"]
-    assert "there is no file models/gtp.py; there is models/gpt.py" in run.stderr
+    assert run.stdout.splitlines() == ["train 2 False", "verify 2 False", "profile 2 False"]
+    assert run.stderr.count("there is no file models/gtp.py; there is models/gpt.py") == 3

@@ -248,25 +248,27 @@ def test_wrong_usage_exits_with_2(run_here: Run, arguments: tuple[object, ...]) 
 
 def test_plan_and_simulate_do_not_start_tensorflow(run_here: Run, tmp_path: Path) -> None:
     assert run_here(*PLAN, "-o", "plan.json").code == 0
-    for arguments in (PLAN, (*SIMULATE, "-o", "step.html")):
-        program = (
-            "import sys\n"
-            f"sys.argv = ['dapple', *{[str(a) for a in arguments]!r}]\n"
-            "from dapple_tf.cli import main\n"
-            "main()\n"
-            "print('heavy:', sorted({'tensorflow', 'keras', 'horovod'} & set(sys.modules)))\n"
-        )
-        run = subprocess.run(
-            [sys.executable, "-c", program],
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-        assert run.returncode == 0, run.stderr
-        assert run.stdout.splitlines()[-1] == "heavy: []"
+    commands = [[str(word) for word in words] for words in (PLAN, (*SIMULATE, "-o", "step.html"))]
+    program = f"""
+import sys
+from dapple_tf.cli import main
+
+for words in {commands}:
+    sys.argv = ["dapple", *words]
+    main()
+    print("heavy:", sorted({{"tensorflow", "keras", "horovod"}} & set(sys.modules)))
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    assert [line for line in run.stdout.splitlines() if line.startswith("heavy:")] == ["heavy: []"] * 2
 
 
 def test_asynchronous_windows_are_planned_and_simulated(run_here: Run) -> None:

@@ -13,7 +13,7 @@ import pytest
 import tensorflow as tf
 
 from dapple_tf.plans import Plan
-from tests.dapple_tf.commands.command_line import TINY_MODEL, Outcome, Run, run_process
+from tests.dapple_tf.commands.command_line import TINY_MODEL, Outcome, Run, run_in_process
 from tests.dapple_tf.commands.tiny_model import tiny
 
 ASYNC = ("--async", "--minibatches", 4)
@@ -46,7 +46,8 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def trained(trace: Path) -> Outcome:
     curves = trace.with_name("curves")
-    return run_process(*TRAIN, *ASYNC, "--depth", 1, "--steps", 6, "--json", "--trace", trace, "--tensorboard", curves)
+    options = ("--depth", 1, "--steps", 6, "--json", "--trace", trace, "--tensorboard", curves)
+    return run_in_process(*TRAIN, *ASYNC, *options)
 
 
 @pytest.mark.always  # several tests examine this run
