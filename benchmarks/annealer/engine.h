@@ -1,0 +1,427 @@
+// Execution of a schedule under the cost model: the seconds of one step, and on request the times of all its events.
+//
+// A worker runs its actions strictly in order. A forward waits for its transfer from the stage before, a backward for
+// its transfer from the stage after. A transfer starts when its producer has ended and its channel (one boundary, one
+// direction) is free, first in first out. The AllReduces of one worker's stages run one at a time, in the order in which
+// their gradients are complete. Transfers and rings that use the same direction of a server's network interface share it in
+// equal parts: latency first, then each flow moves at the least rate over the directions that it uses.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+namespace dapple {
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+constexpr double kNever = std::numeric_limits<double>::quiet_NaN();
+
+enum Kind { kForward = 0, kBackward = 1, kWeights = 2, kInputs = 3 };
+
+// An action in 64 bits, as graph_passes' schedules are encoded: stage from bit 34 on, kind in bits 32 and 33.
+constexpr int kKindShift = 32, kStageShift = 34;
+constexpr int64_t kMicroBatchMask = (int64_t{1} << kKindShift) - 1;
+constexpr int64_t kNone = -1;
+
+inline int64_t encode(int stage, Kind kind, int64_t micro_batch) {
+  return (int64_t{stage} << kStageShift) | (int64_t{kind} << kKindShift) | micro_batch;
+}
+inline int stage_of(int64_t code) { return static_cast<int>(code >> kStageShift); }
+inline Kind kind_of(int64_t code) { return static_cast<Kind>((code >> kKindShift) & 3); }
+inline int64_t micro_batch_of(int64_t code) { return code & kMicroBatchMask; }
+
+// The actions of each worker, in rows of equal length that end with kNone, and the worker of each stage.
+struct Order {
+  int workers = 0, stages = 0;
+  int64_t micro_batches = 0, length = 0;
+  std::vector<int64_t> actions;
+  std::vector<int> worker_of;
+};
+
+// Seconds of every stage; of every micro-batch where `columns` is M instead of 1. Arrays are [stages, columns].
+struct Seconds {
+  int64_t columns = 1;
+  const double *forward, *backward, *weights, *send_forward, *send_backward;
+  // Whether the result of an action leaves with that of the next micro-batch; null: none does.
+  const uint8_t *forward_together = nullptr, *backward_together = nullptr;
+};
+
+// The interface directions that flows share. Of S stages flow s is the transfer from stage s to the next one, S + s that
+// of gradients back to stage s, and 2 S + s the ring of stage s. Directions where no flow can slow another are left out.
+struct Flows {
+  struct Use {
+    int direction;
+    double demand;  // the part of the direction's bandwidth that the flow uses alone
+  };
+  std::vector<std::vector<Use>> uses;  // [3 S]
+  std::vector<std::vector<int>> near;  // [3 S] the other flows that share some direction
+  std::vector<double> latency;         // [3 S] seconds
+  int directions = 0;
+};
+
+// The rings of each stage: one, or one for each layer where AllReduce overlaps backward.
+struct Rings {
+  struct Ring {
+    double before;   // seconds between its gradients and the end of the stage's last gradients
+    double seconds;  // alone, latency included
+  };
+  std::vector<std::vector<Ring>> of_stage;
+  std::vector<double> exposed;  // [S] seconds after the last gradients, alone
+};
+
+// The times of all events, seconds, [stages, micro-batches] each; NaN where an event never happened.
+struct Times {
+  std::vector<double> start_forward, end_forward, start_backward, end_backward, start_weights, end_weights;
+  std::vector<double> start_send[2], end_send[2];
+  std::vector<double> ring_end;  // [stages]
+};
+
+class Engine {
+ public:
+  // Return the end of the step. Infinity for an order that deadlocks, and where the step would not end before `ceiling`.
+  double run(const Order& order, const Seconds& seconds, const Flows* flows, const Rings& rings, double ceiling,
+             Times* times);
+  int64_t done() const { return done_; }  // the actions that ran
+  double steady_period() const { return period_; }
+
+ private:
+  enum Phase { kIdle, kLatency, kEmpty, kMoves };
+  struct Flow {
+    double begin = 0, seconds = 0;  // when it began, and what it takes alone
+    double left = 0;                // what the bytes left at the time `since` take alone
+    double since = 0, factor = 1, due = kInfinity;
+    Phase phase = kIdle;
+    bool slowed = false;
+    int leaf = -1;
+  };
+  struct Sending {
+    double ready, seconds;
+    int64_t last;
+    int count;
+  };
+  struct WaitingRing {
+    double ready, seconds;
+    int stage;
+    bool last;  // of its stage
+  };
+
+  void set_event(int leaf, double time);
+  int earliest_leaf() const;
+  double factor(int flow) const;
+  void count(int flow, int change, double now);
+  void begin(int flow, double time, double latency, double seconds);
+  void move(int flow, double now);
+  void free_leaf(int leaf);
+
+  const Flows* flows_ = nullptr;
+  std::vector<Flow> state_;
+  std::vector<int> counts_, busy_;
+  std::vector<double> events_;
+  std::vector<double> arrived_[2], free_[2], now_, left_, ring_free_, ring_end_, unsent_seconds_;
+  std::vector<std::vector<Sending>> queue_[2];
+  std::vector<size_t> begun_[2];
+  std::vector<Sending> under_way_[2];
+  std::vector<int64_t> head_, missing_;
+  std::vector<double> complete_;
+  std::vector<int> unsent_, waiting_, ring_of_;
+  std::vector<std::vector<WaitingRing>> rings_;  // of each worker
+  std::vector<size_t> begun_rings_;
+  std::vector<uint8_t> waits_, turned_, has_inputs_;
+  int64_t done_ = 0;
+  double period_ = 0;
+};
+
+inline void Engine::set_event(int leaf, double time) {
+  size_t node = leaf + events_.size() / 2;
+  events_[node] = time;
+  while (node > 1) {
+    node /= 2;
+    const double least = std::min(events_[2 * node], events_[2 * node + 1]);
+    if (events_[node] == least) break;
+    events_[node] = least;
+  }
+}
+
+inline int Engine::earliest_leaf() const {
+  size_t node = 1;
+  const size_t leaves = events_.size() / 2;
+  while (node < leaves) {
+    node *= 2;
+    if (events_[node] > events_[node + 1]) ++node;
+  }
+  return static_cast<int>(node - leaves);
+}
+
+inline double Engine::factor(int flow) const {
+  double found = 1;
+  for (const auto& use : flows_->uses[flow]) found = std::max(found, counts_[use.direction] * use.demand);
+  return found;
+}
+
+inline void Engine::count(int flow, int change, double now) {
+  for (const auto& use : flows_->uses[flow]) counts_[use.direction] += change;
+  for (const int other : flows_->near[flow]) {
+    Flow& f = state_[other];
+    if (f.phase != kMoves) continue;
+    const double slower = factor(other);
+    if (slower == f.factor) continue;
+    f.left = std::max(0.0, f.left - (now - f.since) / f.factor);
+    f.since = now, f.factor = slower, f.due = now + f.left * slower, f.slowed = true;
+    set_event(f.leaf, f.due);
+  }
+}
+
+inline void Engine::begin(int flow, double time, double latency, double seconds) {
+  Flow& f = state_[flow];
+  const double wait = std::min(latency, seconds);
+  f.phase = kLatency, f.slowed = false, f.begin = time, f.seconds = seconds, f.left = seconds - wait;
+  f.due = time + wait;
+  set_event(f.leaf, f.due);
+}
+
+inline void Engine::move(int flow, double now) {
+  Flow& f = state_[flow];
+  if (f.left <= 0) {
+    f.phase = kEmpty, f.due = now;
+    set_event(f.leaf, now);
+    return;
+  }
+  f.phase = kMoves, f.factor = 1;
+  count(flow, 1, now);
+  f.since = now, f.factor = factor(flow);
+  if (f.factor == 1 && !f.slowed) {
+    f.due = f.begin + f.seconds;
+  } else {
+    f.due = now + f.left * f.factor, f.slowed = true;
+  }
+  set_event(f.leaf, f.due);
+}
+
+inline void Engine::free_leaf(int leaf) {
+  const int last = static_cast<int>(busy_.size()) - 1, moved = busy_[last];
+  const double time = events_[events_.size() / 2 + last];
+  busy_[leaf] = moved, state_[moved].leaf = leaf;
+  set_event(leaf, time);
+  set_event(last, kInfinity);
+  busy_.pop_back();
+}
+
+inline double Engine::run(const Order& order, const Seconds& seconds, const Flows* flows, const Rings& rings,
+                          double ceiling, Times* times) {
+  constexpr double kAlmost = 1 - 1e-9;  // of seconds that were added and subtracted again
+  const int stages = order.stages, workers = order.workers;
+  const int64_t M = order.micro_batches, columns = seconds.columns, cells = stages * M;
+  const bool shares = flows != nullptr && flows->directions > 0;
+  flows_ = flows;
+  const auto action_seconds = [&](Kind kind, int s, int64_t column) {
+    const int64_t at = s * columns + column;
+    switch (kind) {
+      case kForward: return seconds.forward[at];
+      case kBackward: return seconds.backward[at];
+      case kWeights: return seconds.weights[at];
+      default: return seconds.backward[at] - (seconds.weights ? seconds.weights[at] : 0.0);
+    }
+  };
+  if (times) {
+    for (auto* cell : {&times->start_forward, &times->end_forward, &times->start_backward, &times->end_backward,
+                       &times->start_weights, &times->end_weights, &times->start_send[0], &times->start_send[1],
+                       &times->end_send[0], &times->end_send[1]})
+      cell->assign(cells, kNever);
+  }
+  for (int way = 0; way < 2; ++way) {
+    arrived_[way].assign(cells, kNever);
+    free_[way].assign(stages, 0);
+    queue_[way].resize(stages), begun_[way].assign(stages, 0), under_way_[way].resize(stages);
+    for (auto& queue : queue_[way]) queue.clear();
+  }
+  now_.assign(workers, 0), head_.assign(workers, 0), left_.assign(workers, kInfinity);
+  missing_.assign(stages, 0), unsent_.assign(workers, 0), unsent_seconds_.assign(workers, 0);
+  ring_free_.assign(workers, 0), ring_end_.assign(stages, kNever);
+  rings_.resize(workers), begun_rings_.assign(workers, 0);
+  for (auto& queue : rings_) queue.clear();
+  turned_.assign(M, 0), has_inputs_.assign(cells, 0);
+  for (int s = 0; s < stages; ++s)
+    left_[order.worker_of[s]] = std::min(left_[order.worker_of[s]], rings.exposed[s]);
+  for (int w = 0; w < workers; ++w) {
+    for (int64_t i = 0; i < order.length; ++i) {
+      const int64_t code = order.actions[w * order.length + i];
+      if (code == kNone) break;
+      const int s = stage_of(code);
+      left_[w] += action_seconds(kind_of(code), s, columns > 1 ? micro_batch_of(code) : 0);
+      missing_[s] += kind_of(code) != kForward;
+    }
+  }
+  size_t sharing = 0;
+  if (shares) {
+    state_.assign(3 * stages, Flow{});
+    counts_.assign(flows->directions, 0);
+    for (const auto& uses : flows->uses) sharing += !uses.empty();
+    size_t leaves = 1;
+    while (leaves < sharing) leaves *= 2;
+    events_.assign(2 * leaves, kInfinity);
+  }
+  busy_.clear();
+  const auto is_flow = [&](int flow) { return shares && !flows->uses[flow].empty(); };
+  ring_of_.assign(workers, -1), complete_.assign(stages, 0);
+  const auto ring_idle = [&](int w) { return ring_of_[w] < 0 || state_[2 * stages + ring_of_[w]].phase == kIdle; };
+  const auto begin_ring = [&](int w) {
+    const WaitingRing& ring = rings_[w][begun_rings_[w]++];
+    const int flow = 2 * stages + ring.stage;
+    ring_of_[w] = ring.stage;
+    state_[flow].leaf = static_cast<int>(busy_.size());
+    busy_.push_back(flow);
+    begin(flow, std::max(ring.ready, ring_free_[w]), flows->latency[flow], ring.seconds);
+  };
+  waiting_.resize(workers), waits_.assign(workers, 1);
+  for (int w = 0; w < workers; ++w) waiting_[w] = workers - 1 - w;
+  done_ = 0;
+  // The seconds from one micro-batch to the next on stage 0, in the steady phase between these two.
+  const int64_t settled = std::min<int64_t>(M - 1, 2 * stages + 2), twice = M - 1;
+  double steady = 0;
+  period_ = 0;
+  while (true) {
+    while (!waiting_.empty()) {
+      const int w = waiting_.back();
+      waiting_.pop_back();
+      waits_[w] = 0;
+      while (head_[w] < order.length) {
+        const int64_t code = order.actions[w * order.length + head_[w]];
+        if (code == kNone) break;
+        const int s = stage_of(code);
+        const Kind kind = kind_of(code);
+        const int64_t m = micro_batch_of(code), column = columns > 1 ? m : 0, at = s * M + m;
+        double start = now_[w];
+        int way = -1, target = -1;
+        if (kind == kForward) {
+          if (s) {
+            const double arrival = arrived_[0][at - M];
+            if (std::isnan(arrival)) break;
+            start = std::max(start, arrival);
+          }
+          if (s + 1 < stages) way = 0, target = s + 1;
+        } else if (kind == kWeights) {
+          if (!has_inputs_[at]) break;
+        } else {
+          if (s + 1 < stages) {
+            const double arrival = arrived_[1][at];  // which is after this stage's forward
+            if (std::isnan(arrival)) break;
+            start = std::max(start, arrival);
+          } else if (!turned_[m]) {
+            break;
+          }
+          if (s) way = 1, target = s - 1;
+        }
+        const double own = action_seconds(kind, s, column), end = start + own;
+        if (kind == kForward) {
+          if (s + 1 == stages) turned_[m] = 1;
+          if (times) times->start_forward[at] = start, times->end_forward[at] = end;
+        } else if (kind == kWeights) {
+          if (times) times->start_weights[at] = start, times->end_weights[at] = end;
+        } else {
+          has_inputs_[at] = 1;
+          if (times) times->start_backward[at] = start, times->end_backward[at] = end;
+          if (s == 0 && m == settled) steady = end;
+          if (s == 0 && m == twice && twice > settled) period_ = (end - steady) / (twice - settled);
+        }
+        now_[w] = end;
+        ++head_[w], ++done_;
+        left_[w] -= own;
+        if (end + left_[w] * kAlmost >= ceiling) return kInfinity;
+        if (way >= 0) {
+          const int boundary = std::min(s, target), to = order.worker_of[target];
+          if (to == w) {
+            arrived_[way][boundary * M + m] = end;
+            if (times) times->start_send[way][boundary * M + m] = times->end_send[way][boundary * M + m] = end;
+          } else {
+            const double* send = way == 0 ? seconds.send_forward : seconds.send_backward;
+            const uint8_t* together = way == 0 ? seconds.forward_together : seconds.backward_together;
+            ++unsent_[w], unsent_seconds_[w] += send[boundary * columns + column];
+            if (!(together && together[s * columns + column])) {
+              const int flow = way * stages + boundary;
+              const double taken = unsent_seconds_[w];
+              if (!is_flow(flow)) {
+                const double begins = std::max(end, free_[way][boundary]);
+                free_[way][boundary] = begins + taken;
+                for (int i = 0; i < unsent_[w]; ++i) {
+                  arrived_[way][boundary * M + m - i] = begins + taken;
+                  if (times) {
+                    times->start_send[way][boundary * M + m - i] = begins;
+                    times->end_send[way][boundary * M + m - i] = begins + taken;
+                  }
+                }
+                if (!waits_[to]) waiting_.push_back(to), waits_[to] = 1;
+              } else if (state_[flow].phase == kIdle) {
+                under_way_[way][boundary] = {end, taken, m, unsent_[w]};
+                state_[flow].leaf = static_cast<int>(busy_.size());
+                busy_.push_back(flow);
+                begin(flow, std::max(end, free_[way][boundary]), flows->latency[flow] * unsent_[w], taken);
+              } else {
+                queue_[way][boundary].push_back({end, taken, m, unsent_[w]});
+              }
+              unsent_[w] = 0, unsent_seconds_[w] = 0;
+            }
+          }
+        }
+        if (kind != kForward && --missing_[s] == 0) {
+          complete_[s] = end;
+          const auto& own_rings = rings.of_stage[s];
+          for (size_t r = 0; r < own_rings.size(); ++r) {
+            const double ready = std::max(start, end - own_rings[r].before);
+            const bool last = r + 1 == own_rings.size();
+            if (is_flow(2 * stages + s)) {
+              rings_[w].push_back({ready, own_rings[r].seconds, s, last});
+              if (rings_[w].size() == begun_rings_[w] + 1 && ring_idle(w)) begin_ring(w);
+            } else {  // so are those of the worker's other stages
+              ring_free_[w] = std::max(ready, ring_free_[w]) + own_rings[r].seconds;
+              if (last) ring_end_[s] = std::max(end, ring_free_[w]);
+            }
+          }
+        }
+      }
+    }
+    if (busy_.empty()) break;
+    const int chosen = earliest_leaf(), flow = busy_[chosen], way = flow / stages, s = flow % stages;
+    Flow& f = state_[flow];
+    const double time = events_[events_.size() / 2 + chosen];
+    if (f.phase == kLatency) {
+      move(flow, time);
+      continue;
+    }
+    if (f.phase == kMoves) count(flow, -1, time);
+    f.phase = kIdle;
+    if (way == 2) {
+      const int w = order.worker_of[s];
+      free_leaf(chosen);
+      ring_free_[w] = time;
+      if (rings_[w][begun_rings_[w] - 1].last) ring_end_[s] = std::max(time, complete_[s]);
+      if (begun_rings_[w] < rings_[w].size()) begin_ring(w);
+      continue;
+    }
+    free_[way][s] = time;
+    const Sending& sent = under_way_[way][s];
+    for (int64_t m = sent.last - sent.count + 1; m <= sent.last; ++m) {
+      arrived_[way][s * M + m] = time;
+      if (times) times->start_send[way][s * M + m] = f.begin, times->end_send[way][s * M + m] = time;
+    }
+    if (begun_[way][s] < queue_[way][s].size()) {
+      const Sending next = queue_[way][s][begun_[way][s]++];
+      under_way_[way][s] = next;
+      begin(flow, std::max(time, next.ready), flows->latency[flow] * next.count, next.seconds);
+    } else {
+      free_leaf(chosen);
+    }
+    const int to = order.worker_of[s + 1 - way];
+    waiting_.push_back(to), waits_[to] = 1;
+  }
+  if (times) times->ring_end = ring_end_;
+  double last = 0;
+  for (int s = 0; s < stages; ++s) {
+    if (std::isnan(ring_end_[s])) return kInfinity;
+    last = std::max(last, ring_end_[s]);
+  }
+  return last;
+}
+
+}  // namespace dapple

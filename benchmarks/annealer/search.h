@@ -1,0 +1,621 @@
+// Simulated annealing over layouts by random moves, within a given amount of work.
+#pragma once
+
+#include <atomic>
+#include <functional>
+#include <thread>
+
+#include "costs.h"
+
+namespace dapple {
+
+struct Random {
+  uint64_t state;
+  int draw(int below) {
+    state ^= state << 13, state ^= state >> 7, state ^= state << 17;
+    return static_cast<int>((state >> 11) % static_cast<uint64_t>(below));
+  }
+  double share() { return draw(1 << 30) / static_cast<double>(1 << 30); }
+};
+
+class Moves {
+ public:
+  Moves(const Problem& problem, const std::vector<double>& work) : p_(problem), work_(work) {}
+  // Change the layout by one random move; return false if the result is not worth simulating.
+  bool at_random(Layout& l, Random& random) const;
+  void even_cuts(Layout& l, int first, int last) const;
+  static int count(const Layout& l, int w) { return static_cast<int>(std::count(l.owner.begin(), l.owner.end(), w)); }
+  bool assign(Layout& l, int first, int last, bool scatter) const;
+
+ private:
+  double work(const Layout& l, int s) const { return work_[l.starts[s + 1]] - work_[l.starts[s]]; }
+  static bool shift_cut(Layout& l, int boundary, int blocks);
+  static int draw_shift(Random& random);
+  bool give(Layout& l, int source, int target, int wanted, Random& random) const;
+  bool spread(Layout& l, int source, int target, int wanted) const;
+  bool take_last(Layout& l, int source, int target, int wanted) const;
+  bool split(Layout& l, int w, Random& random) const;
+  void merge(Layout& l, int w, bool drop) const;
+  bool relieve(Layout& l, Random& random) const;
+  void rescale(Layout& l, int size, Random& random) const;
+  bool swap_servers(Layout& l, Random& random) const;
+  bool gather(Layout& l, int w, Random& random) const;
+  bool cut_again(Layout& l, Random& random) const;
+  bool change_chunks(Layout& l, Random& random) const;
+  int place(int device) const { return p_.server[device] * p_.kinds + p_.kind[device]; }
+  double speed(int device) const { return speed_ ? speed_[p_.kind[device]] : 1.0; }
+
+  const Problem& p_;
+  const std::vector<double>& work_;  // [blocks + 1] seconds of a row, sums
+ public:
+  const double* speed_ = nullptr;  // [kinds]
+  int most_chunks = 1;
+};
+
+inline bool Moves::shift_cut(Layout& l, int boundary, int blocks) {
+  const int start = l.starts[boundary];
+  l.starts[boundary] = std::min(std::max(start + blocks, l.starts[boundary - 1] + 1), l.starts[boundary + 1] - 1);
+  return l.starts[boundary] != start;
+}
+
+inline int Moves::draw_shift(Random& random) {
+  int blocks = 1;
+  while (blocks < 64 && random.draw(2)) ++blocks;
+  return random.draw(2) ? blocks : -blocks;
+}
+
+// Move devices: a random one of the source and those that follow it in the device order, first those of its server.
+inline bool Moves::give(Layout& l, int source, int target, int wanted, Random& random) const {
+  const int have = count(l, source), devices = static_cast<int>(l.owner.size());
+  wanted = std::min(wanted, source == kIdleDevice ? have : have - 1);
+  if (wanted < 1 || source == target) return false;
+  int skip = random.draw(have), first = 0;
+  while (l.owner[first] != source || skip-- > 0) ++first;
+  const int home = place(l.device_at[first]);
+  for (const bool same : {true, false}) {
+    for (int k = 0; k < devices && wanted; ++k) {
+      const int i = (first + k) % devices;
+      if (l.owner[i] == source && (place(l.device_at[i]) == home || !same)) l.owner[i] = target, --wanted;
+    }
+  }
+  return true;
+}
+
+inline bool Moves::spread(Layout& l, int source, int target, int wanted) const {
+  const int have = count(l, source);
+  if (wanted <= 0 || wanted >= have) return false;
+  int seen = 0, moved = 0;
+  for (int& owner : l.owner) {
+    if (owner != source) continue;
+    ++seen;
+    if (moved < wanted * seen / have) owner = target, ++moved;
+  }
+  return true;
+}
+
+inline bool Moves::take_last(Layout& l, int source, int target, int wanted) const {
+  if (wanted <= 0 || wanted >= count(l, source)) return false;
+  for (int i = static_cast<int>(l.owner.size()) - 1; i >= 0 && wanted; --i)
+    if (l.owner[i] == source) l.owner[i] = target, --wanted;
+  return true;
+}
+
+// Assign the devices of workers `first` to `last` again, as many to each as before; `last` may be W: idle devices.
+inline bool Moves::assign(Layout& l, int first, int last, bool scatter) const {
+  std::vector<int> wanted(last + 1 - first, 0), given(last + 1 - first, 0);
+  const auto index = [&](int owner) { return owner == kIdleDevice ? l.workers : owner; };
+  int total = 0, seen = 0, chosen = 0;
+  for (const int owner : l.owner)
+    if (index(owner) >= first && index(owner) <= last) ++wanted[index(owner) - first], ++total;
+  bool changed = false;
+  for (int& owner : l.owner) {
+    if (index(owner) < first || index(owner) > last) continue;
+    ++seen;
+    if (scatter) {
+      chosen = -1;
+      int most = 0;
+      for (int k = 0; k < static_cast<int>(wanted.size()); ++k) {
+        const int lacking = wanted[k] * seen - given[k] * total;
+        if (given[k] < wanted[k] && (chosen < 0 || lacking > most)) chosen = k, most = lacking;
+      }
+    } else {
+      while (given[chosen] == wanted[chosen]) ++chosen;
+    }
+    ++given[chosen];
+    changed = changed || index(owner) != first + chosen;
+    owner = first + chosen == l.workers ? kIdleDevice : first + chosen;
+  }
+  return changed;
+}
+
+// Cut the stages `first` to `last` again, each with work in proportion to the speed of its worker's devices.
+inline void Moves::even_cuts(Layout& l, int first, int last) const {
+  std::vector<double> speeds(l.workers, 0);
+  for (size_t i = 0; i < l.owner.size(); ++i)
+    if (l.owner[i] >= 0) speeds[l.owner[i]] += speed(l.device_at[i]);
+  double total = 0, before = 0;
+  for (int s = first; s <= last; ++s) total += speeds[s % l.workers];
+  const int begin = l.starts[first], end = l.starts[last + 1];
+  const double whole = work_[end] - work_[begin];
+  int block = begin;
+  for (int s = first; s < last; ++s) {
+    before += speeds[s % l.workers];
+    const double wanted = work_[begin] + whole * before / std::max(total, 1e-300);
+    const int most = end - (last - s);
+    block = std::max(block, l.starts[s] + 1);
+    while (block < most && work_[block] < wanted) ++block;
+    if (block - 1 > l.starts[s] && wanted - work_[block - 1] < work_[block] - wanted) --block;
+    l.starts[s + 1] = std::min(block, most);
+  }
+}
+
+inline bool Moves::split(Layout& l, int w, Random& random) const {
+  const int have = count(l, w), idle = count(l, kIdleDevice), stages = l.stages();
+  if (have < 2 && idle < 1) return false;
+  if (stages + l.chunks >= static_cast<int>(l.starts.size()) || stages + l.chunks > p_.blocks) return false;
+  if (l.chunks == 1 && l.starts[w + 1] - l.starts[w] < 2) return false;
+  for (int& owner : l.owner)
+    if (owner > w) ++owner;
+  if (l.chunks > 1) {
+    l.starts[stages + l.chunks] = l.starts[stages];
+    ++l.workers;
+  } else {
+    const int first = l.starts[w], end = l.starts[w + 1];
+    for (int s = stages; s > w; --s) l.starts[s + 1] = l.starts[s], l.recompute[s] = l.recompute[s - 1];
+    l.starts[w + 1] = first + 1 + random.draw(end - first - 1);
+    ++l.workers;
+  }
+  bool done;
+  if (idle && (have < 2 || random.draw(2))) {
+    done = give(l, kIdleDevice, w + 1, 1 + random.draw(idle), random);
+  } else {
+    int wanted = have / 2;
+    if (l.chunks == 1) {
+      const double own = work(l, w), whole = own + work(l, w + 1);
+      wanted = have - static_cast<int>(whole > 0 ? have * own / whole + random.share() : have / 2);
+    }
+    if (random.draw(4) == 0) wanted = 1 + random.draw(have - 1);
+    wanted = std::min(std::max(wanted, 1), have - 1);
+    done = random.draw(2) ? spread(l, w, w + 1, wanted) : take_last(l, w, w + 1, wanted);
+  }
+  if (l.chunks > 1) even_cuts(l, 0, l.stages() - 1);
+  return done;
+}
+
+inline void Moves::merge(Layout& l, int w, bool drop) const {
+  const int stages = l.stages();
+  for (int& owner : l.owner) {
+    if (owner == w + 1 && drop) {
+      owner = kIdleDevice;
+    } else if (owner > w) {
+      --owner;
+    }
+  }
+  if (l.chunks > 1) {
+    if (--l.workers == 1) l.chunks = 1;  // stages that follow one another on the same devices are one stage
+    l.starts[l.stages()] = l.starts[stages];
+    // Cuts that were beyond the last stage's begin are set again.
+    for (int s = 0; s < l.stages(); ++s) l.starts[s] = std::min(l.starts[s], l.starts[l.stages()] - (l.stages() - s));
+    even_cuts(l, 0, l.stages() - 1);
+    return;
+  }
+  for (int s = w + 1; s < stages; ++s) {
+    l.starts[s] = l.starts[s + 1];
+    if (s + 1 < stages) l.recompute[s] = l.recompute[s + 1];
+  }
+  --l.workers;
+}
+
+inline bool Moves::relieve(Layout& l, Random& random) const {
+  if (l.workers < 2) return false;
+  std::vector<double> busy(l.workers, 0), speeds(l.workers, 0);
+  for (size_t i = 0; i < l.owner.size(); ++i)
+    if (l.owner[i] >= 0) speeds[l.owner[i]] += speed(l.device_at[i]);
+  for (int s = 0; s < l.stages(); ++s) busy[s % l.workers] += work(l, s) / std::max(speeds[s % l.workers], 1e-300);
+  int busiest = static_cast<int>(std::max_element(busy.begin(), busy.end()) - busy.begin());
+  if (random.draw(2)) {
+    const int a = random.draw(l.workers - 1);
+    if (busiest == a || busiest == a + 1) return false;
+    const int fewer = std::min(count(l, a), count(l, a + 1));
+    merge(l, a, false);
+    if (busiest > a) --busiest;
+    return give(l, a, busiest, random.draw(2) ? fewer : 1 + random.draw(std::max(1, fewer)), random);
+  }
+  int source = random.draw(l.workers);
+  if (random.draw(4) == 0) source = kIdleDevice;
+  if (!give(l, source, busiest, random.draw(3) ? 1 : 2, random)) return false;
+  if (source != kIdleDevice && random.draw(3) == 0) {
+    if (l.chunks > 1) {
+      even_cuts(l, 0, l.stages() - 1);
+    } else {
+      even_cuts(l, std::min(source, busiest), std::max(source, busiest));
+    }
+  }
+  return true;
+}
+
+inline void Moves::rescale(Layout& l, int size, Random& random) const {
+  const bool grows = size > l.size;
+  l.size = size;
+  const int most = static_cast<int>(std::min<int64_t>(p_.size[size], 1 << 30));
+  if (grows) {
+    for (int w = l.workers - 2; w >= 0; --w)
+      if (random.draw(2) && count(l, w) + count(l, w + 1) <= most) merge(l, w, false);
+  } else {
+    for (int w = l.workers - 1; w >= 0; --w)
+      while (count(l, w) > most && split(l, w, random)) {
+      }
+    for (int w = 0; w < l.workers; ++w) give(l, w, kIdleDevice, count(l, w) - most, random);
+  }
+  if (random.draw(2)) even_cuts(l, 0, l.stages() - 1);
+}
+
+inline bool Moves::swap_servers(Layout& l, Random& random) const {
+  const int devices = static_cast<int>(l.owner.size());
+  const int a = place(l.device_at[random.draw(devices)]), b = place(l.device_at[random.draw(devices)]);
+  if (a == b) return false;
+  int j = 0;
+  bool changed = false;
+  for (int i = 0; i < devices; ++i) {
+    if (place(l.device_at[i]) != a) continue;
+    while (j < devices && place(l.device_at[j]) != b) ++j;
+    if (j == devices) break;
+    changed = changed || l.owner[i] != l.owner[j];
+    std::swap(l.owner[i], l.owner[j++]);
+  }
+  return changed;
+}
+
+inline bool Moves::gather(Layout& l, int w, Random& random) const {
+  const int devices = static_cast<int>(l.owner.size()), have = count(l, w);
+  if (!have) return false;
+  int skip = random.draw(have), i = 0, j = 0;
+  while (l.owner[i] != w || skip-- > 0) ++i;
+  const int home = place(l.device_at[i]);
+  bool changed = false;
+  for (i = 0; i < devices; ++i) {
+    if (l.owner[i] != w || place(l.device_at[i]) == home) continue;
+    while (j < devices && (place(l.device_at[j]) != home || l.owner[j] == w)) ++j;
+    if (j == devices) break;
+    std::swap(l.owner[i], l.owner[j]);
+    changed = true;
+  }
+  return changed;
+}
+
+inline bool Moves::cut_again(Layout& l, Random& random) const {
+  int a = random.draw(l.stages()), b = random.draw(l.stages());
+  if (random.draw(2)) a = 0, b = l.stages() - 1;
+  even_cuts(l, std::min(a, b), std::max(a, b));
+  return true;
+}
+
+inline bool Moves::change_chunks(Layout& l, Random& random) const {
+  if (most_chunks < 2) return false;
+  const int chunks = 1 + random.draw(most_chunks), blocks = l.starts[l.stages()];
+  const int stages = chunks * l.workers;
+  if (chunks == l.chunks || stages >= static_cast<int>(l.starts.size()) || stages > blocks) return false;
+  if (chunks > 1 && l.workers < 2) return false;
+  l.chunks = chunks;
+  for (int s = 0; s < stages; ++s) l.starts[s] = s, l.recompute[s] = 0;
+  l.starts[stages] = blocks;
+  even_cuts(l, 0, stages - 1);
+  return true;
+}
+
+inline bool Moves::at_random(Layout& l, Random& random) const {
+  const int stages = l.stages(), workers = l.workers, devices = static_cast<int>(l.owner.size());
+  const int kind = random.draw(100), w = random.draw(workers), s = random.draw(stages);
+  const auto any_cut = [&] { return stages > 1 && shift_cut(l, 1 + random.draw(stages - 1), draw_shift(random)); };
+  if (kind < 18) return any_cut();
+  if (kind < 36) {  // devices to another worker, often the next one, and often with cuts that follow
+    int source = w, target = random.draw(workers);
+    if (random.draw(2)) target = random.draw(2) ? w + 1 : w - 1;
+    if (random.draw(4) == 0) source = kIdleDevice, target = w;
+    if (target < 0 || target >= workers) return false;
+    if (!give(l, source, target, random.draw(3) ? 1 : 1 + random.draw(std::max(1, devices / 2)), random)) return false;
+    const int follow = random.draw(3);
+    if (source == kIdleDevice || follow == 0) {
+      if (random.draw(2)) any_cut();
+    } else if (l.chunks > 1) {
+      even_cuts(l, 0, stages - 1);
+    } else if (follow == 1) {
+      even_cuts(l, std::min(source, target), std::max(source, target));
+    } else {  // the target gets a block more: every cut between the two moves
+      for (int boundary = std::min(source, target) + 1; boundary <= std::max(source, target); ++boundary)
+        shift_cut(l, boundary, source < target ? -1 : 1);
+    }
+    return true;
+  }
+  if (kind < 46) return relieve(l, random);
+  if (kind < 51) {
+    if (random.draw(4) == 0) return swap_servers(l, random);
+    if (random.draw(3) == 0) return gather(l, w, random);
+    const int i = random.draw(devices), j = random.draw(devices);
+    const bool apart = place(l.device_at[i]) != place(l.device_at[j]);
+    if (random.draw(2)) {
+      const bool used = l.owner[i] >= 0 || l.owner[j] >= 0;
+      std::swap(l.device_at[i], l.device_at[j]);
+      return apart && used;
+    }
+    const bool differ = l.owner[i] != l.owner[j];
+    std::swap(l.owner[i], l.owner[j]);
+    return apart && differ;
+  }
+  if (kind < 54) {
+    int a = w, b = random.draw(workers);
+    if (random.draw(2)) a = 0, b = workers - 1;
+    if (random.draw(4) == 0) {
+      if (l.chunks > 1) {
+        even_cuts(l, 0, stages - 1);
+      } else {
+        even_cuts(l, std::min(a, b), std::max(a, b));
+      }
+    }
+    return assign(l, std::min(a, b), std::max(a, b), random.draw(2) == 0);
+  }
+  if (kind < 62) return split(l, w, random) && (random.draw(3) > 0 || cut_again(l, random));
+  if (kind < 70) {
+    if (workers < 2) return false;
+    merge(l, random.draw(workers - 1), random.draw(8) == 0);
+    return random.draw(3) > 0 || cut_again(l, random);
+  }
+  if (kind < 72) return change_chunks(l, random);
+  if (kind < 74) {
+    const int slope = 1 + random.draw(kMostSlope);
+    if (p_.slope != kAnySlope || slope == l.slope) return false;
+    l.slope = slope;
+    return true;
+  }
+  if (kind < 80) {
+    if (p_.sizes < 2) return false;
+    const int z = random.draw(4) ? l.size + (random.draw(2) ? 1 : -1) : random.draw(p_.sizes);
+    if (z < 0 || z >= p_.sizes || z == l.size) return false;
+    if (random.draw(2)) rescale(l, z, random);
+    l.size = z;
+    if (random.draw(3) == 0) even_cuts(l, 0, l.stages() - 1);
+    return true;
+  }
+  if (kind < 84) {
+    const int other = random.draw(workers);
+    for (int& owner : l.owner) owner = owner == w ? other : owner == other ? w : owner;
+    if (random.draw(2)) {
+      if (l.chunks > 1) {
+        even_cuts(l, 0, stages - 1);
+      } else {
+        even_cuts(l, std::min(w, other), std::max(w, other));
+      }
+    }
+    return w != other;
+  }
+  if (kind < 88) return give(l, w, kIdleDevice, 1 + (random.draw(4) == 0 ? random.draw(devices) : 0), random);
+  if (kind < 92) {
+    const int other = random.draw(stages);
+    even_cuts(l, std::min(s, other), std::max(s, other));
+    return s != other;
+  }
+  if (!p_.may_recompute) return any_cut();
+  l.recompute[s] = !l.recompute[s];
+  return true;
+}
+
+struct Run {
+  Layout layout;
+  double seconds = kInfinity;
+};
+
+// Improve layouts, each with an equal part of the work; return them, the fastest first. The result does not depend on
+// the number of threads: each run has its own seed.
+class Search {
+ public:
+  Search(const Problem& problem, const std::vector<double>& work, const double* speed, int most_chunks, int threads,
+         const volatile uint8_t* stop)
+      : p_(problem), moves_(problem, work), threads_(threads), stop_(stop) {
+    moves_.speed_ = speed, moves_.most_chunks = most_chunks;
+  }
+  enum Rule { kFree = 0, kInOrder = 1, kScattered = 2 };
+  std::vector<Run> anneal(std::vector<Run> runs, int64_t work, double first, double last, bool contention, Rule rule,
+                          uint64_t seed) const;
+  std::vector<Run> starts() const;
+  void descend(std::vector<Run>& runs, int64_t work, bool contention) const;
+  void rank(std::vector<Run>& runs, bool contention, bool exact) const;
+  const Moves& moves() const { return moves_; }
+  void each(size_t count, const std::function<void(size_t, Evaluator&)>& function) const;
+
+ private:
+  int place(int device) const { return p_.server[device] * p_.kinds + p_.kind[device]; }
+  void anneal_one(Run& run, Evaluator& evaluator, int64_t work, double first, double last, bool contention, Rule rule,
+                  uint64_t seed) const;
+  const Problem& p_;
+  Moves moves_;
+  int threads_;
+  const volatile uint8_t* stop_;
+};
+
+inline void Search::each(size_t count, const std::function<void(size_t, Evaluator&)>& function) const {
+  std::atomic<size_t> next{0};
+  const auto take = [&] {
+    Evaluator evaluator(p_);
+    for (size_t i = next++; i < count; i = next++) function(i, evaluator);
+  };
+  std::vector<std::thread> others;
+  for (int t = 1; t < threads_ && t < static_cast<int>(count); ++t) others.emplace_back(take);
+  take();
+  for (auto& other : others) other.join();
+}
+
+inline void Search::anneal_one(Run& run, Evaluator& evaluator, int64_t work, double first, double last, bool contention,
+                               Rule rule, uint64_t seed) const {
+  constexpr int kMostEstimates = 3;  // moves in a row that are accepted by an estimate of the contention
+  Random random{seed * 2654435761u + 88172645463325252u};
+  const auto place = [&](Layout& l) {
+    if (rule != kFree) moves_.assign(l, 0, l.workers, rule == kScattered);
+  };
+  place(run.layout);
+  Layout now = run.layout, trial = now;
+  Step alone = evaluator.alone(now, kInfinity, false);
+  Step step = contention ? evaluator.shared(now, alone, kInfinity, false) : alone;
+  const auto ratio = [](double shared, double own) { return own > 0 && own < kUnfit ? shared / own : 1.0; };
+  double seconds = step.seconds, slower = ratio(step.seconds, alone.seconds), least = seconds;
+  int estimates = 0;
+  const int64_t each_move = 100 + 2 * static_cast<int64_t>(now.owner.size());
+  for (int64_t left = work; left > 0 && !*stop_;) {
+    trial = now;
+    left -= each_move + 12 * now.stages();
+    if (!moves_.at_random(trial, random)) continue;
+    place(trial);
+    const double temperature = first * std::pow(last / first, 1 - static_cast<double>(left) / work);
+    const double ceiling = seconds * (1 - temperature * std::log(random.share() + 1e-12));
+    step = evaluator.alone(trial, ceiling, false);
+    left -= step.work;
+    if (step.seconds >= ceiling) continue;
+    if (contention && step.fits) {
+      const double estimate = step.seconds * slower;
+      if (estimates < kMostEstimates && least * (1 - 1e-12) < estimate && estimate < ceiling) {
+        seconds = estimate, ++estimates;
+        now = trial;
+        continue;
+      }
+      alone = step;
+      step = evaluator.shared(trial, alone, ceiling, false);
+      left -= step.work - alone.work;
+      if (step.seconds >= ceiling) continue;
+      slower = ratio(step.seconds, alone.seconds), estimates = 0;
+    }
+    seconds = step.seconds;
+    now = trial;
+    if (seconds < least * (1 - 1e-12)) least = seconds, run.layout = now;
+  }
+  run.seconds = least;
+}
+
+inline std::vector<Run> Search::anneal(std::vector<Run> runs, int64_t work, double first, double last, bool contention,
+                                       Rule rule, uint64_t seed) const {
+  const int64_t share = runs.empty() ? 0 : work / static_cast<int64_t>(runs.size());
+  each(runs.size(), [&](size_t i, Evaluator& evaluator) {
+    anneal_one(runs[i], evaluator, share, first, last, contention, rule, seed * 1000 + i + 1);
+  });
+  std::stable_sort(runs.begin(), runs.end(), [](const Run& a, const Run& b) { return a.seconds < b.seconds; });
+  return runs;
+}
+
+inline void Search::rank(std::vector<Run>& runs, bool contention, bool exact) const {
+  each(runs.size(), [&](size_t i, Evaluator& evaluator) {
+    const Step alone = evaluator.alone(runs[i].layout, kInfinity, exact);
+    runs[i].seconds = contention ? evaluator.shared(runs[i].layout, alone, kInfinity, exact).seconds : alone.seconds;
+  });
+  std::stable_sort(runs.begin(), runs.end(), [](const Run& a, const Run& b) { return a.seconds < b.seconds; });
+}
+
+// Improve layouts by every single change of a cut, of a device's worker and of the warm-up, until none helps.
+inline void Search::descend(std::vector<Run>& runs, int64_t work, bool contention) const {
+  const int64_t share = runs.empty() ? 0 : work / static_cast<int64_t>(runs.size());
+  each(runs.size(), [&](size_t i, Evaluator& evaluator) {
+    Layout& best = runs[i].layout;
+    int64_t left = share;
+    const auto measure = [&](const Layout& l, double ceiling) {
+      const Step alone = evaluator.alone(l, ceiling, false);
+      left -= 100 + alone.work;
+      if (!contention || alone.seconds >= ceiling) return alone.seconds;
+      const Step step = evaluator.shared(l, alone, ceiling, false);
+      left -= step.work - alone.work;
+      return step.seconds;
+    };
+    double seconds = measure(best, kInfinity);
+    const auto attempt = [&](const Layout& trial) {
+      const double found = measure(trial, seconds * (1 - 1e-9));
+      if (found >= seconds * (1 - 1e-9)) return false;
+      best = trial, seconds = found;
+      return true;
+    };
+    for (bool changed = true; changed && left > 0 && !*stop_;) {
+      changed = false;
+      for (int boundary = 1; boundary < best.stages(); ++boundary) {
+        for (const int blocks : {1, -1, 2, -2}) {
+          for (int other = boundary; other < std::min(best.stages(), boundary + 3) && left > 0; ++other) {
+            Layout trial = best;  // the cuts from `boundary` to `other` move together
+            bool moved = true;
+            for (int b = blocks > 0 ? other : boundary; moved && b >= boundary && b <= other; b += blocks > 0 ? -1 : 1) {
+              trial.starts[b] += blocks;
+              moved = trial.starts[b] > trial.starts[b - 1] && trial.starts[b] < trial.starts[b + 1];
+            }
+            changed = (moved && attempt(trial)) || changed;
+          }
+        }
+      }
+      for (int d = 0; d < p_.devices && left > 0; ++d) {
+        // Of neighbours alike only the first is moved.
+        if (d && best.owner[d] == best.owner[d - 1] && place(best.device_at[d]) == place(best.device_at[d - 1])) continue;
+        for (int w = kIdleDevice; w < best.workers && left > 0; ++w) {
+          if (w == best.owner[d] || (best.owner[d] >= 0 && Moves::count(best, best.owner[d]) == 1)) continue;
+          Layout trial = best;
+          trial.owner[d] = w;
+          changed = attempt(trial) || changed;
+        }
+      }
+      for (int slope = 1; slope <= kMostSlope && p_.slope == kAnySlope && best.chunks == 1 && left > 0; ++slope) {
+        Layout trial = best;
+        trial.slope = slope;
+        changed = (slope != best.slope && attempt(trial)) || changed;
+      }
+    }
+    runs[i].seconds = seconds;
+  });
+  std::stable_sort(runs.begin(), runs.end(), [](const Run& a, const Run& b) { return a.seconds < b.seconds; });
+}
+
+// Even pipelines of every number of workers, with one stage a worker and more, and all ways to give the last few or many
+// devices the end of the model, at every size. Such layouts differ so much from each other that moves rarely lead from
+// one to the other.
+inline std::vector<Run> Search::starts() const {
+  std::vector<Run> runs;
+  const int most = std::min(p_.devices, p_.blocks), room = std::min(p_.blocks, most * moves_.most_chunks) + 1;
+  const auto grow = [](int count) { return count < 8 ? count + 1 : count * 5 / 4; };
+  const auto empty = [&](int z, int workers, int chunks) {
+    Layout l;
+    l.size = z, l.workers = workers, l.chunks = chunks, l.slope = p_.slope == kAnySlope ? 2 : p_.slope;
+    l.starts.assign(room, 0), l.recompute.assign(room, 0);
+    l.owner.resize(p_.devices), l.device_at.resize(p_.devices);
+    for (int d = 0; d < p_.devices; ++d) l.device_at[d] = d;
+    l.starts[l.stages()] = p_.blocks;
+    return l;
+  };
+  // No worker has more devices than a micro-batch has rows.
+  const auto drop_surplus = [&](Layout& l) {
+    std::vector<int> have(l.workers, 0);
+    for (int& owner : l.owner)
+      if (++have[owner] > p_.size[l.size]) owner = kIdleDevice;
+  };
+  for (int workers = 1;; workers = std::min(most, grow(workers))) {
+    for (int chunks = 1; chunks <= (workers > 1 ? moves_.most_chunks : 1); chunks *= 2) {
+      if (workers * chunks > p_.blocks) continue;
+      for (const bool scatter : {false, true}) {
+        if (scatter && (p_.servers == 1 || p_.servers == p_.devices || workers == 1)) continue;
+        for (int z = 0; z < p_.sizes; ++z) {
+          Layout l = empty(z, workers, chunks);
+          for (int d = 0; d < p_.devices; ++d) l.owner[d] = static_cast<int>(int64_t{d} * workers / p_.devices);
+          drop_surplus(l);
+          if (scatter) moves_.assign(l, 0, workers - 1, true);
+          for (int s = 0; s < l.stages(); ++s) l.starts[s] = s;
+          moves_.even_cuts(l, 0, l.stages() - 1);
+          runs.push_back({l, kInfinity});
+        }
+      }
+    }
+    if (workers == most) break;
+  }
+  for (int last = 1; last < p_.devices; last = grow(last)) {
+    for (int cut = 1; cut < p_.blocks; cut += std::max(1, p_.blocks / 64)) {
+      for (int z = 0; z < p_.sizes; ++z) {
+        Layout l = empty(z, 2, 1);
+        for (int d = 0; d < p_.devices; ++d) l.owner[d] = d >= p_.devices - last;
+        drop_surplus(l);
+        l.starts[1] = cut;
+        runs.push_back({l, kInfinity});
+      }
+    }
+  }
+  return runs;
+}
+
+}  // namespace dapple

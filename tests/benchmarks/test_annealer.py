@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import math
+import shutil
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from benchmarks.annealer import Annealer
+from dapple_tf.planner.api import make_problem
+from dapple_tf.plans import StagePlan
+from dapple_tf.simulator.simulate import simulate
+from profiler.cluster import Cluster, DeviceKind, Link, Server
+from profiler.profile import Profile, Timing
+from tests.dapple_tf.planner.builders import AMPLE, make_cluster, make_profile
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ compiles the annealer, and is not installed")
+
+numbers = st.floats(0.5, 20)
+layers = st.lists(st.tuples(numbers, numbers, numbers, numbers, st.floats(0, 50)), min_size=2, max_size=7)
+
+
+@st.composite
+def profiles(draw: st.DrawFn) -> Profile:
+    """Draw profiles measured at one batch size or at three."""
+    rows = draw(layers)
+    timings = tuple(
+        Timing(size, *(tuple(row[part] * factor for row in rows) for part in (0, 1)))
+        for size, factor in ((8, 1.5), (16, 3.5))
+        if draw(st.booleans())
+    )
+    return make_profile(*rows, timings=timings)
+
+
+@st.composite
+def clusters(draw: st.DrawFn) -> Cluster:
+    """Draw clusters of two to six devices, equal ones or of two kinds."""
+    servers = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3).filter(lambda each: sum(each) > 1))
+    inside, between = (draw(st.tuples(st.floats(1, 50), st.floats(0, 1))) for _ in range(2))
+    if draw(st.booleans()):
+        return make_cluster(*servers, inside=inside, between=between)
+    kinds = {"fast": DeviceKind(AMPLE, 1.0), "slow": DeviceKind(AMPLE, draw(st.sampled_from([0.3, 0.5, 0.8])))}
+    named = tuple(
+        Server(f"s{i}", count, tuple(draw(st.sampled_from(["fast", "slow"])) for _ in range(count)))
+        for i, count in enumerate(servers)
+    )
+    return Cluster(named, AMPLE, Link(*inside), Link(*between), {}, kinds)
+
+
+@given(profiles(), clusters(), st.booleans(), st.booleans(), st.data())
+def test_a_step_takes_what_the_simulator_says(
+    profile: Profile, cluster: Cluster, overlap: bool, contention: bool, data: st.DataObject
+) -> None:
+    problem = make_problem(profile, cluster, global_batch_size=24, overlap=overlap, contention=contention)
+    positions = problem.chain.positions[1:-1]
+    count = data.draw(st.integers(1, min(cluster.devices, len(positions) + 1)))
+    cuts = sorted(data.draw(st.permutations(positions))[: count - 1])
+    devices = data.draw(st.permutations(range(cluster.devices)))
+    ends = sorted(data.draw(st.permutations(range(1, cluster.devices)))[: count - 1])
+    bounds, shares = [0, *cuts, len(profile.layers)], [0, *ends, cluster.devices]
+    stages = [StagePlan(bounds[s], bounds[s + 1] - 1, tuple(devices[shares[s] : shares[s + 1]])) for s in range(count)]
+    size = data.draw(st.sampled_from([size for size in problem.micro_batch_sizes if size >= cluster.devices]))
+    candidate = problem.evaluate(stages, size, "drawn", "dapple-a")
+    assume(candidate is not None and candidate.schedule == "dapple-a")
+    assert candidate is not None
+    plan = problem.make_plan(stages, size, "dapple-a", "drawn")
+    found = Annealer.of(problem, slope=1).step_seconds(plan)
+    assert math.isclose(found, candidate.seconds, rel_tol=1e-9)
+
+
+def test_a_plan_that_is_found_takes_no_longer_than_any_straight_pipeline() -> None:
+    profile = make_profile((2, 4, 3, 1, 50), (1, 2, 9, 1, 10), (3, 5, 1, 1, 80), (1, 1, 2, 1, 20))
+    problem = make_problem(profile, make_cluster(2, 2), global_batch_size=16)
+    plan = Annealer.of(problem).search(10**6)
+    assert plan is not None
+    straight = [StagePlan(layer, layer, (layer,)) for layer in range(4)]
+    known = problem.evaluate_all_sizes(straight, "straight")
+    assert simulate(plan, profile, problem.cluster).step_seconds <= min(candidate.seconds for candidate in known)
