@@ -79,13 +79,13 @@ def _check_late_reads(model: StagedModel, plan: Plan, variables: Variables) -> N
                 )
 
 
-# --- Optimizers that cannot train in asynchronous windows, told before anything is traced
+# --- Refuse optimizers that cannot train in asynchronous windows, before anything is traced
 
 
 def check_optimizer(optimizer: Any) -> None:
     """Raise PlanError for an optimizer that updates by the gradients of all stages at once, or scales the loss."""
     if not isinstance(optimizer, keras.optimizers.Optimizer):
-        return  # told when it is traced
+        return  # the trace refuses it
     name = type(optimizer).__name__
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) or optimizer.loss_scale_factor is not None:
         raise PlanError(

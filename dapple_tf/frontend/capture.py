@@ -48,7 +48,7 @@ class Captured:
     that it was read from, in which gradients are built. ``variables``: by the name of their node; ``trainable``: the
     names of those to train. ``constants``: tensors from outside of the function, by the name of their ``capture``
     node. ``aux``: the nesting of the aux outputs, or None. ``signature``: the specs of the flattened arguments;
-    ``example``: the same with all inner lengths known, those of the batch for which it was traced.
+    ``example``: the same trace with all inner lengths known: those of the batch that it was traced for.
 
     ``rows``: the placeholder of the micro-batch's first and end row and the batch size, where the trace has one; its
     node is ``ROWS_NAME``. ``dependence``: how micro-batches compute the loss, once that was found out; ``serves``: for

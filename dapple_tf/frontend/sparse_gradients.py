@@ -110,7 +110,7 @@ def read_uses(
     """Return the uses in one ``stage`` as values of the ``joint`` graph; ``value_of`` gives the value of a tensor.
 
     ``once``: the nodes that run once a step, on the whole batch: what only they compute is equal in all micro-batches.
-    Raises CaptureError where it cannot be told how to join the slices of the micro-batches.
+    Raises CaptureError where it is not known how to join the slices of the micro-batches.
     """
     return tuple(
         _read_use(joint, use, position, name, variables[name], value_of, once)

@@ -189,7 +189,7 @@ class StepFigures:
 
     @property
     def plan(self) -> Plan:
-        """The plan that was simulated. Raises NotSimulatedError for a recorded step, as do those below."""
+        """The plan that was simulated. This and the properties below raise NotSimulatedError for a recorded step."""
         return self._simulated("plan").plan
 
     @property
