@@ -42,6 +42,9 @@ setup(
         "protobuf",  # TensorFlow restricts the versions
         "networkx>=3.2,<4",
         "PyYAML>=6,<7",
+        # Checks the files that are read. profiler/records.py makes its messages from the text of those of msgspec,
+        # which a later minor version may word in another way.
+        "msgspec>=0.22,<0.23",
         "click>=8.1,<9",
         "rich>=13,<16",
         "matplotlib>=3.8,<4",

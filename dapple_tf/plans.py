@@ -8,10 +8,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from dapple_tf.errors import PlanError, ScheduleError
 from dapple_tf.window_plan import WindowPlan
@@ -19,12 +21,12 @@ from graph_passes.analysis.row_bounds import least_rows, share_bounds, whole_sha
 from graph_passes.passes.recompute import find_runs
 from graph_passes.schedules.schedule import Schedule
 from graph_passes.schedules.spec import ScheduleSpec
-from graph_passes.schedules.weight_versions import Versions, WeightPolicy
+from graph_passes.schedules.weight_versions import Versions
 from graph_passes.schedules.worker_map import WorkerMap
-from profiler.fields import Fields
 from profiler.files import describe_reason, write_atomically
 from profiler.quote import quote
 from profiler.read_files import naming_file, read_json
+from profiler.records import Count, Figure, Name, read_record
 from profiler.servers import is_finite
 from profiler.units import format_samples
 
@@ -46,11 +48,11 @@ class StagePlan:
     ``worker``: the virtual worker that the stage belongs to, if the plan has any (HetPipe).
     """
 
-    first_layer: int
-    last_layer: int
-    devices: tuple[int, ...]
-    shares: tuple[float, ...] | None = None
-    worker: int | None = None
+    first_layer: Count
+    last_layer: Count
+    devices: tuple[Count, ...]
+    shares: tuple[Figure, ...] | None = None
+    worker: Count | None = None
 
     @property
     def replicas(self) -> int:
@@ -94,17 +96,17 @@ class Plan:
     the batch. Raises PlanError naming the field that is wrong.
     """
 
-    model: str
-    planner: str
-    global_batch_size: int
-    micro_batch_size: int
-    micro_batches: int
-    schedule: str
-    recompute: bool | tuple[int, ...]
+    model: Name
+    planner: Name
+    global_batch_size: Count
+    micro_batch_size: Count
+    micro_batches: Count
+    schedule: Annotated[str, msgspec.Meta(max_length=_LONGEST_SCHEDULE)]
+    recompute: bool | tuple[Count, ...]
     stages: tuple[StagePlan, ...]
     predicted: Mapping[str, Any] | None = None
     overlap: bool = False
-    micro_batch_sizes: tuple[int, ...] | None = None
+    micro_batch_sizes: tuple[Count, ...] | None = None
     window: WindowPlan | None = None
 
     @property
@@ -394,55 +396,13 @@ def _check_size(plan: Plan) -> None:
         raise PlanError(f"the stages hold {plan.stages[-1].last_layer + 1} layers; a plan has at most {_MOST_LAYERS}")
 
 
-def _read_recompute(top: Fields) -> bool | tuple[int, ...]:
-    if not top.has("recompute"):
-        return False
-    value = top.data["recompute"]
-    if isinstance(value, list):
-        return top.integers("recompute")
-    if not isinstance(value, bool):
-        raise PlanError(f"recompute is {quote(value)}, not true, false, or a list of layer numbers")
-    return value
-
-
-def _read_window(top: Fields) -> WindowPlan | None:
-    if not top.has("window"):
-        return None
-    window = top.inner("window", [field.name for field in fields(WindowPlan)])
-    weights: WeightPolicy = window.text("weights")  # type: ignore[assignment]  # WindowPlan checks it
-    return WindowPlan(
-        window.integer("minibatches"),
-        weights,
-        window.integer("depth") if window.has("depth") else None,
-        window.integer("micro_batches") if window.has("micro_batches") else None,
-    )
-
-
 def _from_json(data: Any) -> Plan:
-    top = Fields.of(data, PlanError, known=[field.name for field in fields(Plan)], file_format=FORMAT)
-    plan = Plan(
-        model=top.text("model"),
-        planner=top.text("planner"),
-        global_batch_size=top.integer("global_batch_size"),
-        micro_batch_size=top.integer("micro_batch_size"),
-        micro_batches=top.integer("micro_batches"),
-        schedule=top.text("schedule", longest=_LONGEST_SCHEDULE),
-        recompute=_read_recompute(top),
-        stages=tuple(
-            StagePlan(
-                stage.integer("first_layer"),
-                stage.integer("last_layer"),
-                stage.integers("devices"),
-                stage.numbers("shares") if stage.has("shares") else None,
-                stage.integer("worker") if stage.has("worker") else None,
-            )
-            for stage in top.each("stages", known=[field.name for field in fields(StagePlan)])
-        ),
-        predicted=top.mapping("predicted") if top.has("predicted") else None,
-        overlap=top.flag("overlap") if top.has("overlap") else False,
-        micro_batch_sizes=top.integers("micro_batch_sizes") if top.has("micro_batch_sizes") else None,
-        window=_read_window(top),
-    )
+    if isinstance(data, dict) and data.get("recompute") is None:  # a file may leave it out
+        data = {**data, "recompute": False}
+    window = data.get("window") if isinstance(data, dict) else None
+    if isinstance(window, dict) and window.get("weights") is None:  # has a default in Python only
+        raise PlanError("window.weights is missing")
+    plan = read_record(data, Plan, PlanError, file_format=FORMAT)
     _check_size(plan)
     if plan.window is not None:  # its order follows from the window, which Plan has checked
         return plan

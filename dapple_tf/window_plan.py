@@ -9,6 +9,7 @@ from typing import Any
 from dapple_tf.errors import PlanError
 from graph_passes.schedules.weight_versions import POLICIES, Versions, WeightPolicy, weight_versions
 from graph_passes.schedules.window import Window, depth_warm_up, round_robin_warm_up
+from profiler.records import Count
 
 USUAL_MINIBATCHES = 64
 """Minibatches of a window where none are given."""
@@ -23,10 +24,10 @@ class WindowPlan:
     the warm-up of the first stage. Raises PlanError for values out of range.
     """
 
-    minibatches: int
+    minibatches: Count
     weights: WeightPolicy = "stash"
-    depth: int | None = None
-    micro_batches: int | None = None
+    depth: Count | None = None
+    micro_batches: Count | None = None
 
     def __post_init__(self) -> None:
         _check_number("minibatches", self.minibatches)

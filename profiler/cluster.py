@@ -21,13 +21,16 @@ import yaml
 
 from profiler.detect import host_memory, local_devices, processes_per_server
 from profiler.errors import ClusterError
-from profiler.fields import Fields
 from profiler.files import describe_reason, write_atomically
 from profiler.quote import quote
 from profiler.read_files import naming_file, read_json, read_text, read_yaml
+from profiler.records import Name, read_record
 from profiler.servers import (
     DeviceKind,
+    KindRecord,
+    Quantity,
     Server,
+    ServerRecord,
     check_above_zero,
     check_kinds,
     check_servers,
@@ -35,9 +38,9 @@ from profiler.servers import (
     devices_to_data,
     is_finite,
     kind_to_data,
+    make_kinds,
+    make_servers,
     parse_field,
-    read_kinds,
-    read_servers,
 )
 from profiler.units import BYTES, BYTES_A_SECOND, SECONDS, format_quantity
 
@@ -297,11 +300,53 @@ def _read(path: str | os.PathLike[str]) -> Any:
     return read_yaml(path, ClusterError)
 
 
+@dataclass(frozen=True)
+class _LinkRecord:
+    """A link in a file."""
+
+    bandwidth: Quantity
+    latency: Quantity
+
+    def parse(self, where: str) -> Link:
+        """Return the link; ``where``: its path in the file."""
+        bandwidth = parse_field(f"{where}.bandwidth", self.bandwidth, BYTES_A_SECOND)
+        return Link(bandwidth, parse_field(f"{where}.latency", self.latency, SECONDS))
+
+
+@dataclass(frozen=True)
+class _PairRecord(_LinkRecord):
+    """The link of a pair of servers."""
+
+    between: tuple[Name, ...]
+
+
+@dataclass(frozen=True)
+class _SwitchRecord(_LinkRecord):
+    """A switch, which joins every two of its servers by the same link."""
+
+    name: Name
+    servers: tuple[Name, ...]
+
+
+@dataclass(frozen=True)
+class _ClusterRecord:
+    """The fields of a file."""
+
+    servers: tuple[ServerRecord, ...]
+    device_memory: Quantity | None = None
+    intra_server: _LinkRecord | None = None
+    inter_server: _LinkRecord | None = None
+    links: tuple[_PairRecord, ...] = ()
+    switches: tuple[_SwitchRecord, ...] = ()
+    kinds: Mapping[str, KindRecord] = field(default_factory=dict)
+    execution: Name = "sync"
+
+
 def _from_data(data: Any) -> Cluster:
-    known = ("device_memory", "servers", "intra_server", "inter_server", "links", "switches", "kinds", "execution")
-    top = Fields.of(data, ClusterError, known=known, file_format=FORMAT)
-    servers = read_servers(top)
-    intra, inter = (_link_of(top, key) for key in ("intra_server", "inter_server"))
+    top = read_record(data, _ClusterRecord, ClusterError, file_format=FORMAT)
+    servers = make_servers(top.servers)
+    intra = None if top.intra_server is None else top.intra_server.parse("intra_server")
+    inter = None if top.inter_server is None else top.inter_server.parse("inter_server")
     if intra is None and any(server.devices > 1 for server in servers):
         raise ClusterError("intra_server is missing, but a server has several devices")
     names = [server.name for server in servers]
@@ -315,51 +360,50 @@ def _from_data(data: Any) -> Cluster:
         _check_names(links, names)
         links = route(names, links)
         inter = min((link for (a, b), link in links.items() if a != b), key=lambda link: link.bandwidth)  # of no pair
-    kinds = read_kinds(top)
-    given_by_kinds = not top.has("device_memory") and (bool(kinds) or any(server.kinds for server in servers))
+    kinds = make_kinds(top.kinds)
+    memory = None if top.device_memory is None else parse_field("device_memory", top.device_memory, BYTES)
     return Cluster(
         servers=servers,
-        device_memory=None if given_by_kinds else parse_field(top, "device_memory", BYTES),
+        device_memory=memory,
         intra_server=intra or inter or IN_PROCESS,
         inter_server=inter or intra or IN_PROCESS,
         links=links,
         kinds=kinds,
-        execution=top.text("execution") if top.has("execution") else "sync",
+        execution=top.execution,
     )
 
 
-def _read_links(top: Fields, names: Sequence[str]) -> Links:
+def _read_links(top: _ClusterRecord, names: Sequence[str]) -> Links:
     """Return the links of pairs of servers: those that the file gives, then those of its switches.
 
     ``names``: of the servers.
     """
     links: Links = {}
-    for item in top.each("links", known=("between", "bandwidth", "latency")) if top.has("links") else ():
-        pair = item.texts("between")
+    for index, item in enumerate(top.links):
+        where, pair = f"links[{index}]", item.between
         if len(pair) != 2:
-            raise ClusterError(f"{item.where}between is {list(pair)}, not two names of servers")
+            raise ClusterError(f"{where}.between is {list(pair)}, not two names of servers")
         if pair in links or pair[::-1] in links:
-            raise ClusterError(f"{item.where}between: the link of {pair[0]!r} and {pair[1]!r} is given twice")
-        links[pair[0], pair[1]] = _parse_link(item)
+            raise ClusterError(f"{where}.between: the link of {pair[0]!r} and {pair[1]!r} is given twice")
+        links[pair[0], pair[1]] = item.parse(where)
     switch_of: dict[frozenset[str], str] = {}
     switches: set[str] = set()
-    known = ("name", "servers", "bandwidth", "latency")
-    for item in top.each("switches", known=known) if top.has("switches") else ():
-        name, servers = item.text("name"), item.texts("servers")
+    for index, switch in enumerate(top.switches):
+        where, name, servers = f"switches[{index}]", switch.name, switch.servers
         if len(servers) < 2 or len(set(servers)) < len(servers):
-            raise ClusterError(f"{item.where}servers is {quote(list(servers))}: name two or more servers, each once")
+            raise ClusterError(f"{where}.servers is {quote(list(servers))}: name two or more servers, each once")
         if unknown := [server for server in servers if server not in names]:
-            raise ClusterError(f"{item.where}servers names {unknown[0]!r}; the servers are {quote(list(names))}")
+            raise ClusterError(f"{where}.servers names {unknown[0]!r}; the servers are {quote(list(names))}")
         if name in switches:
-            raise ClusterError(f"{item.where}name is {name!r}, as is that of another switch: give each its own")
+            raise ClusterError(f"{where}.name is {name!r}, as is that of another switch: give each its own")
         switches.add(name)
         for pair in itertools.combinations(servers, 2):
             if (other := switch_of.setdefault(frozenset(pair), name)) != name:
                 raise ClusterError(
-                    f"{item.where}servers: {pair[0]!r} and {pair[1]!r} are both on switch {name!r} and on {other!r}: "
+                    f"{where}.servers: {pair[0]!r} and {pair[1]!r} are both on switch {name!r} and on {other!r}: "
                     "leave them out of one, or give their link in links"
                 )
-        links = _join_by_switch(links, servers, _parse_link(item))
+        links = _join_by_switch(links, servers, switch.parse(where))
     return links
 
 
@@ -374,14 +418,6 @@ def _check_names(links: Mapping[tuple[str, str], Link], names: Sequence[str]) ->
         for name in (a, b):
             if name not in known:
                 raise ClusterError(f"links: {a!r} to {b!r} names {name!r}; the servers are {quote(list(names))}")
-
-
-def _link_of(top: Fields, key: str) -> Link | None:
-    return _parse_link(top.inner(key, known=("bandwidth", "latency"))) if top.has(key) else None
-
-
-def _parse_link(item: Fields) -> Link:
-    return Link(parse_field(item, "bandwidth", BYTES_A_SECOND), parse_field(item, "latency", SECONDS))
 
 
 # --- Links between servers that a file does not give pair by pair: through a switch, or over several links in turn

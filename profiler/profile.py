@@ -11,7 +11,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,9 @@ import numpy as np
 import numpy.typing as npt
 
 from profiler.errors import ProfileError
-from profiler.fields import Fields
 from profiler.files import describe_reason, write_atomically
 from profiler.read_files import naming_file, read_json
+from profiler.records import Count, Figure, Name, read_record
 from profiler.topology import check_edges
 
 FORMAT = "dapple-profile/1"
@@ -34,8 +34,8 @@ Floats = npt.NDArray[np.float64]
 class KindSeconds:
     """Seconds of one layer for the profile's batch on devices of one kind."""
 
-    forward_seconds: float
-    backward_seconds: float
+    forward_seconds: Figure
+    backward_seconds: Figure
 
 
 @dataclass(frozen=True)
@@ -48,13 +48,13 @@ class LayerCost:
     kinds, by the kind's name in a cluster, where they were measured.
     """
 
-    name: str
-    forward_seconds: float
-    backward_seconds: float
-    activation_bytes: float
-    stash_bytes: float
-    parameter_bytes: float
-    weights_seconds: float | None = None
+    name: Name
+    forward_seconds: Figure
+    backward_seconds: Figure
+    activation_bytes: Figure
+    stash_bytes: Figure
+    parameter_bytes: Figure
+    weights_seconds: Figure | None = None
     kinds: Mapping[str, KindSeconds] = dataclasses.field(default_factory=dict, hash=False)
 
 
@@ -62,17 +62,17 @@ class LayerCost:
 class Timing:
     """Seconds of every layer at a batch size other than the profile's."""
 
-    batch_size: int
-    forward_seconds: tuple[float, ...]
-    backward_seconds: tuple[float, ...]
+    batch_size: Count
+    forward_seconds: tuple[Figure, ...]
+    backward_seconds: tuple[Figure, ...]
 
 
 @dataclass(frozen=True)
 class WholeModel:
     """The whole model's measured seconds for the profile's batch; the sum of the layers should be close to it."""
 
-    forward_seconds: float
-    backward_seconds: float
+    forward_seconds: Figure
+    backward_seconds: Figure
 
 
 @dataclass(frozen=True)
@@ -85,16 +85,16 @@ class Profile:
     relative spread of the measured times. Raises ProfileError for values that are impossible.
     """
 
-    model: str
-    batch_size: int
-    device: str
+    model: Name
+    batch_size: Count
+    device: Name
     layers: tuple[LayerCost, ...]
-    edges: tuple[tuple[int, int], ...] | None = None
+    edges: tuple[tuple[Count, Count], ...] | None = None
     timings: tuple[Timing, ...] = ()
-    uncuttable: tuple[int, ...] = ()
-    unsplittable: tuple[int, ...] = ()
+    uncuttable: tuple[Count, ...] = ()
+    unsplittable: tuple[Count, ...] = ()
     whole: WholeModel | None = None
-    error: float | None = None
+    error: Figure | None = None
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
@@ -202,7 +202,7 @@ class Profile:
     def load(path: str | os.PathLike[str]) -> Profile:
         """Read a profile; ProfileError names the file and the field that is wrong."""
         with naming_file(path, ProfileError):
-            return _from_json(read_json(path, ProfileError))
+            return read_record(read_json(path, ProfileError), Profile, ProfileError, file_format=FORMAT)
 
     @cached_property
     def _of_kinds(self) -> dict[tuple[str | None, float | None], Profile]:
@@ -393,39 +393,3 @@ def _to_json(profile: Profile) -> dict[str, Any]:
         if not layer["kinds"]:
             del layer["kinds"]
     return {"format": FORMAT, **data}
-
-
-def _from_json(data: Any) -> Profile:
-    top = Fields.of(data, ProfileError, known=[field.name for field in fields(Profile)], file_format=FORMAT)
-    whole = top.inner("whole", known=_SECONDS) if top.has("whole") else None
-    return Profile(
-        model=top.text("model"),
-        batch_size=top.integer("batch_size"),
-        device=top.text("device"),
-        layers=tuple(
-            LayerCost(
-                name=layer.text("name"),
-                **{field: layer.number(field) for field in _COSTS},
-                weights_seconds=layer.number("weights_seconds") if layer.has("weights_seconds") else None,
-                kinds=_read_kinds(layer),
-            )
-            for layer in top.each("layers", known=("name", *_COSTS, "weights_seconds", "kinds"))
-        ),
-        edges=top.pairs("edges") if top.has("edges") else None,
-        timings=tuple(
-            Timing(timing.integer("batch_size"), *(timing.numbers(name) for name in _SECONDS))
-            for timing in (top.each("timings", known=("batch_size", *_SECONDS)) if top.has("timings") else ())
-        ),
-        uncuttable=top.integers("uncuttable") if top.has("uncuttable") else (),
-        unsplittable=top.integers("unsplittable") if top.has("unsplittable") else (),
-        whole=None if whole is None else WholeModel(*(whole.number(name) for name in _SECONDS)),
-        error=top.number("error") if top.has("error") else None,
-    )
-
-
-def _read_kinds(layer: Fields) -> dict[str, KindSeconds]:
-    found = {}
-    for name in layer.mapping("kinds") if layer.has("kinds") else ():
-        kind = Fields(layer.mapping("kinds"), ProfileError, f"{layer.where}kinds.").inner(name, known=_SECONDS)
-        found[name] = KindSeconds(*(kind.number(seconds) for seconds in _SECONDS))
-    return found

@@ -10,9 +10,9 @@ from numbers import Integral, Real
 from typing import Any
 
 from profiler.errors import ClusterError
-from profiler.fields import Fields
 from profiler.quote import quote
 from profiler.read_files import naming_file
+from profiler.records import Count, Figure, Name
 from profiler.units import BYTES, format_quantity, parse_quantity
 
 _MOST_DEVICES = 100_000  # of a cluster in a file
@@ -141,48 +141,68 @@ def kind_to_data(kind: DeviceKind) -> dict[str, Any]:
     return memory if kind.speed is None else {**memory, "speed": kind.speed}
 
 
-def read_servers(top: Fields) -> tuple[Server, ...]:
+# --- Servers and kinds as a cluster's file holds them
+
+Quantity = Name | Figure
+"""A text such as ``16GB``, or a number in base units."""
+
+
+@dataclass(frozen=True)
+class DeviceGroup:
+    """Consecutive devices of one kind in a server."""
+
+    kind: Name
+    count: Count
+
+
+@dataclass(frozen=True)
+class ServerRecord:
+    """A server: the number of its devices, or their kinds."""
+
+    name: Name
+    devices: Count | tuple[DeviceGroup, ...]
+
+    @property
+    def device_count(self) -> int:
+        """The number of devices."""
+        return self.devices if isinstance(self.devices, int) else sum(group.count for group in self.devices)
+
+
+@dataclass(frozen=True)
+class KindRecord:
+    """A kind of devices."""
+
+    memory: Quantity | None = None
+    speed: Figure | None = None
+
+
+def make_servers(records: Sequence[ServerRecord]) -> tuple[Server, ...]:
     """Return the servers of a cluster's file; ClusterError names the field that is wrong."""
-    items = top.each("servers", known=("name", "devices"))
-    groups = [_read_devices(item) for item in items]
-    if sum(count for of_server in groups for _, count in of_server) > _MOST_DEVICES:
+    for index, record in enumerate(records):
+        for place, group in enumerate(() if isinstance(record.devices, int) else record.devices):
+            if not group.count:
+                raise ClusterError(f"servers[{index}].devices[{place}].count is 0; it must be at least 1")
+    if sum(record.device_count for record in records) > _MOST_DEVICES:
         raise ClusterError(f"servers have more than {_MOST_DEVICES} devices together, which is more than is plausible")
-    servers = []
-    for item, of_server in zip(items, groups, strict=True):
-        named = [(kind, count) for kind, count in of_server if kind is not None]
-        name = item.text("name")
-        servers.append(Server.of_kinds(name, named) if named else Server(name, sum(count for _, count in of_server)))
-    return tuple(servers)
+    return tuple(
+        Server(record.name, record.devices)
+        if isinstance(record.devices, int)
+        else Server.of_kinds(record.name, [(group.kind, group.count) for group in record.devices])
+        for record in records
+    )
 
 
-def _read_devices(server: Fields) -> list[tuple[str | None, int]]:
-    """Return the kinds of a server's devices and the number of each; the kind is None for a count without kinds."""
-    if not isinstance(server.data.get("devices"), list):
-        return [(None, server.integer("devices"))]
-    groups: list[tuple[str | None, int]] = []
-    for group in server.each("devices", known=("kind", "count")):
-        groups.append((group.text("kind"), count := group.integer("count")))
-        if not count:
-            raise ClusterError(f"{group.where}count is 0; it must be at least 1")
-    return groups
-
-
-def read_kinds(top: Fields) -> dict[str, DeviceKind]:
+def make_kinds(records: Mapping[str, KindRecord]) -> dict[str, DeviceKind]:
     """Return the kinds of devices of a cluster's file; ClusterError names the field that is wrong."""
-    kinds = {}
-    for name in top.mapping("kinds") if top.has("kinds") else ():
-        if not isinstance(name, str):  # YAML reads an unquoted 1080 as a number
-            raise ClusterError(f"kinds has the name {quote(name)}, which is not a string: write it in quotes")
-        kind = Fields(top.mapping("kinds"), ClusterError, "kinds.").inner(name, known=("memory", "speed"))
-        kinds[name] = DeviceKind(
-            parse_field(kind, "memory", BYTES) if kind.has("memory") else None,
-            kind.number("speed") if kind.has("speed") else None,
+    return {
+        name: DeviceKind(
+            None if record.memory is None else parse_field(f"kinds.{name}.memory", record.memory, BYTES), record.speed
         )
-    return kinds
+        for name, record in records.items()
+    }
 
 
-def parse_field(item: Fields, key: str, units: Mapping[str, Any]) -> float:
-    """Return a quantity such as ``16GB`` in base units; ClusterError names the field that is wrong."""
-    value = item.scalar(key)
-    with naming_file(item.where + key, ClusterError):
+def parse_field(where: str, value: Quantity, units: Mapping[str, Any]) -> float:
+    """Return a quantity such as ``16GB`` in base units; ClusterError names the field ``where``."""
+    with naming_file(where, ClusterError):
         return parse_quantity(value, units)

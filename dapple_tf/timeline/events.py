@@ -9,6 +9,7 @@ from typing import Literal, TypeAlias
 
 from graph_passes.schedules.schedule import Action, Kind
 from graph_passes.schedules.window import Window
+from profiler.records import Count, Figure
 
 StageEventKind = Literal["allreduce", "update"]
 Place = tuple[int, int, str]
@@ -47,12 +48,12 @@ class Transfer:
     TensorFlow moves tensors between devices by itself, and no transfer is recorded.
     """
 
-    source: int
-    target: int
-    micro_batch: int
-    start: float
-    end: float
-    count: int = 1
+    source: Count
+    target: Count
+    micro_batch: Count
+    start: Figure
+    end: Figure
+    count: Count = 1
 
     @property
     def micro_batches(self) -> range:

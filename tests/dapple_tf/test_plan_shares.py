@@ -54,9 +54,6 @@ def test_the_least_samples_give_every_replica_one() -> None:
     [
         ([1], r"stages\[0\].shares has 1 numbers, but there are 2 devices: give one for each, or none"),
         ([1, 0], r"stages\[0\].shares\[1\] is 0.0, not a finite number above 0: leave a device that is to take no"),
-        ([1, -1], r"stages\[0\].shares\[1\] is -1, not a finite number of at least 0"),
-        ([1, "2"], r"stages\[0\].shares\[1\] is '2', not a finite number"),
-        (1, r"stages\[0\].shares is 1, not a list"),
     ],
 )
 def test_wrong_shares_are_named(tmp_path: Path, shares: Any, message: str) -> None:

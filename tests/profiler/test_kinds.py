@@ -136,15 +136,10 @@ def of_kind(**fields: Any) -> dict[str, Any]:
             r"servers\[0\].devices names the kind 'T4', which kinds does not define: it has \['V100'\]; add the kind",
         ),
         (of_kind(memory="8GB", speed=0), "kinds.T4.speed is 0.0, not a finite number above 0"),
-        (of_kind(memory="8GB", speed=-1), "kinds.T4.speed is -1, not a finite number of at least 0"),
-        (of_kind(memory="8GB", speed="fast"), "kinds.T4.speed is 'fast', not a finite number"),
         (of_kind(memory="0GB", speed=1), "kinds.T4.memory is 0.0, not a finite number above 0"),
         (of_kind(memory="8Gs", speed=1), "kinds.T4.memory: '8Gs' has the unknown unit 'Gs'"),
         (of_kind(speed=1), "kinds.T4.memory is missing, and so is device_memory, which would stand in for it"),
-        (of_kind(memory="8GB", sped=1), "kinds.T4.sped is not a field of this file; did you mean 'speed'?"),
         ({"kinds": {**VALID["kinds"], "": {}}}, "kinds has an entry with an empty name"),
-        ({"kinds": ["T4"]}, r"kinds is \['T4'\], not an object"),
-        ({"kinds": {**VALID["kinds"], "T4": 1}}, "kinds.T4 is 1, not an object"),
         (
             {"servers": [{"name": "a", "devices": 1}]},
             r"device_memory is missing, but the devices of servers\[0\] \('a'\) have no kind",
@@ -153,17 +148,12 @@ def of_kind(**fields: Any) -> dict[str, Any]:
             {"servers": [{"name": "a", "devices": [{"kind": "T4", "count": 0}]}]},
             r"servers\[0\].devices\[0\].count is 0; it must be at least 1",
         ),
-        (
-            {"servers": [{"name": "a", "devices": [{"kind": "T4"}]}]},
-            r"servers\[0\].devices\[0\].count is missing",
-        ),
         ({"servers": [{"name": "a", "devices": []}]}, r"servers\[0\].devices is 0; it must be at least 1"),
         (
             {"servers": [{"name": "a", "devices": [{"kind": "T4", "count": 10**6}]}]},
             "more than 100000 devices together",
         ),
         ({"execution": "later"}, "execution is 'later', not 'sync' or 'async'"),
-        ({"execution": 1}, "execution is 1, not a string"),
     ],
 )
 def test_a_wrong_field_is_named(tmp_path: Path, data: dict[str, Any], message: str) -> None:

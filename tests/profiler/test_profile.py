@@ -94,27 +94,18 @@ def change_timing(**change: Any) -> dict[str, Any]:
     [
         ({"format": "dapple-plan/1"}, "format is 'dapple-plan/1', not 'dapple-profile/1'"),
         ({"batch_sise": 8}, "batch_sise is not a field of this file; did you mean 'batch_size'?"),
-        ({"colour": 8}, "colour is not a field of this file; there are format, model, "),
         ({"batch_size": 0}, "batch_size is 0; it must be at least 1"),
-        ({"batch_size": 1.5}, "batch_size is 1.5, not a whole number"),
         ({"layers": []}, "layers is empty"),
-        ({"layers": {}}, "layers is {}, not a list"),
-        ({"layers": [3]}, r"layers\[0\] is 3, not an object"),
         (change_layer(name=""), r"layers\[1\].name is empty"),
         (change_layer(name="embed"), r"layers\[1\].name is 'embed', as is that of layers\[0\]"),
         (change_layer(forward_second=1), r"layers\[1\].forward_second is not a field.*mean 'forward_seconds'"),
-        (change_layer(weights_seconds=-1), r"layers\[1\].weights_seconds is -1, not a finite number of at least 0"),
-        (change_layer(weights_seconds="half"), r"layers\[1\].weights_seconds is 'half', not a finite number"),
         (
             change_layer(weights_seconds=0.75),
             r"layers\[1\].weights_seconds \(dense\) is 0.75, more than its backward_seconds 0.5, of which it is a part",
         ),
-        (change_layer(forward_seconds=-0.5), r"layers\[1\].forward_seconds is -0.5, not a finite number of at least 0"),
-        (change_layer(stash_bytes="4"), r"layers\[1\].stash_bytes is '4', not a finite number"),
-        (change_layer(stash_bytes=True), r"layers\[1\].stash_bytes is True, not a finite number"),
         (change_layer(stash_bytes=10**400), r"layers\[1\].stash_bytes is 10*\.\.\.0*, not a finite number"),
         ({"edges": [[0, 1], [1, 3]]}, r"edges\[1\] is \[1, 3\], but the layers are numbered 0 to 2"),
-        ({"edges": [[0, 1, 2]]}, r"edges\[0\] is \[0, 1, 2\], not a pair"),
+        ({"edges": [[0, 1, 2]]}, r"edges\[0\] is \[0, 1, 2\], not a list of 2 values"),
         ({"edges": [[0, 0]]}, r"edges\[0\] joins layer 0 \(embed\) to itself"),
         ({"edges": [[0, 1], [0, 1]]}, r"edges\[1\] repeats \[0, 1\]"),
         ({"edges": [[0, 1]]}, r"layer 2 \(head\) is not connected to the rest: the graph has 2 parts"),
@@ -125,11 +116,9 @@ def change_timing(**change: Any) -> dict[str, Any]:
         (change_timing(batch_size=0), r"timings\[0\].batch_size is 0; timings must be at ascending sizes from 1"),
         ({"timings": EVERYTHING["timings"] * 2}, r"timings\[1\].batch_size is 4; timings must be at ascending sizes"),
         (change_timing(forward_seconds=[1]), r"timings\[0\].forward_seconds has 1 values, but there are 3 layers"),
-        (change_timing(backward_seconds=[1, -2, 3]), r"timings\[0\].backward_seconds\[1\] is -2, not a finite number"),
         ({"uncuttable": [3]}, r"uncuttable\[0\] is 3, but the positions between two layers are 1 to 2"),
         ({"unsplittable": [1, 0]}, r"unsplittable\[1\] is 0, but the positions between"),
         ({"whole": {"forward_seconds": 1}}, "whole.backward_seconds is missing"),
-        ({"error": -1}, "error is -1, not a finite number of at least 0"),
     ],
 )
 def test_a_wrong_field_is_named(tmp_path: Path, change: dict[str, Any], message: str) -> None:
@@ -138,18 +127,14 @@ def test_a_wrong_field_is_named(tmp_path: Path, change: dict[str, Any], message:
         Profile.load(path)
 
 
-@pytest.mark.parametrize("field", ["model", "batch_size", "device", "layers"])
+@pytest.mark.parametrize("field", ["model", "batch_size", "device", "layers", *VALID["layers"][0]])
 def test_a_missing_field_is_named(tmp_path: Path, field: str) -> None:
-    path = written(tmp_path, {key: value for key, value in VALID.items() if key != field})
-    with pytest.raises(ProfileError, match=f"^{path}: {field} is missing"):
-        Profile.load(path)
-
-
-@pytest.mark.parametrize("field", VALID["layers"][0])
-def test_a_missing_field_of_a_layer_is_named(tmp_path: Path, field: str) -> None:
     layer = {key: value for key, value in VALID["layers"][0].items() if key != field}
-    with pytest.raises(ProfileError, match=rf"layers\[0\].{field} is missing"):
-        Profile.load(written(tmp_path, {**VALID, "layers": [layer]}))
+    data = {key: value for key, value in {**VALID, "layers": [layer]}.items() if key != field}
+    where = field if field in VALID else rf"layers\[0\].{field}"
+    path = written(tmp_path, data)
+    with pytest.raises(ProfileError, match=f"^{path}: {where} is missing"):
+        Profile.load(path)
 
 
 @pytest.mark.parametrize(

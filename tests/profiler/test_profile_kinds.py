@@ -79,16 +79,9 @@ def test_kinds_can_be_saved_and_loaded(tmp_path: Path) -> None:
     [
         ({"T4": {"forward_seconds": 1}}, r"layers\[1\].kinds.T4.backward_seconds is missing"),
         (
-            {"T4": {"forward_seconds": -1, "backward_seconds": 1}},
-            r"layers\[1\].kinds.T4.forward_seconds is -1, not a finite number of at least 0",
-        ),
-        (
             {"T4": {"forward_seconds": 1, "backward_seconds": 1e30}},
             r"layers\[1\].kinds.T4.backward_seconds \(b\) is 1e\+30, larger than is plausible",
         ),
-        ({"T4": {"forward": 1}}, r"layers\[1\].kinds.T4.forward is not a field of this file"),
-        ({"T4": 1}, r"layers\[1\].kinds.T4 is 1, not an object"),
-        (["T4"], r"layers\[1\].kinds is \['T4'\], not an object"),
     ],
 )
 def test_a_wrong_field_is_named(tmp_path: Path, kinds: Any, message: str) -> None:

@@ -304,10 +304,7 @@ def change(place: str, value: Any) -> Callable[[dict[str, Any]], None]:
         (change("title", None), r"dapple: title is missing"),
         (change("measured.actions.3.kind", "X"), r"dapple: measured\.actions\[3\]\.kind is 'X'; known are F, B, I, W"),
         (change("measured.actions.3.start", None), r"dapple: measured\.actions\[3\]\.start is missing"),
-        (change("measured.actions.3.start", "now"), r"measured\.actions\[3\]\.start is 'now', not a finite number"),
         (change("measured.actions.3.end", 0.5), r"measured\.actions\[3\]\.end is 0\.5, before its start, 2\.5"),
-        (change("measured.actions.3.stage", -1), r"measured\.actions\[3\]\.stage is -1, not a whole number"),
-        (change("measured.actions.3.color", "red"), r"measured\.actions\[3\]\.color is not a field of this file"),
         (
             change("measured.actions.1.micro_batch", 0),
             r"actions\[1\] is 0F0, as measured\.actions\[0\]: an action",
@@ -317,7 +314,6 @@ def change(place: str, value: Any) -> Callable[[dict[str, Any]], None]:
             r"measured\.actions has stages \[0, 1, 5\]; they must be",
         ),
         (change("measured.actions", []), r"measured\.actions is empty"),
-        (change("measured.transfers.0", 7), r"measured\.transfers\[0\] is 7, not an object"),
         (
             change("measured.transfers.1.target", 2),
             r"transfers\[1\] goes 0>2; it must connect two different stages of \[0, 1\]",
@@ -341,8 +337,6 @@ def change(place: str, value: Any) -> Callable[[dict[str, Any]], None]:
         ),
         (change("measured.stage_events.0.kind", "nap"), r"stage_events\[0\]\.kind is 'nap'; known are allreduce"),
         (change("predicted.timeline.actions.0.device", 3), r"predicted\.timeline\.actions\[0\]\.device is 3, not"),
-        (change("predicted.source", None), r"predicted\.source is missing"),
-        (change("planned_seconds", -1), r"planned_seconds is -1, not a finite number of at least 0"),
     ],
 )
 def test_the_error_for_a_damaged_trace_names_the_field(
