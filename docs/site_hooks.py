@@ -20,6 +20,8 @@ from dapple_tf.cli import cli
 from graph_passes.ir.ops import ops_table_markdown
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from mkdocs.config.defaults import MkDocsConfig
     from mkdocs.structure.files import Files
 
@@ -30,20 +32,20 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
     """Add the generated pages to those of the ``docs`` folder (a hook that mkdocs calls)."""
     from mkdocs.structure.files import File  # not at the top: the tests check links where mkdocs is not installed
 
-    for path, page in generated_pages().items():
-        files.append(File.generated(config, path, content=page))
+    for path, make_page in generated_pages().items():
+        files.append(File.generated(config, path, content=make_page()))
     return files
 
 
-def generated_pages() -> dict[str, str]:
-    """Return the Markdown of every generated page, by its path inside ``docs``."""
+def generated_pages() -> dict[str, Callable[[], str]]:
+    """Return the functions that make the Markdown of the generated pages, by the page's path inside ``docs``."""
     return {
-        "architecture/modules.md": modules_page(),
-        "architecture/ops.md": ops_page(),
-        "architecture/tensorflow_ops.md": tensorflow_ops_page(),
-        "reference/api.md": api_page(),
-        "reference/options.md": options_page(),
-        "reference/cli.md": command_line_page(),
+        "architecture/modules.md": modules_page,
+        "architecture/ops.md": ops_page,
+        "architecture/tensorflow_ops.md": tensorflow_ops_page,
+        "reference/api.md": api_page,
+        "reference/options.md": options_page,
+        "reference/cli.md": command_line_page,
     }
 
 

@@ -79,9 +79,12 @@ def site_hooks() -> ModuleType:
 
 
 @cache
-def generated() -> dict[str, Page]:
-    """Return the pages of the site that are made from the code, by their paths from the project's root."""
-    return {f"docs/{path}": Page(f"docs/{path}", text) for path, text in site_hooks().generated_pages().items()}
+def generated(path: str) -> Page:
+    """Return a page of the site that is made from the code, by its path from the project's root.
+
+    It is made at the first use: that takes seconds for some, which the collection of the tests must not take.
+    """
+    return Page(path, site_hooks().generated_pages()[path.removeprefix("docs/")]())
 
 
 @cache
@@ -91,9 +94,14 @@ def written() -> dict[str, Page]:
     return {path: Page(path, (ROOT / path).read_text("utf-8")) for path in (str(f.relative_to(ROOT)) for f in files)}
 
 
-def site_pages() -> dict[str, Page]:
-    """Return all pages of the site, by their paths from the project's root."""
-    return {path: page for path, page in {**written(), **generated()}.items() if path.startswith("docs/")}
+def all_paths() -> list[str]:
+    """Return the paths from the project's root of all pages, written and generated."""
+    return [*written(), *(f"docs/{path}" for path in site_hooks().generated_pages())]
+
+
+def read_page(path: str) -> Page:
+    """Return the page of a path from the project's root."""
+    return written().get(path) or generated(path)
 
 
 def resolve(page: Page, target: str) -> str:

@@ -15,11 +15,11 @@ from dapple_tf.planner.api import plan
 from dapple_tf.planner.planning_problem import PlanningProblem
 from dapple_tf.runtime.step import pipeline
 from graph_passes.ir.graph import Graph, Node
-from tests.docs.pages import Page, generated, read_source, written
+from tests.docs.pages import Page, all_paths, read_page, read_source
 from tests.paths import ROOT
 
 # The changelog tells of names that are gone.
-PAGES = [page for path, page in {**written(), **generated()}.items() if path != "CHANGELOG.md"]
+PATHS = [path for path in all_paths() if path != "CHANGELOG.md"]
 PACKAGES = ("dapple_tf", "graph_passes", "profiler", "models", "benchmarks", "tests")
 SUFFIXES = {"html", "json", "png", "py", "txt"}  # `timeline.png` is a file
 INSTANCES: dict[str, type] = {
@@ -32,11 +32,11 @@ INSTANCES: dict[str, type] = {
 }
 
 
-def ids(page: Page) -> str:
-    return page.path
+@pytest.fixture(params=PATHS)
+def page(request: pytest.FixtureRequest) -> Page:
+    return read_page(request.param)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=ids)
 def test_every_dotted_name_can_be_imported(page: Page) -> None:
     names = {match[0] for span in page.spans for match in re.finditer(rf"\b(?:{'|'.join(PACKAGES)})(?:\.\w+)+", span)}
     names |= set(re.findall(r"^::: ([\w.]+)", page.text, re.MULTILINE))
@@ -44,7 +44,6 @@ def test_every_dotted_name_can_be_imported(page: Page) -> None:
     assert not missing
 
 
-@pytest.mark.parametrize("page", PAGES, ids=ids)
 def test_every_name_of_the_public_api_exists(page: Page) -> None:
     text = page.prose + "".join(block.text for block in page.blocks)
     names = set(re.findall(r"\bdapple\.(\w+)", text)) - {"keras"} - SUFFIXES
@@ -52,7 +51,6 @@ def test_every_name_of_the_public_api_exists(page: Page) -> None:
     assert not missing
 
 
-@pytest.mark.parametrize("page", PAGES, ids=ids)
 def test_every_attribute_of_a_step_a_timeline_or_a_problem_exists(page: Page) -> None:
     text = " ".join(page.spans) + "".join(block.text for block in page.blocks if block.language == "python")
     found = re.findall(rf"\b({'|'.join(INSTANCES)})\.([a-z]\w*)", text)
@@ -60,7 +58,6 @@ def test_every_attribute_of_a_step_a_timeline_or_a_problem_exists(page: Page) ->
     assert not sorted(f"{name}.{member}" for name, member in members if not _has(INSTANCES[name], member))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=ids)
 def test_every_path_of_the_project_exists(page: Page) -> None:
     missing = []
     for span in page.spans:
@@ -70,7 +67,6 @@ def test_every_path_of_the_project_exists(page: Page) -> None:
     assert not missing
 
 
-@pytest.mark.parametrize("page", PAGES, ids=ids)
 def test_every_make_target_exists(page: Page) -> None:
     text = " ".join(page.spans) + "\n".join(block.text for block in page.blocks if not block.language)
     targets = set(re.findall(r"^\.?([\w-]+):(?!=)", read_source("Makefile"), re.MULTILINE))
@@ -80,7 +76,7 @@ def test_every_make_target_exists(page: Page) -> None:
 
 @pytest.mark.parametrize(("path", "function"), [("docs/reference/options.md", pipeline), ("docs/guide/plan.md", plan)])
 def test_the_guide_lists_every_argument(path: str, function: Any) -> None:
-    listed = re.findall(r"^\| `(\w+)`", {**written(), **generated()}[path].text, re.MULTILINE)
+    listed = re.findall(r"^\| `(\w+)`", read_page(path).text, re.MULTILINE)
     others = (
         {"profile", "cluster", "planner", "options"} if function is plan else {"loss_fn", "optimizer", "example_batch"}
     )
@@ -88,7 +84,7 @@ def test_the_guide_lists_every_argument(path: str, function: Any) -> None:
 
 
 def test_every_error_has_a_place_in_the_reference() -> None:
-    assert "::: dapple_tf.errors" in generated()["docs/reference/api.md"].text
+    assert "::: dapple_tf.errors" in read_page("docs/reference/api.md").text
 
 
 def _exists(name: str) -> bool:
