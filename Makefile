@@ -17,8 +17,8 @@ PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS)
 # Hide TensorFlow's log lines about the processor.
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 
-# The tests start more than a hundred Python processes: each module is compiled once and its bytecode kept, also where
-# the caller's environment turns that off.
+# The tests start many Python processes: each module is compiled once and its bytecode kept, also where the caller's
+# environment turns that off.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: train test test-all lint bench docs hosts horovod clean

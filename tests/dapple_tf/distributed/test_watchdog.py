@@ -81,7 +81,7 @@ def line_of(capfd: pytest.CaptureFixture[str], rank: int) -> str:
     return lines[0]
 
 
-@pytest.mark.parametrize("ranks", [20], indirect=True)
+@pytest.mark.parametrize("ranks", [200], indirect=True)
 def test_ranks_without_failures_print_nothing_and_leave_together(
     ranks: Ranks, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -93,7 +93,7 @@ def test_ranks_without_failures_print_nothing_and_leave_together(
     assert leaving[0].is_alive()
     leaving[2].start()
     for thread in leaving:
-        thread.join(15)  # not at the timeout, but when the last one leaves
+        thread.join(100)  # not at the timeout, but when the last one leaves
         assert not thread.is_alive()
     assert ranks.ends.empty()
     assert "dapple" not in capfd.readouterr().err
