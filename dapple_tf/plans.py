@@ -399,10 +399,9 @@ def _check_size(plan: Plan) -> None:
 def _from_json(data: Any) -> Plan:
     if isinstance(data, dict) and data.get("recompute") is None:  # a file may leave it out
         data = {**data, "recompute": False}
-    window = data.get("window") if isinstance(data, dict) else None
-    if isinstance(window, dict) and window.get("weights") is None:  # has a default in Python only
-        raise PlanError("window.weights is missing")
     plan = read_record(data, Plan, PlanError, file_format=FORMAT)
+    if plan.window is not None and data["window"].get("weights") is None:  # has a default in Python only
+        raise PlanError("window.weights is missing")
     _check_size(plan)
     if plan.window is not None:  # its order follows from the window, which Plan has checked
         return plan

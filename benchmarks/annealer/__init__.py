@@ -140,7 +140,7 @@ class Annealer:
         results = (shape, starts, owner, order, recompute, in_flight, rows, seconds)
         library().annealer_search(
             *(ctypes.byref(self.tables), self.work.ctypes.data_as(_POINTER), self.speeds.ctypes.data_as(_POINTER)),
-            *(self.chunks, threads, ctypes.c_int64(amount), ctypes.c_uint64(seed), 0, 1, width),
+            *(self.chunks, threads, ctypes.c_int64(amount), ctypes.c_uint64(seed), 1, width),
             *(each.ctypes.data_as(_POINTER) for each in (*results, stop)),
         )
         if not seconds[0] < 1e12:

@@ -599,7 +599,7 @@ inline double Evaluator::run(const Order& order, const Flows* flows, double ceil
   Seconds seconds;
   seconds.forward = forward_.data(), seconds.backward = backward_.data(), seconds.weights = nullptr;
   seconds.send_forward = seconds.send_backward = send_.data();
-  return engine_.run(order, seconds, flows, rings_, ceiling, nullptr);
+  return engine_.run(order, seconds, flows, rings_, ceiling);
 }
 
 inline Step Evaluator::alone(const Layout& layout, double ceiling, bool exact) {

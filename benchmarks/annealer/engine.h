@@ -1,4 +1,4 @@
-// Execution of a schedule under the cost model: the seconds of one step, and on request the times of all its events.
+// Execution of a schedule under the cost model: the seconds of one step.
 //
 // A worker runs its actions strictly in order. A forward waits for its transfer from the stage before, a backward for
 // its transfer from the stage after. A transfer starts when its producer has ended and its channel (one boundary, one
@@ -71,19 +71,10 @@ struct Rings {
   std::vector<double> exposed;  // [S] seconds after the last gradients, alone
 };
 
-// The times of all events, seconds, [stages, micro-batches] each; NaN where an event never happened.
-struct Times {
-  std::vector<double> start_forward, end_forward, start_backward, end_backward, start_weights, end_weights;
-  std::vector<double> start_send[2], end_send[2];
-  std::vector<double> ring_end;  // [stages]
-};
-
 class Engine {
  public:
   // Return the end of the step. Infinity for an order that deadlocks, and where the step would not end before `ceiling`.
-  double run(const Order& order, const Seconds& seconds, const Flows* flows, const Rings& rings, double ceiling,
-             Times* times);
-  int64_t done() const { return done_; }  // the actions that ran
+  double run(const Order& order, const Seconds& seconds, const Flows* flows, const Rings& rings, double ceiling);
   double steady_period() const { return period_; }
 
  private:
@@ -129,7 +120,6 @@ class Engine {
   std::vector<std::vector<WaitingRing>> rings_;  // of each worker
   std::vector<size_t> begun_rings_;
   std::vector<uint8_t> waits_, turned_, has_inputs_;
-  int64_t done_ = 0;
   double period_ = 0;
 };
 
@@ -209,7 +199,7 @@ inline void Engine::free_leaf(int leaf) {
 }
 
 inline double Engine::run(const Order& order, const Seconds& seconds, const Flows* flows, const Rings& rings,
-                          double ceiling, Times* times) {
+                          double ceiling) {
   constexpr double kAlmost = 1 - 1e-9;  // of seconds that were added and subtracted again
   const int stages = order.stages, workers = order.workers;
   const int64_t M = order.micro_batches, columns = seconds.columns, cells = stages * M;
@@ -224,12 +214,6 @@ inline double Engine::run(const Order& order, const Seconds& seconds, const Flow
       default: return seconds.backward[at] - (seconds.weights ? seconds.weights[at] : 0.0);
     }
   };
-  if (times) {
-    for (auto* cell : {&times->start_forward, &times->end_forward, &times->start_backward, &times->end_backward,
-                       &times->start_weights, &times->end_weights, &times->start_send[0], &times->start_send[1],
-                       &times->end_send[0], &times->end_send[1]})
-      cell->assign(cells, kNever);
-  }
   for (int way = 0; way < 2; ++way) {
     arrived_[way].assign(cells, kNever);
     free_[way].assign(stages, 0);
@@ -276,7 +260,6 @@ inline double Engine::run(const Order& order, const Seconds& seconds, const Flow
   };
   waiting_.resize(workers), waits_.assign(workers, 1);
   for (int w = 0; w < workers; ++w) waiting_[w] = workers - 1 - w;
-  done_ = 0;
   // The seconds from one micro-batch to the next on stage 0, in the steady phase between these two.
   const int64_t settled = std::min<int64_t>(M - 1, 2 * stages + 2), twice = M - 1;
   double steady = 0;
@@ -316,24 +299,20 @@ inline double Engine::run(const Order& order, const Seconds& seconds, const Flow
         const double own = action_seconds(kind, s, column), end = start + own;
         if (kind == kForward) {
           if (s + 1 == stages) turned_[m] = 1;
-          if (times) times->start_forward[at] = start, times->end_forward[at] = end;
         } else if (kind == kWeights) {
-          if (times) times->start_weights[at] = start, times->end_weights[at] = end;
         } else {
           has_inputs_[at] = 1;
-          if (times) times->start_backward[at] = start, times->end_backward[at] = end;
           if (s == 0 && m == settled) steady = end;
           if (s == 0 && m == twice && twice > settled) period_ = (end - steady) / (twice - settled);
         }
         now_[w] = end;
-        ++head_[w], ++done_;
+        ++head_[w];
         left_[w] -= own;
         if (end + left_[w] * kAlmost >= ceiling) return kInfinity;
         if (way >= 0) {
           const int boundary = std::min(s, target), to = order.worker_of[target];
           if (to == w) {
             arrived_[way][boundary * M + m] = end;
-            if (times) times->start_send[way][boundary * M + m] = times->end_send[way][boundary * M + m] = end;
           } else {
             const double* send = way == 0 ? seconds.send_forward : seconds.send_backward;
             const uint8_t* together = way == 0 ? seconds.forward_together : seconds.backward_together;
@@ -346,10 +325,6 @@ inline double Engine::run(const Order& order, const Seconds& seconds, const Flow
                 free_[way][boundary] = begins + taken;
                 for (int i = 0; i < unsent_[w]; ++i) {
                   arrived_[way][boundary * M + m - i] = begins + taken;
-                  if (times) {
-                    times->start_send[way][boundary * M + m - i] = begins;
-                    times->end_send[way][boundary * M + m - i] = begins + taken;
-                  }
                 }
                 if (!waits_[to]) waiting_.push_back(to), waits_[to] = 1;
               } else if (state_[flow].phase == kIdle) {
@@ -403,7 +378,6 @@ inline double Engine::run(const Order& order, const Seconds& seconds, const Flow
     const Sending& sent = under_way_[way][s];
     for (int64_t m = sent.last - sent.count + 1; m <= sent.last; ++m) {
       arrived_[way][s * M + m] = time;
-      if (times) times->start_send[way][s * M + m] = f.begin, times->end_send[way][s * M + m] = time;
     }
     if (begun_[way][s] < queue_[way][s].size()) {
       const Sending next = queue_[way][s][begun_[way][s]++];
@@ -415,7 +389,6 @@ inline double Engine::run(const Order& order, const Seconds& seconds, const Flow
     const int to = order.worker_of[s + 1 - way];
     waiting_.push_back(to), waits_[to] = 1;
   }
-  if (times) times->ring_end = ring_end_;
   double last = 0;
   for (int s = 0; s < stages; ++s) {
     if (std::isnan(ring_end_[s])) return kInfinity;

@@ -49,14 +49,14 @@ void write(const Run& run, const std::vector<int>& warm_up, const std::vector<in
   seconds[row] = run.seconds;
 }
 
-Layout read(int row, int width, int devices, const int32_t* shape, const int32_t* starts, const int32_t* owner,
+Layout read(int width, int devices, const int32_t* shape, const int32_t* starts, const int32_t* owner,
             const int32_t* device_at, const uint8_t* recompute) {
   Layout l;
-  l.size = shape[4 * row], l.workers = shape[4 * row + 1], l.chunks = shape[4 * row + 2], l.slope = shape[4 * row + 3];
-  l.starts.assign(starts + row * width, starts + (row + 1) * width);
-  l.recompute.assign(recompute + row * width, recompute + (row + 1) * width);
-  l.owner.assign(owner + row * devices, owner + (row + 1) * devices);
-  l.device_at.assign(device_at + row * devices, device_at + (row + 1) * devices);
+  l.size = shape[0], l.workers = shape[1], l.chunks = shape[2], l.slope = shape[3];
+  l.starts.assign(starts, starts + width);
+  l.recompute.assign(recompute, recompute + width);
+  l.owner.assign(owner, owner + devices);
+  l.device_at.assign(device_at, device_at + devices);
   return l;
 }
 
@@ -64,10 +64,10 @@ Layout read(int row, int width, int devices, const int32_t* shape, const int32_t
 
 extern "C" {
 
-// Search layouts and write the fastest `results` into the arrays, by rising seconds; return how many there are. Rows
-// 0 to `given` of the arrays are layouts to start from beside even pipelines. `width`: most stages + 1.
+// Search layouts and write the fastest `results` into the arrays, by rising seconds; return how many there are. `width`:
+// most stages + 1.
 int annealer_search(const Problem* problem, const double* work, const double* speed, int most_chunks, int threads,
-                  int64_t amount, uint64_t seed, int given, int results, int width, int32_t* shape, int32_t* starts,
+                  int64_t amount, uint64_t seed, int results, int width, int32_t* shape, int32_t* starts,
                   int32_t* owner, int32_t* device_at, uint8_t* recompute, int32_t* in_flight, int64_t* rows,
                   double* seconds,
                   const volatile uint8_t* stop) {
@@ -76,8 +76,6 @@ int annealer_search(const Problem* problem, const double* work, const double* sp
   const Search search(p, sums, speed, most_chunks, threads, stop);
   std::vector<Run> begin = search.starts();
   for (Run& run : begin) run.layout.starts.resize(width), run.layout.recompute.resize(width);
-  for (int row = 0; row < given; ++row)
-    begin.push_back({read(row, width, p.devices, shape, starts, owner, device_at, recompute), kInfinity});
   search.rank(begin, false, false);
   // The fastest of each number of workers, stages per worker and size, so that starts differ.
   std::vector<Run> chosen;
@@ -146,7 +144,7 @@ int annealer_search(const Problem* problem, const double* work, const double* sp
 double annealer_step(const Problem* problem, int width, const int32_t* shape, const int32_t* starts, const int32_t* owner,
                    const int32_t* device_at, const uint8_t* recompute, int32_t* in_flight) {
   Evaluator evaluator(*problem);
-  const Layout l = read(0, width, problem->devices, shape, starts, owner, device_at, recompute);
+  const Layout l = read(width, problem->devices, shape, starts, owner, device_at, recompute);
   const Step alone = evaluator.alone(l, kInfinity, true);
   for (size_t s = 0; s < evaluator.warm_up().size(); ++s) in_flight[s] = evaluator.warm_up()[s];
   return problem->contention ? evaluator.shared(l, alone, kInfinity, true).seconds : alone.seconds;

@@ -183,7 +183,7 @@ class ScheduleSpec(ABC):
 
     @abstractmethod
     def build(self, stages: int, micro_batches: int) -> Schedule:
-        """Return the actions of every worker for so many stages and micro-batches.
+        """Return the actions of every worker for this number of stages and of micro-batches.
 
         Raises ScheduleError for a schedule that cannot run, for another number of stages or micro-batches than the
         actions have, and for a number of stages that a policy cannot divide among workers.
