@@ -67,7 +67,7 @@ clean:
 	rm -rf build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
 # Each stamp file depends on the files that name the requirements: nothing is installed unless one of them has changed.
-.venv/installed: setup.py pyproject.toml .venv/extra | $(BIN)/python
+.venv/installed: setup.py pyproject.toml $(wildcard dapple_tf/simulator/native/*.*) .venv/extra | $(BIN)/python
 	@echo "Installing dapple_tf into .venv (TensorFlow is large: the first time takes a few minutes) ..." >&2
 	@$(PIP) --editable ".[$(EXTRA)]"
 	@touch $@

@@ -1,11 +1,14 @@
 """Package metadata of dapple_tf; the tools' settings are in pyproject.toml."""
 
 import re
+import runpy
 from pathlib import Path
 
-from setuptools import find_packages, setup
+from setuptools import Extension, find_packages, setup
 
 HERE = Path(__file__).parent
+NATIVE = "dapple_tf/simulator/native"
+LIBRARY = runpy.run_path(str(HERE / NATIVE / "library.py"))
 VERSION = re.search(r'^__version__ = "(.+?)"', (HERE / "dapple_tf/__init__.py").read_text("utf-8"), re.MULTILINE)
 
 setup(
@@ -34,7 +37,20 @@ setup(
     package_data={
         "": ["py.typed"],
         "dapple_tf.distributed.native": ["*.h", "*.cc"],  # compiled where it is used, for the TensorFlow there
+        "dapple_tf.simulator.native": ["*.h", "*.cc"],  # its digest is that of these; compiled again if they change
     },
+    ext_modules=[
+        Extension(
+            "dapple_tf.simulator.native.planner",
+            sources=[f"{NATIVE}/planner.cc"],
+            depends=[f"{NATIVE}/{header.name}" for header in LIBRARY["HEADERS"]],
+            define_macros=[(LIBRARY["DIGEST_MACRO"], f'"{LIBRARY["source_digest"]()}"')],
+            extra_compile_args=list(LIBRARY["COMPILE_OPTIONS"]),
+            extra_link_args=list(LIBRARY["LINK_OPTIONS"]),
+            language="c++",
+            optional=True,  # without a compiler, planner "best" chooses among simpler plans and says so
+        )
+    ],
     install_requires=[
         # TensorFlow comes with the extra "cpu" or "gpu"; Keras does not install it either.
         "keras>=3.12,<4",
@@ -49,7 +65,7 @@ setup(
         "rich>=13,<16",
         "matplotlib>=3.8,<4",
         "typing_extensions>=4.6,<5",  # Unpack, before Python 3.11
-        "numba>=0.61,<1",  # the planner tries and simulates thousands of plans a second
+        "numba>=0.61,<1",  # the planners of other systems and the search for orders try thousands of plans a second
     ],
     extras_require={
         # Both install the module `tensorflow`, so only one of them may be installed. The version is also in

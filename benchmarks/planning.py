@@ -11,7 +11,6 @@ from dapple_tf.planner.api import predict_plan
 from dapple_tf.planner.cost_tables import CostTables
 from dapple_tf.planner.explain import describe_result, notation
 from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem
-from dapple_tf.plans import StagePlan
 from dapple_tf.timeline.timeline import Timeline
 
 
@@ -28,13 +27,8 @@ class WholeSlices(PlanningProblem):
         tables = super().cost_tables(*asked)
         return tables._replace(micro_batch_size=tables.micro_batch_size // self.profile.batch_size)
 
-    def evaluate(
-        self, stages: Sequence[StagePlan], micro_batch_size: int, origin: str, *more: Any, **options: Any
-    ) -> Candidate | None:
-        """Return the simulated candidate; None where a slice is too small or the memory does not fit."""
-        if max(stage.replicas for stage in stages) * self.profile.batch_size > micro_batch_size:
-            return None
-        return super().evaluate(stages, micro_batch_size, origin, *more, **options)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "least_rows", self.profile.batch_size)
 
 
 @dataclass(frozen=True)

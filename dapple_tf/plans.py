@@ -65,15 +65,16 @@ class StagePlan:
         return whole_shares(self.shares or ())
 
     def in_rows(self, samples: int) -> StagePlan:
-        """Return the stage with the whole rows of a micro-batch of ``samples`` that each device takes as its shares.
+        """Return the stage whose shares are the whole rows that each device takes of a micro-batch of ``samples``.
 
-        The stage itself where it has no shares, or where a device would get no row.
+        They are those of the run: as even as whole rows or the shares allow, in the order of the devices. Some may be
+        0.
+        The stage itself where all devices take equally many.
         """
-        if not self.row_shares:
+        if not self.row_shares and samples % self.replicas == 0:
             return self
         bounds = [share_bounds(0, samples, i, self.replicas, self.row_shares) for i in range(self.replicas)]
-        rows = tuple(float(end - begin) for begin, end in bounds)
-        return replace(self, shares=rows) if min(rows) > 0 else self
+        return replace(self, shares=tuple(float(end - begin) for begin, end in bounds))
 
     @property
     def fractions(self) -> tuple[float, ...]:

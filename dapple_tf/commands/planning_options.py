@@ -27,6 +27,12 @@ COST_OPTIONS = [
         "alone, as in the papers.",
     ),
     click.option(
+        "--whole-rows/--fractions",
+        default=True,
+        help="Whether replicas take whole rows of a micro-batch, as the run does (default), or equal fractions of its "
+        "rows, as in the papers.",
+    ),
+    click.option(
         "--profile-batch-size", type=click.IntRange(1), help="Samples of a graph.txt whose name has no -pbs-N."
     ),
     click.option("--size-scale", default=1.0, show_default=True, help="Factor for the bytes in a graph.txt."),

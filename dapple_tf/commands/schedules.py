@@ -130,12 +130,13 @@ def _cost(units: Units) -> StageCosts:
 
 def _draw(schedule: Schedule, units: Units, path: str) -> None:
     """Save a picture of ``schedule``, in which a unit of time is a second."""
-    from dapple_tf.simulator.given_sizes import execute_sizes
+    from dapple_tf.simulator.execution import execute
+    from dapple_tf.simulator.order import encode
     from dapple_tf.simulator.simulated_step import execution_events
     from dapple_tf.timeline.timeline import Timeline
 
     costs = [_cost(units)] * len(schedule.stages)
-    execution = execute_sizes(schedule, costs, [costs] * schedule.micro_batches)
+    execution = execute(encode(schedule), costs, together=schedule.together)
     places = [(stage, 0, f"worker {worker}") for stage, worker in enumerate(schedule.worker_map.worker_of)]
     step = execution_events(execution, places)
     Timeline.of_step(step, "one unit of time is one second").save(path)

@@ -24,20 +24,30 @@ def simulate(
     cluster: str,
     optimizer_slots: int,
     contention: bool,
+    whole_rows: bool,
     profile_batch_size: int | None,
     size_scale: float,
     output: str | None,
     as_json: bool,
 ) -> None:
     """Simulate a step of PLAN (dapple-plan JSON) action by action."""
-    from dapple_tf.planner.explain import describe_plan
+    from dapple_tf.planner.explain import FRACTIONS, describe_plan
     from dapple_tf.plans import Plan
     from dapple_tf.simulator.simulate import simulate as run
 
     check_chart_path("--output", output)
     planned, costs = Plan.load(plan), read_profile(profile, profile_batch_size, size_scale)
-    timeline = run(planned, costs, load_cluster(cluster), optimizer_slots=optimizer_slots, contention=contention)
+    timeline = run(
+        planned,
+        costs,
+        load_cluster(cluster),
+        optimizer_slots=optimizer_slots,
+        contention=contention,
+        whole_rows=whole_rows,
+    )
     print_result(describe_plan(planned, costs, timeline))
+    if not whole_rows:
+        print_result(FRACTIONS)
     if output:
         timeline.save(output)
         print_result(f"timeline: {output}")

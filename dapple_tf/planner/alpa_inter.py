@@ -14,7 +14,7 @@ from dapple_tf.planner.alpa_search import MeshCosts, count_steps, slice_operator
 from dapple_tf.planner.planning_problem import PlannerResult, PlanningProblem
 from dapple_tf.planner.search_space import coarsen
 from dapple_tf.plans import StagePlan
-from dapple_tf.simulator.compiled import Floats
+from dapple_tf.simulator.arrays import Floats
 from dapple_tf.simulator.memory import usable_bytes
 from profiler.linearise import Chain, without_unsplittable_cuts
 

@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dapple_tf.simulator.compiled import Floats, Integers, compiled
+from dapple_tf.simulator.arrays import Floats, Integers
+from dapple_tf.simulator.compiled import compiled
 
 # A little less than 1: a bound times this is no more than the seconds that it bounds, however these are rounded.
 _BELOW = 1 - 1e-9

@@ -45,18 +45,19 @@ def plan(
     mode: str = "sync",
     minibatches: int | None = None,
     contention: bool = True,
+    whole_rows: bool = True,
     **options: Any,
 ) -> Plan:
     """Return the plan of ``planner`` for ``profile`` on ``cluster``, with prediction.
 
     ``planner``: a name of ``PLANNERS``. Sizes are in samples; without ``micro_batch_size`` the planner chooses among
     the divisors of the global batch that make at most 16384 micro-batches. ``schedule``: a name, or "auto" for the
-    fastest of dapple-a, dapple-b and gpipe; under "auto" planner "best" also has interleaved 1F1B, and the orders of
-    planners that make their own. ``recompute``: stages stash only their inputs. ``overlap``: AllReduce runs during the
-    last backward. ``optimizer_slots``: values that the optimizer keeps of each weight (Adam: 2). ``mode``: "sync", or
+    fastest of dapple-a, dapple-b and gpipe; under "auto" planner "best" also chooses any K_i that memory allows, and
+    interleaved 1F1B. ``recompute``: stages stash only their inputs. ``overlap``: AllReduce runs during the last
+    backward. ``optimizer_slots``: values that the optimizer keeps of each weight (Adam: 2). ``mode``: "sync", or
     "async", where ``global_batch_size`` is the samples of a whole window of ``minibatches`` minibatches (by default
     64); see ``plan_windows``.
-    ``contention``: as in ``dapple.simulate``.
+    ``contention``, ``whole_rows``: as in ``dapple.simulate``.
     ``options``: of the planner ("gpipe": ``stages``; "best": ``chunks``, the numbers of stages per device to try beside
     one; for those of another planner NAME see ``plan_NAME``). Raises PlanError for invalid arguments,
     and if nothing fits the memory: which stage lacks how many bytes, and what would fit.
@@ -73,6 +74,7 @@ def plan(
             recompute=recompute,
             optimizer_slots=optimizer_slots,
             contention=contention,
+            whole_rows=whole_rows,
         )
         return plan_windows(problem, planner, window, **options)[0].plan
     problem = make_problem(
@@ -85,6 +87,7 @@ def plan(
         overlap=overlap,
         optimizer_slots=optimizer_slots,
         contention=contention,
+        whole_rows=whole_rows,
     )
     result = run_planner(problem, planner, **options)
     return predict_plan(problem, result.chosen, planner, pipedream=result.pipedream)[0]
@@ -140,6 +143,7 @@ def make_problem(
     overlap: bool = False,
     optimizer_slots: int = 2,
     contention: bool = True,
+    whole_rows: bool = True,
 ) -> PlanningProblem:
     """Return the planning problem of the arguments of ``plan``; PlanError or ScheduleError for invalid ones.
 
@@ -150,7 +154,7 @@ def make_problem(
     check_sizes(global_batch_size=global_batch_size)
     if micro_batch_size is not None:
         check_sizes(micro_batch_size=micro_batch_size)
-    check_flags(recompute=recompute, overlap=overlap, contention=contention)
+    check_flags(recompute=recompute, overlap=overlap, contention=contention, whole_rows=whole_rows)
     check_optimizer_slots(optimizer_slots)
     if not isinstance(schedule, str):
         raise PlanError(f"schedule is {quote(schedule)}, not a string: give 'auto' or the name of a schedule")
@@ -173,6 +177,7 @@ def make_problem(
         optimizer_slots,
         overlap,
         contention,
+        whole_rows=whole_rows,
     )
     _check_blocks(problem)
     return problem

@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dapple_tf.planner.autopipe_simulator import simulate_1f1b
-from dapple_tf.simulator.compiled import Floats, compiled
+from dapple_tf.simulator.arrays import Floats
+from dapple_tf.simulator.compiled import compiled
 
 Scheme = tuple[int, ...]
 """A partition scheme: the first block of each stage, and the number of blocks."""

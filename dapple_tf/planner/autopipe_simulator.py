@@ -8,7 +8,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from dapple_tf.simulator.compiled import Floats, compiled, compiled_part
+from dapple_tf.simulator.arrays import Floats
+from dapple_tf.simulator.compiled import compiled, compiled_part
 
 
 @compiled

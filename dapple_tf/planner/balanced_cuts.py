@@ -4,35 +4,32 @@ from __future__ import annotations
 
 import numpy as np
 
-from dapple_tf.simulator.compiled import Floats, Integers, compiled, compiled_part
+from dapple_tf.simulator.arrays import Floats, Integers
 
 
-@compiled
 def even_starts(costs: Floats, stages: int) -> Integers:
     """Return the first block of each of ``stages`` contiguous stages with the least maximum sum of ``costs``.
 
     torchgpipe balances with the same partition (DAPPLE, section IV.D). Needs at least as many blocks as stages. Exact,
-    by dynamic programming in stages x blocks^2 steps. Of equal maxima, the last stages are kept as small as possible.
-
-    A Numba version of ``graph_passes.passes.partition.balance`` for every cut allowed and no crossing costs:
-    the planner cuts chains of hundreds of blocks into tens of numbers of stages, which takes seconds in plain Python.
-    ``test_balanced_cuts.py`` asserts that their largest stages are equal; their tie-breaking differs.
+    by dynamic programming in stages x blocks x log(blocks) steps. Of equal maxima, the last stages are kept as small as
+    possible.
     """
     n = len(costs)
-    sums = np.zeros(n + 1)
-    sums[1:] = np.cumsum(costs)
+    sums = np.concatenate([[0.0], np.cumsum(costs)])
     best = sums.copy()  # best[i]: the largest stage when the first i blocks are cut into the stages so far
     choice = np.zeros((stages, n + 1), np.int64)
+    ends = np.arange(n + 1)
     for k in range(1, stages):
-        following = np.full(n + 1, np.inf)
-        for end in range(k + 1, n + 1):
-            for start in range(end - 1, k - 1, -1):
-                last = sums[end] - sums[start]
-                if last >= following[end]:
-                    break  # the last stage only grows from here on
-                largest = max(best[start], last)
-                if largest < following[end]:
-                    following[end], choice[k, end] = largest, start
+        # With a later start the last stage of the first `end` blocks gets shorter, and the largest of the stages before
+        # it longer: the least maximum is where they meet.
+        best[:k] = -np.inf
+        meets = np.clip(np.searchsorted(best + sums, sums), k, np.maximum(ends - 1, k))
+        before = np.maximum(meets - 1, k)
+        at, earlier = (np.maximum(best[start], sums - sums[start]) for start in (meets, before))
+        following = np.minimum(at, earlier)
+        latest = np.minimum(np.searchsorted(best, following, side="right") - 1, np.maximum(ends - 1, k))
+        fits = np.maximum(best[latest], sums - sums[latest]) <= following
+        choice[k] = np.where(fits, latest, np.where(at <= earlier, meets, before))
         best = following
     starts = np.zeros(stages, np.int64)
     end = n
@@ -42,7 +39,6 @@ def even_starts(costs: Floats, stages: int) -> Integers:
     return starts
 
 
-@compiled
 def even_sums(costs: Floats, more: Floats, factors: Floats, worker_of: Integers, rounds: int) -> Integers:
     """Return the first block of each contiguous stage, where both stages and the sums of each worker's are nearly even.
 
@@ -62,7 +58,7 @@ def even_sums(costs: Floats, more: Floats, factors: Floats, worker_of: Integers,
         load = np.zeros(worker_of.max() + 1)
         for s in range(stages):
             load[worker_of[s]] += own[s]
-        cut = _least_squares(sums, more_sums, factors, load[worker_of] - own)
+        cut = least_squares(sums, more_sums, factors, load[worker_of] - own)
         load[:] = 0.0
         for s in range(stages):
             end = cut[s + 1] if s + 1 < stages else n
@@ -73,8 +69,7 @@ def even_sums(costs: Floats, more: Floats, factors: Floats, worker_of: Integers,
     return starts
 
 
-@compiled_part
-def _least_squares(sums: Floats, more_sums: Floats, factors: Floats, beside: Floats) -> Integers:
+def least_squares(sums: Floats, more_sums: Floats, factors: Floats, beside: Floats) -> Integers:
     """Return the first block of each stage with the least sum of (what the stage costs + ``beside``)^2.
 
     ``sums``, ``more_sums``: of the first 0, 1 ... blocks.

@@ -27,7 +27,7 @@ from dapple_tf.planner.baselines import data_parallel
 from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem
 from dapple_tf.planner.search_space import coarsen
 from dapple_tf.plans import StagePlan
-from dapple_tf.simulator.compiled import Floats
+from dapple_tf.simulator.arrays import Floats
 from dapple_tf.simulator.memory import usable_bytes
 from profiler.cluster import Link
 from profiler.device_costs import profile_on

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from dapple_tf.simulator.compiled import Floats, Integers, compiled, compiled_part
-from dapple_tf.simulator.engine import step_seconds
+from dapple_tf.simulator.arrays import Floats, Integers
+from dapple_tf.simulator.compiled import compiled, compiled_part
+from dapple_tf.simulator.compiled_engine import step_seconds
 from dapple_tf.simulator.order import early_backward_order
 
 AS_SCHEDULES = {"1F1B-AS": "1f1b-sno", "FBP-AS": "1f1b-so"}

@@ -12,7 +12,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dapple_tf.simulator.compiled import Floats, Integers, compiled
+from dapple_tf.simulator.arrays import Floats, Integers
+from dapple_tf.simulator.compiled import compiled
 
 Cuts = tuple[int, ...]
 """The first layer of each stage, and the number of layers."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 
 from dapple_tf.planner.balanced_cuts import even_starts
 from dapple_tf.planner.fit_cuts import fit_cuts
@@ -60,35 +60,10 @@ def leading_baselines(problem: PlanningProblem) -> list[Candidate]:
 
 def fitted_baseline_candidates(problem: PlanningProblem) -> list[Candidate]:
     """Return the pipelines of ``baseline_candidates``, cut by AllReduce, transfers and memory too (``fit_cuts``)."""
-    return _fitted_candidates(problem, _even_shapes(problem), problem.micro_batch_sizes)
-
-
-def equal_replica_candidates(problem: PlanningProblem, sizes: Sequence[int]) -> list[Candidate]:
-    """Return pipelines of every number of stages with every equal replica count, on all devices or fewer.
-
-    None on more than 64 devices. ``sizes``: micro-batch sizes.
-    """
-    total, blocks = problem.cluster.devices, len(problem.chain.parameter_bytes)
-    counts = range(1, total + 1) if total <= _MOST_DEVICES else ()
-    shapes = [(stages, r) for r in counts for stages in range(2, min(total // r, blocks) + 1)]
-    return _fitted_candidates(problem, shapes, sizes)
-
-
-def refit_cuts(problem: PlanningProblem, candidate: Candidate) -> list[Candidate]:
-    """Return the candidate with its devices kept and its cuts chosen again among all of the profile's."""
-    fitted = fit_cuts(problem, [stage.devices for stage in candidate.stages], candidate.micro_batch_size)
-    found = fitted and problem.evaluate(fitted, candidate.micro_batch_size, candidate.origin)
-    return [found] if found else []
-
-
-def _fitted_candidates(
-    problem: PlanningProblem, shapes: Iterable[tuple[int, int]], sizes: Sequence[int]
-) -> list[Candidate]:
-    """Return pipelines of these (stages, replicas), in the order of the devices, cut by ``fit_cuts``."""
     found = []
-    for stages, replicas in shapes:
+    for stages, replicas in _even_shapes(problem):
         devices = [range(i * replicas, (i + 1) * replicas) for i in range(stages)]
-        for size in sizes:
+        for size in problem.micro_batch_sizes:
             if replicas <= size and (fitted := fit_cuts(problem, devices, size)) is not None:
                 found.append(problem.evaluate(fitted, size, "straight"))
     return [candidate for candidate in found if candidate is not None]

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from dapple_tf.simulator.compiled import Floats, Integers
+from dapple_tf.simulator.arrays import Floats, Integers
 from graph_passes.schedules.worker_map import WorkerMap
 
 _REACH = 4  # stages between the two of a move, at most

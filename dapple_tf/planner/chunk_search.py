@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 from dapple_tf.errors import ScheduleError
 from dapple_tf.planner.chunk_cuts import all_cuts, count_cuts, near_cuts
-from dapple_tf.planner.chunk_shapes import ChunkShape, list_interleaved_shapes, list_shapes
+from dapple_tf.planner.chunk_shapes import ChunkShape, list_shapes
 from dapple_tf.planner.chunk_simulation import CostSource, CutResult, CutSimulator
 from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem
-from dapple_tf.simulator.compiled import Integers
+from dapple_tf.simulator.arrays import Integers
 from dapple_tf.simulator.named_orders import is_interleaved
 from graph_passes.schedules.spec import ScheduleSpec
 from graph_passes.schedules.worker_map import WorkerMap
@@ -25,7 +25,6 @@ from graph_passes.schedules.worker_map import WorkerMap
 # The work of one search: plans simulated to improve the cuts, of one shape at one size and in all, cuts looked at,
 # simulated events, and actions of the schedules built.
 _MOVES, _PLANS, _CUTS, _EVENTS = 150, 1500, 200_000, 100_000_000
-_INTERLEAVED_MOVES, _INTERLEAVED_PLANS, _INTERLEAVED_CUTS, _INTERLEAVED_EVENTS = 24, 48, 4_000, 4_000_000
 _ACTIONS = 400_000
 _BOUNDS = 10  # cuts whose bound is computed for each plan that may be simulated
 _BYTES_SHARES = (0.25, 0.5, 0.75, 1.0)  # of cuts tried where memory is lacking
@@ -93,20 +92,6 @@ def plan_chunked(problem: PlanningProblem, shapes: Sequence[ChunkShape] | None =
     found = [min(few, key=_sort_key) for own in of_workers.values() if (few := _fastest_candidates(problem, own))]
     ranked = sorted(found, key=_sort_key)
     return PlannerResult(ranked[0], tuple(ranked[1:3])) if ranked else None
-
-
-def interleaved_candidates(problem: PlanningProblem, chunks: Sequence[int], ceiling: float) -> list[Candidate]:
-    """Return plans under interleaved 1F1B with each number of ``chunks``, stages per device, at least 2.
-
-    On all devices, a half, a quarter and so on: the fastest few found on each number, unless no cuts could be faster
-    than ``ceiling`` seconds. With more devices the fastest is never slower.
-    """
-    found = []
-    for shapes in list_interleaved_shapes(problem, chunks):
-        budget = _Budget(_INTERLEAVED_PLANS, _INTERLEAVED_CUTS, _INTERLEAVED_MOVES, _INTERLEAVED_EVENTS)
-        entries = _search(problem, shapes, ceiling, budget)
-        found += _fastest_candidates(problem, entries)
-    return found
 
 
 def _fastest_candidates(problem: PlanningProblem, entries: Sequence[_Entry]) -> list[Candidate]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from dapple_tf.errors import ScheduleError
 from dapple_tf.planner.placement import Placement, append_first, device_indices, fresh_first, scatter_first
 from dapple_tf.planner.planning_problem import PlanningProblem
-from dapple_tf.planner.search_space import halve_devices, server_orders
+from dapple_tf.planner.search_space import server_orders
 from graph_passes.schedules.spec import ScheduleSpec
 from graph_passes.schedules.worker_map import WorkerMap
 from profiler.cluster import Cluster
@@ -71,27 +71,6 @@ def _worker_maps(problem: PlanningProblem) -> Iterator[WorkerMap]:
     for count in range(1, most + 1) if total <= _MOST_DEVICES else _even_counts(total, most):
         with contextlib.suppress(ScheduleError):  # a number of workers that the policy is not for
             yield spec.worker_map(count * least)
-
-
-def list_interleaved_shapes(problem: PlanningProblem, chunks: Iterable[int]) -> list[list[ChunkShape]]:
-    """Return the shapes of interleaved 1F1B with each number of ``chunks``, stages per device, on at least two workers.
-
-    One worker has no bubble; several stages would only let AllReduce start before the last backward has ended, which
-    ``overlap`` does too. The first list has the shapes on all devices, the next those on half of them (see
-    ``halve_devices``), and so on, down to two devices. The number of workers divides the devices, or is the largest.
-    """
-    blocks, total, found = len(problem.chain.parameter_bytes), problem.cluster.devices, []
-    while total > 1:
-        found.append(
-            [
-                ChunkShape(f"interleaved-1f1b:v={v}", WorkerMap.looped(workers, v), total // workers, total)
-                for v in chunks
-                for workers in _even_counts(total, min(total, blocks // v))
-                if workers > 1
-            ]
-        )
-        total = halve_devices(total)
-    return found
 
 
 def _even_counts(total: int, most: int) -> list[int]:

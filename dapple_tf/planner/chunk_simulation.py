@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
-from dapple_tf.planner.balanced_cuts import even_sums
+from dapple_tf.planner.balanced_cuts import even_sums, least_squares
 from dapple_tf.planner.chunk_shapes import ChunkShape, Groups, list_worker_placements
 from dapple_tf.planner.planning_problem import PlanningProblem
 from dapple_tf.planner.step_simulation import StageCostArrays, order_seconds
 from dapple_tf.plans import StagePlan
-from dapple_tf.simulator.compiled import Floats, Integers, compiled
+from dapple_tf.simulator.arrays import Floats, Integers
+from dapple_tf.simulator.compiled import call_from_compiled, compiled
 from dapple_tf.simulator.costs import exposed_of
-from dapple_tf.simulator.held_stash import worker_peaks
+from dapple_tf.simulator.held_stash import row_peak, worker_peaks
 from dapple_tf.simulator.interrupts import check_stop
 from dapple_tf.simulator.link_costs import LinkCosts
 from dapple_tf.simulator.memory import usable_bytes
@@ -24,6 +26,9 @@ from dapple_tf.simulator.named_orders import Ordered, named_order
 from dapple_tf.simulator.transfer import ring_seconds
 from graph_passes.schedules.spec import ScheduleSpec
 from graph_passes.schedules.worker_map import WorkerMap
+
+call_from_compiled(exposed_of, ring_seconds, row_peak, least_squares)
+_even_sums, _worker_peaks = compiled(even_sums), compiled(worker_peaks)  # called thousands of times
 
 _ROUNDS = 4  # of even_sums
 _NOTHING = 1e-300  # replaces a sum of 0 as a divisor
@@ -46,7 +51,7 @@ class BlockCosts(NamedTuple):
     parameter_bytes: Floats  # [L] of each layer
     gradients: Floats  # [L] seconds of each layer's gradients; of size 0 where AllReduce comes after all of them
     positions: Integers  # [N + 1] the first layer of each block
-    replicas: int
+    fullest: float  # the part of the rows that the replica with most has
     recompute: bool
 
 
@@ -111,7 +116,7 @@ class CostSource:
         """Return cuts that make the seconds of the profile's batch nearly even over stages and workers."""
         forward, backward = self.problem.chain.block_seconds(self.problem.profile.batch_size)
         worker_of, nothing = np.array(workers.worker_of, np.int64), np.zeros(len(forward))
-        return even_sums(forward + backward, nothing, np.zeros(workers.stages), worker_of, _ROUNDS)
+        return _even_sums(forward + backward, nothing, np.zeros(workers.stages), worker_of, _ROUNDS)
 
     def placements(self, shape: ChunkShape) -> Sequence[Groups]:
         """Return the placements of a shape: the devices of each worker; see ``list_worker_placements``."""
@@ -178,7 +183,7 @@ class CutSimulator:
 
     def peaks(self, costs: StageCostArrays) -> Floats:
         """Return the most bytes that a device of each worker holds."""
-        return worker_peaks(self._ordered.order, costs.fixed_bytes, costs.stash_bytes, costs.working_bytes)
+        return _worker_peaks(self._ordered.order, costs.fixed_bytes, costs.stash_bytes, costs.working_bytes)
 
     def load(self, costs: StageCostArrays, *, lacking: bool) -> Floats:
         """Return what each worker should have less of: bytes where memory is ``lacking``, else seconds of a step."""
@@ -196,7 +201,7 @@ class CutSimulator:
         seconds, fixed, stash = np.diff(b.forward + b.backward), np.diff(b.fixed_bytes), np.diff(b.stash_bytes)
         by_time = (1 - share) / max(seconds.sum(), _NOTHING)
         by_bytes = share / max(fixed.sum() + in_flight.mean() * stash.sum(), _NOTHING)
-        return even_sums(
+        return _even_sums(
             seconds * by_time + fixed * by_bytes, stash * by_bytes, in_flight, self._links.worker_of, _ROUNDS
         )
 
@@ -212,7 +217,8 @@ class CutSimulator:
 
 def _block_costs(problem: PlanningProblem, size: int, replicas: int, splits: bool) -> BlockCosts:
     chain, profile = problem.chain, problem.profile
-    samples, scale, recompute = size / replicas, size / profile.batch_size, bool(problem.recompute)
+    samples = math.ceil(size / replicas) if problem.whole_rows else size / replicas
+    scale, recompute = size / profile.batch_size, bool(problem.recompute)
     forward, backward = chain.block_seconds(samples)
     weights = chain.weights_seconds(samples) if splits else np.zeros(len(forward))
     gradients = profile.weights_seconds(samples) if splits else profile.backward_seconds(samples)
@@ -221,13 +227,13 @@ def _block_costs(problem: PlanningProblem, size: int, replicas: int, splits: boo
         backward=_sums(backward + forward if recompute else backward),
         weights=_sums(weights),
         fixed_bytes=_sums(chain.parameter_bytes * (2.0 + problem.optimizer_slots)),
-        stash_bytes=_sums(chain.stash_bytes * scale / replicas),
-        working_bytes=chain.working_bytes * scale / replicas,
+        stash_bytes=_sums(chain.stash_bytes * samples / profile.batch_size),
+        working_bytes=chain.working_bytes * samples / profile.batch_size,
         boundary_bytes=np.concatenate([[0.0], chain.crossing_bytes, [0.0]]) * scale,
         parameter_bytes=np.asarray(profile.parameter_bytes, np.float64),
         gradients=np.asarray(gradients if problem.overlap else (), np.float64),
         positions=np.array(chain.positions, np.int64),
-        replicas=replicas,
+        fullest=samples / size,
         recompute=recompute,
     )
 
@@ -265,7 +271,7 @@ def _stage_costs(b: BlockCosts, links: WorkerLinks, starts: Integers) -> StageCo
         costs.working_bytes[s] = b.working_bytes[first:end].max()
         costs.stash_bytes[s] = stash
         if b.recompute:
-            costs.stash_bytes[s] = b.boundary_bytes[first] / b.replicas
+            costs.stash_bytes[s] = b.boundary_bytes[first] * b.fullest
             costs.working_bytes[s] += stash
     return costs
 

@@ -23,7 +23,6 @@ from dapple_tf.planner.piper import plan_piper
 from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem
 from dapple_tf.planner.spp import plan_spp
 from dapple_tf.planner.torchgpipe import plan_torchgpipe
-from graph_passes.schedules.spec import ScheduleSpec
 
 _MOST_DEVICES = 64  # with more, the dynamic programs take longer than the search beside them
 _SPP_LIMIT = 3200  # blocks times devices; with more, SPP's dynamic program takes longer than all others together
@@ -53,20 +52,12 @@ def comparator_candidates(problem: PlanningProblem, ceiling: float = math.inf) -
     return [candidate for candidate in found if candidate.seconds < ceiling]
 
 
-def interleaved_comparator_candidates(
-    problem: PlanningProblem, chunks: Sequence[int], ceiling: float
-) -> list[Candidate]:
-    """Return what planner "even" chooses with these ``chunks``, stages per device, if below ``ceiling`` seconds."""
+def interleaved_comparator_candidates(problem: PlanningProblem, chunks: Sequence[int]) -> list[Candidate]:
+    """Return what planner "even" chooses with these ``chunks``, stages per device."""
     if problem.cluster.devices > _MOST_DEVICES:
         return []
-    result = plan_even(replace(problem, ceiling=ceiling), chunks=chunks)
+    result = plan_even(problem, chunks=chunks)
     return [result.chosen] if result is not None else []
-
-
-def is_beyond_search(problem: PlanningProblem, candidate: Candidate) -> bool:
-    """Return whether no search of "best" has such plans: an order or warm-up of its own, or some re-computed stages."""
-    has_own_order = candidate.sizes is not None or ScheduleSpec.parse(candidate.schedule).stages is not None
-    return has_own_order or candidate.recompute != problem.recompute
 
 
 def faster_with_even_layers(problem: PlanningProblem, result: PlannerResult | None) -> PlannerResult | None:

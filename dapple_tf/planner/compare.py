@@ -183,6 +183,7 @@ def compare(
     overlap: bool = False,
     optimizer_slots: int = 2,
     contention: bool = True,
+    whole_rows: bool = True,
     progress: Callable[[str], None] | None = None,
 ) -> Comparison:
     """Return the plans of all planners, or of ``planners``, for ``profile`` on ``cluster``, the fastest first.
@@ -208,6 +209,7 @@ def compare(
         overlap=overlap,
         optimizer_slots=optimizer_slots,
         contention=contention,
+        whole_rows=whole_rows,
     )
     found, failed = list[tuple[str, float, Plan, Timeline]](), list[ComparedPlan]()
     for name in names:

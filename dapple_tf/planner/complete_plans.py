@@ -7,7 +7,8 @@ import heapq
 import numpy as np
 
 from dapple_tf.planner.labels import Labels, placement_of
-from dapple_tf.simulator.compiled import Floats, Integers, compiled_part
+from dapple_tf.simulator.arrays import Floats, Integers
+from dapple_tf.simulator.compiled import compiled_part
 
 CompletePlan = tuple[float, int, int, int]  # -score, label, and placement and first block of the last stage
 

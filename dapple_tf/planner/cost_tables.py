@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dapple_tf.planner.search_space import SearchSpace
-from dapple_tf.simulator.compiled import Floats, Integers, compiled
+from dapple_tf.simulator.arrays import Floats, Integers
+from dapple_tf.simulator.compiled import compiled
 from dapple_tf.simulator.memory import usable_bytes
 from dapple_tf.simulator.transfer import LinkTables, ring_seconds
 

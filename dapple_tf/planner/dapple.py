@@ -40,7 +40,8 @@ def plan_dapple(problem: PlanningProblem) -> PlannerResult | None:
 def choose_by_formula(problem: PlanningProblem, known: Sequence[Candidate]) -> PlannerResult | None:
     """Return the result of ``plan_dapple``, given candidates that fit; the search looks below their least latency."""
     sizes = promising_sizes(problem, known)
-    ceiling = _least_latency(problem, [c for c in known if ":D=" not in c.schedule])
+    fractions = replace(problem, whole_rows=False)  # as the paper's formulas and the tables of the search count rows
+    ceiling = _least_latency(fractions, [c for c in known if ":D=" not in c.schedule])
     for require_warm_up, limit in ((True, ceiling), (True, math.inf), (False, math.inf)):
         if found := _search(problem, sizes, limit, require_warm_up):
             candidate, latency = found
@@ -54,9 +55,10 @@ def choose_unequal(problem: PlanningProblem, found: Sequence[SizedStages]) -> Pl
     Plans are simulated only where none with less latency can hold the warm-up of policy A.
     """
     alone = replace(problem, contention=False)  # which the formulas do not model; simulating it takes long
+    fractions = replace(alone, whole_rows=False)
     known = [(size, stages, origin) for stages, origin in baseline_stages(alone) for size in alone.micro_batch_sizes]
     known += [(size, entry.stages, UNEQUAL) for size, entry in found]
-    ranked = sorted(((_latency(alone, stages, size), i) for i, (size, stages, _) in enumerate(known)))
+    ranked = sorted(((_latency(fractions, stages, size), i) for i, (size, stages, _) in enumerate(known)))
     limited: tuple[float, Candidate] | None = None  # by memory
     for latency, i in ranked:
         size, stages, origin = known[i]

@@ -1,7 +1,6 @@
 """The order of devices, or of servers, by the link graph: recursive device ordering, RDO (SPP, IV.B.1, Algorithm 2).
 
-Planner "spp" orders devices. Planner "best" orders servers whose pairs have links of their own, so that neighbours in
-the order exchange bytes fast.
+Planner "spp" orders devices by it.
 """
 
 from __future__ import annotations
@@ -12,31 +11,8 @@ import networkx as nx
 import numpy as np
 
 from dapple_tf.errors import PlanError
-from dapple_tf.simulator.compiled import Floats
+from dapple_tf.simulator.arrays import Floats
 from profiler.cluster import Cluster
-
-
-def order_servers(cluster: Cluster) -> tuple[int, ...]:
-    """Return the servers' indices so that the slowest links are between distant ones; as given if all are equal."""
-    if not cluster.links:
-        return tuple(range(len(cluster.servers)))
-    return order_by_cuts(_server_bandwidths(cluster))
-
-
-def worst_connected_server(cluster: Cluster) -> int | None:
-    """Return an end of the slowest link between servers: that with the lesser bandwidth in all.
-
-    None where at least half of all pairs have a link that is no faster, or with less than three servers.
-    """
-    if not cluster.links or len(cluster.servers) < 3:
-        return None
-    bandwidths = _server_bandwidths(cluster)
-    np.fill_diagonal(bandwidths, 0.0)
-    pairs = bandwidths[np.triu_indices_from(bandwidths, 1)]
-    if pairs.min() >= np.median(pairs):
-        return None
-    ends = np.flatnonzero((bandwidths == pairs.min()).any(axis=0))
-    return int(min(ends, key=lambda server: bandwidths[server].sum()))
 
 
 def _server_bandwidths(cluster: Cluster) -> Floats:

@@ -59,6 +59,12 @@ def _rows(stage: StagePlan) -> str:
     return f", rows {':'.join(map(str, stage.row_shares))} on devices {', '.join(map(str, stage.devices))}"
 
 
+FRACTIONS = (
+    "counted with fractions of rows, as in the papers: a run takes whole rows, and longer where the replicas do not "
+    "divide the rows of a micro-batch"
+)
+
+
 def describe_recompute(plan: Plan) -> str:
     """Return what is re-computed, to append to the schedule: ``, recompute``; empty where nothing is."""
     if isinstance(plan.recompute, bool):
@@ -85,8 +91,14 @@ def describe_result(
         lines.append(_describe_prediction(result.pipedream))
     if chosen[0].recompute and not problem.recompute:
         lines.append("recompute was chosen, not asked for: in this memory no plan was found without it that is as fast")
-    if result.proven_optimal:
-        lines.append("no plan of one stage per device is faster in the simulator")
+    if not problem.whole_rows:
+        lines.append(FRACTIONS)
+    least, seconds = result.least_seconds, result.chosen.seconds
+    if least > 0 and seconds > least * (1 + 1e-6):
+        computing = format_seconds_fixed(least)
+        lines.append(f"at most {seconds / least - 1:.1%} above any plan: devices must compute for {computing}")
+    elif least > 0:
+        lines.append("proven: no plan is faster, because the devices compute all the time")
     batch_size, plan = problem.profile.batch_size, chosen[0]
     if not problem.profile.timings and plan.micro_batch_size < batch_size * max(plan.replicas):
         lines.append(

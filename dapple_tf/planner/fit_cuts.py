@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from dapple_tf.planner.planning_problem import PlanningProblem
 from dapple_tf.plans import StagePlan
-from dapple_tf.simulator.compiled import Floats, Integers, compiled
+from dapple_tf.simulator.arrays import Floats, Integers
+from dapple_tf.simulator.compiled import compiled
 from dapple_tf.simulator.memory import usable_bytes
 from dapple_tf.simulator.transfer import allreduce_cost, link_tables, transfer_cost
 

@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dapple_tf.planner.bound_search import ROUNDING
 from dapple_tf.planner.complete_plans import CompletePlan, offer_plan
 from dapple_tf.planner.cost_tables import CostTables
 from dapple_tf.planner.labels import Labels, Limits, find_slot, is_kept, labels_of_state, placement_of, put_label
@@ -30,7 +29,11 @@ from dapple_tf.planner.table_lookups import (
     transfer_seconds,
     working_bytes,
 )
-from dapple_tf.simulator.compiled import Floats, compiled_part
+from dapple_tf.simulator.arrays import Floats
+from dapple_tf.simulator.compiled import compiled_part
+
+# Bounds add up the same seconds in another order than formulas 1 and 2, so they are lowered by more than sums round.
+ROUNDING = 1 - 1e-12
 
 
 class Formula(NamedTuple):

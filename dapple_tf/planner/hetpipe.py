@@ -12,7 +12,7 @@ from dapple_tf.errors import PlanError
 from dapple_tf.planner.hetpipe_partition import StageTables, partition
 from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem
 from dapple_tf.plans import StagePlan
-from dapple_tf.simulator.compiled import Floats
+from dapple_tf.simulator.arrays import Floats
 from dapple_tf.simulator.memory import usable_bytes
 from dapple_tf.simulator.virtual_workers import simulate_workers
 from profiler.cluster import Cluster

@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dapple_tf.simulator.compiled import Floats, Integers, compiled
+from dapple_tf.simulator.arrays import Floats, Integers
+from dapple_tf.simulator.compiled import compiled
 
 
 class StageTables(NamedTuple):

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dapple_tf.errors import PlanError
-from dapple_tf.simulator.compiled import Floats
+from dapple_tf.simulator.arrays import Floats
 from profiler.cluster import Cluster
 
 _Labels = NDArray[np.int64]  # of each server: the first server of its component

@@ -14,14 +14,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dapple_tf.simulator.compiled import Floats, Integers, compiled_part
+from dapple_tf.simulator.arrays import Floats, Integers
+from dapple_tf.simulator.compiled import compiled_part
 
 
 class Labels(NamedTuple):
     """Labels as arrays. State (j, p) has number (j - 1) * P + p; its labels are ``width`` consecutive entries.
 
-    The last entry of every array, which index -1 reads, is the empty plan: all 0. Times are seconds. A search by
-    formula fills in the last six arrays, a search by bound the two before them; the others are of size 0.
+    The last entry of every array, which index -1 reads, is the empty plan: all 0. Times are seconds.
     """
 
     counts: Integers  # [states] labels in use
@@ -30,8 +30,6 @@ class Labels(NamedTuple):
     stages: Integers
     bound: Floats  # at most the score of every complete plan that begins with this label
     rank: Floats  # sort key: a state keeps its ``width`` labels of least rank
-    first_forward_end: Floats  # from the beginning of the step to the end of the last stage's first forward, at least
-    drain: Floats  # from the beginning of the last stage's last backward to the end of the step, at least
     round_trip: Floats  # F + B of all stages and networks so far
     pivot_threshold: Floats  # the least steady phase, (M - 1)(F + B), with which a later stage becomes pivot
     forward: Floats  # of the last stage
@@ -43,19 +41,17 @@ class Labels(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """Limits of one search: stages of a plan, plans returned, and whether stages must hold policy A's warm-up."""
+    """Limits of one search: plans returned, and whether stages must hold policy A's warm-up."""
 
-    max_stages: int
     max_results: int
     require_warm_up: bool
 
 
 @compiled_part
-def make_labels(blocks: int, placements: int, width: int, by_formula: bool) -> Labels:
+def make_labels(blocks: int, placements: int, width: int) -> Labels:
     """Return empty arrays for the labels of every state with blocks left, with the empty plan."""
     states = max(0, blocks - 1) * placements
     size = states * width + 1
-    bound_size, formula_size = (0, size) if by_formula else (size, 0)
     labels = Labels(
         np.zeros(states, np.int32),
         np.empty(size, np.int32),
@@ -63,19 +59,16 @@ def make_labels(blocks: int, placements: int, width: int, by_formula: bool) -> L
         np.empty(size, np.int16),
         np.empty(size),
         np.empty(size),
-        np.empty(bound_size),
-        np.empty(bound_size),
-        np.empty(formula_size),
-        np.empty(formula_size),
-        np.empty(formula_size),
-        np.empty(formula_size),
-        np.empty(formula_size),
-        np.empty(formula_size),
+        np.empty(size),
+        np.empty(size),
+        np.empty(size),
+        np.empty(size),
+        np.empty(size),
+        np.empty(size),
         placements,
         width,
     )
     labels.stages[-1], labels.bound[-1] = 0, 0.0
-    labels.first_forward_end[-1:], labels.drain[-1:] = 0.0, 0.0
     labels.round_trip[-1:], labels.pivot_threshold[-1:] = 0.0, 0.0
     return labels
 

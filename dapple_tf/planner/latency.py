@@ -6,7 +6,8 @@ compute stages at even indices, and between them network stages at odd indices, 
 
 from __future__ import annotations
 
-from dapple_tf.simulator.compiled import Floats, compiled
+from dapple_tf.simulator.arrays import Floats
+from dapple_tf.simulator.compiled import compiled
 
 
 @compiled

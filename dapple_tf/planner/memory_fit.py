@@ -7,8 +7,10 @@ from numpy.typing import NDArray
 
 from dapple_tf.planner.planning_problem import PlanningProblem
 from dapple_tf.plans import StagePlan
-from dapple_tf.simulator.compiled import Floats, Integers, compiled
+from dapple_tf.simulator.arrays import Floats, Integers
 from dapple_tf.simulator.memory import usable_bytes
+
+_MOST_REPLICAS = 4096  # of a stage
 
 
 def fit_memory(problem: PlanningProblem, micro_batch_size: int | None = None) -> tuple[StagePlan, ...] | None:
@@ -27,7 +29,8 @@ def fit_memory(problem: PlanningProblem, micro_batch_size: int | None = None) ->
         np.concatenate([[0.0], chain.crossing_bytes * scale]) * bool(problem.recompute),
         np.concatenate([[True], chain.splittable]),
         usable_bytes(problem.cluster.least_memory),
-        size,
+        min(size, _MOST_REPLICAS),
+        size if problem.whole_rows else 0,
     )
     bounds = [*(chain.positions[start] for start in starts), len(problem.profile.layers)]
     ends = np.cumsum(replicas).tolist()
@@ -45,11 +48,12 @@ def devices_needed(problem: PlanningProblem, micro_batch_size: int | None = None
 
 def fits_memory(problem: PlanningProblem) -> bool:
     """Return whether some plan of one stage per device fits with one micro-batch in flight on each."""
+    if not may_bind(problem):
+        return True
     needed = devices_needed(problem)
     return needed is not None and needed <= problem.cluster.devices
 
 
-@compiled
 def _fit(
     fixed: Floats,
     stash: Floats,
@@ -58,11 +62,13 @@ def _fit(
     splittable: NDArray[np.bool_],
     memory: float,
     most_replicas: int,
+    rows: int,
 ) -> tuple[Integers, Integers]:
     """Return the first block and the replicas of each stage; empty if nothing fits.
 
     By dynamic programming over (blocks planned, replicas of the last stage). Bytes of blocks are those of a whole
-    micro-batch, of which each replica holds its share. ``entering``: those that re-computation keeps of an input.
+    micro-batch, of which each replica holds its share, in whole ones of its ``rows`` unless that is 0. ``entering``:
+    those that re-computation keeps of an input.
     """
     n = len(fixed)
     never = 1 << 60
@@ -83,6 +89,11 @@ def _fit(
             if room < 0 or (moving + largest > 0 and moving + largest > room * most_replicas):
                 break  # with more blocks the stage needs even more
             fewest = 1 if moving + largest <= room else int(np.ceil((moving + largest) / room))
+            if rows and fewest > 1:
+                fit = int(rows * room / (moving + largest))  # rows that a device has room for
+                if fit == 0:
+                    break
+                fewest = -(-rows // fit)
             for r in range(fewest, most_replicas + 1):
                 before = any_replicas[first] if splittable[first] else least[first, r]
                 if before + r < least[end, r]:
@@ -102,3 +113,11 @@ def _fit(
             r = best[start]
         end = start
     return np.array(starts[:0:-1]), np.array(replicas[:0:-1])
+
+
+def may_bind(problem: PlanningProblem) -> bool:
+    """Return whether the memory can rule a plan out: one device cannot hold the model and all of a step's stash."""
+    chain, scale = problem.chain, problem.global_batch_size / problem.profile.batch_size
+    fixed = float(chain.parameter_bytes.sum()) * (2 + problem.optimizer_slots)
+    held = float(chain.stash_bytes.sum() + chain.working_bytes.max()) * scale
+    return fixed + held > usable_bytes(problem.cluster.least_memory)

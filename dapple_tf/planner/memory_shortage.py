@@ -8,7 +8,6 @@ from dapple_tf.planner.balanced_cuts import even_starts
 from dapple_tf.planner.memory_fit import devices_needed
 from dapple_tf.planner.micro_batch_sizes import list_micro_batch_sizes
 from dapple_tf.planner.planning_problem import PlanningProblem
-from dapple_tf.simulator.memory import usable_bytes
 from profiler.units import format_bytes, format_samples
 
 
@@ -33,14 +32,6 @@ def describe_shortage(problem: PlanningProblem) -> str:
         f"{text}. Neither more devices nor smaller micro-batches would be enough: divide the model's largest layers "
         "into smaller ones"
     )
-
-
-def may_bind(problem: PlanningProblem) -> bool:
-    """Return whether the memory can rule a plan out: one device cannot hold the model and all of a step's stash."""
-    chain, scale = problem.chain, problem.global_batch_size / problem.profile.batch_size
-    fixed = float(chain.parameter_bytes.sum()) * (2 + problem.optimizer_slots)
-    held = float(chain.stash_bytes.sum() + chain.working_bytes.max()) * scale
-    return fixed + held > usable_bytes(problem.cluster.least_memory)
 
 
 def _remedies(problem: PlanningProblem, size: int) -> list[str]:

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from dapple_tf.planner.hierarchy import Hierarchy, Level
 from dapple_tf.planner.pipedream_formula import replicated_seconds
-from dapple_tf.simulator.compiled import Floats, Integers, compiled
+from dapple_tf.simulator.arrays import Floats, Integers
+from dapple_tf.simulator.compiled import compiled
 
 # A little less than 1: a bound computed with it is below the seconds that it bounds, however these are rounded.
 _BELOW = 1 - 1e-9

@@ -12,7 +12,7 @@ from dapple_tf.planner.piper_search import PiperCosts, PiperStage, count_steps, 
 from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem
 from dapple_tf.planner.search_space import coarsen
 from dapple_tf.plans import StagePlan
-from dapple_tf.simulator.compiled import Floats
+from dapple_tf.simulator.arrays import Floats
 from dapple_tf.simulator.memory import usable_bytes
 from profiler.cluster import Cluster
 from profiler.linearise import Chain, without_unsplittable_cuts

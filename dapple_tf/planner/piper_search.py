@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dapple_tf.simulator.compiled import Floats, Integers, compiled
+from dapple_tf.simulator.arrays import Floats, Integers
+from dapple_tf.simulator.compiled import compiled
 
 # A little more than 1: a ceiling times it is above the load that it was computed from, however that was rounded.
 _ABOVE = 1 + 1e-9

@@ -41,7 +41,8 @@ class PlanningProblem:
     the searches re-compute all layers or none. ``optimizer_slots``: values that the optimizer keeps of each weight.
     ``overlap``: AllReduce runs during the last backward. ``contention``: steps are simulated with contention for the
     servers' network interfaces. ``ceiling``: seconds; only plans with a shorter step are wanted, and ``evaluate``
-    returns None for the others.
+    returns None for the others. ``whole_rows``: as in ``dapple.simulate``. ``least_rows``: of a micro-batch that every
+    replica must get on average.
     """
 
     profile: Profile
@@ -54,6 +55,8 @@ class PlanningProblem:
     overlap: bool = False
     contention: bool = True
     ceiling: float = math.inf
+    whole_rows: bool = True
+    least_rows: int = 1
 
     @cached_property
     def chain(self) -> Chain:
@@ -149,6 +152,7 @@ class PlanningProblem:
             self.cluster,
             optimizer_slots=self.optimizer_slots,
             contention=self.contention,
+            whole_rows=self.whole_rows,
         )
 
     def evaluate(
@@ -169,7 +173,7 @@ class PlanningProblem:
         """
         check_stop()
         stages = share_rows(stages, micro_batch_size, self.profile, self.cluster)
-        if max(least_rows(stage.replicas, stage.row_shares) for stage in stages) > micro_batch_size:
+        if max(least_rows(stage.replicas, stage.row_shares) for stage in stages) * self.least_rows > micro_batch_size:
             return None
         if not (self.cluster.is_uniform or can_meet(stages, self.profile)):
             return None
@@ -192,7 +196,7 @@ class PlanningProblem:
         of_stages = self.costs.stage_costs(plan, optimizer_slots=self.optimizer_slots)
         of_stages, memory = fit_to_one_limit(plan, of_stages, self.cluster)
         arrays = stage_cost_arrays(of_stages)
-        network = make_network(self.find_flows([s.in_rows(micro_batch_size) for s in stages]), of_stages)
+        network = make_network(self.find_flows([self.costs.in_rows(s, micro_batch_size) for s in stages]), of_stages)
         found = fastest_schedule(arrays, plan.micro_batches, usable_bytes(memory), wanted, network, ceiling)
         if found.seconds == math.inf:
             return None
@@ -217,7 +221,7 @@ class PlanningProblem:
     @cached_property
     def costs(self) -> CostModel:
         """The cost model, which keeps what it has computed of links and layers."""
-        return CostModel(self.profile, self.cluster)
+        return CostModel(self.profile, self.cluster, whole_rows=self.whole_rows)
 
     @cached_property
     def _flows(self) -> dict[tuple[tuple[tuple[int, ...], tuple[int, ...]], ...], Flows]:
@@ -260,15 +264,15 @@ class Candidate:
 class PlannerResult:
     """The plan that a planner chose, and the fastest candidate with other stages of each origin, by rising seconds.
 
-    ``proven_optimal``: no plan of one stage per device is faster in the simulator, on any devices, with re-computation
-    or without; True only where the search had every assignment of devices, up to the exchange of equal devices.
+    ``least_seconds``: no plan has a shorter simulated step, whatever its stages, devices and schedule (a lower bound; 0
+    where the planner has none).
     ``formula_seconds``: of the step by the paper's own costs, if the planner chose by them; ``formula`` says whose.
     ``pipedream``: the prediction of PipeDream's formulas, if the planner chose by them.
     """
 
     chosen: Candidate
     runners_up: tuple[Candidate, ...] = ()
-    proven_optimal: bool = False
+    least_seconds: float = 0.0
     formula_seconds: float | None = None
     formula: str = "latency by the paper's formulas 1 to 3"
     pipedream: PipedreamPrediction | None = None

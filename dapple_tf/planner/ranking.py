@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from dapple_tf.planner.planning_problem import Candidate, PlannerResult
 
 
-def rank_candidates(candidates: Iterable[Candidate], unsearched: float = 0.0) -> PlannerResult | None:
+def rank_candidates(candidates: Iterable[Candidate], least_seconds: float = 0.0) -> PlannerResult | None:
     """Return the fastest candidate, and the fastest with other stages of each origin as runners-up; None without any.
 
-    Of equally fast candidates the one with fewest stages, then fewest devices, is chosen. ``unsearched``: the least
-    bound (seconds) of the plans that are not among the candidates; 0 where there is none.
+    Of equally fast candidates the one with fewest stages, then fewest devices, is chosen. ``least_seconds``: as in
+    ``PlannerResult``.
     """
     ranked = sorted(candidates, key=lambda c: (c.seconds, len(c.stages), c.device_count))
     if not ranked:
@@ -20,5 +20,4 @@ def rank_candidates(candidates: Iterable[Candidate], unsearched: float = 0.0) ->
     for candidate in ranked[1:]:
         if candidate.stages != ranked[0].stages:
             by_origin.setdefault(candidate.origin, candidate)
-    proven = 0 < unsearched >= ranked[0].seconds * (1 - 1e-9)
-    return PlannerResult(ranked[0], tuple(by_origin.values()), proven_optimal=proven)
+    return PlannerResult(ranked[0], tuple(by_origin.values()), least_seconds=least_seconds)

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from dapple_tf.simulator.compiled import Floats, Integers, compiled
+from dapple_tf.simulator.arrays import Floats, Integers
 
 _SAME = 1e-9  # relative; what differs by less differs by rounding
 _HALVINGS = 50
 
 
-@compiled
 def cut_rows(rows: int, speeds: Floats) -> Integers:
     """Return whole numbers of rows, in all ``rows``, so that the largest of rows / speed is least.
 
@@ -29,7 +28,6 @@ def cut_rows(rows: int, speeds: Floats) -> Integers:
     return counts
 
 
-@compiled
 def share_by_kind(rows: int, kinds: Integers, forward: Floats, backward: Floats) -> Integers:
     """Return the rows of each device, in all ``rows``, so that the longest forward and backward together are least.
 
@@ -71,7 +69,6 @@ def share_by_kind(rows: int, kinds: Integers, forward: Floats, backward: Floats)
     return cut_rows(rows, caps[kinds].astype(np.float64)) if better else found
 
 
-@compiled
 def _longest(rows: Integers, kinds: Integers, seconds: Floats) -> float:
     """Return the seconds of the device that takes longest for its rows."""
     longest = 0.0
@@ -80,7 +77,6 @@ def _longest(rows: Integers, kinds: Integers, seconds: Floats) -> float:
     return longest
 
 
-@compiled
 def _room(backward_seconds: float, most: Integers, counts: Integers, backward: Floats) -> int:
     """Return the rows that all devices take within these seconds, each at most the ``most`` of its kind."""
     rows = 0

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from dapple_tf.planner.bound_search import extend_by_bound
 from dapple_tf.planner.complete_plans import make_heap, unwind
 from dapple_tf.planner.cost_tables import CostTables
 from dapple_tf.planner.formula_search import extend_by_formula
 from dapple_tf.planner.labels import Limits, labels_of_state, make_labels
-from dapple_tf.simulator.compiled import Floats, Integers, compiled
+from dapple_tf.simulator.arrays import Floats, Integers
+from dapple_tf.simulator.compiled import compiled
 from dapple_tf.simulator.interrupts import check_stop, stop_flag
 
 
@@ -68,19 +68,8 @@ def search_by_formula(
     ``require_warm_up`` only plans whose stages can hold the warm-up of policy A, S - i micro-batches: a pipeline
     without it does not run as the formulas say.
     """
-    limits = Limits(len(tables.working_bytes), results, require_warm_up)
-    return _collect(_search(tables, True, limits, ceiling, width, stop_flag()))
-
-
-def search_by_bound(
-    tables: CostTables, *, ceiling: float = np.inf, width: int, results: int, max_stages: int | None = None
-) -> SearchResult:
-    """Return plans on any number of devices with the least lower bound of their simulated step, below ``ceiling``.
-
-    At most ``results`` plans of at most ``max_stages`` stages, with at most ``width`` labels for each state.
-    """
-    limits = Limits(len(tables.working_bytes) if max_stages is None else max_stages, results, require_warm_up=False)
-    return _collect(_search(tables, False, limits, ceiling, width, stop_flag()))
+    limits = Limits(results, require_warm_up)
+    return _collect(_search(tables, limits, ceiling, width, stop_flag()))
 
 
 def _collect(found: tuple[Floats, Integers, Integers, Integers, float]) -> SearchResult:
@@ -93,24 +82,21 @@ def _collect(found: tuple[Floats, Integers, Integers, Integers, float]) -> Searc
 
 @compiled
 def _search(
-    t: CostTables, by_formula: bool, limits: Limits, ceiling: float, width: int, stop: NDArray[np.bool_]
+    t: CostTables, limits: Limits, ceiling: float, width: int, stop: NDArray[np.bool_]
 ) -> tuple[Floats, Integers, Integers, Integers, float]:
     """Return scores, stage counts, starts and placements of the plans found, and ``exhaustive_below``.
 
     ``stop``: see ``stop_flag``; the result is then of no use.
     """
     blocks, placements = len(t.working_bytes), len(t.replicas)
-    labels, heap = make_labels(blocks, placements, width, by_formula), make_heap()
+    labels, heap = make_labels(blocks, placements, width), make_heap()
     lowered, unexplored = ceiling, np.inf
     for planned in range(blocks):
         for p in range(placements) if planned else range(placements, placements + 1):
             begin, end = labels_of_state(labels, planned, p)
             if begin == end or stop[0]:
                 continue
-            if by_formula:
-                lowered, unexplored = extend_by_formula(t, labels, heap, planned, p, limits, lowered, unexplored)
-            else:
-                lowered, unexplored = extend_by_bound(t, labels, heap, planned, p, limits, lowered, unexplored)
+            lowered, unexplored = extend_by_formula(t, labels, heap, planned, p, limits, lowered, unexplored)
     if lowered < ceiling:
         unexplored = min(unexplored, lowered)  # plans above the lowered ceiling were dropped because the heap was full
     scores, stages, starts, chosen = unwind(heap, labels)

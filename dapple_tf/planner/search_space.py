@@ -13,16 +13,25 @@ from numpy.typing import NDArray
 
 from dapple_tf.planner.balanced_cuts import even_starts
 from dapple_tf.planner.placement import Placements, append_first, find_all_placements, find_placements
-from dapple_tf.simulator.compiled import Floats, Integers, compiled
-from dapple_tf.simulator.transfer import LinkTables, link_tables, measure_allreduce, measure_transfer
-from profiler.cluster import Cluster, Server
+from dapple_tf.simulator.arrays import Floats, Integers
+from dapple_tf.simulator.compiled import call_from_compiled, compiled
+from dapple_tf.simulator.transfer import (
+    LinkTables,
+    link_tables,
+    measure_allreduce,
+    measure_loads,
+    measure_shares,
+    measure_transfer,
+)
+from profiler.cluster import Cluster
 from profiler.linearise import Chain, cut_chain
+
+call_from_compiled(measure_transfer, measure_shares, measure_loads)
 
 # The steps of one search that takes some ten milliseconds.
 _MOST_SEARCH_STEPS = 30_000_000
 _MOST_PLACEMENTS = 2500
 _LEAST_BLOCKS = 32
-_MOST_DEVICES_OF_HALF = 128
 _MOST_DEVICES_OF_POLICIES = 128
 
 
@@ -133,14 +142,6 @@ def server_orders(cluster: Cluster) -> tuple[tuple[int, ...], ...]:
     return tuple(dict.fromkeys((given, largest_first)))
 
 
-def reaches_all_assignments(cluster: Cluster) -> bool:
-    """Return whether the placement policies reach every assignment of devices to stages, up to equal devices.
-
-    They do on one server, and on servers of one device whose pairs all have equal links.
-    """
-    return len(cluster.servers) == 1 or (cluster.devices == len(cluster.servers) and not cluster.links)
-
-
 def _spaces_of_order(chain: Chain, cluster: Cluster, order: tuple[int, ...]) -> tuple[SearchSpace, ...]:
     """Return the spaces for one order of the servers."""
     sizes = [cluster.servers[server].devices for server in order]
@@ -168,24 +169,6 @@ def _policy_placements(sizes: list[int]) -> Placements:
         if found.complete or len(counts) < 3:
             return found
         counts = counts[1:]  # many stages of few devices make most placements
-
-
-def halve_cluster(cluster: Cluster) -> Cluster | None:
-    """Return the first servers with half of the devices, rounded down and at most 128; None for one device."""
-    left = halve_devices(cluster.devices)
-    servers: list[Server] = []
-    for server in cluster.servers:
-        if left > 0:
-            servers.append(server.first_devices(left))
-            left -= server.devices
-    names = {server.name for server in servers}
-    links = {pair: link for pair, link in cluster.links.items() if names.issuperset(pair)}
-    return replace(cluster, servers=tuple(servers), links=links) if servers else None
-
-
-def halve_devices(devices: int) -> int:
-    """Return half of this number of devices, rounded down and at most 128."""
-    return min(devices // 2, _MOST_DEVICES_OF_HALF)
 
 
 def _round_counts(total: int, unit: int) -> list[int]:

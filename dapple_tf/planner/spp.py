@@ -25,7 +25,7 @@ from dapple_tf.planner.spp_partition import (
     stage_seconds,
 )
 from dapple_tf.plans import StagePlan
-from dapple_tf.simulator.compiled import Floats
+from dapple_tf.simulator.arrays import Floats
 from profiler.linearise import Chain
 
 _MOST_DEVICES = 64  # the minimum cuts of more would take minutes

@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dapple_tf.planner.spp_execution import StageSeconds
-from dapple_tf.simulator.compiled import Floats, Integers, compiled
+from dapple_tf.simulator.arrays import Floats, Integers
+from dapple_tf.simulator.compiled import compiled
 
 
 class LeastBandwidths(NamedTuple):

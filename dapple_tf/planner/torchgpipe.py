@@ -8,7 +8,7 @@ from dapple_tf.errors import PlanError
 from dapple_tf.planner.balanced_cuts import even_starts
 from dapple_tf.planner.planning_problem import PlannerResult, PlanningProblem
 from dapple_tf.plans import StagePlan
-from dapple_tf.simulator.compiled import Floats
+from dapple_tf.simulator.arrays import Floats
 
 _BALANCES = ("time", "size")
 

@@ -15,11 +15,14 @@ from numpy.typing import NDArray
 from dapple_tf.planner.planning_problem import PlanningProblem
 from dapple_tf.planner.search_space import coarsen
 from dapple_tf.plans import StagePlan
-from dapple_tf.simulator.compiled import Floats, Integers, compiled, compiled_part
+from dapple_tf.simulator.arrays import Floats, Integers
+from dapple_tf.simulator.compiled import call_from_compiled, compiled, compiled_part
 from dapple_tf.simulator.memory import usable_bytes
 from dapple_tf.simulator.transfer import allreduce_cost, link_tables, ring_seconds, transfer_cost
 from profiler.device_costs import profile_on
 from profiler.linearise import Chain
+
+call_from_compiled(ring_seconds)
 
 _MOST_BLOCKS = 32
 _MOST_GROUPS = 16  # of consecutive devices, which belong to one stage

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
-from dapple_tf.planner.planning_problem import Candidate, PlanningProblem
+from dapple_tf.planner.planning_problem import PlanningProblem
 from dapple_tf.planner.unequal_cuts import UnequalStages, unequal_stages
 from dapple_tf.planner.unequal_orders import device_orders
 from dapple_tf.plans import StagePlan
@@ -24,24 +23,6 @@ def find_unequal_stages(problem: PlanningProblem) -> list[SizedStages]:
     costs.
     """
     return [(size, entry) for size in problem.micro_batch_sizes for entry in _stages_of_size(problem, size)]
-
-
-def unequal_candidates(
-    problem: PlanningProblem, found: list[SizedStages], ceiling: float = math.inf
-) -> list[Candidate]:
-    """Return simulated plans of the stages ``found``, faster than ``ceiling`` seconds and than those before of a size.
-
-    Rows are shared by speed.
-    """
-    candidates: list[Candidate] = []
-    least: dict[int, float] = {}
-    for size, entry in sorted(found, key=lambda sized: sized[1].seconds):
-        below = min(least.get(size, math.inf), ceiling)
-        candidate = problem.evaluate(entry.stages, size, ORIGIN, ceiling=below) if entry.seconds < below else None
-        if candidate is not None:
-            candidates.append(candidate)
-            least[size] = candidate.seconds
-    return candidates
 
 
 def _stages_of_size(problem: PlanningProblem, size: int) -> Iterator[UnequalStages]:

@@ -13,7 +13,6 @@ from dapple_tf.distributed.membership import Job
 from dapple_tf.errors import UsageError
 from dapple_tf.plans import Plan
 from dapple_tf.simulator.execution import execute
-from dapple_tf.simulator.given_sizes import execute_sizes
 from dapple_tf.simulator.order import encode
 from dapple_tf.simulator.simulated_step import execution_events
 from dapple_tf.simulator.simulated_window import window_events
@@ -191,13 +190,13 @@ def predict_from_times(measured: Timeline, schedule: Schedule, sizes: Sequence[i
     The prediction has the schedule's own waiting, but no contention and no jitter, which the measured step has. Weights
     are updated after the last event, for the measured seconds.
     """
-    if sizes:
-        of_size = {size: _measure(measured, [m for m, n in enumerate(sizes) if n == size]) for size in set(sizes)}
-        execution = execute_sizes(schedule, measured.costs, [of_size[size] for size in sizes])
-    elif schedule.together:
-        execution = execute_sizes(schedule, measured.costs, [measured.costs] * schedule.micro_batches)
-    else:
-        execution = execute(encode(schedule), measured.costs)
+    of_size = {size: _measure(measured, [m for m, n in enumerate(sizes) if n == size]) for size in set(sizes)}
+    execution = execute(
+        encode(schedule),
+        measured.costs,
+        of_micro_batches=[of_size[size] for size in sizes],
+        together=schedule.together,
+    )
     updates = [event for event in measured.stage_events if event.kind == "update"]
     step = execution_events(execution, measured.places, updates)
     return Prediction(Timeline.of_step(step, measured.title), BY_TIMES)

@@ -29,7 +29,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dapple_tf.plans import StagePlan
-from dapple_tf.simulator.compiled import Floats, Integers, compiled, compiled_part
+from dapple_tf.simulator.arrays import Floats, Integers
 from dapple_tf.simulator.transfer import LinkTables, link_tables, measure_allreduce, measure_loads
 from graph_passes.analysis.row_bounds import cut_points
 from profiler.cluster import Cluster
@@ -80,13 +80,11 @@ def find_flows(
     return measure_flows(servers, offsets, cuts, np.array(moves, np.bool_), tables)
 
 
-@compiled_part
 def no_flows(stages: int) -> Flows:
     """Return flows of which none shares anything."""
     return _keep_shared(np.zeros((3 * stages, 0)), np.zeros(3 * stages))
 
 
-@compiled
 def measure_flows(servers: Integers, offsets: Integers, cuts: Integers, moves: Integers, t: LinkTables) -> Flows:
     """Return ``find_flows`` for arrays, for compiled callers.
 
@@ -108,7 +106,6 @@ def measure_flows(servers: Integers, offsets: Integers, cuts: Integers, moves: I
     return _keep_shared(demands, latency)
 
 
-@compiled
 def fill_transfer(
     demands: Floats, senders: Integers, receivers: Integers, cut: Integers, cut_next: Integers, t: LinkTables
 ) -> float:
@@ -121,7 +118,6 @@ def fill_transfer(
     return float(latency)
 
 
-@compiled
 def fill_ring(demands: Floats, servers: Integers, t: LinkTables) -> float:
     """Fill in the demands of a ring by direction; return its latency (seconds)."""
     latency, per_byte = measure_allreduce(servers, t)
@@ -133,7 +129,6 @@ def fill_ring(demands: Floats, servers: Integers, t: LinkTables) -> float:
     return float(latency)
 
 
-@compiled_part
 def _keep_shared(demands: Floats, latency: Floats) -> Flows:
     """Return flows with these demands [flows, directions]."""
     flows, every = demands.shape
@@ -158,7 +153,6 @@ def _keep_shared(demands: Floats, latency: Floats) -> Flows:
     return Flows(first, direction[:entry].copy(), demand[:entry].copy(), latency, directions, near_first, near)
 
 
-@compiled_part
 def _find_near(first: Integers, direction: Integers, directions: int) -> tuple[Integers, Integers]:
     """Return ``near_first`` and ``near``."""
     flows = len(first) - 1

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from dapple_tf.plans import Plan, StagePlan
-from dapple_tf.simulator.compiled import Floats, compiled
+from dapple_tf.simulator.arrays import Floats
 from dapple_tf.simulator.link_costs import LinkCosts
 from dapple_tf.simulator.slowest_replica import ReplicaSeconds
 from dapple_tf.simulator.transfer import ring_seconds
@@ -17,28 +17,40 @@ from profiler.profile import Profile
 
 
 def stage_costs(
-    plan: Plan, profile: Profile, cluster: Cluster, *, optimizer_slots: int = 2, samples: int | None = None
+    plan: Plan,
+    profile: Profile,
+    cluster: Cluster,
+    *,
+    optimizer_slots: int = 2,
+    samples: int | None = None,
+    whole_rows: bool = True,
 ) -> tuple[StageCosts, ...]:
     """Return the costs of every stage of ``plan``: the profile scaled to a micro-batch, over the cluster's links.
 
     ``optimizer_slots``: values that the optimizer keeps of each weight (2 for Adam, 0 for plain SGD). ``samples``: of
     the micro-batch; without it, ``plan.micro_batch_size``. A stage takes as long as its slowest device with its
-    share of the rows, in whole rows where shares are given; its stash is that of the largest share. Re-computed
+    rows; its stash is that of the most rows. ``whole_rows``: without it replicas that have no shares take equal
+    fractions of the rows, as in the papers. Re-computed
     layers form runs of consecutive layers: backward runs the forward of one run at a time again, and only the run's
     inputs are stashed (DAPPLE, section VI.E). Raises ProfileError for a kind of devices without costs.
     """
-    return CostModel(profile, cluster).stage_costs(plan, optimizer_slots=optimizer_slots, samples=samples)
+    model = CostModel(profile, cluster, whole_rows=whole_rows)
+    return model.stage_costs(plan, optimizer_slots=optimizer_slots, samples=samples)
 
 
 class CostModel:
     """The cost model of one profile on one cluster; the costs of links and replicas are kept from plan to plan."""
 
-    def __init__(self, profile: Profile, cluster: Cluster) -> None:
-        self._profile, self._cluster = profile, cluster
+    def __init__(self, profile: Profile, cluster: Cluster, *, whole_rows: bool = True) -> None:
+        self._profile, self._cluster, self._whole_rows = profile, cluster, whole_rows
         self._links = LinkCosts(cluster)
         self.replicas = ReplicaSeconds(profile, cluster)
         self._crossing, self._working = profile.crossing_bytes(), profile.working_bytes()
         self._parameter_sums = [0.0, *np.cumsum(profile.parameter_bytes).tolist()]
+
+    def in_rows(self, stage: StagePlan, samples: int) -> StagePlan:
+        """Return the stage with the rows of a micro-batch as its shares, where rows are whole or shares are given."""
+        return stage.in_rows(samples) if self._whole_rows or stage.row_shares else stage
 
     def allreduce_seconds(self, stage: StagePlan) -> float:
         """Return the seconds of one AllReduce of all gradients of ``stage``; it may differ by rounding."""
@@ -52,7 +64,7 @@ class CostModel:
         homes = [tuple(self._cluster.homes[d] for d in stage.devices) for stage in plan.stages]
         parameters, stash = self._profile.parameter_bytes, self._profile.stash_bytes
         samples = plan.micro_batch_size if samples is None else samples
-        stages = [stage.in_rows(samples) for stage in plan.stages]
+        stages = [self.in_rows(stage, samples) for stage in plan.stages]
         splits = plan.spec.splits_backward
         ends_split = plan.spec.ends_split(len(plan.stages), plan.micro_batches)
         scale = samples / self._profile.batch_size
@@ -123,7 +135,6 @@ def overlapped_rings(backward: Floats, rings: Sequence[float]) -> tuple[tuple[fl
     return tuple((left, seconds) for left, seconds in reversed(list(pairs)) if seconds > 0)
 
 
-@compiled
 def exposed_of(backward: Floats, ring: Floats, first: int, end: int) -> float:
     """Return ``exposed_seconds`` of the layers ``first`` to ``end`` (exclusive), for compiled callers."""
     ready, done = 0.0, 0.0

@@ -1,21 +1,35 @@
-"""Compiled discrete-event simulation of a schedule: thousands of runs per second for the planner.
+"""Discrete-event execution of a schedule under the costs of its stages (DAPPLE, section III.B, for any schedule).
 
-``run`` and ``step_seconds`` are compiled versions of ``graph_passes.schedules.schedule.run_schedule``; the tests hold
-all three equal. The first keeps the times of all events, the second only the end of the step.
+A worker runs its actions strictly in order. A forward waits for its transfer from the previous stage, a backward for
+its transfer from the next stage. A transfer starts when its producer has ended and its channel (one boundary in one
+direction) is free, first in first out; it occupies no device, and between stages on one worker it takes no time.
+Results that leave together are one transfer, with the sums of their latencies and of their seconds. The AllReduces of
+one worker's stages run one at a time, in the order in which the stages' gradients are complete. What shares network
+interfaces moves by the rule of the module ``contention``.
 
-Letters: S stages, M micro-batches. Row s of an array of transfers is the boundary between stages s and s + 1, whose two
-directions are two channels; between stages on one worker nothing is sent.
+Actions need no events: once the ends of its inputs are known, an action's start and end are computed at once. The only
+events are those of flows that share an interface: the end of a flow's latency, and of its transfer, in order of time.
+
+``run`` executes in C++ (``native/engine.h``) where that library is there, else in Python; the tests hold both equal.
 """
 
 from __future__ import annotations
 
-import numpy as np
+import ctypes
+import heapq
+import math
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from dapple_tf.simulator.compiled import Floats, Integers, compiled, inlined
+import numpy as np
+from numpy.typing import NDArray
+
+from dapple_tf.simulator.arrays import Floats
+from dapple_tf.simulator.contention import Flows
+from dapple_tf.simulator.native.library import load_library
 from dapple_tf.simulator.order import (
     BACKWARD,
     FORWARD,
-    INPUTS,
     KIND_MASK,
     KIND_SHIFT,
     MICRO_BATCH_MASK,
@@ -24,212 +38,396 @@ from dapple_tf.simulator.order import (
     WEIGHTS,
     Order,
 )
+from dapple_tf.simulator.rings import Rings
 
-Run = tuple[Floats, Floats, Floats, Floats, Floats, Floats, Floats, Floats, Floats, Floats, int]
+_ALMOST = 1 - 1e-9  # of seconds that were added and subtracted again
+_POINTER = ctypes.c_void_p
 
-_EITHER = (BACKWARD ^ INPUTS) << KIND_SHIFT  # makes the code of B that of I, which has this bit already
 
+class Seconds(NamedTuple):
+    """Seconds of each stage and micro-batch: arrays [S, M], or [S, 1] where micro-batches are alike.
 
-@inlined
-def _all_workers(workers: int, stages: int) -> Integers:
-    """Return the stack of workers that may run an action, the first on top.
-
-    A worker is pushed again only by an event that its next action waits for, of which there are two for each stage.
+    ``backward`` is the whole, of which ``weights`` is the part of weight gradients; that is 0 where these are no
+    actions of their own. Row s of a transfer is the boundary between the stages s and s + 1; the last row is not read.
+    ``forward_together`` and ``backward_together``: whether the result of an action leaves with that of the next
+    micro-batch.
     """
-    stack = np.empty(workers + 2 * stages, np.int64)
-    for w in range(workers):
-        stack[w] = workers - 1 - w
-    return stack
+
+    forward: Floats
+    backward: Floats
+    weights: Floats
+    send_forward: Floats
+    send_backward: Floats
+    forward_together: NDArray[np.bool_]
+    backward_together: NDArray[np.bool_]
 
 
-@inlined
-def _waits_for(actions: Integers, head: Integers, worker: int, code: int, ignored: int) -> bool:
-    """Return whether ``code`` is the next action of ``worker``, but for the bits ``ignored`` (of B and I).
+class Times(NamedTuple):
+    """Starts and ends of forwards, backwards, weight gradients and transfers in both directions: [S, M], seconds.
 
-    ``head``: see ``run``.
+    Backwards are B, or I where that is an action of its own. What never ran is NaN, also the last row of transfers.
     """
-    return bool(head[worker] < actions.shape[1] and actions[worker, head[worker]] | ignored == code | ignored)
+
+    start_forward: Floats
+    end_forward: Floats
+    start_backward: Floats
+    end_backward: Floats
+    start_weights: Floats
+    end_weights: Floats
+    start_send_forward: Floats
+    end_send_forward: Floats
+    start_send_backward: Floats
+    end_send_backward: Floats
 
 
-@compiled
-def run(
-    order: Order, forward: Floats, backward: Floats, weights: Floats, send_forward: Floats, send_backward: Floats
+class Run(NamedTuple):
+    """A step: its end and that of each stage's AllReduce [S] (seconds), the number of actions that ran, and all times.
+
+    ``seconds`` is infinite for an order that deadlocks, and where the step would not end before the ceiling.
+    """
+
+    seconds: float
+    rings_end: Floats
+    done: int
+    times: Times
+
+
+def uniform_seconds(
+    forward: Floats, backward: Floats, weights: Floats, send_forward: Floats, send_backward: Floats
+) -> Seconds:
+    """Return the seconds of micro-batches that are alike, whose results leave alone; the arguments are of each stage.
+
+    ``weights`` may be of size 0.
+    """
+    own_weights = weights if len(weights) else np.zeros(len(forward))
+    alone = np.zeros((len(forward), 1), np.bool_)
+    return Seconds(
+        forward.reshape(-1, 1),
+        backward.reshape(-1, 1),
+        own_weights.reshape(-1, 1),
+        send_forward.reshape(-1, 1),
+        send_backward.reshape(-1, 1),
+        alone,
+        alone,
+    )
+
+
+def run(order: Order, seconds: Seconds, rings: Rings, flows: Flows | None = None, ceiling: float = math.inf) -> Run:
+    """Execute ``order``. ``flows``: what shares network interfaces; None for nothing.
+
+    ``ceiling``: the execution stops once the end of a worker's action, plus the seconds of its remaining actions and of
+    the least AllReduce of its stages, reaches these seconds.
+    """
+    library = load_library()
+    if library is None:
+        return run_in_python(order, seconds, rings, flows, ceiling)
+    stages, micro_batches = len(order.worker_of), order.micro_batches
+    times, ends, done = np.full((10, stages, micro_batches), np.nan), np.zeros(stages), np.zeros(1, np.int64)
+    kept = []  # arrays must live until the call has returned
+
+    def array(values: NDArray[np.generic], dtype: type[np.generic]) -> _POINTER:
+        kept.append(np.ascontiguousarray(values, dtype))
+        return kept[-1].ctypes.data_as(_POINTER)
+
+    used = flows if flows is not None and flows.directions else None
+    execute = library.dapple_run
+    execute.restype = ctypes.c_double
+    end = execute(
+        *(stages, len(order.actions), ctypes.c_int64(micro_batches), ctypes.c_int64(order.actions.shape[1])),
+        *(array(order.actions, np.int64), array(order.worker_of, np.int64), ctypes.c_int64(seconds.forward.shape[1])),
+        *(array(each, np.float64) for each in seconds[:5]),
+        *(array(each, np.uint8) for each in seconds[5:]),
+        *(array(rings.first, np.int64), array(rings.before, np.float64)),
+        *(array(rings.seconds, np.float64), array(rings.exposed, np.float64)),
+        used.directions if used else 0,
+        *((array(used.first, np.int64), array(used.direction, np.int64)) if used else (None, None)),
+        *((array(used.demand, np.float64), array(used.latency, np.float64)) if used else (None, None)),
+        *((array(used.near_first, np.int64), array(used.near, np.int64)) if used else (None, None)),
+        ctypes.c_double(ceiling),
+        *(each.ctypes.data_as(_POINTER) for each in (times, ends, done)),
+    )
+    if end < 0:
+        raise MemoryError("executing the schedule")
+    return Run(end, ends, int(done[0]), Times(*times))
+
+
+def run_in_python(
+    order: Order, seconds: Seconds, rings: Rings, flows: Flows | None = None, ceiling: float = math.inf
 ) -> Run:
-    """Return starts and ends of forwards, backwards, weight gradients, transfers forward and backward [S, M], seconds.
+    """Execute ``order`` as ``run`` does."""
+    return _Engine(order, seconds, rings, flows).execute(ceiling)
 
-    ``forward`` to ``send_backward``: seconds of each stage (the last entry of a transfer is not read); ``backward`` is
-    the whole, of which ``weights`` is the part of weight gradients. That has size 0 where the order has no such
-    actions, as have their starts and ends. Backwards are B, or I where that is an action of its own. A worker runs its
-    actions strictly in order. A forward waits for its transfer from the previous stage, a backward for its transfer
-    from the next stage. A transfer starts when its producer has ended and its channel is free, first in first out; it
-    occupies no device. On one worker it takes no time and no channel. The times of what never ran are NaN (also the
-    last row of transfers). The last result is the number of actions that ran: if it is less than the order has, the
-    order deadlocks.
+
+class _Sending(NamedTuple):
+    """A transfer that waits for its channel or is under way: when it may start, its seconds, and its micro-batches."""
+
+    ready: float
+    seconds: float
+    micro_batches: range
+
+
+class _Ring(NamedTuple):
+    """An AllReduce that waits for the worker's earlier ones: when it may start, its seconds; whether it is the last."""
+
+    ready: float
+    seconds: float
+    stage: int
+    last: bool
+
+
+@dataclass
+class _Flow:
+    """A transfer or ring that shares interfaces. It first waits for its latency, then moves ``left`` seconds' worth.
+
+    ``left``: seconds that the bytes left at the time ``since`` take alone. ``factor``: how many times more slowly than
+    alone they move since then. ``slowed``: whether it ends later than alone, at ``begin`` + ``seconds``. ``number``:
+    of its present event; older ones in the heap count no more.
     """
-    actions, worker_of, micro_batches = order.actions, order.worker_of, order.micro_batches
-    (workers, length), stages = actions.shape, len(worker_of)
-    start_f = np.full((stages, micro_batches), np.nan)
-    end_f = np.full((stages, micro_batches), np.nan)
-    start_b = np.full((stages, micro_batches), np.nan)
-    end_b = np.full((stages, micro_batches), np.nan)
-    start_w = np.full((len(weights), micro_batches), np.nan)
-    end_w = np.full((len(weights), micro_batches), np.nan)
-    start_send_f = np.full((stages, micro_batches), np.nan)
-    end_send_f = np.full((stages, micro_batches), np.nan)
-    start_send_b = np.full((stages, micro_batches), np.nan)
-    end_send_b = np.full((stages, micro_batches), np.nan)
-    head = np.zeros(workers, np.int64)  # index in the order of each worker's next action
-    now = np.zeros(workers)  # end of its last action
-    free_f = np.zeros(stages)  # when the channel to the next stage is free
-    free_b = np.zeros(stages)  # when the channel from the next stage is free
-    waiting = _all_workers(workers, stages)
-    count, done = workers, 0
-    while count:
-        count -= 1
-        w = int(waiting[count])
-        while head[w] < length:
-            code = actions[w, head[w]]
-            if code == NONE:
+
+    uses: list[tuple[int, float]]
+    latency: float
+    near: list[int]
+    begin: float = 0.0
+    seconds: float = 0.0
+    left: float = 0.0
+    since: float = 0.0
+    factor: float = 1.0
+    busy: bool = False
+    moves: bool = False
+    waits: bool = False
+    slowed: bool = False
+    number: int = 0
+
+
+@dataclass
+class _Engine:
+    order: Order
+    seconds: Seconds
+    rings: Rings
+    flows: Flows | None
+    events: list[tuple[float, int, int]] = field(default_factory=list)  # time, flow, number
+
+    def execute(self, ceiling: float) -> Run:
+        order, stages = self.order, len(self.order.worker_of)
+        workers, micro_batches = len(order.actions), order.micro_batches
+        self.stages, self.columns = stages, self.seconds.forward.shape[1]
+        self.rows = [[code for code in row if code != NONE] for row in order.actions.tolist()]
+        self.worker_of = order.worker_of.tolist()
+        self.times = np.full((10, stages, micro_batches), np.nan)
+        self.free = [[0.0] * stages, [0.0] * stages]
+        self.queue: list[list[list[_Sending]]] = [[[] for _ in range(stages)] for _ in range(2)]
+        self.under_way: dict[int, _Sending] = {}
+        self.turned = [False] * micro_batches  # whether the last stage's forward has ended
+        self.head, self.now = [0] * workers, [0.0] * workers
+        self.unsent, self.unsent_seconds = [0] * workers, [0.0] * workers
+        self.waiting_rings: list[list[_Ring]] = [[] for _ in range(workers)]
+        self.running_ring: list[_Ring | None] = [None] * workers
+        self.ring_free, self.rings_end = [0.0] * workers, np.full(stages, np.nan)
+        self.complete, self.missing = [0.0] * stages, [0] * stages
+        self.left = [math.inf] * workers  # seconds that a worker still needs: its actions and the least AllReduce
+        for s, w in enumerate(self.worker_of):
+            self.left[w] = min(self.left[w], float(self.rings.exposed[s]))
+        for w, row in enumerate(self.rows):
+            for code in row:
+                self.left[w] += self._action_seconds(code)
+                self.missing[code >> STAGE_SHIFT] += (code >> KIND_SHIFT) & KIND_MASK != FORWARD
+        self._make_flows()
+        self.waiting = list(range(workers))[::-1]
+        while True:
+            while self.waiting:
+                w = self.waiting.pop()
+                while self.head[w] < len(self.rows[w]) and self._advance(w):
+                    if self.now[w] + self.left[w] * _ALMOST >= ceiling:
+                        return self._result(math.inf)
+            if not self._next_event():
                 break
-            s, kind, m = code >> STAGE_SHIFT, (code >> KIND_SHIFT) & KIND_MASK, code & MICRO_BATCH_MASK
-            start = now[w]
-            if kind == FORWARD:
-                if s:
-                    arrival = end_send_f[s - 1, m]
-                    if np.isnan(arrival):
-                        break
-                    start = max(start, arrival)
-                end = start + forward[s]
-                start_f[s, m], end_f[s, m] = start, end
-                if s + 1 < stages:
-                    to = worker_of[s + 1]
-                    if to == w:
-                        start_send_f[s, m], end_send_f[s, m] = end, end
-                    else:
-                        begin = max(end, free_f[s])
-                        free_f[s] = begin + send_forward[s]
-                        start_send_f[s, m], end_send_f[s, m] = begin, free_f[s]
-                        if _waits_for(actions, head, to, code + (1 << STAGE_SHIFT), 0):
-                            waiting[count] = to
-                            count += 1
-            elif kind == WEIGHTS:
-                if np.isnan(end_b[s, m]):
-                    break
-                end = start + weights[s]
-                start_w[s, m], end_w[s, m] = start, end
-            else:
-                if np.isnan(end_f[s, m]):
-                    break
-                if s + 1 < stages:
-                    arrival = end_send_b[s, m]
-                    if np.isnan(arrival):
-                        break
-                    start = max(start, arrival)
-                end = start + (backward[s] if kind == BACKWARD else backward[s] - weights[s])
-                start_b[s, m], end_b[s, m] = start, end
-                if s:
-                    to = worker_of[s - 1]
-                    if to == w:
-                        start_send_b[s - 1, m], end_send_b[s - 1, m] = end, end
-                    else:
-                        begin = max(end, free_b[s - 1])
-                        free_b[s - 1] = begin + send_backward[s - 1]
-                        start_send_b[s - 1, m], end_send_b[s - 1, m] = begin, free_b[s - 1]
-                        if _waits_for(actions, head, to, code - (1 << STAGE_SHIFT), _EITHER):
-                            waiting[count] = to
-                            count += 1
-            now[w] = end
-            head[w] += 1
-            done += 1
-    return start_f, end_f, start_b, end_b, start_w, end_w, start_send_f, end_send_f, start_send_b, end_send_b, done
+        return self._result(math.inf if np.isnan(self.rings_end).any() else float(self.rings_end.max()))
 
+    def _result(self, seconds: float) -> Run:
+        return Run(seconds, self.rings_end, sum(self.head), Times(*self.times))
 
-@compiled
-def step_seconds(
-    order: Order,
-    forward: Floats,
-    backward: Floats,
-    weights: Floats,
-    send_forward: Floats,
-    send_backward: Floats,
-    exposed: Floats,
-) -> float:
-    """Return the end of the step: of each stage the last action and ``exposed`` seconds of AllReduce, the latest one.
+    def _action_seconds(self, code: int) -> float:
+        s, kind = code >> STAGE_SHIFT, (code >> KIND_SHIFT) & KIND_MASK
+        column = code & MICRO_BATCH_MASK if self.columns > 1 else 0
+        if kind == FORWARD:
+            return float(self.seconds.forward[s, column])
+        weights = float(self.seconds.weights[s, column])
+        if kind == WEIGHTS:
+            return weights
+        return float(self.seconds.backward[s, column]) - (0.0 if kind == BACKWARD else weights)
 
-    The AllReduces of one worker's stages run one after the other.
+    def _advance(self, w: int) -> bool:
+        """Run the next action of a worker if its inputs are there; return whether they were."""
+        code = self.rows[w][self.head[w]]
+        s, kind, m = code >> STAGE_SHIFT, (code >> KIND_SHIFT) & KIND_MASK, code & MICRO_BATCH_MASK
+        arrival, target = self.now[w], -1
+        if kind == FORWARD:
+            if s:
+                arrival = self.times[7, s - 1, m]
+            target = s + 1 if s + 1 < self.stages else -1
+        elif kind == WEIGHTS:
+            arrival = self.times[3, s, m]
+        else:
+            if s + 1 < self.stages:
+                arrival = self.times[9, s, m]  # which is after this stage's forward
+            elif not self.turned[m]:
+                return False
+            target = s - 1
+        if math.isnan(arrival):
+            return False
+        own, start = self._action_seconds(code), max(self.now[w], float(arrival))
+        end = start + own
+        which = {FORWARD: 0, WEIGHTS: 4}.get(kind, 2)
+        self.times[which, s, m], self.times[which + 1, s, m] = start, end
+        if kind == FORWARD and s + 1 == self.stages:
+            self.turned[m] = True
+        self.now[w] = end
+        self.head[w] += 1
+        self.left[w] -= own
+        if target >= 0:
+            self._send(w, s, target, m, end)
+        if kind != FORWARD:
+            self.missing[s] -= 1
+            if self.missing[s] == 0:
+                self._all_reduce(w, s, start, end)
+        return True
 
-    The arguments are as in ``run``. Infinite for an order that deadlocks.
-    """
-    actions, worker_of, micro_batches = order.actions, order.worker_of, order.micro_batches
-    (workers, length), stages = actions.shape, len(worker_of)
-    arrival_f = np.full((stages, micro_batches), np.inf)
-    arrival_b = np.full((stages, micro_batches), np.inf)
-    arrival_f[0] = 0.0  # at the last stage, a backward's input arrives when its forward ends
-    ended = -1.0  # replaces the arrival of a backward that has run
-    head = np.zeros(workers, np.int64)
-    now = np.zeros(workers)
-    last = np.zeros(stages)
-    free_f = np.zeros(stages)
-    free_b = np.zeros(stages)
-    waiting = _all_workers(workers, stages)
-    count = workers
-    while count:
-        count -= 1
-        w = int(waiting[count])
-        while head[w] < length:
-            code = actions[w, head[w]]
-            if code == NONE:
-                break
-            s, kind, m = code >> STAGE_SHIFT, (code >> KIND_SHIFT) & KIND_MASK, code & MICRO_BATCH_MASK
-            if kind == FORWARD:
-                if arrival_f[s, m] == np.inf:
-                    break
-                now[w] = max(now[w], arrival_f[s, m]) + forward[s]
-                if s + 1 < stages:
-                    to = worker_of[s + 1]
-                    if to == w:
-                        arrival_f[s + 1, m] = now[w]
-                    else:
-                        free_f[s] = max(now[w], free_f[s]) + send_forward[s]
-                        arrival_f[s + 1, m] = free_f[s]
-                        if _waits_for(actions, head, to, code + (1 << STAGE_SHIFT), 0):
-                            waiting[count] = to
-                            count += 1
-                else:
-                    arrival_b[s, m] = now[w]
-            elif kind == WEIGHTS:
-                if arrival_b[s, m] != ended:
-                    break
-                now[w] += weights[s]
-                last[s] = now[w]
-            else:
-                if arrival_b[s, m] == np.inf:
-                    break
-                seconds = backward[s] if kind == BACKWARD else backward[s] - weights[s]
-                now[w] = max(now[w], arrival_b[s, m]) + seconds
-                last[s] = now[w]
-                arrival_b[s, m] = ended
-                if s:
-                    to = worker_of[s - 1]
-                    if to == w:
-                        arrival_b[s - 1, m] = now[w]
-                    else:
-                        free_b[s - 1] = max(now[w], free_b[s - 1]) + send_backward[s - 1]
-                        arrival_b[s - 1, m] = free_b[s - 1]
-                        if _waits_for(actions, head, to, code - (1 << STAGE_SHIFT), _EITHER):
-                            waiting[count] = to
-                            count += 1
-            head[w] += 1
-    for w in range(workers):
-        if head[w] < length and actions[w, head[w]] != NONE:
-            return np.inf
-    if workers < stages:  # AllReduces of one worker run one after the other
-        now[:] = 0.0
-        for s in np.argsort(last):
-            w = worker_of[s]
-            now[w] = max(last[s], now[w]) + exposed[s]
-        return float(now.max())
-    end = 0.0
-    for s in range(stages):
-        end = max(end, last[s] + exposed[s])
-    return end
+    def _send(self, w: int, s: int, target: int, m: int, end: float) -> None:
+        """Send the result of an action of stage ``s`` to the stage ``target``."""
+        way, boundary, column = int(target < s), min(s, target), m if self.columns > 1 else 0
+        if self.worker_of[target] == w:
+            self._arrive(way, boundary, range(m, m + 1), end, end)
+            return
+        self.unsent[w] += 1
+        taken = self.seconds.send_backward if way else self.seconds.send_forward
+        self.unsent_seconds[w] += float(taken[boundary, column])
+        together = self.seconds.backward_together if way else self.seconds.forward_together
+        if together[s, column]:
+            return
+        sending = _Sending(end, self.unsent_seconds[w], range(m - self.unsent[w] + 1, m + 1))
+        self.unsent[w], self.unsent_seconds[w] = 0, 0.0
+        flow = way * self.stages + boundary
+        if flow not in self.shared:
+            begin = max(end, self.free[way][boundary])
+            self.free[way][boundary] = begin + sending.seconds
+            self._arrive(way, boundary, sending.micro_batches, begin, begin + sending.seconds)
+            self.waiting.append(self.worker_of[target])
+        elif self.shared[flow].busy:
+            self.queue[way][boundary].append(sending)
+        else:
+            self._begin_sending(flow, sending)
+
+    def _arrive(self, way: int, boundary: int, micro_batches: range, begin: float, end: float) -> None:
+        for m in micro_batches:
+            self.times[6 + 2 * way, boundary, m], self.times[7 + 2 * way, boundary, m] = begin, end
+
+    def _begin_sending(self, flow: int, sending: _Sending) -> None:
+        way, boundary = divmod(flow, self.stages)
+        self.under_way[flow] = sending
+        begin = max(sending.ready, self.free[way][boundary])
+        self._begin(flow, begin, self.shared[flow].latency * len(sending.micro_batches), sending.seconds)
+
+    def _all_reduce(self, w: int, s: int, start: float, end: float) -> None:
+        """Queue the rings of a stage whose last gradients were computed from ``start`` to ``end``."""
+        self.complete[s] = end
+        first, stop = self.rings.first[s], self.rings.first[s + 1]
+        for r in range(first, stop):
+            ready = max(start, end - float(self.rings.before[r]))
+            ring = _Ring(ready, float(self.rings.seconds[r]), s, r + 1 == stop)
+            if 2 * self.stages + s in self.shared:
+                self.waiting_rings[w].append(ring)
+                if self.running_ring[w] is None:
+                    self._begin_ring(w)
+            else:  # so are those of the worker's other stages
+                self.ring_free[w] = max(ready, self.ring_free[w]) + ring.seconds
+                if ring.last:
+                    self.rings_end[s] = max(end, self.ring_free[w])
+
+    def _begin_ring(self, w: int) -> None:
+        ring = self.running_ring[w] = self.waiting_rings[w].pop(0)
+        flow = 2 * self.stages + ring.stage
+        self._begin(flow, max(ring.ready, self.ring_free[w]), self.shared[flow].latency, ring.seconds)
+
+    def _make_flows(self) -> None:
+        """Make the flows that share interfaces; ``counts``: the flows that move in each direction."""
+        self.shared: dict[int, _Flow] = {}
+        self.counts = [0] * (self.flows.directions if self.flows else 0)
+        if self.flows is None or not self.flows.directions:
+            return
+        for flow in range(3 * self.stages):
+            entries = range(self.flows.first[flow], self.flows.first[flow + 1])
+            if entries:
+                uses = [(int(self.flows.direction[i]), float(self.flows.demand[i])) for i in entries]
+                near = self.flows.near[self.flows.near_first[flow] : self.flows.near_first[flow + 1]].tolist()
+                self.shared[flow] = _Flow(uses, float(self.flows.latency[flow]), near)
+
+    def _set_event(self, flow: int, time: float) -> None:
+        state = self.shared[flow]
+        state.number += 1
+        heapq.heappush(self.events, (time, flow, state.number))
+
+    def _begin(self, flow: int, begin: float, latency: float, seconds: float) -> None:
+        """Let a flow that takes ``seconds`` alone begin with its latency."""
+        state, wait = self.shared[flow], min(latency, seconds)
+        state.busy, state.waits, state.moves, state.slowed = True, True, False, False
+        state.begin, state.seconds, state.left = begin, seconds, seconds - wait
+        self._set_event(flow, begin + wait)
+
+    def _factor(self, flow: int) -> float:
+        """Return how many times more slowly than alone a flow moves."""
+        return max(1.0, *(self.counts[direction] * demand for direction, demand in self.shared[flow].uses))
+
+    def _count(self, flow: int, change: int, now: float) -> None:
+        """Add a flow to those that move (``change`` 1) or remove it (-1), and recompute how slowly those near it do."""
+        for direction, _ in self.shared[flow].uses:
+            self.counts[direction] += change
+        for other in self.shared[flow].near:
+            state = self.shared[other]
+            if state.moves and (factor := self._factor(other)) != state.factor:
+                state.left = max(0.0, state.left - (now - state.since) / state.factor)
+                state.since, state.factor, state.slowed = now, factor, True
+                self._set_event(other, now + state.left * factor)
+
+    def _move(self, flow: int, now: float) -> None:
+        """Let a flow move after its latency, if it has anything to move."""
+        state = self.shared[flow]
+        state.waits = False
+        if state.left <= 0:
+            self._set_event(flow, now)
+            return
+        state.moves, state.factor = True, 1.0
+        self._count(flow, 1, now)
+        state.since, state.factor = now, self._factor(flow)
+        state.slowed = state.slowed or state.factor > 1
+        self._set_event(flow, now + state.left * state.factor if state.slowed else state.begin + state.seconds)
+
+    def _next_event(self) -> bool:
+        """Let the next flow end its latency or its transfer; return False if there is none."""
+        while self.events and self.events[0][2] != self.shared[self.events[0][1]].number:
+            heapq.heappop(self.events)
+        if not self.events:
+            return False
+        time, flow, _ = heapq.heappop(self.events)
+        state = self.shared[flow]
+        if state.waits:
+            self._move(flow, time)
+            return True
+        if state.moves:
+            state.moves = False
+            self._count(flow, -1, time)
+        state.busy = False
+        way, s = divmod(flow, self.stages)
+        if way == 2:
+            w = self.worker_of[s]
+            ring, self.running_ring[w], self.ring_free[w] = self.running_ring[w], None, time
+            if ring is not None and ring.last:
+                self.rings_end[s] = max(time, self.complete[s])
+            if self.waiting_rings[w]:
+                self._begin_ring(w)
+            return True
+        self.free[way][s] = time
+        self._arrive(way, s, self.under_way.pop(flow).micro_batches, state.begin, time)
+        if self.queue[way][s]:
+            self._begin_sending(flow, self.queue[way][s].pop(0))
+        self.waiting.append(self.worker_of[s + 1 - way])
+        return True

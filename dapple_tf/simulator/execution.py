@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 
 from dapple_tf.errors import ScheduleError
-from dapple_tf.simulator.compiled import Floats
+from dapple_tf.simulator.arrays import Floats
 from dapple_tf.simulator.contention import Flows
-from dapple_tf.simulator.engine import run
+from dapple_tf.simulator.engine import Seconds, run
 from dapple_tf.simulator.order import Order, decode_order, has_weights
 from dapple_tf.simulator.rings import make_rings
-from dapple_tf.simulator.shared_engine import run_shared, uniform_seconds
 from dapple_tf.timeline.stage_costs import StageCosts
 from graph_passes.schedules.schedule import Action
 
@@ -24,12 +23,10 @@ class Execution:
     """Starts and ends of forwards, backwards, and transfers in both directions: arrays [S, M], seconds.
 
     Row s of an array of transfers is the boundary between stages s and s + 1; the last row is NaN. ``order``: see the
-    module ``order``. Backwards are B, or I. Weight gradients are NaN where they are not actions of their own, and their
-    arrays have size 0 where none are. The AllReduce of a stage runs for ``exposed_seconds`` after its last gradients.
-    ``of_micro_batches``: for each micro-batch the costs of each stage, where micro-batches differ in size.
-    ``together``: see ``Schedule.together``; what travels together has the start and the end of its one transfer.
-    ``rings_end``: end of each stage's AllReduce, where flows share network interfaces (see ``contention``): the times
-    are then those of ``shared_engine``.
+    module ``order``. Backwards are B, or I. Weight gradients are NaN where they are not actions of their own.
+    ``allreduce_end`` [S]: end of each stage's AllReduce. ``of_micro_batches``: for each micro-batch the costs of each
+    stage, where micro-batches differ in size. ``together``: see ``Schedule.together``; what travels together has the
+    start and the end of its one transfer.
     """
 
     order: Order
@@ -44,9 +41,9 @@ class Execution:
     end_send_forward: Floats
     start_send_backward: Floats
     end_send_backward: Floats
+    allreduce_end: Floats
     of_micro_batches: tuple[tuple[StageCosts, ...], ...] = field(default=(), kw_only=True)
     together: frozenset[Action] = field(default=frozenset(), kw_only=True)
-    rings_end: Floats | None = field(default=None, kw_only=True)
 
     @property
     def stages(self) -> int:
@@ -83,10 +80,10 @@ class Execution:
             )
         return tuple(self.micro_batches * (cost.forward_seconds + cost.backward_seconds) for cost in self.costs)
 
-    @property
+    @cached_property
     def splits(self) -> bool:
         """Whether some weight gradients are actions of their own."""
-        return bool(self.start_weights.size)
+        return has_weights(self.order)
 
     @cached_property
     def last_gradients(self) -> Floats:
@@ -95,49 +92,52 @@ class Execution:
         return np.array(np.nanmax(ends, axis=1))
 
     @cached_property
-    def allreduce_end(self) -> Floats:
-        """End of each stage's AllReduce, in seconds."""
-        if self.rings_end is not None:
-            return self.rings_end
-        found, free = np.zeros(self.stages), np.zeros(self.order.actions.shape[0])
-        for stage in np.argsort(self.last_gradients, kind="stable"):  # those of one worker run one after the other
-            worker = self.order.worker_of[stage]
-            free[worker] = max(self.last_gradients[stage], free[worker]) + self.costs[stage].exposed_seconds
-            found[stage] = free[worker]
-        return found
-
-    @cached_property
     def step_seconds(self) -> float:
         """End of the last event."""
         return float(np.max(self.allreduce_end))
 
 
-def execute(order: Order, costs: Sequence[StageCosts], flows: Flows | None = None) -> Execution:
+def execute(
+    order: Order,
+    costs: Sequence[StageCosts],
+    flows: Flows | None = None,
+    *,
+    of_micro_batches: Sequence[Sequence[StageCosts]] = (),
+    together: Set[Action] = frozenset(),
+) -> Execution:
     """Run ``order`` (see ``order.encode``) on stages with these costs.
 
-    ``flows``: what shares network interfaces (``find_flows``); None for nothing. Raises ScheduleError for an order that
-    deadlocks, or that has another number of stages.
+    ``flows``: what shares network interfaces (``find_flows``); None for nothing. ``of_micro_batches``: where
+    micro-batches differ in size, for each the costs of each stage, of which the seconds and the stash count; ``costs``
+    are then for what micro-batches share (AllReduce, weights, the largest working set). ``together``: see ``Schedule``.
+    Raises ScheduleError for an order that deadlocks, or that has another number of stages or micro-batches.
     """
-    stages = len(order.worker_of)
-    if len(costs) != stages:
-        raise ScheduleError(f"the schedule has {stages} stages, but there are costs of {len(costs)}")
-    splits, ends = has_weights(order), None
-    arrays = (
-        np.array([cost.forward_seconds for cost in costs], np.float64),
-        np.array([cost.backward_seconds for cost in costs], np.float64),
-        np.array([cost.weights_seconds for cost in costs if splits], np.float64),
-        np.array([cost.send_forward_seconds for cost in costs], np.float64),
-        np.array([cost.send_backward_seconds for cost in costs], np.float64),
-    )
-    if flows is None or not flows.directions:
-        *times, done = run(order, *arrays)
-    else:
-        (*times, done), ends = run_shared(
-            order, uniform_seconds(*arrays), flows, make_rings(costs), splits, True, np.inf, False
-        )
-    if done < order.size:
+    stages, alike = len(order.worker_of), not of_micro_batches
+    every: Sequence[Sequence[StageCosts]] = [costs] if alike else of_micro_batches
+    if {len(costs), *map(len, every)} != {stages} or not (alike or len(every) == order.micro_batches):
         raise ScheduleError(
-            f"the schedule deadlocks after {done} of {order.size} actions: "
+            f"the schedule has {stages} stages x {order.micro_batches} micro-batches, but there are costs of "
+            f"{len(costs)} stages" + ("" if alike else f" and {len(every)} micro-batches")
+        )
+    names = ("forward", "backward", "weights", "send_forward", "send_backward")
+    seconds = (
+        np.array([[getattr(cost, f"{name}_seconds") for cost in own] for own in every], np.float64).T for name in names
+    )
+    held = np.zeros((2, stages, order.micro_batches if together else 1), np.bool_)
+    for action in together:
+        held[int(action.kind != "F"), action.stage, action.micro_batch] = True
+    columns = np.broadcast_arrays(*seconds, *held)
+    found = run(order, Seconds(*columns), make_rings(costs), flows)
+    if found.done < order.size:
+        raise ScheduleError(
+            f"the schedule deadlocks after {found.done} of {order.size} actions: "
             "call graph_passes.schedules.schedule.check(schedule) to see where"
         )
-    return Execution(order, tuple(costs), *times, rings_end=ends)
+    return Execution(
+        order,
+        tuple(costs),
+        *found.times,
+        found.rings_end,
+        of_micro_batches=tuple(map(tuple, of_micro_batches)),
+        together=frozenset(together),
+    )

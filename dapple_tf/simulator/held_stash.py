@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from dapple_tf.simulator.compiled import Floats, Integers, compiled, compiled_part
+from dapple_tf.simulator.arrays import Floats, Integers
 from dapple_tf.simulator.order import FORWARD, INPUTS, KIND_MASK, KIND_SHIFT, NONE, STAGE_SHIFT, Order
 
 
-@compiled
 def count_in_flight(order: Order) -> Integers:
     """Return the most micro-batches that each stage has in flight at once."""
     stages = len(order.worker_of)
@@ -26,7 +25,6 @@ def count_in_flight(order: Order) -> Integers:
     return most
 
 
-@compiled_part
 def row_peak(row: Integers, stash: Floats) -> float:
     """Return the most ``stash`` that a worker with this row of actions holds at once.
 
@@ -45,7 +43,6 @@ def row_peak(row: Integers, stash: Floats) -> float:
     return peak
 
 
-@compiled
 def worker_peaks(order: Order, fixed: Floats, stash: Floats, working: Floats) -> Floats:
     """Return the most bytes that a device of each worker holds.
 

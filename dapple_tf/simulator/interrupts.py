@@ -17,7 +17,6 @@ from contextvars import ContextVar, copy_context
 from typing import ParamSpec, TypeVar
 
 import numpy as np
-from numba.core import event as compiler_events
 from numpy.typing import NDArray
 
 _Parameters = ParamSpec("_Parameters")
@@ -70,8 +69,7 @@ def _call_in_thread(function: Callable[[], _Result], name: str) -> _Result:
         _stop.set(stop)
         try:
             check_stop()
-            with compiler_events.install_listener("numba:run_pass", _StopBetweenPasses()):
-                results.append(function())
+            results.append(function())
         except BaseException as failure:
             failures.append(failure)
         finally:
@@ -102,13 +100,3 @@ def _wait_for(ended: threading.Event) -> None:
     while not ended.is_set() and (left := end - time.monotonic()) > 0:
         with contextlib.suppress(KeyboardInterrupt):
             ended.wait(left)
-
-
-class _StopBetweenPasses(compiler_events.Listener):
-    """Ends a compilation between two passes of Numba's compiler, where an exception leaves its state consistent."""
-
-    def on_start(self, event: compiler_events.Event) -> None:
-        check_stop()
-
-    def on_end(self, event: compiler_events.Event) -> None:
-        pass

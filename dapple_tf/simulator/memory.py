@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from dapple_tf.simulator.compiled import Floats
+from dapple_tf.simulator.arrays import Floats
 from dapple_tf.simulator.execution import Execution
 from graph_passes.schedules.schedule import FREEING
 

@@ -1,14 +1,15 @@
-"""Schedules as arrays of integers, for compiled code."""
+"""Schedules as arrays of integers, as the engine reads them."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dapple_tf.simulator.compiled import Integers, compiled
+from dapple_tf.simulator.arrays import Integers
 from graph_passes.schedules.schedule import Action, Kind, Schedule
 
 # An action in an int64: the stage from bit 34 on, the kind in bits 32 and 33, the micro-batch below.
@@ -63,61 +64,42 @@ def decode_order(order: Order) -> tuple[tuple[Action, ...], ...]:
     )
 
 
-@compiled
-def early_backward_order(warm_up: Integers, micro_batches: int) -> Order:
+def early_backward_order(warm_up: Sequence[int] | Integers, micro_batches: int) -> Order:
     """Return the order of ``graph_passes.schedules.spec.early_backward`` (DAPPLE, section III.B), without checks.
 
-    A Numba version of that function; test_engine.py asserts that both return the same order.
-    K_i forwards (``warm_up``, each between 1 and M), then alternately one backward and one forward, then the remaining
-    backwards.
+    It takes far less time; test_engine.py asserts that both return the same order. K_i forwards (``warm_up``, each
+    between 1 and M), then alternately one backward and one forward, then the remaining backwards.
     """
-    stages = warm_up.shape[0]
+    stages, every = len(warm_up), np.arange(micro_batches, dtype=np.int64)
     actions = np.empty((stages, 2 * micro_batches), np.int64)
-    for s in range(stages):
-        k, forward = warm_up[s], s << STAGE_SHIFT
-        backward = forward | (BACKWARD << KIND_SHIFT)
-        for m in range(k):
-            actions[s, m] = forward | m
-        entry = k
-        for m in range(micro_batches):
-            actions[s, entry] = backward | m
-            entry += 1
-            if k + m < micro_batches:
-                actions[s, entry] = forward | (k + m)
-                entry += 1
-    return Order(actions, np.arange(stages), micro_batches)
+    for s, k in enumerate(warm_up):
+        forwards = (s << STAGE_SHIFT) | every
+        backwards, steady = forwards | (BACKWARD << KIND_SHIFT), micro_batches - k
+        actions[s, :k] = forwards[:k]
+        actions[s, k : k + 2 * steady : 2], actions[s, k + 1 : k + 2 * steady : 2] = backwards[:steady], forwards[k:]
+        actions[s, k + 2 * steady :] = backwards[steady:]
+    return Order(actions, np.arange(stages, dtype=np.int64), micro_batches)
 
 
-@compiled
 def interleaved_order(workers: int, chunks: int, micro_batches: int) -> Order:
     """Return the order of ``graph_passes.schedules.interleaved.interleaved_1f1b``, without checks.
 
-    A Numba version of that function; test_engine.py asserts that both return the same order.
+    It takes far less time; test_engine.py asserts that both return the same order.
     """
     count = max(1, micro_batches // workers)
-    calls = chunks * micro_batches
-    forwards, backwards = np.empty(calls, np.int64), np.empty(calls, np.int64)  # of worker 0
-    entry, largest = 0, 0
-    for group in range(count):
-        begin, end = micro_batches * group // count, micro_batches * (group + 1) // count
-        largest = max(largest, end - begin)
-        for chunk in range(chunks):
-            for m in range(begin, end):
-                forwards[entry] = ((chunk * workers) << STAGE_SHIFT) | m
-                last = ((chunks - 1 - chunk) * workers) << STAGE_SHIFT
-                backwards[entry] = last | (BACKWARD << KIND_SHIFT) | m
-                entry += 1
+    bounds = [micro_batches * group // count for group in range(count + 1)]
+    groups = [np.arange(begin, end, dtype=np.int64) for begin, end in itertools.pairwise(bounds)]
+    largest, calls = max(map(len, groups)), chunks * micro_batches
+    forwards, backwards = (  # of worker 0
+        np.concatenate([((chunk * workers) << STAGE_SHIFT) | kind | group for group in groups for chunk in of_chunks])
+        for kind, of_chunks in ((0, range(chunks)), (BACKWARD << KIND_SHIFT, range(chunks)[::-1]))
+    )
     actions = np.empty((workers, 2 * calls), np.int64)
     for w in range(workers):
         ahead = min(2 * (workers - w - 1) + (chunks - 1) * largest + 1, calls)
-        own = w << STAGE_SHIFT
-        for i in range(ahead):
-            actions[w, i] = forwards[i] + own
-        entry = ahead
-        for i in range(calls):
-            actions[w, entry] = backwards[i] + own
-            entry += 1
-            if ahead + i < calls:
-                actions[w, entry] = forwards[ahead + i] + own
-                entry += 1
-    return Order(actions, np.arange(workers * chunks) % workers, micro_batches)
+        own, steady = w << STAGE_SHIFT, calls - ahead
+        actions[w, :ahead] = forwards[:ahead] + own
+        actions[w, ahead : ahead + 2 * steady : 2] = backwards[:steady] + own
+        actions[w, ahead + 1 : ahead + 2 * steady : 2] = forwards[ahead:] + own
+        actions[w, ahead + 2 * steady :] = backwards[steady:] + own
+    return Order(actions, np.arange(workers * chunks, dtype=np.int64) % workers, micro_batches)

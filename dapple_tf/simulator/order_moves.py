@@ -5,10 +5,13 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from dapple_tf.simulator.compiled import Floats, Integers, compiled, compiled_part
-from dapple_tf.simulator.engine import step_seconds
+from dapple_tf.simulator.arrays import Floats, Integers
+from dapple_tf.simulator.compiled import call_from_compiled, compiled, compiled_part
+from dapple_tf.simulator.compiled_engine import step_seconds
 from dapple_tf.simulator.held_stash import row_peak
 from dapple_tf.simulator.order import KIND_SHIFT, NONE, Order
+
+call_from_compiled(row_peak)
 
 
 @compiled

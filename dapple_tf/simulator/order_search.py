@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from dapple_tf.errors import ScheduleError
-from dapple_tf.simulator.compiled import Floats
-from dapple_tf.simulator.engine import step_seconds
+from dapple_tf.simulator.arrays import Floats
+from dapple_tf.simulator.compiled_engine import step_seconds
 from dapple_tf.simulator.held_stash import worker_peaks
 from dapple_tf.simulator.interrupts import check_stop, interruptible, stop_flag
 from dapple_tf.simulator.memory import usable_bytes

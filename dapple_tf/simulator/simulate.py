@@ -9,12 +9,12 @@ from functools import partial
 from dapple_tf.plan_check import check_inputs, check_optimizer_slots, check_plan
 from dapple_tf.plans import Plan
 from dapple_tf.simulator.contention import Flows, plan_flows
-from dapple_tf.simulator.costs import stage_costs
+from dapple_tf.simulator.costs import CostModel
 from dapple_tf.simulator.execution import Execution, execute
-from dapple_tf.simulator.given_sizes import execute_sizes
 from dapple_tf.simulator.interrupts import interruptible
 from dapple_tf.simulator.memory_limit import MemoryLimit, memory_limits
 from dapple_tf.simulator.named_orders import named_order
+from dapple_tf.simulator.order import encode
 from dapple_tf.simulator.simulated_step import SimulatedStep
 from dapple_tf.simulator.simulated_window import SimulatedWindow
 from dapple_tf.simulator.virtual_workers import simulate_workers
@@ -30,16 +30,24 @@ from profiler.profile import Profile
 
 @interruptible
 def simulate(
-    plan: Plan, profile: Profile, cluster: Cluster, *, optimizer_slots: int = 2, contention: bool = True
+    plan: Plan,
+    profile: Profile,
+    cluster: Cluster,
+    *,
+    optimizer_slots: int = 2,
+    contention: bool = True,
+    whole_rows: bool = True,
 ) -> SimulatedTimeline:
     """Return the timeline of one step of ``plan``, or of its asynchronous window, under the design's cost model.
 
     ``optimizer_slots``: values that the optimizer keeps of each weight (2 for Adam, 0 for plain SGD). ``contention``:
     transfers and AllReduces share the servers' network interfaces (see ``simulator.contention``); without it each has
-    them for itself, as in the papers, and as in virtual workers always. A plan that needs more memory than
-    the devices have is simulated too: ``Timeline.fits`` says so. Of a plan with virtual workers the timeline has the
-    one that is last. Raises PlanError for a plan that does
-    not match the profile or the cluster, and ScheduleError for a schedule that does not exist.
+    them for itself, as in the papers, and as in virtual workers always. ``whole_rows``: the replicas of a stage take
+    the whole rows of a micro-batch that the run gives them; without it equal fractions, as in the papers, unless they
+    have shares. In virtual workers and windows they take whole rows always. A plan that needs more memory than the
+    devices have is simulated too: ``Timeline.fits`` says so. Of a plan with virtual workers the timeline has the one
+    that is last. Raises PlanError for a plan that does not match the profile or the cluster, and ScheduleError for a
+    schedule that does not exist.
     """
     check_optimizer_slots(optimizer_slots)
     check_inputs(plan=plan, profile=profile, cluster=cluster)
@@ -59,9 +67,10 @@ def simulate(
         limits = _limits(plan, execution_of_window.costs.stages, cluster)
         window = SimulatedWindow(plan, execution_of_window, seconds, cluster.least_memory, limits)
         return SimulatedTimeline(window, title=plan_title(plan))
-    in_rows = [stage.in_rows(plan.micro_batch_size) for stage in plan.stages]
+    model = CostModel(profile, cluster, whole_rows=whole_rows)
+    in_rows = [model.in_rows(stage, plan.micro_batch_size) for stage in plan.stages]
     flows = plan_flows(in_rows, cluster) if contention else None
-    costs_of = partial(stage_costs, plan, profile, cluster, optimizer_slots=optimizer_slots)
+    costs_of = partial(model.stage_costs, plan, optimizer_slots=optimizer_slots)
     if plan.sizes or plan.spec.together:
         sizes = plan.sizes or (plan.micro_batch_size,) * plan.micro_batches
         execution = _execute_sizes(plan, sizes, {size: costs_of(samples=size) for size in set(sizes)}, flows)
@@ -83,7 +92,8 @@ def _execute_sizes(
     pairs = zip(costs[plan.micro_batch_size], costs[sizes[-1]], strict=True)
     shown = [replace(largest, exposed_seconds=last.exposed_seconds, rings=last.rings) for largest, last in pairs]
     schedule = plan.build_schedule()
-    return execute_sizes(schedule, shown, [costs[size] for size in sizes], flows)
+    of_micro_batches = [costs[size] for size in sizes]
+    return execute(encode(schedule), shown, flows, of_micro_batches=of_micro_batches, together=schedule.together)
 
 
 def _limits(plan: Plan, costs: Sequence[StageCosts], cluster: Cluster) -> tuple[MemoryLimit, ...]:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from dapple_tf.plans import Plan
+from dapple_tf.simulator.arrays import Floats
 from dapple_tf.simulator.communication_ratio import activation_communication_ratio
-from dapple_tf.simulator.compiled import Floats
 from dapple_tf.simulator.execution import Execution
 from dapple_tf.simulator.memory import memory_over_time, peak_bytes
 from dapple_tf.simulator.memory_limit import MemoryLimit

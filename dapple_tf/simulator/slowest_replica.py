@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dapple_tf.plans import StagePlan
-from dapple_tf.simulator.compiled import Floats
+from dapple_tf.simulator.arrays import Floats
 from profiler.cluster import Cluster
 from profiler.device_costs import profile_on
 from profiler.profile import Profile

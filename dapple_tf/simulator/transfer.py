@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dapple_tf.simulator.compiled import Floats, Integers, compiled, compiled_part
+from dapple_tf.simulator.arrays import Floats, Integers
 from graph_passes.analysis.row_bounds import cut_points
 from profiler.cluster import Cluster
 
@@ -73,13 +73,11 @@ def transfer_cost(
     return measure_shares(*servers, cut, cut_next, tables)
 
 
-@compiled_part
 def measure_transfer(senders: Integers, receivers: Integers, t: LinkTables) -> tuple[float, float]:
     """Return ``transfer_cost`` of equal shares for arrays, for compiled callers."""
     return measure_shares(senders, receivers, np.arange(len(senders) + 1), np.arange(len(receivers) + 1), t)
 
 
-@compiled
 def measure_shares(
     senders: Integers, receivers: Integers, cut: Integers, cut_next: Integers, t: LinkTables
 ) -> tuple[float, float]:
@@ -88,7 +86,6 @@ def measure_shares(
     return latency, max(unshared, max(leaving.max(), entering.max()) * t.interface)
 
 
-@compiled_part
 def measure_loads(
     senders: Integers, receivers: Integers, cut: Integers, cut_next: Integers, t: LinkTables
 ) -> tuple[float, float, Floats, Floats]:
@@ -140,7 +137,6 @@ def allreduce_cost(homes: Sequence[int], tables: LinkTables) -> tuple[float, flo
     return measure_allreduce(np.asarray(homes, np.int64), tables)
 
 
-@compiled
 def measure_allreduce(homes: Integers, t: LinkTables) -> tuple[float, float]:
     """Return ``allreduce_cost`` for arrays, for compiled callers."""
     r = len(homes)
@@ -159,7 +155,6 @@ def measure_allreduce(homes: Integers, t: LinkTables) -> tuple[float, float]:
     return 2 * (r - 1) * latency, 2 * (r - 1) / r * slowest
 
 
-@compiled
 def ring_seconds(latency: float, seconds_per_byte: float, parameter_bytes: float) -> float:
     """Return the seconds of one AllReduce of these bytes, with the costs of ``allreduce_cost``; 0 without any byte."""
     return latency + seconds_per_byte * parameter_bytes if parameter_bytes > 0 else 0.0

@@ -48,7 +48,9 @@ def simulate_workers(
             for cost, stage, last in zip(execution.costs, part.stages, execution.last_gradients, strict=True)
         )
         limits = memory_limits(part, costs, cluster)
-        steps.append(SimulatedStep(part, replace(execution, costs=costs), seconds, cluster.least_memory, limits))
+        reduced = np.array([ends[stage.devices[0]] for stage in part.stages])
+        joined = replace(execution, costs=costs, allreduce_end=reduced)
+        steps.append(SimulatedStep(part, joined, seconds, cluster.least_memory, limits))
     return tuple(steps)
 
 

@@ -9,16 +9,16 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
 from functools import cache
 from typing import NamedTuple
 
 import numpy as np
 
 from dapple_tf.simulator.contention import Flows, find_flows
-from dapple_tf.simulator.engine import step_seconds
+from dapple_tf.simulator.engine import run, uniform_seconds
 from dapple_tf.simulator.order import Order, encode
 from dapple_tf.simulator.rings import Rings
-from dapple_tf.simulator.shared_engine import shared_step_seconds
 from dapple_tf.simulator.transfer import link_tables
 from graph_passes.schedules.spec import early_backward
 from profiler.cluster import Cluster
@@ -100,12 +100,20 @@ def list_plans(profile: Profile, cluster: Cluster) -> Iterator[Stages]:
 # --- their costs
 
 
-def transfer_seconds(cluster: Cluster, senders: Devices, receivers: Devices, size: float) -> float:
+def row_bounds(replicas: int, rows: int, *, whole: bool) -> list[Fraction]:
+    """Return where the rows of each replica begin, and where the last ones end, as parts of the micro-batch."""
+    return [Fraction(i * rows // replicas, rows) if whole else Fraction(i, replicas) for i in range(replicas + 1)]
+
+
+def transfer_seconds(
+    cluster: Cluster, senders: Devices, receivers: Devices, size: float, rows: int, *, whole: bool
+) -> float:
     """Return the seconds of moving ``size`` bytes of a micro-batch between two stages, replica by replica."""
+    left, right = (row_bounds(len(devices), rows, whole=whole) for devices in (senders, receivers))
     loads: dict[tuple[object, ...], tuple[float, float]] = {}  # seconds so far and latency of what may be slowest
     for (i, a), (j, b) in itertools.product(enumerate(senders), enumerate(receivers)):
-        shared = min((i + 1) / len(senders), (j + 1) / len(receivers)) - max(i / len(senders), j / len(receivers))
-        if shared <= 1e-12:
+        shared = float(min(left[i + 1], right[j + 1]) - max(left[i], right[j]))
+        if shared <= 0:
             continue
         x, y = cluster.homes[a], cluster.homes[b]
         link = cluster.link(x, y)
@@ -137,9 +145,16 @@ class StageCostModel:
     """Costs of stages for micro-batches of ``size`` samples; each distinct stage and boundary is computed once."""
 
     def __init__(
-        self, profile: Profile, cluster: Cluster, size: int, recompute: bool, overlap: bool, slots: int
+        self,
+        profile: Profile,
+        cluster: Cluster,
+        size: int,
+        recompute: bool,
+        overlap: bool,
+        slots: int,
+        whole: bool = True,
     ) -> None:
-        self.profile, self.cluster, self.size = profile, cluster, size
+        self.profile, self.cluster, self.size, self.whole = profile, cluster, size, whole
         self.recompute, self.overlap, self.slots = recompute, overlap, slots
         self.stage: Callable[[Stage], tuple[float, ...]] = cache(self._stage)
         self.send: Callable[[int, Devices, Devices], float] = cache(self._send)
@@ -155,11 +170,16 @@ class StageCostModel:
         first, end, devices = stage
         if not self.overlap:
             return ((0.0, self.stage(stage)[2]),)
-        left, found = float(sum(self.profile.backward_seconds(self.size / len(devices))[first:end])), []
+        backward = self.profile.backward_seconds(self._rows(devices))
+        left, found = float(sum(backward[first:end])), []
         for i in reversed(range(first, end)):
-            left -= float(self.profile.backward_seconds(self.size / len(devices))[i])
+            left -= float(backward[i])
             found.append((left, ring_seconds(self.cluster, devices, self.profile.layers[i].parameter_bytes)))
         return tuple(found)
+
+    def _rows(self, devices: Devices) -> float:
+        """Return the rows of the replica that has most."""
+        return math.ceil(self.size / len(devices)) if self.whole else self.size / len(devices)
 
     def _crossing(self, position: int) -> float:
         if position == 0:
@@ -172,7 +192,7 @@ class StageCostModel:
         return self.size / self.profile.batch_size
 
     def _send(self, position: int, senders: Devices, receivers: Devices) -> float:
-        return transfer_seconds(self.cluster, senders, receivers, self._crossing(position))
+        return transfer_seconds(self.cluster, senders, receivers, self._crossing(position), self.size, whole=self.whole)
 
     def _works(self, layer: int) -> bool:
         """Return whether a layer is more than a view, whose gradient is a view as well."""
@@ -182,9 +202,10 @@ class StageCostModel:
 
     def _stage(self, stage: Stage) -> tuple[float, ...]:
         first, end, devices = stage
-        r, scale, layers = len(devices), self._scale, self.profile.layers
-        forward = [float(x) for x in self.profile.forward_seconds(self.size / r)[first:end]]
-        backward = [float(x) for x in self.profile.backward_seconds(self.size / r)[first:end]]
+        rows, layers = self._rows(devices), self.profile.layers
+        r, scale = self.size / rows, self._scale
+        forward = [float(x) for x in self.profile.forward_seconds(rows)[first:end]]
+        backward = [float(x) for x in self.profile.backward_seconds(rows)[first:end]]
         exposed = ring_seconds(self.cluster, devices, sum(layers[i].parameter_bytes for i in range(first, end)))
         if self.overlap:
             now = done = 0.0
@@ -227,21 +248,17 @@ def step_of(costs: Costs, micro_batches: int, memory: float, flows: Flows | None
         if limit == 0 or (name == "gpipe" and limit < micro_batches):
             continue
         schedule = name if max(k) <= limit else f"{name}:D={limit}"
-        found[schedule] = _run(tuple(min(held, limit) for held in k), micro_batches, costs, flows)
+        found[schedule] = order_seconds(_order(tuple(min(held, limit) for held in k), micro_batches), costs, flows)
     return found
 
 
-def _run(k: tuple[int, ...], micro_batches: int, costs: Costs, flows: Flows | None) -> float:
+def order_seconds(order: Order, costs: Costs, flows: Flows | None = None) -> float:
+    """Return the seconds of a step in this order."""
     send = np.array([*costs.send, 0.0])
-    order = _order(k, micro_batches)
     forward, backward, exposed = (np.array(row) for row in (costs.forward, costs.backward, costs.exposed))
-    if flows is not None:
-        before, seconds = np.array([ring for of_stage in costs.rings for ring in of_stage]).T.copy()
-        rings = Rings(np.cumsum([0, *map(len, costs.rings)]), before, seconds, exposed)
-        return float(
-            shared_step_seconds(order, forward, backward, np.zeros(0), send, send, rings, flows, np.inf, False)[0]
-        )
-    return float(step_seconds(order, forward, backward, np.zeros(0), send, send, exposed))
+    before, seconds = np.array([ring for of_stage in costs.rings for ring in of_stage]).T.copy()
+    every = Rings(np.cumsum([0, *map(len, costs.rings)]), before, seconds, exposed)
+    return run(order, uniform_seconds(forward, backward, np.zeros(0), send, send), every, flows).seconds
 
 
 @cache
@@ -249,9 +266,10 @@ def _order(k: tuple[int, ...], micro_batches: int) -> Order:
     return encode(early_backward(k, micro_batches))
 
 
-def _flows(cluster: Cluster, devices: Sequence[Devices]) -> Flows:
+def _flows(cluster: Cluster, devices: Sequence[Devices], size: int) -> Flows:
     homes = [[cluster.homes[device] for device in own] for own in devices]
-    return find_flows(homes, [True] * (len(homes) - 1), link_tables(cluster))
+    rows = [[(i + 1) * size // len(own) - i * size // len(own) for i in range(len(own))] for own in devices]
+    return find_flows(homes, [True] * (len(homes) - 1), link_tables(cluster), rows)
 
 
 def fits(costs: Costs, memory: float, held: Sequence[int]) -> bool:
@@ -329,7 +347,7 @@ def find_optimum(
     best = warm = Optimum(math.inf)
     plans = list(list_plans(profile, cluster))
     for size in divisors(batch):
-        model = StageCostModel(profile, cluster, size, recompute, overlap, slots)
+        model = StageCostModel(profile, cluster, size, recompute, overlap, slots, whole=not by_formula)
         for stages in plans:
             if max(len(devices) for _, _, devices in stages) > size:
                 continue
@@ -344,7 +362,7 @@ def find_optimum(
                 if fits(costs, cluster.device_memory, full) and found[""] < warm.seconds:
                     warm = Optimum(found[""], stages, size)
             else:
-                flows = _flows(cluster, tuple(devices for _, _, devices in stages)) if contention else None
+                flows = _flows(cluster, tuple(devices for _, _, devices in stages), size) if contention else None
                 found = step_of(costs, batch // size, cluster.device_memory, flows)
             for schedule, seconds in found.items():
                 if seconds < best.seconds:

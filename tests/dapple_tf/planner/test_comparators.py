@@ -17,7 +17,6 @@ from dapple_tf.planner.planning_problem import PlanningProblem
 from dapple_tf.planner.registry import PLANNERS, find_result
 from profiler.cluster import Cluster, DeviceKind, Link, Server, config
 from profiler.importers import read_graph_file
-from profiler.profile import Timing
 from tests.dapple_tf.planner.builders import Case, cases, make_cluster, make_profile
 from tests.paths import SHARED_PROFILES
 
@@ -105,19 +104,6 @@ def test_what_piper_recomputes_is_in_the_plan_of_best() -> None:
     best = plan_best(problem)
     assert best is not None
     assert best.chosen.seconds <= piper.chosen.seconds
-
-
-def test_autopipe_is_not_left_out_where_halves_of_micro_batches_take_less_than_half_as_long() -> None:
-    # 4 samples take 3 seconds a layer, and 8 take 30: DP on 2 devices takes 19 seconds, three stages with halves 16.
-    timing = Timing(8, (10.0,) * 3, (20.0,) * 3)
-    profile = make_profile(*[(1, 2, 1e-3, 1e-3, 300)] * 3, timings=(timing,))
-    cluster = make_cluster(2, 1, inside=(90, 0), between=(10, 0))
-    problem = make_problem(profile, cluster, global_batch_size=8, micro_batch_size=8)
-    autopipe, best = find_result(problem, "autopipe"), plan_best(problem)
-    assert autopipe is not None
-    assert autopipe.chosen.sizes == (4, 4)
-    assert best is not None
-    assert best.chosen.seconds <= autopipe.chosen.seconds
 
 
 def test_large_clusters_have_none() -> None:

@@ -81,7 +81,7 @@ def test_runners_up_are_listed_with_how_much_slower_they_are_and_why() -> None:
         "AllReduce after the last backward takes 3.000 s against 0.0 ms"
     )
     assert lines[1].startswith("runner-up one device, 8 micro-batches, dapple-a: 24.000 s, 75.2% slower: computing on ")
-    assert "no plan of one stage per device is faster in the simulator" in lines
+    assert "at most 14.2% above any plan: devices must compute for 12.000 s" in lines
 
 
 def test_the_busiest_device_computes_all_of_its_stages() -> None:
@@ -90,7 +90,6 @@ def test_the_busiest_device_computes_all_of_its_stages() -> None:
     assert "runner-up one device, 4 micro-batches, dapple-a: 96.000 s, 190.9% slower: " in text
     assert "computing on the busiest device takes 96.000 s against 24.000 s" in text
     assert "runner-up straight" in text
-    assert "no plan of one stage per device is faster in the simulator" in text
 
 
 def test_times_of_one_batch_size_only_are_pointed_out() -> None:

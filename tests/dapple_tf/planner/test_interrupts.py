@@ -68,7 +68,7 @@ def run(code: str, *words: object, cache: Path | None = None) -> subprocess.Comp
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
 
 
-@pytest.mark.parametrize("function", ["search_by_bound", "refine"])
+@pytest.mark.parametrize("function", ["leading_baselines", "_annealed"])
 def test_the_command_ends_with_one_line(profile: Path, function: str) -> None:
     code = f"""
 from dapple_tf.cli import main

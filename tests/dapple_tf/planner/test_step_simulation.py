@@ -13,10 +13,8 @@ from dapple_tf.planner.step_simulation import (
     POLICIES,
     StageCostArrays,
     fastest_schedule,
-    policy_seconds,
-    policy_warm_ups,
+    order_seconds,
 )
-from dapple_tf.simulator.engine import step_seconds
 from dapple_tf.simulator.order import encode
 from graph_passes.errors import ScheduleError
 from graph_passes.schedules.spec import early_backward, warm_up
@@ -25,10 +23,7 @@ from tests.dapple_tf.planner.builders import figures
 
 def step_of(costs: StageCostArrays, in_flight: tuple[int, ...], micro_batches: int) -> float:
     """Return the simulated step with these K_i, from the schedule as graph_passes builds it."""
-    order, send = encode(early_backward(in_flight, micro_batches)), costs.send_seconds
-    return step_seconds(
-        order, costs.forward_seconds, costs.backward_seconds, np.zeros(0), send, send, costs.exposed_seconds
-    )
+    return order_seconds(encode(early_backward(in_flight, micro_batches)), costs)
 
 
 def count_held(costs: StageCostArrays, stage: int, memory: float, most: int) -> int:
@@ -58,19 +53,13 @@ def test_a_policy_takes_as_long_as_its_schedule_with_d_by_memory(
     unlimited = warm_up(policy, stages, micro_batches)
     held = [count_held(costs, stage, memory, unlimited[stage]) for stage in range(stages)]
     limit = min([n for n, k in zip(held, unlimited, strict=True) if n < k], default=None)
-    found = policy_seconds(
-        costs,
-        policy_warm_ups(stages, micro_batches)[POLICIES.index(policy)],
-        micro_batches,
-        float(memory),
-        policy != "gpipe",
-    )
+    found = fastest_schedule(costs, micro_batches, float(memory), policy)
     try:
         in_flight = warm_up(policy, stages, micro_batches, limit)
     except ScheduleError:  # no micro-batch fits, or gpipe is limited
-        assert found == (math.inf, 0)
+        assert found == (math.inf, "")
         return
-    assert found == (step_of(costs, in_flight, micro_batches), limit or 0)
+    assert found == (step_of(costs, in_flight, micro_batches), policy if limit is None else f"{policy}:D={limit}")
 
 
 @given(stage_costs(), st.integers(1, 8))

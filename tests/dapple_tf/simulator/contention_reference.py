@@ -161,9 +161,9 @@ class _Simulation:
             free = True  # the rings of the worker's stages before have ended
             for stage in order:
                 left = [flow for flow in self.rings[stage] if flow.end is None]
-                if left and (free or self.now < self.gradients_end[stage]):
+                if left and free:
                     yield left[0]
-                free = free and not left and self.gradients_end[stage] <= self.now
+                free = free and not left
 
     def _begun(self) -> list[Flow]:
         return [flow for flow in self._flows() if flow.begin is not None]

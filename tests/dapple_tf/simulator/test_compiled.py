@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from dapple_tf.simulator.compiled import drop_stale_code
+from dapple_tf.simulator.compiled import _drop_stale_code
 
 
 def write(path: Path, text: str, seconds: int) -> Path:
@@ -21,12 +21,12 @@ def test_code_older_than_a_source_of_compiled_functions_is_removed(tmp_path: Pat
     old = [write(tmp_path / "b" / "__pycache__" / f"f-1.{end}", "", 99) for end in ("nbi", "1.nbc")]
     new = write(tmp_path / "b" / "__pycache__" / "g-1.nbi", "", 200)
     bytecode = write(tmp_path / "b" / "__pycache__" / "source.cpython-311.pyc", "", 1)
-    drop_stale_code(tmp_path)
+    _drop_stale_code(tmp_path)
     assert [path.exists() for path in (*old, new, bytecode)] == [False, False, True, True]
 
 
 def test_a_package_without_compiled_functions_is_left_alone(tmp_path: Path) -> None:
     code = write(tmp_path / "__pycache__" / "f-1.nbi", "", 99)
     write(tmp_path / "plain.py", "", 100)
-    drop_stale_code(tmp_path)
+    _drop_stale_code(tmp_path)
     assert code.exists()

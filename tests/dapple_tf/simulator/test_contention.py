@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 
 from dapple_tf.simulator.contention import Flows, find_flows
 from dapple_tf.simulator.costs import exposed_seconds, overlapped_rings
+from dapple_tf.simulator.engine import run, run_in_python, uniform_seconds
 from dapple_tf.simulator.execution import Execution, execute
-from dapple_tf.simulator.given_sizes import execute_sizes
 from dapple_tf.simulator.order import encode
 from dapple_tf.simulator.rings import make_rings
-from dapple_tf.simulator.shared_engine import shared_step_seconds
 from dapple_tf.simulator.simulate import simulate
 from dapple_tf.simulator.transfer import allreduce_cost, link_tables, ring_seconds, transfer_cost
 from dapple_tf.timeline.critical_path import sum_by_kind
@@ -90,8 +89,14 @@ class Case:
     def run(self) -> Execution:
         if self.sizes:
             of_sizes = [self.costs(size) for size in self.sizes]
-            return execute_sizes(self.schedule, self.costs(), of_sizes, self.flows())
-        return execute(encode(self.schedule), self.costs(), self.flows())
+            return execute(
+                encode(self.schedule),
+                self.costs(),
+                self.flows(),
+                of_micro_batches=of_sizes,
+                together=self.schedule.together,
+            )
+        return execute(encode(self.schedule), self.costs(), self.flows(), together=self.schedule.together)
 
     def setting(self) -> Setting:
         sizes = self.sizes or (1,) * self.schedule.micro_batches
@@ -239,45 +244,37 @@ def test_no_event_is_sooner_than_without_contention(case: Case) -> None:
     assert alone.step_seconds <= shared.step_seconds * (1 + 1e-12) + 1e-12
 
 
-@given(cases())
-def test_the_compiled_seconds_of_a_step_are_those_of_its_execution(case: Case) -> None:
+@given(st.one_of(cases(), cases(overlap=True)), st.booleans())
+def test_the_engine_in_python_computes_the_same(case: Case, contention: bool) -> None:
     costs, order = case.costs(), encode(case.schedule)
-    *seconds, _ = arrays(costs, bool(case.schedule.split))
-    assert (
-        shared_step_seconds(order, *seconds, make_rings(costs), case.flows(), np.inf, False)[0]
-        == case.run().step_seconds
-    )
+    *columns, _ = arrays(costs, weights=True)
+    given = order, uniform_seconds(*columns), make_rings(costs), case.flows() if contention else None
+    wanted, found = run_in_python(*given), run(*given)
+    assert (found.seconds, found.done) == (pytest.approx(wanted.seconds, rel=1e-9), wanted.done)
+    np.testing.assert_allclose(found.rings_end, wanted.rings_end, rtol=1e-9)
+    for name in wanted.times._fields:
+        np.testing.assert_allclose(getattr(found.times, name), getattr(wanted.times, name), rtol=1e-9, err_msg=name)
 
 
 @given(cases(), st.floats(0.5, 1.5))
 def test_a_simulation_ends_early_only_where_the_step_is_not_below_the_ceiling(case: Case, share: float) -> None:
     costs, order, step = case.costs(), encode(case.schedule), case.run().step_seconds
-    *seconds, _ = arrays(costs, bool(case.schedule.split))
-    found, actions = shared_step_seconds(order, *seconds, make_rings(costs), case.flows(), share * step, False)
-    assert found == step or (found == np.inf and share * step <= step)
-    assert 0 < actions <= order.actions.size
+    *columns, _ = arrays(costs, weights=True)
+    for engine in (run, run_in_python):
+        found = engine(order, uniform_seconds(*columns), make_rings(costs), case.flows(), share * step)
+        assert found.seconds == pytest.approx(step, rel=1e-9) or (found.seconds == np.inf and share * step <= step)
+        assert 0 < found.done <= order.size
 
 
 def test_of_a_step_far_above_the_ceiling_few_actions_are_simulated() -> None:
     flows, costs = on_servers("a", "b", "a"), [cost(1, 2, 3, exposed_seconds=4)] * 3
-    order = encode(ScheduleSpec.parse("dapple-a").build(3, 100))
+    order, (*columns, _) = encode(ScheduleSpec.parse("dapple-a").build(3, 100)), arrays(costs, weights=True)
     assert flows.directions
-    whole, every = shared_step_seconds(order, *arrays(costs)[:-1], make_rings(costs), flows, np.inf, False)
-    found, actions = shared_step_seconds(order, *arrays(costs)[:-1], make_rings(costs), flows, whole / 2, False)
-    assert (found, every) == (np.inf, 600)
-    assert actions < every / 4
-
-
-def test_a_simulation_judged_early_ends_where_the_steady_phase_is_too_slow() -> None:
-    flows, costs = on_servers("a", "b", "a"), [cost(1, 2, 3, exposed_seconds=4)] * 3
-    order, rings = encode(ScheduleSpec.parse("dapple-a").build(3, 200)), make_rings(costs)
-    step, every = shared_step_seconds(order, *arrays(costs)[:-1], rings, flows, np.inf, True)
-    assert (step, every) == shared_step_seconds(order, *arrays(costs)[:-1], rings, flows, np.inf, False)
-    assert shared_step_seconds(order, *arrays(costs)[:-1], rings, flows, 1.1 * step, True) == (step, every)
-    found, judged = shared_step_seconds(order, *arrays(costs)[:-1], rings, flows, 0.9 * step, True)
-    _, patient = shared_step_seconds(order, *arrays(costs)[:-1], rings, flows, 0.9 * step, False)
-    assert found == np.inf
-    assert judged < every / 5 < patient
+    for engine in (run, run_in_python):
+        whole = engine(order, uniform_seconds(*columns), make_rings(costs), flows)
+        found = engine(order, uniform_seconds(*columns), make_rings(costs), flows, whole.seconds / 2)
+        assert (found.seconds, whole.done) == (np.inf, 600)
+        assert found.done < 150
 
 
 def on_servers(*homes: str, **links: Link) -> Flows:
@@ -307,8 +304,6 @@ def test_where_nothing_is_shared_no_direction_is_kept(homes: tuple[str, ...], li
     costs = [cost(1, 2, 3, exposed_seconds=4)] * len(homes)
     order = encode(ScheduleSpec.parse("dapple-a").build(len(homes), 4))
     assert times_of(execute(order, costs, flows)) == times_of(execute(order, costs))
-    step = execute(order, costs).step_seconds
-    assert shared_step_seconds(order, *arrays(costs)[:-1], make_rings(costs), flows, np.inf, False)[0] == step
 
 
 def test_both_boundaries_of_a_server_share_its_interface() -> None:
@@ -380,11 +375,21 @@ def test_a_deadlock_is_reported_with_contention_too() -> None:
     costs, flows = [cost(1, 1, 1)] * 3, on_servers("a", "b", "c")
     with refused(ScheduleError, "the schedule deadlocks after 6 of 12 actions"):
         execute(encode(schedule), costs, flows)
-    with refused(ScheduleError, "the schedule deadlocks"):
-        execute_sizes(schedule, costs, [costs, costs], flows)
-    assert (
-        shared_step_seconds(encode(schedule), *arrays(costs)[:-1], make_rings(costs), flows, np.inf, False)[0] == np.inf
-    )
+    *columns, _ = arrays(costs, weights=True)
+    for engine in (run, run_in_python):
+        found = engine(encode(schedule), uniform_seconds(*columns), make_rings(costs), flows)
+        assert (found.seconds, found.done) == (np.inf, 6)
+
+
+def test_the_rings_of_a_worker_run_one_after_the_other_by_hand() -> None:
+    # Three layers, two stages of which each is on both devices, one micro-batch. Backward of stage 1 ends at 6, its
+    # ring of 4 s at 10. That of stage 0 ends at 9; its rings of 2.5 s and 2 s were ready before, but run from 10 on.
+    costs = [
+        replace(cost(1, 3, exposed_seconds=2), rings=((1.0, 2.5), (0.0, 2.0))),
+        replace(cost(1, 4, exposed_seconds=4), rings=((0.0, 4.0),)),
+    ]
+    order = encode(ScheduleSpec.parse("looped-bfs:v=2").build(2, 1))
+    assert execute(order, costs).allreduce_end.tolist() == [14.5, 10]
 
 
 @given(st.one_of(cases(), cases(overlap=True)))

@@ -11,11 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dapple_tf.simulator.engine import run, step_seconds
+from dapple_tf.simulator.compiled_engine import step_seconds
+from dapple_tf.simulator.engine import run, uniform_seconds
 from dapple_tf.simulator.execution import execute
 from dapple_tf.simulator.held_stash import count_in_flight, worker_peaks
 from dapple_tf.simulator.memory import peak_bytes
 from dapple_tf.simulator.order import decode_order, early_backward_order, encode, has_weights, interleaved_order
+from dapple_tf.simulator.rings import make_rings
 from dapple_tf.timeline.stage_costs import StageCosts
 from graph_passes.errors import ScheduleError
 from graph_passes.schedules.interleaved import interleaved_1f1b
@@ -344,7 +346,8 @@ def unchecked(text: str) -> Schedule:
 def test_a_deadlock_ends_and_is_reported(text: str, ran: int) -> None:
     order = encode(unchecked(text))
     costs = [cost(1, 1, 1)] * len(order.worker_of)
-    *_, done = run(order, *arrays(costs, has_weights(order))[:5])
+    *columns, _ = arrays(costs, weights=True)
+    done = run(order, uniform_seconds(*columns), make_rings(costs)).done
     assert done == ran == sum(map(len, run_schedule(unchecked(text), lambda action: 1.0)))
     assert step_seconds(order, *arrays(costs, has_weights(order))) == np.inf
     with refused(ScheduleError, f"the schedule deadlocks after {ran} of {order.size} actions"):
@@ -352,7 +355,7 @@ def test_a_deadlock_ends_and_is_reported(text: str, ran: int) -> None:
 
 
 def test_costs_of_another_number_of_stages_are_refused() -> None:
-    with refused(ScheduleError, "the schedule has 2 stages, but there are costs of 3"):
+    with refused(ScheduleError, "the schedule has 2 stages x 2 micro-batches, but there are costs of 3"):
         execute(order_of("gpipe", 2, 2), [cost()] * 3)
 
 

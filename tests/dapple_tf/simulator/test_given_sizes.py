@@ -1,4 +1,4 @@
-"""Steps of micro-batches of given sizes: by hand, and equal to the compiled engine where the sizes are equal."""
+"""Steps of micro-batches of given sizes: by hand, and the same as without given sizes where they are equal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from dapple_tf.errors import ScheduleError
 from dapple_tf.simulator.execution import Execution, execute
-from dapple_tf.simulator.given_sizes import execute_sizes
 from dapple_tf.simulator.memory import memory_over_time, peak_bytes
 from dapple_tf.simulator.named_orders import named_order
 from dapple_tf.simulator.order import encode
@@ -127,7 +126,7 @@ def assert_equal(found: Execution, wanted: Execution) -> None:
 @given(runs())
 def test_equal_sizes_run_as_in_the_engine(drawn: tuple[Schedule, tuple[StageCosts, ...]]) -> None:
     schedule, costs = drawn
-    found = execute_sizes(schedule, costs, [costs] * schedule.micro_batches)
+    found = execute(encode(schedule), costs, of_micro_batches=[costs] * schedule.micro_batches)
     assert_equal(found, execute(encode(schedule), costs))
 
 
@@ -138,7 +137,7 @@ def test_a_worker_runs_one_action_at_a_time_for_its_own_seconds(
     schedule, costs = drawn
     scales = [data.draw(st.integers(1, 4)) for _ in range(schedule.micro_batches)]
     scaled = [[_scale(cost, scale) for cost in costs] for scale in scales]
-    done = execute_sizes(schedule, costs, scaled)
+    done = execute(encode(schedule), costs, of_micro_batches=scaled)
     for actions in done.actions:
         free = 0.0
         for action in actions:
@@ -152,7 +151,8 @@ def test_a_worker_runs_one_action_at_a_time_for_its_own_seconds(
             assert start[key] >= free
             assert end[key] == start[key] + seconds
             free = end[key]
-    assert done.step_seconds <= execute_sizes(schedule, costs, [scaled[np.argmax(scales)]] * len(scales)).step_seconds
+    longest = execute(encode(schedule), costs, of_micro_batches=[scaled[np.argmax(scales)]] * len(scales))
+    assert done.step_seconds <= longest.step_seconds
 
 
 def _scale(cost: StageCosts, factor: int) -> StageCosts:
@@ -165,19 +165,19 @@ def test_costs_of_another_schedule_are_refused() -> None:
     schedule, costs = ScheduleSpec.parse("gpipe").build(2, 2), [cost(1, 1)] * 2
     for of_micro_batches in ([costs] * 3, [costs, costs[:1]]):
         with pytest.raises(ScheduleError, match="the schedule has 2 stages x 2 micro-batches, but there are costs of"):
-            execute_sizes(schedule, costs, of_micro_batches)
+            execute(encode(schedule), costs, of_micro_batches=of_micro_batches)
 
 
 def test_a_deadlock_is_an_error() -> None:
     first, second = ScheduleSpec.parse("gpipe").build(2, 1).workers
     with pytest.raises(ScheduleError, match="the schedule deadlocks"):
-        execute_sizes(Schedule((first, second[::-1])), [cost()] * 2, [[cost()] * 2])
+        execute(encode(Schedule((first, second[::-1]))), [cost()] * 2, of_micro_batches=[[cost()] * 2])
 
 
 def test_stages_of_one_worker_send_nothing() -> None:
     schedule = parse_schedule("0F0 1F0 0F1 1F1 1B0 0B0 1B1 0B1")
     costs = [[cost(1, 2, 5), cost(1, 2)], [cost(2, 4, 9), cost(2, 4)]]
-    assert execute_sizes(schedule, costs[1], costs).step_seconds == 18
+    assert execute(encode(schedule), costs[1], of_micro_batches=costs).step_seconds == 18
 
 
 def test_a_simulated_plan_with_sizes_is_saved_as_any_other(tmp_path: Path) -> None:

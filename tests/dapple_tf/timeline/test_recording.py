@@ -12,7 +12,8 @@ import pytest
 
 from dapple_tf.errors import TraceError, UsageError
 from dapple_tf.runtime.recorder import pair_with_prediction, predict_from_times
-from dapple_tf.simulator.given_sizes import execute_sizes
+from dapple_tf.simulator.execution import execute
+from dapple_tf.simulator.order import encode
 from dapple_tf.simulator.simulated_step import execution_events
 from dapple_tf.timeline.describe import find_slowest
 from dapple_tf.timeline.events import Event, StageEvent, StepEvents, Transfer
@@ -103,7 +104,9 @@ def test_the_seconds_of_a_transfer_are_divided_among_the_micro_batches_that_it_c
     """Two forwards travel for 1 s each in one transfer of 2 s, and backwards alone: as measured, so simulated."""
     schedule = parse_schedule("0F0+ 0F1 0B0 0B1; 1F0 1F1 1B0 1B1")
     costs = [cost(1, 2, 1, 3)] * 2
-    step = execution_events(execute_sizes(schedule, costs, [costs] * 2), ((0, 0, "a:0"), (1, 0, "a:1")))
+    step = execution_events(
+        execute(encode(schedule), costs, together=schedule.together), ((0, 0, "a:0"), (1, 0, "a:1"))
+    )
     assert [t.end - t.start for t in step.transfers] == [2, 3, 3]
     measured = timeline_of(step)
     assert (measured.costs[0].send_forward_seconds, measured.costs[0].send_backward_seconds) == (1, 3)

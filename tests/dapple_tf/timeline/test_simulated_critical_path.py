@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dapple_tf.simulator.execution import execute
-from dapple_tf.simulator.given_sizes import execute_sizes
 from dapple_tf.simulator.order import encode
 from dapple_tf.simulator.simulated_step import execution_events
 from dapple_tf.timeline.critical_path import critical_stage, sum_by_kind
@@ -87,7 +86,7 @@ def test_results_that_travel_together_are_waited_for_by_hand() -> None:
     # Stage 1 takes 0F0 when 0F1 ends, and stage 0 takes 1B0 when 1B1 ends; transfers take no time.
     schedule = parse_schedule("0F0+ 0F1 0B0 0B1; 1F0 1F1 1B0+ 1B1")
     costs = [cost(1, 2)] * 2
-    path = path_of(execute_sizes(schedule, costs, [costs] * 2))
+    path = path_of(execute(encode(schedule), costs, together=schedule.together))
     wanted = [("0F0", 0), ("0F1", 1), ("1F0", 2), ("1F1", 3), ("1B0", 4), ("1B1", 6), ("0B0", 8), ("0B1", 10)]
     assert [(str(part), part.start) for part in path] == wanted
 
@@ -95,7 +94,7 @@ def test_results_that_travel_together_are_waited_for_by_hand() -> None:
 def test_the_path_through_sliced_micro_batches_has_no_waiting() -> None:
     schedule = sliced_1f1b(4, 4, 2)
     costs = [cost(1, 2, 1, 0)] * 4
-    path = path_of(execute_sizes(schedule, costs, [costs] * 6))
+    path = path_of(execute(encode(schedule), costs, together=schedule.together))
     assert sum_by_kind(path)["waiting"] == 0
     assert path[-1].end == 34
 
@@ -110,7 +109,7 @@ def test_actions_that_take_no_time_stay_in_the_order_in_which_their_worker_runs_
 def test_a_path_where_results_travel_together_has_no_gaps(data: st.DataObject) -> None:
     schedule, costs = data.draw(runs())
     schedule = data.draw(marked(schedule))
-    done = execute_sizes(schedule, costs, [costs] * schedule.micro_batches)
+    done = execute(encode(schedule), costs, together=schedule.together)
     path = path_of(done)
     assert sum_by_kind(path)["waiting"] == 0
     assert sum(part.seconds for part in path) == pytest.approx(done.step_seconds, rel=1e-9)

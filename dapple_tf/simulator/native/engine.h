@@ -3,8 +3,9 @@
 // A worker runs its actions strictly in order. A forward waits for its transfer from the stage before, a backward for
 // its transfer from the stage after. A transfer starts when its producer has ended and its channel (one boundary, one
 // direction) is free, first in first out. The AllReduces of one worker's stages run one at a time, in the order in which
-// their gradients are complete. Transfers and rings that use the same direction of a server's network interface share it in
-// equal parts: latency first, then each flow moves at the least rate over the directions that it uses.
+// their gradients are complete. Transfers and rings that use the same direction of a server's network interface share
+// it in equal parts: latency first, then each flow moves at the least rate over the directions that it uses.
+// dapple_tf/simulator/engine.py is the same in Python; the tests hold both equal.
 #pragma once
 
 #include <algorithm>
@@ -36,6 +37,7 @@ inline int64_t micro_batch_of(int64_t code) { return code & kMicroBatchMask; }
 struct Order {
   int workers = 0, stages = 0;
   int64_t micro_batches = 0, length = 0;
+  int64_t settled = 0;  // the steady phase has begun by the backward of this micro-batch; for `steady_period`
   std::vector<int64_t> actions;
   std::vector<int> worker_of;
 };
@@ -48,8 +50,9 @@ struct Seconds {
   const uint8_t *forward_together = nullptr, *backward_together = nullptr;
 };
 
-// The interface directions that flows share. Of S stages flow s is the transfer from stage s to the next one, S + s that
-// of gradients back to stage s, and 2 S + s the ring of stage s. Directions where no flow can slow another are left out.
+// The interface directions that flows share. Of S stages flow s is the transfer from stage s to the next one, S + s
+// that of gradients back to stage s, and 2 S + s the ring of stage s. Directions where no flow can slow another are
+// left out.
 struct Flows {
   struct Use {
     int direction;
@@ -71,11 +74,21 @@ struct Rings {
   std::vector<double> exposed;  // [S] seconds after the last gradients, alone
 };
 
+// Where the times of events are written, arrays [S, M] of seconds: starts and ends of forwards, backwards, weight
+// gradients, and transfers forward and backward over the boundary after each stage.
+struct Times {
+  double *start[3], *end[3], *start_send[2], *end_send[2];
+};
+
 class Engine {
  public:
-  // Return the end of the step. Infinity for an order that deadlocks, and where the step would not end before `ceiling`.
-  double run(const Order& order, const Seconds& seconds, const Flows* flows, const Rings& rings, double ceiling);
+  // Return the end of the step. Infinity for an order that deadlocks, and where the step would not end before
+  // `ceiling`. `times`: where events are recorded; null: nowhere.
+  double run(const Order& order, const Seconds& seconds, const Flows* flows, const Rings& rings, double ceiling,
+             const Times* times = nullptr);
   double steady_period() const { return period_; }
+  const std::vector<double>& ring_end() const { return ring_end_; }  // of each stage; NaN: never
+  int64_t done() const { return done_; }                             // actions that ran
 
  private:
   enum Phase { kIdle, kLatency, kEmpty, kMoves };
@@ -121,6 +134,7 @@ class Engine {
   std::vector<size_t> begun_rings_;
   std::vector<uint8_t> waits_, turned_, has_inputs_;
   double period_ = 0;
+  int64_t done_ = 0;
 };
 
 inline void Engine::set_event(int leaf, double time) {
@@ -199,7 +213,7 @@ inline void Engine::free_leaf(int leaf) {
 }
 
 inline double Engine::run(const Order& order, const Seconds& seconds, const Flows* flows, const Rings& rings,
-                          double ceiling) {
+                          double ceiling, const Times* times) {
   constexpr double kAlmost = 1 - 1e-9;  // of seconds that were added and subtracted again
   const int stages = order.stages, workers = order.workers;
   const int64_t M = order.micro_batches, columns = seconds.columns, cells = stages * M;
@@ -258,12 +272,17 @@ inline double Engine::run(const Order& order, const Seconds& seconds, const Flow
     busy_.push_back(flow);
     begin(flow, std::max(ring.ready, ring_free_[w]), flows->latency[flow], ring.seconds);
   };
+  const auto arrive = [&](int way, int boundary, int64_t m, double begins, double ends) {
+    const int64_t at = boundary * M + m;
+    arrived_[way][at] = ends;
+    if (times) times->start_send[way][at] = begins, times->end_send[way][at] = ends;
+  };
   waiting_.resize(workers), waits_.assign(workers, 1);
   for (int w = 0; w < workers; ++w) waiting_[w] = workers - 1 - w;
   // The seconds from one micro-batch to the next on stage 0, in the steady phase between these two.
-  const int64_t settled = std::min<int64_t>(M - 1, 2 * stages + 2), twice = M - 1;
+  const int64_t settled = std::min<int64_t>(M - 1, order.settled), twice = M - 1;
   double steady = 0;
-  period_ = 0;
+  period_ = 0, done_ = 0;
   while (true) {
     while (!waiting_.empty()) {
       const int w = waiting_.back();
@@ -297,22 +316,25 @@ inline double Engine::run(const Order& order, const Seconds& seconds, const Flow
           if (s) way = 1, target = s - 1;
         }
         const double own = action_seconds(kind, s, column), end = start + own;
+        if (times) {
+          const int which = kind == kForward ? 0 : kind == kWeights ? 2 : 1;
+          times->start[which][at] = start, times->end[which][at] = end;
+        }
         if (kind == kForward) {
           if (s + 1 == stages) turned_[m] = 1;
-        } else if (kind == kWeights) {
-        } else {
+        } else if (kind != kWeights) {
           has_inputs_[at] = 1;
           if (s == 0 && m == settled) steady = end;
           if (s == 0 && m == twice && twice > settled) period_ = (end - steady) / (twice - settled);
         }
         now_[w] = end;
-        ++head_[w];
+        ++head_[w], ++done_;
         left_[w] -= own;
         if (end + left_[w] * kAlmost >= ceiling) return kInfinity;
         if (way >= 0) {
           const int boundary = std::min(s, target), to = order.worker_of[target];
           if (to == w) {
-            arrived_[way][boundary * M + m] = end;
+            arrive(way, boundary, m, end, end);
           } else {
             const double* send = way == 0 ? seconds.send_forward : seconds.send_backward;
             const uint8_t* together = way == 0 ? seconds.forward_together : seconds.backward_together;
@@ -323,9 +345,7 @@ inline double Engine::run(const Order& order, const Seconds& seconds, const Flow
               if (!is_flow(flow)) {
                 const double begins = std::max(end, free_[way][boundary]);
                 free_[way][boundary] = begins + taken;
-                for (int i = 0; i < unsent_[w]; ++i) {
-                  arrived_[way][boundary * M + m - i] = begins + taken;
-                }
+                for (int i = 0; i < unsent_[w]; ++i) arrive(way, boundary, m - i, begins, begins + taken);
                 if (!waits_[to]) waiting_.push_back(to), waits_[to] = 1;
               } else if (state_[flow].phase == kIdle) {
                 under_way_[way][boundary] = {end, taken, m, unsent_[w]};
@@ -376,9 +396,7 @@ inline double Engine::run(const Order& order, const Seconds& seconds, const Flow
     }
     free_[way][s] = time;
     const Sending& sent = under_way_[way][s];
-    for (int64_t m = sent.last - sent.count + 1; m <= sent.last; ++m) {
-      arrived_[way][s * M + m] = time;
-    }
+    for (int64_t m = sent.last - sent.count + 1; m <= sent.last; ++m) arrive(way, s, m, f.begin, time);
     if (begun_[way][s] < queue_[way][s].size()) {
       const Sending next = queue_[way][s][begun_[way][s]++];
       under_way_[way][s] = next;

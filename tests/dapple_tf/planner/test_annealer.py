@@ -7,7 +7,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from benchmarks.annealer import Annealer
+from dapple_tf.planner.annealer import Annealer
 from dapple_tf.planner.api import make_problem
 from dapple_tf.plans import StagePlan
 from dapple_tf.simulator.simulate import simulate
@@ -65,15 +65,32 @@ def test_a_step_takes_what_the_simulator_says(
     assume(candidate is not None and candidate.schedule == "dapple-a")
     assert candidate is not None
     plan = problem.make_plan(stages, size, "dapple-a", "drawn")
-    found = Annealer.of(problem, slope=1).step_seconds(plan)
+    annealer = Annealer.of(problem, slope=1)
+    assert annealer is not None
+    found = annealer.step_seconds(plan)
     assert math.isclose(found, candidate.seconds, rel_tol=1e-9)
 
 
 def test_a_plan_that_is_found_takes_no_longer_than_any_straight_pipeline() -> None:
     profile = make_profile((2, 4, 3, 1, 50), (1, 2, 9, 1, 10), (3, 5, 1, 1, 80), (1, 1, 2, 1, 20))
     problem = make_problem(profile, make_cluster(2, 2), global_batch_size=16)
-    plan = Annealer.of(problem).search(10**6)
-    assert plan is not None
+    annealer = Annealer.of(problem)
+    assert annealer is not None
+    layout = annealer.search(10**6)[0]
     straight = [StagePlan(layer, layer, (layer,)) for layer in range(4)]
     known = problem.evaluate_all_sizes(straight, "straight")
-    assert simulate(plan, profile, problem.cluster).step_seconds <= min(candidate.seconds for candidate in known)
+    plan = problem.make_plan(layout.stages, layout.micro_batch_size, layout.schedule, "found", layout.recompute)
+    assert simulate(plan, profile, problem.cluster).step_seconds == pytest.approx(layout.seconds, rel=1e-9)
+    assert layout.seconds <= min(candidate.seconds for candidate in known)
+
+
+def test_the_same_search_finds_the_same_plan_whatever_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    profile = make_profile(*[(1 + i % 3, 2 + i % 5, 3, 1, 50) for i in range(12)])
+    problem = make_problem(profile, make_cluster(2, 2), global_batch_size=16)
+    annealer = Annealer.of(problem, chunks=(2,))
+    assert annealer is not None
+    found = []
+    for cores in (1, 3):
+        monkeypatch.setattr("dapple_tf.planner.annealer.count_cores", lambda cores=cores: cores)
+        found.append(annealer.search(10**6))
+    assert found[0] == found[1]

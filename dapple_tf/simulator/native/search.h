@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <functional>
+#include <system_error>
 #include <thread>
 
 #include "costs.h"
@@ -20,7 +21,8 @@ struct Random {
 
 class Moves {
  public:
-  Moves(const Problem& problem, const std::vector<double>& work) : p_(problem), work_(work) {}
+  Moves(const Problem& problem, const std::vector<double>& work, const double* speed)
+      : p_(problem), work_(work), speed_(speed) {}
   // Change the layout by one random move; return false if the result is not worth simulating.
   bool at_random(Layout& l, Random& random) const;
   void even_cuts(Layout& l, int first, int last) const;
@@ -43,13 +45,12 @@ class Moves {
   bool cut_again(Layout& l, Random& random) const;
   bool change_chunks(Layout& l, Random& random) const;
   int place(int device) const { return p_.server[device] * p_.kinds + p_.kind[device]; }
-  double speed(int device) const { return speed_ ? speed_[p_.kind[device]] : 1.0; }
+  double speed(int device) const { return speed_[p_.kind[device]]; }
 
   const Problem& p_;
   const std::vector<double>& work_;  // [blocks + 1] seconds of a row, sums
  public:
   const double* speed_ = nullptr;  // [kinds]
-  int most_chunks = 1;
 };
 
 inline bool Moves::shift_cut(Layout& l, int boundary, int blocks) {
@@ -237,7 +238,7 @@ inline bool Moves::relieve(Layout& l, Random& random) const {
 inline void Moves::rescale(Layout& l, int size, Random& random) const {
   const bool grows = size > l.size;
   l.size = size;
-  const int most = static_cast<int>(std::min<int64_t>(p_.size[size], 1 << 30));
+  const int most = static_cast<int>(std::min<int64_t>(p_.size[size] / p_.least_rows, 1 << 30));
   if (grows) {
     for (int w = l.workers - 2; w >= 0; --w)
       if (random.draw(2) && count(l, w) + count(l, w + 1) <= most) merge(l, w, false);
@@ -291,10 +292,10 @@ inline bool Moves::cut_again(Layout& l, Random& random) const {
 }
 
 inline bool Moves::change_chunks(Layout& l, Random& random) const {
-  if (most_chunks < 2) return false;
-  const int chunks = 1 + random.draw(most_chunks), blocks = l.starts[l.stages()];
+  if (p_.most_chunks < 2) return false;
+  const int chunks = 1 + random.draw(p_.most_chunks), blocks = l.starts[l.stages()];
   const int stages = chunks * l.workers;
-  if (chunks == l.chunks || stages >= static_cast<int>(l.starts.size()) || stages > blocks) return false;
+  if (chunks == l.chunks || !p_.may_have[chunks] || stages >= static_cast<int>(l.starts.size()) || stages > blocks) return false;
   if (chunks > 1 && l.workers < 2) return false;
   l.chunks = chunks;
   for (int s = 0; s < stages; ++s) l.starts[s] = s, l.recompute[s] = 0;
@@ -408,25 +409,29 @@ struct Run {
 // the number of threads: each run has its own seed.
 class Search {
  public:
-  Search(const Problem& problem, const std::vector<double>& work, const double* speed, int most_chunks, int threads,
+  Search(const Problem& problem, const std::vector<double>& work, const double* speed, int threads,
          const volatile uint8_t* stop)
-      : p_(problem), moves_(problem, work), threads_(threads), stop_(stop) {
-    moves_.speed_ = speed, moves_.most_chunks = most_chunks;
-  }
+      : p_(problem), work_(work), speed_(speed), moves_(problem, work, speed), threads_(threads), stop_(stop) {}
   enum Rule { kFree = 0, kInOrder = 1, kScattered = 2 };
   std::vector<Run> anneal(std::vector<Run> runs, int64_t work, double first, double last, bool contention, Rule rule,
                           uint64_t seed) const;
   std::vector<Run> starts() const;
+  std::vector<Run> planned_starts() const;
   void descend(std::vector<Run>& runs, int64_t work, bool contention) const;
-  void rank(std::vector<Run>& runs, bool contention, bool exact) const;
+  void rank(std::vector<Run>& runs, bool contention) const;
+  void rank_starts(std::vector<Run>& runs) const;
   const Moves& moves() const { return moves_; }
   void each(size_t count, const std::function<void(size_t, Evaluator&)>& function) const;
 
  private:
   int place(int device) const { return p_.server[device] * p_.kinds + p_.kind[device]; }
+  Layout empty(int z, int workers, int chunks) const;
+  std::vector<std::vector<int>> device_orders() const;
   void anneal_one(Run& run, Evaluator& evaluator, int64_t work, double first, double last, bool contention, Rule rule,
                   uint64_t seed) const;
   const Problem& p_;
+  const std::vector<double>& work_;  // [blocks + 1] seconds of a row, sums
+  const double* speed_;              // [kinds]
   Moves moves_;
   int threads_;
   const volatile uint8_t* stop_;
@@ -439,7 +444,10 @@ inline void Search::each(size_t count, const std::function<void(size_t, Evaluato
     for (size_t i = next++; i < count; i = next++) function(i, evaluator);
   };
   std::vector<std::thread> others;
-  for (int t = 1; t < threads_ && t < static_cast<int>(count); ++t) others.emplace_back(take);
+  try {
+    for (int t = 1; t < threads_ && t < static_cast<int>(count); ++t) others.emplace_back(take);
+  } catch (const std::system_error&) {  // the system allows no more threads: these do the work
+  }
   take();
   for (auto& other : others) other.join();
 }
@@ -462,7 +470,7 @@ inline void Search::anneal_one(Run& run, Evaluator& evaluator, int64_t work, dou
   for (int64_t left = work; left > 0 && !*stop_;) {
     trial = now;
     left -= each_move + 12 * now.stages();
-    if (!moves_.at_random(trial, random)) continue;
+    if (!moves_.at_random(trial, random) || (p_.workers && trial.workers != p_.workers)) continue;
     place(trial);
     const double temperature = first * std::pow(last / first, 1 - static_cast<double>(left) / work);
     const double ceiling = seconds * (1 - temperature * std::log(random.share() + 1e-12));
@@ -499,10 +507,24 @@ inline std::vector<Run> Search::anneal(std::vector<Run> runs, int64_t work, doub
   return runs;
 }
 
-inline void Search::rank(std::vector<Run>& runs, bool contention, bool exact) const {
+inline void Search::rank(std::vector<Run>& runs, bool contention) const {
   each(runs.size(), [&](size_t i, Evaluator& evaluator) {
-    const Step alone = evaluator.alone(runs[i].layout, kInfinity, exact);
-    runs[i].seconds = contention ? evaluator.shared(runs[i].layout, alone, kInfinity, exact).seconds : alone.seconds;
+    const Step alone = evaluator.alone(runs[i].layout, kInfinity, false);
+    runs[i].seconds = contention ? evaluator.shared(runs[i].layout, alone, kInfinity, false).seconds : alone.seconds;
+  });
+  std::stable_sort(runs.begin(), runs.end(), [](const Run& a, const Run& b) { return a.seconds < b.seconds; });
+}
+
+// Give each layout the slope under which it takes least, without contention, and sort them.
+inline void Search::rank_starts(std::vector<Run>& runs) const {
+  each(runs.size(), [&](size_t i, Evaluator& evaluator) {
+    Layout trial = runs[i].layout;
+    for (const int slope : {2, 1, 3, 4, 6, kMostSlope}) {
+      if (slope != 2 && (p_.slope != kAnySlope || trial.stages() == 1 || trial.chunks > 1)) break;
+      if (p_.slope == kAnySlope) trial.slope = slope;
+      const double seconds = evaluator.alone(trial, runs[i].seconds, false).seconds;
+      if (seconds < runs[i].seconds * (1 - 1e-9)) runs[i].layout = trial, runs[i].seconds = seconds;
+    }
   });
   std::stable_sort(runs.begin(), runs.end(), [](const Run& a, const Run& b) { return a.seconds < b.seconds; });
 }
@@ -564,31 +586,56 @@ inline void Search::descend(std::vector<Run>& runs, int64_t work, bool contentio
   std::stable_sort(runs.begin(), runs.end(), [](const Run& a, const Run& b) { return a.seconds < b.seconds; });
 }
 
+// A layout without devices and cuts.
+inline Layout Search::empty(int z, int workers, int chunks) const {
+  Layout l;
+  const int room = std::min(p_.blocks, std::min(p_.devices, p_.blocks) * p_.most_chunks) + 1;
+  l.size = z, l.workers = workers, l.chunks = chunks, l.slope = p_.slope == kAnySlope ? 2 : p_.slope;
+  l.starts.assign(room, 0), l.recompute.assign(room, 0);
+  l.owner.resize(p_.devices), l.device_at.resize(p_.devices);
+  for (int d = 0; d < p_.devices; ++d) l.device_at[d] = d;
+  l.starts[l.stages()] = p_.blocks;
+  return l;
+}
+
+// The orders in which planned stages take devices: as given, one device of each server in turn, the last server first;
+// devices of several kinds also by falling and by rising speed.
+inline std::vector<std::vector<int>> Search::device_orders() const {
+  std::vector<int> given(p_.devices);
+  for (int d = 0; d < p_.devices; ++d) given[d] = d;
+  std::vector<std::vector<int>> found{given};
+  const auto add = [&](auto less) {
+    std::vector<int> order = given;
+    std::stable_sort(order.begin(), order.end(), less);
+    if (std::find(found.begin(), found.end(), order) == found.end()) found.push_back(order);
+  };
+  std::vector<int> place(p_.devices), seen(p_.servers, 0);
+  for (int d = 0; d < p_.devices; ++d) place[d] = seen[p_.server[d]]++;
+  add([&](int a, int b) { return place[a] < place[b]; });
+  add([&](int a, int b) { return p_.server[a] > p_.server[b]; });
+  if (p_.kinds > 1) {
+    add([&](int a, int b) { return speed_[p_.kind[a]] > speed_[p_.kind[b]]; });
+    add([&](int a, int b) { return speed_[p_.kind[a]] < speed_[p_.kind[b]]; });
+  }
+  return found;
+}
+
 // Even pipelines of every number of workers, with one stage a worker and more, and all ways to give the last few or many
 // devices the end of the model, at every size. Such layouts differ so much from each other that moves rarely lead from
 // one to the other.
 inline std::vector<Run> Search::starts() const {
   std::vector<Run> runs;
-  const int most = std::min(p_.devices, p_.blocks), room = std::min(p_.blocks, most * moves_.most_chunks) + 1;
-  const auto grow = [](int count) { return count < 8 ? count + 1 : count * 5 / 4; };
-  const auto empty = [&](int z, int workers, int chunks) {
-    Layout l;
-    l.size = z, l.workers = workers, l.chunks = chunks, l.slope = p_.slope == kAnySlope ? 2 : p_.slope;
-    l.starts.assign(room, 0), l.recompute.assign(room, 0);
-    l.owner.resize(p_.devices), l.device_at.resize(p_.devices);
-    for (int d = 0; d < p_.devices; ++d) l.device_at[d] = d;
-    l.starts[l.stages()] = p_.blocks;
-    return l;
-  };
+  const int most = std::min(p_.devices, p_.blocks);
+  const auto grow = [&](int count) { return count < 8 || p_.workers ? count + 1 : count * 5 / 4; };
   // No worker has more devices than a micro-batch has rows.
   const auto drop_surplus = [&](Layout& l) {
     std::vector<int> have(l.workers, 0);
     for (int& owner : l.owner)
-      if (++have[owner] > p_.size[l.size]) owner = kIdleDevice;
+      if (int64_t{++have[owner]} * p_.least_rows > p_.size[l.size]) owner = kIdleDevice;
   };
   for (int workers = 1;; workers = std::min(most, grow(workers))) {
-    for (int chunks = 1; chunks <= (workers > 1 ? moves_.most_chunks : 1); chunks *= 2) {
-      if (workers * chunks > p_.blocks) continue;
+    for (int chunks = 1; chunks <= (workers > 1 ? p_.most_chunks : 1); ++chunks) {
+      if (!p_.may_have[chunks] || workers * chunks > p_.blocks || (p_.workers && workers != p_.workers)) continue;
       for (const bool scatter : {false, true}) {
         if (scatter && (p_.servers == 1 || p_.servers == p_.devices || workers == 1)) continue;
         for (int z = 0; z < p_.sizes; ++z) {
@@ -604,13 +651,121 @@ inline std::vector<Run> Search::starts() const {
     }
     if (workers == most) break;
   }
+  if (p_.workers && p_.workers != 2) return runs;
+  const int cuts = std::max(8, std::min(64, 4096 / p_.devices)), step = 1 + p_.devices / 128;
   for (int last = 1; last < p_.devices; last = grow(last)) {
-    for (int cut = 1; cut < p_.blocks; cut += std::max(1, p_.blocks / 64)) {
-      for (int z = 0; z < p_.sizes; ++z) {
+    for (int cut = 1; cut < p_.blocks; cut += std::max(1, p_.blocks / cuts)) {
+      for (int z = 0; z < p_.sizes; z += step) {
         Layout l = empty(z, 2, 1);
         for (int d = 0; d < p_.devices; ++d) l.owner[d] = d >= p_.devices - last;
         drop_surplus(l);
         l.starts[1] = cut;
+        runs.push_back({l, kInfinity});
+      }
+    }
+  }
+  return runs;
+}
+
+// Stages by dynamic programming, as starts: for each device order, micro-batch size and limit of a stage's seconds, the
+// contiguous stages on contiguous devices whose forwards, backwards and transfers take the fewest seconds together, if
+// no stage takes longer than the limit (Alpa, section 5.2, equation 3). Rows, links and memory are estimated here; what
+// comes out is evaluated as any other layout.
+inline std::vector<Run> Search::planned_starts() const {
+  constexpr int kMostCuts = 64, kMostUnits = 64;
+  constexpr double kLimits[] = {1.0, 1.03, 1.07, 1.12, 1.2, 1.3, 1.45, 1.7, 2.2, 3.5, 5, 7, 10, 15, 22, 32, 46, 64};
+  std::vector<Run> runs;
+  // Cuts with nearly equal work between them; all where there are few blocks.
+  std::vector<int> cuts{0};
+  const double work = work_[p_.blocks];
+  for (int block = 1; block < p_.blocks; ++block) {
+    const bool far = work_[block] - work_[cuts.back()] >= work / kMostCuts * 0.9;
+    if (p_.blocks <= kMostCuts || far || work <= 0) cuts.push_back(block);
+  }
+  cuts.push_back(p_.blocks);
+  const int n = static_cast<int>(cuts.size()) - 1, unit = (p_.devices + kMostUnits - 1) / kMostUnits;
+  const int units = p_.devices / unit;
+  std::vector<int> counts;
+  for (int count = 1; count <= units; count += count < 8 ? 1 : count / 4) counts.push_back(count);
+  for (const auto& order : device_orders()) {
+    std::vector<double> speed(units + 1, 0), memory(units);
+    std::vector<int> first_of(units);
+    for (int u = 0; u < units; ++u) {
+      memory[u] = kInfinity;
+      for (int d = u * unit; d < (u + 1) * unit; ++d) {
+        speed[u + 1] += speed_[p_.kind[order[d]]], memory[u] = std::min(memory[u], p_.memory[p_.kind[order[d]]]);
+      }
+      speed[u + 1] += speed[u];
+    }
+    for (int z = 0; z < p_.sizes; z += 1 + p_.sizes / 16) {
+      const double rows = static_cast<double>(p_.size[z]), m = static_cast<double>(p_.micro_batches[z]);
+      const double scale = rows / p_.batch, least = work * rows / std::max(speed[units], 1e-300);
+      const auto parts = [&](int a, int count) {  // how many times less than the whole the device with most rows has
+        const double r = static_cast<double>(count) * unit, share = (speed[a + count] - speed[a]) / (r > 0 ? r : 1);
+        return p_.kinds > 1 ? r * share : p_.whole_rows ? rows / std::ceil(rows / r) : r;
+      };
+      for (const double factor : kLimits) {
+        if (factor > 2 * units) break;
+        const double limit = least * factor;
+        std::vector<double> best((n + 1) * (units + 1), kInfinity);
+        std::vector<int> from_cut((n + 1) * (units + 1), -1), from_unit((n + 1) * (units + 1), -1);
+        best[0] = 0;
+        for (int i = 0; i < n; ++i) {
+          if (!p_.splittable[cuts[i]] && p_.kinds > 1) continue;
+          for (int a = 0; a < units; ++a) {
+            const double before = best[i * (units + 1) + a];
+            if (before == kInfinity) continue;
+            double sending = 0;
+            if (i) {
+              const int x = p_.server[order[a * unit - 1]], y = p_.server[order[a * unit]];
+              const bool inside = x == y;
+              const double wait = inside ? p_.inside_latency[x] : p_.interface_latency;
+              sending = wait + p_.boundary[cuts[i]] * scale * (inside ? p_.inside[x] : p_.interface_);
+            }
+            double least_memory = kInfinity;
+            int seen = a;
+            for (const int count : counts) {
+              if (a + count > units || static_cast<double>(count) * unit * p_.least_rows > rows) break;
+              for (; seen < a + count; ++seen) least_memory = std::min(least_memory, memory[seen]);
+              const double divided = parts(a, count), devices = static_cast<double>(count) * unit;
+              const int x = p_.server[order[a * unit]], y = p_.server[order[(a + count) * unit - 1]];
+              const double per_byte = devices < 2 ? 0 : 2 * (devices - 1) / devices * (x == y ? p_.inside[x] : p_.interface_);
+              const int at = a + count;
+              for (int j = i + 1; j <= n; ++j) {
+                const double seconds = (work_[cuts[j]] - work_[cuts[i]]) * rows / divided;
+                if (seconds > limit && j > i + 1) break;
+                const double bytes = p_.parameters[cuts[j]] - p_.parameters[cuts[i]];
+                const double stash = (p_.stash[cuts[j]] - p_.stash[cuts[i]]) * scale / divided;
+                if (bytes * p_.fixed_factor + stash > least_memory && !p_.may_recompute && !p_.recompute_all) break;
+                if (seconds + per_byte * bytes / m > limit) continue;
+                const double found = before + seconds + 2 * sending;
+                const int to = j * (units + 1) + at;
+                if (found < best[to]) best[to] = found, from_cut[to] = i, from_unit[to] = a;
+              }
+            }
+          }
+        }
+        int end = -1;
+        for (int u = 1; u <= units; ++u)
+          if (best[n * (units + 1) + u] < (end < 0 ? kInfinity : best[n * (units + 1) + end])) end = u;
+        if (end < 0) continue;
+        std::vector<std::pair<int, int>> stages;  // the first cut and the first unit of each stage, the last one first
+        for (int j = n, u = end; j > 0;) {
+          const int to = j * (units + 1) + u;
+          j = from_cut[to], u = from_unit[to];
+          stages.push_back({j, u});
+        }
+        const int count = static_cast<int>(stages.size());
+        if ((p_.workers && count != p_.workers) || count > std::min(p_.devices, p_.blocks)) continue;
+        Layout l = empty(z, count, 1);
+        l.device_at = order;
+        std::fill(l.owner.begin(), l.owner.end(), kIdleDevice);
+        for (int s = 0; s < count; ++s) {
+          const auto [cut, first] = stages[count - 1 - s];
+          const int last = s + 1 < count ? stages[count - 2 - s].second : end;
+          l.starts[s] = cuts[cut];
+          for (int d = first * unit; d < last * unit; ++d) l.owner[d] = s;
+        }
         runs.push_back({l, kInfinity});
       }
     }

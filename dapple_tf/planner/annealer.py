@@ -1,33 +1,36 @@
-"""A planner of its own to challenge "best" with: simulated annealing in C++, compiled when it is first needed.
+"""Search for layouts by simulated annealing in C++ (``simulator/native``): microseconds for the step of a layout.
 
-It shares no code with the planners or the simulator, and searches more: whole rows or fractions of rows, K_i of each
-stage, interleaved stages on unequal workers, re-computation of single stages, unequal devices. A layout's step takes
-microseconds, with contention tens of microseconds.
+A layout is what the cost model needs of a plan: cuts, the devices of each stage or of each worker of interleaved
+stages, K_i of each stage (any that does not grow from stage to stage, as far as memory allows), the stages that are
+re-computed, and the micro-batch size. Moves change all of them together.
 """
 
 from __future__ import annotations
 
 import ctypes
 import itertools
-import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dapple_tf.planner.device_order import list_devices
 from dapple_tf.planner.planning_problem import PlanningProblem
 from dapple_tf.plans import Plan, StagePlan
+from dapple_tf.simulator.interrupts import check_stop, stop_flag
 from dapple_tf.simulator.memory import usable_bytes
+from dapple_tf.simulator.native.library import load_library
 from dapple_tf.simulator.transfer import link_tables
+from graph_passes.schedules.spec import ScheduleSpec
+from profiler.cores import count_cores
 from profiler.profile import Profile
 
-_FOLDER = Path(__file__).parent
-_BUILT = _FOLDER.parents[1] / "out"
-_ANY_WARM_UP = -1
+ANY_WARM_UP = -1
+_UNFIT = 1e12  # seconds, and more, of a layout that does not fit
+_MOST_THREADS = 8
+_RESULTS = 6
 _POINTER = ctypes.c_void_p
 _INTEGERS = ("blocks", "layers", "kinds", "segments", "devices", "servers", "sizes")
 _ARRAYS = (
@@ -35,7 +38,7 @@ _ARRAYS = (
     *("splittable", "layer_backward_a", "layer_backward_b", "layer_parameters", "positions", "kind", "server"),
     *("memory", "inside", "inside_latency"),
 )
-_FLAGS = ("overlap", "contention", "whole_rows", "may_recompute", "own_links")
+_FLAGS = ("overlap", "contention", "whole_rows", "recompute_all", "may_recompute", "own_links")
 
 
 class _Problem(ctypes.Structure):
@@ -50,34 +53,57 @@ class _Problem(ctypes.Structure):
         ("batch", ctypes.c_double),
         ("fixed_factor", ctypes.c_double),
         *((name, ctypes.c_uint8) for name in _FLAGS),
-        ("slope", ctypes.c_int32),
+        *((name, ctypes.c_int32) for name in ("slope", "workers", "least_rows", "most_chunks")),
+        ("may_have", _POINTER),
     )
 
 
 @dataclass(frozen=True)
+class Layout:
+    """Stages that the search found, with the schedule, the re-computed layers, and the ``seconds`` of their step."""
+
+    stages: tuple[StagePlan, ...]
+    micro_batch_size: int
+    schedule: str
+    recompute: bool | tuple[int, ...]
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Annealer:
-    """The tables of a problem. ``chunks``: the most stages of a worker, a power of 2."""
+    """A planning problem as the arrays that the C++ search reads."""
 
     problem: PlanningProblem
-    tables: Any
+    tables: _Problem
     work: NDArray[np.float64]
     speeds: NDArray[np.float64]
     sizes: NDArray[np.int64]
     positions: NDArray[np.int32]
     arrays: tuple[NDArray[Any], ...]
-    chunks: int
+    devices: tuple[int, ...]
+    library: ctypes.CDLL
 
     @staticmethod
     def of(
         problem: PlanningProblem,
         *,
-        chunks: int = 4,
-        whole_rows: bool = False,
+        chunks: Sequence[int] = (),
+        stages: int | None = None,
         may_recompute: bool = True,
-        slope: int = _ANY_WARM_UP,
-    ) -> Annealer:
-        """Return the tables. ``slope``: K_i = slope (S - 1 - i) + 1 where memory allows it; -1: searched too."""
-        cluster, chain, profile = problem.cluster, problem.chain, problem.profile
+        slope: int = ANY_WARM_UP,
+    ) -> Annealer | None:
+        """Return the arrays of a problem; None where there is no compiled library.
+
+        ``chunks``: the numbers of stages that a device may run, beside one. ``stages``: how many there are; None for
+        any number. ``slope``: K_i = slope (S - 1 - i) + 1 where memory allows it; ANY_WARM_UP: searched too.
+        """
+        library = load_library()
+        if library is None:
+            return None
+        chain, profile, servers = problem.chain, problem.profile, problem.cluster.servers
+        # Reason: in the order of their size, so that the plan does not depend on the order in which they are given.
+        order = sorted(range(len(servers)), key=lambda server: -servers[server].devices)
+        cluster = replace(problem.cluster, servers=tuple(servers[server] for server in order))
         kinds = list(dict.fromkeys(cluster.device_kinds))
         profiles = [profile.of_kind(kind, cluster.kind_speed(kind)) for kind in kinds]
         positions = np.array(chain.positions, np.int32)
@@ -97,6 +123,8 @@ class Annealer:
             return int(kept[-1].ctypes.data)
 
         measured = profile.measured_sizes
+        allowed = {1, *(number for number in chunks if number <= blocks)}
+        may_have = [number in allowed for number in range(max(allowed) + 1)]
         tables = _Problem(
             *(blocks, len(profile.layers), len(kinds), len(forward[0][0]), cluster.devices, len(cluster.servers)),
             len(sizes),
@@ -123,38 +151,48 @@ class Annealer:
             array(problem.global_batch_size // sizes, np.int64),
             float(profile.batch_size),
             2.0 + problem.optimizer_slots,
-            *(problem.overlap, problem.contention, whole_rows, may_recompute, links.has_own),
-            slope,
+            *(problem.overlap, problem.contention, problem.whole_rows, bool(problem.recompute)),
+            *(may_recompute and not problem.recompute, links.has_own),
+            *(slope, stages or 0, problem.least_rows, len(may_have) - 1),
+            array(may_have, np.uint8),
         )
         both = [own.forward_seconds(own.batch_size) + own.backward_seconds(own.batch_size) for own in profiles]
         speeds = np.array([both[0].sum() / max(own.sum(), 1e-300) for own in both])
-        return Annealer(problem, tables, by_block(both[0]), speeds, sizes, positions[:blocks], tuple(kept), chunks)
+        return Annealer(
+            problem,
+            tables,
+            by_block(both[0]),
+            speeds,
+            sizes,
+            positions[:blocks],
+            tuple(kept),
+            list_devices(problem.cluster, order),
+            library,
+        )
 
-    def search(self, amount: int, *, seed: int = 1, threads: int = 2) -> Plan | None:
-        """Return the fastest plan found with this ``amount`` of work (10^7 takes about 0.1 s); None if none fits."""
-        devices, width = self.problem.cluster.devices, self._width
-        shape, rows = np.zeros(4, np.int32), np.zeros(devices, np.int64)
-        starts, in_flight = np.zeros(width, np.int32), np.zeros(width, np.int32)
-        owner, order = np.zeros(devices, np.int32), np.zeros(devices, np.int32)
-        recompute, seconds, stop = np.zeros(width, np.uint8), np.zeros(1), np.zeros(1, np.uint8)
+    def search(self, work: int, seed: int = 1) -> list[Layout]:
+        """Return the fastest layouts found, by rising seconds; none if nothing fits.
+
+        ``work``: about 10^8 take a second on one core. The result depends on it and on ``seed``, not on the threads.
+        """
+        devices, width, most = self.problem.cluster.devices, self._width, _RESULTS
+        shape, rows = np.zeros((most, 4), np.int32), np.zeros((most, devices), np.int64)
+        starts, in_flight = (np.zeros((most, width), np.int32) for _ in range(2))
+        owner, order = (np.zeros((most, devices), np.int32) for _ in range(2))
+        recompute, seconds, stop = np.zeros((most, width), np.uint8), np.zeros(most), stop_flag()
         results = (shape, starts, owner, order, recompute, in_flight, rows, seconds)
-        library().annealer_search(
+        count = self.library.dapple_search(
             *(ctypes.byref(self.tables), self.work.ctypes.data_as(_POINTER), self.speeds.ctypes.data_as(_POINTER)),
-            *(self.chunks, threads, ctypes.c_int64(amount), ctypes.c_uint64(seed), 1, width),
+            *(min(count_cores(), _MOST_THREADS), ctypes.c_int64(work), ctypes.c_uint64(seed), most, width),
             *(each.ctypes.data_as(_POINTER) for each in (*results, stop)),
         )
-        if not seconds[0] < 1e12:
-            return None
-        size, workers, chunks, _ = shape.tolist()
-        sets = [[d for w, d in zip(owner.tolist(), order.tolist(), strict=True) if w == own] for own in range(workers)]
-        stages = workers * chunks
-        schedule = f"interleaved-1f1b:v={chunks}" if chunks > 1 else _name(in_flight[:stages].tolist())
-        return self._plan(int(self.sizes[size]), starts[: stages + 1], sets, rows, schedule, recompute[:stages])
+        check_stop()
+        return [self._layout(*(each[row] for each in results)) for row in range(count) if seconds[row] < _UNFIT]
 
     def step_seconds(self, plan: Plan) -> float:
         """Return the step of a plan of one stage per device, K_i by the slope; 10^12 and more if it does not fit."""
         devices = self.problem.cluster.devices
-        used = [device for stage in plan.stages for device in stage.devices]
+        used = [self.devices.index(device) for stage in plan.stages for device in stage.devices]
         order = np.array([*used, *(d for d in range(devices) if d not in set(used))], np.int32)
         owner = np.full(devices, -1, np.int32)
         owner[: len(used)] = [s for s, stage in enumerate(plan.stages) for _ in stage.devices]
@@ -165,54 +203,55 @@ class Annealer:
         for index in range(len(plan.stages)):
             recompute[index] = bool(plan.runs(index))
         shape = np.array([np.searchsorted(self.sizes, plan.micro_batch_size), len(plan.stages), 1, 2], np.int32)
-        step = library().annealer_step
+        step = self.library.dapple_step
         step.restype = ctypes.c_double
         arrays = (shape, starts, owner, order, recompute, np.zeros(self._width, np.int32))
         return float(step(ctypes.byref(self.tables), self._width, *(a.ctypes.data_as(_POINTER) for a in arrays)))
 
     @property
     def _width(self) -> int:
-        return min(len(self.positions), self.problem.cluster.devices * self.chunks) + 1
+        return min(len(self.positions), self.problem.cluster.devices * int(self.tables.most_chunks)) + 1
 
-    def _plan(
+    def _layout(
         self,
-        size: int,
+        shape: NDArray[np.int32],
         starts: NDArray[np.int32],
-        sets: Sequence[Sequence[int]],
-        rows: NDArray[np.int64],
-        schedule: str,
+        owner: NDArray[np.int32],
+        order: NDArray[np.int32],
         recompute: NDArray[np.uint8],
-    ) -> Plan:
-        bounds = [*(int(self.positions[block]) for block in starts[:-1]), len(self.problem.profile.layers)]
+        in_flight: NDArray[np.int32],
+        rows: NDArray[np.int64],
+        seconds: float,
+    ) -> Layout:
+        size, workers, chunks, _ = shape.tolist()
+        sets: list[list[int]] = [[] for _ in range(workers)]
+        for worker, device in zip(owner.tolist(), order.tolist(), strict=True):
+            if worker >= 0 and rows[device]:
+                sets[worker].append(device)  # counted in the order of ``devices``
+        count, samples = workers * chunks, int(self.sizes[size])
+        bounds = [*(int(self.positions[block]) for block in starts[:count]), len(self.problem.profile.layers)]
         stages = []
         for index, (first, end) in enumerate(itertools.pairwise(bounds)):
-            own = [device for device in sets[index % len(sets)] if rows[device]]
+            own, shares = (
+                tuple(self.devices[d] for d in sets[index % workers]),
+                [rows[d] for d in sets[index % workers]],
+            )
             kinds = {self.problem.cluster.kind_of(device) for device in own}
-            shares = tuple(float(rows[device]) for device in own)
             unequal = len(kinds) > 1 and len(set(shares)) > 1
-            stages.append(StagePlan(first, end - 1, tuple(own), shares if unequal else None))
-        again = [layer for s, stage in enumerate(stages) if recompute[s] for layer in range(bounds[s], bounds[s + 1])]
+            stages.append(StagePlan(first, end - 1, own, tuple(map(float, shares)) if unequal else None))
+        again = [layer for s in range(count) if recompute[s] for layer in range(bounds[s], bounds[s + 1])]
         whole = len(again) == len(self.problem.profile.layers)
-        return self.problem.make_plan(stages, size, schedule, "challenger", whole or tuple(again) or False)
+        schedule = f"interleaved-1f1b:v={chunks}"
+        if chunks == 1:
+            schedule = _name(in_flight[:count].tolist(), self.problem.global_batch_size // samples)
+        return Layout(tuple(stages), samples, schedule, whole or tuple(again) or False, float(seconds))
 
 
-@cache
-def library() -> ctypes.CDLL:
-    """Return the compiled annealer; compiling takes about 10 seconds, once for each change of its sources."""
-    sources = [*_FOLDER.glob("*.h"), _FOLDER / "planner.cc"]
-    built = _BUILT / "annealer.so"
-    if not built.exists() or built.stat().st_mtime < max(source.stat().st_mtime for source in sources):
-        _BUILT.mkdir(parents=True, exist_ok=True)
-        options = ("-std=c++17", "-O2", "-ffp-contract=off", "-fPIC", "-shared", "-pthread")
-        subprocess.run(["g++", *options, str(_FOLDER / "planner.cc"), "-o", str(built)], check=True)
-    return ctypes.CDLL(str(built))
-
-
-def _name(warm_up: list[int]) -> str:
-    """Return the schedule of these K_i."""
-    stages = len(warm_up)
-    if warm_up == list(range(stages, 0, -1)):
-        return "dapple-a"
+def _name(warm_up: Sequence[int], micro_batches: int) -> str:
+    """Return the name of the schedule with these K_i: a policy's, if it has them."""
+    for policy in ("dapple-a", "dapple-b"):
+        if ScheduleSpec.parse(policy).warm_up(len(warm_up), micro_batches) == tuple(warm_up):
+            return policy
     return "K=" + ",".join(map(str, warm_up))
 
 

@@ -5,7 +5,7 @@
 
 namespace dapple {
 
-// A planning problem as arrays, filled in by Python (benchmarks/annealer/__init__.py). Seconds of a layer are piecewise
+// A planning problem as arrays, filled in by Python (dapple_tf/planner/annealer.py). Seconds of a layer are piecewise
 // linear in the rows n of a replica: a + b n, with a and b by segment between measured batch sizes. Arrays marked
 // "sums" are prefix sums over the blocks. Bytes are of the profile's batch.
 struct Problem {
@@ -26,14 +26,18 @@ struct Problem {
   const double *own, *own_latency;  // [servers, servers] of links of single pairs; 0: none
   const int64_t *size, *micro_batches;  // [sizes] rows of a micro-batch, and how many a step has
   double batch, fixed_factor;           // rows of the profile's batch; bytes held for each byte of parameters
-  uint8_t overlap, contention, whole_rows, may_recompute, own_links;
-  int32_t slope;  // K_i of all layouts: see Layout::slope; kAnySlope: a part of the layout
+  uint8_t overlap, contention, whole_rows, recompute_all, may_recompute, own_links;
+  int32_t slope;        // K_i of all layouts: see Layout::slope; kAnySlope: a part of the layout; above kMostSlope: M
+  int32_t workers;      // of all layouts; 0: any number
+  int32_t least_rows;   // of a micro-batch, that each device of a worker must get on average
+  int32_t most_chunks;  // stages of a worker
+  const uint8_t* may_have;  // [most_chunks + 1] whether a worker may have so many stages
 };
 
 constexpr int kAnySlope = -1, kMostSlope = 8;
 
 constexpr int kIdleDevice = -1;
-constexpr int kPeriods = 4;  // a long steady phase is measured over the micro-batches from 2 S + 2 to 4 (2 S + 2)
+constexpr int kPeriods = 4;  // a long steady phase is measured from `settled` micro-batches to 4 times as many
 constexpr double kUnfit = 1e12;  // seconds of a layout that does not fit, and more for each byte that it lacks
 
 // Stages and their devices. Worker w of W runs the stages w, W + w, 2 W + w ... of `chunks` W.
@@ -93,6 +97,7 @@ class Evaluator {
   double interleaved_lacking(const Layout& layout, const Order& order) const;
   const Flows& flows(const Layout& layout);
   double run(const Order& order, const Flows* flows, double ceiling);
+  int64_t settled() const;
   int64_t shorter(const Layout& layout, int64_t micro_batches) const;
 
   const Problem& p_;
@@ -232,7 +237,8 @@ inline bool Evaluator::share(const Layout& layout, int w) {
   const int begin = offsets_[w], end = static_cast<int>(devices_.size()), r = end - begin;
   bool equal = true;
   for (int i = begin + 1; i < end; ++i) equal = equal && p_.kind[devices_[i]] == p_.kind[devices_[begin]];
-  if (r == 0 || (equal && r > rows)) return false;
+  const bool too_many = int64_t{r} * p_.least_rows > rows;
+  if (r == 0 || (equal && too_many)) return false;
   if (!equal) {
     std::vector<double> forward(p_.kinds, 0), backward(p_.kinds, 0);
     std::vector<int> kinds(r);
@@ -247,7 +253,7 @@ inline bool Evaluator::share(const Layout& layout, int w) {
     }
     bool same = true;
     for (const int k : kinds) same = same && forward[k] == forward[kinds[0]] && backward[k] == backward[kinds[0]];
-    if (same && r > rows) return false;
+    if (same && too_many) return false;
     if (!same) {
       std::vector<int64_t> found;
       share_by_kind(rows, kinds, forward, backward, found);
@@ -404,13 +410,14 @@ inline double Evaluator::fill(const Layout& layout) {
     double all_fixed = 0, least_stash = 0, most_work = 0;
     for (int s = w; s < stages; s += workers) {
       const int first = layout.starts[s], stop = layout.starts[s + 1];
+      const bool again = p_.recompute_all || layout.recompute[s];
       int slowest = 0;
       double longest = -1;
       for (int k = 0; k < p_.kinds; ++k) {
         if (kind_rows_[k] == 0) continue;
         const double f = seconds(p_.forward_a, p_.forward_b, k, kind_rows_[k], first, stop);
         double b = seconds(p_.backward_a, p_.backward_b, k, kind_rows_[k], first, stop);
-        if (layout.recompute[s]) b += f;
+        if (again) b += f;
         forward_[s] = std::max(forward_[s], f);
         if (b > longest) longest = b, slowest = k;
       }
@@ -419,8 +426,8 @@ inline double Evaluator::fill(const Layout& layout) {
       double work = 0;
       for (int block = first; block < stop; ++block) work = std::max(work, p_.working[block]);
       work /= p_.batch;
-      stash_[s] = layout.recompute[s] ? p_.boundary[first] / p_.batch : stash;
-      work_[s] = layout.recompute[s] ? work + stash : work;
+      stash_[s] = again ? p_.boundary[first] / p_.batch : stash;
+      work_[s] = again ? work + stash : work;
       fixed_[s] = (p_.parameters[stop] - p_.parameters[first]) * p_.fixed_factor;
       all_fixed += fixed_[s], least_stash += stash_[s], most_work = std::max(most_work, work_[s]);
       rings_of(layout, s, w, slowest, kind_rows_[slowest], latency, per_byte);
@@ -487,7 +494,7 @@ inline double Evaluator::recurrence(const std::vector<int>& warm_up, int64_t mic
   now_.assign(stages, 0), free_forward_.assign(stages, 0), free_backward_.assign(stages, 0);
   arrival_.resize(stages * micro_batches);
   std::fill(arrival_.begin(), arrival_.begin() + micro_batches, 0.0);
-  const int64_t settled = 2 * stages + 2, later = kPeriods * settled;
+  const int64_t settled = this->settled(), later = kPeriods * settled;
   double before = 0;
   for (int64_t m = 0; m < micro_batches; ++m) {
     for (int s = 0; s < stages; ++s) {
@@ -522,7 +529,7 @@ inline double Evaluator::recurrence(const std::vector<int>& warm_up, int64_t mic
 inline const Order& Evaluator::early_backward(const std::vector<int>& warm_up, int64_t micro_batches) {
   const int stages = static_cast<int>(warm_up.size());
   order_.workers = order_.stages = stages;
-  order_.micro_batches = micro_batches, order_.length = 2 * micro_batches;
+  order_.micro_batches = micro_batches, order_.length = 2 * micro_batches, order_.settled = settled();
   order_.actions.resize(stages * order_.length), order_.worker_of.resize(stages);
   for (int s = 0; s < stages; ++s) {
     order_.worker_of[s] = s;
@@ -588,9 +595,12 @@ inline double Evaluator::interleaved_lacking(const Layout& layout, const Order& 
   return lacking;
 }
 
+// The micro-batch by whose backward the steady phase has begun, with the K_i in warm_up_.
+inline int64_t Evaluator::settled() const { return std::max<int64_t>(2 * warm_up_.size() + 2, warm_up_[0] + 2); }
+
 inline int64_t Evaluator::shorter(const Layout& layout, int64_t micro_batches) const {
-  const int64_t settled = 2 * layout.stages() + 2;
-  if (layout.chunks == 1) return micro_batches > (kPeriods + 2) * settled ? kPeriods * settled + 1 : micro_batches;
+  if (layout.chunks == 1)
+    return micro_batches > (kPeriods + 2) * settled() ? kPeriods * settled() + 1 : micro_batches;
   const int64_t w = layout.workers, part = 4 * w + micro_batches % w;
   return micro_batches > 6 * w + micro_batches % w && micro_batches % w <= 4 ? part : micro_batches;
 }
@@ -611,8 +621,9 @@ inline Step Evaluator::alone(const Layout& layout, double ceiling, bool exact) {
     found.seconds = kUnfit * (1 + std::min(lacking / p_.memory[0], 1e6));
     return found;
   }
-  const int64_t all = p_.micro_batches[layout.size], m = exact ? all : shorter(layout, all);
+  const int64_t all = p_.micro_batches[layout.size];
   if (layout.chunks > 1) {
+    const int64_t m = exact ? all : shorter(layout, all);
     double least = 0;
     for (int w = 0; w < layout.workers; ++w) {
       double busy = 0;
@@ -637,7 +648,18 @@ inline Step Evaluator::alone(const Layout& layout, double ceiling, bool exact) {
     if (end < ceiling) found.seconds = end;
     return found;
   }
-  if (bound(stages, all) >= ceiling || !set_warm_up(p_.slope == kAnySlope ? layout.slope : p_.slope, stages, all)) return found;
+  const int slope = p_.slope == kAnySlope ? layout.slope : p_.slope;
+  if (slope > kMostSlope) {  // GPipe, whose K_i memory must not limit
+    double short_of = 0;
+    for (int s = 0; s < stages; ++s)
+      short_of += std::max(0.0, (all * stash_[s] + work_[s] - room_[s] * (1 + 1e-12)) * most_rows_[s]);
+    if (short_of > 0) {
+      found.seconds = kUnfit * (1 + std::min(short_of / p_.memory[0], 1e6));
+      return found;
+    }
+  }
+  if (bound(stages, all) >= ceiling || !set_warm_up(slope, stages, all)) return found;
+  const int64_t m = exact ? all : shorter(layout, all);
   double period = 0;
   double end = recurrence(warm_up_, m, m == all ? ceiling : kInfinity, &period);
   found.work += 2 * stages * m;
@@ -653,7 +675,9 @@ inline const Flows& Evaluator::flows(const Layout& layout) {
   loads_.resize(3 * stages);
   for (auto& load : loads_) load.clear();
   flows_.latency.assign(3 * stages, 0);
-  if (static_cast<int>(direction_count_.size()) != every) direction_count_.assign(every, 0), direction_most_.assign(every, 0), direction_index_.assign(every, -1);
+  if (static_cast<int>(direction_count_.size()) != every) {
+    direction_count_.assign(every, 0), direction_most_.assign(every, 0), direction_index_.assign(every, -1);
+  }
   std::vector<int> used;
   const auto add = [&](int flow, int direction, double demand) {
     loads_[flow].push_back({direction, demand});
@@ -691,8 +715,10 @@ inline const Flows& Evaluator::flows(const Layout& layout) {
     }
   }
   flows_.directions = 0;
-  for (const int direction : used)
-    direction_index_[direction] = direction_count_[direction] > 1 && direction_count_[direction] * direction_most_[direction] > 1 ? flows_.directions++ : -1;
+  for (const int direction : used) {  // else all flows there can move at once as fast as alone
+    const int users = direction_count_[direction];
+    direction_index_[direction] = users > 1 && users * direction_most_[direction] > 1 ? flows_.directions++ : -1;
+  }
   users_.resize(flows_.directions);
   for (auto& user : users_) user.clear();
   flows_.uses.resize(3 * stages), flows_.near.resize(3 * stages);

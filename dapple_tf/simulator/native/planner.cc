@@ -1,0 +1,222 @@
+// The C interface, for dapple_tf/planner/annealer.py.
+#include <new>
+
+#include "search.h"
+
+using namespace dapple;
+
+namespace {
+
+// Find K_i that make the step shorter, one stage's change at a time: with more in flight, then fewer where it costs
+// nothing. The policies' K_i are where it starts.
+double improve_warm_up(const Problem& p, Evaluator& evaluator, const Layout& layout, std::vector<int>& warm_up,
+                       double seconds, int64_t work) {
+  const int stages = layout.stages(), most = static_cast<int>(std::min<int64_t>(p.micro_batches[layout.size], 1 << 20));
+  const int64_t each = 2 * stages * p.micro_batches[layout.size] * (p.contention ? 25 : 1);
+  const auto attempt = [&](const std::vector<int>& trial, double ceiling) {
+    if ((work -= each) < 0) return false;
+    const double found = evaluator.with_warm_up(layout, trial);
+    if (found >= ceiling) return false;
+    warm_up = trial, seconds = found;
+    return true;
+  };
+  for (int more = 1; more <= stages; more *= 2) {
+    for (bool changed = true; changed;) {
+      changed = false;
+      for (int s = 0; s + 1 < stages; ++s) {
+        std::vector<int> trial = warm_up;
+        for (int i = 0; i <= s; ++i) trial[i] = std::min(trial[i] + more, most);
+        changed = (trial != warm_up && attempt(trial, seconds * (1 - 1e-9))) || changed;
+      }
+    }
+  }
+  for (int s = stages - 1; s >= 0; --s) {
+    while (warm_up[s] > 1 && (s + 1 == stages || warm_up[s] > warm_up[s + 1])) {
+      std::vector<int> trial = warm_up;
+      --trial[s];
+      if (!attempt(trial, seconds * (1 + 1e-9))) break;
+    }
+  }
+  return seconds;
+}
+
+void write(const Run& run, const std::vector<int>& warm_up, const std::vector<int64_t>& rows_of, int row, int width,
+           int devices, int32_t* shape, int32_t* starts, int32_t* owner, int32_t* device_at, uint8_t* recompute,
+           int32_t* in_flight, int64_t* rows, double* seconds) {
+  const Layout& l = run.layout;
+  shape[4 * row] = l.size, shape[4 * row + 1] = l.workers, shape[4 * row + 2] = l.chunks, shape[4 * row + 3] = l.slope;
+  for (int s = 0; s <= l.stages(); ++s) starts[row * width + s] = l.starts[s];
+  for (int s = 0; s < l.stages(); ++s) recompute[row * width + s] = l.recompute[s];
+  for (size_t s = 0; s < warm_up.size(); ++s) in_flight[row * width + s] = warm_up[s];
+  for (int d = 0; d < devices; ++d) owner[row * devices + d] = l.owner[d], device_at[row * devices + d] = l.device_at[d];
+  for (int d = 0; d < devices; ++d) rows[row * devices + d] = rows_of[d];
+  seconds[row] = run.seconds;
+}
+
+Layout read(int width, int devices, const int32_t* shape, const int32_t* starts, const int32_t* owner,
+            const int32_t* device_at, const uint8_t* recompute) {
+  Layout l;
+  l.size = shape[0], l.workers = shape[1], l.chunks = shape[2], l.slope = shape[3];
+  l.starts.assign(starts, starts + width);
+  l.recompute.assign(recompute, recompute + width);
+  l.owner.assign(owner, owner + devices);
+  l.device_at.assign(device_at, device_at + devices);
+  return l;
+}
+
+}  // namespace
+
+extern "C" {
+
+const char* dapple_source_digest() { return DAPPLE_SOURCE_DIGEST; }
+
+// Search layouts and write the fastest `results` into the arrays, by rising seconds; return how many there are. `width`:
+// most stages + 1.
+int dapple_search(const Problem* problem, const double* work, const double* speed, int threads,
+                  int64_t amount, uint64_t seed, int results, int width, int32_t* shape, int32_t* starts,
+                  int32_t* owner, int32_t* device_at, uint8_t* recompute, int32_t* in_flight, int64_t* rows,
+                  double* seconds, const volatile uint8_t* stop) try {
+  const Problem& p = *problem;
+  const std::vector<double> sums(work, work + p.blocks + 1);
+  const Search search(p, sums, speed, threads, stop);
+  // The fastest `most` of which at most `alike` have the same number of workers and of stages per worker, or else the
+  // same micro-batch size: so that what goes on differs.
+  const auto distinct = [](const std::vector<Run>& runs, size_t most, int alike) {
+    std::vector<Run> kept;
+    for (const Run& run : runs) {
+      int same_shape = 0, same_size = 0, equal = 0;
+      for (const Run& other : kept) {
+        const bool shape = other.layout.workers == run.layout.workers && other.layout.chunks == run.layout.chunks;
+        const bool size = other.layout.size == run.layout.size && other.layout.chunks == run.layout.chunks;
+        same_shape += shape, same_size += size;
+        equal += shape && size && other.seconds == run.seconds;
+      }
+      if ((same_shape < alike || same_size < alike) && !equal && kept.size() < most) kept.push_back(run);
+    }
+    return kept;
+  };
+  const auto add = [](std::vector<Run>& runs, const std::vector<Run>& more) {
+    runs.insert(runs.end(), more.begin(), more.end());
+  };
+  const bool contention = p.contention && p.devices <= 128;
+  std::vector<Run> begin, second;
+  for (auto& runs : {search.starts(), search.planned_starts()}) {
+    std::vector<Run> own = runs;
+    search.rank_starts(own);
+    std::vector<Run> chosen = distinct(own, 64, 1);
+    const uint64_t number = seed * 100 + begin.size();
+    auto in_order = search.anneal(chosen, amount / 12, 0.2, 0.0005, false, Search::kInOrder, number + 1);
+    search.rank(in_order, contention);
+    add(second, distinct(in_order, 16, 1));
+    if (p.servers > 1 && p.servers < p.devices) {
+      auto scattered = search.anneal(chosen, amount / 12, 0.2, 0.0005, false, Search::kScattered, number + 2);
+      search.rank(scattered, contention);
+      add(second, distinct(scattered, 8, 1));
+    }
+    search.rank(chosen, contention);
+    chosen.resize(std::min<size_t>(chosen.size(), 6));
+    add(second, chosen);
+    add(begin, chosen);
+  }
+  search.rank(second, contention);
+  second = distinct(second, 24, 2);
+  auto free = search.anneal(second, amount / 5, 0.05, 0.0005, contention, Search::kFree, seed * 10 + 3);
+  free.insert(free.end(), second.begin(), second.end());
+  search.rank(free, contention);
+  std::vector<Run> kept = distinct(free, 14, 1);
+  kept = search.anneal(kept, amount / 4, 0.05, 0.0005, contention, Search::kFree, seed * 10 + 4);
+  kept = distinct(kept, 7, 1);
+  kept = search.anneal(kept, amount / 5, 0.03, 0.0005, contention, Search::kFree, seed * 10 + 5);
+  auto last = kept;
+  kept.insert(kept.end(), free.begin(), free.end());
+  last = distinct(last, 3, 1);
+  last = search.anneal(last, amount * 3 / 20, 0.01, 0.0003, contention, Search::kFree, seed * 10 + 6);
+  last.insert(last.end(), kept.begin(), kept.end());
+  last.insert(last.end(), begin.begin(), begin.end());
+  std::stable_sort(last.begin(), last.end(), [](const Run& a, const Run& b) { return a.seconds < b.seconds; });
+  last = distinct(last, 12, 2);
+  search.descend(last, amount / 5, contention);
+  last = distinct(last, 6, 2);
+  std::vector<std::vector<int>> warm_ups(last.size());
+  std::vector<std::vector<int64_t>> rows_of(last.size());
+  search.each(last.size(), [&](size_t i, Evaluator& evaluator) {
+    Run& run = last[i];
+    const Step alone = evaluator.alone(run.layout, kInfinity, true);
+    rows_of[i] = evaluator.rows_of_devices();
+    run.seconds = p.contention ? evaluator.shared(run.layout, alone, kInfinity, true).seconds : alone.seconds;
+    if (!alone.fits || run.layout.chunks > 1 || p.slope != kAnySlope) return;
+    warm_ups[i] = evaluator.warm_up();
+    run.seconds = improve_warm_up(p, evaluator, run.layout, warm_ups[i], run.seconds, amount / 20);
+  });
+  std::vector<size_t> order(last.size());
+  for (size_t i = 0; i < order.size(); ++i) order[i] = i;
+  std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) { return last[a].seconds < last[b].seconds; });
+  const int count = std::min<int>(results, static_cast<int>(last.size()));
+  for (int row = 0; row < count; ++row)
+    write(last[order[row]], warm_ups[order[row]], rows_of[order[row]], row, width, p.devices, shape, starts, owner,
+          device_at, recompute, in_flight, rows, seconds);
+  return count;
+} catch (const std::bad_alloc&) {
+  return -1;
+}
+
+// Return the step of one layout, exactly: alone, or with contention; kUnfit and more where it does not fit.
+double dapple_step(const Problem* problem, int width, const int32_t* shape, const int32_t* starts,
+                     const int32_t* owner, const int32_t* device_at, const uint8_t* recompute, int32_t* in_flight) {
+  Evaluator evaluator(*problem);
+  const Layout l = read(width, problem->devices, shape, starts, owner, device_at, recompute);
+  const Step alone = evaluator.alone(l, kInfinity, true);
+  for (size_t s = 0; s < evaluator.warm_up().size(); ++s) in_flight[s] = evaluator.warm_up()[s];
+  return problem->contention ? evaluator.shared(l, alone, kInfinity, true).seconds : alone.seconds;
+}
+
+// Execute an order; return the end of the step. `flow_first` null: nothing shares an interface. `times`: 10 arrays
+// [S, M] as in Times, in its order with start and end in turn; null: not wanted. `rings_end` [S]; `done`: actions run.
+double dapple_run(int stages, int workers, int64_t micro_batches, int64_t length, const int64_t* actions,
+                  const int64_t* worker_of, int64_t columns, const double* forward, const double* backward,
+                  const double* weights, const double* send_forward, const double* send_backward,
+                  const uint8_t* forward_together, const uint8_t* backward_together, const int64_t* ring_first,
+                  const double* ring_before, const double* ring_seconds, const double* exposed, int directions,
+                  const int64_t* flow_first, const int64_t* flow_direction, const double* flow_demand,
+                  const double* flow_latency, const int64_t* near_first, const int64_t* near, double ceiling,
+                  double* times, double* rings_end, int64_t* done) try {
+  Order order;
+  order.workers = workers, order.stages = stages, order.micro_batches = micro_batches, order.length = length;
+  order.actions.assign(actions, actions + workers * length);
+  order.worker_of.assign(worker_of, worker_of + stages);
+  Seconds seconds;
+  seconds.columns = columns, seconds.forward = forward, seconds.backward = backward, seconds.weights = weights;
+  seconds.send_forward = send_forward, seconds.send_backward = send_backward;
+  seconds.forward_together = forward_together, seconds.backward_together = backward_together;
+  Rings rings;
+  rings.of_stage.resize(stages);
+  rings.exposed.assign(exposed, exposed + stages);
+  for (int s = 0; s < stages; ++s)
+    for (int64_t r = ring_first[s]; r < ring_first[s + 1]; ++r)
+      rings.of_stage[s].push_back({ring_before[r], ring_seconds[r]});
+  Flows flows;
+  flows.directions = directions;
+  if (directions) {
+    flows.uses.resize(3 * stages), flows.near.resize(3 * stages);
+    flows.latency.assign(flow_latency, flow_latency + 3 * stages);
+    for (int flow = 0; flow < 3 * stages; ++flow) {
+      for (int64_t use = flow_first[flow]; use < flow_first[flow + 1]; ++use)
+        flows.uses[flow].push_back({static_cast<int>(flow_direction[use]), flow_demand[use]});
+      for (int64_t i = near_first[flow]; i < near_first[flow + 1]; ++i)
+        flows.near[flow].push_back(static_cast<int>(near[i]));
+    }
+  }
+  const int64_t cells = stages * micro_batches;
+  const auto array = [&](int index) { return times + index * cells; };
+  Times recorded;
+  for (int i = 0; i < 3; ++i) recorded.start[i] = array(2 * i), recorded.end[i] = array(2 * i + 1);
+  for (int i = 0; i < 2; ++i) recorded.start_send[i] = array(6 + 2 * i), recorded.end_send[i] = array(7 + 2 * i);
+  Engine engine;
+  const double end = engine.run(order, seconds, directions ? &flows : nullptr, rings, ceiling, times ? &recorded : nullptr);
+  std::copy(engine.ring_end().begin(), engine.ring_end().end(), rings_end);
+  *done = engine.done();
+  return end;
+} catch (const std::bad_alloc&) {
+  return -1;
+}
+}
