@@ -6,3 +6,5 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 SHARED_PROFILES = ROOT.parent / "shared" / "profiles"
+SHARED_PLANNER_CASES = SHARED_PROFILES.parent / "planner-cases"
+"""Problems with a plan that an older planner "best" did not find; not part of the project."""

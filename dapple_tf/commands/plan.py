@@ -80,7 +80,7 @@ def _hand_over(plan: Plan, output: str | None, as_json: bool) -> None:
 
 
 _COMPILES = (
-    "dapple: still planning; the first plan on a machine compiles the planners' code, which takes a minute or two"
+    "dapple: still planning; a planner of another system is compiled at its first call, which takes up to a minute"
 )
 
 

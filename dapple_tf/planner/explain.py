@@ -48,15 +48,16 @@ def describe_plan(plan: Plan, profile: Profile, timeline: Timeline) -> str:
     ]
     for index, stage in enumerate(plan.stages):
         first, last = profile.layers[stage.first_layer].name, profile.layers[stage.last_layer].name
-        lines.append(f"stage {index}: {_short(first)} .. {_short(last)}{_rows(stage)}")
+        lines.append(f"stage {index}: {_short(first)} .. {_short(last)}{_rows(stage, plan.micro_batch_size)}")
     return "\n".join(lines)
 
 
-def _rows(stage: StagePlan) -> str:
-    """Return how a stage's devices share the rows, where their shares are unequal."""
-    if not stage.row_shares:
+def _rows(stage: StagePlan, samples: int) -> str:
+    """Return the rows of a micro-batch of ``samples`` that each device of a stage takes, where they are unequal."""
+    rows = stage.in_rows(samples).shares
+    if rows is None or len(set(rows)) == 1:
         return ""
-    return f", rows {':'.join(map(str, stage.row_shares))} on devices {', '.join(map(str, stage.devices))}"
+    return f", rows {':'.join(f'{row:.0f}' for row in rows)} on devices {', '.join(map(str, stage.devices))}"
 
 
 FRACTIONS = (
