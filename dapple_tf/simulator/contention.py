@@ -80,13 +80,8 @@ def find_flows(
     return measure_flows(servers, offsets, cuts, np.array(moves, np.bool_), tables)
 
 
-def no_flows(stages: int) -> Flows:
-    """Return flows of which none shares anything."""
-    return _keep_shared(np.zeros((3 * stages, 0)), np.zeros(3 * stages))
-
-
 def measure_flows(servers: Integers, offsets: Integers, cuts: Integers, moves: Integers, t: LinkTables) -> Flows:
-    """Return ``find_flows`` for arrays, for compiled callers.
+    """Return ``find_flows`` for arrays.
 
     ``offsets``: where each stage's ``servers`` begin. ``cuts``: the cut points of each stage's rows, of which there is
     one more than replicas.

@@ -136,7 +136,7 @@ def overlapped_rings(backward: Floats, rings: Sequence[float]) -> tuple[tuple[fl
 
 
 def exposed_of(backward: Floats, ring: Floats, first: int, end: int) -> float:
-    """Return ``exposed_seconds`` of the layers ``first`` to ``end`` (exclusive), for compiled callers."""
+    """Return ``exposed_seconds`` of the layers ``first`` to ``end`` (exclusive)."""
     ready, done = 0.0, 0.0
     for layer in range(end - 1, first - 1, -1):
         ready += backward[layer]

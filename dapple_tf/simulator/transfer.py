@@ -74,7 +74,7 @@ def transfer_cost(
 
 
 def measure_transfer(senders: Integers, receivers: Integers, t: LinkTables) -> tuple[float, float]:
-    """Return ``transfer_cost`` of equal shares for arrays, for compiled callers."""
+    """Return ``transfer_cost`` of equal shares for arrays."""
     return measure_shares(senders, receivers, np.arange(len(senders) + 1), np.arange(len(receivers) + 1), t)
 
 
@@ -138,7 +138,7 @@ def allreduce_cost(homes: Sequence[int], tables: LinkTables) -> tuple[float, flo
 
 
 def measure_allreduce(homes: Integers, t: LinkTables) -> tuple[float, float]:
-    """Return ``allreduce_cost`` for arrays, for compiled callers."""
+    """Return ``allreduce_cost`` for arrays."""
     r = len(homes)
     if r == 1:
         return 0.0, 0.0

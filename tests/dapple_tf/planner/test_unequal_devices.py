@@ -182,7 +182,7 @@ def every_plan(problem: PlanningProblem) -> float:
 @settings(max_examples=25)
 @given(problem=problems())
 def test_best_is_close_to_the_best_of_all_plans(problem: PlanningProblem) -> None:
-    """Not proven: the local search may end before the optimum. 3% is what the planner is asked to keep within."""
+    """Not proven: the search may end before the optimum. 3% is what the planner is asked to keep within."""
     least = every_plan(problem)
     if least == math.inf:
         with pytest.raises(PlanError, match="fit"):
