@@ -22,7 +22,7 @@ class Ordered(NamedTuple):
 
 
 def is_interleaved(spec: ScheduleSpec) -> bool:
-    """Return whether a schedule is interleaved 1F1B, whose orders are made as arrays; those of others take far longer."""
+    """Return whether a schedule is interleaved 1F1B: its orders take far less time to make than those of others."""
     return isinstance(spec, ChunkedSpec) and spec.policy == "interleaved-1f1b"
 
 
