@@ -49,7 +49,7 @@ def test_the_score_of_a_search_by_formula_is_the_latency_of_the_plan(case: Case,
     plans = search_by_formula(tables, width=2000, results=50).plans
     found = data.draw(st.sampled_from(plans))
     plan = problem.make_plan(problem.stage_plans(whole_space(problem), found), size, "dapple-a", "test")
-    arrays = stage_cost_arrays(stage_costs(plan, problem.profile, problem.cluster))
+    arrays = stage_cost_arrays(stage_costs(plan, problem.profile, problem.cluster, whole_rows=False))
     costs = ReferenceCosts(
         forward=arrays.forward_seconds.tolist(),
         backward=arrays.backward_seconds.tolist(),

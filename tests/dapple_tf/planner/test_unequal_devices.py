@@ -268,7 +268,7 @@ def test_a_kind_without_costs_is_named(planner: str) -> None:
 def test_the_description_has_the_rows_of_each_device() -> None:
     plan = dapple.plan(PROFILE, MIXED, global_batch_size=16, micro_batch_size=16, planner="dp")
     text = describe_plan(plan, PROFILE, dapple.simulate(plan, PROFILE, MIXED))
-    assert "stage 0: layer0 .. layer3, rows 2:1:1 on devices 0, 1, 2" in text
+    assert "stage 0: layer0 .. layer3, rows 8:4:4 on devices 0, 1, 2" in text
 
 
 def test_best_computes_activations_again_where_unequal_devices_have_no_room_to_keep_two_micro_batches() -> None:
