@@ -67,12 +67,15 @@ def simulated(schedule: str, stages: int, micro_batches: int, f: float, b: float
     """Return the simulated seconds of a step of equal stages without transfers."""
     import numpy as np
 
-    from dapple_tf.simulator.engine import step_seconds
+    from dapple_tf.simulator.engine import run as run_order
+    from dapple_tf.simulator.engine import uniform_seconds
     from dapple_tf.simulator.named_orders import named_order
+    from dapple_tf.simulator.rings import whole_rings
 
     order = named_order(schedule, stages, micro_batches).order
     forward, backward, weights, nothing = (np.full(stages, float(x)) for x in (f, b + w, w, 0))
-    return float(step_seconds(order, forward, backward, weights, nothing, nothing, nothing))
+    seconds = uniform_seconds(forward, backward, weights, nothing, nothing)
+    return run_order(order, seconds, whole_rings(nothing)).seconds
 
 
 def measure() -> dict[str, Any]:
