@@ -187,6 +187,8 @@ class Annealer:
             *(each.ctypes.data_as(_POINTER) for each in (*results, stop)),
         )
         check_stop()
+        if count < 0:
+            raise MemoryError("searching for a plan")
         return [self._layout(*(each[row] for each in results)) for row in range(count) if seconds[row] < _UNFIT]
 
     def step_seconds(self, plan: Plan) -> float:

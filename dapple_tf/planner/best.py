@@ -8,11 +8,7 @@ from dapple_tf.errors import PlanError, warn_user
 from dapple_tf.planner.annealer import ANY_WARM_UP, Annealer
 from dapple_tf.planner.baselines import leading_baselines
 from dapple_tf.planner.chunk_search import plan_chunked
-from dapple_tf.planner.comparators import (
-    comparator_candidates,
-    faster_with_even_layers,
-    interleaved_comparator_candidates,
-)
+from dapple_tf.planner.comparators import comparator_candidates, faster_with_even_layers
 from dapple_tf.planner.compute_bound import least_compute_seconds
 from dapple_tf.planner.gpipe import plan_gpipe
 from dapple_tf.planner.memory_fit import fit_memory, may_bind
@@ -62,7 +58,7 @@ def plan_best(problem: PlanningProblem, *, chunks: Sequence[int] = (2, 4)) -> Pl
     )
     if annealer is None:
         warn_user(_NO_COMPILER)
-        candidates += comparator_candidates(problem) + interleaved_comparator_candidates(problem, chunks)
+        candidates += comparator_candidates(problem, chunks if auto else ())
     else:
         candidates += _annealed(problem, annealer)
     if problem.schedule not in (*POLICIES, "auto"):

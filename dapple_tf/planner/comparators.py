@@ -1,15 +1,13 @@
-"""Candidates of planner "best" from the planners of other systems, called comparators, so that none is faster.
+"""What planner "best" chooses among where its search cannot be compiled: the plans of the planners of other systems.
 
-The comparators are left out on more than 64 devices, and SPP for large problems too, where they take longer than best's
-own search. Plans with virtual workers are left out, since they can be simulated but not run.
+They are left out on more than 64 devices, and SPP for large problems too, where they take long. Plans with virtual
+workers are left out, since they can be simulated but not run.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 
 from dapple_tf.errors import PlanError
@@ -24,40 +22,32 @@ from dapple_tf.planner.planning_problem import Candidate, PlannerResult, Plannin
 from dapple_tf.planner.spp import plan_spp
 from dapple_tf.planner.torchgpipe import plan_torchgpipe
 
-_MOST_DEVICES = 64  # with more, the dynamic programs take longer than the search beside them
+_MOST_DEVICES = 64  # with more, the dynamic programs take long
 _SPP_LIMIT = 3200  # blocks times devices; with more, SPP's dynamic program takes longer than all others together
 _Planners = tuple[Callable[[PlanningProblem], PlannerResult | None], ...]
-_OF_ANY_DEVICES: _Planners = (partial(plan_even, chunks=(1,)), plan_torchgpipe, plan_hetpipe, plan_bapipe)
+_OF_ANY_DEVICES: _Planners = (plan_torchgpipe, plan_hetpipe, plan_bapipe)
 _OF_EQUAL_DEVICES: _Planners = (plan_pipedream, plan_alpa_inter, plan_piper, plan_autopipe)
 
 
-def comparator_candidates(problem: PlanningProblem, ceiling: float = math.inf) -> list[Candidate]:
-    """Return what each comparator chooses if it is below ``ceiling`` seconds, as it is and under the fastest policy.
+def comparator_candidates(problem: PlanningProblem, chunks: Sequence[int] = ()) -> list[Candidate]:
+    """Return what each of these planners chooses, as it is and under the fastest policy.
 
-    Plans of one stage per device. There are none on more than 64 devices, none of a planner that refuses the cluster,
-    and none of SPP where blocks times devices exceed 3200. Planners "dp", "gpipe" and "dapple" are not among them: best
-    has their plans from ``baseline_candidates`` and ``choose_by_formula``.
+    ``chunks``: the numbers of stages per device of planner "even", beside one. There are no candidates on more than 64
+    devices, none of a planner that refuses the cluster, and none of SPP where blocks times devices exceed 3200.
     """
     if problem.cluster.devices > _MOST_DEVICES:
         return []
-    found, bounded = list[Candidate](), replace(problem, ceiling=ceiling)
-    planners = _OF_ANY_DEVICES + (_OF_EQUAL_DEVICES if problem.cluster.is_uniform else ())
+    planners: _Planners = (partial(plan_even, chunks=(1, *chunks)), *_OF_ANY_DEVICES)
+    planners += _OF_EQUAL_DEVICES if problem.cluster.is_uniform else ()
     if problem.cluster.is_uniform and len(problem.chain.parameter_bytes) * problem.cluster.devices <= _SPP_LIMIT:
         planners += (plan_spp,)
+    found = list[Candidate]()
     for planner in planners:
         with contextlib.suppress(PlanError):
-            result = planner(bounded)
+            result = planner(problem)
             if result is not None and result.chosen.stages[0].worker is None:  # virtual workers cannot be run
-                found += _with_fastest_policy(bounded, result.chosen)
-    return [candidate for candidate in found if candidate.seconds < ceiling]
-
-
-def interleaved_comparator_candidates(problem: PlanningProblem, chunks: Sequence[int]) -> list[Candidate]:
-    """Return what planner "even" chooses with these ``chunks``, stages per device."""
-    if problem.cluster.devices > _MOST_DEVICES:
-        return []
-    result = plan_even(problem, chunks=chunks)
-    return [result.chosen] if result is not None else []
+                found += _with_fastest_policy(problem, result.chosen)
+    return found
 
 
 def faster_with_even_layers(problem: PlanningProblem, result: PlannerResult | None) -> PlannerResult | None:

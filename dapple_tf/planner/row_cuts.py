@@ -1,6 +1,6 @@
 """Whole rows of a micro-batch for each device of a stage, so that forward and backward of its slowest device end early.
 
-Compiled, for a local search shares rows anew in every plan that it simulates.
+The search of planner "best" does the same in C++ (``Evaluator::share_by_kind``); a test holds the steps equal.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def share_by_kind(rows: int, kinds: Integers, forward: Floats, backward: Floats)
 def _longest(rows: Integers, kinds: Integers, seconds: Floats) -> float:
     """Return the seconds of the device that takes longest for its rows."""
     longest = 0.0
-    for count, kind in zip(rows, kinds):  # noqa: B905 - Numba has no strict
+    for count, kind in zip(rows, kinds, strict=True):
         longest = max(longest, count * seconds[kind])
     return longest
 

@@ -73,7 +73,7 @@ class _Lazy:
 
     @property
     def _numba_type_(self) -> Any:
-        """What Numba asks of a global that it finds in a function."""
+        """The type by which Numba recognises a compiled function that another one calls."""
         return self._compiler._numba_type_
 
     @functools.cached_property
@@ -104,7 +104,7 @@ def _load_numba() -> ModuleType:
         def on_end(self, event: event.Event) -> None:
             pass
 
-    event.register("numba:run_pass", StopBetweenPasses())  # type: ignore[no-untyped-call]
+    event.register("numba:run_pass", StopBetweenPasses())  # type: ignore[no-untyped-call]  # Numba has no type hints
     _drop_stale_code(Path(__file__).parents[1])
     for function in _CALLED:
         register_jitable(function)

@@ -11,7 +11,7 @@ import numpy as np
 from dapple_tf.errors import ScheduleError
 from dapple_tf.simulator.arrays import Floats
 from dapple_tf.simulator.contention import Flows
-from dapple_tf.simulator.engine import Seconds, run
+from dapple_tf.simulator.engine import Seconds, Times, run
 from dapple_tf.simulator.order import Order, decode_order, has_weights
 from dapple_tf.simulator.rings import make_rings
 from dapple_tf.timeline.stage_costs import StageCosts
@@ -20,10 +20,8 @@ from graph_passes.schedules.schedule import Action
 
 @dataclass(frozen=True, eq=False)
 class Execution:
-    """Starts and ends of forwards, backwards, and transfers in both directions: arrays [S, M], seconds.
+    """The ``times`` of all events of a step of ``order`` (see the module ``order``) on stages with these costs.
 
-    Row s of an array of transfers is the boundary between stages s and s + 1; the last row is NaN. ``order``: see the
-    module ``order``. Backwards are B, or I. Weight gradients are NaN where they are not actions of their own.
     ``allreduce_end`` [S]: end of each stage's AllReduce. ``of_micro_batches``: for each micro-batch the costs of each
     stage, where micro-batches differ in size. ``together``: see ``Schedule.together``; what travels together has the
     start and the end of its one transfer.
@@ -31,16 +29,7 @@ class Execution:
 
     order: Order
     costs: tuple[StageCosts, ...]
-    start_forward: Floats
-    end_forward: Floats
-    start_backward: Floats
-    end_backward: Floats
-    start_weights: Floats
-    end_weights: Floats
-    start_send_forward: Floats
-    end_send_forward: Floats
-    start_send_backward: Floats
-    end_send_backward: Floats
+    times: Times
     allreduce_end: Floats
     of_micro_batches: tuple[tuple[StageCosts, ...], ...] = field(default=(), kw_only=True)
     together: frozenset[Action] = field(default=frozenset(), kw_only=True)
@@ -88,8 +77,7 @@ class Execution:
     @cached_property
     def last_gradients(self) -> Floats:
         """End of each stage's last backward or last weight gradients, in seconds."""
-        ends = np.concatenate([self.end_backward, self.end_weights], axis=1) if self.splits else self.end_backward
-        return np.array(np.nanmax(ends, axis=1))
+        return np.array(np.nanmax(np.fmax(self.times.end_backward, self.times.end_weights), axis=1))
 
     @cached_property
     def step_seconds(self) -> float:
@@ -136,7 +124,7 @@ def execute(
     return Execution(
         order,
         tuple(costs),
-        *found.times,
+        found.times,
         found.rings_end,
         of_micro_batches=tuple(map(tuple, of_micro_batches)),
         together=frozenset(together),

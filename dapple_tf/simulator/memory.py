@@ -27,9 +27,9 @@ def memory_over_time(execution: Execution, stage: int) -> tuple[Floats, Floats]:
     # A worker runs one action at a time, so these times are in order.
     for action in execution.actions[worker]:
         if action.kind == "F":
-            times.append(execution.start_forward[action.stage, action.micro_batch])
+            times.append(execution.times.start_forward[action.stage, action.micro_batch])
         elif action.kind in FREEING:
-            ends = execution.end_backward if action.kind == "B" else execution.end_weights
+            ends = execution.times.end_backward if action.kind == "B" else execution.times.end_weights
             times.append(ends[action.stage, action.micro_batch])
         else:
             continue

@@ -101,14 +101,14 @@ def execution_events(execution: Execution, places: Sequence[Place], updates: Seq
 def _events_of_place(execution: Execution, place: Place) -> list[Event]:
     """Return the actions of one replica in the order in which it runs them."""
     stage, replica, device = place
-    backward = execution.start_backward[stage].tolist(), execution.end_backward[stage].tolist()
+    backward = execution.times.start_backward[stage].tolist(), execution.times.end_backward[stage].tolist()
     times = {
-        "F": (execution.start_forward[stage].tolist(), execution.end_forward[stage].tolist()),
+        "F": (execution.times.start_forward[stage].tolist(), execution.times.end_forward[stage].tolist()),
         "B": backward,
         "I": backward,
     }
     if execution.splits:
-        times["W"] = execution.start_weights[stage].tolist(), execution.end_weights[stage].tolist()
+        times["W"] = execution.times.start_weights[stage].tolist(), execution.times.end_weights[stage].tolist()
     events = []
     for action in execution.stage_actions(stage):
         starts, ends = times[action.kind]
@@ -123,9 +123,13 @@ def _transfers(execution: Execution, stage: int) -> list[Transfer]:
     cost, ex = execution.costs[stage], execution
     transfers: list[Transfer] = []
     if cost.send_forward_seconds:
-        transfers += _of_channel(ex, stage, stage + 1, ex.start_send_forward[stage], ex.end_send_forward[stage])
+        transfers += _of_channel(
+            ex, stage, stage + 1, ex.times.start_send_forward[stage], ex.times.end_send_forward[stage]
+        )
     if cost.send_backward_seconds:
-        transfers += _of_channel(ex, stage + 1, stage, ex.start_send_backward[stage], ex.end_send_backward[stage])
+        transfers += _of_channel(
+            ex, stage + 1, stage, ex.times.start_send_backward[stage], ex.times.end_send_backward[stage]
+        )
     return transfers
 
 

@@ -48,8 +48,10 @@ void write(const Run& run, const std::vector<int>& warm_up, const std::vector<in
   for (int s = 0; s <= l.stages(); ++s) starts[row * width + s] = l.starts[s];
   for (int s = 0; s < l.stages(); ++s) recompute[row * width + s] = l.recompute[s];
   for (size_t s = 0; s < warm_up.size(); ++s) in_flight[row * width + s] = warm_up[s];
-  for (int d = 0; d < devices; ++d) owner[row * devices + d] = l.owner[d], device_at[row * devices + d] = l.device_at[d];
-  for (int d = 0; d < devices; ++d) rows[row * devices + d] = rows_of[d];
+  for (int d = 0; d < devices; ++d) {
+    owner[row * devices + d] = l.owner[d], device_at[row * devices + d] = l.device_at[d];
+    rows[row * devices + d] = rows_of[d];
+  }
   seconds[row] = run.seconds;
 }
 
@@ -70,8 +72,8 @@ extern "C" {
 
 const char* dapple_source_digest() { return DAPPLE_SOURCE_DIGEST; }
 
-// Search layouts and write the fastest `results` into the arrays, by rising seconds; return how many there are. `width`:
-// most stages + 1.
+// Search layouts and write the fastest `results` into the arrays, by rising seconds; return how many there are, -1 where
+// memory is lacking. `width`: most stages + 1.
 int dapple_search(const Problem* problem, const double* work, const double* speed, int threads,
                   int64_t amount, uint64_t seed, int results, int width, int32_t* shape, int32_t* starts,
                   int32_t* owner, int32_t* device_at, uint8_t* recompute, int32_t* in_flight, int64_t* rows,
@@ -212,7 +214,8 @@ double dapple_run(int stages, int workers, int64_t micro_batches, int64_t length
   for (int i = 0; i < 3; ++i) recorded.start[i] = array(2 * i), recorded.end[i] = array(2 * i + 1);
   for (int i = 0; i < 2; ++i) recorded.start_send[i] = array(6 + 2 * i), recorded.end_send[i] = array(7 + 2 * i);
   Engine engine;
-  const double end = engine.run(order, seconds, directions ? &flows : nullptr, rings, ceiling, times ? &recorded : nullptr);
+  const Flows* shared = directions ? &flows : nullptr;
+  const double end = engine.run(order, seconds, shared, rings, ceiling, times ? &recorded : nullptr);
   std::copy(engine.ring_end().begin(), engine.ring_end().end(), rings_end);
   *done = engine.done();
   return end;

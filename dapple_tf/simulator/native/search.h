@@ -295,7 +295,8 @@ inline bool Moves::change_chunks(Layout& l, Random& random) const {
   if (p_.most_chunks < 2) return false;
   const int chunks = 1 + random.draw(p_.most_chunks), blocks = l.starts[l.stages()];
   const int stages = chunks * l.workers;
-  if (chunks == l.chunks || !p_.may_have[chunks] || stages >= static_cast<int>(l.starts.size()) || stages > blocks) return false;
+  if (chunks == l.chunks || !p_.may_have[chunks]) return false;
+  if (stages >= static_cast<int>(l.starts.size()) || stages > blocks) return false;
   if (chunks > 1 && l.workers < 2) return false;
   l.chunks = chunks;
   for (int s = 0; s < stages; ++s) l.starts[s] = s, l.recompute[s] = 0;
@@ -557,7 +558,8 @@ inline void Search::descend(std::vector<Run>& runs, int64_t work, bool contentio
           for (int other = boundary; other < std::min(best.stages(), boundary + 3) && left > 0; ++other) {
             Layout trial = best;  // the cuts from `boundary` to `other` move together
             bool moved = true;
-            for (int b = blocks > 0 ? other : boundary; moved && b >= boundary && b <= other; b += blocks > 0 ? -1 : 1) {
+            const int step = blocks > 0 ? -1 : 1;
+            for (int b = blocks > 0 ? other : boundary; moved && b >= boundary && b <= other; b += step) {
               trial.starts[b] += blocks;
               moved = trial.starts[b] > trial.starts[b - 1] && trial.starts[b] < trial.starts[b + 1];
             }
@@ -567,7 +569,8 @@ inline void Search::descend(std::vector<Run>& runs, int64_t work, bool contentio
       }
       for (int d = 0; d < p_.devices && left > 0; ++d) {
         // Of neighbours alike only the first is moved.
-        if (d && best.owner[d] == best.owner[d - 1] && place(best.device_at[d]) == place(best.device_at[d - 1])) continue;
+        const auto alike = [&](int a, int b) { return place(best.device_at[a]) == place(best.device_at[b]); };
+        if (d && best.owner[d] == best.owner[d - 1] && alike(d, d - 1)) continue;
         for (int w = kIdleDevice; w < best.workers && left > 0; ++w) {
           if (w == best.owner[d] || (best.owner[d] >= 0 && Moves::count(best, best.owner[d]) == 1)) continue;
           Layout trial = best;
@@ -620,8 +623,8 @@ inline std::vector<std::vector<int>> Search::device_orders() const {
   return found;
 }
 
-// Even pipelines of every number of workers, with one stage a worker and more, and all ways to give the last few or many
-// devices the end of the model, at every size. Such layouts differ so much from each other that moves rarely lead from
+// Even pipelines of every number of workers, with one stage a worker and more, and all ways to give the last few or
+// many devices the end of the model, at every size. Such layouts differ so much from each other that moves rarely lead from
 // one to the other.
 inline std::vector<Run> Search::starts() const {
   std::vector<Run> runs;
@@ -729,7 +732,8 @@ inline std::vector<Run> Search::planned_starts() const {
               for (; seen < a + count; ++seen) least_memory = std::min(least_memory, memory[seen]);
               const double divided = parts(a, count), devices = static_cast<double>(count) * unit;
               const int x = p_.server[order[a * unit]], y = p_.server[order[(a + count) * unit - 1]];
-              const double per_byte = devices < 2 ? 0 : 2 * (devices - 1) / devices * (x == y ? p_.inside[x] : p_.interface_);
+              const double link = x == y ? p_.inside[x] : p_.interface_;
+              const double per_byte = devices < 2 ? 0 : 2 * (devices - 1) / devices * link;
               const int at = a + count;
               for (int j = i + 1; j <= n; ++j) {
                 const double seconds = (work_[cuts[j]] - work_[cuts[i]]) * rows / divided;

@@ -28,7 +28,7 @@ def test_figure_7(loads: tuple[int, ...], master: int, seconds: float, bubble: b
     assert done.step_seconds == seconds
     assert critical_stage(path_of(done)) == master
     if bubble is not None:
-        last_forward_and_backwards = [done.end_forward[1, 5], *done.end_backward[1, 3:]]
+        last_forward_and_backwards = [done.times.end_forward[1, 5], *done.times.end_backward[1, 3:]]
         # Without a bubble three backwards of 4 s follow the last forward at once.
         assert (last_forward_and_backwards[-1] - last_forward_and_backwards[0] > 3 * 4) == bubble
 

@@ -134,11 +134,11 @@ def times_of(done: Execution) -> dict[Event, tuple[float, float]]:
     """Starts and ends by event, without those that are not there."""
     found = {}
     for kind, starts, ends in (
-        ("F", done.start_forward, done.end_forward),
-        ("B", done.start_backward, done.end_backward),
-        ("W", done.start_weights, done.end_weights),
-        ("SF", done.start_send_forward[:-1], done.end_send_forward[:-1]),
-        ("SB", done.start_send_backward[:-1], done.end_send_backward[:-1]),
+        ("F", done.times.start_forward, done.times.end_forward),
+        ("B", done.times.start_backward, done.times.end_backward),
+        ("W", done.times.start_weights, done.times.end_weights),
+        ("SF", done.times.start_send_forward[:-1], done.times.end_send_forward[:-1]),
+        ("SB", done.times.start_send_backward[:-1], done.times.end_send_backward[:-1]),
     ):
         for stage, m in np.ndindex(starts.shape):
             if not np.isnan(starts[stage, m]):
@@ -346,9 +346,9 @@ def test_transfers_that_leave_one_server_by_hand() -> None:
     #   (13.5 + 0.5). At 14 it has moved half: both move at half speed, 1 s each takes 2 until 16. Then b to c, which
     #   has moved 1 of its 2 s, is alone until 17.
     done = execute(order, costs, flows)
-    assert (done.start_send_backward[0, 0], done.end_send_backward[0, 0]) == (12.5, 16)
-    assert (done.start_send_forward[1, 1], done.end_send_forward[1, 1]) == (13.5, 17)
-    assert done.start_forward[2, 1] == 17
+    assert (done.times.start_send_backward[0, 0], done.times.end_send_backward[0, 0]) == (12.5, 16)
+    assert (done.times.start_send_forward[1, 1], done.times.end_send_forward[1, 1]) == (13.5, 17)
+    assert done.times.start_forward[2, 1] == 17
 
 
 def test_two_rings_on_the_same_servers_by_hand() -> None:

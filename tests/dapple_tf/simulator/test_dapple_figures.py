@@ -28,7 +28,7 @@ FIGURE_3 = {
 @pytest.mark.parametrize("name", FIGURE_3)
 def test_figure_3_in_time(name: str) -> None:
     done = execute(order_of(name, 3, 5), EVEN)
-    assert (done.start_forward.tolist(), done.start_backward.tolist()) == FIGURE_3[name]
+    assert (done.times.start_forward.tolist(), done.times.start_backward.tolist()) == FIGURE_3[name]
 
 
 @pytest.mark.parametrize("name", ["gpipe", "dapple-a", "dapple-b"])
@@ -60,10 +60,10 @@ FIGURE_4 = [cost(1, 1, 1), cost(1, 2, 1), cost(2, 3)]
 def test_figure_4_has_a_warm_up_a_steady_and_an_ending_phase() -> None:
     done = execute(order_of("dapple-b", 3, 5), FIGURE_4)
     # Tw: the forwards of stages and networks up to the pivot's, 1 + 1 + 1 + 1 + 2.
-    assert done.end_forward[2, 0] == 6
+    assert done.times.end_forward[2, 0] == 6
     # Ts: (M - 1) (F_Q + B_Q) = 4 x 5, in which the pivot does not pause.
-    assert done.start_forward[2].tolist() == [4, 9, 14, 19, 24]
-    assert done.start_backward[2].tolist() == [6, 11, 16, 21, 26]
+    assert done.times.start_forward[2].tolist() == [4, 9, 14, 19, 24]
+    assert done.times.start_backward[2].tolist() == [6, 11, 16, 21, 26]
     # Te: the last micro-batch's way back, 3 + 1 + 2 + 1 + 1.
     assert done.step_seconds == 26 + 8
 
@@ -93,5 +93,5 @@ def test_the_pivot_stage_may_wait_which_the_formula_leaves_out() -> None:
     assert step_of("dapple-b", 4, costs) == 12
     assert step_of("dapple-a", 4, costs) == 14
     done = execute(order_of("dapple-a", 2, 4), costs)
-    assert done.start_forward[1].tolist() == [2, 4, 8, 10]
-    assert done.end_backward[1].tolist() == [4, 6, 10, 12]  # from 6 to 8 it pauses
+    assert done.times.start_forward[1].tolist() == [2, 4, 8, 10]
+    assert done.times.end_backward[1].tolist() == [4, 6, 10, 12]  # from 6 to 8 it pauses

@@ -102,11 +102,11 @@ def test_every_event_ends_at_its_longest_path(drawn: tuple[Schedule, tuple[Stage
     done = execute(encode(schedule), costs)
     found = {}
     for kind, starts, ends in (
-        ("F", done.start_forward, done.end_forward),
-        ("B", done.start_backward, done.end_backward),
-        ("W", done.start_weights, done.end_weights),
-        ("SF", done.start_send_forward[:-1], done.end_send_forward[:-1]),
-        ("SB", done.start_send_backward[:-1], done.end_send_backward[:-1]),
+        ("F", done.times.start_forward, done.times.end_forward),
+        ("B", done.times.start_backward, done.times.end_backward),
+        ("W", done.times.start_weights, done.times.end_weights),
+        ("SF", done.times.start_send_forward[:-1], done.times.end_send_forward[:-1]),
+        ("SB", done.times.start_send_backward[:-1], done.times.end_send_backward[:-1]),
     ):
         for stage, m in np.ndindex(starts.shape):
             if kind != "W" or (stage, m) in schedule.split:
@@ -158,7 +158,12 @@ def test_compiled_and_plain_runs_of_a_schedule_are_equal(drawn: tuple[Schedule, 
 
     plain = run_schedule(schedule, seconds_of, send_seconds)
     done = execute(encode(schedule), costs)
-    ends = {"F": done.end_forward, "B": done.end_backward, "I": done.end_backward, "W": done.end_weights}
+    ends = {
+        "F": done.times.end_forward,
+        "B": done.times.end_backward,
+        "I": done.times.end_backward,
+        "W": done.times.end_weights,
+    }
     last_of = {}
     for actions, worker_ends in zip(schedule.workers, plain, strict=True):
         assert worker_ends == tuple(ends[a.kind][a.stage, a.micro_batch] for a in actions)
@@ -215,9 +220,9 @@ def test_zb_h1_by_hand() -> None:
     #   stage 0: F0 0  F1 1        B0 3  W0 4  F2 5  B1 6  W1 7  B2 8  W2 9
     #   stage 1:       F0 1  B0 2  F1 3  B1 4  W0 5  F2 6  B2 7  W1 8  W2 9
     done = execute(order_of("zb-h1", 2, 3), [cost(1, 2, weights_seconds=1)] * 2)
-    assert done.start_forward.tolist() == [[0, 1, 5], [1, 3, 6]]
-    assert done.start_backward.tolist() == [[3, 6, 8], [2, 4, 7]]
-    assert done.start_weights.tolist() == [[4, 7, 9], [5, 8, 9]]
+    assert done.times.start_forward.tolist() == [[0, 1, 5], [1, 3, 6]]
+    assert done.times.start_backward.tolist() == [[3, 6, 8], [2, 4, 7]]
+    assert done.times.start_weights.tolist() == [[4, 7, 9], [5, 8, 9]]
     assert done.step_seconds == 10
 
 
@@ -227,12 +232,12 @@ def test_a_mixed_schedule_by_hand() -> None:
     #   stage 1:             F0 2  B0 3-7  F1 7  I1 8  W1 9-12
     schedule = "0F0 0F1 0I0 0B1 0W0; 1F0 1B0 1F1 1I1 1W1"
     done = execute(order_of(schedule, 2, 2), [cost(1, 4, 1, weights_seconds=3)] * 2)
-    assert done.start_forward.tolist() == [[0, 1], [2, 7]]
-    assert done.start_backward.tolist() == [[8, 10], [3, 8]]
-    assert done.end_backward.tolist() == [[9, 14], [7, 9]]
-    assert done.start_send_backward[0].tolist() == [7, 9]
-    assert (done.start_weights[0, 0], done.start_weights[1, 1]) == (14, 9)
-    assert np.isnan(done.start_weights[[0, 1], [1, 0]]).all()
+    assert done.times.start_forward.tolist() == [[0, 1], [2, 7]]
+    assert done.times.start_backward.tolist() == [[8, 10], [3, 8]]
+    assert done.times.end_backward.tolist() == [[9, 14], [7, 9]]
+    assert done.times.start_send_backward[0].tolist() == [7, 9]
+    assert (done.times.start_weights[0, 0], done.times.start_weights[1, 1]) == (14, 9)
+    assert np.isnan(done.times.start_weights[[0, 1], [1, 0]]).all()
     assert done.last_gradients.tolist() == [17, 12]
     assert done.step_seconds == 17
     assert done.splits
@@ -253,10 +258,10 @@ def test_policy_a_waits_for_the_network_by_hand() -> None:
     #   stage 0: F0 0  F1 1            B0 5  F2 6  B1 7  F3 8              B2 11       B3 13
     #   stage 1:             F0 2  B0 3  F1 4  B1 5       F2 8  B2 9  F3 10  B3 11
     done = execute(order_of("dapple-a", 2, 4), [cost(1, 1, 1), cost(1, 1)])
-    assert done.start_forward.tolist() == [[0, 1, 6, 8], [2, 4, 8, 10]]
-    assert done.start_backward.tolist() == [[5, 7, 11, 13], [3, 5, 9, 11]]
-    assert done.start_send_forward[0].tolist() == [1, 2, 7, 9]
-    assert done.start_send_backward[0].tolist() == [4, 6, 10, 12]
+    assert done.times.start_forward.tolist() == [[0, 1, 6, 8], [2, 4, 8, 10]]
+    assert done.times.start_backward.tolist() == [[5, 7, 11, 13], [3, 5, 9, 11]]
+    assert done.times.start_send_forward[0].tolist() == [1, 2, 7, 9]
+    assert done.times.start_send_backward[0].tolist() == [4, 6, 10, 12]
     assert done.step_seconds == 14
 
 
@@ -264,25 +269,25 @@ def test_policy_b_runs_forwards_during_that_wait_by_hand() -> None:
     #   stage 0: F0 0  F1 1  F2 2      B0 5  F3 6  B1 7        B2 9        B3 11
     #   stage 1:             F0 2  B0 3  F1 4  B1 5  F2 6  B2 7  F3 8  B3 9
     done = execute(order_of("dapple-b", 2, 4), [cost(1, 1, 1), cost(1, 1)])
-    assert done.start_forward.tolist() == [[0, 1, 2, 6], [2, 4, 6, 8]]
-    assert done.start_backward.tolist() == [[5, 7, 9, 11], [3, 5, 7, 9]]
+    assert done.times.start_forward.tolist() == [[0, 1, 2, 6], [2, 4, 6, 8]]
+    assert done.times.start_backward.tolist() == [[5, 7, 9, 11], [3, 5, 7, 9]]
     assert done.step_seconds == 12
 
 
 def test_a_slow_channel_is_first_in_first_out_by_hand() -> None:
     # Forwards of 1 s leave every second, but each needs 3 s on the wire: they arrive at 4, 7, 10.
     done = execute(order_of("gpipe", 2, 3), [cost(1, 1, 3, 0), cost(1, 1)])
-    assert done.start_send_forward[0].tolist() == [1, 4, 7]
-    assert done.start_forward[1].tolist() == [4, 7, 10]
-    assert done.start_backward[1].tolist() == [11, 12, 13]
-    assert done.end_backward[0].tolist() == [13, 14, 15]
+    assert done.times.start_send_forward[0].tolist() == [1, 4, 7]
+    assert done.times.start_forward[1].tolist() == [4, 7, 10]
+    assert done.times.start_backward[1].tolist() == [11, 12, 13]
+    assert done.times.end_backward[0].tolist() == [13, 14, 15]
 
 
 def test_a_channel_sends_in_the_order_in_which_its_producer_runs() -> None:
     order = encode(parse_schedule("0F1 0F0 0B0 0B1\n1F1 1F0 1B1 1B0"))
     done = execute(order, [cost(1, 1, 3), cost(1, 1)])
-    assert done.start_send_forward[0].tolist() == [4, 1]  # micro-batch 1 ran first
-    assert done.start_send_backward[0].tolist() == [12, 9]
+    assert done.times.start_send_forward[0].tolist() == [4, 1]  # micro-batch 1 ran first
+    assert done.times.start_send_backward[0].tolist() == [12, 9]
 
 
 @given(st.integers(1, 6), counts, small, small, st.integers(0, 8))

@@ -143,10 +143,10 @@ def test_a_worker_runs_one_action_at_a_time_for_its_own_seconds(
         for action in actions:
             key, own = (action.stage, action.micro_batch), scaled[action.micro_batch][action.stage]
             start, end, seconds = {
-                "F": (done.start_forward, done.end_forward, own.forward_seconds),
-                "B": (done.start_backward, done.end_backward, own.backward_seconds),
-                "I": (done.start_backward, done.end_backward, own.backward_seconds - own.weights_seconds),
-                "W": (done.start_weights, done.end_weights, own.weights_seconds),
+                "F": (done.times.start_forward, done.times.end_forward, own.forward_seconds),
+                "B": (done.times.start_backward, done.times.end_backward, own.backward_seconds),
+                "I": (done.times.start_backward, done.times.end_backward, own.backward_seconds - own.weights_seconds),
+                "W": (done.times.start_weights, done.times.end_weights, own.weights_seconds),
             }[action.kind]
             assert start[key] >= free
             assert end[key] == start[key] + seconds

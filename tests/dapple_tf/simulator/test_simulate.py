@@ -87,7 +87,11 @@ def test_bubble_and_utilisation_agree_with_the_busy_time_of_the_devices(name: st
     step = make_step(name, m, costs, replicas)
     timeline, done = SimulatedTimeline(step), step.execution
     busy = [
-        float((done.end_forward - done.start_forward + done.end_backward - done.start_backward)[i].sum())
+        float(
+            (done.times.end_forward - done.times.start_forward + done.times.end_backward - done.times.start_backward)[
+                i
+            ].sum()
+        )
         for i in range(len(costs))
     ]
     total = timeline.step_seconds * sum(replicas)

@@ -203,7 +203,7 @@ def test_a_pipeline_whose_updates_take_no_time_runs_as_one_that_never_updates(da
     warm = ",".join(str(min(k, minibatches)) for k in window.warm_up((1,) * stages))
     expected = execute(order_of(f"K={warm}", stages, minibatches), costs)
     for (action, _), timed in found.actions.items():
-        ends = expected.end_forward if action.kind == "F" else expected.end_backward
+        ends = expected.times.end_forward if action.kind == "F" else expected.times.end_backward
         assert timed.end == pytest.approx(ends[action.stage, action.micro_batch])
 
 
