@@ -3,8 +3,8 @@
 // A worker runs its actions strictly in order. A forward waits for its transfer from the stage before, a backward for
 // its transfer from the stage after. A transfer starts when its producer has ended and its channel (one boundary, one
 // direction) is free, first in first out. The AllReduces of one worker's stages run one at a time, in the order in
-// which their gradients are complete. Transfers and rings that use the same direction of a server's network interface share
-// it in equal parts: latency first, then each flow moves at the least rate over the directions that it uses.
+// which their gradients are complete. Transfers and rings that use the same direction of a server's network interface
+// share it in equal parts: latency first, then each flow moves at the least rate over the directions that it uses.
 // dapple_tf/simulator/engine.py is the same in Python; the tests hold both equal.
 #pragma once
 

@@ -72,8 +72,8 @@ extern "C" {
 
 const char* dapple_source_digest() { return DAPPLE_SOURCE_DIGEST; }
 
-// Search layouts and write the fastest `results` into the arrays, by rising seconds; return how many there are, -1 where
-// memory is lacking. `width`: most stages + 1.
+// Search layouts and write the fastest `results` into the arrays, by rising seconds; return how many there are, -1
+// where memory is lacking. `width`: most stages + 1.
 int dapple_search(const Problem* problem, const double* work, const double* speed, int threads,
                   int64_t amount, uint64_t seed, int results, int width, int32_t* shape, int32_t* starts,
                   int32_t* owner, int32_t* device_at, uint8_t* recompute, int32_t* in_flight, int64_t* rows,

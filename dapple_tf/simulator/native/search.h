@@ -624,8 +624,8 @@ inline std::vector<std::vector<int>> Search::device_orders() const {
 }
 
 // Even pipelines of every number of workers, with one stage a worker and more, and all ways to give the last few or
-// many devices the end of the model, at every size. Such layouts differ so much from each other that moves rarely lead from
-// one to the other.
+// many devices the end of the model, at every size. Such layouts differ so much from each other that moves rarely lead
+// from one to the other.
 inline std::vector<Run> Search::starts() const {
   std::vector<Run> runs;
   const int most = std::min(p_.devices, p_.blocks);
