@@ -48,6 +48,8 @@ _OWN_EXIT_SECONDS = 5.0
 # Seconds between two looks, of a rank that has left, at whether its watchdog still runs.
 _CHECK_SECONDS = 1.0
 _LONGEST_REASON = 2000  # characters
+# Held while Horovod ends: two threads that end it at once wait for each other forever, in its C++ code.
+_ENDING_HOROVOD = threading.Lock()
 
 
 class Watchdog:
@@ -312,7 +314,8 @@ def _end_exchanges() -> None:
     if "horovod.tensorflow" in sys.modules:
         import horovod.tensorflow as hvd
 
-        hvd.shutdown()
+        with _ENDING_HOROVOD:
+            hvd.shutdown()
 
 
 # --- Receive SIGTERM and Ctrl-C while the main thread is inside TensorFlow

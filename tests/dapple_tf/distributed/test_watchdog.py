@@ -20,6 +20,7 @@ from dapple_tf.distributed.messages import LeaveMessage
 from dapple_tf.distributed.progress import Progress
 from dapple_tf.distributed.watchdog import Watchdog
 from dapple_tf.errors import JobError
+from tests.processes import needs_horovod
 
 KILLED = "was killed or has crashed (its connection closed)"
 
@@ -86,6 +87,24 @@ def test_ranks_without_failures_print_nothing_and_leave_together(
     ranks: Ranks, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Each waits for the last one."""
+    leave_in_turn(ranks)
+    assert ranks.ends.empty()
+    assert "dapple" not in capfd.readouterr().err
+
+
+@needs_horovod
+@pytest.mark.parametrize("ranks", [200], indirect=True)
+def test_threads_that_end_horovod_at_the_same_time_do_not_block_each_other(ranks: Ranks) -> None:
+    """Horovod's own shutdown blocks forever where two threads call it: the thread of a failed step and the main one."""
+    import horovod.tensorflow as hvd
+
+    hvd.init()
+    leave_in_turn(ranks)
+    assert not hvd.is_initialized()
+
+
+def leave_in_turn(ranks: Ranks) -> None:
+    """Let ranks 0 and 1 leave, and then rank 2."""
     leaving = [threading.Thread(target=watchdog.leave) for watchdog in ranks.watchdogs]
     for thread in leaving[:2]:
         thread.start()
@@ -95,8 +114,6 @@ def test_ranks_without_failures_print_nothing_and_leave_together(
     for thread in leaving:
         thread.join(100)  # not at the timeout, but when the last one leaves
         assert not thread.is_alive()
-    assert ranks.ends.empty()
-    assert "dapple" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(("victim", "survivor", "other"), [(1, 0, 2), (1, 2, 0), (0, 1, 2)])
