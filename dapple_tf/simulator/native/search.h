@@ -675,7 +675,7 @@ inline std::vector<Run> Search::starts() const {
 // no stage takes longer than the limit (Alpa, section 5.2, equation 3). Rows, links and memory are estimated here; what
 // comes out is evaluated as any other layout.
 inline std::vector<Run> Search::planned_starts() const {
-  constexpr int kMostCuts = 64, kMostUnits = 64;
+  constexpr int kMostCuts = 128, kMostUnits = 64;
   constexpr double kLimits[] = {1.0, 1.03, 1.07, 1.12, 1.2, 1.3, 1.45, 1.7, 2.2, 3.5, 5, 7, 10, 15, 22, 32, 46, 64};
   std::vector<Run> runs;
   // Cuts with nearly equal work between them; all where there are few blocks.
@@ -707,8 +707,10 @@ inline std::vector<Run> Search::planned_starts() const {
         const double r = static_cast<double>(count) * unit, share = (speed[a + count] - speed[a]) / (r > 0 ? r : 1);
         return p_.kinds > 1 ? r * share : p_.whole_rows ? rows / std::ceil(rows / r) : r;
       };
-      for (const double factor : kLimits) {
-        if (factor > 2 * units) break;
+      for (int choice = 0; choice < 2 * static_cast<int>(std::size(kLimits)); ++choice) {
+        const double factor = kLimits[choice / 2];
+        const bool rings = choice % 2;  // whether the seconds of AllReduces count too
+        if (factor > 2 * units || (rings && units == 1)) break;
         const double limit = least * factor;
         std::vector<double> best((n + 1) * (units + 1), kInfinity);
         std::vector<int> from_cut((n + 1) * (units + 1), -1), from_unit((n + 1) * (units + 1), -1);
@@ -742,7 +744,7 @@ inline std::vector<Run> Search::planned_starts() const {
                 const double stash = (p_.stash[cuts[j]] - p_.stash[cuts[i]]) * scale / divided;
                 if (bytes * p_.fixed_factor + stash > least_memory && !p_.may_recompute && !p_.recompute_all) break;
                 if (seconds + per_byte * bytes / m > limit) continue;
-                const double found = before + seconds + 2 * sending;
+                const double found = before + seconds + 2 * sending + (rings ? per_byte * bytes : 0);
                 const int to = j * (units + 1) + at;
                 if (found < best[to]) best[to] = found, from_cut[to] = i, from_unit[to] = a;
               }
