@@ -14,6 +14,7 @@ from typing import NoReturn
 import click
 
 from dapple_tf.commands.compare import compare
+from dapple_tf.commands.output import print_progress
 from dapple_tf.commands.plain import plain
 from dapple_tf.commands.plan import plan
 from dapple_tf.commands.profile import profile
@@ -88,4 +89,4 @@ def _is_known(error: Exception) -> bool:
 
 def _print_error(error: Exception, text: str) -> None:
     if prints_error_in_full(error):
-        click.echo(f"error: {text}", err=True)
+        print_progress(f"error: {text}")

@@ -177,6 +177,22 @@ class Cluster:
         devices = tuple(device for device, home in enumerate(self.homes) if home != server)
         return replace(self, servers=kept, links=links), devices
 
+    def with_faster_links(self, times: float) -> Cluster:
+        """Return this cluster with links of ``times`` the bandwidth, and the same latency."""
+
+        def faster(link: Link) -> Link:
+            return replace(link, bandwidth=link.bandwidth * times)
+
+        links = {pair: faster(link) for pair, link in self.links.items()}
+        inside, between = faster(self.intra_server), faster(self.inter_server)
+        return replace(self, intra_server=inside, inter_server=between, links=links)
+
+    def with_another_device(self) -> tuple[Cluster, int]:
+        """Return this cluster with one more device in the last server, like its last one, and the device's number."""
+        last = self.servers[-1]
+        grown = replace(last, devices=last.devices + 1, kinds=last.kinds and (*last.kinds, last.kinds[-1]))
+        return replace(self, servers=(*self.servers[:-1], grown)), self.devices
+
     def _memory_of_kind(self, kind: str | None) -> float:
         own = None if kind is None else self.kinds[kind].memory
         memory = self.device_memory if own is None else own

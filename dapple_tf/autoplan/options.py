@@ -177,8 +177,8 @@ class Options:
     micro_batches: MicroBatches | None = field(
         default=None,
         metadata=_about(
-            'M, the number of micro-batches of a step (by default 8), or "auto"; or the samples, or the share of the '
-            "samples, of each.",
+            'M, the number of micro-batches of a step, or "auto" (the default where the stages are "auto", else 8); or '
+            "the samples, or the share of the samples, of each.",
             more="Such as [2, 2, 4] of a first batch of 8, or [0.25, 0.25, 0.5]. Batches of another size are cut in "
             "the same proportion, or into equal micro-batches where one would be too small. Sizes need ``stages`` (or "
             '``replicas``). With ``mode="async"`` only for "2bw": how many a minibatch is cut into, by default the '
@@ -402,10 +402,12 @@ class Options:
 
     @property
     def wanted_micro_batches(self) -> MicroBatches:
-        """M, "auto" or sizes; 8 where nothing is given, and 1 in an asynchronous window."""
+        """M, "auto" or sizes; where none is given "auto" with the stages, else 8; 1 in an asynchronous window."""
         if self.window is not None:
             return 1
-        return _USUAL_MICRO_BATCHES if self.micro_batches is None else self.micro_batches
+        if self.micro_batches is None:
+            return "auto" if self.stages_are_auto and self.plan is None else _USUAL_MICRO_BATCHES
+        return self.micro_batches
 
     @cached_property
     def window(self) -> WindowPlan | None:

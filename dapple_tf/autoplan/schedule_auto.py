@@ -9,6 +9,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from dapple_tf.errors import PlanError
 from dapple_tf.plan_check import check_plan
 from dapple_tf.planner.planning_problem import PlanningProblem
@@ -28,11 +30,11 @@ from graph_passes.schedules.worker_map import WorkerMap
 from graph_passes.schedules.zero_bubble import ZERO_BUBBLE_AUTO
 from profiler.units import format_bytes
 
-# A policy that holds more micro-batches must be faster by more than this share of the step, or it wastes memory.
-_MIN_GAIN = 1e-3
-# Schedules whose backwards are two calls must be faster by more than this share of the step: two calls of a stage's
-# functions take a little longer than one, which the cost model does not know.
-_MIN_SPLIT_GAIN = 0.02
+# What holds more stashes, or computes backwards in two calls, must be faster by more than this share of the step. Costs
+# are not known to a percent, and two calls of a stage's functions take a little longer than one.
+_MIN_GAIN = 0.02
+# Steps of other M, and of schedules with as many stashes, are as fast where they differ by less than this share.
+_ALIKE = 1e-3
 
 
 @dataclass(frozen=True)
@@ -82,45 +84,87 @@ def choose_schedule(
     costs: Mapping[int, Sequence[StageCosts]],
     memory: float,
     *,
-    policies: Sequence[str] = POLICIES,
+    policies: Sequence[str] = (),
+    more: Sequence[str] = (),
     measured: bool,
     flows: Flows | None = None,
 ) -> ScheduleChoice:
-    """Return the fastest of ``policies`` over all numbers of micro-batches M; of equally fast ones the first.
+    """Return the first of ``policies`` within 2% of the fastest of them, for the fastest number of micro-batches M.
 
-    ``costs``: of each stage, by M. ``memory``: bytes of a device. ``flows``: what the stages share. D is what the
-    memory holds (DAPPLE, V.C). Raises PlanError where no M fits the memory, naming the stage, the missing bytes and the
-    remedies; and ScheduleError for explicit K_i, or explicit actions, that cannot run.
+    ``costs``: of each stage, by M. ``memory``: bytes of a device. ``policies``: the most wanted one first; without any
+    DAPPLE's, ``more`` and the K_i of ``hiding_warm_up``, in order of the bytes of stashes that they hold. ``flows``:
+    what the stages share. D is what the memory holds (DAPPLE, V.C). Raises PlanError where no M fits the memory, naming
+    the stage, the missing bytes and the remedies; and ScheduleError for explicit K_i, or explicit actions, that cannot
+    run.
     """
-    for policy in policies:
+    for policy in (*policies, *more):
         spec = ScheduleSpec.parse(policy)
         if spec.stages:
             spec.build(len(costs[max(costs)]), spec.micro_batches_within(costs))
     best: ScheduleChoice | None = None
     for m, stages in sorted(costs.items()):
         rows, network = stage_cost_arrays(stages), make_network(flows, stages)
-        found = [fastest_schedule(rows, m, usable_bytes(memory), policy, network) for policy in policies]
+        max_in_flight = tuple(_count_in_flight(stage, memory, m) for stage in stages)
+        tried = policies or _by_stashes([*POLICIES, *more], stages, m, max_in_flight)
+        found = [fastest_schedule(rows, m, usable_bytes(memory), policy, network) for policy in tried]
         seconds = {entry.schedule: entry.seconds for entry in found if entry.seconds < float("inf")}
         if not seconds:
             continue
         least = min(seconds.values())
         name = next(name for name, value in seconds.items() if value <= least * (1 + _MIN_GAIN))
-        if best is None or seconds[name] < best.seconds[best.schedule] * (1 - _MIN_GAIN):
-            max_in_flight = tuple(_count_in_flight(stage, memory, m) for stage in stages)
+        if best is None or seconds[name] < best.seconds[best.schedule] * (1 - _ALIKE):
             acr = activation_communication_ratio(stages)
             best = ScheduleChoice(name, m, acr, seconds, measured, memory, max_in_flight)
     if best is None:
-        raise PlanError(_explain_shortage(costs, memory, policies))
+        raise PlanError(_explain_shortage(costs, memory, policies or POLICIES))
     return best
+
+
+def hiding_warm_up(stages: Sequence[StageCosts], micro_batches: int, most: Sequence[int]) -> tuple[int, ...]:
+    """Return the least K_i with which no stage waits for a gradient, at most M and what memory holds (``most``).
+
+    A micro-batch stays in stage i from its forward to the end of its backward: the F and B of this stage and the later
+    ones, and all transfers between them, there and back. The pipeline completes one in the seconds of the slowest stage
+    or link. So many micro-batches stay in stage i at a time (Little's law). Where transfers take no time, equal stages
+    get the K_i of DAPPLE's policy A, and with transfers as long as compute those of policy B.
+    """
+    compute = np.array([stage.forward_seconds + stage.backward_seconds for stage in stages])
+    sending = np.array([stage.send_forward_seconds + stage.send_backward_seconds for stage in stages])
+    one_way = np.array([(stage.send_forward_seconds, stage.send_backward_seconds) for stage in stages])
+    slowest = max(float(compute.max()), float(one_way.max()))
+    stays = np.cumsum((compute + sending)[::-1])[::-1]
+    wanted = np.ceil(stays / slowest - 1e-9) if slowest else np.ones(len(stages))
+    held = np.minimum(wanted, [min(micro_batches, holds) for holds in most])
+    return tuple(max(1, int(k)) for k in np.minimum.accumulate(held))
+
+
+def _by_stashes(
+    policies: Sequence[str], stages: Sequence[StageCosts], micro_batches: int, most: Sequence[int]
+) -> list[str]:
+    """Return the policies with other K_i than those before, and ``hiding_warm_up``, by the bytes of their stashes."""
+    hiding = "K=" + ",".join(map(str, hiding_warm_up(stages, micro_batches, most)))
+    names: dict[tuple[int, ...] | str, str] = {}
+    for name in (*policies, hiding):
+        names.setdefault(ScheduleSpec.parse(name).warm_up(len(stages), micro_batches) or name, name)
+
+    def stashes(kept: tuple[int, ...] | str) -> float:
+        counts = [*most] if isinstance(kept, str) else np.minimum(kept, most)
+        return float(sum(count * stage.stash_bytes for count, stage in zip(counts, stages, strict=True)))
+
+    return [names[kept] for kept in sorted(names, key=stashes)]
 
 
 @interruptible
 def choose_profiled_schedule(
-    problem: PlanningProblem, stages: tuple[StagePlan, ...], micro_batch_sizes: Sequence[int]
+    problem: PlanningProblem,
+    stages: tuple[StagePlan, ...],
+    micro_batch_sizes: Sequence[int],
+    planned: str = "auto",
 ) -> ScheduleChoice:
     """Return ``choose_schedule`` of the problem's profile, for these stages, over all ``micro_batch_sizes`` (samples).
 
-    Raises PlanError where the stages do not fit the profile or the cluster.
+    ``planned``: a schedule that a planner has found for them, which is tried too. Raises PlanError where the stages do
+    not fit the profile or the cluster.
     """
     memory, flows = problem.cluster.least_memory, problem.find_flows(stages)
     if problem.schedule != "auto":
@@ -128,7 +172,8 @@ def choose_profiled_schedule(
         choice = choose_schedule(costs, memory, policies=(problem.schedule,), measured=True, flows=flows)
         return with_found_order(choice, stages, costs, flows) if problem.searches_order else choice
     costs = _costs_by_micro_batches(problem, stages, micro_batch_sizes, POLICIES[0])
-    choice = choose_schedule(costs, memory, measured=True, flows=flows)
+    more = () if planned == "auto" else (planned,)
+    choice = choose_schedule(costs, memory, more=more, measured=True, flows=flows)
     if len(stages) == 1:
         return choice
     size = problem.global_batch_size // choice.micro_batches
@@ -185,9 +230,9 @@ def _with_split_backward(
         seconds[ZERO_BUBBLE_AUTO] = _seconds_of(found, costs[m], flows)
     split = {name: value for name, value in seconds.items() if name not in choice.seconds}
     least = min(split.values(), default=float("inf"))
-    if least > choice.seconds[choice.schedule] * (1 - _MIN_SPLIT_GAIN):
+    if least > choice.seconds[choice.schedule] * (1 - _MIN_GAIN):
         return dataclasses.replace(choice, seconds=seconds)
-    name = next(name for name, value in split.items() if value <= least * (1 + _MIN_GAIN))
+    name = next(name for name, value in split.items() if value <= least * (1 + _ALIKE))
     found = found if name == ZERO_BUBBLE_AUTO else None
     return dataclasses.replace(choice, schedule=name, seconds=seconds, found=found)
 
@@ -230,6 +275,6 @@ def _explain_shortage(costs: Mapping[int, Sequence[StageCosts]], memory: float, 
 
 
 def _compare(seconds: float, chosen: float) -> str:
-    if not chosen or abs(seconds / chosen - 1) < _MIN_GAIN / 2:
+    if not chosen or abs(seconds / chosen - 1) < _ALIKE / 2:
         return "takes as long"
     return f"takes {abs(seconds / chosen - 1):.1%} {'longer' if seconds > chosen else 'less, too little to be taken'}"

@@ -16,11 +16,12 @@ from dapple_tf.autoplan.measured_problem import (
 from dapple_tf.autoplan.options import Options
 from dapple_tf.autoplan.schedule_auto import choose_profiled_schedule
 from dapple_tf.errors import PlanError, warn_user
-from dapple_tf.planner.api import plan_windows, run_planner
+from dapple_tf.planner.api import plan_windows, predict_plan, run_planner
 from dapple_tf.planner.asynchronous import rank_windows
 from dapple_tf.planner.baselines import baseline_candidates, fitted_baseline_candidates
 from dapple_tf.planner.chunk_search import plan_chunked
 from dapple_tf.planner.chunk_shapes import least_stages, list_shapes
+from dapple_tf.planner.explain import describe_loss
 from dapple_tf.planner.fit_cuts import fit_cuts
 from dapple_tf.planner.planning_problem import Candidate, PlanningProblem
 from dapple_tf.simulator.interrupts import interruptible
@@ -50,12 +51,31 @@ def choose_stages(inputs: PlanningInputs) -> PlanDecision:
     else:
         candidates = _plan_without_replicas(problem)
     chosen = _fastest_on_all_ranks(problem, candidates, inputs.replicable) if inputs.ranks else _fastest(candidates)
+    if len(chosen.stages) == 1 and cluster.devices > 1:
+        warn_user(_explain_one_stage(problem, chosen, candidates))
     if inputs.options.spec is not None:
         return decide_on(problem, chosen, "best", inputs.samples, None)
     if ScheduleSpec.parse(chosen.schedule).runs_several_stages:  # no policy of one stage per device is for these stages
         problem = dataclasses.replace(problem, schedule=chosen.schedule)
-    choice = choose_profiled_schedule(problem, chosen.stages, (chosen.micro_batch_size,))
+    choice = choose_profiled_schedule(problem, chosen.stages, (chosen.micro_batch_size,), chosen.schedule)
     return decide_on(problem, dataclasses.replace(chosen, schedule=choice.schedule), "best", inputs.samples, choice)
+
+
+def _explain_one_stage(problem: PlanningProblem, chosen: Candidate, candidates: Sequence[Candidate]) -> str:
+    """Return why the plan is no pipeline: what the fastest plan of two stages, or of more, would take."""
+    known = [candidate for candidate in candidates if len(candidate.stages) > 1]
+    if not known and len(problem.chain.parameter_bytes) > 1:
+        devices = range(problem.cluster.devices)
+        for size in problem.micro_batch_sizes:
+            stages = fit_cuts(problem, [devices[:1], devices[1:2]], size)
+            known += [found] if stages and (found := problem.evaluate(stages, size, "straight")) else []
+    one = "one device" if chosen.device_count == 1 else f"one stage on {chosen.device_count} devices"
+    text = f"the plan is {one}, at {chosen.seconds:.3g} s per step"
+    if not known:
+        return f"{text}: no plan of two stages was found that fits"
+    other = _fastest(known)
+    plans = [predict_plan(problem, candidate, "best") for candidate in (chosen, other)]
+    return f"{text}: {len(other.stages)} stages would take {other.seconds:.3g} s, {describe_loss(plans[0], plans[1])}"
 
 
 def _choose_window(inputs: PlanningInputs, problem: PlanningProblem, window: WindowPlan) -> PlanDecision:

@@ -16,12 +16,17 @@ from profiler.units import format_samples
 
 def print_result(text: str) -> None:
     """Print a result on stdout (progress and logs go to stderr)."""
-    click.echo(text)
+    click.echo(printable(text))
 
 
 def print_progress(text: str) -> None:
     """Print a line of progress, or a warning, on stderr."""
-    click.echo(text, err=True)
+    click.echo(printable(text), err=True)
+
+
+def printable(text: str) -> str:
+    """Return the text with its control characters as Python writes them: a name in a file may hold a terminal's."""
+    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
 
 
 def check_output_path(option: str, path: str | None) -> None:

@@ -41,7 +41,7 @@ def plan(
     """Plan PROFILE (a dapple-profile JSON, or a PipeDream graph.txt) on a cluster."""
     from dapple_tf.planner.api import make_problem, make_window, plan_windows, predict_plan, run_planner
     from dapple_tf.planner.asynchronous import check_window_batch, describe_runners_up
-    from dapple_tf.planner.explain import describe_plan, describe_result, notation
+    from dapple_tf.planner.explain import describe_moves, describe_plan, describe_result, notation
 
     check_planner_names("--planner", [planner])
     check_output_path("--output", output)
@@ -64,6 +64,8 @@ def plan(
     others = [predict_plan(problem, candidate, planner) for candidate in result.runners_up]
     print_result(describe_plan(chosen[0], costs, chosen[1]))
     print_result(describe_result(problem, result, chosen, others))
+    for line in describe_moves(problem, *chosen):
+        print_result(line)
     _hand_over(chosen[0], output, as_json)
 
 

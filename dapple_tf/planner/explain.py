@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 from dapple_tf.planner.pipedream_formula import PipedreamPrediction
@@ -9,7 +10,7 @@ from dapple_tf.planner.planning_problem import Candidate, PlannerResult, Plannin
 from dapple_tf.plans import Plan, StagePlan
 from dapple_tf.timeline.timeline import Timeline
 from profiler.profile import Profile
-from profiler.units import format_samples, format_seconds_fixed
+from profiler.units import format_bytes, format_samples, format_seconds_fixed
 
 
 def notation(plan: Plan) -> str:
@@ -107,6 +108,51 @@ def describe_result(
             "proportional: profile several batch sizes to choose the micro-batch size more reliably"
         )
     return "\n".join(lines)
+
+
+def describe_moves(problem: PlanningProblem, plan: Plan, timeline: Timeline) -> list[str]:
+    """Return a line for each change that may help most: the simulated step of the same stages with it.
+
+    The changes: links twice as fast, a device more for the stage that gains most from it, and re-computation where
+    nothing is re-computed. A plan of virtual workers has none.
+    """
+    if plan.virtual_workers:
+        return []
+    now, lines = timeline.step_seconds, list[str]()
+
+    def describe(change: str, changed: Timeline, more: str = "") -> str:
+        seconds = changed.step_seconds
+        if abs(seconds - now) <= now * 5e-4:
+            effect = "as long"
+        else:
+            effect = f"{abs(seconds - now) / (now or seconds):.1%} {'less' if seconds < now else 'more'}"
+        return f"with {change} these stages would take {format_seconds_fixed(seconds)}, {effect}{more}"
+
+    if plan.device_count > 1:
+        faster = problem.cluster.with_faster_links(2.0)
+        lines.append(describe("links twice as fast", dataclasses.replace(problem, cluster=faster).simulate(plan)))
+    larger, device = problem.cluster.with_another_device()
+    trials = list[tuple[float, int, Timeline]]()
+    for index, stage in enumerate(plan.stages):
+        if plan.worker_map.has_one_stage_per_worker and stage.shares is None and stage.replicas < plan.micro_batch_size:
+            stages = list(plan.stages)
+            stages[index] = dataclasses.replace(stage, devices=(*stage.devices, device))
+            changed = dataclasses.replace(problem, cluster=larger).simulate(
+                dataclasses.replace(plan, stages=tuple(stages))
+            )
+            trials.append((changed.step_seconds, index, changed))
+    if trials:
+        _, index, changed = min(trials, key=lambda trial: trial[:2])
+        lines.append(describe(f"one more device, for stage {index},", changed))
+    if not plan.recompute:
+        changed = problem.simulate(dataclasses.replace(plan, recompute=True))
+        held, before = max(changed.peak_memory_bytes), max(timeline.peak_memory_bytes)
+        lines.append(
+            describe(
+                "re-computation", changed, f", and hold {format_bytes(held)} on a device, not {format_bytes(before)}"
+            )
+        )
+    return lines
 
 
 def _describe_prediction(found: PipedreamPrediction) -> str:

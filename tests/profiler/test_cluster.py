@@ -220,3 +220,13 @@ def test_a_cluster_without_a_server_keeps_the_other_devices_and_links() -> None:
     assert [(server.name, server.devices) for server in part.servers] == [("a", 2), ("c", 1)]
     assert part.links == {("a", "c"): Link(2.0, 0.0)}
     assert devices == (0, 1, 5)
+
+
+def test_a_cluster_with_faster_links_and_one_with_another_device() -> None:
+    servers = (Server("a", 1, ("x",)), Server("b", 2, ("x", "y")))
+    kinds = {"x": DeviceKind(1e9, 1.0), "y": DeviceKind(2e9, 2.0)}
+    cluster = Cluster(servers, None, Link(10, 1), Link(5, 2), {("a", "b"): Link(3, 4)}, kinds)
+    faster = cluster.with_faster_links(2.0)
+    assert (faster.intra_server, faster.inter_server, faster.link(0, 1)) == (Link(20, 1), Link(10, 2), Link(6, 4))
+    larger, device = cluster.with_another_device()
+    assert (device, larger.devices, larger.device_kinds) == (3, 4, ("x", "x", "y", "y"))

@@ -30,6 +30,11 @@ double improve_warm_up(const Problem& p, Evaluator& evaluator, const Layout& lay
       }
     }
   }
+  for (int slope = 1; slope <= kMostSlope; ++slope) {
+    std::vector<int> trial = warm_up;
+    for (int s = 0; s < stages; ++s) trial[s] = std::min(trial[s], slope * (stages - 1 - s) + 1);
+    if (trial == warm_up || attempt(trial, seconds * (1 + 1e-9))) break;
+  }
   for (int s = stages - 1; s >= 0; --s) {
     while (warm_up[s] > 1 && (s + 1 == stages || warm_up[s] > warm_up[s + 1])) {
       std::vector<int> trial = warm_up;

@@ -34,6 +34,30 @@ def test_where_transfers_take_time_more_warm_up_is_faster() -> None:
     assert "dapple-a takes" in str(choice)
 
 
+def test_where_transfers_take_longer_than_a_stage_more_are_held_than_policy_b_holds() -> None:
+    """F = 1, B = 2, transfers of 3 each way: a micro-batch stays 1 + 3 + 3 + 3 + 2 = 12 in stage 0, four of 3 each."""
+    choice = choose(cost(1, 2, send=3, stash_bytes=1), cost(1, 2, stash_bytes=1))
+    assert choice.schedule == "K=4,1"
+    assert choice.seconds["K=4,1"] == 8 * 3 + (1 + 3) + (3 + 2)  # stage 1 is always busy once it has begun
+    assert choice.seconds["dapple-b"] > choice.seconds["K=4,1"] * 1.05
+    assert choose(cost(1, 2, send=3, stash_bytes=1), cost(1, 2, stash_bytes=1), memory=3.0).schedule == "dapple-b"
+
+
+def test_more_stashes_are_held_only_for_two_percent_of_the_step() -> None:
+    """Two micro-batches in flight take 6 + 2 x send there and back: transfers of 0.03 cost 1%, and of 0.09 cost 3%."""
+    cheap = choose(cost(1, 2, send=0.03, stash_bytes=1), cost(1, 2, stash_bytes=1), micro_batches=64)
+    assert cheap.schedule == "dapple-a"
+    assert "dapple-b takes 0.9% less, too little to be taken" in str(cheap)
+    dear = choose(cost(1, 2, send=0.09, stash_bytes=1), cost(1, 2, stash_bytes=1), micro_batches=64)
+    assert dear.schedule == "dapple-b"
+
+
+def test_a_planned_schedule_is_tried_too() -> None:
+    choice = choose(cost(1, 2, stash_bytes=1), cost(1, 2, stash_bytes=1), more=("K=7,2",))
+    assert choice.schedule == "dapple-a"
+    assert choice.seconds["K=7,2"] == choice.seconds["dapple-a"]
+
+
 def test_memory_limits_d() -> None:
     """Stage 0 would hold 5 micro-batches of 10 bytes under policy B, and has room for 4 beside its 100 bytes."""
     stages = [cost(1, 2, send=1, fixed_bytes=80, working_bytes=20, stash_bytes=10), cost(1, 2, send=1), cost(1, 2)]

@@ -9,9 +9,9 @@ import pytest
 import tensorflow as tf
 
 import dapple_tf as dapple
-from dapple_tf.errors import PlanError
+from dapple_tf.errors import DappleWarning, PlanError
 from dapple_tf.timeline.recording import BY_PROFILE, BY_TIMES
-from profiler.cluster import config
+from profiler.cluster import Cluster, Link, Server, config
 from tests.equality.small_models import chain, data, sgd, values, weights
 
 # Tiny models measure badly, which is not what these tests are about.
@@ -94,3 +94,23 @@ def test_recomputed_layers_are_in_the_automatic_plan() -> None:
     step = dapple.pipeline(chain(weights(4)), optimizer=sgd(), stages=2, recompute=[True, False], **options)
     assert step.plan.recompute == tuple(range(step.plan.starts[0]))
     assert step.plan.predicted is not None
+
+
+def test_one_stage_is_chosen_with_the_reason_and_what_two_would_take() -> None:
+    """A transfer or an AllReduce waits for 10 s, so nothing is worth a second device."""
+    slow = Link(1e9, 10.0)
+    cluster = Cluster((Server("a", 1), Server("b", 1)), 1e9, slow, slow)
+    with pytest.warns(
+        DappleWarning,
+        match=r"the plan is one device, at .* s per step: 2 stages would take .* s, .*% slower: waiting for",
+    ):
+        step = dapple.pipeline(chain(weights(4)), optimizer=sgd(), cluster=cluster, example_batch=data(16))
+    assert len(step.plan.stages) == 1
+
+
+def test_m_is_chosen_with_the_stages_where_it_is_not_given() -> None:
+    """On one device every further micro-batch only costs calls; 8 is the number for given stages."""
+    step = dapple.pipeline(chain(weights(4)), optimizer=sgd(), cluster=config("b", 1), example_batch=data(64))
+    assert step.plan.micro_batches == 1
+    fixed = dapple.pipeline(chain(weights(4)), optimizer=sgd(), stages=1, example_batch=data(64))
+    assert fixed.plan.micro_batches == 8

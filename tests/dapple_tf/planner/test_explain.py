@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from dapple_tf.planner.api import make_problem, predict_plan, run_planner
-from dapple_tf.planner.explain import describe_plan, describe_result, notation, split_positions
+from dapple_tf.planner.explain import describe_moves, describe_plan, describe_result, notation, split_positions
 from dapple_tf.plans import Plan
 from profiler.cluster import Cluster
 from profiler.profile import Profile, Timing
@@ -116,3 +116,25 @@ def test_no_part_of_a_step_is_negative() -> None:
     # Six times 0.1 s and 0.1 s come to less when added one by one than when multiplied.
     text = say(make_profile((0.4, 0.4), (0.4, 0.4)), make_cluster(2), batch=12, micro_batch_size=2)
     assert "waiting for other stages and transfers takes 400.0 ms against 0.0 ms" in text
+
+
+def moves(profile: Profile, cluster: Cluster, planner: str, **options: Any) -> list[str]:
+    problem = make_problem(profile, cluster, global_batch_size=8, **options)
+    return describe_moves(problem, *predict_plan(problem, run_planner(problem, planner).chosen, planner))
+
+
+def test_what_would_help_is_simulated() -> None:
+    """The straight plan above with half of its transfers; and DP of 24 s of compute, which computes forward again."""
+    links, recompute = moves(PROFILE, make_cluster(2), "best")
+    assert links == "with links twice as fast these stages would take 13.600 s, 0.7% less"
+    assert recompute.startswith("with re-computation these stages would take ")
+    links, device, recompute = moves(PROFILE, make_cluster(2), "dp", micro_batch_size=4)
+    assert links == "with links twice as fast these stages would take 13.500 s, 10.0% less"
+    # Of four rows one replica of three still computes two: 12 s, and reduces 2 x 2/3 x 30 bytes at 10 a second.
+    assert device == "with one more device, for stage 0, these stages would take 16.000 s, 6.7% more"
+    assert recompute.startswith("with re-computation these stages would take 19.000 s, 26.7% more, and hold ")
+
+
+def test_of_a_plan_that_re_computes_re_computation_is_no_move() -> None:
+    assert len(moves(PROFILE, make_cluster(2), "dp", micro_batch_size=4, recompute=True)) == 2
+    assert moves(PROFILE, make_cluster(1), "dp", recompute=True, micro_batch_size=1) == []
