@@ -170,10 +170,11 @@ class Annealer:
             library,
         )
 
-    def search(self, work: int, seed: int = 1) -> list[Layout]:
+    def search(self, work: int, seed: int = 1, searches: int = 1) -> list[Layout]:
         """Return the fastest layouts found, by rising seconds; none if nothing fits.
 
-        ``work``: about 10^8 take a second on one core. The result depends on it and on ``seed``, not on the threads.
+        ``work``: of each of the ``searches``, which use other random numbers; 10^8 take about a second on one core. The
+        result depends on these and on ``seed``, not on the threads.
         """
         devices, width, most = self.problem.cluster.devices, self._width, _RESULTS
         shape, rows = np.zeros((most, 4), np.int32), np.zeros((most, devices), np.int64)
@@ -183,7 +184,8 @@ class Annealer:
         results = (shape, starts, owner, order, recompute, in_flight, rows, seconds)
         count = self.library.dapple_search(
             *(ctypes.byref(self.tables), self.work.ctypes.data_as(_POINTER), self.speeds.ctypes.data_as(_POINTER)),
-            *(min(count_cores(), _MOST_THREADS), ctypes.c_int64(work), ctypes.c_uint64(seed), most, width),
+            *(min(count_cores(), _MOST_THREADS), ctypes.c_int64(work), ctypes.c_uint64(seed)),
+            *(searches, most, width),
             *(each.ctypes.data_as(_POINTER) for each in (*results, stop)),
         )
         check_stop()

@@ -18,8 +18,8 @@ from dapple_tf.planner.searched_order import plan_searched
 from dapple_tf.planner.single_moves import move_singly
 from dapple_tf.planner.step_simulation import POLICIES
 
-# The work of each search on up to 16 devices, a quarter of a second on a core, and what each further device adds.
-_WORK, _WORK_OF_A_DEVICE = 30_000_000, 2_000_000
+# The work of each search on up to 16 devices, half a second on a core, and what each further device adds.
+_WORK, _WORK_OF_A_DEVICE = 60_000_000, 2_000_000
 _SEARCHES = 3  # with other random numbers each: which plan a search ends at depends on chance
 _MOST_WORK = 1_000_000_000
 _SMALL, _MANY_BLOCKS = 128, 64  # blocks times devices below which, and blocks above which, the work is in proportion
@@ -71,8 +71,7 @@ def _annealed(problem: PlanningProblem, annealer: Annealer) -> list[Candidate]:
     work = min(_WORK + max(0, problem.cluster.devices - 16) * _WORK_OF_A_DEVICE, _MOST_WORK)
     blocks = len(problem.chain.parameter_bytes)
     small = min(1.0, blocks * problem.cluster.devices / _SMALL) * max(1.0, blocks / _MANY_BLOCKS)
-    found = [layout for seed in range(_SEARCHES) for layout in annealer.search(int(work * small), seed + 1)]
-    for layout in sorted(found, key=lambda layout: layout.seconds):
+    for layout in annealer.search(int(work * small), searches=_SEARCHES):
         schedule = layout.schedule if problem.schedule == "auto" else None
         candidate = problem.evaluate(layout.stages, layout.micro_batch_size, "local search", schedule, layout.recompute)
         if candidate is not None:  # under a given schedule it may need more memory than in the search

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dapple_tf.planner.pipedream_formula import PipedreamPrediction
 from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem
 from dapple_tf.plans import Plan, StagePlan
-from dapple_tf.timeline.timeline import Timeline
+from dapple_tf.timeline.timeline import SimulatedTimeline, Timeline
 from profiler.profile import Profile
 from profiler.units import format_bytes, format_samples, format_seconds_fixed
 
@@ -110,7 +110,7 @@ def describe_result(
     return "\n".join(lines)
 
 
-def describe_moves(problem: PlanningProblem, plan: Plan, timeline: Timeline) -> list[str]:
+def describe_moves(problem: PlanningProblem, plan: Plan, timeline: SimulatedTimeline) -> list[str]:
     """Return a line for each change that may help most: the simulated step of the same stages with it.
 
     The changes: links twice as fast, a device more for the stage that gains most from it, and re-computation where
@@ -120,7 +120,7 @@ def describe_moves(problem: PlanningProblem, plan: Plan, timeline: Timeline) -> 
         return []
     now, lines = timeline.step_seconds, list[str]()
 
-    def describe(change: str, changed: Timeline, more: str = "") -> str:
+    def describe(change: str, changed: SimulatedTimeline, more: str = "") -> str:
         seconds = changed.step_seconds
         if abs(seconds - now) <= now * 5e-4:
             effect = "as long"
@@ -132,7 +132,7 @@ def describe_moves(problem: PlanningProblem, plan: Plan, timeline: Timeline) -> 
         faster = problem.cluster.with_faster_links(2.0)
         lines.append(describe("links twice as fast", dataclasses.replace(problem, cluster=faster).simulate(plan)))
     larger, device = problem.cluster.with_another_device()
-    trials = list[tuple[float, int, Timeline]]()
+    trials = list[tuple[float, int, SimulatedTimeline]]()
     for index, stage in enumerate(plan.stages):
         if plan.worker_map.has_one_stage_per_worker and stage.shares is None and stage.replicas < plan.micro_batch_size:
             stages = list(plan.stages)

@@ -65,6 +65,7 @@ class Evaluator {
   // Return the step without contention; infinity where it reaches `ceiling`. `exact`: run all
   // micro-batches; else a long steady phase is extrapolated from a part of it.
   Step alone(const Layout& layout, double ceiling, bool exact);
+  Step estimate(const Layout& layout, double ceiling);
   // Return the step with contention of the layout that `alone` had last, which took `step`.
   Step shared(const Layout& layout, const Step& step, double ceiling, bool exact);
 
@@ -666,6 +667,31 @@ inline Step Evaluator::alone(const Layout& layout, double ceiling, bool exact) {
   if (m < all) end += (all - m) * period;
   found.fits = true;
   if (end < ceiling) found.seconds = end;
+  return found;
+}
+
+// An estimate of the step without contention, in place of the time of each action: a stage computes its micro-batches
+// one after the other, or waits for gradients where memory holds too few in flight (Little's law); and the pipeline
+// fills and drains once. Stages that share devices are simulated.
+inline Step Evaluator::estimate(const Layout& layout, double ceiling) {
+  if (layout.chunks > 1) return alone(layout, ceiling, false);
+  Step found;
+  const int stages = layout.stages();
+  found.work = stages + static_cast<int64_t>(layout.owner.size());
+  const double lacking = fill(layout);
+  const int64_t m = p_.micro_batches[layout.size];
+  if (lacking > 0) {
+    found.seconds = kUnfit * (1 + std::min(lacking / p_.memory[0], 1e6));
+    return found;
+  }
+  if (!set_warm_up(p_.slope == kAnySlope ? kMostSlope : p_.slope, stages, m)) return found;
+  double seconds = bound(stages, m), stay = 0;
+  for (int s = stages - 1; s >= 0; --s) {
+    stay += forward_[s] + backward_[s] + (s + 1 < stages ? 2 * send_[s] : 0);
+    seconds = std::max(seconds, stay * m / warm_up_[s] + exposed_[s]);
+  }
+  found.fits = true;
+  if (seconds < ceiling) found.seconds = seconds;
   return found;
 }
 

@@ -45,6 +45,70 @@ double improve_warm_up(const Problem& p, Evaluator& evaluator, const Layout& lay
   return seconds;
 }
 
+void add(std::vector<Run>& runs, const std::vector<Run>& more) { runs.insert(runs.end(), more.begin(), more.end()); }
+
+void sort(std::vector<Run>& runs) {
+  std::stable_sort(runs.begin(), runs.end(), [](const Run& a, const Run& b) { return a.seconds < b.seconds; });
+}
+
+// The fastest `most` of which at most `alike` have the same number of workers and of stages per worker, or else the
+// same micro-batch size: so that what goes on differs.
+std::vector<Run> distinct(const std::vector<Run>& runs, size_t most, int alike) {
+  std::vector<Run> kept;
+  for (const Run& run : runs) {
+    int same_shape = 0, same_size = 0, equal = 0;
+    for (const Run& other : kept) {
+      const bool shape = other.layout.workers == run.layout.workers && other.layout.chunks == run.layout.chunks;
+      const bool size = other.layout.size == run.layout.size && other.layout.chunks == run.layout.chunks;
+      same_shape += shape, same_size += size;
+      equal += shape && size && other.seconds == run.seconds;
+    }
+    if ((same_shape < alike || same_size < alike) && !equal && kept.size() < most) kept.push_back(run);
+  }
+  return kept;
+}
+
+// One search from the given layouts: by an estimate with devices in order, then freely with contention, with fewer and
+// fewer layouts at falling temperatures. `groups`: layouts that do not compete with those of the other group at first.
+std::vector<Run> anneal_starts(const Search& search, const Problem& p, const std::vector<std::vector<Run>>& groups,
+                               int64_t amount, uint64_t seed, bool contention) {
+  const Search::Model model = contention ? Search::kShared : Search::kAlone;
+  std::vector<Run> begin, second;
+  for (const auto& group : groups) {
+    const uint64_t number = seed * 100 + begin.size();
+    const auto in_order = [&](Search::Rule rule, uint64_t own_seed, size_t most) {
+      auto runs = search.anneal(group, amount / 12, 0.2, 0.0005, Search::kEstimate, rule, own_seed);
+      search.rank(runs, contention);
+      add(second, distinct(runs, most, 1));
+    };
+    in_order(Search::kInOrder, number + 1, 16);
+    if (p.servers > 1 && p.servers < p.devices) in_order(Search::kScattered, number + 2, 8);
+    if (p.servers > 1 && (p.servers < p.devices || p.kinds > 1 || p.own_links))
+      in_order(Search::kFree, number + 3, 16);
+    std::vector<Run> chosen = group;
+    search.rank(chosen, contention);
+    chosen.resize(std::min<size_t>(chosen.size(), 6));
+    add(second, chosen);
+    add(begin, chosen);
+  }
+  search.rank(second, contention);
+  second = distinct(second, 24, 2);
+  auto free = search.anneal(second, amount / 5, 0.05, 0.0005, model, Search::kFree, seed * 10 + 3);
+  free.insert(free.end(), second.begin(), second.end());
+  search.rank(free, contention);
+  std::vector<Run> kept = distinct(free, 14, 1);
+  kept = search.anneal(kept, amount / 4, 0.05, 0.0005, model, Search::kFree, seed * 10 + 4);
+  kept = distinct(kept, 7, 1);
+  kept = search.anneal(kept, amount / 5, 0.03, 0.0005, model, Search::kFree, seed * 10 + 5);
+  auto last = distinct(kept, 3, 1);
+  last = search.anneal(last, amount * 3 / 20, 0.01, 0.0003, model, Search::kFree, seed * 10 + 6);
+  add(last, kept);
+  add(last, free);
+  add(last, begin);
+  sort(last);
+  return last;
+}
+
 void write(const Run& run, const std::vector<int>& warm_up, const std::vector<int64_t>& rows_of, int row, int width,
            int devices, int32_t* shape, int32_t* starts, int32_t* owner, int32_t* device_at, uint8_t* recompute,
            int32_t* in_flight, int64_t* rows, double* seconds) {
@@ -78,72 +142,34 @@ extern "C" {
 const char* dapple_source_digest() { return DAPPLE_SOURCE_DIGEST; }
 
 // Search layouts and write the fastest `results` into the arrays, by rising seconds; return how many there are, -1
-// where memory is lacking. `width`: most stages + 1.
+// where memory is lacking. `amount`: the work of each of the `searches`, which begin with the same layouts and other
+// random numbers. `width`: most stages + 1.
 int dapple_search(const Problem* problem, const double* work, const double* speed, int threads,
-                  int64_t amount, uint64_t seed, int results, int width, int32_t* shape, int32_t* starts,
-                  int32_t* owner, int32_t* device_at, uint8_t* recompute, int32_t* in_flight, int64_t* rows,
-                  double* seconds, const volatile uint8_t* stop) try {
+                  int64_t amount, uint64_t seed, int searches, int results, int width, int32_t* shape,
+                  int32_t* starts, int32_t* owner, int32_t* device_at, uint8_t* recompute, int32_t* in_flight,
+                  int64_t* rows, double* seconds, const volatile uint8_t* stop) try {
   const Problem& p = *problem;
   const std::vector<double> sums(work, work + p.blocks + 1);
   const Search search(p, sums, speed, threads, stop);
-  // The fastest `most` of which at most `alike` have the same number of workers and of stages per worker, or else the
-  // same micro-batch size: so that what goes on differs.
-  const auto distinct = [](const std::vector<Run>& runs, size_t most, int alike) {
-    std::vector<Run> kept;
-    for (const Run& run : runs) {
-      int same_shape = 0, same_size = 0, equal = 0;
-      for (const Run& other : kept) {
-        const bool shape = other.layout.workers == run.layout.workers && other.layout.chunks == run.layout.chunks;
-        const bool size = other.layout.size == run.layout.size && other.layout.chunks == run.layout.chunks;
-        same_shape += shape, same_size += size;
-        equal += shape && size && other.seconds == run.seconds;
-      }
-      if ((same_shape < alike || same_size < alike) && !equal && kept.size() < most) kept.push_back(run);
-    }
-    return kept;
-  };
-  const auto add = [](std::vector<Run>& runs, const std::vector<Run>& more) {
-    runs.insert(runs.end(), more.begin(), more.end());
-  };
   const bool contention = p.contention && p.devices <= 128;
-  std::vector<Run> begin, second;
+  std::vector<std::vector<Run>> groups;
   for (auto& runs : {search.starts(), search.planned_starts()}) {
-    std::vector<Run> own = runs;
-    search.rank_starts(own);
-    std::vector<Run> chosen = distinct(own, 64, 1);
-    const uint64_t number = seed * 100 + begin.size();
-    auto in_order = search.anneal(chosen, amount / 12, 0.2, 0.0005, false, Search::kInOrder, number + 1);
-    search.rank(in_order, contention);
-    add(second, distinct(in_order, 16, 1));
-    if (p.servers > 1 && p.servers < p.devices) {
-      auto scattered = search.anneal(chosen, amount / 12, 0.2, 0.0005, false, Search::kScattered, number + 2);
-      search.rank(scattered, contention);
-      add(second, distinct(scattered, 8, 1));
-    }
-    search.rank(chosen, contention);
-    chosen.resize(std::min<size_t>(chosen.size(), 6));
-    add(second, chosen);
-    add(begin, chosen);
+    std::vector<Run> ranked = runs;
+    search.rank_starts(ranked);
+    groups.push_back(distinct(ranked, 24, 1));
   }
-  search.rank(second, contention);
-  second = distinct(second, 24, 2);
-  auto free = search.anneal(second, amount / 5, 0.05, 0.0005, contention, Search::kFree, seed * 10 + 3);
-  free.insert(free.end(), second.begin(), second.end());
-  search.rank(free, contention);
-  std::vector<Run> kept = distinct(free, 14, 1);
-  kept = search.anneal(kept, amount / 4, 0.05, 0.0005, contention, Search::kFree, seed * 10 + 4);
-  kept = distinct(kept, 7, 1);
-  kept = search.anneal(kept, amount / 5, 0.03, 0.0005, contention, Search::kFree, seed * 10 + 5);
-  auto last = kept;
-  kept.insert(kept.end(), free.begin(), free.end());
-  last = distinct(last, 3, 1);
-  last = search.anneal(last, amount * 3 / 20, 0.01, 0.0003, contention, Search::kFree, seed * 10 + 6);
-  last.insert(last.end(), kept.begin(), kept.end());
-  last.insert(last.end(), begin.begin(), begin.end());
-  std::stable_sort(last.begin(), last.end(), [](const Run& a, const Run& b) { return a.seconds < b.seconds; });
-  last = distinct(last, 12, 2);
-  search.descend(last, amount / 5, contention);
-  last = distinct(last, 6, 2);
+  std::vector<Run> last;
+  for (int k = 0; k < searches; ++k) add(last, anneal_starts(search, p, groups, amount, seed + k, contention));
+  sort(last);
+  if (searches > 1) {  // what each search has found goes on together
+    auto few = distinct(last, 4, 1);
+    const Search::Model model = contention ? Search::kShared : Search::kAlone;
+    add(last, search.anneal(few, amount * searches / 4, 0.015, 0.0003, model, Search::kFree, seed * 10 + 7));
+    sort(last);
+  }
+  last = distinct(last, 12 + 4 * (searches - 1), 2);
+  search.descend(last, amount * searches / 5, contention);
+  last = distinct(last, 6 + 2 * (searches - 1), 2);
   std::vector<std::vector<int>> warm_ups(last.size());
   std::vector<std::vector<int64_t>> rows_of(last.size());
   search.each(last.size(), [&](size_t i, Evaluator& evaluator) {

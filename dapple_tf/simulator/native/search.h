@@ -2,7 +2,9 @@
 #pragma once
 
 #include <atomic>
+#include <exception>
 #include <functional>
+#include <mutex>
 #include <system_error>
 #include <thread>
 
@@ -414,7 +416,8 @@ class Search {
          const volatile uint8_t* stop)
       : p_(problem), work_(work), speed_(speed), moves_(problem, work, speed), threads_(threads), stop_(stop) {}
   enum Rule { kFree = 0, kInOrder = 1, kScattered = 2 };
-  std::vector<Run> anneal(std::vector<Run> runs, int64_t work, double first, double last, bool contention, Rule rule,
+  enum Model { kEstimate, kAlone, kShared };  // how a layout is measured; shared: with contention
+  std::vector<Run> anneal(std::vector<Run> runs, int64_t work, double first, double last, Model model, Rule rule,
                           uint64_t seed) const;
   std::vector<Run> starts() const;
   std::vector<Run> planned_starts() const;
@@ -428,7 +431,8 @@ class Search {
   int place(int device) const { return p_.server[device] * p_.kinds + p_.kind[device]; }
   Layout empty(int z, int workers, int chunks) const;
   std::vector<std::vector<int>> device_orders() const;
-  void anneal_one(Run& run, Evaluator& evaluator, int64_t work, double first, double last, bool contention, Rule rule,
+  std::vector<Run> plan_stages(const std::vector<int>& cuts, const std::vector<int>& order, int z) const;
+  void anneal_one(Run& run, Evaluator& evaluator, int64_t work, double first, double last, Model model, Rule rule,
                   uint64_t seed) const;
   const Problem& p_;
   const std::vector<double>& work_;  // [blocks + 1] seconds of a row, sums
@@ -440,9 +444,17 @@ class Search {
 
 inline void Search::each(size_t count, const std::function<void(size_t, Evaluator&)>& function) const {
   std::atomic<size_t> next{0};
+  std::exception_ptr failure;
+  std::mutex failing;
   const auto take = [&] {
-    Evaluator evaluator(p_);
-    for (size_t i = next++; i < count; i = next++) function(i, evaluator);
+    try {
+      Evaluator evaluator(p_);
+      for (size_t i = next++; i < count; i = next++) function(i, evaluator);
+    } catch (...) {  // such as a lack of memory; it would end the process if it left a thread
+      const std::lock_guard<std::mutex> lock(failing);
+      failure = std::current_exception();
+      next = count;
+    }
   };
   std::vector<std::thread> others;
   try {
@@ -451,10 +463,15 @@ inline void Search::each(size_t count, const std::function<void(size_t, Evaluato
   }
   take();
   for (auto& other : others) other.join();
+  if (failure) std::rethrow_exception(failure);
 }
 
-inline void Search::anneal_one(Run& run, Evaluator& evaluator, int64_t work, double first, double last, bool contention,
+inline void Search::anneal_one(Run& run, Evaluator& evaluator, int64_t work, double first, double last, Model model,
                                Rule rule, uint64_t seed) const {
+  const bool contention = model == kShared;
+  const auto measure = [&](const Layout& l, double ceiling) {
+    return model == kEstimate ? evaluator.estimate(l, ceiling) : evaluator.alone(l, ceiling, false);
+  };
   constexpr int kMostEstimates = 3;  // moves in a row that are accepted by an estimate of the contention
   Random random{seed * 2654435761u + 88172645463325252u};
   const auto place = [&](Layout& l) {
@@ -462,7 +479,7 @@ inline void Search::anneal_one(Run& run, Evaluator& evaluator, int64_t work, dou
   };
   place(run.layout);
   Layout now = run.layout, trial = now;
-  Step alone = evaluator.alone(now, kInfinity, false);
+  Step alone = measure(now, kInfinity);
   Step step = contention ? evaluator.shared(now, alone, kInfinity, false) : alone;
   const auto ratio = [](double shared, double own) { return own > 0 && own < kUnfit ? shared / own : 1.0; };
   double seconds = step.seconds, slower = ratio(step.seconds, alone.seconds), least = seconds;
@@ -475,7 +492,7 @@ inline void Search::anneal_one(Run& run, Evaluator& evaluator, int64_t work, dou
     place(trial);
     const double temperature = first * std::pow(last / first, 1 - static_cast<double>(left) / work);
     const double ceiling = seconds * (1 - temperature * std::log(random.share() + 1e-12));
-    step = evaluator.alone(trial, ceiling, false);
+    step = measure(trial, ceiling);
     left -= step.work;
     if (step.seconds >= ceiling) continue;
     if (contention && step.fits) {
@@ -498,11 +515,11 @@ inline void Search::anneal_one(Run& run, Evaluator& evaluator, int64_t work, dou
   run.seconds = least;
 }
 
-inline std::vector<Run> Search::anneal(std::vector<Run> runs, int64_t work, double first, double last, bool contention,
+inline std::vector<Run> Search::anneal(std::vector<Run> runs, int64_t work, double first, double last, Model model,
                                        Rule rule, uint64_t seed) const {
   const int64_t share = runs.empty() ? 0 : work / static_cast<int64_t>(runs.size());
   each(runs.size(), [&](size_t i, Evaluator& evaluator) {
-    anneal_one(runs[i], evaluator, share, first, last, contention, rule, seed * 1000 + i + 1);
+    anneal_one(runs[i], evaluator, share, first, last, model, rule, seed * 1000 + i + 1);
   });
   std::stable_sort(runs.begin(), runs.end(), [](const Run& a, const Run& b) { return a.seconds < b.seconds; });
   return runs;
@@ -671,13 +688,11 @@ inline std::vector<Run> Search::starts() const {
 }
 
 // Stages by dynamic programming, as starts: for each device order, micro-batch size and limit of a stage's seconds, the
-// contiguous stages on contiguous devices whose forwards, backwards and transfers take the fewest seconds together, if
-// no stage takes longer than the limit (Alpa, section 5.2, equation 3). Rows, links and memory are estimated here; what
-// comes out is evaluated as any other layout.
+// contiguous stages on contiguous devices whose forwards, backwards and transfers take the fewest seconds together, with
+// and without their AllReduces, if no stage takes longer than the limit (Alpa, section 5.2, equation 3). Rows, links and
+// memory are estimated here; what comes out is evaluated as any other layout.
 inline std::vector<Run> Search::planned_starts() const {
-  constexpr int kMostCuts = 128, kMostUnits = 64;
-  constexpr double kLimits[] = {1.0, 1.03, 1.07, 1.12, 1.2, 1.3, 1.45, 1.7, 2.2, 3.5, 5, 7, 10, 15, 22, 32, 46, 64};
-  std::vector<Run> runs;
+  constexpr int kMostCuts = 128;
   // Cuts with nearly equal work between them; all where there are few blocks.
   std::vector<int> cuts{0};
   const double work = work_[p_.blocks];
@@ -686,94 +701,112 @@ inline std::vector<Run> Search::planned_starts() const {
     if (p_.blocks <= kMostCuts || far || work <= 0) cuts.push_back(block);
   }
   cuts.push_back(p_.blocks);
+  std::vector<std::pair<std::vector<int>, int>> tasks;
+  for (const auto& order : device_orders())
+    for (int z = 0; z < p_.sizes; z += 1 + p_.sizes / 16) tasks.push_back({order, z});
+  std::vector<std::vector<Run>> found(tasks.size());
+  each(tasks.size(), [&](size_t i, Evaluator&) { found[i] = plan_stages(cuts, tasks[i].first, tasks[i].second); });
+  std::vector<Run> runs;
+  for (const auto& some : found) runs.insert(runs.end(), some.begin(), some.end());
+  return runs;
+}
+
+// The planned stages of one device order and micro-batch size, under rising limits until longer stages cannot pay.
+inline std::vector<Run> Search::plan_stages(const std::vector<int>& cuts, const std::vector<int>& order, int z) const {
+  constexpr int kMostUnits = 64;  // of devices, which are given to stages as a whole
+  constexpr double kWorse = 1.5;  // by an estimate; stages that are so much slower than others are no good start
   const int n = static_cast<int>(cuts.size()) - 1, unit = (p_.devices + kMostUnits - 1) / kMostUnits;
   const int units = p_.devices / unit;
+  const double rows = static_cast<double>(p_.size[z]), m = static_cast<double>(p_.micro_batches[z]);
+  const double scale = rows / p_.batch;
   std::vector<int> counts;
   for (int count = 1; count <= units; count += count < 8 ? 1 : count / 4) counts.push_back(count);
-  for (const auto& order : device_orders()) {
-    std::vector<double> speed(units + 1, 0), memory(units);
-    std::vector<int> first_of(units);
-    for (int u = 0; u < units; ++u) {
-      memory[u] = kInfinity;
-      for (int d = u * unit; d < (u + 1) * unit; ++d) {
-        speed[u + 1] += speed_[p_.kind[order[d]]], memory[u] = std::min(memory[u], p_.memory[p_.kind[order[d]]]);
-      }
-      speed[u + 1] += speed[u];
+  std::vector<double> speed(units + 1, 0), memory(units, kInfinity);
+  for (int u = 0; u < units; ++u) {
+    for (int d = u * unit; d < (u + 1) * unit; ++d) {
+      speed[u + 1] += speed_[p_.kind[order[d]]], memory[u] = std::min(memory[u], p_.memory[p_.kind[order[d]]]);
     }
-    for (int z = 0; z < p_.sizes; z += 1 + p_.sizes / 16) {
-      const double rows = static_cast<double>(p_.size[z]), m = static_cast<double>(p_.micro_batches[z]);
-      const double scale = rows / p_.batch, least = work * rows / std::max(speed[units], 1e-300);
-      const auto parts = [&](int a, int count) {  // how many times less than the whole the device with most rows has
-        const double r = static_cast<double>(count) * unit, share = (speed[a + count] - speed[a]) / (r > 0 ? r : 1);
-        return p_.kinds > 1 ? r * share : p_.whole_rows ? rows / std::ceil(rows / r) : r;
-      };
-      for (int choice = 0; choice < 2 * static_cast<int>(std::size(kLimits)); ++choice) {
-        const double factor = kLimits[choice / 2];
-        const bool rings = choice % 2;  // whether the seconds of AllReduces count too
-        if (factor > 2 * units || (rings && units == 1)) break;
-        const double limit = least * factor;
-        std::vector<double> best((n + 1) * (units + 1), kInfinity);
-        std::vector<int> from_cut((n + 1) * (units + 1), -1), from_unit((n + 1) * (units + 1), -1);
-        best[0] = 0;
-        for (int i = 0; i < n; ++i) {
-          if (!p_.splittable[cuts[i]] && p_.kinds > 1) continue;
-          for (int a = 0; a < units; ++a) {
-            const double before = best[i * (units + 1) + a];
-            if (before == kInfinity) continue;
-            double sending = 0;
-            if (i) {
-              const int x = p_.server[order[a * unit - 1]], y = p_.server[order[a * unit]];
-              const bool inside = x == y;
-              const double wait = inside ? p_.inside_latency[x] : p_.interface_latency;
-              sending = wait + p_.boundary[cuts[i]] * scale * (inside ? p_.inside[x] : p_.interface_);
-            }
-            double least_memory = kInfinity;
-            int seen = a;
-            for (const int count : counts) {
-              if (a + count > units || static_cast<double>(count) * unit * p_.least_rows > rows) break;
-              for (; seen < a + count; ++seen) least_memory = std::min(least_memory, memory[seen]);
-              const double divided = parts(a, count), devices = static_cast<double>(count) * unit;
-              const int x = p_.server[order[a * unit]], y = p_.server[order[(a + count) * unit - 1]];
-              const double link = x == y ? p_.inside[x] : p_.interface_;
-              const double per_byte = devices < 2 ? 0 : 2 * (devices - 1) / devices * link;
-              const int at = a + count;
-              for (int j = i + 1; j <= n; ++j) {
-                const double seconds = (work_[cuts[j]] - work_[cuts[i]]) * rows / divided;
-                if (seconds > limit && j > i + 1) break;
-                const double bytes = p_.parameters[cuts[j]] - p_.parameters[cuts[i]];
-                const double stash = (p_.stash[cuts[j]] - p_.stash[cuts[i]]) * scale / divided;
-                if (bytes * p_.fixed_factor + stash > least_memory && !p_.may_recompute && !p_.recompute_all) break;
-                if (seconds + per_byte * bytes / m > limit) continue;
-                const double found = before + seconds + 2 * sending + (rings ? per_byte * bytes : 0);
-                const int to = j * (units + 1) + at;
-                if (found < best[to]) best[to] = found, from_cut[to] = i, from_unit[to] = a;
-              }
-            }
+    speed[u + 1] += speed[u];
+  }
+  const auto divided_by = [&](int a, int count) {  // how many times less than the whole the busiest device computes
+    const double r = static_cast<double>(count) * unit, share = (speed[a + count] - speed[a]) / (r > 0 ? r : 1);
+    return p_.kinds > 1 ? r * share : p_.whole_rows ? rows / std::ceil(rows / r) : r;
+  };
+  std::vector<Run> runs;
+  std::vector<double> best((n + 1) * (units + 1));
+  std::vector<int> from_cut((n + 1) * (units + 1)), from_unit((n + 1) * (units + 1));
+  const auto solve = [&](double limit, bool rings) {
+    std::fill(best.begin(), best.end(), kInfinity);
+    best[0] = 0;
+    for (int i = 0; i < n; ++i) {
+      if (!p_.splittable[cuts[i]] && p_.kinds > 1) continue;
+      for (int a = 0; a < units; ++a) {
+        const double before = best[i * (units + 1) + a];
+        if (before == kInfinity) continue;
+        double sending = 0;
+        if (i) {
+          const int x = p_.server[order[a * unit - 1]], y = p_.server[order[a * unit]];
+          const bool inside = x == y;
+          const double wait = inside ? p_.inside_latency[x] : p_.interface_latency;
+          sending = wait + p_.boundary[cuts[i]] * scale * (inside ? p_.inside[x] : p_.interface_);
+        }
+        double least_memory = kInfinity;
+        int seen = a;
+        for (const int count : counts) {
+          if (a + count > units || static_cast<double>(count) * unit * p_.least_rows > rows) break;
+          for (; seen < a + count; ++seen) least_memory = std::min(least_memory, memory[seen]);
+          const double divided = divided_by(a, count), devices = static_cast<double>(count) * unit;
+          const int x = p_.server[order[a * unit]], y = p_.server[order[(a + count) * unit - 1]];
+          const double link = x == y ? p_.inside[x] : p_.interface_;
+          const double per_byte = devices < 2 ? 0 : 2 * (devices - 1) / devices * link;
+          const int at = a + count;
+          for (int j = i + 1; j <= n; ++j) {
+            const double seconds = (work_[cuts[j]] - work_[cuts[i]]) * rows / divided;
+            if (seconds > limit && j > i + 1) break;
+            const double bytes = p_.parameters[cuts[j]] - p_.parameters[cuts[i]];
+            const double stash = (p_.stash[cuts[j]] - p_.stash[cuts[i]]) * scale / divided;
+            if (bytes * p_.fixed_factor + stash > least_memory && !p_.may_recompute && !p_.recompute_all) break;
+            if (seconds + per_byte * bytes / m > limit) continue;
+            const double found = before + seconds + 2 * sending + (rings ? per_byte * bytes : 0);
+            const int to = j * (units + 1) + at;
+            if (found < best[to]) best[to] = found, from_cut[to] = i, from_unit[to] = a;
           }
         }
-        int end = -1;
-        for (int u = 1; u <= units; ++u)
-          if (best[n * (units + 1) + u] < (end < 0 ? kInfinity : best[n * (units + 1) + end])) end = u;
-        if (end < 0) continue;
-        std::vector<std::pair<int, int>> stages;  // the first cut and the first unit of each stage, the last one first
-        for (int j = n, u = end; j > 0;) {
-          const int to = j * (units + 1) + u;
-          j = from_cut[to], u = from_unit[to];
-          stages.push_back({j, u});
-        }
-        const int count = static_cast<int>(stages.size());
-        if ((p_.workers && count != p_.workers) || count > std::min(p_.devices, p_.blocks)) continue;
-        Layout l = empty(z, count, 1);
-        l.device_at = order;
-        std::fill(l.owner.begin(), l.owner.end(), kIdleDevice);
-        for (int s = 0; s < count; ++s) {
-          const auto [cut, first] = stages[count - 1 - s];
-          const int last = s + 1 < count ? stages[count - 2 - s].second : end;
-          l.starts[s] = cuts[cut];
-          for (int d = first * unit; d < last * unit; ++d) l.owner[d] = s;
-        }
-        runs.push_back({l, kInfinity});
       }
+    }
+    int end = -1;
+    for (int u = 1; u <= units; ++u)
+      if (best[n * (units + 1) + u] < (end < 0 ? kInfinity : best[n * (units + 1) + end])) end = u;
+    return end;
+  };
+  const double equal_share = work_[p_.blocks] * rows / std::max(speed[units], 1e-300);
+  double least = kInfinity;
+  const double fine = m >= 16 ? 1.01 : 1.04;
+  for (double factor = 1; factor <= 2 * units; factor *= factor < 1.4 ? fine : factor < 2 ? 1.1 : 1.4) {
+    const double limit = equal_share * factor;
+    if ((m - 1) * limit > least * kWorse) break;
+    for (const bool rings : {false, true}) {
+      const int end = rings && units == 1 ? -1 : solve(limit, rings);
+      if (end < 0) continue;
+      if (rings || units == 1) least = std::min(least, best[n * (units + 1) + end] + (m - 1) * limit);
+      std::vector<std::pair<int, int>> stages;  // the first cut and the first unit of each stage, the last one first
+      for (int j = n, u = end; j > 0;) {
+        const int to = j * (units + 1) + u;
+        j = from_cut[to], u = from_unit[to];
+        stages.push_back({j, u});
+      }
+      const int count = static_cast<int>(stages.size());
+      if ((p_.workers && count != p_.workers) || count > std::min(p_.devices, p_.blocks)) continue;
+      Layout l = empty(z, count, 1);
+      l.device_at = order;
+      std::fill(l.owner.begin(), l.owner.end(), kIdleDevice);
+      for (int s = 0; s < count; ++s) {
+        const auto [cut, first] = stages[count - 1 - s];
+        const int last = s + 1 < count ? stages[count - 2 - s].second : end;
+        l.starts[s] = cuts[cut];
+        for (int d = first * unit; d < last * unit; ++d) l.owner[d] = s;
+      }
+      runs.push_back({l, kInfinity});
     }
   }
   return runs;
