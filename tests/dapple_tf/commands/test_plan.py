@@ -282,3 +282,25 @@ def test_asynchronous_windows_are_planned_and_simulated(run_here: Run) -> None:
     refused = run_here(*PLAN, "--minibatches", 4)
     assert refused.code == 1
     assert "minibatches=4 is for asynchronous windows" in refused.stderr
+
+
+def test_what_would_help_the_plan_is_printed(run_here: Run) -> None:
+    lines = run_here(*PLAN).stdout.splitlines()
+    assert "with links twice as fast these stages would take 13.600 s, 0.7% less" in lines
+    assert any(line.startswith("with re-computation these stages would take ") for line in lines)
+
+
+def test_control_characters_of_layer_names_are_written_out(run_here: Run) -> None:
+    profile = json.loads(Path("profile.json").read_text())
+    profile["layers"][0]["name"] = "dense\x1b]0;title\x07\r"
+    Path("profile.json").write_text(json.dumps(profile))
+    run = run_here(*PLAN)
+    assert run.code == 0, run.stderr
+    assert r"stage 0: dense\x1b]0;title\x07\r .. layer1" in run.stdout.splitlines()
+
+
+def test_no_folder_is_made_for_the_plan(run_here: Run) -> None:
+    run = run_here(*PLAN, "-o", "plnas/plan.json")
+    assert (run.code, run.stdout) == (2, "")
+    assert "--output: plnas/plan.json: its folder is missing: make plnas, or correct the path" in run.stderr
+    assert not Path("plnas").exists()
