@@ -24,7 +24,6 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: train test test-all lint bench docs hosts horovod clean
 
 train: .venv/installed
-	@mkdir -p out
 	@$(BIN)/dapple train models/gpt.py:gpt --stages 2 --micro-batches 8 --batch-size 64 --steps 100 \
 	    --compare 10 --trace out/gpt-timeline.png
 

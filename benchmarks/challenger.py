@@ -18,8 +18,8 @@ from benchmarks.common import Row
 from benchmarks.published import BERT_LARGE, MODELS, PROFILES, find_missing_profiles, read_profile
 from benchmarks.unequal_clusters import measure_kinds, unequal_clusters
 from dapple_tf.errors import PlanError
-from dapple_tf.planner.annealer import Annealer
 from dapple_tf.planner.api import make_problem, plan
+from dapple_tf.planner.search.annealer import Annealer
 from dapple_tf.simulator.simulate import simulate
 from profiler.cluster import Cluster, Link, Server, config
 from profiler.importers import read_profile as read_any

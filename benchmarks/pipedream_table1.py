@@ -16,8 +16,8 @@ from benchmarks.pipedream_published import (
 )
 from benchmarks.pipedream_variants import OneLevel, by_profiler, one_after_the_other, printed
 from dapple_tf.planner.api import make_problem, run_planner
-from dapple_tf.planner.hierarchy import derive_hierarchy
 from dapple_tf.planner.planning_problem import PlannerResult, PlanningProblem
+from dapple_tf.planner.systems.hierarchy import derive_hierarchy
 
 RUNS = 5
 MOST_SECONDS = 1.0

@@ -8,9 +8,9 @@ from typing import Any
 
 from benchmarks.published import Model, count_units
 from dapple_tf.planner.api import predict_plan
-from dapple_tf.planner.cost_tables import CostTables
 from dapple_tf.planner.explain import describe_result, notation
 from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem
+from dapple_tf.planner.search.cost_tables import CostTables
 from dapple_tf.timeline.timeline import Timeline
 
 

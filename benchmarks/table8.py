@@ -18,7 +18,7 @@ import numpy as np
 from benchmarks.bert import profile_two_layers, repeat_layer
 from benchmarks.common import Row
 from dapple_tf.planner.api import make_problem
-from dapple_tf.planner.fit_cuts import fit_cuts
+from dapple_tf.planner.search.fit_cuts import fit_cuts
 from dapple_tf.timeline.timeline import Timeline
 from profiler.cluster import config
 from profiler.profile import Profile

@@ -19,11 +19,11 @@ from dapple_tf.errors import PlanError, warn_user
 from dapple_tf.planner.api import plan_windows, predict_plan, run_planner
 from dapple_tf.planner.asynchronous import rank_windows
 from dapple_tf.planner.baselines import baseline_candidates, fitted_baseline_candidates
-from dapple_tf.planner.chunk_search import plan_chunked
-from dapple_tf.planner.chunk_shapes import least_stages, list_shapes
 from dapple_tf.planner.explain import describe_loss
-from dapple_tf.planner.fit_cuts import fit_cuts
 from dapple_tf.planner.planning_problem import Candidate, PlanningProblem
+from dapple_tf.planner.search.chunk_search import plan_chunked
+from dapple_tf.planner.search.chunk_shapes import least_stages, list_shapes
+from dapple_tf.planner.search.fit_cuts import fit_cuts
 from dapple_tf.simulator.interrupts import interruptible
 from dapple_tf.window_plan import WindowPlan
 from graph_passes.analysis.layers import Layers

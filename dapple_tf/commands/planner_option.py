@@ -10,17 +10,17 @@ from dapple_tf.errors import PlanError
 PLANNER_NAMES = (
     "best",
     "dapple",
-    "dp",
-    "gpipe",
-    "pipedream",
-    "spp",
+    "alpa-inter",
     "autopipe",
     "bapipe",
+    "dp",
     "even",
-    "torchgpipe",
-    "alpa-inter",
-    "piper",
+    "gpipe",
     "hetpipe",
+    "pipedream",
+    "piper",
+    "spp",
+    "torchgpipe",
 )
 
 

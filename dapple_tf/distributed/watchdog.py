@@ -56,7 +56,7 @@ class Watchdog:
     """The watchdog of ``rank``, one of ``size``, over its ``links``.
 
     All processes have ended ``timeout_seconds`` after a rank has failed or fallen silent. ``exit_process`` ends this
-    one.
+    one, and ``end_exchanges`` the exchanges of all ranks.
     """
 
     def __init__(
@@ -67,6 +67,7 @@ class Watchdog:
         progress: Progress,
         timeout_seconds: float,
         exit_process: Callable[[int], None] = os._exit,
+        end_exchanges: Callable[[], None] | None = None,
     ) -> None:
         self._rank = rank
         self._progress = progress
@@ -82,6 +83,7 @@ class Watchdog:
         self._may_leave = threading.Event()
         self._may_finish = threading.Event()
         self._exit = ProcessExit(rank, progress, exit_process)
+        self._end_exchanges = end_exchanges or end_horovod
         self._interrupts = 0
         self._left = False
         self._finished = False
@@ -125,7 +127,7 @@ class Watchdog:
         elif not self._wait_for_others(self._may_leave, "all ranks have made the same calls"):
             return
         if self._detector.agreed:
-            _end_exchanges()
+            self._end_exchanges()
             self._run_in_thread(self._announce_finished)
             if not self._wait_for_others(self._may_finish, "Horovod has ended on all ranks"):
                 return
@@ -256,7 +258,7 @@ class Watchdog:
             self._progress.exchanges.abort()  # each time: an exchange may have begun since
         if not self._exchanges_aborted:
             self._exchanges_aborted = True
-            threading.Thread(target=_end_exchanges, daemon=True).start()
+            threading.Thread(target=self._end_exchanges, daemon=True).start()
 
     # --- calls that every rank must make
 
@@ -309,7 +311,7 @@ class Watchdog:
         self._exit.end(failure.exit_code)
 
 
-def _end_exchanges() -> None:
+def end_horovod() -> None:
     """End Horovod; its exchanges fail. Does nothing where it has not started."""
     if "horovod.tensorflow" in sys.modules:
         import horovod.tensorflow as hvd

@@ -10,13 +10,13 @@ from dapple_tf.errors import PlanError
 from dapple_tf.plan_check import check_inputs, check_optimizer_slots
 from dapple_tf.planner.arguments import check_flags, check_sizes
 from dapple_tf.planner.asynchronous import WindowChoice, check_window_batch, more_candidates, rank_windows
-from dapple_tf.planner.chunk_shapes import least_stages
 from dapple_tf.planner.micro_batch_sizes import list_micro_batch_sizes
-from dapple_tf.planner.pipedream_formula import PipedreamPrediction
 from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem
 from dapple_tf.planner.refusal import explain_failure
 from dapple_tf.planner.registry import find_result
-from dapple_tf.planner.searched_order import search_plan_order, with_order
+from dapple_tf.planner.search.chunk_shapes import least_stages
+from dapple_tf.planner.search.searched_order import search_plan_order, with_order
+from dapple_tf.planner.systems.pipedream_formula import PipedreamPrediction
 from dapple_tf.plans import Plan
 from dapple_tf.simulator.interrupts import interruptible
 from dapple_tf.simulator.named_orders import check_plannable

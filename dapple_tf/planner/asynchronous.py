@@ -8,8 +8,8 @@ from typing import Any
 
 from dapple_tf.errors import PlanError, ScheduleError
 from dapple_tf.planner.baselines import baseline_candidates, fitted_baseline_candidates
-from dapple_tf.planner.pipedream import plan_pipedream
 from dapple_tf.planner.planning_problem import Candidate, PlanningProblem
+from dapple_tf.planner.systems.pipedream import plan_pipedream
 from dapple_tf.planner.window_stages import window_plan
 from dapple_tf.plans import Plan
 from dapple_tf.timeline.timeline import Timeline

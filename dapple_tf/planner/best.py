@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
 
 from dapple_tf.errors import PlanError, warn_user
-from dapple_tf.planner.annealer import ANY_WARM_UP, Annealer
 from dapple_tf.planner.baselines import leading_baselines
-from dapple_tf.planner.chunk_search import plan_chunked
-from dapple_tf.planner.comparators import comparator_candidates, faster_with_even_layers
-from dapple_tf.planner.compute_bound import least_compute_seconds
-from dapple_tf.planner.gpipe import plan_gpipe
 from dapple_tf.planner.memory_fit import fit_memory, may_bind
 from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem
 from dapple_tf.planner.ranking import rank_candidates
-from dapple_tf.planner.searched_order import plan_searched
-from dapple_tf.planner.single_moves import move_singly
+from dapple_tf.planner.registration import REGISTERED, planner
+from dapple_tf.planner.search.annealer import ANY_WARM_UP, Annealer
+from dapple_tf.planner.search.chunk_search import plan_chunked
+from dapple_tf.planner.search.searched_order import plan_searched
 from dapple_tf.planner.step_simulation import POLICIES
+from dapple_tf.planner.systems.even import plan_even
+from dapple_tf.planner.systems.simple import plan_gpipe
+from dapple_tf.plans import StagePlan
+from profiler.profile import Profile
 
 # The work of each search on up to 16 devices, half a second on a core, and what each further device adds.
 _WORK, _WORK_OF_A_DEVICE = 60_000_000, 2_000_000
@@ -33,6 +40,7 @@ _NO_COMPILER = (
 )
 
 
+@planner("best", unequal=True, shares_devices=True)
 def plan_best(problem: PlanningProblem, *, chunks: Sequence[int] = (2, 4)) -> PlannerResult | None:
     """Return the fastest plan in the simulator; None if nothing fits the memory.
 
@@ -103,3 +111,132 @@ def _fastest_few(candidates: Sequence[Candidate]) -> list[Candidate]:
     for candidate in sorted(candidates, key=lambda c: c.seconds):
         by_replicas.setdefault(tuple(stage.replicas for stage in candidate.stages), candidate)
     return list(by_replicas.values())[:_REFINED]
+
+
+# --- Move single cuts or devices, for schedules that the local search does not simulate, or if it omits contention
+
+
+def move_singly(problem: PlanningProblem, candidate: Candidate, moves: int) -> Candidate:
+    """Return the candidate after moving cuts, and devices between neighbouring stages, while its step gets shorter.
+
+    Each move is one cut by one block, or one device. At most ``moves`` plans are simulated. The micro-batch size stays.
+    """
+    best = candidate
+    improved = True
+    while improved:
+        improved = False
+        for stages in _neighbours(problem, best):
+            if moves == 0:
+                return best
+            moves -= 1
+            found = problem.evaluate(stages, best.micro_batch_size, candidate.origin)
+            if found is not None and found.seconds < best.seconds * (1 - 1e-9):
+                best, improved = found, True
+                break
+    return best
+
+
+def _neighbours(problem: PlanningProblem, candidate: Candidate) -> Iterator[tuple[StagePlan, ...]]:
+    """Yield the plans one move away: one cut a block further, or one device on the other side of a boundary."""
+    stages, positions = candidate.stages, problem.chain.positions
+    index_of = {position: index for index, position in enumerate(positions)}
+    unsplittable = set(problem.profile.unsplittable)
+    for index, (left, right) in enumerate(pairwise(stages)):
+        cut, joined, own = index_of[right.first_layer], left.devices + right.devices, left.replicas
+        firsts = [
+            first for first in (positions[cut - 1], positions[cut + 1]) if left.first_layer < first <= right.last_layer
+        ]
+        counts = [count for count in (own - 1, own + 1) if 0 < count < len(joined)]
+        for first, count in [(first, own) for first in firsts] + [(right.first_layer, count) for count in counts]:
+            moved = (
+                StagePlan(left.first_layer, first - 1, joined[:count]),
+                StagePlan(first, right.last_layer, joined[count:]),
+            )
+            changed = (*stages[:index], *moved, *stages[index + 2 :])
+            if _can_split(changed, unsplittable):
+                yield changed
+
+
+def _can_split(stages: tuple[StagePlan, ...], unsplittable: set[int]) -> bool:
+    """Return whether stages of unequal replica counts meet only at cuts whose tensors can be split."""
+    return not any(a.replicas != b.replicas and b.first_layer in unsplittable for a, b in pairwise(stages))
+
+
+# --- What planner "best" chooses among where its search cannot be compiled: the plans of the planners of other systems
+
+
+_MOST_DEVICES = 64  # with more, the dynamic programs take long
+_SPP_LIMIT = 3200  # blocks times devices; with more, SPP's dynamic program takes longer than all others together
+
+
+def comparator_candidates(problem: PlanningProblem, chunks: Sequence[int] = ()) -> list[Candidate]:
+    """Return what each of these planners chooses, as it is and under the fastest policy.
+
+    ``chunks``: the numbers of stages per device of planner "even", beside one. There are no candidates on more than 64
+    devices, none of a planner that refuses the cluster, and none of SPP where blocks times devices exceed 3200.
+    """
+    if problem.cluster.devices > _MOST_DEVICES:
+        return []
+    uniform = problem.cluster.is_uniform
+    small = len(problem.chain.parameter_bytes) * problem.cluster.devices <= _SPP_LIMIT
+    plans: list[Callable[[PlanningProblem], PlannerResult | None]] = [partial(plan_even, chunks=(1, *chunks))]
+    for entry in REGISTERED.values():
+        if entry.candidate and (uniform or entry.unequal) and (small or entry.name != "spp"):
+            plans.append(entry.plan)
+    found = list[Candidate]()
+    for plan in plans:
+        with contextlib.suppress(PlanError):
+            result = plan(problem)
+            if result is not None and result.chosen.stages[0].worker is None:  # virtual workers cannot be run
+                found += _with_fastest_policy(problem, result.chosen)
+    return found
+
+
+def faster_with_even_layers(problem: PlanningProblem, result: PlannerResult | None) -> PlannerResult | None:
+    """Return the faster of ``result`` and that of planner "even"; where "even" is, ``result`` becomes its runner-up."""
+    even = plan_even(problem) if problem.cluster.devices <= _MOST_DEVICES else None
+    if even is None or (result is not None and even.chosen.seconds >= result.chosen.seconds * (1 - 1e-9)):
+        return result
+    return PlannerResult(even.chosen, () if result is None else (result.chosen,))
+
+
+def _with_fastest_policy(problem: PlanningProblem, chosen: Candidate) -> list[Candidate]:
+    """Return the candidate, and its stages under the fastest policy."""
+    faster = problem.evaluate(chosen.stages, chosen.micro_batch_size, chosen.origin, recompute=chosen.recompute)
+    return [chosen] if faster is None else [chosen, faster]
+
+
+# --- A lower bound of the step of every plan: what the devices must compute
+
+
+def least_compute_seconds(problem: PlanningProblem) -> float:
+    """Return a lower bound (seconds) of the step of any plan of this problem, under any schedule.
+
+    A device that computes x samples of a micro-batch in a layer needs, for each sample, the layer's seconds for x
+    samples divided by x. On equal devices the busiest computes at least as long as the mean of all. On devices of
+    several kinds each second of a device of kind k is weighted by w_k, where the weights of all devices add up to 1:
+    the step is at least the weighted sum of all devices' seconds, and each sample of a layer costs at least the least
+    of w_k times its seconds there. The weights are the speeds of the kinds for the whole model.
+    """
+    cluster, sizes = problem.cluster, problem.micro_batch_sizes
+    kinds = list(dict.fromkeys(cluster.device_kinds))
+    seconds = np.array(
+        [
+            _seconds_of_a_sample(problem.profile.of_kind(kind, cluster.kind_speed(kind)), sizes, cluster.devices)
+            for kind in kinds
+        ]
+    )
+    speeds = 1 / np.maximum(seconds.sum(axis=1), 1e-300)
+    total = sum(speeds[kinds.index(kind)] for kind in cluster.device_kinds)
+    weighted = seconds * (speeds / total)[:, None]
+    return float(weighted.min(axis=0).sum()) * problem.global_batch_size
+
+
+def _seconds_of_a_sample(profile: Profile, sizes: tuple[int, ...], devices: int) -> NDArray[np.float64]:
+    """Return the least seconds of forward and backward of each layer for one sample, at any number of samples."""
+    # Seconds are linear in the samples between measured sizes, so seconds / x is least at one of them or at an end.
+    least, most = min(sizes) / devices, float(max(sizes))
+    points = [least, most, *(float(size) for size in profile.measured_sizes if least < size < most)]
+    rows = [(profile.forward_seconds(x) + profile.backward_seconds(x)) / x for x in points]
+    least_seconds: NDArray[np.float64] = np.array(rows).min(axis=0)
+    return least_seconds

@@ -8,14 +8,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from dapple_tf.errors import PlanError, ScheduleError
-from dapple_tf.planner.cost_tables import CostTables, make_cost_tables
-from dapple_tf.planner.pipedream_formula import PipedreamPrediction
-from dapple_tf.planner.placement import device_indices
 from dapple_tf.planner.row_shares import can_meet, share_rows
-from dapple_tf.planner.search import FoundPlan
-from dapple_tf.planner.search_space import SearchSpace, find_search_spaces
-from dapple_tf.planner.step_bound import least_step_seconds
-from dapple_tf.planner.step_simulation import fastest_schedule, make_network, stage_cost_arrays
+from dapple_tf.planner.search.cost_tables import CostTables, make_cost_tables
+from dapple_tf.planner.search.dynamic_program import FoundPlan
+from dapple_tf.planner.search.placement import device_indices
+from dapple_tf.planner.search.search_space import SearchSpace, find_search_spaces
+from dapple_tf.planner.step_simulation import fastest_schedule, least_step_seconds, make_network, stage_cost_arrays
+from dapple_tf.planner.systems.pipedream_formula import PipedreamPrediction
 from dapple_tf.plans import Plan, StagePlan, check_workers
 from dapple_tf.simulator.contention import Flows, plan_flows
 from dapple_tf.simulator.costs import CostModel

@@ -7,44 +7,33 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dapple_tf.errors import PlanError
-from dapple_tf.planner.alpa_inter import plan_alpa_inter
+from dapple_tf.planner import best
 from dapple_tf.planner.arguments import check_options
-from dapple_tf.planner.autopipe import plan_autopipe
-from dapple_tf.planner.bapipe import plan_bapipe
-from dapple_tf.planner.best import plan_best
-from dapple_tf.planner.dapple import plan_dapple
-from dapple_tf.planner.dp import plan_dp
-from dapple_tf.planner.even import plan_even
-from dapple_tf.planner.gpipe import plan_gpipe
-from dapple_tf.planner.hetpipe import plan_hetpipe
 from dapple_tf.planner.memory_fit import fits_memory
-from dapple_tf.planner.pipedream import plan_pipedream
-from dapple_tf.planner.piper import plan_piper
 from dapple_tf.planner.planning_problem import PlannerResult, PlanningProblem
-from dapple_tf.planner.spp import plan_spp
-from dapple_tf.planner.torchgpipe import plan_torchgpipe
+from dapple_tf.planner.registration import REGISTERED
+from dapple_tf.planner.search import dapple
+from dapple_tf.planner.systems import (
+    alpa_inter,
+    autopipe,
+    bapipe,
+    even,
+    hetpipe,
+    pipedream,
+    piper,
+    simple,
+    spp,
+    torchgpipe,
+)
 from dapple_tf.simulator.interrupts import interruptible
 from profiler.quote import quote
 
-# A planner takes a problem and options of its own; it returns None if nothing that it may choose fits the memory.
+# Importing these has registered their planners. The names in messages: "best", the paper's, and the others by name.
+_MODULES = (best, dapple, alpa_inter, autopipe, bapipe, even, hetpipe, pipedream, piper, simple, spp, torchgpipe)
+_FIRST = ("best", "dapple")
 PLANNERS: Mapping[str, Callable[..., PlannerResult | None]] = {
-    "best": plan_best,
-    "dapple": plan_dapple,
-    "dp": plan_dp,
-    "gpipe": plan_gpipe,
-    "pipedream": plan_pipedream,
-    "spp": plan_spp,
-    "autopipe": plan_autopipe,
-    "bapipe": plan_bapipe,
-    "even": plan_even,
-    "torchgpipe": plan_torchgpipe,
-    "alpa-inter": plan_alpa_inter,
-    "piper": plan_piper,
-    "hetpipe": plan_hetpipe,
+    name: REGISTERED[name].plan for name in (*_FIRST, *sorted(REGISTERED.keys() - _FIRST))
 }
-# Planners for devices of different kinds, and planners for schedules with several stages per device.
-_OF_UNEQUAL_DEVICES = ("best", "dapple", "dp", "gpipe", "bapipe", "even", "torchgpipe", "hetpipe")
-_OF_SHARED_DEVICES = ("best", "even", "gpipe")
 
 
 def check_planner(name: str) -> None:
@@ -66,16 +55,18 @@ def find_result(problem: PlanningProblem, planner: str, **options: Any) -> Plann
     check_planner(planner)
     function = PLANNERS[planner]
     check_options(planner, function, options)
-    if problem.shares_devices and planner not in _OF_SHARED_DEVICES:
+    if problem.shares_devices and not REGISTERED[planner].shares_devices:
+        others = [name for name in PLANNERS if REGISTERED[name].shares_devices]
         raise PlanError(
             f"schedule {problem.spec.short!r} runs several stages on a device, and planner "
-            f"{planner!r} makes plans of one stage per device: use planner {_list(_OF_SHARED_DEVICES)}"
+            f"{planner!r} makes plans of one stage per device: use planner {_list(others)}"
         )
-    if not problem.cluster.is_uniform and planner not in _OF_UNEQUAL_DEVICES:
+    if not problem.cluster.is_uniform and not REGISTERED[planner].unequal:
+        others = [name for name in PLANNERS if REGISTERED[name].unequal]
         kinds = ", ".join(str(kind or "no kind") for kind in dict.fromkeys(problem.cluster.device_kinds))
         raise PlanError(
             f"the cluster has devices of different kinds ({kinds}), and planner {planner!r} makes plans for equal "
-            f"devices: use planner {_list(_OF_UNEQUAL_DEVICES)}"
+            f"devices: use planner {_list(others)}"
         )
     return function(problem, **options) if may_fit(problem) else None
 

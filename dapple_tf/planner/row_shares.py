@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from dapple_tf.planner.row_cuts import share_by_kind
+from dapple_tf.planner.search.row_cuts import share_by_kind
 from dapple_tf.plans import StagePlan
 from profiler.cluster import Cluster
 from profiler.device_costs import profile_on

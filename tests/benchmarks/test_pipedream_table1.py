@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from benchmarks.pipedream_published import STRAIGHT, TABLE_1, VGG_16, Configuration, make_cluster
 from benchmarks.pipedream_table1 import name
 from benchmarks.pipedream_variants import OneLevel, by_profiler, one_after_the_other, printed
-from dapple_tf.planner.hierarchy import derive_hierarchy
+from dapple_tf.planner.systems.hierarchy import derive_hierarchy
 from profiler.linearise import linearise
 from tests.dapple_tf.planner.builders import figures, make_profile
 from tests.dapple_tf.planner.pipedream_reference import Instance, least_seconds

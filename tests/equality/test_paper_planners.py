@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 import dapple_tf as dapple
-from dapple_tf.planner.autopipe_blocks import sub_layer_blocks
+from dapple_tf.planner.systems.autopipe import sub_layer_blocks
 from models.gpt import gpt
 from profiler.linearise import linearise
 from tests.dapple_tf.planner.builders import make_cluster

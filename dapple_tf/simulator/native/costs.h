@@ -5,7 +5,7 @@
 
 namespace dapple {
 
-// A planning problem as arrays, filled in by Python (dapple_tf/planner/annealer.py). Seconds of a layer are piecewise
+// A planning problem as arrays, filled in by Python (dapple_tf/planner/search/annealer.py). Seconds of a layer are piecewise
 // linear in the rows n of a replica: a + b n, with a and b by segment between measured batch sizes. Arrays marked
 // "sums" are prefix sums over the blocks. Bytes are of the profile's batch.
 struct Problem {

@@ -1,4 +1,4 @@
-// The C interface, for dapple_tf/planner/annealer.py.
+// The C interface, for dapple_tf/planner/search/annealer.py.
 #include <new>
 
 #include "search.h"

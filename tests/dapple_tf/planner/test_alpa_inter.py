@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 import dapple_tf as dapple
 from dapple_tf.errors import PlanError
-from dapple_tf.planner.alpa_inter import list_submeshes, mesh_costs
-from dapple_tf.planner.alpa_search import MeshCosts, slice_operators
 from dapple_tf.planner.api import make_problem
+from dapple_tf.planner.systems.alpa_inter import list_submeshes, mesh_costs
+from dapple_tf.planner.systems.alpa_search import MeshCosts, slice_operators
 from dapple_tf.plans import Plan
 from profiler.cluster import Cluster
+from tests.dapple_tf.planner.best import all_bounds, instances
 from tests.dapple_tf.planner.builders import figures, make_cluster, make_profile
-from tests.dapple_tf.planner.comparators import all_bounds, instances
 from tests.graph_passes.builders import refused
 
 

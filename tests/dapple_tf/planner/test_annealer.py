@@ -7,8 +7,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from dapple_tf.planner.annealer import Annealer
 from dapple_tf.planner.api import make_problem
+from dapple_tf.planner.search.annealer import Annealer
 from dapple_tf.plans import StagePlan
 from dapple_tf.simulator.simulate import simulate
 from profiler.cluster import Cluster, DeviceKind, Link, Server
@@ -91,6 +91,6 @@ def test_the_same_search_finds_the_same_plan_whatever_the_threads(monkeypatch: p
     assert annealer is not None
     found = []
     for cores in (1, 3):
-        monkeypatch.setattr("dapple_tf.planner.annealer.count_cores", lambda cores=cores: cores)
+        monkeypatch.setattr("dapple_tf.planner.search.annealer.count_cores", lambda cores=cores: cores)
         found.append(annealer.search(10**6))
     assert found[0] == found[1]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dapple_tf.planner.balanced_cuts import even_starts, even_sums
+from dapple_tf.planner.search.balanced_cuts import even_starts, even_sums
 from graph_passes.passes.partition import balance
 
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 import dapple_tf as dapple
 from dapple_tf.errors import PlanError
 from dapple_tf.planner.api import make_problem, run_planner
-from dapple_tf.planner.bapipe_asynchronous import asynchronous_seconds, in_flight
-from dapple_tf.planner.bapipe_partition import (
+from dapple_tf.planner.systems.bapipe import asynchronous_seconds, in_flight
+from dapple_tf.planner.systems.bapipe_partition import (
     Accelerators,
     Cuts,
     balance,

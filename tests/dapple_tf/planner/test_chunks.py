@@ -19,9 +19,9 @@ import dapple_tf as dapple
 from dapple_tf.plan_check import check_plan
 from dapple_tf.planner.api import make_problem, predict_plan, run_planner
 from dapple_tf.planner.best import plan_best
-from dapple_tf.planner.chunk_cuts import all_cuts, count_cuts, moved_cuts
-from dapple_tf.planner.chunk_shapes import list_worker_placements
 from dapple_tf.planner.planning_problem import PlanningProblem
+from dapple_tf.planner.search.chunk_search import all_cuts, count_cuts, moved_cuts
+from dapple_tf.planner.search.chunk_shapes import list_worker_placements
 from dapple_tf.plans import Plan, check_workers
 from dapple_tf.simulator.order import encode
 from dapple_tf.timeline.timeline import Timeline

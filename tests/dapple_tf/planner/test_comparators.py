@@ -11,8 +11,7 @@ from hypothesis import given
 
 from dapple_tf.errors import PlanError
 from dapple_tf.planner.api import make_problem
-from dapple_tf.planner.best import plan_best
-from dapple_tf.planner.comparators import comparator_candidates
+from dapple_tf.planner.best import comparator_candidates, plan_best
 from dapple_tf.planner.planning_problem import PlanningProblem
 from dapple_tf.planner.registry import PLANNERS, find_result
 from profiler.cluster import Cluster, DeviceKind, Link, Server, config

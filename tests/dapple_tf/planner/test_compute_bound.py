@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dapple_tf.planner.api import make_problem
 from dapple_tf.planner.baselines import baseline_candidates, leading_baselines
-from dapple_tf.planner.compute_bound import least_compute_seconds
+from dapple_tf.planner.best import least_compute_seconds
 from dapple_tf.simulator.slowest_replica import ReplicaSeconds
 from profiler.cluster import Cluster, Link
 from profiler.profile import Profile, Timing

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dapple_tf.planner.device_order import list_devices
+from dapple_tf.planner.systems.device_order import list_devices
 from tests.dapple_tf.planner.builders import make_cluster
 
 

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from dapple_tf.plan_check import check_plan
 from dapple_tf.planner.api import make_problem, predict_plan
 from dapple_tf.planner.best import plan_best
-from dapple_tf.planner.dapple import plan_dapple
 from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem
+from dapple_tf.planner.search.dapple import plan_dapple
 from profiler.cluster import Cluster, Link, Server
 from tests.dapple_tf.planner.builders import Case, busy_cases, cases, make_profile
 from tests.dapple_tf.planner.exhaustive import find_optimum

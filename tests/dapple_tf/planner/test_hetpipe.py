@@ -17,16 +17,15 @@ import dapple_tf as dapple
 from dapple_tf.autoplan.options import Options, check_contradictions
 from dapple_tf.errors import PlanError
 from dapple_tf.planner.api import make_problem, predict_plan
-from dapple_tf.planner.comparators import comparator_candidates
+from dapple_tf.planner.best import comparator_candidates
 from dapple_tf.planner.explain import notation
-from dapple_tf.planner.hetpipe import allocate, stage_tables
-from dapple_tf.planner.hetpipe_partition import partition
 from dapple_tf.planner.planning_problem import PlanningProblem
 from dapple_tf.planner.registry import find_result
+from dapple_tf.planner.systems.hetpipe import allocate, partition, stage_tables
 from dapple_tf.plans import Plan, StagePlan
 from profiler.cluster import Cluster, DeviceKind, Link, Server
+from tests.dapple_tf.planner.best import all_bounds, instances
 from tests.dapple_tf.planner.builders import AMPLE, Case, cases, make_profile
-from tests.dapple_tf.planner.comparators import all_bounds, instances
 from tests.graph_passes.builders import refused
 
 KINDS = {"fast": DeviceKind(AMPLE, 1.0), "slow": DeviceKind(AMPLE, 0.5), "small": DeviceKind(60.0, 1.0)}

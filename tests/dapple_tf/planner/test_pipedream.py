@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 import dapple_tf as dapple
 from dapple_tf.errors import PlanError
 from dapple_tf.planner.api import make_problem, run_planner
-from dapple_tf.planner.hierarchy import Hierarchy, Level, derive_hierarchy
-from dapple_tf.planner.pipedream_formula import (
+from dapple_tf.planner.systems.hierarchy import Hierarchy, Level, derive_hierarchy
+from dapple_tf.planner.systems.pipedream_formula import (
     count_active_minibatches,
     predict_throughput,
     replicated_seconds,
 )
-from dapple_tf.planner.pipedream_search import BlockCosts, FoundStage, find_stages
+from dapple_tf.planner.systems.pipedream_search import BlockCosts, FoundStage, find_stages
 from dapple_tf.plans import Plan, StagePlan
 from profiler.cluster import Cluster
 from profiler.profile import Profile

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dapple_tf.planner.placement import (
+from dapple_tf.planner.search.placement import (
     Placement,
     append_first,
     device_indices,

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 import dapple_tf as dapple
 from dapple_tf.errors import PlanError
 from dapple_tf.planner.api import make_problem, run_planner
-from dapple_tf.planner.device_order import device_bandwidths, order_by_cuts
-from dapple_tf.planner.spp_execution import execution_order, makespan, schedule_name
-from dapple_tf.planner.spp_partition import (
+from dapple_tf.planner.systems.device_order import device_bandwidths, order_by_cuts
+from dapple_tf.planner.systems.spp_execution import execution_order, makespan, schedule_name
+from dapple_tf.planner.systems.spp_partition import (
     Partition,
     SppCosts,
     SppStage,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dapple_tf.planner.api import make_problem
 from dapple_tf.planner.planning_problem import PlanningProblem
-from dapple_tf.planner.step_bound import least_step_seconds
+from dapple_tf.planner.step_simulation import least_step_seconds
 from dapple_tf.plans import StagePlan
 from graph_passes.schedules.spec import ScheduleSpec
 from profiler.profile import Profile

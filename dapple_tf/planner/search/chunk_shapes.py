@@ -1,0 +1,100 @@
+"""Shapes of plans with several stages per device: how many workers and replicas, and on which devices they can run."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from dapple_tf.errors import ScheduleError
+from dapple_tf.planner.planning_problem import PlanningProblem
+from dapple_tf.planner.search.placement import Placement, append_first, device_indices, fresh_first, scatter_first
+from dapple_tf.planner.search.search_space import server_orders
+from graph_passes.schedules.spec import ScheduleSpec
+from graph_passes.schedules.worker_map import WorkerMap
+from profiler.cluster import Cluster
+
+_MOST_DEVICES = 64  # with more there are too many combinations of workers and replicas
+
+Groups = tuple[tuple[int, ...], ...]  # the devices of each worker
+
+
+@dataclass(frozen=True)
+class ChunkShape:
+    """The worker map of a ``schedule``, with equally many ``replicas`` of each worker.
+
+    ``total``: the devices of the cluster that may be used, counted server by server.
+    """
+
+    schedule: str
+    workers: WorkerMap
+    replicas: int
+    total: int
+
+    @property
+    def device_count(self) -> int:
+        """The number of devices that are used."""
+        return self.replicas * self.workers.workers
+
+
+def least_stages(spec: ScheduleSpec) -> int:
+    """Return the fewest stages that a schedule can have; some worker runs several of them."""
+    return spec.chunks or spec.stages or 1
+
+
+def most_stages(problem: PlanningProblem) -> int:
+    """Return the most stages that the problem's devices can run under its schedule; 0 if there are too few layers."""
+    blocks, least = len(problem.chain.parameter_bytes), least_stages(problem.spec)
+    most = min(problem.cluster.devices, blocks // least) if problem.spec.chunks else int(least <= blocks)
+    return least * most
+
+
+def list_shapes(problem: PlanningProblem) -> list[ChunkShape]:
+    """Return the shapes of the problem's schedule: every number of workers, each with every number of replicas.
+
+    On more than 64 devices each worker has as many replicas as there are devices for, and the number of workers divides
+    the devices or is the largest.
+    """
+    total, found = problem.cluster.devices, []
+    for workers in _worker_maps(problem):
+        most = total // workers.workers
+        counts = range(1, most + 1) if total <= _MOST_DEVICES else (most,)
+        found += [ChunkShape(problem.schedule, workers, replicas, total) for replicas in counts]
+    return found
+
+
+def _worker_maps(problem: PlanningProblem) -> Iterator[WorkerMap]:
+    """Yield the worker maps that the problem's schedule can have; one for a schedule given by its actions."""
+    spec, total = problem.spec, problem.cluster.devices
+    least, stages = least_stages(spec), most_stages(problem)
+    most = stages // least  # workers, or 1 for the only map of a schedule given by its actions
+    for count in range(1, most + 1) if total <= _MOST_DEVICES else _even_counts(total, most):
+        with contextlib.suppress(ScheduleError):  # a number of workers that the policy is not for
+            yield spec.worker_map(count * least)
+
+
+def _even_counts(total: int, most: int) -> list[int]:
+    """Return the numbers of workers up to ``most`` that divide ``total`` devices, and ``most``."""
+    return [count for count in range(1, most + 1) if total % count == 0 or count == most]
+
+
+def list_worker_placements(cluster: Cluster, total: int, workers: int, replicas: int) -> Sequence[Groups]:
+    """Return the devices of each worker by each placement policy (DAPPLE, section IV.B), on ``total`` devices.
+
+    The policies take servers in each of ``server_orders``.
+    """
+    homes, found = cluster.homes, dict[Groups, Groups]()
+    for order in server_orders(cluster):
+        sizes, left = [], total
+        for server in order:
+            sizes.append(min(cluster.servers[server].devices, left))
+            left -= sizes[-1]
+        for policy in (append_first, scatter_first, fresh_first):  # of placements on the same servers the first is kept
+            used, groups = (0,) * len(sizes), []
+            for _ in range(workers):
+                after = policy(used, tuple(sizes), replicas)
+                groups.append(device_indices(cluster, Placement(used, after, 0), order))
+                used = after
+            servers = tuple(tuple(homes[device] for device in group) for group in groups)
+            found.setdefault(servers, tuple(groups))
+    return tuple(found.values())

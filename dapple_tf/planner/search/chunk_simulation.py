@@ -1,0 +1,297 @@
+"""Simulate cuts of a plan with several stages per device: the seconds of its step, and the memory that it lacks."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from dapple_tf.planner.planning_problem import PlanningProblem
+from dapple_tf.planner.search.balanced_cuts import even_sums, least_squares
+from dapple_tf.planner.search.chunk_shapes import ChunkShape, Groups, list_worker_placements
+from dapple_tf.planner.step_simulation import StageCostArrays, order_seconds
+from dapple_tf.plans import StagePlan
+from dapple_tf.simulator.arrays import Floats, Integers
+from dapple_tf.simulator.compiled import call_from_compiled, compiled
+from dapple_tf.simulator.costs import exposed_of
+from dapple_tf.simulator.held_stash import row_peak, worker_peaks
+from dapple_tf.simulator.interrupts import check_stop
+from dapple_tf.simulator.link_costs import LinkCosts
+from dapple_tf.simulator.memory import usable_bytes
+from dapple_tf.simulator.named_orders import Ordered, named_order
+from dapple_tf.simulator.transfer import ring_seconds
+from graph_passes.schedules.spec import ScheduleSpec
+from graph_passes.schedules.worker_map import WorkerMap
+
+call_from_compiled(exposed_of, ring_seconds, row_peak, least_squares)
+_even_sums, _worker_peaks = compiled(even_sums), compiled(worker_peaks)  # called thousands of times
+
+_ROUNDS = 4  # of even_sums
+_NOTHING = 1e-300  # replaces a sum of 0 as a divisor
+
+
+class BlockCosts(NamedTuple):
+    """Costs of N blocks of L layers for one micro-batch, on a number of replicas.
+
+    Seconds, and bytes of one device; ``boundary_bytes``: of all replicas together. "Sums" are of the first 0, 1 ...
+    blocks.
+    """
+
+    forward: Floats  # [N + 1] sums
+    backward: Floats  # [N + 1] sums; re-computed forwards included
+    weights: Floats  # [N + 1] sums: gradients of weights if the schedule runs them on their own, else 0
+    fixed_bytes: Floats  # [N + 1] sums: weights, gradients, optimizer slots
+    stash_bytes: Floats  # [N + 1] sums
+    working_bytes: Floats  # [N]
+    boundary_bytes: Floats  # [N + 1] that cross the cut before each block; 0 at both ends
+    parameter_bytes: Floats  # [L] of each layer
+    gradients: Floats  # [L] seconds of each layer's gradients; of size 0 where AllReduce comes after all of them
+    positions: Integers  # [N + 1] the first layer of each block
+    fullest: float  # the part of the rows that the replica with most has
+    recompute: bool
+
+
+class WorkerLinks(NamedTuple):
+    """Costs of communication by stage: latency and seconds per byte of the transfer to the next stage and of AllReduce.
+
+    0 between stages of one worker, and after the last stage.
+    """
+
+    worker_of: Integers
+    latency: Floats
+    per_byte: Floats
+    allreduce_latency: Floats
+    allreduce_per_byte: Floats
+
+
+class CutResult(NamedTuple):
+    """The bytes that the fullest device lacks (0: all devices fit), and the seconds of a step (infinite if some lack).
+
+    Of two results the one that lacks fewer bytes is better; of two that fit, the one with fewer seconds.
+    """
+
+    lacking_bytes: float
+    seconds: float
+
+    def beats(self, other: CutResult) -> bool:
+        """Return whether this is better than ``other`` by more than rounding."""
+        if self.lacking_bytes or other.lacking_bytes:
+            return self.lacking_bytes < other.lacking_bytes * (1 - 1e-9)
+        return self.seconds < other.seconds * (1 - 1e-9)
+
+
+class CostSource:
+    """The costs of a problem's blocks and links, and the placements of its workers, each computed once."""
+
+    def __init__(self, problem: PlanningProblem) -> None:
+        self.problem = problem
+        self._links = LinkCosts(problem.cluster)
+        self._work: dict[float, float] = {}
+        self._blocks: dict[tuple[int, int, bool], BlockCosts] = {}
+        self._placements: dict[tuple[int, int, int], Sequence[Groups]] = {}
+
+    def least_seconds(self, shape: ChunkShape, size: int) -> float:
+        """Return a lower bound of the step for this micro-batch ``size`` and any cuts: all work, spread evenly."""
+        samples = size / shape.replicas
+        if samples not in self._work:
+            forward, backward = (sum(seconds) for seconds in self.problem.chain.block_seconds(samples))
+            self._work[samples] = float(backward + (2 if self.problem.recompute else 1) * forward)
+        return self.problem.global_batch_size // size * self._work[samples] / shape.workers.workers
+
+    def blocks(self, size: int, replicas: int, splits: bool) -> BlockCosts:
+        """Return the costs of blocks for micro-batches of ``size`` samples on ``replicas`` devices.
+
+        ``splits``: the schedule runs gradients of weights on their own.
+        """
+        key = size, replicas, splits
+        if key not in self._blocks:
+            self._blocks[key] = _block_costs(self.problem, size, replicas, splits)
+        return self._blocks[key]
+
+    def even_starts(self, workers: WorkerMap) -> Integers:
+        """Return cuts that make the seconds of the profile's batch nearly even over stages and workers."""
+        forward, backward = self.problem.chain.block_seconds(self.problem.profile.batch_size)
+        worker_of, nothing = np.array(workers.worker_of, np.int64), np.zeros(len(forward))
+        return _even_sums(forward + backward, nothing, np.zeros(workers.stages), worker_of, _ROUNDS)
+
+    def placements(self, shape: ChunkShape) -> Sequence[Groups]:
+        """Return the placements of a shape: the devices of each worker; see ``list_worker_placements``."""
+        key = shape.total, shape.workers.workers, shape.replicas
+        if key not in self._placements:
+            self._placements[key] = list_worker_placements(self.problem.cluster, *key)
+        return self._placements[key]
+
+    def worker_links(self, shape: ChunkShape, devices: Groups) -> WorkerLinks:
+        """Return the costs of communication of a plan's stages; ``devices``: of each worker."""
+        homes, worker_of = self.problem.cluster.homes, shape.workers.worker_of
+        servers = [tuple(homes[device] for device in group) for group in devices]
+        moved = [(0.0, 0.0)] * len(worker_of)
+        for stage, (here, there) in enumerate(itertools.pairwise(worker_of)):
+            if here != there:
+                moved[stage] = self._links.transfer(servers[here], servers[there])
+        rings = [self._links.allreduce(servers[worker]) for worker in worker_of]
+        return WorkerLinks(np.array(worker_of, np.int64), *np.array(moved).T.copy(), *np.array(rings).T.copy())
+
+
+class CutSimulator:
+    """Simulates cuts of one shape on some ``devices`` of each worker, for micro-batches of ``size`` samples.
+
+    ``starts``, of its methods: the first block of each stage.
+    """
+
+    def __init__(self, source: CostSource, shape: ChunkShape, devices: Groups, links: WorkerLinks, size: int) -> None:
+        self.shape, self.size = shape, size
+        self.micro_batches = source.problem.global_batch_size // size
+        self.least_seconds = source.least_seconds(shape, size)
+        self._problem, self._devices, self._links = source.problem, devices, links
+        self._blocks = source.blocks(size, shape.replicas, ScheduleSpec.parse(shape.schedule).splits_backward)
+        self._memory = usable_bytes(source.problem.cluster.least_memory)
+
+    @property
+    def calls(self) -> int:
+        """The number of forwards of a step: stages times micro-batches."""
+        return self.shape.workers.stages * self.micro_batches
+
+    @cached_property
+    def _ordered(self) -> Ordered:
+        return named_order(self.shape.schedule, self.shape.workers.stages, self.micro_batches)
+
+    def costs(self, starts: Integers) -> StageCostArrays:
+        """Return the costs of the stages."""
+        check_stop()
+        return _stage_costs(self._blocks, self._links, starts)
+
+    def bound(self, costs: StageCostArrays) -> float:
+        """Return a lower bound of the seconds of a step."""
+        return float(_bound(costs, self._links.worker_of, self.micro_batches))
+
+    def simulate(self, costs: StageCostArrays) -> CutResult:
+        """Return the result for stages with these costs. Raises ScheduleError if the schedule cannot have M."""
+        ordered = self._ordered
+        bytes_of = costs.fixed_bytes + costs.working_bytes + ordered.in_flight * costs.stash_bytes
+        if (
+            np.bincount(self._links.worker_of, bytes_of).max() > self._memory
+        ):  # an upper bound: as if all stages had their peaks at once
+            peak = float(self.peaks(costs).max())
+            if peak > self._memory:
+                return CutResult(peak - self._memory, np.inf)
+        return CutResult(0.0, order_seconds(ordered.order, costs))
+
+    def peaks(self, costs: StageCostArrays) -> Floats:
+        """Return the most bytes that a device of each worker holds."""
+        return _worker_peaks(self._ordered.order, costs.fixed_bytes, costs.stash_bytes, costs.working_bytes)
+
+    def load(self, costs: StageCostArrays, *, lacking: bool) -> Floats:
+        """Return what each worker should have less of: bytes where memory is ``lacking``, else seconds of a step."""
+        if lacking:
+            return self.peaks(costs)
+        seconds = self.micro_batches * (costs.forward_seconds + costs.backward_seconds) + costs.exposed_seconds
+        return np.asarray(np.bincount(self._links.worker_of, seconds), np.float64)
+
+    def even_starts(self, share: float) -> Integers:
+        """Return cuts that make a mix of seconds and bytes nearly even over stages and workers.
+
+        ``share``: the weight of the bytes, from 0 to 1. Bytes are those with the most micro-batches in flight.
+        """
+        b, in_flight = self._blocks, self._ordered.in_flight.astype(np.float64)
+        seconds, fixed, stash = np.diff(b.forward + b.backward), np.diff(b.fixed_bytes), np.diff(b.stash_bytes)
+        by_time = (1 - share) / max(seconds.sum(), _NOTHING)
+        by_bytes = share / max(fixed.sum() + in_flight.mean() * stash.sum(), _NOTHING)
+        return _even_sums(
+            seconds * by_time + fixed * by_bytes, stash * by_bytes, in_flight, self._links.worker_of, _ROUNDS
+        )
+
+    def stage_plans(self, starts: Integers) -> tuple[StagePlan, ...]:
+        """Return the stages with their layers and devices."""
+        layers = len(self._problem.profile.layers)
+        bounds = [*(self._problem.chain.positions[start] for start in starts.tolist()), layers]
+        return tuple(
+            StagePlan(first, end - 1, self._devices[worker])
+            for (first, end), worker in zip(itertools.pairwise(bounds), self.shape.workers.worker_of, strict=True)
+        )
+
+
+def _block_costs(problem: PlanningProblem, size: int, replicas: int, splits: bool) -> BlockCosts:
+    chain, profile = problem.chain, problem.profile
+    samples = math.ceil(size / replicas) if problem.whole_rows else size / replicas
+    scale, recompute = size / profile.batch_size, bool(problem.recompute)
+    forward, backward = chain.block_seconds(samples)
+    weights = chain.weights_seconds(samples) if splits else np.zeros(len(forward))
+    gradients = profile.weights_seconds(samples) if splits else profile.backward_seconds(samples)
+    return BlockCosts(
+        forward=_sums(forward),
+        backward=_sums(backward + forward if recompute else backward),
+        weights=_sums(weights),
+        fixed_bytes=_sums(chain.parameter_bytes * (2.0 + problem.optimizer_slots)),
+        stash_bytes=_sums(chain.stash_bytes * samples / profile.batch_size),
+        working_bytes=chain.working_bytes * samples / profile.batch_size,
+        boundary_bytes=np.concatenate([[0.0], chain.crossing_bytes, [0.0]]) * scale,
+        parameter_bytes=np.asarray(profile.parameter_bytes, np.float64),
+        gradients=np.asarray(gradients if problem.overlap else (), np.float64),
+        positions=np.array(chain.positions, np.int64),
+        fullest=samples / size,
+        recompute=recompute,
+    )
+
+
+def _sums(costs: Floats) -> Floats:
+    return np.concatenate([[0.0], np.cumsum(costs)])
+
+
+@compiled
+def _stage_costs(b: BlockCosts, links: WorkerLinks, starts: Integers) -> StageCostArrays:
+    """Return the costs of stages from sums over blocks; they are those of ``simulator.costs.stage_costs``.
+
+    There is one difference: with ``overlap``, every stage of a schedule that splits backwards is assumed to end with W.
+    Under ``dualpipe-v`` some do not.
+    """
+    stages, blocks = len(starts), len(b.working_bytes)
+    rows = np.zeros((8, stages))
+    costs = StageCostArrays(rows[0], rows[1], rows[2], rows[3], rows[4], rows[5], rows[6], rows[7])
+    for s in range(stages):
+        first, end = starts[s], starts[s + 1] if s + 1 < stages else blocks
+        costs.forward_seconds[s] = b.forward[end] - b.forward[first]
+        costs.backward_seconds[s] = b.backward[end] - b.backward[first]
+        costs.weights_seconds[s] = b.weights[end] - b.weights[first]
+        costs.send_seconds[s] = links.latency[s] + links.per_byte[s] * b.boundary_bytes[end]
+        parameters = b.parameter_bytes[b.positions[first] : b.positions[end]]
+        latency, per_byte = links.allreduce_latency[s], links.allreduce_per_byte[s]
+        if len(b.gradients):
+            gradients = b.gradients[b.positions[first] : b.positions[end]]
+            rings = np.where(parameters > 0, latency + per_byte * parameters, 0.0)
+            costs.exposed_seconds[s] = exposed_of(gradients, rings, 0, len(rings))
+        else:
+            costs.exposed_seconds[s] = ring_seconds(latency, per_byte, parameters.sum())
+        stash = b.stash_bytes[end] - b.stash_bytes[first]
+        costs.fixed_bytes[s] = b.fixed_bytes[end] - b.fixed_bytes[first]
+        costs.working_bytes[s] = b.working_bytes[first:end].max()
+        costs.stash_bytes[s] = stash
+        if b.recompute:
+            costs.stash_bytes[s] = b.boundary_bytes[first] * b.fullest
+            costs.working_bytes[s] += stash
+    return costs
+
+
+@compiled
+def _bound(c: StageCostArrays, worker_of: Integers, micro_batches: int) -> float:
+    """Return a lower bound of a step: of each worker the time before its first action, its work, and what must follow.
+
+    Before a stage's first forward, micro-batch 0 runs through all stages before it. After its last gradients comes its
+    AllReduce. Where backwards are not split, the stages before it then still run a backward each.
+    """
+    stages, workers = len(worker_of), worker_of.max() + 1
+    splits = c.weights_seconds.any()
+    before, load, after = np.full(workers, np.inf), np.zeros(workers), np.full(workers, np.inf)
+    there, back = 0.0, 0.0  # seconds of micro-batch 0 up to a stage, and of the last one from it
+    for s in range(stages):
+        w = worker_of[s]
+        before[w] = min(before[w], there)
+        load[w] += micro_batches * (c.forward_seconds[s] + c.backward_seconds[s])
+        after[w] = min(after[w], c.exposed_seconds[s] if splits else max(c.exposed_seconds[s], back))
+        there += c.forward_seconds[s] + c.send_seconds[s]
+        back += c.backward_seconds[s] - c.weights_seconds[s] + c.send_seconds[s]
+    return float(max((before + load + after).max(), there + back))

@@ -1,0 +1,125 @@
+"""Planner "dapple": the paper's own, by its formulas (DAPPLE, section IV)."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from dapple_tf.planner.baselines import baseline_candidates, baseline_stages, data_parallel
+from dapple_tf.planner.micro_batch_sizes import promising_sizes
+from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem
+from dapple_tf.planner.registration import planner
+from dapple_tf.planner.row_shares import share_rows
+from dapple_tf.planner.search.dynamic_program import search_by_formula
+from dapple_tf.planner.search.latency import pipeline_latency
+from dapple_tf.planner.search.unequal_cuts import ORIGIN as UNEQUAL
+from dapple_tf.planner.search.unequal_cuts import SizedStages, find_unequal_stages
+from dapple_tf.plans import StagePlan
+
+_SEARCH_STEPS = 2_000_000  # labels times what may follow them
+_MAX_WIDTH = 512
+_KNOWN = 3
+
+
+@planner("dapple", unequal=True)
+def plan_dapple(problem: PlanningProblem) -> PlannerResult | None:
+    """Return the plan with the least latency by formulas 1 to 3; None if nothing fits the memory.
+
+    DP and straight plans are in the search space. The formulas do not model waiting for memory. So if the stages of
+    some plan can hold the warm-up of policy A, only such plans count; else those whose stages can hold one micro-batch.
+    The schedule is the fastest policy in the simulator. On devices of different kinds, which the paper does not have,
+    it is that of the stages of ``find_unequal_stages``, DP and even pipelines with the least latency.
+    """
+    if not problem.cluster.is_uniform:
+        return choose_unequal(problem, find_unequal_stages(problem))
+    return choose_by_formula(problem, baseline_candidates(problem))
+
+
+def choose_by_formula(problem: PlanningProblem, known: Sequence[Candidate]) -> PlannerResult | None:
+    """Return the result of ``plan_dapple``, given candidates that fit; the search looks below their least latency."""
+    sizes = promising_sizes(problem, known)
+    fractions = replace(problem, whole_rows=False)  # as the paper's formulas and the tables of the search count rows
+    ceiling = _least_latency(fractions, [c for c in known if ":D=" not in c.schedule])
+    for require_warm_up, limit in ((True, ceiling), (True, math.inf), (False, math.inf)):
+        if found := _search(problem, sizes, limit, require_warm_up):
+            candidate, latency = found
+            return PlannerResult(candidate, tuple(c for c in known if c.origin == "DP"), formula_seconds=latency)
+    return None
+
+
+def choose_unequal(problem: PlanningProblem, found: Sequence[SizedStages]) -> PlannerResult | None:
+    """Return the result of ``plan_dapple`` on unequal devices, given what ``find_unequal_stages`` found.
+
+    Plans are simulated only where none with less latency can hold the warm-up of policy A.
+    """
+    alone = replace(problem, contention=False)  # which the formulas do not model; simulating it takes long
+    fractions = replace(alone, whole_rows=False)
+    known = [(size, stages, origin) for stages, origin in baseline_stages(alone) for size in alone.micro_batch_sizes]
+    known += [(size, entry.stages, UNEQUAL) for size, entry in found]
+    ranked = sorted(((_latency(fractions, stages, size), i) for i, (size, stages, _) in enumerate(known)))
+    limited: tuple[float, Candidate] | None = None  # by memory
+    for latency, i in ranked:
+        size, stages, origin = known[i]
+        if (candidate := alone.evaluate(stages, size, origin)) is not None:
+            if ":D=" not in candidate.schedule:
+                break
+            limited = limited or (latency, candidate)
+    else:
+        if limited is None:
+            return None
+        latency, candidate = limited
+    whole = (alone.evaluate(data_parallel(alone), size, "DP") for size in alone.micro_batch_sizes)
+    others = (c for c in whole if c is not None and c.stages != candidate.stages)
+    chosen, *runners_up = (_simulate_again(problem, c) for c in (candidate, *itertools.islice(others, 1)))
+    return PlannerResult(chosen, tuple(runners_up), formula_seconds=latency)
+
+
+def _simulate_again(problem: PlanningProblem, candidate: Candidate) -> Candidate:
+    """Return a candidate that fits under the fastest policy of this problem."""
+    found = problem.evaluate(
+        candidate.stages, candidate.micro_batch_size, candidate.origin, recompute=candidate.recompute
+    )
+    assert found is not None, "it fits, and contention changes only its seconds"
+    return found
+
+
+def _search(
+    problem: PlanningProblem, sizes: Iterable[int], ceiling: float, require_warm_up: bool
+) -> tuple[Candidate, float] | None:
+    """Return the plan with the least latency below ``ceiling``, and its latency (seconds)."""
+    best: tuple[Candidate, float] | None = None
+    for size in sizes:
+        for space in problem.search_spaces:
+            width = max(1, min(_MAX_WIDTH, _SEARCH_STEPS // space.search_steps))
+            tables = problem.cost_tables(space, size)
+            result = search_by_formula(tables, ceiling=ceiling, width=width, results=1, require_warm_up=require_warm_up)
+            for found in result.plans:
+                candidate = problem.evaluate(problem.stage_plans(space, found), size, "DAPPLE's formulas")
+                if candidate is not None:
+                    best, ceiling = (candidate, found.score), found.score
+    return best
+
+
+def _least_latency(problem: PlanningProblem, candidates: Iterable[Candidate]) -> float:
+    """Return a little more than the least latency of the fastest few ``candidates`` that use all devices."""
+    total = problem.cluster.devices
+    on_all_devices = [c for c in candidates if sum(stage.replicas for stage in c.stages) == total]
+    fastest = sorted(on_all_devices, key=lambda c: c.seconds)[:_KNOWN]
+    return min((_latency(problem, c.stages, c.micro_batch_size) for c in fastest), default=math.inf) * (1 + 1e-9)
+
+
+def _latency(problem: PlanningProblem, stages: Sequence[StagePlan], micro_batch_size: int) -> float:
+    """Return the latency of stages by formulas 1 to 3 (seconds); those without shares share rows by speed."""
+    shared = share_rows(stages, micro_batch_size, problem.profile, problem.cluster)
+    plan = problem.make_plan(shared, micro_batch_size, "dapple-a", "dapple")
+    costs = problem.costs.stage_costs(plan, optimizer_slots=problem.optimizer_slots)
+    rows = [(c.forward_seconds, c.backward_seconds, c.exposed_seconds) for c in costs]
+    networks = [(c.send_forward_seconds, c.send_backward_seconds, 0.0) for c in costs[:-1]]
+    for index, network in enumerate(networks):
+        rows.insert(2 * index + 1, network)
+    forward, backward, allreduce = np.array(rows).T.copy()
+    return pipeline_latency(forward, backward, allreduce, plan.micro_batches)

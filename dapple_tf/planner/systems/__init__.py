@@ -1,0 +1,1 @@
+"""The planners of other systems, each by its paper."""

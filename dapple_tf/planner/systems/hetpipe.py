@@ -1,0 +1,300 @@
+"""Planner "hetpipe": virtual workers of unequal devices, each a pipeline (Park et al., USENIX ATC 2020)."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from dapple_tf.errors import PlanError
+from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem
+from dapple_tf.planner.registration import planner
+from dapple_tf.plans import StagePlan
+from dapple_tf.simulator.arrays import Floats, Integers
+from dapple_tf.simulator.compiled import compiled
+from dapple_tf.simulator.memory import usable_bytes
+from dapple_tf.simulator.virtual_workers import simulate_workers
+from profiler.cluster import Cluster
+from profiler.device_costs import profile_on
+from profiler.linearise import Chain
+from profiler.profile import Profile
+from profiler.units import format_samples
+
+_POLICIES = ("NP", "ED", "HD")
+_MOST_ORDERS = 24  # of the kinds in a virtual worker; of more only those by rising and falling speed
+_MOST_DEVICES = 1024
+
+Worker = tuple[int, ...]  # the devices of a virtual worker
+
+
+@planner("hetpipe", unequal=True, candidate=True)
+def plan_hetpipe(problem: PlanningProblem, *, policy: str | None = None) -> PlannerResult | None:
+    """Return the fastest virtual workers of an allocation policy; None if nothing fits the memory.
+
+    ``policy`` (section 8.1): "NP", node partition, where the devices of a server are a virtual worker; "ED", equal
+    distribution, where each worker has one device of every server; "HD", hybrid distribution, where the servers are
+    paired, the fastest with the slowest, and each of two workers has half of both; None tries all that the servers
+    allow. The layers of a worker are partitioned so that the longest time of a stage is least, computing and what it
+    receives in both directions, with room for as many micro-batches as 1F1B keeps there (section 7; the paper solves
+    it by an integer program, here a dynamic program is exact for each order of the worker's kinds of devices).
+
+    HetPipe is asynchronous (WSP, section 5), with parameter servers. Here it is synchronous: each worker runs an equal
+    part of the batch, and AllReduce joins them at the end; the micro-batch size is the fastest in the simulator. Where
+    all workers cut alike, the plan is an ordinary one whose stages have a replica for each worker. Else its stages have
+    a ``worker``, and it can be simulated but not run. Raises PlanError for another policy, for one that the servers do
+    not allow, for a batch that no number of workers divides, and for more than 1024 devices.
+    """
+    if policy is not None and policy not in _POLICIES:
+        raise PlanError(f"policy={policy!r}: HetPipe's policies are {', '.join(_POLICIES)}")
+    if problem.cluster.devices > _MOST_DEVICES:
+        raise PlanError(
+            f"the cluster has {problem.cluster.devices} devices; planner 'hetpipe' is for at most {_MOST_DEVICES}: "
+            "use planner 'best'"
+        )
+    allocations = {name: allocate(problem, name) for name in (_POLICIES if policy is None else (policy,))}
+    if policy is not None and not allocations[policy]:
+        counts = [server.devices for server in problem.cluster.servers]
+        raise PlanError(
+            f"policy={policy!r} does not divide servers of {counts} devices: ED needs equally many devices on each, HD "
+            "also an even number of servers and of devices; use policy='NP'"
+        )
+    possible = [workers for workers in dict.fromkeys(allocations.values()) if workers]
+    if all(problem.global_batch_size % len(workers) for workers in possible):
+        raise PlanError(
+            f"a batch of {format_samples(problem.global_batch_size)} has no equal parts for {_counts(possible)}: "
+            "choose another global_batch_size"
+        )
+    _check_possible(problem, possible)
+    found = [
+        candidate
+        for workers in possible
+        for size in problem.micro_batch_sizes
+        if size % len(workers) == 0 and (candidate := _plan_workers(problem, workers, size))
+    ]
+    return PlannerResult.fastest(found)
+
+
+def _counts(possible: Sequence[Sequence[Worker]]) -> str:
+    return " or ".join(str(count) for count in sorted({len(workers) for workers in possible})) + " virtual workers"
+
+
+def _check_possible(problem: PlanningProblem, possible: Sequence[Sequence[Worker]]) -> None:
+    """Raise PlanError where micro-batches have no equal parts for the workers, or workers more devices than blocks."""
+    if all(size % len(workers) for workers in possible for size in problem.micro_batch_sizes):
+        raise PlanError(
+            f"micro-batches of {format_samples(max(problem.micro_batch_sizes))} have no equal parts for "
+            f"{_counts(possible)}: choose another micro_batch_size"
+        )
+    blocks, most = len(problem.chain.parameter_bytes), min(max(map(len, workers)) for workers in possible)
+    if most > blocks:
+        raise PlanError(
+            f"a virtual worker has up to {most} devices, one stage each, but the layers of {problem.profile.model!r} "
+            f"form {blocks} blocks that can be a stage: use planner 'best', or fewer devices per server"
+        )
+
+
+def allocate(problem: PlanningProblem, policy: str) -> tuple[Worker, ...]:
+    """Return the virtual workers of a policy; none where the servers do not allow it."""
+    cluster = problem.cluster
+    servers: list[list[int]] = [[] for _ in cluster.servers]
+    for device, home in enumerate(cluster.homes):
+        servers[home].append(device)
+    if policy == "NP":
+        return tuple(map(tuple, servers))
+    count = len(servers[0])
+    if any(len(server) != count for server in servers):
+        return ()
+    if policy == "ED":
+        return tuple(zip(*servers, strict=True))
+    if len(servers) % 2 or count % 2:
+        return ()
+    by_speed = sorted(servers, key=lambda server: sum(_seconds(problem, device) for device in server))
+    pairs = zip(by_speed[: len(servers) // 2], reversed(by_speed[len(servers) // 2 :]), strict=True)
+    half = count // 2
+    return tuple(
+        tuple(fast[begin : begin + half] + slow[begin : begin + half]) for fast, slow in pairs for begin in (0, half)
+    )
+
+
+def _seconds(problem: PlanningProblem, device: int) -> float:
+    """Return the seconds of the whole model for the profile's batch on a device."""
+    profile = profile_on(problem.profile, problem.cluster, device)
+    both = profile.forward_seconds(profile.batch_size) + profile.backward_seconds(profile.batch_size)
+    return float(both.sum())
+
+
+def _plan_workers(problem: PlanningProblem, workers: Sequence[Worker], size: int) -> Candidate | None:
+    """Return the partitioned workers, simulated; ``size``: samples of the micro-batches of all workers together."""
+    samples, micro_batches = size // len(workers), problem.global_batch_size // size
+    found = dict[object, tuple[Worker, tuple[int, ...]]]()
+    pipelines: list[tuple[Worker, tuple[int, ...]]] = []  # the devices in the order of the stages, and the cuts
+    for worker in workers:
+        key = _partition_key(problem.cluster, worker)
+        if key not in found:
+            best = _partition_worker(problem, worker, samples, micro_batches)
+            if best is None:
+                return None
+            found[key] = tuple(worker.index(device) for device in best[0]), best[1]
+        order, bounds = found[key]
+        pipelines.append((tuple(worker[index] for index in order), bounds))
+    schedule = "dapple-a" if problem.schedule == "auto" else problem.schedule
+    positions = problem.chain.positions
+    kinds = {(tuple(map(problem.cluster.kind_of, devices)), bounds) for devices, bounds in pipelines}
+    if len(kinds) == 1:
+        stages = tuple(
+            StagePlan(positions[begin], positions[end] - 1, tuple(sorted(devices[index] for devices, _ in pipelines)))
+            for index, (begin, end) in enumerate(itertools.pairwise(pipelines[0][1]))
+        )
+        return problem.evaluate(stages, size, "hetpipe", schedule)
+    stages = tuple(
+        StagePlan(positions[begin], positions[end] - 1, (device,), worker=index)
+        for index, (devices, bounds) in enumerate(pipelines)
+        for device, (begin, end) in zip(devices, itertools.pairwise(bounds), strict=True)
+    )
+    plan = problem.make_plan(stages, samples, schedule, "hetpipe")
+    steps = simulate_workers(plan, problem.profile, problem.cluster, optimizer_slots=problem.optimizer_slots)
+    if not all(itertools.chain.from_iterable(step.fits for step in steps)):
+        return None
+    seconds = max(step.step_seconds for step in steps)
+    return Candidate(stages, samples, schedule, seconds, "hetpipe", plan.recompute)
+
+
+def _partition_key(cluster: Cluster, worker: Worker) -> object:
+    """Return the kinds, memories and links of a worker's devices: two workers with equal ones share a partition."""
+    links = tuple(cluster.link(cluster.homes[a], cluster.homes[b]) for a, b in itertools.combinations(worker, 2))
+    return tuple((cluster.kind_of(d), cluster.memory_of(d)) for d in worker), links
+
+
+def _partition_worker(
+    problem: PlanningProblem, worker: Worker, samples: int, micro_batches: int
+) -> tuple[Worker, tuple[int, ...]] | None:
+    """Return the worker's devices in the best order of their kinds, and the bounds of their stages in blocks."""
+    best: tuple[float, Worker, tuple[int, ...]] | None = None
+    for order in _orders(problem, worker):
+        found = partition(stage_tables(problem, order, samples, micro_batches))
+        if found is not None and (best is None or found[0] < best[0]):
+            best = found[0], order, found[1]
+    return None if best is None else best[1:]
+
+
+def _orders(problem: PlanningProblem, worker: Worker) -> Iterator[Worker]:
+    """Yield the worker's devices in every order of their kinds, at most 24; else by rising and by falling speed."""
+    kinds = [problem.cluster.kind_of(device) for device in worker]
+    counts = [kinds.count(kind) for kind in set(kinds)]
+    number = math.factorial(len(worker)) // math.prod(math.factorial(count) for count in counts)
+    if number > _MOST_ORDERS:
+        seconds = {device: _seconds(problem, device) for device in worker}
+        yield tuple(sorted(worker, key=lambda device: seconds[device]))
+        yield tuple(sorted(worker, key=lambda device: -seconds[device]))
+        return
+    for order in _arrange(tuple(kinds)):
+        left = {kind: [d for d, k in zip(worker, kinds, strict=True) if k == kind] for kind in set(kinds)}
+        yield tuple(left[kind].pop(0) for kind in order)
+
+
+def _arrange(kinds: tuple[str | None, ...]) -> Iterator[tuple[str | None, ...]]:
+    """Yield the distinct orders of ``kinds``, the given one first."""
+    if not kinds:
+        yield ()
+    for kind in dict.fromkeys(kinds):
+        rest = list(kinds)
+        rest.remove(kind)
+        yield from ((kind, *others) for others in _arrange(tuple(rest)))
+
+
+def stage_tables(problem: PlanningProblem, order: Worker, samples: int, micro_batches: int) -> StageTables:
+    """Return the costs of a worker's stages for micro-batches of ``samples``, in the ``order`` of its devices."""
+    chain, cluster, scale = problem.chain, problem.cluster, samples / problem.profile.batch_size
+    again = bool(problem.recompute)
+    crossing = np.concatenate([[0.0], chain.crossing_bytes, [0.0]]) * scale
+    links = [cluster.link(cluster.homes[a], cluster.homes[b]) for a, b in itertools.pairwise(order)]
+    sent = [link.latency + crossing / link.bandwidth for link in links]
+    nothing = np.zeros(len(crossing))
+    return StageTables(
+        seconds=np.array([_block_sums(chain, profile_on(problem.profile, cluster, d), samples, again) for d in order]),
+        received_forward=np.array([nothing, *sent]),
+        received_backward=np.array([*sent, nothing]),
+        fixed_bytes=np.concatenate([[0.0], np.cumsum(chain.parameter_bytes)]) * (2 + problem.optimizer_slots),
+        stash_bytes=np.concatenate([[0.0], np.cumsum(chain.stash_bytes)]) * scale,
+        input_bytes=crossing,
+        working_bytes=chain.working_bytes * scale,
+        held=np.array([min(len(order) - index, micro_batches) for index in range(len(order))], np.float64),
+        memory_bytes=np.array([usable_bytes(cluster.memory_of(device)) for device in order]),
+        recompute=again,
+    )
+
+
+def _block_sums(chain: Chain, profile: Profile, samples: int, again: bool) -> Floats:
+    """Return the seconds of the first 0, 1 ... blocks on a device."""
+    seconds = profile.forward_seconds(samples) * (2 if again else 1) + profile.backward_seconds(samples)
+    return np.concatenate([[0.0], np.cumsum(np.add.reduceat(seconds, chain.positions[:-1]))])
+
+
+# --- HetPipe's partition of layers over the devices of a virtual worker (Park et al., USENIX ATC 2020, section 7)
+
+
+class StageTables(NamedTuple):
+    """Costs of a worker's k stages, of which each is some of N blocks, for a micro-batch.
+
+    ``seconds`` [k, N + 1]: of the first 0 to N blocks on the stage's device. ``received_forward`` and
+    ``received_backward`` [k, N + 1]: of receiving activations where the stage begins, and gradients where it ends.
+    ``fixed_bytes`` and ``stash_bytes`` [N + 1]: of the first blocks. ``input_bytes`` [N + 1]: before each block.
+    ``working_bytes`` [N]. ``held`` [k]: micro-batches in flight. ``memory_bytes`` [k]. ``recompute``: stages stash only
+    their inputs.
+    """
+
+    seconds: Floats
+    received_forward: Floats
+    received_backward: Floats
+    fixed_bytes: Floats
+    stash_bytes: Floats
+    input_bytes: Floats
+    working_bytes: Floats
+    held: Floats
+    memory_bytes: Floats
+    recompute: bool
+
+
+def partition(tables: StageTables) -> tuple[float, tuple[int, ...]] | None:
+    """Return the least largest time of a stage, and the k + 1 bounds of the stages in blocks; None if nothing fits.
+
+    Every stage has at least one block. Of equal times the earlier stages have as few blocks as possible.
+    """
+    best, begin = _fill(tables)
+    stages, blocks = len(tables.held), len(tables.working_bytes)
+    if not np.isfinite(best[stages, blocks]):
+        return None
+    bounds = [blocks]
+    for stage in range(stages, 0, -1):
+        bounds.append(int(begin[stage, bounds[-1]]))
+    return float(best[stages, blocks]), tuple(reversed(bounds))
+
+
+@compiled
+def _fill(t: StageTables) -> tuple[Floats, Integers]:
+    """Return the least largest time of the first s stages with the first j blocks, and where the last begins."""
+    stages, blocks = len(t.held), len(t.working_bytes)
+    best = np.full((stages + 1, blocks + 1), np.inf)
+    begin = np.zeros((stages + 1, blocks + 1), np.int64)
+    best[0, 0] = 0.0
+    for s in range(1, stages + 1):
+        for j in range(s, blocks - (stages - s) + 1):
+            working = 0.0
+            for i in range(j - 1, s - 2, -1):
+                working = max(working, t.working_bytes[i])
+                stash = t.stash_bytes[j] - t.stash_bytes[i]
+                held = t.held[s - 1] * (t.input_bytes[i] if t.recompute else stash)
+                more = stash if t.recompute else 0.0
+                if t.fixed_bytes[j] - t.fixed_bytes[i] + working + held + more > t.memory_bytes[s - 1]:
+                    if t.recompute:
+                        continue  # a longer stage may have smaller inputs
+                    break
+                seconds = t.seconds[s - 1, j] - t.seconds[s - 1, i]
+                seconds += t.received_forward[s - 1, i] + t.received_backward[s - 1, j]
+                largest = max(best[s - 1, i], seconds)
+                if largest < best[s, j]:
+                    best[s, j], begin[s, j] = largest, i
+    return best, begin

@@ -1,0 +1,167 @@
+"""PipeDream's prediction of a plan: its throughput and its number of minibatches in flight (sections 3.1 and 3.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dapple_tf.errors import PlanError
+from dapple_tf.planner.systems.hierarchy import Hierarchy
+from dapple_tf.plans import StagePlan
+from dapple_tf.simulator.compiled import compiled
+from profiler.profile import Profile
+
+
+@dataclass(frozen=True)
+class PipedreamPrediction:
+    """The steady state of a plan by PipeDream's formulas.
+
+    ``minibatch_seconds``: the time between the ends of two minibatches of ``minibatch_size`` samples, A^L(0 -> N, m_L)
+    of the plan. ``noam``: the minibatches in flight per replica of the first stage.
+    """
+
+    minibatch_seconds: float
+    minibatch_size: int
+    noam: int
+
+    @property
+    def samples_per_second(self) -> float:
+        """The throughput; infinite for a model whose layers take no time."""
+        return self.minibatch_size / self.minibatch_seconds if self.minibatch_seconds else float("inf")
+
+
+def predict_throughput(
+    stages: Sequence[StagePlan], profile: Profile, hierarchy: Hierarchy, minibatch_size: int | None = None
+) -> PipedreamPrediction:
+    """Return the steady state of ``stages`` by the formulas of section 3.1.
+
+    ``minibatch_size``: samples of a minibatch, which one replica of each stage computes; by default the profile's
+    batch, as in the paper. A stage alone on m components of level k, or stages that are divided alike within each of
+    them, take T^k; a boundary between components takes 2 a / B_k. Raises PlanError if some components that stages
+    share are divided otherwise: with ``hierarchy.flatten()``, which has one level, every plan of one stage per device
+    has a prediction.
+    """
+    size = profile.batch_size if minibatch_size is None else check_minibatch_size(minibatch_size)
+    index_of = {device: index for index, device in enumerate(hierarchy.devices)}
+    _check_devices(stages, index_of)
+    seconds = profile.forward_seconds(size) + profile.backward_seconds(size)
+    costs = _Costs(
+        hierarchy,
+        np.concatenate([[0.0], np.cumsum(seconds)]).tolist(),
+        np.concatenate([[0.0], np.cumsum(profile.parameter_bytes)]).tolist(),
+        [0.0, *(profile.crossing_bytes() * (size / profile.batch_size)).tolist()],
+    )
+    parts = [
+        _Part(index, stage.first_layer, stage.last_layer, tuple(sorted(index_of[device] for device in stage.devices)))
+        for index, stage in enumerate(stages)
+    ]
+    slowest = costs.slowest(len(hierarchy.levels), parts)
+    return PipedreamPrediction(slowest, size, count_active_minibatches([stage.replicas for stage in stages]))
+
+
+def count_active_minibatches(replicas: Sequence[int]) -> int:
+    """Return NOAM (section 3.2): ceil(workers / replicas of the first stage); ``replicas``: of each stage."""
+    return -(-sum(replicas) // replicas[0])
+
+
+def check_minibatch_size(size: object) -> int:
+    """Return the samples of a minibatch; PlanError unless they are a whole number of at least 1."""
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise PlanError(f"minibatch_size is {size!r}, not a whole number of at least 1")
+    return size
+
+
+@compiled
+def replicated_seconds(inner: float, parameter_bytes: float, bandwidth: float, m: int) -> float:
+    """Return T^k as printed in section 3.1: max(inner, 2 (m - 1) bytes / B_k) / m, in seconds per minibatch.
+
+    ``inner``: A^(k-1) of the stage's layers. ``m``: components of level k - 1. The text on the profiler disagrees with
+    the formula: there each worker sends (m - 1) / m of the parameters' bytes and receives as many while m minibatches
+    are computed, 2 (m - 1) / m x bytes / B_k, which is m times less than the second term of the printed maximum. The
+    printed formula is used.
+    """
+    return max(inner, 2 * (m - 1) * parameter_bytes / bandwidth) / m
+
+
+def _check_devices(stages: Sequence[StagePlan], known: Container[int]) -> None:
+    """Raise PlanError unless the stages are on different devices, which are all ``known``."""
+    stage_of: dict[int, int] = {}
+    for index, stage in enumerate(stages):
+        for device in stage.devices:
+            if device not in known:
+                raise PlanError(f"stage {index} is on device {device}, which the hierarchy does not have")
+            if stage_of.setdefault(device, index) != index:
+                raise PlanError(
+                    f"stages {stage_of[device]} and {index} share device {device}: PipeDream's formulas are for one "
+                    "stage per device"
+                )
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A stage, or what of it lies in one component; ``indices`` count from the first device of the component."""
+
+    index: int
+    first_layer: int
+    last_layer: int
+    indices: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Costs:
+    """Prefix sums over layers (seconds of a minibatch, parameter bytes), and the bytes that enter each layer's cut."""
+
+    hierarchy: Hierarchy
+    seconds: list[float]
+    parameters: list[float]
+    crossing: list[float]
+
+    def slowest(self, level: int, parts: Sequence[_Part]) -> float:
+        """Return the seconds per minibatch of the slowest of ``parts``, which share one component of ``level``."""
+        first, last = parts[0].first_layer, parts[-1].last_layer
+        if level == 0:  # one device, and so one stage
+            return self.seconds[last + 1] - self.seconds[first]
+        size, bandwidth = self.hierarchy.sizes[level - 1], self.hierarchy.levels[level - 1].bandwidth
+        found = []
+        for group in _divide(level, parts, size):
+            first, last = group[0].first_layer, group[-1].last_layer
+            components = sorted({i // size for i in group[0].indices})
+            inner = [self.slowest(level - 1, [_within(part, c, size) for part in group]) for c in components]
+            parameters = self.parameters[last + 1] - self.parameters[first]
+            found.append(replicated_seconds(max(inner), parameters, bandwidth, len(components)))
+            if first > parts[0].first_layer:
+                found.append(2 * self.crossing[first] / bandwidth)
+        return max(found)
+
+
+def _divide(level: int, parts: Sequence[_Part], size: int) -> list[list[_Part]]:
+    """Return the parts in groups that are on the same components of ``size`` devices, one group on each."""
+    groups: list[list[_Part]] = []
+    owner: dict[int, int] = {}  # the group of each component
+    for part in parts:
+        components = {i // size for i in part.indices}
+        alike = bool(groups) and components == {i // size for i in groups[-1][0].indices}
+        if not alike:
+            groups.append([])
+        groups[-1].append(part)
+        for component in components:
+            if owner.setdefault(component, len(groups) - 1) != len(groups) - 1:
+                raise _refuse(part, level)
+        if len({len(_within(part, component, size).indices) for component in components}) > 1:
+            raise _refuse(part, level)
+    return groups
+
+
+def _within(part: _Part, component: int, size: int) -> _Part:
+    """Return what of a part lies in one component of ``size`` devices."""
+    indices = tuple(i % size for i in part.indices if i // size == component)
+    return _Part(part.index, part.first_layer, part.last_layer, indices)
+
+
+def _refuse(part: _Part, level: int) -> PlanError:
+    return PlanError(
+        f"stage {part.index} divides components of level {level - 1} otherwise than the hierarchy allows: stages that "
+        "share components must have the same ones, and equally many devices of each; use hierarchy.flatten()"
+    )
