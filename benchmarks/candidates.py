@@ -9,6 +9,7 @@ import numpy as np
 from benchmarks.published import stages_of
 from dapple_tf.planner.baselines import data_parallel, even_pipeline
 from dapple_tf.planner.planning_problem import Candidate, PlanningProblem
+from dapple_tf.simulator.arrays import prefix_sums
 from dapple_tf.simulator.transfer import allreduce_cost, link_tables, transfer_cost
 
 
@@ -66,7 +67,7 @@ def _bounds(problem: PlanningProblem) -> Iterator[tuple[float, int, int, int]]:
             first = m * (forward[0] + backward[0]) + exposed[0]
             end = np.maximum(exposed[1], send + backward[0] + exposed[0])
             second = forward[0] + send + m * (forward[1] + backward[1]) + end
-            held = parameters * (2 + problem.optimizer_slots) + (0 if problem.recompute else stash * scale / counts)
+            held = parameters * problem.values_per_weight + (0 if problem.recompute else stash * scale / counts)
             bound = np.maximum(first, second) * (1 - 1e-9)
             for i in np.flatnonzero((held <= problem.cluster.least_memory).all(axis=0)):
                 yield float(bound[i]), size, r, int(cuts[i])
@@ -74,5 +75,5 @@ def _bounds(problem: PlanningProblem) -> Iterator[tuple[float, int, int, int]]:
 
 def _both(values: object, cuts: np.ndarray) -> np.ndarray:
     """Return the sums before and after each cut."""
-    sums = np.concatenate([[0.0], np.cumsum(np.asarray(values, np.float64))])
+    sums = prefix_sums(np.asarray(values, np.float64))
     return np.array([sums[cuts], sums[-1] - sums[cuts]])

@@ -29,6 +29,11 @@ class Chain:
     splittable: npt.NDArray[np.bool_]
 
     @property
+    def boundary_bytes(self) -> Floats:
+        """The bytes that cross the cut before each block and behind the last: ``crossing_bytes`` between two 0."""
+        return np.concatenate([[0.0], self.crossing_bytes, [0.0]])
+
+    @property
     def batch_size(self) -> int:
         """Samples of the profile's batch."""
         return self.profile.batch_size

@@ -23,10 +23,10 @@ def fit_memory(problem: PlanningProblem, micro_batch_size: int | None = None) ->
     chain = problem.chain
     scale = size / problem.profile.batch_size
     starts, replicas = _fit(
-        np.array(chain.parameter_bytes * (2.0 + problem.optimizer_slots)),
+        np.array(chain.parameter_bytes * problem.values_per_weight),
         np.array(chain.stash_bytes * scale),
         np.array(chain.working_bytes * scale),
-        np.concatenate([[0.0], chain.crossing_bytes * scale]) * bool(problem.recompute),
+        chain.boundary_bytes[:-1] * scale * bool(problem.recompute),
         np.concatenate([[True], chain.splittable]),
         usable_bytes(problem.cluster.least_memory),
         min(size, _MOST_REPLICAS),
@@ -118,6 +118,6 @@ def _fit(
 def may_bind(problem: PlanningProblem) -> bool:
     """Return whether the memory can rule a plan out: one device cannot hold the model and all of a step's stash."""
     chain, scale = problem.chain, problem.global_batch_size / problem.profile.batch_size
-    fixed = float(chain.parameter_bytes.sum()) * (2 + problem.optimizer_slots)
+    fixed = float(chain.parameter_bytes.sum()) * problem.values_per_weight
     held = float(chain.stash_bytes.sum() + chain.working_bytes.max()) * scale
     return fixed + held > usable_bytes(problem.cluster.least_memory)

@@ -19,7 +19,7 @@ from dapple_tf.plans import Plan, StagePlan, check_workers
 from dapple_tf.simulator.contention import Flows, plan_flows
 from dapple_tf.simulator.costs import CostModel
 from dapple_tf.simulator.interrupts import check_stop
-from dapple_tf.simulator.memory import usable_bytes
+from dapple_tf.simulator.memory import usable_bytes, values_per_weight
 from dapple_tf.simulator.memory_limit import fit_to_one_limit
 from dapple_tf.simulator.simulate import simulate
 from dapple_tf.timeline.timeline import SimulatedTimeline
@@ -225,6 +225,11 @@ class PlanningProblem:
     @cached_property
     def _flows(self) -> dict[tuple[tuple[tuple[int, ...], tuple[int, ...]], ...], Flows]:
         return {}
+
+    @property
+    def values_per_weight(self) -> float:
+        """How many values a device keeps of each weight; see ``simulator.memory.values_per_weight``."""
+        return values_per_weight(self.optimizer_slots)
 
     def evaluate_all_sizes(
         self, stages: Sequence[StagePlan], origin: str, recompute: bool | tuple[int, ...] = False

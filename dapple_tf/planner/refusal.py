@@ -130,7 +130,7 @@ def _largest_stage(problem: PlanningProblem, size: int, devices: int) -> tuple[f
     ``size``: samples of the one micro-batch in flight.
     """
     chain, scale = problem.chain, size / problem.profile.batch_size
-    fixed = chain.parameter_bytes * (2 + problem.optimizer_slots)
+    fixed = chain.parameter_bytes * problem.values_per_weight
     starts = even_starts(fixed + chain.stash_bytes * scale, min(devices, len(fixed)))
     needs = []
     for first, end in zip(starts, [*starts[1:], len(fixed)], strict=True):

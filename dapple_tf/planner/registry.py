@@ -28,9 +28,9 @@ from dapple_tf.planner.systems import (
 from dapple_tf.simulator.interrupts import interruptible
 from profiler.quote import quote
 
-# Importing these has registered their planners. The names in messages: "best", the paper's, and the others by name.
+# Importing these has registered their planners. In messages the usual ones come first, then the others by name.
 _MODULES = (best, dapple, alpa_inter, autopipe, bapipe, even, hetpipe, pipedream, piper, simple, spp, torchgpipe)
-_FIRST = ("best", "dapple")
+_FIRST = ("best", "dapple", "dp", "gpipe", "pipedream")
 PLANNERS: Mapping[str, Callable[..., PlannerResult | None]] = {
     name: REGISTERED[name].plan for name in (*_FIRST, *sorted(REGISTERED.keys() - _FIRST))
 }

@@ -1,4 +1,4 @@
-"""The types of arrays in the simulator and the planner."""
+"""The types of arrays in the simulator and the planner, and sums of parts of them."""
 
 from __future__ import annotations
 
@@ -9,3 +9,14 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.integer[Any]]
+
+
+def prefix_sums(values: Floats) -> Floats:
+    """Return the sums of the first 0, 1, ... entries along the last axis, which gets one longer."""
+    return np.concatenate([np.zeros((*values.shape[:-1], 1)), np.cumsum(values, axis=-1)], axis=-1)
+
+
+def run_sums(values: Floats) -> Floats:
+    """Return the sums of entries i to j (inclusive), [N, N]; 0 where j < i."""
+    sums = prefix_sums(values)
+    return np.triu(sums[None, 1:] - sums[:-1, None])

@@ -9,6 +9,7 @@ import numpy as np
 from dapple_tf.plans import Plan, StagePlan
 from dapple_tf.simulator.arrays import Floats
 from dapple_tf.simulator.link_costs import LinkCosts
+from dapple_tf.simulator.memory import values_per_weight
 from dapple_tf.simulator.slowest_replica import ReplicaSeconds
 from dapple_tf.simulator.transfer import ring_seconds
 from dapple_tf.timeline.stage_costs import StageCosts
@@ -93,7 +94,7 @@ class CostModel:
                     send_backward_seconds=send,
                     allreduce_seconds=total,
                     exposed_seconds=exposed_seconds(gradients, np.array(rings)) if plan.overlap else total,
-                    fixed_bytes=trained * (2 + optimizer_slots),
+                    fixed_bytes=trained * values_per_weight(optimizer_slots),
                     stash_bytes=stashed * scale / parts,
                     working_bytes=work * scale / parts,
                     weights_seconds=float(backward.weights.sum()) if splits else 0.0,

@@ -41,6 +41,11 @@ def memory_over_time(execution: Execution, stage: int) -> tuple[Floats, Floats]:
     return np.array(times), base + in_flight.cumsum(axis=0) @ np.array([stash for _, stash in columns])
 
 
+def values_per_weight(optimizer_slots: int) -> float:
+    """Return how many values a device keeps of each weight: itself, its gradient, and the optimizer's slots."""
+    return 2.0 + optimizer_slots
+
+
 def usable_bytes(device_memory: float) -> float:
     """Return the bytes of a device's memory, and a little more (less than a byte), for sums of bytes are rounded."""
     return device_memory * (1 + 1e-12)

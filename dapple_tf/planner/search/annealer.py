@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from dapple_tf.planner.planning_problem import PlanningProblem
 from dapple_tf.planner.systems.device_order import list_devices
 from dapple_tf.plans import Plan, StagePlan
+from dapple_tf.simulator.arrays import prefix_sums
 from dapple_tf.simulator.interrupts import check_stop, stop_flag
 from dapple_tf.simulator.memory import usable_bytes
 from dapple_tf.simulator.native.library import load_library
@@ -110,7 +111,7 @@ class Annealer:
         blocks = len(chain.parameter_bytes)
 
         def by_block(rows: NDArray[np.float64]) -> NDArray[np.float64]:
-            return _sums(np.add.reduceat(rows, positions[:blocks], axis=-1))
+            return prefix_sums(np.add.reduceat(rows, positions[:blocks], axis=-1))
 
         lines = [{field: _lines(own, field) for field in ("forward", "backward")} for own in profiles]
         forward, backward = ([of_kind[field] for of_kind in lines] for field in ("forward", "backward"))
@@ -130,10 +131,10 @@ class Annealer:
             len(sizes),
             array(measured if len(measured) > 1 else ()),
             *(array([by_block(each[part]) for each in of]) for of in (forward, backward) for part in (0, 1)),
-            array(_sums(chain.parameter_bytes)),
-            array(_sums(chain.stash_bytes)),
+            array(prefix_sums(chain.parameter_bytes)),
+            array(prefix_sums(chain.stash_bytes)),
             array(chain.working_bytes),
-            array([0.0, *chain.crossing_bytes, 0.0]),
+            array(chain.boundary_bytes),
             array([True, *chain.splittable, True], np.uint8),
             *(array([each[part] for each in backward]) for part in (0, 1)),
             array(profile.parameter_bytes),
@@ -150,7 +151,7 @@ class Annealer:
             array(sizes, np.int64),
             array(problem.global_batch_size // sizes, np.int64),
             float(profile.batch_size),
-            2.0 + problem.optimizer_slots,
+            problem.values_per_weight,
             *(problem.overlap, problem.contention, problem.whole_rows, bool(problem.recompute)),
             *(may_recompute and not problem.recompute, links.has_own),
             *(slope, stages or 0, problem.least_rows, len(may_have) - 1),
@@ -271,7 +272,3 @@ def _lines(profile: Profile, direction: str) -> tuple[NDArray[np.float64], NDArr
     every = [below, *slopes, slopes[-1]]
     through = [(sizes[0], seconds[0]), *zip(sizes, seconds, strict=True)]
     return np.array([y - slope * n for (n, y), slope in zip(through, every, strict=True)]), np.array(every)
-
-
-def _sums(rows: NDArray[np.float64]) -> NDArray[np.float64]:
-    return np.concatenate([np.zeros((*rows.shape[:-1], 1)), np.cumsum(rows, axis=-1)], axis=-1)

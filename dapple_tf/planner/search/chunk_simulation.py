@@ -15,7 +15,7 @@ from dapple_tf.planner.search.balanced_cuts import even_sums, least_squares
 from dapple_tf.planner.search.chunk_shapes import ChunkShape, Groups, list_worker_placements
 from dapple_tf.planner.step_simulation import StageCostArrays, order_seconds
 from dapple_tf.plans import StagePlan
-from dapple_tf.simulator.arrays import Floats, Integers
+from dapple_tf.simulator.arrays import Floats, Integers, prefix_sums
 from dapple_tf.simulator.compiled import call_from_compiled, compiled
 from dapple_tf.simulator.costs import exposed_of
 from dapple_tf.simulator.held_stash import row_peak, worker_peaks
@@ -223,23 +223,19 @@ def _block_costs(problem: PlanningProblem, size: int, replicas: int, splits: boo
     weights = chain.weights_seconds(samples) if splits else np.zeros(len(forward))
     gradients = profile.weights_seconds(samples) if splits else profile.backward_seconds(samples)
     return BlockCosts(
-        forward=_sums(forward),
-        backward=_sums(backward + forward if recompute else backward),
-        weights=_sums(weights),
-        fixed_bytes=_sums(chain.parameter_bytes * (2.0 + problem.optimizer_slots)),
-        stash_bytes=_sums(chain.stash_bytes * samples / profile.batch_size),
+        forward=prefix_sums(forward),
+        backward=prefix_sums(backward + forward if recompute else backward),
+        weights=prefix_sums(weights),
+        fixed_bytes=prefix_sums(chain.parameter_bytes * problem.values_per_weight),
+        stash_bytes=prefix_sums(chain.stash_bytes * samples / profile.batch_size),
         working_bytes=chain.working_bytes * samples / profile.batch_size,
-        boundary_bytes=np.concatenate([[0.0], chain.crossing_bytes, [0.0]]) * scale,
+        boundary_bytes=chain.boundary_bytes * scale,
         parameter_bytes=np.asarray(profile.parameter_bytes, np.float64),
         gradients=np.asarray(gradients if problem.overlap else (), np.float64),
         positions=np.array(chain.positions, np.int64),
         fullest=samples / size,
         recompute=recompute,
     )
-
-
-def _sums(costs: Floats) -> Floats:
-    return np.concatenate([[0.0], np.cumsum(costs)])
 
 
 @compiled

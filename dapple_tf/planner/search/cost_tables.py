@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dapple_tf.planner.search.search_space import SearchSpace
-from dapple_tf.simulator.arrays import Floats, Integers
+from dapple_tf.simulator.arrays import Floats, Integers, prefix_sums
 from dapple_tf.simulator.compiled import compiled
-from dapple_tf.simulator.memory import usable_bytes
+from dapple_tf.simulator.memory import usable_bytes, values_per_weight
 from dapple_tf.simulator.transfer import LinkTables, ring_seconds
 
 
@@ -87,15 +87,15 @@ def make_cost_tables(
     exposed, exposed_row = _exposed_tables(space, gradients, row, overlap)
     scale = micro_batch_size / chain.batch_size
     return CostTables(
-        forward=_prefix_sums(forward),
-        backward=_prefix_sums(backward),
-        weights=_prefix_sums(weights),
+        forward=prefix_sums(forward),
+        backward=prefix_sums(backward),
+        weights=prefix_sums(weights),
         least_remaining=np.append(np.cumsum(device_seconds[::-1])[::-1], 0.0),
-        parameter_bytes=_prefix_sums(chain.parameter_bytes),
+        parameter_bytes=prefix_sums(chain.parameter_bytes),
         trained=np.concatenate([[0], np.cumsum(chain.parameter_bytes > 0)]),
-        stash_bytes=_prefix_sums(chain.stash_bytes) * scale,
+        stash_bytes=prefix_sums(chain.stash_bytes) * scale,
         working_bytes=chain.working_bytes * scale,
-        boundary_bytes=np.concatenate([[0.0], chain.crossing_bytes, [0.0]]) * scale,
+        boundary_bytes=chain.boundary_bytes * scale,
         splittable=np.concatenate([[True], chain.splittable, [True]]),
         replicas=replicas,
         seconds_row=row,
@@ -114,7 +114,7 @@ def make_cost_tables(
         micro_batches=global_batch_size // micro_batch_size,
         micro_batch_size=micro_batch_size,
         memory_bytes=usable_bytes(space.cluster.least_memory),
-        fixed_bytes_per_parameter_byte=2.0 + optimizer_slots,
+        fixed_bytes_per_parameter_byte=values_per_weight(optimizer_slots),
         recompute=recompute,
     )
 
@@ -154,9 +154,3 @@ def _fill_exposed(exposed: Floats, gradients: Floats, allreduce: Floats, positio
                 ready += gradients[layer]
                 done = max(done, ready) + allreduce[layer]
             exposed[first, end] = max(0.0, done - ready)
-
-
-def _prefix_sums(rows: Floats) -> Floats:
-    """Return the sums of the first 0, 1 ... entries along the last axis."""
-    zero = np.zeros((*rows.shape[:-1], 1))
-    return np.concatenate([zero, np.cumsum(rows, axis=-1)], axis=-1)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from dapple_tf.planner.planning_problem import PlanningProblem
 from dapple_tf.planner.search.search_space import coarsen
 from dapple_tf.plans import StagePlan
-from dapple_tf.simulator.arrays import Floats, Integers
+from dapple_tf.simulator.arrays import Floats, Integers, prefix_sums
 from dapple_tf.simulator.compiled import call_from_compiled, compiled, compiled_part
 from dapple_tf.simulator.memory import usable_bytes
 from dapple_tf.simulator.transfer import allreduce_cost, link_tables, ring_seconds, transfer_cost
@@ -116,23 +116,19 @@ def _make_costs(
     for group in range(1, groups) if transfers else ():
         border[group] = transfer_cost([homes[bounds[group] - 1]], [homes[bounds[group]]], tables)
     return _Costs(
-        compute=_sums(np.array(compute)),
-        devices_before=_sums(np.array(count, np.float64))[:, bounds].astype(np.int64),
+        compute=prefix_sums(np.array(compute)),
+        devices_before=prefix_sums(np.array(count, np.float64))[:, bounds].astype(np.int64),
         memory=np.array([usable_bytes(cluster.memory_of(device)) for device in of_kind]),
         ring=ring,
         transfer=border * micro_batches,
-        parameter_bytes=_sums(chain.parameter_bytes),
-        boundary_bytes=np.concatenate([[0.0], chain.crossing_bytes]) * scale,
-        stash_bytes=_sums(chain.stash_bytes) * scale,
+        parameter_bytes=prefix_sums(chain.parameter_bytes),
+        boundary_bytes=chain.boundary_bytes[:-1] * scale,
+        stash_bytes=prefix_sums(chain.stash_bytes) * scale,
         working_bytes=chain.working_bytes * scale,
         splittable=np.concatenate([[True], chain.splittable]),
-        fixed_bytes_per_parameter_byte=2.0 + problem.optimizer_slots,
+        fixed_bytes_per_parameter_byte=problem.values_per_weight,
         recompute=bool(problem.recompute),
     )
-
-
-def _sums(rows: Floats) -> Floats:
-    return np.concatenate([np.zeros((*rows.shape[:-1], 1)), np.cumsum(rows, axis=-1)], axis=-1)
 
 
 @compiled_part

@@ -15,7 +15,7 @@ from dapple_tf.planner.registration import planner
 from dapple_tf.planner.search.search_space import coarsen
 from dapple_tf.planner.systems.alpa_search import MeshCosts, count_steps, slice_operators
 from dapple_tf.plans import StagePlan
-from dapple_tf.simulator.arrays import Floats
+from dapple_tf.simulator.arrays import run_sums
 from dapple_tf.simulator.memory import usable_bytes
 from profiler.linearise import Chain, without_unsplittable_cuts
 
@@ -98,29 +98,23 @@ def mesh_costs(problem: PlanningProblem, chain: Chain, meshes: Submeshes, size: 
     A submesh of more devices than the micro-batch has samples takes infinitely long.
     """
     micro_batches, scale = problem.global_batch_size // size, size / chain.batch_size
-    parameters = _runs(chain.parameter_bytes)
+    parameters = run_sums(chain.parameter_bytes)
     seconds = np.full((len(meshes.shapes), *parameters.shape), np.inf)
     fixed, stash = np.zeros(seconds.shape), np.zeros(seconds.shape)
-    inputs = np.concatenate([[0.0], chain.crossing_bytes])[:, None] * scale
+    inputs = chain.boundary_bytes[:-1, None] * scale
     working = np.maximum.accumulate(np.tril(np.ones(parameters.shape)).T * chain.working_bytes, axis=1)
     for c, (r, bandwidth) in enumerate(zip(meshes.sizes, meshes.bandwidths, strict=True)):
         if r > size:
             continue
-        forward, backward = (_runs(row) for row in chain.block_seconds(size / r))
-        kept = _runs(chain.stash_bytes) * (scale / r)
+        forward, backward = (run_sums(row) for row in chain.block_seconds(size / r))
+        kept = run_sums(chain.stash_bytes) * (scale / r)
         again = bool(problem.recompute)
         seconds[c] = forward + backward + (forward if again else 0.0)
         seconds[c] += 2 * (r - 1) / r * parameters / bandwidth / micro_batches
-        fixed[c] = parameters * (2 + problem.optimizer_slots) + working * (scale / r) + (kept if again else 0.0)
+        fixed[c] = parameters * problem.values_per_weight + working * (scale / r) + (kept if again else 0.0)
         stash[c] = inputs / r if again else kept
     memory = usable_bytes(problem.cluster.least_memory)
     return MeshCosts(seconds, fixed, stash, np.array(meshes.sizes), problem.cluster.devices, micro_batches, memory)
-
-
-def _runs(values: Floats) -> Floats:
-    """Return the sums of blocks i to j (inclusive), [K, K]; 0 where j < i."""
-    sums = np.concatenate([[0.0], np.cumsum(values)])
-    return np.triu(sums[None, 1:] - sums[:-1, None])
 
 
 def _limit_layers(chain: Chain, meshes: Submeshes) -> Chain:

@@ -17,6 +17,7 @@ from dapple_tf.planner.registration import planner
 from dapple_tf.planner.search.search_space import coarsen
 from dapple_tf.planner.systems.autopipe_partition import Blocks, Simulated, search_scheme
 from dapple_tf.plans import StagePlan
+from dapple_tf.simulator.arrays import prefix_sums
 from dapple_tf.simulator.transfer import link_tables, transfer_cost
 from graph_passes.schedules.slicer import count_slices, slice_sizes, sliced_1f1b
 from profiler.linearise import Chain, cut_chain
@@ -114,7 +115,7 @@ def _slice(problem: PlanningProblem, candidate: Candidate, found: Simulated, blo
     # With one measured size time is proportional to the samples: two halves compute as long as one micro-batch. A stage
     # starts after half a micro-batch at the earliest, and its last backward is followed by those of the stages before.
     linear = len(problem.profile.measured_sizes) == 1
-    around = np.concatenate([[0.0], np.cumsum(f / 2 + b)[:-1]])
+    around = prefix_sums(f / 2 + b)[:-1]
     if linear and float((around + blocks.micro_batches * (f + b)).max()) >= problem.ceiling:
         return candidate
     schedule = sliced_1f1b(depth, blocks.micro_batches, count)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dapple_tf.planner.systems.autopipe_simulator import simulate_1f1b
-from dapple_tf.simulator.arrays import Floats
+from dapple_tf.simulator.arrays import Floats, prefix_sums
 from dapple_tf.simulator.compiled import compiled
 
 Scheme = tuple[int, ...]
@@ -60,8 +60,8 @@ class _Search:
 
     def __init__(self, blocks: Blocks, stages: int) -> None:
         self.blocks, self.stages = blocks, stages
-        self.forward = np.concatenate([[0.0], np.cumsum(blocks.forward)])
-        self.backward = np.concatenate([[0.0], np.cumsum(blocks.backward)])
+        self.forward = prefix_sums(blocks.forward)
+        self.backward = prefix_sums(blocks.backward)
         self.cuts = _balance(blocks.forward + blocks.backward, stages)[1]
         self.known: dict[Scheme, Simulated] = {}
 

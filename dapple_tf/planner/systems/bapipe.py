@@ -27,7 +27,7 @@ from dapple_tf.planner.systems.bapipe_partition import (
     slowest,
 )
 from dapple_tf.plans import StagePlan
-from dapple_tf.simulator.arrays import Floats, Integers
+from dapple_tf.simulator.arrays import Floats, Integers, prefix_sums
 from dapple_tf.simulator.compiled import compiled, compiled_part
 from dapple_tf.simulator.compiled_engine import step_seconds
 from dapple_tf.simulator.memory import usable_bytes
@@ -178,7 +178,7 @@ def _make_network(problem: PlanningProblem, chain: Chain, size: int) -> _Network
             rows = profile.forward_seconds(size), profile.backward_seconds(size)
             forward, backward = (np.add.reduceat(row, chain.positions[:-1]) for row in rows)
             backward = backward + forward if problem.recompute else backward
-            by_kind[kind] = tuple(np.concatenate([[0.0], np.cumsum(row)]) for row in (forward, backward))
+            by_kind[kind] = tuple(prefix_sums(row) for row in (forward, backward))
     sums = [by_kind[kind] for kind in cluster.device_kinds[:count]]
     return _Network(
         chain,
@@ -192,12 +192,12 @@ def _make_network(problem: PlanningProblem, chain: Chain, size: int) -> _Network
 def _make_accelerators(problem: PlanningProblem, network: _Network, size: int, schedule: str) -> Accelerators:
     """Return what a partition of the network needs to know; re-computed layers have no stash."""
     chain, scale = network.chain, size / network.chain.batch_size
-    stash = np.concatenate([[0.0], np.cumsum(chain.stash_bytes)]) * scale
+    stash = prefix_sums(chain.stash_bytes) * scale
     count = len(network.forward)
     return Accelerators(
         network.forward + network.backward,
         np.array([usable_bytes(memory) for memory in problem.cluster.memories[:count]]),
-        np.concatenate([[0.0], np.cumsum(chain.parameter_bytes)]) * (2 + problem.optimizer_slots),
+        prefix_sums(chain.parameter_bytes) * problem.values_per_weight,
         np.zeros_like(stash) if problem.recompute else stash,
         chain.working_bytes * scale,
         in_flight(schedule, count, problem.global_batch_size // size),

@@ -13,6 +13,7 @@ from dapple_tf.planner.planning_problem import Candidate, PlannerResult, Plannin
 from dapple_tf.planner.registration import planner
 from dapple_tf.planner.search.chunk_shapes import ChunkShape, list_shapes
 from dapple_tf.plans import StagePlan
+from dapple_tf.simulator.arrays import prefix_sums
 from graph_passes.schedules.worker_map import WorkerMap
 from profiler.device_costs import profiles_on
 
@@ -102,7 +103,7 @@ def _least_seconds(problem: PlanningProblem, shape: ChunkShape, stages: Sequence
     samples = size / shape.replicas
     kinds = profiles_on(problem.profile, problem.cluster)
     seconds = np.min([kind.forward_seconds(samples) + kind.backward_seconds(samples) for kind in kinds], axis=0)
-    sums = np.concatenate([[0.0], np.cumsum(seconds)])
+    sums = prefix_sums(seconds)
     own = [sums[stage.last_layer + 1] - sums[stage.first_layer] for stage in stages]
     busiest = np.bincount(shape.workers.worker_of, own).max()
     return float(busiest) * (problem.global_batch_size // size) * (1 - 1e-9)

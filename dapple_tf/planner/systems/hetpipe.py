@@ -13,7 +13,7 @@ from dapple_tf.errors import PlanError
 from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem
 from dapple_tf.planner.registration import planner
 from dapple_tf.plans import StagePlan
-from dapple_tf.simulator.arrays import Floats, Integers
+from dapple_tf.simulator.arrays import Floats, Integers, prefix_sums
 from dapple_tf.simulator.compiled import compiled
 from dapple_tf.simulator.memory import usable_bytes
 from dapple_tf.simulator.virtual_workers import simulate_workers
@@ -209,7 +209,7 @@ def stage_tables(problem: PlanningProblem, order: Worker, samples: int, micro_ba
     """Return the costs of a worker's stages for micro-batches of ``samples``, in the ``order`` of its devices."""
     chain, cluster, scale = problem.chain, problem.cluster, samples / problem.profile.batch_size
     again = bool(problem.recompute)
-    crossing = np.concatenate([[0.0], chain.crossing_bytes, [0.0]]) * scale
+    crossing = chain.boundary_bytes * scale
     links = [cluster.link(cluster.homes[a], cluster.homes[b]) for a, b in itertools.pairwise(order)]
     sent = [link.latency + crossing / link.bandwidth for link in links]
     nothing = np.zeros(len(crossing))
@@ -217,8 +217,8 @@ def stage_tables(problem: PlanningProblem, order: Worker, samples: int, micro_ba
         seconds=np.array([_block_sums(chain, profile_on(problem.profile, cluster, d), samples, again) for d in order]),
         received_forward=np.array([nothing, *sent]),
         received_backward=np.array([*sent, nothing]),
-        fixed_bytes=np.concatenate([[0.0], np.cumsum(chain.parameter_bytes)]) * (2 + problem.optimizer_slots),
-        stash_bytes=np.concatenate([[0.0], np.cumsum(chain.stash_bytes)]) * scale,
+        fixed_bytes=prefix_sums(chain.parameter_bytes) * problem.values_per_weight,
+        stash_bytes=prefix_sums(chain.stash_bytes) * scale,
         input_bytes=crossing,
         working_bytes=chain.working_bytes * scale,
         held=np.array([min(len(order) - index, micro_batches) for index in range(len(order))], np.float64),
@@ -230,7 +230,7 @@ def stage_tables(problem: PlanningProblem, order: Worker, samples: int, micro_ba
 def _block_sums(chain: Chain, profile: Profile, samples: int, again: bool) -> Floats:
     """Return the seconds of the first 0, 1 ... blocks on a device."""
     seconds = profile.forward_seconds(samples) * (2 if again else 1) + profile.backward_seconds(samples)
-    return np.concatenate([[0.0], np.cumsum(np.add.reduceat(seconds, chain.positions[:-1]))])
+    return prefix_sums(np.add.reduceat(seconds, chain.positions[:-1]))
 
 
 # --- HetPipe's partition of layers over the devices of a virtual worker (Park et al., USENIX ATC 2020, section 7)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from dapple_tf.errors import PlanError
 from dapple_tf.planner.systems.hierarchy import Hierarchy
 from dapple_tf.plans import StagePlan
+from dapple_tf.simulator.arrays import prefix_sums
 from dapple_tf.simulator.compiled import compiled
 from profiler.profile import Profile
 
@@ -49,8 +48,8 @@ def predict_throughput(
     seconds = profile.forward_seconds(size) + profile.backward_seconds(size)
     costs = _Costs(
         hierarchy,
-        np.concatenate([[0.0], np.cumsum(seconds)]).tolist(),
-        np.concatenate([[0.0], np.cumsum(profile.parameter_bytes)]).tolist(),
+        prefix_sums(seconds).tolist(),
+        prefix_sums(profile.parameter_bytes).tolist(),
         [0.0, *(profile.crossing_bytes() * (size / profile.batch_size)).tolist()],
     )
     parts = [

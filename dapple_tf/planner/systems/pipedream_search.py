@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from dapple_tf.planner.systems.hierarchy import Hierarchy, Level
 from dapple_tf.planner.systems.pipedream_formula import replicated_seconds
-from dapple_tf.simulator.arrays import Floats, Integers
+from dapple_tf.simulator.arrays import Floats, Integers, prefix_sums, run_sums
 from dapple_tf.simulator.compiled import compiled
 
 # A little less than 1: a bound computed with it is below the seconds that it bounds, however these are rounded.
@@ -60,8 +60,8 @@ def find_stages(costs: BlockCosts, hierarchy: Hierarchy) -> tuple[float, tuple[F
     stages, each with replicas in every component. All devices are used; memory and latency have no part in it.
     """
     blocks = len(costs.seconds)
-    inner = compute = _sum_of_runs(costs.seconds)
-    parameters = np.concatenate([[0.0], np.cumsum(costs.parameter_bytes)])
+    inner = compute = run_sums(costs.seconds)
+    parameters = prefix_sums(costs.parameter_bytes)
     solved = list[_Solved]()
     for number, level in enumerate(hierarchy.levels, 1):
         rows = 1 if number == len(hierarchy.levels) else blocks  # the last level is asked for pipelines from block 0
@@ -79,12 +79,6 @@ def count_steps(blocks: int, levels: Sequence[Level]) -> int:
     """Return the most stages that ``find_stages`` tries for this many blocks, over all levels."""
     rows = [1 if number == len(levels) else blocks for number in range(1, len(levels) + 1)]
     return sum(row * blocks**2 * level.count**2 for row, level in zip(rows, levels, strict=True))
-
-
-def _sum_of_runs(values: Floats) -> Floats:
-    """Return the sums of blocks i to j (inclusive), [N, N]; 0 where j < i."""
-    sums = np.concatenate([[0.0], np.cumsum(values)])
-    return np.triu(sums[None, 1:] - sums[:-1, None])
 
 
 @compiled

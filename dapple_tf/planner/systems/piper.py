@@ -13,7 +13,7 @@ from dapple_tf.planner.search.search_space import coarsen
 from dapple_tf.planner.systems.hierarchy import derive_hierarchy
 from dapple_tf.planner.systems.piper_search import PiperCosts, PiperStage, count_steps, find_configuration, largest_load
 from dapple_tf.plans import StagePlan
-from dapple_tf.simulator.arrays import Floats
+from dapple_tf.simulator.arrays import prefix_sums
 from dapple_tf.simulator.memory import usable_bytes
 from profiler.cluster import Cluster
 from profiler.linearise import Chain, without_unsplittable_cuts
@@ -71,24 +71,20 @@ def piper_costs(problem: PlanningProblem, chain: Chain, size: int) -> PiperCosts
     devices, scale = problem.cluster.devices, size / chain.batch_size
     most = min(devices, size)  # each replica needs a sample
     rows = [chain.block_seconds(size / d) for d in range(1, most + 1)]
-    crossing = np.concatenate([[0.0], chain.crossing_bytes, [0.0]]) * scale
+    crossing = chain.boundary_bytes * scale
     return PiperCosts(
-        forward=np.array([_sums(forward) for forward, _ in rows]),
-        backward=np.array([_sums(backward) for _, backward in rows]),
+        forward=np.array([prefix_sums(forward) for forward, _ in rows]),
+        backward=np.array([prefix_sums(backward) for _, backward in rows]),
         crossing_bytes=crossing,
-        parameter_bytes=_sums(chain.parameter_bytes),
-        stash_bytes=_sums(chain.stash_bytes * scale),
+        parameter_bytes=prefix_sums(chain.parameter_bytes),
+        stash_bytes=prefix_sums(chain.stash_bytes * scale),
         working_bytes=chain.working_bytes * scale,
-        values_per_weight=2.0 + problem.optimizer_slots,
+        values_per_weight=problem.values_per_weight,
         bandwidth=_least_bandwidth(problem.cluster),
         micro_batches=problem.global_batch_size // size,
         memory_bytes=usable_bytes(problem.cluster.least_memory),
         must_recompute=bool(problem.recompute),
     )
-
-
-def _sums(costs: Floats) -> Floats:
-    return np.concatenate([[0.0], np.cumsum(costs)])
 
 
 def _least_bandwidth(cluster: Cluster) -> float:

@@ -26,7 +26,7 @@ from dapple_tf.planner.systems.spp_partition import (
     stage_seconds,
 )
 from dapple_tf.plans import StagePlan
-from dapple_tf.simulator.arrays import Floats
+from dapple_tf.simulator.arrays import Floats, prefix_sums
 from profiler.linearise import Chain
 
 _MOST_DEVICES = 64  # the minimum cuts of more would take minutes
@@ -100,9 +100,9 @@ def _make_costs(problem: PlanningProblem, chain: Chain, least: LeastBandwidths, 
         backward = backward + forward
     sent = chain.crossing_bytes * (size / chain.batch_size)
     return SppCosts(
-        _prefix_sums(forward),
-        _prefix_sums(backward),
-        np.concatenate([[0.0], np.cumsum(chain.parameter_bytes)]),
+        _rows_from_1(forward),
+        _rows_from_1(backward),
+        prefix_sums(chain.parameter_bytes),
         np.concatenate([[0.0], sent, [0.0]]),
         np.concatenate([[False], ~chain.splittable, [False]]),
         least,
@@ -110,8 +110,6 @@ def _make_costs(problem: PlanningProblem, chain: Chain, least: LeastBandwidths, 
     )
 
 
-def _prefix_sums(rows: Floats) -> Floats:
+def _rows_from_1(rows: Floats) -> Floats:
     """Return the prefix sums of rows 1, 2 ..., and a row 0 that is not used."""
-    found = np.zeros((rows.shape[0] + 1, rows.shape[1] + 1))
-    found[1:, 1:] = np.cumsum(rows, axis=1)
-    return found
+    return np.concatenate([np.zeros((1, rows.shape[1] + 1)), prefix_sums(rows)])

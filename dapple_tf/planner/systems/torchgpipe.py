@@ -10,6 +10,7 @@ from dapple_tf.planner.registration import planner
 from dapple_tf.planner.search.balanced_cuts import even_starts
 from dapple_tf.plans import StagePlan
 from dapple_tf.simulator.arrays import Floats
+from dapple_tf.simulator.memory import values_per_weight
 
 _BALANCES = ("time", "size")
 
@@ -51,7 +52,9 @@ def _block_costs(problem: PlanningProblem, by: str, size: int) -> Floats:
     if by == "time":
         forward, backward = chain.block_seconds(size)
         return forward + backward
-    return chain.stash_bytes * (size / chain.batch_size) + chain.parameter_bytes * (2.0 + problem.optimizer_slots)
+    return chain.stash_bytes * (size / chain.batch_size) + chain.parameter_bytes * values_per_weight(
+        problem.optimizer_slots
+    )
 
 
 def _balance(problem: PlanningProblem, costs: Floats, count: int) -> tuple[StagePlan, ...]:
