@@ -245,7 +245,7 @@ def test_a_depth_that_does_not_divide_the_devices_is_refused() -> None:
 
 def test_a_schedule_of_several_stages_per_device_is_refused() -> None:
     with refused(
-        PlanError, "planner 'autopipe' makes plans of one stage per device: use planner 'best', 'even' or 'gpipe'"
+        PlanError, "planner 'autopipe' makes plans of one stage per device: use planner 'best', 'gpipe' or 'even'"
     ):
         plan(schedule="looped-bfs:v=2")
 

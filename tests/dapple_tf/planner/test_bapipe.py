@@ -359,7 +359,7 @@ def test_many_blocks_are_merged() -> None:
 
 def test_a_schedule_of_several_stages_per_device_is_refused() -> None:
     with refused(
-        PlanError, "planner 'bapipe' makes plans of one stage per device: use planner 'best', 'even' or 'gpipe'"
+        PlanError, "planner 'bapipe' makes plans of one stage per device: use planner 'best', 'gpipe' or 'even'"
     ):
         plan(make_profile(*LAYERS), make_cluster(2), schedule="looped-bfs:v=2")
 

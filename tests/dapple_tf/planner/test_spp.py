@@ -342,5 +342,5 @@ def test_more_devices_than_the_planner_takes_are_refused() -> None:
 
 
 def test_a_schedule_of_several_stages_per_device_is_refused() -> None:
-    with refused(PlanError, "planner 'spp' makes plans of one stage per device: use planner 'best', 'even' or 'gpipe'"):
+    with refused(PlanError, "planner 'spp' makes plans of one stage per device: use planner 'best', 'gpipe' or 'even'"):
         plan(schedule="looped-bfs:v=2")
