@@ -38,10 +38,9 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def find_write_problem(path: str | os.PathLike[str]) -> str:
-    """Return why no file can be written at ``path``; "" if one can.
+    """Make the folder of ``path``, and return why a file cannot be written there; "" if it can.
 
-    Called before any work whose result would be lost. An existing file stays as it is, and no folder is made: one that
-    is missing is probably mistyped.
+    Called before any work whose result would be lost. An existing file stays as it is.
     """
     if not os.fspath(path):
         return "the path of the file to write is empty"  # such as a shell variable that is not set
@@ -80,8 +79,10 @@ def describe_reason(error: OSError | ValueError) -> str:
 
 
 def _find_parent_problem(path: Path) -> str:
-    if not path.parent.is_dir():
-        return f"{path}: its folder is missing: make {path.parent}, or correct the path"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return f"{path}: its folder cannot be made: {error.strerror}"
     return "" if os.access(path.parent, os.W_OK) else f"the folder of {path} cannot be written"
 
 

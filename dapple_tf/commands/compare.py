@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from dapple_tf.commands.cluster_option import load_cluster
-from dapple_tf.commands.output import check_chart_path, print_progress, print_result
+from dapple_tf.commands.output import check_chart_path, check_output_path, print_progress, print_result
 from dapple_tf.commands.planner_option import check_planner_names
 from dapple_tf.commands.planning_options import PLANNING_OPTIONS, add_options
 from dapple_tf.errors import PlanError
@@ -42,6 +42,7 @@ def compare(
         raise click.UsageError(f"--cluster {cluster}: there is no such file; presets are such as config-a:8")
     names = None if planners is None else [name.strip() for name in planners.split(",")]
     check_planner_names("--planners", names or [])
+    check_output_path("--output", output)
     check_chart_path("--output", output, "a comparison")
     costs = read_profile(profile, profile_batch_size, size_scale)
     comparison = run(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from dapple_tf.commands.output import check_chart_path, print_result
+from dapple_tf.commands.output import check_chart_path, check_output_path, print_result
 from dapple_tf.commands.schedule_option import read_schedule
 from graph_passes.schedules.schedule import Action, Schedule, of_kind, run_schedule
 
@@ -54,6 +54,7 @@ def schedules(
         for name, meaning in NAMES.items():
             print_result(f"{name:20}  {meaning}")
         return
+    check_output_path("--output", output)
     check_chart_path("--output", output)
     spec = ScheduleSpec.parse(read_schedule(schedule))
     stages = stages or spec.stages or 4

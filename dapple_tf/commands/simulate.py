@@ -7,7 +7,7 @@ import json
 import click
 
 from dapple_tf.commands.cluster_option import load_cluster
-from dapple_tf.commands.output import check_chart_path, print_result
+from dapple_tf.commands.output import check_chart_path, check_output_path, print_result
 from dapple_tf.commands.planning_options import COST_OPTIONS, add_options
 from profiler.importers import read_profile
 
@@ -35,6 +35,7 @@ def simulate(
     from dapple_tf.plans import Plan
     from dapple_tf.simulator.simulate import simulate as run
 
+    check_output_path("--output", output)
     check_chart_path("--output", output)
     planned, costs = Plan.load(plan), read_profile(profile, profile_batch_size, size_scale)
     timeline = run(

@@ -6,7 +6,7 @@ import json
 
 import click
 
-from dapple_tf.commands.output import check_chart_path, print_result
+from dapple_tf.commands.output import check_chart_path, check_output_path, print_result
 
 
 @click.command()
@@ -19,6 +19,7 @@ def timeline(trace: str, output: str | None, as_json: bool) -> None:
     from dapple_tf.timeline.picture import save_recording
     from dapple_tf.timeline.trace_file import read_recording
 
+    check_output_path("--output", output)
     check_chart_path("--output", output)
     recording = read_recording(trace)
     print_result(recording.headline)

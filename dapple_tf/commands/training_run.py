@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -66,8 +65,6 @@ def _check_output_paths(settings: TrainSettings, ranks: Ranks) -> None:
     """Raise OutputError on every rank, before the model is made, for what rank 0 cannot write."""
 
     def check() -> None:
-        if settings.trace:  # like the other results of a long run it gets its folder
-            check_folder_path("--trace", os.path.dirname(settings.trace) or ".", "the timeline")
         check_chart_path("--trace", settings.trace)
         check_folder_path("--tensorboard", settings.tensorboard, "TensorBoard's events")
         check_folder_path("--checkpoint-dir", settings.checkpoint_dir, "checkpoints")

@@ -14,8 +14,8 @@ from dapple_tf.planner.api import make_problem
 from dapple_tf.planner.planning_problem import PlanningProblem
 from dapple_tf.planner.systems.even import plan_even
 from dapple_tf.plans import Plan, StagePlan
-from tests.dapple_tf.planner.best import instances, limited_step
 from tests.dapple_tf.planner.builders import Case, cases, make_cluster, make_profile
+from tests.dapple_tf.planner.comparators import instances, limited_step
 from tests.graph_passes.builders import refused
 
 

@@ -24,8 +24,8 @@ from dapple_tf.planner.registry import find_result
 from dapple_tf.planner.systems.hetpipe import allocate, partition, stage_tables
 from dapple_tf.plans import Plan, StagePlan
 from profiler.cluster import Cluster, DeviceKind, Link, Server
-from tests.dapple_tf.planner.best import all_bounds, instances
 from tests.dapple_tf.planner.builders import AMPLE, Case, cases, make_profile
+from tests.dapple_tf.planner.comparators import all_bounds, instances
 from tests.graph_passes.builders import refused
 
 KINDS = {"fast": DeviceKind(AMPLE, 1.0), "slow": DeviceKind(AMPLE, 0.5), "small": DeviceKind(60.0, 1.0)}

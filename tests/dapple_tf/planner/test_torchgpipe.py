@@ -14,8 +14,8 @@ from dapple_tf.errors import PlanError
 from dapple_tf.planner.api import make_problem
 from dapple_tf.planner.systems.torchgpipe import plan_torchgpipe
 from dapple_tf.plans import Plan
-from tests.dapple_tf.planner.best import all_bounds, instances
 from tests.dapple_tf.planner.builders import AMPLE, Case, cases, make_cluster, make_profile
+from tests.dapple_tf.planner.comparators import all_bounds, instances
 from tests.graph_passes.builders import refused
 
 

@@ -12,7 +12,7 @@ import pytest
 
 import dapple_tf as dapple
 from dapple_tf.errors import DappleWarning
-from dapple_tf.planner import annealer
+from dapple_tf.planner.search import annealer
 from dapple_tf.simulator.native import library
 from tests.dapple_tf.planner.builders import make_cluster, make_profile
 from tests.paths import ROOT
