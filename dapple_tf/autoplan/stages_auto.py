@@ -57,7 +57,8 @@ def choose_stages(inputs: PlanningInputs) -> PlanDecision:
         return decide_on(problem, chosen, "best", inputs.samples, None)
     if ScheduleSpec.parse(chosen.schedule).runs_several_stages:  # no policy of one stage per device is for these stages
         problem = dataclasses.replace(problem, schedule=chosen.schedule)
-    choice = choose_profiled_schedule(problem, chosen.stages, (chosen.micro_batch_size,), chosen.schedule)
+    recomputing = dataclasses.replace(problem, recompute=chosen.recompute)
+    choice = choose_profiled_schedule(recomputing, chosen.stages, (chosen.micro_batch_size,), chosen.schedule)
     return decide_on(problem, dataclasses.replace(chosen, schedule=choice.schedule), "best", inputs.samples, choice)
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 
+from dapple_tf.errors import PlanError
 from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem
 from dapple_tf.planner.systems.pipedream_formula import PipedreamPrediction
 from dapple_tf.plans import Plan, StagePlan
@@ -137,10 +139,10 @@ def describe_moves(problem: PlanningProblem, plan: Plan, timeline: SimulatedTime
         if plan.worker_map.has_one_stage_per_worker and stage.shares is None and stage.replicas < plan.micro_batch_size:
             stages = list(plan.stages)
             stages[index] = dataclasses.replace(stage, devices=(*stage.devices, device))
-            changed = dataclasses.replace(problem, cluster=larger).simulate(
-                dataclasses.replace(plan, stages=tuple(stages))
-            )
-            trials.append((changed.step_seconds, index, changed))
+            grown = dataclasses.replace(plan, stages=tuple(stages))
+            with contextlib.suppress(PlanError):  # what crosses a cut of this stage cannot be split
+                changed = dataclasses.replace(problem, cluster=larger).simulate(grown)
+                trials.append((changed.step_seconds, index, changed))
     if trials:
         _, index, changed = min(trials, key=lambda trial: trial[:2])
         lines.append(describe(f"one more device, for stage {index},", changed))

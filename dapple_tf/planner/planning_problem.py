@@ -228,7 +228,7 @@ class PlanningProblem:
 
     @property
     def values_per_weight(self) -> float:
-        """How many values a device keeps of each weight; see ``simulator.memory.values_per_weight``."""
+        """The number of values that a device stores for a weight: the weight, its gradient, the optimizer's slots."""
         return values_per_weight(self.optimizer_slots)
 
     def evaluate_all_sizes(

@@ -42,7 +42,7 @@ def memory_over_time(execution: Execution, stage: int) -> tuple[Floats, Floats]:
 
 
 def values_per_weight(optimizer_slots: int) -> float:
-    """Return how many values a device keeps of each weight: itself, its gradient, and the optimizer's slots."""
+    """Return the number of values that a device stores for a weight: itself, its gradient, the optimizer's slots."""
     return 2.0 + optimizer_slots
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -138,3 +139,11 @@ def test_what_would_help_is_simulated() -> None:
 def test_of_a_plan_that_re_computes_re_computation_is_no_move() -> None:
     assert len(moves(PROFILE, make_cluster(2), "dp", micro_batch_size=4, recompute=True)) == 2
     assert moves(PROFILE, make_cluster(1), "dp", recompute=True, micro_batch_size=1) == []
+
+
+def test_a_stage_gets_no_further_device_where_what_crosses_its_cuts_cannot_be_split() -> None:
+    """Of three stages with such cuts none may have a replica more; with one such cut the stage without it may."""
+    profile = make_profile(*[(1, 2, 4, 4, 10)] * 3)
+    for unsplittable, gaining in (((1, 2), 0), ((1,), 1)):
+        found = moves(replace(profile, unsplittable=unsplittable), make_cluster(3), "gpipe", micro_batch_size=4)
+        assert sum(line.startswith("with one more device, for stage 2,") for line in found) == gaining
