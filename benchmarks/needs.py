@@ -36,6 +36,7 @@ def find_missing_for_hosts() -> str | None:
 NEEDS: Mapping[str, Callable[[], str | None]] = {
     "kills": find_missing_for_ranks,
     "ranks": find_missing_for_ranks,
+    "remainders": find_missing_for_ranks,
     "exchange": find_missing_for_native_exchanges,
     "all_reduce": find_missing_for_native_exchanges,
     "startup": find_missing_for_ranks,

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks.published import Model, count_units
 from dapple_tf.planner.api import predict_plan
-from dapple_tf.planner.explain import describe_result, notation
+from dapple_tf.planner.explain import describe_result
 from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem
 from dapple_tf.planner.search.cost_tables import CostTables
+from dapple_tf.planner.search.dapple import formula_latency
+from dapple_tf.plans import StagePlan
 from dapple_tf.timeline.timeline import Timeline
 
 
@@ -54,13 +56,28 @@ def describe(model: Model, problem: PlanningProblem, candidate: Candidate) -> Ch
     """Simulate the candidate, and return it with its notation."""
     plan, timeline = predict_plan(problem, candidate, candidate.origin)
     units = ":".join(map(str, count_units(model, problem.profile, plan.stages)))
-    name = notation(plan)
+    name = plan.notation
     return Choice(candidate, timeline, name, units if 1 < len(plan.stages) <= 8 else "")
 
 
 def fastest(candidates: Sequence[Candidate]) -> Candidate | None:
     """Return the fastest candidate, or None if there is none."""
     return min(candidates, key=lambda c: c.seconds, default=None)
+
+
+def compare_latencies(problem: PlanningProblem, ours: Candidate, stages: Sequence[StagePlan]) -> str:
+    """Return the latencies by formulas 1 to 3 of planner "dapple"'s plan and of printed stages at their best size.
+
+    The formulas do not know that memory limits K_i: as in the planner, sizes at which the stages do not hold the
+    warm-up of policy A are left out where others do.
+    """
+    fractions = replace(problem, whole_rows=False)
+    found = problem.evaluate_all_sizes(stages, "printed")
+    unlimited = [candidate for candidate in found if ":D=" not in candidate.schedule]
+    fitting = [candidate.micro_batch_size for candidate in unlimited or found]
+    least, size = min((formula_latency(fractions, stages, size), size) for size in fitting)
+    own = formula_latency(fractions, ours.stages, ours.micro_batch_size)
+    return f"L {own * 1e3:.1f} ms, of the printed plan {least * 1e3:.1f} ms, M = {problem.global_batch_size // size}"
 
 
 def explain(problem: PlanningProblem, ours: Choice, other: Choice) -> str:

@@ -6,6 +6,7 @@ A case is built twice: as a model of ``benchmarks.waits`` that runs, and as a pr
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -26,8 +27,9 @@ ROWS = 8  # samples of a micro-batch
 class Case:
     """A pipeline: the number of layers of each stage, all of which sleep ``forward`` and ``backward`` seconds.
 
-    ``link``: between the stages' hosts. ``ratio``: the ACR (DAPPLE, section V.C) that the bytes of a boundary are
-    chosen for, as far as the link's latency allows.
+    The seconds are of a micro-batch of ``rows`` samples, and in proportion of fewer. ``link``: between the devices'
+    hosts. ``ratio``: the ACR (DAPPLE, section V.C) that the bytes of a boundary are chosen for, as far as the link's
+    latency allows. ``replicas``: of each stage; empty for one each.
     """
 
     layer_counts: tuple[int, ...]
@@ -36,39 +38,42 @@ class Case:
     micro_batches: int
     link: Link
     ratio: float = 0.0
+    replicas: tuple[int, ...] = ()
+    rows: int = ROWS
 
     @property
     def width(self) -> int:
         """Columns (float32) with which a boundary's two transfers take ``ratio`` of a stage's mean compute."""
         compute = (self.forward + self.backward) * sum(self.layer_counts) / len(self.layer_counts)
         seconds = self.ratio * compute / 2 - self.link.latency
-        return max(1, round(seconds * self.link.bandwidth / (4 * ROWS)))
+        return max(1, round(seconds * self.link.bandwidth / (4 * self.rows)))
 
     @property
     def stages(self) -> tuple[StagePlan, ...]:
-        """The stages, with one device each."""
-        counts = self.layer_counts
-        ends = [sum(counts[: i + 1]) for i in range(len(counts))]
-        pairs = zip(ends, counts, strict=True)
-        return tuple(StagePlan(end - count, end - 1, (i,)) for i, (end, count) in enumerate(pairs))
+        """The stages, on devices in order."""
+        counts, replicas = self.layer_counts, self.replicas or (1,) * len(self.layer_counts)
+        ends, used = (list(itertools.accumulate(each)) for each in (counts, replicas))
+        each = zip(ends, counts, used, replicas, strict=True)
+        return tuple(StagePlan(end - count, end - 1, tuple(range(to - own, to))) for end, count, to, own in each)
 
     @property
     def problem(self) -> PlanningProblem:
         """The planning problem with the known costs: sleeps, bytes of the boundaries, and the link."""
-        sent = 4.0 * ROWS * self.width
+        sent = 4.0 * self.rows * self.width
         count = sum(self.layer_counts)
         layers = tuple(
             LayerCost(f"wait_{i}", self.forward, self.backward, sent, sent, 4.0 * self.width) for i in range(count)
         )
-        servers = tuple(Server(f"host{i}", 1) for i in range(len(self.layer_counts)))
+        servers = tuple(Server(f"host{i}", 1) for i in range(sum(stage.replicas for stage in self.stages)))
         cluster = Cluster(servers, 8e9, self.link, self.link)
-        profile = Profile("waits", ROWS, "waiting", layers)
-        return make_problem(profile, cluster, global_batch_size=ROWS * self.micro_batches, micro_batch_size=ROWS)
+        profile = Profile("waits", self.rows, "waiting", layers)
+        batch = self.rows * self.micro_batches
+        return make_problem(profile, cluster, global_batch_size=batch, micro_batch_size=self.rows)
 
     def predict(self, policy: str) -> Timeline:
         """Return the simulated step under a policy."""
         problem = self.problem
-        return simulate(problem.make_plan(self.stages, ROWS, policy, "policies"), problem.profile, problem.cluster)
+        return simulate(problem.make_plan(self.stages, self.rows, policy, "policies"), problem.profile, problem.cluster)
 
     def choose(self) -> ScheduleChoice:
         """Return what ``schedule="auto"`` chooses for these stages, from the known costs in place of a profile."""
@@ -91,13 +96,16 @@ class Case:
             inputs=self.backward,
             weights=0.0,
             width=self.width,
-            batch_size=ROWS * self.micro_batches,
+            batch_size=self.rows * self.micro_batches,
+            devices=(0,) * count if self.replicas else None,  # in a job of one rank a device: one at a time
+            samples=self.rows,
         )
         names = ["wait_0", *stage_names(count)]
         step = dapple.pipeline(
             timed.workload.loss_fn,
             optimizer=timed.workload.optimizer,
             stages=[names[stage.first_layer] for stage in self.stages[1:]],
+            replicas=self.replicas or None,
             micro_batches=self.micro_batches,
             schedule=policy,
             inexact="allow",  # that Python code treats samples one by one is not known

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from benchmarks.candidates import published_candidates
 from benchmarks.common import Row
-from benchmarks.planning import Choice, WholeSlices, describe, explain, fastest
+from benchmarks.planning import Choice, WholeSlices, compare_latencies, describe, explain, fastest
 from benchmarks.published import (
     TABLE_5,
     Model,
@@ -66,6 +66,7 @@ class Compared:
     """A row under a convention: the paper's plan, ours by formula and by simulator, the best of the published space.
 
     ``printed``: the paper's plan with the printed cut, where ``paper`` has the cut that the paper's text describes.
+    ``latencies``: of the plans by formula and of the paper, by formulas 1 to 3.
     """
 
     row: Published
@@ -75,6 +76,7 @@ class Compared:
     best: Choice
     published: Choice
     printed: Choice | None
+    latencies: str
 
     def agrees(self, ours: Choice) -> bool:
         """Return whether this is the paper's plan, whatever the positions of the cuts."""
@@ -116,8 +118,12 @@ def compare(row: Published, convention: Convention) -> Compared:
     return Compared(
         row,
         problem,
-        *(describe(row.model, problem, c) for c in (paper, formula, best, published)),
+        paper=describe(row.model, problem, paper),
+        formula=describe(row.model, problem, formula),
+        best=describe(row.model, problem, best),
+        published=describe(row.model, problem, published),
         printed=printed and describe(row.model, problem, printed),
+        latencies=compare_latencies(problem, formula, published_stages(row, problem)),
     )
 
 
@@ -145,7 +151,8 @@ def show(convention: Convention, each: Compared) -> Row:
     wanted = f"no slower than the paper's: {row.plan}{' ' + row.split if row.split else ''}{acr}"
     printed = "" if each.printed is None else f" (as printed: {each.printed})"
     measured = (
-        f"paper's {each.paper}, ACR {each.paper.timeline.acr:.2f}{printed}; by formula {each.formula}; "
+        f"paper's {each.paper}, ACR {each.paper.timeline.acr:.2f}{printed}; by formula {each.formula}, "
+        f"{each.latencies}; "
         f"best {each.best}; of DP, two stages and straight {each.published}. {each.verdict()}"
     )
     figure = f"{row.model.title}, {row.model.global_batch}, {row.config.upper()}, {convention.title}"

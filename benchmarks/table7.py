@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from benchmarks.common import Row
-from benchmarks.planning import describe, explain, fastest
+from benchmarks.planning import compare_latencies, describe, explain, fastest
 from benchmarks.published import TABLE_7, Strategies, find_missing_profiles, stages_of
 from benchmarks.table5 import FREE, WHOLE, Convention
 from dapple_tf.planner.api import run_planner
@@ -36,6 +36,9 @@ def compare(row: Strategies, convention: Convention) -> Row:
         theirs = describe(row.model, problem, found)
         texts.append(f"{name} {theirs}: {explain(problem, best, theirs)}")
         least = min(least, theirs.seconds)
+    formula = run_planner(problem, "dapple").chosen
+    latencies = compare_latencies(problem, formula, _stages(problem, row, row.dapple))
+    texts.append(f"by formula {describe(row.model, problem, formula)}, {latencies}")
     ours = best.seconds <= least * (1 + 1e-9)
     figure = f"{row.model.title}, {row.global_batch}, 2 x 8, {convention.title}"
     return Row(figure, "best never slower", "; ".join(texts), ours)

@@ -69,7 +69,6 @@ def run() -> Iterator[Row]:
 def make_plans(folder: Path) -> dict[str, tuple[float, str]]:
     """Profile both kinds of device, save the plans in ``folder``, and return the simulated seconds and text of each."""
     import dapple_tf as dapple
-    from dapple_tf.planner.explain import notation, split_positions
     from dapple_tf.plans import StagePlan
     from profiler.cluster import Cluster, DeviceKind, Server
 
@@ -100,7 +99,7 @@ def make_plans(folder: Path) -> dict[str, tuple[float, str]]:
     found = {}
     for name, plan in plans.items():
         plan.save(folder / f"{name}.json")
-        text = f"{notation(plan)}, layers {split_positions(plan)}, {plan.schedule}"
+        text = plan.headline
         found[name] = dapple.simulate(plan, profile, cluster).step_seconds, text
     return found
 

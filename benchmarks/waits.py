@@ -65,7 +65,7 @@ def pause(tensor: Any, seconds: float, turn: Any, samples: int | None = None) ->
 
     later = tf.numpy_function(wait, [tensor], tensor.dtype, stateful=False)
     later.set_shape(tensor.shape)
-    return later
+    return tf.reshape(later, tf.shape(tensor))  # so that it is known to have the rows of the tensor
 
 
 def waits(

@@ -163,6 +163,54 @@ class Plan:
             )
 
     @property
+    def notation(self) -> str:
+        """``DP``, ``straight``, ``one device``, or the replicas of each stage: ``8:8`` (DAPPLE, section VI.B).
+
+        Where devices run several stages, the replicas of each worker, and how many stages: ``8:8, 2 stages per
+        device``.
+        """
+        if self.virtual_workers:
+            each = "|".join(worker.notation for worker in self.virtual_workers)
+            return f"{len(self.virtual_workers)} virtual workers, {each}"
+        stages_of = self.worker_map.stages_of
+        replicas = [self.replicas[stages[0]] for stages in stages_of]
+        text = ":".join(map(str, replicas))
+        if len(stages_of) == 1:
+            text = "DP" if replicas[0] > 1 else "one device"
+        elif set(replicas) == {1}:
+            text = "straight"
+        least, most = min(map(len, stages_of)), max(map(len, stages_of))
+        if most > 1:
+            text += f", {most if least == most else f'{least} to {most}'} stages per device"
+        return text
+
+    @property
+    def headline(self) -> str:
+        """The plan in a line: replicas, layers of each stage, micro-batches and schedule."""
+        layers = ":".join(str(stage.last_layer - stage.first_layer + 1) for stage in self.stages)
+        return (
+            f"plan {self.notation}, layers {layers}, {self.describe_micro_batches()}, schedule {self.spec.short}"
+            f"{self.describe_recompute()}{', AllReduce overlaps backward' if self.overlap else ''}"
+        )
+
+    def describe_recompute(self) -> str:
+        """Return what is re-computed, to append to the schedule: ``, recompute``; empty where nothing is."""
+        if isinstance(self.recompute, bool):
+            return ", recompute" if self.recompute else ""
+        return f", recompute of {len(self.recompute)} layers" if self.recompute else ""
+
+    def __str__(self) -> str:
+        """Return the headline, and a line for each stage: its layers and its devices."""
+        lines = [self.headline]
+        for index, stage in enumerate(self.stages):
+            devices = f"device{'s' * (stage.replicas > 1)} {', '.join(map(str, stage.devices))}"
+            lines.append(f"stage {index}: layers {stage.first_layer} to {stage.last_layer} on {devices}")
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return f"<{self.headline}>"
+
+    @property
     def sizes(self) -> tuple[int, ...]:
         """``micro_batch_sizes``; empty where micro-batches are equal."""
         return self.micro_batch_sizes or ()

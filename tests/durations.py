@@ -21,9 +21,11 @@ from tests.paths import ROOT
 DURATIONS = ROOT / "tests" / "durations.txt"
 
 LISTED_SECONDS = 0.3
-# A case above CASE_SECONDS is slow where another case of the same test is quicker; a test above TEST_SECONDS always is.
+# A case above CASE_SECONDS is slow where another case of the same test is quicker, the quickest one above TEST_SECONDS,
+# and a test without cases above LONE_SECONDS.
 CASE_SECONDS = 0.3
 TEST_SECONDS = 5.0
+LONE_SECONDS = 2.0
 
 _UNKNOWN = "?"
 # Folders whose tests plan. The planners' code is compiled once, by the process that runs them.
@@ -63,7 +65,8 @@ def find_slow(tests: Iterable[str], durations: Mapping[str, float]) -> frozenset
     return frozenset(
         test
         for test, taken in seconds.items()
-        if taken > TEST_SECONDS or (taken > CASE_SECONDS and taken > quickest[function_of(test)])
+        if taken > (TEST_SECONDS if "[" in test else LONE_SECONDS)
+        or (taken > CASE_SECONDS and taken > quickest[function_of(test)])
     )
 
 

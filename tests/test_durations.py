@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from tests.durations import CASE_SECONDS, TEST_SECONDS, find_slow, group_of, read_durations
+from tests.durations import CASE_SECONDS, LONE_SECONDS, TEST_SECONDS, find_slow, group_of, read_durations
 from tests.paths import ROOT
 
 DURATIONS = read_durations()
@@ -33,7 +33,13 @@ def test_a_long_case_is_slow_where_a_case_without_a_line_is_quicker() -> None:
 
 
 def test_a_test_that_takes_too_long_is_slow_though_it_is_alone() -> None:
-    assert find_slow(["a.py::test_a"], {"a.py::test_a": TEST_SECONDS + 0.1}) == {"a.py::test_a"}
+    durations = {"a.py::test_a": LONE_SECONDS + 0.1, "a.py::test_b": LONE_SECONDS - 0.1}
+    assert find_slow(durations, durations) == {"a.py::test_a"}
+
+
+def test_a_case_that_takes_too_long_is_slow_though_it_is_the_quickest() -> None:
+    durations = {"a.py::test_a[1]": TEST_SECONDS - 0.1, "a.py::test_b[1]": TEST_SECONDS + 0.1}
+    assert find_slow(durations, durations) == {"a.py::test_b[1]"}
 
 
 def test_what_was_not_measured_is_slow() -> None:

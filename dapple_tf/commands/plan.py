@@ -41,7 +41,7 @@ def plan(
     """Plan PROFILE (a dapple-profile JSON, or a PipeDream graph.txt) on a cluster."""
     from dapple_tf.planner.api import make_problem, make_window, plan_windows, predict_plan, run_planner
     from dapple_tf.planner.asynchronous import check_window_batch, describe_runners_up
-    from dapple_tf.planner.explain import describe_moves, describe_plan, describe_result, notation
+    from dapple_tf.planner.explain import describe_moves, describe_plan, describe_result
 
     check_planner_names("--planner", [planner])
     check_output_path("--output", output)
@@ -53,7 +53,7 @@ def plan(
         with tell_if_slow(_COMPILES):
             choices = plan_windows(make_problem(costs, load_cluster(cluster), **options), planner, window)
         print_result(describe_plan(choices[0].plan, costs, choices[0].timeline))
-        for line in describe_runners_up(choices, [notation(choice.plan) for choice in choices]):
+        for line in describe_runners_up(choices, [choice.plan.notation for choice in choices]):
             print_result(line)
         _hand_over(choices[0].plan, output, as_json)
         return

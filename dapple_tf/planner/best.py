@@ -27,7 +27,8 @@ from profiler.profile import Profile
 
 # The work of each search on up to 16 devices, half a second on a core, and what each further device adds.
 _WORK, _WORK_OF_A_DEVICE = 60_000_000, 2_000_000
-_SEARCHES = 3  # with other random numbers each: which plan a search ends at depends on chance
+# With other random numbers each: which plan a search ends at depends on chance, more so where devices or links differ.
+_SEARCHES, _MORE_SEARCHES = 3, 9
 _MOST_WORK = 1_000_000_000
 _SMALL, _MANY_BLOCKS = 128, 64  # blocks times devices below which, and blocks above which, the work is in proportion
 # K_i = slope (S - 1 - i) + 1 of the search for stages of a given schedule; so large a slope stands for K_i = M.
@@ -79,7 +80,8 @@ def _annealed(problem: PlanningProblem, annealer: Annealer) -> list[Candidate]:
     work = min(_WORK + max(0, problem.cluster.devices - 16) * _WORK_OF_A_DEVICE, _MOST_WORK)
     blocks = len(problem.chain.parameter_bytes)
     small = min(1.0, blocks * problem.cluster.devices / _SMALL) * max(1.0, blocks / _MANY_BLOCKS)
-    for layout in annealer.search(int(work * small), searches=_SEARCHES):
+    alike = problem.cluster.is_uniform and not problem.cluster.links
+    for layout in annealer.search(int(work * small), searches=_SEARCHES if alike else _MORE_SEARCHES):
         schedule = layout.schedule if problem.schedule == "auto" else None
         candidate = problem.evaluate(layout.stages, layout.micro_batch_size, "local search", schedule, layout.recompute)
         if candidate is not None:  # under a given schedule it may need more memory than in the search

@@ -15,7 +15,7 @@ from dapple_tf.drawing.save import check_path
 from dapple_tf.drawing.table import format_table
 from dapple_tf.errors import ClusterError, PlanError, ProfileError, ScheduleError
 from dapple_tf.planner.api import make_problem, predict_plan
-from dapple_tf.planner.explain import describe_loss, describe_recompute, notation, step_parts
+from dapple_tf.planner.explain import describe_loss, step_parts
 from dapple_tf.planner.planning_problem import PlanningProblem
 from dapple_tf.planner.refusal import describe_other_reason, lacks_memory
 from dapple_tf.planner.registry import PLANNERS, check_planner, find_result, may_fit
@@ -91,7 +91,7 @@ class ComparedPlan:
         values = (
             self.notation,
             f"{self.plan.micro_batches} of {format_samples(self.plan.micro_batch_size)}",
-            self.plan.spec.short + describe_recompute(self.plan),
+            self.plan.spec.short + self.plan.describe_recompute(),
             format_seconds_fixed(self.step_seconds),
             f"{self.bubble:.1%}",
             f"{self.acr:.3f}",
@@ -248,4 +248,4 @@ def _why_none(problem: PlanningProblem, name: str) -> str:
 def _row(found: tuple[str, float, Plan, Timeline], fastest: tuple[str, float, Plan, Timeline]) -> ComparedPlan:
     name, seconds, plan, timeline = found
     reason = "fastest" if found is fastest else describe_loss(fastest[2:], (plan, timeline))
-    return ComparedPlan(name, seconds, reason, plan, notation(plan), timeline.acr, step_parts(plan, timeline))
+    return ComparedPlan(name, seconds, reason, plan, plan.notation, timeline.acr, step_parts(plan, timeline))

@@ -15,38 +15,10 @@ from profiler.profile import Profile
 from profiler.units import format_bytes, format_samples, format_seconds_fixed
 
 
-def notation(plan: Plan) -> str:
-    """Return ``DP``, ``straight``, ``one device``, or the replicas of each stage: ``8:8`` (DAPPLE, section VI.B).
-
-    Where devices run several stages, the replicas of each worker, and how many stages: ``8:8, 2 stages per device``.
-    """
-    if plan.virtual_workers:
-        return f"{len(plan.virtual_workers)} virtual workers, {'|'.join(map(notation, plan.virtual_workers))}"
-    stages_of = plan.worker_map.stages_of
-    replicas = [plan.replicas[stages[0]] for stages in stages_of]
-    text = ":".join(map(str, replicas))
-    if len(stages_of) == 1:
-        text = "DP" if replicas[0] > 1 else "one device"
-    elif set(replicas) == {1}:
-        text = "straight"
-    least, most = min(map(len, stages_of)), max(map(len, stages_of))
-    if most > 1:
-        text += f", {most if least == most else f'{least} to {most}'} stages per device"
-    return text
-
-
-def split_positions(plan: Plan) -> str:
-    """Return the number of layers of each stage, such as ``23:25``."""
-    return ":".join(str(stage.last_layer - stage.first_layer + 1) for stage in plan.stages)
-
-
 def describe_plan(plan: Plan, profile: Profile, timeline: Timeline) -> str:
     """Return the plan and its predicted step in a few lines."""
     lines = [
-        f"plan {notation(plan)}, layers {split_positions(plan)}, {plan.describe_micro_batches()}, "
-        f"schedule {plan.spec.short}"
-        + describe_recompute(plan)
-        + (", AllReduce overlaps backward" if plan.overlap else ""),
+        plan.headline,
         str(timeline),
     ]
     for index, stage in enumerate(plan.stages):
@@ -67,13 +39,6 @@ FRACTIONS = (
     "counted with fractions of rows, as in the papers: a run takes whole rows, and longer where the replicas do not "
     "divide the rows of a micro-batch"
 )
-
-
-def describe_recompute(plan: Plan) -> str:
-    """Return what is re-computed, to append to the schedule: ``, recompute``; empty where nothing is."""
-    if isinstance(plan.recompute, bool):
-        return ", recompute" if plan.recompute else ""
-    return f", recompute of {len(plan.recompute)} layers" if plan.recompute else ""
 
 
 def describe_result(
@@ -166,7 +131,7 @@ def _describe_prediction(found: PipedreamPrediction) -> str:
 
 def _name(candidate: Candidate, plan: Plan) -> str:
     """Return a runner-up's notation, origin, micro-batches and schedule."""
-    kind = notation(plan)
+    kind = plan.notation
     origin = "" if candidate.origin in (kind, "search", "two stages", "one device") else f" ({candidate.origin})"
     return f"runner-up {kind}{origin}, {plan.micro_batches} micro-batches, {plan.spec.short}"
 

@@ -25,6 +25,7 @@ from dapple_tf.simulator.memory import usable_bytes
 from dapple_tf.simulator.native.library import load_library
 from dapple_tf.simulator.transfer import link_tables
 from graph_passes.schedules.spec import ScheduleSpec
+from profiler.cluster import Cluster
 from profiler.cores import count_cores
 from profiler.profile import Profile
 
@@ -233,12 +234,13 @@ class Annealer:
         for worker, device in zip(owner.tolist(), order.tolist(), strict=True):
             if worker >= 0 and rows[device]:
                 sets[worker].append(device)  # counted in the order of ``devices``
+        named = _name_in_order([self.devices[d] for own in sets for d in own], self.problem.cluster)
         count, samples = workers * chunks, int(self.sizes[size])
         bounds = [*(int(self.positions[block]) for block in starts[:count]), len(self.problem.profile.layers)]
         stages = []
         for index, (first, end) in enumerate(itertools.pairwise(bounds)):
             own, shares = (
-                tuple(self.devices[d] for d in sets[index % workers]),
+                tuple(named[self.devices[d]] for d in sets[index % workers]),
                 [rows[d] for d in sets[index % workers]],
             )
             kinds = {self.problem.cluster.kind_of(device) for device in own}
@@ -250,6 +252,32 @@ class Annealer:
         if chunks == 1:
             schedule = _name(in_flight[:count].tolist(), self.problem.global_batch_size // samples)
         return Layout(tuple(stages), samples, schedule, whole or tuple(again) or False, float(seconds))
+
+
+def _name_in_order(devices: Sequence[int], cluster: Cluster) -> dict[int, int]:
+    """Return for each of these devices another one that is as good in its place, so that they are used in order.
+
+    The search exchanges devices, and servers, that do not differ. Where some links do, the devices stay as they are.
+    """
+    if cluster.links:
+        return dict(zip(devices, devices, strict=True))
+    homes, named = cluster.homes, dict[int, int]()
+    on_server: list[list[int]] = [[] for _ in cluster.servers]
+    for device, home in enumerate(homes):
+        on_server[home].append(device)
+    kinds = [tuple(map(cluster.kind_of, own)) for own in on_server]
+    server_for = dict[int, int]()
+    for device in devices:
+        home = homes[device]
+        if home not in server_for:
+            taken = set(server_for.values())
+            alike = (server for server, own in enumerate(kinds) if own == kinds[home] and server not in taken)
+            server_for[home] = next(alike)
+        taken = set(named.values())
+        kind = cluster.kind_of(device)
+        free = (d for d in on_server[server_for[home]] if cluster.kind_of(d) == kind and d not in taken)
+        named[device] = next(free)
+    return named
 
 
 def _name(warm_up: Sequence[int], micro_batches: int) -> str:

@@ -60,7 +60,7 @@ def choose_unequal(problem: PlanningProblem, found: Sequence[SizedStages]) -> Pl
     fractions = replace(alone, whole_rows=False)
     known = [(size, stages, origin) for stages, origin in baseline_stages(alone) for size in alone.micro_batch_sizes]
     known += [(size, entry.stages, UNEQUAL) for size, entry in found]
-    ranked = sorted(((_latency(fractions, stages, size), i) for i, (size, stages, _) in enumerate(known)))
+    ranked = sorted(((formula_latency(fractions, stages, size), i) for i, (size, stages, _) in enumerate(known)))
     limited: tuple[float, Candidate] | None = None  # by memory
     for latency, i in ranked:
         size, stages, origin = known[i]
@@ -109,11 +109,14 @@ def _least_latency(problem: PlanningProblem, candidates: Iterable[Candidate]) ->
     total = problem.cluster.devices
     on_all_devices = [c for c in candidates if sum(stage.replicas for stage in c.stages) == total]
     fastest = sorted(on_all_devices, key=lambda c: c.seconds)[:_KNOWN]
-    return min((_latency(problem, c.stages, c.micro_batch_size) for c in fastest), default=math.inf) * (1 + 1e-9)
+    return min((formula_latency(problem, c.stages, c.micro_batch_size) for c in fastest), default=math.inf) * (1 + 1e-9)
 
 
-def _latency(problem: PlanningProblem, stages: Sequence[StagePlan], micro_batch_size: int) -> float:
-    """Return the latency of stages by formulas 1 to 3 (seconds); those without shares share rows by speed."""
+def formula_latency(problem: PlanningProblem, stages: Sequence[StagePlan], micro_batch_size: int) -> float:
+    """Return the latency of stages by formulas 1 to 3 (seconds); those without shares share rows by speed.
+
+    Replicas compute fractions of rows, as in the paper, where the problem does not count whole ones.
+    """
     shared = share_rows(stages, micro_batch_size, problem.profile, problem.cluster)
     plan = problem.make_plan(shared, micro_batch_size, "dapple-a", "dapple")
     costs = problem.costs.stage_costs(plan, optimizer_slots=problem.optimizer_slots)

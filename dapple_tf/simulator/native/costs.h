@@ -98,6 +98,7 @@ class Evaluator {
   double interleaved_lacking(const Layout& layout, const Order& order) const;
   const Flows& flows(const Layout& layout);
   double run(const Order& order, const Flows* flows, double ceiling);
+  double least_period() const;
   int64_t settled() const;
   int64_t shorter(const Layout& layout, int64_t micro_batches) const;
 
@@ -119,6 +120,7 @@ class Evaluator {
   std::vector<int> warm_up_, kinds_in_;
   std::vector<double> now_, free_forward_, free_backward_, arrival_;
   std::vector<double> leaving_, entering_, kind_rows_;
+  std::vector<double> moving_;              // [servers] seconds in which its interface moves a micro-batch, each way
   std::vector<int> touched_;
   struct Load { int direction; double demand; };
   std::vector<std::vector<Load>> loads_;
@@ -130,6 +132,7 @@ class Evaluator {
 
 inline Evaluator::Evaluator(const Problem& problem) : p_(problem) {
   leaving_.assign(p_.servers, 0), entering_.assign(p_.servers, 0), kind_rows_.assign(p_.kinds, 0);
+  moving_.assign(p_.servers, 0);
 }
 
 inline int Evaluator::segment(double rows) const {
@@ -443,9 +446,17 @@ inline double Evaluator::fill(const Layout& layout) {
   }
   if (lacking > 0) return lacking;
   double latency = 0, per_byte = 0;
+  std::fill(moving_.begin(), moving_.end(), 0);
   for (int s = 0; s + 1 < stages && workers > 1; ++s) {
     const int from = s % workers, to = (s + 1) % workers;
     transfer(from, to, &latency, &per_byte);
+    const double bytes = p_.boundary[layout.starts[s + 1]] * scale;
+    for (size_t i = 0; i < touched_.size() && p_.contention; ++i) {  // a server may be there more than once
+      const int server = touched_[i];
+      if (std::find(touched_.begin(), touched_.begin() + i, server) != touched_.begin() + i) continue;
+      // What enters with the forward leaves with the backward.
+      moving_[server] += (leaving_[server] + entering_[server]) * p_.interface_ * bytes;
+    }
     if (!p_.splittable[layout.starts[s + 1]]) {
       const int n = offsets_[from + 1] - offsets_[from];
       bool same = n == offsets_[to + 1] - offsets_[to];
@@ -453,7 +464,7 @@ inline double Evaluator::fill(const Layout& layout) {
         same = cuts_[offsets_[from] + from + i] * whole_[to] == cuts_[offsets_[to] + to + i] * whole_[from];
       if (!same) return kInfinity;
     }
-    send_[s] = latency + per_byte * p_.boundary[layout.starts[s + 1]] * scale;
+    send_[s] = latency + per_byte * bytes;
   }
   return 0;
 }
@@ -596,6 +607,15 @@ inline double Evaluator::interleaved_lacking(const Layout& layout, const Order& 
   return lacking;
 }
 
+// Seconds that no steady phase can spend less on a micro-batch, of the stages that `fill` saw last. Early in a step some
+// stages may be faster, while micro-batches gather before the slowest one.
+inline double Evaluator::least_period() const {
+  double found = 0;
+  for (size_t s = 0; s < forward_.size(); ++s) found = std::max({found, forward_[s] + backward_[s], send_[s]});
+  for (const double moving : moving_) found = std::max(found, moving);
+  return found;
+}
+
 // The micro-batch by whose backward the steady phase has begun, with the K_i in warm_up_.
 inline int64_t Evaluator::settled() const { return std::max<int64_t>(2 * warm_up_.size() + 2, warm_up_[0] + 2); }
 
@@ -664,15 +684,16 @@ inline Step Evaluator::alone(const Layout& layout, double ceiling, bool exact) {
   double period = 0;
   double end = recurrence(warm_up_, m, m == all ? ceiling : kInfinity, &period);
   found.work += 2 * stages * m;
-  if (m < all) end += (all - m) * period;
+  if (m < all) end += (all - m) * std::max(period, least_period());
   found.fits = true;
   if (end < ceiling) found.seconds = end;
   return found;
 }
 
-// An estimate of the step without contention, in place of the time of each action: a stage computes its micro-batches
-// one after the other, or waits for gradients where memory holds too few in flight (Little's law); and the pipeline
-// fills and drains once. Stages that share devices are simulated.
+// An estimate of the step in place of the time of each action: a stage computes its micro-batches one after the other,
+// or waits for gradients where memory holds too few in flight (Little's law); the pipeline fills and drains once; and
+// the interface of a server moves all that stages on other servers exchange with those that are there. Stages that share
+// devices are simulated without contention.
 inline Step Evaluator::estimate(const Layout& layout, double ceiling) {
   if (layout.chunks > 1) return alone(layout, ceiling, false);
   Step found;
@@ -685,7 +706,7 @@ inline Step Evaluator::estimate(const Layout& layout, double ceiling) {
     return found;
   }
   if (!set_warm_up(p_.slope == kAnySlope ? kMostSlope : p_.slope, stages, m)) return found;
-  double seconds = bound(stages, m), stay = 0;
+  double seconds = std::max(bound(stages, m), m * least_period()), stay = 0;
   for (int s = stages - 1; s >= 0; --s) {
     stay += forward_[s] + backward_[s] + (s + 1 < stages ? 2 * send_[s] : 0);
     seconds = std::max(seconds, stay * m / warm_up_[s] + exposed_[s]);
@@ -784,7 +805,7 @@ inline Step Evaluator::shared(const Layout& layout, const Step& step, double cei
       found.work += 25 * 2 * layout.stages() * m;
       end += (all - m) * (end - before) / layout.workers;
     } else {
-      end += (all - m) * engine_.steady_period();
+      end += (all - m) * std::max(engine_.steady_period(), least_period());
     }
   }
   found.seconds = end < ceiling ? end : kInfinity;

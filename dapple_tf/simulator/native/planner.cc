@@ -174,9 +174,21 @@ int dapple_search(const Problem* problem, const double* work, const double* spee
   std::vector<std::vector<int64_t>> rows_of(last.size());
   search.each(last.size(), [&](size_t i, Evaluator& evaluator) {
     Run& run = last[i];
-    const Step alone = evaluator.alone(run.layout, kInfinity, true);
+    Step alone;
+    const auto measure = [&](const Layout& layout) {
+      alone = evaluator.alone(layout, kInfinity, true);
+      return p.contention ? evaluator.shared(layout, alone, kInfinity, true).seconds : alone.seconds;
+    };
+    double seconds = measure(run.layout);
+    for (size_t s = 0; s < run.layout.recompute.size(); ++s) {  // moves re-compute at random where it costs nothing
+      if (!run.layout.recompute[s]) continue;
+      Layout trial = run.layout;
+      trial.recompute[s] = 0;
+      const double without = measure(trial);
+      if (without <= seconds * (1 + 1e-9)) run.layout = trial, seconds = without;
+    }
+    run.seconds = measure(run.layout);
     rows_of[i] = evaluator.rows_of_devices();
-    run.seconds = p.contention ? evaluator.shared(run.layout, alone, kInfinity, true).seconds : alone.seconds;
     if (!alone.fits || run.layout.chunks > 1 || p.slope != kAnySlope) return;
     warm_ups[i] = evaluator.warm_up();
     run.seconds = improve_warm_up(p, evaluator, run.layout, warm_ups[i], run.seconds, amount / 20);

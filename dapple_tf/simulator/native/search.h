@@ -41,6 +41,8 @@ class Moves {
   bool split(Layout& l, int w, Random& random) const;
   void merge(Layout& l, int w, bool drop) const;
   bool relieve(Layout& l, Random& random) const;
+  bool slide(Layout& l, Random& random) const;
+  std::vector<double> busy_workers(const Layout& l) const;
   void rescale(Layout& l, int size, Random& random) const;
   bool swap_servers(Layout& l, Random& random) const;
   bool gather(Layout& l, int w, Random& random) const;
@@ -209,12 +211,37 @@ inline void Moves::merge(Layout& l, int w, bool drop) const {
   --l.workers;
 }
 
-inline bool Moves::relieve(Layout& l, Random& random) const {
-  if (l.workers < 2) return false;
+// The work of each worker over the speed of its devices.
+inline std::vector<double> Moves::busy_workers(const Layout& l) const {
   std::vector<double> busy(l.workers, 0), speeds(l.workers, 0);
   for (size_t i = 0; i < l.owner.size(); ++i)
     if (l.owner[i] >= 0) speeds[l.owner[i]] += speed(l.device_at[i]);
   for (int s = 0; s < l.stages(); ++s) busy[s % l.workers] += work(l, s) / std::max(speeds[s % l.workers], 1e-300);
+  return busy;
+}
+
+// Take blocks from one stage, mostly of the busiest worker, and give as many to another one: the stages between them
+// slide.
+inline bool Moves::slide(Layout& l, Random& random) const {
+  const int stages = l.stages();
+  int from = random.draw(stages), to = random.draw(stages);
+  if (random.draw(4)) {
+    const std::vector<double> busy = busy_workers(l);
+    const int busiest = static_cast<int>(std::max_element(busy.begin(), busy.end()) - busy.begin());
+    from = busiest + l.workers * random.draw(l.chunks);
+  }
+  if (from == to) return false;
+  int blocks = 1;
+  while (blocks < 16 && random.draw(3) == 0) ++blocks;
+  if (l.starts[from + 1] - l.starts[from] <= blocks) return false;
+  for (int boundary = std::min(from, to) + 1; boundary <= std::max(from, to); ++boundary)
+    l.starts[boundary] += from < to ? -blocks : blocks;
+  return true;
+}
+
+inline bool Moves::relieve(Layout& l, Random& random) const {
+  if (l.workers < 2) return false;
+  const std::vector<double> busy = busy_workers(l);
   int busiest = static_cast<int>(std::max_element(busy.begin(), busy.end()) - busy.begin());
   if (random.draw(2)) {
     const int a = random.draw(l.workers - 1);
@@ -311,7 +338,7 @@ inline bool Moves::at_random(Layout& l, Random& random) const {
   const int stages = l.stages(), workers = l.workers, devices = static_cast<int>(l.owner.size());
   const int kind = random.draw(100), w = random.draw(workers), s = random.draw(stages);
   const auto any_cut = [&] { return stages > 1 && shift_cut(l, 1 + random.draw(stages - 1), draw_shift(random)); };
-  if (kind < 18) return any_cut();
+  if (kind < 18) return random.draw(3) ? any_cut() : slide(l, random);
   if (kind < 36) {  // devices to another worker, often the next one, and often with cuts that follow
     int source = w, target = random.draw(workers);
     if (random.draw(2)) target = random.draw(2) ? w + 1 : w - 1;
@@ -732,10 +759,19 @@ inline std::vector<Run> Search::plan_stages(const std::vector<int>& cuts, const 
     const double r = static_cast<double>(count) * unit, share = (speed[a + count] - speed[a]) / (r > 0 ? r : 1);
     return p_.kinds > 1 ? r * share : p_.whole_rows ? rows / std::ceil(rows / r) : r;
   };
+  struct Sending {
+    double seconds = 0;
+    bool between = false;  // servers
+  };
+  const auto sending = [&](int i, int a) {  // at cut i, from the device before unit a to its first one
+    const int x = p_.server[order[a * unit - 1]], y = p_.server[order[a * unit]];
+    const double wait = x == y ? p_.inside_latency[x] : p_.interface_latency;
+    return Sending{wait + p_.boundary[cuts[i]] * scale * (x == y ? p_.inside[x] : p_.interface_), x != y};
+  };
   std::vector<Run> runs;
   std::vector<double> best((n + 1) * (units + 1));
   std::vector<int> from_cut((n + 1) * (units + 1)), from_unit((n + 1) * (units + 1));
-  const auto solve = [&](double limit, bool rings) {
+  const auto solve = [&](double limit, bool rings, double send_limit) {
     std::fill(best.begin(), best.end(), kInfinity);
     best[0] = 0;
     for (int i = 0; i < n; ++i) {
@@ -743,13 +779,8 @@ inline std::vector<Run> Search::plan_stages(const std::vector<int>& cuts, const 
       for (int a = 0; a < units; ++a) {
         const double before = best[i * (units + 1) + a];
         if (before == kInfinity) continue;
-        double sending = 0;
-        if (i) {
-          const int x = p_.server[order[a * unit - 1]], y = p_.server[order[a * unit]];
-          const bool inside = x == y;
-          const double wait = inside ? p_.inside_latency[x] : p_.interface_latency;
-          sending = wait + p_.boundary[cuts[i]] * scale * (inside ? p_.inside[x] : p_.interface_);
-        }
+        const Sending in = i ? sending(i, a) : Sending{};
+        if (in.seconds > send_limit) continue;
         double least_memory = kInfinity;
         int seen = a;
         for (const int count : counts) {
@@ -767,7 +798,11 @@ inline std::vector<Run> Search::plan_stages(const std::vector<int>& cuts, const 
             const double stash = (p_.stash[cuts[j]] - p_.stash[cuts[i]]) * scale / divided;
             if (bytes * p_.fixed_factor + stash > least_memory && !p_.may_recompute && !p_.recompute_all) break;
             if (seconds + per_byte * bytes / m > limit) continue;
-            const double found = before + seconds + 2 * sending + (rings ? per_byte * bytes : 0);
+            const Sending out = j < n && at < units ? sending(j, at) : Sending{};
+            // One interface moves what comes from the stage before and what goes to the next.
+            const bool one_interface = p_.contention && x == y && in.between && out.between;
+            if (out.seconds + (one_interface ? in.seconds : 0) > send_limit) continue;
+            const double found = before + seconds + 2 * in.seconds + (rings ? per_byte * bytes : 0);
             const int to = j * (units + 1) + at;
             if (found < best[to]) best[to] = found, from_cut[to] = i, from_unit[to] = a;
           }
@@ -785,8 +820,8 @@ inline std::vector<Run> Search::plan_stages(const std::vector<int>& cuts, const 
   for (double factor = 1; factor <= 2 * units; factor *= factor < 1.4 ? fine : factor < 2 ? 1.1 : 1.4) {
     const double limit = equal_share * factor;
     if ((m - 1) * limit > least * kWorse) break;
-    for (const bool rings : {false, true}) {
-      const int end = rings && units == 1 ? -1 : solve(limit, rings);
+    for (const auto& [rings, sends] : {std::pair{false, false}, {true, false}, {true, true}}) {
+      const int end = rings && units == 1 ? -1 : solve(limit, rings, sends ? limit : kInfinity);
       if (end < 0) continue;
       if (rings || units == 1) least = std::min(least, best[n * (units + 1) + end] + (m - 1) * limit);
       std::vector<std::pair<int, int>> stages;  // the first cut and the first unit of each stage, the last one first

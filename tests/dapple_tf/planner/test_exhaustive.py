@@ -65,6 +65,7 @@ def check_decision(problem: PlanningProblem, decision: PlannerResult) -> None:
         assert max(plan.replicas) <= plan.micro_batch_size
 
 
+@pytest.mark.always  # the only one that tries all plans
 @given(cases(8))
 def test_planner_best_finds_the_optimum_of_all_plans(case: Case) -> None:
     check_best(case)

@@ -18,7 +18,6 @@ from dapple_tf.autoplan.options import Options, check_contradictions
 from dapple_tf.errors import PlanError
 from dapple_tf.planner.api import make_problem, predict_plan
 from dapple_tf.planner.best import comparator_candidates
-from dapple_tf.planner.explain import notation
 from dapple_tf.planner.planning_problem import PlanningProblem
 from dapple_tf.planner.registry import find_result
 from dapple_tf.planner.systems.hetpipe import allocate, partition, stage_tables
@@ -143,7 +142,7 @@ def test_unlike_workers_by_hand() -> None:
     assert [stage.devices for stage in plan.stages] == [(1,), (0,), (2,), (3,)]
     assert [part.starts for part in parts] == [(1,), (2,)]
     assert (plan.micro_batches, plan.micro_batch_size, parts[0].global_batch_size) == (4, 1, 4)
-    assert notation(plan) == "2 virtual workers, straight|straight"
+    assert plan.notation == "2 virtual workers, straight|straight"
     timeline = dapple.simulate(plan, problem.profile, problem.cluster)
     # The first worker: 2 s of forward on the slow device, then four times 9 s; 4 s of backward on the slow device.
     # Then layer 0 is reduced over devices 1 and 2 (4 bytes at 1000 a second), layer 1 over 0 and 2, layer 2 over 0, 3.
