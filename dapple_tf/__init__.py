@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from dapple_tf import errors, keras
     from dapple_tf.checkpoint.checkpoints import Checkpoints
     from dapple_tf.commands.workload import Workload
-    from dapple_tf.devices import init, scope
+    from dapple_tf.devices import init, rank, scope, size
     from dapple_tf.planner.api import plan
     from dapple_tf.planner.compare import compare
     from dapple_tf.plans import Plan
@@ -55,9 +55,11 @@ __all__ = [
     "pipeline",
     "plan",
     "profile",
+    "rank",
     "scope",
     "shard",
     "simulate",
+    "size",
     "verify",
 ]
 
@@ -76,9 +78,11 @@ _HOMES = {
     "pipeline": "dapple_tf.runtime.step",
     "plan": "dapple_tf.planner.api",
     "profile": "dapple_tf.profiling.measured",
+    "rank": "dapple_tf.devices",
     "scope": "dapple_tf.devices",
     "shard": "dapple_tf.runtime.shard",
     "simulate": "dapple_tf.simulator.simulate",
+    "size": "dapple_tf.devices",
     "verify": "dapple_tf.verification",
 }
 

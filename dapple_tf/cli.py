@@ -1,11 +1,12 @@
 """The command line ``dapple``: each subcommand is in the file of its name in ``dapple_tf.commands``.
 
 Progress and logs go to stderr, results to stdout; with ``--json`` the last line of stdout is one JSON object. Exit
-codes: 0 done, 2 a wrong option, MODEL or path of a result, 1 any other failure.
+codes: 0 done, 2 a wrong option, MODEL, or file that an option names, 130 stopped by Ctrl-C, 1 any other failure.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import threading
@@ -13,30 +14,59 @@ from typing import NoReturn
 
 import click
 
-from dapple_tf.commands.compare import compare
 from dapple_tf.commands.output import print_progress
-from dapple_tf.commands.plain import plain
-from dapple_tf.commands.plan import plan
-from dapple_tf.commands.profile import profile
-from dapple_tf.commands.schedules import schedules
-from dapple_tf.commands.simulate import simulate
-from dapple_tf.commands.timeline import timeline
-from dapple_tf.commands.train import train
-from dapple_tf.commands.verify import verify
 from dapple_tf.distributed import membership
 from dapple_tf.distributed.exit_reporting import prints_error_in_full, report_failure
-from dapple_tf.errors import ModelError, OutputError
+from dapple_tf.distributed.watchdog import INTERRUPTED
+from dapple_tf.errors import (
+    ClusterError,
+    DeviceError,
+    ModelError,
+    NoFitError,
+    OutputError,
+    PartitionError,
+    PlanError,
+    ProfileError,
+    ScheduleError,
+    TraceError,
+)
 from profiler.detect import job_rank
 
+_WRONG_OPTION = (
+    ClusterError,
+    DeviceError,
+    ModelError,
+    OutputError,
+    PartitionError,  # stages or replicas that the model cannot have
+    PlanError,
+    ProfileError,
+    ScheduleError,
+    TraceError,
+)
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+
+_COMMANDS = ("compare", "plain", "plan", "profile", "schedules", "simulate", "timeline", "train", "verify")
+
+
+class _Group(click.Group):
+    """The commands, each imported when it is named: the first line of a command comes at once."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the names of all commands."""
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Return the command of this name, None if there is none."""
+        if cmd_name not in _COMMANDS:
+            return None
+        command: click.Command = getattr(importlib.import_module(f"dapple_tf.commands.{cmd_name}"), cmd_name)
+        return command
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="dapple_tf")
 def cli() -> None:
     """Pipelined training of unmodified TensorFlow 2 models."""
-
-
-for _command in (train, plain, verify, profile, plan, simulate, compare, timeline, schedules):
-    cli.add_command(_command)
 
 
 def main() -> None:
@@ -63,7 +93,8 @@ def main() -> None:
         if not _is_known(error):
             raise
         _print_error(error, str(error))
-        _end_failed(error, 2 if isinstance(error, ModelError | OutputError) else 1)
+        wrong = isinstance(error, _WRONG_OPTION) and not isinstance(error, NoFitError)
+        _end_failed(error, 2 if wrong else 1)
 
 
 def _end_failed(error: Exception, exit_code: int) -> NoReturn:
@@ -73,12 +104,12 @@ def _end_failed(error: Exception, exit_code: int) -> NoReturn:
 
 
 def _end_interrupted() -> NoReturn:
-    """End the process with code 1, outside of a job without waiting for threads: one may compile for many seconds."""
+    """End the process as Ctrl-C does, outside of a job without waiting for threads: one may compile for seconds."""
     if membership.current() is None and any(not thread.daemon for thread in threading.enumerate()[1:]):
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(1)
-    sys.exit(1)
+        os._exit(INTERRUPTED)
+    sys.exit(INTERRUPTED)
 
 
 def _is_known(error: Exception) -> bool:

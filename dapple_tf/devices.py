@@ -17,8 +17,9 @@ from dapple_tf.distributed.membership import Job
 from dapple_tf.distributed.native.library import ExchangeLibrary, find_obstacle, load_library, source_digest
 from dapple_tf.distributed.shared_errors import describe_difference, share_error
 from dapple_tf.distributed.startup_watch import watching_start
-from dapple_tf.errors import DeviceError, UsageError
+from dapple_tf.errors import DeviceError, UsageError, warn_user
 from profiler.cores import count_cores
+from profiler.detect import job_rank, job_size
 
 DEFAULT_DEVICES = 8
 
@@ -71,7 +72,13 @@ def _make_devices(devices: int | None, job: membership.Job | None) -> None:
             _reserve_thread_for_exchanges()
     except RuntimeError as error:
         have = len(tf.config.list_logical_devices("CPU"))
-        if devices is None or have == count or job is not None:
+        if have == count or job is not None:
+            return
+        if devices is None:
+            warn_user(
+                f"dapple.init() came too late to make {count} devices: TensorFlow has started with {have}. Call it "
+                "before any tensor, variable or model is made"
+            )
             return
         raise UsageError(
             f"TensorFlow has already started with {have} devices: call dapple.init(devices={count}) before any tensor, "
@@ -97,6 +104,19 @@ def _reserve_thread_for_exchanges() -> None:
     """
     if not tf.config.threading.get_inter_op_parallelism_threads() and count_cores() < 2:
         tf.config.threading.set_inter_op_parallelism_threads(2)
+
+
+def rank() -> int:
+    """Return the number of this process in its job, from 0; 0 for a process that no launcher has started."""
+    return job_rank(os.environ)
+
+
+def size() -> int:
+    """Return how many processes (ranks) the job has; 1 for a process that no launcher has started.
+
+    Raises ClusterError where the launcher's variables contradict each other.
+    """
+    return job_size(os.environ)
 
 
 def list_devices(wanted: Sequence[str | int] | None = None) -> tuple[str, ...]:

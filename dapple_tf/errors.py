@@ -1,4 +1,4 @@
-"""Errors of dapple_tf: ValueErrors for wrong arguments and files, RuntimeErrors for calls and runs that fail.
+"""Errors of dapple_tf, all of them DappleErrors: ValueErrors for wrong arguments, RuntimeErrors for runs that fail.
 
 Every message says what was wrong, where (stage, layer, variable, rank, micro-batch, file and field), and what to do.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import warnings
 
-from graph_passes.errors import GraphError, PartitionError, ScheduleError, TextError
+from graph_passes.errors import DappleError, GraphError, PartitionError, ScheduleError, TextError
 from profiler.errors import ClusterError, ProfileError
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "CaptureError",
     "CheckpointError",
     "ClusterError",
+    "DappleError",
     "DappleWarning",
     "DeviceError",
     "ExactnessError",
@@ -23,6 +24,7 @@ __all__ = [
     "JobError",
     "LossError",
     "ModelError",
+    "NoFitError",
     "NotSimulatedError",
     "OutputError",
     "PartitionError",
@@ -36,11 +38,11 @@ __all__ = [
 ]
 
 
-class CaptureError(ValueError):
+class CaptureError(DappleError, ValueError):
     """A function that cannot be traced, or whose trace cannot be pipelined."""
 
 
-class LossError(ValueError):
+class LossError(DappleError, ValueError):
     """A loss that is not a scalar."""
 
 
@@ -48,31 +50,35 @@ class ExactnessError(LossError):
     """A loss or model whose results from micro-batches would differ from those of one device and the whole batch."""
 
 
-class BatchError(ValueError):
+class BatchError(DappleError, ValueError):
     """Arguments that are not one batch, or a batch that is too small."""
 
 
-class PlanError(ValueError):
+class PlanError(DappleError, ValueError):
     """A plan, or a request for one, that cannot be carried out."""
 
 
-class DeviceError(ValueError):
+class NoFitError(PlanError):
+    """No plan or schedule that was asked for fits the memory of the devices."""
+
+
+class DeviceError(DappleError, ValueError):
     """Devices that do not exist or are too few."""
 
 
-class ModelError(ValueError):
+class ModelError(DappleError, ValueError):
     """A MODEL on the command line that cannot be loaded."""
 
 
-class TraceError(ValueError):
+class TraceError(DappleError, ValueError):
     """A trace file that dapple_tf did not save, or that is damaged."""
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(DappleError, RuntimeError):
     """A checkpoint that cannot be written, read, or loaded into this model."""
 
 
-class UsageError(RuntimeError):
+class UsageError(DappleError, RuntimeError):
     """A call that is not possible in the present state, or in this environment."""
 
 
@@ -84,11 +90,11 @@ class NotSimulatedError(UsageError, AttributeError):
     """A recorded timeline was asked for an attribute that only simulated timelines have."""
 
 
-class JobError(RuntimeError):
+class JobError(DappleError, RuntimeError):
     """Ranks of a job that disagree, or a rank that failed."""
 
 
-class StepError(RuntimeError):
+class StepError(DappleError, RuntimeError):
     """A training step that failed; the message says whether variables changed."""
 
 

@@ -194,18 +194,37 @@ class Plan:
         )
 
     def describe_recompute(self) -> str:
-        """Return what is re-computed, to append to the schedule: ``, recompute``; empty where nothing is."""
-        if isinstance(self.recompute, bool):
-            return ", recompute" if self.recompute else ""
-        return f", recompute of {len(self.recompute)} layers" if self.recompute else ""
+        """Return what is re-computed, to append to the schedule: ``, recompute of 3 of 5 layers``; "" for nothing."""
+        count, every = len(self.recomputed), self.stages[-1].last_layer + 1
+        return f", recompute of {'all' if count == every else f'{count} of {every}'} layers" if count else ""
+
+    def describe(self, layer_names: Sequence[str] = ()) -> str:
+        """Return a line for the whole, and one for each stage with its devices and layers.
+
+        ``layer_names``: of all layers; without them layers are numbered.
+        """
+        how = f"{self.describe_micro_batches()}, schedule {self.spec.short}"
+        if self.window is not None:
+            how = self._describe_windows(self.window)
+        lines = [f"{len(self.stages)} stage{'s' * (len(self.stages) > 1)}, {how}{self.describe_recompute()}"]
+        for i, stage in enumerate(self.stages):
+            devices = f"device{'s' * (stage.replicas > 1)} {', '.join(map(str, stage.devices))}"
+            first, last = (layer_names[i] if layer_names else i for i in (stage.first_layer, stage.last_layer))
+            layers = f"{first} .. {last}" if layer_names else f"layers {first} to {last}"
+            lines.append(f"  stage {i}, {devices}: {layers}")
+        return "\n".join(lines)
+
+    def _describe_windows(self, window: WindowPlan) -> str:
+        """Return the minibatches, weights and warm-up of windows."""
+        least, more = divmod(self.global_batch_size, window.minibatches)
+        sizes = f"{least} or {least + 1} samples" if more else format_samples(least)
+        order = self.versions.window
+        parts = f" in {order.micro_batches} micro-batches" if order.micro_batches > 1 else ""
+        warm_up = ",".join(map(str, order.warm_up))
+        return f"windows of {window.minibatches} minibatches of {sizes}{parts}, weights {window.weights}, K={warm_up}"
 
     def __str__(self) -> str:
-        """Return the headline, and a line for each stage: its layers and its devices."""
-        lines = [self.headline]
-        for index, stage in enumerate(self.stages):
-            devices = f"device{'s' * (stage.replicas > 1)} {', '.join(map(str, stage.devices))}"
-            lines.append(f"stage {index}: layers {stage.first_layer} to {stage.last_layer} on {devices}")
-        return "\n".join(lines)
+        return self.describe()
 
     def __repr__(self) -> str:
         return f"<{self.headline}>"

@@ -10,8 +10,6 @@ variables of both stages are always there.
 
 from __future__ import annotations
 
-import os
-
 import keras
 import numpy as np
 import tensorflow as tf
@@ -22,7 +20,7 @@ import dapple_tf as dapple
 def main() -> None:
     """Fit a small network to a sine over two ranks."""
     dapple.init()  # under mpirun: joins the job, and this process has one device
-    rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", "0"))
+    rank = dapple.rank()
     keras.utils.set_random_seed(0)  # the same initial weights on every rank
     layers = [keras.layers.Dense(32, "tanh", name=f"dense_{i}") for i in range(4)]
     model = keras.Sequential([keras.Input([1]), *layers, keras.layers.Dense(1, name="output")])

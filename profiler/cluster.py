@@ -16,7 +16,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import networkx as nx
 import yaml
 
 from profiler.detect import host_memory, local_devices, processes_per_server
@@ -458,6 +457,8 @@ def route(servers: Sequence[str], links: Mapping[tuple[str, str], Link]) -> Link
     bandwidth is taken, and of those with equal bandwidth that with the least latency. Raises ClusterError if the links
     do not connect all servers.
     """
+    import networkx as nx  # takes 0.15 s, which only clusters with links of their own need
+
     graph: nx.Graph[str] = nx.Graph()
     graph.add_nodes_from(servers)
     found = dict(links)

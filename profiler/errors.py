@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from graph_passes.errors import DappleError
 
-class ProfileError(ValueError):
+
+class ProfileError(DappleError, ValueError):
     """A profile that cannot be read, measured or used."""
 
 
-class ClusterError(ValueError):
+class ClusterError(DappleError, ValueError):
     """A description of a cluster that cannot be read or does not fit."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dapple_tf.errors import PlanError
+from dapple_tf.errors import NoFitError
 from dapple_tf.plan_check import check_plan
 from dapple_tf.planner.planning_problem import PlanningProblem
 from dapple_tf.planner.step_simulation import POLICIES, fastest_schedule, make_network, stage_cost_arrays
@@ -93,9 +93,9 @@ def choose_schedule(
 
     ``costs``: of each stage, by M. ``memory``: bytes of a device. ``policies``: the most wanted one first; without any
     DAPPLE's, ``more`` and the K_i of ``hiding_warm_up``, in order of the bytes of stashes that they hold. ``flows``:
-    what the stages share. D is what the memory holds (DAPPLE, V.C). Raises PlanError where no M fits the memory, naming
-    the stage, the missing bytes and the remedies; and ScheduleError for explicit K_i, or explicit actions, that cannot
-    run.
+    what the stages share. D is what the memory holds (DAPPLE, V.C). Raises NoFitError where no M fits the memory,
+    naming the stage, the missing bytes and the remedies; and ScheduleError for explicit K_i, or explicit actions, that
+    cannot run.
     """
     for policy in (*policies, *more):
         spec = ScheduleSpec.parse(policy)
@@ -116,7 +116,7 @@ def choose_schedule(
             acr = activation_communication_ratio(stages)
             best = ScheduleChoice(name, m, acr, seconds, measured, memory, max_in_flight)
     if best is None:
-        raise PlanError(_explain_shortage(costs, memory, policies or POLICIES))
+        raise NoFitError(_explain_shortage(costs, memory, policies or POLICIES))
     return best
 
 

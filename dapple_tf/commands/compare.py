@@ -12,7 +12,7 @@ from dapple_tf.commands.cluster_option import load_cluster
 from dapple_tf.commands.output import check_chart_path, check_output_path, print_progress, print_result
 from dapple_tf.commands.planner_option import check_planner_names
 from dapple_tf.commands.planning_options import PLANNING_OPTIONS, add_options
-from dapple_tf.errors import PlanError
+from dapple_tf.errors import NoFitError
 from profiler.importers import read_profile
 
 
@@ -59,4 +59,4 @@ def compare(
     if as_json:
         print_result(json.dumps(comparison.to_json()))
     if comparison.fastest is None:
-        raise PlanError(f"no planner has a plan for {costs.model!r}: see the reason of each above")
+        raise NoFitError(f"no planner has a plan for {costs.model!r}: see the reason of each above")

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dapple_tf.commands.output import showing
 from dapple_tf.commands.workload import Workload
 from dapple_tf.errors import ModelError
 
@@ -27,7 +28,8 @@ def load_model(model: str, settings: Sequence[str], batch_size: int | None, seed
             if not accepts(model, key):
                 raise ModelError(f"{model} has no option {key}, so --{key.replace('_', '-')} cannot be given")
             chosen[key] = value
-    return load_workload(model, chosen)
+    with showing(f"loads {model}"):
+        return load_workload(model, chosen)
 
 
 def load_workload(name: str, options: Mapping[str, Any]) -> Workload:

@@ -8,10 +8,12 @@ import sys
 import tempfile
 from collections.abc import Iterator
 
+from dapple_tf.commands.output import showing
+
 
 def start_tensorflow(devices: int | None) -> None:
     """Import TensorFlow and make the devices; see ``dapple.init``."""
-    with hide_startup_messages():
+    with hide_startup_messages(), showing("starts TensorFlow"):
         from dapple_tf.devices import home_device, init
 
         init(devices)

@@ -7,8 +7,9 @@ from typing import Any
 
 import click
 
+from dapple_tf.autoplan.options import Options
 from dapple_tf.commands.model_loading import check_model_exists
-from dapple_tf.commands.options import MODEL_OPTIONS, PLAN_OPTIONS
+from dapple_tf.commands.options import MODEL_OPTIONS, PLAN_OPTIONS, read_options
 from dapple_tf.commands.planning_options import add_options
 from dapple_tf.commands.startup import start_tensorflow
 from dapple_tf.commands.train_settings import TrainSettings
@@ -48,10 +49,11 @@ def train(
     check_usage(settings)
     check_window_usage(check_numerics=check_numerics, **options)
     check_model_exists(options["model"])
+    given = Options(**read_options(options))
     start_tensorflow(options["devices"])
     from dapple_tf.commands.training_run import run_training
 
-    run_training(settings, options)
+    run_training(settings, given, options)
 
 
 def check_usage(settings: TrainSettings) -> None:

@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from dapple_tf import internals
 from dapple_tf.commands.workload import Workload
 from dapple_tf.errors import ModelError
+from dapple_tf.runtime.shard import without_autotuning
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ def repeat_batches(dataset: Iterable[Any]) -> Iterator[tuple[Any, ...]]:
 
     Raises ModelError for an empty data set.
     """
+    dataset = without_autotuning(dataset)
     while True:
         empty = True
         for batch in dataset:

@@ -15,8 +15,7 @@ from dapple_tf.autoplan.options import Options
 from dapple_tf.checkpoint.checkpoints import Checkpoints
 from dapple_tf.commands.model_loading import load_model
 from dapple_tf.commands.observation import LossWatch, Observer
-from dapple_tf.commands.options import read_options
-from dapple_tf.commands.output import check_chart_path, check_folder_path, describe_plan
+from dapple_tf.commands.output import check_chart_path, check_folder_path
 from dapple_tf.commands.plain import time_plain_model
 from dapple_tf.commands.ranks import Ranks
 from dapple_tf.commands.tensorboard import Scalars
@@ -33,21 +32,25 @@ from profiler.units import format_seconds
 Batches = Iterator[tuple[Any, ...]]
 
 
-def run_training(settings: TrainSettings, options: Mapping[str, Any]) -> None:
-    """Train as ``settings`` and the ``options`` of the model and the plan state, and print the results.
+def run_training(settings: TrainSettings, given: Options, options: Mapping[str, Any]) -> None:
+    """Train as ``settings``, the ``given`` options of the plan and the ``options`` of the model state; print results.
 
     In a job every rank calls it, and rank 0 prints and writes. Raises ClickException at the end of a run whose loss
     became NaN or infinite.
     """
     ranks = Ranks(membership.current())
     _check_output_paths(settings, ranks)
-    given = ranks.run_on_all(lambda: Options(**read_options(options)))
     plain_speed = time_plain_model(settings.compare, given.window, **options) if settings.compare else None
     step, first, batches = ranks.run_on_all(lambda: _make_step(given, options))
     _build(step, first, settings, ranks)
     checkpoints, done, batches = _resume(step, batches, settings, ranks)
     losses = LossWatch(step, ranks, ranks.print_progress)
-    run = _train(step, batches, settings, ranks, done, _save_after(checkpoints, settings, losses))
+    saved = [done] if done else []
+    try:
+        run = _train(step, batches, settings, ranks, done, _save_after(checkpoints, settings, losses, saved))
+    except KeyboardInterrupt:
+        ranks.print_progress(_describe_stop(settings.checkpoint_dir, saved))
+        raise
     ranks.wait_for_all()
     found = _report_run(run, step.plan, plain_speed, losses.minibatch_losses)
     recording = _named_recording(step, options["model"]) if settings.trace and ranks.is_first else None
@@ -85,10 +88,7 @@ def _build(step: PipelinedStep, first: tuple[Any, ...], settings: TrainSettings,
     """Plan and compile the step for the first batch; print the plan, the reasons for it, and the predicted memory."""
     step.check_numerics = settings.check_numerics
     step.build(*first, record=settings.records_steps)
-    ranks.print_result(describe_plan(step.plan, step.layer_names))
-    if step.choice is not None:
-        ranks.print_result(str(step.choice))
-    ranks.print_result(str(step.report))
+    ranks.print_result(step.summary())
 
 
 def _resume(
@@ -117,17 +117,30 @@ def _check_unfinished(folder: str, done: int, steps: int) -> None:
 
 
 def _save_after(
-    checkpoints: Checkpoints | None, settings: TrainSettings, losses: LossWatch
+    checkpoints: Checkpoints | None, settings: TrainSettings, losses: LossWatch, saved: list[int]
 ) -> Callable[[StepResult], None]:
-    """Return a function that notes the loss of a step, and saves a checkpoint if one is due and no loss was NaN."""
+    """Return a function that notes the loss of a step, and saves a checkpoint if one is due and no loss was NaN.
+
+    The numbers of the steps after which one was saved are added to ``saved``.
+    """
 
     def save(done: StepResult) -> None:
         losses.note(done)
         due = done.number % settings.checkpoint_interval == 0 or done.number == settings.steps
         if checkpoints is not None and due and losses.may_save():
             checkpoints.save(done.number)
+            saved.append(done.number)
 
     return save
+
+
+def _describe_stop(folder: str | None, saved: Sequence[int]) -> str:
+    """Return what a run that Ctrl-C has stopped leaves, and how to go on."""
+    if not folder:
+        return "nothing was saved: give --checkpoint-dir DIR, and a stopped run goes on from its last checkpoint"
+    if not saved:
+        return f"{folder} has no checkpoint yet: save more often with --checkpoint-every"
+    return f"step {saved[-1]} is saved in {folder}: the same command goes on from there"
 
 
 def _train(

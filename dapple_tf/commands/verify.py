@@ -29,11 +29,11 @@ def verify(**options: Any) -> None:
     """
     _refuse_windows(options)
     check_model_exists(options["model"])
+    given = read_options(options)
     start_tensorflow(options["devices"])
     from dapple_tf.verification import verify as compare
 
     ranks = Ranks(membership.current())
-    given = ranks.run_on_all(lambda: read_options(options))
     workload, batch = ranks.run_on_all(lambda: _load_workload(options))
     report = compare(workload.loss_fn, optimizer=workload.optimizer, batch=batch, **given)
     ranks.print_result(str(report))

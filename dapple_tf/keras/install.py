@@ -22,6 +22,7 @@ from dapple_tf.keras import ranks
 from dapple_tf.keras.batches import BatchNames
 from dapple_tf.keras.loops import Loops
 from dapple_tf.keras.rank_batches import BatchCheck
+from dapple_tf.runtime.shard import without_autotuning
 from dapple_tf.runtime.step import PipelinedStep
 
 # --- Prefetch batches of tf.data sets, so that they are read while steps run
@@ -53,7 +54,7 @@ def _reading_ahead(method: Callable[..., Any], check: Callable[[], None]) -> Cal
 
 
 def _prefetched(value: Any) -> Any:
-    return value.prefetch(_BATCHES) if isinstance(value, tf.data.Dataset) else value
+    return without_autotuning(value).prefetch(_BATCHES) if isinstance(value, tf.data.Dataset) else value
 
 
 # --- ``dapple.keras.pipeline`` and ``dapple.keras.restore``: put a pipeline under a compiled model, and take it off

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from dapple_tf.errors import PlanError
+from dapple_tf.errors import NoFitError, PlanError
 from dapple_tf.plan_check import check_inputs, check_optimizer_slots
 from dapple_tf.planner.arguments import check_flags, check_sizes
 from dapple_tf.planner.asynchronous import WindowChoice, check_window_batch, more_candidates, rank_windows
@@ -222,7 +222,7 @@ def run_planner(problem: PlanningProblem, planner: str, **options: Any) -> Plann
     """
     result = find_result(problem, planner, **options)
     if result is None:
-        raise PlanError(explain_failure(problem, planner, options))
+        raise NoFitError(explain_failure(problem, planner, options))
     return result
 
 

@@ -28,8 +28,9 @@ from profiler.profile import Profile
 # The work of each search on up to 16 devices, half a second on a core, and what each further device adds.
 _WORK, _WORK_OF_A_DEVICE = 60_000_000, 2_000_000
 # With other random numbers each: which plan a search ends at depends on chance, more so where devices or links differ.
-_SEARCHES, _MORE_SEARCHES = 3, 9
-_MOST_WORK = 1_000_000_000
+# On many devices one takes seconds.
+_SEARCHES, _MORE_SEARCHES, _MANY_DEVICES = 3, 9, 128
+_MOST_WORK = 160_000_000
 _SMALL, _MANY_BLOCKS = 128, 64  # blocks times devices below which, and blocks above which, the work is in proportion
 # K_i = slope (S - 1 - i) + 1 of the search for stages of a given schedule; so large a slope stands for K_i = M.
 _SLOPES = {"auto": ANY_WARM_UP, "dapple-a": 1, "dapple-b": 2, "gpipe": 1 << 20}
@@ -77,11 +78,14 @@ def plan_best(problem: PlanningProblem, *, chunks: Sequence[int] = (2, 4)) -> Pl
 
 def _annealed(problem: PlanningProblem, annealer: Annealer) -> list[Candidate]:
     """Return the fastest plan that the search finds."""
-    work = min(_WORK + max(0, problem.cluster.devices - 16) * _WORK_OF_A_DEVICE, _MOST_WORK)
+    work = _WORK + max(0, problem.cluster.devices - 16) * _WORK_OF_A_DEVICE
     blocks = len(problem.chain.parameter_bytes)
-    small = min(1.0, blocks * problem.cluster.devices / _SMALL) * max(1.0, blocks / _MANY_BLOCKS)
+    share = min(1.0, blocks * problem.cluster.devices / _SMALL) * max(1.0, blocks / _MANY_BLOCKS) ** 0.5
     alike = problem.cluster.is_uniform and not problem.cluster.links
-    for layout in annealer.search(int(work * small), searches=_SEARCHES if alike else _MORE_SEARCHES):
+    searches = _SEARCHES if alike else _MORE_SEARCHES
+    if problem.cluster.devices > _MANY_DEVICES:
+        searches = 1
+    for layout in annealer.search(min(int(work * share), _MOST_WORK), searches=searches):
         schedule = layout.schedule if problem.schedule == "auto" else None
         candidate = problem.evaluate(layout.stages, layout.micro_batch_size, "local search", schedule, layout.recompute)
         if candidate is not None:  # under a given schedule it may need more memory than in the search

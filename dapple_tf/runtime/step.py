@@ -172,6 +172,19 @@ class PipelinedStep:
         """Names of the model's layers, in the plan's order; empty before the first batch."""
         return self._autoplan.layer_names
 
+    def summary(self) -> str:
+        """Return the plan with the names of layers, why its schedule was chosen, and the predicted memory, as text.
+
+        UsageError before the first batch.
+        """
+        plan = self.plan.describe(self.layer_names)
+        return "\n".join([plan, *([str(self.choice)] if self.choice is not None else []), str(self.report)])
+
+    def __repr__(self) -> str:
+        name = getattr(self._loss_fn, "__name__", type(self._loss_fn).__name__)
+        how = self.plan.headline if self._last is not None else "no plan before the first batch"
+        return f"<PipelinedStep of {name}: {how}>"
+
     @property
     def graph_def(self) -> Any:
         """The GraphDef of the step that ran last."""

@@ -1,30 +1,71 @@
-"""What ``import dapple_tf as dapple`` gives does not depend on which modules have been imported."""
+"""The public names: errors with one base, rank and size of a job, what a step and a plan print."""
 
 from __future__ import annotations
 
-import importlib.metadata
-from types import ModuleType
+import inspect
+import subprocess
+import sys
 
+import keras
+import numpy as np
 import pytest
+import tensorflow as tf
 
 import dapple_tf as dapple
+from dapple_tf import errors
 from tests.paths import ROOT
 
 
-@pytest.mark.parametrize("name", dapple.__all__)
-def test_every_public_name_is_loaded(name: str) -> None:
-    assert isinstance(getattr(dapple, name), ModuleType) == (name in ("errors", "keras"))
+def test_all_errors_have_one_base() -> None:
+    found = [getattr(errors, name) for name in errors.__all__ if name not in ("DappleError", "DappleWarning")]
+    assert all(inspect.isclass(each) and issubclass(each, errors.DappleError) for each in found)
+    assert all(issubclass(each, ValueError | RuntimeError) for each in found)
 
 
-def test_no_module_has_the_name_of_a_public_function() -> None:
-    """Python sets an imported module as an attribute of its package, in place of the function."""
-    modules = {path.stem for path in (ROOT / "dapple_tf").iterdir()} - {"errors", "keras"}
-    assert not modules & set(dapple.__all__)
+@pytest.mark.parametrize(
+    ("variables", "rank", "size"),
+    [
+        ({}, 0, 1),
+        ({"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, 2, 4),
+        ({"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2", "HOROVOD_LOCAL_SIZE": "1"}, 1, 2),
+    ],
+)
+def test_the_rank_and_the_size_of_the_job_are_those_of_the_launcher(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], rank: int, size: int
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert (dapple.rank(), dapple.size()) == (rank, size)
 
 
-def test_dir_lists_the_public_names() -> None:
-    assert set(dir(dapple)) == {*dapple.__all__, "__version__"}
+def test_a_step_and_its_plan_are_readable() -> None:
+    layers = [keras.layers.Dense(4, name="first"), keras.layers.Dense(1, name="last")]
+    model = keras.Sequential([keras.Input([3]), *layers])
+
+    def loss_of_squares(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
+        return tf.reduce_mean(tf.square(model(x) - y))
+
+    step = dapple.pipeline(loss_of_squares, optimizer="sgd", stages=["last"], micro_batches=2, schedule="gpipe")
+    assert repr(step) == "<PipelinedStep of loss_of_squares: no plan before the first batch>"
+    step(np.ones([4, 3], np.float32), np.ones([4, 1], np.float32))
+    head = "2 micro-batches of 2 samples, schedule gpipe"
+    assert repr(step).startswith("<PipelinedStep of loss_of_squares: plan straight, layers 1:")
+    assert repr(step.plan).startswith("<plan straight, layers 1:")
+    assert head in repr(step.plan)
+    first, *stages = str(step.plan).splitlines()
+    assert first == f"2 stages, {head}"
+    assert stages[0] == "  stage 0, device 0: layers 0 to 0"
+    lines = step.summary().splitlines()
+    assert lines[:2] == [first, "  stage 0, device 0: sequential/first .. sequential/first"]
+    assert any("K x stash" in line for line in lines)
 
 
-def test_the_version_is_that_of_the_installed_package() -> None:
-    assert dapple.__version__ == importlib.metadata.version("dapple_tf")
+def test_an_init_that_comes_too_late_says_so() -> None:
+    code = "import tensorflow as tf, dapple_tf as dapple; tf.constant(1); dapple.init()"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True
+    )
+    assert (
+        "<string>:1: DappleWarning: dapple.init() came too late to make 8 devices: TensorFlow has started with 1"
+        in (done.stderr)
+    )

@@ -685,6 +685,7 @@ inline Step Evaluator::alone(const Layout& layout, double ceiling, bool exact) {
   double end = recurrence(warm_up_, m, m == all ? ceiling : kInfinity, &period);
   found.work += 2 * stages * m;
   if (m < all) end += (all - m) * std::max(period, least_period());
+  end = std::max(end, all * *std::max_element(moving_.begin(), moving_.end()));  // at least, with contention
   found.fits = true;
   if (end < ceiling) found.seconds = end;
   return found;
@@ -791,8 +792,9 @@ inline const Flows& Evaluator::flows(const Layout& layout) {
 inline Step Evaluator::shared(const Layout& layout, const Step& step, double ceiling, bool exact) {
   if (step.seconds >= ceiling || !step.fits) return step;
   const Flows& shared_flows = flows(layout);
-  if (shared_flows.directions == 0) return step;
   Step found = step;
+  found.work += 10 * static_cast<int64_t>(layout.owner.size());
+  if (shared_flows.directions == 0) return found;
   const int64_t all = p_.micro_batches[layout.size], m = exact ? all : shorter(layout, all);
   const auto order_of = [&](int64_t count) -> const Order& {
     return layout.chunks > 1 ? interleaved(layout.workers, layout.chunks, count) : early_backward(warm_up_, count);

@@ -151,7 +151,7 @@ int dapple_search(const Problem* problem, const double* work, const double* spee
   const Problem& p = *problem;
   const std::vector<double> sums(work, work + p.blocks + 1);
   const Search search(p, sums, speed, threads, stop);
-  const bool contention = p.contention && p.devices <= 128;
+  const bool contention = p.contention;
   std::vector<std::vector<Run>> groups;
   for (auto& runs : {search.starts(), search.planned_starts()}) {
     std::vector<Run> ranked = runs;

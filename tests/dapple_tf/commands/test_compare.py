@@ -86,5 +86,5 @@ def test_wrong_usage_is_told_before_any_planner_runs(run_here: Run, words: tuple
 def test_a_profile_that_is_none_fails(run_here: Run) -> None:
     Path("broken.json").write_text(json.dumps({"format": "dapple-profile/1"}))
     run = run_here("compare", "broken.json", *COMPARE[2:])
-    assert run.code == 1
+    assert run.code == 2
     assert "broken.json" in run.stderr

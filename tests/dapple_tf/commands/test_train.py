@@ -128,7 +128,7 @@ def test_a_trace_that_cannot_be_saved_in_the_end_leaves_the_report(run_here: Run
 def test_a_file_that_is_no_trace_is_an_error_of_one_line(run_here: Run, tmp_path: Path) -> None:
     (tmp_path / "t.json").write_text('{"traceEvents": []}')
     read = run_here("timeline", tmp_path / "t.json")
-    assert (read.code, read.stdout) == (1, "")
+    assert (read.code, read.stdout) == (2, "")
     assert read.stderr.startswith(f"error: {tmp_path}/t.json: a trace, but not one that dapple_tf saved")
     read = run_here("timeline", "absent.json", "-o", "t.gif")
     assert read.code == 2

@@ -103,7 +103,7 @@ def test_a_saved_plan_of_windows_is_carried_out_with_async_only(run_here: Run, t
     assert again.json["plan"] == run.json["plan"]
     assert again.json["minibatch_losses"] == run.json["minibatch_losses"]
     refused = run_here("train", TINY_MODEL, "--plan", path, "--steps", 2)
-    assert refused.code == 1
+    assert refused.code == 2
     assert "the plan is for asynchronous windows of 4 minibatches: give mode='async' (on the comm" in refused.stderr
 
 
@@ -200,7 +200,7 @@ def test_contradictions_are_wrong_usage_before_the_model_is_looked_for(
 
 def test_a_window_of_the_models_own_batch_size_may_be_too_small(run_here: Run) -> None:
     run = run_here(*TRAIN, "--async")
-    assert (run.code, run.stdout) == (1, "")
+    assert (run.code, run.stdout) == (2, "")
     assert "a window of 8 samples is cut into 64 minibatches" in run.stderr
     assert "Traceback" not in run.stderr
 

@@ -77,7 +77,7 @@ main()
 """
     done = run(code, "plan", profile, "--cluster", "config-c:16", "--global-batch-size", 256)
     lines = [line for line in done.stderr.splitlines() if line and "still planning" not in line]
-    assert (lines, done.stdout, done.returncode) == (["stopped"], "", 1)
+    assert (lines, done.stdout, done.returncode) == (["stopped"], "", 130)
 
 
 def test_the_command_does_not_wait_for_a_thread_that_goes_on(profile: Path) -> None:
@@ -89,7 +89,7 @@ interrupt_during("leading_baselines", 0.05)
 main()
 """
     done = run(code, "plan", profile, "--cluster", "config-c:16", "--global-batch-size", 256)
-    assert (done.stderr, done.returncode) == ("\nstopped\n", 1)
+    assert (done.stderr, done.returncode) == ("\nstopped\n", 130)
 
 
 def test_a_process_can_plan_again_after_interrupts_at_many_moments(profile: Path) -> None:
