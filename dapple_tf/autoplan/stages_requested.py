@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 
 from dapple_tf.autoplan.batch_fit import check_batch_size
 from dapple_tf.autoplan.layer_estimates import EstimatedCosts
@@ -14,6 +15,10 @@ from dapple_tf.plans import Plan, StagePlan
 from graph_passes.analysis.layers import Layers
 from graph_passes.passes.partition import balance
 from graph_passes.schedules.worker_map import WorkerMap
+from profiler.detect import job_size
+
+_MORE_DEVICES = "make more with dapple.init(devices=n), or dapple train --devices n"
+_MORE_RANKS = "start more processes, one for each device (mpirun -np n)"
 
 
 def plan_requested_stages(
@@ -37,7 +42,7 @@ def plan_requested_stages(
     if sum(replicas) > devices:
         raise PlanError(
             f"{count} stages with replicas {list(replicas)} need {sum(replicas)} devices, but there are "
-            f"{devices}: ask for fewer, or make more with dapple.init(devices=n)"
+            f"{devices}: ask for fewer, or {_MORE_RANKS if job_size(os.environ) > 1 else _MORE_DEVICES}"
         )
     micro_batches = options.count_micro_batches(global_batch_size, max(replicas))
     sizes = options.sizes(global_batch_size)

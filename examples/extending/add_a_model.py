@@ -1,6 +1,6 @@
 """Add a model to the command line: a function that returns a ``dapple.Workload``.
 
-Run it with ``dapple train examples/extending/add_a_model.py:mlp --stages 2 --micro-batches 4 --steps 20``. Options of
+Run it with ``dapple train examples/extending/add_a_model.py:mlp --stages 2 --micro-batches 4 --steps 100``. Options of
 the function are set with ``--set width=128``; ``--batch-size`` and ``--seed`` set the options of these names.
 """
 

@@ -118,9 +118,11 @@ def test_impossible_options_are_refused(
         step_of(loss, **options)(X)
 
 
-def test_errors_are_value_or_runtime_errors() -> None:
-    kinds = [getattr(dapple.errors, name) for name in dapple.errors.__all__ if not name.endswith("Warning")]
-    assert len(kinds) == 20
+def test_errors_have_one_base_and_are_value_or_runtime_errors() -> None:
+    names = [name for name in dapple.errors.__all__ if name not in ("DappleError", "DappleWarning")]
+    kinds = [getattr(dapple.errors, name) for name in names]
+    assert len(kinds) == 21
+    assert all(issubclass(kind, dapple.errors.DappleError) for kind in kinds)
     assert all(issubclass(kind, ValueError | RuntimeError) for kind in kinds)
 
 

@@ -135,10 +135,7 @@ def test_a_file_without_a_schedule_is_refused(run_here: Run, tmp_path: Path) -> 
     (tmp_path / "order.txt").write_text("0F0 0F1 0B0\n1F0 1B0")
     (tmp_path / "bytes.txt").write_bytes(b"\xff\xfe")
     for file, message in (
-        (
-            "order.txt",
-            "error: order.txt: stage 0 must run F and B of each micro-batch once; missing or unexpected: 0B1",
-        ),
+        ("order.txt", "order.txt: stage 0 must run F and B of each micro-batch once; missing or unexpected: 0B1"),
         ("bytes.txt", "bytes.txt cannot be read as text"),
         ("none.txt", "there is no file none.txt"),
     ):
