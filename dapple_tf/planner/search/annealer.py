@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from dapple_tf.errors import PlanError
 from dapple_tf.planner.planning_problem import PlanningProblem
 from dapple_tf.planner.systems.device_order import list_devices
 from dapple_tf.plans import Plan, StagePlan
@@ -176,7 +177,7 @@ class Annealer:
         """Return the fastest layouts found, by rising seconds; none if nothing fits.
 
         ``work``: of each of the ``searches``, which use other random numbers; 10^8 take about a second on one core. The
-        result depends on these and on ``seed``, not on the threads.
+        result depends on these and on ``seed``, not on the threads. Raises PlanError where memory is lacking.
         """
         devices, width, most = self.problem.cluster.devices, self._width, _RESULTS
         shape, rows = np.zeros((most, 4), np.int32), np.zeros((most, devices), np.int64)
@@ -192,7 +193,10 @@ class Annealer:
         )
         check_stop()
         if count < 0:
-            raise MemoryError("searching for a plan")
+            raise PlanError(
+                f"searching for a plan of {self.problem.profile.model!r} on {devices} devices needs more memory than "
+                "this process can have: free some, or take planner 'dapple'"
+            )
         return [self._layout(*(each[row] for each in results)) for row in range(count) if seconds[row] < _UNFIT]
 
     def step_seconds(self, plan: Plan) -> float:

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import math
 import shutil
+import subprocess
+import sys
 
 import pytest
 from hypothesis import assume, given
@@ -14,6 +16,7 @@ from dapple_tf.simulator.simulate import simulate
 from profiler.cluster import Cluster, DeviceKind, Link, Server
 from profiler.profile import Profile, Timing
 from tests.dapple_tf.planner.builders import AMPLE, make_cluster, make_profile
+from tests.paths import ROOT
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ compiles the annealer, and is not installed")
 
@@ -94,3 +97,32 @@ def test_the_same_search_finds_the_same_plan_whatever_the_threads(monkeypatch: p
         monkeypatch.setattr("dapple_tf.planner.search.annealer.count_cores", lambda cores=cores: cores)
         found.append(annealer.search(10**6))
     assert found[0] == found[1]
+
+
+# --- a search that lacks memory is an error, not the end of the process
+
+
+WITHOUT_MEMORY = """
+import resource
+from dapple_tf.planner.api import make_problem
+from dapple_tf.planner.search.annealer import Annealer
+from profiler.cluster import config
+from profiler.profile import LayerCost, Profile
+
+layers = tuple(LayerCost(f"layer{i}", 1e-3, 2e-3, 4e6, 2e7, 5e7) for i in range(100))
+problem = make_problem(Profile("net", 1, "none", layers), config("a", 1024), global_batch_size=1024)
+annealer = Annealer.of(problem)
+pages = int(open("/proc/self/statm").read().split()[0])
+resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 30_000_000,) * 2)
+annealer.search(1)
+"""
+
+
+def test_a_search_without_enough_memory_is_a_plan_error() -> None:
+    command = [sys.executable, "-c", WITHOUT_MEMORY]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1
+    assert (
+        "PlanError: searching for a plan of 'net' on 1024 devices needs more memory than this process can"
+        in done.stderr
+    )
