@@ -10,6 +10,9 @@ ifeq ($(filter cpu gpu,$(EXTRA)),)
 $(error EXTRA is $(EXTRA): it must be cpu or gpu)
 endif
 
+# The version that the tests and the figures of this project are for; setup.py allows others (see `make matrix`).
+TENSORFLOW := $(if $(filter gpu,$(EXTRA)),tensorflow[and-cuda],tensorflow-cpu)==2.21.*
+
 # Tests run in so many processes; those that start jobs of several ranks share one of them. See tests/durations.py.
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS)
@@ -21,7 +24,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 2
 # environment turns that off.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test test-all lint bench docs hosts horovod clean
+.PHONY: train test test-all lint bench docs hosts matrix horovod clean
 
 train: .venv/installed
 	@$(BIN)/dapple train models/gpt.py:gpt --stages 2 --micro-batches 8 --batch-size 64 --steps 100 \
@@ -61,6 +64,10 @@ docs: .venv/installed-docs
 hosts: .venv/installed-test .venv/installed-exchange
 	@$(BIN)/python -m benchmarks hosts
 
+# Other versions of TensorFlow, Keras and NumPy, each in an environment of its own.
+matrix:
+	@scripts/matrix.sh
+
 horovod: .venv/installed-exchange
 
 clean:
@@ -69,7 +76,7 @@ clean:
 # Each stamp file depends on the files that name the requirements: nothing is installed unless one of them has changed.
 .venv/installed: setup.py pyproject.toml $(wildcard dapple_tf/simulator/native/*.*) .venv/extra | $(BIN)/python
 	@echo "Installing dapple_tf into .venv (TensorFlow is large: the first time takes a few minutes) ..." >&2
-	@$(PIP) --editable ".[$(EXTRA)]"
+	@$(PIP) --editable ".[$(EXTRA)]" "$(TENSORFLOW)"
 	@touch $@
 
 # Both TensorFlows install the same files: when the choice changes, the old one is uninstalled first. The recipe always
@@ -86,12 +93,12 @@ FORCE:
 
 .venv/installed-test: .venv/installed
 	@echo "Installing the requirements of the tests into .venv ..." >&2
-	@$(PIP) --editable ".[$(EXTRA),test]"
+	@$(PIP) --editable ".[$(EXTRA),test]" "$(TENSORFLOW)"
 	@touch $@
 
 .venv/installed-docs: .venv/installed
 	@echo "Installing what the site needs into .venv ..." >&2
-	@$(PIP) --editable ".[$(EXTRA),docs]"
+	@$(PIP) --editable ".[$(EXTRA),docs]" "$(TENSORFLOW)"
 	@touch $@
 
 .venv/installed-horovod: .venv/installed scripts/install_horovod.sh

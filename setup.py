@@ -54,7 +54,7 @@ setup(
     install_requires=[
         # TensorFlow comes with the extra "cpu" or "gpu"; Keras does not install it either.
         "keras>=3.12,<4",
-        "numpy>=2,<3",
+        "numpy>=1.26,<3",
         "protobuf",  # TensorFlow restricts the versions
         "networkx>=3.2,<4",
         "PyYAML>=6,<7",
@@ -68,10 +68,10 @@ setup(
         "numba>=0.61,<1",  # the planners of other systems and the search for orders try thousands of plans a second
     ],
     extras_require={
-        # Both install the module `tensorflow`, so only one of them may be installed. The version is also in
-        # dapple_tf/frontend/tensorflow_version.py, which checks it at `import dapple_tf`.
-        "cpu": ["tensorflow-cpu==2.21.*"],
-        "gpu": ["tensorflow[and-cuda]==2.21.*"],
+        # Both install the module `tensorflow`, so only one of them may be installed. The oldest version is also in
+        # dapple_tf/frontend/tensorflow_version.py, which checks it at `import dapple_tf`; `make matrix` tests others.
+        "cpu": ["tensorflow-cpu>=2.17"],
+        "gpu": ["tensorflow[and-cuda]>=2.17"],
         # pip alone cannot build it against TensorFlow 2.16 or later: `make horovod` (scripts/install_horovod.sh) can.
         "horovod": ["horovod==0.28.1"],
         "docs": [

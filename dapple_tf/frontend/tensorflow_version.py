@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import re
 import sys
 from pathlib import Path
 
-NEEDED = "2.21"  # one minor version: the rewriting of graphs relies on how this one traces and runs functions
+from dapple_tf.errors import warn_user
+
+OLDEST, NEWEST = (2, 17), (2, 21)  # minor versions with which the tests pass; newer ones probably work
+NEEDED = ".".join(map(str, OLDEST))
 
 # The distributions that install the module `tensorflow`.
 _DISTRIBUTIONS = (
@@ -34,26 +38,37 @@ _INSTALL = "pip install 'dapple_tf[cpu]', or on a machine with NVIDIA GPUs pip i
 
 
 def require_tensorflow() -> None:
-    """Raise ImportError unless TensorFlow NEEDED is installed; the message gives the version found and pip's command.
+    """Raise ImportError unless TensorFlow NEEDED or newer is installed, with what was found and what to do.
 
-    A TensorFlow without metadata, such as a source tree on sys.path, has no version to read here and is accepted.
+    A version that is newer than those that were tested is a warning. A TensorFlow without metadata, such as a source
+    tree on sys.path, has no version to read here and is accepted.
     """
     folder = _find_tensorflow()
     if folder is None:
         raise ImportError(
-            f"dapple_tf needs TensorFlow {NEEDED}, and none is installed for {sys.executable}: run {_INSTALL}",
+            f"dapple_tf needs TensorFlow {NEEDED} or newer, and none is installed for {sys.executable}: run {_INSTALL}",
             name="tensorflow",
         )
     versions = _installed_versions(folder)
-    if all(f"{version}.".startswith(f"{NEEDED}.") for version in versions.values()):
+    minors = [read_minor(version) for version in versions.values()]
+    if all(minor >= OLDEST for minor in minors):
+        if any(minor > NEWEST for minor in minors):
+            newest = ".".join(map(str, NEWEST))
+            warn_user(f"dapple_tf was tested with TensorFlow {NEEDED} to {newest}, not with {max(versions.values())}")
         return
     found = " and ".join(f"{name} {version}" for name, version in versions.items())
     raise ImportError(
-        f"dapple_tf needs TensorFlow {NEEDED}, and {folder} has {found}: "
+        f"dapple_tf needs TensorFlow {NEEDED} or newer, and {folder} has {found}: "
         f"run pip uninstall {' '.join(versions)}, then {_INSTALL}",
         name="tensorflow",
         path=str(folder),
     )
+
+
+def read_minor(version: str) -> tuple[int, int]:
+    """Return the first two numbers of a version; (0, 0) for one that does not begin with two."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
 def _find_tensorflow() -> Path | None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from hypothesis import settings
 
@@ -22,6 +23,11 @@ import dapple_tf as dapple
 from dapple_tf.compiler import StepVariant
 from dapple_tf.errors import DappleWarning
 from dapple_tf.staged_model import StagedModel
+
+needs_keras_3_13 = pytest.mark.skipif(
+    tuple(map(int, keras.__version__.split(".")[:2])) < (3, 13),
+    reason=f"Keras {keras.__version__} itself lacks it: BatchNormalization(renorm=True), regularizers in float64",
+)
 
 TOLERANCE = {"float64": 1e-12, "float32": 1e-5}
 

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 import dapple_tf as dapple
 from dapple_tf.errors import CaptureError, ExactnessError, PlanError, StepError
-from tests.equality.one_device import TOLERANCE, Problem, compare, relative_error
+from tests.equality.one_device import TOLERANCE, Problem, compare, needs_keras_3_13, relative_error
 
 LAYERS = keras.layers
 WIDTH, STEPS = 6, 5
@@ -311,6 +311,7 @@ def test_forward_without_training_writes_deferred_statistics_too() -> None:
 # --- what cannot be deferred
 
 
+@needs_keras_3_13
 def test_statistics_that_are_not_known_are_refused() -> None:
     renorm = LAYERS.BatchNormalization(renorm=True, name="odd", dtype="float64")
     step = step_of(regression(dense("a"), renorm))

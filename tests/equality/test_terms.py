@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 from graph_passes.analysis.variable_use import find_variables
-from tests.equality.one_device import TOLERANCE, Problem, compare
+from tests.equality.one_device import TOLERANCE, Problem, compare, needs_keras_3_13
 from tests.equality.small_models import WIDTH, chain, data, weights
 
 Term = Callable[[Sequence[tf.Variable]], Any]
@@ -71,7 +71,8 @@ def check_term(problem: Problem, replicas: Sequence[int]) -> Any:
     return model
 
 
-@pytest.mark.parametrize(("name", "replicas"), [(name, replicas) for name in PROBLEMS for replicas in LAYOUTS])
+@pytest.mark.parametrize("replicas", LAYOUTS, ids=str)
+@pytest.mark.parametrize("name", ["l2 and norms", pytest.param("keras", marks=needs_keras_3_13)])
 def test_a_term_of_the_weights_equals_one_device(name: str, replicas: Sequence[int]) -> None:
     assert check_term(PROBLEMS[name](), replicas).for_passes.shared
 

@@ -50,7 +50,7 @@ def test_the_import_fails_without_tensorflow_and_tells_the_command_to_run(
     environment_without_tensorflow: Environment,
 ) -> None:
     message = import_dapple_tf(environment_without_tensorflow)
-    assert message.startswith(f"tensorflow dapple_tf needs TensorFlow {NEEDED}, and none is installed for ")
+    assert message.startswith(f"tensorflow dapple_tf needs TensorFlow {NEEDED} or newer, and none is installed for ")
     assert str(environment_without_tensorflow.python) in message
     assert FOR_CPUS in message
     assert FOR_GPUS in message
@@ -62,7 +62,7 @@ def test_the_command_line_fails_without_tensorflow_and_ends_with_the_same_messag
     done = environment_without_tensorflow.run("dapple", "--help", folder=tmp_path, timeout=60)
     assert (done.returncode, done.stdout) == (1, "")
     last = done.stderr.splitlines()[-1]
-    assert last.startswith(f"ImportError: dapple_tf needs TensorFlow {NEEDED}, and none is installed")
+    assert last.startswith(f"ImportError: dapple_tf needs TensorFlow {NEEDED} or newer, and none is installed")
 
 
 def test_profiles_and_passes_are_imported_without_tensorflow(
@@ -77,12 +77,12 @@ def test_profiles_and_passes_are_imported_without_tensorflow(
     ("name", "version"),
     [
         ("tensorflow", "2.15.1"),
-        ("tensorflow-cpu", "2.22.0"),
+        ("tensorflow-cpu", "2.16.2"),
         ("tensorflow-rocm", "2.14.0"),
         ("intel-tensorflow", "2.14.0"),
-        ("tf-nightly", "2.22.0.dev20260301"),
+        ("tf-nightly", "2.16.0.dev20240301"),
         ("tensorflow", "2.2.1"),  # not 2.21
-        ("tensorflow", "2.210.0"),
+        ("tensorflow", "1.20.0"),
     ],
 )
 def test_the_import_fails_with_another_version_and_tells_it(
@@ -91,7 +91,7 @@ def test_the_import_fails_with_another_version_and_tells_it(
     add_tensorflow(tmp_path, f"{name}-{version}")
     message = import_dapple_tf(environment_without_tensorflow, tmp_path)
     assert message.startswith(
-        f"tensorflow dapple_tf needs TensorFlow {NEEDED}, and {tmp_path} has {name} {version}: "
+        f"tensorflow dapple_tf needs TensorFlow {NEEDED} or newer, and {tmp_path} has {name} {version}: "
         f"run pip uninstall {name}, then {FOR_CPUS}"
     )
     assert FOR_GPUS in message
@@ -107,12 +107,24 @@ def test_a_right_version_installed_over_a_wrong_one_is_refused(
 
 
 @pytest.mark.parametrize("name", ["tensorflow", "tensorflow-cpu", "tensorflow-rocm", "tf-nightly"])
-@pytest.mark.parametrize("version", [f"{NEEDED}.0", f"{NEEDED}.3rc1", f"{NEEDED}.0.dev20260301"])
+@pytest.mark.parametrize("version", [f"{NEEDED}.0", f"{NEEDED}.3rc1", f"{NEEDED}.0.dev20260301", "2.21.0"])
 def test_the_needed_version_is_accepted_and_not_imported(
     environment_without_tensorflow: Environment, tmp_path: Path, name: str, version: str
 ) -> None:
     add_tensorflow(tmp_path, f"{name}-{version}")
     assert import_dapple_tf(environment_without_tensorflow, tmp_path) == "imported\n"
+
+
+def test_a_version_that_was_not_tested_is_accepted_with_a_warning(
+    environment_without_tensorflow: Environment, tmp_path: Path
+) -> None:
+    add_tensorflow(tmp_path, "tensorflow-2.210.0")
+    variables = {"PYTHONPATH": str(tmp_path)}
+    done = environment_without_tensorflow.run(
+        "python", "-c", IMPORT, folder=environment_without_tensorflow.folder, timeout=60, variables=variables
+    )
+    assert done.stdout == "imported\n"
+    assert "DappleWarning: dapple_tf was tested with TensorFlow 2.17 to 2.21, not with 2.210.0" in done.stderr
 
 
 def test_a_tensorflow_that_tells_no_version_is_accepted(

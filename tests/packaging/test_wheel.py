@@ -94,13 +94,13 @@ def test_the_wheel_without_extras_requires_no_tensorflow_but_keras(wheel: Path) 
 @pytest.mark.parametrize(
     ("extra", "name", "extras"), [("cpu", "tensorflow-cpu", set()), ("gpu", "tensorflow", {"and-cuda"})]
 )
-def test_each_extra_requires_the_one_tensorflow_that_the_import_accepts(
+def test_each_extra_requires_a_tensorflow_that_the_import_accepts(
     wheel: Path, extra: str, name: str, extras: set[str]
 ) -> None:
     requirements = read_requirements(wheel, extra)
     assert set(requirements) == {name}
     assert requirements[name].extras == extras
-    assert str(requirements[name].specifier) == f"=={NEEDED}.*"
+    assert str(requirements[name].specifier) == f">={NEEDED}"
 
 
 def test_setup_py_imports_neither_tensorflow_nor_the_packages() -> None:
