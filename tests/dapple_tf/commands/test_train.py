@@ -208,6 +208,25 @@ def test_a_run_resumed_from_a_checkpoint_has_the_losses_of_one_run(run_here: Run
     assert again.stderr.splitlines()[-1].endswith(f"{tmp_path} has 6 steps already: ask for more with --steps")
 
 
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (("--checkpoint-dir", "saved", "--checkpoint-every", 3), "step 3 is saved in saved: the same command goes on"),
+        (("--checkpoint-dir", "saved", "--checkpoint-every", 5), "saved has no checkpoint yet: save more often with"),
+        ((), "nothing was saved: give --checkpoint-dir DIR"),
+    ],
+)
+def test_an_interrupted_run_says_what_is_saved(
+    run_here: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[object, ...], told: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = run_here("train", TINY_MODEL, "--stages", 2, "--set", "interrupted=True", "--steps", 9, *options)
+    assert run.code == 130
+    last, stopped = [line for line in run.stderr.splitlines() if line][-2:]
+    assert last.startswith(told)
+    assert stopped == "stopped"
+
+
 def test_a_run_resumed_in_another_process_has_the_losses_of_one_run(trained: Outcome, tmp_path: Path) -> None:
     options = (*TRAIN, "--stages", 2, "--json", "--seed", 3, "--checkpoint-dir", tmp_path)
     first = run_process(*options, "--steps", 3).json

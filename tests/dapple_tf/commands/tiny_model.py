@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import keras
 import numpy as np
 import tensorflow as tf
@@ -17,11 +20,12 @@ def tiny(
     empty: bool = False,
     infinite: bool = False,
     fails: bool = False,
+    interrupted: bool = False,
 ) -> dapple.Workload:
     """Return two dense layers on four batches of random numbers.
 
     ``noisy``: the loss draws numbers that no other run draws. ``empty``: there are no batches. ``infinite``: the third
-    batch is infinite. ``fails``: the loss cannot be computed.
+    batch is infinite. ``fails``: the loss cannot be computed. ``interrupted``: Ctrl-C is pressed after the fourth batch.
     """
     keras.utils.set_random_seed(seed)
     layers = [keras.layers.Dense(width, "tanh", name="one"), keras.layers.Dense(1, name="two")]
@@ -31,6 +35,10 @@ def tiny(
     if infinite:
         data[2] = (data[2][0] * np.inf, data[2][1])
 
+    def interrupt() -> Iterator[Any]:
+        yield from data
+        raise KeyboardInterrupt
+
     def loss(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
         if fails:
             tf.debugging.assert_less(tf.reduce_max(x), -1e9, "positive")
@@ -38,7 +46,7 @@ def tiny(
             x += tf.raw_ops.RandomStandardNormal(shape=tf.shape(x), dtype=x.dtype)
         return tf.reduce_mean(tf.square(model(x) - 1) * tf.cast(y, tf.float32))
 
-    return dapple.Workload(loss, keras.optimizers.Adam(0.01), [] if empty else data)
+    return dapple.Workload(loss, keras.optimizers.Adam(0.01), [] if empty else interrupt() if interrupted else data)
 
 
 def without_options() -> dapple.Workload:
