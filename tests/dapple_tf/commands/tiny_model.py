@@ -25,7 +25,7 @@ def tiny(
     """Return two dense layers on four batches of random numbers.
 
     ``noisy``: the loss draws numbers that no other run draws. ``empty``: there are no batches. ``infinite``: the third
-    batch is infinite. ``fails``: the loss cannot be computed. ``interrupted``: Ctrl-C is pressed after the fourth batch.
+    batch is infinite. ``fails``: the loss cannot be computed. ``interrupted``: Ctrl-C is pressed after four batches.
     """
     keras.utils.set_random_seed(seed)
     layers = [keras.layers.Dense(width, "tanh", name="one"), keras.layers.Dense(1, name="two")]
