@@ -6,15 +6,16 @@
     loss = step(x, y)
 
 Names are loaded when first used, so that the command line answers before TensorFlow has started. Importing dapple_tf
-raises ImportError if TensorFlow is missing or has another version than dapple_tf needs.
+raises ImportError if TensorFlow is missing or older than dapple_tf needs, or if a file of the user's hides a package.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from dapple_tf.frontend.tensorflow_version import require_tensorflow
 
 if TYPE_CHECKING:
     from dapple_tf import errors, keras
@@ -34,7 +35,25 @@ if TYPE_CHECKING:
     from profiler.cluster import Cluster
     from profiler.profile import Profile
 
-require_tensorflow()
+
+def _require_own_packages() -> None:
+    """Raise ImportError where a file of the user's hides one of the packages that are installed beside dapple_tf."""
+    for name in ("graph_passes", "profiler"):
+        loaded = sys.modules.get(name)
+        spec = importlib.util.find_spec(name) if loaded is None else getattr(loaded, "__spec__", None)
+        origin = None if spec is None else spec.origin
+        if origin is None or Path(origin).resolve().parent != Path(__file__).resolve().parents[1] / name:
+            raise ImportError(
+                f"dapple_tf needs its own package {name!r}, but Python finds {origin or 'another one'}: rename that "
+                "file, or take its folder out of sys.path",
+                name=name,
+                path=origin,
+            )
+
+
+_require_own_packages()
+# Not at the top: it imports from the packages that were examined here.
+importlib.import_module("dapple_tf.frontend.tensorflow_version").require_tensorflow()
 
 __version__ = "0.1.0"  # setup.py reads it here
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -61,3 +63,15 @@ def test_an_init_that_comes_too_late_says_so() -> None:
         "<string>:1: DappleWarning: dapple.init() came too late to make 8 devices: TensorFlow has started with 1"
         in (done.stderr)
     )
+
+
+def test_a_file_of_the_users_that_hides_a_package_is_named(tmp_path: Path) -> None:
+    (tmp_path / "profiler.py").write_text("")
+    command = [sys.executable, "-c", "import dapple_tf"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 1
+    wanted = f"dapple_tf needs its own package 'profiler', but Python finds {tmp_path}/profiler.py: rename that file"
+    assert wanted in done.stderr
