@@ -719,13 +719,13 @@ inline std::vector<Run> Search::starts() const {
 // and without their AllReduces, if no stage takes longer than the limit (Alpa, section 5.2, equation 3). Rows, links and
 // memory are estimated here; what comes out is evaluated as any other layout.
 inline std::vector<Run> Search::planned_starts() const {
-  constexpr int kMostCuts = 128;
+  const int most_cuts = p_.devices > 32 ? 64 : 128;
   // Cuts with nearly equal work between them; all where there are few blocks.
   std::vector<int> cuts{0};
   const double work = work_[p_.blocks];
   for (int block = 1; block < p_.blocks; ++block) {
-    const bool far = work_[block] - work_[cuts.back()] >= work / kMostCuts * 0.9;
-    if (p_.blocks <= kMostCuts || far || work <= 0) cuts.push_back(block);
+    const bool far = work_[block] - work_[cuts.back()] >= work / most_cuts * 0.9;
+    if (p_.blocks <= most_cuts || far || work <= 0) cuts.push_back(block);
   }
   cuts.push_back(p_.blocks);
   std::vector<std::pair<std::vector<int>, int>> tasks;
@@ -741,6 +741,7 @@ inline std::vector<Run> Search::planned_starts() const {
 // The planned stages of one device order and micro-batch size, under rising limits until longer stages cannot pay.
 inline std::vector<Run> Search::plan_stages(const std::vector<int>& cuts, const std::vector<int>& order, int z) const {
   constexpr int kMostUnits = 64;  // of devices, which are given to stages as a whole
+  constexpr int kFineCells = 3000;  // cuts times units up to which limits rise by 1%
   constexpr double kWorse = 1.5;  // by an estimate; stages that are so much slower than others are no good start
   const int n = static_cast<int>(cuts.size()) - 1, unit = (p_.devices + kMostUnits - 1) / kMostUnits;
   const int units = p_.devices / unit;
@@ -816,7 +817,7 @@ inline std::vector<Run> Search::plan_stages(const std::vector<int>& cuts, const 
   };
   const double equal_share = work_[p_.blocks] * rows / std::max(speed[units], 1e-300);
   double least = kInfinity;
-  const double fine = m >= 16 ? 1.01 : 1.04;
+  const double fine = m >= 16 && n * units <= kFineCells ? 1.01 : 1.04;
   for (double factor = 1; factor <= 2 * units; factor *= factor < 1.4 ? fine : factor < 2 ? 1.1 : 1.4) {
     const double limit = equal_share * factor;
     if ((m - 1) * limit > least * kWorse) break;

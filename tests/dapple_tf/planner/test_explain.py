@@ -56,7 +56,8 @@ def test_a_plan_is_described_in_a_few_lines() -> None:
     plan, timeline = predict_plan(problem, run_planner(problem, "dp").chosen, "dp")
     head, *table, stage = describe_plan(plan, PROFILE, timeline).splitlines()
     assert head == (
-        "plan DP, layers 3, 2 micro-batches of 4 samples, schedule dapple-a, recompute, AllReduce overlaps backward"
+        "plan DP, layers 3, 2 micro-batches of 4 samples, schedule dapple-a, recompute of all layers, AllReduce "
+        "overlaps backward"
     )
     assert "\n".join(table) == str(timeline)
     assert stage == "stage 0: layer0 .. layer2"
