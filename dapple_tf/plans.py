@@ -185,11 +185,19 @@ class Plan:
         return text
 
     @property
+    def _short_schedule(self) -> str:
+        """The schedule as it is shown; the text itself where it is no schedule, so that such a plan can be shown."""
+        try:
+            return self.spec.short
+        except ScheduleError:
+            return quote(self.schedule)
+
+    @property
     def headline(self) -> str:
         """The plan in a line: replicas, layers of each stage, micro-batches and schedule."""
         layers = ":".join(str(stage.last_layer - stage.first_layer + 1) for stage in self.stages)
         return (
-            f"plan {self.notation}, layers {layers}, {self.describe_micro_batches()}, schedule {self.spec.short}"
+            f"plan {self.notation}, layers {layers}, {self.describe_micro_batches()}, schedule {self._short_schedule}"
             f"{self.describe_recompute()}{', AllReduce overlaps backward' if self.overlap else ''}"
         )
 
@@ -203,7 +211,7 @@ class Plan:
 
         ``layer_names``: of all layers; without them layers are numbered.
         """
-        how = f"{self.describe_micro_batches()}, schedule {self.spec.short}"
+        how = f"{self.describe_micro_batches()}, schedule {self._short_schedule}"
         if self.window is not None:
             how = self._describe_windows(self.window)
         lines = [f"{len(self.stages)} stage{'s' * (len(self.stages) > 1)}, {how}{self.describe_recompute()}"]

@@ -225,7 +225,8 @@ class Autoplan:
         names = tuple(layer.name for layer in layers.layers)
         costs = estimate_costs(layers, shapes)
         if self._job is not None:
-            given = {"call of dapple.pipeline": self._options, "plan": self._options.plan}
+            plan = None if self._options.plan is None else self._options.plan.to_json()
+            given = {"call of dapple.pipeline": self._options, "plan": plan}
             self._job.compare({"number of samples": samples, **given, "layers of the model": names})
         decision = self._decision
         if decision is None:

@@ -146,7 +146,7 @@ class RankTarget:
         self._job.compare(
             {
                 "TensorFlow version": tf.__version__,
-                "plan": plan,
+                "plan": plan.to_json(),
                 "shapes and dtypes of the batch": model.interface.signature,
                 "variables": [(name, v.dtype.name, tuple(v.shape)) for name, v in model.variables.items()],
             }

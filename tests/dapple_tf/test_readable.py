@@ -13,6 +13,7 @@ import pytest
 import tensorflow as tf
 
 import dapple_tf as dapple
+from dapple_tf.plans import Plan, StagePlan
 from tests.paths import ROOT
 
 
@@ -34,7 +35,7 @@ def test_the_rank_and_the_size_of_the_job_are_those_of_the_launcher(
 
 def test_a_step_and_its_plan_are_readable() -> None:
     layers = [keras.layers.Dense(4, name="first"), keras.layers.Dense(1, name="last")]
-    model = keras.Sequential([keras.Input([3]), *layers])
+    model = keras.Sequential([keras.Input([3]), *layers], name="net")
 
     def loss_of_squares(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
         return tf.reduce_mean(tf.square(model(x) - y))
@@ -50,7 +51,7 @@ def test_a_step_and_its_plan_are_readable() -> None:
     assert first == f"2 stages, {head}"
     assert stages[0] == "  stage 0, device 0: layers 0 to 0"
     lines = step.summary().splitlines()
-    assert lines[:2] == [first, "  stage 0, device 0: sequential/first .. sequential/first"]
+    assert lines[:2] == [first, "  stage 0, device 0: net/first .. net/first"]
     assert any("K x stash" in line for line in lines)
 
 
@@ -75,3 +76,8 @@ def test_a_file_of_the_users_that_hides_a_package_is_named(tmp_path: Path) -> No
     assert done.returncode == 1
     wanted = f"dapple_tf needs its own package 'profiler', but Python finds {tmp_path}/profiler.py: rename that file"
     assert wanted in done.stderr
+
+
+def test_a_plan_with_a_schedule_that_is_none_can_be_shown() -> None:
+    plan = Plan("net", "test", 4, 2, 2, "zigzag", False, (StagePlan(0, 1, (0,)),))
+    assert repr(plan) == "<plan one device, layers 2, 2 micro-batches of 2 samples, schedule 'zigzag'>"
