@@ -6,8 +6,6 @@ in a job without native exchanges, so its barrier and its exchange of outputs ar
 
 from __future__ import annotations
 
-import os
-
 from benchmarks.own_core import run_on_own_core
 
 if __name__ == "__main__":  # before any library counts the cores
@@ -76,5 +74,5 @@ if __name__ == "__main__":
 
     dapple.init()
     rows = measure()
-    if os.environ.get("OMPI_COMM_WORLD_RANK", "0") == "0":
+    if dapple.rank() == 0:
         print(json.dumps(rows))

@@ -6,8 +6,6 @@ and receives at the same time. The hand-overs of a call are in one TensorFlow fu
 
 from __future__ import annotations
 
-import os
-
 from benchmarks.own_core import run_on_own_core
 
 if __name__ == "__main__":  # before any library counts the cores
@@ -102,5 +100,5 @@ if __name__ == "__main__":
 
     dapple.init()
     rows = measure()
-    if os.environ.get("OMPI_COMM_WORLD_RANK", "0") == "0":
+    if dapple.rank() == 0:
         print(json.dumps(rows))

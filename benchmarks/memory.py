@@ -113,5 +113,5 @@ if __name__ == "__main__":
 
     dapple.init(STAGES)
     result = measure(sys.argv[1], sys.argv[2], int(sys.argv[3]))
-    if os.environ.get("OMPI_COMM_WORLD_RANK", "0") == "0":
+    if dapple.rank() == 0:
         print(json.dumps(result))

@@ -8,7 +8,6 @@ rank while another one computes on the other core, since cores share caches and 
 
 from __future__ import annotations
 
-import os
 import sys
 
 from benchmarks.own_core import run_on_own_core
@@ -167,5 +166,5 @@ if __name__ == "__main__":
     what, model, *rest = sys.argv[1:]
     dapple.init(STAGES if what == "balance" else None)
     found = measure_balance(model) if what == "balance" else measure(model, int(rest[0]))
-    if os.environ.get("OMPI_COMM_WORLD_RANK", "0") == "0":
+    if dapple.rank() == 0:
         print(json.dumps(found))

@@ -7,7 +7,6 @@ counts the same whole rows; with fractions of rows it would promise too short a 
 from __future__ import annotations
 
 import json
-import os
 import random
 import sys
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from benchmarks.policies import Case
 from profiler.cluster import Link
 
 RANKS, PLANS, SEED = (3, 4, 5, 6), 5, 0  # plans of each number of ranks
-STEPS = 3
+STEPS, POLICY = 3, "dapple-b"
 CLOSE = 0.05
 _FREE = Link(1e12, 0.0)  # what is sent is some bytes
 # Seconds of forward and of backward of a layer: a step takes seconds, far more than it costs six ranks on two cores.
@@ -43,14 +42,11 @@ def run() -> Iterator[Row]:
     close = sum(abs(each) <= CLOSE for each in off)
     worst = max(off, key=abs)
     yield Row(
-        "plans with remainders within 5% of the simulator",
+        f"plans with remainders within {CLOSE:.0%} of the simulator",
         "all",
         f"{close} of {len(off)}, worst {worst:+.1%}",
         close == len(off),
     )
-
-
-POLICY = "dapple-b"
 
 
 def draw_cases(ranks: int) -> list[Case]:
@@ -85,5 +81,5 @@ if __name__ == "__main__":
 
     dapple.init()
     result = measure(int(sys.argv[1]))
-    if os.environ.get("OMPI_COMM_WORLD_RANK", "0") == "0":
+    if dapple.rank() == 0:
         print(json.dumps(result))

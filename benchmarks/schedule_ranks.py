@@ -6,8 +6,6 @@ Each rank has one core. With two stages per rank the model's activations cross t
 
 from __future__ import annotations
 
-import os
-
 from benchmarks.own_core import run_on_own_core
 
 if __name__ == "__main__":  # before any library counts the cores
@@ -84,5 +82,5 @@ if __name__ == "__main__":
 
     dapple.init()
     result = measure()
-    if os.environ.get("OMPI_COMM_WORLD_RANK", "0") == "0":
+    if dapple.rank() == 0:
         print(json.dumps(result))

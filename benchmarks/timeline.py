@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 
 from benchmarks.own_core import run_on_own_core
@@ -127,5 +126,5 @@ if __name__ == "__main__":
 
     dapple.init(STAGES if sys.argv[1] == "process" else None)
     measured = {"first": measure_first, "cost": measure_cost}[sys.argv[2]](sys.argv[3])
-    if os.environ.get("OMPI_COMM_WORLD_RANK", "0") == "0":
+    if dapple.rank() == 0:
         print(json.dumps(measured))

@@ -6,8 +6,6 @@ so fill the other stage's bubble already.
 
 from __future__ import annotations
 
-import os
-
 from benchmarks.own_core import run_on_own_core
 
 if __name__ == "__main__":  # before any library counts the cores
@@ -55,5 +53,5 @@ if __name__ == "__main__":
 
     dapple.init()
     found = measure()
-    if os.environ.get("OMPI_COMM_WORLD_RANK", "0") == "0":
+    if dapple.rank() == 0:
         print(json.dumps(found))

@@ -224,12 +224,16 @@ class Plan:
 
     def _describe_windows(self, window: WindowPlan) -> str:
         """Return the minibatches, weights and warm-up of windows."""
-        least, more = divmod(self.global_batch_size, window.minibatches)
-        sizes = f"{least} or {least + 1} samples" if more else format_samples(least)
+        sizes = self._describe_parts(window.minibatches)
         order = self.versions.window
         parts = f" in {order.micro_batches} micro-batches" if order.micro_batches > 1 else ""
         warm_up = ",".join(map(str, order.warm_up))
         return f"windows of {window.minibatches} minibatches of {sizes}{parts}, weights {window.weights}, K={warm_up}"
+
+    def _describe_parts(self, count: int) -> str:
+        """Return the samples of each of ``count`` parts of a batch, as equal as they can be."""
+        least, more = divmod(self.global_batch_size, count)
+        return f"{least} or {least + 1} samples" if more else format_samples(least)
 
     def __str__(self) -> str:
         return self.describe()
@@ -311,8 +315,7 @@ class Plan:
         Given sizes are named in order, ``3 micro-batches of 2, 2 and 4 samples``; of many only the range. Of a window:
         ``64 minibatches of 8 samples``, or ``8 minibatches of 4 micro-batches of 2 samples``.
         """
-        least, more = divmod(self.global_batch_size, self.micro_batches)
-        sizes = f"{least} or {least + 1} samples" if more else format_samples(least)
+        sizes = self._describe_parts(self.micro_batches)
         if len(set(self.sizes)) > 1:
             sizes = f"{_list_sizes(self.sizes)} samples"
         if self.window is not None:

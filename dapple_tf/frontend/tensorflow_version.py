@@ -50,13 +50,13 @@ def require_tensorflow() -> None:
             name="tensorflow",
         )
     versions = _installed_versions(folder)
+    found = " and ".join(f"{name} {version}" for name, version in versions.items())
     minors = [read_minor(version) for version in versions.values()]
     if all(minor >= OLDEST for minor in minors):
         if any(minor > NEWEST for minor in minors):
             newest = ".".join(map(str, NEWEST))
-            warn_user(f"dapple_tf was tested with TensorFlow {NEEDED} to {newest}, not with {max(versions.values())}")
+            warn_user(f"dapple_tf was tested with TensorFlow {NEEDED} to {newest}, not with {found}")
         return
-    found = " and ".join(f"{name} {version}" for name, version in versions.items())
     raise ImportError(
         f"dapple_tf needs TensorFlow {NEEDED} or newer, and {folder} has {found}: "
         f"run pip uninstall {' '.join(versions)}, then {_INSTALL}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ from benchmarks.published import TABLE_5, Published, find_missing_profiles, publ
 from benchmarks.table5 import FREE
 from dapple_tf.planner.api import run_planner
 from dapple_tf.planner.search.dapple import formula_latency
+from dapple_tf.plans import StagePlan
 from profiler.profile import Profile
 
 ETHERNET = 25e9 / 8  # bytes per second between the servers of config B (Table III), each of one device
@@ -52,8 +54,8 @@ def latency_by_hand(profile: Profile, stages: Stages, size: int, micro_batches: 
     return sum(forward[: pivot + 1]), steady[pivot], max(before + after)
 
 
-def stages_of(plan: object) -> Stages:
-    return [(stage.first_layer, stage.last_layer + 1, stage.replicas) for stage in plan]  # type: ignore[attr-defined]
+def stages_of(plan: Sequence[StagePlan]) -> Stages:
+    return [(stage.first_layer, stage.last_layer + 1, stage.replicas) for stage in plan]
 
 
 @pytest.mark.parametrize("row", [row for row in TABLE_5 if row.config == "b"][:3], ids=lambda row: row.model.title)

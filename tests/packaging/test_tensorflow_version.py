@@ -124,7 +124,9 @@ def test_a_version_that_was_not_tested_is_accepted_with_a_warning(
         "python", "-c", IMPORT, folder=environment_without_tensorflow.folder, timeout=60, variables=variables
     )
     assert done.stdout == "imported\n"
-    assert "DappleWarning: dapple_tf was tested with TensorFlow 2.17 to 2.21, not with 2.210.0" in done.stderr
+    assert (
+        "DappleWarning: dapple_tf was tested with TensorFlow 2.17 to 2.21, not with tensorflow 2.210.0" in done.stderr
+    )
 
 
 def test_a_tensorflow_that_tells_no_version_is_accepted(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -243,10 +244,8 @@ class Annealer:
         bounds = [*(int(self.positions[block]) for block in starts[:count]), len(self.problem.profile.layers)]
         stages = []
         for index, (first, end) in enumerate(itertools.pairwise(bounds)):
-            own, shares = (
-                tuple(named[self.devices[d]] for d in sets[index % workers]),
-                [rows[d] for d in sets[index % workers]],
-            )
+            own = tuple(named[self.devices[d]] for d in sets[index % workers])
+            shares = [rows[d] for d in sets[index % workers]]
             kinds = {self.problem.cluster.kind_of(device) for device in own}
             unequal = len(kinds) > 1 and len(set(shares)) > 1
             stages.append(StagePlan(first, end - 1, own, tuple(map(float, shares)) if unequal else None))
@@ -265,22 +264,21 @@ def _name_in_order(devices: Sequence[int], cluster: Cluster) -> dict[int, int]:
     """
     if cluster.links:
         return dict(zip(devices, devices, strict=True))
-    homes, named = cluster.homes, dict[int, int]()
-    on_server: list[list[int]] = [[] for _ in cluster.servers]
-    for device, home in enumerate(homes):
-        on_server[home].append(device)
-    kinds = [tuple(map(cluster.kind_of, own)) for own in on_server]
-    server_for = dict[int, int]()
+    homes, kinds = cluster.homes, cluster.device_kinds
+    kinds_of: list[tuple[str | None, ...]] = [() for _ in cluster.servers]
+    unnamed = defaultdict[tuple[int, str | None], deque[int]](deque)  # devices by server and kind
+    for device, (home, kind) in enumerate(zip(homes, kinds, strict=True)):
+        kinds_of[home] += (kind,)
+        unnamed[home, kind].append(device)
+    alike = defaultdict[tuple[str | None, ...], deque[int]](deque)  # servers by the kinds of their devices
+    for server, own in enumerate(kinds_of):
+        alike[own].append(server)
+    server_for, named = dict[int, int](), dict[int, int]()
     for device in devices:
         home = homes[device]
         if home not in server_for:
-            taken = set(server_for.values())
-            alike = (server for server, own in enumerate(kinds) if own == kinds[home] and server not in taken)
-            server_for[home] = next(alike)
-        taken = set(named.values())
-        kind = cluster.kind_of(device)
-        free = (d for d in on_server[server_for[home]] if cluster.kind_of(d) == kind and d not in taken)
-        named[device] = next(free)
+            server_for[home] = alike[kinds_of[home]].popleft()
+        named[device] = unnamed[server_for[home], kinds[device]].popleft()
     return named
 
 

@@ -451,11 +451,10 @@ inline double Evaluator::fill(const Layout& layout) {
     const int from = s % workers, to = (s + 1) % workers;
     transfer(from, to, &latency, &per_byte);
     const double bytes = p_.boundary[layout.starts[s + 1]] * scale;
-    for (size_t i = 0; i < touched_.size() && p_.contention; ++i) {  // a server may be there more than once
-      const int server = touched_[i];
-      if (std::find(touched_.begin(), touched_.begin() + i, server) != touched_.begin() + i) continue;
+    for (const int server : touched_) {  // a server that is there more than once counts once: it is 0 afterwards
       // What enters with the forward leaves with the backward.
-      moving_[server] += (leaving_[server] + entering_[server]) * p_.interface_ * bytes;
+      if (p_.contention) moving_[server] += (leaving_[server] + entering_[server]) * p_.interface_ * bytes;
+      leaving_[server] = entering_[server] = 0;
     }
     if (!p_.splittable[layout.starts[s + 1]]) {
       const int n = offsets_[from + 1] - offsets_[from];

@@ -716,10 +716,11 @@ inline std::vector<Run> Search::starts() const {
 
 // Stages by dynamic programming, as starts: for each device order, micro-batch size and limit of a stage's seconds, the
 // contiguous stages on contiguous devices whose forwards, backwards and transfers take the fewest seconds together, with
-// and without their AllReduces, if no stage takes longer than the limit (Alpa, section 5.2, equation 3). Rows, links and
-// memory are estimated here; what comes out is evaluated as any other layout.
+// and without their AllReduces, if no stage takes longer than the limit (Alpa, section 5.2, equation 3), and a third time
+// if no transfer, nor all that a server's interface moves of a micro-batch, does. Rows, links and memory are estimated
+// here; what comes out is evaluated as any other layout.
 inline std::vector<Run> Search::planned_starts() const {
-  const int most_cuts = p_.devices > 32 ? 64 : 128;
+  const int most_cuts = p_.devices > 32 ? 64 : 128;  // with more the stages take longer to plan than to search
   // Cuts with nearly equal work between them; all where there are few blocks.
   std::vector<int> cuts{0};
   const double work = work_[p_.blocks];
@@ -799,10 +800,12 @@ inline std::vector<Run> Search::plan_stages(const std::vector<int>& cuts, const 
             const double stash = (p_.stash[cuts[j]] - p_.stash[cuts[i]]) * scale / divided;
             if (bytes * p_.fixed_factor + stash > least_memory && !p_.may_recompute && !p_.recompute_all) break;
             if (seconds + per_byte * bytes / m > limit) continue;
-            const Sending out = j < n && at < units ? sending(j, at) : Sending{};
-            // One interface moves what comes from the stage before and what goes to the next.
-            const bool one_interface = p_.contention && x == y && in.between && out.between;
-            if (out.seconds + (one_interface ? in.seconds : 0) > send_limit) continue;
+            if (send_limit < kInfinity) {
+              const Sending out = j < n && at < units ? sending(j, at) : Sending{};
+              // One interface moves what comes from the stage before and what goes to the next.
+              const bool one_interface = p_.contention && x == y && in.between && out.between;
+              if (out.seconds + (one_interface ? in.seconds : 0) > send_limit) continue;
+            }
             const double found = before + seconds + 2 * in.seconds + (rings ? per_byte * bytes : 0);
             const int to = j * (units + 1) + at;
             if (found < best[to]) best[to] = found, from_cut[to] = i, from_unit[to] = a;
