@@ -33,7 +33,7 @@ setup(
     ],
     python_requires=">=3.10,<3.14",
     package_dir={"": "."},
-    packages=find_packages(include=["dapple_tf*", "graph_passes*", "profiler*"]),
+    packages=find_packages(include=["dapple_tf*"]),  # dapple_tf/graph_passes and dapple_tf/profiler are links
     package_data={
         "": ["py.typed"],
         "dapple_tf.distributed.native": ["*.h", "*.cc"],  # compiled where it is used, for the TensorFlow there

@@ -14,7 +14,7 @@ import tensorflow as tf
 from keras import ops
 
 import dapple_tf as dapple
-from profiler.profile import LayerCost, Profile
+from dapple_tf.profiler.profile import LayerCost, Profile
 
 WIDTH, HEADS, INSIDE, WORDS, POSITIONS, LENGTH = 1024, 16, 4096, 30522, 512, 384
 DROPOUT = 0.1

@@ -20,10 +20,10 @@ from benchmarks.unequal_clusters import measure_kinds, unequal_clusters
 from dapple_tf.errors import PlanError
 from dapple_tf.planner.api import make_problem, plan
 from dapple_tf.planner.search.annealer import Annealer
+from dapple_tf.profiler.cluster import Cluster, Link, Server, config
+from dapple_tf.profiler.importers import read_profile as read_any
+from dapple_tf.profiler.profile import Profile
 from dapple_tf.simulator.simulate import simulate
-from profiler.cluster import Cluster, Link, Server, config
-from profiler.importers import read_profile as read_any
-from profiler.profile import Profile
 
 POLICIES = ("dapple-a", "dapple-b", "gpipe")
 BATCHES = (64, 128, 512)

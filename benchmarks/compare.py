@@ -12,8 +12,8 @@ from benchmarks.heat_map import heat_map
 from benchmarks.published import BERT_LARGE, MODELS, find_missing_profiles, read_profile
 from dapple_tf.planner.compare import Comparison, compare
 from dapple_tf.planner.registry import PLANNERS
-from profiler.cluster import Cluster, DeviceKind, Link, Server, config, route
-from profiler.profile import Profile
+from dapple_tf.profiler.cluster import Cluster, DeviceKind, Link, Server, config, route
+from dapple_tf.profiler.profile import Profile
 
 _NVLINK, _ETHERNET, _CABLE = Link(130e9, 5e-6), Link(25e9 / 8, 20e-6), Link(1e9 / 8, 20e-6)
 _NAMES = tuple(f"s{index}" for index in range(4))

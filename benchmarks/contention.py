@@ -4,8 +4,8 @@ Hosts are network namespaces with shaped links, two ranks each. Of four stages t
 hosts 0 and 1, the odd ones on hosts 2 and 3. So activations of stages 0 and 2 and gradients of stage 2 leave host 0 by
 one interface, and the rings of stages 0 and 2 use it in both directions. Stages sleep instead of computing, so that two
 cores suffice for all of them; the graph, the transfers and AllReduces and the runtime are the real ones. The simulator
-gets the bandwidth between two hosts that ``profiler.links`` measures there before the steps: headers of TCP and IP, and
-Horovod's messages, take a part of what the links are shaped to.
+gets the bandwidth between two hosts that ``dapple_tf.profiler.links`` measures there before the steps: headers of TCP
+and IP, and Horovod's messages, take a part of what the links are shaped to.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from benchmarks.emulated_hosts import Hosts, emulated_hosts
 from benchmarks.hosts import LATENCY
 from dapple_tf.planner.api import make_problem
 from dapple_tf.plans import StagePlan
+from dapple_tf.profiler.cluster import Cluster, Link, Server
+from dapple_tf.profiler.profile import LayerCost, Profile
 from dapple_tf.simulator.simulate import simulate
-from profiler.cluster import Cluster, Link, Server
-from profiler.profile import LayerCost, Profile
 
 RATE, SHAPED = "100mbit", 100e6 / 8  # bytes a second
 INSIDE = Link(2.5e9, 0.5e-3)  # between two processes of a host
@@ -62,7 +62,7 @@ def run() -> Iterator[Row]:
     with emulated_hosts(HOSTS, RATE, burst=0.001, slots=SLOTS) as hosts:
         wire = Link(_run_job(hosts, "link"), LATENCY)
         yield Row(
-            "bandwidth between two of the hosts, measured by profiler.links, over that of the shaped links",
+            "bandwidth between two of the hosts, measured by dapple_tf.profiler.links, over that of the shaped links",
             "-",
             f"{wire.bandwidth / SHAPED:.1%} ({wire.bandwidth * 8 / 1e6:.1f} Mbps)",
             True,
@@ -104,7 +104,7 @@ def predict(case: Case, schedule: str, wire: Link, *, contention: bool) -> float
 
 def measure_bandwidth() -> float:
     """Return the bytes a second between two hosts, the median over the pairs."""
-    from profiler.links import probe
+    from dapple_tf.profiler.links import probe
 
     return probe(sizes=SIZES, repeats=REPEATS, device_memory=8e9).inter_server.bandwidth
 

@@ -67,7 +67,7 @@ def _chain(exchange: Any, rank: int, size_bytes: int, count: int, *, both: bool,
     import tensorflow as tf
 
     from dapple_tf import internals
-    from graph_passes.ir.graph import Node, attributes, tensor
+    from dapple_tf.graph_passes.ir.graph import Node, attributes, tensor
 
     kind = tensor("float32", size_bytes // 4)
 

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from graph_passes.errors import ScheduleError, TextError
-from profiler.errors import ClusterError, ProfileError
+from dapple_tf.errors import ClusterError, ProfileError, ScheduleError, TextError
 
 
 @dataclass(frozen=True)
@@ -133,7 +132,7 @@ def _shake_hands(data: bytes, path: Path) -> None:
 
 
 def _read_schedule(data: bytes, path: Path) -> None:
-    from graph_passes.schedules.spec import ScheduleSpec
+    from dapple_tf.graph_passes.schedules.spec import ScheduleSpec
 
     text = data.decode(errors="replace")
     ScheduleSpec.parse(text).check(2, 4)
@@ -141,7 +140,7 @@ def _read_schedule(data: bytes, path: Path) -> None:
 
 
 def _read_units(data: bytes, path: Path) -> None:
-    from profiler.units import BYTES_A_SECOND, parse_quantity
+    from dapple_tf.profiler.units import BYTES_A_SECOND, parse_quantity
 
     parse_quantity(data.decode(errors="replace"), BYTES_A_SECOND)
 
@@ -149,12 +148,12 @@ def _read_units(data: bytes, path: Path) -> None:
 def _readers() -> dict[str, Reader]:
     from dapple_tf.checkpoint.file import DamagedError
     from dapple_tf.errors import CheckpointError, PlanError, TraceError
+    from dapple_tf.graph_passes.ir.text import parse_graph
+    from dapple_tf.graph_passes.schedules.spec import ScheduleSpec
     from dapple_tf.plans import Plan
+    from dapple_tf.profiler.cluster import Cluster
+    from dapple_tf.profiler.importers import read_graph_file, read_profile
     from dapple_tf.timeline.trace_file import read_recording
-    from graph_passes.ir.text import parse_graph
-    from graph_passes.schedules.spec import ScheduleSpec
-    from profiler.cluster import Cluster
-    from profiler.importers import read_graph_file, read_profile
 
     plans = [
         _json(**_PLAN),

@@ -140,8 +140,8 @@ def save_plans(folder: Path, bandwidth: str) -> dict[str, Any]:
     import dataclasses
 
     import dapple_tf as dapple
-    from profiler.cluster import Cluster, Link, Server
-    from profiler.units import BYTES_A_SECOND, parse_quantity
+    from dapple_tf.profiler.cluster import Cluster, Link, Server
+    from dapple_tf.profiler.units import BYTES_A_SECOND, parse_quantity
 
     profile = dapple.Profile.load(folder / "profile.json")
     link = Link(parse_quantity(bandwidth, BYTES_A_SECOND), LATENCY)

@@ -18,7 +18,7 @@ from benchmarks.common import Row, median, time_interleaved
 from benchmarks.emulated_hosts import Hosts, emulated_hosts
 from benchmarks.hosts import LATENCY
 from benchmarks.policies import POLICIES, ROWS, Case
-from profiler.cluster import Link
+from dapple_tf.profiler.cluster import Link
 
 RATE, WIRE = "200mbit", Link(200e6 / 8, LATENCY)
 WAYS = ("native", "horovod")

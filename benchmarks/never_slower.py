@@ -19,7 +19,7 @@ from benchmarks.published import (
 from dapple_tf.planner.api import make_problem
 from dapple_tf.planner.best import plan_best
 from dapple_tf.planner.planning_problem import Candidate, PlanningProblem
-from profiler.cluster import config
+from dapple_tf.profiler.cluster import config
 
 DEVICES = (2, 4, 8, 16, 32, 64)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dapple_tf as dapple
 from benchmarks.common import Row
-from graph_passes.ir.names import nodes_of
-from graph_passes.schedules.spec import ScheduleSpec
+from dapple_tf.graph_passes.ir.names import nodes_of
+from dapple_tf.graph_passes.schedules.spec import ScheduleSpec
 
 STAGES, MICRO_BATCHES, SCHEDULES = (1, 2, 3, 4), (1, 2, 4, 8, 16), ("gpipe", "dapple-a", "dapple-b", "dapple-b:D=2")
 

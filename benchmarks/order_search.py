@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import Row
-from graph_passes.schedules.worker_map import WorkerMap
+from dapple_tf.graph_passes.schedules.worker_map import WorkerMap
 
 VECTORS, SEED = 200, 0
 

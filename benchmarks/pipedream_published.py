@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from functools import cache
 
 from benchmarks.published import PROFILES
-from profiler.cluster import Cluster, Link, Server
-from profiler.importers import read_graph_file
-from profiler.profile import Profile
+from dapple_tf.profiler.cluster import Cluster, Link, Server
+from dapple_tf.profiler.importers import read_graph_file
+from dapple_tf.profiler.profile import Profile
 
 FOLDER = PROFILES / "pipedream"
 

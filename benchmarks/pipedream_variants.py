@@ -10,7 +10,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from profiler.linearise import Chain
+from dapple_tf.profiler.linearise import Chain
 
 Floats = npt.NDArray[np.float64]
 # Seconds per minibatch of one stage: of its seconds of computing, its parameter bytes, B, and its replicas.

@@ -24,9 +24,9 @@ from dapple_tf.errors import PlanError
 from dapple_tf.planner.api import make_problem, plan, run_planner
 from dapple_tf.planner.baselines import data_parallel
 from dapple_tf.planner.planning_problem import Candidate, PlanningProblem
-from profiler.cluster import Cluster, Link, Server, config
-from profiler.importers import read_graph_file
-from profiler.profile import Profile
+from dapple_tf.profiler.cluster import Cluster, Link, Server, config
+from dapple_tf.profiler.importers import read_graph_file
+from dapple_tf.profiler.profile import Profile
 
 _NEVER_SLOWER = 1 + 1e-9
 

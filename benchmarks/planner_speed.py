@@ -12,8 +12,8 @@ from benchmarks.common import Row, available_cores, median, run_on_cores
 from benchmarks.figures import line_figure
 from benchmarks.published import BERT_LARGE, GNMT, MODELS, find_missing_profiles, read_profile
 from dapple_tf.planner.api import plan
-from profiler.cluster import Cluster, config
-from profiler.profile import LayerCost, Profile
+from dapple_tf.profiler.cluster import Cluster, config
+from dapple_tf.profiler.profile import LayerCost, Profile
 
 RUNS = 5
 LAYERS, DEVICES = (50, 100, 200, 400), (16, 64, 256, 1024)

@@ -14,10 +14,10 @@ from dapple_tf.autoplan.schedule_auto import ScheduleChoice, choose_schedule
 from dapple_tf.planner.api import make_problem
 from dapple_tf.planner.planning_problem import PlanningProblem
 from dapple_tf.plans import StagePlan
+from dapple_tf.profiler.cluster import Cluster, Link, Server
+from dapple_tf.profiler.profile import LayerCost, Profile
 from dapple_tf.simulator.simulate import simulate
 from dapple_tf.timeline.timeline import Timeline
-from profiler.cluster import Cluster, Link, Server
-from profiler.profile import LayerCost, Profile
 
 POLICIES = ("dapple-a", "dapple-b")
 ROWS = 8  # samples of a micro-batch

@@ -11,8 +11,8 @@ from pathlib import Path
 from dapple_tf.planner.baselines import data_parallel, even_pipeline
 from dapple_tf.planner.planning_problem import PlanningProblem
 from dapple_tf.plans import StagePlan
-from profiler.importers import read_graph_file
-from profiler.profile import Profile
+from dapple_tf.profiler.importers import read_graph_file
+from dapple_tf.profiler.profile import Profile
 
 PROFILES = Path(__file__).parents[2] / "shared" / "profiles"
 

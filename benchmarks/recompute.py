@@ -13,7 +13,7 @@ from typing import Any
 
 import dapple_tf as dapple
 from benchmarks.common import Row, available_cores, median, print_rows, run_on_cores, time_interleaved
-from graph_passes.ir.graph import Port
+from dapple_tf.graph_passes.ir.graph import Port
 
 STAGES, MICRO_BATCHES, ROUNDS = 2, 4, 10
 

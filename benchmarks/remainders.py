@@ -14,7 +14,7 @@ from functools import partial
 
 from benchmarks.common import Row, median, run_ranks, time_interleaved
 from benchmarks.policies import Case
-from profiler.cluster import Link
+from dapple_tf.profiler.cluster import Link
 
 RANKS, PLANS, SEED = (3, 4, 5, 6), 5, 0  # plans of each number of ranks
 STEPS, POLICY = 3, "dapple-b"

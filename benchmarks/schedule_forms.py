@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from benchmarks.common import Row
 from dapple_tf.commands.schedules import Units, time_workers
-from graph_passes.schedules.schedule import Action, dependencies, run_schedule
-from graph_passes.schedules.spec import ScheduleSpec
+from dapple_tf.graph_passes.schedules.schedule import Action, dependencies, run_schedule
+from dapple_tf.graph_passes.schedules.spec import ScheduleSpec
 
 WORKERS, MOST_MICRO_BATCHES = range(2, 17), 64
 HALVES = Units(1, 2, 1)  # F = B / 2, and F = I = W

@@ -54,9 +54,9 @@ def build(name: str, workers: int, micro_batches: int) -> Any:
 
     Of one stage per worker these are 2 p micro-batches, as under zb-h2; of two stages p micro-batches, as under zb-v.
     """
+    from dapple_tf.graph_passes.schedules.spec import ScheduleSpec
     from dapple_tf.simulator.order_search import search_order
     from dapple_tf.timeline.stage_costs import StageCosts
-    from graph_passes.schedules.spec import ScheduleSpec
 
     stages = workers * NAMES[name]
     if not name.startswith("zb-auto"):
@@ -70,7 +70,7 @@ def build(name: str, workers: int, micro_batches: int) -> Any:
 
 def simulated(name: str, workers: int, micro_batches: int) -> float:
     """Return the simulated seconds of a step, without transfers."""
-    from graph_passes.schedules.schedule import run_schedule
+    from dapple_tf.graph_passes.schedules.schedule import run_schedule
 
     seconds = {"F": SECONDS, "B": 2 * SECONDS, "I": SECONDS, "W": SECONDS}
     layers = LAYERS // NAMES[name]  # of a stage

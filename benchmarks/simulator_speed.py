@@ -9,10 +9,10 @@ from pathlib import Path
 
 from benchmarks.common import Row, median, time_interleaved
 from dapple_tf.plans import Plan, StagePlan
+from dapple_tf.profiler.cluster import config
+from dapple_tf.profiler.profile import LayerCost, Profile
 from dapple_tf.simulator.simulate import simulate
 from dapple_tf.window_plan import WindowPlan
-from profiler.cluster import config
-from profiler.profile import LayerCost, Profile
 
 STAGES, MICRO_BATCHES, RUNS = 64, 1024, 7
 

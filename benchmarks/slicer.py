@@ -24,7 +24,7 @@ def run() -> Iterator[Row]:
 
 def measure(depth: int, micro_batches: int, sliced: Any) -> tuple[float, float, float, int]:
     """Return the medians of start-up and step, the simulated step (seconds), and the number of sliced micro-batches."""
-    from graph_passes.schedules.schedule import Action, run_schedule
+    from dapple_tf.graph_passes.schedules.schedule import Action, run_schedule
 
     timed = waits(
         depth,
@@ -64,7 +64,7 @@ def rows_of_waits() -> list[Row]:
     """Return the rows of all depths."""
     import warnings
 
-    from graph_passes.schedules.slicer import count_slices
+    from dapple_tf.graph_passes.schedules.slicer import count_slices
 
     start_waiting(max(DEPTHS))
     rows = []

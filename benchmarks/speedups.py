@@ -14,7 +14,7 @@ from benchmarks.table5 import FREE, WHOLE
 from dapple_tf.planner.baselines import data_parallel
 from dapple_tf.planner.best import plan_best
 from dapple_tf.planner.planning_problem import Candidate, PlanningProblem
-from profiler.cluster import config
+from dapple_tf.profiler.cluster import config
 
 BATCHES = (32, 64, 128, 256, 512, 1024, 2048)
 DEVICES = (2, 4, 6, 8, 10, 12, 14, 16)

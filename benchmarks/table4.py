@@ -21,7 +21,7 @@ from benchmarks.common import Row, available_cores, median, run_on_cores, time_i
 from benchmarks.emulated_hosts import emulated_hosts
 from benchmarks.hosts import LATENCY
 from benchmarks.policies import POLICIES, Case, overlapped_share
-from profiler.cluster import Link
+from dapple_tf.profiler.cluster import Link
 
 RATE, WIRE = "100mbit", Link(100e6 / 8, LATENCY)
 LINKED = tuple(Case((1, 1), 0.02, 0.04, 8, WIRE, ratio) for ratio in (0.03, 0.1, 0.3, 0.6))

@@ -20,8 +20,8 @@ from benchmarks.published import (
 from dapple_tf.planner.api import run_planner
 from dapple_tf.planner.micro_batch_sizes import list_micro_batch_sizes
 from dapple_tf.planner.planning_problem import PlanningProblem
-from profiler.cluster import config
-from profiler.profile import Profile
+from dapple_tf.profiler.cluster import config
+from dapple_tf.profiler.profile import Profile
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ from benchmarks.bert import profile_two_layers, repeat_layer
 from benchmarks.common import Row
 from dapple_tf.planner.api import make_problem
 from dapple_tf.planner.search.fit_cuts import fit_cuts
+from dapple_tf.profiler.cluster import config
+from dapple_tf.profiler.profile import Profile
 from dapple_tf.timeline.timeline import Timeline
-from profiler.cluster import config
-from profiler.profile import Profile
 
 DEVICES = (1, 2, 4, 8)
 LAYERS = (48, 106, 215, 428)

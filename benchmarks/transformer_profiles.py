@@ -6,7 +6,7 @@ import itertools
 from dataclasses import dataclass
 
 from dapple_tf.plans import StagePlan
-from profiler.profile import LayerCost, Profile
+from dapple_tf.profiler.profile import LayerCost, Profile
 
 _FLOPS_A_SECOND = 35e12  # about what an RTX 3090 reaches in half precision; all stages are alike, so ratios keep
 _BYTES = 2  # of a half-precision number

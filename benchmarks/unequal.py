@@ -3,7 +3,7 @@
 The plans of ``best`` and ``bapipe`` for these two devices are compared with the even one: the ratio of their measured
 steps with the ratio of the simulated ones. The profile is measured on the core. The profiler leaves out the time for
 which its process is stopped, so the speed of half a core is measured by whole steps. The link between the two ranks is
-measured by ``profiler.links``.
+measured by ``dapple_tf.profiler.links``.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def make_plans(folder: Path) -> dict[str, tuple[float, str]]:
     """Profile both kinds of device, save the plans in ``folder``, and return the simulated seconds and text of each."""
     import dapple_tf as dapple
     from dapple_tf.plans import StagePlan
-    from profiler.cluster import Cluster, DeviceKind, Server
+    from dapple_tf.profiler.cluster import Cluster, DeviceKind, Server
 
     core = available_cores()[:1]
     run_on_cores("benchmarks.unequal", core, "profile", f"{folder}/profile.json")
@@ -150,7 +150,7 @@ def measure_alone() -> float:
 
 def save_links(path: str) -> None:
     """Measure the link between the two ranks of this job; rank 0 saves it in ``path``."""
-    from profiler.links import probe
+    from dapple_tf.profiler.links import probe
 
     cluster = probe()
     if os.environ["OMPI_COMM_WORLD_RANK"] == "0":

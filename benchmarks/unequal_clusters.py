@@ -6,8 +6,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
-from profiler.cluster import Cluster, DeviceKind, Link, Server
-from profiler.profile import KindSeconds, Profile
+from dapple_tf.profiler.cluster import Cluster, DeviceKind, Link, Server
+from dapple_tf.profiler.profile import KindSeconds, Profile
 
 _SPEEDS = {"V100": 1.0, "P100": 0.6, "T4": 0.4, "K80": 0.05}
 _ETHERNET = {speed: Link(speed * 1e9 / 8, 20e-6) for speed in (10, 25, 100)}

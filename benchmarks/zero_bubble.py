@@ -15,7 +15,7 @@ from benchmarks.common import Row, available_cores, median, print_rows, run_on_c
 from benchmarks.needs import find_missing_for_ranks
 from benchmarks.waits import stage_names, start_waiting, waits
 from benchmarks.zero_bubble_ranks import rows_of_ranks
-from graph_passes.schedules.schedule import FREEING
+from dapple_tf.graph_passes.schedules.schedule import FREEING
 
 STAGES, MICRO_BATCHES, SECONDS = 4, 8, 0.02  # of F, of B (gradients of inputs) and of W
 SCHEDULES = ("dapple-a", "zb-h1")
@@ -35,7 +35,7 @@ def run() -> Iterator[Row]:
 
 def compare_with_paper() -> list[Row]:
     """Compare bubbles with (S - 1) (T_F + T_B - T_W), and + T_W for 1F1B (Qi et al., 2023), and K with 1F1B's."""
-    from graph_passes.schedules.spec import ScheduleSpec
+    from dapple_tf.graph_passes.schedules.spec import ScheduleSpec
 
     right = total = 0
     least_room = STAGES

@@ -6,16 +6,15 @@
     loss = step(x, y)
 
 Names are loaded when first used, so that the command line answers before TensorFlow has started. Importing dapple_tf
-raises ImportError if TensorFlow is missing or older than dapple_tf needs, or if a file of the user's hides a package.
+raises ImportError if TensorFlow is missing or older than dapple_tf needs.
 """
 
 from __future__ import annotations
 
 import importlib
-import importlib.util
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from dapple_tf.frontend.tensorflow_version import require_tensorflow
 
 if TYPE_CHECKING:
     from dapple_tf import errors, keras
@@ -25,6 +24,8 @@ if TYPE_CHECKING:
     from dapple_tf.planner.api import plan
     from dapple_tf.planner.compare import compare
     from dapple_tf.plans import Plan
+    from dapple_tf.profiler.cluster import Cluster
+    from dapple_tf.profiler.profile import Profile
     from dapple_tf.profiling.analytic import analytic_profile
     from dapple_tf.profiling.measured import profile
     from dapple_tf.runtime.shard import shard
@@ -32,28 +33,9 @@ if TYPE_CHECKING:
     from dapple_tf.simulator.simulate import simulate
     from dapple_tf.timeline.timeline import Timeline
     from dapple_tf.verification import Report, verify
-    from profiler.cluster import Cluster
-    from profiler.profile import Profile
 
 
-def _require_own_packages() -> None:
-    """Raise ImportError where a file of the user's hides one of the packages that are installed beside dapple_tf."""
-    for name in ("graph_passes", "profiler"):
-        loaded = sys.modules.get(name)
-        spec = importlib.util.find_spec(name) if loaded is None else getattr(loaded, "__spec__", None)
-        origin = None if spec is None else spec.origin
-        if origin is None or Path(origin).resolve().parent != Path(__file__).resolve().parents[1] / name:
-            raise ImportError(
-                f"dapple_tf needs its own package {name!r}, but Python finds {origin or 'another one'}: rename that "
-                "file, or take its folder out of sys.path",
-                name=name,
-                path=origin,
-            )
-
-
-_require_own_packages()
-# Not at the top: it imports from the packages that were examined here.
-importlib.import_module("dapple_tf.frontend.tensorflow_version").require_tensorflow()
+require_tensorflow()
 
 __version__ = "0.1.0"  # setup.py reads it here
 
@@ -84,10 +66,10 @@ __all__ = [
 
 _HOMES = {
     "Checkpoints": "dapple_tf.checkpoint.checkpoints",
-    "Cluster": "profiler.cluster",
+    "Cluster": "dapple_tf.profiler.cluster",
     "PipelinedStep": "dapple_tf.runtime.step",
     "Plan": "dapple_tf.plans",
-    "Profile": "profiler.profile",
+    "Profile": "dapple_tf.profiler.profile",
     "Report": "dapple_tf.verification",
     "Timeline": "dapple_tf.timeline.timeline",
     "Workload": "dapple_tf.commands.workload",

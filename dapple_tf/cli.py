@@ -20,6 +20,7 @@ from dapple_tf.distributed.exit_reporting import prints_error_in_full, report_fa
 from dapple_tf.distributed.watchdog import INTERRUPTED
 from dapple_tf.errors import (
     ClusterError,
+    DappleError,
     DeviceError,
     ModelError,
     NoFitError,
@@ -30,7 +31,7 @@ from dapple_tf.errors import (
     ScheduleError,
     TraceError,
 )
-from profiler.detect import job_rank
+from dapple_tf.profiler.detect import job_rank
 
 _WRONG_OPTION = (
     ClusterError,
@@ -114,8 +115,7 @@ def _end_interrupted() -> NoReturn:
 
 def _is_known(error: Exception) -> bool:
     """Return whether the error is printed as one line: an error of this project, an OSError or a ValueError."""
-    ours = type(error).__module__.startswith(("dapple_tf", "graph_passes", "profiler"))
-    return ours or isinstance(error, OSError | ValueError)
+    return isinstance(error, DappleError | OSError | ValueError)
 
 
 def _print_error(error: Exception, text: str) -> None:

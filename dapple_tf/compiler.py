@@ -10,47 +10,47 @@ import tensorflow as tf
 
 from dapple_tf.errors import PlanError
 from dapple_tf.exactness import Exactness
+from dapple_tf.graph_passes.analysis.variable_use import find_variables
+from dapple_tf.graph_passes.ir.graph import DType, Graph, Shape, TensorType
+from dapple_tf.graph_passes.passes.accumulate import Accumulate
+from dapple_tf.graph_passes.passes.allreduce import AllReduce
+from dapple_tf.graph_passes.passes.apply import Apply
+from dapple_tf.graph_passes.passes.base import Observer, Pass, run_passes
+from dapple_tf.graph_passes.passes.batch_loss import check_forwards_first
+from dapple_tf.graph_passes.passes.check_numerics import CheckNumerics
+from dapple_tf.graph_passes.passes.combine_statistics import CombineStatistics
+from dapple_tf.graph_passes.passes.copy_variables import CopyVariables
+from dapple_tf.graph_passes.passes.expose_gradients import ExposeGradients
+from dapple_tf.graph_passes.passes.gather_slices import GatherSlices
+from dapple_tf.graph_passes.passes.group_gradients import GroupGradients
+from dapple_tf.graph_passes.passes.instrument import Instrument
+from dapple_tf.graph_passes.passes.join_replicas import JoinReplicas
+from dapple_tf.graph_passes.passes.local_input import LocalInput
+from dapple_tf.graph_passes.passes.look_up_rows import LookUpRows
+from dapple_tf.graph_passes.passes.microbatch import Microbatch
+from dapple_tf.graph_passes.passes.order import Order
+from dapple_tf.graph_passes.passes.order_window import OrderWindow
+from dapple_tf.graph_passes.passes.overlap import Overlap
+from dapple_tf.graph_passes.passes.place import Place
+from dapple_tf.graph_passes.passes.project import Project
+from dapple_tf.graph_passes.passes.rank_variables import RankVariables
+from dapple_tf.graph_passes.passes.recompute import Recompute
+from dapple_tf.graph_passes.passes.repeat_minibatches import RepeatMinibatches
+from dapple_tf.graph_passes.passes.round_gradients import RoundGradients
+from dapple_tf.graph_passes.passes.send_together import SendTogether
+from dapple_tf.graph_passes.passes.share_statistics import ShareStatistics
+from dapple_tf.graph_passes.passes.split_concat import SplitConcat
+from dapple_tf.graph_passes.passes.split_weights import SplitWeights
+from dapple_tf.graph_passes.passes.update_groups import UpdateGroups
+from dapple_tf.graph_passes.passes.use_versions import UseVersions
+from dapple_tf.graph_passes.passes.verify_pipeline import VerifyPipeline
+from dapple_tf.graph_passes.passes.verify_ranks import verify_ranks
+from dapple_tf.graph_passes.passes.verify_window import VerifyWindow
+from dapple_tf.graph_passes.passes.write_statistics import WriteStatistics
+from dapple_tf.graph_passes.schedules.spec import forward_only
 from dapple_tf.plans import Plan, check_workers
 from dapple_tf.staged_model import StagedModel
 from dapple_tf.window_check import check_window_model
-from graph_passes.analysis.variable_use import find_variables
-from graph_passes.ir.graph import DType, Graph, Shape, TensorType
-from graph_passes.passes.accumulate import Accumulate
-from graph_passes.passes.allreduce import AllReduce
-from graph_passes.passes.apply import Apply
-from graph_passes.passes.base import Observer, Pass, run_passes
-from graph_passes.passes.batch_loss import check_forwards_first
-from graph_passes.passes.check_numerics import CheckNumerics
-from graph_passes.passes.combine_statistics import CombineStatistics
-from graph_passes.passes.copy_variables import CopyVariables
-from graph_passes.passes.expose_gradients import ExposeGradients
-from graph_passes.passes.gather_slices import GatherSlices
-from graph_passes.passes.group_gradients import GroupGradients
-from graph_passes.passes.instrument import Instrument
-from graph_passes.passes.join_replicas import JoinReplicas
-from graph_passes.passes.local_input import LocalInput
-from graph_passes.passes.look_up_rows import LookUpRows
-from graph_passes.passes.microbatch import Microbatch
-from graph_passes.passes.order import Order
-from graph_passes.passes.order_window import OrderWindow
-from graph_passes.passes.overlap import Overlap
-from graph_passes.passes.place import Place
-from graph_passes.passes.project import Project
-from graph_passes.passes.rank_variables import RankVariables
-from graph_passes.passes.recompute import Recompute
-from graph_passes.passes.repeat_minibatches import RepeatMinibatches
-from graph_passes.passes.round_gradients import RoundGradients
-from graph_passes.passes.send_together import SendTogether
-from graph_passes.passes.share_statistics import ShareStatistics
-from graph_passes.passes.split_concat import SplitConcat
-from graph_passes.passes.split_weights import SplitWeights
-from graph_passes.passes.update_groups import UpdateGroups
-from graph_passes.passes.use_versions import UseVersions
-from graph_passes.passes.verify_pipeline import VerifyPipeline
-from graph_passes.passes.verify_ranks import verify_ranks
-from graph_passes.passes.verify_window import VerifyWindow
-from graph_passes.passes.write_statistics import WriteStatistics
-from graph_passes.schedules.spec import forward_only
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,8 +18,8 @@ from dapple_tf.distributed.native.library import ExchangeLibrary, find_obstacle,
 from dapple_tf.distributed.shared_errors import describe_difference, share_error
 from dapple_tf.distributed.startup_watch import watching_start
 from dapple_tf.errors import DeviceError, UsageError, warn_user
-from profiler.cores import count_cores
-from profiler.detect import job_rank, job_size
+from dapple_tf.profiler.cores import count_cores
+from dapple_tf.profiler.detect import job_rank, job_size
 
 DEFAULT_DEVICES = 8
 

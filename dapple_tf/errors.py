@@ -8,9 +8,6 @@ from __future__ import annotations
 import inspect
 import warnings
 
-from graph_passes.errors import DappleError, GraphError, PartitionError, ScheduleError, TextError
-from profiler.errors import ClusterError, ProfileError
-
 __all__ = [
     "BatchError",
     "CaptureError",
@@ -36,6 +33,34 @@ __all__ = [
     "TraceError",
     "UsageError",
 ]
+
+
+class DappleError(Exception):
+    """The base of all errors of dapple_tf."""
+
+
+class GraphError(DappleError, ValueError):
+    """A graph that breaks an invariant of the intermediate representation, or a pass its contract."""
+
+
+class TextError(DappleError, ValueError):
+    """A text that cannot be parsed as a graph; the message has the line number."""
+
+
+class PartitionError(DappleError, ValueError):
+    """A model that cannot be cut as asked; the message names the layer or the tensor that prevents it."""
+
+
+class ScheduleError(DappleError, ValueError):
+    """A schedule that is unknown, cannot be parsed or cannot run."""
+
+
+class ProfileError(DappleError, ValueError):
+    """A profile that cannot be read, measured or used."""
+
+
+class ClusterError(DappleError, ValueError):
+    """A description of a cluster that cannot be read or does not fit."""
 
 
 class CaptureError(DappleError, ValueError):
@@ -102,7 +127,7 @@ class DappleWarning(UserWarning):
     """Something that runs, but probably not as intended."""
 
 
-_PACKAGES = ("dapple_tf", "profiler", "graph_passes", "keras", "tensorflow", "contextlib", "click")
+_PACKAGES = ("dapple_tf", "keras", "tensorflow", "contextlib", "click")
 
 
 def warn_user(message: str) -> None:

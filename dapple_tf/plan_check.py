@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from numbers import Real
 
 from dapple_tf.errors import PlanError
+from dapple_tf.graph_passes.analysis.row_bounds import least_rows
 from dapple_tf.plans import Plan, check_workers
-from graph_passes.analysis.row_bounds import least_rows
-from profiler.cluster import Cluster
-from profiler.profile import Profile
-from profiler.quote import quote
-from profiler.units import format_samples
+from dapple_tf.profiler.cluster import Cluster
+from dapple_tf.profiler.profile import Profile
+from dapple_tf.profiler.quote import quote
+from dapple_tf.profiler.units import format_samples
 
 _KINDS: Mapping[str, type] = {"plan": Plan, "profile": Profile, "cluster": Cluster}
 

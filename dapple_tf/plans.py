@@ -16,19 +16,19 @@ from typing import Annotated, Any
 import msgspec
 
 from dapple_tf.errors import PlanError, ScheduleError
+from dapple_tf.graph_passes.analysis.row_bounds import least_rows, share_bounds, whole_shares
+from dapple_tf.graph_passes.passes.recompute import find_runs
+from dapple_tf.graph_passes.schedules.schedule import Schedule
+from dapple_tf.graph_passes.schedules.spec import ScheduleSpec
+from dapple_tf.graph_passes.schedules.weight_versions import Versions
+from dapple_tf.graph_passes.schedules.worker_map import WorkerMap
+from dapple_tf.profiler.files import describe_reason, write_atomically
+from dapple_tf.profiler.quote import quote
+from dapple_tf.profiler.read_files import naming_file, read_json
+from dapple_tf.profiler.records import Count, Figure, Name, read_record
+from dapple_tf.profiler.servers import is_finite
+from dapple_tf.profiler.units import format_samples
 from dapple_tf.window_plan import WindowPlan
-from graph_passes.analysis.row_bounds import least_rows, share_bounds, whole_shares
-from graph_passes.passes.recompute import find_runs
-from graph_passes.schedules.schedule import Schedule
-from graph_passes.schedules.spec import ScheduleSpec
-from graph_passes.schedules.weight_versions import Versions
-from graph_passes.schedules.worker_map import WorkerMap
-from profiler.files import describe_reason, write_atomically
-from profiler.quote import quote
-from profiler.read_files import naming_file, read_json
-from profiler.records import Count, Figure, Name, read_record
-from profiler.servers import is_finite
-from profiler.units import format_samples
 
 FORMAT = "dapple-plan/1"
 

@@ -18,24 +18,30 @@ from dapple_tf.frontend.deferred_statistics import trace_statistics
 from dapple_tf.frontend.gradients import differentiate
 from dapple_tf.frontend.optimizer_update import trace_update
 from dapple_tf.frontend.read_graph import read_graph, read_value
-from graph_passes.analysis.layers import Layers
-from graph_passes.analysis.loss_head import LossHeadInput
-from graph_passes.analysis.variable_use import find_variables
-from graph_passes.ir.extract import extract_function
-from graph_passes.ir.graph import Function, Graph, Node, Port, Role, Value, ancestors, attributes
-from graph_passes.ir.names import at
-from graph_passes.ir.ops import OpName
-from graph_passes.passes.backward import StageGradients, prune_gradients, send_captured, sparse_parts, split_backward
-from graph_passes.passes.function_parts import has_joins
-from graph_passes.passes.gather_slices import SparsePart
-from graph_passes.passes.loss_head_function import build_loss_head
-from graph_passes.passes.microbatch import MergeKind, merge_kind
-from graph_passes.passes.once import build_once
-from graph_passes.passes.partition import Stage, partition
-from graph_passes.passes.recompute import find_runs
-from graph_passes.passes.round_gradients import Narrow, find_narrow
-from graph_passes.passes.split_update import Updates, cut_updates
-from graph_passes.passes.stage_calls import LOSS_SCALE_NAME
+from dapple_tf.graph_passes.analysis.layers import Layers
+from dapple_tf.graph_passes.analysis.loss_head import LossHeadInput
+from dapple_tf.graph_passes.analysis.variable_use import find_variables
+from dapple_tf.graph_passes.ir.extract import extract_function
+from dapple_tf.graph_passes.ir.graph import Function, Graph, Node, Port, Role, Value, ancestors, attributes
+from dapple_tf.graph_passes.ir.names import at
+from dapple_tf.graph_passes.ir.ops import OpName
+from dapple_tf.graph_passes.passes.backward import (
+    StageGradients,
+    prune_gradients,
+    send_captured,
+    sparse_parts,
+    split_backward,
+)
+from dapple_tf.graph_passes.passes.function_parts import has_joins
+from dapple_tf.graph_passes.passes.gather_slices import SparsePart
+from dapple_tf.graph_passes.passes.loss_head_function import build_loss_head
+from dapple_tf.graph_passes.passes.microbatch import MergeKind, merge_kind
+from dapple_tf.graph_passes.passes.once import build_once
+from dapple_tf.graph_passes.passes.partition import Stage, partition
+from dapple_tf.graph_passes.passes.recompute import find_runs
+from dapple_tf.graph_passes.passes.round_gradients import Narrow, find_narrow
+from dapple_tf.graph_passes.passes.split_update import Updates, cut_updates
+from dapple_tf.graph_passes.passes.stage_calls import LOSS_SCALE_NAME
 
 
 @dataclass(frozen=True)

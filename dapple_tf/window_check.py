@@ -7,12 +7,12 @@ from typing import Any
 import keras
 
 from dapple_tf.errors import GraphError, PlanError
+from dapple_tf.graph_passes.analysis.variable_use import Variables, find_variables
+from dapple_tf.graph_passes.ir.names import at
+from dapple_tf.graph_passes.ir.ops import OpName
+from dapple_tf.graph_passes.passes.update_groups import check_updates
 from dapple_tf.plans import Plan
 from dapple_tf.staged_model import StagedModel
-from graph_passes.analysis.variable_use import Variables, find_variables
-from graph_passes.ir.names import at
-from graph_passes.ir.ops import OpName
-from graph_passes.passes.update_groups import check_updates
 
 
 def check_window_model(model: StagedModel, plan: Plan) -> None:

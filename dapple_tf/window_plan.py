@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from dapple_tf.errors import PlanError
-from graph_passes.schedules.weight_versions import POLICIES, Versions, WeightPolicy, weight_versions
-from graph_passes.schedules.window import Window, depth_warm_up, round_robin_warm_up
-from profiler.records import Count
+from dapple_tf.graph_passes.schedules.weight_versions import POLICIES, Versions, WeightPolicy, weight_versions
+from dapple_tf.graph_passes.schedules.window import Window, depth_warm_up, round_robin_warm_up
+from dapple_tf.profiler.records import Count
 
 USUAL_MINIBATCHES = 64
 """Minibatches of a window where none are given."""

@@ -17,7 +17,7 @@ import click
 import dapple_tf
 from dapple_tf.autoplan.option_help import options_table
 from dapple_tf.cli import cli
-from graph_passes.ir.ops import ops_table_markdown
+from dapple_tf.graph_passes.ir.ops import ops_table_markdown
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,8 +50,8 @@ def generated_pages() -> dict[str, Callable[[], str]]:
 
 
 def modules_page() -> str:
-    """Return the page that lists every module of the three packages with the first line of its docstring."""
-    parts = ["# Modules\n\nEvery file of the three packages, with the first line of its docstring.\n"]
+    """Return the page that lists every module of the package with the first line of its docstring."""
+    parts = ["# Modules\n\nEvery file of the package, with the first line of its docstring.\n"]
     for package in ("dapple_tf", "graph_passes", "profiler"):
         for folder in sorted({path.parent for path in (ROOT / package).rglob("*.py")}):
             parts.append(f"## {folder.relative_to(ROOT)}\n\n| file | |\n|---|---|")

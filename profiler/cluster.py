@@ -18,13 +18,13 @@ from typing import Any
 
 import yaml
 
-from profiler.detect import host_memory, local_devices, processes_per_server
-from profiler.errors import ClusterError
-from profiler.files import describe_reason, write_atomically
-from profiler.quote import quote
-from profiler.read_files import naming_file, read_json, read_text, read_yaml
-from profiler.records import Name, read_record
-from profiler.servers import (
+from dapple_tf.errors import ClusterError
+from dapple_tf.profiler.detect import host_memory, local_devices, processes_per_server
+from dapple_tf.profiler.files import describe_reason, write_atomically
+from dapple_tf.profiler.quote import quote
+from dapple_tf.profiler.read_files import naming_file, read_json, read_text, read_yaml
+from dapple_tf.profiler.records import Name, read_record
+from dapple_tf.profiler.servers import (
     DeviceKind,
     KindRecord,
     Quantity,
@@ -41,7 +41,7 @@ from profiler.servers import (
     make_servers,
     parse_field,
 )
-from profiler.units import BYTES, BYTES_A_SECOND, SECONDS, format_quantity
+from dapple_tf.profiler.units import BYTES, BYTES_A_SECOND, SECONDS, format_quantity
 
 # --- A link between devices or servers
 
@@ -258,7 +258,7 @@ class Cluster:
             if len(counts) > 1 and inter_server is None:
                 raise ClusterError(
                     f"the job runs on {len(counts)} servers, and the link between them is unknown: measure it "
-                    "(profiler.links.probe), or give inter_server"
+                    "(dapple_tf.profiler.links.probe), or give inter_server"
                 )
         found, gpu_memory = local_devices(devices)
         if sum(counts) <= 1:

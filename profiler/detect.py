@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from profiler.errors import ClusterError
+from dapple_tf.errors import ClusterError
 
 # The variables with the number of processes, in all and on this server: of Open MPI, and of horovodrun with Gloo.
 _LAUNCHERS = (

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from profiler.cluster import Cluster
-from profiler.profile import Profile
+from dapple_tf.profiler.cluster import Cluster
+from dapple_tf.profiler.profile import Profile
 
 
 def profile_on(profile: Profile, cluster: Cluster, device: int) -> Profile:

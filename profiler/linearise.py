@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from profiler.profile import Floats, Profile
+from dapple_tf.profiler.profile import Floats, Profile
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,7 +1,7 @@
 """Measure latency and bandwidth of the links between the processes of a Horovod job, with Horovod's alltoall.
 
 Start it as the training will be started, with one process per device; rank 0 writes the cluster file:
-``mpirun -np 4 -H one:2,two:2 python -m profiler.links -o cluster.yaml``.
+``mpirun -np 4 -H one:2,two:2 python -m dapple_tf.profiler.links -o cluster.yaml``.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from profiler.cluster import Cluster, Link, Server
-from profiler.errors import ClusterError
+from dapple_tf.errors import ClusterError
+from dapple_tf.profiler.cluster import Cluster, Link, Server
 
 # Bytes: from sizes whose time is mostly latency to sizes whose time is mostly bandwidth. Most are large: a link with a
 # burst allowance (a switch's buffer, a shaped interface) passes the first half megabyte at a speed that does not last.
@@ -91,7 +91,7 @@ def find_hosts(names: Sequence[str]) -> tuple[Host, ...]:
     if len(names) < 2:
         raise ClusterError(
             "there is only one rank, so no link to measure: start under mpirun with a process for every device, "
-            "such as mpirun -np 4 -H one:2,two:2 python -m profiler.links -o cluster.yaml"
+            "such as mpirun -np 4 -H one:2,two:2 python -m dapple_tf.profiler.links -o cluster.yaml"
         )
     hosts = tuple(
         Host(name, tuple(rank for rank, other in enumerate(names) if other == name)) for name in dict.fromkeys(names)
@@ -164,7 +164,7 @@ def _gather(hvd: Any, mine: Any) -> list[Any]:
 def _wait_for_all(hvd: Any, tf: Any) -> None:
     """Return once every rank has called this: Horovod for TensorFlow has no barrier."""
     with tf.device("CPU"):
-        hvd.allreduce(tf.zeros([1]), name="profiler.links.barrier")
+        hvd.allreduce(tf.zeros([1]), name="dapple_tf.profiler.links.barrier")
 
 
 def _import_horovod() -> tuple[Any, Any]:
@@ -179,11 +179,13 @@ def _import_horovod() -> tuple[Any, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run ``python -m profiler.links -o FILE``: rank 0 writes the cluster file.
+    """Run ``python -m dapple_tf.profiler.links -o FILE``: rank 0 writes the cluster file.
 
     Returns the exit code: 0, or 1 after an error of one line.
     """
-    parser = argparse.ArgumentParser(prog="python -m profiler.links", description="Measure the links of a Horovod job.")
+    parser = argparse.ArgumentParser(
+        prog="python -m dapple_tf.profiler.links", description="Measure the links of a Horovod job."
+    )
     parser.add_argument("-o", "--output", type=Path, required=True, help="write the cluster here (.yaml or .json)")
     output: Path = parser.parse_args(arguments).output
     try:

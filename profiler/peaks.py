@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from profiler.errors import ProfileError
+from dapple_tf.errors import ProfileError
 
 
 @dataclass(frozen=True)

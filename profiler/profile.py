@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from profiler.errors import ProfileError
-from profiler.files import describe_reason, write_atomically
-from profiler.read_files import naming_file, read_json
-from profiler.records import Count, Figure, Name, read_record
-from profiler.topology import check_edges
+from dapple_tf.errors import ProfileError
+from dapple_tf.profiler.files import describe_reason, write_atomically
+from dapple_tf.profiler.read_files import naming_file, read_json
+from dapple_tf.profiler.records import Count, Figure, Name, read_record
+from dapple_tf.profiler.topology import check_edges
 
 FORMAT = "dapple-profile/1"
 

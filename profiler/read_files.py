@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from profiler.quote import quote
+from dapple_tf.profiler.quote import quote
 
 LARGEST_FILE = 16 * 2**20
 """Bytes of a file, unless the reader says otherwise: a profile of 50,000 layers."""

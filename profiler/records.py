@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import msgspec
 
-from profiler.quote import quote
+from dapple_tf.profiler.quote import quote
 
 LARGEST_NUMBER = 10**15
 """The largest whole number in a file: sums and products of a few are still short texts."""

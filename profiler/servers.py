@@ -9,11 +9,11 @@ from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from typing import Any
 
-from profiler.errors import ClusterError
-from profiler.quote import quote
-from profiler.read_files import naming_file
-from profiler.records import Count, Figure, Name
-from profiler.units import BYTES, format_quantity, parse_quantity
+from dapple_tf.errors import ClusterError
+from dapple_tf.profiler.quote import quote
+from dapple_tf.profiler.read_files import naming_file
+from dapple_tf.profiler.records import Count, Figure, Name
+from dapple_tf.profiler.units import BYTES, format_quantity, parse_quantity
 
 _MOST_DEVICES = 100_000  # of a cluster in a file
 

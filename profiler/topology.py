@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import networkx as nx
 
-from profiler.errors import ProfileError
+from dapple_tf.errors import ProfileError
 
 
 def check_edges(names: Sequence[str], edges: Sequence[tuple[int, int]]) -> None:

@@ -11,8 +11,8 @@ import re
 from collections.abc import Mapping
 from decimal import Decimal, DecimalException
 
-from profiler.errors import ClusterError
-from profiler.quote import quote
+from dapple_tf.errors import ClusterError
+from dapple_tf.profiler.quote import quote
 
 _NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?")
 _LONGEST = 1000  # characters of a quantity; those that ``format_quantity`` writes have up to 350

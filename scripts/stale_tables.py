@@ -16,7 +16,7 @@ from pathlib import Path
 import grimp
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("dapple_tf", "graph_passes", "profiler", "models", "benchmarks")
+PACKAGES = ("dapple_tf", "models", "benchmarks")
 _SECTION = re.compile(r"^### (\w+)$", re.MULTILINE)
 _COMMIT = re.compile(r"Measured on commit `([0-9a-f]{7,40})`")
 
@@ -35,7 +35,10 @@ def list_changes(commit: str, modules: set[str]) -> list[str] | None:
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if found.returncode:
         return None
-    changed = {Path(name) for name in found.stdout.splitlines()}
+    changed = {
+        Path("dapple_tf" if name.startswith(("graph_passes/", "profiler/")) else "", name)  # links of the package
+        for name in found.stdout.splitlines()
+    }
     own = {Path(*module.split(".")) for module in modules}
     native = {path.parent for path in own if path.name == "library"}  # C++ beside the module that loads it
     return sorted(

@@ -19,8 +19,8 @@ from dapple_tf.frontend.names import tensor_name
 from dapple_tf.frontend.rows import ROWS_NAME
 from dapple_tf.frontend.trace import trace_loss
 from dapple_tf.frontend.write_graph import write_graph
-from graph_passes.analysis.layers import CAPTURED_INPUTS, find_once
-from graph_passes.ir.graph import ancestors
+from dapple_tf.graph_passes.analysis.layers import CAPTURED_INPUTS, find_once
+from dapple_tf.graph_passes.ir.graph import ancestors
 
 SAMPLES = 6
 SIZES = (SAMPLES, 3)

@@ -32,17 +32,17 @@ from dapple_tf.errors import ClusterError, PlanError, UsageError, warn_user
 from dapple_tf.exactness import BatchLoss, BatchNorm, Inexact
 from dapple_tf.frontend.batch import batch_size
 from dapple_tf.frontend.capture import Captured
+from dapple_tf.graph_passes.analysis.layers import Layers
+from dapple_tf.graph_passes.ir.graph import Shape
 from dapple_tf.plan_check import check_shares
 from dapple_tf.planner.planning_problem import Candidate
 from dapple_tf.planner.window_stages import check_window_size, window_plan
 from dapple_tf.plans import Plan
+from dapple_tf.profiler.cluster import Cluster
+from dapple_tf.profiler.units import format_samples
 from dapple_tf.staged_model import StagedModel
 from dapple_tf.timeline.timeline import Timeline
 from dapple_tf.window_plan import WindowPlan
-from graph_passes.analysis.layers import Layers
-from graph_passes.ir.graph import Shape
-from profiler.cluster import Cluster
-from profiler.units import format_samples
 
 # A layer with more than this share of the model's work probably hides layers inside a call that cannot be cut.
 _DOMINANT_SHARE = 0.8

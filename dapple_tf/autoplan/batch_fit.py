@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from typing import cast
 
 from dapple_tf.errors import PlanError
+from dapple_tf.graph_passes.analysis.row_bounds import fit_micro_batches, fit_sizes
 from dapple_tf.planner.window_stages import check_window_size
 from dapple_tf.plans import Plan, StagePlan
-from graph_passes.analysis.row_bounds import fit_micro_batches, fit_sizes
-from profiler.units import format_samples
+from dapple_tf.profiler.units import format_samples
 
 GivenSizes = Sequence[int] | Sequence[float]
 """Of each micro-batch the samples (whole numbers), or the share of the samples (floats)."""

@@ -10,10 +10,10 @@ from dapple_tf.autoplan.layer_estimates import EstimatedCosts
 from dapple_tf.autoplan.options import Options
 from dapple_tf.autoplan.stages_requested import plan_requested_stages
 from dapple_tf.errors import PartitionError
+from dapple_tf.graph_passes.analysis.layers import Layers
+from dapple_tf.graph_passes.passes.partition import balance
+from dapple_tf.graph_passes.schedules.spec import ScheduleSpec
 from dapple_tf.plans import Plan, StagePlan
-from graph_passes.analysis.layers import Layers
-from graph_passes.passes.partition import balance
-from graph_passes.schedules.spec import ScheduleSpec
 
 
 def follow_plan(plan: Plan, names: Sequence[str], layers: Layers, costs: EstimatedCosts, *, all_devices: bool) -> Plan:

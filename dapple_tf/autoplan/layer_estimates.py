@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from graph_passes.analysis.layers import Layers
-from graph_passes.analysis.op_costs import flops
-from graph_passes.ir.graph import Graph, Node, Shape
-from profiler.peaks import CPU_CORE
+from dapple_tf.graph_passes.analysis.layers import Layers
+from dapple_tf.graph_passes.analysis.op_costs import flops
+from dapple_tf.graph_passes.ir.graph import Graph, Node, Shape
+from dapple_tf.profiler.peaks import CPU_CORE
 
 BACKWARD_OVER_FORWARD = 2.0
 """Seconds of a backward, in those of its forward: a product for the gradients of inputs, one for those of weights."""

@@ -28,11 +28,11 @@ from dapple_tf.autoplan.recompute_option import Recompute, check_recompute
 from dapple_tf.autoplan.slice_option import SLICED_SCHEDULES, Slice, check_slice
 from dapple_tf.errors import PlanError, ScheduleError
 from dapple_tf.exactness import BatchLoss, BatchNorm, Inexact, check_batch_loss, check_batch_norm, check_inexact
+from dapple_tf.graph_passes.schedules.spec import ScheduleSpec
 from dapple_tf.plans import Plan
+from dapple_tf.profiler.cluster import Cluster
 from dapple_tf.simulator.named_orders import check_plannable
 from dapple_tf.window_plan import USUAL_MINIBATCHES, WindowPlan
-from graph_passes.schedules.spec import ScheduleSpec
-from profiler.cluster import Cluster
 
 WINDOW_NOT_VERIFIED = (
     "an asynchronous window uses weights that are some updates old, so no step on one device equals it. Verify the "

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dapple_tf.errors import PlanError
+from dapple_tf.graph_passes.analysis.layers import Layers
 from dapple_tf.plans import StagePlan
-from graph_passes.analysis.layers import Layers
 
 
 @dataclass(frozen=True)

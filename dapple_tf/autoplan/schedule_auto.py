@@ -12,10 +12,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from dapple_tf.errors import NoFitError
+from dapple_tf.graph_passes.schedules.spec import HANDCRAFTED_ZERO_BUBBLE, ScheduleSpec
+from dapple_tf.graph_passes.schedules.worker_map import WorkerMap
+from dapple_tf.graph_passes.schedules.zero_bubble import ZERO_BUBBLE_AUTO
 from dapple_tf.plan_check import check_plan
 from dapple_tf.planner.planning_problem import PlanningProblem
 from dapple_tf.planner.step_simulation import POLICIES, fastest_schedule, make_network, stage_cost_arrays
 from dapple_tf.plans import StagePlan
+from dapple_tf.profiler.units import format_bytes
 from dapple_tf.simulator.communication_ratio import activation_communication_ratio
 from dapple_tf.simulator.contention import Flows
 from dapple_tf.simulator.costs import stage_costs
@@ -25,10 +29,6 @@ from dapple_tf.simulator.memory import usable_bytes
 from dapple_tf.simulator.order import encode
 from dapple_tf.simulator.order_search import FoundOrder, search_order
 from dapple_tf.timeline.stage_costs import StageCosts
-from graph_passes.schedules.spec import HANDCRAFTED_ZERO_BUBBLE, ScheduleSpec
-from graph_passes.schedules.worker_map import WorkerMap
-from graph_passes.schedules.zero_bubble import ZERO_BUBBLE_AUTO
-from profiler.units import format_bytes
 
 # What holds more stashes, or computes backwards in two calls, must be faster by more than this share of the step. Costs
 # are not known to a percent, and two calls of a stage's functions take a little longer than one.

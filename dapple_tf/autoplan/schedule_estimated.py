@@ -15,17 +15,17 @@ import tensorflow as tf
 from dapple_tf.autoplan.layer_estimates import BACKWARD_OVER_FORWARD, EstimatedCosts
 from dapple_tf.autoplan.schedule_auto import ScheduleChoice, choose_schedule, with_found_order
 from dapple_tf.compiler import PlannedModel
+from dapple_tf.graph_passes.analysis.variable_use import find_variables
+from dapple_tf.graph_passes.ir.graph import Port, Shape
+from dapple_tf.graph_passes.ir.names import at
 from dapple_tf.memory.predict import StageMemory, predict_plan_memory
 from dapple_tf.planner.step_simulation import POLICIES
 from dapple_tf.plans import Plan
+from dapple_tf.profiler.cluster import Cluster, Link
 from dapple_tf.simulator.contention import plan_flows
 from dapple_tf.simulator.transfer import allreduce_cost, link_tables, ring_seconds, transfer_cost
 from dapple_tf.staged_model import StagedModel
 from dapple_tf.timeline.stage_costs import StageCosts
-from graph_passes.analysis.variable_use import find_variables
-from graph_passes.ir.graph import Port, Shape
-from graph_passes.ir.names import at
-from profiler.cluster import Cluster, Link
 
 # Assumed between the servers of a job where no cluster is given: 10 Gbps Ethernet.
 _ETHERNET_10 = Link(bandwidth=1.25e9, latency=50e-6)

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from dapple_tf.autoplan.layer_estimates import BACKWARD_OVER_FORWARD
 from dapple_tf.errors import PlanError, ScheduleError, warn_user
+from dapple_tf.graph_passes.analysis.row_bounds import micro_batch_bounds
+from dapple_tf.graph_passes.schedules.slicer import count_slices, slice_sizes, sliced_1f1b
 from dapple_tf.plans import Plan
-from graph_passes.analysis.row_bounds import micro_batch_bounds
-from graph_passes.schedules.slicer import count_slices, slice_sizes, sliced_1f1b
 
 Slice = int | str | None
 """The number of micro-batches to slice, "auto" for AutoPipe's Algorithm 2, or None for none."""

@@ -16,6 +16,8 @@ from dapple_tf.autoplan.measured_problem import (
 from dapple_tf.autoplan.options import Options
 from dapple_tf.autoplan.schedule_auto import choose_profiled_schedule
 from dapple_tf.errors import PlanError, warn_user
+from dapple_tf.graph_passes.analysis.layers import Layers
+from dapple_tf.graph_passes.schedules.spec import ScheduleSpec
 from dapple_tf.planner.api import plan_windows, predict_plan, run_planner
 from dapple_tf.planner.asynchronous import rank_windows
 from dapple_tf.planner.baselines import baseline_candidates, fitted_baseline_candidates
@@ -24,12 +26,10 @@ from dapple_tf.planner.planning_problem import Candidate, PlanningProblem
 from dapple_tf.planner.search.chunk_search import plan_chunked
 from dapple_tf.planner.search.chunk_shapes import least_stages, list_shapes
 from dapple_tf.planner.search.fit_cuts import fit_cuts
+from dapple_tf.profiler.cluster import Cluster
+from dapple_tf.profiler.units import format_samples
 from dapple_tf.simulator.interrupts import interruptible
 from dapple_tf.window_plan import WindowPlan
-from graph_passes.analysis.layers import Layers
-from graph_passes.schedules.spec import ScheduleSpec
-from profiler.cluster import Cluster
-from profiler.units import format_samples
 
 
 def choose_stages(inputs: PlanningInputs) -> PlanDecision:

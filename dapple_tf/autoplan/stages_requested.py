@@ -11,11 +11,11 @@ from dapple_tf.autoplan.options import Options, check_worker_count
 from dapple_tf.autoplan.recompute_option import choose_recompute
 from dapple_tf.autoplan.slice_option import slice_plan
 from dapple_tf.errors import PlanError
+from dapple_tf.graph_passes.analysis.layers import Layers
+from dapple_tf.graph_passes.passes.partition import balance
+from dapple_tf.graph_passes.schedules.worker_map import WorkerMap
 from dapple_tf.plans import Plan, StagePlan
-from graph_passes.analysis.layers import Layers
-from graph_passes.passes.partition import balance
-from graph_passes.schedules.worker_map import WorkerMap
-from profiler.detect import job_size
+from dapple_tf.profiler.detect import job_size
 
 _MORE_DEVICES = "make more with dapple.init(devices=n), or dapple train --devices n"
 _MORE_RANKS = "start more processes, one for each device (mpirun -np n)"

@@ -9,9 +9,15 @@ from typing import Any
 import tensorflow as tf
 
 from dapple_tf.backend.handler import Context, Handler, Outcome, check_finite
-from graph_passes.analysis.row_bounds import cut_at, cut_points, micro_batch_bounds, replica_bounds, share_bounds
-from graph_passes.ir.graph import Node
-from graph_passes.ir.ops import OpName
+from dapple_tf.graph_passes.analysis.row_bounds import (
+    cut_at,
+    cut_points,
+    micro_batch_bounds,
+    replica_bounds,
+    share_bounds,
+)
+from dapple_tf.graph_passes.ir.graph import Node
+from dapple_tf.graph_passes.ir.ops import OpName
 
 
 def _minibatch(context: Context, node: Node, inputs: list[Any]) -> Outcome:

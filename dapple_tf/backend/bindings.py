@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 
 import tensorflow as tf
 
-from graph_passes.ir.graph import Graph, Node
-from graph_passes.ir.names import STAGE_OPS, nodes_of
-from graph_passes.ir.ops import OpName
+from dapple_tf.graph_passes.ir.graph import Graph, Node
+from dapple_tf.graph_passes.ir.names import STAGE_OPS, nodes_of
+from dapple_tf.graph_passes.ir.ops import OpName
 
 # Ops that use a replica's copy of a variable, where it has one.
 _USE_COPIES = frozenset({*STAGE_OPS, OpName.REFRESH, OpName.READ_STATE})

@@ -10,8 +10,8 @@ from typing import Any
 import tensorflow as tf
 
 from dapple_tf.backend.stage_function import build_function
-from graph_passes.ir.conditions import BRANCHES, fold_conditions
-from graph_passes.ir.graph import Function, FunctionRef, Node
+from dapple_tf.graph_passes.ir.conditions import BRANCHES, fold_conditions
+from dapple_tf.graph_passes.ir.graph import Function, FunctionRef, Node
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection
 
-from graph_passes.ir.graph import Function, Node, Port, Value
+from dapple_tf.graph_passes.ir.graph import Function, Node, Port, Value
 
 _READ = "ReadVariableOp"
 

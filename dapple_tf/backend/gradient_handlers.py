@@ -10,8 +10,8 @@ import tensorflow as tf
 
 from dapple_tf import internals
 from dapple_tf.backend.handler import Context, Handler, Outcome, call, check_finite, read_variable
-from graph_passes.ir.graph import Node, TensorType
-from graph_passes.ir.ops import OpName
+from dapple_tf.graph_passes.ir.graph import Node, TensorType
+from dapple_tf.graph_passes.ir.ops import OpName
 
 
 def _accumulate(context: Context, node: Node, inputs: list[Any]) -> Outcome:

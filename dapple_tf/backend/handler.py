@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import tensorflow as tf
 
 from dapple_tf import internals
-from graph_passes.ir.graph import Function, Graph, Node
+from dapple_tf.graph_passes.ir.graph import Function, Graph, Node
 
 Outcome = tuple[list[Any], list[Any]]
 """A node's output tensors, and the TensorFlow ops at whose end the node is done (none: the ops of the outputs)."""

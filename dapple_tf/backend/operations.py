@@ -27,10 +27,10 @@ from dapple_tf.backend.handler import (
 )
 from dapple_tf.backend.stage_function import build_compiled_function, build_function
 from dapple_tf.frontend.joined_moments import join
-from graph_passes.analysis.layers import written_variables
-from graph_passes.ir.graph import Graph, Node
-from graph_passes.ir.names import nodes_of
-from graph_passes.ir.ops import CALL_OPS, OpName
+from dapple_tf.graph_passes.analysis.layers import written_variables
+from dapple_tf.graph_passes.ir.graph import Graph, Node
+from dapple_tf.graph_passes.ir.names import nodes_of
+from dapple_tf.graph_passes.ir.ops import CALL_OPS, OpName
 
 # --- Handlers of the ops that read and write variables and the replicas' copies of them
 

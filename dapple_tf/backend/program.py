@@ -17,14 +17,14 @@ from dapple_tf.backend.handler import Bindings, ChooseCompiled, Compiled, RankCo
 from dapple_tf.backend.operations import Operations
 from dapple_tf.backend.saved_variables import unchanged_variables
 from dapple_tf.errors import StepError
+from dapple_tf.graph_passes.analysis.input_needs import RankInputs, whole_batch
+from dapple_tf.graph_passes.analysis.resident_variables import resident_variables
+from dapple_tf.graph_passes.analysis.variable_use import find_variables
+from dapple_tf.graph_passes.ir.graph import Graph, Node, Value
+from dapple_tf.graph_passes.ir.names import BATCH_SIZE_NAME, find_minibatch, nodes_of
+from dapple_tf.graph_passes.ir.ops import OpName
+from dapple_tf.graph_passes.passes.project import TOKENS_NAME
 from dapple_tf.staged_model import StagedModel
-from graph_passes.analysis.input_needs import RankInputs, whole_batch
-from graph_passes.analysis.resident_variables import resident_variables
-from graph_passes.analysis.variable_use import find_variables
-from graph_passes.ir.graph import Graph, Node, Value
-from graph_passes.ir.names import BATCH_SIZE_NAME, find_minibatch, nodes_of
-from graph_passes.ir.ops import OpName
-from graph_passes.passes.project import TOKENS_NAME
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import tensorflow as tf
 from dapple_tf import internals
 from dapple_tf.backend.foreign_reads import pass_values
 from dapple_tf.frontend.write_graph import import_graph, needed_library
-from graph_passes.ir.graph import OTHER, Function, Port
+from dapple_tf.graph_passes.ir.graph import OTHER, Function, Port
 
 Constants = Mapping[str, Any]
 Library = Mapping[str, bytes]

@@ -28,8 +28,8 @@ from dapple_tf.checkpoint.file import CheckpointFile, DamagedError, can_store, o
 from dapple_tf.distributed import membership
 from dapple_tf.distributed.variable_transfer import load_values, stream_values
 from dapple_tf.errors import CheckpointError, warn_user
+from dapple_tf.profiler.quote import quote
 from dapple_tf.runtime.step import PipelinedStep
-from profiler.quote import quote
 
 _NAME = re.compile(r"checkpoint-(?:0|[1-9][0-9]*)\.safetensors")
 _PART = re.compile(_NAME.pattern + r"\.[0-9]+\.part")

@@ -22,9 +22,9 @@ import numpy as np
 import tensorflow as tf
 
 from dapple_tf.errors import CheckpointError
-from profiler.files import atomic_replacement
-from profiler.quote import quote
-from profiler.read_files import check_depth
+from dapple_tf.profiler.files import atomic_replacement
+from dapple_tf.profiler.quote import quote
+from dapple_tf.profiler.read_files import check_depth
 
 FORMAT = "dapple-checkpoint/1"
 _METADATA = "__metadata__"

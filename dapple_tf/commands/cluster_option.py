@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from profiler.cluster import Cluster, load_preset
+from dapple_tf.profiler.cluster import Cluster, load_preset
 
 
 def load_cluster(name: str) -> Cluster:

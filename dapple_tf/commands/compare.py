@@ -13,7 +13,7 @@ from dapple_tf.commands.output import check_chart_path, check_output_path, print
 from dapple_tf.commands.planner_option import check_planner_names
 from dapple_tf.commands.planning_options import PLANNING_OPTIONS, add_options
 from dapple_tf.errors import NoFitError
-from profiler.importers import read_profile
+from dapple_tf.profiler.importers import read_profile
 
 
 @click.command()

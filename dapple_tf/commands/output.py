@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import click
 
 from dapple_tf.errors import OutputError
-from profiler.detect import job_rank
-from profiler.files import find_folder_problem, find_write_problem
+from dapple_tf.profiler.detect import job_rank
+from dapple_tf.profiler.files import find_folder_problem, find_write_problem
 
 
 def print_result(text: str) -> None:

@@ -14,7 +14,7 @@ from dapple_tf.commands.cluster_option import load_cluster
 from dapple_tf.commands.output import check_output_path, print_result
 from dapple_tf.commands.planner_option import PLANNER_NAMES, check_planner_names
 from dapple_tf.commands.planning_options import PLANNING_OPTIONS, add_options
-from profiler.importers import read_profile
+from dapple_tf.profiler.importers import read_profile
 
 if TYPE_CHECKING:
     from dapple_tf.plans import Plan

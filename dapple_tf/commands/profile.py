@@ -16,9 +16,9 @@ from dapple_tf.commands.output import check_output_path, print_result
 from dapple_tf.commands.planning_options import add_options
 from dapple_tf.commands.startup import start_tensorflow
 from dapple_tf.drawing.table import format_table
-from profiler.peaks import PEAKS
-from profiler.profile import LayerCost, Profile
-from profiler.units import format_samples, format_seconds
+from dapple_tf.profiler.peaks import PEAKS
+from dapple_tf.profiler.profile import LayerCost, Profile
+from dapple_tf.profiler.units import format_samples, format_seconds
 
 
 @click.command()

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from dapple_tf.errors import ScheduleError
-from graph_passes.schedules.spec import ScheduleSpec
+from dapple_tf.graph_passes.schedules.spec import ScheduleSpec
 
 SCHEDULE_OPTION = click.option(
     "--schedule",

@@ -12,12 +12,12 @@ import click
 
 from dapple_tf.commands.output import check_chart_path, check_output_path, print_result
 from dapple_tf.commands.schedule_option import read_schedule
-from graph_passes.schedules.schedule import Action, Schedule, of_kind, run_schedule
+from dapple_tf.graph_passes.schedules.schedule import Action, Schedule, of_kind, run_schedule
 
 if TYPE_CHECKING:
+    from dapple_tf.graph_passes.schedules.spec import ScheduleSpec
     from dapple_tf.simulator.order_search import FoundOrder
     from dapple_tf.timeline.stage_costs import StageCosts
-    from graph_passes.schedules.spec import ScheduleSpec
 
 
 @click.command()
@@ -45,8 +45,8 @@ def schedules(
 
     Without SCHEDULE, list the names.
     """
-    from graph_passes.errors import ScheduleError
-    from graph_passes.schedules.spec import NAMES, ScheduleSpec
+    from dapple_tf.errors import ScheduleError
+    from dapple_tf.graph_passes.schedules.spec import NAMES, ScheduleSpec
 
     if schedule is None:
         if output is not None:
@@ -92,8 +92,8 @@ def schedules(
 
 def _search(spec: ScheduleSpec, stages: int, micro_batches: int, units: Units, stashes: int | None) -> FoundOrder:
     """Return the order that ``zb-auto`` finds for equal stages; by default within the stashes of zb-h2."""
+    from dapple_tf.errors import ScheduleError
     from dapple_tf.simulator.order_search import search_order
-    from graph_passes.errors import ScheduleError
 
     if units.weights >= units.backward:
         raise ScheduleError(f"--weights {units.weights} is part of --backward {units.backward}: it must be less")

@@ -9,7 +9,7 @@ import click
 from dapple_tf.commands.cluster_option import load_cluster
 from dapple_tf.commands.output import check_chart_path, check_output_path, print_result
 from dapple_tf.commands.planning_options import COST_OPTIONS, add_options
-from profiler.importers import read_profile
+from dapple_tf.profiler.importers import read_profile
 
 
 @click.command()

@@ -14,7 +14,7 @@ from dapple_tf.commands.planning_options import add_options
 from dapple_tf.commands.startup import start_tensorflow
 from dapple_tf.commands.train_settings import TrainSettings
 from dapple_tf.commands.window_options import check_window_usage, window_options
-from profiler.detect import job_size
+from dapple_tf.profiler.detect import job_size
 
 
 @click.command()

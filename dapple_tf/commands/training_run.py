@@ -24,10 +24,10 @@ from dapple_tf.commands.training_loop import RunResult, StepResult, repeat_batch
 from dapple_tf.distributed import membership
 from dapple_tf.distributed.shared_errors import share_error
 from dapple_tf.plans import Plan
+from dapple_tf.profiler.units import format_seconds
 from dapple_tf.runtime.step import PipelinedStep
 from dapple_tf.timeline.picture import save_recording
 from dapple_tf.timeline.recording import Recording, describe_error, planned_seconds
-from profiler.units import format_seconds
 
 Batches = Iterator[tuple[Any, ...]]
 

@@ -8,8 +8,8 @@ from typing import Any
 import click
 
 from dapple_tf.commands.options import plan_option
+from dapple_tf.graph_passes.schedules.weight_versions import POLICIES
 from dapple_tf.window_plan import USUAL_MINIBATCHES
-from graph_passes.schedules.weight_versions import POLICIES
 
 
 def window_options(*, hidden: bool = False) -> list[Callable[..., Any]]:

@@ -26,7 +26,7 @@ from dapple_tf.distributed.wire_types import (
     to_summable,
     unflatten,
 )
-from graph_passes.ir.graph import Node
+from dapple_tf.graph_passes.ir.graph import Node
 
 
 class Collectives:

@@ -11,8 +11,8 @@ import tensorflow as tf
 from tensorflow.core.framework import function_pb2
 
 from dapple_tf.frontend.write_graph import needed_library, write_graph
-from graph_passes.ir.graph import Function, Graph
-from graph_passes.ir.text import print_graph
+from dapple_tf.graph_passes.ir.graph import Function, Graph
+from dapple_tf.graph_passes.ir.text import print_graph
 
 # TensorFlow numbers the functions that a process traces: optimizer_cond_true_1234, __forward_body_77_rewritten_8.
 _NUMBER = re.compile(r"_\d+(?=_|$)")

@@ -20,8 +20,8 @@ from dapple_tf.distributed.places import listen_on_host, place_of, prepare_for_t
 from dapple_tf.distributed.rendezvous import accept_ranks, connect_to
 from dapple_tf.distributed.ring_all_reduce import has_known_shapes
 from dapple_tf.distributed.ring_chunks import ring_neighbours
-from graph_passes.ir.graph import Graph
-from graph_passes.ir.ops import OpName
+from dapple_tf.graph_passes.ir.graph import Graph
+from dapple_tf.graph_passes.ir.ops import OpName
 
 _PURPOSE = "ranks exchange tensors"
 _MOST_WAITING = 512  # connections that the system keeps until they are served

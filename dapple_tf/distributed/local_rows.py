@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from dapple_tf.distributed.membership import Job
 from dapple_tf.distributed.shared_errors import share_error
 from dapple_tf.errors import BatchError
-from graph_passes.analysis.input_needs import InputNeeds, Use, count_rows, describe_rows
-from profiler.units import format_samples
+from dapple_tf.graph_passes.analysis.input_needs import InputNeeds, Use, count_rows, describe_rows
+from dapple_tf.profiler.units import format_samples
 
 MISSING = -1
 """In place of a number of rows, or of a length: the argument is None."""

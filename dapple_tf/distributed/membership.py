@@ -13,7 +13,7 @@ from dapple_tf.distributed.shared_errors import describe_difference, make_pickla
 from dapple_tf.distributed.variable_locations import VariableLocations
 from dapple_tf.distributed.watchdog import Watchdog
 from dapple_tf.errors import DeviceError, JobError
-from profiler.detect import job_size
+from dapple_tf.profiler.detect import job_size
 
 # HOROVOD_CYCLE_TIME: the interval in milliseconds at which Horovod starts collectives that are ready (default 1).
 _CYCLE_MILLISECONDS = "0.2"

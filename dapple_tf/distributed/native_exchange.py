@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from dapple_tf.distributed.exchange_network import barrier_rounds
 from dapple_tf.distributed.native.library import ExchangeLibrary
-from graph_passes.ir.graph import Node
+from dapple_tf.graph_passes.ir.graph import Node
 
 
 class NativeExchange:

@@ -25,18 +25,18 @@ from dapple_tf.distributed.ring_all_reduce import RingAllReduce, has_known_shape
 from dapple_tf.distributed.variable_locations import VariableNeeds
 from dapple_tf.distributed.variable_transfer import Transfer, send_values
 from dapple_tf.errors import BatchError, StepError
+from dapple_tf.graph_passes.analysis.input_needs import find_inputs
+from dapple_tf.graph_passes.analysis.layers import written_variables
+from dapple_tf.graph_passes.analysis.resident_variables import resident_variables
+from dapple_tf.graph_passes.ir.graph import Graph, Node
+from dapple_tf.graph_passes.ir.names import BATCH_SIZE_NAME
+from dapple_tf.graph_passes.ir.ops import OpName
+from dapple_tf.graph_passes.passes.base import run_passes
+from dapple_tf.graph_passes.passes.place import PlaceRank
+from dapple_tf.graph_passes.passes.verify_ranks import collectives_of
 from dapple_tf.plans import Plan
+from dapple_tf.profiler.units import format_samples
 from dapple_tf.staged_model import StagedModel
-from graph_passes.analysis.input_needs import find_inputs
-from graph_passes.analysis.layers import written_variables
-from graph_passes.analysis.resident_variables import resident_variables
-from graph_passes.ir.graph import Graph, Node
-from graph_passes.ir.names import BATCH_SIZE_NAME
-from graph_passes.ir.ops import OpName
-from graph_passes.passes.base import run_passes
-from graph_passes.passes.place import PlaceRank
-from graph_passes.passes.verify_ranks import collectives_of
-from profiler.units import format_samples
 
 T = TypeVar("T")
 

@@ -15,7 +15,7 @@ import tensorflow as tf
 from dapple_tf.distributed.native.library import ExchangeLibrary
 from dapple_tf.distributed.ring_chunks import Piece, cut_chunks, ring_neighbours, ring_rounds
 from dapple_tf.distributed.wire_types import from_summable, group_by_dtype, to_summable
-from graph_passes.ir.graph import Node, TensorType
+from dapple_tf.graph_passes.ir.graph import Node, TensorType
 
 
 class RingAllReduce:

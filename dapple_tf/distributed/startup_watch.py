@@ -18,9 +18,8 @@ from pathlib import Path
 
 from dapple_tf.distributed.process_exit import print_line
 from dapple_tf.distributed.timeout import DEFAULT_TIMEOUT, TIMEOUT, read_timeout
-from dapple_tf.errors import JobError
-from profiler.detect import job_rank, job_size
-from profiler.errors import ClusterError
+from dapple_tf.errors import ClusterError, JobError
+from dapple_tf.profiler.detect import job_rank, job_size
 
 _ENDED_SECONDS = 2.0  # launchers end the job by themselves when a process has failed
 _OTHER_HOSTS = 10

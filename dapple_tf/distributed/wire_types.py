@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from graph_passes.ir.graph import TensorType
+from dapple_tf.graph_passes.ir.graph import TensorType
 
 # Horovod does not send these dtypes: one of the same size carries the bits, two elements for each complex128.
 _CARRIERS = {

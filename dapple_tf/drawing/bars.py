@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from dapple_tf.drawing.chart import COLOURS
 from dapple_tf.drawing.html import PAGE_HEAD
-from profiler.units import format_bytes, scale_bytes, scale_time
+from dapple_tf.profiler.units import format_bytes, scale_bytes, scale_time
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -8,7 +8,7 @@ from html import escape
 from string import Template
 
 from dapple_tf.drawing.chart import COLOURS, CRITICAL, HEADING, IDLE, LABELS, MARK, Chart, Curve
-from profiler.units import format_bytes, format_seconds, scale_bytes
+from dapple_tf.profiler.units import format_bytes, format_seconds, scale_bytes
 
 _WIDTHS = (1000.0, 10_000.0)  # least and largest width of the time axis, in pixels
 _DIGIT = 7.0  # pixels

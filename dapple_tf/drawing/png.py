@@ -20,7 +20,7 @@ from dapple_tf.drawing.chart import (
     Span,
     SpanKind,
 )
-from profiler.units import format_bytes, scale_bytes, scale_time
+from dapple_tf.profiler.units import format_bytes, scale_bytes, scale_time
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist

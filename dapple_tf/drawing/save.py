@@ -12,7 +12,7 @@ from dapple_tf.drawing.chart import Chart
 from dapple_tf.drawing.html import make_page
 from dapple_tf.drawing.png import draw
 from dapple_tf.errors import OutputError
-from profiler.files import atomic_replacement, find_write_problem, write_atomically
+from dapple_tf.profiler.files import atomic_replacement, find_write_problem, write_atomically
 
 _SUFFIXES = (".png", ".html", ".json")
 

@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from dapple_tf.frontend.capture import Captured
 from dapple_tf.frontend.dependence.result import BatchDependence, LengthTerm, WholeSize
-from graph_passes.ir.graph import ancestors
+from dapple_tf.graph_passes.ir.graph import ancestors
 
 Analyse = Callable[[Captured], BatchDependence]
 """The analysis of a loss, at the lengths of ``Captured.example``."""

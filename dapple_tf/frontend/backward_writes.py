@@ -11,9 +11,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dapple_tf.errors import CaptureError
 from dapple_tf.exactness import Inexactness
 from dapple_tf.frontend.capture import Captured
-from graph_passes.analysis.layers import variables_of
-from graph_passes.ir.graph import Effect, Graph, Node, ancestors
-from graph_passes.passes.backward import StageGradients
+from dapple_tf.graph_passes.analysis.layers import variables_of
+from dapple_tf.graph_passes.ir.graph import Effect, Graph, Node, ancestors
+from dapple_tf.graph_passes.passes.backward import StageGradients
 
 _REMEDY = "write it in the loss itself, or take micro_batches=1 and one replica of that stage; or pass inexact='allow'"
 

@@ -10,8 +10,8 @@ from dapple_tf.exactness import BatchNorm
 from dapple_tf.frontend.capture import Captured
 from dapple_tf.frontend.dependence.elementwise import is_integer
 from dapple_tf.frontend.dependence.kinds import Form, Kind
-from graph_passes.analysis.layers import live_nodes
-from graph_passes.ir.graph import Effect, Graph, Node, Value
+from dapple_tf.graph_passes.analysis.layers import live_nodes
+from dapple_tf.graph_passes.ir.graph import Effect, Graph, Node, Value
 
 
 def statistics_writes(captured: Captured, choice: BatchNorm) -> list[Node]:

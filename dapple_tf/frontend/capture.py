@@ -27,8 +27,8 @@ from dapple_tf.frontend.node_attributes import read_attribute
 from dapple_tf.frontend.read_graph import read_graph, read_value, skip_identities
 from dapple_tf.frontend.rows import ROWS_NAME, ROWS_OP
 from dapple_tf.frontend.tables import find_misuse
-from graph_passes.analysis.layers import written_variables
-from graph_passes.ir.graph import Effect, Graph, Node, Value, attributes
+from dapple_tf.graph_passes.analysis.layers import written_variables
+from dapple_tf.graph_passes.ir.graph import Effect, Graph, Node, Value, attributes
 
 Serves = Callable[[tuple[tf.TensorSpec, ...]], bool]
 """Whether a trace may run batches whose flattened tensors have these specs, with all inner lengths known."""

@@ -1,4 +1,4 @@
-"""Lay open the conditions of a traced update, so that it can be cut into stages (see ``graph_passes.ir.conditions``).
+"""Lay open the conditions of a traced update, so that it can be cut into stages.
 
 Keras puts the whole update into one condition where an optimizer scales the loss (all gradients are finite), and parts
 of it where gradients are accumulated or weights are overwritten by their averages.
@@ -12,8 +12,18 @@ from typing import Any
 
 from dapple_tf import internals
 from dapple_tf.frontend.read_graph import read_graph
-from graph_passes.ir.conditions import BRANCHES, guarded
-from graph_passes.ir.graph import Control, Effect, FunctionRef, Graph, Node, Value, ancestors, attributes, topological
+from dapple_tf.graph_passes.ir.conditions import BRANCHES, guarded
+from dapple_tf.graph_passes.ir.graph import (
+    Control,
+    Effect,
+    FunctionRef,
+    Graph,
+    Node,
+    Value,
+    ancestors,
+    attributes,
+    topological,
+)
 
 _USES = (Effect.READ, Effect.WRITE)
 _ORDER = "effect: in the order of the trace"

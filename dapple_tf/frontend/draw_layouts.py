@@ -15,7 +15,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from graph_passes.ir.graph import DType
+from dapple_tf.graph_passes.ir.graph import DType
 
 _KEYED = ("shape", "key", "counter", "alg")
 _SEEDED = ("shape", "seed")

@@ -24,10 +24,10 @@ from dapple_tf.frontend.joined_moments import mark_joins
 from dapple_tf.frontend.read_graph import read_graph
 from dapple_tf.frontend.rows import use_rows
 from dapple_tf.frontend.sparse_gradients import find_uses, read_uses
-from graph_passes.ir.graph import Effect, FunctionRef, Graph, Value, ancestors
-from graph_passes.passes.backward import StageGradients
-from graph_passes.passes.combine_statistics import COMBINES
-from graph_passes.passes.partition import Stage, StageGraph
+from dapple_tf.graph_passes.ir.graph import Effect, FunctionRef, Graph, Value, ancestors
+from dapple_tf.graph_passes.passes.backward import StageGradients
+from dapple_tf.graph_passes.passes.combine_statistics import COMBINES
+from dapple_tf.graph_passes.passes.partition import Stage, StageGraph
 
 _ACTING = (Effect.WRITE, Effect.SIDE)
 

@@ -17,7 +17,7 @@ from tensorflow.core.framework import graph_pb2
 
 from dapple_tf import internals
 from dapple_tf.frontend.read_graph import read_shape, skip_identities
-from graph_passes.ir.graph import Shape
+from dapple_tf.graph_passes.ir.graph import Shape
 
 LARGEST = 256
 """The number of elements above which the value of an integer tensor is not evaluated."""

@@ -17,8 +17,8 @@ import keras
 import tensorflow as tf
 
 from dapple_tf.frontend.batch_norms import count_entries, count_kept
-from graph_passes.ir.graph import Effect, Graph, Node
-from graph_passes.passes.function_parts import JOIN
+from dapple_tf.graph_passes.ir.graph import Effect, Graph, Node
+from dapple_tf.graph_passes.passes.function_parts import JOIN
 
 _MOMENTS, _SUM = "moments", "sum"
 _GRADIENT = "_gradient_op_type"  # the attribute in which TensorFlow keeps the name of another gradient

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container
 
-from graph_passes.ir.graph import Value
+from dapple_tf.graph_passes.ir.graph import Value
 
 
 def tensor_name(value: Value) -> str:

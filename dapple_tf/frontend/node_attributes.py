@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.core.framework import attr_value_pb2
 
-from graph_passes.ir.graph import Attr, DType, FunctionRef, Opaque, Shape
+from dapple_tf.graph_passes.ir.graph import Attr, DType, FunctionRef, Opaque, Shape
 
 
 def read_attribute(value: attr_value_pb2.AttrValue) -> Attr:

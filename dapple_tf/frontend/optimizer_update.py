@@ -17,7 +17,7 @@ from dapple_tf.errors import PlanError
 from dapple_tf.frontend.conditions import open_conditions
 from dapple_tf.frontend.names import unique_name
 from dapple_tf.frontend.read_graph import read_graph
-from graph_passes.ir.graph import Attr, Graph, Node, Role, attributes
+from dapple_tf.graph_passes.ir.graph import Attr, Graph, Node, Role, attributes
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,17 @@ import tensorflow as tf
 from dapple_tf import internals
 from dapple_tf.frontend.node_attributes import read_attribute
 from dapple_tf.frontend.tables import TABLE_READS
-from graph_passes.ir.graph import DType, Effect, Graph, Node, Shape, TensorType, Value, attributes, topological
+from dapple_tf.graph_passes.ir.graph import (
+    DType,
+    Effect,
+    Graph,
+    Node,
+    Shape,
+    TensorType,
+    Value,
+    attributes,
+    topological,
+)
 
 _READS = TABLE_READS | {"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape", "VarIsInitializedOp"}
 HIDDEN_DRAWS = frozenset(

@@ -29,7 +29,7 @@ from dapple_tf.frontend.draw_layouts import (
 )
 from dapple_tf.frontend.traced_nodes import replacement_nodes
 from dapple_tf.frontend.write_graph import import_graph
-from graph_passes.ir.graph import Graph, Node, Opaque, Shape, TensorType, Value
+from dapple_tf.graph_passes.ir.graph import Graph, Node, Opaque, Shape, TensorType, Value
 
 _PHILOX = (1, 3)  # RNG_ALG_PHILOX and RNG_ALG_AUTO_SELECT, which is Philox on CPUs and GPUs (rng_alg.h)
 

@@ -11,8 +11,8 @@ import tensorflow as tf
 from dapple_tf.frontend.dependence.result import BatchDependence, WholeSize
 from dapple_tf.frontend.row_draws import draw_rows
 from dapple_tf.frontend.traced_nodes import replacement_nodes
-from graph_passes.analysis.layers import TAKES_ROWS
-from graph_passes.ir.graph import Graph, Node, Value, tensor
+from dapple_tf.graph_passes.analysis.layers import TAKES_ROWS
+from dapple_tf.graph_passes.ir.graph import Graph, Node, Value, tensor
 
 ROWS_NAME = "micro_batch/rows"
 """The input node of an int64 vector: the micro-batch's first row, the row after its last one, the batch size."""

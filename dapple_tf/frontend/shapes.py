@@ -14,7 +14,7 @@ from dapple_tf.frontend.read_graph import read_shape
 from dapple_tf.frontend.rows import ROWS_NAME
 from dapple_tf.frontend.tables import with_known_shapes
 from dapple_tf.frontend.write_graph import write_graph
-from graph_passes.ir.graph import OTHER, Graph, Shape, TensorType
+from dapple_tf.graph_passes.ir.graph import OTHER, Graph, Shape, TensorType
 
 
 def infer_shapes(captured: Captured, batch_size: int) -> Shapes:

@@ -15,10 +15,10 @@ from tensorflow.core.framework import function_pb2
 
 from dapple_tf.errors import CaptureError
 from dapple_tf.frontend.write_graph import needed_library
-from graph_passes.analysis.layers import TAKES_ROWS
-from graph_passes.ir.graph import OTHER, DType, FunctionRef, Graph, Shape, TensorType, Value, ancestors
-from graph_passes.passes.backward import SparseUse
-from graph_passes.passes.gather_slices import Combine
+from dapple_tf.graph_passes.analysis.layers import TAKES_ROWS
+from dapple_tf.graph_passes.ir.graph import OTHER, DType, FunctionRef, Graph, Shape, TensorType, Value, ancestors
+from dapple_tf.graph_passes.passes.backward import SparseUse
+from dapple_tf.graph_passes.passes.gather_slices import Combine
 
 _UNIQUE = frozenset({"Unique", "UniqueV2", "UniqueWithCounts", "UniqueWithCountsV2"})
 _SAME_INDICES = frozenset({"Reshape", "Cast", "Identity"})

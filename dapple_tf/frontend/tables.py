@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from dapple_tf import internals
-from graph_passes.ir.graph import Graph, Node, Value, tensor
+from dapple_tf.graph_passes.ir.graph import Graph, Node, Value, tensor
 
 FIND = "LookupTableFindV2"
 TABLE_READS = frozenset({FIND, "LookupTableSizeV2", "LookupTableExportV2"})

@@ -28,11 +28,11 @@ from dapple_tf.frontend.joined_moments import mark_joins
 from dapple_tf.frontend.open_lengths import Analysed, ServedLengths, has_open_lengths, open_signature, with_unknown
 from dapple_tf.frontend.rows import use_rows
 from dapple_tf.frontend.shapes import infer_shapes, probe_shapes
-from graph_passes.analysis.layers import SHAPE_OPS, live_nodes
-from graph_passes.analysis.loss_head import mark_loss_head
-from graph_passes.ir.graph import Graph, Node, Value
-from graph_passes.passes.combine_statistics import COMBINES
-from graph_passes.passes.function_parts import JOIN
+from dapple_tf.graph_passes.analysis.layers import SHAPE_OPS, live_nodes
+from dapple_tf.graph_passes.analysis.loss_head import mark_loss_head
+from dapple_tf.graph_passes.ir.graph import Graph, Node, Value
+from dapple_tf.graph_passes.passes.combine_statistics import COMBINES
+from dapple_tf.graph_passes.passes.function_parts import JOIN
 
 # --- Check that all that batch norm takes of the samples of a micro-batch is joined over replicas, and mark where
 

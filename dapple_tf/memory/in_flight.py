@@ -6,8 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from dapple_tf.memory.stash import Origin
-from graph_passes.schedules.schedule import (
+from dapple_tf.graph_passes.schedules.schedule import (
     CALL_OF_KIND,
     FREEING,
     Action,
@@ -17,7 +16,8 @@ from graph_passes.schedules.schedule import (
     of_kind,
     run_schedule,
 )
-from graph_passes.schedules.window import Window
+from dapple_tf.graph_passes.schedules.window import Window
+from dapple_tf.memory.stash import Origin
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from graph_passes.analysis.op_costs import VIEW_OPS
-from graph_passes.ir.graph import Graph, Node, Value
+from dapple_tf.graph_passes.analysis.op_costs import VIEW_OPS
+from dapple_tf.graph_passes.ir.graph import Graph, Node, Value
 
 BytesOf = Callable[[Value], int]
 """Returns the bytes of a value."""

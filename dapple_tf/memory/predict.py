@@ -7,20 +7,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from dapple_tf.compiler import PlannedModel, pipeline_graph
+from dapple_tf.graph_passes.analysis.op_costs import value_bytes
+from dapple_tf.graph_passes.analysis.row_bounds import micro_batch_sizes
+from dapple_tf.graph_passes.analysis.variable_use import Variables, find_variables
+from dapple_tf.graph_passes.ir.graph import Function, Graph, Value
+from dapple_tf.graph_passes.ir.names import at, micro_batch_count, replica_counts, replica_shares
+from dapple_tf.graph_passes.ir.ops import OpName
+from dapple_tf.graph_passes.passes.gather_slices import SparsePart, slice_ports
+from dapple_tf.graph_passes.schedules.schedule import Schedule
 from dapple_tf.memory.in_flight import StageState, stage_states, window_states
 from dapple_tf.memory.liveness import peak_bytes
 from dapple_tf.memory.sizes import FunctionSizes, infer_sizes, stage_functions
 from dapple_tf.memory.stash import StashedTensor, find_stashed_tensors, transfer_bytes
 from dapple_tf.plans import Plan
 from dapple_tf.staged_model import StagedModel
-from graph_passes.analysis.op_costs import value_bytes
-from graph_passes.analysis.row_bounds import micro_batch_sizes
-from graph_passes.analysis.variable_use import Variables, find_variables
-from graph_passes.ir.graph import Function, Graph, Value
-from graph_passes.ir.names import at, micro_batch_count, replica_counts, replica_shares
-from graph_passes.ir.ops import OpName
-from graph_passes.passes.gather_slices import SparsePart, slice_ports
-from graph_passes.schedules.schedule import Schedule
 
 _LOOPS = frozenset({"While", "StatelessWhile"})
 

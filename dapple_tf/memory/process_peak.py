@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from dapple_tf.graph_passes.schedules.schedule import FREEING
+from dapple_tf.graph_passes.schedules.window import Window
 from dapple_tf.memory.predict import StageMemory
 from dapple_tf.memory.stash import StashedTensor
 from dapple_tf.timeline.timeline import Timeline
-from graph_passes.schedules.schedule import FREEING
-from graph_passes.schedules.window import Window
 
 Times = dict[tuple[int, int, str, int], tuple[float, float]]
 """Start and end of each action in seconds, by stage, replica, kind of action and micro-batch."""

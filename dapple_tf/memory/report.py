@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from dapple_tf.drawing.table import format_table
+from dapple_tf.graph_passes.schedules.schedule import FREEING, Schedule, most_in_flight
 from dapple_tf.memory.in_flight import stage_states
 from dapple_tf.memory.meter import MeasuredMemory
 from dapple_tf.memory.predict import StageMemory, held_bytes
 from dapple_tf.memory.process_peak import predict_process_peak
 from dapple_tf.plans import Plan
+from dapple_tf.profiler.units import format_megabytes
 from dapple_tf.timeline.timeline import Timeline
-from graph_passes.schedules.schedule import FREEING, Schedule, most_in_flight
-from profiler.units import format_megabytes
 
 DeviceMeasurement = tuple[int | None, MeasuredMemory]
 """A device of the plan and its measured memory; None where all devices of the process are measured together."""

@@ -12,12 +12,12 @@ from dapple_tf import internals
 from dapple_tf.frontend.inference import import_for_shapes
 from dapple_tf.frontend.tables import with_known_shapes
 from dapple_tf.frontend.write_graph import needed_library, write_graph
+from dapple_tf.graph_passes.analysis.layers import batch_axis
+from dapple_tf.graph_passes.analysis.op_costs import value_bytes
+from dapple_tf.graph_passes.ir.graph import Function, Graph, Port, Shape, Value
+from dapple_tf.graph_passes.ir.names import at
+from dapple_tf.graph_passes.schedules.schedule import CALL_OF_KIND
 from dapple_tf.staged_model import StagedModel
-from graph_passes.analysis.layers import batch_axis
-from graph_passes.analysis.op_costs import value_bytes
-from graph_passes.ir.graph import Function, Graph, Port, Shape, Value
-from graph_passes.ir.names import at
-from graph_passes.schedules.schedule import CALL_OF_KIND
 
 
 @dataclass(frozen=True)

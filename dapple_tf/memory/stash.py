@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from dapple_tf.graph_passes.ir.graph import Port, Value
 from dapple_tf.memory.liveness import allocates, buffer_value
 from dapple_tf.memory.sizes import FunctionSizes
-from graph_passes.ir.graph import Port, Value
 
 Origin = Literal["previous stage", "F", "B", "I", "next stage"]
 """The origin of a tensor: a neighbouring stage, or an action of the stage itself."""

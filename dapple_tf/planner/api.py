@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from dapple_tf.errors import NoFitError, PlanError
+from dapple_tf.graph_passes.schedules.spec import ScheduleSpec
 from dapple_tf.plan_check import check_inputs, check_optimizer_slots
 from dapple_tf.planner.arguments import check_flags, check_sizes
 from dapple_tf.planner.asynchronous import WindowChoice, check_window_batch, more_candidates, rank_windows
@@ -18,16 +19,15 @@ from dapple_tf.planner.search.chunk_shapes import least_stages
 from dapple_tf.planner.search.searched_order import search_plan_order, with_order
 from dapple_tf.planner.systems.pipedream_formula import PipedreamPrediction
 from dapple_tf.plans import Plan
+from dapple_tf.profiler.cluster import Cluster
+from dapple_tf.profiler.device_costs import profiles_on
+from dapple_tf.profiler.profile import Profile
+from dapple_tf.profiler.quote import quote
 from dapple_tf.simulator.interrupts import interruptible
 from dapple_tf.simulator.named_orders import check_plannable
 from dapple_tf.simulator.virtual_workers import predict_workers
 from dapple_tf.timeline.timeline import SimulatedTimeline
 from dapple_tf.window_plan import USUAL_MINIBATCHES, WindowPlan
-from graph_passes.schedules.spec import ScheduleSpec
-from profiler.cluster import Cluster
-from profiler.device_costs import profiles_on
-from profiler.profile import Profile
-from profiler.quote import quote
 
 
 @interruptible

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dapple_tf.errors import PlanError
-from profiler.quote import quote
+from dapple_tf.profiler.quote import quote
 
 
 def check_sizes(**sizes: object) -> None:

@@ -12,9 +12,9 @@ from dapple_tf.planner.planning_problem import Candidate, PlanningProblem
 from dapple_tf.planner.systems.pipedream import plan_pipedream
 from dapple_tf.planner.window_stages import window_plan
 from dapple_tf.plans import Plan
+from dapple_tf.profiler.units import format_seconds_fixed
 from dapple_tf.timeline.timeline import Timeline
 from dapple_tf.window_plan import WindowPlan
-from profiler.units import format_seconds_fixed
 
 
 @dataclass(frozen=True)

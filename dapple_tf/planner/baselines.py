@@ -6,11 +6,11 @@ import itertools
 import math
 from collections.abc import Iterator
 
+from dapple_tf.graph_passes.schedules.worker_map import WorkerMap
 from dapple_tf.planner.planning_problem import Candidate, PlanningProblem
 from dapple_tf.planner.search.balanced_cuts import even_starts
 from dapple_tf.planner.search.fit_cuts import fit_cuts
 from dapple_tf.plans import StagePlan
-from graph_passes.schedules.worker_map import WorkerMap
 
 _MOST_DEVICES = 64  # with more there are too many combinations of stages and replicas
 

@@ -23,7 +23,7 @@ from dapple_tf.planner.step_simulation import POLICIES
 from dapple_tf.planner.systems.even import plan_even
 from dapple_tf.planner.systems.simple import plan_gpipe
 from dapple_tf.plans import StagePlan
-from profiler.profile import Profile
+from dapple_tf.profiler.profile import Profile
 
 # The work of each search on up to 16 devices, half a second on a core, and what each further device adds.
 _WORK, _WORK_OF_A_DEVICE = 60_000_000, 2_000_000

@@ -20,11 +20,11 @@ from dapple_tf.planner.planning_problem import PlanningProblem
 from dapple_tf.planner.refusal import describe_other_reason, lacks_memory
 from dapple_tf.planner.registry import PLANNERS, check_planner, find_result, may_fit
 from dapple_tf.plans import Plan
+from dapple_tf.profiler.cluster import Cluster
+from dapple_tf.profiler.files import atomic_replacement, write_atomically
+from dapple_tf.profiler.profile import Profile
+from dapple_tf.profiler.units import format_bytes, format_samples, format_seconds_fixed
 from dapple_tf.timeline.timeline import Timeline
-from profiler.cluster import Cluster
-from profiler.files import atomic_replacement, write_atomically
-from profiler.profile import Profile
-from profiler.units import format_bytes, format_samples, format_seconds_fixed
 
 FORMAT = "dapple-comparison/1"
 

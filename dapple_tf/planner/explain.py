@@ -10,9 +10,9 @@ from dapple_tf.errors import PlanError
 from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem
 from dapple_tf.planner.systems.pipedream_formula import PipedreamPrediction
 from dapple_tf.plans import Plan, StagePlan
+from dapple_tf.profiler.profile import Profile
+from dapple_tf.profiler.units import format_bytes, format_samples, format_seconds_fixed
 from dapple_tf.timeline.timeline import SimulatedTimeline, Timeline
-from profiler.profile import Profile
-from profiler.units import format_bytes, format_samples, format_seconds_fixed
 
 
 def describe_plan(plan: Plan, profile: Profile, timeline: Timeline) -> str:

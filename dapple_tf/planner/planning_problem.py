@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from dapple_tf.errors import PlanError, ScheduleError
+from dapple_tf.graph_passes.analysis.row_bounds import least_rows
+from dapple_tf.graph_passes.schedules.spec import ScheduleSpec
 from dapple_tf.planner.row_shares import can_meet, share_rows
 from dapple_tf.planner.search.cost_tables import CostTables, make_cost_tables
 from dapple_tf.planner.search.dynamic_program import FoundPlan
@@ -16,6 +18,9 @@ from dapple_tf.planner.search.search_space import SearchSpace, find_search_space
 from dapple_tf.planner.step_simulation import fastest_schedule, least_step_seconds, make_network, stage_cost_arrays
 from dapple_tf.planner.systems.pipedream_formula import PipedreamPrediction
 from dapple_tf.plans import Plan, StagePlan, check_workers
+from dapple_tf.profiler.cluster import Cluster
+from dapple_tf.profiler.linearise import Chain, linearise
+from dapple_tf.profiler.profile import Profile
 from dapple_tf.simulator.contention import Flows, plan_flows
 from dapple_tf.simulator.costs import CostModel
 from dapple_tf.simulator.interrupts import check_stop
@@ -23,11 +28,6 @@ from dapple_tf.simulator.memory import usable_bytes, values_per_weight
 from dapple_tf.simulator.memory_limit import fit_to_one_limit
 from dapple_tf.simulator.simulate import simulate
 from dapple_tf.timeline.timeline import SimulatedTimeline
-from graph_passes.analysis.row_bounds import least_rows
-from graph_passes.schedules.spec import ScheduleSpec
-from profiler.cluster import Cluster
-from profiler.linearise import Chain, linearise
-from profiler.profile import Profile
 
 _KEPT_FLOWS = 64  # on thousands of devices each takes some megabytes
 

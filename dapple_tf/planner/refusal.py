@@ -13,8 +13,8 @@ from dapple_tf.planner.micro_batch_sizes import list_micro_batch_sizes
 from dapple_tf.planner.planning_problem import PlanningProblem
 from dapple_tf.planner.registry import PLANNERS
 from dapple_tf.planner.search.balanced_cuts import even_starts
+from dapple_tf.profiler.units import format_bytes, format_samples
 from dapple_tf.simulator.interrupts import interruptible
-from profiler.units import format_bytes, format_samples
 
 _AMPLE = 1e30  # bytes of a device that holds any model
 

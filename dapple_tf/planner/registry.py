@@ -25,8 +25,8 @@ from dapple_tf.planner.systems import (
     spp,
     torchgpipe,
 )
+from dapple_tf.profiler.quote import quote
 from dapple_tf.simulator.interrupts import interruptible
-from profiler.quote import quote
 
 # Importing these has registered their planners. In messages the usual ones come first, then the others by name.
 _MODULES = (best, dapple, alpa_inter, autopipe, bapipe, even, hetpipe, pipedream, piper, simple, spp, torchgpipe)

@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from dapple_tf.errors import ScheduleError
+from dapple_tf.graph_passes.schedules.spec import HANDCRAFTED_ZERO_BUBBLE, ScheduleSpec
 from dapple_tf.plans import StagePlan
 from dapple_tf.simulator.arrays import Floats
 from dapple_tf.simulator.contention import Flows
@@ -17,8 +19,6 @@ from dapple_tf.simulator.named_orders import named_order
 from dapple_tf.simulator.order import Order, early_backward_order
 from dapple_tf.simulator.rings import Rings, make_rings, whole_rings
 from dapple_tf.timeline.stage_costs import StageCosts
-from graph_passes.errors import ScheduleError
-from graph_passes.schedules.spec import HANDCRAFTED_ZERO_BUBBLE, ScheduleSpec
 
 POLICIES = ("dapple-a", "dapple-b", "gpipe")  # of equally fast policies the first is taken: it stashes least
 # Schedules that are simulated in place of ``zb-auto`` while planning, by the stages of a device: one, or two in a V.

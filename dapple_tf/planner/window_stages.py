@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from dapple_tf.errors import PlanError
 from dapple_tf.plans import Plan
+from dapple_tf.profiler.units import format_samples
 from dapple_tf.window_plan import WindowPlan
-from profiler.units import format_samples
 
 
 def window_plan(plan: Plan, window: WindowPlan, samples: int) -> Plan:

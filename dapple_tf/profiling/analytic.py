@@ -7,10 +7,10 @@ from typing import Any
 
 from dapple_tf.frontend.batch import as_arguments, batch_size
 from dapple_tf.frontend.trace import trace_loss
+from dapple_tf.profiler.measure import Floats
+from dapple_tf.profiler.peaks import Peak, find_peak
+from dapple_tf.profiler.profile import LayerCost, Profile
 from dapple_tf.profiling.layer_facts import LayerFacts, examine_layers
-from profiler.measure import Floats
-from profiler.peaks import Peak, find_peak
-from profiler.profile import LayerCost, Profile
 
 
 def analytic_profile(

@@ -14,13 +14,13 @@ import numpy as np
 from dapple_tf.frontend.capture import Captured
 from dapple_tf.frontend.gradients import differentiate
 from dapple_tf.frontend.shapes import infer_shapes, mark_batch
-from graph_passes.analysis.layers import SHAPE_OPS, Layers, find_layers, variables_of, written_variables
-from graph_passes.analysis.op_costs import FREE_OPS, VIEW_OPS, flops, moved_bytes, value_bytes
-from graph_passes.ir.graph import Effect, Function, Graph, Node, Shape, Value
-from graph_passes.passes.backward import StageGradients, prune_gradients, split_backward
-from graph_passes.passes.partition import partition
-from profiler.measure import Floats
-from profiler.peaks import Peak
+from dapple_tf.graph_passes.analysis.layers import SHAPE_OPS, Layers, find_layers, variables_of, written_variables
+from dapple_tf.graph_passes.analysis.op_costs import FREE_OPS, VIEW_OPS, flops, moved_bytes, value_bytes
+from dapple_tf.graph_passes.ir.graph import Effect, Function, Graph, Node, Shape, Value
+from dapple_tf.graph_passes.passes.backward import StageGradients, prune_gradients, split_backward
+from dapple_tf.graph_passes.passes.partition import partition
+from dapple_tf.profiler.measure import Floats
+from dapple_tf.profiler.peaks import Peak
 
 _SMALL_OPS = SHAPE_OPS | {"BroadcastGradientArgs"}
 _LIST_DTYPE = "variant"  # of the lists in which a While loop stashes a tensor for each iteration

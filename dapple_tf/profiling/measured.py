@@ -23,19 +23,18 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from dapple_tf.backend.saved_variables import unchanged_variables
 from dapple_tf.devices import home_device, list_devices
-from dapple_tf.errors import CaptureError, warn_user
+from dapple_tf.errors import CaptureError, ProfileError, warn_user
 from dapple_tf.exactness import BatchLoss
 from dapple_tf.frontend.batch import as_arguments, batch_size
 from dapple_tf.frontend.capture import Captured
 from dapple_tf.frontend.trace import trace_loss, trace_uncut
+from dapple_tf.profiler.cores import count_cores, limit_to_cores
+from dapple_tf.profiler.measure import Floats, measure_interleaved, relative_spread
+from dapple_tf.profiler.peaks import CPU_CORE, PEAKS, Peak
+from dapple_tf.profiler.profile import Profile, Timing, WholeModel
 from dapple_tf.profiling.analytic import make_profile
 from dapple_tf.profiling.layer_facts import LayerFacts, examine_layers
 from dapple_tf.profiling.probes import LayerRuns, PlainModel, empty_calls
-from profiler.cores import count_cores, limit_to_cores
-from profiler.errors import ProfileError
-from profiler.measure import Floats, measure_interleaved, relative_spread
-from profiler.peaks import CPU_CORE, PEAKS, Peak
-from profiler.profile import Profile, Timing, WholeModel
 
 AGREEMENT = 0.10
 """Largest difference between the layers' sum and the whole model's time, relative to the latter, without a warning."""

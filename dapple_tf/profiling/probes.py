@@ -18,11 +18,11 @@ from dapple_tf.backend.program import Program, build_program
 from dapple_tf.compiler import StepVariant, pipeline_graph
 from dapple_tf.errors import PartitionError, StepError
 from dapple_tf.plans import Plan, StagePlan
+from dapple_tf.profiler.measure import Floats, choose_even_starts, split_by_weight
+from dapple_tf.profiler.peaks import CPU_CORE
 from dapple_tf.profiling.layer_facts import LayerFacts
 from dapple_tf.staged_model import stage_model
 from dapple_tf.timeline.stamps import read_timeline
-from profiler.measure import Floats, choose_even_starts, split_by_weight
-from profiler.peaks import CPU_CORE
 
 _EMPTY_CALLS = 16
 

@@ -23,14 +23,14 @@ from dapple_tf.frontend.capture import Captured
 from dapple_tf.frontend.composite import as_rows
 from dapple_tf.frontend.shapes import infer_batch_axes
 from dapple_tf.frontend.trace import report_exactness, trace_batch, trace_uncut
+from dapple_tf.graph_passes.analysis.layers import Layers, find_layers
+from dapple_tf.graph_passes.ir.graph import Shape
 from dapple_tf.plans import Plan
+from dapple_tf.profiler.units import format_samples
 from dapple_tf.runtime.exclusive import exclusive
 from dapple_tf.runtime.variable_homes import VariableHomes
 from dapple_tf.staged_model import StagedModel, stage_model
 from dapple_tf.xla.choice import Xla
-from graph_passes.analysis.layers import Layers, find_layers
-from graph_passes.ir.graph import Shape
-from profiler.units import format_samples
 
 # --- Keep the traces of a loss, up to a limit, and find the one that serves a batch
 

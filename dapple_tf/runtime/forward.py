@@ -15,6 +15,13 @@ from dapple_tf.frontend.batch import Batch, batch_form
 from dapple_tf.frontend.capture import Captured
 from dapple_tf.frontend.deferred_statistics import trace_statistics
 from dapple_tf.frontend.trace import report_exactness
+from dapple_tf.graph_passes.analysis.layers import Layers
+from dapple_tf.graph_passes.analysis.variable_use import find_variables
+from dapple_tf.graph_passes.ir.graph import Function
+from dapple_tf.graph_passes.passes.backward import StageGradients, split_backward
+from dapple_tf.graph_passes.passes.loss_head_function import build_loss_head
+from dapple_tf.graph_passes.passes.once import build_once
+from dapple_tf.graph_passes.passes.partition import partition
 from dapple_tf.plans import Plan
 from dapple_tf.runtime.compile_step import CompiledStep, CompiledSteps, Target, find_program, read_batch, trace_loss_of
 from dapple_tf.runtime.exclusive import COMPILING, exclusive
@@ -23,13 +30,6 @@ from dapple_tf.runtime.rehearsal import compare_first
 from dapple_tf.runtime.variable_homes import VariableHomes
 from dapple_tf.staged_model import ForPasses, Interface, StagedModel, stage_graph
 from dapple_tf.xla.choice import Xla, make_xla
-from graph_passes.analysis.layers import Layers
-from graph_passes.analysis.variable_use import find_variables
-from graph_passes.ir.graph import Function
-from graph_passes.passes.backward import StageGradients, split_backward
-from graph_passes.passes.loss_head_function import build_loss_head
-from graph_passes.passes.once import build_once
-from graph_passes.passes.partition import partition
 
 
 @dataclass

@@ -14,10 +14,10 @@ from dapple_tf.distributed.membership import Job
 from dapple_tf.errors import BatchError, UsageError
 from dapple_tf.frontend.batch import BatchForm
 from dapple_tf.frontend.composite import as_rows
+from dapple_tf.graph_passes.analysis.input_needs import InputNeeds, Use, whole_batch
 from dapple_tf.plans import Plan
 from dapple_tf.runtime.compile_step import CompiledStep, CompiledSteps, Target, check_eager, compile_for_rows
 from dapple_tf.staged_model import StagedModel
-from graph_passes.analysis.input_needs import InputNeeds, Use, whole_batch
 
 
 def find_needs(compiled: CompiledStep, plan: Plan) -> tuple[InputNeeds, ...]:

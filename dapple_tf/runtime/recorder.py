@@ -11,6 +11,9 @@ from typing import Any
 
 from dapple_tf.distributed.membership import Job
 from dapple_tf.errors import UsageError
+from dapple_tf.graph_passes.ir.graph import Graph
+from dapple_tf.graph_passes.schedules.schedule import Schedule
+from dapple_tf.graph_passes.schedules.weight_versions import Versions
 from dapple_tf.plans import Plan
 from dapple_tf.simulator.execution import execute
 from dapple_tf.simulator.order import encode
@@ -24,9 +27,6 @@ from dapple_tf.timeline.recording import BY_PROFILE, BY_TIMES, Prediction, Recor
 from dapple_tf.timeline.stage_costs import StageCosts
 from dapple_tf.timeline.stamps import Stamp, fill_stamps, make_timeline, name_stamps
 from dapple_tf.timeline.timeline import Timeline
-from graph_passes.ir.graph import Graph
-from graph_passes.schedules.schedule import Schedule
-from graph_passes.schedules.weight_versions import Versions
 
 # Seconds that the two stamps of a node add to a step, measured on steps of 3 and of 13 ms.
 _SECONDS_PER_NODE = 8e-6

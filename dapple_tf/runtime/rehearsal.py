@@ -21,10 +21,10 @@ from dapple_tf import internals
 from dapple_tf.backend.saved_variables import unchanged_variables
 from dapple_tf.errors import ExactnessError
 from dapple_tf.frontend.read_graph import find_stateful_ops
+from dapple_tf.graph_passes.ir.graph import Attr, Effect, FunctionRef, Graph, Node
 from dapple_tf.memory.meter import MeasuredMemory, MemoryMeter
 from dapple_tf.runtime.compile_step import CompiledStep, CompiledSteps
 from dapple_tf.staged_model import StagedModel
-from graph_passes.ir.graph import Attr, Effect, FunctionRef, Graph, Node
 
 
 def can_rehearse(model: StagedModel) -> bool:

@@ -10,8 +10,8 @@ import tensorflow as tf
 
 from dapple_tf.errors import BatchError
 from dapple_tf.frontend.batch import argument_paths, as_arguments
+from dapple_tf.graph_passes.analysis.input_needs import InputNeeds, Use
 from dapple_tf.runtime.step import PipelinedStep
-from graph_passes.analysis.input_needs import InputNeeds, Use
 
 
 def shard(dataset: tf.data.Dataset, step: PipelinedStep) -> tf.data.Dataset:

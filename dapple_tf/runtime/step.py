@@ -28,6 +28,10 @@ from dapple_tf.errors import UsageError
 from dapple_tf.exactness import Exactness
 from dapple_tf.frontend.batch import Batch
 from dapple_tf.frontend.optimizers import as_keras_optimizer
+from dapple_tf.graph_passes.analysis.input_needs import InputNeeds
+from dapple_tf.graph_passes.ir.graph import Graph
+from dapple_tf.graph_passes.ir.text import print_graph
+from dapple_tf.graph_passes.passes.expose_gradients import exposed_gradients
 from dapple_tf.memory.report import Report
 from dapple_tf.plans import Plan
 from dapple_tf.runtime.compile_step import CompiledStep, CompiledSteps, LocalTarget, Target, compile_step, read_batch
@@ -44,10 +48,6 @@ from dapple_tf.timeline.recording import Recording
 from dapple_tf.timeline.timeline import Timeline
 from dapple_tf.window_check import check_optimizer
 from dapple_tf.xla.choice import make_xla
-from graph_passes.analysis.input_needs import InputNeeds
-from graph_passes.ir.graph import Graph
-from graph_passes.ir.text import print_graph
-from graph_passes.passes.expose_gradients import exposed_gradients
 
 
 @dataclass(frozen=True)

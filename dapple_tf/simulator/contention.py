@@ -28,11 +28,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from dapple_tf.graph_passes.analysis.row_bounds import cut_points
 from dapple_tf.plans import StagePlan
+from dapple_tf.profiler.cluster import Cluster
 from dapple_tf.simulator.arrays import Floats, Integers
 from dapple_tf.simulator.transfer import LinkTables, link_tables, measure_allreduce, measure_loads
-from graph_passes.analysis.row_bounds import cut_points
-from profiler.cluster import Cluster
 
 
 class Flows(NamedTuple):

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from dapple_tf.plans import Plan, StagePlan
+from dapple_tf.profiler.cluster import Cluster
+from dapple_tf.profiler.profile import Profile
 from dapple_tf.simulator.arrays import Floats
 from dapple_tf.simulator.link_costs import LinkCosts
 from dapple_tf.simulator.memory import values_per_weight
 from dapple_tf.simulator.slowest_replica import ReplicaSeconds
 from dapple_tf.simulator.transfer import ring_seconds
 from dapple_tf.timeline.stage_costs import StageCosts
-from profiler.cluster import Cluster
-from profiler.profile import Profile
 
 
 def stage_costs(

@@ -9,13 +9,13 @@ from functools import cached_property
 import numpy as np
 
 from dapple_tf.errors import ScheduleError
+from dapple_tf.graph_passes.schedules.schedule import Action
 from dapple_tf.simulator.arrays import Floats
 from dapple_tf.simulator.contention import Flows
 from dapple_tf.simulator.engine import Seconds, Times, run
 from dapple_tf.simulator.order import Order, decode_order, has_weights
 from dapple_tf.simulator.rings import make_rings
 from dapple_tf.timeline.stage_costs import StageCosts
-from graph_passes.schedules.schedule import Action
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,7 +119,7 @@ def execute(
     if found.done < order.size:
         raise ScheduleError(
             f"the schedule deadlocks after {found.done} of {order.size} actions: "
-            "call graph_passes.schedules.schedule.check(schedule) to see where"
+            "call dapple_tf.graph_passes.schedules.schedule.check(schedule) to see where"
         )
     return Execution(
         order,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from dapple_tf.profiler.cluster import Cluster
 from dapple_tf.simulator.transfer import LinkTables, allreduce_cost, link_tables, transfer_cost
-from profiler.cluster import Cluster
 
 Servers = tuple[int, ...]
 """The server of each replica of a stage."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from dapple_tf.graph_passes.schedules.schedule import FREEING
 from dapple_tf.simulator.arrays import Floats
 from dapple_tf.simulator.execution import Execution
-from graph_passes.schedules.schedule import FREEING
 
 
 def memory_over_time(execution: Execution, stage: int) -> tuple[Floats, Floats]:

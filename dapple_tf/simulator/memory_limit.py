@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from dapple_tf.plans import Plan
+from dapple_tf.profiler.cluster import Cluster
 from dapple_tf.timeline.stage_costs import StageCosts
-from profiler.cluster import Cluster
 
 
 @dataclass(frozen=True)

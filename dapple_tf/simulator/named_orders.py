@@ -8,10 +8,10 @@ from typing import NamedTuple
 import numpy as np
 
 from dapple_tf.errors import ScheduleError
+from dapple_tf.graph_passes.schedules.spec import ChunkedSpec, ScheduleSpec
 from dapple_tf.simulator.arrays import Integers
 from dapple_tf.simulator.held_stash import count_in_flight
 from dapple_tf.simulator.order import Order, early_backward_order, encode, interleaved_order
-from graph_passes.schedules.spec import ChunkedSpec, ScheduleSpec
 
 
 class Ordered(NamedTuple):

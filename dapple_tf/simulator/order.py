@@ -9,8 +9,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from dapple_tf.graph_passes.schedules.schedule import Action, Kind, Schedule
 from dapple_tf.simulator.arrays import Integers
-from graph_passes.schedules.schedule import Action, Kind, Schedule
 
 # An action in an int64: the stage from bit 34 on, the kind in bits 32 and 33, the micro-batch below.
 FORWARD, BACKWARD, WEIGHTS, INPUTS = 0, 1, 2, 3
@@ -82,7 +82,7 @@ def early_backward_order(warm_up: Sequence[int] | Integers, micro_batches: int) 
 
 
 def interleaved_order(workers: int, chunks: int, micro_batches: int) -> Order:
-    """Return the order of ``graph_passes.schedules.interleaved.interleaved_1f1b``, without checks.
+    """Return the order of ``dapple_tf.graph_passes.schedules.interleaved.interleaved_1f1b``, without checks.
 
     It takes far less time; test_engine.py asserts that both return the same order.
     """

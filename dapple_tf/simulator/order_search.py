@@ -15,6 +15,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from dapple_tf.errors import ScheduleError
+from dapple_tf.graph_passes.schedules.list_schedule import ListRule, StageTimes, list_schedule
+from dapple_tf.graph_passes.schedules.schedule import Schedule
+from dapple_tf.graph_passes.schedules.spec import CHUNKED, ScheduleSpec
+from dapple_tf.graph_passes.schedules.worker_map import WorkerMap
+from dapple_tf.profiler.units import format_seconds
 from dapple_tf.simulator.arrays import Floats
 from dapple_tf.simulator.compiled_engine import step_seconds
 from dapple_tf.simulator.held_stash import worker_peaks
@@ -23,11 +28,6 @@ from dapple_tf.simulator.memory import usable_bytes
 from dapple_tf.simulator.order import Order, decode_order, encode
 from dapple_tf.simulator.order_moves import move_actions
 from dapple_tf.timeline.stage_costs import StageCosts
-from graph_passes.schedules.list_schedule import ListRule, StageTimes, list_schedule
-from graph_passes.schedules.schedule import Schedule
-from graph_passes.schedules.spec import CHUNKED, ScheduleSpec
-from graph_passes.schedules.worker_map import WorkerMap
-from profiler.units import format_seconds
 
 _ONE_STAGE_PER_WORKER = ("dapple-a", "dapple-b", "1f1b-so", "zb-h1", "zb-h2")  # each also with D from the memory
 _ACTIONS = 3e7  # simulated actions in the moves of one search: about a second

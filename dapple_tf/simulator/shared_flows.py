@@ -9,9 +9,9 @@ from functools import partial
 
 import numpy as np
 
+from dapple_tf.graph_passes.analysis.row_bounds import cut_points
 from dapple_tf.simulator.contention import fill_ring, fill_transfer
 from dapple_tf.simulator.transfer import LinkTables
-from graph_passes.analysis.row_bounds import cut_points
 
 Happen = Callable[[float], None]
 

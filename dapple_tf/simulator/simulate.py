@@ -8,6 +8,9 @@ from functools import partial
 
 from dapple_tf.plan_check import check_inputs, check_optimizer_slots, check_plan
 from dapple_tf.plans import Plan
+from dapple_tf.profiler.cluster import Cluster
+from dapple_tf.profiler.device_costs import profiles_on
+from dapple_tf.profiler.profile import Profile
 from dapple_tf.simulator.contention import Flows, plan_flows
 from dapple_tf.simulator.costs import CostModel
 from dapple_tf.simulator.execution import Execution, execute
@@ -23,9 +26,6 @@ from dapple_tf.simulator.window_execution import execute_window
 from dapple_tf.timeline.recording import plan_title
 from dapple_tf.timeline.stage_costs import StageCosts
 from dapple_tf.timeline.timeline import SimulatedTimeline
-from profiler.cluster import Cluster
-from profiler.device_costs import profiles_on
-from profiler.profile import Profile
 
 
 @interruptible

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from dapple_tf.graph_passes.schedules.schedule import Action
 from dapple_tf.plans import Plan
 from dapple_tf.simulator.arrays import Floats
 from dapple_tf.simulator.communication_ratio import activation_communication_ratio
@@ -15,7 +16,6 @@ from dapple_tf.simulator.memory_limit import MemoryLimit
 from dapple_tf.simulator.simulated_figures import SimulatedFigures
 from dapple_tf.timeline.events import Event, Place, StageEvent, StepEvents, Transfer
 from dapple_tf.timeline.stage_costs import StageCosts
-from graph_passes.schedules.schedule import Action
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from dapple_tf.graph_passes.schedules.schedule import Action
 from dapple_tf.plans import Plan
 from dapple_tf.simulator.communication_ratio import activation_communication_ratio
 from dapple_tf.simulator.memory_limit import MemoryLimit
@@ -14,7 +15,6 @@ from dapple_tf.simulator.simulated_figures import SimulatedFigures
 from dapple_tf.simulator.window_execution import WindowExecution
 from dapple_tf.timeline.events import Event, Place, StageEvent, StepEvents, Transfer
 from dapple_tf.timeline.stage_costs import StageCosts
-from graph_passes.schedules.schedule import Action
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,10 +8,10 @@ from typing import NamedTuple
 import numpy as np
 
 from dapple_tf.plans import StagePlan
+from dapple_tf.profiler.cluster import Cluster
+from dapple_tf.profiler.device_costs import profile_on
+from dapple_tf.profiler.profile import Profile
 from dapple_tf.simulator.arrays import Floats
-from profiler.cluster import Cluster
-from profiler.device_costs import profile_on
-from profiler.profile import Profile
 
 
 class BackwardSeconds(NamedTuple):

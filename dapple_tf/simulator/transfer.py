@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from dapple_tf.graph_passes.analysis.row_bounds import cut_points
+from dapple_tf.profiler.cluster import Cluster
 from dapple_tf.simulator.arrays import Floats, Integers
-from graph_passes.analysis.row_bounds import cut_points
-from profiler.cluster import Cluster
 
 
 class LinkTables(NamedTuple):

@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 
 from dapple_tf.plans import Plan, StagePlan
+from dapple_tf.profiler.cluster import Cluster
+from dapple_tf.profiler.device_costs import profiles_on
+from dapple_tf.profiler.profile import Profile
 from dapple_tf.simulator.costs import stage_costs
 from dapple_tf.simulator.execution import Execution, execute
 from dapple_tf.simulator.memory_limit import memory_limits
 from dapple_tf.simulator.named_orders import named_order
 from dapple_tf.simulator.simulated_step import SimulatedStep
-from profiler.cluster import Cluster
-from profiler.device_costs import profiles_on
-from profiler.profile import Profile
 
 
 def simulate_workers(

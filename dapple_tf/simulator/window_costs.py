@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from dapple_tf.plans import Plan, StagePlan
+from dapple_tf.profiler.cluster import Cluster
+from dapple_tf.profiler.device_costs import profile_on
+from dapple_tf.profiler.profile import Profile
 from dapple_tf.simulator.costs import stage_costs
 from dapple_tf.simulator.shared_flows import FlowDemand, ring_demand, transfer_demand
 from dapple_tf.simulator.transfer import LinkTables, allreduce_cost, link_tables, ring_seconds, transfer_cost
 from dapple_tf.simulator.window_execution import Route, WindowCosts
 from dapple_tf.timeline.stage_costs import StageCosts
-from profiler.cluster import Cluster
-from profiler.device_costs import profile_on
-from profiler.profile import Profile
 
 
 def window_costs(

@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from dapple_tf.errors import ScheduleError
+from dapple_tf.graph_passes.schedules.schedule import Action, dependencies
+from dapple_tf.graph_passes.schedules.weight_versions import Versions
+from dapple_tf.graph_passes.schedules.window import Window
 from dapple_tf.simulator.shared_flows import FlowDemand, SharedFlows
 from dapple_tf.timeline.stage_costs import StageCosts
-from graph_passes.schedules.schedule import Action, dependencies
-from graph_passes.schedules.weight_versions import Versions
-from graph_passes.schedules.window import Window
 
 Place = tuple[int, int]
 """Stage and replica."""

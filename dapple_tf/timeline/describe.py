@@ -10,12 +10,12 @@ from typing import Any
 
 from dapple_tf.drawing.table import format_table
 from dapple_tf.plans import Plan
+from dapple_tf.profiler.units import format_bytes, format_seconds
 from dapple_tf.timeline.critical_path import PART_LABELS, sum_by_kind
 from dapple_tf.timeline.events import Event
 from dapple_tf.timeline.figures import StepFigures
 from dapple_tf.timeline.simulation import Simulation
 from dapple_tf.timeline.stage_summary import StageSummary, format_ranges
-from profiler.units import format_bytes, format_seconds
 
 _SHOWN = 5e-4  # of the step: shorter parts of the critical path are not listed
 

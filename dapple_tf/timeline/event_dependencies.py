@@ -7,9 +7,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
+from dapple_tf.graph_passes.schedules.schedule import Action, dependencies
+from dapple_tf.graph_passes.schedules.window import Window
 from dapple_tf.timeline.events import Event, Item, StageEvent, StepEvents, Transfer
-from graph_passes.schedules.schedule import Action, dependencies
-from graph_passes.schedules.window import Window
 
 
 class EventDependencies:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, TypeAlias
 
-from graph_passes.schedules.schedule import Action, Kind
-from graph_passes.schedules.window import Window
-from profiler.records import Count, Figure
+from dapple_tf.graph_passes.schedules.schedule import Action, Kind
+from dapple_tf.graph_passes.schedules.window import Window
+from dapple_tf.profiler.records import Count, Figure
 
 StageEventKind = Literal["allreduce", "update"]
 Place = tuple[int, int, str]

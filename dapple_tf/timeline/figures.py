@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from dapple_tf.errors import NotSimulatedError
+from dapple_tf.graph_passes.schedules.schedule import Action
+from dapple_tf.graph_passes.schedules.window import Window
 from dapple_tf.plans import Plan
+from dapple_tf.profiler.units import format_seconds
 from dapple_tf.timeline.critical_path import Part, critical_stage, find_critical_path
 from dapple_tf.timeline.events import Event, Place, StageEvent, StepEvents, Transfer
 from dapple_tf.timeline.measured_costs import measure_stage_costs
 from dapple_tf.timeline.simulation import Simulation
 from dapple_tf.timeline.stage_costs import StageCosts
 from dapple_tf.timeline.stage_summary import StageSummary
-from graph_passes.schedules.schedule import Action
-from graph_passes.schedules.window import Window
-from profiler.units import format_seconds
 
 
 class Utilisation(tuple[float, ...]):

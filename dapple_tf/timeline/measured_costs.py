@@ -5,9 +5,9 @@ from __future__ import annotations
 import statistics
 from collections.abc import Container, Iterable, Iterator
 
+from dapple_tf.graph_passes.schedules.schedule import CALL_OF_KIND
 from dapple_tf.timeline.events import StepEvents
 from dapple_tf.timeline.stage_costs import StageCosts
-from graph_passes.schedules.schedule import CALL_OF_KIND
 
 
 def measure_stage_costs(step: StepEvents, stage: int, micro_batches: Container[int] | None = None) -> StageCosts:

@@ -7,9 +7,9 @@ from typing import Any
 
 from dapple_tf.errors import UsageError
 from dapple_tf.plans import Plan
+from dapple_tf.profiler.units import format_seconds
 from dapple_tf.timeline.describe import describe_path, find_slowest, timeline_json
 from dapple_tf.timeline.figures import StepFigures
-from profiler.units import format_seconds
 
 BY_PROFILE = "simulated with the plan's profile"
 BY_TIMES = "simulated with the measured times of each action"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from dapple_tf.graph_passes.schedules.schedule import Action
 from dapple_tf.plans import Plan
 from dapple_tf.timeline.events import Place, StepEvents
 from dapple_tf.timeline.stage_costs import StageCosts
-from graph_passes.schedules.schedule import Action
 
 
 class Simulation(Protocol):

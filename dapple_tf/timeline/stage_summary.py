@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from graph_passes.schedules.schedule import Action
+from dapple_tf.graph_passes.schedules.schedule import Action
 
 
 @dataclass(frozen=True)

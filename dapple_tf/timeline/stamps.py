@@ -7,15 +7,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dapple_tf.graph_passes.ir.graph import Graph
+from dapple_tf.graph_passes.ir.names import find_minibatch
+from dapple_tf.graph_passes.passes.instrument import timed_nodes
+from dapple_tf.graph_passes.passes.project import StageExchange, parse_exchange_name
+from dapple_tf.graph_passes.schedules.schedule import KIND_OF_CALL, Action
+from dapple_tf.graph_passes.schedules.weight_versions import Versions
+from dapple_tf.graph_passes.schedules.window import Window
 from dapple_tf.timeline.events import Event, StageEvent, StageEventKind, Transfer
 from dapple_tf.timeline.timeline import Timeline
-from graph_passes.ir.graph import Graph
-from graph_passes.ir.names import find_minibatch
-from graph_passes.passes.instrument import timed_nodes
-from graph_passes.passes.project import StageExchange, parse_exchange_name
-from graph_passes.schedules.schedule import KIND_OF_CALL, Action
-from graph_passes.schedules.weight_versions import Versions
-from graph_passes.schedules.window import Window
 
 
 @dataclass(frozen=True)

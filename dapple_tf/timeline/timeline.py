@@ -7,6 +7,8 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
+from dapple_tf.graph_passes.schedules.schedule import Action
+from dapple_tf.graph_passes.schedules.window import Window
 from dapple_tf.timeline.describe import describe_path, describe_stages, timeline_json
 from dapple_tf.timeline.events import Place, StepEvents
 from dapple_tf.timeline.figures import StepFigures, Utilisation
@@ -15,8 +17,6 @@ from dapple_tf.timeline.recording import BY_PROFILE, Prediction, Recording
 from dapple_tf.timeline.simulation import Simulation
 from dapple_tf.timeline.stage_costs import StageCosts
 from dapple_tf.timeline.stage_summary import StageSummary
-from graph_passes.schedules.schedule import Action
-from graph_passes.schedules.window import Window
 
 
 class Timeline(StepFigures):

@@ -10,17 +10,16 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
-from dapple_tf.errors import TraceError
+from dapple_tf.errors import ScheduleError, TraceError
+from dapple_tf.graph_passes.schedules.schedule import Action, Kind, read_old_splits
+from dapple_tf.graph_passes.schedules.window import Window
+from dapple_tf.profiler.quote import quote
+from dapple_tf.profiler.read_files import naming_file, read_json
+from dapple_tf.profiler.records import Count, Figure, Name, read_record
 from dapple_tf.timeline.events import Event, StageEvent, StageEventKind, Transfer
 from dapple_tf.timeline.recording import Prediction, Recording
 from dapple_tf.timeline.timeline import Timeline
 from dapple_tf.timeline.trace_data import FORMAT
-from graph_passes.errors import ScheduleError
-from graph_passes.schedules.schedule import Action, Kind, read_old_splits
-from graph_passes.schedules.window import Window
-from profiler.quote import quote
-from profiler.read_files import naming_file, read_json
-from profiler.records import Count, Figure, Name, read_record
 
 _ADVICE = "save one with dapple train --trace FILE.json or dapple simulate -o FILE.json"
 _LONGEST = 1e9  # seconds: no step takes 30 years

@@ -16,13 +16,13 @@ from dapple_tf.compiler import PlannedModel
 from dapple_tf.devices import list_devices
 from dapple_tf.distributed import membership
 from dapple_tf.errors import PlanError
+from dapple_tf.graph_passes.analysis.variable_use import find_variables
 from dapple_tf.runtime.step import PipelinedStep
 from dapple_tf.staged_model import StagedModel
 from dapple_tf.verification.comparison import TOLERANCE, compare
 from dapple_tf.verification.divided_batch_norm import SizesOf
 from dapple_tf.verification.reference import OneDevice, Outcome, cut_samples, values_of
 from dapple_tf.verification.report import NORMALISED_IN_TURN, Report
-from graph_passes.analysis.variable_use import find_variables
 
 
 @document_options("mode", "minibatches", "weights", "depth")

@@ -13,12 +13,12 @@ from dapple_tf import internals
 from dapple_tf.backend.handler import Bindings, ChooseCompiled, Compiled
 from dapple_tf.compiler import PlannedModel
 from dapple_tf.errors import warn_user
+from dapple_tf.graph_passes.analysis.row_bounds import micro_batch_sizes
+from dapple_tf.graph_passes.ir.graph import Function, Graph, Node
+from dapple_tf.graph_passes.ir.names import BACKWARD_OPS
+from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.xla.examples import find_examples
 from dapple_tf.xla.problems import find_problem
-from graph_passes.analysis.row_bounds import micro_batch_sizes
-from graph_passes.ir.graph import Function, Graph, Node
-from graph_passes.ir.names import BACKWARD_OPS
-from graph_passes.ir.ops import OpName
 
 _CALLS = frozenset({OpName.RUN_ONCE, OpName.FORWARD, OpName.LOSS_HEAD, *BACKWARD_OPS, OpName.UPDATE})
 

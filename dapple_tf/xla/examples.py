@@ -10,10 +10,10 @@ import tensorflow as tf
 
 from dapple_tf import internals
 from dapple_tf.frontend.read_graph import read_shape
+from dapple_tf.graph_passes.ir.graph import OTHER, Graph, Port, Role, Shape
+from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.memory.sizes import connect_functions
 from dapple_tf.staged_model import StagedModel
-from graph_passes.ir.graph import OTHER, Graph, Port, Role, Shape
-from graph_passes.ir.ops import OpName
 
 # Roles of inputs that other stage functions compute: some are shapes, which XLA must know when it compiles.
 _COMPUTED: frozenset[Role] = frozenset({"stash", "carry", "boundary", "gradient"})

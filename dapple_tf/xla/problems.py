@@ -14,8 +14,8 @@ from dapple_tf.backend.branches import build_branches
 from dapple_tf.backend.foreign_reads import only_read, pass_values
 from dapple_tf.backend.stage_function import Constants, Library, import_body
 from dapple_tf.frontend.write_graph import needed_library
+from dapple_tf.graph_passes.ir.graph import Function
 from dapple_tf.xla.examples import Example, describe
-from graph_passes.ir.graph import Function
 
 # Draws: that XLA draws the same numbers, in the same layout, has not been measured.
 _DRAWS = ("Random", "Multinomial", "TruncatedNormal", "CandidateSampler", "RngSkip", "RngRead", "StatefulUniform")

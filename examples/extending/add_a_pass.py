@@ -19,10 +19,10 @@ import tensorflow as tf
 
 import dapple_tf as dapple
 from dapple_tf.compiler import StepVariant, passes
-from graph_passes.ir.graph import Graph, Node
-from graph_passes.ir.names import nodes_of
-from graph_passes.ir.ops import OpName
-from graph_passes.passes.base import Contract, run_passes
+from dapple_tf.graph_passes.ir.graph import Graph, Node
+from dapple_tf.graph_passes.ir.names import nodes_of
+from dapple_tf.graph_passes.ir.ops import OpName
+from dapple_tf.graph_passes.passes.base import Contract, run_passes
 
 
 # --8<-- [start:pass]

@@ -11,8 +11,8 @@ from __future__ import annotations
 from dapple_tf.planner.api import make_problem, predict_plan, run_planner
 from dapple_tf.planner.planning_problem import PlannerResult, PlanningProblem
 from dapple_tf.plans import Plan, StagePlan
-from profiler.cluster import config
-from profiler.profile import LayerCost, Profile
+from dapple_tf.profiler.cluster import config
+from dapple_tf.profiler.profile import LayerCost, Profile
 
 
 # --8<-- [start:planner]

@@ -16,9 +16,9 @@ import numpy as np
 import tensorflow as tf
 
 import dapple_tf as dapple
-from graph_passes.schedules.schedule import Action, Schedule, check
-from profiler.cluster import Cluster, Link, Server
-from profiler.profile import LayerCost, Profile
+from dapple_tf.graph_passes.schedules.schedule import Action, Schedule, check
+from dapple_tf.profiler.cluster import Cluster, Link, Server
+from dapple_tf.profiler.profile import LayerCost, Profile
 
 
 # --8<-- [start:schedule]

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from graph_passes.analysis.row_bounds import fit_micro_batches, fit_sizes, replica_bounds
-from graph_passes.errors import GraphError
-from graph_passes.ir.graph import Graph
-from graph_passes.ir.names import BATCH_SIZE_NAME, nodes_of, replica_shares
-from graph_passes.ir.ops import OpName
-from graph_passes.ir.str_enum import StrEnum
+from dapple_tf.errors import GraphError
+from dapple_tf.graph_passes.analysis.row_bounds import fit_micro_batches, fit_sizes, replica_bounds
+from dapple_tf.graph_passes.ir.graph import Graph
+from dapple_tf.graph_passes.ir.names import BATCH_SIZE_NAME, nodes_of, replica_shares
+from dapple_tf.graph_passes.ir.ops import OpName
+from dapple_tf.graph_passes.ir.str_enum import StrEnum
 
 Rows = tuple[tuple[int, int], ...]
 """Ranges of rows, each as its first and its end row."""

@@ -21,10 +21,15 @@ import difflib
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
-from graph_passes.analysis.loss_head import LossHeadInput, find_head_inputs, find_loss_head, outside_of_loss_head
-from graph_passes.analysis.weight_terms import find_weight_terms
-from graph_passes.errors import PartitionError
-from graph_passes.ir.graph import Effect, Graph, Node, TensorType, Value, ancestors
+from dapple_tf.errors import PartitionError
+from dapple_tf.graph_passes.analysis.loss_head import (
+    LossHeadInput,
+    find_head_inputs,
+    find_loss_head,
+    outside_of_loss_head,
+)
+from dapple_tf.graph_passes.analysis.weight_terms import find_weight_terms
+from dapple_tf.graph_passes.ir.graph import Effect, Graph, Node, TensorType, Value, ancestors
 
 CAPTURED_INPUTS = frozenset({"arg", "rows", "variable", "capture"})
 """Ops of the inputs of a captured graph."""

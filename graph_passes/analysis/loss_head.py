@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from graph_passes.analysis.statistics import find_statistics
-from graph_passes.ir.graph import Effect, Graph, Node, Value, ancestors
+from dapple_tf.graph_passes.analysis.statistics import find_statistics
+from dapple_tf.graph_passes.ir.graph import Effect, Graph, Node, Value, ancestors
 
 _LOSS_HEAD = "loss_head"
 _HEAD_INPUTS = "head_inputs"

@@ -1,6 +1,6 @@
 """The cost of an op from its shapes: floating-point operations, bytes moved, bytes of a tensor.
 
-A roofline turns these into seconds: see ``profiler.peaks.Peak.seconds``.
+A roofline turns these into seconds: see ``dapple_tf.profiler.peaks.Peak.seconds``.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import prod
 
-from graph_passes.analysis.layers import CAPTURED_INPUTS, SHAPE_OPS
-from graph_passes.ir.graph import Graph, Node, Shape, Value
+from dapple_tf.graph_passes.analysis.layers import CAPTURED_INPUTS, SHAPE_OPS
+from dapple_tf.graph_passes.ir.graph import Graph, Node, Shape, Value
 
 VIEW_OPS = frozenset(
     {"Identity", "IdentityN", "Reshape", "ExpandDims", "Squeeze", "StopGradient", "PreventGradient", "EnsureShape"}

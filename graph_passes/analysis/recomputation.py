@@ -18,8 +18,8 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
-from graph_passes.analysis.layers import SHAPE_OPS, written_variables
-from graph_passes.ir.graph import OTHER, Effect, Function, Graph, TensorType, Value
+from dapple_tf.graph_passes.analysis.layers import SHAPE_OPS, written_variables
+from dapple_tf.graph_passes.ir.graph import OTHER, Effect, Function, Graph, TensorType, Value
 
 _UNKNOWN_DIMENSION = 256  # such as a batch; only which of two tensors is smaller matters
 _UNKNOWN_BYTES = 2**40

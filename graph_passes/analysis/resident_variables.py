@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from graph_passes.ir.graph import Graph, Node
-from graph_passes.ir.names import STAGE_OPS, nodes_of
-from graph_passes.ir.ops import OpName
+from dapple_tf.graph_passes.ir.graph import Graph, Node
+from dapple_tf.graph_passes.ir.names import STAGE_OPS, nodes_of
+from dapple_tf.graph_passes.ir.ops import OpName
 
 # Ops that use a replica's copy of a variable, where it has one.
 _USE_COPIES = frozenset({*STAGE_OPS, OpName.READ_STATE})

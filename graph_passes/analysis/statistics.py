@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from graph_passes.ir.graph import Graph, Value
+from dapple_tf.graph_passes.ir.graph import Graph, Value
 
 _STATISTIC = "statistic"
 

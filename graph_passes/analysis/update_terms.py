@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 
-from graph_passes.errors import PartitionError
-from graph_passes.ir.conditions import is_marker
-from graph_passes.ir.graph import Effect, Graph, Node, Value, ancestors
+from dapple_tf.errors import PartitionError
+from dapple_tf.graph_passes.ir.conditions import is_marker
+from dapple_tf.graph_passes.ir.graph import Effect, Graph, Node, Value, ancestors
 
 _HOISTED = (Effect.PURE, Effect.READ)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from graph_passes.analysis.layers import written_variables
-from graph_passes.ir.graph import Graph
-from graph_passes.ir.names import BACKWARD_OPS, SHARED_STATISTICS, at
-from graph_passes.ir.ops import OpName
+from dapple_tf.graph_passes.analysis.layers import written_variables
+from dapple_tf.graph_passes.ir.graph import Graph
+from dapple_tf.graph_passes.ir.names import BACKWARD_OPS, SHARED_STATISTICS, at
+from dapple_tf.graph_passes.ir.ops import OpName
 
 
 @dataclass(frozen=True)

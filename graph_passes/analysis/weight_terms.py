@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 
-from graph_passes.ir.graph import Graph, Node, TensorType
+from dapple_tf.graph_passes.ir.graph import Graph, Node, TensorType
 
 
 @dataclass

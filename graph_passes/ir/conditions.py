@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from graph_passes.ir.graph import (
+from dapple_tf.graph_passes.ir.graph import (
     Control,
     Effect,
     Function,

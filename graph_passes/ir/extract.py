@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from graph_passes.ir.graph import ROLES, Function, Graph, Node, Port, Role, Value, attributes, topological
+from dapple_tf.graph_passes.ir.graph import ROLES, Function, Graph, Node, Port, Role, Value, attributes, topological
 
 PortOf = Callable[[Value], tuple[Role, str] | None]
 """Maps a value to the role and the name of the input that carries it, or to None if the function computes it."""

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, get_args
 
-from graph_passes.errors import GraphError
-from graph_passes.ir.str_enum import StrEnum
+from dapple_tf.errors import GraphError
+from dapple_tf.graph_passes.ir.str_enum import StrEnum
 
 
 @dataclass(frozen=True)

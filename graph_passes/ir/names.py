@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from graph_passes.ir.graph import Attr, Graph, Node
-from graph_passes.ir.ops import OpName
+from dapple_tf.graph_passes.ir.graph import Attr, Graph, Node
+from dapple_tf.graph_passes.ir.ops import OpName
 
 BATCH_SIZE_NAME = "batch/size"
 """The name of the node that gives the number of samples in the batch."""

@@ -15,8 +15,8 @@ import itertools
 import re
 from collections.abc import Iterator
 
-from graph_passes.errors import TextError
-from graph_passes.ir.graph import (
+from dapple_tf.errors import TextError
+from dapple_tf.graph_passes.ir.graph import (
     OTHER,
     ROLES,
     Attr,

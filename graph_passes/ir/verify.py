@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from graph_passes.errors import GraphError
-from graph_passes.ir.graph import Function, Graph, Node, TensorType, topological
-from graph_passes.ir.ops import INPUT_OPS, OPS, Op, Operands
+from dapple_tf.errors import GraphError
+from dapple_tf.graph_passes.ir.graph import Function, Graph, Node, TensorType, topological
+from dapple_tf.graph_passes.ir.ops import INPUT_OPS, OPS, Op, Operands
 
 
 def verify(graph: Graph, verified: Graph | None = None) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from graph_passes.ir.graph import Attr, Control, Graph, Node, attributes
-from graph_passes.ir.names import at, micro_batch_count, nodes_of
-from graph_passes.ir.ops import OpName
-from graph_passes.passes.base import Contract
+from dapple_tf.graph_passes.ir.graph import Attr, Control, Graph, Node, attributes
+from dapple_tf.graph_passes.ir.names import at, micro_batch_count, nodes_of
+from dapple_tf.graph_passes.ir.ops import OpName
+from dapple_tf.graph_passes.passes.base import Contract
 
 
 @dataclass(frozen=True)

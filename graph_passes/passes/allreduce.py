@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from graph_passes.analysis.variable_use import find_variables
-from graph_passes.ir.graph import Attr, Graph, Node, TensorType, Value, attributes
-from graph_passes.ir.names import at, nodes_of, replica_counts
-from graph_passes.ir.ops import OpName
-from graph_passes.passes.base import Contract
+from dapple_tf.graph_passes.analysis.variable_use import find_variables
+from dapple_tf.graph_passes.ir.graph import Attr, Graph, Node, TensorType, Value, attributes
+from dapple_tf.graph_passes.ir.names import at, nodes_of, replica_counts
+from dapple_tf.graph_passes.ir.ops import OpName
+from dapple_tf.graph_passes.passes.base import Contract
 
 
 @dataclass(frozen=True)

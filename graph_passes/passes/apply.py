@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from graph_passes.errors import GraphError
-from graph_passes.ir.graph import (
+from dapple_tf.errors import GraphError
+from dapple_tf.graph_passes.ir.graph import (
     Attr,
     Control,
     Function,
@@ -18,11 +18,11 @@ from graph_passes.ir.graph import (
     attributes,
     tensor,
 )
-from graph_passes.ir.names import at, nodes_of
-from graph_passes.ir.ops import OpName
-from graph_passes.passes.base import Contract
-from graph_passes.passes.gather_slices import dense_type
-from graph_passes.passes.split_update import Updates
+from dapple_tf.graph_passes.ir.names import at, nodes_of
+from dapple_tf.graph_passes.ir.ops import OpName
+from dapple_tf.graph_passes.passes.base import Contract
+from dapple_tf.graph_passes.passes.gather_slices import dense_type
+from dapple_tf.graph_passes.passes.split_update import Updates
 
 _NORM = tensor("float64")
 BARRIER_NAME = "update/barrier"

@@ -10,14 +10,14 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from graph_passes.analysis.layers import CAPTURED_INPUTS, SHAPE_OPS
-from graph_passes.errors import PartitionError
-from graph_passes.ir.extract import PortOf, extract_function
-from graph_passes.ir.graph import Effect, Function, Graph, Port, Role, TensorType, Value, ancestors
-from graph_passes.ir.names import at
-from graph_passes.ir.ops import OpName
-from graph_passes.passes.gather_slices import Combine, SparsePart
-from graph_passes.passes.partition import Stage, StageGraph
+from dapple_tf.errors import PartitionError
+from dapple_tf.graph_passes.analysis.layers import CAPTURED_INPUTS, SHAPE_OPS
+from dapple_tf.graph_passes.ir.extract import PortOf, extract_function
+from dapple_tf.graph_passes.ir.graph import Effect, Function, Graph, Port, Role, TensorType, Value, ancestors
+from dapple_tf.graph_passes.ir.names import at
+from dapple_tf.graph_passes.ir.ops import OpName
+from dapple_tf.graph_passes.passes.gather_slices import Combine, SparsePart
+from dapple_tf.graph_passes.passes.partition import Stage, StageGraph
 
 # Ops that give small integers. They run in forward where their inputs are there, so that no activation is stashed only
 # for its shape.

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from graph_passes.errors import GraphError
-from graph_passes.ir.graph import Graph
-from graph_passes.ir.ops import OPS, OpName
-from graph_passes.ir.verify import verify
+from dapple_tf.errors import GraphError
+from dapple_tf.graph_passes.ir.graph import Graph
+from dapple_tf.graph_passes.ir.ops import OPS, OpName
+from dapple_tf.graph_passes.ir.verify import verify
 
 
 @dataclass(frozen=True)

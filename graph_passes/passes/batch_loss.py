@@ -11,12 +11,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from graph_passes.analysis.loss_head import LossHeadInput
-from graph_passes.errors import ScheduleError
-from graph_passes.ir.graph import Attr, Function, Node, Port, TensorType, Value, attributes, tensor
-from graph_passes.ir.names import at
-from graph_passes.ir.ops import OpName
-from graph_passes.schedules.schedule import Schedule
+from dapple_tf.errors import ScheduleError
+from dapple_tf.graph_passes.analysis.loss_head import LossHeadInput
+from dapple_tf.graph_passes.ir.graph import Attr, Function, Node, Port, TensorType, Value, attributes, tensor
+from dapple_tf.graph_passes.ir.names import at
+from dapple_tf.graph_passes.ir.ops import OpName
+from dapple_tf.graph_passes.schedules.schedule import Schedule
 
 LOSS_HEAD_OPS = frozenset({OpName.GATHER_ROWS, OpName.LOSS_HEAD, OpName.CUT_ROWS})
 """Ops that run once a step, on the first replica of the last stage."""

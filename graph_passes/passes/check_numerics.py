@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from graph_passes.ir.graph import Graph, Node
-from graph_passes.ir.ops import OpName
-from graph_passes.passes.base import Contract
+from dapple_tf.graph_passes.ir.graph import Graph, Node
+from dapple_tf.graph_passes.ir.ops import OpName
+from dapple_tf.graph_passes.passes.base import Contract
 
 _COMPLETE = frozenset({OpName.REDUCED_GRADIENTS, OpName.GATHER_SLICES})
 

@@ -15,9 +15,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from graph_passes.analysis.layers import written_variables
-from graph_passes.ir.extract import extract_function
-from graph_passes.ir.graph import (
+from dapple_tf.graph_passes.analysis.layers import written_variables
+from dapple_tf.graph_passes.ir.extract import extract_function
+from dapple_tf.graph_passes.ir.graph import (
     Attr,
     Effect,
     Function,
@@ -30,7 +30,7 @@ from graph_passes.ir.graph import (
     attributes,
     tensor,
 )
-from graph_passes.ir.names import (
+from dapple_tf.graph_passes.ir.names import (
     BATCH_SIZE_NAME,
     at,
     cut_attributes,
@@ -39,8 +39,8 @@ from graph_passes.ir.names import (
     replica_shares,
     share_attributes,
 )
-from graph_passes.ir.ops import OpName
-from graph_passes.passes.base import Contract
+from dapple_tf.graph_passes.ir.ops import OpName
+from dapple_tf.graph_passes.passes.base import Contract
 
 COMBINES = "combines"
 """The attribute of a node whose values on disjoint rows can be combined: by which operation."""

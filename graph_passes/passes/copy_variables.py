@@ -14,11 +14,11 @@ from collections.abc import Set
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from graph_passes.analysis.variable_use import find_variables
-from graph_passes.ir.graph import Control, Graph, Node, attributes
-from graph_passes.ir.names import STAGE_OPS, WRITING_OPS, at, nodes_of, replica_counts
-from graph_passes.ir.ops import OpName
-from graph_passes.passes.base import Contract
+from dapple_tf.graph_passes.analysis.variable_use import find_variables
+from dapple_tf.graph_passes.ir.graph import Control, Graph, Node, attributes
+from dapple_tf.graph_passes.ir.names import STAGE_OPS, WRITING_OPS, at, nodes_of, replica_counts
+from dapple_tf.graph_passes.ir.ops import OpName
+from dapple_tf.graph_passes.passes.base import Contract
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from graph_passes.errors import GraphError
-from graph_passes.ir.graph import Graph, Node, attributes
-from graph_passes.ir.names import at, nodes_of
-from graph_passes.ir.ops import OpName
-from graph_passes.passes.base import Contract
-from graph_passes.passes.gather_slices import dense_type
+from dapple_tf.errors import GraphError
+from dapple_tf.graph_passes.ir.graph import Graph, Node, attributes
+from dapple_tf.graph_passes.ir.names import at, nodes_of
+from dapple_tf.graph_passes.ir.ops import OpName
+from dapple_tf.graph_passes.passes.base import Contract
+from dapple_tf.graph_passes.passes.gather_slices import dense_type
 
 
 @dataclass(frozen=True)

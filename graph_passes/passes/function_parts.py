@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 
-from graph_passes.analysis.layers import variables_of, written_variables
-from graph_passes.ir.extract import extract_function
-from graph_passes.ir.graph import Effect, Function, Graph, Node, Port, Role, Value
+from dapple_tf.graph_passes.analysis.layers import variables_of, written_variables
+from dapple_tf.graph_passes.ir.extract import extract_function
+from dapple_tf.graph_passes.ir.graph import Effect, Function, Graph, Node, Port, Role, Value
 
 JOIN = "join"
 """The attribute of a node that says how it joins the values of all replicas: see ``OpName.JOIN``."""

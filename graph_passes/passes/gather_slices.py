@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from graph_passes.analysis.variable_use import find_variables
-from graph_passes.errors import GraphError
-from graph_passes.ir.graph import OTHER, DType, Function, Graph, Node, Shape, TensorType, Value, attributes
-from graph_passes.ir.names import at, micro_batch_count, nodes_of, replica_counts, weight_gradient_op
-from graph_passes.ir.ops import OpName
-from graph_passes.passes.base import Contract
+from dapple_tf.errors import GraphError
+from dapple_tf.graph_passes.analysis.variable_use import find_variables
+from dapple_tf.graph_passes.ir.graph import OTHER, DType, Function, Graph, Node, Shape, TensorType, Value, attributes
+from dapple_tf.graph_passes.ir.names import at, micro_batch_count, nodes_of, replica_counts, weight_gradient_op
+from dapple_tf.graph_passes.ir.ops import OpName
+from dapple_tf.graph_passes.passes.base import Contract
 
 Combine = Literal["concat", "sum", "merge"]
 """The way to join the slices of one use, from all micro-batches and replicas, into those of the whole batch.

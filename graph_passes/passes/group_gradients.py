@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from graph_passes.ir.graph import Attr, Graph, Node, Value, attributes
-from graph_passes.ir.names import at, of_minibatch
-from graph_passes.ir.ops import OpName
-from graph_passes.passes.base import Contract
-from graph_passes.passes.gather_slices import SparsePart, gather_node, slice_ports
-from graph_passes.schedules.window import Window
+from dapple_tf.graph_passes.ir.graph import Attr, Graph, Node, Value, attributes
+from dapple_tf.graph_passes.ir.names import at, of_minibatch
+from dapple_tf.graph_passes.ir.ops import OpName
+from dapple_tf.graph_passes.passes.base import Contract
+from dapple_tf.graph_passes.passes.gather_slices import SparsePart, gather_node, slice_ports
+from dapple_tf.graph_passes.schedules.window import Window
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from graph_passes.ir.graph import Control, Graph, Node, Value, attributes, tensor
-from graph_passes.ir.names import BACKWARD_OPS, nodes_of
-from graph_passes.ir.ops import OpName
-from graph_passes.passes.base import Contract
-from graph_passes.passes.join_replicas import first_part
+from dapple_tf.graph_passes.ir.graph import Control, Graph, Node, Value, attributes, tensor
+from dapple_tf.graph_passes.ir.names import BACKWARD_OPS, nodes_of
+from dapple_tf.graph_passes.ir.ops import OpName
+from dapple_tf.graph_passes.passes.base import Contract
+from dapple_tf.graph_passes.passes.join_replicas import first_part
 
 _STAMP = tensor("float64")
 _START, _END = "/start", "/end"

@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from graph_passes.ir.graph import Function, Graph, Node, Value, attributes
-from graph_passes.ir.names import BACKWARD_OPS, nodes_of, replica_counts
-from graph_passes.ir.ops import OpName
-from graph_passes.passes.base import Contract
-from graph_passes.passes.function_parts import JOIN, FunctionParts, cut_function, has_joins
+from dapple_tf.graph_passes.ir.graph import Function, Graph, Node, Value, attributes
+from dapple_tf.graph_passes.ir.names import BACKWARD_OPS, nodes_of, replica_counts
+from dapple_tf.graph_passes.ir.ops import OpName
+from dapple_tf.graph_passes.passes.base import Contract
+from dapple_tf.graph_passes.passes.function_parts import JOIN, FunctionParts, cut_function, has_joins
 
 _CALLS = (OpName.FORWARD, *BACKWARD_OPS)
 _ADDED = frozenset({OpName.PART, OpName.JOIN})

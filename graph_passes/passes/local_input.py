@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from graph_passes.analysis.input_needs import Use, find_inputs
-from graph_passes.ir.graph import Graph, Node, attributes, tensor
-from graph_passes.ir.names import BATCH_SIZE_NAME
-from graph_passes.ir.ops import OpName
-from graph_passes.passes.base import Contract
+from dapple_tf.graph_passes.analysis.input_needs import Use, find_inputs
+from dapple_tf.graph_passes.ir.graph import Graph, Node, attributes, tensor
+from dapple_tf.graph_passes.ir.names import BATCH_SIZE_NAME
+from dapple_tf.graph_passes.ir.ops import OpName
+from dapple_tf.graph_passes.passes.base import Contract
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from collections.abc import Set
 from dataclasses import dataclass
 from typing import ClassVar
 
-from graph_passes.ir.graph import Function, Graph, Node, attributes
-from graph_passes.ir.ops import OpName
-from graph_passes.passes.base import Contract
+from dapple_tf.graph_passes.ir.graph import Function, Graph, Node, attributes
+from dapple_tf.graph_passes.ir.ops import OpName
+from dapple_tf.graph_passes.passes.base import Contract
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from graph_passes.errors import PartitionError
-from graph_passes.ir.extract import extract_function
-from graph_passes.ir.graph import Effect, Function, Graph, Port, Role, Value, ancestors
-from graph_passes.ir.names import at
-from graph_passes.ir.ops import OpName
-from graph_passes.passes.backward import StageGradients
-from graph_passes.passes.partition import StageGraph
+from dapple_tf.errors import PartitionError
+from dapple_tf.graph_passes.ir.extract import extract_function
+from dapple_tf.graph_passes.ir.graph import Effect, Function, Graph, Port, Role, Value, ancestors
+from dapple_tf.graph_passes.ir.names import at
+from dapple_tf.graph_passes.ir.ops import OpName
+from dapple_tf.graph_passes.passes.backward import StageGradients
+from dapple_tf.graph_passes.passes.partition import StageGraph
 
 
 def build_loss_head(stages: StageGraph, joint: Graph, gradients: StageGradients) -> Function | None:

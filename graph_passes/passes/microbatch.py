@@ -13,13 +13,13 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
-from graph_passes.analysis.loss_head import LossHeadInput
-from graph_passes.errors import GraphError
-from graph_passes.ir.graph import OTHER, Graph, Node, TensorType, Value, attributes, tensor
-from graph_passes.ir.names import BACKWARD_OPS, BATCH_SIZE_NAME, at
-from graph_passes.ir.ops import OpName
-from graph_passes.passes.base import Contract
-from graph_passes.passes.stage_calls import StageCalls
+from dapple_tf.errors import GraphError
+from dapple_tf.graph_passes.analysis.loss_head import LossHeadInput
+from dapple_tf.graph_passes.ir.graph import OTHER, Graph, Node, TensorType, Value, attributes, tensor
+from dapple_tf.graph_passes.ir.names import BACKWARD_OPS, BATCH_SIZE_NAME, at
+from dapple_tf.graph_passes.ir.ops import OpName
+from dapple_tf.graph_passes.passes.base import Contract
+from dapple_tf.graph_passes.passes.stage_calls import StageCalls
 
 _HALVES = OpName.INPUTS, OpName.WEIGHTS
 

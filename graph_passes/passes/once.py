@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from graph_passes.ir.extract import extract_function
-from graph_passes.ir.graph import Effect, Function, Graph, Port, Role, Value
-from graph_passes.ir.names import at
-from graph_passes.ir.ops import OpName
-from graph_passes.passes.partition import StageGraph
+from dapple_tf.graph_passes.ir.extract import extract_function
+from dapple_tf.graph_passes.ir.graph import Effect, Function, Graph, Port, Role, Value
+from dapple_tf.graph_passes.ir.names import at
+from dapple_tf.graph_passes.ir.ops import OpName
+from dapple_tf.graph_passes.passes.partition import StageGraph
 
 
 def build_once(

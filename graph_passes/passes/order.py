@@ -11,13 +11,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from graph_passes.analysis.layers import written_variables
-from graph_passes.errors import ScheduleError
-from graph_passes.ir.graph import Graph
-from graph_passes.ir.names import at, micro_batch_count, nodes_of, replica_counts
-from graph_passes.ir.ops import OpName
-from graph_passes.passes.base import Contract
-from graph_passes.schedules.schedule import CALL_OF_KIND, FREEING, Action, Kind, Schedule
+from dapple_tf.errors import ScheduleError
+from dapple_tf.graph_passes.analysis.layers import written_variables
+from dapple_tf.graph_passes.ir.graph import Graph
+from dapple_tf.graph_passes.ir.names import at, micro_batch_count, nodes_of, replica_counts
+from dapple_tf.graph_passes.ir.ops import OpName
+from dapple_tf.graph_passes.passes.base import Contract
+from dapple_tf.graph_passes.schedules.schedule import CALL_OF_KIND, FREEING, Action, Kind, Schedule
 
 _WRITING: tuple[tuple[Kind, ...], ...] = (("F",), ("B", "I"))  # the kinds of action that may write the same variables
 

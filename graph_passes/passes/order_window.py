@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from graph_passes.errors import ScheduleError
-from graph_passes.ir.graph import Graph, Node
-from graph_passes.ir.names import replica_counts
-from graph_passes.ir.ops import OpName
-from graph_passes.passes.base import Contract
-from graph_passes.passes.update_groups import update_name
-from graph_passes.passes.use_versions import calls_of
-from graph_passes.schedules.weight_versions import Versions
+from dapple_tf.errors import ScheduleError
+from dapple_tf.graph_passes.ir.graph import Graph, Node
+from dapple_tf.graph_passes.ir.names import replica_counts
+from dapple_tf.graph_passes.ir.ops import OpName
+from dapple_tf.graph_passes.passes.base import Contract
+from dapple_tf.graph_passes.passes.update_groups import update_name
+from dapple_tf.graph_passes.passes.use_versions import calls_of
+from dapple_tf.graph_passes.schedules.weight_versions import Versions
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
-from graph_passes.errors import GraphError
-from graph_passes.ir.graph import Control, Function, Graph, Node, Port, attributes
-from graph_passes.ir.names import at, micro_batch_count, nodes_of, replica_counts, weight_gradient_op
-from graph_passes.ir.ops import OpName
-from graph_passes.passes.base import Contract
+from dapple_tf.errors import GraphError
+from dapple_tf.graph_passes.ir.graph import Control, Function, Graph, Node, Port, attributes
+from dapple_tf.graph_passes.ir.names import at, micro_batch_count, nodes_of, replica_counts, weight_gradient_op
+from dapple_tf.graph_passes.ir.ops import OpName
+from dapple_tf.graph_passes.passes.base import Contract
 
 # Large enough that the latency of a collective (0.3 to 2 ms) is small against its transfer (4 ms at 1 GB/s, 40 ms at
 # 1 Gbps), and small enough that the last bucket, which nothing overlaps, is short. Horovod fuses small buckets that

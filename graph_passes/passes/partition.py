@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from graph_passes.analysis.layers import Layers
-from graph_passes.analysis.loss_head import LossHeadInput
-from graph_passes.analysis.statistics import find_statistics
-from graph_passes.errors import PartitionError
-from graph_passes.ir.graph import Graph, Value
+from dapple_tf.errors import PartitionError
+from dapple_tf.graph_passes.analysis.layers import Layers
+from dapple_tf.graph_passes.analysis.loss_head import LossHeadInput
+from dapple_tf.graph_passes.analysis.statistics import find_statistics
+from dapple_tf.graph_passes.ir.graph import Graph, Value
 
 
 @dataclass(frozen=True)

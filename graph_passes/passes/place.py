@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from graph_passes.errors import GraphError
-from graph_passes.ir.graph import Graph
-from graph_passes.ir.names import replica_counts
-from graph_passes.ir.ops import OpName
-from graph_passes.passes.base import Contract
+from dapple_tf.errors import GraphError
+from dapple_tf.graph_passes.ir.graph import Graph
+from dapple_tf.graph_passes.ir.names import replica_counts
+from dapple_tf.graph_passes.ir.ops import OpName
+from dapple_tf.graph_passes.passes.base import Contract
 
 
 @dataclass(frozen=True)

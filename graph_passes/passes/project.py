@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import ClassVar, NamedTuple
 
-from graph_passes.errors import GraphError
-from graph_passes.ir.graph import Attr, Graph, Node, TensorType, Value, attributes, tensor
-from graph_passes.ir.names import find_minibatch, of_minibatch, replica_counts
-from graph_passes.ir.ops import OpName
-from graph_passes.passes.base import Contract
-from graph_passes.passes.join_replicas import of_replica
-from graph_passes.passes.send_together import boundary_direction, sent_together
+from dapple_tf.errors import GraphError
+from dapple_tf.graph_passes.ir.graph import Attr, Graph, Node, TensorType, Value, attributes, tensor
+from dapple_tf.graph_passes.ir.names import find_minibatch, of_minibatch, replica_counts
+from dapple_tf.graph_passes.ir.ops import OpName
+from dapple_tf.graph_passes.passes.base import Contract
+from dapple_tf.graph_passes.passes.join_replicas import of_replica
+from dapple_tf.graph_passes.passes.send_together import boundary_direction, sent_together
 
 TOKEN = tensor("int64")
 TOKENS_NAME = "tokens"

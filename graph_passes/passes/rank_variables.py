@@ -13,11 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from graph_passes.analysis.variable_use import Variables, find_variables
-from graph_passes.ir.graph import Graph, Node, TensorType, Value, attributes
-from graph_passes.ir.names import WRITING_OPS, at, nodes_of
-from graph_passes.ir.ops import OpName
-from graph_passes.passes.base import Contract
+from dapple_tf.graph_passes.analysis.variable_use import Variables, find_variables
+from dapple_tf.graph_passes.ir.graph import Graph, Node, TensorType, Value, attributes
+from dapple_tf.graph_passes.ir.names import WRITING_OPS, at, nodes_of
+from dapple_tf.graph_passes.ir.ops import OpName
+from dapple_tf.graph_passes.passes.base import Contract
 
 _ADDED = frozenset({OpName.READ_VARIABLE, OpName.READ_STATE, OpName.MERGE_STATE})
 

@@ -11,9 +11,9 @@ from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import ClassVar
 
-from graph_passes.analysis.recomputation import Recomputation, find_recomputation
-from graph_passes.errors import GraphError
-from graph_passes.ir.graph import (
+from dapple_tf.errors import GraphError
+from dapple_tf.graph_passes.analysis.recomputation import Recomputation, find_recomputation
+from dapple_tf.graph_passes.ir.graph import (
     ROLES,
     Control,
     Effect,
@@ -28,9 +28,9 @@ from graph_passes.ir.graph import (
     attributes,
     topological,
 )
-from graph_passes.ir.names import at
-from graph_passes.ir.ops import OpName
-from graph_passes.passes.base import Contract
+from dapple_tf.graph_passes.ir.names import at
+from dapple_tf.graph_passes.ir.ops import OpName
+from dapple_tf.graph_passes.passes.base import Contract
 
 
 @dataclass(frozen=True)

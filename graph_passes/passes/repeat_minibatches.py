@@ -8,13 +8,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from graph_passes.errors import GraphError
-from graph_passes.ir.graph import OTHER, Control, Graph, Node, Shape, TensorType, Value, attributes
-from graph_passes.ir.names import BATCH_SIZE_NAME, at, micro_batch_count, nodes_of, of_minibatch, replica_counts
-from graph_passes.ir.ops import OpName
-from graph_passes.passes.base import Contract
-from graph_passes.passes.microbatch import MergeKind
-from graph_passes.schedules.window import Window
+from dapple_tf.errors import GraphError
+from dapple_tf.graph_passes.ir.graph import OTHER, Control, Graph, Node, Shape, TensorType, Value, attributes
+from dapple_tf.graph_passes.ir.names import (
+    BATCH_SIZE_NAME,
+    at,
+    micro_batch_count,
+    nodes_of,
+    of_minibatch,
+    replica_counts,
+)
+from dapple_tf.graph_passes.ir.ops import OpName
+from dapple_tf.graph_passes.passes.base import Contract
+from dapple_tf.graph_passes.passes.microbatch import MergeKind
+from dapple_tf.graph_passes.schedules.window import Window
 
 # Ops of a stage that run on every replica where replicas take minibatches in turn, so that what they write is complete.
 _ON_ALL_REPLICAS = frozenset({OpName.RUN_ONCE, OpName.ROW_BOUNDS})

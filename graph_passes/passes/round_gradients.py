@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from graph_passes.ir.graph import Graph, Node, Value, attributes
-from graph_passes.ir.names import at, nodes_of
-from graph_passes.ir.ops import OpName
-from graph_passes.passes.backward import StageGradients
-from graph_passes.passes.base import Contract
+from dapple_tf.graph_passes.ir.graph import Graph, Node, Value, attributes
+from dapple_tf.graph_passes.ir.names import at, nodes_of
+from dapple_tf.graph_passes.ir.ops import OpName
+from dapple_tf.graph_passes.passes.backward import StageGradients
+from dapple_tf.graph_passes.passes.base import Contract
 
 _NARROW = frozenset({"float16", "half"})
 _UNCHANGING = frozenset({"Identity", "Reshape"})

@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from graph_passes.errors import ScheduleError
-from graph_passes.ir.graph import Graph, Node, Value, attributes
-from graph_passes.ir.names import at, micro_batch_count, replica_counts
-from graph_passes.ir.ops import OpName
-from graph_passes.passes.base import Contract
-from graph_passes.schedules.schedule import CALL_OF_KIND, Action, Schedule, groups_together
+from dapple_tf.errors import ScheduleError
+from dapple_tf.graph_passes.ir.graph import Graph, Node, Value, attributes
+from dapple_tf.graph_passes.ir.names import at, micro_batch_count, replica_counts
+from dapple_tf.graph_passes.ir.ops import OpName
+from dapple_tf.graph_passes.passes.base import Contract
+from dapple_tf.graph_passes.schedules.schedule import CALL_OF_KIND, Action, Schedule, groups_together
 
 Direction = Literal["forward", "backward"]
 """The direction of tensors between stages: activations go forward, to later stages, and gradients go backward."""

@@ -12,12 +12,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from graph_passes.analysis.layers import written_variables
-from graph_passes.ir.extract import extract_function
-from graph_passes.ir.graph import Control, Effect, Function, Graph, Node, Role, Value, ancestors, attributes
-from graph_passes.ir.names import SHARED_STATISTICS, at, nodes_of, replica_counts
-from graph_passes.ir.ops import OpName
-from graph_passes.passes.base import Contract
+from dapple_tf.graph_passes.analysis.layers import written_variables
+from dapple_tf.graph_passes.ir.extract import extract_function
+from dapple_tf.graph_passes.ir.graph import Control, Effect, Function, Graph, Node, Role, Value, ancestors, attributes
+from dapple_tf.graph_passes.ir.names import SHARED_STATISTICS, at, nodes_of, replica_counts
+from dapple_tf.graph_passes.ir.ops import OpName
+from dapple_tf.graph_passes.passes.base import Contract
 
 
 @dataclass(frozen=True)

@@ -19,14 +19,21 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import ClassVar
 
-from graph_passes.analysis.layers import batch_axis
-from graph_passes.analysis.row_bounds import cut_points
-from graph_passes.errors import PartitionError
-from graph_passes.ir.graph import Attr, Control, Graph, Node, Value, attributes, topological
-from graph_passes.ir.names import BACKWARD_OPS, BATCH_SIZE_NAME, at, cut_attributes, replica_counts, share_attributes
-from graph_passes.ir.ops import OpName
-from graph_passes.passes.base import Contract
-from graph_passes.passes.batch_loss import LOSS_HEAD_OPS, piece_of_replica, replicate_loss_head
+from dapple_tf.errors import PartitionError
+from dapple_tf.graph_passes.analysis.layers import batch_axis
+from dapple_tf.graph_passes.analysis.row_bounds import cut_points
+from dapple_tf.graph_passes.ir.graph import Attr, Control, Graph, Node, Value, attributes, topological
+from dapple_tf.graph_passes.ir.names import (
+    BACKWARD_OPS,
+    BATCH_SIZE_NAME,
+    at,
+    cut_attributes,
+    replica_counts,
+    share_attributes,
+)
+from dapple_tf.graph_passes.ir.ops import OpName
+from dapple_tf.graph_passes.passes.base import Contract
+from dapple_tf.graph_passes.passes.batch_loss import LOSS_HEAD_OPS, piece_of_replica, replicate_loss_head
 
 _ADDED = frozenset({OpName.SPLIT, OpName.CONCAT, OpName.ADD})
 

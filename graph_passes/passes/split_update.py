@@ -13,12 +13,12 @@ import dataclasses
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
-from graph_passes.analysis.update_terms import UpdateTerms, find_terms, term_nodes
-from graph_passes.errors import PartitionError
-from graph_passes.ir.extract import extract_function
-from graph_passes.ir.graph import Effect, Function, Graph, Port, Role, Value, ancestors
-from graph_passes.ir.names import at
-from graph_passes.ir.ops import OpName
+from dapple_tf.errors import PartitionError
+from dapple_tf.graph_passes.analysis.update_terms import UpdateTerms, find_terms, term_nodes
+from dapple_tf.graph_passes.ir.extract import extract_function
+from dapple_tf.graph_passes.ir.graph import Effect, Function, Graph, Port, Role, Value, ancestors
+from dapple_tf.graph_passes.ir.names import at
+from dapple_tf.graph_passes.ir.ops import OpName
 
 _ALONE = "use an optimizer that updates each variable by itself"
 _CONDITION = "let no op use what this tf.cond returns (return nothing from its branches), so that it can be cut"

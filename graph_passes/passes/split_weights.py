@@ -12,13 +12,13 @@ from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import ClassVar
 
-from graph_passes.analysis.layers import variables_of
-from graph_passes.analysis.variable_use import find_variables
-from graph_passes.ir.extract import extract_function
-from graph_passes.ir.graph import Effect, Function, Graph, Node, Port, Role, Value, ancestors
-from graph_passes.ir.names import at
-from graph_passes.ir.ops import OpName
-from graph_passes.passes.base import Contract
+from dapple_tf.graph_passes.analysis.layers import variables_of
+from dapple_tf.graph_passes.analysis.variable_use import find_variables
+from dapple_tf.graph_passes.ir.extract import extract_function
+from dapple_tf.graph_passes.ir.graph import Effect, Function, Graph, Node, Port, Role, Value, ancestors
+from dapple_tf.graph_passes.ir.names import at
+from dapple_tf.graph_passes.ir.ops import OpName
+from dapple_tf.graph_passes.passes.base import Contract
 
 # Views, constants and values of weights: the second function repeats these ops, which costs nothing, and carries none.
 FREE = frozenset({"Identity", "Reshape", "ExpandDims", "Squeeze", "Const", "capture", "ReadVariableOp"})

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from graph_passes.analysis.loss_head import LossHeadInput
-from graph_passes.ir.graph import Attr, Function, Graph, Node, Port, TensorType, Value, attributes, tensor
-from graph_passes.ir.names import BACKWARD_OPS, BATCH_SIZE_NAME, at
-from graph_passes.ir.ops import OpName
-from graph_passes.passes.batch_loss import call_loss_head
+from dapple_tf.graph_passes.analysis.loss_head import LossHeadInput
+from dapple_tf.graph_passes.ir.graph import Attr, Function, Graph, Node, Port, TensorType, Value, attributes, tensor
+from dapple_tf.graph_passes.ir.names import BACKWARD_OPS, BATCH_SIZE_NAME, at
+from dapple_tf.graph_passes.ir.ops import OpName
+from dapple_tf.graph_passes.passes.batch_loss import call_loss_head
 
 LOSS_SCALE_NAME = "optimizer/loss_scale"
 """The name of the function, and of the node, that gives the factor by which the optimizer scales the loss."""

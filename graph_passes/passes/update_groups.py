@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from graph_passes.errors import GraphError
-from graph_passes.ir.graph import Attr, Control, Function, Graph, Node, attributes
-from graph_passes.ir.names import at, find_minibatch, nodes_of, of_minibatch
-from graph_passes.ir.ops import OpName
-from graph_passes.passes.apply import Gradients, update_inputs
-from graph_passes.passes.base import Contract
-from graph_passes.passes.split_update import Updates
-from graph_passes.schedules.window import Window
+from dapple_tf.errors import GraphError
+from dapple_tf.graph_passes.ir.graph import Attr, Control, Function, Graph, Node, attributes
+from dapple_tf.graph_passes.ir.names import at, find_minibatch, nodes_of, of_minibatch
+from dapple_tf.graph_passes.ir.ops import OpName
+from dapple_tf.graph_passes.passes.apply import Gradients, update_inputs
+from dapple_tf.graph_passes.passes.base import Contract
+from dapple_tf.graph_passes.passes.split_update import Updates
+from dapple_tf.graph_passes.schedules.window import Window
 
 _BEGIN, _DONE, _COUNT = "update/begin", "update/done", "update/count"
 

@@ -10,15 +10,15 @@ from collections.abc import Set
 from dataclasses import dataclass
 from typing import ClassVar
 
-from graph_passes.analysis.variable_use import find_variables
-from graph_passes.ir.graph import Graph, Node, attributes
-from graph_passes.ir.names import at, nodes_of, of_minibatch
-from graph_passes.ir.ops import OpName
-from graph_passes.passes.base import Contract
-from graph_passes.passes.update_groups import update_name
-from graph_passes.schedules.schedule import CALL_OF_KIND, Action
-from graph_passes.schedules.weight_versions import Versions
-from graph_passes.schedules.window import Window
+from dapple_tf.graph_passes.analysis.variable_use import find_variables
+from dapple_tf.graph_passes.ir.graph import Graph, Node, attributes
+from dapple_tf.graph_passes.ir.names import at, nodes_of, of_minibatch
+from dapple_tf.graph_passes.ir.ops import OpName
+from dapple_tf.graph_passes.passes.base import Contract
+from dapple_tf.graph_passes.passes.update_groups import update_name
+from dapple_tf.graph_passes.schedules.schedule import CALL_OF_KIND, Action
+from dapple_tf.graph_passes.schedules.weight_versions import Versions
+from dapple_tf.graph_passes.schedules.window import Window
 
 
 @dataclass(frozen=True)

@@ -9,15 +9,15 @@ from typing import ClassVar
 
 import networkx as nx
 
-from graph_passes.analysis.variable_use import find_variables
-from graph_passes.errors import GraphError
-from graph_passes.ir.graph import Graph, Node
-from graph_passes.ir.names import BACKWARD_OPS, STAGE_OPS, at, nodes_of, replica_counts
-from graph_passes.ir.ops import OpName
-from graph_passes.passes.base import Contract
-from graph_passes.passes.order import call_name
-from graph_passes.passes.send_together import Direction, boundary_direction, direction_of, sent_together
-from graph_passes.schedules.schedule import Action, Schedule, groups_together
+from dapple_tf.errors import GraphError
+from dapple_tf.graph_passes.analysis.variable_use import find_variables
+from dapple_tf.graph_passes.ir.graph import Graph, Node
+from dapple_tf.graph_passes.ir.names import BACKWARD_OPS, STAGE_OPS, at, nodes_of, replica_counts
+from dapple_tf.graph_passes.ir.ops import OpName
+from dapple_tf.graph_passes.passes.base import Contract
+from dapple_tf.graph_passes.passes.order import call_name
+from dapple_tf.graph_passes.passes.send_together import Direction, boundary_direction, direction_of, sent_together
+from dapple_tf.graph_passes.schedules.schedule import Action, Schedule, groups_together
 
 
 @dataclass(frozen=True)

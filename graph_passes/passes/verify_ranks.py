@@ -12,11 +12,11 @@ from collections.abc import Iterator, Sequence
 
 import networkx as nx
 
-from graph_passes.errors import GraphError
-from graph_passes.ir.graph import Graph, Node, TensorType
-from graph_passes.ir.names import nodes_of
-from graph_passes.ir.ops import OpName
-from graph_passes.passes.project import OPS_WITH_TOKEN
+from dapple_tf.errors import GraphError
+from dapple_tf.graph_passes.ir.graph import Graph, Node, TensorType
+from dapple_tf.graph_passes.ir.names import nodes_of
+from dapple_tf.graph_passes.ir.ops import OpName
+from dapple_tf.graph_passes.passes.project import OPS_WITH_TOKEN
 
 COLLECTIVES = frozenset({OpName.EXCHANGE, OpName.ALLREDUCE, OpName.MERGE_STATE, OpName.BARRIER})
 

@@ -7,17 +7,17 @@ from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import ClassVar
 
-from graph_passes.analysis.variable_use import find_variables
-from graph_passes.errors import GraphError
-from graph_passes.ir.graph import Graph, Node, Value, topological
-from graph_passes.ir.names import BACKWARD_OPS, at, nodes_of, of_minibatch
-from graph_passes.ir.ops import OpName
-from graph_passes.passes.base import Contract
-from graph_passes.passes.update_groups import last_backwards, update_name
-from graph_passes.passes.use_versions import action_name, calls_of, stored_versions, version_name
-from graph_passes.schedules.schedule import Action
-from graph_passes.schedules.weight_versions import Versions
-from graph_passes.schedules.window import Window
+from dapple_tf.errors import GraphError
+from dapple_tf.graph_passes.analysis.variable_use import find_variables
+from dapple_tf.graph_passes.ir.graph import Graph, Node, Value, topological
+from dapple_tf.graph_passes.ir.names import BACKWARD_OPS, at, nodes_of, of_minibatch
+from dapple_tf.graph_passes.ir.ops import OpName
+from dapple_tf.graph_passes.passes.base import Contract
+from dapple_tf.graph_passes.passes.update_groups import last_backwards, update_name
+from dapple_tf.graph_passes.passes.use_versions import action_name, calls_of, stored_versions, version_name
+from dapple_tf.graph_passes.schedules.schedule import Action
+from dapple_tf.graph_passes.schedules.weight_versions import Versions
+from dapple_tf.graph_passes.schedules.window import Window
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from graph_passes.errors import GraphError
-from graph_passes.ir.graph import Function, Graph, Node, Value, attributes
-from graph_passes.ir.names import BACKWARD_OPS, at, micro_batch_count, nodes_of, replica_counts
-from graph_passes.ir.ops import OpName
-from graph_passes.passes.base import Contract
+from dapple_tf.errors import GraphError
+from dapple_tf.graph_passes.ir.graph import Function, Graph, Node, Value, attributes
+from dapple_tf.graph_passes.ir.names import BACKWARD_OPS, at, micro_batch_count, nodes_of, replica_counts
+from dapple_tf.graph_passes.ir.ops import OpName
+from dapple_tf.graph_passes.passes.base import Contract
 
 
 @dataclass(frozen=True)

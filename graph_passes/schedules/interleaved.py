@@ -10,8 +10,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from graph_passes.schedules.schedule import Action, Schedule, check
-from graph_passes.schedules.worker_map import WorkerMap
+from dapple_tf.graph_passes.schedules.schedule import Action, Schedule, check
+from dapple_tf.graph_passes.schedules.worker_map import WorkerMap
 
 
 def interleaved_1f1b(workers: int, chunks: int, micro_batches: int) -> Schedule:

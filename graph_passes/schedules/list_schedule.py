@@ -12,9 +12,9 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from graph_passes.errors import ScheduleError
-from graph_passes.schedules.schedule import Action, Kind, Schedule, check, of_kind
-from graph_passes.schedules.worker_map import WorkerMap
+from dapple_tf.errors import ScheduleError
+from dapple_tf.graph_passes.schedules.schedule import Action, Kind, Schedule, check, of_kind
+from dapple_tf.graph_passes.schedules.worker_map import WorkerMap
 
 
 @dataclass(frozen=True)

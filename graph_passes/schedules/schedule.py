@@ -20,8 +20,8 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Literal, NamedTuple, TypeVar
 
-from graph_passes.errors import ScheduleError
-from graph_passes.schedules.worker_map import WorkerMap
+from dapple_tf.errors import ScheduleError
+from dapple_tf.graph_passes.schedules.worker_map import WorkerMap
 
 _Number = TypeVar("_Number", int, float)
 

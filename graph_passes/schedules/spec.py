@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
 
-from graph_passes.errors import ScheduleError
-from graph_passes.schedules.interleaved import interleaved_1f1b, interleaved_zero_bubble, looped_breadth_first
-from graph_passes.schedules.schedule import CALL_OF_KIND, Action, Kind, Schedule, check, read_old_splits
-from graph_passes.schedules.v_shaped import dualpipe_v, hanayo, zero_bubble_v
-from graph_passes.schedules.worker_map import WorkerMap
-from graph_passes.schedules.zero_bubble import ZERO_BUBBLE_AUTO, zero_bubble, zero_bubble_auto
+from dapple_tf.errors import ScheduleError
+from dapple_tf.graph_passes.schedules.interleaved import interleaved_1f1b, interleaved_zero_bubble, looped_breadth_first
+from dapple_tf.graph_passes.schedules.schedule import CALL_OF_KIND, Action, Kind, Schedule, check, read_old_splits
+from dapple_tf.graph_passes.schedules.v_shaped import dualpipe_v, hanayo, zero_bubble_v
+from dapple_tf.graph_passes.schedules.worker_map import WorkerMap
+from dapple_tf.graph_passes.schedules.zero_bubble import ZERO_BUBBLE_AUTO, zero_bubble, zero_bubble_auto
 
 HANDCRAFTED_ZERO_BUBBLE = ("zb-h1", "zb-h2")
 """The handcrafted schedules of the Zero Bubble paper: one stage per worker, and weight gradients as own actions."""

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from graph_passes.schedules.list_schedule import ListRule, list_equal_stages
-from graph_passes.schedules.schedule import Action, Kind, Schedule, check
-from graph_passes.schedules.worker_map import WorkerMap
+from dapple_tf.graph_passes.schedules.list_schedule import ListRule, list_equal_stages
+from dapple_tf.graph_passes.schedules.schedule import Action, Kind, Schedule, check
+from dapple_tf.graph_passes.schedules.worker_map import WorkerMap
 
 RowOfWorker = Callable[[int, int, tuple[int, ...], int], tuple[Action, ...]]
 """Returns the actions of a worker: of the number of workers, its own number, its two stages, and M."""

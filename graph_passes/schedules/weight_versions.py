@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from graph_passes.errors import ScheduleError
-from graph_passes.schedules.schedule import Action
-from graph_passes.schedules.window import Window
+from dapple_tf.errors import ScheduleError
+from dapple_tf.graph_passes.schedules.schedule import Action
+from dapple_tf.graph_passes.schedules.window import Window
 
 WeightPolicy = Literal["stash", "vertical-sync", "2bw", "latest"]
 """The weights of a forward and its backward.

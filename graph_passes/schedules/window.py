@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from graph_passes.errors import ScheduleError
-from graph_passes.schedules.schedule import Action, dependencies
+from dapple_tf.errors import ScheduleError
+from dapple_tf.graph_passes.schedules.schedule import Action, dependencies
 
 
 @dataclass(frozen=True)

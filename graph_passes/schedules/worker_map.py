@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from graph_passes.errors import ScheduleError
+from dapple_tf.errors import ScheduleError
 
 
 @dataclass(frozen=True)

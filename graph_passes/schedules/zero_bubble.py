@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from graph_passes.errors import ScheduleError
-from graph_passes.schedules.list_schedule import ListRule, list_equal_stages
-from graph_passes.schedules.schedule import Action, Schedule, check
-from graph_passes.schedules.worker_map import WorkerMap
+from dapple_tf.errors import ScheduleError
+from dapple_tf.graph_passes.schedules.list_schedule import ListRule, list_equal_stages
+from dapple_tf.graph_passes.schedules.schedule import Action, Schedule, check
+from dapple_tf.graph_passes.schedules.worker_map import WorkerMap
 
 
 def zero_bubble(warm: Sequence[int], delays: Sequence[int], micro_batches: int, most: int) -> Schedule:

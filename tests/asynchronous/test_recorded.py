@@ -12,7 +12,9 @@ import pytest
 import tensorflow as tf
 
 import dapple_tf as dapple
+from dapple_tf.graph_passes.schedules.schedule import Action
 from dapple_tf.memory.meter import has_statistics
+from dapple_tf.profiler.cluster import Link, Server
 from dapple_tf.runtime.recorder import predict_window_from_times
 from dapple_tf.timeline.events import Event, StageEvent, Transfer
 from dapple_tf.timeline.picture import draw_recording, save_recording
@@ -20,8 +22,6 @@ from dapple_tf.timeline.recording import BY_PROFILE, BY_TIMES
 from dapple_tf.timeline.timeline import Timeline
 from dapple_tf.timeline.trace_file import read_recording
 from dapple_tf.window_plan import WindowPlan
-from graph_passes.schedules.schedule import Action
-from profiler.cluster import Link, Server
 from tests.asynchronous.networks import dense
 from tests.paths import ROOT
 

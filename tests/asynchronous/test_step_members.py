@@ -13,7 +13,7 @@ import tensorflow as tf
 
 import dapple_tf as dapple
 from dapple_tf.errors import ExactnessError, PlanError, StepError, UsageError
-from profiler.cluster import load_preset
+from dapple_tf.profiler.cluster import load_preset
 from tests.asynchronous.networks import Network, batch_norms, dense, keras_stack, normal
 from tests.asynchronous.reference import Differentiated, Reference, copies
 from tests.asynchronous.test_equals_reference import OPTIMIZERS, close, compare

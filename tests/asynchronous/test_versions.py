@@ -7,9 +7,9 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graph_passes.schedules.schedule import Action
-from graph_passes.schedules.weight_versions import weight_versions
-from graph_passes.schedules.window import Window
+from dapple_tf.graph_passes.schedules.schedule import Action
+from dapple_tf.graph_passes.schedules.weight_versions import weight_versions
+from dapple_tf.graph_passes.schedules.window import Window
 from tests.asynchronous.reference import forward_versions, warm_ups
 
 

@@ -11,7 +11,7 @@ from benchmarks.pipedream_published import STRAIGHT, TABLE_1, VGG_16, Configurat
 from benchmarks.pipedream_table1 import name
 from benchmarks.pipedream_variants import OneLevel, by_profiler, one_after_the_other, printed
 from dapple_tf.planner.systems.hierarchy import derive_hierarchy
-from profiler.linearise import linearise
+from dapple_tf.profiler.linearise import linearise
 from tests.dapple_tf.planner.builders import figures, make_profile
 from tests.dapple_tf.planner.pipedream_reference import Instance, least_seconds
 

@@ -13,8 +13,8 @@ from benchmarks.planning import WholeSlices
 from benchmarks.published import Model, Published, calibrate_stash, count_units, find_cut, published_stages, stages_of
 from dapple_tf.planner.api import make_problem, run_planner
 from dapple_tf.planner.planning_problem import PlanningProblem
-from profiler.cluster import Cluster, Link, Server, config
-from profiler.profile import LayerCost, Profile
+from dapple_tf.profiler.cluster import Cluster, Link, Server, config
+from dapple_tf.profiler.profile import LayerCost, Profile
 
 MODEL = Model("made up", "none", r"cell", 8, 2, 0.0)
 

@@ -9,10 +9,10 @@ import pytest
 from benchmarks.emulated_hosts import _burst
 from benchmarks.policies import Case, overlapped_share
 from benchmarks.table4 import LINKED, UNEVEN
+from dapple_tf.graph_passes.schedules.schedule import Action
+from dapple_tf.profiler.cluster import Link
 from dapple_tf.timeline.events import Event, Transfer
 from dapple_tf.timeline.timeline import Timeline
-from graph_passes.schedules.schedule import Action
-from profiler.cluster import Link
 
 
 def test_a_case_has_the_requested_ratio() -> None:

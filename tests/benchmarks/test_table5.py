@@ -12,7 +12,7 @@ from benchmarks.table5 import FREE
 from dapple_tf.planner.api import run_planner
 from dapple_tf.planner.search.dapple import formula_latency
 from dapple_tf.plans import StagePlan
-from profiler.profile import Profile
+from dapple_tf.profiler.profile import Profile
 
 ETHERNET = 25e9 / 8  # bytes per second between the servers of config B (Table III), each of one device
 LATENCY = 20e-6

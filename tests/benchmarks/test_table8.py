@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.bert import profile_two_layers, repeat_layer
 from benchmarks.table8 import find_largest, simulate_straight
-from profiler.profile import Profile
+from dapple_tf.profiler.profile import Profile
 
 
 @pytest.fixture(scope="module")

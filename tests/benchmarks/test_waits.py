@@ -5,10 +5,10 @@ from __future__ import annotations
 import dapple_tf as dapple
 from benchmarks.waits import stage_names, waits
 from benchmarks.zero_bubble import count_in_flight, simulated
+from dapple_tf.graph_passes.ir.graph import Graph
+from dapple_tf.graph_passes.schedules.spec import parse_schedule
 from dapple_tf.timeline.events import Event
 from dapple_tf.timeline.timeline import Timeline
-from graph_passes.ir.graph import Graph
-from graph_passes.schedules.spec import parse_schedule
 
 
 def count_waits(graph: Graph, function: str) -> int:

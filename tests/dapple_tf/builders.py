@@ -13,8 +13,8 @@ from tensorflow.python.eager import context
 
 import dapple_tf as dapple
 from dapple_tf.frontend.capture import capture
+from dapple_tf.graph_passes.analysis.layers import Layers, find_layers
 from dapple_tf.plans import Plan, StagePlan
-from graph_passes.analysis.layers import Layers, find_layers
 
 X = np.linspace(-1, 1, 32, dtype=np.float32).reshape(8, 4)
 

@@ -13,14 +13,14 @@ from dapple_tf.compiler import StepVariant, local_graph, pipeline_graph, rank_gr
 from dapple_tf.errors import PlanError
 from dapple_tf.frontend.capture import capture
 from dapple_tf.frontend.trace import trace_loss
+from dapple_tf.graph_passes.analysis.input_needs import find_inputs
+from dapple_tf.graph_passes.analysis.layers import find_layers
+from dapple_tf.graph_passes.ir.graph import Graph
+from dapple_tf.graph_passes.ir.names import nodes_of
+from dapple_tf.graph_passes.ir.ops import OPS, OpName
+from dapple_tf.graph_passes.ir.text import parse_graph, print_graph
 from dapple_tf.plans import Plan
 from dapple_tf.staged_model import StagedModel, stage_model
-from graph_passes.analysis.input_needs import find_inputs
-from graph_passes.analysis.layers import find_layers
-from graph_passes.ir.graph import Graph
-from graph_passes.ir.names import nodes_of
-from graph_passes.ir.ops import OPS, OpName
-from graph_passes.ir.text import parse_graph, print_graph
 from tests.dapple_tf.builders import X, chain, make_plan
 
 DEVICES = [f"/device:CPU:{i}" for i in range(4)]

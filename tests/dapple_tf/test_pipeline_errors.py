@@ -25,7 +25,7 @@ from dapple_tf.errors import (
     StepError,
     UsageError,
 )
-from profiler.cluster import config
+from dapple_tf.profiler.cluster import config
 from tests.dapple_tf.builders import X, chain, make_plan, step_of
 
 Loss = Callable[..., tf.Tensor]

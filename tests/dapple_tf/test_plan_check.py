@@ -9,8 +9,8 @@ import pytest
 from dapple_tf.errors import PlanError, ScheduleError
 from dapple_tf.plan_check import check_plan
 from dapple_tf.plans import Plan
+from dapple_tf.profiler.profile import Profile
 from dapple_tf.simulator.simulate import simulate
-from profiler.profile import Profile
 from tests.dapple_tf.simulator.builders import make_cluster, make_plan, make_profile
 from tests.graph_passes.builders import refused
 

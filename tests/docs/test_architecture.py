@@ -6,18 +6,18 @@ import inspect
 import re
 
 from dapple_tf import compiler
-from graph_passes.ir.graph import ROLES
-from graph_passes.schedules.spec import ScheduleSpec
+from dapple_tf.graph_passes.ir.graph import ROLES
+from dapple_tf.graph_passes.schedules.spec import ScheduleSpec
 from tests.docs.pages import written
 
 
 def test_the_flow_lists_the_passes_in_the_order_in_which_they_run() -> None:
     synchronous, asynchronous = written()["docs/architecture/flow.md"].text.split("An asynchronous window", 1)
     for builder, text in ((compiler.passes, synchronous), (compiler.window_passes, asynchronous)):
-        listed = re.findall(r"^\| `(graph_passes\.passes\.\w+)` \|", text, re.MULTILINE)
+        listed = re.findall(r"^\| `(dapple_tf\.graph_passes\.passes\.\w+)` \|", text, re.MULTILINE)
         called = re.findall(r"\b([A-Z]\w+)\(", inspect.getsource(builder))
         homes = [getattr(vars(compiler).get(name), "__module__", "") for name in called]
-        assert listed == [home for home in homes if home.startswith("graph_passes.passes.")]
+        assert listed == [home for home in homes if home.startswith("dapple_tf.graph_passes.passes.")]
 
 
 def test_the_ports_page_lists_every_role() -> None:

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from dapple_tf.cli import cli
-from profiler.cluster import Cluster
+from dapple_tf.profiler.cluster import Cluster
 from tests.docs.pages import Block, Page, read_source, written
 from tests.paths import ROOT
 

@@ -11,16 +11,17 @@ from typing import Any
 import pytest
 
 import dapple_tf as dapple
+from dapple_tf.graph_passes.ir.graph import Graph, Node
 from dapple_tf.planner.api import plan
 from dapple_tf.planner.planning_problem import PlanningProblem
 from dapple_tf.runtime.step import pipeline
-from graph_passes.ir.graph import Graph, Node
 from tests.docs.pages import Page, all_paths, read_page, read_source
 from tests.paths import ROOT
 
 # The changelog tells of names that are gone.
 PATHS = [path for path in all_paths() if path != "CHANGELOG.md"]
-PACKAGES = ("dapple_tf", "graph_passes", "profiler", "models", "benchmarks", "tests")
+PACKAGES = ("dapple_tf", "models", "benchmarks", "tests")
+FOLDERS = (*PACKAGES, "graph_passes", "profiler", "docs", "examples", "scripts")
 SUFFIXES = {"html", "json", "png", "py", "txt"}  # `timeline.png` is a file
 INSTANCES: dict[str, type] = {
     "step": dapple.PipelinedStep,
@@ -61,7 +62,7 @@ def test_every_attribute_of_a_step_a_timeline_or_a_problem_exists(page: Page) ->
 def test_every_path_of_the_project_exists(page: Page) -> None:
     missing = []
     for span in page.spans:
-        match = re.fullmatch(rf"((?:{'|'.join((*PACKAGES, 'docs', 'examples', 'scripts'))})/[\w./-]*)(?::(\w+))?", span)
+        match = re.fullmatch(rf"((?:{'|'.join(FOLDERS)})/[\w./-]*)(?::(\w+))?", span)
         if match and not _is_file_with(match[1], match[2]):
             missing.append(span)
     assert not missing

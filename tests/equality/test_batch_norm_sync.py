@@ -12,9 +12,9 @@ import tensorflow as tf
 
 import dapple_tf as dapple
 from dapple_tf.errors import StepError
+from dapple_tf.graph_passes.ir.names import nodes_of
+from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.plans import Plan, StagePlan
-from graph_passes.ir.names import nodes_of
-from graph_passes.ir.ops import OpName
 from tests.equality.one_device import TOLERANCE, Comparison, Problem, compare
 from tests.equality.test_batch_norm import STEPS, WIDTH, dense, norm, padded, regression, sgd
 

@@ -15,9 +15,9 @@ import tensorflow as tf
 import dapple_tf as dapple
 from dapple_tf.checkpoint.checkpoints import Checkpoints
 from dapple_tf.errors import PlanError, ScheduleError
+from dapple_tf.graph_passes.schedules.spec import ScheduleSpec
 from dapple_tf.plans import Plan
-from graph_passes.schedules.spec import ScheduleSpec
-from profiler.cluster import config
+from dapple_tf.profiler.cluster import config
 from tests.equality.one_device import Problem, compare
 from tests.equality.small_models import chain, data, sgd, values, weights
 

@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 from dapple_tf.frontend.trace import trace_loss
-from graph_passes.analysis.layers import find_layers
+from dapple_tf.graph_passes.analysis.layers import find_layers
 from tests.equality.one_device import Problem, compare
 from tests.equality.small_models import WIDTH, data, sgd, weights
 

@@ -12,8 +12,8 @@ import pytest
 import tensorflow as tf
 
 import dapple_tf as dapple
-from graph_passes.ir.names import nodes_of
-from graph_passes.ir.ops import OpName
+from dapple_tf.graph_passes.ir.names import nodes_of
+from dapple_tf.graph_passes.ir.ops import OpName
 from tests.dapple_tf.distributed.programs.cases import dropped
 from tests.equality.one_device import TOLERANCE, Comparison, Problem, compare
 from tests.equality.small_models import WIDTH, chain, data, sgd, values, weights

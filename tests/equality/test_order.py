@@ -10,9 +10,9 @@ import pytest
 import dapple_tf as dapple
 from dapple_tf.compiler import pipeline_graph
 from dapple_tf.frontend.capture import capture
+from dapple_tf.graph_passes.analysis.layers import find_layers
+from dapple_tf.graph_passes.ir.graph import Node
 from dapple_tf.staged_model import stage_model
-from graph_passes.analysis.layers import find_layers
-from graph_passes.ir.graph import Node
 from tests.dapple_tf.builders import make_plan
 from tests.equality.small_models import chain, data, sgd, weights
 

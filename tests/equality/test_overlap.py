@@ -10,7 +10,7 @@ import tensorflow as tf
 
 import dapple_tf as dapple
 from dapple_tf.errors import StepError
-from graph_passes.ir.names import nodes_of
+from dapple_tf.graph_passes.ir.names import nodes_of
 from tests.dapple_tf.distributed.programs.cases import CASES
 from tests.dapple_tf.planner.builders import make_cluster, make_profile
 from tests.equality.one_device import Problem, compare

@@ -11,8 +11,8 @@ import tensorflow as tf
 
 import dapple_tf as dapple
 from dapple_tf.planner.systems.autopipe import sub_layer_blocks
+from dapple_tf.profiler.linearise import linearise
 from models.gpt import gpt
-from profiler.linearise import linearise
 from tests.dapple_tf.planner.builders import make_cluster
 from tests.equality.small_models import chain, data, sgd, weights
 

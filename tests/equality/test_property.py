@@ -12,7 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from dapple_tf.errors import PartitionError, ScheduleError
-from graph_passes.schedules.spec import ScheduleSpec
+from dapple_tf.graph_passes.schedules.spec import ScheduleSpec
 from tests.dapple_tf.simulator.builders import draw_order, draw_split
 from tests.equality.one_device import TOLERANCE, compare
 from tests.equality.random_models import KINDS, Model, batch, build, models

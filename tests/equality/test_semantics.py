@@ -13,7 +13,7 @@ import tensorflow as tf
 
 import dapple_tf as dapple
 from dapple_tf.errors import DappleWarning, ExactnessError
-from graph_passes.ir.graph import Effect
+from dapple_tf.graph_passes.ir.graph import Effect
 from tests.dapple_tf.distributed.programs.writing_cases import totals
 from tests.equality.one_device import TOLERANCE, Problem, compare
 from tests.equality.small_models import WIDTH, chain, data, sgd, values, weights

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 import dapple_tf as dapple
 from dapple_tf.errors import PlanError
+from dapple_tf.graph_passes.ir.names import nodes_of
 from dapple_tf.plans import Plan, StagePlan
-from graph_passes.ir.names import nodes_of
 from tests.dapple_tf.distributed.programs.cases import CASES, Chain, batches, normalized, overlapped, with_shares
 from tests.equality.one_device import Problem, compare
 from tests.equality.small_models import chain, data, sgd, weights

@@ -9,8 +9,8 @@ import pytest
 
 import dapple_tf as dapple
 from dapple_tf.errors import DappleWarning, PlanError
+from dapple_tf.graph_passes.schedules.slicer import sliced_1f1b
 from dapple_tf.plans import Plan
-from graph_passes.schedules.slicer import sliced_1f1b
 from tests.equality.one_device import Problem, compare
 from tests.equality.small_models import chain, data, sgd, weights
 

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 import dapple_tf as dapple
 from dapple_tf.errors import ScheduleError
-from graph_passes.ir.graph import Graph
-from graph_passes.ir.names import nodes_of
-from graph_passes.schedules.spec import ScheduleSpec
+from dapple_tf.graph_passes.ir.graph import Graph
+from dapple_tf.graph_passes.ir.names import nodes_of
+from dapple_tf.graph_passes.schedules.spec import ScheduleSpec
 from tests.dapple_tf.distributed.programs.cases import CASES
 from tests.equality.one_device import Problem, compare
 from tests.equality.small_models import chain, data, sgd, weights

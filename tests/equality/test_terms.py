@@ -9,7 +9,7 @@ import keras
 import pytest
 import tensorflow as tf
 
-from graph_passes.analysis.variable_use import find_variables
+from dapple_tf.graph_passes.analysis.variable_use import find_variables
 from tests.equality.one_device import TOLERANCE, Problem, compare, needs_keras_3_13
 from tests.equality.small_models import WIDTH, chain, data, weights
 

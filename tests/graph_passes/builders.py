@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from graph_passes.ir.graph import Effect, Function, Graph, Node, Port, Value, attributes
-from graph_passes.ir.text import parse_graph, parse_type, print_graph
+from dapple_tf.graph_passes.ir.graph import Effect, Function, Graph, Node, Port, Value, attributes
+from dapple_tf.graph_passes.ir.text import parse_graph, parse_type, print_graph
 
 _TYPES = {"seed": "float32[]", "loss": "float32[]", "variable": "resource[]"}
 

@@ -7,7 +7,7 @@ import string
 
 from hypothesis import strategies as st
 
-from graph_passes.ir.graph import (
+from dapple_tf.graph_passes.ir.graph import (
     Attr,
     Control,
     DType,

@@ -8,27 +8,27 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
-from graph_passes.ir.graph import Function, Graph
-from graph_passes.ir.text import parse_type
-from graph_passes.passes.accumulate import Accumulate
-from graph_passes.passes.allreduce import AllReduce
-from graph_passes.passes.apply import Apply
-from graph_passes.passes.base import Pass, run_passes
-from graph_passes.passes.copy_variables import CopyVariables
-from graph_passes.passes.gather_slices import GatherSlices, SparsePart
-from graph_passes.passes.join_replicas import JoinReplicas
-from graph_passes.passes.microbatch import Microbatch
-from graph_passes.passes.order import Order
-from graph_passes.passes.overlap import Overlap
-from graph_passes.passes.project import project
-from graph_passes.passes.rank_variables import rank_variables
-from graph_passes.passes.send_together import SendTogether
-from graph_passes.passes.split_concat import SplitConcat
-from graph_passes.passes.split_update import Updates
-from graph_passes.passes.write_statistics import WriteStatistics
-from graph_passes.schedules.schedule import Action, Schedule, dependencies
-from graph_passes.schedules.spec import ScheduleSpec, parse_schedule
-from graph_passes.schedules.worker_map import WorkerMap
+from dapple_tf.graph_passes.ir.graph import Function, Graph
+from dapple_tf.graph_passes.ir.text import parse_type
+from dapple_tf.graph_passes.passes.accumulate import Accumulate
+from dapple_tf.graph_passes.passes.allreduce import AllReduce
+from dapple_tf.graph_passes.passes.apply import Apply
+from dapple_tf.graph_passes.passes.base import Pass, run_passes
+from dapple_tf.graph_passes.passes.copy_variables import CopyVariables
+from dapple_tf.graph_passes.passes.gather_slices import GatherSlices, SparsePart
+from dapple_tf.graph_passes.passes.join_replicas import JoinReplicas
+from dapple_tf.graph_passes.passes.microbatch import Microbatch
+from dapple_tf.graph_passes.passes.order import Order
+from dapple_tf.graph_passes.passes.overlap import Overlap
+from dapple_tf.graph_passes.passes.project import project
+from dapple_tf.graph_passes.passes.rank_variables import rank_variables
+from dapple_tf.graph_passes.passes.send_together import SendTogether
+from dapple_tf.graph_passes.passes.split_concat import SplitConcat
+from dapple_tf.graph_passes.passes.split_update import Updates
+from dapple_tf.graph_passes.passes.write_statistics import WriteStatistics
+from dapple_tf.graph_passes.schedules.schedule import Action, Schedule, dependencies
+from dapple_tf.graph_passes.schedules.spec import ScheduleSpec, parse_schedule
+from dapple_tf.graph_passes.schedules.worker_map import WorkerMap
 from tests.graph_passes.builders import calls, function, joining
 from tests.graph_passes.schedules.marked import marked
 from tests.graph_passes.schedules.mixed import mixed

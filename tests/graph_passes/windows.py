@@ -9,26 +9,26 @@ from functools import cached_property
 
 from hypothesis import strategies as st
 
-from graph_passes.ir.graph import Function, Graph
-from graph_passes.ir.text import parse_type
-from graph_passes.passes.accumulate import Accumulate
-from graph_passes.passes.base import Pass, run_passes
-from graph_passes.passes.copy_variables import CopyVariables
-from graph_passes.passes.gather_slices import SparsePart
-from graph_passes.passes.group_gradients import GroupGradients
-from graph_passes.passes.microbatch import Microbatch
-from graph_passes.passes.order_window import OrderWindow
-from graph_passes.passes.place import Place
-from graph_passes.passes.project import project
-from graph_passes.passes.rank_variables import rank_variables
-from graph_passes.passes.repeat_minibatches import RepeatMinibatches
-from graph_passes.passes.split_concat import SplitConcat
-from graph_passes.passes.split_update import Updates
-from graph_passes.passes.update_groups import UpdateGroups
-from graph_passes.passes.use_versions import UseVersions
-from graph_passes.passes.verify_window import VerifyWindow
-from graph_passes.schedules.weight_versions import Versions, WeightPolicy, weight_versions
-from graph_passes.schedules.window import Window, depth_warm_up, round_robin_warm_up
+from dapple_tf.graph_passes.ir.graph import Function, Graph
+from dapple_tf.graph_passes.ir.text import parse_type
+from dapple_tf.graph_passes.passes.accumulate import Accumulate
+from dapple_tf.graph_passes.passes.base import Pass, run_passes
+from dapple_tf.graph_passes.passes.copy_variables import CopyVariables
+from dapple_tf.graph_passes.passes.gather_slices import SparsePart
+from dapple_tf.graph_passes.passes.group_gradients import GroupGradients
+from dapple_tf.graph_passes.passes.microbatch import Microbatch
+from dapple_tf.graph_passes.passes.order_window import OrderWindow
+from dapple_tf.graph_passes.passes.place import Place
+from dapple_tf.graph_passes.passes.project import project
+from dapple_tf.graph_passes.passes.rank_variables import rank_variables
+from dapple_tf.graph_passes.passes.repeat_minibatches import RepeatMinibatches
+from dapple_tf.graph_passes.passes.split_concat import SplitConcat
+from dapple_tf.graph_passes.passes.split_update import Updates
+from dapple_tf.graph_passes.passes.update_groups import UpdateGroups
+from dapple_tf.graph_passes.passes.use_versions import UseVersions
+from dapple_tf.graph_passes.passes.verify_window import VerifyWindow
+from dapple_tf.graph_passes.schedules.weight_versions import Versions, WeightPolicy, weight_versions
+from dapple_tf.graph_passes.schedules.window import Window, depth_warm_up, round_robin_warm_up
 from tests.graph_passes.builders import calls, function
 
 X = "inputs %x\n%x = input() -> (float32[?,4])\n"

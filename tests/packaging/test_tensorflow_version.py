@@ -65,14 +65,6 @@ def test_the_command_line_fails_without_tensorflow_and_ends_with_the_same_messag
     assert last.startswith(f"ImportError: dapple_tf needs TensorFlow {NEEDED} or newer, and none is installed")
 
 
-def test_profiles_and_passes_are_imported_without_tensorflow(
-    environment_without_tensorflow: Environment, tmp_path: Path
-) -> None:
-    program = "import graph_passes.errors, profiler.profile, profiler.cluster; print(profiler.__file__)"
-    origin = check(environment_without_tensorflow.run("python", "-c", program, folder=tmp_path, timeout=60))
-    assert str(environment_without_tensorflow.site_packages) in origin
-
-
 @pytest.mark.parametrize(
     ("name", "version"),
     [

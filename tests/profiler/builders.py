@@ -6,8 +6,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from profiler.cluster import Cluster, Link, Server
-from profiler.profile import LayerCost, Profile, Timing
+from dapple_tf.profiler.cluster import Cluster, Link, Server
+from dapple_tf.profiler.profile import LayerCost, Profile, Timing
 
 FIGURES = st.integers(0, 10**6).map(float)
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from profiler.cluster import Cluster, Link
-from profiler.detect import host_memory
-from profiler.errors import ClusterError
+from dapple_tf.errors import ClusterError
+from dapple_tf.profiler.cluster import Cluster, Link
+from dapple_tf.profiler.detect import host_memory
 
 LINK = Link(1.25e9, 1e-4)
 MPI = {"OMPI_COMM_WORLD_SIZE": "6", "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}
@@ -77,7 +77,7 @@ def test_processes_of_a_host_divide_its_memory_and_have_slower_links() -> None:
     [
         ({}, 0, "devices=0: a cluster needs at least one device"),
         (MPI, 4, "devices=4, but the launcher started 6 processes, a device each"),
-        (MPI, None, r"the job runs on 3 servers, .*profiler.links.probe.* or give inter_server"),
+        (MPI, None, r"the job runs on 3 servers, .*dapple_tf.profiler.links.probe.* or give inter_server"),
         ({**MPI, "OMPI_COMM_WORLD_SIZE": "5"}, None, "SIZE=5 is no multiple of OMPI_COMM_WORLD_LOCAL_SIZE=2"),
         ({"HOROVOD_SIZE": "2"}, None, "HOROVOD_LOCAL_SIZE is not set, though"),
         (

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from profiler.files import atomic_replacement, find_folder_problem, find_write_problem, write_atomically
+from dapple_tf.profiler.files import atomic_replacement, find_folder_problem, find_write_problem, write_atomically
 
 
 def test_a_file_is_written_and_no_other_file_is_left(tmp_path: Path) -> None:

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from profiler.errors import ProfileError
-from profiler.importers import read_graph_file, read_profile
-from profiler.profile import LayerCost, Profile
+from dapple_tf.errors import ProfileError
+from dapple_tf.profiler.importers import read_graph_file, read_profile
+from dapple_tf.profiler.profile import LayerCost, Profile
 from tests.paths import SHARED_PROFILES
 from tests.profiler.builders import make_layer, make_profile
 from tests.quick import at_most

@@ -11,8 +11,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from profiler.cluster import Cluster, DeviceKind, Link, Server
-from profiler.errors import ClusterError
+from dapple_tf.errors import ClusterError
+from dapple_tf.profiler.cluster import Cluster, DeviceKind, Link, Server
 from tests.profiler.builders import make_cluster
 
 LINK_DATA = {"bandwidth": "1GB/s", "latency": "1us"}

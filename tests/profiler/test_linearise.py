@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from profiler.importers import read_profile
-from profiler.linearise import linearise
-from profiler.profile import LayerCost, Profile, Timing
+from dapple_tf.profiler.importers import read_profile
+from dapple_tf.profiler.linearise import linearise
+from dapple_tf.profiler.profile import LayerCost, Profile, Timing
 from tests.paths import SHARED_PROFILES
 from tests.profiler.builders import make_layer, make_profile, profiles
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from profiler.cluster import Cluster, Link, route
-from profiler.errors import ClusterError
+from dapple_tf.errors import ClusterError
+from dapple_tf.profiler.cluster import Cluster, Link, route
 
 
 def link(*between: str, bandwidth: float = 8.0, latency: float = 1.0) -> dict[str, Any]:

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from profiler import links
-from profiler.cluster import Cluster, Link, Server
-from profiler.errors import ClusterError
-from profiler.links import SIZES, Host, describe_cluster, find_hosts, find_rounds, fit_link, probe
+from dapple_tf.errors import ClusterError
+from dapple_tf.profiler import links
+from dapple_tf.profiler.cluster import Cluster, Link, Server
+from dapple_tf.profiler.links import SIZES, Host, describe_cluster, find_hosts, find_rounds, fit_link, probe
 from tests.paths import ROOT
 from tests.processes import RanksError, needs_horovod, run_ranks
 
@@ -184,7 +184,7 @@ def test_without_horovod_the_error_says_how_to_get_it(monkeypatch: pytest.Monkey
 
 
 def test_importing_the_module_starts_neither_tensorflow_nor_horovod() -> None:
-    program = "import sys, profiler.links; sys.exit(bool({'tensorflow', 'horovod'} & set(sys.modules)))"
+    program = "import sys, dapple_tf.profiler.links; sys.exit(bool({'tensorflow', 'horovod'} & set(sys.modules)))"
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
 
 
@@ -220,7 +220,7 @@ def test_a_failure_to_write_is_one_line_on_rank_0(
 
 PROBE = """
 import horovod.tensorflow as hvd
-from profiler.links import probe
+from dapple_tf.profiler.links import probe
 hvd.init()
 cluster = probe(server=f"server{min(hvd.rank(), 1)}", sizes=(4096, 1 << 20, 4 << 20), repeats=4, device_memory=5e9)
 assert len(hvd.allgather_object(repr(cluster))) == hvd.size()  # Horovod still works, and no rank leaves early
@@ -266,7 +266,7 @@ def test_three_ranks_on_two_servers() -> None:
 
 @needs_horovod
 def test_the_command_writes_the_cluster(tmp_path: Path) -> None:
-    outputs = run_ranks(["-m", "profiler.links", "-o", str(tmp_path / "cluster.yaml")], 2)
+    outputs = run_ranks(["-m", "dapple_tf.profiler.links", "-o", str(tmp_path / "cluster.yaml")], 2)
     assert [output.stdout for output in outputs] == ["", ""]
     cluster = Cluster.load(tmp_path / "cluster.yaml")
     assert [server.devices for server in cluster.servers] == [2]
@@ -277,7 +277,7 @@ def test_the_command_writes_the_cluster(tmp_path: Path) -> None:
 @needs_horovod
 def test_one_rank_has_no_link(tmp_path: Path) -> None:
     with pytest.raises(RanksError) as caught:
-        run_ranks(["-m", "profiler.links", "-o", str(tmp_path / "cluster.yaml")], 1)
+        run_ranks(["-m", "dapple_tf.profiler.links", "-o", str(tmp_path / "cluster.yaml")], 1)
     assert caught.value.exit_code == 1
     assert caught.value.ranks[0].stderr.splitlines()[-1].startswith("error: there is only one rank")
     assert "Traceback" not in caught.value.ranks[0].stderr
@@ -287,7 +287,7 @@ def test_one_rank_has_no_link(tmp_path: Path) -> None:
 @needs_horovod
 def test_a_file_that_cannot_be_written_is_reported_once(tmp_path: Path) -> None:
     with pytest.raises(RanksError) as caught:
-        run_ranks(["-m", "profiler.links", "-o", str(tmp_path / "nowhere" / "cluster.yaml")], 2)
+        run_ranks(["-m", "dapple_tf.profiler.links", "-o", str(tmp_path / "nowhere" / "cluster.yaml")], 2)
     assert caught.value.exit_code == 1
     stderr = "".join(output.stderr for output in caught.value.ranks)
     assert stderr.count("error: ") == 1

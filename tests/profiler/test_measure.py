@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from profiler.measure import (
+from dapple_tf.profiler.measure import (
     LEAST_ROUNDS,
     Clock,
     choose_even_starts,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from profiler.errors import ProfileError
-from profiler.peaks import Peak, find_peak
+from dapple_tf.errors import ProfileError
+from dapple_tf.profiler.peaks import Peak, find_peak
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from profiler.cluster import config, load_preset
-from profiler.errors import ClusterError
+from dapple_tf.errors import ClusterError
+from dapple_tf.profiler.cluster import config, load_preset
 
 
 def test_config_a_has_servers_of_eight_with_nvlink() -> None:

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from profiler.errors import ProfileError
-from profiler.profile import LayerCost, Profile, Timing, WholeModel
+from dapple_tf.errors import ProfileError
+from dapple_tf.profiler.profile import LayerCost, Profile, Timing, WholeModel
 from tests.profiler.builders import make_layer, make_profile, profiles
 
 VALID: dict[str, Any] = {

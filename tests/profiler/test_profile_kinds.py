@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from profiler.errors import ProfileError
-from profiler.profile import KindSeconds, Profile, Timing
+from dapple_tf.errors import ProfileError
+from dapple_tf.profiler.profile import KindSeconds, Profile, Timing
 from tests.profiler.builders import make_layer, make_profile
 
 PROFILE = make_profile(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from profiler.quote import quote
+from dapple_tf.profiler.quote import quote
 
 
 @pytest.mark.parametrize("value", [None, True, 1.5, "text", [1, "a"], {"a": [1, {"b": 2}]}, 10**100])

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from profiler.errors import ProfileError
-from profiler.read_files import LARGEST_FILE, read_json, read_text
+from dapple_tf.errors import ProfileError
+from dapple_tf.profiler.read_files import LARGEST_FILE, read_json, read_text
 from tests.quick import at_most
 
 

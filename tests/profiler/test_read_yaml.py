@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from profiler.read_files import LONGEST_YAML, load_yaml
+from dapple_tf.profiler.read_files import LONGEST_YAML, load_yaml
 from tests.quick import at_most
 
 # Each level holds the one before ten times: 10^9 values in a few hundred bytes.

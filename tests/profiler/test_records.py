@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import pytest
 
-from profiler.records import Count, Figure, Name, read_record
+from dapple_tf.profiler.records import Count, Figure, Name, read_record
 
 
 class FileError(ValueError):

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from profiler.errors import ClusterError
-from profiler.units import (
+from dapple_tf.errors import ClusterError
+from dapple_tf.profiler.units import (
     BYTES,
     BYTES_A_SECOND,
     SECONDS,

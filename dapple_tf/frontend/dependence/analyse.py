@@ -35,8 +35,8 @@ from dapple_tf.frontend.dependence.numbers import (
 from dapple_tf.frontend.dependence.scope import MULTIPLES, Scope, op_names
 from dapple_tf.frontend.dependence.undecided import Experiments
 from dapple_tf.frontend.inference import BodyShapes, Shapes, infer_body
-from graph_passes.analysis.layers import SHAPE_OPS
-from graph_passes.ir.graph import Effect, FunctionRef, Graph, Node, Shape, Value
+from dapple_tf.graph_passes.analysis.layers import SHAPE_OPS
+from dapple_tf.graph_passes.ir.graph import Effect, FunctionRef, Graph, Node, Shape, Value
 
 _RULES = {
     **layout.RULES,

@@ -7,7 +7,7 @@ from typing import Any
 
 from dapple_tf.frontend.inference import BodyShapes, Shapes, argument_name
 from dapple_tf.frontend.read_graph import read_graph, read_value
-from graph_passes.ir.graph import Graph, Node
+from dapple_tf.graph_passes.ir.graph import Graph, Node
 
 
 @dataclass(frozen=True)

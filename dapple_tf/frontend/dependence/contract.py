@@ -10,7 +10,7 @@ from dapple_tf.frontend.dependence.elementwise import PAIRS_SHARED, scale_total
 from dapple_tf.frontend.dependence.kinds import SIZE, Form, Kind, shared
 from dapple_tf.frontend.dependence.operands import Rule, only_rows, same_order
 from dapple_tf.frontend.dependence.scope import Scope, attr, op_names
-from graph_passes.ir.graph import Node, Value
+from dapple_tf.graph_passes.ir.graph import Node, Value
 
 REDUCTIONS = frozenset({"Sum", "Mean", "Max", "Min", "Prod", "All", "Any", "EuclideanNorm"})
 COMBINED_BY: Mapping[str, str] = MappingProxyType(

@@ -14,7 +14,7 @@ from dapple_tf.frontend.dependence.kinds import SIZE, Form, Kind, coupled, share
 from dapple_tf.frontend.dependence.numbers import Numbers
 from dapple_tf.frontend.dependence.scope import Layout, Scope, attr, op_names
 from dapple_tf.frontend.inference import chosen_branch
-from graph_passes.ir.graph import FunctionRef, Node, Opaque, Value
+from dapple_tf.graph_passes.ir.graph import FunctionRef, Node, Opaque, Value
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from dapple_tf.frontend.dependence.bodies import Body, read_body
 from dapple_tf.frontend.dependence.kinds import CONSTANT, Form, Kind, shared
 from dapple_tf.frontend.dependence.scope import Scope
 from dapple_tf.frontend.inference import infer_body
-from graph_passes.ir.graph import Node, Shape, Value
+from dapple_tf.graph_passes.ir.graph import Node, Shape, Value
 
 KindsOfBody = Callable[[Body, Sequence[Kind]], list[Kind]]
 """Returns the kinds of the outputs of a function, for arguments of these kinds."""

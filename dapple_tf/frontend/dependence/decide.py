@@ -17,10 +17,10 @@ from dapple_tf.frontend.dependence.scope import Scope
 from dapple_tf.frontend.dependence.undecided import Experiments
 from dapple_tf.frontend.inference import Shapes
 from dapple_tf.frontend.row_draws import RowDraw
-from graph_passes.analysis.layers import CAPTURED_INPUTS, SHAPE_OPS, live_nodes, written_variables
-from graph_passes.analysis.loss_head import LossHeadInput
-from graph_passes.ir.graph import Effect, Graph, Node, Value, ancestors
-from graph_passes.passes.microbatch import MergeKind
+from dapple_tf.graph_passes.analysis.layers import CAPTURED_INPUTS, SHAPE_OPS, live_nodes, written_variables
+from dapple_tf.graph_passes.analysis.loss_head import LossHeadInput
+from dapple_tf.graph_passes.ir.graph import Effect, Graph, Node, Value, ancestors
+from dapple_tf.graph_passes.passes.microbatch import MergeKind
 
 _NO_SUM = (
     "compute it per sample and reduce it by a sum or mean; or pass batch_loss=True (with mode='sync'), or "

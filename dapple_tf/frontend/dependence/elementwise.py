@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dapple_tf.frontend.dependence.kinds import SIZE, Form, Kind, shared
 from dapple_tf.frontend.dependence.numbers import affine, varies
 from dapple_tf.frontend.dependence.scope import Scope, attr, op_names
-from graph_passes.ir.graph import Node, TensorType, Value
+from dapple_tf.graph_passes.ir.graph import Node, TensorType, Value
 
 UNARY = op_names(
     "Abs Acos Acosh Angle Asin Asinh Atan Atanh BesselI0 BesselI0e BesselI1 BesselI1e BesselJ0 BesselJ1 BesselK0 "

@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.core.framework import attr_value_pb2
 
-from graph_passes.ir.graph import DType, Node, Opaque
+from dapple_tf.graph_passes.ir.graph import DType, Node, Opaque
 
 LARGEST = 256
 """The number of elements above which a tensor is not evaluated."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dapple_tf.frontend.dependence.elementwise import add_totals
 from dapple_tf.frontend.dependence.kinds import SIZE, Form, Kind, rows, shared
 from dapple_tf.frontend.dependence.scope import Scope
-from graph_passes.ir.graph import Node
+from dapple_tf.graph_passes.ir.graph import Node
 
 Rule = Callable[[Scope, Node, Sequence[Kind]], Kind | list[Kind]]
 

@@ -12,8 +12,8 @@ from dapple_tf.frontend.dependence.kinds import SIZE, Form, Kind, rows, shared
 from dapple_tf.frontend.dependence.operands import CONSTANT_ROWS, Rule, only_rows, same_order
 from dapple_tf.frontend.dependence.ragged import reduce_rows
 from dapple_tf.frontend.dependence.scope import Scope, attr
-from graph_passes.analysis.layers import CAPTURED_INPUTS
-from graph_passes.ir.graph import Effect, Node, Value
+from dapple_tf.graph_passes.analysis.layers import CAPTURED_INPUTS
+from dapple_tf.graph_passes.ir.graph import Effect, Node, Value
 
 _RESHAPING = frozenset({"Reshape", "Squeeze", "ExpandDims", "Identity"})
 _DEEPEST = 8  # ops that are nested in a text of ``_expression``; a deeper value is written as its name

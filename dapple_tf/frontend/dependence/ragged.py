@@ -12,7 +12,7 @@ from types import MappingProxyType
 from dapple_tf.frontend.dependence.kinds import Form, Kind, rows, shared
 from dapple_tf.frontend.dependence.operands import Rule, only_rows
 from dapple_tf.frontend.dependence.scope import Scope, attr
-from graph_passes.ir.graph import Node, Value
+from dapple_tf.graph_passes.ir.graph import Node, Value
 
 
 def reduce_rows(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:

@@ -8,7 +8,7 @@ from dapple_tf.frontend.dependence.elementwise import PAIRS_SHARED
 from dapple_tf.frontend.dependence.kinds import Form, Kind, rows, shared
 from dapple_tf.frontend.dependence.scope import Scope
 from dapple_tf.frontend.draw_layouts import DRAW_INPUTS, ROW_PARAMETERS
-from graph_passes.ir.graph import Node, Value
+from dapple_tf.graph_passes.ir.graph import Node, Value
 
 _PREFIX = "Stateless"
 _DISTRIBUTIONS = ("Random", "Truncated", "Parameterized", "Multinomial", "Binomial", "Gamma", "Poisson", "Shuffle")

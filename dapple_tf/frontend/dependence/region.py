@@ -21,8 +21,8 @@ from dapple_tf.frontend.dependence.kinds import CONSTANT, Form
 from dapple_tf.frontend.dependence.numbers import Numbers, affine, constant_value, varies
 from dapple_tf.frontend.dependence.scope import Scope, op_names
 from dapple_tf.frontend.write_graph import needed_library
-from graph_passes.analysis.layers import CAPTURED_INPUTS
-from graph_passes.ir.graph import Effect, Graph, Node, Value
+from dapple_tf.graph_passes.analysis.layers import CAPTURED_INPUTS
+from dapple_tf.graph_passes.ir.graph import Effect, Graph, Node, Value
 
 LOOPING = internals.CALL_OPS | internals.LOOP_OPS
 _MOST_NODES = 250

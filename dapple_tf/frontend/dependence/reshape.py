@@ -10,7 +10,7 @@ from types import MappingProxyType
 from dapple_tf.frontend.dependence.kinds import Kind
 from dapple_tf.frontend.dependence.operands import CONSTANT_ROWS, Rule, data_operands
 from dapple_tf.frontend.dependence.scope import Scope, attr
-from graph_passes.ir.graph import Node, Value
+from dapple_tf.graph_passes.ir.graph import Node, Value
 
 UNKNOWN = -1
 """``inner`` of rows whose number of entries for each sample is known only when the step runs."""

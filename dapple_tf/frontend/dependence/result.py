@@ -9,9 +9,9 @@ from typing import Any, Literal
 from dapple_tf.exactness import Exactness
 from dapple_tf.frontend.dependence.kinds import Kind
 from dapple_tf.frontend.row_draws import RowDraw
-from graph_passes.analysis.loss_head import LossHeadInput
-from graph_passes.ir.graph import Value
-from graph_passes.passes.microbatch import MergeKind
+from dapple_tf.graph_passes.analysis.loss_head import LossHeadInput
+from dapple_tf.graph_passes.ir.graph import Value
+from dapple_tf.graph_passes.passes.microbatch import MergeKind
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import numpy as np
 from dapple_tf.frontend.dependence.kinds import CONSTANT, Kind, coupled
 from dapple_tf.frontend.dependence.numbers import Numbers, affine, varies
 from dapple_tf.frontend.inference import Shapes
-from graph_passes.ir.graph import OTHER, Attr, Graph, Node, Value
+from dapple_tf.graph_passes.ir.graph import OTHER, Attr, Graph, Node, Value
 
 MULTIPLES = (1, 2, 3)
 """Small integers are evaluated for these multiples of the batch size at which shapes were inferred."""

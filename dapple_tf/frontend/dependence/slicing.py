@@ -11,7 +11,7 @@ from dapple_tf.frontend.dependence.kinds import SIZE, Form, Kind, shared
 from dapple_tf.frontend.dependence.numbers import strided_index
 from dapple_tf.frontend.dependence.operands import CONSTANT_ROWS, Rule, data_operands
 from dapple_tf.frontend.dependence.scope import Scope, attr
-from graph_passes.ir.graph import Node
+from dapple_tf.graph_passes.ir.graph import Node
 
 
 @data_operands(1)

@@ -27,7 +27,7 @@ from dapple_tf.frontend.dependence.numbers import affine, varies
 from dapple_tf.frontend.dependence.region import LOOPING, Region, find_limits, find_region
 from dapple_tf.frontend.dependence.scope import Scope
 from dapple_tf.frontend.write_graph import import_graph, needed_library, rename_functions
-from graph_passes.ir.graph import Graph, Node, Value
+from dapple_tf.graph_passes.ir.graph import Graph, Node, Value
 
 _LISTED = LOOPING | TENSOR_LISTS  # TensorFlow does not tell the lengths of their results
 _SECONDS = 2.0  # for a run of a loop, which takes milliseconds if it ends at all

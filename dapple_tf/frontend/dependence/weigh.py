@@ -19,7 +19,7 @@ from dapple_tf.frontend.dependence.kinds import Form
 from dapple_tf.frontend.dependence.numbers import constant_value
 from dapple_tf.frontend.dependence.result import BatchDependence
 from dapple_tf.frontend.dependence.scope import op_names
-from graph_passes.ir.graph import Node, Value
+from dapple_tf.graph_passes.ir.graph import Node, Value
 
 _TERMS = {
     "Select": slice(1, None),

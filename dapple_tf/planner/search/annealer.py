@@ -18,18 +18,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dapple_tf.errors import PlanError
+from dapple_tf.graph_passes.schedules.spec import ScheduleSpec
 from dapple_tf.planner.planning_problem import PlanningProblem
 from dapple_tf.planner.systems.device_order import list_devices
 from dapple_tf.plans import Plan, StagePlan
+from dapple_tf.profiler.cluster import Cluster
+from dapple_tf.profiler.cores import count_cores
+from dapple_tf.profiler.profile import Profile
 from dapple_tf.simulator.arrays import prefix_sums
 from dapple_tf.simulator.interrupts import check_stop, stop_flag
 from dapple_tf.simulator.memory import usable_bytes
 from dapple_tf.simulator.native.library import load_library
 from dapple_tf.simulator.transfer import link_tables
-from graph_passes.schedules.spec import ScheduleSpec
-from profiler.cluster import Cluster
-from profiler.cores import count_cores
-from profiler.profile import Profile
 
 ANY_WARM_UP = -1
 _UNFIT = 1e12  # seconds, and more, of a layout that does not fit

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from dapple_tf.errors import ScheduleError
+from dapple_tf.graph_passes.schedules.spec import ScheduleSpec
+from dapple_tf.graph_passes.schedules.worker_map import WorkerMap
 from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem
 from dapple_tf.planner.search.chunk_shapes import ChunkShape, list_shapes
 from dapple_tf.planner.search.chunk_simulation import CostSource, CutResult, CutSimulator
 from dapple_tf.simulator.arrays import Floats, Integers
 from dapple_tf.simulator.named_orders import is_interleaved
-from graph_passes.schedules.spec import ScheduleSpec
-from graph_passes.schedules.worker_map import WorkerMap
 
 # The work of one search: plans simulated to improve the cuts, of one shape at one size and in all, cuts looked at,
 # simulated events, and actions of the schedules built.

@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from dapple_tf.errors import ScheduleError
+from dapple_tf.graph_passes.schedules.spec import ScheduleSpec
+from dapple_tf.graph_passes.schedules.worker_map import WorkerMap
 from dapple_tf.planner.planning_problem import PlanningProblem
 from dapple_tf.planner.search.placement import Placement, append_first, device_indices, fresh_first, scatter_first
 from dapple_tf.planner.search.search_space import server_orders
-from graph_passes.schedules.spec import ScheduleSpec
-from graph_passes.schedules.worker_map import WorkerMap
-from profiler.cluster import Cluster
+from dapple_tf.profiler.cluster import Cluster
 
 _MOST_DEVICES = 64  # with more there are too many combinations of workers and replicas
 

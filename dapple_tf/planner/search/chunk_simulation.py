@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from dapple_tf.graph_passes.schedules.spec import ScheduleSpec
+from dapple_tf.graph_passes.schedules.worker_map import WorkerMap
 from dapple_tf.planner.planning_problem import PlanningProblem
 from dapple_tf.planner.search.balanced_cuts import even_sums, least_squares
 from dapple_tf.planner.search.chunk_shapes import ChunkShape, Groups, list_worker_placements
@@ -24,8 +26,6 @@ from dapple_tf.simulator.link_costs import LinkCosts
 from dapple_tf.simulator.memory import usable_bytes
 from dapple_tf.simulator.named_orders import Ordered, named_order
 from dapple_tf.simulator.transfer import ring_seconds
-from graph_passes.schedules.spec import ScheduleSpec
-from graph_passes.schedules.worker_map import WorkerMap
 
 call_from_compiled(exposed_of, ring_seconds, row_peak, least_squares)
 _even_sums, _worker_peaks = compiled(even_sums), compiled(worker_peaks)  # called thousands of times

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from profiler.cluster import Cluster
+from dapple_tf.profiler.cluster import Cluster
 
 Used = tuple[int, ...]  # number of devices in use on each server; those of a server are taken in order
 Policy = Callable[[Used, Used, int], Used]  # used, server sizes, number of devices wanted -> used afterwards

@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 
 from dapple_tf.planner.search.balanced_cuts import even_starts
 from dapple_tf.planner.search.placement import Placements, append_first, find_all_placements, find_placements
+from dapple_tf.profiler.cluster import Cluster
+from dapple_tf.profiler.linearise import Chain, cut_chain
 from dapple_tf.simulator.arrays import Floats, Integers
 from dapple_tf.simulator.compiled import call_from_compiled, compiled
 from dapple_tf.simulator.transfer import (
@@ -23,8 +25,6 @@ from dapple_tf.simulator.transfer import (
     measure_shares,
     measure_transfer,
 )
-from profiler.cluster import Cluster
-from profiler.linearise import Chain, cut_chain
 
 call_from_compiled(measure_transfer, measure_shares, measure_loads)
 

@@ -16,14 +16,14 @@ from numpy.typing import NDArray
 from dapple_tf.planner.planning_problem import PlanningProblem
 from dapple_tf.planner.search.search_space import coarsen
 from dapple_tf.plans import StagePlan
+from dapple_tf.profiler.cluster import Cluster
+from dapple_tf.profiler.device_costs import profile_on
+from dapple_tf.profiler.linearise import Chain
+from dapple_tf.profiler.profile import Profile
 from dapple_tf.simulator.arrays import Floats, Integers, prefix_sums
 from dapple_tf.simulator.compiled import call_from_compiled, compiled, compiled_part
 from dapple_tf.simulator.memory import usable_bytes
 from dapple_tf.simulator.transfer import allreduce_cost, link_tables, ring_seconds, transfer_cost
-from profiler.cluster import Cluster
-from profiler.device_costs import profile_on
-from profiler.linearise import Chain
-from profiler.profile import Profile
 
 call_from_compiled(ring_seconds)
 

@@ -15,9 +15,9 @@ from dapple_tf.planner.registration import planner
 from dapple_tf.planner.search.search_space import coarsen
 from dapple_tf.planner.systems.alpa_search import MeshCosts, count_steps, slice_operators
 from dapple_tf.plans import StagePlan
+from dapple_tf.profiler.linearise import Chain, without_unsplittable_cuts
 from dapple_tf.simulator.arrays import run_sums
 from dapple_tf.simulator.memory import usable_bytes
-from profiler.linearise import Chain, without_unsplittable_cuts
 
 _MOST_DEVICES = 1024
 _MOST_STEPS = 4_000_000  # of one dynamic program: some milliseconds

@@ -12,15 +12,15 @@ import math
 import numpy as np
 
 from dapple_tf.errors import PlanError
+from dapple_tf.graph_passes.schedules.slicer import count_slices, slice_sizes, sliced_1f1b
 from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem
 from dapple_tf.planner.registration import planner
 from dapple_tf.planner.search.search_space import coarsen
 from dapple_tf.planner.systems.autopipe_partition import Blocks, Simulated, search_scheme
 from dapple_tf.plans import StagePlan
+from dapple_tf.profiler.linearise import Chain, cut_chain
 from dapple_tf.simulator.arrays import prefix_sums
 from dapple_tf.simulator.transfer import link_tables, transfer_cost
-from graph_passes.schedules.slicer import count_slices, slice_sizes, sliced_1f1b
-from profiler.linearise import Chain, cut_chain
 
 _MOST_BLOCKS = 1000
 

@@ -27,14 +27,14 @@ from dapple_tf.planner.systems.bapipe_partition import (
     slowest,
 )
 from dapple_tf.plans import StagePlan
+from dapple_tf.profiler.cluster import Link
+from dapple_tf.profiler.device_costs import profile_on
+from dapple_tf.profiler.linearise import Chain, cut_chain
 from dapple_tf.simulator.arrays import Floats, Integers, prefix_sums
 from dapple_tf.simulator.compiled import compiled, compiled_part
 from dapple_tf.simulator.compiled_engine import step_seconds
 from dapple_tf.simulator.memory import usable_bytes
 from dapple_tf.simulator.order import early_backward_order
-from profiler.cluster import Link
-from profiler.device_costs import profile_on
-from profiler.linearise import Chain, cut_chain
 
 _ORIGIN = "BaPipe's partition"
 _SYNCHRONOUS = {"1F1B-SNO": "1f1b-sno", "1F1B-SO": "1f1b-so"}

@@ -11,8 +11,8 @@ import networkx as nx
 import numpy as np
 
 from dapple_tf.errors import PlanError
+from dapple_tf.profiler.cluster import Cluster
 from dapple_tf.simulator.arrays import Floats
-from profiler.cluster import Cluster
 
 
 def _server_bandwidths(cluster: Cluster) -> Floats:

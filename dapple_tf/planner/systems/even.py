@@ -9,13 +9,13 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from dapple_tf.errors import PlanError
+from dapple_tf.graph_passes.schedules.worker_map import WorkerMap
 from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem
 from dapple_tf.planner.registration import planner
 from dapple_tf.planner.search.chunk_shapes import ChunkShape, list_shapes
 from dapple_tf.plans import StagePlan
+from dapple_tf.profiler.device_costs import profiles_on
 from dapple_tf.simulator.arrays import prefix_sums
-from graph_passes.schedules.worker_map import WorkerMap
-from profiler.device_costs import profiles_on
 
 
 @planner("even", unequal=True, shares_devices=True)

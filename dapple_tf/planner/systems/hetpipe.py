@@ -13,15 +13,15 @@ from dapple_tf.errors import PlanError
 from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem
 from dapple_tf.planner.registration import planner
 from dapple_tf.plans import StagePlan
+from dapple_tf.profiler.cluster import Cluster
+from dapple_tf.profiler.device_costs import profile_on
+from dapple_tf.profiler.linearise import Chain
+from dapple_tf.profiler.profile import Profile
+from dapple_tf.profiler.units import format_samples
 from dapple_tf.simulator.arrays import Floats, Integers, prefix_sums
 from dapple_tf.simulator.compiled import compiled
 from dapple_tf.simulator.memory import usable_bytes
 from dapple_tf.simulator.virtual_workers import simulate_workers
-from profiler.cluster import Cluster
-from profiler.device_costs import profile_on
-from profiler.linearise import Chain
-from profiler.profile import Profile
-from profiler.units import format_samples
 
 _POLICIES = ("NP", "ED", "HD")
 _MOST_ORDERS = 24  # of the kinds in a virtual worker; of more only those by rising and falling speed

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dapple_tf.errors import PlanError
+from dapple_tf.profiler.cluster import Cluster
 from dapple_tf.simulator.arrays import Floats
-from profiler.cluster import Cluster
 
 _Labels = NDArray[np.int64]  # of each server: the first server of its component
 

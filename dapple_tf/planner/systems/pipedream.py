@@ -12,7 +12,7 @@ from dapple_tf.planner.systems.hierarchy import Hierarchy, derive_hierarchy
 from dapple_tf.planner.systems.pipedream_formula import check_minibatch_size, predict_throughput
 from dapple_tf.planner.systems.pipedream_search import BlockCosts, count_steps, find_stages
 from dapple_tf.plans import StagePlan
-from profiler.linearise import Chain, without_unsplittable_cuts
+from dapple_tf.profiler.linearise import Chain, without_unsplittable_cuts
 
 _MOST_DEVICES = 4096
 _MOST_STEPS = 4_000_000_000  # of the dynamic program: some seconds

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from dapple_tf.errors import PlanError
 from dapple_tf.planner.systems.hierarchy import Hierarchy
 from dapple_tf.plans import StagePlan
+from dapple_tf.profiler.profile import Profile
 from dapple_tf.simulator.arrays import prefix_sums
 from dapple_tf.simulator.compiled import compiled
-from profiler.profile import Profile
 
 
 @dataclass(frozen=True)

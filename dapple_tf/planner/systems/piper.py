@@ -13,10 +13,10 @@ from dapple_tf.planner.search.search_space import coarsen
 from dapple_tf.planner.systems.hierarchy import derive_hierarchy
 from dapple_tf.planner.systems.piper_search import PiperCosts, PiperStage, count_steps, find_configuration, largest_load
 from dapple_tf.plans import StagePlan
+from dapple_tf.profiler.cluster import Cluster
+from dapple_tf.profiler.linearise import Chain, without_unsplittable_cuts
 from dapple_tf.simulator.arrays import prefix_sums
 from dapple_tf.simulator.memory import usable_bytes
-from profiler.cluster import Cluster
-from profiler.linearise import Chain, without_unsplittable_cuts
 
 _MOST_DEVICES = 4096
 _MOST_STEPS = 1_000_000_000  # of one dynamic program: some seconds

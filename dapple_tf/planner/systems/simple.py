@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from dapple_tf.errors import PlanError
+from dapple_tf.graph_passes.schedules.spec import ScheduleSpec
+from dapple_tf.graph_passes.schedules.worker_map import WorkerMap
 from dapple_tf.planner.baselines import data_parallel, even_stages
 from dapple_tf.planner.planning_problem import PlannerResult, PlanningProblem
 from dapple_tf.planner.registration import planner
 from dapple_tf.planner.search.chunk_shapes import most_stages
-from graph_passes.schedules.spec import ScheduleSpec
-from graph_passes.schedules.worker_map import WorkerMap
 
 
 @planner("gpipe", unequal=True, shares_devices=True)

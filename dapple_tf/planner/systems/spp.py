@@ -26,8 +26,8 @@ from dapple_tf.planner.systems.spp_partition import (
     stage_seconds,
 )
 from dapple_tf.plans import StagePlan
+from dapple_tf.profiler.linearise import Chain
 from dapple_tf.simulator.arrays import Floats, prefix_sums
-from profiler.linearise import Chain
 
 _MOST_DEVICES = 64  # the minimum cuts of more would take minutes
 _MOST_BLOCKS = 400

@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from dapple_tf.graph_passes.schedules.schedule import Action, Schedule
 from dapple_tf.simulator.arrays import Floats
 from dapple_tf.simulator.compiled_engine import step_seconds
 from dapple_tf.simulator.order import early_backward_order
-from graph_passes.schedules.schedule import Action, Schedule
 
 
 class StageSeconds(NamedTuple):

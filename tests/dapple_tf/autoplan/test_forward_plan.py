@@ -6,8 +6,8 @@ import pytest
 
 from dapple_tf.autoplan.forward_plan import follow_plan
 from dapple_tf.autoplan.layer_estimates import EstimatedCosts
-from graph_passes.analysis.layers import Layers, find_layers
-from graph_passes.ir.graph import Graph, Node, Value, tensor
+from dapple_tf.graph_passes.analysis.layers import Layers, find_layers
+from dapple_tf.graph_passes.ir.graph import Graph, Node, Value, tensor
 from tests.dapple_tf.builders import make_plan
 
 

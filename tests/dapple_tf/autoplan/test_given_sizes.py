@@ -14,7 +14,7 @@ import dapple_tf as dapple
 from dapple_tf.autoplan.batch_fit import check_given_sizes, count_samples
 from dapple_tf.autoplan.options import Options
 from dapple_tf.errors import PlanError
-from profiler.cluster import config
+from dapple_tf.profiler.cluster import config
 from tests.equality.small_models import chain, data, sgd, weights
 
 

@@ -11,9 +11,9 @@ import tensorflow as tf
 from dapple_tf.autoplan.layer_estimates import estimate_cut_seconds, estimate_layer_seconds, estimate_node_seconds
 from dapple_tf.frontend.capture import capture
 from dapple_tf.frontend.shapes import infer_shapes
-from graph_passes.analysis.layers import find_layers
-from graph_passes.analysis.op_costs import flops
-from graph_passes.ir.graph import Graph, Node, Shape, Value, attributes, tensor
+from dapple_tf.graph_passes.analysis.layers import find_layers
+from dapple_tf.graph_passes.analysis.op_costs import flops
+from dapple_tf.graph_passes.ir.graph import Graph, Node, Shape, Value, attributes, tensor
 from tests.dapple_tf.builders import X, chain, layers_of
 
 SCALE = tf.Variable(1.0)

@@ -9,7 +9,7 @@ import pytest
 
 import dapple_tf as dapple
 from dapple_tf.autoplan.measured_problem import count_slots, usable_devices
-from profiler.cluster import config
+from dapple_tf.profiler.cluster import config
 from tests.equality.small_models import chain, data, sgd, weights
 
 

@@ -9,7 +9,7 @@ import pytest
 
 import dapple_tf as dapple
 from dapple_tf.errors import PlanError
-from profiler.cluster import Link, config
+from dapple_tf.profiler.cluster import Link, config
 from tests.equality.small_models import chain, data, sgd, weights
 
 # Tiny models measure badly, which is not what these tests are about.

@@ -14,7 +14,7 @@ import dapple_tf as dapple
 from dapple_tf.autoplan.options import Options, OptionTypes, check_contradictions
 from dapple_tf.commands.train import train
 from dapple_tf.errors import PlanError, ScheduleError
-from profiler.cluster import config
+from dapple_tf.profiler.cluster import config
 from tests.dapple_tf.builders import make_plan
 
 

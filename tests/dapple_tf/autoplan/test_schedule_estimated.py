@@ -18,9 +18,9 @@ from dapple_tf.compiler import PlannedModel
 from dapple_tf.errors import PlanError
 from dapple_tf.frontend.capture import capture
 from dapple_tf.frontend.shapes import infer_shapes, mark_batch
+from dapple_tf.graph_passes.analysis.layers import find_layers
+from dapple_tf.profiler.cluster import Link, config
 from dapple_tf.staged_model import stage_model
-from graph_passes.analysis.layers import find_layers
-from profiler.cluster import Link, config
 from tests.dapple_tf.simulator.builders import make_plan
 
 ROWS, WIDTH, MICRO_BATCHES, LAYERS = 64, 64, 8, 6

@@ -10,8 +10,8 @@ import tensorflow as tf
 
 import dapple_tf as dapple
 from dapple_tf.errors import DappleWarning, PlanError
+from dapple_tf.profiler.cluster import Cluster, Link, Server, config
 from dapple_tf.timeline.recording import BY_PROFILE, BY_TIMES
-from profiler.cluster import Cluster, Link, Server, config
 from tests.equality.small_models import chain, data, sgd, values, weights
 
 # Tiny models measure badly, which is not what these tests are about.

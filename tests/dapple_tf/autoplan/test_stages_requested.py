@@ -11,9 +11,9 @@ from dapple_tf.autoplan.options import Options
 from dapple_tf.autoplan.recompute_option import StageNumbers
 from dapple_tf.autoplan.stages_requested import plan_requested_stages
 from dapple_tf.errors import PartitionError, PlanError, ScheduleError
+from dapple_tf.graph_passes.analysis.layers import Layers, find_layers
+from dapple_tf.graph_passes.ir.graph import Graph, Node, Value, tensor
 from dapple_tf.plans import Plan
-from graph_passes.analysis.layers import Layers, find_layers
-from graph_passes.ir.graph import Graph, Node, Value, tensor
 
 
 def model(*shapes: tuple[int | None, ...]) -> Layers:

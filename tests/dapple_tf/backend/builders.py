@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import tensorflow as tf
 
 from dapple_tf.backend.handler import Context
-from graph_passes.ir.graph import Attr, Graph, Node, TensorType, attributes
-from graph_passes.ir.ops import OpName
+from dapple_tf.graph_passes.ir.graph import Attr, Graph, Node, TensorType, attributes
+from dapple_tf.graph_passes.ir.ops import OpName
 
 DEVICES = tuple(f"/job:localhost/replica:0/task:0/device:CPU:{i}" for i in range(4))
 

@@ -10,9 +10,9 @@ import pytest
 import tensorflow as tf
 
 from dapple_tf.backend.batch_handlers import HANDLERS
-from graph_passes.analysis.row_bounds import replica_bounds
-from graph_passes.ir.graph import Attr, TensorType, tensor
-from graph_passes.ir.ops import OpName
+from dapple_tf.graph_passes.analysis.row_bounds import replica_bounds
+from dapple_tf.graph_passes.ir.graph import Attr, TensorType, tensor
+from dapple_tf.graph_passes.ir.ops import OpName
 from tests.dapple_tf.backend.builders import make_context, make_node
 
 

@@ -7,8 +7,8 @@ import dataclasses
 import tensorflow as tf
 
 from dapple_tf.backend.bindings import Buffers, StepVariables
-from graph_passes.ir.graph import Attr, Graph, Node, Value, attributes, tensor
-from graph_passes.ir.ops import OpName
+from dapple_tf.graph_passes.ir.graph import Attr, Graph, Node, Value, attributes, tensor
+from dapple_tf.graph_passes.ir.ops import OpName
 from tests.dapple_tf.backend.builders import DEVICES, make_node
 
 

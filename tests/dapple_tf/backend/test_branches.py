@@ -10,7 +10,18 @@ import tensorflow as tf
 
 from dapple_tf.backend.branches import build_branches
 from dapple_tf.backend.stage_function import build_function
-from graph_passes.ir.graph import DType, Effect, Function, FunctionRef, Graph, Node, Port, Value, attributes, tensor
+from dapple_tf.graph_passes.ir.graph import (
+    DType,
+    Effect,
+    Function,
+    FunctionRef,
+    Graph,
+    Node,
+    Port,
+    Value,
+    attributes,
+    tensor,
+)
 
 HANDLE, SCALAR, FLAG = tensor("resource"), tensor("float32"), tensor("bool")
 

@@ -15,9 +15,9 @@ import dapple_tf as dapple
 from dapple_tf.backend.handler import call
 from dapple_tf.backend.operations import Operations
 from dapple_tf.backend.program import emit
-from graph_passes.ir.graph import Graph, Node, Value, attributes, tensor
-from graph_passes.ir.ops import OpName
-from graph_passes.schedules.spec import ScheduleSpec
+from dapple_tf.graph_passes.ir.graph import Graph, Node, Value, attributes, tensor
+from dapple_tf.graph_passes.ir.ops import OpName
+from dapple_tf.graph_passes.schedules.spec import ScheduleSpec
 from tests.dapple_tf.backend.builders import DEVICES, NamedVariables
 from tests.equality.small_models import chain, data, sgd, weights
 

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from dapple_tf.backend.foreign_reads import only_read, pass_values
 from dapple_tf.backend.stage_function import build_compiled_function, build_function
-from graph_passes.ir.graph import Function
+from dapple_tf.graph_passes.ir.graph import Function
 from tests.dapple_tf.backend.test_stage_function import whole_loss
 
 X = np.array([[1.0, 2.0], [3.0, 4.0]], np.float32)

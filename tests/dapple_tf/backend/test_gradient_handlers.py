@@ -12,8 +12,8 @@ import tensorflow as tf
 
 from dapple_tf.backend.gradient_handlers import HANDLERS
 from dapple_tf.backend.handler import Context
-from graph_passes.ir.graph import OTHER, Attr, tensor
-from graph_passes.ir.ops import OpName
+from dapple_tf.graph_passes.ir.graph import OTHER, Attr, tensor
+from dapple_tf.graph_passes.ir.ops import OpName
 from tests.dapple_tf.backend.builders import NamedVariables, make_context, make_node
 
 PLACE = {"stage": 1, "replica": 0}

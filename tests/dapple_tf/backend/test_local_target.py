@@ -10,10 +10,10 @@ from dapple_tf.backend.build_times import BuildTimes
 from dapple_tf.compiler import StepVariant
 from dapple_tf.errors import PlanError
 from dapple_tf.frontend.capture import capture
+from dapple_tf.graph_passes.analysis.layers import find_layers
 from dapple_tf.plans import Plan
 from dapple_tf.runtime.compile_step import LocalTarget
 from dapple_tf.staged_model import StagedModel, stage_model
-from graph_passes.analysis.layers import find_layers
 from tests.dapple_tf.backend.builders import DEVICES
 from tests.dapple_tf.builders import X, chain, make_plan
 

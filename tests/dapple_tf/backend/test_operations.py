@@ -5,8 +5,8 @@ from __future__ import annotations
 import tensorflow as tf
 
 from dapple_tf.backend.operations import HANDLERS, Operations
-from graph_passes.ir.graph import DType, Function, Graph, Node, Port, Value, attributes, tensor
-from graph_passes.ir.ops import OpName
+from dapple_tf.graph_passes.ir.graph import DType, Function, Graph, Node, Port, Value, attributes, tensor
+from dapple_tf.graph_passes.ir.ops import OpName
 from tests.dapple_tf.backend.builders import NamedVariables, make_node
 
 SCALAR = tensor("float32")

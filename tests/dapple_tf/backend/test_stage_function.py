@@ -12,7 +12,7 @@ import tensorflow as tf
 from dapple_tf import internals
 from dapple_tf.backend.stage_function import build_function
 from dapple_tf.frontend.capture import Captured, capture
-from graph_passes.ir.graph import Function, Graph, Node, Port, Value, tensor
+from dapple_tf.graph_passes.ir.graph import Function, Graph, Node, Port, Value, tensor
 from tests.dapple_tf.builders import executed_nodes
 
 X = np.array([[1.0, 2.0], [3.0, 4.0]], np.float32)

@@ -10,9 +10,9 @@ from dapple_tf import internals
 from dapple_tf.backend.program import move_to_device, move_to_stages
 from dapple_tf.compiler import pipeline_graph, rank_graphs
 from dapple_tf.frontend.capture import capture
+from dapple_tf.graph_passes.analysis.layers import find_layers
 from dapple_tf.plans import Plan
 from dapple_tf.staged_model import StagedModel, stage_model
-from graph_passes.analysis.layers import find_layers
 from tests.dapple_tf.backend.builders import DEVICES
 from tests.dapple_tf.builders import X, make_plan
 

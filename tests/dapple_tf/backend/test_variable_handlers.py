@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 from dapple_tf.backend.operations import HANDLERS
-from graph_passes.ir.ops import OpName
+from dapple_tf.graph_passes.ir.ops import OpName
 from tests.dapple_tf.backend.builders import NamedVariables, make_context, make_node
 
 

@@ -10,7 +10,7 @@ import pytest
 
 import dapple_tf as dapple
 from dapple_tf.commands.profile import group_layers
-from profiler.profile import LayerCost
+from dapple_tf.profiler.profile import LayerCost
 from tests.dapple_tf.commands.command_line import TINY_MODEL, Run, run_process
 
 PROFILE = ("profile", TINY_MODEL)

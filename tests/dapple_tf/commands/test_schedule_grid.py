@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dapple_tf.commands.schedules import Units, WorkerTime, format_grid, time_workers
-from graph_passes.schedules.spec import ScheduleSpec, parse_schedule
+from dapple_tf.graph_passes.schedules.spec import ScheduleSpec, parse_schedule
 
 
 def lines(text: str) -> list[str]:

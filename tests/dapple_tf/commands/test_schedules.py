@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from dapple_tf.graph_passes.schedules.spec import NAMES, ScheduleSpec
 from dapple_tf.timeline.trace_file import read_recording
-from graph_passes.schedules.spec import NAMES, ScheduleSpec
 from tests.dapple_tf.commands.conftest import Run
 
 

@@ -12,8 +12,8 @@ from dapple_tf.autoplan.options import Options
 from dapple_tf.autoplan.stages_auto import choose_stages
 from dapple_tf.errors import DappleWarning, PlanError
 from dapple_tf.plans import Plan
+from dapple_tf.profiler.cluster import Cluster, Link, Server, config
 from dapple_tf.timeline.recording import BY_PROFILE
-from profiler.cluster import Cluster, Link, Server, config
 from tests.dapple_tf.builders import step_of
 from tests.dapple_tf.distributed.launches import Launches
 from tests.dapple_tf.distributed.programs import automatic_plan

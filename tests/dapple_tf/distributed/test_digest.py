@@ -11,8 +11,8 @@ import tensorflow as tf
 
 from dapple_tf.distributed.digest import digest_graphs, digest_tensors
 from dapple_tf.frontend.capture import capture
+from dapple_tf.graph_passes.analysis.layers import find_layers
 from dapple_tf.staged_model import stage_model
-from graph_passes.analysis.layers import find_layers
 
 X = np.ones((4, 3), np.float32)
 

@@ -11,7 +11,7 @@ import pytest
 
 from dapple_tf.distributed.exchange_network import ExchangeNetwork, barrier_rounds, exchanging_pairs
 from dapple_tf.errors import JobError
-from graph_passes.ir.graph import OTHER, Graph, Node, attributes, tensor
+from dapple_tf.graph_passes.ir.graph import OTHER, Graph, Node, attributes, tensor
 from tests.dapple_tf.distributed.test_membership import ThreadJob, on_three_ranks
 
 

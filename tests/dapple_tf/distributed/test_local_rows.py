@@ -10,7 +10,7 @@ import pytest
 
 from dapple_tf.distributed.local_rows import MISSING, find_lengths, find_size
 from dapple_tf.errors import BatchError
-from graph_passes.analysis.input_needs import InputNeeds, RankInputs, Use
+from dapple_tf.graph_passes.analysis.input_needs import InputNeeds, RankInputs, Use
 from tests.dapple_tf.distributed.launches import Launches
 from tests.equality.one_device import TOLERANCE
 from tests.processes import needs_horovod

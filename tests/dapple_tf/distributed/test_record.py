@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from dapple_tf.graph_passes.schedules.spec import ScheduleSpec
 from dapple_tf.timeline.trace_file import read_recording
-from graph_passes.schedules.spec import ScheduleSpec
 from tests.dapple_tf.commands.test_tensorboard import read_curves
 from tests.dapple_tf.distributed.launches import Launches
 from tests.processes import RanksError, needs_horovod, run_ranks

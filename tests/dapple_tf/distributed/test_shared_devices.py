@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from graph_passes.schedules.spec import ScheduleSpec
+from dapple_tf.graph_passes.schedules.spec import ScheduleSpec
 from tests.dapple_tf.distributed.launches import Launches
 from tests.dapple_tf.distributed.programs.shared_devices import MICRO_BATCHES, SCHEDULE
 from tests.dapple_tf.distributed.train_command import losses_of_one_process, printed_result, saving_in, train_arguments

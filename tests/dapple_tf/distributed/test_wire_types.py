@@ -14,7 +14,7 @@ from dapple_tf.distributed.wire_types import (
     to_summable,
     unflatten,
 )
-from graph_passes.ir.graph import TensorType, tensor
+from dapple_tf.graph_passes.ir.graph import TensorType, tensor
 
 SENT = {"uint8", "int8", "uint16", "int16", "int32", "int64", "float16", "float32", "float64", "bool"}
 SUMMED = {"int32", "int64", "float16", "float32", "float64"}

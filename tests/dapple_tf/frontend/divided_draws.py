@@ -15,8 +15,8 @@ from dapple_tf.frontend.draw_layouts import DRAW_INPUTS
 from dapple_tf.frontend.read_graph import read_graph, read_value
 from dapple_tf.frontend.row_draws import RowDraw, draw_rows
 from dapple_tf.frontend.write_graph import import_graph
-from graph_passes.ir.graph import Graph, Node, Value, tensor
-from graph_passes.ir.verify import verify
+from dapple_tf.graph_passes.ir.graph import Graph, Node, Value, tensor
+from dapple_tf.graph_passes.ir.verify import verify
 
 ROWS = Node("rows", "capture", outputs=(tensor("int64", 3),))
 CUTS = ((0, 11), (0, 4, 8, 11), (0, 1, 2, 9, 11))

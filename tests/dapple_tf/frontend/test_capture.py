@@ -13,8 +13,8 @@ import tensorflow as tf
 from dapple_tf.errors import CaptureError, LossError
 from dapple_tf.frontend.capture import CapturedTensors, capture
 from dapple_tf.frontend.dependence.numbers import constant_value
-from graph_passes.ir.graph import Effect, Graph, Node, Value
-from graph_passes.ir.verify import verify
+from dapple_tf.graph_passes.ir.graph import Effect, Graph, Node, Value
+from dapple_tf.graph_passes.ir.verify import verify
 
 X = np.ones((4, 2), np.float32)
 

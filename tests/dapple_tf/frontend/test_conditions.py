@@ -16,9 +16,9 @@ from dapple_tf.backend.stage_function import build_function
 from dapple_tf.frontend.conditions import open_conditions
 from dapple_tf.frontend.optimizer_update import trace_update
 from dapple_tf.frontend.read_graph import read_graph
-from graph_passes.ir.conditions import is_marker
-from graph_passes.ir.graph import Function, Graph, Node, Port
-from graph_passes.ir.verify import verify
+from dapple_tf.graph_passes.ir.conditions import is_marker
+from dapple_tf.graph_passes.ir.graph import Function, Graph, Node, Port
+from dapple_tf.graph_passes.ir.verify import verify
 
 
 def put(*pairs: tuple[tf.Variable, Any]) -> None:

@@ -13,7 +13,7 @@ from dapple_tf.frontend.draw_layouts import (
     advance_zero_low,
     counter_layout,
 )
-from graph_passes.ir.graph import DType
+from dapple_tf.graph_passes.ir.graph import DType
 
 LAST = 2**64 - 1
 COUNTERS = ((0, 7), (LAST, 7), (LAST - 3, LAST), (LAST - 20_000, 5), (12345, 6))

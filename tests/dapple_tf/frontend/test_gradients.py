@@ -14,10 +14,10 @@ from dapple_tf.errors import CaptureError
 from dapple_tf.frontend.capture import Captured, capture
 from dapple_tf.frontend.gradients import differentiate
 from dapple_tf.frontend.write_graph import import_graph
-from graph_passes.analysis.layers import find_layers
-from graph_passes.ir.graph import OTHER, Graph, tensor
-from graph_passes.passes.backward import StageGradients
-from graph_passes.passes.partition import partition
+from dapple_tf.graph_passes.analysis.layers import find_layers
+from dapple_tf.graph_passes.ir.graph import OTHER, Graph, tensor
+from dapple_tf.graph_passes.passes.backward import StageGradients
+from dapple_tf.graph_passes.passes.partition import partition
 
 RANDOM = np.random.default_rng(3)
 X = RANDOM.normal(size=(5, 3))

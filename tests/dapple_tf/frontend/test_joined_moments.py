@@ -13,7 +13,7 @@ import tensorflow as tf
 from dapple_tf import internals
 from dapple_tf.frontend.capture import capture
 from dapple_tf.frontend.joined_moments import join, join_moments, mark_joins
-from graph_passes.ir.graph import Effect, Graph, Node
+from dapple_tf.graph_passes.ir.graph import Effect, Graph, Node
 
 ROWS = np.random.default_rng(0).normal(3.0, 2.0, size=(7, 4, 3))
 PIECES = (ROWS[:2], ROWS[2:3], ROWS[3:])

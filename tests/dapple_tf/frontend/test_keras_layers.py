@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from dapple_tf.frontend.capture import Captured, capture
-from graph_passes.ir.graph import Graph, Node
+from dapple_tf.graph_passes.ir.graph import Graph, Node
 
 X = np.ones((4, 2), np.float32)
 

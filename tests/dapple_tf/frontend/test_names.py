@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dapple_tf.frontend.names import tensor_name, unique_name
-from graph_passes.ir.graph import Value
+from dapple_tf.graph_passes.ir.graph import Value
 
 
 def test_a_tensor_is_named_by_its_node_and_index() -> None:

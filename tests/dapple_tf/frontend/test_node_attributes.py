@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tensorflow.core.framework import attr_value_pb2
 
 from dapple_tf.frontend.node_attributes import read_attribute, write_attribute
-from graph_passes.ir.graph import Attr, DType, FunctionRef, Opaque, Shape
+from dapple_tf.graph_passes.ir.graph import Attr, DType, FunctionRef, Opaque, Shape
 
 integers = st.integers(-(2**63), 2**63 - 1)
 floats = st.floats(width=32, allow_nan=False)

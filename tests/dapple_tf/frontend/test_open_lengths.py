@@ -10,7 +10,7 @@ from dapple_tf.frontend.batch import batch_signature
 from dapple_tf.frontend.open_lengths import open_signature
 from dapple_tf.frontend.shapes import infer_batch_axes
 from dapple_tf.frontend.trace import trace_loss
-from graph_passes.ir.graph import OTHER
+from dapple_tf.graph_passes.ir.graph import OTHER
 
 BATCH = (np.ones((6, 4)),)
 W = tf.Variable(np.ones((3, 2)))

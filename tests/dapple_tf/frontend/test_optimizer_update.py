@@ -14,8 +14,8 @@ from dapple_tf import internals
 from dapple_tf.errors import PlanError
 from dapple_tf.frontend.optimizer_update import TracedUpdate, trace_update
 from dapple_tf.frontend.write_graph import import_graph
-from graph_passes.ir.graph import Effect, Node
-from graph_passes.ir.text import print_type
+from dapple_tf.graph_passes.ir.graph import Effect, Node
+from dapple_tf.graph_passes.ir.text import print_type
 
 
 def variables() -> dict[str, tf.Variable]:

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from dapple_tf.frontend.capture import capture
 from dapple_tf.frontend.read_graph import read_graph
-from graph_passes.ir.graph import Effect, Node
+from dapple_tf.graph_passes.ir.graph import Effect, Node
 
 X = np.ones((4, 2), np.float32)
 

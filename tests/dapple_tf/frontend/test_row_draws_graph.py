@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from dapple_tf.errors import CaptureError
 from dapple_tf.frontend.row_draws import RowDraw, can_draw_rows
-from graph_passes.ir.graph import Graph, Node, ancestors
+from dapple_tf.graph_passes.ir.graph import Graph, Node, ancestors
 from tests.dapple_tf.frontend.divided_draws import draws_of, samples_of, trace, with_rows
 
 

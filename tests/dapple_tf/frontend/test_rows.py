@@ -6,8 +6,8 @@ import numpy as np
 import tensorflow as tf
 
 from dapple_tf.frontend.rows import ROWS_NAME, ROWS_OP, use_rows
-from graph_passes.ir.graph import Value
-from graph_passes.ir.verify import verify
+from dapple_tf.graph_passes.ir.graph import Value
+from dapple_tf.graph_passes.ir.verify import verify
 from tests.dapple_tf.frontend.dependence.evaluation import Evaluation, N, analyse, make_loss
 
 

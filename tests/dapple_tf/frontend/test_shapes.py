@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from dapple_tf.frontend.capture import capture
 from dapple_tf.frontend.shapes import infer_batch_axes, infer_shapes, mark_batch
-from graph_passes.ir.graph import OTHER, Graph, Node, Shape, tensor
+from dapple_tf.graph_passes.ir.graph import OTHER, Graph, Node, Shape, tensor
 
 X = np.ones((6, 4), np.float32)
 W = tf.Variable(tf.ones([4, 3]), name="w")

@@ -12,9 +12,9 @@ import tensorflow as tf
 from dapple_tf.errors import CaptureError
 from dapple_tf.frontend.capture import capture
 from dapple_tf.frontend.gradients import differentiate
-from graph_passes.analysis.layers import find_layers
-from graph_passes.passes.backward import SparseUse
-from graph_passes.passes.partition import partition
+from dapple_tf.graph_passes.analysis.layers import find_layers
+from dapple_tf.graph_passes.passes.backward import SparseUse
+from dapple_tf.graph_passes.passes.partition import partition
 
 RANDOM = np.random.default_rng(3)
 TABLE = tf.Variable(RANDOM.normal(size=(9, 3)), name="table")

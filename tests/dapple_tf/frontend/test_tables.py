@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 from dapple_tf.frontend.tables import FIND, find_misuse, with_known_shapes
-from graph_passes.ir.graph import Graph, Node, Value, tensor
+from dapple_tf.graph_passes.ir.graph import Graph, Node, Value, tensor
 
 WORDS = tf.constant(["a", "b"])
 

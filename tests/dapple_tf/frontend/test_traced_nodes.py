@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 from dapple_tf.frontend.traced_nodes import replacement_nodes
-from graph_passes.ir.graph import OTHER, Control, Node, Value, attributes, tensor
+from dapple_tf.graph_passes.ir.graph import OTHER, Control, Node, Value, attributes, tensor
 
 NODE = Node(
     "net/noise",

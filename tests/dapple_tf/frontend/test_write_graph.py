@@ -12,7 +12,7 @@ from tensorflow.core.framework import attr_value_pb2, graph_pb2
 from dapple_tf import internals
 from dapple_tf.frontend.capture import capture
 from dapple_tf.frontend.write_graph import import_graph, needed_library, rename_functions, write_graph
-from graph_passes.ir.graph import DType, Effect, FunctionRef, Graph, Node, Opaque, attributes, tensor
+from dapple_tf.graph_passes.ir.graph import DType, Effect, FunctionRef, Graph, Node, Opaque, attributes, tensor
 
 X = np.ones((4, 2), np.float32)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from dapple_tf.graph_passes.schedules.spec import ScheduleSpec
 from dapple_tf.memory.in_flight import nominal_ends, stage_states
-from graph_passes.schedules.spec import ScheduleSpec
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from dapple_tf.graph_passes.ir.graph import Graph, Node, Value, attributes, tensor
 from dapple_tf.memory.liveness import buffer_value, execution_order, peak_bytes
-from graph_passes.ir.graph import Graph, Node, Value, attributes, tensor
 
 VECTOR = tensor("float32", 10)  # 40 bytes
 

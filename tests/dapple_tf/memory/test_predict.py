@@ -16,10 +16,10 @@ from dapple_tf.compiler import PlannedModel
 from dapple_tf.errors import DappleWarning, LossError
 from dapple_tf.frontend.capture import capture
 from dapple_tf.frontend.shapes import infer_batch_axes
+from dapple_tf.graph_passes.analysis.layers import find_layers
 from dapple_tf.memory.predict import StageMemory, predict_plan_memory
 from dapple_tf.memory.stash import StashedTensor
 from dapple_tf.staged_model import StagedModel, stage_model
-from graph_passes.analysis.layers import find_layers
 from tests.dapple_tf.builders import make_plan
 
 ROWS, WIDTH = 6, 8  # samples of a micro-batch, and the width of each layer

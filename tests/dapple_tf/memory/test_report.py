@@ -15,16 +15,16 @@ import tensorflow as tf
 
 import dapple_tf as dapple
 from dapple_tf.errors import StepError, UsageError
+from dapple_tf.graph_passes.schedules.schedule import Action
+from dapple_tf.graph_passes.schedules.spec import ScheduleSpec
 from dapple_tf.memory.meter import MeasuredMemory
 from dapple_tf.memory.predict import StageMemory
 from dapple_tf.memory.process_peak import predict_process_peak
 from dapple_tf.memory.report import make_report, observed_in_flight
 from dapple_tf.memory.stash import StashedTensor
+from dapple_tf.profiler.units import format_megabytes
 from dapple_tf.timeline.events import Event
 from dapple_tf.timeline.timeline import Timeline
-from graph_passes.schedules.schedule import Action
-from graph_passes.schedules.spec import ScheduleSpec
-from profiler.units import format_megabytes
 from tests.dapple_tf.builders import X, chain, make_plan, step_of
 from tests.equality.small_models import data, weights
 from tests.paths import ROOT

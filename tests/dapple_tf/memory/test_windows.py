@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from dapple_tf.graph_passes.schedules.schedule import Action
 from dapple_tf.memory.in_flight import window_states
 from dapple_tf.memory.predict import StageMemory
 from dapple_tf.memory.process_peak import predict_process_peak
 from dapple_tf.timeline.events import Event, StageEvent
 from dapple_tf.timeline.timeline import Timeline
 from dapple_tf.window_plan import WindowPlan
-from graph_passes.schedules.schedule import Action
 
 
 def test_a_replica_holds_its_own_minibatches_only() -> None:

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from hypothesis import strategies as st
 
-from profiler.cluster import Cluster, Link, Server
-from profiler.profile import LayerCost, Profile, Timing
+from dapple_tf.profiler.cluster import Cluster, Link, Server
+from dapple_tf.profiler.profile import LayerCost, Profile, Timing
 
 TOPOLOGIES = ((6,), (3, 3), (2, 2, 2), (1, 1, 1, 1, 1, 1))
 AMPLE = 1e9

@@ -15,14 +15,14 @@ from typing import NamedTuple
 
 import numpy as np
 
+from dapple_tf.graph_passes.schedules.spec import early_backward
+from dapple_tf.profiler.cluster import Cluster
+from dapple_tf.profiler.profile import Profile
 from dapple_tf.simulator.contention import Flows, find_flows
 from dapple_tf.simulator.engine import run, uniform_seconds
 from dapple_tf.simulator.order import Order, encode
 from dapple_tf.simulator.rings import Rings
 from dapple_tf.simulator.transfer import link_tables
-from graph_passes.schedules.spec import early_backward
-from profiler.cluster import Cluster
-from profiler.profile import Profile
 
 Devices = tuple[int, ...]
 Stage = tuple[int, int, Devices]  # the first layer, the one after the last, the devices

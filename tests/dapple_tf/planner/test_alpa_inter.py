@@ -16,7 +16,7 @@ from dapple_tf.planner.api import make_problem
 from dapple_tf.planner.systems.alpa_inter import list_submeshes, mesh_costs
 from dapple_tf.planner.systems.alpa_search import MeshCosts, slice_operators
 from dapple_tf.plans import Plan
-from profiler.cluster import Cluster
+from dapple_tf.profiler.cluster import Cluster
 from tests.dapple_tf.planner.builders import figures, make_cluster, make_profile
 from tests.dapple_tf.planner.comparators import all_bounds, instances
 from tests.graph_passes.builders import refused

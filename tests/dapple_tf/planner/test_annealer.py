@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from dapple_tf.planner.api import make_problem
 from dapple_tf.planner.search.annealer import Annealer
 from dapple_tf.plans import StagePlan
+from dapple_tf.profiler.cluster import Cluster, DeviceKind, Link, Server
+from dapple_tf.profiler.profile import Profile, Timing
 from dapple_tf.simulator.simulate import simulate
-from profiler.cluster import Cluster, DeviceKind, Link, Server
-from profiler.profile import Profile, Timing
 from tests.dapple_tf.planner.builders import AMPLE, make_cluster, make_profile
 from tests.paths import ROOT
 
@@ -106,8 +106,8 @@ WITHOUT_MEMORY = """
 import resource
 from dapple_tf.planner.api import make_problem
 from dapple_tf.planner.search.annealer import Annealer
-from profiler.cluster import config
-from profiler.profile import LayerCost, Profile
+from dapple_tf.profiler.cluster import config
+from dapple_tf.profiler.profile import LayerCost, Profile
 
 layers = tuple(LayerCost(f"layer{i}", 1e-3, 2e-3, 4e6, 2e7, 5e7) for i in range(100))
 problem = make_problem(Profile("net", 1, "none", layers), config("a", 1024), global_batch_size=1024)

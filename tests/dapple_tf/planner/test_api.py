@@ -15,8 +15,8 @@ from dapple_tf.errors import PlanError, ScheduleError
 from dapple_tf.planner.api import make_problem, predict_plan, run_planner
 from dapple_tf.planner.explain import describe_result
 from dapple_tf.plans import Plan
-from profiler.cluster import Cluster, DeviceKind, Server
-from profiler.profile import Profile
+from dapple_tf.profiler.cluster import Cluster, DeviceKind, Server
+from dapple_tf.profiler.profile import Profile
 from tests.dapple_tf.planner.builders import Case, cases, make_cluster, make_profile
 from tests.graph_passes.builders import refused
 

@@ -8,10 +8,10 @@ from dapple_tf.errors import PlanError
 from dapple_tf.planner.api import make_problem, plan, plan_windows
 from dapple_tf.planner.asynchronous import describe_runners_up
 from dapple_tf.plans import Plan
+from dapple_tf.profiler.cluster import Cluster, Link, Server
+from dapple_tf.profiler.profile import LayerCost, Profile
 from dapple_tf.simulator.simulate import simulate
 from dapple_tf.window_plan import WindowPlan
-from profiler.cluster import Cluster, Link, Server
-from profiler.profile import LayerCost, Profile
 
 
 def profile(*layers: tuple[float, float, float, float]) -> Profile:

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 import dapple_tf as dapple
 from dapple_tf.errors import PlanError
+from dapple_tf.graph_passes.schedules.slicer import count_slices, sliced_1f1b
 from dapple_tf.planner.api import make_problem, run_planner
 from dapple_tf.planner.systems.autopipe import sub_layer_blocks
 from dapple_tf.planner.systems.autopipe_partition import Blocks, balanced_scheme, search_scheme
 from dapple_tf.planner.systems.autopipe_simulator import simulate_1f1b
 from dapple_tf.plans import Plan
-from graph_passes.schedules.slicer import count_slices, sliced_1f1b
-from profiler.linearise import linearise
-from profiler.profile import Profile
+from dapple_tf.profiler.linearise import linearise
+from dapple_tf.profiler.profile import Profile
 from tests.dapple_tf.planner.autopipe_reference import Pipeline, iteration_seconds, master_stage, schemes, sums
 from tests.dapple_tf.planner.builders import figures, make_cluster, make_profile
 from tests.graph_passes.builders import refused

@@ -1,4 +1,4 @@
-"""Balanced stages: by hand, and against the plain Python of ``graph_passes.passes.partition.balance``."""
+"""Balanced stages: by hand, and against the plain Python of ``dapple_tf.graph_passes.passes.partition.balance``."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dapple_tf.graph_passes.passes.partition import balance
 from dapple_tf.planner.search.balanced_cuts import even_starts, even_sums
-from graph_passes.passes.partition import balance
 
 
 def starts_of(costs: Sequence[float], stages: int) -> list[int]:

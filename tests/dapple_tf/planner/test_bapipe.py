@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dapple_tf as dapple
-from dapple_tf.errors import PlanError
+from dapple_tf.errors import PlanError, ProfileError
 from dapple_tf.planner.api import make_problem, run_planner
 from dapple_tf.planner.systems.bapipe import asynchronous_seconds, in_flight
 from dapple_tf.planner.systems.bapipe_partition import (
@@ -29,9 +29,8 @@ from dapple_tf.planner.systems.bapipe_partition import (
     slowest,
 )
 from dapple_tf.plans import Plan, StagePlan
-from profiler.cluster import Cluster, DeviceKind, Link, Server
-from profiler.errors import ProfileError
-from profiler.profile import KindSeconds, LayerCost, Profile
+from dapple_tf.profiler.cluster import Cluster, DeviceKind, Link, Server
+from dapple_tf.profiler.profile import KindSeconds, LayerCost, Profile
 from tests.dapple_tf.planner.builders import figures, make_cluster, make_profile
 from tests.graph_passes.builders import refused
 from tests.settings import by_the_paper

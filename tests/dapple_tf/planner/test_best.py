@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dapple_tf.planner.api import make_problem
 from dapple_tf.planner.best import plan_best
-from profiler.cluster import Cluster, Link, Server, config
+from dapple_tf.profiler.cluster import Cluster, Link, Server, config
 from tests.dapple_tf.planner.builders import Case, cases, make_cluster, make_profile
 
 

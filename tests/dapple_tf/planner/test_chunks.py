@@ -16,6 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dapple_tf as dapple
+from dapple_tf.graph_passes.schedules.schedule import Schedule, dependencies
+from dapple_tf.graph_passes.schedules.spec import CHUNKED, ScheduleSpec, is_text
+from dapple_tf.graph_passes.schedules.worker_map import WorkerMap
+from dapple_tf.graph_passes.schedules.zero_bubble import ZERO_BUBBLE_AUTO
 from dapple_tf.plan_check import check_plan
 from dapple_tf.planner.api import make_problem, predict_plan, run_planner
 from dapple_tf.planner.best import plan_best
@@ -23,13 +27,9 @@ from dapple_tf.planner.planning_problem import PlanningProblem
 from dapple_tf.planner.search.chunk_search import all_cuts, count_cuts, moved_cuts
 from dapple_tf.planner.search.chunk_shapes import list_worker_placements
 from dapple_tf.plans import Plan, check_workers
+from dapple_tf.profiler.profile import Profile
 from dapple_tf.simulator.order import encode
 from dapple_tf.timeline.timeline import Timeline
-from graph_passes.schedules.schedule import Schedule, dependencies
-from graph_passes.schedules.spec import CHUNKED, ScheduleSpec, is_text
-from graph_passes.schedules.worker_map import WorkerMap
-from graph_passes.schedules.zero_bubble import ZERO_BUBBLE_AUTO
-from profiler.profile import Profile
 from tests.dapple_tf.planner.builders import Case, cases, clusters, make_cluster, make_profile, profiles
 from tests.dapple_tf.planner.exhaustive import StageCostModel, divisors, order_seconds
 

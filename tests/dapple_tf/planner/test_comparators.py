@@ -14,8 +14,8 @@ from dapple_tf.planner.api import make_problem
 from dapple_tf.planner.best import comparator_candidates, plan_best
 from dapple_tf.planner.planning_problem import PlanningProblem
 from dapple_tf.planner.registry import PLANNERS, find_result
-from profiler.cluster import Cluster, DeviceKind, Link, Server, config
-from profiler.importers import read_graph_file
+from dapple_tf.profiler.cluster import Cluster, DeviceKind, Link, Server, config
+from dapple_tf.profiler.importers import read_graph_file
 from tests.dapple_tf.planner.builders import Case, cases, make_cluster, make_profile
 from tests.paths import SHARED_PROFILES
 

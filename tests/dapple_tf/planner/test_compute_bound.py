@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from dapple_tf.planner.api import make_problem
 from dapple_tf.planner.baselines import baseline_candidates, leading_baselines
 from dapple_tf.planner.best import least_compute_seconds
+from dapple_tf.profiler.cluster import Cluster, Link
+from dapple_tf.profiler.profile import Profile, Timing
+from dapple_tf.profiler.servers import DeviceKind, Server
 from dapple_tf.simulator.slowest_replica import ReplicaSeconds
-from profiler.cluster import Cluster, Link
-from profiler.profile import Profile, Timing
-from profiler.servers import DeviceKind, Server
 from tests.dapple_tf.planner.builders import Case, cases, make_cluster, make_profile
 
 

@@ -1,7 +1,7 @@
 """The planners against an enumeration of all plans: contiguous cuts x replica counts x placement policies.
 
 Layers without seconds, weights or stash ("free") do not make stages of their own, and of the cuts that only they
-lie between the planners try the one that the least bytes cross (profiler.linearise). Formula 2 gains from a cut that
+lie between the planners try the one that the least bytes cross (profiler/linearise.py). Formula 2 gains from a cut that
 more bytes cross (what a network costs it takes off the AllReduces that come after the pivot), so by formula there are
 none of them.
 """
@@ -20,7 +20,7 @@ from dapple_tf.planner.api import make_problem, predict_plan
 from dapple_tf.planner.best import plan_best
 from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem
 from dapple_tf.planner.search.dapple import plan_dapple
-from profiler.cluster import Cluster, Link, Server
+from dapple_tf.profiler.cluster import Cluster, Link, Server
 from tests.dapple_tf.planner.builders import Case, busy_cases, cases, make_profile
 from tests.dapple_tf.planner.exhaustive import find_optimum
 

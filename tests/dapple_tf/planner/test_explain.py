@@ -10,8 +10,8 @@ import pytest
 from dapple_tf.planner.api import make_problem, predict_plan, run_planner
 from dapple_tf.planner.explain import describe_moves, describe_plan, describe_result
 from dapple_tf.plans import Plan
-from profiler.cluster import Cluster
-from profiler.profile import Profile, Timing
+from dapple_tf.profiler.cluster import Cluster
+from dapple_tf.profiler.profile import Profile, Timing
 from tests.dapple_tf.planner.builders import make_cluster, make_profile
 from tests.dapple_tf.simulator.builders import make_plan
 

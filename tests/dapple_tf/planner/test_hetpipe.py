@@ -22,7 +22,7 @@ from dapple_tf.planner.planning_problem import PlanningProblem
 from dapple_tf.planner.registry import find_result
 from dapple_tf.planner.systems.hetpipe import allocate, partition, stage_tables
 from dapple_tf.plans import Plan, StagePlan
-from profiler.cluster import Cluster, DeviceKind, Link, Server
+from dapple_tf.profiler.cluster import Cluster, DeviceKind, Link, Server
 from tests.dapple_tf.planner.builders import AMPLE, Case, cases, make_profile
 from tests.dapple_tf.planner.comparators import all_bounds, instances
 from tests.graph_passes.builders import refused

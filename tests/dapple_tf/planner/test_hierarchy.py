@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dapple_tf.errors import PlanError
 from dapple_tf.planner.systems.hierarchy import Hierarchy, Level, derive_hierarchy
-from profiler.cluster import config
+from dapple_tf.profiler.cluster import config
 from tests.dapple_tf.planner.builders import make_cluster
 from tests.graph_passes.builders import refused
 

@@ -35,8 +35,8 @@ def interrupt_during(name, seconds):
 # Plans the profile that is the first argument, also while being interrupted.
 PLAN = """
 import dapple_tf as dapple
-from profiler.cluster import config
-from profiler.profile import Profile
+from dapple_tf.profiler.cluster import config
+from dapple_tf.profiler.profile import Profile
 
 def plan(planner="best"):
     return dapple.plan(Profile.load(sys.argv[1]), config("c", 16), global_batch_size=256, planner=planner)

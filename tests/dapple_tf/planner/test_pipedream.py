@@ -21,8 +21,8 @@ from dapple_tf.planner.systems.pipedream_formula import (
 )
 from dapple_tf.planner.systems.pipedream_search import BlockCosts, FoundStage, find_stages
 from dapple_tf.plans import Plan, StagePlan
-from profiler.cluster import Cluster
-from profiler.profile import Profile
+from dapple_tf.profiler.cluster import Cluster
+from dapple_tf.profiler.profile import Profile
 from tests.dapple_tf.planner.builders import figures, make_cluster, make_profile
 from tests.dapple_tf.planner.pipedream_reference import Instance, least_seconds
 from tests.graph_passes.builders import refused

@@ -18,7 +18,7 @@ from dapple_tf.planner.planning_problem import PlanningProblem
 from dapple_tf.planner.systems.piper import find_piper, piper_costs, plan_piper
 from dapple_tf.planner.systems.piper_search import PiperStage, find_configuration, largest_load
 from dapple_tf.plans import Plan
-from profiler.linearise import without_unsplittable_cuts
+from dapple_tf.profiler.linearise import without_unsplittable_cuts
 from tests.dapple_tf.planner.builders import AMPLE, Case, cases, make_cluster, make_profile
 from tests.dapple_tf.planner.comparators import all_bounds, compositions, instances
 from tests.graph_passes.builders import refused

@@ -13,9 +13,9 @@ from dapple_tf.planner.baselines import data_parallel, even_pipeline
 from dapple_tf.planner.planning_problem import PlanningProblem
 from dapple_tf.planner.registry import PLANNERS
 from dapple_tf.plans import StagePlan
-from profiler.cluster import config
-from profiler.importers import read_graph_file, read_profile
-from profiler.profile import Profile
+from dapple_tf.profiler.cluster import config
+from dapple_tf.profiler.importers import read_graph_file, read_profile
+from dapple_tf.profiler.profile import Profile
 from tests.paths import SHARED_PROFILES
 
 DEVICES, BATCH = 8, 128

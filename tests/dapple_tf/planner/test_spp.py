@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import dapple_tf as dapple
 from dapple_tf.errors import PlanError
+from dapple_tf.graph_passes.schedules.spec import ScheduleSpec
 from dapple_tf.planner.api import make_problem, run_planner
 from dapple_tf.planner.systems.device_order import device_bandwidths, order_by_cuts
 from dapple_tf.planner.systems.spp_execution import execution_order, makespan, schedule_name
@@ -25,7 +26,6 @@ from dapple_tf.planner.systems.spp_partition import (
     stage_seconds,
 )
 from dapple_tf.plans import Plan
-from graph_passes.schedules.spec import ScheduleSpec
 from tests.dapple_tf.planner import spp_reference
 from tests.dapple_tf.planner.builders import figures, make_cluster, make_profile
 from tests.dapple_tf.planner.spp_reference import Instance, Mapped

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from dapple_tf.graph_passes.schedules.spec import ScheduleSpec
 from dapple_tf.planner.api import make_problem
 from dapple_tf.planner.planning_problem import PlanningProblem
 from dapple_tf.planner.step_simulation import least_step_seconds
 from dapple_tf.plans import StagePlan
-from graph_passes.schedules.spec import ScheduleSpec
-from profiler.profile import Profile
-from profiler.servers import DeviceKind
+from dapple_tf.profiler.profile import Profile
+from dapple_tf.profiler.servers import DeviceKind
 from tests.dapple_tf.planner.builders import Case, cases, make_cluster, make_profile
 
 SCHEDULES = ("dapple-a", "dapple-b", "gpipe", "zb-h1", "zb-h2", "interleaved-1f1b:v=2", "interleaved-zb:v=2", "zb-v")

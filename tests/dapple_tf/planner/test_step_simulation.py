@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dapple_tf.errors import ScheduleError
+from dapple_tf.graph_passes.schedules.spec import early_backward, warm_up
 from dapple_tf.planner.step_simulation import (
     POLICIES,
     StageCostArrays,
@@ -16,8 +18,6 @@ from dapple_tf.planner.step_simulation import (
     order_seconds,
 )
 from dapple_tf.simulator.order import encode
-from graph_passes.errors import ScheduleError
-from graph_passes.schedules.spec import early_backward, warm_up
 from tests.dapple_tf.planner.builders import figures
 
 

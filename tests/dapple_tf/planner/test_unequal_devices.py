@@ -12,16 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dapple_tf as dapple
-from dapple_tf.errors import PlanError
+from dapple_tf.errors import PlanError, ProfileError
 from dapple_tf.planner.api import make_problem, run_planner
 from dapple_tf.planner.explain import describe_plan
 from dapple_tf.planner.planning_problem import PlanningProblem
 from dapple_tf.planner.row_shares import cut_rows, share_by_kind, share_rows
 from dapple_tf.planner.search.unequal_cuts import device_orders
 from dapple_tf.plans import StagePlan
-from profiler.cluster import Cluster, DeviceKind, Link, Server
-from profiler.errors import ProfileError
-from profiler.profile import KindSeconds, LayerCost, Profile
+from dapple_tf.profiler.cluster import Cluster, DeviceKind, Link, Server
+from dapple_tf.profiler.profile import KindSeconds, LayerCost, Profile
 
 KINDS = {"V100": DeviceKind(1e9, 1.0), "T4": DeviceKind(1e9, 0.5)}
 PLANNERS = ("best", "dapple", "dp", "gpipe")

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 import dapple_tf as dapple
 from dapple_tf.errors import BatchError, ProfileError
-from profiler.peaks import Peak
+from dapple_tf.profiler.peaks import Peak
 
 SLOW = Peak("slow", 10.0, float("inf"), 0.0, 0.5)
 """Ten FLOP per second at peak, of which half is attainable."""

@@ -11,8 +11,8 @@ import pytest
 import tensorflow as tf
 
 from dapple_tf.frontend.capture import capture
+from dapple_tf.profiler.peaks import Peak
 from dapple_tf.profiling.layer_facts import LayerFacts, examine_layers
-from profiler.peaks import Peak
 
 N = 4
 X = np.ones((N, 3), np.float32)

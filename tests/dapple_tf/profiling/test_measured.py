@@ -17,10 +17,10 @@ import dapple_tf as dapple
 from dapple_tf.devices import home_device, list_devices
 from dapple_tf.errors import BatchError, CaptureError, DappleWarning, LossError, ProfileError
 from dapple_tf.frontend.capture import capture
+from dapple_tf.profiler.profile import LayerCost, Profile, WholeModel
 from dapple_tf.profiling.layer_facts import examine_layers
 from dapple_tf.profiling.measured import disagreement
 from dapple_tf.profiling.probes import LayerRuns, PlainModel, empty_calls
-from profiler.profile import LayerCost, Profile, WholeModel
 
 N = 4
 X = np.random.RandomState(0).randn(N, 3).astype(np.float32)

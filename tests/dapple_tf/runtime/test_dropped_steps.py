@@ -8,9 +8,9 @@ import weakref
 import keras
 import tensorflow as tf
 
+from dapple_tf.graph_passes.ir.graph import Graph
 from dapple_tf.runtime.step import PipelinedStep
 from dapple_tf.staged_model import StagedModel
-from graph_passes.ir.graph import Graph
 from tests.dapple_tf.builders import X, step_of
 
 

@@ -11,8 +11,8 @@ import tensorflow as tf
 
 import dapple_tf as dapple
 from dapple_tf.errors import BatchError, UsageError
+from dapple_tf.graph_passes.analysis.input_needs import InputNeeds, RankInputs, Use
 from dapple_tf.runtime.shard import take_rows
-from graph_passes.analysis.input_needs import InputNeeds, RankInputs, Use
 from tests.equality.small_models import chain, data, sgd, weights
 
 NONE, OWN, ALL = Use.NONE, Use.OWN, Use.ALL

@@ -8,7 +8,11 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
+from dapple_tf.graph_passes.schedules.schedule import Action, Schedule
+from dapple_tf.graph_passes.schedules.spec import ScheduleSpec, early_backward
 from dapple_tf.plans import Plan, StagePlan
+from dapple_tf.profiler.cluster import Cluster, Link, Server
+from dapple_tf.profiler.profile import LayerCost, Profile
 from dapple_tf.simulator.execution import Execution, execute
 from dapple_tf.simulator.order import Order, encode
 from dapple_tf.simulator.simulated_step import SimulatedStep, execution_events
@@ -16,10 +20,6 @@ from dapple_tf.timeline.critical_path import Part, find_critical_path
 from dapple_tf.timeline.recording import plan_title
 from dapple_tf.timeline.stage_costs import StageCosts
 from dapple_tf.timeline.timeline import SimulatedTimeline, Timeline
-from graph_passes.schedules.schedule import Action, Schedule
-from graph_passes.schedules.spec import ScheduleSpec, early_backward
-from profiler.cluster import Cluster, Link, Server
-from profiler.profile import LayerCost, Profile
 from tests.graph_passes.schedules.mixed import mixed
 
 

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-from graph_passes.schedules.schedule import Action, Schedule
-from profiler.cluster import Cluster
+from dapple_tf.graph_passes.schedules.schedule import Action, Schedule
+from dapple_tf.profiler.cluster import Cluster
 
 Nic = tuple[int, str]  # a server, and "out" or "in"
 Event = tuple[str, int, int]  # F, B (or I), W, SF or SB; stage (of a transfer: before the boundary); micro-batch

@@ -7,8 +7,8 @@ from itertools import pairwise
 
 import networkx as nx
 
+from dapple_tf.graph_passes.schedules.schedule import Action, Schedule
 from dapple_tf.timeline.stage_costs import StageCosts
-from graph_passes.schedules.schedule import Action, Schedule
 
 Name = tuple[str, int, int]  # F, B (or I), W, SF or SB; stage (of a transfer: before the boundary); micro-batch
 

@@ -11,6 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dapple_tf.errors import ScheduleError
+from dapple_tf.graph_passes.schedules.schedule import Action, Kind, Schedule, of_kind
+from dapple_tf.graph_passes.schedules.spec import ScheduleSpec, parse_schedule
+from dapple_tf.profiler.cluster import Cluster, Link, Server
 from dapple_tf.simulator.contention import Flows, find_flows
 from dapple_tf.simulator.costs import exposed_seconds, overlapped_rings
 from dapple_tf.simulator.engine import run, run_in_python, uniform_seconds
@@ -21,10 +25,6 @@ from dapple_tf.simulator.simulate import simulate
 from dapple_tf.simulator.transfer import allreduce_cost, link_tables, ring_seconds, transfer_cost
 from dapple_tf.timeline.critical_path import sum_by_kind
 from dapple_tf.timeline.stage_costs import StageCosts
-from graph_passes.errors import ScheduleError
-from graph_passes.schedules.schedule import Action, Kind, Schedule, of_kind
-from graph_passes.schedules.spec import ScheduleSpec, parse_schedule
-from profiler.cluster import Cluster, Link, Server
 from tests.dapple_tf.simulator.builders import arrays, cost, make_plan, make_profile, path_of, schedules
 from tests.dapple_tf.simulator.contention_reference import Event, Setting, run_reference
 from tests.graph_passes.builders import refused

@@ -10,10 +10,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from dapple_tf.plans import Plan
+from dapple_tf.profiler.cluster import Cluster, Link, Server
+from dapple_tf.profiler.profile import LayerCost, Profile, Timing
 from dapple_tf.simulator.costs import exposed_seconds, stage_costs
 from dapple_tf.timeline.stage_costs import StageCosts
-from profiler.cluster import Cluster, Link, Server
-from profiler.profile import LayerCost, Profile, Timing
 from tests.dapple_tf.planner.builders import Case, cases
 from tests.dapple_tf.planner.exhaustive import StageCostModel, divisors, list_plans
 from tests.dapple_tf.simulator.builders import make_plan

@@ -12,6 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dapple_tf.errors import ScheduleError
+from dapple_tf.graph_passes.schedules.schedule import Schedule
+from dapple_tf.graph_passes.schedules.spec import ScheduleSpec, parse_schedule
 from dapple_tf.simulator.execution import Execution, execute
 from dapple_tf.simulator.memory import memory_over_time, peak_bytes
 from dapple_tf.simulator.named_orders import named_order
@@ -21,8 +23,6 @@ from dapple_tf.timeline.critical_path import sum_by_kind
 from dapple_tf.timeline.events import Transfer
 from dapple_tf.timeline.picture import make_chart
 from dapple_tf.timeline.stage_costs import StageCosts
-from graph_passes.schedules.schedule import Schedule
-from graph_passes.schedules.spec import ScheduleSpec, parse_schedule
 from tests.dapple_tf.simulator.builders import cost, make_cluster, make_plan, make_profile, runs
 
 PROFILE = make_profile((1, 2), (2, 4))

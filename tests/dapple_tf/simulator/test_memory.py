@@ -6,12 +6,12 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dapple_tf.graph_passes.schedules.schedule import Schedule
+from dapple_tf.graph_passes.schedules.spec import warm_up
 from dapple_tf.simulator.execution import execute
 from dapple_tf.simulator.memory import memory_over_time, peak_bytes
 from dapple_tf.simulator.order import encode
 from dapple_tf.timeline.stage_costs import StageCosts
-from graph_passes.schedules.schedule import Schedule
-from graph_passes.schedules.spec import warm_up
 from tests.dapple_tf.simulator.builders import cost, order_of, runs
 from tests.dapple_tf.simulator.reference import longest_paths
 

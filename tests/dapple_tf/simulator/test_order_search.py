@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dapple_tf.errors import ScheduleError
+from dapple_tf.graph_passes.schedules.schedule import Action, Schedule, check, run_schedule
+from dapple_tf.graph_passes.schedules.spec import ScheduleSpec
+from dapple_tf.graph_passes.schedules.worker_map import WorkerMap
 from dapple_tf.simulator.order_search import lower_bound, search_order
 from dapple_tf.timeline.stage_costs import StageCosts
-from graph_passes.schedules.schedule import Action, Schedule, check, run_schedule
-from graph_passes.schedules.spec import ScheduleSpec
-from graph_passes.schedules.worker_map import WorkerMap
 
 
 def cost(

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dapple_tf.profiler.cluster import Cluster, Link, Server
 from dapple_tf.simulator.transfer import allreduce_cost, link_tables, ring_seconds, transfer_cost
-from profiler.cluster import Cluster, Link, Server
 
 INSIDE, BETWEEN = Link(4, 0.5), Link(1, 1)
 

@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dapple_tf.errors import ProfileError
 from dapple_tf.plans import Plan, StagePlan
+from dapple_tf.profiler.cluster import Cluster, DeviceKind, Link, Server
+from dapple_tf.profiler.profile import KindSeconds
 from dapple_tf.simulator.costs import stage_costs
 from dapple_tf.simulator.memory_limit import fit_to_one_limit, memory_limits
 from dapple_tf.simulator.simulate import simulate
 from dapple_tf.simulator.transfer import link_tables, transfer_cost
-from profiler.cluster import Cluster, DeviceKind, Link, Server
-from profiler.errors import ProfileError
-from profiler.profile import KindSeconds
 from tests.dapple_tf.simulator.builders import make_plan, make_profile
 
 KINDS = {"V100": DeviceKind(1000, 1.0), "T4": DeviceKind(400, 0.5)}

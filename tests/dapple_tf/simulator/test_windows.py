@@ -12,7 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dapple_tf.errors import ScheduleError, TraceError
+from dapple_tf.graph_passes.schedules.schedule import Action
 from dapple_tf.plans import Plan
+from dapple_tf.profiler.cluster import Cluster, Link, Server
 from dapple_tf.simulator.execution import execute
 from dapple_tf.simulator.simulate import simulate
 from dapple_tf.simulator.simulated_window import window_events
@@ -23,8 +25,6 @@ from dapple_tf.timeline.figures import WindowPhases, find_phases
 from dapple_tf.timeline.stage_costs import StageCosts
 from dapple_tf.timeline.trace_file import read_recording
 from dapple_tf.window_plan import WindowPlan
-from graph_passes.schedules.schedule import Action
-from profiler.cluster import Cluster, Link, Server
 from tests.dapple_tf.simulator.builders import (
     cost,
     make_cluster,

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dapple_tf.graph_passes.schedules.schedule import Action, Kind
 from dapple_tf.timeline.critical_path import critical_stage, sum_by_kind
 from dapple_tf.timeline.events import Event, StageEvent, Transfer
 from dapple_tf.timeline.timeline import Timeline
-from graph_passes.schedules.schedule import Action, Kind
 from tests.dapple_tf.timeline.test_timeline import TWO, event
 
 

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from dapple_tf.errors import TraceError, UsageError
+from dapple_tf.graph_passes.schedules.schedule import Action
+from dapple_tf.graph_passes.schedules.spec import ScheduleSpec, parse_schedule
 from dapple_tf.runtime.recorder import pair_with_prediction, predict_from_times
 from dapple_tf.simulator.execution import execute
 from dapple_tf.simulator.order import encode
@@ -21,8 +23,6 @@ from dapple_tf.timeline.picture import draw_recording, save_recording
 from dapple_tf.timeline.recording import BY_PROFILE, BY_TIMES, Prediction, Recording
 from dapple_tf.timeline.timeline import SimulatedTimeline, Timeline
 from dapple_tf.timeline.trace_file import read_recording
-from graph_passes.schedules.schedule import Action
-from graph_passes.schedules.spec import ScheduleSpec, parse_schedule
 from tests.dapple_tf.builders import X, chain, make_plan, step_of
 from tests.dapple_tf.simulator.builders import cost, make_step
 from tests.dapple_tf.simulator.builders import make_timeline as simulated

@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dapple_tf.graph_passes.schedules.schedule import Schedule
+from dapple_tf.graph_passes.schedules.slicer import sliced_1f1b
+from dapple_tf.graph_passes.schedules.spec import parse_schedule
 from dapple_tf.simulator.execution import execute
 from dapple_tf.simulator.order import encode
 from dapple_tf.simulator.simulated_step import execution_events
 from dapple_tf.timeline.critical_path import critical_stage, sum_by_kind
 from dapple_tf.timeline.events import Transfer
 from dapple_tf.timeline.stage_costs import StageCosts
-from graph_passes.schedules.schedule import Schedule
-from graph_passes.schedules.slicer import sliced_1f1b
-from graph_passes.schedules.spec import parse_schedule
 from tests.dapple_tf.simulator.builders import cost, order_of, path_of, runs
 from tests.graph_passes.schedules.marked import marked
 

@@ -9,12 +9,12 @@ import pytest
 
 import dapple_tf as dapple
 from dapple_tf.errors import UsageError
+from dapple_tf.graph_passes.schedules.schedule import Action
+from dapple_tf.graph_passes.schedules.spec import ScheduleSpec
 from dapple_tf.timeline.events import Event, StageEvent, Transfer
 from dapple_tf.timeline.picture import make_chart
 from dapple_tf.timeline.stamps import Stamp, make_timeline, read_timeline
 from dapple_tf.timeline.timeline import Timeline
-from graph_passes.schedules.schedule import Action
-from graph_passes.schedules.spec import ScheduleSpec
 from tests.dapple_tf.builders import X, chain, step_of
 from tests.dapple_tf.simulator.builders import cost
 from tests.dapple_tf.simulator.builders import make_timeline as make_timeline_of_costs

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graph_passes.analysis.input_needs import (
+from dapple_tf.errors import GraphError
+from dapple_tf.graph_passes.analysis.input_needs import (
     InputNeeds,
     RankInputs,
     Use,
@@ -15,12 +16,11 @@ from graph_passes.analysis.input_needs import (
     find_inputs,
     whole_batch,
 )
-from graph_passes.errors import GraphError
-from graph_passes.ir.graph import Graph
-from graph_passes.passes.base import run_passes
-from graph_passes.passes.microbatch import Microbatch
-from graph_passes.passes.project import Project
-from graph_passes.passes.split_concat import SplitConcat
+from dapple_tf.graph_passes.ir.graph import Graph
+from dapple_tf.graph_passes.passes.base import run_passes
+from dapple_tf.graph_passes.passes.microbatch import Microbatch
+from dapple_tf.graph_passes.passes.project import Project
+from dapple_tf.graph_passes.passes.split_concat import SplitConcat
 from tests.graph_passes.builders import calls, function, refused
 
 NONE, OWN, ALL = Use.NONE, Use.OWN, Use.ALL

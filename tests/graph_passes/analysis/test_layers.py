@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from graph_passes.analysis.layers import (
+from dapple_tf.errors import PartitionError
+from dapple_tf.graph_passes.analysis.layers import (
     Layers,
     batch_axis,
     find_floating,
@@ -13,8 +14,7 @@ from graph_passes.analysis.layers import (
     variables_of,
     written_variables,
 )
-from graph_passes.errors import PartitionError
-from graph_passes.ir.graph import DType, Shape, TensorType, tensor
+from dapple_tf.graph_passes.ir.graph import DType, Shape, TensorType, tensor
 from tests.graph_passes.builders import graph, refused
 
 TWO_DENSE = """

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from graph_passes.analysis.layers import find_layers
-from graph_passes.analysis.loss_head import LossHeadInput, find_head_inputs, find_loss_head, mark_loss_head
-from graph_passes.ir.graph import Graph, Value
-from graph_passes.passes.partition import partition
+from dapple_tf.graph_passes.analysis.layers import find_layers
+from dapple_tf.graph_passes.analysis.loss_head import LossHeadInput, find_head_inputs, find_loss_head, mark_loss_head
+from dapple_tf.graph_passes.ir.graph import Graph, Value
+from dapple_tf.graph_passes.passes.partition import partition
 from tests.graph_passes.builders import graph
 
 CONTRASTIVE = """

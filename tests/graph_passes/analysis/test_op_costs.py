@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from graph_passes.analysis.op_costs import flops, moved_bytes, value_bytes
-from graph_passes.ir.graph import Graph, Node, Shape, Value
+from dapple_tf.graph_passes.analysis.op_costs import flops, moved_bytes, value_bytes
+from dapple_tf.graph_passes.ir.graph import Graph, Node, Shape, Value
 from tests.graph_passes.builders import graph
 
 Dims = tuple[int | None, ...]

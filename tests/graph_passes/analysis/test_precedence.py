@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graph_passes.ir.graph import Graph
-from graph_passes.passes.verify_window import Precedence
+from dapple_tf.graph_passes.ir.graph import Graph
+from dapple_tf.graph_passes.passes.verify_window import Precedence
 from tests.graph_passes.builders import graph
 from tests.graph_passes.strategies import graphs
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graph_passes.analysis.row_bounds import (
+from dapple_tf.graph_passes.analysis.row_bounds import (
     fit_micro_batches,
     fit_sizes,
     least_rows,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from graph_passes.analysis.update_terms import UpdateTerms, find_terms
-from graph_passes.errors import PartitionError
-from graph_passes.ir.graph import Value
+from dapple_tf.errors import PartitionError
+from dapple_tf.graph_passes.analysis.update_terms import UpdateTerms, find_terms
+from dapple_tf.graph_passes.ir.graph import Value
 from tests.graph_passes.builders import graph, refused
 
 OWNER = {"w": 0, "u": 0, "v": 1}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from graph_passes.analysis.layers import Layers, find_layers
-from graph_passes.passes.partition import StageGraph, partition
+from dapple_tf.graph_passes.analysis.layers import Layers, find_layers
+from dapple_tf.graph_passes.passes.partition import StageGraph, partition
 from tests.graph_passes.builders import graph, value
 
 # Three layers of a matrix each.

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from graph_passes.ir.conditions import fold_conditions, guarded, is_marker
-from graph_passes.ir.graph import Effect, FunctionRef, Graph, Node, Value, attributes
-from graph_passes.ir.verify import verify
+from dapple_tf.graph_passes.ir.conditions import fold_conditions, guarded, is_marker
+from dapple_tf.graph_passes.ir.graph import Effect, FunctionRef, Graph, Node, Value, attributes
+from dapple_tf.graph_passes.ir.verify import verify
 from tests.graph_passes.builders import assert_graph, graph
 
 OPEN = """

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graph_passes.errors import GraphError
-from graph_passes.ir.graph import Control, DType, Node, Shape, Value, ancestors, tensor, topological
+from dapple_tf.errors import GraphError
+from dapple_tf.graph_passes.ir.graph import Control, DType, Node, Shape, Value, ancestors, tensor, topological
 from tests.graph_passes.builders import graph, refused
 
 DIAMOND = """

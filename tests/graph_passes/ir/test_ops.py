@@ -6,9 +6,9 @@ import re
 
 import pytest
 
-from graph_passes.ir.graph import ROLES
-from graph_passes.ir.ops import INPUT_OPS, OPS, Attribute, AttributeType, OpName, ops_table_markdown
-from graph_passes.schedules.schedule import CALL_OF_KIND
+from dapple_tf.graph_passes.ir.graph import ROLES
+from dapple_tf.graph_passes.ir.ops import INPUT_OPS, OPS, Attribute, AttributeType, OpName, ops_table_markdown
+from dapple_tf.graph_passes.schedules.schedule import CALL_OF_KIND
 from tests.paths import ROOT
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 
-from graph_passes.errors import TextError
-from graph_passes.ir.graph import (
+from dapple_tf.errors import TextError
+from dapple_tf.graph_passes.ir.graph import (
     Attr,
     Control,
     DType,
@@ -22,7 +22,7 @@ from graph_passes.ir.graph import (
     Value,
     tensor,
 )
-from graph_passes.ir.text import parse_graph, parse_node, parse_type, print_graph, print_node, print_type
+from dapple_tf.graph_passes.ir.text import parse_graph, parse_node, parse_type, print_graph, print_node, print_type
 from tests.graph_passes.builders import refused
 from tests.graph_passes.strategies import graphs
 

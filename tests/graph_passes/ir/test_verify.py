@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 
-from graph_passes.errors import GraphError
-from graph_passes.ir.graph import Function, Node, tensor
-from graph_passes.ir.verify import verify
+from dapple_tf.errors import GraphError
+from dapple_tf.graph_passes.ir.graph import Function, Node, tensor
+from dapple_tf.graph_passes.ir.verify import verify
 from tests.graph_passes.builders import calls, function, graph, refused
 
 GOOD = """

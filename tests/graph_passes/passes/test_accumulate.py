@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from graph_passes.passes.accumulate import Accumulate
+from dapple_tf.graph_passes.passes.accumulate import Accumulate
 from tests.graph_passes.builders import assert_graph, calls, function
 
 BACKWARD = function("stage0/backward", "gradient h", "gradient x, variable w, variable v float32[2]")

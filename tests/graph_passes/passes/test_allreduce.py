@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from graph_passes.passes.allreduce import AllReduce
+from dapple_tf.graph_passes.passes.allreduce import AllReduce
 from tests.graph_passes.builders import assert_graph, calls, function
 
 FUNCTIONS = (

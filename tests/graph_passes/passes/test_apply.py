@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from graph_passes.errors import GraphError
-from graph_passes.passes.apply import Apply
-from graph_passes.passes.split_update import Updates
+from dapple_tf.errors import GraphError
+from dapple_tf.graph_passes.passes.apply import Apply
+from dapple_tf.graph_passes.passes.split_update import Updates
 from tests.graph_passes.builders import assert_graph, calls, function, refused
 
 GRADIENTS = """

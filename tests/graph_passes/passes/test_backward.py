@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from graph_passes.analysis.layers import find_layers
-from graph_passes.errors import PartitionError
-from graph_passes.ir.graph import Function
-from graph_passes.ir.text import parse_type, print_graph
-from graph_passes.passes.backward import (
+from dapple_tf.errors import PartitionError
+from dapple_tf.graph_passes.analysis.layers import find_layers
+from dapple_tf.graph_passes.ir.graph import Function
+from dapple_tf.graph_passes.ir.text import parse_type, print_graph
+from dapple_tf.graph_passes.passes.backward import (
     SparseUse,
     StageGradients,
     prune_gradients,
@@ -14,7 +14,7 @@ from graph_passes.passes.backward import (
     sparse_parts,
     split_backward,
 )
-from graph_passes.passes.partition import StageGraph, partition
+from dapple_tf.graph_passes.passes.partition import StageGraph, partition
 from tests.graph_passes.builders import functions_of, graph, refused, value
 
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-import graph_passes.passes
-from graph_passes.errors import GraphError
-from graph_passes.ir.graph import Graph, Node
-from graph_passes.ir.ops import OpName
-from graph_passes.passes.base import Contract, Pass, run_passes
+import dapple_tf.graph_passes.passes
+from dapple_tf.errors import GraphError
+from dapple_tf.graph_passes.ir.graph import Graph, Node
+from dapple_tf.graph_passes.ir.ops import OpName
+from dapple_tf.graph_passes.passes.base import Contract, Pass, run_passes
 from tests.graph_passes.builders import assert_graph, calls, function, graph, refused
 from tests.paths import ROOT
 
@@ -141,7 +141,7 @@ def test_a_pass_may_add_the_ops_that_its_contract_names_and_those_that_are_there
 def all_passes() -> list[Any]:
     modules = [
         importlib.import_module(m.name)
-        for m in pkgutil.iter_modules(graph_passes.passes.__path__, "graph_passes.passes.")
+        for m in pkgutil.iter_modules(dapple_tf.graph_passes.passes.__path__, "dapple_tf.graph_passes.passes.")
     ]
     classes = [value for module in modules for value in vars(module).values() if isinstance(value, type)]
     return sorted({c for c in classes if isinstance(vars(c).get("contract"), Contract)}, key=lambda c: c.__name__)
@@ -162,10 +162,10 @@ def test_the_contract_of_each_pass_is_consistent() -> None:
 
 BLOCKED = """
 import importlib, pkgutil, sys
+import dapple_tf.graph_passes
 for name in ("tensorflow", "keras", "horovod"):
     sys.modules[name] = None  # importing it raises ImportError
-import graph_passes
-names = [module.name for module in pkgutil.walk_packages(graph_passes.__path__, "graph_passes.")]
+names = [module.name for module in pkgutil.walk_packages(dapple_tf.graph_passes.__path__, "dapple_tf.graph_passes.")]
 for name in names:
     importlib.import_module(name)
 print(*names)
@@ -176,5 +176,5 @@ def test_no_module_of_the_middle_end_imports_tensorflow() -> None:
     run = subprocess.run([sys.executable, "-c", BLOCKED], cwd=ROOT, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     files = [path.relative_to(ROOT).with_suffix("") for path in (ROOT / "graph_passes").rglob("*.py")]
-    modules = {".".join(path.parts).removesuffix(".__init__") for path in files}
-    assert set(run.stdout.split()) == modules - {"graph_passes"}
+    modules = {".".join(("dapple_tf", *path.parts)).removesuffix(".__init__") for path in files}
+    assert set(run.stdout.split()) == modules - {"dapple_tf.graph_passes"}

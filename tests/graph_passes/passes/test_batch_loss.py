@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import pytest
 
-from graph_passes.analysis.loss_head import LossHeadInput
-from graph_passes.errors import GraphError, ScheduleError
-from graph_passes.ir.graph import Function, Graph, Value
-from graph_passes.ir.names import nodes_of
-from graph_passes.ir.ops import OpName
-from graph_passes.ir.verify import verify
-from graph_passes.passes.accumulate import Accumulate
-from graph_passes.passes.allreduce import AllReduce
-from graph_passes.passes.batch_loss import check_forwards_first
-from graph_passes.passes.copy_variables import CopyVariables
-from graph_passes.passes.microbatch import Microbatch
-from graph_passes.passes.order import Order
-from graph_passes.passes.place import Place
-from graph_passes.passes.split_concat import SplitConcat
-from graph_passes.passes.verify_pipeline import VerifyPipeline
-from graph_passes.schedules.spec import ScheduleSpec
+from dapple_tf.errors import GraphError, ScheduleError
+from dapple_tf.graph_passes.analysis.loss_head import LossHeadInput
+from dapple_tf.graph_passes.ir.graph import Function, Graph, Value
+from dapple_tf.graph_passes.ir.names import nodes_of
+from dapple_tf.graph_passes.ir.ops import OpName
+from dapple_tf.graph_passes.ir.verify import verify
+from dapple_tf.graph_passes.passes.accumulate import Accumulate
+from dapple_tf.graph_passes.passes.allreduce import AllReduce
+from dapple_tf.graph_passes.passes.batch_loss import check_forwards_first
+from dapple_tf.graph_passes.passes.copy_variables import CopyVariables
+from dapple_tf.graph_passes.passes.microbatch import Microbatch
+from dapple_tf.graph_passes.passes.order import Order
+from dapple_tf.graph_passes.passes.place import Place
+from dapple_tf.graph_passes.passes.split_concat import SplitConcat
+from dapple_tf.graph_passes.passes.verify_pipeline import VerifyPipeline
+from dapple_tf.graph_passes.schedules.spec import ScheduleSpec
 from tests.graph_passes.builders import assert_graph, calls, function, refused
 
 X = "inputs %x\n%x = input() {index=0} -> (float32[?,4])\n"

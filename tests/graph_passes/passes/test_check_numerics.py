@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from graph_passes.ir.graph import Graph, Node, Value, attributes, tensor
-from graph_passes.passes.check_numerics import CheckNumerics
+from dapple_tf.graph_passes.ir.graph import Graph, Node, Value, attributes, tensor
+from dapple_tf.graph_passes.passes.check_numerics import CheckNumerics
 
 KIND = tensor("float64", 4)
 

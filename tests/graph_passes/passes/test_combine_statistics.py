@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from graph_passes.ir.graph import Graph
-from graph_passes.passes.base import run_passes
-from graph_passes.passes.combine_statistics import CombineStatistics, combine_statistics
-from graph_passes.passes.project import project
-from graph_passes.passes.share_statistics import share_statistics
-from graph_passes.passes.verify_ranks import verify_ranks
+from dapple_tf.graph_passes.ir.graph import Graph
+from dapple_tf.graph_passes.passes.base import run_passes
+from dapple_tf.graph_passes.passes.combine_statistics import CombineStatistics, combine_statistics
+from dapple_tf.graph_passes.passes.project import project
+from dapple_tf.graph_passes.passes.share_statistics import share_statistics
+from dapple_tf.graph_passes.passes.verify_ranks import verify_ranks
 from tests.graph_passes.builders import assert_graph, calls, functions_of
 from tests.graph_passes.passes.test_share_statistics import FORWARD
 from tests.graph_passes.passes.test_share_statistics import TWO as WITHOUT_SIZE

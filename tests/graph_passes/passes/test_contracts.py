@@ -7,22 +7,22 @@ from collections.abc import Sequence
 
 import pytest
 
-from graph_passes.errors import GraphError, PartitionError
-from graph_passes.ir.graph import Graph, Node
-from graph_passes.ir.text import parse_type
-from graph_passes.passes.base import Pass, run_passes
-from graph_passes.passes.check_numerics import CheckNumerics
-from graph_passes.passes.expose_gradients import ExposeGradients
-from graph_passes.passes.instrument import Instrument
-from graph_passes.passes.local_input import LocalInput
-from graph_passes.passes.look_up_rows import LookUpRows
-from graph_passes.passes.overlap import Overlap
-from graph_passes.passes.place import Place, PlaceRank
-from graph_passes.passes.project import Project
-from graph_passes.passes.rank_variables import RankVariables
-from graph_passes.passes.recompute import Recompute
-from graph_passes.passes.split_weights import SplitWeights
-from graph_passes.passes.verify_pipeline import VerifyPipeline
+from dapple_tf.errors import GraphError, PartitionError
+from dapple_tf.graph_passes.ir.graph import Graph, Node
+from dapple_tf.graph_passes.ir.text import parse_type
+from dapple_tf.graph_passes.passes.base import Pass, run_passes
+from dapple_tf.graph_passes.passes.check_numerics import CheckNumerics
+from dapple_tf.graph_passes.passes.expose_gradients import ExposeGradients
+from dapple_tf.graph_passes.passes.instrument import Instrument
+from dapple_tf.graph_passes.passes.local_input import LocalInput
+from dapple_tf.graph_passes.passes.look_up_rows import LookUpRows
+from dapple_tf.graph_passes.passes.overlap import Overlap
+from dapple_tf.graph_passes.passes.place import Place, PlaceRank
+from dapple_tf.graph_passes.passes.project import Project
+from dapple_tf.graph_passes.passes.rank_variables import RankVariables
+from dapple_tf.graph_passes.passes.recompute import Recompute
+from dapple_tf.graph_passes.passes.split_weights import SplitWeights
+from dapple_tf.graph_passes.passes.verify_pipeline import VerifyPipeline
 from tests.graph_passes.builders import refused
 from tests.graph_passes.whole import Kind, input_graph, passes_of, whole_graph
 

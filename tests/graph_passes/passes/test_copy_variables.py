@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from graph_passes.analysis.variable_use import Variables, find_variables
-from graph_passes.ir.graph import ancestors
-from graph_passes.passes.copy_variables import CopyVariables
-from graph_passes.passes.microbatch import call_stages
-from graph_passes.passes.order import Order
-from graph_passes.passes.split_concat import SplitConcat
-from graph_passes.schedules.spec import ScheduleSpec
+from dapple_tf.graph_passes.analysis.variable_use import Variables, find_variables
+from dapple_tf.graph_passes.ir.graph import ancestors
+from dapple_tf.graph_passes.passes.copy_variables import CopyVariables
+from dapple_tf.graph_passes.passes.microbatch import call_stages
+from dapple_tf.graph_passes.passes.order import Order
+from dapple_tf.graph_passes.passes.split_concat import SplitConcat
+from dapple_tf.graph_passes.schedules.spec import ScheduleSpec
 from tests.graph_passes.builders import assert_graph, calls, function
 
 TIED = (  # the table of stage 0 is used again in stage 1; stage 0 counts in ``mean``

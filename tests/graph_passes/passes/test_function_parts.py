@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from graph_passes.ir.graph import Function, Value
-from graph_passes.ir.text import print_graph
-from graph_passes.ir.verify import verify
-from graph_passes.passes.function_parts import FunctionParts, cut_function, has_joins
+from dapple_tf.graph_passes.ir.graph import Function, Value
+from dapple_tf.graph_passes.ir.text import print_graph
+from dapple_tf.graph_passes.ir.verify import verify
+from dapple_tf.graph_passes.passes.function_parts import FunctionParts, cut_function, has_joins
 from tests.graph_passes.builders import functions_of, graph
 
 # y = norm(x * w) * w: a constant and a weight on both sides of the join, whose result backward takes too.

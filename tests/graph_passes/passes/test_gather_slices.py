@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from graph_passes.errors import GraphError
-from graph_passes.ir.graph import Function
-from graph_passes.passes.gather_slices import GatherSlices, SparsePart, slice_ports
+from dapple_tf.errors import GraphError
+from dapple_tf.graph_passes.ir.graph import Function
+from dapple_tf.graph_passes.passes.gather_slices import GatherSlices, SparsePart, slice_ports
 from tests.graph_passes.builders import assert_graph, calls, function, refused
 
 ROWS = "slices table float32[_,4], indices table int64[_]"

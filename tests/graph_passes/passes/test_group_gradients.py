@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from graph_passes.passes.gather_slices import SparsePart
-from graph_passes.passes.group_gradients import GroupGradients
-from graph_passes.schedules.window import Window
+from dapple_tf.graph_passes.passes.gather_slices import SparsePart
+from dapple_tf.graph_passes.passes.group_gradients import GroupGradients
+from dapple_tf.graph_passes.schedules.window import Window
 from tests.graph_passes.builders import assert_graph, calls, function, graph
 
 

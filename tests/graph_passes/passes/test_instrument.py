@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from graph_passes.errors import GraphError
-from graph_passes.ir.graph import topological
-from graph_passes.passes.expose_gradients import ExposeGradients, exposed_gradients
-from graph_passes.passes.instrument import Instrument, timed_nodes
+from dapple_tf.errors import GraphError
+from dapple_tf.graph_passes.ir.graph import topological
+from dapple_tf.graph_passes.passes.expose_gradients import ExposeGradients, exposed_gradients
+from dapple_tf.graph_passes.passes.instrument import Instrument, timed_nodes
 from tests.graph_passes.builders import assert_graph, graph, refused
 
 HALVES = ("inputs", "weights")

@@ -5,17 +5,17 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 
-from graph_passes.ir.graph import Graph, Value
-from graph_passes.ir.names import nodes_of
-from graph_passes.ir.ops import OpName
-from graph_passes.passes.base import run_passes
-from graph_passes.passes.instrument import Instrument
-from graph_passes.passes.join_replicas import JoinReplicas, join_replicas
-from graph_passes.passes.microbatch import call_stages
-from graph_passes.passes.place import Place
-from graph_passes.passes.project import parse_exchange_name
-from graph_passes.passes.split_concat import replicate_stages
-from graph_passes.passes.verify_ranks import verify_ranks
+from dapple_tf.graph_passes.ir.graph import Graph, Value
+from dapple_tf.graph_passes.ir.names import nodes_of
+from dapple_tf.graph_passes.ir.ops import OpName
+from dapple_tf.graph_passes.passes.base import run_passes
+from dapple_tf.graph_passes.passes.instrument import Instrument
+from dapple_tf.graph_passes.passes.join_replicas import JoinReplicas, join_replicas
+from dapple_tf.graph_passes.passes.microbatch import call_stages
+from dapple_tf.graph_passes.passes.place import Place
+from dapple_tf.graph_passes.passes.project import parse_exchange_name
+from dapple_tf.graph_passes.passes.split_concat import replicate_stages
+from dapple_tf.graph_passes.passes.verify_ranks import verify_ranks
 from tests.graph_passes.builders import assert_graph, calls, function, joining, two_stages
 from tests.graph_passes.whole import Kind, X, kinds, passes_of, ranks_of, whole_graph
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from graph_passes.analysis.input_needs import find_inputs
-from graph_passes.errors import GraphError
-from graph_passes.passes.base import run_passes
-from graph_passes.passes.instrument import Instrument
-from graph_passes.passes.local_input import LocalInput
-from graph_passes.passes.project import Project
+from dapple_tf.errors import GraphError
+from dapple_tf.graph_passes.analysis.input_needs import find_inputs
+from dapple_tf.graph_passes.passes.base import run_passes
+from dapple_tf.graph_passes.passes.instrument import Instrument
+from dapple_tf.graph_passes.passes.local_input import LocalInput
+from dapple_tf.graph_passes.passes.project import Project
 from tests.graph_passes.builders import assert_graph, graph, refused
 from tests.graph_passes.whole import Kind, graph_for_ranks
 

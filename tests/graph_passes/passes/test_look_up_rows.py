@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from graph_passes.ir.graph import Function
-from graph_passes.ir.text import print_graph
-from graph_passes.ir.verify import verify
-from graph_passes.passes.look_up_rows import LookUpRows
+from dapple_tf.graph_passes.ir.graph import Function
+from dapple_tf.graph_passes.ir.text import print_graph
+from dapple_tf.graph_passes.ir.verify import verify
+from dapple_tf.graph_passes.passes.look_up_rows import LookUpRows
 from tests.graph_passes.builders import functions_of, graph
 
 TYPES = "Taxis=dtype('int32'), Tindices=dtype('int64'), Tparams=dtype('float32'), batch_dims=0"

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from graph_passes.errors import GraphError
-from graph_passes.ir.graph import DType, Graph, Shape, TensorType, tensor
-from graph_passes.ir.verify import verify
-from graph_passes.passes.microbatch import Microbatch, merge_kind
+from dapple_tf.errors import GraphError
+from dapple_tf.graph_passes.ir.graph import DType, Graph, Shape, TensorType, tensor
+from dapple_tf.graph_passes.ir.verify import verify
+from dapple_tf.graph_passes.passes.microbatch import Microbatch, merge_kind
 from tests.graph_passes.builders import assert_graph, calls, function, refused, two_stages
 
 X = "inputs %x\n%x = input() {index=0} -> (float32[?,4])\n"

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 
 import pytest
 
-from graph_passes.ir.graph import Function, Graph
-from graph_passes.passes.once import build_once
-from graph_passes.passes.partition import Stage, StageGraph
+from dapple_tf.graph_passes.ir.graph import Function, Graph
+from dapple_tf.graph_passes.passes.once import build_once
+from dapple_tf.graph_passes.passes.partition import Stage, StageGraph
 from tests.graph_passes.builders import assert_graph, function, graph
 
 JOINT = """

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from graph_passes.errors import ScheduleError
-from graph_passes.passes.order import Order
-from graph_passes.schedules.spec import ScheduleSpec, parse_schedule
+from dapple_tf.errors import ScheduleError
+from dapple_tf.graph_passes.passes.order import Order
+from dapple_tf.graph_passes.schedules.spec import ScheduleSpec, parse_schedule
 from tests.graph_passes.builders import assert_graph, function, graph, refused, two_stages
 
 # The data edges of Fig. 11(b): two stages, two micro-batches. M stands for the micro-batch.

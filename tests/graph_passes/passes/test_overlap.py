@@ -6,11 +6,11 @@ import dataclasses
 
 import pytest
 
-from graph_passes.errors import GraphError
-from graph_passes.ir.graph import Function, Port
-from graph_passes.ir.text import parse_type
-from graph_passes.passes.allreduce import AllReduce
-from graph_passes.passes.overlap import READS, Overlap, cut_buckets, order_gradients
+from dapple_tf.errors import GraphError
+from dapple_tf.graph_passes.ir.graph import Function, Port
+from dapple_tf.graph_passes.ir.text import parse_type
+from dapple_tf.graph_passes.passes.allreduce import AllReduce
+from dapple_tf.graph_passes.passes.overlap import READS, Overlap, cut_buckets, order_gradients
 from tests.graph_passes.builders import assert_graph, calls, function, graph, ports, refused
 
 FORWARD = function("stage0/forward", "arg x, variable u, variable v, variable w", "loss loss")

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graph_passes.analysis.layers import find_layers
-from graph_passes.errors import PartitionError
-from graph_passes.passes.partition import StageGraph, balance, partition
+from dapple_tf.errors import PartitionError
+from dapple_tf.graph_passes.analysis.layers import find_layers
+from dapple_tf.graph_passes.passes.partition import StageGraph, balance, partition
 from tests.graph_passes.builders import graph, refused, value
 
 SKIP = """

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from graph_passes.errors import GraphError
-from graph_passes.passes.place import Place, PlaceRank
+from dapple_tf.errors import GraphError
+from dapple_tf.graph_passes.passes.place import Place, PlaceRank
 from tests.graph_passes.builders import assert_graph, graph, refused
 
 BEFORE = """

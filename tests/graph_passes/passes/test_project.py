@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graph_passes.errors import GraphError
-from graph_passes.ir.graph import Graph, Node, Value
-from graph_passes.ir.verify import verify
-from graph_passes.passes.expose_gradients import ExposeGradients, exposed_gradients
-from graph_passes.passes.project import Project, parse_exchange_name, project
-from graph_passes.passes.verify_ranks import verify_ranks
+from dapple_tf.errors import GraphError
+from dapple_tf.graph_passes.ir.graph import Graph, Node, Value
+from dapple_tf.graph_passes.ir.verify import verify
+from dapple_tf.graph_passes.passes.expose_gradients import ExposeGradients, exposed_gradients
+from dapple_tf.graph_passes.passes.project import Project, parse_exchange_name, project
+from dapple_tf.graph_passes.passes.verify_ranks import verify_ranks
 from tests.graph_passes.builders import assert_graph, calls, graph, refused, two_stages
 from tests.graph_passes.whole import Kind, graph_for_ranks, kinds, ranks_of, whole_graph
 

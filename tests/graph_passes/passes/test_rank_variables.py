@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from graph_passes.ir.graph import Function, Graph
-from graph_passes.ir.text import parse_type
-from graph_passes.ir.verify import verify
-from graph_passes.passes.rank_variables import RankVariables
+from dapple_tf.graph_passes.ir.graph import Function, Graph
+from dapple_tf.graph_passes.ir.text import parse_type
+from dapple_tf.graph_passes.ir.verify import verify
+from dapple_tf.graph_passes.passes.rank_variables import RankVariables
 from tests.graph_passes.builders import assert_graph, calls, function
 
 TYPES = tuple((name, parse_type(kind)) for name, kind in (("n", "int64[]"), ("t", "float32[9]"), ("w", "float32[4]")))

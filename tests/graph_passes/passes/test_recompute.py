@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from graph_passes.analysis.recomputation import find_recomputation
-from graph_passes.errors import GraphError
-from graph_passes.ir.graph import Graph
-from graph_passes.ir.text import print_graph
-from graph_passes.ir.verify import verify
-from graph_passes.passes.recompute import Recompute, find_runs, recompute_stages
+from dapple_tf.errors import GraphError
+from dapple_tf.graph_passes.analysis.recomputation import find_recomputation
+from dapple_tf.graph_passes.ir.graph import Graph
+from dapple_tf.graph_passes.ir.text import print_graph
+from dapple_tf.graph_passes.ir.verify import verify
+from dapple_tf.graph_passes.passes.recompute import Recompute, find_runs, recompute_stages
 from tests.graph_passes.builders import graph, refused
 
 FORWARD = """

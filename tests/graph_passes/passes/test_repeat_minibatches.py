@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from graph_passes.errors import GraphError
-from graph_passes.ir.graph import Node
-from graph_passes.passes.base import run_passes
-from graph_passes.passes.repeat_minibatches import RepeatMinibatches
-from graph_passes.schedules.window import Window
+from dapple_tf.errors import GraphError
+from dapple_tf.graph_passes.ir.graph import Node
+from dapple_tf.graph_passes.passes.base import run_passes
+from dapple_tf.graph_passes.passes.repeat_minibatches import RepeatMinibatches
+from dapple_tf.graph_passes.schedules.window import Window
 from tests.graph_passes.builders import assert_graph, graph, refused
 from tests.graph_passes.windows import WindowKind
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from graph_passes.ir.graph import Value
-from graph_passes.passes.backward import StageGradients
-from graph_passes.passes.round_gradients import Narrow, RoundGradients, find_narrow
+from dapple_tf.graph_passes.ir.graph import Value
+from dapple_tf.graph_passes.passes.backward import StageGradients
+from dapple_tf.graph_passes.passes.round_gradients import Narrow, RoundGradients, find_narrow
 from tests.graph_passes.builders import assert_graph, graph
 
 SUMS = """

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from graph_passes.errors import GraphError, ScheduleError
-from graph_passes.ir.text import parse_graph, print_graph
-from graph_passes.passes.send_together import SendTogether
-from graph_passes.passes.verify_pipeline import verify_together
-from graph_passes.schedules.spec import parse_schedule
+from dapple_tf.errors import GraphError, ScheduleError
+from dapple_tf.graph_passes.ir.text import parse_graph, print_graph
+from dapple_tf.graph_passes.passes.send_together import SendTogether
+from dapple_tf.graph_passes.passes.verify_pipeline import verify_together
+from dapple_tf.graph_passes.schedules.spec import parse_schedule
 from tests.graph_passes.builders import assert_graph, graph, refused
 from tests.graph_passes.whole import Kind, whole_graph
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from graph_passes.ir.graph import Graph
-from graph_passes.passes.base import run_passes
-from graph_passes.passes.project import project
-from graph_passes.passes.share_statistics import ShareStatistics, share_statistics
-from graph_passes.passes.verify_ranks import verify_ranks
+from dapple_tf.graph_passes.ir.graph import Graph
+from dapple_tf.graph_passes.passes.base import run_passes
+from dapple_tf.graph_passes.passes.project import project
+from dapple_tf.graph_passes.passes.share_statistics import ShareStatistics, share_statistics
+from dapple_tf.graph_passes.passes.verify_ranks import verify_ranks
 from tests.graph_passes.builders import assert_graph, calls, function, functions_of
 
 FORWARD = function("stage0/forward", "arg x, once %count:0 float32[], once %draw:0 int64[]", "loss loss")

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graph_passes.analysis.row_bounds import whole_shares
-from graph_passes.errors import PartitionError
-from graph_passes.ir.graph import Graph, Node, Value
-from graph_passes.ir.verify import verify
-from graph_passes.passes.microbatch import call_stages
-from graph_passes.passes.split_concat import SplitConcat, overlaps
+from dapple_tf.errors import PartitionError
+from dapple_tf.graph_passes.analysis.row_bounds import whole_shares
+from dapple_tf.graph_passes.ir.graph import Graph, Node, Value
+from dapple_tf.graph_passes.ir.verify import verify
+from dapple_tf.graph_passes.passes.microbatch import call_stages
+from dapple_tf.graph_passes.passes.split_concat import SplitConcat, overlaps
 from tests.graph_passes.builders import assert_graph, calls, function, refused, two_stages
 
 X = "inputs %x\n%x = input() -> (float32[?,4])\n"

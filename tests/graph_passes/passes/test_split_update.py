@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from graph_passes.errors import PartitionError
-from graph_passes.ir.graph import Function
-from graph_passes.ir.text import print_graph
-from graph_passes.passes.split_update import Updates, cut_updates
+from dapple_tf.errors import PartitionError
+from dapple_tf.graph_passes.ir.graph import Function
+from dapple_tf.graph_passes.ir.text import print_graph
+from dapple_tf.graph_passes.passes.split_update import Updates, cut_updates
 from tests.graph_passes.builders import functions_of, graph, refused
 
 OWNER = {"w": 0, "v": 1}

@@ -6,10 +6,10 @@ import dataclasses
 
 import pytest
 
-from graph_passes.ir.graph import Function
-from graph_passes.ir.text import print_graph
-from graph_passes.ir.verify import verify
-from graph_passes.passes.split_weights import SplitWeights, split_function
+from dapple_tf.graph_passes.ir.graph import Function
+from dapple_tf.graph_passes.ir.text import print_graph
+from dapple_tf.graph_passes.ir.verify import verify
+from dapple_tf.graph_passes.passes.split_weights import SplitWeights, split_function
 from tests.graph_passes.builders import calls, function, functions_of, graph
 
 # y = reshape(h) @ w + b of a stage that is sent h: what comes back for y is needed for h, for w, and is b's.

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from graph_passes.errors import GraphError
-from graph_passes.ir.graph import Function
-from graph_passes.passes.split_update import Updates
-from graph_passes.passes.update_groups import UpdateGroups, check_updates, last_backwards, update_name
-from graph_passes.schedules.window import Window
+from dapple_tf.errors import GraphError
+from dapple_tf.graph_passes.ir.graph import Function
+from dapple_tf.graph_passes.passes.split_update import Updates
+from dapple_tf.graph_passes.passes.update_groups import UpdateGroups, check_updates, last_backwards, update_name
+from dapple_tf.graph_passes.schedules.window import Window
 from tests.graph_passes.builders import assert_graph, function, graph, refused
 
 UPDATES = (

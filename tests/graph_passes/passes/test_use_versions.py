@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from graph_passes.errors import GraphError
-from graph_passes.ir.graph import Graph
-from graph_passes.passes.base import run_passes
-from graph_passes.passes.use_versions import UseVersions, action_name, calls_of, version_name
-from graph_passes.schedules.schedule import Action
-from graph_passes.schedules.weight_versions import WeightPolicy, weight_versions
-from graph_passes.schedules.window import Window
+from dapple_tf.errors import GraphError
+from dapple_tf.graph_passes.ir.graph import Graph
+from dapple_tf.graph_passes.passes.base import run_passes
+from dapple_tf.graph_passes.passes.use_versions import UseVersions, action_name, calls_of, version_name
+from dapple_tf.graph_passes.schedules.schedule import Action
+from dapple_tf.graph_passes.schedules.weight_versions import WeightPolicy, weight_versions
+from dapple_tf.graph_passes.schedules.window import Window
 from tests.graph_passes.builders import assert_graph, calls, function, graph, refused
 from tests.graph_passes.windows import WindowKind
 

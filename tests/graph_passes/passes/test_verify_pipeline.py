@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from graph_passes.errors import GraphError
-from graph_passes.passes.verify_pipeline import VerifyPipeline
-from graph_passes.schedules.spec import ScheduleSpec
+from dapple_tf.errors import GraphError
+from dapple_tf.graph_passes.passes.verify_pipeline import VerifyPipeline
+from dapple_tf.graph_passes.schedules.spec import ScheduleSpec
 from tests.graph_passes.builders import calls, function, refused
 
 FUNCTIONS = (function("stage0/forward", "", "stash a"), function("stage0/backward", "stash a", "variable w"))

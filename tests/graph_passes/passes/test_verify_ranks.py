@@ -8,12 +8,12 @@ from collections.abc import Sequence
 
 import pytest
 
-from graph_passes.errors import GraphError, ScheduleError
-from graph_passes.ir.graph import Graph
-from graph_passes.passes.order import call_name
-from graph_passes.passes.verify_ranks import verify_ranks
-from graph_passes.schedules.schedule import Action, Schedule, check
-from graph_passes.schedules.spec import parse_schedule
+from dapple_tf.errors import GraphError, ScheduleError
+from dapple_tf.graph_passes.ir.graph import Graph
+from dapple_tf.graph_passes.passes.order import call_name
+from dapple_tf.graph_passes.passes.verify_ranks import verify_ranks
+from dapple_tf.graph_passes.schedules.schedule import Action, Schedule, check
+from dapple_tf.graph_passes.schedules.spec import parse_schedule
 from tests.graph_passes.builders import graph, refused
 from tests.graph_passes.whole import Kind, ranks_of
 

@@ -9,12 +9,12 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given
 
-from graph_passes.errors import GraphError
-from graph_passes.ir.graph import Graph, Node, Value, attributes
-from graph_passes.ir.verify import verify
-from graph_passes.passes.base import run_passes
-from graph_passes.passes.verify_ranks import verify_ranks
-from graph_passes.passes.verify_window import VerifyWindow
+from dapple_tf.errors import GraphError
+from dapple_tf.graph_passes.ir.graph import Graph, Node, Value, attributes
+from dapple_tf.graph_passes.ir.verify import verify
+from dapple_tf.graph_passes.passes.base import run_passes
+from dapple_tf.graph_passes.passes.verify_ranks import verify_ranks
+from dapple_tf.graph_passes.passes.verify_window import VerifyWindow
 from tests.graph_passes.builders import refused
 from tests.graph_passes.windows import WindowKind, window_kinds
 

@@ -6,9 +6,9 @@ import itertools
 
 import pytest
 
-from graph_passes.errors import GraphError, ScheduleError
-from graph_passes.passes.base import run_passes
-from graph_passes.passes.instrument import Instrument
+from dapple_tf.errors import GraphError, ScheduleError
+from dapple_tf.graph_passes.passes.base import run_passes
+from dapple_tf.graph_passes.passes.instrument import Instrument
 from tests.graph_passes.passes.test_contracts import contents, moved
 from tests.graph_passes.windows import WindowKind
 

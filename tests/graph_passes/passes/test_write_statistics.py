@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from graph_passes.analysis.variable_use import find_variables
-from graph_passes.errors import GraphError
-from graph_passes.ir.graph import Function, Graph, Value
-from graph_passes.ir.names import nodes_of
-from graph_passes.ir.ops import OpName
-from graph_passes.passes.copy_variables import CopyVariables
-from graph_passes.passes.microbatch import call_stages
-from graph_passes.passes.split_concat import replicate_stages
-from graph_passes.passes.write_statistics import write_statistics
+from dapple_tf.errors import GraphError
+from dapple_tf.graph_passes.analysis.variable_use import find_variables
+from dapple_tf.graph_passes.ir.graph import Function, Graph, Value
+from dapple_tf.graph_passes.ir.names import nodes_of
+from dapple_tf.graph_passes.ir.ops import OpName
+from dapple_tf.graph_passes.passes.copy_variables import CopyVariables
+from dapple_tf.graph_passes.passes.microbatch import call_stages
+from dapple_tf.graph_passes.passes.split_concat import replicate_stages
+from dapple_tf.graph_passes.passes.write_statistics import write_statistics
 from tests.graph_passes.builders import calls, function, refused, two_stages
 from tests.graph_passes.whole import Kind, X, ranks_of, whole_graph
 

@@ -6,8 +6,8 @@ from collections.abc import Collection
 
 from hypothesis import strategies as st
 
-from graph_passes.errors import ScheduleError
-from graph_passes.schedules.schedule import Action, Schedule, check
+from dapple_tf.errors import ScheduleError
+from dapple_tf.graph_passes.schedules.schedule import Action, Schedule, check
 
 
 @st.composite

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from graph_passes.schedules.schedule import Action, Schedule
+from dapple_tf.graph_passes.schedules.schedule import Action, Schedule
 
 _LATEST = 6  # actions from I to its W
 

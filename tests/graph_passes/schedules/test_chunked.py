@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from graph_passes.errors import ScheduleError
-from graph_passes.schedules.schedule import Schedule, run_schedule
-from graph_passes.schedules.spec import ScheduleSpec, parse_schedule
+from dapple_tf.errors import ScheduleError
+from dapple_tf.graph_passes.schedules.schedule import Schedule, run_schedule
+from dapple_tf.graph_passes.schedules.spec import ScheduleSpec, parse_schedule
 from tests.graph_passes.builders import refused
 
 TABLES = [

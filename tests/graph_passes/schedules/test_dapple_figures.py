@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import pytest
 
-from graph_passes.passes.order import Order
-from graph_passes.schedules.schedule import Schedule
-from graph_passes.schedules.spec import ScheduleSpec
+from dapple_tf.graph_passes.passes.order import Order
+from dapple_tf.graph_passes.schedules.schedule import Schedule
+from dapple_tf.graph_passes.schedules.spec import ScheduleSpec
 from tests.graph_passes.builders import graph
 
 # III.A: "injects them into the pipeline concurrently".

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graph_passes.schedules.list_schedule import ListRule, StageTimes, list_schedule
-from graph_passes.schedules.schedule import check, run_schedule
-from graph_passes.schedules.worker_map import WorkerMap
+from dapple_tf.graph_passes.schedules.list_schedule import ListRule, StageTimes, list_schedule
+from dapple_tf.graph_passes.schedules.schedule import check, run_schedule
+from dapple_tf.graph_passes.schedules.worker_map import WorkerMap
 
 UNLIMITED = (math.inf, math.inf)
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graph_passes.errors import ScheduleError
-from graph_passes.schedules.schedule import Action, Kind, Schedule, check, read_old_splits, run_schedule
-from graph_passes.schedules.spec import ScheduleSpec, parse_schedule
+from dapple_tf.errors import ScheduleError
+from dapple_tf.graph_passes.schedules.schedule import Action, Kind, Schedule, check, read_old_splits, run_schedule
+from dapple_tf.graph_passes.schedules.spec import ScheduleSpec, parse_schedule
 from tests.graph_passes.builders import refused
 from tests.graph_passes.schedules.mixed import mixed
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from graph_passes.schedules.schedule import Action, Kind, Schedule, most_in_flight, run_schedule
-from graph_passes.schedules.spec import parse_schedule
+from dapple_tf.graph_passes.schedules.schedule import Action, Kind, Schedule, most_in_flight, run_schedule
+from dapple_tf.graph_passes.schedules.spec import parse_schedule
 
 
 def test_each_action_starts_when_its_inputs_and_its_stage_are_ready() -> None:

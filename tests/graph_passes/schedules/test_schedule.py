@@ -8,10 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graph_passes.errors import ScheduleError
-from graph_passes.schedules.schedule import Action, Kind, Schedule, check, dependencies, groups_together, run_schedule
-from graph_passes.schedules.spec import ScheduleSpec, early_backward, parse_schedule, warm_up
-from graph_passes.schedules.zero_bubble import zero_bubble
+from dapple_tf.errors import ScheduleError
+from dapple_tf.graph_passes.schedules.schedule import (
+    Action,
+    Kind,
+    Schedule,
+    check,
+    dependencies,
+    groups_together,
+    run_schedule,
+)
+from dapple_tf.graph_passes.schedules.spec import ScheduleSpec, early_backward, parse_schedule, warm_up
+from dapple_tf.graph_passes.schedules.zero_bubble import zero_bubble
 from tests.graph_passes.builders import refused
 
 KINDS_OF_BACKWARD: tuple[Kind, Kind] = ("B", "I")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from graph_passes.errors import ScheduleError
-from graph_passes.schedules.schedule import Action, run_schedule
-from graph_passes.schedules.slicer import count_slices, slice_sizes, sliced_1f1b
-from graph_passes.schedules.spec import ScheduleSpec
+from dapple_tf.errors import ScheduleError
+from dapple_tf.graph_passes.schedules.schedule import Action, run_schedule
+from dapple_tf.graph_passes.schedules.slicer import count_slices, slice_sizes, sliced_1f1b
+from dapple_tf.graph_passes.schedules.spec import ScheduleSpec
 from tests.graph_passes.builders import refused
 
 

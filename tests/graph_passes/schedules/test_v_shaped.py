@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 import pytest
 
-from graph_passes.errors import ScheduleError
-from graph_passes.schedules.schedule import Schedule, run_schedule
-from graph_passes.schedules.spec import ScheduleSpec, parse_schedule
-from graph_passes.schedules.worker_map import WorkerMap
+from dapple_tf.errors import ScheduleError
+from dapple_tf.graph_passes.schedules.schedule import Schedule, run_schedule
+from dapple_tf.graph_passes.schedules.spec import ScheduleSpec, parse_schedule
+from dapple_tf.graph_passes.schedules.worker_map import WorkerMap
 from tests.graph_passes.builders import refused
 
 UNITS = {"F": 1, "B": 2, "I": 1, "W": 1}

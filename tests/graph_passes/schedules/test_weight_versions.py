@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 
-from graph_passes.errors import ScheduleError
-from graph_passes.schedules.schedule import Action
-from graph_passes.schedules.weight_versions import WeightPolicy, weight_versions
-from graph_passes.schedules.window import Window, round_robin_warm_up
+from dapple_tf.errors import ScheduleError
+from dapple_tf.graph_passes.schedules.schedule import Action
+from dapple_tf.graph_passes.schedules.weight_versions import WeightPolicy, weight_versions
+from dapple_tf.graph_passes.schedules.window import Window, round_robin_warm_up
 from tests.graph_passes.builders import refused
 from tests.graph_passes.windows import WindowKind, window_kinds
 

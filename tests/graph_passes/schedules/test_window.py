@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graph_passes.errors import ScheduleError
-from graph_passes.schedules.schedule import Action
-from graph_passes.schedules.window import Window, depth_warm_up, round_robin_warm_up
+from dapple_tf.errors import ScheduleError
+from dapple_tf.graph_passes.schedules.schedule import Action
+from dapple_tf.graph_passes.schedules.window import Window, depth_warm_up, round_robin_warm_up
 from tests.graph_passes.builders import refused
 
 

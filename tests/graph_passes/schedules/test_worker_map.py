@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from graph_passes.errors import ScheduleError
-from graph_passes.schedules.worker_map import WorkerMap
+from dapple_tf.errors import ScheduleError
+from dapple_tf.graph_passes.schedules.worker_map import WorkerMap
 from tests.graph_passes.builders import refused
 
 

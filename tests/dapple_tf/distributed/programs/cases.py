@@ -11,8 +11,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from dapple_tf.graph_passes.schedules.spec import ScheduleSpec
 from dapple_tf.plans import Plan, StagePlan
-from graph_passes.schedules.spec import ScheduleSpec
 from models.gpt import gpt
 from tests.dapple_tf.distributed.programs.embedding_cases import clipping_adam, embedding, id_batches
 from tests.dapple_tf.distributed.programs.text_cases import (

@@ -11,7 +11,7 @@ from dapple_tf import internals
 from dapple_tf.distributed.exchange_network import exchanging_pairs
 from dapple_tf.distributed.membership import current
 from dapple_tf.distributed.ring_all_reduce import RingAllReduce
-from graph_passes.ir.graph import Graph, Node, attributes, tensor
+from dapple_tf.graph_passes.ir.graph import Graph, Node, attributes, tensor
 
 SHAPES: tuple[tuple[int, ...], ...] = ((), (1,), (0, 5), (7, 11), (129,), (2,), (64, 3), (100_003,))
 DTYPES = ("float32", "float64", "half", "bfloat16", "complex64", "complex128", "int32", "bool")

@@ -12,7 +12,7 @@ import threading
 import time
 
 import dapple_tf as dapple
-from profiler.detect import job_rank
+from dapple_tf.profiler.detect import job_rank
 
 
 def main(moment: str, rank: int) -> None:

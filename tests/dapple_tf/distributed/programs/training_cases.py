@@ -8,7 +8,7 @@ import tensorflow as tf
 
 import dapple_tf as dapple
 from dapple_tf.distributed.membership import Job, current
-from graph_passes.ir.names import nodes_of
+from dapple_tf.graph_passes.ir.names import nodes_of
 from tests.dapple_tf.distributed.programs.captured import captured_names
 from tests.dapple_tf.distributed.programs.cases import CASES, Case
 from tests.equality.one_device import as_tf, named_variables, relative_error, train_on_one_device

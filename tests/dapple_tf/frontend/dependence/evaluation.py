@@ -20,7 +20,7 @@ from dapple_tf.frontend.names import tensor_name
 from dapple_tf.frontend.rows import ROWS_NAME, use_rows, whole_name
 from dapple_tf.frontend.shapes import infer_shapes, probe_shapes
 from dapple_tf.frontend.write_graph import write_graph
-from graph_passes.ir.graph import Graph, Node, Value
+from dapple_tf.graph_passes.ir.graph import Graph, Node, Value
 
 N = 9
 CUTS = ((0, 9), (0, 2, 6, 9), (0, 1, 8, 9))

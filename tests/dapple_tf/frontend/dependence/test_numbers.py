@@ -19,7 +19,7 @@ from dapple_tf.frontend.dependence.numbers import (
     varies,
 )
 from dapple_tf.frontend.node_attributes import read_attribute
-from graph_passes.ir.graph import DType, Node, tensor
+from dapple_tf.graph_passes.ir.graph import DType, Node, tensor
 from tests.dapple_tf.frontend.dependence.evaluation import Compute, analyse, make_loss
 
 
