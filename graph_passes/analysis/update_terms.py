@@ -6,7 +6,7 @@ runs once for all stages. So the stages exchange a few numbers, and no gradients
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from dapple_tf.errors import PartitionError
@@ -33,15 +33,20 @@ class UpdateTerms:
     slots: Mapping[str, Set[int]] = field(default_factory=dict)
 
 
-def find_terms(graph: Graph, owner: Mapping[str, int]) -> UpdateTerms:
+def find_terms(
+    graph: Graph, owner: Mapping[str, int], returned: Sequence[Value] = (), read_by_model: Set[str] = frozenset()
+) -> UpdateTerms:
     """Return the terms of the update ``graph``, whose conditions are open; ``owner``: the stage of each variable.
+
+    ``returned``: values that are given to all stages, as combined terms are. ``read_by_model``: variables that all
+    stages share, whichever updates read them.
 
     Raises PartitionError if terms depend on what the update writes, or on other combined terms.
     """
     # Slots may be combined too, and belong to stages. What meets the gradients of others first says to which.
     meeting = frozenset(name for name, kind in _kinds(graph, owner, follow=False).items() if kind is None)
-    slots = _slot_stages(graph, owner, _find_needs(graph, meeting)) if meeting else {}
-    of_slots = {name: next(iter(found)) for name, found in slots.items() if len(found) == 1}
+    slots = _slot_stages(graph, owner, _find_needs(graph, meeting)) if meeting or returned else {}
+    of_slots = {n: next(iter(found)) for n, found in slots.items() if len(found) == 1 and n not in read_by_model}
     kinds = _kinds(graph, {**of_slots, **owner}, follow=True)
     combining = frozenset(name for name, kind in kinds.items() if kind is None)
     needs = _find_needs(graph, combining)
@@ -55,6 +60,11 @@ def find_terms(graph: Graph, owner: Mapping[str, int]) -> UpdateTerms:
                 partial[value] = kind
             elif node.name not in combining and kind is None:
                 combined[value] = None
+    for value in returned:
+        kind = kinds[value.node]
+        if isinstance(kind, int):
+            partial[value] = kind
+        combined[value] = None
     terms = UpdateTerms(combining, tuple(partial.items()), tuple(combined), needs, slots)
     _check(graph, terms)
     return terms
@@ -69,7 +79,8 @@ def _kinds(graph: Graph, stage_of: Mapping[str, int], *, follow: bool) -> dict[s
     kinds: dict[str, int | str | None] = {}
     for node in graph.nodes:
         if node.op == "arg":
-            kinds[node.name] = stage_of.get(node.string("port"), "any")
+            whole = node.has("role") and node.string("role") == "whole"
+            kinds[node.name] = "any" if whole else stage_of.get(node.string("port"), "any")
         elif node.op == "variable":
             kinds[node.name] = stage_of.get(node.name, "any")
         else:

@@ -10,19 +10,26 @@ the stages and their combination (see ``analysis.update_terms``), which all upda
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from dapple_tf.errors import PartitionError
+from dapple_tf.graph_passes.analysis.layers import written_variables
 from dapple_tf.graph_passes.analysis.update_terms import UpdateTerms, find_terms, term_nodes
 from dapple_tf.graph_passes.ir.extract import extract_function
-from dapple_tf.graph_passes.ir.graph import Effect, Function, Graph, Port, Role, Value, ancestors
+from dapple_tf.graph_passes.ir.graph import Effect, Function, Graph, Node, Port, Role, Value, ancestors
 from dapple_tf.graph_passes.ir.names import at
 from dapple_tf.graph_passes.ir.ops import OpName
 
 _ALONE = "use an optimizer that updates each variable by itself"
 _CONDITION = "let no op use what this tf.cond returns (return nothing from its branches), so that it can be cut"
-_GRADIENT_ROLES: Mapping[str, Role] = {"gradient": "gradient", "slices": "slices", "indices": "indices"}
+_ARGUMENT_ROLES: Mapping[str, Role] = {
+    "gradient": "gradient",
+    "slices": "slices",
+    "indices": "indices",
+    "whole": "whole",
+}
 
 
 @dataclass(frozen=True)
@@ -30,6 +37,7 @@ class Updates:
     """The update functions of the stages, by stage, and the shared ones that run before and after them, or None.
 
     ``terms``: the functions of the stages' terms, by stage; ``combine``: the function that combines them, or None.
+    ``returned``: the role and the name of the ports whose values the step returns.
     """
 
     before: Function | None
@@ -37,6 +45,7 @@ class Updates:
     after: Function | None
     terms: tuple[tuple[int, Function], ...] = ()
     combine: Function | None = None
+    returned: tuple[tuple[Role, str], ...] = ()
 
     @property
     def functions(self) -> tuple[Function, ...]:
@@ -46,34 +55,44 @@ class Updates:
         return (*(f for _, f in self.terms), *combine, *before, *(f for _, f in self.stages), *after)
 
 
-def cut_updates(graph: Graph, owner: Mapping[str, int]) -> Updates:
+def cut_updates(graph: Graph, owner: Mapping[str, int], readers: Mapping[str, int] = MappingProxyType({})) -> Updates:
     """Cut ``graph`` by the ``owner`` of each variable of the model.
 
-    Its arguments are gradients: the attribute ``port`` names the variable; ``role`` is slices or indices, and left out
-    for a dense gradient. Conditions that write variables are open (see ``ir.conditions``).
+    Its arguments are gradients: the attribute ``port`` names the variable; ``role`` is slices or indices, and may be
+    left out for a dense gradient. Arguments whose role is whole are outputs of the step, by number. Its outputs are
+    what the step returns. Conditions that write variables are open (see ``ir.conditions``). ``readers``: the first
+    stage that reads each variable that belongs to the update, and that the model reads too.
 
     Raises PartitionError if one op updates the variables of several stages, if what a stage writes depends on a
     variable of another one, or if terms cannot be cut (see ``find_terms``).
     """
     graph = _remove_identity_n(graph)
-    terms = find_terms(graph, owner)
-    writes, shared = _sort_writes(graph, owner, terms)
+    early, late = _sort_returned(graph)
+    owner = dict(owner) | _owned_by_readers(graph, owner, readers)
+    terms = find_terms(graph, owner, early, readers.keys() - owner.keys())
+    writes, shared = _sort_writes(graph, owner, terms, readers.keys() - owner.keys())
     all_writes = set(terms.needs)
     before = {name for name in shared if any(name in terms.needs[w] for group in writes.values() for w in group)}
     after = shared - before
+    places = {value: _place_of_returned(graph, value, writes, shared) for value in late}
 
-    def update_function(name: str, own: set[str]) -> Function:
-        return _update_function(name, graph, own, all_writes - own, terms)
+    def update_function(name: str, own: set[str], stage: int | None) -> Function:
+        results = [value for value, place in places.items() if place == stage]
+        return _update_function(name, graph, own, all_writes - own, terms, results)
 
-    stages = tuple((stage, update_function(at(stage, what=OpName.UPDATE), writes[stage])) for stage in sorted(writes))
+    at_stages = sorted({*writes, *(place for place in places.values() if place is not None)})
+    stages = tuple(
+        (stage, update_function(at(stage, what=OpName.UPDATE), writes.get(stage, set()), stage)) for stage in at_stages
+    )
     for stage, function in stages:
         _check_order(graph, function, before, f"stage {stage}'s part of the optimizer")
     updates = Updates(
-        update_function("optimizer/before", before) if before else None,
+        _update_function("optimizer/before", graph, before, all_writes - before, terms, ()) if before else None,
         stages,
-        update_function("optimizer/after", after) if after else None,
+        update_function("optimizer/after", after, None) if after or None in places.values() else None,
         tuple((stage, _terms_function(graph, terms, stage)) for stage in sorted({s for _, s in terms.partial})),
         _combine_function(graph, terms) if terms.combined else None,
+        tuple(_returned_port(value, places) for value in graph.outputs),
     )
     if updates.after is not None:
         _check_order(graph, updates.after, all_writes - after, "what the stages share of the optimizer")
@@ -81,8 +100,63 @@ def cut_updates(graph: Graph, owner: Mapping[str, int]) -> Updates:
     return updates
 
 
-def _sort_writes(graph: Graph, owner: Mapping[str, int], terms: UpdateTerms) -> tuple[dict[int, set[str]], set[str]]:
-    """Return the nodes with effects that belong to each stage, and those that the stages share."""
+def _sort_returned(graph: Graph) -> tuple[list[Value], list[Value]]:
+    """Return the outputs of an update that depend on nothing that it writes, and the others."""
+    acting = {node.name for node in graph.nodes if node.effect in (Effect.WRITE, Effect.SIDE)}
+    early, late = [], []
+    for value in graph.outputs:
+        (late if acting & ancestors(graph, [value.node]) else early).append(value)
+    return early, late
+
+
+def _owned_by_readers(graph: Graph, owner: Mapping[str, int], readers: Mapping[str, int]) -> dict[str, int]:
+    """Return those of ``readers`` whose variable is written with a value that some stage computes.
+
+    Such a variable lives on the stage that reads it. All stages can write what they share.
+    """
+    if not readers:
+        return {}
+    terms = find_terms(graph, owner)
+    found = {}
+    for name, needs in terms.needs.items():
+        node = graph.node(name)
+        targets = [target for target in (node.strings("writes") if node.effect == Effect.WRITE else ()) if target in readers]
+        if targets and any(_stage_of(graph, owner, source) is not None for source in needs):
+            found.update({target: readers[target] for target in targets})
+    return found
+
+
+def _stage_of(graph: Graph, owner: Mapping[str, int], name: str) -> int | None:
+    """Return the stage of a variable or a gradient; None for any other node."""
+    node = graph.node(name)
+    if node.op == "arg":
+        return owner.get(node.string("port")) if _role(node) != "whole" else None
+    return owner.get(name) if node.op == "variable" else None
+
+
+def _place_of_returned(graph: Graph, value: Value, writes: Mapping[int, Set[str]], shared: Set[str]) -> int | None:
+    """Return the stage whose update gives a returned value, None for the update that all stages share."""
+    needed = ancestors(graph, [value.node])
+    stages = [stage for stage, names in writes.items() if needed & names]
+    if len(stages) > 1 or (stages and needed & shared):
+        raise PartitionError(
+            f"the step returns {value}, which it computes from variables of stages {sorted(stages)} after it has "
+            "updated them: compute it from the variables after the step"
+        )
+    return stages[0] if stages else None
+
+
+def _returned_port(value: Value, places: Mapping[Value, int | None]) -> tuple[Role, str]:
+    return ("partial" if places.get(value) is not None else "combined"), str(value)
+
+
+def _sort_writes(
+    graph: Graph, owner: Mapping[str, int], terms: UpdateTerms, read_by_model: Set[str]
+) -> tuple[dict[int, set[str]], set[str]]:
+    """Return the nodes with effects that belong to each stage, and those that the stages share.
+
+    ``read_by_model``: variables that stages share, since forward reads them too.
+    """
     writes: dict[int, set[str]] = {}
     shared: set[str] = set()
     for name, needs in terms.needs.items():
@@ -97,7 +171,7 @@ def _sort_writes(graph: Graph, owner: Mapping[str, int], terms: UpdateTerms) -> 
         if not owners:
             found = {stage for target in targets for stage in terms.slots.get(target, set())}
             read = {owner[n] for n in needs if graph.node(n).op == "variable" and n in owner}
-            owners = found or read
+            owners = set() if read_by_model.intersection(targets) else found or read
         if len(owners) == 1:
             writes.setdefault(owners.pop(), set()).add(name)
         else:
@@ -115,12 +189,17 @@ def _remove_identity_n(graph: Graph) -> Graph:
             same.update(zip(node.values(), node.inputs, strict=True))
         else:
             nodes.append(node)
-    return graph.replace(nodes=tuple(nodes))
+    return graph.replace(nodes=tuple(nodes), outputs=tuple(same.get(value, value) for value in graph.outputs))
 
 
-def _update_function(name: str, graph: Graph, writes: set[str], done: set[str], terms: UpdateTerms) -> Function:
-    """Return the function of the nodes ``writes`` and all that they need, but for the writes ``done`` before it."""
-    members = ancestors(graph, writes, stop=done | terms.combining)
+def _update_function(
+    name: str, graph: Graph, writes: set[str], done: set[str], terms: UpdateTerms, returned: Sequence[Value]
+) -> Function:
+    """Return the function of the nodes ``writes`` and all that they need, but for the writes ``done`` before it.
+
+    ``returned``: values that it gives.
+    """
+    members = ancestors(graph, [*writes, *(value.node for value in returned)], stop=done | terms.combining)
 
     def port_of(value: Value) -> tuple[Role, str] | None:
         found = _input_port(graph, value)
@@ -133,16 +212,21 @@ def _update_function(name: str, graph: Graph, writes: set[str], done: set[str], 
             )
         return found
 
-    return extract_function(name, graph, members, port_of, (), ())
+    role: Role = "combined" if name == "optimizer/after" else "partial"
+    ports = [Port(role, str(value), graph.type_of(value)) for value in returned]
+    return extract_function(name, graph, members, port_of, ports, returned)
 
 
 def _input_port(graph: Graph, value: Value) -> tuple[Role, str] | None:
     """Return the port of a gradient or a variable; None for any other value."""
     source = graph.node(value.node)
     if source.op == "arg":
-        role = source.string("role") if source.has("role") else "gradient"
-        return _GRADIENT_ROLES[role], source.string("port")
+        return _ARGUMENT_ROLES[_role(source)], source.string("port")
     return ("variable", source.name) if source.op == "variable" else None
+
+
+def _role(node: Node) -> str:
+    return node.string("role") if node.has("role") else "gradient"
 
 
 def _terms_function(graph: Graph, terms: UpdateTerms, stage: int) -> Function:
@@ -179,6 +263,7 @@ def _unguarded(graph: Graph) -> Graph:
 def _check_variables(updates: Updates, owner: Mapping[str, int]) -> None:
     """Raise PartitionError where a function uses a variable that lives on a stage on which it does not run."""
     at_stage = {function.name: stage for stage, function in (*updates.stages, *updates.terms)}
+    owner = {name: stage for stage, function in updates.stages for name in written_variables(function.graph)} | dict(owner)
     for function in updates.functions:
         for _, port in function.input_ports("variable"):
             here = at_stage.get(function.name)
