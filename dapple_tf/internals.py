@@ -10,6 +10,7 @@ import functools
 import gc
 import inspect
 import threading
+import traceback
 import uuid
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -214,6 +215,13 @@ def user_place(operation: Any) -> str:
     """
     frames = [frame for frame in operation.traceback or () if not _is_library(frame.filename)]
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+
+
+def user_place_of_error(error: BaseException) -> str:
+    """Return the file and line of the user's code in which an error was raised, "" where that is no file."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_library(frame.filename)]
+    found = [frame for frame in frames if "__autograph_generated_file" not in frame.filename]
+    return f"{found[-1].filename}:{found[-1].lineno}" if found else ""
 
 
 _LIBRARIES = tuple(

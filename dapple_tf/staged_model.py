@@ -10,7 +10,7 @@ from typing import Any, Literal
 import keras
 import tensorflow as tf
 
-from dapple_tf.errors import CaptureError
+from dapple_tf.errors import CaptureError, PartitionError
 from dapple_tf.exactness import Exactness, Inexactness
 from dapple_tf.frontend.after_gradients import AfterGradients, trace_of
 from dapple_tf.frontend.backward_writes import find_write_reasons
@@ -237,7 +237,7 @@ def stage_model(
             skips=isinstance(optimizer, keras.optimizers.LossScaleOptimizer),
             backward_writes=writes,
         ),
-        updates=None if update is None else cut_updates(update.graph, owner, readers),
+        updates=None if update is None else _cut_updates(captured, update, owner, readers),
         global_clipnorm=None if update is None else update.global_clipnorm,
         variables=dict(captured.variables) if update is None else update.variables,
         model_variables=captured.variables,
@@ -290,6 +290,19 @@ def _trace_update(
                 "variable in the loss, so that its gradient is dense"
             )
     return update
+
+
+def _cut_updates(
+    captured: Captured, update: TracedUpdate, owner: Mapping[str, int], readers: Mapping[str, int]
+) -> Updates:
+    """Return what ``cut_updates`` does; its errors name the line of a training step."""
+    try:
+        return cut_updates(update.graph, owner, readers)
+    except PartitionError as error:
+        if captured.after is None or not error.node:
+            raise
+        place = captured.after.place_of(error.node)
+        raise PartitionError(f"{place}: what the step does after its gradients: {error}", error.node) from None
 
 
 def _describe_indices(dtype: str | None) -> str:

@@ -7,7 +7,8 @@ argument is unknown, so that the same graph serves every micro-batch.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence, Set
+import re
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,7 +17,7 @@ import keras
 import tensorflow as tf
 
 from dapple_tf import internals
-from dapple_tf.errors import CaptureError, LossError
+from dapple_tf.errors import CaptureError, DappleError, LossError
 from dapple_tf.exactness import BatchNorm
 from dapple_tf.frontend.after_gradients import AfterGradients, loss_nodes, part_step
 from dapple_tf.frontend.batch import batch_signature, batch_size
@@ -189,7 +190,12 @@ def capture(
         internals.replace_moments(moments[batch_norm]) if batch_norm in moments else nullcontext(),
         internals.listen_to_tapes(calls) if calls is not None else nullcontext(),
     ):
-        concrete, recorder, specs = _trace(function, name, batch, specs, sized=sized)
+        try:
+            concrete, recorder, specs = _trace(function, name, batch, specs, sized=sized)
+        except Exception as error:
+            if calls is None:
+                raise
+            raise calls.refused or _error_of_step(name, error) from error
     if calls is None:
         captured = _read_loss(concrete, recorder, specs, example, name, user, trains=trains)
     else:
@@ -262,7 +268,7 @@ def _read_step(
         structure,
         inputs.variables,
         inputs.constants,
-        lambda node: internals.user_place(of_node[node]) or name,
+        lambda node: _place_of(node, of_node) or name,
     )
     if not after.trained:
         raise CaptureError(f"{name} uses none of the gradients that it takes, so there is nothing to train")
@@ -284,6 +290,24 @@ def _read_step(
         after=after,
         left_out=frozenset(op.name for op in operations if node_of[op.name] not in members),
         unrecorded=unrecorded,
+    )
+
+
+def _place_of(node: str, operations: Mapping[str, Any]) -> str:
+    """Return the file and line of a node, "" where they are not known; that of a branch's node is its condition's."""
+    node = re.split(r"\.(?:then|else)_branch/", node)[0]
+    return internals.user_place(operations[node]) if node in operations else ""
+
+
+def _error_of_step(name: str, error: Exception) -> Exception:
+    """Return the error to raise where a training step cannot be traced: one of dapple_tf's own stays as it is."""
+    place = internals.user_place_of_error(error.__cause__ or error)
+    prefix = f"{place}: " if place and place not in str(error) else ""
+    if isinstance(error, DappleError):
+        return type(error)(f"{prefix}{error}")
+    return CaptureError(
+        f"{prefix}{name} cannot be traced: {error}. Gradients and losses have no values while a "
+        "step is traced: let no Python code depend on them (tf.cond in place of `if`, no .numpy())"
     )
 
 

@@ -54,10 +54,14 @@ class _Recorded:
 
 
 class TapeCalls:
-    """A ``internals.TapeListener`` that collects the ``calls`` of a trace."""
+    """A ``internals.TapeListener`` that collects the ``calls`` of a trace.
+
+    ``refused``: the error that it has raised, which AutoGraph replaces by one of its own.
+    """
 
     def __init__(self) -> None:
         self.calls: list[TapeCall] = []
+        self.refused: CaptureError | None = None
         self._tapes: dict[int, _Recorded] = {}
         self._made: set[tuple[int, str]] = set()
 
@@ -83,11 +87,11 @@ class TapeCalls:
         place = _place(graph)
         known = self._tapes.get(id(tape))
         if known is not None and known.begin is not None and internals.is_persistent(tape):
-            raise CaptureError(
+            raise self._refuse(
                 f"{place}: tape.gradient is called while the tape still records: call it after the tape's `with`"
             )
         if graph.outer_graph is not None and graph.outer_graph.building_function:
-            raise CaptureError(
+            raise self._refuse(
                 f"{place}: tape.gradient is called in a function of the step that TensorFlow traces by itself (a "
                 "tf.function that the step calls, or the body of a tf.cond or of a loop over tensors): call it in the "
                 "training step itself, or in a Python function that the step calls"
@@ -98,10 +102,14 @@ class TapeCalls:
         graph = tf.compat.v1.get_default_graph()
         others = [known for known in self._tapes.values() if known.begin is not None and known.tape is not tape]
         if graph.building_function and not others:
-            raise CaptureError(
+            raise self._refuse(
                 f"{_place(graph)}: tape.{method} is no sum over micro-batches: take tape.gradient of a scalar, or "
                 "compute the derivatives of each sample with a tape inside of the tape whose gradient trains"
             )
+
+    def _refuse(self, message: str) -> CaptureError:
+        self.refused = CaptureError(message)
+        return self.refused
 
     def _replace(
         self,
@@ -115,7 +123,7 @@ class TapeCalls:
         graph = tf.compat.v1.get_default_graph()
         before = len(graph.get_operations())
         zeros = tf.UnconnectedGradients(options.pop("unconnected_gradients", "none")) is tf.UnconnectedGradients.ZERO
-        scalar = _total(target, options.get("output_gradients"), place)
+        scalar = self._total(target, options.get("output_gradients"), place)
         start = len(graph.get_operations())
         self._made.update((id(graph), op.name) for op in graph.get_operations()[before:start])
         found = tf.nest.flatten(compute(target, sources, **options))
@@ -150,32 +158,31 @@ class TapeCalls:
             )
         return tf.nest.pack_sequence_as(sources, results)
 
+    def _total(self, target: Any, weights: Any, place: str) -> Any:
+        """Return the scalar whose gradients are those that ``tape.gradient`` takes of one or several targets."""
+        targets = tf.nest.flatten(target)
+        if not all(isinstance(item, tf.Tensor) for item in targets):
+            kinds = ", ".join(sorted({type(item).__name__ for item in targets if not isinstance(item, tf.Tensor)}))
+            raise self._refuse(f"{place}: tape.gradient takes the gradient of a {kinds}: give it a tensor")
+        of_targets = [None] * len(targets) if weights is None else tf.nest.flatten(weights)
+        terms = []
+        for item, weight in zip(targets, of_targets, strict=True):
+            if not item.dtype.is_floating:
+                continue
+            term = item if weight is None else item * tf.stop_gradient(tf.cast(weight, item.dtype))
+            terms.append(term if term.shape.rank == 0 else tf.reduce_sum(term))
+        if not terms:
+            raise self._refuse(f"{place}: tape.gradient takes the gradient of no floating-point tensor")
+        if len({term.dtype for term in terms}) > 1:
+            raise self._refuse(f"{place}: tape.gradient takes the gradient of targets of several dtypes: cast them to one")
+        return terms[0] if len(terms) == 1 else tf.add_n(terms)
+
     def _unrecorded(self, tape: tf.GradientTape, graph: Any, operations: Sequence[Any]) -> frozenset[str]:
         known = self._tapes[id(tape)]
         recorded = {op.name for of, first, end in known.ops if of is graph for op in operations[first:end]}
         return frozenset(
             op.name for op in operations if op.name not in recorded and (id(graph), op.name) not in self._made
         )
-
-
-def _total(target: Any, weights: Any, place: str) -> Any:
-    """Return the scalar whose gradients are those that ``tape.gradient`` takes of one or several targets."""
-    targets = tf.nest.flatten(target)
-    if not all(isinstance(item, tf.Tensor) for item in targets):
-        kinds = ", ".join(sorted({type(item).__name__ for item in targets if not isinstance(item, tf.Tensor)}))
-        raise CaptureError(f"{place}: tape.gradient takes the gradient of a {kinds}: give it a tensor")
-    of_targets = [None] * len(targets) if weights is None else tf.nest.flatten(weights)
-    terms = []
-    for item, weight in zip(targets, of_targets, strict=True):
-        if not item.dtype.is_floating:
-            continue
-        term = item if weight is None else item * tf.stop_gradient(tf.cast(weight, item.dtype))
-        terms.append(term if term.shape.rank == 0 else tf.reduce_sum(term))
-    if not terms:
-        raise CaptureError(f"{place}: tape.gradient takes the gradient of no floating-point tensor")
-    if len({term.dtype for term in terms}) > 1:
-        raise CaptureError(f"{place}: tape.gradient takes the gradient of targets of several dtypes: cast them to one")
-    return terms[0] if len(terms) == 1 else tf.add_n(terms)
 
 
 def _placeholders(variable: tf.Variable, gradient: Any) -> tuple[Any, Any]:

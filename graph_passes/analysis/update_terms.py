@@ -141,18 +141,26 @@ def _check(graph: Graph, terms: UpdateTerms) -> None:
             if name in terms.combining:
                 raise PartitionError(
                     f"the optimizer combines {value} of stage {stage} with other stages', but {value} depends on such "
-                    f"a combination itself ({name!r}), which would take another round over the stages: {advice}"
+                    f"a combination itself ({name!r}), which would take another round over the stages: {advice}",
+                    name,
                 )
-    of_terms = term_nodes(graph, list(terms.combined), set())
+    of_terms = term_nodes(graph, [*terms.combined, *(value for value, _ in terms.partial)], set())
     for node in graph.nodes:
         if node.name in of_terms:
             _check_reads(graph, node, advice)
 
 
 def _check_reads(graph: Graph, node: Node, advice: str) -> None:
+    if node.effect not in _HOISTED:
+        raise PartitionError(
+            f"the optimizer combines values of several stages with what {node.name!r} ({node.op}) gives, which writes "
+            f"a variable: {advice}",
+            node.name,
+        )
     for control in node.controls if node.effect == Effect.READ else ():
         if graph.node(control.source).effect == Effect.WRITE:
             raise PartitionError(
                 f"the optimizer combines values of several stages that it reads ({node.name!r}) after its own write "
-                f"{control.source!r}: {advice}"
+                f"{control.source!r}: {advice}",
+                node.name,
             )

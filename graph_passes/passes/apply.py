@@ -92,6 +92,7 @@ def apply_updates(graph: Graph, updates: Updates, global_clipnorm: float | None 
     statistics = nodes_of(graph, OpName.WRITE_STATISTICS)
     if updates.before is not None:
         added.append(_update(updates.before, None, gradients, Control(last, "barrier: before all updates")))
+        gradients |= _results(updates.before, added[-1])
         last = added[-1].name
     ends = []
     start = Control(last, "barrier: nothing is half-updated by a failure")

@@ -74,11 +74,12 @@ def cut_updates(graph: Graph, owner: Mapping[str, int], readers: Mapping[str, in
     all_writes = set(terms.needs)
     before = {name for name in shared if any(name in terms.needs[w] for group in writes.values() for w in group)}
     after = shared - before
+    handed = _handed_over(graph, before)
     places = {value: _place_of_returned(graph, value, writes, shared) for value in late}
 
     def update_function(name: str, own: set[str], stage: int | None) -> Function:
         results = [value for value, place in places.items() if place == stage]
-        return _update_function(name, graph, own, all_writes - own, terms, results)
+        return _update_function(name, graph, own, all_writes - own, terms, results, handed)
 
     at_stages = sorted({*writes, *(place for place in places.values() if place is not None)})
     stages = tuple(
@@ -86,10 +87,13 @@ def cut_updates(graph: Graph, owner: Mapping[str, int], readers: Mapping[str, in
     )
     for stage, function in stages:
         _check_order(graph, function, before, f"stage {stage}'s part of the optimizer")
+    last = update_function("optimizer/after", after, None) if after or None in places.values() else None
+    taken = {port.name for function in (*(f for _, f in stages), *filter(None, [last])) for port in function.inputs}
+    given = [value for name in sorted(handed) for value in graph.node(name).values() if str(value) in taken]
     updates = Updates(
-        _update_function("optimizer/before", graph, before, all_writes - before, terms, ()) if before else None,
+        _update_function("optimizer/before", graph, before, all_writes - before, terms, given) if before else None,
         stages,
-        update_function("optimizer/after", after, None) if after or None in places.values() else None,
+        last,
         tuple((stage, _terms_function(graph, terms, stage)) for stage in sorted({s for _, s in terms.partial})),
         _combine_function(graph, terms) if terms.combined else None,
         tuple(_returned_port(value, places) for value in graph.outputs),
@@ -141,7 +145,8 @@ def _place_of_returned(graph: Graph, value: Value, writes: Mapping[int, Set[str]
     if len(stages) > 1 or (stages and needed & shared):
         raise PartitionError(
             f"the step returns {value}, which it computes from variables of stages {sorted(stages)} after it has "
-            "updated them: compute it from the variables after the step"
+            "updated them: compute it from the variables after the step",
+            value.node,
         )
     return stages[0] if stages else None
 
@@ -166,7 +171,8 @@ def _sort_writes(
         if len(owners) > 1:
             raise PartitionError(
                 f"the optimizer's op {name!r} ({node.op}) updates variables of stages {sorted(owners)} at once, so "
-                f"it cannot run where they live: {_CONDITION if node.op == 'If' else _ALONE}"
+                f"it cannot run where they live: {_CONDITION if node.op == 'If' else _ALONE}",
+                name,
             )
         if not owners:
             found = {stage for target in targets for stage in terms.slots.get(target, set())}
@@ -176,7 +182,25 @@ def _sort_writes(
             writes.setdefault(owners.pop(), set()).add(name)
         else:
             shared.add(name)
-    return writes, shared
+    while moved := _needed_by_shared(graph, owner, terms, writes, shared):
+        for group in writes.values():
+            group -= moved
+        shared |= moved
+    return {stage: group for stage, group in writes.items() if group}, shared
+
+
+def _needed_by_shared(
+    graph: Graph, owner: Mapping[str, int], terms: UpdateTerms, writes: Mapping[int, Set[str]], shared: Set[str]
+) -> set[str]:
+    """Return the writes of stages, of variables that what they share reads, which all stages can do themselves."""
+    read = {source for name in shared for source in terms.needs[name] if graph.node(source).op == "variable"}
+    return {
+        name
+        for group in writes.values()
+        for name in group
+        if read.intersection(graph.node(name).strings("writes") if graph.node(name).effect == Effect.WRITE else ())
+        and all(_stage_of(graph, owner, source) is None for source in terms.needs[name])
+    }
 
 
 def _remove_identity_n(graph: Graph) -> Graph:
@@ -192,27 +216,57 @@ def _remove_identity_n(graph: Graph) -> Graph:
     return graph.replace(nodes=tuple(nodes), outputs=tuple(same.get(value, value) for value in graph.outputs))
 
 
+def _handed_over(graph: Graph, before: Set[str]) -> frozenset[str]:
+    """Return the nodes whose values the shared update before all others gives them.
+
+    These are its writes that have results (a generator's numbers), and reads of what it overwrites. In a condition
+    there are none: its branches give no values.
+    """
+    written: dict[str, set[str]] = {}
+    for name in before:
+        node = graph.node(name)
+        for target in node.strings("writes") if node.effect == Effect.WRITE else ():
+            written.setdefault(target, set()).add(name)
+    found = {name for name in before if graph.node(name).outputs}
+    acting = {node.name for node in graph.nodes if node.effect in (Effect.WRITE, Effect.SIDE)}
+    for node in graph.nodes:
+        writers = set().union(*(written.get(value.node, set()) for value in node.inputs))
+        if node.effect == Effect.READ and writers:
+            needed = ancestors(graph, [node.name])
+            if not writers <= needed and needed & acting <= before:
+                found.add(node.name)
+    return frozenset(name for name in found if not graph.node(name).has("guard"))
+
+
 def _update_function(
-    name: str, graph: Graph, writes: set[str], done: set[str], terms: UpdateTerms, returned: Sequence[Value]
+    name: str,
+    graph: Graph,
+    writes: set[str],
+    done: set[str],
+    terms: UpdateTerms,
+    returned: Sequence[Value],
+    handed: Set[str] = frozenset(),
 ) -> Function:
     """Return the function of the nodes ``writes`` and all that they need, but for the writes ``done`` before it.
 
-    ``returned``: values that it gives.
+    ``returned``: values that it gives. ``handed``: nodes whose values it takes from the update before all others.
     """
-    members = ancestors(graph, [*writes, *(value.node for value in returned)], stop=done | terms.combining)
+    roots = [*writes, *(value.node for value in returned)]
+    members = ancestors(graph, roots, stop=done | terms.combining | handed)
 
     def port_of(value: Value) -> tuple[Role, str] | None:
         found = _input_port(graph, value)
-        if found is None and value.node in terms.combining:
+        if found is None and value.node in terms.combining | handed:
             return "combined", str(value)
         if found is None and value.node not in members:
             raise PartitionError(
                 f"the optimizer's {name} needs {value}, the result of an update that belongs to another function: use "
-                "an optimizer whose updates read variables only"
+                "an optimizer whose updates read variables only",
+                value.node,
             )
         return found
 
-    role: Role = "combined" if name == "optimizer/after" else "partial"
+    role: Role = "combined" if name.startswith("optimizer/") else "partial"
     ports = [Port(role, str(value), graph.type_of(value)) for value in returned]
     return extract_function(name, graph, members, port_of, ports, returned)
 
@@ -272,8 +326,16 @@ def _check_variables(updates: Updates, owner: Mapping[str, int]) -> None:
                 raise PartitionError(
                     f"the optimizer uses the variable {port.name!r}, which stage {owner[port.name]} holds, in {place}: "
                     "use an optimizer that updates each variable by itself, or by numbers that it computes from the "
-                    "gradients or variables of all stages before it writes any"
+                    "gradients or variables of all stages before it writes any",
+                    _user_of(function, port.name),
                 )
+
+
+def _user_of(function: Function, variable: str) -> str:
+    """Return the name of the first node of the function that uses this variable."""
+    place = next(i for i, port in function.input_ports("variable") if port.name == variable)
+    argument = function.graph.inputs[place]
+    return next(node.name for node in function.graph.nodes if any(v.node == argument for v in node.inputs))
 
 
 def _check_order(graph: Graph, function: Function, earlier: Set[str], part: str) -> None:
@@ -292,5 +354,6 @@ def _check_order(graph: Graph, function: Function, earlier: Set[str], part: str)
                 raise PartitionError(
                     f"{part} reads {target!r} ({node.name!r}) before the optimizer writes it "
                     f"({overwritten[target]!r}), and other parts read it after: use an optimizer that writes what all "
-                    "variables share before or after it updates them"
+                    "variables share before or after it updates them",
+                    node.name,
                 )

@@ -34,6 +34,7 @@ def check(name: str, **options: Any) -> None:
     step = dapple.train_step(step_function, **options)
     for batch in batches_of(name):
         assert_equal(step(*batch), whole(*batch))
+    step.gather()
     for ours, theirs in zip(values_of(found), values_of(wanted), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-12, atol=1e-12)
 
