@@ -494,7 +494,7 @@ def pipeline(
     return wrap if loss_fn is None else wrap(loss_fn)
 
 
-@document_options()
+@document_options("mode", "minibatches", "weights", "depth")
 def train_step(
     function: Callable[..., Any] | None = None,
     *,

@@ -23,12 +23,14 @@ BATCH = 12
 
 @contextmanager
 def in_float64() -> Iterator[None]:
-    before = keras.config.floatx()
+    floats, policy = keras.config.floatx(), keras.config.dtype_policy()
     keras.config.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")
     try:
         yield
     finally:
-        keras.config.set_floatx(before)
+        keras.config.set_floatx(floats)
+        keras.config.set_dtype_policy(policy)
 
 
 def regression(steps: int = 3) -> list[tuple[Any, ...]]:
