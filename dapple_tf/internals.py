@@ -728,6 +728,20 @@ def output_losses(model: keras.Model) -> Iterator[list[Any]]:
         compiled._metrics = original
 
 
+def make_keras_function(model: keras.Model, kind: str) -> Any:
+    """Return the function of this ``kind``, test or predict, that Keras makes of the model's step.
+
+    Keras keeps it in the attribute ``test_function`` or ``predict_function``, which stays as it is here.
+    """
+    name = f"{kind}_function"
+    kept = getattr(model, name)
+    try:
+        getattr(keras.Model, f"make_{name}")(model, force=True)
+        return getattr(model, name)
+    finally:
+        setattr(model, name, kept)
+
+
 def loss_metrics(model: keras.Model) -> list[Any]:
     """Return the metrics of the losses of several outputs (``_compile_loss``), in their order."""
     return [] if model._compile_loss is None else list(model._compile_loss.metrics)

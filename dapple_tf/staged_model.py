@@ -280,7 +280,11 @@ def _trace_update(
     if captured.after is None:
         return None if optimizer is None else trace_update(optimizer, trained, captured.variables, indices)
     update = trace_of(captured.after, captured.func_graph, trained)
-    taken = {node.string("port"): node for node in update.graph.nodes if node.op == "arg" and node.string("role") == "indices"}
+    taken = {
+        node.string("port"): node
+        for node in update.graph.nodes
+        if node.op == "arg" and node.string("role") == "indices"
+    }
     for name in trained:
         given = taken[name].outputs[0].dtype.name if name in taken else None
         if given != indices.get(name):

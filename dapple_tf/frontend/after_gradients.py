@@ -92,7 +92,9 @@ def part_step(
         )
     acting = [name for name in after if graph.node(name).effect in _ACTING]
     after &= ancestors(graph, [*acting, *(value.node for value in returned if value is not None)])
-    part = AfterGradients(graph, frozenset(after), (target,), tuple(returned), structure, variables, constants, place_of)
+    part = AfterGradients(
+        graph, frozenset(after), (target,), tuple(returned), structure, variables, constants, place_of
+    )
     return dataclasses.replace(part, whole=(target, *_crossing(part, part.roots, {target})))
 
 
@@ -140,11 +142,15 @@ def _without_batch(part: AfterGradients) -> set[str]:
 
 
 def loss_nodes(part: AfterGradients) -> set[str]:
-    """Return the nodes of the loss's graph, with those that act besides (a layer's writes), and all batch arguments."""
+    """Return the nodes of the loss's graph, with those that act besides (a layer's writes), and all batch arguments.
+
+    Of batch norm all nodes are kept: its statistics may be written from others than the layer itself uses.
+    """
     graph = part.graph
+    kept = [node.name for node in graph.nodes if node.has("batch_norm") and node.name not in part.nodes]
     acting = [node.name for node in graph.nodes if node.effect in _ACTING and node.name not in part.nodes]
     arguments = [node.name for node in graph.nodes if node.op == "arg" and not node.has("role")]
-    return ancestors(graph, [*(value.node for value in part.whole), *acting, *arguments])
+    return ancestors(graph, [*(value.node for value in part.whole), *acting, *arguments, *kept])
 
 
 def trace_of(part: AfterGradients, func_graph: Any, trained: Sequence[str]) -> TracedUpdate:
@@ -191,7 +197,9 @@ def trace_of(part: AfterGradients, func_graph: Any, trained: Sequence[str]) -> T
                 "SeedGenerator, tf.random.stateless_*, tf.random.Generator)"
             )
     outputs = tuple(value for value in part.returned if value is not None and value not in taken)
-    update = graph.replace(name="after gradients", inputs=(), nodes=(*whole, *nodes), outputs=tuple(dict.fromkeys(outputs)))
+    update = graph.replace(
+        name="after gradients", inputs=(), nodes=(*whole, *nodes), outputs=tuple(dict.fromkeys(outputs))
+    )
     update = open_conditions(update.sorted(), func_graph)
     names = {node.name for node in update.nodes if node.op == "variable"}
     constants = {name: value for name, value in part.constants.items() if name in update.by_name}

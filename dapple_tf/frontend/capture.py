@@ -226,9 +226,7 @@ def _read_loss(
     trainable = _in_order(inputs, loss_fn) if trains else [name for name in inputs.variables if name not in written]
     if trains and not trainable:
         raise CaptureError(f"{name} uses no trainable variable, so there is nothing to train: is the model captured?")
-    return Captured(
-        graph, func_graph, inputs.variables, tuple(trainable), inputs.constants, aux, specs, example
-    )
+    return Captured(graph, func_graph, inputs.variables, tuple(trainable), inputs.constants, aux, specs, example)
 
 
 def _read_step(

@@ -49,9 +49,7 @@ _STATELESS = frozenset({"Empty"})
 _LOCAL_ATTRS = frozenset({"_class", "_read_only_resource_inputs", "_output_shapes"})
 
 
-def read_graph(
-    graph: Any, inputs: Mapping[str, Node], name: str, left_out: Collection[str] = frozenset()
-) -> Graph:
+def read_graph(graph: Any, inputs: Mapping[str, Node], name: str, left_out: Collection[str] = frozenset()) -> Graph:
     """Return the IR of a FuncGraph. ``inputs`` maps names of placeholders to the input nodes that replace them.
 
     ``left_out``: names of ops that are not read; what is read takes none of their outputs.

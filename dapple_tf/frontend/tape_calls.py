@@ -174,7 +174,9 @@ class TapeCalls:
         if not terms:
             raise self._refuse(f"{place}: tape.gradient takes the gradient of no floating-point tensor")
         if len({term.dtype for term in terms}) > 1:
-            raise self._refuse(f"{place}: tape.gradient takes the gradient of targets of several dtypes: cast them to one")
+            raise self._refuse(
+                f"{place}: tape.gradient takes the gradient of targets of several dtypes: cast them to one"
+            )
         return terms[0] if len(terms) == 1 else tf.add_n(terms)
 
     def _unrecorded(self, tape: tf.GradientTape, graph: Any, operations: Sequence[Any]) -> frozenset[str]:

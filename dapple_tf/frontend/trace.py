@@ -219,7 +219,9 @@ def trace_batch(
     parameters: see ``trace_loss``.
     """
     known = batch_signature(batch)
-    loss_fn, opened = _with_rows(loss_fn, batch, open_signature(plain_function(loss_fn), known, () if compiled else earlier))
+    loss_fn, opened = _with_rows(
+        loss_fn, batch, open_signature(plain_function(loss_fn), known, () if compiled else earlier)
+    )
 
     def trace(inexact: Inexact, signature: Sequence[tf.TensorSpec]) -> Captured:
         return trace_loss(

@@ -105,7 +105,9 @@ class PipelinedStep:
         rank = 0 if self._job is None else self._job.rank
         self._homes = VariableHomes()
         self._times = BuildTimes(silent=rank != 0)
-        self._compiled = CompiledSteps(times=self._times, homes=self._homes, xla=make_xla(options.jit_compile, plain_function(loss_fn)))
+        self._compiled = CompiledSteps(
+            times=self._times, homes=self._homes, xla=make_xla(options.jit_compile, plain_function(loss_fn))
+        )
         self._forwards = [Forward(plain_function(loss_fn), self._autoplan, self._homes, self._times)]
         self._last: CompiledStep | None = None
         self._variables: dict[str, tf.Variable] | None = None

@@ -124,7 +124,9 @@ def _owned_by_readers(graph: Graph, owner: Mapping[str, int], readers: Mapping[s
     found = {}
     for name, needs in terms.needs.items():
         node = graph.node(name)
-        targets = [target for target in (node.strings("writes") if node.effect == Effect.WRITE else ()) if target in readers]
+        targets = [
+            target for target in (node.strings("writes") if node.effect == Effect.WRITE else ()) if target in readers
+        ]
         if targets and any(_stage_of(graph, owner, source) is not None for source in needs):
             found.update({target: readers[target] for target in targets})
     return found
@@ -317,7 +319,9 @@ def _unguarded(graph: Graph) -> Graph:
 def _check_variables(updates: Updates, owner: Mapping[str, int]) -> None:
     """Raise PartitionError where a function uses a variable that lives on a stage on which it does not run."""
     at_stage = {function.name: stage for stage, function in (*updates.stages, *updates.terms)}
-    owner = {name: stage for stage, function in updates.stages for name in written_variables(function.graph)} | dict(owner)
+    owner = {name: stage for stage, function in updates.stages for name in written_variables(function.graph)} | dict(
+        owner
+    )
     for function in updates.functions:
         for _, port in function.input_ports("variable"):
             here = at_stage.get(function.name)
