@@ -150,7 +150,7 @@ class TapeListener(Protocol):
     def gradient(
         self, tape: tf.GradientTape, compute: Callable[..., Any], target: Any, sources: Any, options: dict[str, Any]
     ) -> Any:
-        """Return what ``tape.gradient`` returns; ``compute(target, sources, **options)`` returns it as TensorFlow does."""
+        """Return the result of ``tape.gradient``; ``compute(target, sources, **options)`` returns TensorFlow's own."""
 
     def jacobian(self, tape: tf.GradientTape, method: str) -> None:
         """Note a call of ``tape.jacobian`` or ``tape.batch_jacobian``, before it is made."""
@@ -232,11 +232,11 @@ _LIBRARIES = tuple(
 def _is_library(file: str) -> bool:
     """Return whether a file of a stack trace is TensorFlow's, Keras's or this package's."""
     own = str(Path(__file__).parent) + "/"
-    return file.startswith((own, *_LIBRARIES)) or "tensorflow/python/" in file or file.startswith("<")
+    return file.startswith((own, "<", *_LIBRARIES)) or "tensorflow/python/" in file
 
 
 def variables_of_handles(handles: Sequence[Any]) -> list[tf.Variable]:
-    """Return the live variables that have these handles: of a trace that only writes one, TensorFlow does not tell it."""
+    """Return the live variables that have these handles: of one that a trace only writes, TensorFlow tells no more."""
     wanted = {id(handle) for handle in handles}
     kinds = (resource_variable_ops.BaseResourceVariable,)
     return [v for v in _live_instances(*kinds) if id(getattr(v, "_handle", None)) in wanted] if wanted else []

@@ -208,7 +208,7 @@ def stage_model(
     reached = {name for stage in gradients for name in stage.trained}
     trained = tuple(name for name in captured.trainable if name in reached)
     indices = _index_types(gradients)
-    update = _trace_update(captured, optimizer, trained, indices)
+    update = _trace_update(captured, optimizer, trained, indices, sparse=sparse)
     scale = trace_loss_scale(optimizer, captured, update.variables) if update is not None and scaled else None
     use = find_variables(graph)
     writes = find_write_reasons(captured, joint, gradients[: len(stages.stages)], dict(use.users))
@@ -270,12 +270,12 @@ def _returns(after: AfterGradients) -> Returns:
 
 
 def _trace_update(
-    captured: Captured, optimizer: Any, trained: Sequence[str], indices: Mapping[str, str]
+    captured: Captured, optimizer: Any, trained: Sequence[str], indices: Mapping[str, str], *, sparse: bool
 ) -> TracedUpdate | None:
     """Return the update of the ``trained`` variables: the optimizer's, or a training step's own; None without either.
 
-    ``indices``: see ``trace_update``. Raises CaptureError where a training step was given a sparse gradient that is
-    dense over stages, or the other way round.
+    ``indices``: see ``trace_update``; ``sparse``: see ``stage_model``. Raises CaptureError where a training step was
+    given a sparse gradient that is dense over stages, or the other way round.
     """
     if captured.after is None:
         return None if optimizer is None else trace_update(optimizer, trained, captured.variables, indices)
@@ -287,6 +287,11 @@ def _trace_update(
     }
     for name in trained:
         given = taken[name].outputs[0].dtype.name if name in taken else None
+        if given is not None and not sparse:
+            raise CaptureError(
+                f"sparse_gradients='dense': the step gets a sparse gradient of {name!r} (tf.IndexedSlices), as on one "
+                "device: leave the option out, or take tf.convert_to_tensor of the gradient in the step"
+            )
         if given != indices.get(name):
             raise CaptureError(
                 f"on one device the gradient of {name!r} is {_describe_indices(given)}, and over these stages it is "

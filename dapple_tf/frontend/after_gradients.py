@@ -109,7 +109,7 @@ def take_inputs_of(part: AfterGradients, values: Sequence[Value]) -> AfterGradie
     that the loss writes.
     """
     keep = {value for value in part.whole if value == part.whole[0] or value not in values}
-    inputs = []
+    inputs: list[Value] = []
     for value in values:
         node = part.graph.node(value.node)
         if node.op == "arg" or node.effect is not Effect.PURE:

@@ -84,7 +84,8 @@ def pipeline(
     ``fit``, ``evaluate``, ``predict``, ``train_on_batch``, ``test_on_batch`` and ``predict_on_batch`` then give what
     they gave before: losses, metrics, callbacks and data are the model's. ``evaluate`` and ``predict`` run forward
     only, over the same stages. A ``train_step`` of the model's own runs as by ``dapple.train_step``; a ``test_step`` or
-    ``predict_step`` of its own runs on one device, as Keras runs it. A call of ``compile`` takes the pipeline off: call this again after it.
+    ``predict_step`` of its own runs on one device, as Keras runs it. A call of ``compile`` takes the pipeline off: call
+    this again after it.
 
     Args:
         model: A Functional, Sequential or subclassed model after ``model.compile(...)``.

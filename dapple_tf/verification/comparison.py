@@ -108,8 +108,8 @@ def compare(
     """Compare the pipeline's outcome with that of one device.
 
     ``apply``: returns the variables (NumPy) after the optimizer of one device has applied gradients, given by name, to
-    the values before the step, or is None where no gradients are known. ``state``: variables that forward writes; ``apply`` leaves them alone. ``coarsest``:
-    the tolerance of the least precise type that the model uses.
+    the values before the step, or is None where no gradients are known. ``state``: variables that forward writes;
+    ``apply`` leaves them alone. ``coarsest``: the tolerance of the least precise type that the model uses.
     """
     gradients, wanted_gradients = _dense_gradients(found), _dense_gradients(wanted)
     largest = max(map(_largest_finite, wanted_gradients.values()), default=0.0)

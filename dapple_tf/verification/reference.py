@@ -19,8 +19,8 @@ class Outcome:
     """The results of one training step.
 
     ``loss``, ``aux`` (flattened; None where it was not computed) and ``variables`` (after the step, by name) are NumPy
-    arrays; ``gradients``, by name of the trained variable, are dense tensors or arrays, or IndexedSlices. A training step
-    as the user wrote it has no ``loss`` (None) and no gradients, and ``aux`` is what it returns.
+    arrays; ``gradients``, by name of the trained variable, are dense tensors or arrays, or IndexedSlices. Of a training
+    step as the user wrote it, ``loss`` is None, ``gradients`` are empty, and ``aux`` is what it returns.
     """
 
     loss: Any

@@ -56,7 +56,8 @@ class Apply:
 def apply_updates(graph: Graph, updates: Updates, global_clipnorm: float | None = None) -> Graph:
     """Return the graph with a barrier, the calls ``stageN/update`` after it, and ``update/done`` after everything.
 
-    Its outputs are followed by what the updates return. What the optimizer computes from the gradients of several stages is computed before the barrier.
+    Its outputs are followed by what the updates return. What the optimizer computes from the gradients of several
+    stages is computed before the barrier.
 
     No variable is written before the barrier, and the barrier waits for all gradients and for the loss: a step that
     fails in forward, backward or AllReduce leaves all variables as they were. Raises GraphError if an update takes the

@@ -107,7 +107,8 @@ def cut_updates(graph: Graph, owner: Mapping[str, int], readers: Mapping[str, in
 def _sort_returned(graph: Graph) -> tuple[list[Value], list[Value]]:
     """Return the outputs of an update that depend on nothing that it writes, and the others."""
     acting = {node.name for node in graph.nodes if node.effect in (Effect.WRITE, Effect.SIDE)}
-    early, late = [], []
+    early: list[Value] = []
+    late: list[Value] = []
     for value in graph.outputs:
         (late if acting & ancestors(graph, [value.node]) else early).append(value)
     return early, late
@@ -179,7 +180,7 @@ def _sort_writes(
         if not owners:
             found = {stage for target in targets for stage in terms.slots.get(target, set())}
             read = {owner[n] for n in needs if graph.node(n).op == "variable" and n in owner}
-            owners = set() if read_by_model.intersection(targets) else found or read
+            owners = set() if read_by_model & set(targets) else found or read
         if len(owners) == 1:
             writes.setdefault(owners.pop(), set()).add(name)
         else:

@@ -55,7 +55,9 @@ def test_batch_norm_in_a_training_step_takes_the_micro_batches_one_after_the_oth
     def train_step(x: Any, y: Any) -> Any:
         with tf.GradientTape() as tape:
             loss = mse(y, model(x, training=True))
-        optimizer.apply_gradients(zip(tape.gradient(loss, model.trainable_variables), model.trainable_variables))
+        optimizer.apply_gradients(
+            zip(tape.gradient(loss, model.trainable_variables), model.trainable_variables, strict=True)
+        )
         return loss
 
     batch = batches_of("own_sgd")[0]
