@@ -215,10 +215,12 @@ def stage_model(
     statistics = trace_statistics(captured, stages, {name: users[0] for name, users in use.users})
     # A trainable variable that no stage uses has no gradient, but may have averages: the first stage updates these.
     # What the optimizer has belongs to its updates, also where the loss reads it, such as its learning rate.
-    at_end = {port.name: f for f in statistics.functions for _, port in f.input_ports("variable")}
-    own_of_optimizer = frozenset() if update is None else update.own - use.state - at_end.keys()
+    complete = find_variables(graph.replace(functions=(*graph.functions, *statistics.functions)))
+    at_end = {name: stages[0] for name, stages in complete.users if name in complete.at_end}
+    state = use.state | at_end.keys()
+    own_of_optimizer = frozenset() if update is None else update.own - state
     users = {name: users[0] for name, users in use.users if name not in own_of_optimizer}
-    owner = dict.fromkeys(captured.trainable, 0) | users
+    owner = dict.fromkeys(captured.trainable, 0) | at_end | users
     readers = {name: users[0] for name, users in use.users if name in own_of_optimizer and captured.after is not None}
     own = () if scale is None else (scale.function,)
     graph = graph.replace(functions=(*graph.functions, *statistics.functions, *own))
@@ -237,7 +239,7 @@ def stage_model(
             skips=isinstance(optimizer, keras.optimizers.LossScaleOptimizer),
             backward_writes=writes,
         ),
-        updates=None if update is None else _cut_updates(captured, update, owner, readers),
+        updates=None if update is None else _cut_updates(captured, update, owner, readers, state),
         global_clipnorm=None if update is None else update.global_clipnorm,
         variables=dict(captured.variables) if update is None else update.variables,
         model_variables=captured.variables,
@@ -302,11 +304,15 @@ def _trace_update(
 
 
 def _cut_updates(
-    captured: Captured, update: TracedUpdate, owner: Mapping[str, int], readers: Mapping[str, int]
+    captured: Captured,
+    update: TracedUpdate,
+    owner: Mapping[str, int],
+    readers: Mapping[str, int],
+    state: frozenset[str],
 ) -> Updates:
     """Return what ``cut_updates`` does; its errors name the line of a training step."""
     try:
-        return cut_updates(update.graph, owner, readers)
+        return cut_updates(update.graph, owner, readers, state)
     except PartitionError as error:
         if captured.after is None or not error.node:
             raise

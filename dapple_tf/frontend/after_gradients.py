@@ -75,13 +75,19 @@ def part_step(
     CaptureError where the target depends on a gradient.
     """
     needed = ancestors(graph, [target.node])
+
+    def is_sunk(node: Node) -> bool:
+        if node.effect not in _ACTING or node.name in needed:
+            return False
+        return numbers[node.name] >= first_op or (node.effect is Effect.WRITE and not _of_layer(node))
+
+    kept = [node for node in graph.nodes if node.effect is Effect.WRITE and not is_sunk(node)]
+    state = {name for node in kept for name in node.strings("writes")}
     after: set[str] = set()
     for node in graph.nodes:  # in topological order
-        sunk = (
-            node.effect in _ACTING
-            and node.name not in needed
-            and (numbers[node.name] >= first_op or (node.effect is Effect.WRITE and not _of_layer(node)))
-        )
+        # What the loss has written is complete only after all micro-batches.
+        of_state = node.effect is Effect.READ and any(value.node in state for value in node.inputs)
+        sunk = is_sunk(node) or (of_state and node.name not in needed and numbers[node.name] >= first_op)
         is_gradient = node.op == "arg" and node.has("role")
         if sunk or is_gradient or any(source in after for source in node.predecessors()):
             after.add(node.name)

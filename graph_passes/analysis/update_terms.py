@@ -34,12 +34,17 @@ class UpdateTerms:
 
 
 def find_terms(
-    graph: Graph, owner: Mapping[str, int], returned: Sequence[Value] = (), read_by_model: Set[str] = frozenset()
+    graph: Graph,
+    owner: Mapping[str, int],
+    returned: Sequence[Value] = (),
+    read_by_model: Set[str] = frozenset(),
+    state: Set[str] = frozenset(),
 ) -> UpdateTerms:
     """Return the terms of the update ``graph``, whose conditions are open; ``owner``: the stage of each variable.
 
     ``returned``: values that are given to all stages, as combined terms are. ``read_by_model``: variables that all
-    stages share, whichever updates read them.
+    stages share, whichever updates read them. ``state``: variables that forward writes, which are written only after
+    the terms are computed.
 
     Raises PartitionError if terms depend on what the update writes, or on other combined terms.
     """
@@ -66,7 +71,7 @@ def find_terms(
             partial[value] = kind
         combined[value] = None
     terms = UpdateTerms(combining, tuple(partial.items()), tuple(combined), needs, slots)
-    _check(graph, terms)
+    _check(graph, terms, state)
     return terms
 
 
@@ -134,7 +139,7 @@ def term_nodes(graph: Graph, values: list[Value], stop: Set[str]) -> set[str]:
     return found
 
 
-def _check(graph: Graph, terms: UpdateTerms) -> None:
+def _check(graph: Graph, terms: UpdateTerms, state: Set[str]) -> None:
     advice = "use an optimizer whose conditions and norms over all variables are computed from the gradients"
     for value, stage in terms.partial:
         for name in sorted(term_nodes(graph, [value], set())):
@@ -147,10 +152,16 @@ def _check(graph: Graph, terms: UpdateTerms) -> None:
     of_terms = term_nodes(graph, [*terms.combined, *(value for value, _ in terms.partial)], set())
     for node in graph.nodes:
         if node.name in of_terms:
-            _check_reads(graph, node, advice)
+            _check_reads(graph, node, state, advice)
 
 
-def _check_reads(graph: Graph, node: Node, advice: str) -> None:
+def _check_reads(graph: Graph, node: Node, state: Set[str], advice: str) -> None:
+    for name in (value.node for value in node.inputs if value.node in state):
+        raise PartitionError(
+            f"the optimizer combines values of several stages with {name!r}, which forward writes too ({node.name!r}): "
+            "read it after the step",
+            node.name,
+        )
     if node.effect not in _HOISTED:
         raise PartitionError(
             f"the optimizer combines values of several stages with what {node.name!r} ({node.op}) gives, which writes "

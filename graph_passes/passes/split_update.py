@@ -55,13 +55,19 @@ class Updates:
         return (*(f for _, f in self.terms), *combine, *before, *(f for _, f in self.stages), *after)
 
 
-def cut_updates(graph: Graph, owner: Mapping[str, int], readers: Mapping[str, int] = MappingProxyType({})) -> Updates:
+def cut_updates(
+    graph: Graph,
+    owner: Mapping[str, int],
+    readers: Mapping[str, int] = MappingProxyType({}),
+    state: Set[str] = frozenset(),
+) -> Updates:
     """Cut ``graph`` by the ``owner`` of each variable of the model.
 
     Its arguments are gradients: the attribute ``port`` names the variable; ``role`` is slices or indices, and may be
     left out for a dense gradient. Arguments whose role is whole are outputs of the step, by number. Its outputs are
     what the step returns. Conditions that write variables are open (see ``ir.conditions``). ``readers``: the first
-    stage that reads each variable that belongs to the update, and that the model reads too.
+    stage that reads each variable that belongs to the update, and that the model reads too. ``state``: the variables
+    that forward writes.
 
     Raises PartitionError if one op updates the variables of several stages, if what a stage writes depends on a
     variable of another one, or if terms cannot be cut (see ``find_terms``).
@@ -69,7 +75,7 @@ def cut_updates(graph: Graph, owner: Mapping[str, int], readers: Mapping[str, in
     graph = _remove_identity_n(graph)
     early, late = _sort_returned(graph)
     owner = dict(owner) | _owned_by_readers(graph, owner, readers)
-    terms = find_terms(graph, owner, early, readers.keys() - owner.keys())
+    terms = find_terms(graph, owner, early, readers.keys() - owner.keys(), state)
     writes, shared = _sort_writes(graph, owner, terms, readers.keys() - owner.keys())
     all_writes = set(terms.needs)
     before = {name for name in shared if any(name in terms.needs[w] for group in writes.values() for w in group)}

@@ -530,6 +530,24 @@ def own_optimizer() -> Made:
     return train_step, [model, optimizer]
 
 
+def average_of_batch_norm() -> Made:
+    """An average over all variables of a model, also over the moving statistics that its loss writes."""
+    keras.utils.set_random_seed(11)
+    layers = [keras.layers.Dense(5, use_bias=False), keras.layers.BatchNormalization(), keras.layers.Dense(1)]
+    model, optimizer = keras.Sequential([keras.Input([4]), *layers]), keras.optimizers.SGD(0.1)
+    averages = [tf.Variable(variable, trainable=False) for variable in model.variables]
+
+    def train_step(x: Any, y: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = mse(y, model(x, training=True))
+        optimizer.apply_gradients(zip(tape.gradient(loss, model.trainable_variables), model.trainable_variables))
+        for average, variable in zip(averages, model.variables):
+            average.assign(0.9 * average + 0.1 * variable)
+        return loss
+
+    return train_step, [model, optimizer, *averages]
+
+
 def nested_arguments() -> Made:
     model, optimizer = mlp(), keras.optimizers.SGD(0.1)
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import dapple_tf as dapple
-from tests.equality.training_steps import CASES, batches_of, in_float64, mse, values_of
+from tests.equality.training_steps import CASES, average_of_batch_norm, batches_of, in_float64, mse, values_of
 
 
 @pytest.fixture(autouse=True)
@@ -48,19 +47,14 @@ def test_a_step_that_counts_its_traces_differs_and_the_report_names_the_variable
 @pytest.mark.filterwarnings("ignore:train_step does not train as on one device", "ignore:layer .* seems to hold most")
 @pytest.mark.parametrize("batch_norm", ["micro-batch", "deferred"])
 def test_batch_norm_in_a_training_step_takes_the_micro_batches_one_after_the_other(batch_norm: Any) -> None:
-    keras.utils.set_random_seed(3)
-    layers = [keras.layers.Dense(5, use_bias=False), keras.layers.BatchNormalization(), keras.layers.Dense(1)]
-    model, optimizer = keras.Sequential([keras.Input([4]), *layers]), keras.optimizers.SGD(0.1, momentum=0.9)
-
-    def train_step(x: Any, y: Any) -> Any:
-        with tf.GradientTape() as tape:
-            loss = mse(y, model(x, training=True))
-        optimizer.apply_gradients(
-            zip(tape.gradient(loss, model.trainable_variables), model.trainable_variables, strict=True)
-        )
-        return loss
-
+    train_step, _ = average_of_batch_norm()
     batch = batches_of("own_sgd")[0]
     report = dapple.verify(train_step, batch=batch, stages=2, micro_batches=3, batch_norm=batch_norm)
     assert report.ok, str(report)
     assert not report.plain.ok
+
+
+def test_batch_norm_on_one_micro_batch_is_that_of_one_device() -> None:
+    train_step, _ = average_of_batch_norm()
+    report = dapple.verify(train_step, batch=batches_of("own_sgd")[0], stages=1, micro_batches=1)
+    assert report.plain.ok, str(report)
