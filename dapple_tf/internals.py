@@ -208,6 +208,16 @@ def is_persistent(tape: tf.GradientTape) -> bool:
     return bool(tape._persistent)
 
 
+def has_gradient(operation: Any) -> bool:
+    """Return whether TensorFlow differentiates an op; LookupError where it knows no gradient and no reason for none.
+
+    Relies on ``ops.get_gradient_function``, which knows custom gradients too. Functions that are called have one.
+    """
+    if operation.type in CALL_OPS | CONDITION_OPS | LOOP_OPS:
+        return True
+    return ops.get_gradient_function(operation) is not None
+
+
 def user_place(operation: Any) -> str:
     """Return the file and line of the user's code that made an op of a graph, or "" where TensorFlow does not know it.
 

@@ -14,7 +14,7 @@ from dapple_tf.errors import CaptureError, PartitionError
 from dapple_tf.exactness import Exactness, Inexactness
 from dapple_tf.frontend.after_gradients import AfterGradients, trace_of
 from dapple_tf.frontend.backward_writes import find_write_reasons
-from dapple_tf.frontend.capture import Captured, Serves
+from dapple_tf.frontend.capture import Captured, Serves, UnexpectedGradientsError
 from dapple_tf.frontend.deferred_statistics import trace_statistics
 from dapple_tf.frontend.gradients import differentiate
 from dapple_tf.frontend.optimizer_update import TracedUpdate, trace_update
@@ -277,10 +277,13 @@ def _trace_update(
     """Return the update of the ``trained`` variables: the optimizer's, or a training step's own; None without either.
 
     ``indices``: see ``trace_update``; ``sparse``: see ``stage_model``. Raises CaptureError where a training step was
-    given a sparse gradient that is dense over stages, or the other way round.
+    given a sparse gradient that is dense over stages, or the other way round, and UnexpectedGradientsError where its
+    gradients may be others than it was traced for.
     """
     if captured.after is None:
         return None if optimizer is None else trace_update(optimizer, trained, captured.variables, indices)
+    if set(captured.after.trained) != set(trained) and not captured.certain:
+        raise UnexpectedGradientsError
     update = trace_of(captured.after, captured.func_graph, trained)
     taken = {
         node.string("port"): node
@@ -289,6 +292,8 @@ def _trace_update(
     }
     for name in trained:
         given = taken[name].outputs[0].dtype.name if name in taken else None
+        if given != indices.get(name) and sparse and not captured.certain:
+            raise UnexpectedGradientsError
         if given is not None and not sparse:
             raise CaptureError(
                 f"sparse_gradients='dense': the step gets a sparse gradient of {name!r} (tf.IndexedSlices), as on one "

@@ -45,9 +45,17 @@ Without it all trainable variables that the function uses are trained, in the or
 
 @dataclass(frozen=True)
 class TrainingStep:
-    """A function of a batch that trains: it takes gradients with tf.GradientTape and changes variables itself."""
+    """A function of a batch that trains: it takes gradients with tf.GradientTape and changes variables itself.
+
+    ``certain``: let TensorFlow tell which gradients there are (see ``tape_calls``).
+    """
 
     function: Callable[..., Any]
+    certain: bool = False
+
+
+class UnexpectedGradientsError(Exception):
+    """Raised where a training step was traced for other gradients than it has: it must be traced as ``certain``."""
 
 
 Traced = Callable[..., Any] | TrainingStep
@@ -77,7 +85,8 @@ class Captured:
     replicas join the statistics of such layers instead; ``dropped``: names of nodes of the trace that the graph no
     longer has.
 
-    ``after``: of a training step, the part after the gradients, or None; ``left_out``: names of ops of the trace that
+    ``after``: of a training step, the part after the gradients, or None; ``certain``: whether its gradients are known;
+    ``left_out``: names of ops of the trace that
     are not part of its loss; ``unrecorded``: names of nodes through which no gradient passes.
     """
 
@@ -96,6 +105,7 @@ class Captured:
     joined: bool = False
     dropped: frozenset[str] = frozenset()
     after: AfterGradients | None = None
+    certain: bool = True
     left_out: frozenset[str] = frozenset()
     unrecorded: frozenset[str] = frozenset()
 
@@ -179,7 +189,7 @@ def capture(
     """
     example = batch_signature(batch)
     specs = example if signature is None else tuple(signature)
-    calls = TapeCalls() if isinstance(loss_fn, TrainingStep) else None
+    calls = TapeCalls(certain=loss_fn.certain) if isinstance(loss_fn, TrainingStep) else None
     user = plain_function(loss_fn)
     function = internals.clone_function(user) if internals.is_tf_function(user) else tf.function(user)
     if not sized:
@@ -199,7 +209,8 @@ def capture(
     if calls is None:
         captured = _read_loss(concrete, recorder, specs, example, name, user, trains=trains)
     else:
-        captured = _read_step(concrete, recorder, specs, example, name, calls.calls)
+        assert isinstance(loss_fn, TrainingStep), "only for such there are calls"
+        captured = _read_step(concrete, recorder, specs, example, name, calls.calls, certain=loss_fn.certain)
     return replace(captured, batch_norms=tuple(norms.calls), joined=batch_norm == "sync")
 
 
@@ -236,6 +247,8 @@ def _read_step(
     example: tuple[tf.TensorSpec, ...],
     name: str,
     calls: Sequence[TapeCall],
+    *,
+    certain: bool,
 ) -> Captured:
     """Return the captured loss of the trace of a training step, with the part after its gradients.
 
@@ -286,6 +299,7 @@ def _read_step(
         specs,
         example,
         after=after,
+        certain=certain,
         left_out=frozenset(op.name for op in operations if node_of[op.name] not in members),
         unrecorded=unrecorded,
     )

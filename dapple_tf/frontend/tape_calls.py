@@ -1,13 +1,15 @@
 """Find the gradients that a training step takes with tf.GradientTape, while the step is traced.
 
 Each gradient of a variable is replaced by a placeholder: what the step computes from it is then known to run after the
-gradients, and what its target needs is the loss. TensorFlow computes the gradient all the same, since only then it is
-known whether there is one and whether it is sparse; the ops of that gradient are left out of what is read.
+gradients, and what its target needs is the loss. Whether there is a gradient, and whether it is sparse, is expected
+from the ops between the variable and the target, and checked once the stages are differentiated. Where that was wrong
+the step is traced again, and TensorFlow adds the ops of its own gradient, which takes longer; they are left out of what
+is read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -56,10 +58,12 @@ class _Recorded:
 class TapeCalls:
     """A ``internals.TapeListener`` that collects the ``calls`` of a trace.
 
+    ``certain``: let TensorFlow compute every gradient.
     ``refused``: the error that it has raised, which AutoGraph replaces by one of its own.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, certain: bool) -> None:
+        self._certain = certain
         self.calls: list[TapeCall] = []
         self.refused: CaptureError | None = None
         self._tapes: dict[int, _Recorded] = {}
@@ -126,12 +130,18 @@ class TapeCalls:
         scalar = self._total(target, options.get("output_gradients"), place)
         start = len(graph.get_operations())
         self._made.update((id(graph), op.name) for op in graph.get_operations()[before:start])
-        found = tf.nest.flatten(compute(target, sources, **options))
+        flat = tf.nest.flatten(sources)
+        expected = None
+        if not self._certain and all(hasattr(source, "handle") for source in flat):
+            tape.__exit__(None, None, None)  # TensorFlow ends the recording of a tape that is asked for its gradient
+            recorded = self._recorded(tape, graph, graph.get_operations()[:start])
+            expected = expect_gradients(graph, scalar, [internals.as_tf_variable(v) for v in flat], recorded, tape)
+        found = tf.nest.flatten(compute(target, sources, **options)) if expected is None else expected
         end = len(graph.get_operations())
         results: list[Any] = []
         gradients: list[TapeGradient] = []
         kept: list[Any] = []
-        for source, gradient in zip(tf.nest.flatten(sources), found, strict=True):
+        for source, gradient in zip(flat, found, strict=True):
             if gradient is None:
                 results.append(tf.zeros_like(source) if zeros else None)
             elif hasattr(source, "handle"):
@@ -153,7 +163,7 @@ class TapeCalls:
                     place,
                     before,
                     frozenset(added - _needed(kept, added)),
-                    self._unrecorded(tape, graph, operations[:start]),
+                    frozenset(op.name for op in operations[:start]) - self._recorded(tape, graph, operations[:start]),
                 )
             )
         return tf.nest.pack_sequence_as(sources, results)
@@ -179,23 +189,84 @@ class TapeCalls:
             )
         return terms[0] if len(terms) == 1 else tf.add_n(terms)
 
-    def _unrecorded(self, tape: tf.GradientTape, graph: Any, operations: Sequence[Any]) -> frozenset[str]:
+    def _recorded(self, tape: tf.GradientTape, graph: Any, operations: Sequence[Any]) -> set[str]:
+        """Return the names of those of ``operations`` through which gradients pass, and of those made here."""
         known = self._tapes[id(tape)]
         recorded = {op.name for of, first, end in known.ops if of is graph for op in operations[first:end]}
-        return frozenset(
-            op.name for op in operations if op.name not in recorded and (id(graph), op.name) not in self._made
-        )
+        return recorded | {op.name for op in operations if (id(graph), op.name) in self._made}
+
+
+@dataclass(frozen=True)
+class Expected:
+    """A gradient that a variable is expected to have; ``indices``: the dtype of its indices where it is sparse."""
+
+    indices: str | None = None
+
+
+_GATHERS = frozenset({"ResourceGather", "Gather", "GatherV2"})
+"""Ops whose gradient for their first input is sparse."""
+
+
+def expect_gradients(
+    graph: Any, target: Any, variables: Sequence[tf.Variable], recorded: Set[str], tape: tf.GradientTape
+) -> list[Expected | None] | None:
+    """Return for each variable the gradient of ``target`` that it probably has, or None where it certainly has none.
+
+    None in place of the list where only TensorFlow can tell. ``recorded``: names of the ops that ``tape`` recorded.
+    """
+    handles = {id(outside): inside.op.name for outside, inside in graph.captures}
+    passed: dict[str, list[tuple[Any, int]]] = {}  # the ops that gradients reach, and their inputs that take them on
+    pending = [target.op]
+    while pending:
+        op = pending.pop()
+        if op.name in passed or op.name not in recorded:
+            continue
+        try:
+            differentiable = internals.has_gradient(op)
+        except LookupError:
+            return None
+        taken = [(t.op, i) for i, t in enumerate(op.inputs) if t.dtype == tf.resource or not t.dtype.is_integer]
+        passed[op.name] = taken if differentiable else []
+        pending += [source for source, _ in passed[op.name]]
+    users: dict[str, list[tuple[Any, int]]] = {}
+    for name, taken in passed.items():
+        for source, place in taken:
+            users.setdefault(source.name, []).append((graph.get_operation_by_name(name), place))
+    watched = {id(internals.as_tf_variable(variable).handle) for variable in tape.watched_variables()}
+    found: list[Expected | None] = []
+    for variable in variables:
+        uses = users.get(handles.get(id(variable.handle), ""), []) if id(variable.handle) in watched else []
+        found.append(Expected(_indices_of(uses, users)) if uses else None)
+    return found
+
+
+def _indices_of(uses: Sequence[tuple[Any, int]], users: Mapping[str, Sequence[tuple[Any, int]]]) -> str | None:
+    """Return the dtype of the indices if all ``uses`` of a variable look up rows: int64 where they differ."""
+    kinds: set[str] = set()
+    for op, place in uses:
+        if op.type == "ReadVariableOp":
+            after = users.get(op.name, [])
+            kind = _indices_of(after, users) if after else None
+        else:
+            kind = op.inputs[1].dtype.name if op.type in _GATHERS and place == 0 else None
+        if kind is None:
+            return None
+        kinds.add(kind)
+    return kinds.pop() if len(kinds) == 1 else "int64"
 
 
 def _placeholders(variable: tf.Variable, gradient: Any) -> tuple[Any, Any]:
     """Return a gradient like ``gradient`` that is made of placeholders, and these by role."""
     place = tf.compat.v1.placeholder
-    if not isinstance(gradient, tf.IndexedSlices):
-        dense = place(gradient.dtype, variable.shape, name="gradient")
+    kind = gradient.indices if isinstance(gradient, Expected) else None
+    if isinstance(gradient, tf.IndexedSlices):
+        kind = gradient.indices.dtype.name
+    if kind is None:
+        dense = place(variable.dtype, variable.shape, name="gradient")
         return dense, (("gradient", dense),)
-    slices = place(gradient.values.dtype, [None, *variable.shape[1:]], name="gradient_slices")
-    indices = place(gradient.indices.dtype, [None], name="gradient_indices")
-    shape = tf.constant(variable.shape.as_list(), gradient.indices.dtype)
+    slices = place(variable.dtype, [None, *variable.shape[1:]], name="gradient_slices")
+    indices = place(kind, [None], name="gradient_indices")
+    shape = tf.constant(variable.shape.as_list(), kind)
     return tf.IndexedSlices(slices, indices, shape), (("slices", slices), ("indices", indices))
 
 

@@ -195,7 +195,7 @@ def _with_rows(
     if not takes_rows(batch):
         return loss_fn, signature
     if isinstance(loss_fn, TrainingStep):
-        return TrainingStep(taking_rows(loss_fn.function)), signature
+        return dataclasses.replace(loss_fn, function=taking_rows(loss_fn.function)), signature
     return taking_rows(loss_fn), signature
 
 

@@ -19,7 +19,7 @@ from dapple_tf.compiler import PlannedModel, StepVariant, local_graph
 from dapple_tf.errors import CaptureError, LossError, UsageError, warn_user
 from dapple_tf.exactness import Inexact
 from dapple_tf.frontend.batch import Batch, BatchForm, Key, batch_form
-from dapple_tf.frontend.capture import Captured, Traced
+from dapple_tf.frontend.capture import Captured, Traced, TrainingStep, UnexpectedGradientsError
 from dapple_tf.frontend.composite import as_rows
 from dapple_tf.frontend.shapes import infer_batch_axes
 from dapple_tf.frontend.trace import report_exactness, trace_batch, trace_uncut
@@ -264,9 +264,9 @@ def _find_model(
         return known
     key, size, times = batch.key, batch.size, compiled.times
 
-    def trace() -> StagedModel:
+    def trace(function: Traced) -> StagedModel:
         autoplan.check_first_batch(size)
-        to_plan, to_run = trace_loss_of(loss_fn, batch, autoplan, compiled, uncut=uncut)
+        to_plan, to_run = trace_loss_of(function, batch, autoplan, compiled, uncut=uncut)
         captured, name = to_run.captured, to_run.captured.graph.name
         if autoplan.runs_whole_minibatches and captured.dependence is not None:
             reasons = captured.dependence.exactness.of_minibatches.undocumented
@@ -287,8 +287,15 @@ def _find_model(
         autoplan.choose_schedule(model, size)
         return model
 
+    def trace_all() -> StagedModel:
+        try:
+            return trace(loss_fn)
+        except UnexpectedGradientsError:
+            assert isinstance(loss_fn, TrainingStep), "only such expect gradients"
+            return trace(replace(loss_fn, certain=True))
+
     target.announce("trace the model", size, key[1])
-    model = target.run_on_all(trace)
+    model = target.run_on_all(trace_all)
     compiled.add(batch.sized_key if model.interface.uncut else key, model)
     _warn_of_untrained(model)
     if note := model.interface.exactness.note:

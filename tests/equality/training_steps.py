@@ -530,6 +530,32 @@ def own_optimizer() -> Made:
     return train_step, [model, optimizer]
 
 
+@tf.custom_gradient
+def without_gradient(x: Any) -> Any:
+    """Return x; no gradient passes through it, which only its gradient function tells."""
+    return tf.identity(x), lambda upstream: None
+
+
+def unexpected_gradients() -> Made:
+    """One variable has no gradient, and one, of which columns are gathered, a dense one."""
+    rng = np.random.default_rng(5)
+    table, head, other = (tf.Variable(rng.normal(size=shape)) for shape in [(4, 6), (4, 1), (4, 1)])
+
+    def train_step(x: Any, y: Any) -> Any:
+        with tf.GradientTape() as tape:
+            hidden = tf.tanh(x @ tf.gather(table, [0, 2, 2, 5], axis=1))
+            loss = mse(y, hidden @ head + x @ without_gradient(other))
+        gradients = tape.gradient(loss, [table, head, other])
+        for variable, gradient in zip([table, head, other], gradients):
+            if gradient is None:
+                variable.assign_add(tf.ones_like(variable))
+            else:
+                variable.assign_sub(0.1 * tf.convert_to_tensor(gradient))
+        return loss
+
+    return train_step, [table, head, other]
+
+
 def average_of_batch_norm() -> Made:
     """An average over all variables of a model, also over the moving statistics that its loss writes."""
     keras.utils.set_random_seed(11)
@@ -612,6 +638,7 @@ CASES: Mapping[str, Callable[[], Made]] = MappingProxyType(
             sparse_gradients_clipped,
             gradients_returned,
             own_optimizer,
+            unexpected_gradients,
             nested_arguments,
             minimized_by_tensorflow_1,
             computed_by_tensorflow_1,
