@@ -8,7 +8,7 @@ python=$PWD/.venv/bin/python
 say() { echo "release: $*" >&2; }
 fail() { say "$*"; exit 1; }
 
-version=$(sed -n 's/^__version__ = "\(.*\)"$/\1/p' dapple_tf/__init__.py)
+version=$(sed -n 's/^__version__ = "\([^"]*\)".*/\1/p' dapple_tf/__init__.py)
 section=$(awk -v version="$version" '/^## /{found = index($0, "[" version "]")} found' CHANGELOG.md)
 [[ -n $section ]] || fail "CHANGELOG.md has no section [$version], the version in dapple_tf/__init__.py: write it"
 [[ -z $(git status --porcelain) ]] || fail "there are changes that are not committed (git status lists them)"
