@@ -91,7 +91,7 @@ def _parse_replicas(text: str) -> tuple[int, ...]:
 def parse_slice(text: str) -> Slice:
     """Return what ``--slice`` states, as ``dapple.pipeline`` takes it; UsageError where it is no number."""
     if text == "auto":
-        return text
+        return "auto"
     if not text.isdecimal():
         raise click.UsageError(f"--slice {text}: give the number of micro-batches to slice, or auto")
     return int(text)
@@ -100,7 +100,7 @@ def parse_slice(text: str) -> Slice:
 def parse_micro_batches(text: str) -> MicroBatches:
     """Return what ``--micro-batches`` states, as ``dapple.pipeline`` takes it; UsageError where it is no number."""
     if text == "auto":
-        return text
+        return "auto"
     parts = text.split(",")
     if len(parts) > 1:
         with contextlib.suppress(ValueError):
