@@ -14,9 +14,8 @@ from typing import Any
 import tensorflow as tf
 
 from dapple_tf import internals
-from dapple_tf.distributed.native_exchange import NativeExchange
+from dapple_tf.distributed.native_collectives import NativeCollectives, is_native
 from dapple_tf.distributed.progress import Progress
-from dapple_tf.distributed.ring_all_reduce import RingAllReduce, has_known_shapes
 from dapple_tf.distributed.wire_types import (
     carrier_of,
     element_shape,
@@ -32,8 +31,8 @@ from dapple_tf.graph_passes.ir.graph import Node
 class Collectives:
     """Builds the ops of ``rank`` that involve other ranks. ``sets``: Horovod process sets by their ranks.
 
-    ``native`` builds exchanges and barriers, ``ring`` sums of known shapes; None: Horovod does these. Token: an int64
-    that is computed once an op has completed; the step returns the sum of all tokens.
+    ``native`` builds exchanges, barriers, and sums of known shapes; without it Horovod does these. Token: an int64 that
+    is computed once an op has completed; the step returns the sum of all tokens.
     """
 
     def __init__(
@@ -41,8 +40,7 @@ class Collectives:
         rank: int,
         sets: Mapping[tuple[int, ...], Any],
         progress: Progress,
-        native: NativeExchange | None = None,
-        ring: RingAllReduce | None = None,
+        native: NativeCollectives | None = None,
     ) -> None:
         self._rank = rank
         self._sets = sets
@@ -50,18 +48,17 @@ class Collectives:
         with tf.init_scope(), tf.device("CPU:0"):
             self.zero = tf.Variable(0, dtype=tf.int32, trainable=False)
         self._native = native
-        self._ring = ring
         self._exchanges = native or AlltoallExchange(sets, self.zero)
 
     def exchange(self, node: Node, inputs: Sequence[Any]) -> list[Any]:
         """Send each input to the rank that ``node`` names, and receive its outputs; return these and a token."""
-        outputs, token = self._exchanges.build(node, inputs)
+        outputs, token = self._exchanges.exchange(node, inputs)
         return [*outputs, self._note_completion(node, token)]
 
     def all_reduce(self, node: Node, inputs: Sequence[Any]) -> list[Any]:
         """Return each input summed over the node's ranks, and a token."""
-        if self._ring is not None and has_known_shapes(node):
-            sums, token = self._ring.build(node, inputs)
+        if self._native is not None and is_native(node):
+            sums, token = self._native.all_reduce(node, inputs)
             return [*sums, self._note_completion(node, token)]
         from horovod.tensorflow import mpi_ops
 
@@ -105,7 +102,7 @@ class Collectives:
         """Return a token that is computed once all of the node's ranks have reached this node."""
         arrived = tf.cast(self._read_zero(), tf.int64)
         if self._native is not None:
-            return self._note_completion(node, self._native.barrier(node, self._rank, arrived))
+            return self._note_completion(node, self._native.barrier(node, arrived))
         from horovod.tensorflow import mpi_ops
 
         process_set = self._sets[node.integers("ranks")]
@@ -147,7 +144,7 @@ class AlltoallExchange:
         self._sets = sets
         self._zero = zero
 
-    def build(self, node: Node, inputs: Sequence[Any]) -> tuple[list[Any], Any]:
+    def exchange(self, node: Node, inputs: Sequence[Any]) -> tuple[list[Any], Any]:
         """Send each input to the rank that ``node`` names, and receive its outputs: one alltoall for each dtype.
 
         Returns the outputs and a token (see ``Collectives``). Between two ranks the elements of all values travel one

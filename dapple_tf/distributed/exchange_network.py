@@ -12,22 +12,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
-from dapple_tf.distributed.host_addresses import choose_addresses, own_addresses
 from dapple_tf.distributed.links import Link
 from dapple_tf.distributed.membership import Job
 from dapple_tf.distributed.native.library import ExchangeLibrary
-from dapple_tf.distributed.places import listen_on_host, place_of, prepare_for_tensors
+from dapple_tf.distributed.native_collectives import Pair
+from dapple_tf.distributed.places import (
+    choose_addresses,
+    listen_on_host,
+    own_addresses,
+    place_of,
+    prepare_for_tensors,
+)
 from dapple_tf.distributed.rendezvous import accept_ranks, connect_to
-from dapple_tf.distributed.ring_all_reduce import has_known_shapes
-from dapple_tf.distributed.ring_chunks import ring_neighbours
-from dapple_tf.graph_passes.ir.graph import Graph
-from dapple_tf.graph_passes.ir.ops import OpName
 
 _PURPOSE = "ranks exchange tensors"
 _MOST_WAITING = 512  # connections that the system keeps until they are served
-
-Pair = tuple[int, int]
-"""Two ranks, the lower one first."""
 
 
 class ExchangeNetwork:
@@ -93,34 +92,6 @@ class ExchangeNetwork:
     def _hand_over(self, link: Link) -> None:
         prepare_for_tensors(link.connection)
         self.library.connect(link.rank, link.connection.detach())
-
-
-def exchanging_pairs(graphs: Iterable[Graph]) -> set[Pair]:
-    """Return the pairs of ranks that send each other messages; ``graphs``: of ranks 0, 1, ..."""
-    found = set()
-    for rank, graph in enumerate(graphs):
-        for node in graph.nodes:
-            if node.op == OpName.EXCHANGE:
-                found |= {(min(rank, to), max(rank, to)) for to in node.integers("to")}
-            elif node.op == OpName.ALLREDUCE and node.has("ranks") and has_known_shapes(node):
-                after, _ = ring_neighbours(node.integers("ranks"), rank)
-                found.add((min(rank, after), max(rank, after)))
-            elif node.op == OpName.BARRIER and node.has("ranks"):
-                rounds = barrier_rounds(node.integers("ranks"), rank)
-                found |= {(min(rank, after), max(rank, after)) for after, _ in rounds}
-    return found
-
-
-def barrier_rounds(ranks: Sequence[int], rank: int) -> list[tuple[int, int]]:
-    """Return to whom ``rank`` sends, and from whom it receives, in each round of a barrier of ``ranks``.
-
-    In round k each rank sends to the one 2^k places after it in ``ranks``, cyclically, once it has received the message
-    of round k - 1. After the last of ceil(log2 n) rounds each knows that all have arrived (dissemination barrier;
-    Hensgen, Finkel and Manber, 1988).
-    """
-    place, count = ranks.index(rank), len(ranks)
-    distances = [2**k for k in range((count - 1).bit_length())]
-    return [(ranks[(place + distance) % count], ranks[(place - distance) % count]) for distance in distances]
 
 
 # --- Say which tensors a rank has waited for too long, and from which ranks, as Horovod does for its own

@@ -17,20 +17,17 @@ from dapple_tf.backend.program import Program, build_rank_program
 from dapple_tf.compiler import StepVariant, rank_graphs
 from dapple_tf.distributed.collectives import Collectives
 from dapple_tf.distributed.digest import digest_graphs, digest_tensors
-from dapple_tf.distributed.exchange_network import exchanging_pairs
 from dapple_tf.distributed.exit_reporting import report_failure
 from dapple_tf.distributed.membership import Job
-from dapple_tf.distributed.native_exchange import NativeExchange
-from dapple_tf.distributed.ring_all_reduce import RingAllReduce, has_known_shapes
+from dapple_tf.distributed.native_collectives import NativeCollectives, exchanging_pairs, is_native
 from dapple_tf.distributed.variable_locations import VariableNeeds
 from dapple_tf.distributed.variable_transfer import Transfer, send_values
 from dapple_tf.errors import BatchError, StepError
 from dapple_tf.graph_passes.analysis.input_needs import find_inputs
 from dapple_tf.graph_passes.analysis.layers import written_variables
 from dapple_tf.graph_passes.analysis.resident_variables import resident_variables
-from dapple_tf.graph_passes.ir.graph import Graph, Node
+from dapple_tf.graph_passes.ir.graph import Graph
 from dapple_tf.graph_passes.ir.names import BATCH_SIZE_NAME
-from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.passes.base import run_passes
 from dapple_tf.graph_passes.passes.place import PlaceRank
 from dapple_tf.graph_passes.passes.verify_ranks import collectives_of
@@ -195,21 +192,14 @@ class RankTarget:
     def _make_collectives(self, graphs: Sequence[Graph]) -> Collectives:
         """Return what builds this rank's communication, once the ranks are connected as the ``graphs`` of all need."""
         progress, network = self._job.progress, self._job.exchange_network
-        native, ring = None, None
+        native = None
         if network is not None:
             network.connect(exchanging_pairs(graphs))
-            native = NativeExchange(network.library, progress.programs + 1)
-            ring = RingAllReduce(network.library, progress.programs + 1, self._job.rank)
+            native = NativeCollectives(network.library, progress.programs + 1, self._job.rank)
         nodes = [node for graph in graphs for node in collectives_of(graph)]
-        by_horovod = [node for node in nodes if network is None or not _is_native(node)]
+        by_horovod = [node for node in nodes if network is None or not is_native(node)]
         sets = self._job.make_process_sets(node.integers("ranks") for node in by_horovod)
-        return Collectives(self._job.rank, sets, progress, native, ring)
-
-
-def _is_native(node: Node) -> bool:
-    """Return whether the native ops do what ``node`` says, where there are any; else it needs a process set."""
-    is_ring = node.op == OpName.ALLREDUCE and has_known_shapes(node)
-    return is_ring or node.op in (OpName.EXCHANGE, OpName.BARRIER)
+        return Collectives(self._job.rank, sets, progress, native)
 
 
 def _describe_types(signature: Sequence[tf.TensorSpec]) -> str:

@@ -15,10 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dapple_tf.distributed.handshake import Guest, prove_rank
-from dapple_tf.distributed.host_addresses import choose_addresses, own_addresses
 from dapple_tf.distributed.links import Link
 from dapple_tf.distributed.membership import Job
-from dapple_tf.distributed.places import Place, open_connection
+from dapple_tf.distributed.places import Place, choose_addresses, open_connection, own_addresses
 from dapple_tf.errors import JobError
 
 _CONNECT_SECONDS = 3.0  # for one connection

@@ -20,7 +20,6 @@ from typing import Any
 
 from dapple_tf.distributed.call_order_check import CallComparison, RankCall
 from dapple_tf.distributed.failure_detector import Failure, FailureDetector
-from dapple_tf.distributed.failure_messages import describe_failure
 from dapple_tf.distributed.links import Arrival, Link, Transport
 from dapple_tf.distributed.messages import (
     AgreementMessage,
@@ -32,7 +31,7 @@ from dapple_tf.distributed.messages import (
     LeaveMessage,
     Message,
 )
-from dapple_tf.distributed.process_exit import ProcessExit, print_line
+from dapple_tf.distributed.process_exit import ProcessExit, describe_failure, print_line
 from dapple_tf.distributed.progress import Progress
 
 # Exit code of a process that Ctrl-C has ended.
