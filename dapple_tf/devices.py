@@ -187,8 +187,7 @@ def start_exchanges(job: Job, environment: Mapping[str, str] = os.environ) -> No
     """
     if job.exchange_way:
         return
-    way = job.run_on_all(lambda: read_way(environment))
-    job.compare({_EXCHANGE: way})
+    way = job.agree(_EXCHANGE, job.run_on_all(lambda: read_way(environment)))
     library, offer = _offer(way)
     obstacle = "" if way == "horovod" else combine_offers(job.gather(offer))
     if obstacle and way == "native":

@@ -2,46 +2,30 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import secrets
-import socket
 import sys
 import threading
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
-from dapple_tf.distributed.links import Link
 from dapple_tf.distributed.membership import Job
 from dapple_tf.distributed.native.library import ExchangeLibrary
 from dapple_tf.distributed.native_collectives import Pair
-from dapple_tf.distributed.places import (
-    choose_addresses,
-    listen_on_host,
-    own_addresses,
-    place_of,
-    prepare_for_tensors,
-)
-from dapple_tf.distributed.rendezvous import accept_ranks, connect_to
-
-_PURPOSE = "ranks exchange tensors"
-_MOST_WAITING = 512  # connections that the system keeps until they are served
+from dapple_tf.distributed.places import prepare_for_tensors
+from dapple_tf.distributed.rendezvous import ALL_RANKS_SECONDS, connect_pairs
 
 
 class ExchangeNetwork:
     """The connections of this rank of ``job``, which the ops of the ``library`` use.
 
-    Both ends of a connection prove that they belong to the job: each listening rank has a secret that it gives to the
-    others through Horovod (see ``handshake``). ``seconds``: in which two ranks must have connected.
+    ``seconds``: the time in which two ranks must have connected.
     """
 
-    def __init__(self, job: Job, library: ExchangeLibrary, seconds: float = 30.0) -> None:
+    def __init__(self, job: Job, library: ExchangeLibrary, seconds: float = ALL_RANKS_SECONDS) -> None:
         self.library = library
         self._job = job
         self._seconds = seconds
         self._connected: set[Pair] = set()
-        self._addresses: Sequence[Sequence[str]] = ()
         os.register_at_fork(after_in_child=library.close_in_child)
         job.progress.exchanges = library
         report_stalls(job.rank, library)
@@ -51,47 +35,13 @@ class ExchangeNetwork:
 
         Raises JobError on every rank if two of them cannot connect.
         """
-        missing = sorted(set(pairs) - self._connected)
+        missing = set(pairs) - self._connected
         if not missing:
             return
-        rank, job = self._job.rank, self._job
-        hosts = [low for low, high in missing if high == rank]
-        guests = [high for low, high in missing if low == rank]
-        self._addresses = self._addresses or job.gather(own_addresses())
-        with contextlib.ExitStack() as opened:
-            listeners = job.run_on_all(lambda: self._listen(guests, opened))
-            secret = secrets.token_hex()
-            servers = job.gather(([place_of(listener) for listener in listeners], secret))
-
-            def connect_all() -> list[Link]:
-                with ThreadPoolExecutor(1) as pool:
-                    accepted = pool.submit(accept_ranks, listeners, secret, guests, rank, self._seconds)
-                    links = []
-                    for host in hosts:
-                        places, its_secret = servers[host]
-                        links.append(connect_to(host, places, rank, its_secret, _PURPOSE, self._seconds))
-                    return [*links, *accepted.result()]
-
-            for link in job.run_on_all(connect_all):
-                self._hand_over(link)
-        self._connected |= set(missing)
-
-    def _listen(self, guests: Sequence[int], opened: contextlib.ExitStack) -> list[socket.socket]:
-        """Return sockets that listen where the ranks ``guests`` reach this one: a Unix socket on its own host."""
-        own = self._addresses[self._job.rank]
-        others = [self._addresses[rank] for rank in guests]
-        distant = [addresses for addresses in others if set(addresses) != set(own)]
-        made = []
-        if len(distant) < len(others):
-            made.append(opened.enter_context(listen_on_host(_MOST_WAITING)))
-        for address in choose_addresses(own, distant) if distant else ():
-            family = socket.AF_INET6 if ":" in address else socket.AF_INET
-            made.append(opened.enter_context(socket.create_server((address, 0), family=family, backlog=_MOST_WAITING)))
-        return made
-
-    def _hand_over(self, link: Link) -> None:
-        prepare_for_tensors(link.connection)
-        self.library.connect(link.rank, link.connection.detach())
+        for link in connect_pairs(self._job, missing, "ranks exchange tensors", self._seconds):
+            prepare_for_tensors(link.connection)
+            self.library.connect(link.rank, link.connection.detach())
+        self._connected |= missing
 
 
 # --- Say which tensors a rank has waited for too long, and from which ranks, as Horovod does for its own

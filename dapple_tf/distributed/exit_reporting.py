@@ -11,7 +11,7 @@ from types import TracebackType
 
 from dapple_tf.distributed import membership
 from dapple_tf.distributed.membership import Job
-from dapple_tf.distributed.rendezvous import connect_ranks
+from dapple_tf.distributed.rendezvous import connect_pairs
 from dapple_tf.distributed.shared_errors import reporting_rank
 from dapple_tf.distributed.timeout import read_timeout
 from dapple_tf.distributed.watchdog import INTERRUPTED, Watchdog
@@ -43,7 +43,8 @@ def start_watchdog(job: Job, environment: Mapping[str, str] = os.environ) -> Wat
     or if a rank cannot connect to rank 0.
     """
     timeout = job.run_on_rank_0(lambda: read_timeout(environment))
-    watchdog = Watchdog(job.rank, job.size, connect_ranks(job), job.progress, timeout)
+    links = connect_pairs(job, [(0, rank) for rank in range(1, job.size)], "ranks report failures to each other")
+    watchdog = Watchdog(job.rank, job.size, links, job.progress, timeout)
     watchdog.start()
     return watchdog
 

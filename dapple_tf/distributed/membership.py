@@ -106,7 +106,7 @@ class Job:
         """Call ``work`` on every rank, and return this rank's result once it has succeeded on all of them.
 
         Raises what ``work`` raised here, or JobError naming the rank where it failed and how. ``work`` may call
-        ``compare``, ``run_on_rank_0`` and this method: the others learn there of a rank that has failed before it.
+        ``agree``, ``run_on_rank_0`` and this method: there the other ranks learn that a rank has failed before it.
         """
         failure: Exception | None = None
         try:
@@ -116,38 +116,43 @@ class Job:
                 raise
             failure = raised
         text = None if failure is None else f"{type(failure).__name__}: {failure}"
-        failures = self._exchange_results(text, {})
+        failures = self._exchange_results(text)
         if failure is not None:
             raise share_error(failure, min(rank for rank, other in failures.items() if other == text))
         return value
 
-    def compare(self, facts: Mapping[str, Any]) -> None:
-        """Raise JobError on every rank if one of the ``facts`` (by its text) differs, naming the fact and the ranks."""
-        self._exchange_results(None, {name: str(fact) for name, fact in facts.items()})
+    def agree(self, name: str, value: T) -> T:
+        """Return ``value``, once all ranks have called this with values of the same text; ``name``: of the value.
+
+        Where the texts differ, raises JobError on every rank, with the name, and each text with its ranks.
+        """
+        self._exchange_results(None, name, str(value))
+        return value
 
     def check_call_history(self) -> None:
         """Raise JobError on every rank if the ranks have not made the same calls until now (see ``announce_call``).
 
         The watchdog finds that too, but possibly after the next call.
         """
-        self.compare({"batches or calls until now": self.progress.call_history})
+        self.agree("batches or calls until now", self.progress.call_history)
 
-    def _exchange_results(self, failure: str | None, facts: Mapping[str, str]) -> dict[int, str]:
-        """Exchange a failure, or facts, with all ranks: every call by which ranks wait for each other's work does this.
+    def _exchange_results(self, failure: str | None, name: str = "", text: str = "") -> dict[int, str]:
+        """Exchange a failure, or the text of a value, with all ranks; raise JobError where a rank failed or two differ.
 
-        Returns failures by rank on the ranks that have failed; the others raise JobError.
+        Every method by which ranks wait for each other's work does this, so ranks that call different ones meet here. A
+        rank that has failed itself does not raise an error, but returns all failures by rank.
         """
-        results = self.gather((failure, facts))
-        failures = {rank: text for rank, (text, _) in enumerate(results) if text is not None}
+        results = self.gather((failure, name, text))
+        failures = {rank: failed for rank, (failed, _, _) in enumerate(results) if failed is not None}
         if failure is not None:
             return failures
         if failures:
-            text = "; ".join(f"rank {rank} failed with {text}" for rank, text in failures.items())
-            raise share_error(JobError(text), min(failures))
-        for name in dict.fromkeys(name for _, known in results for name in known):
-            values = [known.get(name, "nothing") for _, known in results]
+            said = "; ".join(f"rank {rank} failed with {failed}" for rank, failed in failures.items())
+            raise share_error(JobError(said), min(failures))
+        for compared in dict.fromkeys(name for _, name, _ in results if name):
+            values = [text if name == compared else "nothing" for _, name, text in results]
             if len(set(values)) > 1:
-                raise share_error(JobError(describe_difference(name, values)), 0)
+                raise share_error(JobError(describe_difference(compared, values)), 0)
         return {}
 
     def make_process_sets(self, wanted: Iterable[Sequence[int]]) -> dict[tuple[int, ...], Any]:

@@ -7,6 +7,7 @@ GB/s for 2 MB, on a busy machine of two cores.
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import socket
 from collections.abc import Sequence
@@ -16,6 +17,24 @@ Place: TypeAlias = tuple[str, int]
 """An address and a port; or the name of a Unix socket, and 0."""
 
 _BUFFER_BYTES = 4 * 2**20  # the system grants as much of it as it allows
+
+
+def listen_for(own: Sequence[str], others: Sequence[Sequence[str]], backlog: int) -> list[socket.socket]:
+    """Return sockets that listen where processes reach this one: ``others`` are the addresses of their hosts.
+
+    ``own``: the addresses of this host, whose processes get a Unix socket. ``backlog``: how many connections the system
+    keeps until they are accepted. If a socket cannot listen, OSError is raised, and the ones made before are closed.
+    """
+    distant = [addresses for addresses in others if set(addresses) != set(own)]
+    with contextlib.ExitStack() as opened:
+        made = []
+        if len(distant) < len(others):
+            made.append(opened.enter_context(listen_on_host(backlog)))
+        for address in choose_addresses(own, distant) if distant else ():
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            made.append(opened.enter_context(socket.create_server((address, 0), family=family, backlog=backlog)))
+        opened.pop_all()
+        return made
 
 
 def listen_on_host(backlog: int) -> socket.socket:

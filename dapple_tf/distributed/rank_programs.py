@@ -140,24 +140,17 @@ class RankTarget:
         A step that returns gradients returns on each rank those of its stages. Raises JobError if the ranks differ in
         TensorFlow, code, plan, model or batch, naming the difference.
         """
-        self._job.compare(
-            {
-                "TensorFlow version": tf.__version__,
-                "plan": plan.to_json(),
-                "shapes and dtypes of the batch": model.interface.signature,
-                "variables": [(name, v.dtype.name, tuple(v.shape)) for name, v in model.variables.items()],
-            }
-        )
+        agree = self._job.agree
+        agree("TensorFlow version", tf.__version__)
+        agree("plan", plan.to_json())
+        agree("shapes and dtypes of the batch", model.interface.signature)
+        agree("variables", [(name, v.dtype.name, tuple(v.shape)) for name, v in model.variables.items()])
         with times.phase("passes"):
             graphs = self._job.run_on_all(
                 lambda: rank_graphs(model, plan, self._job.size, variant=variant, local=local)
             )
-        self._job.compare(
-            {
-                "graph of the model, or code": digest_graphs(graphs, model.library),
-                "tensors that the model closes over": digest_tensors(model.constants),
-            }
-        )
+        agree("graph of the model, or code", digest_graphs(graphs, model.library))
+        agree("tensors that the model closes over", digest_tensors(model.constants))
         needs = _find_variable_needs(model, graphs)
         self._settings.add(self._job, model)
         # Each process has drawn initial values of its own when it made the model.
@@ -290,7 +283,8 @@ class _OptimizerSettings:
         settings = {internals.variable_name(v).rpartition("/")[2]: v for v in _find_settings(model).values()}
         added = {name: variable for name, variable in settings.items() if name not in self._variables}
         values = {name: variable.numpy() for name, variable in added.items()}
-        job.compare({f"{name} of the optimizer (set it on every rank)": value for name, value in values.items()})
+        for name, value in values.items():
+            job.agree(f"{name} of the optimizer (set it on every rank)", value)
         self._variables |= added
         self._known |= values
 
