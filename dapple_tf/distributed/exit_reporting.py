@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from types import TracebackType
 
 from dapple_tf.distributed import membership
+from dapple_tf.distributed.failure_detector import read_timeout
 from dapple_tf.distributed.membership import Job
 from dapple_tf.distributed.rendezvous import connect_pairs
 from dapple_tf.distributed.shared_errors import reporting_rank
-from dapple_tf.distributed.timeout import read_timeout
 from dapple_tf.distributed.watchdog import INTERRUPTED, Watchdog
 from dapple_tf.errors import StepError
 

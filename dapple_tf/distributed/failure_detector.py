@@ -1,27 +1,56 @@
-"""Decide whether another rank has failed, and when this process must end for it.
+"""Decide whether another rank has failed, and when this process must end because of it.
 
-No I/O and no clock: callers pass the received messages and the time. A rank has failed if its connection closes before
-it has left, if it is silent for too long, if it reports an error, or if it has left while this rank waits for it.
+No I/O and no clock: callers pass what they have observed, and the time. Before the ranks are connected, a rank has
+failed if its process has ended or stays stopped, or if it runs on another host and does not connect. Afterwards it has
+failed if its connection closes before it has left, if it is silent for too long, if it reports an error, or if it has
+left while this rank waits for it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 
 from dapple_tf.distributed.messages import FailureReport
 from dapple_tf.distributed.progress import RankStatus
+from dapple_tf.errors import JobError
+
+TIMEOUT = "DAPPLE_TIMEOUT_SECONDS"
+DEFAULT_TIMEOUT = 30.0
+
+_ENDED_SECONDS = 2.0  # launchers end the job by themselves when a process has failed
+_OTHER_HOSTS = 10  # timeouts after which a rank of another host, which has not connected, has failed
+
+
+def read_timeout(environment: Mapping[str, str]) -> float:
+    """Return the seconds of DAPPLE_TIMEOUT_SECONDS (default 30); raise JobError unless it is a number from 1 up."""
+    text = environment.get(TIMEOUT, "")
+    try:
+        timeout = float(text or DEFAULT_TIMEOUT)
+    except ValueError:
+        timeout = 0.0
+    if not 1 <= timeout < float("inf"):
+        raise JobError(f"{TIMEOUT}={text!r}: give a number of seconds, 1 or more")
+    return timeout
+
+
+class ProcessState(Enum):
+    """The state of a rank's process: it runs (or waits for something), is stopped by a signal, or has ended."""
+
+    RUNS = "runs"
+    STOPPED = "stopped"
+    ENDED = "ended"
 
 
 @dataclass(frozen=True)
 class Failure:
     """The reason for which this process must end.
 
-    ``what`` happened to ``rank``, which may be this one, when it had this ``status``.
-
-    ``rank`` is None where the ranks make different calls. The process ends at ``deadline``, in seconds of the clock
-    that the detector is called with, and with ``exit_code``.
+    ``what`` happened to ``rank``, which may be this one, when it had this ``status``. ``rank`` is None where the ranks
+    make different calls, and where it is not known which of several ranks has failed. The process ends at ``deadline``,
+    in seconds of the clock that the detector is called with, and with ``exit_code``.
     """
 
     rank: int | None
@@ -35,13 +64,17 @@ class Failure:
 class _Peer:
     """The state of another rank, as far as this one knows.
 
-    ``connected`` and ``last_heard`` (seconds): of this rank's own connection to it. ``left_after``: the collective
-    calls that it had entered when it left. ``finished``: Horovod has ended on it. ``raised``: it has reported the error
-    that it raised.
+    ``connected`` and ``last_heard`` (seconds): of this rank's own connection to it. ``process``: its number, None where
+    it is not known; it has had this ``state`` since the time ``state_since`` (seconds). ``left_after``: how many
+    collective calls the rank had entered when it left. ``finished``: Horovod has ended on it. ``raised``: it has
+    reported the error that it raised.
     """
 
     connected: bool
     last_heard: float
+    process: int | None = None
+    state: ProcessState = ProcessState.RUNS
+    state_since: float = 0.0
     status: RankStatus = field(default_factory=RankStatus)
     left_after: int | None = None
     finished: bool = False
@@ -51,14 +84,16 @@ class _Peer:
 class FailureDetector:
     """The failures that ``rank`` of ``size`` ranks knows of, and ``failure``, the one that ends it.
 
-    ``connected``: ranks that it has a connection to. One of them has failed if nothing was received from it for more
-    than ``silence_seconds``. ``agreed``: all ranks have left, and rank 0 has found that they made the same calls. All
-    times are seconds of one monotonic clock.
+    ``connected``: the ranks that it has a connection to; none before the ranks are connected. ``silence_seconds``: how
+    long nothing may be received from one of them, or a process may be stopped, before that rank has failed. ``agreed``:
+    all ranks have left, and rank 0 has found that they made the same calls. All times are seconds of one monotonic
+    clock.
     """
 
     def __init__(self, rank: int, size: int, connected: Iterable[int], silence_seconds: float, now: float) -> None:
         self._rank = rank
         self._silence_seconds = silence_seconds
+        self._began = now
         own_connections = set(connected)
         self._peers = {peer: _Peer(peer in own_connections, now) for peer in range(size) if peer != rank}
         self.failure: Failure | None = None
@@ -73,8 +108,17 @@ class FailureDetector:
 
     def note_pause(self, seconds: float) -> None:
         """Exclude ``seconds`` for which this process itself was suspended from the silence of the other ranks."""
+        self._began += seconds
         for peer in self._peers.values():
             peer.last_heard += seconds
+            peer.state_since += seconds
+
+    def note_process(self, rank: int, process: int, state: ProcessState, now: float) -> None:
+        """Note the state of the process with this number, which is ``rank``'s on this host."""
+        peer = self._peers[rank]
+        if peer.process is None or peer.state != state:
+            peer.state, peer.state_since = state, now
+        peer.process = process
 
     def note_status(self, rank: int, status: RankStatus) -> None:
         """Note the progress that another rank reports."""
@@ -118,6 +162,32 @@ class FailureDetector:
 
     # --- decisions
 
+    def check_start(self, now: float, timeout_seconds: float) -> None:
+        """Look for ranks that have failed before the ranks are connected."""
+        for rank, peer in self._peers.items():
+            lasted = now - peer.state_since
+            what = ""
+            if peer.state == ProcessState.ENDED and lasted >= min(_ENDED_SECONDS, self._silence_seconds):
+                what = "was killed or has ended before all ranks had joined"
+            elif peer.state == ProcessState.STOPPED and lasted >= self._silence_seconds:
+                what = f"has been stopped for {lasted:.1f} s (SIGSTOP, Ctrl-Z or a debugger)"
+            if what:
+                self.fail(rank, f"rank {rank} (process {peer.process}) {what}", peer.status, now)
+        waited, (_, elsewhere) = self.waited(now), self.ranks_by_host
+        if elsewhere and waited >= _OTHER_HOSTS * timeout_seconds:
+            what = f"after {waited:.0f} s not all of the ranks {elsewhere} have joined, which are not on this host"
+            self.fail(None, what, RankStatus(), now)
+
+    def waited(self, now: float) -> float:
+        """Return the seconds since this detector was made, without the time for which this process was suspended."""
+        return now - self._began
+
+    @property
+    def ranks_by_host(self) -> tuple[list[int], list[int]]:
+        """The other ranks whose processes are known, which are those of this host, and those of other hosts."""
+        here = [rank for rank, peer in self._peers.items() if peer.process is not None]
+        return here, [rank for rank in self._peers if rank not in here]
+
     def check(self, now: float, waiting_in: int | None) -> None:
         """Look for ranks that are silent, or missing in the collective call ``waiting_in`` that this one waits in."""
         for rank, peer in self._peers.items():
@@ -135,7 +205,7 @@ class FailureDetector:
                 self.fail(rank, what, peer.status, now)
 
     def fail(
-        self, rank: int, what: str, status: RankStatus, now: float, wait_seconds: float = 0.0, exit_code: int = 1
+        self, rank: int | None, what: str, status: RankStatus, now: float, wait_seconds: float = 0.0, exit_code: int = 1
     ) -> None:
         """Note that ``rank`` has failed, for which this process must end after ``wait_seconds``.
 
