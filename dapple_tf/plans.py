@@ -257,6 +257,11 @@ class Plan:
         return tuple(stage.replicas for stage in self.stages)
 
     @property
+    def sharing(self) -> tuple[int, ...]:
+        """How many replicas of each stage share a micro-batch: all, unless they take whole minibatches in turn."""
+        return self.replicas if self.window is None else self.window.sharing(self.replicas)
+
+    @property
     def shares(self) -> tuple[tuple[int, ...], ...]:
         """The ``row_shares`` of each stage; empty where no stage has unequal ones."""
         shares = tuple(stage.row_shares for stage in self.stages)

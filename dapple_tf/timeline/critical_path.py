@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
-from dapple_tf.timeline.event_dependencies import EventDependencies
+from dapple_tf.timeline.event_dependencies import dependencies_of
 from dapple_tf.timeline.events import Event, Item, StageEvent, StepEvents, Transfer
 
 PartKind = Literal["compute", "transfer", "allreduce", "update", "waiting"]
@@ -69,7 +69,7 @@ def find_critical_path(step: StepEvents) -> tuple[Part, ...]:
 
     Their seconds add up to the step's. Events of no length are left out.
     """
-    dependencies = EventDependencies(step)
+    dependencies = dependencies_of(step)
     item: Item | None = max(step.items, key=_end_and_rank)
     until = step.seconds
     parts: list[Part] = []

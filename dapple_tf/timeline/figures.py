@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -18,26 +18,6 @@ from dapple_tf.timeline.measured_costs import measure_stage_costs
 from dapple_tf.timeline.simulation import Simulation
 from dapple_tf.timeline.stage_costs import StageCosts
 from dapple_tf.timeline.stage_summary import StageSummary
-
-
-class Utilisation(tuple[float, ...]):
-    """The fraction of the step in which each stage computes; called with a device's name, that of the device."""
-
-    _by_device: dict[str, float]
-
-    def __new__(cls, stages: Iterable[float], by_device: dict[str, float]) -> Utilisation:
-        """Hold the fractions of the stages in order, and those of the devices by name."""
-        utilisation = super().__new__(cls, stages)
-        utilisation._by_device = by_device
-        return utilisation
-
-    def __getnewargs__(self) -> tuple[tuple[float, ...], dict[str, float]]:
-        """Return what makes an equal object, for copies and pickles."""
-        return tuple(self), self._by_device
-
-    def __call__(self, device: str) -> float:
-        """Return the fraction of the step in which ``device`` runs an action."""
-        return self._by_device[device]
 
 
 class StepFigures:
@@ -122,10 +102,15 @@ class StepFigures:
         """The fraction of the step in which each stage's devices compute; transfers and AllReduce do not count."""
         return self.step.stage_utilisation
 
+    @property
+    def utilisation(self) -> tuple[float, ...]:
+        """The same as ``stage_utilisation``."""
+        return self.stage_utilisation
+
     @cached_property
-    def utilisation(self) -> Utilisation:
-        """``stage_utilisation``; ``utilisation(device)`` is the fraction in which one device runs an action."""
-        return Utilisation(self.stage_utilisation, self.step.device_utilisation)
+    def device_utilisation(self) -> Mapping[str, float]:
+        """The fraction of the step in which each device runs an action, by the device's name."""
+        return self.step.device_utilisation
 
     @cached_property
     def places(self) -> tuple[Place, ...]:
@@ -158,9 +143,9 @@ class StepFigures:
 
     def _other_orders(self, stage: int) -> tuple[tuple[Action, ...], ...]:
         """Return the orders of all replicas but the first, where these take minibatches in turn."""
-        if self.window is None or not self.window.in_turn:
+        if self.window is None:
             return ()
-        return tuple(self.order(stage, replica) for replica in range(1, self.window.replicas[stage]))
+        return tuple(self.order(stage, replica) for replica in range(1, self.window.turns[stage]))
 
     def order(self, stage: int, replica: int = 0) -> tuple[Action, ...]:
         """Return the actions of one replica of ``stage`` in the order in which they ran."""
@@ -279,8 +264,8 @@ def _first_backward_end(step: StepEvents, stage: int) -> float:
 
 
 def _steady_seconds(window: Window, done: list[float], seconds: float) -> float:
-    turns = math.lcm(*window.replicas) if window.in_turn else 1
-    in_flight = window.warm_up[0] * (window.replicas[0] if window.in_turn else 1)
+    turns = math.lcm(*window.turns)
+    in_flight = window.warm_up[0] * window.turns[0]
     ahead = math.ceil(in_flight / window.micro_batches)
     last = window.minibatches - 1
     rounds = max(0, last - ahead) // turns or last // turns

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,8 +66,8 @@ def make_timeline(
     first = min(stamp.start for stamp in stamps if stamp.op in KIND_OF_CALL)
     shifted = [dataclasses.replace(s, start=s.start - first, end=s.end - first) for s in stamps]
     shifted.sort(key=lambda stamp: (stamp.start, stamp.end))
-    window = None if versions is None else versions.window
-    events = tuple(_event(stamp, versions) for stamp in shifted if stamp.op in KIND_OF_CALL)
+    window, used = (None, {}) if versions is None else (versions.window, versions.used)
+    events = tuple(_event(stamp, used) for stamp in shifted if stamp.op in KIND_OF_CALL)
     transfers, stage_events = _transfers(shifted), _stage_events(shifted, window)
     return Timeline(events, transfers, stage_events, title=title, note=note, together=together, window=window)
 
@@ -77,13 +77,12 @@ def read_timeline(graph: Graph, times: Any) -> Timeline:
     return make_timeline(fill_stamps(name_stamps(graph), times))
 
 
-def _event(stamp: Stamp, versions: Versions | None) -> Event:
+def _event(stamp: Stamp, versions: Mapping[Action, int]) -> Event:
     assert stamp.stage is not None
     assert stamp.replica is not None
     assert stamp.micro_batch is not None
     action = Action(stamp.stage, KIND_OF_CALL[stamp.op], stamp.micro_batch)
-    version = None if versions is None else versions.used[action]
-    return Event(action, stamp.replica, stamp.device, stamp.start, stamp.end, version)
+    return Event(action, stamp.replica, stamp.device, stamp.start, stamp.end, versions.get(action))
 
 
 def _transfers(stamps: Sequence[Stamp]) -> list[Transfer]:

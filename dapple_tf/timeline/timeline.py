@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -11,7 +12,7 @@ from dapple_tf.graph_passes.schedules.schedule import Action
 from dapple_tf.graph_passes.schedules.window import Window
 from dapple_tf.timeline.describe import describe_path, describe_stages, timeline_json
 from dapple_tf.timeline.events import Place, StepEvents
-from dapple_tf.timeline.figures import StepFigures, Utilisation
+from dapple_tf.timeline.figures import StepFigures
 from dapple_tf.timeline.picture import save_recording
 from dapple_tf.timeline.recording import BY_PROFILE, Prediction, Recording
 from dapple_tf.timeline.simulation import Simulation
@@ -106,12 +107,12 @@ class SimulatedTimeline(Timeline):
         return self.simulation.stage_utilisation
 
     @cached_property
-    def utilisation(self) -> Utilisation:
-        """``stage_utilisation``; ``utilisation(device)`` is the fraction in which one device runs an action."""
+    def device_utilisation(self) -> Mapping[str, float]:
+        """The fraction of the step in which each device runs an action, by the device's name."""
         by_device: dict[str, float] = {}
         for stage, _, device in self.places:
             by_device[device] = by_device.get(device, 0.0) + self.stage_utilisation[stage]
-        return Utilisation(self.stage_utilisation, by_device)
+        return by_device
 
     @cached_property
     def places(self) -> tuple[Place, ...]:

@@ -64,23 +64,36 @@ class Window:
         """The number of micro-batches of the window."""
         return self.minibatches * self.micro_batches
 
+    @property
+    def sharing(self) -> tuple[int, ...]:
+        """How many replicas of each stage share a micro-batch."""
+        return sharing_replicas(self.replicas, self.in_turn)
+
+    @property
+    def turns(self) -> tuple[int, ...]:
+        """How many replicas of each stage take minibatches in turn; 1 where they share each micro-batch."""
+        return self.replicas if self.in_turn else (1,) * self.stages
+
     def replicas_of(self, stage: int, m: int) -> tuple[int, ...]:
         """Return the replicas of ``stage`` that run micro-batch ``m``."""
         count = self.replicas[stage]
         return (m % count,) if self.in_turn else tuple(range(count))
 
+    def _group_size(self, stage: int) -> int:
+        """Return the number of micro-batches whose gradients one update of ``stage`` takes."""
+        return self.replicas[stage] if self.in_turn else self.micro_batches
+
     def update_of(self, stage: int, m: int) -> int:
         """Return which of the updates of ``stage`` in this window has the gradients of micro-batch ``m``, from 0 on."""
-        return m // (self.replicas[stage] if self.in_turn else self.micro_batches)
+        return m // self._group_size(stage)
 
     @cached_property
     def updates(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
         """The micro-batches of each update, stage by stage."""
-        found = []
-        for replicas in self.replicas:
-            count = replicas if self.in_turn else self.micro_batches
-            found.append(tuple(tuple(range(first, first + count)) for first in range(0, self.size, count)))
-        return tuple(found)
+        sizes = map(self._group_size, range(self.stages))
+        return tuple(
+            tuple(tuple(range(first, first + count)) for first in range(0, self.size, count)) for count in sizes
+        )
 
     def last_minibatch(self, stage: int, update: int) -> int:
         """Return the last minibatch of which an update of ``stage`` has gradients: its step is that of this update."""
@@ -108,6 +121,11 @@ class Window:
             actions.append(Action(stage, "B", m))
             actions += [Action(stage, "F", n) for n in own[i + ahead : i + ahead + 1]]
         return actions
+
+
+def sharing_replicas(replicas: Sequence[int], in_turn: bool) -> tuple[int, ...]:
+    """Return how many of the ``replicas`` of each stage share a micro-batch: all, or one where they take turns."""
+    return (1,) * len(replicas) if in_turn else tuple(replicas)
 
 
 def round_robin_warm_up(replicas: Sequence[int]) -> tuple[int, ...]:
