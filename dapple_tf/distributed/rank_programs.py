@@ -14,7 +14,7 @@ from dapple_tf.backend.bindings import Buffers
 from dapple_tf.backend.build_times import BuildTimes
 from dapple_tf.backend.handler import Bindings, ChooseCompiled, Compiled
 from dapple_tf.backend.program import Program, build_rank_program
-from dapple_tf.compiler import StepVariant, rank_graphs
+from dapple_tf.compiler import PlannedModel, StepVariant, rank_graphs
 from dapple_tf.distributed.collectives import Collectives
 from dapple_tf.distributed.digest import digest_graphs, digest_tensors
 from dapple_tf.distributed.exit_reporting import report_failure
@@ -123,31 +123,24 @@ class RankTarget:
             )
 
     def build(
-        self,
-        model: StagedModel,
-        plan: Plan,
-        variant: StepVariant,
-        times: BuildTimes,
-        *,
-        local: bool = False,
-        choose: ChooseCompiled | None = None,
+        self, planned: PlannedModel, variant: StepVariant, times: BuildTimes, choose: ChooseCompiled | None = None
     ) -> Program:
-        """Return the program of this rank for ``plan``; every rank must build the same programs in the same order.
+        """Return the program of this rank for ``planned``; every rank must build the same programs in the same order.
 
-        ``local``: the program takes only the rows that this rank needs, and the batch size after the tensors.
-        ``choose`` returns the functions of this rank that XLA compiles.
+        Where ``planned`` is local, the program takes only the rows that this rank needs, and the batch size after the
+        tensors. ``choose`` returns the functions of this rank that XLA compiles.
 
         A step that returns gradients returns on each rank those of its stages. Raises JobError if the ranks differ in
         TensorFlow, code, plan, model or batch, naming the difference.
         """
-        agree = self._job.agree
+        model, plan, agree = planned.model, planned.plan, self._job.agree
         agree("TensorFlow version", tf.__version__)
         agree("plan", plan.to_json())
         agree("shapes and dtypes of the batch", model.interface.signature)
         agree("variables", [(name, v.dtype.name, tuple(v.shape)) for name, v in model.variables.items()])
         with times.phase("passes"):
             graphs = self._job.run_on_all(
-                lambda: rank_graphs(model, plan, self._job.size, variant=variant, local=local)
+                lambda: rank_graphs(model, plan, self._job.size, variant=variant, local=planned.local)
             )
         agree("graph of the model, or code", digest_graphs(graphs, model.library))
         agree("tensors that the model closes over", digest_tensors(model.constants))

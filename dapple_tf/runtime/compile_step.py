@@ -127,18 +127,11 @@ class Target(Protocol):
         """Raise BatchError where ``fitted``, the ``plan`` for a batch of ``batch_size`` samples, cannot run here."""
 
     def build(
-        self,
-        model: StagedModel,
-        plan: Plan,
-        variant: StepVariant,
-        times: BuildTimes,
-        *,
-        local: bool = False,
-        choose: ChooseCompiled | None = None,
+        self, planned: PlannedModel, variant: StepVariant, times: BuildTimes, choose: ChooseCompiled | None = None
     ) -> Program:
         """Run the passes and emit the TensorFlow function, both measured by ``times``.
 
-        ``local``: it takes the rows that this process needs. ``choose`` returns the functions that XLA compiles.
+        ``choose`` returns the functions that XLA compiles.
         """
 
 
@@ -373,8 +366,8 @@ def find_program(
 
     ``kinds``: what kind of program it is, for the announcement to other ranks.
     """
-    model, plan, local = planned.model, planned.plan, planned.local
-    key = _plan_key(planned), variant, local
+    model = planned.model
+    key = _plan_key(planned), variant, planned.local
     if key not in compiled.programs:
         words = ", ".join([*kinds, *([] if variant is StepVariant.PLAIN else [str(variant.value)])])
         extra = f" ({words})" if words else ""
@@ -383,7 +376,7 @@ def find_program(
             compiled.homes.return_to_stages(model.variables.values())
             compiled.homes.remember(model.variables.values())
             choose = None if compiled.xla is None else compiled.xla.chooser(planned)
-            compiled.programs[key] = target.build(model, plan, variant, compiled.times, local=local, choose=choose)
+            compiled.programs[key] = target.build(planned, variant, compiled.times, choose)
     return compiled.programs[key]
 
 
@@ -442,20 +435,13 @@ class LocalTarget:
         """Accept any plan that was ``fitted`` to a smaller batch."""
 
     def build(
-        self,
-        model: StagedModel,
-        plan: Plan,
-        variant: StepVariant,
-        times: BuildTimes,
-        *,
-        local: bool = False,
-        choose: ChooseCompiled | None = None,
+        self, planned: PlannedModel, variant: StepVariant, times: BuildTimes, choose: ChooseCompiled | None = None
     ) -> Program:
-        """Return the program that runs ``model`` under ``plan``; see ``compiler.local_graph`` for what it raises.
+        """Return the program that runs ``planned``; see ``Target``, and ``compiler.local_graph`` for what it raises.
 
-        One process takes all rows of a batch, ``local`` or not. ``choose`` returns the functions that XLA compiles.
+        One process takes all rows of a batch, also where ``planned`` is local.
         """
         with times.phase("passes"):
-            graph = local_graph(model, plan, self._devices, self._home, variant=variant)
+            graph = local_graph(planned.model, planned.plan, self._devices, self._home, variant=variant)
         with times.phase("emit"):
-            return build_program(graph, model, self._buffers, choose=choose)
+            return build_program(graph, planned.model, self._buffers, choose=choose)
