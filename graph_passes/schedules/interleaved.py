@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from dapple_tf.graph_passes.schedules.schedule import Action, Schedule, check
+from dapple_tf.graph_passes.schedules.schedule import Action, Schedule, checked_schedule
 from dapple_tf.graph_passes.schedules.worker_map import WorkerMap
 
 
@@ -27,9 +27,7 @@ def interleaved_1f1b(workers: int, chunks: int, micro_batches: int) -> Schedule:
     for worker, stages in enumerate(WorkerMap.looped(workers, chunks).stages_of):
         ahead = 2 * (workers - worker - 1) + (chunks - 1) * max(map(len, groups)) + 1
         rows.append(_alternate(stages, forwards, backwards, min(ahead, len(forwards))))
-    schedule = Schedule(tuple(rows))
-    check(schedule)
-    return schedule
+    return checked_schedule(rows)
 
 
 def micro_batch_groups(workers: int, micro_batches: int) -> list[range]:
@@ -86,9 +84,7 @@ def interleaved_zero_bubble(workers: int, chunks: int, micro_batches: int) -> Sc
                 following, n = forwards[ahead + index]
                 actions.append(Action(stages[following], "F", n))
         rows.append((*actions, *weights[max(0, len(weights) - worker) :]))
-    schedule = Schedule(tuple(rows))
-    check(schedule)
-    return schedule
+    return checked_schedule(rows)
 
 
 # --- Looped breadth-first schedule (Lamy-Poirier, "Breadth-First Pipeline Parallelism", 2022, section 4)
@@ -105,6 +101,4 @@ def looped_breadth_first(workers: int, chunks: int, micro_batches: int) -> Sched
         forwards = [Action(stage, "F", m) for stage in stages for m in range(micro_batches)]
         backwards = [Action(stage, "B", m) for stage in reversed(stages) for m in range(micro_batches)]
         rows.append((*forwards, *backwards))
-    schedule = Schedule(tuple(rows))
-    check(schedule)
-    return schedule
+    return checked_schedule(rows)

@@ -250,6 +250,13 @@ def time_actions(
     return tuple(map(tuple, times))
 
 
+def checked_schedule(workers: Iterable[tuple[Action, ...]], together: Iterable[Action] = ()) -> Schedule:
+    """Return the schedule with these actions of each worker; raises ScheduleError as ``check`` does."""
+    schedule = Schedule(tuple(workers), frozenset(together))
+    check(schedule)
+    return schedule
+
+
 def check(schedule: Schedule) -> None:
     """Raise ScheduleError unless the schedule is complete, and runs to its end.
 

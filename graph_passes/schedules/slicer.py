@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dapple_tf.errors import ScheduleError
-from dapple_tf.graph_passes.schedules.schedule import Action, Kind, Schedule, check
+from dapple_tf.graph_passes.schedules.schedule import Action, Kind, Schedule, checked_schedule
 
 
 def sliced_1f1b(stages: int, micro_batches: int, sliced: int) -> Schedule:
@@ -44,9 +44,7 @@ def sliced_1f1b(stages: int, micro_batches: int, sliced: int) -> Schedule:
             actions += run(stage, "B", m)
             actions += run(stage, "F", m + ahead) if m + ahead < micro_batches else []
         rows.append(tuple(actions))
-    schedule = Schedule(tuple(rows), frozenset(together))
-    check(schedule)
-    return schedule
+    return checked_schedule(rows, together)
 
 
 def slice_sizes(sizes: Sequence[int], sliced: int) -> tuple[int, ...]:

@@ -17,7 +17,14 @@ from types import MappingProxyType
 
 from dapple_tf.errors import ScheduleError
 from dapple_tf.graph_passes.schedules.interleaved import interleaved_1f1b, interleaved_zero_bubble, looped_breadth_first
-from dapple_tf.graph_passes.schedules.schedule import CALL_OF_KIND, Action, Kind, Schedule, check, name_input_halves
+from dapple_tf.graph_passes.schedules.schedule import (
+    CALL_OF_KIND,
+    Action,
+    Kind,
+    Schedule,
+    checked_schedule,
+    name_input_halves,
+)
 from dapple_tf.graph_passes.schedules.v_shaped import dualpipe_v, hanayo, zero_bubble_v
 from dapple_tf.graph_passes.schedules.worker_map import WorkerMap
 from dapple_tf.graph_passes.schedules.zero_bubble import ZERO_BUBBLE_AUTO, zero_bubble, zero_bubble_auto
@@ -133,9 +140,7 @@ def early_backward(warm: Sequence[int], micro_batches: int) -> Schedule:
             if k + m < micro_batches:
                 actions.append(Action(stage, "F", k + m))
         stages.append(tuple(actions))
-    schedule = Schedule(tuple(stages))
-    check(schedule)
-    return schedule
+    return checked_schedule(stages)
 
 
 def forward_only(workers: WorkerMap, micro_batches: int) -> Schedule:
@@ -481,9 +486,7 @@ def parse_schedule(text: str) -> Schedule:
             marks.append(match[4])
         workers.append(name_input_halves(actions))
         together.update(itertools.compress(workers[-1], marks))
-    schedule = Schedule(tuple(workers), frozenset(together))
-    check(schedule)
-    return schedule
+    return checked_schedule(workers, together)
 
 
 def _read_chunks(text: str, name: str, letter: str | None, value: str | None) -> int:

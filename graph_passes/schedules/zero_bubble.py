@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from dapple_tf.errors import ScheduleError
 from dapple_tf.graph_passes.schedules.list_schedule import ListRule, list_equal_stages
-from dapple_tf.graph_passes.schedules.schedule import Action, Schedule, check
+from dapple_tf.graph_passes.schedules.schedule import Action, Schedule, checked_schedule
 from dapple_tf.graph_passes.schedules.worker_map import WorkerMap
 
 
@@ -39,9 +39,7 @@ def zero_bubble(warm: Sequence[int], delays: Sequence[int], micro_batches: int, 
                 actions.append(Action(stage, "F", k + m))
         actions += [Action(stage, "W", m) for m in range(max(0, micro_batches - delay), micro_batches)]
         stages.append(tuple(actions))
-    schedule = Schedule(tuple(stages))
-    check(schedule)
-    return schedule
+    return checked_schedule(stages)
 
 
 # --- ``zb-auto`` where nothing is known of the stages: list scheduling of stages that take equally long
