@@ -18,8 +18,9 @@ from dapple_tf.staged_model import StagedModel
 def check_window_model(model: StagedModel, plan: Plan) -> None:
     """Raise PlanError where the model or its optimizer cannot train in asynchronous windows under ``plan``.
 
-    Stages update at different times, so no trained variable can be in two of them, and no optimizer can decide by all
-    gradients. Replicas that take minibatches in turn cannot write state in the order of the minibatches.
+    Stages update at different times, so no two stages can share a trained variable, and no optimizer can use the
+    gradients of all stages at once. Replicas that take minibatches in turn cannot write state in the order of the
+    minibatches.
     """
     if model.updates is None:
         raise PlanError("mode='async' without an optimizer: a window updates the weights after every minibatch")

@@ -21,7 +21,7 @@ from dapple_tf.errors import UsageError
 
 
 class ExchangeNetwork:
-    """The connections of this rank of ``job``, which the ops of the ``library`` use.
+    """The connections of this rank of ``job`` to other ranks, which the ops of the ``library`` use.
 
     ``seconds``: the time in which two ranks must have connected.
     """
@@ -36,7 +36,7 @@ class ExchangeNetwork:
         report_stalls(job.rank, library)
 
     def connect(self, pairs: Iterable[Pair]) -> None:
-        """Connect those of the ``pairs`` that are not; every rank must call this with the same pairs.
+        """Connect the ranks of each of the ``pairs`` that is not connected; every rank must give the same pairs.
 
         Raises JobError on every rank if two of them cannot connect.
         """
@@ -59,7 +59,8 @@ _WAYS = ("auto", "native", "horovod")
 class Offer:
     """The answer of one rank to the question whether it can exchange natively.
 
-    ``obstacle``: why it cannot, or should not, be used there; "" if it can. ``digest``: of its source.
+    ``obstacle``: why it cannot, or should not, use the native library; "" if it can. ``digest``: of the library's
+    source.
     """
 
     obstacle: str
@@ -69,8 +70,8 @@ class Offer:
 def start_exchanges(job: Job, environment: Mapping[str, str] = os.environ) -> None:
     """Choose how ``job`` exchanges tensors, by DAPPLE_EXCHANGE (auto, native, horovod); every rank must call this.
 
-    ``auto``: natively where that works on all ranks; rank 0 says why where it does not. Does nothing the second time.
-    Raises UsageError for another value, or if ``native`` is not possible; JobError if the ranks have different values.
+    ``auto``: natively if that works on all ranks; if not, rank 0 prints why. A second call does nothing. Raises
+    UsageError for another value, or if ``native`` is not possible; JobError if the ranks have different values.
     """
     if job.exchange_way:
         return
@@ -87,7 +88,7 @@ def start_exchanges(job: Job, environment: Mapping[str, str] = os.environ) -> No
 
 
 def read_way(environment: Mapping[str, str]) -> str:
-    """Return the value of DAPPLE_EXCHANGE, "auto" by default; raises UsageError for one that does not exist."""
+    """Return the value of DAPPLE_EXCHANGE, "auto" by default; raises UsageError for an unknown value."""
     way = environment.get(_EXCHANGE) or _WAYS[0]
     if way not in _WAYS:
         raise UsageError(f"{_EXCHANGE}={way!r}: give one of {', '.join(_WAYS)}")
@@ -104,12 +105,12 @@ def combine_offers(offers: Sequence[Offer]) -> str:
 
 
 def prefers_alltoall(gpus: int, nccl: bool) -> bool:
-    """Return whether a rank is better off with Horovod: its NCCL moves tensors between GPUs, and not by the host."""
+    """Return whether Horovod is better for a rank: NCCL moves tensors between GPUs without the host."""
     return gpus > 0 and nccl
 
 
 def _offer(way: str) -> tuple[ExchangeLibrary | None, Offer]:
-    """Return this rank's library, where it is wanted and can be loaded, and its offer."""
+    """Return this rank's library, if it is wanted and can be loaded, and this rank's offer."""
     if way == "horovod":
         return None, Offer("it is not wanted", "")
     obstacle = find_obstacle()
@@ -129,19 +130,19 @@ def _has_nccl() -> bool:
     return bool(hvd.nccl_built())
 
 
-# --- Say which tensors a rank has waited for too long, and from which ranks, as Horovod does for its own
-# A rank that hangs sends heartbeats as long as its process lives: the report tells where to look.
+# --- Report for which tensors of which ranks a rank has waited too long, as Horovod does for its own operations
+# A rank that hangs sends heartbeats as long as its process lives; the report shows which rank hangs.
 
 
-_SECONDS = "HOROVOD_STALL_CHECK_TIME_SECONDS"  # Horovod's own option, and its default
+_SECONDS = "HOROVOD_STALL_CHECK_TIME_SECONDS"  # Horovod's own option, whose default follows
 _DEFAULT_SECONDS = 60.0
 
 
 class Waits(Protocol):
-    """An object that lists the messages for which this process waits."""
+    """Lists the messages for which this process waits."""
 
     def find_waits(self, seconds: float) -> Mapping[int, list[str]]:
-        """Return what has been waited for longer than ``seconds``: names of exchanges, by rank."""
+        """Return the names of the exchanges that have been waited for longer than ``seconds``, by rank."""
 
 
 def report_stalls(rank: int, waits: Waits, environment: Mapping[str, str] = os.environ) -> None:
@@ -165,6 +166,6 @@ def _run(rank: int, waits: Waits, seconds: float) -> None:
 
 
 def describe_stall(rank: int, found: Mapping[int, list[str]], seconds: float) -> str:
-    """Return the report, in Horovod's form: ``found`` are names of exchanges by the ranks that have not sent them."""
+    """Return the report in Horovod's form; ``found``: names of exchanges, by the ranks that have not sent them."""
     lines = [f"{other}: [{', '.join(names)}]" for other, names in sorted(found.items())]
     return "\n".join([f"dapple: rank {rank} has waited for tensors for {seconds:g} s. Missing ranks:", *lines])

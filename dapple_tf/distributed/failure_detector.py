@@ -21,7 +21,7 @@ TIMEOUT = "DAPPLE_TIMEOUT_SECONDS"
 DEFAULT_TIMEOUT = 30.0
 
 _ENDED_SECONDS = 2.0  # launchers end the job by themselves when a process has failed
-_OTHER_HOSTS = 10  # timeouts after which a rank of another host, which has not connected, has failed
+_OTHER_HOSTS = 10  # after so many timeouts a rank of another host that has not connected has failed
 
 
 def read_timeout(environment: Mapping[str, str]) -> float:
@@ -82,7 +82,7 @@ class _Peer:
 
 
 class FailureDetector:
-    """The failures that ``rank`` of ``size`` ranks knows of, and ``failure``, the one that ends it.
+    """The observations of ``rank``, one of ``size`` ranks, and ``failure``, the reason for which it must end.
 
     ``connected``: the ranks that it has a connection to; none before the ranks are connected. ``silence_seconds``: how
     long nothing may be received from one of them, or a process may be stopped, before that rank has failed. ``agreed``:
@@ -100,7 +100,7 @@ class FailureDetector:
         self.error_reported = False
         self.agreed = False
 
-    # --- what is received
+    # --- observations
 
     def note_received(self, rank: int, now: float) -> None:
         """Note that ``rank`` has sent something over its connection to this one."""
@@ -134,8 +134,8 @@ class FailureDetector:
         self._peers[rank].finished = True
 
     def note_report(self, report: FailureReport, now: float) -> None:
-        """Note a received failure report: about another rank, or about this rank, which others declared failed."""
-        if report.rank == self._rank:  # it was cut off, or stopped, until now
+        """Note a failure report about another rank, or about this one, which the others have declared failed."""
+        if report.rank == self._rank:  # this rank was cut off from the network, or stopped, until now
             self.fail(self._rank, f"was declared failed by the other ranks: it {report.what}", report.status, now)
             return
         peer = self._peers[report.rank]
@@ -147,7 +147,7 @@ class FailureDetector:
         peer = self._peers[rank]
         peer.connected = False
         known = self.failure is not None and self.failure.rank == rank
-        needed = rank == 0 and not self.agreed  # it says whether all ranks have made the same calls
+        needed = rank == 0 and not self.agreed  # rank 0 decides whether all ranks have made the same calls
         if known or (peer.left_after is not None and not needed):
             return
         what = "was killed or has crashed (its connection closed)"
@@ -156,7 +156,7 @@ class FailureDetector:
         self.fail(rank, what, peer.status, now)
 
     def note_own_error(self) -> None:
-        """Note that this rank has raised an error and reported it: later failures no longer end this process."""
+        """Note that this rank has raised an error and reported it: no later failure of a rank ends this process."""
         self.error_reported = True
         self.failure = None
 
@@ -184,15 +184,15 @@ class FailureDetector:
 
     @property
     def ranks_by_host(self) -> tuple[list[int], list[int]]:
-        """The other ranks whose processes are known, which are those of this host, and those of other hosts."""
+        """The other ranks on this host, whose processes are known, and the ranks on other hosts."""
         here = [rank for rank, peer in self._peers.items() if peer.process is not None]
         return here, [rank for rank in self._peers if rank not in here]
 
     def check(self, now: float, waiting_in: int | None) -> None:
-        """Look for ranks that are silent, or missing in the collective call ``waiting_in`` that this one waits in."""
+        """Look for ranks that are silent, or that have left although this rank waits in the call ``waiting_in``."""
         for rank, peer in self._peers.items():
             silent = now - peer.last_heard
-            if peer.connected and silent > self._silence_seconds:  # also after it has left: Horovod waits for it
+            if peer.connected and silent > self._silence_seconds:  # also after the rank has left: Horovod waits for it
                 what = (
                     f"has sent nothing for {silent:.1f} s: its host is cut off from the network, or the process hangs"
                 )
@@ -209,8 +209,8 @@ class FailureDetector:
     ) -> None:
         """Note that ``rank`` has failed, for which this process must end after ``wait_seconds``.
 
-        Of two failures the one with the earlier deadline is kept. No failure replaces a call mismatch (see
-        ``note_different_calls``), which is the cause of the failures that follow it.
+        Of two failures the one with the earlier deadline is kept. A call mismatch (see ``note_different_calls``) is
+        kept always, since it causes the failures that follow it.
         """
         failure = Failure(rank, what, now + wait_seconds, exit_code, status)
         known = self.failure
@@ -221,13 +221,13 @@ class FailureDetector:
     def note_different_calls(self, what: str, now: float, wait_seconds: float) -> None:
         """Note that the ranks make different calls, for which this process must end after ``wait_seconds``.
 
-        It does not end later than it would for the failure known so far.
+        If another failure is known, the process does not end later than its deadline.
         """
         if not self.error_reported:
             self.failure = Failure(None, what, min(now + wait_seconds, self.deadline))
 
     def withdraw(self) -> None:
-        """Forget the failure: it does not end this process."""
+        """Forget the failure: this process need not end."""
         self.failure = None
 
     @property
@@ -247,9 +247,9 @@ class FailureDetector:
 
     @property
     def may_leave(self) -> bool:
-        """Whether this rank may end: all have left (Horovod ends on all ranks when it ends on one), and agree.
+        """Whether this rank may end: all ranks have left, and have made the same calls.
 
-        After an error of its own a rank waits only until the others have heard of it.
+        Horovod ends on all ranks when it ends on one. A rank that has raised an error waits only until the others know.
         """
         if self.error_reported:
             return all(peer.raised or not peer.connected for peer in self._peers.values())

@@ -17,32 +17,32 @@ from dapple_tf.profiler.detect import job_size
 
 # HOROVOD_CYCLE_TIME: the interval in milliseconds at which Horovod starts collectives that are ready (default 1).
 _CYCLE_MILLISECONDS = "0.2"
-# What Open MPI's TCP transport may do; by default "put" too, by which a large tensor is one message to the peer. The
-# message that lets the peer send its own tensor then waits behind it in the same connection, so the two directions of
-# an exchange or a sum often take turns. Without "put" tensors go in pieces of 128 KB.
+# The operations that Open MPI's TCP transport may use. By default "put" is one of them: it sends a large tensor as one
+# message. The message that lets the peer send its own tensor then waits behind it in the same connection, so the two
+# directions of an exchange or a sum often alternate. Without "put" tensors are sent in pieces of 128 KB.
 _TCP_FLAGS = "send,inplace"
 
 T = TypeVar("T")
 
 
 class Network(Protocol):
-    """The connections between ranks for native exchanges; ``ExchangeNetwork`` has them."""
+    """The connections between ranks for native exchanges, which ``ExchangeNetwork`` makes."""
 
     @property
     def library(self) -> Any:
         """The library whose ops exchange tensors."""
 
     def connect(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """Connect those of the ``pairs`` of ranks that are not; every rank must call this with the same pairs."""
+        """Connect the ranks of each of the ``pairs`` that is not connected; every rank must give the same pairs."""
 
 
 @dataclass(eq=False)
 class Job:
-    """The job of ``size`` processes; this one is ``rank``, and ``local_rank`` of the ``local_size`` on its server.
+    """A job of ``size`` processes; this process is ``rank``, and ``local_rank`` of the ``local_size`` on its server.
 
-    It owns what this process knows as a rank: its progress, the locations of variables, the watchdog and the
-    ``exchange_network``, both of which ``dapple.init`` starts. ``exchange_way``: "native", or "horovod", which needs no
-    network. ``process``: the process id of this rank; a forked child is no rank.
+    It holds the state of this process as a rank: its progress, the locations of variables, and the watchdog and the
+    ``exchange_network``, which ``dapple.init`` starts. ``exchange_way``: "native", or "horovod", which needs no
+    network. ``process``: the process id of this rank; a forked child is not a rank.
     """
 
     size: int
@@ -77,9 +77,10 @@ class Job:
             return list(hvd.allgather_object(value))
 
     def gather_integers(self, what: str, numbers: Sequence[int]) -> list[list[int]]:
-        """Return every rank's ``numbers`` (as many on each), by rank, on every rank; ``what``: the call, an imperative.
+        """Return every rank's ``numbers``, by rank, on every rank; ``what``: the call, as an imperative.
 
-        Unlike ``gather`` it takes one collective and no pickling: a step may call it.
+        All ranks must give equally many. Unlike ``gather`` this takes one collective and no pickling, so a step may
+        call it.
         """
         import horovod.tensorflow as hvd
         import tensorflow as tf
@@ -95,7 +96,7 @@ class Job:
         if self.rank == 0:
             try:
                 answer = work(), None
-            except Exception as raised:  # of any type: the other ranks wait for an answer
+            except Exception as raised:  # an error of any type: the other ranks wait for an answer
                 answer = None, make_picklable(raised)
         value, failure = self.broadcast(answer)
         if failure is not None:
@@ -111,7 +112,7 @@ class Job:
         failure: Exception | None = None
         try:
             value = work()
-        except Exception as raised:  # of any type: the other ranks wait
+        except Exception as raised:  # an error of any type: the other ranks wait
             if reporting_rank(raised) is not None:
                 raise
             failure = raised
@@ -132,7 +133,7 @@ class Job:
     def check_call_history(self) -> None:
         """Raise JobError on every rank if the ranks have not made the same calls until now (see ``announce_call``).
 
-        The watchdog finds that too, but possibly after the next call.
+        The watchdog detects this too, but possibly after the next call.
         """
         self.agree("batches or calls until now", self.progress.call_history)
 
@@ -173,8 +174,8 @@ class Job:
         return sets
 
 
-# The job of this process, made by the first call of ``current`` after Horovod has started. Horovod, too, has one state
-# per process.
+# The job of this process, made by the first call of ``current`` after Horovod has started. Horovod, too, has one global
+# state per process.
 _job: Job | None = None
 
 
@@ -196,10 +197,10 @@ def join(environment: Mapping[str, str] = os.environ) -> Job | None:
     """
     if job_size(environment) < 2:
         return None
-    # Stages make their process sets once their plan is known; Open MPI and Horovod read these when they start.
+    # Open MPI and Horovod read these variables when they start. Process sets are made later, once the plan is known.
     os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
     os.environ.setdefault("HOROVOD_CYCLE_TIME", _CYCLE_MILLISECONDS)
-    # While MPI waits it yields the core to other threads, which compute (0.61 s a step in place of 0.80 s).
+    # While MPI waits it yields the core to the threads that compute: a step took 0.61 s instead of 0.80 s.
     os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
     os.environ.setdefault("OMPI_MCA_btl_tcp_flags", _TCP_FLAGS)
     try:

@@ -38,7 +38,7 @@ def listen_for(own: Sequence[str], others: Sequence[Sequence[str]], backlog: int
 
 
 def listen_on_host(backlog: int) -> socket.socket:
-    """Return a listening Unix socket with a random name, which ends with the socket."""
+    """Return a listening Unix socket with a random name, which exists as long as the socket."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(f"\0dapple-{secrets.token_hex(16)}")
     listener.listen(backlog)
@@ -46,7 +46,7 @@ def listen_on_host(backlog: int) -> socket.socket:
 
 
 def place_of(listener: socket.socket) -> Place:
-    """Return where others reach a listening socket."""
+    """Return the place at which others reach a listening socket."""
     if listener.family == socket.AF_UNIX:
         return bytes(listener.getsockname()).decode(), 0
     address, port = listener.getsockname()[:2]
@@ -54,7 +54,7 @@ def place_of(listener: socket.socket) -> Place:
 
 
 def open_connection(place: Place, seconds: float) -> socket.socket:
-    """Return a connection to a place; raises OSError where that fails or takes longer than ``seconds``."""
+    """Return a connection to a place; raises OSError if that fails, or takes longer than ``seconds``."""
     name, port = place
     if port:
         return socket.create_connection(place, timeout=seconds)
@@ -69,7 +69,7 @@ def open_connection(place: Place, seconds: float) -> socket.socket:
 
 
 def prepare_for_tensors(connection: socket.socket) -> None:
-    """Send small messages without delay, and give a Unix socket a larger buffer; TCP grows its own."""
+    """Let TCP send small messages without delay, and give a Unix socket a larger buffer; TCP enlarges its own."""
     if connection.family == socket.AF_UNIX:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
     else:
@@ -82,7 +82,7 @@ _ANY_PORT = 9  # nothing is sent to it
 
 
 def own_addresses() -> tuple[str, ...]:
-    """Return this host's addresses without link-local ones, sorted."""
+    """Return this host's addresses, sorted, except link-local ones."""
     import psutil  # a dependency of Horovod, which is installed when this is called
 
     return tuple(
@@ -98,8 +98,8 @@ def own_addresses() -> tuple[str, ...]:
 def choose_addresses(own: Sequence[str], others: Sequence[Sequence[str]]) -> tuple[str, ...]:
     """Return the addresses among a host's ``own`` at which to listen for ranks whose hosts have the ``others``.
 
-    The loopback address if all are on this host; else those from which the system sends to the other hosts' addresses,
-    IPv4 first; all but the loopback where it knows no way.
+    If all ranks are on this host, that is the loopback address. Else these are the addresses from which the system
+    sends to the other hosts, IPv4 first; or all except the loopback address, if the system has no route to them.
     """
     if all(set(addresses) == set(own) for addresses in others):
         return tuple(filter(is_loopback, own))[:1] or tuple(own)
@@ -117,7 +117,7 @@ def is_loopback(address: str) -> bool:
 
 
 def _address_towards(address: str) -> str:
-    """Return the own address from which the system would send to ``address``; "" where there is no way."""
+    """Return the own address from which the system would send to ``address``; "" if there is no route."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:

@@ -1,4 +1,4 @@
-"""Build and run the programs of one rank: its part of the pipelined graph, compared with the other ranks before use."""
+"""Build and run the programs of one rank: its part of the pipelined graph, on which all ranks agree before it runs."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ from dapple_tf.staged_model import StagedModel
 
 T = TypeVar("T")
 
-_LONGEST_TYPES = 300  # characters of the types of a batch that an error quotes
+_LONGEST_TYPES = 300  # characters of the description of a batch's types in an error
 
 
 @dataclass(frozen=True)
 class RankProgram(Program):
     """A rank's program: it counts the steps of its ``job``, and reports a step that fails to the other ranks.
 
-    ``needs``: the variables that the program needs on each rank; a step first places them. ``settings``: of the
-    optimizer. ``number``: of the program in this process, from 1. ``batch_types``: dtypes and shapes of a batch, for
-    error messages.
+    ``needs``: the variables that the program needs on each rank; a step first places them. ``settings``: the
+    optimizer's. ``number``: counts the programs of this process from 1. ``batch_types``: dtypes and shapes of a batch,
+    for error messages.
     """
 
     job: Job = field(kw_only=True)
@@ -72,7 +72,7 @@ class RankProgram(Program):
 
     @contextlib.contextmanager
     def rehearsal(self, variables: Iterable[tf.Variable]) -> Iterator[None]:
-        """See ``Program.rehearsal``; of ``variables`` those that this rank holds. The steps are not counted.
+        """See ``Program.rehearsal``; only variables that this rank holds count, and the steps are not counted.
 
         Every rank must enter it.
         """
@@ -89,8 +89,8 @@ class RankProgram(Program):
 class RankTarget:
     """Builds programs for one rank of ``job``; the first program gives all ranks the variables of rank 0.
 
-    ``device``: of the rank's stages. ``home``: the device of the batch, the loss and everything else that belongs to no
-    stage.
+    ``device``: the device of the rank's stages. ``home``: the device of the batch, the loss and everything else that
+    belongs to no stage.
     """
 
     def __init__(self, job: Job, device: str, home: str) -> None:
@@ -102,7 +102,7 @@ class RankTarget:
         self._settings = _OptimizerSettings()
 
     def announce(self, what: str, batch_size: int, signature: Sequence[tf.TensorSpec]) -> None:
-        """Announce a call that every rank must make, for a batch of ``batch_size`` samples; ``what``: an imperative."""
+        """Announce a call that every rank must make, for a batch of this size; ``what``: the call, an imperative."""
         self._job.progress.announce_call(what, f" for {batch_size} samples of {_describe_types(signature)}")
 
     def run_on_all(self, work: Callable[[], T]) -> T:
@@ -130,8 +130,8 @@ class RankTarget:
         Where ``planned`` is local, the program takes only the rows that this rank needs, and the batch size after the
         tensors. ``choose`` returns the functions of this rank that XLA compiles.
 
-        A step that returns gradients returns on each rank those of its stages. Raises JobError if the ranks differ in
-        TensorFlow, code, plan, model or batch, naming the difference.
+        On each rank, a step that returns gradients returns the gradients of this rank's stages. Raises JobError if the
+        ranks differ in TensorFlow's version, code, plan, model or batch; the message names the difference.
         """
         model, plan, agree = planned.model, planned.plan, self._job.agree
         agree("TensorFlow version", tf.__version__)
@@ -146,7 +146,7 @@ class RankTarget:
         agree("tensors that the model closes over", digest_tensors(model.constants))
         needs = _find_variable_needs(model, graphs)
         self._settings.add(self._job, model)
-        # Each process has drawn initial values of its own when it made the model.
+        # When the processes made the model, each drew its own initial values.
         _place_variables(self._job, needs, synchronize=not self._synchronized)
         self._synchronized = True
         collectives = self._make_collectives(graphs)
@@ -176,7 +176,7 @@ class RankTarget:
         )
 
     def _make_collectives(self, graphs: Sequence[Graph]) -> Collectives:
-        """Return what builds this rank's communication, once the ranks are connected as the ``graphs`` of all need."""
+        """Return the builder of this rank's collectives; connect the ranks as the ``graphs`` of all ranks need it."""
         progress, network = self._job.progress, self._job.exchange_network
         native = None
         if network is not None:
@@ -194,9 +194,9 @@ def _describe_types(signature: Sequence[tf.TensorSpec]) -> str:
     return types if len(types) <= _LONGEST_TYPES else types[:_LONGEST_TYPES] + " ..."
 
 
-# --- Place variables: a rank holds those of its stages, and frees the memory of all others
-# Before a program runs, and as soon as it is built, every rank receives the variables that its part needs and drops the
-# rest. Reading a dropped variable fails with an error that says what to do; it does not give an outdated value.
+# --- Place variables: a rank holds the variables of its stages, and frees the memory of all others
+# When a program has been built, and before each step, every rank receives the variables that its part needs and drops
+# the others. Reading a dropped variable fails with an error that says what to do; it never returns an outdated value.
 
 
 _ADVICE = "other ranks of the job hold and train it; call step.gather() on every rank before this"
@@ -205,7 +205,7 @@ _ADVICE = "other ranks of the job hold and train it; call step.gather() on every
 def _find_variable_needs(model: StagedModel, graphs: Sequence[Graph]) -> VariableNeeds:
     """Return the variables of ``model`` with the ranks that need them; ``graphs[i]`` is rank i's part.
 
-    Every rank needs the settings of the optimizer.
+    All ranks need the settings of the optimizer.
     """
     settings = _find_settings(model)
     held = [resident_variables(graph) | settings.keys() for graph in graphs]
@@ -218,9 +218,9 @@ def _find_variable_needs(model: StagedModel, graphs: Sequence[Graph]) -> Variabl
 
 
 def _place_variables(job: Job, needs: VariableNeeds, *, synchronize: bool = False) -> None:
-    """Send every rank the variables that it needs and lacks, and drop those that only other ranks need.
+    """Send every rank the variables that it needs and lacks, and drop the variables that only other ranks need.
 
-    ``synchronize``: send also what a rank has, so that all ranks have rank 0's values. A variable that no rank needs
+    ``synchronize``: send all values that a rank needs, so that all ranks have rank 0's. A variable that no rank needs
     stays where it is. Every rank must call this, with equal needs.
     """
     locations = job.variable_locations
@@ -245,13 +245,13 @@ def _place_variables(job: Job, needs: VariableNeeds, *, synchronize: bool = Fals
     locations.placed_for, locations.release = needs, None
 
 
-# --- Notice what a user sets on an optimizer between steps, such as its learning rate: it must be set on every rank
-# Every rank holds these variables, whatever its stages are, so that callbacks can read and set them; a step uses the
-# value of one rank.
+# --- Detect settings of an optimizer, such as its learning rate, that a user changes between steps
+# They must be changed on every rank. Every rank holds these variables, whatever its stages are, so that callbacks can
+# read and set them; a step uses the value of one rank.
 
 
 def _find_settings(model: StagedModel) -> dict[str, tf.Variable]:
-    """Return the numbers that the optimizer reads and does not write, by the name of their node."""
+    """Return the scalar variables that the optimizer reads and does not write, by the name of their node."""
     functions = () if model.updates is None else model.updates.functions
     written = {name for function in functions for name in written_variables(function.graph)}
     return {
@@ -269,9 +269,9 @@ class _OptimizerSettings:
     _known: dict[str, Any] = field(default_factory=dict)
 
     def add(self, job: Job, model: StagedModel) -> None:
-        """Add those of ``model``, before its variables are placed; every rank must call this.
+        """Add the settings of ``model``, before its variables are placed; every rank must call this.
 
-        Raises JobError on every rank if the ranks have different values, naming them.
+        Raises JobError on every rank if the ranks have different values; the message names the values.
         """
         settings = {internals.variable_name(v).rpartition("/")[2]: v for v in _find_settings(model).values()}
         added = {name: variable for name, variable in settings.items() if name not in self._variables}
@@ -282,7 +282,7 @@ class _OptimizerSettings:
         self._known |= values
 
     def changes(self) -> dict[str, Any]:
-        """Return what has been set on this rank since the last call, by name."""
+        """Return the settings that have changed on this rank since the last call, by name."""
         values = {name: variable.numpy() for name, variable in self._variables.items()}
         found = {name: value for name, value in values.items() if value != self._known[name]}
         self._known |= found

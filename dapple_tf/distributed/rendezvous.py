@@ -26,7 +26,7 @@ ALL_RANKS_SECONDS = 30.0
 
 _CONNECT_SECONDS = 3.0  # for one connection
 _RETRY_SECONDS = 0.2  # between two attempts at all addresses
-_MOST_GUESTS = 256  # connections that have not proven themselves; of more the oldest are closed
+_MOST_GUESTS = 256  # unproven connections; if there are more, the oldest ones are closed
 
 
 def connect_pairs(
@@ -68,7 +68,7 @@ def accept_ranks(
 ) -> list[Link]:
     """Return links to these ``ranks``, once all have connected to ``own_rank`` and proven themselves.
 
-    Raises JobError naming the ranks that have not in ``seconds``.
+    Raises JobError after ``seconds``; the message names the ranks that have not connected.
     """
     end = time.monotonic() + seconds
     with _Reception(listeners, secret, ranks) as reception:
@@ -81,7 +81,7 @@ def accept_ranks(
 
 
 class _Reception:
-    """The listening end of all handshakes; ``links``: to those of the ``ranks`` that have proven themselves."""
+    """The listening end of all handshakes; ``links``: the links to the ``ranks`` that have proven themselves."""
 
     def __init__(self, listeners: Sequence[socket.socket], secret: str, ranks: Sequence[int]) -> None:
         self._secret = secret
@@ -107,7 +107,7 @@ class _Reception:
         return [rank for rank in self._ranks if rank not in self.links]
 
     def serve(self, end: float) -> None:
-        """Wait, no longer than to ``end`` (monotonic seconds), for something to arrive, and answer it."""
+        """Wait until data arrives, at most until ``end`` (monotonic seconds), and answer it."""
         wake = min([end, *(guest.deadline for guest in self._guests)])
         for key, _ in self._selector.select(max(0.0, wake - time.monotonic())):
             if isinstance(key.data, Guest):
@@ -134,7 +134,7 @@ class _Reception:
         if guest.refused or guest.rank is None or guest.rank not in self._ranks:
             guest.connection.close()
             return
-        if guest.rank in self.links:  # it has given up its earlier connection
+        if guest.rank in self.links:  # the rank has given up its earlier connection
             self.links[guest.rank].connection.close()
         self.links[guest.rank] = Link(guest.rank, guest.connection)
 

@@ -1,4 +1,4 @@
-"""End this rank if another does not come while ``dapple.init`` waits for all, and say which.
+"""End this rank if another one fails while ``dapple.init`` waits for all ranks, and print which rank has failed.
 
 The watchdog needs connections between the ranks, and to make these, Horovod waits for all of them. Until then the ranks
 of one host observe each other's processes: the others name a rank whose process has ended or stays stopped within the
@@ -35,9 +35,9 @@ def watching_start(environment: Mapping[str, str] = os.environ) -> Iterator[None
     try:
         rank, size = job_rank(environment), job_size(environment)
         timeout = read_timeout(environment)
-    except ClusterError:  # the block raises it
+    except ClusterError:  # the block raises this error itself
         size = 1
-    except JobError:  # rank 0 raises it on all ranks
+    except JobError:  # later rank 0 raises this error on all ranks
         timeout = DEFAULT_TIMEOUT
     if size < 2 or rank not in find_rank_processes(environment):
         yield
@@ -81,13 +81,13 @@ class StartupWatch:
         last = time.monotonic()
         while not done.wait(self._interval):
             now = time.monotonic()
-            if now - last > 5 * self._interval:  # this process was stopped itself
+            if now - last > 5 * self._interval:  # this process itself was stopped
                 self._detector.note_pause(now - last)
             last = now
             problem = self.examine(now)
             if problem:
                 print_line(f"rank {self._rank} stops in dapple.init: {problem}. {_ADVICE}")
-                if not done.wait(2 * self._interval):  # the others find it too, and must not be ended before
+                if not done.wait(2 * self._interval):  # the others detect it too, and must not be ended before
                     self._exit_process(1)
                 return
 
@@ -121,9 +121,10 @@ _LAUNCHERS = (
 
 
 def find_rank_processes(environment: Mapping[str, str]) -> Mapping[int, Sequence[int]]:
-    """Return the numbers of the live processes of each rank that runs on this host, helpers of a rank included.
+    """Return the process numbers of each rank that runs on this host, including the helper processes of a rank.
 
-    ``environment``: of one of them. Empty for launchers that do not name their jobs, and on systems without /proc.
+    ``environment``: the environment of one of the ranks. The result is empty if the launcher does not name the job, and
+    on systems without /proc.
     """
     found: dict[int, list[int]] = {}
     for names, rank_name in _LAUNCHERS:
@@ -139,7 +140,7 @@ def find_rank_processes(environment: Mapping[str, str]) -> Mapping[int, Sequence
 
 
 def state_of(processes: Sequence[int]) -> ProcessState:
-    """Return what a rank of these processes does: one that is stopped keeps the others waiting."""
+    """Return the state of a rank with these processes: it is stopped if one of them is stopped."""
     letters = [letter for letter in map(_state_letter, processes) if letter not in "ZX"]
     if not letters:
         return ProcessState.ENDED
@@ -152,13 +153,13 @@ def _environments() -> list[tuple[int, set[bytes]]]:
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             found.append((int(entry.name), set((entry / "environ").read_bytes().split(b"\0"))))
-        except OSError:  # it has ended meanwhile, or belongs to another user
+        except OSError:  # the process has ended meanwhile, or belongs to another user
             continue
     return found
 
 
 def _state_letter(number: int) -> str:
-    """Return the state of a process as proc(5) writes it; "X" for one that has ended."""
+    """Return the letter for the state of a process in proc(5); "X" if the process has ended."""
     try:
         text = Path(f"/proc/{number}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:

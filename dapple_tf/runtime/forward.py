@@ -34,14 +34,14 @@ from dapple_tf.xla.choice import Xla, make_xla
 
 @dataclass
 class Forward:
-    """A function of a batch, run forward over the stages that ``autoplan`` gives to training.
+    """A function of a batch that runs forward over the stages that ``autoplan`` has chosen for training.
 
-    ``function``: as for ``dapple.pipeline``, but it needs no variable to train. What it writes (seeds of draws, batch
-    norm's statistics) is written, as by a call on one device. In a job every rank must make the same calls.
+    ``function``: as for ``dapple.pipeline``, but it need not use a trainable variable. It writes the same variables as
+    a call on one device (seeds of draws, batch norm's statistics). In a job every rank must make the same calls.
 
-    Traces are made anew once training has a plan, so that variables need not move. ``homes``: where variables were
-    before any program of the training step, or of this, moved them. ``times``: of all builds of the training
-    step and its forward runs.
+    Once training has a plan, functions are traced again, so that variables need not move. ``homes``: the devices of
+    variables before a program of the training step, or of this function, moved them. ``times``: of all builds of the
+    training step and its forward runs.
     """
 
     function: Callable[..., Any]
@@ -60,13 +60,14 @@ class Forward:
 
     @property
     def models(self) -> list[StagedModel]:
-        """All that was traced and is still used."""
+        """The traced models that are still used."""
         return self._compiled.all_models()
 
     def run(self, arguments: Sequence[Any], target: Target, gather: Callable[[], None]) -> Any:
-        """Return what the function returns for the whole batch: the loss, or (loss, aux).
+        """Return the function's result for the whole batch: the loss, or (loss, aux).
 
-        ``gather``: brings the variables of all ranks of a job here. Raises ExactnessError as ``compare_first`` does.
+        ``gather`` brings the variables of all ranks of a job to this one. Raises ExactnessError as ``compare_first``
+        does.
         """
         check_not_forked()
         batch = read_batch(arguments)
@@ -79,7 +80,7 @@ class Forward:
         return compiled.planned.model.pack(outputs)
 
     def compile(self, batch: Batch, target: Target) -> CompiledStep:
-        """Return the program for batches like ``batch``; raises what ``compile_step`` raises."""
+        """Return the program for batches like ``batch``; raises the errors of ``compile_step``."""
         if self.autoplan.planned and not self._planned:
             self._compiled, self._plans, self._planned = self._fresh(self._compiled.xla), {}, True
         size = batch.size
@@ -96,7 +97,7 @@ class Forward:
         return CompiledStep(planned, program, batch_form(batch.arguments, model.interface.signature))
 
     def _find(self, batch: Batch, size: int, target: Target, *, uncut: bool) -> StagedModel:
-        """Return the model for batches like this one, traced if there is none; ``uncut``: see ``compile_step``."""
+        """Return the model for batches like this one; if there is none, trace it. ``uncut``: see ``_find_model``."""
         model = self._compiled.find(batch, uncut=uncut)
         if model is None:
             target.announce("trace the model to run forward", size, batch.key[1])
@@ -119,7 +120,7 @@ class Forward:
         elif traced.captured.uncut:
             plan = without_cuts(plan)
         if autoplan.window is not None and dependence is not None:
-            if dependence.exactness.reasons:  # the minibatches have none, nor has the whole batch if it is not cut
+            if dependence.exactness.reasons:  # each minibatch is exact, and so is the whole batch if it is not cut
                 plan = without_cuts(plan)
             if max(plan.replicas) > 1:
                 report_exactness(traced.captured.graph.name, dependence.exactness.undocumented, autoplan.user_inexact)
@@ -130,9 +131,9 @@ class Forward:
 
 
 def _stage_forward(captured: Captured, layers: Layers, starts: Sequence[int]) -> StagedModel:
-    """Cut the captured graph before the layers ``starts``; what forward writes it writes, and nothing is trained.
+    """Cut the captured graph before the layers ``starts``; forward writes its variables, and nothing is trained.
 
-    Raises PartitionError where the graph cannot be cut there.
+    Raises PartitionError if the graph cannot be cut there.
     """
     stages = partition(layers, starts)
     graph, none = stages.graph, StageGradients()

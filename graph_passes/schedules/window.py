@@ -1,9 +1,9 @@
 """Asynchronous windows: the order in which each replica runs the minibatches of a window, without a flush between them.
 
-A *window* is W minibatches, each of which updates the weights (PipeDream, section 3.2). In the start-up a replica of
-stage s runs K_s forwards; then it alternates one backward and one forward (1F1B). A stage of r_s replicas takes
-minibatch m on replica m mod r_s, forward and backward (1F1B-RR), and updates its weights once for each *group* of r_s
-consecutive minibatches. That update follows the backwards of all of them, and a replica's next forward waits for it.
+A *window* is W minibatches; each updates the weights (PipeDream, section 3.2). In the start-up a replica of stage s
+runs K_s forwards; then it alternates one backward and one forward (1F1B). A stage of r_s replicas runs minibatch m on
+replica m mod r_s, forward and backward (1F1B-RR), and updates its weights once for each *group* of r_s consecutive
+minibatches. That update follows the backwards of the whole group, and a replica's next forward waits for it.
 
 Where a minibatch is cut into k micro-batches (PipeDream-2BW, Narayanan et al. 2021), a group is the micro-batches of
 one minibatch, and the replicas of a stage share each micro-batch as in synchronous training.
@@ -24,10 +24,10 @@ from dapple_tf.graph_passes.schedules.schedule import Action, dependencies
 class Window:
     """The order of a window of ``minibatches`` minibatches, of ``micro_batches`` micro-batches each.
 
-    ``replicas``: of each stage. ``warm_up``: K_s, the forwards that a replica of stage s runs before its first
-    backward, where the window has as many. ``in_turn``: replicas take whole minibatches in turn; else they share each
-    micro-batch. Micro-batch i of minibatch t has the number t k + i in actions. Raises ScheduleError where the
-    minibatches cannot be dealt to the replicas, and where the order deadlocks.
+    ``replicas``: the number of replicas of each stage. ``warm_up``: K_s, the number of forwards that a replica of stage
+    s runs before its first backward, if the window has so many. ``in_turn``: replicas take whole minibatches in turn;
+    else they share each micro-batch. Micro-batch i of minibatch t has the number t k + i in actions. Raises
+    ScheduleError where the minibatches cannot be dealt to the replicas, and where the order deadlocks.
     """
 
     minibatches: int
@@ -84,7 +84,7 @@ class Window:
         return self.replicas[stage] if self.in_turn else self.micro_batches
 
     def update_of(self, stage: int, m: int) -> int:
-        """Return which of the updates of ``stage`` in this window has the gradients of micro-batch ``m``, from 0 on."""
+        """Return the number, from 0, of the update of ``stage`` that takes the gradients of micro-batch ``m``."""
         return m // self._group_size(stage)
 
     @cached_property
@@ -96,7 +96,7 @@ class Window:
         )
 
     def last_minibatch(self, stage: int, update: int) -> int:
-        """Return the last minibatch of which an update of ``stage`` has gradients: its step is that of this update."""
+        """Return the last minibatch whose gradients an update of ``stage`` takes; the update counts as its step."""
         return self.updates[stage][update][-1] // self.micro_batches
 
     def ends_update(self, action: Action) -> bool:
@@ -139,10 +139,10 @@ def depth_warm_up(stages: int, depth: int) -> tuple[int, ...]:
 
 
 def _check_runs(window: Window) -> None:
-    """Raise ScheduleError unless every action of the window runs: each after what it takes, and after its update.
+    """Raise ScheduleError unless every action of the window runs, each after the results and updates that it needs.
 
-    A forward of a replica that follows a backward waits for that backward's update, so for the backwards of the group
-    on all replicas of the stage.
+    A forward that follows a backward on its replica waits for that backward's update, and so for the backwards of the
+    whole group, on all replicas of the stage.
     """
     done: set[Action] = set()
     heads = dict.fromkeys(window.rows, 0)
