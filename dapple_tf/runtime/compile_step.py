@@ -198,14 +198,15 @@ class CompiledSteps:
     def running(self, compiled: CompiledStep) -> Iterator[None]:
         """Run a program in this context: its variables are moved to its stages, and a first run counts as building.
 
-        No other thread may use the variables.
+        Other threads that use the variables wait.
         """
-        program = compiled.program
-        self.homes.return_to_stages(compiled.planned.model.variables.values())
-        first = id(program) not in self.started
-        with self.times.phase("first run") if first else contextlib.nullcontext():
-            yield
-        self.started.add(id(program))
+        program, variables = compiled.program, compiled.planned.model.variables.values()
+        with exclusive(variables):
+            self.homes.return_to_stages(variables)
+            first = id(program) not in self.started
+            with self.times.phase("first run") if first else contextlib.nullcontext():
+                yield
+            self.started.add(id(program))
 
 
 def compile_step(
@@ -222,20 +223,36 @@ def compile_step(
     Every rank of a job must compile the same steps in the same order. Raises UsageError inside a tf.function, and
     subclasses of ValueError if the batch, the loss or the plan cannot be compiled.
     """
-    size = batch.size
-    model = _find_model(loss_fn, batch, optimizer, autoplan, target, compiled, uncut=autoplan.runs_uncut(size))
-    plan = fit_plan(autoplan.plan, size)
-    if plan.uncut and not model.exact_uncut:
-        model = _find_model(loss_fn, batch, optimizer, autoplan, target, compiled, uncut=True)
-    target.check_plan(autoplan.plan, plan, size)
-    planned = PlannedModel(model, plan, size)
+
+    def find(uncut: bool) -> tuple[StagedModel, Plan]:
+        model = _find_model(loss_fn, batch, optimizer, autoplan, target, compiled, uncut=uncut)
+        return model, autoplan.plan
+
+    planned = plan_model(find, batch.size, target, uncut=autoplan.runs_uncut(batch.size))
     _report_writes(planned, autoplan, compiled)
     _warn_of_documented(planned, autoplan, compiled)
     return CompiledStep(
         planned,
         find_program(planned, target, variant, compiled),
-        batch_form(batch.arguments, model.interface.signature),
+        batch_form(batch.arguments, planned.model.interface.signature),
     )
+
+
+def plan_model(
+    find: Callable[[bool], tuple[StagedModel, Plan]], samples: int, target: Target, *, uncut: bool
+) -> PlannedModel:
+    """Return the model for a batch of ``samples``, with the plan fitted to it.
+
+    ``find`` returns a model and its plan. It is called with ``uncut``: whether one micro-batch on one replica may run
+    the batch. If only the fitted plan does so, and the model is not exact then, it is called again.
+    """
+    model, plan = find(uncut)
+    fitted = fit_plan(plan, samples)
+    if fitted.uncut and not model.exact_uncut:
+        model, plan = find(True)
+        fitted = fit_plan(plan, samples)
+    target.check_plan(plan, fitted, samples)
+    return PlannedModel(model, fitted, samples)
 
 
 def _find_model(

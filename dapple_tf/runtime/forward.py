@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from dapple_tf.autoplan.autoplan import Autoplan
-from dapple_tf.autoplan.batch_fit import fit_plan
 from dapple_tf.autoplan.forward_plan import without_cuts
 from dapple_tf.backend.build_times import BuildTimes
-from dapple_tf.compiler import PlannedModel, StepVariant
+from dapple_tf.compiler import StepVariant
 from dapple_tf.frontend.batch import Batch, batch_form
 from dapple_tf.frontend.capture import Captured
 from dapple_tf.frontend.deferred_statistics import trace_statistics
@@ -23,8 +23,16 @@ from dapple_tf.graph_passes.passes.loss_head_function import build_loss_head
 from dapple_tf.graph_passes.passes.once import build_once
 from dapple_tf.graph_passes.passes.partition import partition
 from dapple_tf.plans import Plan
-from dapple_tf.runtime.compile_step import CompiledStep, CompiledSteps, Target, find_program, read_batch, trace_loss_of
-from dapple_tf.runtime.exclusive import COMPILING, exclusive
+from dapple_tf.runtime.compile_step import (
+    CompiledStep,
+    CompiledSteps,
+    Target,
+    find_program,
+    plan_model,
+    read_batch,
+    trace_loss_of,
+)
+from dapple_tf.runtime.exclusive import COMPILING
 from dapple_tf.runtime.forked import check_not_forked
 from dapple_tf.runtime.rehearsal import compare_first
 from dapple_tf.runtime.variable_homes import VariableHomes
@@ -73,8 +81,7 @@ class Forward:
         batch = read_batch(arguments)
         with COMPILING:
             compiled = self.compile(batch, target)
-        variables = compiled.planned.model.variables.values()
-        with exclusive(variables), self._compiled.running(compiled):
+        with self._compiled.running(compiled):
             compare_first(compiled, self._compiled, batch.tensors, self.function, arguments, gather)
             outputs = compiled.program.run(batch.tensors)
         return compiled.planned.model.pack(outputs)
@@ -83,29 +90,24 @@ class Forward:
         """Return the program for batches like ``batch``; raises the errors of ``compile_step``."""
         if self.autoplan.planned and not self._planned:
             self._compiled, self._plans, self._planned = self._fresh(self._compiled.xla), {}, True
-        size = batch.size
-        model = self._find(batch, size, target, uncut=self.autoplan.runs_uncut(size))
-        whole = self._plans[id(model)]
-        plan = fit_plan(whole, size)
-        if plan.uncut and not model.exact_uncut:
-            model = self._find(batch, size, target, uncut=True)
-            whole = self._plans[id(model)]
-            plan = fit_plan(whole, size)
-        target.check_plan(whole, plan, size)
-        planned = PlannedModel(model, plan, size)
+        find = partial(self._find, batch, target)
+        planned = plan_model(find, batch.size, target, uncut=self.autoplan.runs_uncut(batch.size))
         program = find_program(planned, target, StepVariant.PLAIN, self._compiled, "forward")
-        return CompiledStep(planned, program, batch_form(batch.arguments, model.interface.signature))
+        return CompiledStep(planned, program, batch_form(batch.arguments, planned.model.interface.signature))
 
-    def _find(self, batch: Batch, size: int, target: Target, *, uncut: bool) -> StagedModel:
-        """Return the model for batches like this one; if there is none, trace it. ``uncut``: see ``_find_model``."""
+    def _find(self, batch: Batch, target: Target, uncut: bool) -> tuple[StagedModel, Plan]:
+        """Return the model for batches like this one, and its plan; if there is none, trace it.
+
+        ``uncut``: see ``plan_model``.
+        """
         model = self._compiled.find(batch, uncut=uncut)
         if model is None:
-            target.announce("trace the model to run forward", size, batch.key[1])
+            target.announce("trace the model to run forward", batch.size, batch.key[1])
             model, made = target.run_on_all(lambda: self._trace(batch, uncut=uncut))
             self._compiled.add(batch.sized_key if model.interface.uncut else batch.key, model)
             self._plans = {id(kept): self._plans[id(kept)] for kept in self.models if kept is not model}
             self._plans[id(model)] = made
-        return model
+        return model, self._plans[id(model)]
 
     def _trace(self, batch: Batch, *, uncut: bool) -> tuple[StagedModel, Plan]:
         autoplan = self.autoplan

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import threading
 from collections.abc import Callable, Sequence
@@ -351,7 +350,6 @@ class PipelinedStep:
         with self._lock:
             compiled, tensors = self._compile_recorded(batch, local)
             with (
-                exclusive(compiled.planned.model.variables.values()),
                 self._compiled.running(compiled),
                 self._memory.recorded_run(compiled.planned, list_devices(self._wanted_devices)) as note,
             ):
@@ -410,10 +408,7 @@ class PipelinedStep:
     def _run(self, batch: Sequence[Any], variant: StepVariant, local: bool = False) -> tuple[CompiledStep, list[Any]]:
         with self._lock:  # steps share buffers
             compiled, tensors = self._prepare(batch, variant, local)
-            with (
-                exclusive(compiled.planned.model.variables.values()),
-                self._compiled.running(compiled),
-            ):
+            with self._compiled.running(compiled):
                 if not local:
                     compare_first(compiled, self._compiled, tensors, self._loss_fn, batch, self._gather_variables)
                 return compiled, compiled.program.run(tensors)
@@ -425,8 +420,7 @@ class PipelinedStep:
     def _compile_recorded(self, batch: Sequence[Any], local: bool = False) -> tuple[CompiledStep, Sequence[Any]]:
         compiled, tensors = self._prepare(batch, StepVariant.TIMED, local)
         model = compiled.planned.model
-        runs = self._compiled.running(compiled) if can_rehearse(model) else contextlib.nullcontext()
-        with exclusive(model.variables.values()), runs:
+        with self._compiled.running(compiled) if can_rehearse(model) else exclusive(model.variables.values()):
             self._memory.rehearse(compiled, tensors, list_devices(self._wanted_devices))
         return compiled, tensors
 
