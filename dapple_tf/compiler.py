@@ -70,7 +70,7 @@ class PlannedModel:
         """Why a step differs from one device's under this plan."""
         if self.plan.uncut:
             return Exactness()  # ``compile_step`` takes a model that is exact then
-        if self.plan.window is not None and self.plan.window.in_turn:
+        if self.plan.runs_whole_minibatches:
             found = self.model.interface.exactness.of_minibatches  # each minibatch runs uncut on one replica
             return Exactness(found.reasons, windows=True, tried=self.model.interface.exactness.tried)
         many, replicas = self.plan.micro_batches > 1, self.plan.replicas
@@ -154,7 +154,7 @@ def window_passes(
         *([Recompute(facts.runs, written)] if any(facts.runs) else []),
         *([LookUpRows(facts.lookups)] if facts.lookups else []),
         _call_stages(model, window.micro_batches, plan.sizes),  # the calls of one minibatch
-        *([] if window.in_turn else [SplitConcat(plan.replicas, facts.shared, plan.shares)]),
+        *([] if plan.runs_whole_minibatches else [SplitConcat(plan.replicas, facts.shared, plan.shares)]),
         Accumulate(),  # needs every backward; its sums are repeated too
         RepeatMinibatches(window, interface.merges),  # gives calls their replicas, where these take minibatches in turn
         CopyVariables(trained),  # needs the replicas of all minibatches

@@ -156,7 +156,7 @@ class Plan:
             expected = stage.last_layer + 1
         if not isinstance(self.recompute, bool):
             _check_layers(self.recompute, expected)
-        if self.window is not None and self.window.in_turn and self.shares:
+        if self.runs_whole_minibatches and self.shares:
             raise PlanError(
                 "stages have shares, but replicas take whole minibatches of an asynchronous window in turn: leave out "
                 "shares, or window"
@@ -255,6 +255,11 @@ class Plan:
     def replicas(self) -> tuple[int, ...]:
         """Replicas of each stage."""
         return tuple(stage.replicas for stage in self.stages)
+
+    @property
+    def runs_whole_minibatches(self) -> bool:
+        """Whether replicas take whole minibatches of a window in turn, and compute each as one device does."""
+        return self.window is not None and self.window.in_turn
 
     @property
     def sharing(self) -> tuple[int, ...]:

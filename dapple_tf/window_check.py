@@ -46,8 +46,7 @@ def check_window_model(model: StagedModel, plan: Plan) -> None:
                 f"mode='async': {name!r} is trained, and forward writes it too (as a spectral norm does), so a version "
                 "of the weights would not have what forward wrote: write another variable, or train with mode='sync'"
             )
-    assert plan.window is not None
-    for stage, replicas in enumerate(plan.replicas if plan.window.in_turn else ()):
+    for stage, replicas in enumerate(plan.replicas if plan.runs_whole_minibatches else ()):
         written = [name for name in variables.used(stage) if name in variables.state - variables.once]
         if replicas > 1 and written:
             raise PlanError(
@@ -67,7 +66,7 @@ def _check_late_reads(model: StagedModel, plan: Plan, variables: Variables) -> N
     whole group of minibatches.
     """
     for stage, (warm_up, replicas) in enumerate(zip(plan.versions.window.warm_up, plan.replicas, strict=True)):
-        in_turn = plan.window is not None and plan.window.in_turn and replicas > 1
+        in_turn = plan.runs_whole_minibatches and replicas > 1
         for op, late in ((OpName.FORWARD, in_turn), (OpName.BACKWARD, in_turn or warm_up > 1)):
             function = model.graph.function_by_name.get(at(stage, what=op))
             read = [port.name for _, port in function.input_ports("variable")] if function and late else []

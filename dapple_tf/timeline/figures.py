@@ -74,6 +74,11 @@ class StepFigures:
         """The asynchronous window; None for a synchronous step."""
         return self.step.window
 
+    @property
+    def runs_whole_minibatches(self) -> bool:
+        """Whether replicas take whole minibatches of a window in turn."""
+        return self.window is not None and self.window.in_turn
+
     @cached_property
     def phases(self) -> WindowPhases | None:
         """The start-up, steady state and drain of an asynchronous window; None for a synchronous step."""
@@ -142,10 +147,9 @@ class StepFigures:
         )
 
     def _other_orders(self, stage: int) -> tuple[tuple[Action, ...], ...]:
-        """Return the orders of all replicas but the first, where these take minibatches in turn."""
-        if self.window is None:
-            return ()
-        return tuple(self.order(stage, replica) for replica in range(1, self.window.turns[stage]))
+        """Return the orders of all replicas but the first, if they take minibatches in turn; else they are alike."""
+        others = [replica for index, replica, _ in self.places if index == stage and replica > 0]
+        return tuple(self.order(stage, replica) for replica in others) if self.runs_whole_minibatches else ()
 
     def order(self, stage: int, replica: int = 0) -> tuple[Action, ...]:
         """Return the actions of one replica of ``stage`` in the order in which they ran."""

@@ -9,7 +9,6 @@ from functools import partial
 from dapple_tf.drawing.chart import LIGHTEST, Chart, Curve, Row, Span, SpanKind, stack_charts
 from dapple_tf.drawing.save import save_chart
 from dapple_tf.graph_passes.schedules.schedule import CALL_OF_KIND
-from dapple_tf.graph_passes.schedules.window import Window
 from dapple_tf.timeline.figures import StepFigures
 from dapple_tf.timeline.recording import Recording
 from dapple_tf.timeline.simulation import Simulation
@@ -42,13 +41,13 @@ def draw_recording(recording: Recording) -> Chart:
 def make_chart(timeline: StepFigures, title: str = "") -> Chart:
     """Return the chart of a timeline: rows of events, and curves of memory where it is known.
 
-    A recorded step has a row for each device; a simulated one one for each worker, unless its replicas take minibatches
-    of a window in turn: then they are not alike. The
-    stages of a device that runs several have shades, the first stage the darkest; its AllReduces, which run while it
-    computes, have a thin row. Between two stages there is a thin row for each direction that has transfers.
+    A recorded step has a row for each device. A simulated step has a row for each worker, since its replicas are alike;
+    but if they take minibatches of a window in turn, it has a row for each device too. The stages of a device that runs
+    several have shades, the first stage the darkest; its AllReduces, which run while it computes, have a thin row.
+    Between two stages there is a thin row for each direction that has transfers.
     """
     simulation = timeline.simulation
-    alike = simulation is not None and not (timeline.window is not None and timeline.window.in_turn)
+    alike = simulation is not None and not timeline.runs_whole_minibatches
     places = [place for place in timeline.places if not alike or place[1] == 0]
     shortest = _VISIBLE * timeline.step_seconds if simulation is None else 0.0
     channels = sorted({(t.source, t.target) for t in timeline.transfers if t.end - t.start > shortest})
@@ -83,7 +82,7 @@ def make_chart(timeline: StepFigures, title: str = "") -> Chart:
         tuple(_spans(timeline, {place: index for index, place in enumerate(rows)}, shades)),
         curves=tuple(_memory_curves(timeline)),
         limit=_memory_limit(simulation),
-        numbers=_name_numbers(timeline.window),
+        numbers=_name_numbers(timeline),
     )
 
 
@@ -94,11 +93,10 @@ def _memory_limit(simulation: Simulation | None) -> float | None:
     return simulation.tightest_memory[0][1]
 
 
-def _name_numbers(window: Window | None) -> str:
-    """Return what the numbers in the picture are."""
-    if window is None:
-        return "micro-batches"
-    return f"{'minibatches' if window.in_turn else 'micro-batches'}, v is the version of the weights"
+def _name_numbers(timeline: StepFigures) -> str:
+    """Return the meaning of the numbers in the picture."""
+    name = "minibatches" if timeline.runs_whole_minibatches else "micro-batches"
+    return name if timeline.window is None else f"{name}, v is the version of the weights"
 
 
 def _spans(
