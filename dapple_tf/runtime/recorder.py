@@ -22,9 +22,8 @@ from dapple_tf.simulator.simulated_window import window_events
 from dapple_tf.simulator.window_costs import uniform_costs
 from dapple_tf.simulator.window_execution import execute_window
 from dapple_tf.timeline.events import StageEventKind, StepEvents
-from dapple_tf.timeline.measured_costs import measure_stage_costs
 from dapple_tf.timeline.recording import BY_PROFILE, BY_TIMES, Prediction, Recording, plan_title, planned_seconds
-from dapple_tf.timeline.stage_costs import StageCosts
+from dapple_tf.timeline.stage_costs import StageCosts, measure_stage_costs
 from dapple_tf.timeline.stamps import Stamp, fill_stamps, make_timeline, name_stamps
 from dapple_tf.timeline.timeline import Timeline
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dapple_tf.drawing.table import format_table
+from dapple_tf.drawing.table import format_ranges, format_table
 from dapple_tf.plans import Plan
 from dapple_tf.profiler.units import format_bytes, format_seconds
 from dapple_tf.timeline.critical_path import PART_LABELS, sum_by_kind
 from dapple_tf.timeline.events import Event
-from dapple_tf.timeline.figures import StepFigures
+from dapple_tf.timeline.figures import StageSummary, StepFigures
 from dapple_tf.timeline.simulation import Simulation
-from dapple_tf.timeline.stage_summary import StageSummary, format_ranges
 
 _SHOWN = 5e-4  # of the step: shorter parts of the critical path are not listed
 
@@ -72,9 +72,13 @@ def describe_stages(timeline: StepFigures, simulation: Simulation) -> str:
     lines += _describe_phases(timeline)
     split = any(stage.weights_seconds is not None for stage in timeline.stages)
     computed = ("F", "B", "of it W") if split else ("F", "B")
-    in_window = ("K", "versions") if timeline.window is not None else ()
+    in_window = _window_columns(simulation.plan)
     header = ("stage", "devices", "layers", *computed, "AllReduce", "busy", *in_window, "peak memory")
-    lines += format_table(header, [_row(stage, simulation, split) for stage in timeline.stages], left=len(header))
+    rows = [
+        _row(stage, simulation, split, [column[stage.stage] for column in in_window.values()])
+        for stage in timeline.stages
+    ]
+    lines += format_table(header, rows, left=len(header))
     for stages in simulation.plan.worker_map.stages_of:  # the peak of each of them is that of their device
         need, memory = simulation.tightest_memory[stages[0]]
         if not simulation.fits[stages[0]]:
@@ -122,15 +126,15 @@ def find_slowest(timeline: StepFigures, count: int = 5) -> tuple[SlowAction, ...
     return tuple(sorted(found, key=lambda slow: -slow.times)[:count])
 
 
-def _window_cells(stage: int, plan: Plan) -> list[str]:
-    """Return K and the versions of the weights that a replica of ``stage`` keeps; nothing for a synchronous plan."""
+def _window_columns(plan: Plan) -> dict[str, list[str]]:
+    """Return K of each stage, and the versions of the weights that its replicas keep; none for a synchronous plan."""
     if plan.window is None:
-        return []
+        return {}
     versions = plan.versions
-    return [str(versions.window.warm_up[stage]), str(versions.slots[stage])]
+    return {"K": [*map(str, versions.window.warm_up)], "versions": [*map(str, versions.slots)]}
 
 
-def _row(stage: StageSummary, simulation: Simulation, split: bool) -> tuple[str, ...]:
+def _row(stage: StageSummary, simulation: Simulation, split: bool, in_window: Sequence[str]) -> tuple[str, ...]:
     planned = simulation.plan.stages[stage.stage]
     weights = "-" if stage.weights_seconds is None else format_seconds(stage.weights_seconds)
     return (
@@ -142,6 +146,6 @@ def _row(stage: StageSummary, simulation: Simulation, split: bool) -> tuple[str,
         *([weights] if split else []),
         format_seconds(stage.allreduce_seconds),
         f"{stage.utilisation:.0%}",
-        *_window_cells(stage.stage, simulation.plan),
+        *in_window,
         format_bytes(simulation.peak_memory_bytes[stage.stage], 4),
     )

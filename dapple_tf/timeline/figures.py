@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from dapple_tf.errors import NotSimulatedError
 from dapple_tf.graph_passes.schedules.schedule import Action
@@ -14,10 +15,49 @@ from dapple_tf.plans import Plan
 from dapple_tf.profiler.units import format_seconds
 from dapple_tf.timeline.critical_path import Part, critical_stage, find_critical_path
 from dapple_tf.timeline.events import Event, Place, StageEvent, StepEvents, Transfer
-from dapple_tf.timeline.measured_costs import measure_stage_costs
 from dapple_tf.timeline.simulation import Simulation
-from dapple_tf.timeline.stage_costs import StageCosts
-from dapple_tf.timeline.stage_summary import StageSummary
+from dapple_tf.timeline.stage_costs import StageCosts, measure_stage_costs
+
+
+@dataclass(frozen=True)
+class StageSummary:
+    """Figures of one stage; seconds are of one micro-batch: the cost model's, or medians of a recorded step.
+
+    Of micro-batches of different sizes, the cost model's are those of the largest.
+
+    ``devices``: names. ``utilisation``: the fraction of the step in which they compute. ``backward_seconds``: the whole
+    backward; ``weights_seconds``: its weight gradients, where they are actions of their own (W), else None.
+    ``allreduce_seconds``: the AllReduce of the stage's gradients. ``order``: the actions in the order in which they
+    ran; ``other_replicas``: those of replicas 1, 2 ..., where replicas take minibatches in turn.
+    ``peak_memory_bytes``: of one device; None for a recorded step (see ``step.report``).
+    """
+
+    stage: int
+    devices: tuple[str, ...]
+    utilisation: float
+    forward_seconds: float
+    backward_seconds: float
+    weights_seconds: float | None
+    allreduce_seconds: float
+    order: tuple[Action, ...]
+    peak_memory_bytes: float | None = None
+    other_replicas: tuple[tuple[Action, ...], ...] = ()
+
+    @property
+    def actions(self) -> str:
+        """The actions as text: ``0F0 0F1 0B0 ...``."""
+        return " ".join(map(str, self.order))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the stage's entry in the JSON of a timeline."""
+        return {
+            "forward_seconds": self.forward_seconds,
+            "backward_seconds": self.backward_seconds,
+            **({} if self.weights_seconds is None else {"weights_seconds": self.weights_seconds}),
+            "allreduce_seconds": self.allreduce_seconds,
+            "actions": self.actions,
+            **({"other_replicas": [" ".join(map(str, o)) for o in self.other_replicas]} if self.other_replicas else {}),
+        }
 
 
 class StepFigures:

@@ -8,11 +8,11 @@ from functools import partial
 
 from dapple_tf.drawing.chart import LIGHTEST, Chart, Curve, Row, Span, SpanKind, stack_charts
 from dapple_tf.drawing.save import save_chart
+from dapple_tf.drawing.table import format_ranges
 from dapple_tf.graph_passes.schedules.schedule import CALL_OF_KIND
 from dapple_tf.timeline.figures import StepFigures
 from dapple_tf.timeline.recording import Recording
 from dapple_tf.timeline.simulation import Simulation
-from dapple_tf.timeline.stage_summary import format_ranges
 from dapple_tf.timeline.trace_data import recording_data
 
 _VISIBLE = 1e-4  # of a recorded step: a row whose transfers are all shorter is left out

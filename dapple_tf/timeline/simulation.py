@@ -39,10 +39,6 @@ class Simulation(Protocol):
         """The fraction of the step in which each stage computes."""
 
     @property
-    def device_memory(self) -> float:
-        """Bytes of the memory of the device that has fewest."""
-
-    @property
     def tightest_memory(self) -> tuple[tuple[float, float], ...]:
         """Of each stage the device that is first to run out of memory: the most bytes that it holds, and its memory."""
 

@@ -12,12 +12,11 @@ from dapple_tf.graph_passes.schedules.schedule import Action
 from dapple_tf.graph_passes.schedules.window import Window
 from dapple_tf.timeline.describe import describe_path, describe_stages, timeline_json
 from dapple_tf.timeline.events import Place, StepEvents
-from dapple_tf.timeline.figures import StepFigures
+from dapple_tf.timeline.figures import StageSummary, StepFigures
 from dapple_tf.timeline.picture import save_recording
 from dapple_tf.timeline.recording import BY_PROFILE, Prediction, Recording
 from dapple_tf.timeline.simulation import Simulation
 from dapple_tf.timeline.stage_costs import StageCosts
-from dapple_tf.timeline.stage_summary import StageSummary
 
 
 class Timeline(StepFigures):
