@@ -28,7 +28,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 train: .venv/installed
 	@$(BIN)/dapple train models/gpt.py:gpt --stages 2 --micro-batches 8 --batch-size 64 --steps 100 \
-	    --compare 10 --trace out/gpt-timeline.png
+	    --baseline 10 --trace out/gpt-timeline.png
 
 # Run a command and, beside it, the linters, whose output comes after that of the command. Both must succeed.
 define and_lint

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from dapple_tf.distributed.places import prepare_for_tensors
 from dapple_tf.distributed.rendezvous import ALL_RANKS_SECONDS, connect_pairs
 from dapple_tf.distributed.shared_errors import describe_difference, share_error
 from dapple_tf.errors import UsageError
+from dapple_tf.messages import LOGGER
 
 
 class ExchangeNetwork:
@@ -81,7 +81,7 @@ def start_exchanges(job: Job, environment: Mapping[str, str] = os.environ) -> No
     if obstacle and way == "native":
         raise share_error(UsageError(f"{_EXCHANGE}=native is not possible: {obstacle}"), 0)
     if obstacle and job.rank == 0:
-        print(f"dapple: the ranks exchange tensors by Horovod's alltoall: {obstacle}", file=sys.stderr, flush=True)
+        LOGGER.warning("the ranks exchange tensors by Horovod's alltoall: %s", obstacle)
     job.exchange_way = "horovod" if obstacle or library is None else "native"
     if library is not None and not obstacle:
         job.exchange_network = ExchangeNetwork(job, library)
@@ -161,11 +161,11 @@ def _run(rank: int, waits: Waits, seconds: float) -> None:
     while not pause.wait(seconds):
         found = waits.find_waits(seconds)
         if found and found != known:
-            print(describe_stall(rank, found, seconds), file=sys.stderr, flush=True)
+            LOGGER.warning(describe_stall(rank, found, seconds))
         known = found
 
 
 def describe_stall(rank: int, found: Mapping[int, list[str]], seconds: float) -> str:
     """Return the report in Horovod's form; ``found``: names of exchanges, by the ranks that have not sent them."""
     lines = [f"{other}: [{', '.join(names)}]" for other, names in sorted(found.items())]
-    return "\n".join([f"dapple: rank {rank} has waited for tensors for {seconds:g} s. Missing ranks:", *lines])
+    return "\n".join([f"rank {rank} has waited for tensors for {seconds:g} s. Missing ranks:", *lines])

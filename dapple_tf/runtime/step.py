@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, overload
 
 import tensorflow as tf
 from typing_extensions import Unpack
@@ -447,6 +447,25 @@ class PipelinedStep:
         return self._last
 
 
+@overload
+def pipeline(
+    loss_fn: Callable[..., Any],
+    *,
+    optimizer: Any,
+    example_batch: Sequence[Any] | None = None,
+    **options: Unpack[OptionTypes],
+) -> PipelinedStep: ...
+
+
+@overload
+def pipeline(
+    *,
+    optimizer: Any,
+    example_batch: Sequence[Any] | None = None,
+    **options: Unpack[OptionTypes],
+) -> Callable[[Callable[..., Any]], PipelinedStep]: ...
+
+
 @document_options()
 def pipeline(
     loss_fn: Callable[..., Any] | None = None,
@@ -454,7 +473,7 @@ def pipeline(
     optimizer: Any,
     example_batch: Sequence[Any] | None = None,
     **options: Unpack[OptionTypes],
-) -> Any:
+) -> PipelinedStep | Callable[[Callable[..., Any]], PipelinedStep]:
     """Return a training step over a pipeline that computes what the same step on one device computes.
 
     Without ``loss_fn`` it returns a decorator.

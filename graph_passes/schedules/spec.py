@@ -175,9 +175,11 @@ class ScheduleSpec(ABC):
             return ActionsSpec(text, parse_schedule(text))
         if explicit := _EXPLICIT.fullmatch(text):
             return WarmUpSpec(tuple(map(int, explicit[1].split(","))))
-        match = _POLICY.fullmatch(text)
+        name, colon, option = text.partition(":")
+        known = f"{name.lower()}{colon}{option}"  # 1F1B and GPipe are written so
+        match = _POLICY.fullmatch(known)
         if match is not None and match[1] in CHUNKED:
-            return ChunkedSpec(text, match[1], _read_chunks(text, match[1], match[2], match[3]))
+            return ChunkedSpec(known, match[1], _read_chunks(text, match[1], match[2], match[3]))
         if match is None or match[2] not in (None, "D"):
             raise ScheduleError(f"{text[:200]!r} is not a schedule such as 'dapple-a', 'dapple-b:D=4' or 'K=3,2,1'")
         limit = None if match[3] is None else int(match[3])
