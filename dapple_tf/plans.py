@@ -21,6 +21,7 @@ from dapple_tf.graph_passes.passes.recompute import find_runs
 from dapple_tf.graph_passes.schedules.schedule import Schedule
 from dapple_tf.graph_passes.schedules.spec import ScheduleSpec
 from dapple_tf.graph_passes.schedules.weight_versions import Versions
+from dapple_tf.graph_passes.schedules.window import sharing_replicas
 from dapple_tf.graph_passes.schedules.worker_map import WorkerMap
 from dapple_tf.profiler.files import describe_reason, write_atomically
 from dapple_tf.profiler.quote import quote
@@ -264,7 +265,7 @@ class Plan:
     @property
     def sharing(self) -> tuple[int, ...]:
         """How many replicas of each stage share a micro-batch: all, unless they take whole minibatches in turn."""
-        return self.replicas if self.window is None else self.window.sharing(self.replicas)
+        return sharing_replicas(self.replicas, in_turn=self.runs_whole_minibatches)
 
     @property
     def shares(self) -> tuple[tuple[int, ...], ...]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from dapple_tf.errors import PlanError
 from dapple_tf.graph_passes.schedules.weight_versions import POLICIES, Versions, WeightPolicy, weight_versions
-from dapple_tf.graph_passes.schedules.window import Window, depth_warm_up, round_robin_warm_up, sharing_replicas
+from dapple_tf.graph_passes.schedules.window import Window, depth_warm_up, round_robin_warm_up
 from dapple_tf.profiler.records import Count
 
 USUAL_MINIBATCHES = 64
@@ -47,10 +47,6 @@ class WindowPlan:
     def in_turn(self) -> bool:
         """Whether replicas of a stage take whole minibatches in turn; else they share each micro-batch."""
         return self.weights != "2bw"
-
-    def sharing(self, replicas: Sequence[int]) -> tuple[int, ...]:
-        """Return how many replicas of each stage share a micro-batch, for stages of ``replicas`` devices."""
-        return sharing_replicas(replicas, self.in_turn)
 
     def warm_up(self, replicas: Sequence[int]) -> tuple[int, ...]:
         """Return K_s of each stage, for stages of ``replicas`` devices.

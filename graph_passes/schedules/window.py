@@ -67,7 +67,7 @@ class Window:
     @property
     def sharing(self) -> tuple[int, ...]:
         """How many replicas of each stage share a micro-batch."""
-        return sharing_replicas(self.replicas, self.in_turn)
+        return sharing_replicas(self.replicas, in_turn=self.in_turn)
 
     @property
     def turns(self) -> tuple[int, ...]:
@@ -123,7 +123,7 @@ class Window:
         return actions
 
 
-def sharing_replicas(replicas: Sequence[int], in_turn: bool) -> tuple[int, ...]:
+def sharing_replicas(replicas: Sequence[int], *, in_turn: bool) -> tuple[int, ...]:
     """Return how many of the ``replicas`` of each stage share a micro-batch: all, or one where they take turns."""
     return (1,) * len(replicas) if in_turn else tuple(replicas)
 
