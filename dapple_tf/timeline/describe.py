@@ -1,4 +1,4 @@
-"""A timeline as text and as JSON, and its slowest actions."""
+"""Describe a timeline as text and as JSON, and find its slowest actions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SHOWN = 5e-4  # of the step: shorter parts of the critical path are not listed
 
 @dataclass(frozen=True)
 class SlowAction:
-    """An action that took ``times`` the median of its stage's actions of the same kind."""
+    """An action that took ``times`` as long as the median of its stage's actions of the same kind."""
 
     event: Event
     times: float
@@ -37,7 +37,7 @@ class SlowAction:
 
 
 def describe_path(timeline: StepFigures) -> str:
-    """Return some lines: time, bubble and utilisation by stage; parts of the critical path and its longest wait."""
+    """Return some lines: step time, bubble, utilisation of stages, and the parts of the critical path."""
     path = timeline.critical_path
     parts = [
         f"{PART_LABELS[kind]} {format_seconds(seconds)} ({seconds / timeline.step_seconds:.0%})"
@@ -67,7 +67,7 @@ def _describe_phases(timeline: StepFigures) -> list[str]:
 
 
 def describe_stages(timeline: StepFigures, simulation: Simulation) -> str:
-    """Return a simulated step's summary, a table of its stages, and a line for each device's stages that do not fit."""
+    """Return the summary of a simulated step, a table of its stages, and a line for each device that is too small."""
     lines = [f"{timeline.summary}, ACR {simulation.acr:.3f}, critical stage {timeline.critical_stage}"]
     lines += _describe_phases(timeline)
     split = any(stage.weights_seconds is not None for stage in timeline.stages)
@@ -79,7 +79,7 @@ def describe_stages(timeline: StepFigures, simulation: Simulation) -> str:
         for stage in timeline.stages
     ]
     lines += format_table(header, rows, left=len(header))
-    for stages in simulation.plan.worker_map.stages_of:  # the peak of each of them is that of their device
+    for stages in simulation.plan.worker_map.stages_of:  # the peak of each stage is the peak of its device
         need, memory = simulation.tightest_memory[stages[0]]
         if not simulation.fits[stages[0]]:
             who = f"stage {stages[0]} does not fit: it lacks"
@@ -115,7 +115,7 @@ def timeline_json(timeline: StepFigures) -> dict[str, Any]:
 
 
 def find_slowest(timeline: StepFigures, count: int = 5) -> tuple[SlowAction, ...]:
-    """Return the actions that took longest in proportion to the median of their stage and kind, the slowest first."""
+    """Return the actions that took longest compared with the median of their stage and kind, the slowest first."""
     groups: dict[tuple[int, str], list[Event]] = defaultdict(list)
     for event in timeline.events:
         groups[event.action.stage, event.action.kind].append(event)

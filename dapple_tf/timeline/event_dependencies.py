@@ -1,4 +1,4 @@
-"""Dependencies between the events of a timeline: the edges of the pipelined graph."""
+"""Find the events for which each event of a timeline waited: the edges of the pipelined graph."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T", Event, Transfer)
 
 
 class EventDependencies:
-    """For each event of ``step`` the events that it waited for."""
+    """The dependencies between the events of ``step``."""
 
     def __init__(self, step: StepEvents) -> None:
         self._step = step
@@ -33,8 +33,8 @@ class EventDependencies:
     def inputs(self, item: Item) -> Iterator[Item]:
         """Yield the events that had to end before ``item`` started.
 
-        For an event and a transfer the first is preferred where several ended last: of an event, the one before on the
-        same device; of a transfer, its producer.
+        If several ended last, the first one is preferred: for an event, the event before it on the same device; for a
+        transfer, its producer.
         """
         if isinstance(item, StageEvent):
             yield from self._inputs_of_stage_event(item)
@@ -56,11 +56,11 @@ class EventDependencies:
             yield self._previous[id(item)]
 
     def _update_before(self, item: Event) -> Iterator[Item]:
-        """Yield the update that an action waited for; none here, where updates are the end of a step."""
+        """Yield the update for which an action waited: none, since updates are the end of a synchronous step."""
         yield from ()
 
     def _sent_with(self, action: Action) -> Action:
-        """Return the action with whose result that of ``action`` goes to another stage: itself, or a later one."""
+        """Return the action whose result ends the transfer of the result of ``action``: the same, or a later one."""
         while action in self._step.together:
             action = replace(action, micro_batch=action.micro_batch + 1)
         return action
@@ -77,9 +77,9 @@ class EventDependencies:
             yield from (a for a in dependencies(inputs, self._step.stages) if a.stage > action.stage)
 
     def _inputs_of_stage_event(self, item: StageEvent) -> Iterator[Item]:
-        """Yield the stage's events before an AllReduce; before a weight update, which waits at a barrier, all events.
+        """Yield the stage's events for an AllReduce; for a weight update, which waits at a barrier, all events.
 
-        The optimizer's own update, of no stage, runs before or after those of all stages.
+        The optimizer's own update belongs to no stage, and runs before or after the updates of all stages.
         """
         updates = [event for event in self._step.stage_events if event.kind == "update"]
         if item.kind == "update":
@@ -92,7 +92,7 @@ class EventDependencies:
 
 
 class WindowDependencies(EventDependencies):
-    """For each event of an asynchronous window, whose events ``step`` holds, the events that it waited for."""
+    """The dependencies between the events of an asynchronous window, which ``step`` holds."""
 
     def __init__(self, step: StepEvents, window: Window) -> None:
         super().__init__(step)
@@ -104,9 +104,9 @@ class WindowDependencies(EventDependencies):
             found[event.stage, event.micro_batch].append(event)
 
     def _previous_transfers(self) -> dict[int, Item]:
-        """Return by the id of a transfer the last one between the same stages that had ended when it started.
+        """Return, by the id of a transfer, the last one between the same stages that had ended when it started.
 
-        Replicas that take minibatches in turn send at the same time, so the one that started before is not waited for.
+        Replicas that take minibatches in turn send at the same time, so a transfer does not wait for each earlier one.
         """
         channels: dict[tuple[int, int], list[Transfer]] = defaultdict(list)
         for transfer in sorted(self._step.transfers, key=lambda transfer: transfer.end):
@@ -122,10 +122,10 @@ class WindowDependencies(EventDependencies):
         return found
 
     def _inputs_of_stage_event(self, item: StageEvent) -> Iterator[Item]:
-        """Yield the backwards of an update's group, before its AllReduce and itself.
+        """Yield the backwards of the group for an AllReduce and for an update.
 
-        An update also waits for the AllReduce and for the stage's update before it. The ranks of a job reduce gradients
-        one after the other.
+        An update also waits for its AllReduce, and for the previous update of its stage. An AllReduce waits for the
+        previous one, since the ranks of a job reduce gradients one after the other.
         """
         if item.stage is None or item.micro_batch is None:
             yield from super()._inputs_of_stage_event(item)
@@ -143,7 +143,7 @@ class WindowDependencies(EventDependencies):
     def _update_before(self, item: Event) -> Iterator[Item]:
         """Yield the update of the backward before an action, if the action waits for it.
 
-        A forward does, and a backward that uses the weights which the update made.
+        A forward waits for it, and so does a backward that uses the weights of this update.
         """
         previous = self._previous.get(id(item))
         if isinstance(previous, Event) and previous.action.kind == "B":
@@ -153,7 +153,7 @@ class WindowDependencies(EventDependencies):
                 yield from self._ends_of_update(stage, number)
 
     def _ends_of_update(self, stage: int, number: int) -> Iterator[Item]:
-        """Yield an update; where its event is left out since it takes no time, the events that it waits for."""
+        """Yield an update, or, if it takes no time and has no event, the events for which it waits."""
         group = self._window.updates[stage][number]
         found = self._updates[stage, group[-1]] or self._reductions[stage, group[-1]]
         yield from found
@@ -171,7 +171,7 @@ def _by_start(item: Item) -> tuple[float, float]:
 
 
 def _previous(items: Iterable[T], place_of: Callable[[T], object]) -> dict[int, Item]:
-    """Return by the id of an item the one that started last before it at the same place."""
+    """Return, by the id of an item, the item that started last before it at the same place."""
     last: dict[object, T] = {}
     found: dict[int, Item] = {}
     for item in sorted(items, key=_by_start):

@@ -1,4 +1,4 @@
-"""The figures of one training step, recorded or simulated: what its events tell about speed, idle time and order."""
+"""The figures of one training step, recorded or simulated: speed, idle time and order, computed from its events."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from dapple_tf.timeline.stage_costs import StageCosts, measure_stage_costs
 
 @dataclass(frozen=True)
 class StageSummary:
-    """Figures of one stage; seconds are of one micro-batch: the cost model's, or medians of a recorded step.
+    """Figures of one stage. Seconds are for one micro-batch: from the cost model, or medians of a recorded step.
 
-    Of micro-batches of different sizes, the cost model's are those of the largest.
+    If micro-batches have different sizes, the cost model's seconds are for the largest.
 
-    ``devices``: names. ``utilisation``: the fraction of the step in which they compute. ``backward_seconds``: the whole
-    backward; ``weights_seconds``: its weight gradients, where they are actions of their own (W), else None.
+    ``devices``: their names. ``utilisation``: the fraction of the step in which they compute. ``backward_seconds``: the
+    whole backward; ``weights_seconds``: its weight gradients, if they are actions of their own (W), else None.
     ``allreduce_seconds``: the AllReduce of the stage's gradients. ``order``: the actions in the order in which they
-    ran; ``other_replicas``: those of replicas 1, 2 ..., where replicas take minibatches in turn.
-    ``peak_memory_bytes``: of one device; None for a recorded step (see ``step.report``).
+    ran; ``other_replicas``: the same for replicas 1, 2 ..., if replicas take minibatches in turn.
+    ``peak_memory_bytes``: on one device; None for a recorded step (see ``step.report``).
     """
 
     stage: int
@@ -63,10 +63,10 @@ class StageSummary:
 class StepFigures:
     """The figures of one training step, or asynchronous window, that follow from its events.
 
-    All times are seconds since the start of the step's first action. The base of ``Timeline``, which adds text and
-    files; what describes and draws a step takes this. ``title``: the model and the schedule. ``note``: what distorts
-    the times of a recorded step, how the order of a simulated one was found, or "". ``together`` and ``window``: see
-    ``StepEvents``.
+    All times are seconds since the start of the step's first action. This is the base class of ``Timeline``, which adds
+    text and files; functions that describe or draw a step take it. ``title``: the model and the schedule. ``note``: why
+    the times of a recorded step are distorted, or how the order of a simulated step was found, or "". ``together`` and
+    ``window``: see ``StepEvents``.
     """
 
     def __init__(
@@ -201,7 +201,7 @@ class StepFigures:
 
     @cached_property
     def costs(self) -> tuple[StageCosts, ...]:
-        """The costs of each stage: the cost model's, or medians of the recorded step (without bytes)."""
+        """The costs of each stage: from the cost model, or medians of the recorded step (without bytes)."""
         return tuple(measure_stage_costs(self.step, stage) for stage in range(self.step.stages))
 
     @cached_property
@@ -262,16 +262,16 @@ class StepFigures:
         return text
 
 
-# --- The throughput of an asynchronous window: its start-up, its steady state and its drain, from the times of events
+# --- Compute the start-up, the steady state and the drain of an asynchronous window from the times of its events
 
 
 @dataclass(frozen=True)
 class WindowPhases:
     """Seconds of a window.
 
-    ``startup_seconds``: until the first backward of the last stage ends. ``minibatch_seconds``: of a minibatch in the
-    steady state, see ``find_phases``. ``drain_seconds``: from the end of the last stage's last backward to that of the
-    last event.
+    ``startup_seconds``: until the first backward of the last stage ends. ``minibatch_seconds``: for each minibatch in
+    the steady state, see ``find_phases``. ``drain_seconds``: from the end of the last stage's last backward to the end
+    of the last event.
     """
 
     startup_seconds: float
@@ -286,12 +286,13 @@ class WindowPhases:
 
 
 def find_phases(step: StepEvents, window: Window) -> WindowPhases:
-    """Return the phases of a ``window`` whose events these are.
+    """Return the phases of a ``window``; ``step``: its events.
 
-    A minibatch is done when its last backward on the last stage ends. The steady state is the mean time between the
-    ends of the last minibatches: as many of them as are whole rounds of the turns of all stages' replicas, without
-    those that the first stage had in flight at first, whose forwards came faster. Where the window is too short for
-    that, these count too, and in a window of one round it is the whole window's seconds over its minibatches.
+    A minibatch is done when its last backward on the last stage ends. In the steady state the seconds of a minibatch
+    are the mean time between the ends of the last minibatches. As many minibatches count as form whole rounds, in which
+    all replicas have had their turns. The minibatches that the first stage had in flight at the beginning do not count,
+    since their forwards came faster, unless the window is too short otherwise. In a window of one round the result is
+    the whole window's seconds over its minibatches.
     """
     done = [0.0] * window.minibatches
     for event in step.events:

@@ -1,4 +1,4 @@
-"""The chart of a timeline, and its files: a picture, a web page, or a trace."""
+"""Draw the chart of a timeline, and save it as a picture, a web page or a trace."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dapple_tf.timeline.recording import Recording
 from dapple_tf.timeline.simulation import Simulation
 from dapple_tf.timeline.trace_data import recording_data
 
-_VISIBLE = 1e-4  # of a recorded step: a row whose transfers are all shorter is left out
+_VISIBLE = 1e-4  # of the step time: in a recorded step a row whose transfers are all shorter is left out
 
 
 def save_recording(recording: Recording, path: str | os.PathLike[str]) -> None:
@@ -27,7 +27,7 @@ def save_recording(recording: Recording, path: str | os.PathLike[str]) -> None:
 
 
 def draw_recording(recording: Recording) -> Chart:
-    """Return the chart of a recording: predicted above measured on one time axis, or the only one of them."""
+    """Return the chart of a recording: the predicted step above the measured one, or the only step of the two."""
     measured, predicted = recording.measured, recording.predicted
     if measured is None or predicted is None:
         return make_chart(recording.shown, recording.headline)
@@ -87,7 +87,7 @@ def make_chart(timeline: StepFigures, title: str = "") -> Chart:
 
 
 def _memory_limit(simulation: Simulation | None) -> float | None:
-    """Return the bytes of a device's memory; None without a simulation, and where the devices' are unequal."""
+    """Return the bytes of a device's memory; None without a simulation, and if devices have unequal memories."""
     if simulation is None or len({memory for _, memory in simulation.tightest_memory}) > 1:
         return None
     return simulation.tightest_memory[0][1]
@@ -102,10 +102,10 @@ def _name_numbers(timeline: StepFigures) -> str:
 def _spans(
     timeline: StepFigures, rows: dict[tuple[object, ...], int], shades: dict[tuple[int, str], float]
 ) -> list[Span]:
-    """Return a span for each event that has a row; updates of variables of no stage have none.
+    """Return a span for each event that has a row; the update of variables that belong to no stage has none.
 
-    ``rows``: by "device", replica and device; "allreduce" and device; or "channel" and its two stages. ``shades``: by
-    stage and device.
+    The keys of ``rows`` are ("device", replica, device), ("allreduce", device), or ("channel", stage, stage).
+    ``shades``: by stage and device.
     """
     critical = {id(part.item) for part in timeline.critical_path if part.kind != "waiting"}
     spans = []

@@ -15,12 +15,13 @@ class StageCosts:
     """Costs of one stage: seconds of one micro-batch over all replicas, bytes of one device.
 
     ``backward_seconds`` is the whole backward; ``weights_seconds`` is the part of it that computes gradients of
-    weights, where the schedule runs that as an action of its own (W), else 0. ``send_forward_seconds`` and
-    ``send_backward_seconds``: the two directions of the boundary to the next stage (0 for the last stage).
+    weights, if the schedule runs this part as an action of its own (W), else 0. ``send_forward_seconds`` and
+    ``send_backward_seconds``: a transfer to the next stage, and one from it (0 for the last stage).
     ``allreduce_seconds``: the whole AllReduce; ``exposed_seconds``: the part of it after the last backward.
     ``fixed_bytes``: weights, gradients and optimizer slots. ``stash_bytes``: for each micro-batch in flight.
-    ``working_bytes``: the largest working set of a backward. ``rings``: where AllReduce overlaps backward, of each ring
-    the seconds between its gradients and the end of the last backward, and the seconds that it takes, in their order.
+    ``working_bytes``: the largest working set of a backward. ``rings``: if AllReduce overlaps backward, two numbers for
+    each ring, in their order: the seconds from its gradients to the end of the last backward, and the seconds that it
+    takes.
     """
 
     forward_seconds: float
@@ -39,9 +40,9 @@ class StageCosts:
 def measure_stage_costs(step: StepEvents, stage: int, micro_batches: Container[int] | None = None) -> StageCosts:
     """Return the median seconds of a stage's actions and of the transfers to and from the next stage.
 
-    ``micro_batches``: those whose actions and transfers count, without it all. ``allreduce_seconds``: while any of the
-    stage's AllReduces ran on all its devices; ``exposed_seconds``: from the end of the stage's last action to that of
-    its last AllReduce. A timeline has no bytes: they are 0.
+    ``micro_batches``: only their actions and transfers count; None for all. ``allreduce_seconds``: the time in which an
+    AllReduce of the stage ran on all its devices; ``exposed_seconds``: from the end of the stage's last action to the
+    end of its last AllReduce. A timeline has no bytes: they are 0.
     """
     seconds = {
         kind: _median(
@@ -56,7 +57,7 @@ def measure_stage_costs(step: StepEvents, stage: int, micro_batches: Container[i
     reductions = [e for e in step.stage_events if (e.kind, e.stage) == ("allreduce", stage)]
     return StageCosts(
         forward_seconds=seconds["F"],
-        # Where some backwards are whole and others split, the halves count, so that I is as long as it was.
+        # If some backwards are whole and others are split, the halves count: so I keeps its measured length.
         backward_seconds=seconds["I"] + seconds["W"] or seconds["B"],
         weights_seconds=seconds["W"],
         send_forward_seconds=_median(_channel_seconds(step, stage, stage + 1, micro_batches)),
@@ -72,9 +73,10 @@ def measure_stage_costs(step: StepEvents, stage: int, micro_batches: Container[i
 def _channel_seconds(
     step: StepEvents, source: int, target: int, micro_batches: Container[int] | None
 ) -> Iterator[float]:
-    """Yield the seconds for which each transfer had its channel for itself; an early one waits behind others.
+    """Yield the seconds for which each transfer had its channel for itself, for each micro-batch.
 
-    Those of a transfer that carries the results of several micro-batches are divided among them.
+    A transfer may start while others still occupy the channel. If it carries the results of several micro-batches, its
+    seconds are divided among them.
     """
     transfers = sorted(
         (t for t in step.transfers if (t.source, t.target) == (source, target)), key=lambda transfer: transfer.end

@@ -22,9 +22,9 @@ from dapple_tf.timeline.stage_costs import StageCosts
 class Timeline(StepFigures):
     """One training step, or asynchronous window: when each action, transfer, AllReduce and weight update ran.
 
-    ``dapple.simulate`` returns that of a step predicted under the cost model, ``step.timeline`` that of the last
-    recorded step. ``str`` describes it in a few lines. Two timelines are equal if their events are. See
-    ``StepFigures`` for the arguments and the figures.
+    ``dapple.simulate`` returns the timeline of a step predicted under the cost model, ``step.timeline`` returns the one
+    of the last recorded step. ``str`` describes it in a few lines. Two timelines are equal if their events are equal.
+    See ``StepFigures`` for the arguments and the figures.
     """
 
     @staticmethod
@@ -53,8 +53,8 @@ class Timeline(StepFigures):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Save a picture (.png), a web page (.html), or a trace for Perfetto and ``dapple timeline`` (.json).
 
-        An existing file is replaced, or left as it was if saving fails. Raises OutputError for another suffix or a path
-        that cannot be written.
+        An existing file is replaced; if saving fails, it does not change. Raises OutputError for another suffix or a
+        path that cannot be written.
         """
         save_recording(self._as_recording(), path)
 
@@ -65,7 +65,7 @@ class Timeline(StepFigures):
 class SimulatedTimeline(Timeline):
     """The timeline of a step or window predicted under the cost model.
 
-    ``simulation`` creates the events when they are first needed; the figures need none.
+    The figures need no events; ``simulation`` creates the events when they are first needed.
     """
 
     def __init__(self, simulation: Simulation, *, title: str = "", note: str = "") -> None:
