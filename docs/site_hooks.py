@@ -111,7 +111,7 @@ def options_page() -> str:
 
 def command_line_page() -> str:
     """Return the page of the help texts of all commands."""
-    width = {"max_content_width": 110, "terminal_width": 110}
+    width = {"max_content_width": 90, "terminal_width": 90}  # as wide as the site shows without scrolling
     context = click.Context(cli, info_name="dapple", **cli.context_settings, **width)
     parts = [
         "# Command line\n",
