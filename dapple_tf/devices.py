@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import tensorflow as tf
 
+from dapple_tf import internals
 from dapple_tf.distributed import membership
 from dapple_tf.distributed.exchange_network import ExchangeNetwork
 from dapple_tf.distributed.exit_reporting import start_exit_reporting
@@ -18,6 +18,7 @@ from dapple_tf.distributed.native.library import ExchangeLibrary, find_obstacle,
 from dapple_tf.distributed.shared_errors import describe_difference, share_error
 from dapple_tf.distributed.startup_watch import watching_start
 from dapple_tf.errors import DeviceError, UsageError, warn_user
+from dapple_tf.messages import LOGGER
 from dapple_tf.profiler.cores import count_cores
 from dapple_tf.profiler.detect import job_rank, job_size
 
@@ -156,8 +157,14 @@ def home_device() -> str:
 
 @contextlib.contextmanager
 def scope() -> Iterator[None]:
-    """Create variables on the host inside this context, so that a model may be larger than one device."""
-    with tf.device(home_device()):
+    """Create variables without values in this context, so that a model may be larger than one device or process.
+
+    A variable whose first value a function makes (every layer of Keras has such) gets it when a step is built, on the
+    device of its stage; in a job only the ranks that hold the stage make it. It is the value that the variable would
+    have got at once. Asking for it earlier (``numpy()``, a call of the model) makes it here. Variables that are made
+    from arrays, from a generator's state or from other variables get their values at once, on the host.
+    """
+    with tf.device(home_device()), internals.deferring_variables():
         yield
 
 
@@ -194,7 +201,7 @@ def start_exchanges(job: Job, environment: Mapping[str, str] = os.environ) -> No
     if obstacle and way == "native":
         raise share_error(UsageError(f"{_EXCHANGE}=native is not possible: {obstacle}"), 0)
     if obstacle and job.rank == 0:
-        print(f"dapple: the ranks exchange tensors by Horovod's alltoall: {obstacle}", file=sys.stderr, flush=True)
+        LOGGER.warning("the ranks exchange tensors by Horovod's alltoall: %s", obstacle)
     job.exchange_way = "horovod" if obstacle or library is None else "native"
     if library is not None and not obstacle:
         job.exchange_network = ExchangeNetwork(job, library)

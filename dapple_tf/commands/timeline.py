@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 
 import click
+import cloup
 
+from dapple_tf.commands.command import FILE, command, result_options
 from dapple_tf.commands.output import check_chart_path, check_output_path, print_result
 
 
-@click.command()
-@click.argument("trace")
-@click.option("-o", "--output", help="Draw it: .png, .html, or .json (Perfetto).")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object as the last line of stdout.")
+@command()
+@click.argument("trace", type=FILE)
+@result_options(cloup.option("-o", "--output", type=FILE, help="Draw it: .png, .html, or .json (Perfetto)."))
 def timeline(trace: str, output: str | None, as_json: bool) -> None:
     """Describe a TRACE (.json) saved by dapple: bubble, utilisation, critical path, and error of the prediction."""
     from dapple_tf.timeline.describe import find_slowest

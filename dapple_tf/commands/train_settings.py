@@ -10,7 +10,7 @@ class TrainSettings:
     """The settings of a training run, and the files that it writes.
 
     ``steps``: the number of the last step. ``trace``: file for the timeline of the last step. ``tensorboard``: folder
-    for curves. ``checkpoint_every``: steps between checkpoints. ``compare``: steps of the un-pipelined model to time.
+    for curves. ``checkpoint_every``: steps between checkpoints. ``baseline``: steps of the un-pipelined model to time.
     """
 
     steps: int
@@ -19,7 +19,7 @@ class TrainSettings:
     checkpoint_dir: str | None = None
     checkpoint_every: int | None = None
     check_numerics: bool = False
-    compare: int = 0
+    baseline: int = 0
 
     @property
     def checkpoint_interval(self) -> int:

@@ -40,16 +40,16 @@ def run_training(settings: TrainSettings, given: Options, options: Mapping[str, 
     """
     ranks = Ranks(membership.current())
     _check_output_paths(settings, ranks)
-    plain_speed = time_plain_model(settings.compare, given.window, **options) if settings.compare else None
+    plain_speed = time_plain_model(settings.baseline, given.window, **options) if settings.baseline else None
     step, first, batches = ranks.run_on_all(lambda: _make_step(given, options))
     _build(step, first, settings, ranks)
     checkpoints, done, batches = _resume(step, batches, settings, ranks)
-    losses = LossWatch(step, ranks, ranks.print_progress)
+    losses = LossWatch(step, ranks, ranks.print_warning)
     saved = [done] if done else []
     try:
         run = _train(step, batches, settings, ranks, done, _save_after(checkpoints, settings, losses, saved))
     except KeyboardInterrupt:
-        ranks.print_progress(_describe_stop(settings.checkpoint_dir, saved))
+        ranks.print_warning(_describe_stop(settings.checkpoint_dir, saved))
         raise
     ranks.wait_for_all()
     found = _report_run(run, step.plan, plain_speed, losses.minibatch_losses)

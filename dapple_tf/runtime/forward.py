@@ -24,7 +24,7 @@ from dapple_tf.graph_passes.passes.once import build_once
 from dapple_tf.graph_passes.passes.partition import partition
 from dapple_tf.plans import Plan
 from dapple_tf.runtime.compile_step import CompiledStep, CompiledSteps, Target, find_program, read_batch, trace_loss_of
-from dapple_tf.runtime.exclusive import COMPILING, exclusive
+from dapple_tf.runtime.exclusive import compiling, exclusive
 from dapple_tf.runtime.forked import check_not_forked
 from dapple_tf.runtime.rehearsal import compare_first
 from dapple_tf.runtime.variable_homes import VariableHomes
@@ -70,7 +70,7 @@ class Forward:
         """
         check_not_forked()
         batch = read_batch(arguments)
-        with COMPILING:
+        with compiling():
             compiled = self.compile(batch, target)
         variables = compiled.planned.model.variables.values()
         with exclusive(variables), self._compiled.running(compiled):

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
 from dapple_tf.errors import ScheduleError, TraceError
-from dapple_tf.graph_passes.schedules.schedule import Action, Kind, read_old_splits
+from dapple_tf.graph_passes.schedules.schedule import Action, Kind, name_input_halves
 from dapple_tf.graph_passes.schedules.window import Window
 from dapple_tf.profiler.quote import quote
 from dapple_tf.profiler.read_files import naming_file, read_json
@@ -135,7 +135,7 @@ def _make_timeline(step: _Step, where: str, title: str) -> Timeline:
     )
     if not events:
         raise TraceError(f"{where}.actions is empty: a step has at least one action")
-    actions = read_old_splits(event.action for event in events)
+    actions = name_input_halves(event.action for event in events)
     events = tuple(replace(event, action=action) for event, action in zip(events, actions, strict=True))
     known: dict[tuple[Action, int], int] = {}
     for index, event in enumerate(events):
