@@ -1,8 +1,9 @@
 """Hooks of mkdocs: write the pages that are generated from the code, so that they cannot differ from it.
 
-``tutorials/*.md`` come from the notebooks beside them. ``architecture/ops.md`` comes from the op table, ``architecture/tensorflow_ops.md`` from the census of TensorFlow's ops
-(which loads TensorFlow), ``architecture/modules.md`` from the first line of every module, ``reference/cli.md`` from the
-commands, ``reference/options.md`` from the options of a pipeline, and ``reference/api.md`` lists the names of
+``tutorials/*.md`` come from the notebooks beside them. ``architecture/ops.md`` comes from the op table,
+``architecture/tensorflow_ops.md`` from the census of TensorFlow's ops (which loads TensorFlow),
+``architecture/modules.md`` from the first line of every module, ``reference/cli.md`` from the commands,
+``reference/options.md`` from the options of a pipeline, and ``reference/api.md`` lists the names of
 ``dapple_tf.__all__``: mkdocstrings puts their docstrings in place of the ``:::`` lines.
 """
 
