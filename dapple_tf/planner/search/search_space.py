@@ -183,11 +183,13 @@ def _limit_steps(space: SearchSpace) -> SearchSpace:
     blocks = len(space.chain.parameter_bytes)
     transitions = max(1, space.search_steps // blocks**2)
     fewer = max(_LEAST_BLOCKS, math.isqrt(_MOST_SEARCH_STEPS // transitions))
-    return space if fewer >= blocks else replace(space, chain=coarsen(space.chain, fewer))
+    return replace(space, chain=coarsen(space.chain, fewer))
 
 
 def coarsen(chain: Chain, blocks: int) -> Chain:
-    """Return the chain with its blocks merged to ``blocks`` of nearly equal compute."""
+    """Return the chain with its blocks merged to ``blocks`` of nearly equal compute, if it has more."""
+    if len(chain.parameter_bytes) <= blocks:
+        return chain
     forward, backward = chain.block_seconds(chain.batch_size)
     starts = even_starts(forward + backward, blocks)
     return cut_chain(chain.profile, [chain.positions[start] for start in starts[1:]])

@@ -1,6 +1,7 @@
-// The C interface, for dapple_tf/planner/search/annealer.py.
+// The C interface, for annealer.py and partition.py of dapple_tf/planner, and the engine.
 #include <new>
 
+#include "partition.h"
 #include "search.h"
 
 using namespace dapple;
@@ -213,6 +214,15 @@ double dapple_step(const Problem* problem, int width, const int32_t* shape, cons
   const Step alone = evaluator.alone(l, kInfinity, true);
   for (size_t s = 0; s < evaluator.warm_up().size(); ++s) in_flight[s] = evaluator.warm_up()[s];
   return problem->contention ? evaluator.shared(l, alone, kInfinity, true).seconds : alone.seconds;
+}
+
+// Cut a chain of blocks into stages: see partition.h.
+void dapple_partition(int blocks, int64_t count, int sum, int latest, double limit, const double* seconds,
+                      const double* boundary, const double* parameters, const uint8_t* splittable,
+                      const int32_t* state, const int32_t* before, const int32_t* row, const double* link,
+                      const double* ring, const uint8_t* alike, double* best, int32_t* way, int32_t* first) {
+  const ChainOfBlocks chain{blocks, seconds, boundary, parameters, splittable};
+  partition(chain, Ways{count, state, before, row, link, ring, alike}, sum, latest, limit, best, way, first);
 }
 
 // Execute an order; return the end of the step. `flow_first` null: nothing shares an interface. `times`: 10 arrays
