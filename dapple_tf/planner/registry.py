@@ -14,7 +14,7 @@ from dapple_tf.planner.planning_problem import PlannerResult, PlanningProblem
 from dapple_tf.planner.registration import REGISTERED
 from dapple_tf.planner.search import dapple
 from dapple_tf.planner.systems import (
-    alpa_inter,
+    alpa,
     autopipe,
     bapipe,
     even,
@@ -29,7 +29,7 @@ from dapple_tf.profiler.quote import quote
 from dapple_tf.simulator.interrupts import interruptible
 
 # Importing these has registered their planners. In messages the usual ones come first, then the others by name.
-_MODULES = (best, dapple, alpa_inter, autopipe, bapipe, even, hetpipe, pipedream, piper, simple, spp, torchgpipe)
+_MODULES = (best, dapple, alpa, autopipe, bapipe, even, hetpipe, pipedream, piper, simple, spp, torchgpipe)
 _FIRST = ("best", "dapple", "dp", "gpipe", "pipedream")
 PLANNERS: Mapping[str, Callable[..., PlannerResult | None]] = {
     name: REGISTERED[name].plan for name in (*_FIRST, *sorted(REGISTERED.keys() - _FIRST))
