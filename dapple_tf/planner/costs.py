@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dapple_tf.planner.planning_problem import PlanningProblem
+from dapple_tf.plans import StagePlan
 from dapple_tf.profiler.device_costs import profile_on
 from dapple_tf.profiler.linearise import Chain
 from dapple_tf.simulator.arrays import Floats, Integers, prefix_sums
@@ -138,3 +141,11 @@ def from_the_end(stages: Floats) -> Floats:
 def _square(stages: Floats) -> Floats:
     """Return the array with a row for the block behind the last, which begins no stage."""
     return np.concatenate([stages, np.full((*stages.shape[:-2], 1, stages.shape[-1]), np.inf)], axis=-2)
+
+
+def make_stages(chain: Chain, bounds: Sequence[int], devices: Iterable[Iterable[int]]) -> tuple[StagePlan, ...]:
+    """Return stages on these ``devices``; ``bounds``: the first block of each, and the number of blocks."""
+    layers = [chain.positions[bound] for bound in bounds]
+    return tuple(
+        StagePlan(first, end - 1, tuple(own)) for (first, end), own in zip(pairwise(layers), devices, strict=True)
+    )

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dapple_tf.errors import PlanError
-from dapple_tf.planner.costs import ChainCosts, from_the_end, runs
+from dapple_tf.planner.costs import ChainCosts, from_the_end, make_stages, runs
 from dapple_tf.planner.partition import Ways, partition
 from dapple_tf.planner.planning_problem import PlannerResult, PlanningProblem
 from dapple_tf.planner.registration import planner
@@ -256,7 +256,5 @@ def _assign_devices(chain: Chain, meshes: Submeshes, sliced: tuple[MeshStage, ..
     for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
         devices[index] = tuple(range(first, first + sizes[index]))
         first += sizes[index]
-    return tuple(
-        StagePlan(chain.positions[stage.first], chain.positions[stage.end] - 1, devices[index])
-        for index, stage in enumerate(sliced)
-    )
+    bounds = [*(stage.first for stage in sliced), len(chain.parameter_bytes)]
+    return make_stages(chain, bounds, [devices[index] for index in range(len(sliced))])

@@ -5,15 +5,15 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from dapple_tf.errors import PlanError
-from dapple_tf.planner.costs import ChainCosts, runs
+from dapple_tf.planner.costs import ChainCosts, make_stages, runs
 from dapple_tf.planner.partition import Way, Ways, partition
 from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem
 from dapple_tf.planner.registration import planner
-from dapple_tf.plans import StagePlan
 from dapple_tf.profiler.cluster import Cluster
 from dapple_tf.profiler.device_costs import profile_on
 from dapple_tf.profiler.units import format_samples
@@ -139,18 +139,16 @@ def _plan_workers(problem: PlanningProblem, workers: Sequence[Worker], size: int
         order, bounds = found[key]
         pipelines.append((tuple(worker[index] for index in order), bounds))
     schedule = "dapple-a" if problem.schedule == "auto" else problem.schedule
-    positions = problem.chain.positions
     kinds = {(tuple(map(problem.cluster.kind_of, devices)), bounds) for devices, bounds in pipelines}
     if len(kinds) == 1:
-        stages = tuple(
-            StagePlan(positions[begin], positions[end] - 1, tuple(sorted(devices[index] for devices, _ in pipelines)))
-            for index, (begin, end) in enumerate(itertools.pairwise(pipelines[0][1]))
+        together = zip(*(devices for devices, _ in pipelines), strict=True)
+        return problem.evaluate(
+            make_stages(problem.chain, pipelines[0][1], map(sorted, together)), size, "hetpipe", schedule
         )
-        return problem.evaluate(stages, size, "hetpipe", schedule)
     stages = tuple(
-        StagePlan(positions[begin], positions[end] - 1, (device,), worker=index)
+        replace(stage, worker=index)
         for index, (devices, bounds) in enumerate(pipelines)
-        for device, (begin, end) in zip(devices, itertools.pairwise(bounds), strict=True)
+        for stage in make_stages(problem.chain, bounds, ((device,) for device in devices))
     )
     plan = problem.make_plan(stages, samples, schedule, "hetpipe")
     steps = simulate_workers(plan, problem.profile, problem.cluster, optimizer_slots=problem.optimizer_slots)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dapple_tf.errors import PlanError
-from dapple_tf.planner.costs import runs
+from dapple_tf.planner.costs import make_stages, runs
 from dapple_tf.planner.partition import Partition, Ways, partition
 from dapple_tf.planner.planning_problem import PlannerResult, PlanningProblem
 from dapple_tf.planner.registration import planner
@@ -59,14 +59,9 @@ def _find_stages(chain: Chain, hierarchy: Hierarchy, minibatch_size: int) -> tup
     forward, backward = chain.block_seconds(minibatch_size)
     activations = chain.crossing_bytes * (minibatch_size / chain.batch_size)
     _, found = find_stages(forward + backward, chain.parameter_bytes, activations, hierarchy)
-    return tuple(
-        StagePlan(
-            chain.positions[stage.first],
-            chain.positions[stage.end] - 1,
-            tuple(sorted(hierarchy.devices[index] for index in stage.indices)),
-        )
-        for stage in found
-    )
+    bounds = [*(stage.first for stage in found), len(chain.parameter_bytes)]
+    devices = [sorted(hierarchy.devices[index] for index in stage.indices) for stage in found]
+    return make_stages(chain, bounds, devices)
 
 
 def _limit_blocks(chain: Chain, hierarchy: Hierarchy) -> Chain:

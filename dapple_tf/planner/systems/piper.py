@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import NamedTuple
 
@@ -9,13 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dapple_tf.errors import PlanError
-from dapple_tf.planner.costs import ChainCosts, from_the_end, runs
+from dapple_tf.planner.costs import ChainCosts, from_the_end, make_stages, runs
 from dapple_tf.planner.partition import Ways, partition
 from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem
 from dapple_tf.planner.registration import planner
 from dapple_tf.planner.search.search_space import coarsen
 from dapple_tf.planner.systems.hierarchy import derive_hierarchy
-from dapple_tf.plans import StagePlan
 from dapple_tf.profiler.cluster import Cluster
 from dapple_tf.profiler.linearise import Chain, without_unsplittable_cuts
 from dapple_tf.simulator.arrays import Floats
@@ -131,12 +131,12 @@ def _limit_blocks(chain: Chain, problem: PlanningProblem, size: int) -> Chain:
 def _evaluate(costs: ChainCosts, found: tuple[PiperStage, ...]) -> Candidate | None:
     """Return the stages on the devices in their order, simulated."""
     problem, positions = costs.problem, costs.chain.positions
-    stages, layers, first = list[StagePlan](), list[int](), 0
-    for stage in found:
-        begin, end = positions[stage.first], positions[stage.end]
-        stages.append(StagePlan(begin, end - 1, tuple(range(first, first + stage.degree))))
-        first += stage.degree
-        layers += range(begin, end) if stage.recompute else ()
+    ends = itertools.accumulate(stage.degree for stage in found)
+    devices = [range(end - stage.degree, end) for stage, end in zip(found, ends, strict=True)]
+    stages = make_stages(costs.chain, [*(stage.first for stage in found), costs.blocks], devices)
+    layers = [
+        layer for stage in found if stage.recompute for layer in range(positions[stage.first], positions[stage.end])
+    ]
     everything = len(layers) == len(problem.profile.layers)
     schedule = "dapple-a" if problem.schedule == "auto" else problem.schedule
     recompute = everything or (tuple(layers) if layers else False)

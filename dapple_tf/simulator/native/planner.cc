@@ -1,6 +1,7 @@
 // The C interface, for annealer.py and partition.py of dapple_tf/planner, and the engine.
 #include <new>
 
+#include "autopipe.h"
 #include "partition.h"
 #include "search.h"
 
@@ -223,6 +224,15 @@ void dapple_partition(int blocks, int64_t count, int sum, int latest, double lim
                       const double* ring, const uint8_t* alike, double* best, int32_t* way, int32_t* first) {
   const ChainOfBlocks chain{blocks, seconds, boundary, parameters, splittable};
   partition(chain, Ways{count, state, before, row, link, ring, alike}, sum, latest, limit, best, way, first);
+}
+
+// Return AutoPipe's iteration time of a pipeline, and write its master stage.
+double dapple_one_forward_one_backward(int stages, int64_t micro_batches, const double* forward,
+                                       const double* backward, double comm, int32_t* master) {
+  OneForwardOneBackward pipeline(stages, micro_batches);
+  const double seconds = pipeline.run(forward, backward, comm);
+  *master = pipeline.master_stage();
+  return seconds;
 }
 
 // Execute an order; return the end of the step. `flow_first` null: nothing shares an interface. `times`: 10 arrays
