@@ -38,7 +38,7 @@ from dapple_tf.simulator.order import (
     WEIGHTS,
     Order,
 )
-from dapple_tf.simulator.rings import Rings
+from dapple_tf.simulator.rings import Rings, whole_rings
 
 _ALMOST = 1 - 1e-9  # of seconds that were added and subtracted again
 _POINTER = ctypes.c_void_p
@@ -110,6 +110,23 @@ def uniform_seconds(
         alone,
         alone,
     )
+
+
+def step_seconds(
+    order: Order,
+    forward: Floats,
+    backward: Floats,
+    weights: Floats,
+    send_forward: Floats,
+    send_backward: Floats,
+    exposed: Floats,
+) -> float:
+    """Return the end of a step without contention, in which each stage has one AllReduce of ``exposed`` seconds.
+
+    The other arguments are those of ``uniform_seconds``.
+    """
+    seconds = uniform_seconds(forward, backward, weights, send_forward, send_backward)
+    return run(order, seconds, whole_rings(exposed)).seconds
 
 
 def run(order: Order, seconds: Seconds, rings: Rings, flows: Flows | None = None, ceiling: float = math.inf) -> Run:

@@ -10,7 +10,7 @@ import numpy as np
 
 from dapple_tf.graph_passes.schedules.schedule import Action, Schedule
 from dapple_tf.simulator.arrays import Floats
-from dapple_tf.simulator.compiled_engine import step_seconds
+from dapple_tf.simulator.engine import step_seconds
 from dapple_tf.simulator.order import early_backward_order
 
 
