@@ -96,13 +96,15 @@ class Ways:
         row: Integers,
         link: Floats | None = None,
         ring: Floats | None = None,
+        alike: Integers | None = None,
     ) -> Ways:
         """Return the ways with these fields, sorted by state; those of one state keep their order."""
         order = np.argsort(state, kind="stable")
         free = np.zeros((len(state), 2))
         pairs = (free if pair is None else np.ascontiguousarray(pair[order], np.float64) for pair in (link, ring))
         numbers = (np.ascontiguousarray(column[order], np.int32) for column in (state, before, row))
-        return Ways(states, *numbers, *pairs, np.ones(len(state), np.uint8))
+        same = np.ones(len(state), np.uint8) if alike is None else np.ascontiguousarray(alike[order], np.uint8)
+        return Ways(states, *numbers, *pairs, same)
 
     @staticmethod
     def of(states: int, ways: Sequence[Way]) -> Ways:
