@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dapple_tf.simulator.arrays import Floats, Integers
-from dapple_tf.simulator.native.library import load_library
+from dapple_tf.simulator.native.library import address, load_library
 
 _FREE = (0.0, 0.0)
 
@@ -152,9 +152,13 @@ def partition(
             np.ascontiguousarray(may_split, np.uint8),
             *(ways.state, ways.before, ways.row, ways.link, ways.ring, ways.alike),
         ]
-        pointers = [each.ctypes.data_as(ctypes.c_void_p) for each in (*arrays, values, chosen, firsts)]
         library.dapple_partition(
-            blocks, ctypes.c_int64(len(ways.state)), int(add), int(latest), ctypes.c_double(limit), *pointers
+            blocks,
+            ctypes.c_int64(len(ways.state)),
+            int(add),
+            int(latest),
+            ctypes.c_double(limit),
+            *map(address, (*arrays, values, chosen, firsts)),
         )
     return Partition(values, chosen, firsts, ways.before)
 

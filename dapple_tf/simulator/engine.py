@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from dapple_tf.simulator.arrays import Floats
 from dapple_tf.simulator.contention import Flows
-from dapple_tf.simulator.native.library import load_library
+from dapple_tf.simulator.native.library import address, load_library
 from dapple_tf.simulator.order import (
     BACKWARD,
     FORWARD,
@@ -41,7 +41,6 @@ from dapple_tf.simulator.order import (
 from dapple_tf.simulator.rings import Rings, whole_rings
 
 _ALMOST = 1 - 1e-9  # of seconds that were added and subtracted again
-_POINTER = ctypes.c_void_p
 
 
 class Seconds(NamedTuple):
@@ -142,9 +141,9 @@ def run(order: Order, seconds: Seconds, rings: Rings, flows: Flows | None = None
     times, ends, done = np.full((10, stages, micro_batches), np.nan), np.zeros(stages), np.zeros(1, np.int64)
     kept = []  # arrays must live until the call has returned
 
-    def array(values: NDArray[np.generic], dtype: type[np.generic]) -> _POINTER:
+    def array(values: NDArray[np.generic], dtype: type[np.generic]) -> ctypes.c_void_p:
         kept.append(np.ascontiguousarray(values, dtype))
-        return kept[-1].ctypes.data_as(_POINTER)
+        return address(kept[-1])
 
     used = flows if flows is not None and flows.directions else None
     execute = library.dapple_run
@@ -161,7 +160,7 @@ def run(order: Order, seconds: Seconds, rings: Rings, flows: Flows | None = None
         *((array(used.demand, np.float64), array(used.latency, np.float64)) if used else (None, None)),
         *((array(used.near_first, np.int64), array(used.near, np.int64)) if used else (None, None)),
         ctypes.c_double(ceiling),
-        *(each.ctypes.data_as(_POINTER) for each in (times, ends, done)),
+        *map(address, (times, ends, done)),
     )
     if end < 0:
         raise MemoryError("executing the schedule")

@@ -23,7 +23,7 @@ from dapple_tf.planner.registration import planner
 from dapple_tf.planner.search.search_space import coarsen
 from dapple_tf.profiler.linearise import Chain, cut_chain
 from dapple_tf.simulator.arrays import Floats, prefix_sums
-from dapple_tf.simulator.native.library import load_library
+from dapple_tf.simulator.native.library import address, load_library
 from dapple_tf.simulator.transfer import link_tables, transfer_cost
 
 _MOST_BLOCKS = 1000
@@ -285,7 +285,8 @@ def simulate_1f1b(f: Floats, b: Floats, comm: float, micro_batches: int) -> tupl
     assert library is not None, "the registry refuses planners that need it"
     simulate = library.dapple_one_forward_one_backward
     simulate.restype, master = ctypes.c_double, ctypes.c_int32()
-    arrays = (np.ascontiguousarray(row, np.float64) for row in (f, b))
-    pointers = [array.ctypes.data_as(ctypes.c_void_p) for array in arrays]
-    seconds = simulate(len(f), ctypes.c_int64(micro_batches), *pointers, ctypes.c_double(comm), ctypes.byref(master))
+    rows = [np.ascontiguousarray(row, np.float64) for row in (f, b)]
+    seconds = simulate(
+        len(f), ctypes.c_int64(micro_batches), *map(address, rows), ctypes.c_double(comm), ctypes.byref(master)
+    )
     return float(seconds), master.value

@@ -99,10 +99,10 @@ class LeastBandwidths(NamedTuple):
 class SppCosts(NamedTuple):
     """Costs of L layers on V devices in their order, and M micro-batches.
 
-    ``forward``, ``backward`` [R, L + 1]: prefix sums of p_l^f and p_l^b on each of r replicas, in row r - 1, for r up to
-    R, the most replicas that a stage may have. ``parameter_bytes`` [L + 1]: prefix sums of alpha_l. ``sent_bytes`` [L + 1]:
-    d^f_{l,l+1} of a micro-batch, at l; d^b is as much. ``equal_only`` [L + 1]: whether stages with different replicas
-    cannot meet behind layer l. ``least``: the bandwidths.
+    ``forward``, ``backward`` [R, L + 1]: prefix sums of p_l^f and p_l^b on each of r replicas, in row r - 1, for r up
+    to R, the most replicas that a stage may have. ``parameter_bytes`` [L + 1]: prefix sums of alpha_l. ``sent_bytes``
+    [L + 1]: d^f_{l,l+1} of a micro-batch, at l; d^b is as much. ``equal_only`` [L + 1]: whether stages with different
+    replicas cannot meet behind layer l. ``least``: the bandwidths.
     """
 
     forward: Floats
@@ -188,23 +188,19 @@ def _prm_ways(costs: SppCosts) -> tuple[Ways, list[Integers]]:
     """
     devices, replicas, m = costs.devices, len(costs.forward), costs.micro_batches
     i, r = (part + 1 for part in np.indices((devices, replicas)))
-    numbers, count = np.zeros((devices + 1, replicas + 1), np.int64), 0  # of the states of the xi before; 0: none
-    fields = list[tuple[NDArray[np.generic], ...]]()
-    last = list[Integers]()
+    numbers, count = np.full((devices + 1, replicas + 1), -1), 0  # by i and r, of the states of the xi before
+    numbers[0, 0] = 0
+    fields, last = list[tuple[NDArray[np.generic], ...]](), list[Integers]()
     for xi in range(1, min(costs.layers, devices) + 1):
-        used, own = (each[(r == i) if xi == 1 else (r <= i - xi + 1)] for each in (i, r))
+        used, own = (each[r <= i - xi + 1] for each in (i, r))
         state, middle = count + 1 + np.arange(len(used)), used - own
-        if xi == 1:
-            entry, r_before, before = np.arange(len(used)), own, np.zeros(len(used), np.int64)
-            per_byte = np.zeros(len(used))
-        else:
-            entry, r_before = np.nonzero(numbers[middle])
-            before = numbers[middle[entry], r_before]
-            slowest = costs.least.between[middle[entry] - r_before, middle[entry], used[entry]]
-            per_byte = 2 * m / (r_before * own[entry] * slowest)
+        entry, r_before = np.nonzero(numbers[middle] >= 0)
+        before = numbers[middle[entry], r_before]
+        slowest = costs.least.between[middle[entry] - r_before, middle[entry], used[entry]]  # infinite if xi = 1
+        per_byte = 2 * m / (np.maximum(r_before, 1) * own[entry] * slowest)
         ring = 2 * (own - 1) / (own * costs.least.among[middle, used])
         fields.append((state[entry], before, own[entry] - 1, per_byte, ring[entry], r_before == own[entry]))
-        numbers[:], count = 0, count + len(used)
+        numbers[:], count = -1, count + len(used)
         numbers[used, own] = state
         last.append(state[used == devices])
     state, before, row, per_byte, ring, alike = (np.concatenate(column) for column in zip(*fields, strict=True))
