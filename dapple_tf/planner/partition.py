@@ -58,12 +58,14 @@ class Stage(NamedTuple):
 class Partition:
     """The least ``values`` [states, N + 1] of each state with the first 0, 1 ... N blocks; infinite where none exists.
 
-    ``ways`` and ``firsts`` [states, N + 1]: the way of the last stage, and its first block. ``before``: of each way.
+    ``ways`` and ``firsts`` [states, N + 1]: the way of the last stage, and its first block. ``state``, ``before``: of
+    each way.
     """
 
     values: Floats
     ways: Integers
     firsts: Integers
+    state: Integers
     before: Integers
 
     def stages(self, state: int, blocks: int | None = None) -> tuple[Stage, ...]:
@@ -160,7 +162,7 @@ def partition(
             ctypes.c_double(limit),
             *map(address, (*arrays, values, chosen, firsts)),
         )
-    return Partition(values, chosen, firsts, ways.before)
+    return Partition(values, chosen, firsts, ways.state, ways.before)
 
 
 def _fill(

@@ -15,9 +15,9 @@ from dapple_tf.planner.planning_problem import Candidate, PlannerResult, Plannin
 from dapple_tf.planner.registration import planner
 from dapple_tf.planner.row_shares import share_rows
 from dapple_tf.planner.search.dynamic_program import search_by_formula
+from dapple_tf.planner.search.fit_cuts import ORIGIN as UNEQUAL
+from dapple_tf.planner.search.fit_cuts import SizedStages, find_unequal_stages
 from dapple_tf.planner.search.latency import pipeline_latency
-from dapple_tf.planner.search.unequal_cuts import ORIGIN as UNEQUAL
-from dapple_tf.planner.search.unequal_cuts import SizedStages, find_unequal_stages
 from dapple_tf.plans import StagePlan
 
 _SEARCH_STEPS = 2_000_000  # labels times what may follow them
