@@ -2,6 +2,7 @@
 #include <new>
 
 #include "autopipe.h"
+#include "order_moves.h"
 #include "partition.h"
 #include "search.h"
 
@@ -233,6 +234,28 @@ double dapple_one_forward_one_backward(int stages, int64_t micro_batches, const 
   const double seconds = pipeline.run(forward, backward, comm);
   *master = pipeline.master_stage();
   return seconds;
+}
+
+// Improve an order in place: see order_moves.h. Seconds are of each stage, with one AllReduce after the last gradients.
+double dapple_improve(int stages, int workers, int64_t micro_batches, int64_t length, int64_t* actions,
+                      const int64_t* worker_of, const double* forward, const double* backward, const double* weights,
+                      const double* send_forward, const double* send_backward, const double* exposed,
+                      const double* stash, const double* most, int64_t moves, const volatile uint8_t* stop) try {
+  Order order;
+  order.workers = workers, order.stages = stages, order.micro_batches = micro_batches, order.length = length;
+  order.actions.assign(actions, actions + workers * length);
+  order.worker_of.assign(worker_of, worker_of + stages);
+  Seconds seconds;
+  seconds.forward = forward, seconds.backward = backward, seconds.weights = weights;
+  seconds.send_forward = send_forward, seconds.send_backward = send_backward;
+  Rings rings;
+  rings.exposed.assign(exposed, exposed + stages);
+  for (const double ring : rings.exposed) rings.of_stage.push_back({{0, ring}});
+  const double found = OrderMoves(order, seconds, rings, stash, most).run(moves, stop);
+  std::copy(order.actions.begin(), order.actions.end(), actions);
+  return found;
+} catch (const std::bad_alloc&) {
+  return -1;
 }
 
 // Execute an order; return the end of the step. `flow_first` null: nothing shares an interface. `times`: 10 arrays

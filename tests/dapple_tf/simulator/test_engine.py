@@ -15,8 +15,7 @@ from dapple_tf.errors import ScheduleError
 from dapple_tf.graph_passes.schedules.interleaved import interleaved_1f1b
 from dapple_tf.graph_passes.schedules.schedule import Action, Kind, Schedule, run_schedule
 from dapple_tf.graph_passes.schedules.spec import ScheduleSpec, early_backward, parse_schedule
-from dapple_tf.simulator.compiled_engine import step_seconds
-from dapple_tf.simulator.engine import run, uniform_seconds
+from dapple_tf.simulator.engine import run, step_seconds, uniform_seconds
 from dapple_tf.simulator.execution import execute
 from dapple_tf.simulator.held_stash import count_in_flight, worker_peaks
 from dapple_tf.simulator.memory import peak_bytes
