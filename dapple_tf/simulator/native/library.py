@@ -23,9 +23,7 @@ from typing import Any
 
 FOLDER = Path(__file__).parent
 SOURCE = FOLDER / "planner.cc"
-HEADERS = tuple(
-    FOLDER / name for name in ("autopipe.h", "engine.h", "costs.h", "order_moves.h", "partition.h", "search.h")
-)
+HEADERS = tuple(sorted(FOLDER.glob("*.h")))
 # Reason for -ffp-contract=off: a fused multiply-add rounds once, so the same plan would take other seconds on another
 # processor, and the search would end elsewhere.
 COMPILE_OPTIONS = ("-std=c++17", "-O2", "-ffp-contract=off")

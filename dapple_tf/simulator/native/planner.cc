@@ -2,6 +2,7 @@
 #include <new>
 
 #include "autopipe.h"
+#include "formula.h"
 #include "order_moves.h"
 #include "partition.h"
 #include "search.h"
@@ -234,6 +235,47 @@ double dapple_one_forward_one_backward(int stages, int64_t micro_batches, const 
   const double seconds = pipeline.run(forward, backward, comm);
   *master = pipeline.master_stage();
   return seconds;
+}
+
+// Measure the transfers between placements of stages, whose rows are shared equally. `first` [count + 1]: where the
+// transitions of each placement begin, which go to the placements `following`. `offsets` [placements + 1]: where the
+// servers of each begin.
+void dapple_transfers(int count, const int64_t* first, const int64_t* following, const int64_t* offsets,
+                      const int64_t* servers, int server_count, const double* inside, const double* inside_latency,
+                      double interface_, double interface_latency, const double* own, const double* own_latency,
+                      int has_own, double* latency, double* per_byte) {
+  Transfer transfer({server_count, inside, inside_latency, interface_, interface_latency, own, own_latency,
+                     has_own != 0});
+  std::vector<int64_t> cuts(offsets[count] + 1);
+  for (size_t i = 0; i < cuts.size(); ++i) cuts[i] = static_cast<int64_t>(i);
+  for (int p = 0; p < count; ++p) {
+    for (int64_t k = first[p]; k < first[p + 1]; ++k) {
+      const int64_t q = following[k];
+      const auto sender = [&](int i) { return static_cast<int>(servers[offsets[p] + i]); };
+      const auto receiver = [&](int j) { return static_cast<int>(servers[offsets[q] + j]); };
+      transfer.measure(static_cast<int>(offsets[p + 1] - offsets[p]), sender, cuts.data(),
+                       static_cast<int>(offsets[q + 1] - offsets[q]), receiver, cuts.data());
+      latency[k] = transfer.latency, per_byte[k] = transfer.per_byte;
+    }
+  }
+}
+
+// Search by DAPPLE's formulas; return how many plans there are, at most `results`, -1 where memory is lacking. `starts` and
+// `placements` [results, blocks]: first blocks and placements of the stages, of which a plan has `stages`.
+int dapple_formula_search(const CostTables* tables, int64_t width, double ceiling, int results, int require_warm_up,
+                          double* latencies, int32_t* stages, int32_t* starts, int32_t* placements,
+                          double* exhaustive_below, const volatile uint8_t* stop) try {
+  FormulaSearch search(*tables, width, ceiling, results, require_warm_up);
+  const auto plans = search.run(stop);
+  for (size_t i = 0; i < plans.size(); ++i) {
+    latencies[i] = plans[i].latency, stages[i] = static_cast<int32_t>(plans[i].starts.size());
+    std::copy(plans[i].starts.begin(), plans[i].starts.end(), starts + i * tables->blocks);
+    std::copy(plans[i].placements.begin(), plans[i].placements.end(), placements + i * tables->blocks);
+  }
+  *exhaustive_below = search.unexplored();
+  return static_cast<int>(plans.size());
+} catch (const std::bad_alloc&) {
+  return -1;
 }
 
 // Improve an order in place: see order_moves.h. Seconds are of each stage, with one AllReduce after the last gradients.
