@@ -23,7 +23,7 @@ from dapple_tf.graph_passes.schedules.worker_map import WorkerMap
 from dapple_tf.profiler.units import format_seconds
 from dapple_tf.simulator.arrays import Floats
 from dapple_tf.simulator.engine import step_seconds
-from dapple_tf.simulator.held_stash import worker_peaks
+from dapple_tf.simulator.held_stash import HeldStash
 from dapple_tf.simulator.interrupts import check_stop, interruptible, stop_flag
 from dapple_tf.simulator.memory import usable_bytes
 from dapple_tf.simulator.native.library import address, load_library
@@ -152,7 +152,7 @@ class _Problem:
         for name, schedule in schedules:
             check_stop()
             order = encode(schedule)
-            if (worker_peaks(order, zeros, self.stash, zeros) <= self.most).all():
+            if (HeldStash.of(order).peaks(zeros, self.stash, zeros) <= self.most).all():
                 seconds = step_seconds(order, *self.times)
                 if best is None or seconds < best[1]:
                     best = name, seconds, schedule

@@ -68,4 +68,27 @@ inline void partition(const ChainOfBlocks& c, const Ways& w, bool sum, bool late
   }
 }
 
+// Write the first block of each stage with the least sum of (what the stage costs + `beside`)^2; `least_squares` of
+// dapple_tf/planner/search/balanced_cuts.py is the same in Python.
+inline void least_squares(int blocks, int stages, const double* sums, const double* more_sums, const double* factors,
+                          const double* beside, int64_t* starts) {
+  const int n = blocks;
+  std::vector<double> best(n + 1, std::numeric_limits<double>::infinity()), following;
+  std::vector<int32_t> choice(int64_t{stages} * (n + 1), 0);
+  best[0] = 0;
+  for (int s = 0; s < stages; ++s) {
+    following.assign(n + 1, std::numeric_limits<double>::infinity());
+    for (int end = s + 1; end <= n - (stages - 1 - s); ++end) {
+      for (int start = end - 1; start >= s; --start) {
+        const double own = sums[end] - sums[start] + factors[s] * (more_sums[end] - more_sums[start]) + beside[s];
+        if (own * own >= following[end]) break;  // it only grows from here on
+        const double total = best[start] + own * own;
+        if (total < following[end]) following[end] = total, choice[int64_t{s} * (n + 1) + end] = start;
+      }
+    }
+    best.swap(following);
+  }
+  for (int s = stages - 1, end = n; s >= 0; --s) starts[s] = end = choice[int64_t{s} * (n + 1) + end];
+}
+
 }  // namespace dapple

@@ -228,6 +228,12 @@ void dapple_partition(int blocks, int64_t count, int sum, int latest, double lim
   partition(chain, Ways{count, state, before, row, link, ring, alike}, sum, latest, limit, best, way, first);
 }
 
+// Cut stages evenly beside what their workers have: see partition.h.
+void dapple_least_squares(int blocks, int stages, const double* sums, const double* more_sums, const double* factors,
+                          const double* beside, int64_t* starts) {
+  least_squares(blocks, stages, sums, more_sums, factors, beside, starts);
+}
+
 // Return AutoPipe's iteration time of a pipeline, and write its master stage.
 double dapple_one_forward_one_backward(int stages, int64_t micro_batches, const double* forward,
                                        const double* backward, double comm, int32_t* master) {
