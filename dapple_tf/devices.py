@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import tensorflow as tf
 
+from dapple_tf import internals
 from dapple_tf.distributed import membership
 from dapple_tf.distributed.exchange_network import start_exchanges
 from dapple_tf.distributed.exit_reporting import start_exit_reporting
@@ -151,6 +152,12 @@ def home_device() -> str:
 
 @contextlib.contextmanager
 def scope() -> Iterator[None]:
-    """Create variables on the host inside this context, so that a model may be larger than one device."""
-    with tf.device(home_device()):
+    """Create variables without values in this context, so that a model may be larger than one device or process.
+
+    A variable whose first value a function makes (every layer of Keras has such) gets it when a step is built, on the
+    device of its stage; in a job only the ranks that hold the stage make it. It is the value that the variable would
+    have got at once. Asking for it earlier (``numpy()``, a call of the model) makes it here. Variables that are made
+    from arrays, from a generator's state or from other variables get their values at once, on the host.
+    """
+    with tf.device(home_device()), internals.deferring_variables():
         yield

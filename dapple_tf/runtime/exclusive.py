@@ -8,12 +8,21 @@ import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-COMPILING = threading.RLock()
+from dapple_tf import internals
+
+_COMPILING = threading.RLock()
 """Held while a step is compiled: variables move to their stages, and an optimizer makes its variables."""
 
 # The lock of each variable, by its identity, as long as the variable exists. Any step of the process may use it.
 _LOCKS: dict[int, Any] = {}
 _MAKING = threading.Lock()
+
+
+@contextlib.contextmanager
+def compiling() -> Iterator[None]:
+    """Compile one step at a time; tracing makes no values of deferred variables, which are made at their stages."""
+    with _COMPILING, internals.without_values():
+        yield
 
 
 @contextlib.contextmanager

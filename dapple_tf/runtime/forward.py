@@ -32,7 +32,7 @@ from dapple_tf.runtime.compile_step import (
     read_batch,
     trace_loss_of,
 )
-from dapple_tf.runtime.exclusive import COMPILING
+from dapple_tf.runtime.exclusive import compiling
 from dapple_tf.runtime.forked import check_not_forked
 from dapple_tf.runtime.rehearsal import compare_first
 from dapple_tf.runtime.variable_homes import VariableHomes
@@ -79,7 +79,7 @@ class Forward:
         """
         check_not_forked()
         batch = read_batch(arguments)
-        with COMPILING:
+        with compiling():
             compiled = self.compile(batch, target)
         with self._compiled.running(compiled):
             compare_first(compiled, self._compiled, batch.tensors, self.function, arguments, gather)

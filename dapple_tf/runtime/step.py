@@ -34,7 +34,7 @@ from dapple_tf.graph_passes.passes.expose_gradients import exposed_gradients
 from dapple_tf.memory.report import Report
 from dapple_tf.plans import Plan
 from dapple_tf.runtime.compile_step import CompiledStep, CompiledSteps, LocalTarget, Target, compile_step, read_batch
-from dapple_tf.runtime.exclusive import COMPILING, exclusive
+from dapple_tf.runtime.exclusive import compiling, exclusive
 from dapple_tf.runtime.forked import check_not_forked
 from dapple_tf.runtime.forward import Forward
 from dapple_tf.runtime.local_batch import compile_local, find_needs
@@ -430,7 +430,7 @@ class PipelinedStep:
             rows = read_batch(batch)
             return self._compile(rows, variant), rows.tensors
         check_not_forked()
-        with COMPILING:
+        with compiling():
             self._last, tensors = compile_local(
                 self._job, batch, self._last, self._autoplan, self._target, variant, self._compiled
             )
@@ -440,7 +440,7 @@ class PipelinedStep:
         check_not_forked()
         if self._autoplan.window is not None:
             check_window_variant(variant)
-        with COMPILING:
+        with compiling():
             self._last = compile_step(
                 self._loss_fn, batch, self._optimizer, self._autoplan, self._target, variant, self._compiled
             )
