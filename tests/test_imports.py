@@ -23,7 +23,7 @@ PACKAGE = "dapple_tf"
 
 NESTED = {
     "dapple_tf": "a name is loaded when it is first used, so that the command line answers before TensorFlow starts",
-    "dapple_tf.commands.*": "help, plans and simulations answer before TensorFlow, or numba, starts",
+    "dapple_tf.commands.*": "help, plans and simulations answer before TensorFlow starts",
 }
 """The modules that may import our own packages elsewhere than at their top, each with the reason."""
 

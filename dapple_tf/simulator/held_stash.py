@@ -40,4 +40,5 @@ class HeldStash:
         held = np.maximum(0.0, (self.changes * stash[self.stages]).cumsum(axis=1).max(axis=1))
         largest = np.zeros(len(held))
         np.maximum.at(largest, self.worker_of, working)
-        return held + np.bincount(self.worker_of, fixed, len(held)) + largest
+        peaks: Floats = held + np.bincount(self.worker_of, fixed, len(held)) + largest
+        return peaks

@@ -42,7 +42,6 @@ def link_tables(cluster: Cluster) -> LinkTables:
         for i, j in ((index[a], index[b]), (index[b], index[a])):
             own[i, j], own_latency[i, j] = 1 / link.bandwidth, link.latency
     inside = [cluster.link(i, i) for i in range(count)]
-    # Reason: all numbers are floats, whatever the cluster has. With others Numba would compile all planners again.
     return LinkTables(
         np.array([1 / link.bandwidth for link in inside], np.float64),
         np.array([link.latency for link in inside], np.float64),
