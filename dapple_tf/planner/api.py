@@ -24,7 +24,7 @@ from dapple_tf.profiler.device_costs import profiles_on
 from dapple_tf.profiler.profile import Profile
 from dapple_tf.profiler.quote import quote
 from dapple_tf.simulator.interrupts import interruptible
-from dapple_tf.simulator.named_orders import check_plannable
+from dapple_tf.simulator.order import check_plannable
 from dapple_tf.simulator.virtual_workers import predict_workers
 from dapple_tf.timeline.timeline import SimulatedTimeline
 from dapple_tf.window_plan import USUAL_MINIBATCHES, WindowPlan

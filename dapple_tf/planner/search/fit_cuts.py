@@ -23,8 +23,8 @@ from dapple_tf.profiler.cluster import Cluster
 from dapple_tf.profiler.device_costs import profile_on
 from dapple_tf.profiler.profile import Profile
 from dapple_tf.simulator.arrays import Floats, prefix_sums
-from dapple_tf.simulator.link_costs import LinkCosts
 from dapple_tf.simulator.memory import usable_bytes
+from dapple_tf.simulator.transfer import LinkCosts
 
 _MOST_BLOCKS = 32
 _MOST_GROUPS = 16  # of consecutive devices, which belong to one stage
