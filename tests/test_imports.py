@@ -35,8 +35,6 @@ ALONE = {
     "dapple_tf.distributed.native.build": "a script of the installation",
     "dapple_tf.frontend.tensorflow_version": "runs before TensorFlow is imported",
     "dapple_tf.graph_passes.passes.*": "a pass per file, each with its tests of text before and after",
-    "dapple_tf.planner.*": "merged when planner and simulator get one foundation",
-    "dapple_tf.simulator.*": "merged when planner and simulator get one foundation",
 }
 """The modules of at most 100 lines that one module or none may import, each with the reason."""
 
