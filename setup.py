@@ -66,7 +66,6 @@ setup(
         "rich>=13,<16",
         "matplotlib>=3.8,<4",
         "typing_extensions>=4.6,<5",  # Unpack, before Python 3.11
-        "numba>=0.61,<1",  # the planners of other systems and the search for orders try thousands of plans a second
     ],
     extras_require={
         # Both install the module `tensorflow`, so only one of them may be installed. The oldest version is also in

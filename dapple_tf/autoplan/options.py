@@ -32,7 +32,7 @@ from dapple_tf.graph_passes.schedules.spec import ScheduleSpec
 from dapple_tf.graph_passes.schedules.weight_versions import WeightPolicy
 from dapple_tf.plans import Plan
 from dapple_tf.profiler.cluster import Cluster
-from dapple_tf.simulator.named_orders import check_plannable
+from dapple_tf.simulator.order import check_plannable
 from dapple_tf.window_plan import USUAL_MINIBATCHES, WindowPlan
 
 WINDOW_NOT_VERIFIED = (

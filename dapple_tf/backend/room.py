@@ -70,11 +70,11 @@ def _list_rooms() -> Iterator[Room]:
     machine = _read_kilobytes(Path("/proc/meminfo"))
     if "MemAvailable" in machine:
         yield Room(machine["MemAvailable"], f"the machine has {format_bytes(machine['MemTotal'])} of memory")
-    most, now = _read_text(_CGROUP / "memory.max").strip(), _read_text(_CGROUP / "memory.current").strip()
-    if most.isdecimal() and now.isdecimal():
+    allowed, now = _read_text(_CGROUP / "memory.max").strip(), _read_text(_CGROUP / "memory.current").strip()
+    if allowed.isdecimal() and now.isdecimal():
         kept = dict(line.split() for line in _read_text(_CGROUP / "memory.stat").splitlines())
         freed = int(kept.get("file", 0))  # copies of files, which the system drops when memory is short
-        yield Room(max(0, int(most) - int(now) + freed), f"its control group may use {format_bytes(int(most))}")
+        yield Room(max(0, int(allowed) - int(now) + freed), f"its control group may use {format_bytes(int(allowed))}")
 
 
 def _buffered(graph: Graph) -> Iterator[str]:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -13,7 +10,7 @@ import cloup
 
 from dapple_tf.commands.cluster_option import load_cluster
 from dapple_tf.commands.command import FILE, command, result_options
-from dapple_tf.commands.output import check_output_path, print_progress, print_result
+from dapple_tf.commands.output import check_output_path, print_result, showing
 from dapple_tf.commands.planner_option import PLANNER, PLANNER_NAMES
 from dapple_tf.commands.planning_options import PROFILE_ARGUMENT, batch_options, cost_options
 from dapple_tf.profiler.importers import read_profile
@@ -56,7 +53,7 @@ def plan(
         given = {name: options[name] for name in ("micro_batch_size", "schedule", "overlap")}
         window = make_window("async" if asynchronous else "sync", minibatches, given)
         options["micro_batch_size"] = check_window_batch(options["global_batch_size"], window.minibatches)
-        with tell_if_slow(_COMPILES):
+        with showing(f"plans with planner {planner}"):
             choices = plan_windows(make_problem(costs, load_cluster(cluster), **options), planner, window)
         print_result(describe_plan(choices[0].plan, costs, choices[0].timeline))
         for line in describe_runners_up(choices, [choice.plan.notation for choice in choices]):
@@ -64,7 +61,7 @@ def plan(
         _hand_over(choices[0].plan, output, as_json)
         return
     problem = make_problem(costs, load_cluster(cluster), **options)
-    with tell_if_slow(_COMPILES):
+    with showing(f"plans with planner {planner}"):
         result = run_planner(problem, planner)
     chosen = predict_plan(problem, result.chosen, planner, pipedream=result.pipedream)
     others = [predict_plan(problem, candidate, planner) for candidate in result.runners_up]
@@ -82,21 +79,3 @@ def _hand_over(plan: Plan, output: str | None, as_json: bool) -> None:
         print_result(f"plan: {output}")
     if as_json:
         print_result(json.dumps(plan.to_json()))
-
-
-# --- Tell on stderr that something takes longer than expected, while it runs
-
-
-_COMPILES = "still planning; a planner of another system is compiled at its first call, which takes up to a minute"
-
-
-@contextmanager
-def tell_if_slow(text: str, seconds: float = 5.0) -> Iterator[None]:
-    """Print ``text`` on stderr if the ``with`` block takes longer than ``seconds``."""
-    timer = threading.Timer(seconds, print_progress, args=(text,))
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()

@@ -103,18 +103,27 @@ class Ways:
         """Return the ways with these fields, sorted by state; those of one state keep their order."""
         order = np.argsort(state, kind="stable")
         free = np.zeros((len(state), 2))
-        pairs = (free if pair is None else np.ascontiguousarray(pair[order], np.float64) for pair in (link, ring))
-        numbers = (np.ascontiguousarray(column[order], np.int32) for column in (state, before, row))
-        same = np.ones(len(state), np.uint8) if alike is None else np.ascontiguousarray(alike[order], np.uint8)
-        return Ways(states, *numbers, *pairs, same)
+        same = np.ones(len(state), np.uint8) if alike is None else alike[order]
+        link, ring = (free if pair is None else pair[order] for pair in (link, ring))
+        return Ways._make(states, state[order], before[order], row[order], link, ring, same)
 
     @staticmethod
     def of(states: int, ways: Sequence[Way]) -> Ways:
         """Return the ``ways``, sorted by state; those of one state keep their order."""
-        columns = list(zip(*sorted(ways, key=lambda way: way.state), strict=True))
-        numbers = (np.array(column, np.int32) for column in columns[:3])
-        pairs = (np.array(column, np.float64) for column in columns[3:5])
-        return Ways(states, *numbers, *pairs, np.array(columns[5], np.uint8))
+        state, before, row, link, ring, alike = zip(*sorted(ways, key=lambda way: way.state), strict=True)
+        return Ways._make(states, state, before, row, link, ring, alike)
+
+    @staticmethod
+    def _make(states: int, state: Any, before: Any, row: Any, link: Any, ring: Any, alike: Any) -> Ways:
+        return Ways(
+            states,
+            np.ascontiguousarray(state, np.int32),
+            np.ascontiguousarray(before, np.int32),
+            np.ascontiguousarray(row, np.int32),
+            np.ascontiguousarray(link, np.float64),
+            np.ascontiguousarray(ring, np.float64),
+            np.ascontiguousarray(alike, np.uint8),
+        )
 
 
 def partition(

@@ -285,3 +285,18 @@ class PlannerResult:
         """Return the result that has the fastest candidate alone; None where there is none."""
         fastest = min((c for c in candidates if c is not None), key=lambda c: c.seconds, default=None)
         return None if fastest is None else PlannerResult(fastest)
+
+    @staticmethod
+    def ranked(candidates: Iterable[Candidate], least_seconds: float = 0.0) -> PlannerResult | None:
+        """Return the fastest candidate, and the fastest with other stages of each origin as runners-up.
+
+        Of equally fast candidates the one with fewest stages, then fewest devices, is chosen. None without any.
+        """
+        order = sorted(candidates, key=lambda c: (c.seconds, len(c.stages), c.device_count))
+        if not order:
+            return None
+        by_origin: dict[str, Candidate] = {}
+        for candidate in order[1:]:
+            if candidate.stages != order[0].stages:
+                by_origin.setdefault(candidate.origin, candidate)
+        return PlannerResult(order[0], tuple(by_origin.values()), least_seconds=least_seconds)

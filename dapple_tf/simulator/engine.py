@@ -18,13 +18,14 @@ from __future__ import annotations
 import ctypes
 import heapq
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dapple_tf.simulator.arrays import Floats
+from dapple_tf.simulator.arrays import Floats, Integers
 from dapple_tf.simulator.contention import Flows
 from dapple_tf.simulator.native.library import address, load_library
 from dapple_tf.simulator.order import (
@@ -38,7 +39,7 @@ from dapple_tf.simulator.order import (
     WEIGHTS,
     Order,
 )
-from dapple_tf.simulator.rings import Rings, whole_rings
+from dapple_tf.timeline.stage_costs import StageCosts
 
 _ALMOST = 1 - 1e-9  # of seconds that were added and subtracted again
 
@@ -447,3 +448,29 @@ class _Engine:
             self._begin_sending(flow, self.queue[way][s].pop(0))
         self.waiting.append(self.worker_of[s + 1 - way])
         return True
+
+
+class Rings(NamedTuple):
+    """The rings of each stage, one after the other: for stage s ``first[s]`` to ``first[s + 1]``, at least one.
+
+    ``before``: seconds between a ring's gradients and the end of the stage's last gradients, 0 without overlap.
+    ``seconds``: of a ring alone, latency included. ``exposed`` [S]: as in ``StageCosts``.
+    """
+
+    first: Integers
+    before: Floats
+    seconds: Floats
+    exposed: Floats
+
+
+def make_rings(costs: Sequence[StageCosts]) -> Rings:
+    """Return the rings of stages with these costs: with overlap one for each layer, else one for each stage."""
+    rings = [cost.rings or ((0.0, cost.exposed_seconds),) for cost in costs]
+    before, seconds = np.array([pair for of_stage in rings for pair in of_stage], np.float64).T.copy()
+    first = np.cumsum([0, *map(len, rings)])
+    return Rings(first, before, seconds, np.array([cost.exposed_seconds for cost in costs], np.float64))
+
+
+def whole_rings(exposed: Floats) -> Rings:
+    """Return one ring for each stage, which starts after the last gradients."""
+    return Rings(np.arange(len(exposed) + 1), np.zeros(len(exposed)), exposed, exposed)

@@ -23,11 +23,10 @@ from dapple_tf.graph_passes.schedules.worker_map import WorkerMap
 from dapple_tf.profiler.units import format_seconds
 from dapple_tf.simulator.arrays import Floats
 from dapple_tf.simulator.engine import step_seconds
-from dapple_tf.simulator.held_stash import HeldStash
 from dapple_tf.simulator.interrupts import check_stop, interruptible, stop_flag
 from dapple_tf.simulator.memory import usable_bytes
 from dapple_tf.simulator.native.library import address, load_library
-from dapple_tf.simulator.order import Order, decode_order, encode
+from dapple_tf.simulator.order import HeldStash, Order, decode_order, encode
 from dapple_tf.timeline.stage_costs import StageCosts
 
 _ONE_STAGE_PER_WORKER = ("dapple-a", "dapple-b", "1f1b-so", "zb-h1", "zb-h2")  # each also with D from the memory

@@ -16,8 +16,7 @@ from dapple_tf.simulator.costs import CostModel
 from dapple_tf.simulator.execution import Execution, execute
 from dapple_tf.simulator.interrupts import interruptible
 from dapple_tf.simulator.memory_limit import MemoryLimit, memory_limits
-from dapple_tf.simulator.named_orders import named_order
-from dapple_tf.simulator.order import encode
+from dapple_tf.simulator.order import encode, named_order
 from dapple_tf.simulator.simulated_step import SimulatedStep
 from dapple_tf.simulator.simulated_window import SimulatedWindow
 from dapple_tf.simulator.virtual_workers import simulate_workers

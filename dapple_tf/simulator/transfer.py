@@ -42,7 +42,6 @@ def link_tables(cluster: Cluster) -> LinkTables:
         for i, j in ((index[a], index[b]), (index[b], index[a])):
             own[i, j], own_latency[i, j] = 1 / link.bandwidth, link.latency
     inside = [cluster.link(i, i) for i in range(count)]
-    # Reason: all numbers are floats, whatever the cluster has. With others Numba would compile all planners again.
     return LinkTables(
         np.array([1 / link.bandwidth for link in inside], np.float64),
         np.array([link.latency for link in inside], np.float64),
@@ -158,3 +157,37 @@ def measure_allreduce(homes: Integers, t: LinkTables) -> tuple[float, float]:
 def ring_seconds(latency: float, seconds_per_byte: float, parameter_bytes: float) -> float:
     """Return the seconds of one AllReduce of these bytes, with the costs of ``allreduce_cost``; 0 without any byte."""
     return latency + seconds_per_byte * parameter_bytes if parameter_bytes > 0 else 0.0
+
+
+Servers = tuple[int, ...]
+"""The server of each replica of a stage."""
+
+
+class LinkCosts:
+    """A cache of the costs of transfers and AllReduces over the links of one cluster.
+
+    It has one entry for each group of servers. Planners ask for a few groups, each of them thousands of times.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.tables: LinkTables = link_tables(cluster)
+        self._transfers: dict[tuple[Servers, Servers, tuple[Sequence[int], Sequence[int]]], tuple[float, float]] = {}
+        self._rings: dict[Servers, tuple[float, float]] = {}
+
+    def transfer(
+        self,
+        senders: Servers,
+        receivers: Servers,
+        shares: tuple[tuple[int, ...], tuple[int, ...]] = ((), ()),
+    ) -> tuple[float, float]:
+        """Return the latency (seconds) and the seconds per byte of a transfer; see ``transfer_cost``."""
+        key = senders, receivers, shares
+        if key not in self._transfers:
+            self._transfers[key] = transfer_cost(senders, receivers, self.tables, shares)
+        return self._transfers[key]
+
+    def allreduce(self, servers: Servers) -> tuple[float, float]:
+        """Return the latency (seconds) and the seconds per byte of an AllReduce; see ``allreduce_cost``."""
+        if servers not in self._rings:
+            self._rings[servers] = allreduce_cost(servers, self.tables)
+        return self._rings[servers]

@@ -21,7 +21,7 @@ from dapple_tf.planner.planning_problem import Candidate, PlannerResult, Plannin
 from dapple_tf.planner.search.chunk_shapes import ChunkShape, list_shapes
 from dapple_tf.planner.search.chunk_simulation import CostSource, CutResult, CutSimulator
 from dapple_tf.simulator.arrays import Floats, Integers
-from dapple_tf.simulator.named_orders import is_interleaved
+from dapple_tf.simulator.order import is_interleaved
 
 # The work of one search: plans simulated to improve the cuts, of one shape at one size and in all, cuts looked at,
 # simulated events, and actions of the schedules built.

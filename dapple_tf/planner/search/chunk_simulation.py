@@ -19,11 +19,10 @@ from dapple_tf.planner.step_simulation import StageCostArrays, order_seconds
 from dapple_tf.plans import StagePlan
 from dapple_tf.simulator.arrays import Floats, Integers, prefix_sums
 from dapple_tf.simulator.costs import exposed_of
-from dapple_tf.simulator.held_stash import HeldStash
 from dapple_tf.simulator.interrupts import check_stop
-from dapple_tf.simulator.link_costs import LinkCosts
 from dapple_tf.simulator.memory import usable_bytes
-from dapple_tf.simulator.named_orders import Ordered, named_order
+from dapple_tf.simulator.order import HeldStash, Ordered, named_order
+from dapple_tf.simulator.transfer import LinkCosts
 
 _ROUNDS = 4  # of even_sums
 _NOTHING = 1e-300  # replaces a sum of 0 as a divisor

@@ -23,8 +23,8 @@ from dapple_tf.profiler.cluster import Cluster
 from dapple_tf.profiler.device_costs import profile_on
 from dapple_tf.profiler.profile import Profile
 from dapple_tf.simulator.arrays import Floats, prefix_sums
-from dapple_tf.simulator.link_costs import LinkCosts
 from dapple_tf.simulator.memory import usable_bytes
+from dapple_tf.simulator.transfer import LinkCosts
 
 _MOST_BLOCKS = 32
 _MOST_GROUPS = 16  # of consecutive devices, which belong to one stage
@@ -58,7 +58,7 @@ class _Table:
             both = np.add(*costs.block_seconds(costs.size / number, device))
             alone[device] = runs(prefix_sums(both)) * (costs.micro_batches * number)
         with np.errstate(divide="ignore", invalid="ignore"):
-            taken = 1 / sum(count / alone[device] for device, count in counts.items())
+            taken: Floats = 1 / np.sum([count / alone[device] for device, count in counts.items()], axis=0)
             shares = {device: np.where(own > 0, taken / own, 1 / number) for device, own in alone.items()}
         for device, share in shares.items():
             taken[costs.needed_bytes(1, share) > usable_bytes(costs.problem.cluster.memory_of(device))] = np.inf
@@ -148,9 +148,9 @@ def unequal_stages(table: _Table, order: Sequence[int], *, straight: bool) -> li
         if np.isfinite(values[until - 1]):
             stages = found.stages(stage * groups + until)
             ends = [0, *((int(found.state[s.way]) - 1) % groups + 1 for s in stages)]
-            devices = [order[bounds[a] : bounds[b]] for a, b in itertools.pairwise(ends)]
+            own = [order[bounds[a] : bounds[b]] for a, b in itertools.pairwise(ends)]
             starts = [*(s.first for s in stages), costs.blocks]
-            fitting.append(UnequalStages(float(values[until - 1]), make_stages(costs.chain, starts, devices)))
+            fitting.append(UnequalStages(float(values[until - 1]), make_stages(costs.chain, starts, own)))
     return fitting
 
 

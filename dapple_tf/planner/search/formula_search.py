@@ -64,17 +64,22 @@ class CostTables(NamedTuple):
         return len(self.working_bytes)
 
 
-_SCALARS = (ctypes.c_int64, ctypes.c_int64, ctypes.c_double, ctypes.c_double, ctypes.c_uint8, ctypes.c_uint8)
+_SCALARS: tuple[tuple[str, type[Any]], ...] = (
+    ("blocks", ctypes.c_int32),
+    ("placements", ctypes.c_int32),
+    ("micro_batches", ctypes.c_int64),
+    ("micro_batch_size", ctypes.c_int64),
+    ("memory_bytes", ctypes.c_double),
+    ("fixed_bytes_per_parameter_byte", ctypes.c_double),
+    ("recompute", ctypes.c_uint8),
+    ("overlap", ctypes.c_uint8),
+)
 
 
 class _Tables(ctypes.Structure):
     """``CostTables`` of formula.h."""
 
-    _fields_ = (
-        ("blocks", ctypes.c_int32),
-        ("placements", ctypes.c_int32),
-        *zip(CostTables._fields, (*_SCALARS, *[ctypes.c_void_p] * 22), strict=True),
-    )
+    _fields_ = (*_SCALARS, *((name, ctypes.c_void_p) for name in CostTables._fields[len(_SCALARS) - 2 :]))
 
 
 def make_cost_tables(
@@ -144,7 +149,9 @@ def _exposed_tables(
     keys = list(zip(seconds_row.tolist(), *space.allreduce.T.tolist(), strict=True))
     rows = {key: index for index, key in enumerate(sorted(set(keys)))}
     parameters, positions = space.chain.profile.parameter_bytes, space.chain.positions
-    rings = np.array([[ring_seconds(*ring, amount) for amount in parameters] for _, *ring in rows])
+    rings = np.array(
+        [[ring_seconds(latency, per_byte, amount) for amount in parameters] for _, latency, per_byte in rows]
+    )
     backward, blocks = gradients[[count for count, _, _ in rows]], len(positions) - 1
     exposed = np.zeros((len(rows), blocks, blocks + 1))
     ready, done = np.zeros((len(rows), blocks + 1)), np.zeros((len(rows), blocks + 1))  # of stages by their end

@@ -221,14 +221,12 @@ def _mapped_stages(found: Partition, ways: Ways, state: int, devices: int) -> tu
 def stage_seconds(costs: SppCosts, stages: Sequence[SppStage]) -> StageSeconds:
     """Return the seconds of the stages, of the transfers between them, and of their AllReduces (equation 1)."""
     sends = [_send_seconds(costs, a, b) for a, b in itertools.pairwise(stages)]
-    return StageSeconds(
-        *(
-            np.array([sums[s.replicas - 1, s.end] - sums[s.replicas - 1, s.first] for s in stages])
-            for sums in costs[:2]
-        ),
-        np.array(sends, np.float64),
-        np.array([_allreduce_seconds(costs, stage) for stage in stages]),
+    forward, backward = (
+        np.array([sums[s.replicas - 1, s.end] - sums[s.replicas - 1, s.first] for s in stages])
+        for sums in (costs.forward, costs.backward)
     )
+    reduced = np.array([_allreduce_seconds(costs, stage) for stage in stages])
+    return StageSeconds(forward, backward, np.array(sends, np.float64), reduced)
 
 
 def least_bandwidths(bandwidths: Floats) -> LeastBandwidths:

@@ -15,12 +15,17 @@ from dapple_tf.errors import ScheduleError
 from dapple_tf.graph_passes.schedules.interleaved import interleaved_1f1b
 from dapple_tf.graph_passes.schedules.schedule import Action, Kind, Schedule, run_schedule
 from dapple_tf.graph_passes.schedules.spec import ScheduleSpec, early_backward, parse_schedule
-from dapple_tf.simulator.engine import run, step_seconds, uniform_seconds
+from dapple_tf.simulator.engine import make_rings, run, step_seconds, uniform_seconds
 from dapple_tf.simulator.execution import execute
-from dapple_tf.simulator.held_stash import HeldStash
 from dapple_tf.simulator.memory import peak_bytes
-from dapple_tf.simulator.order import decode_order, early_backward_order, encode, has_weights, interleaved_order
-from dapple_tf.simulator.rings import make_rings
+from dapple_tf.simulator.order import (
+    HeldStash,
+    decode_order,
+    early_backward_order,
+    encode,
+    has_weights,
+    interleaved_order,
+)
 from dapple_tf.timeline.stage_costs import StageCosts
 from tests.dapple_tf.simulator.builders import arrays, cost, order_of, runs, schedules, seconds, step_of
 from tests.dapple_tf.simulator.reference import longest_paths
