@@ -11,9 +11,9 @@ from typing import Any
 from dapple_tf import internals
 
 _COMPILING = threading.RLock()
-"""Held while a step is compiled: variables move to their stages, and an optimizer makes its own."""
+"""Held while a step is compiled: variables move to their stages, and an optimizer makes its variables."""
 
-# By the identity of the variable, for as long as that exists. A variable may be used by any step of the process.
+# The lock of each variable, by its identity, as long as the variable exists. Any step of the process may use it.
 _LOCKS: dict[int, Any] = {}
 _MAKING = threading.Lock()
 
@@ -27,9 +27,9 @@ def compiling() -> Iterator[None]:
 
 @contextlib.contextmanager
 def exclusive(variables: Iterable[Any]) -> Iterator[None]:
-    """Keep other threads that enter this for one of these ``variables`` waiting.
+    """Let other threads wait that enter this for one of these ``variables``.
 
-    All threads take the locks of variables in the same order, so none waits for one that waits for it.
+    All threads take the locks of variables in the same order, so no two threads wait for each other.
     """
     locks = [_lock_of(variable) for variable in sorted(variables, key=id)]
     with contextlib.ExitStack() as held:

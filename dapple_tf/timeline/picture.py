@@ -1,4 +1,4 @@
-"""The chart of a timeline, and its files: a picture, a web page, or a trace."""
+"""Draw the chart of a timeline, and save it as a picture, a web page or a trace."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from functools import partial
 
 from dapple_tf.drawing.chart import LIGHTEST, Chart, Curve, Row, Span, SpanKind, stack_charts
 from dapple_tf.drawing.save import save_chart
+from dapple_tf.drawing.table import format_ranges
 from dapple_tf.graph_passes.schedules.schedule import CALL_OF_KIND
-from dapple_tf.graph_passes.schedules.window import Window
 from dapple_tf.timeline.figures import StepFigures
 from dapple_tf.timeline.recording import Recording
 from dapple_tf.timeline.simulation import Simulation
-from dapple_tf.timeline.stage_summary import format_ranges
 from dapple_tf.timeline.trace_data import recording_data
 
-_VISIBLE = 1e-4  # of a recorded step: a row whose transfers are all shorter is left out
+_VISIBLE = 1e-4  # of the step time: in a recorded step a row whose transfers are all shorter is left out
 
 
 def save_recording(recording: Recording, path: str | os.PathLike[str]) -> None:
@@ -28,7 +27,7 @@ def save_recording(recording: Recording, path: str | os.PathLike[str]) -> None:
 
 
 def draw_recording(recording: Recording) -> Chart:
-    """Return the chart of a recording: predicted above measured on one time axis, or the only one of them."""
+    """Return the chart of a recording: the predicted step above the measured one, or the only step of the two."""
     measured, predicted = recording.measured, recording.predicted
     if measured is None or predicted is None:
         return make_chart(recording.shown, recording.headline)
@@ -42,13 +41,13 @@ def draw_recording(recording: Recording) -> Chart:
 def make_chart(timeline: StepFigures, title: str = "") -> Chart:
     """Return the chart of a timeline: rows of events, and curves of memory where it is known.
 
-    A recorded step has a row for each device; a simulated one one for each worker, unless its replicas take minibatches
-    of a window in turn: then they are not alike. The
-    stages of a device that runs several have shades, the first stage the darkest; its AllReduces, which run while it
-    computes, have a thin row. Between two stages there is a thin row for each direction that has transfers.
+    A recorded step has a row for each device. A simulated step has a row for each worker, since its replicas are alike;
+    but if they take minibatches of a window in turn, it has a row for each device too. The stages of a device that runs
+    several have shades, the first stage the darkest; its AllReduces, which run while it computes, have a thin row.
+    Between two stages there is a thin row for each direction that has transfers.
     """
     simulation = timeline.simulation
-    alike = simulation is not None and not (timeline.window is not None and timeline.window.in_turn)
+    alike = simulation is not None and not timeline.runs_whole_minibatches
     places = [place for place in timeline.places if not alike or place[1] == 0]
     shortest = _VISIBLE * timeline.step_seconds if simulation is None else 0.0
     channels = sorted({(t.source, t.target) for t in timeline.transfers if t.end - t.start > shortest})
@@ -83,31 +82,30 @@ def make_chart(timeline: StepFigures, title: str = "") -> Chart:
         tuple(_spans(timeline, {place: index for index, place in enumerate(rows)}, shades)),
         curves=tuple(_memory_curves(timeline)),
         limit=_memory_limit(simulation),
-        numbers=_name_numbers(timeline.window),
+        numbers=_name_numbers(timeline),
     )
 
 
 def _memory_limit(simulation: Simulation | None) -> float | None:
-    """Return the bytes of a device's memory; None without a simulation, and where the devices' are unequal."""
+    """Return the bytes of a device's memory; None without a simulation, and if devices have unequal memories."""
     if simulation is None or len({memory for _, memory in simulation.tightest_memory}) > 1:
         return None
     return simulation.tightest_memory[0][1]
 
 
-def _name_numbers(window: Window | None) -> str:
-    """Return what the numbers in the picture are."""
-    if window is None:
-        return "micro-batches"
-    return f"{'minibatches' if window.in_turn else 'micro-batches'}, v is the version of the weights"
+def _name_numbers(timeline: StepFigures) -> str:
+    """Return the meaning of the numbers in the picture."""
+    name = "minibatches" if timeline.runs_whole_minibatches else "micro-batches"
+    return name if timeline.window is None else f"{name}, v is the version of the weights"
 
 
 def _spans(
     timeline: StepFigures, rows: dict[tuple[object, ...], int], shades: dict[tuple[int, str], float]
 ) -> list[Span]:
-    """Return a span for each event that has a row; updates of variables of no stage have none.
+    """Return a span for each event that has a row; the update of variables that belong to no stage has none.
 
-    ``rows``: by "device", replica and device; "allreduce" and device; or "channel" and its two stages. ``shades``: by
-    stage and device.
+    The keys of ``rows`` are ("device", replica, device), ("allreduce", device), or ("channel", stage, stage).
+    ``shades``: by stage and device.
     """
     critical = {id(part.item) for part in timeline.critical_path if part.kind != "waiting"}
     spans = []
