@@ -80,6 +80,7 @@ def test_a_program_runs_as_printed(
         assert_shown(output.getvalue(), prints)
 
 
+@pytest.mark.timeout(1200)  # many commands
 @pytest.mark.parametrize("page", WITH_COMMANDS, ids=lambda page: page.path)
 def test_commands_print_what_the_page_shows(page: Page, tmp_path: Path) -> None:
     for folder in ("models", "examples"):

@@ -15,6 +15,7 @@ from tests.paths import ROOT
 from tests.processes import environment_without_launchers, needs_horovod
 
 
+@pytest.mark.timeout(700)
 @pytest.mark.parametrize(
     "name", ["from_fit_to_four_devices", pytest.param("plan_simulate_launch", marks=needs_horovod)]
 )
