@@ -359,7 +359,8 @@ class PipelinedStep:
         plan, simulated = self.plan, self._autoplan.simulated
         if size != plan.global_batch_size:  # the prediction is for another number of samples
             plan, simulated = dataclasses.replace(fit_plan(plan, size), predicted=None), None
-        self._recorder.keep(compiled.program.graph, times, plan, simulated, note=note)
+        memory = self._memory.curves(compiled.planned)
+        self._recorder.keep(compiled.program.graph, times, plan, simulated, note=note, memory=memory)
         return compiled.planned.model.pack(self._keep_losses(compiled, outputs))
 
     @property

@@ -13,7 +13,7 @@ from dapple_tf.graph_passes.schedules.window import Window
 from dapple_tf.plans import Plan
 from dapple_tf.profiler.units import format_seconds
 from dapple_tf.timeline.critical_path import Part, critical_stage, find_critical_path
-from dapple_tf.timeline.events import Event, Place, StageEvent, StepEvents, Transfer
+from dapple_tf.timeline.events import Event, MemoryCurve, Place, StageEvent, StepEvents, Transfer
 from dapple_tf.timeline.measured_costs import measure_stage_costs
 from dapple_tf.timeline.simulation import Simulation
 from dapple_tf.timeline.stage_costs import StageCosts
@@ -40,13 +40,22 @@ class Utilisation(tuple[float, ...]):
         return self._by_device[device]
 
 
+@dataclass(frozen=True)
+class EarlierStep:
+    """A step that was recorded before another one, and the seconds from its first action to that of the other."""
+
+    seconds: float
+    timeline: StepFigures
+
+
 class StepFigures:
     """The figures of one training step, or asynchronous window, that follow from its events.
 
     All times are seconds since the start of the step's first action. The base of ``Timeline``, which adds text and
     files; what describes and draws a step takes this. ``title``: the model and the schedule. ``note``: what distorts
     the times of a recorded step, how the order of a simulated one was found, or "". ``together`` and ``window``: see
-    ``StepEvents``.
+    ``StepEvents``. ``earlier``: the steps recorded before this one, the first one first; ``memory_curves``: the memory
+    that was measured; traces show both.
     """
 
     def __init__(
@@ -59,9 +68,13 @@ class StepFigures:
         note: str = "",
         together: Iterable[Action] = (),
         window: Window | None = None,
+        earlier: Iterable[EarlierStep] = (),
+        memory_curves: Iterable[MemoryCurve] = (),
     ) -> None:
         self.title = title
         self.note = note
+        self.earlier = tuple(earlier)
+        self.memory_curves = tuple(memory_curves)
         self._recorded = StepEvents(tuple(events), tuple(transfers), tuple(stage_events), frozenset(together), window)
 
     @property

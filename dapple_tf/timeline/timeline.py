@@ -53,8 +53,9 @@ class Timeline(StepFigures):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Save a picture (.png), a web page (.html), or a trace for Perfetto and ``dapple timeline`` (.json).
 
-        An existing file is replaced, or left as it was if saving fails. Raises OutputError for another suffix or a path
-        that cannot be written.
+        A trace also has the steps that were recorded before this one, and the measured memory. An existing file is
+        replaced, or left as it was if saving fails. Raises OutputError for another suffix or a path that cannot be
+        written.
         """
         save_recording(self._as_recording(), path)
 
