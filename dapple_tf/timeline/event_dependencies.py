@@ -63,9 +63,9 @@ class EventDependencies:
         if isinstance(item, Transfer):
             yield from (run for action in item.producers for run in self._runs[action])
         else:
-            for needed in self._needed_actions(item.action):
-                if needed.stage != item.action.stage:
-                    yield from self._senders_of(needed, item)
+            others = [action for action in self._needed_actions(item.action) if action.stage != item.action.stage]
+            found = [sender for needed in others for sender in self._senders_of(needed, item)]
+            yield from {id(sender): sender for sender in found}.values()  # B or I of the next stage: one transfer
 
     def _senders_of(self, needed: Action, item: Event) -> Sequence[Event | Transfer]:
         """Return what gives ``item`` the result of ``needed``, an action of another stage."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ from dapple_tf.drawing.trace import trace_events
 from dapple_tf.graph_passes.schedules.schedule import CALL_OF_KIND
 from dapple_tf.graph_passes.schedules.window import Window
 from dapple_tf.timeline.event_dependencies import EventDependencies
-from dapple_tf.timeline.events import Transfer
+from dapple_tf.timeline.events import Event, Transfer
 from dapple_tf.timeline.figures import StepFigures
 from dapple_tf.timeline.recording import Recording
 from dapple_tf.timeline.simulation import Simulation
@@ -181,10 +181,9 @@ def _arrows(timeline: StepFigures, drawn: Mapping[int, int]) -> Iterator[tuple[i
     for item in (*timeline.events, *timeline.transfers):
         if id(item) in drawn:
             for sender in dependencies.senders(item):
-                shown = id(sender) in drawn or not isinstance(sender, Transfer)
-                for first in [sender] if shown else list(dependencies.senders(sender)):
-                    if id(first) in drawn:
-                        yield drawn[id(first)], drawn[id(item)]
+                through = isinstance(sender, Transfer) and id(sender) not in drawn
+                firsts: Iterable[Event | Transfer] = dependencies.senders(sender) if through else [sender]
+                yield from ((drawn[id(first)], drawn[id(item)]) for first in firsts if id(first) in drawn)
 
 
 def _memory_curves(timeline: StepFigures) -> list[Curve]:

@@ -52,7 +52,7 @@ def test_train_prints_results_to_stdout_and_progress_to_stderr(trained: Outcome,
 def test_train_saves_a_timeline_of_every_action(trace: Path) -> None:
     rows = json.loads(trace.read_text())["traceEvents"]
     processes = {row["pid"]: row["args"]["name"] for row in rows if row["name"] == "process_name"}
-    assert processes == {0: "predicted: stages", 1: "measured: stages"}
+    assert processes == {1: "predicted: stages", 2: "measured: stages"}
     for pid in processes:
         names = [row["name"] for row in rows if row["ph"] == "X" and row["pid"] == pid]
         actions = [name for name in names if name != "update"]
