@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
+from dapple_tf.drawing.plan import PlanDrawing
+
 SpanKind = Literal["forward", "backward", "inputs", "weights", "send-forward", "send-backward", "allreduce", "update"]
 
 # Forward blue, backward green, as in the DAPPLE paper's figures. A backward that is split is "inputs" and "weights".
@@ -96,7 +98,7 @@ class Chart:
 
     ``limit``: bytes that each curve should stay below. ``captions``: the text above each group of rows, by its name.
     ``numbers``: what the numbers are. ``arrows``: pairs of spans, by their index, of which the second takes what the
-    first gives; only traces show them.
+    first gives; only traces show them. ``plan``: drawn below, on web pages.
     """
 
     title: str
@@ -108,6 +110,7 @@ class Chart:
     captions: Mapping[str, str] = field(default_factory=dict)
     numbers: str = "micro-batches"
     arrows: tuple[tuple[int, int], ...] = ()
+    plan: PlanDrawing | None = None
 
     @property
     def kinds(self) -> tuple[SpanKind, ...]:

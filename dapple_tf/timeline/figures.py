@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
+from dapple_tf.drawing.plan import PlanDrawing
 from dapple_tf.errors import NotSimulatedError
 from dapple_tf.graph_passes.schedules.schedule import Action
 from dapple_tf.graph_passes.schedules.window import Window
@@ -80,6 +81,11 @@ class StepFigures:
     @property
     def simulation(self) -> Simulation | None:
         """The simulation of a ``SimulatedTimeline``; None for a recorded step."""
+        return None
+
+    @property
+    def plan_drawing(self) -> PlanDrawing | None:
+        """What is drawn of the plan of a ``SimulatedTimeline``; None for a recorded step."""
         return None
 
     @cached_property

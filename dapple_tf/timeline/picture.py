@@ -121,6 +121,7 @@ def _draw(timeline: StepFigures, title: str) -> tuple[Chart, Mapping[int, int]]:
         curves=tuple(_memory_curves(timeline)),
         limit=_memory_limit(simulation),
         numbers=_name_numbers(timeline.window),
+        plan=timeline.plan_drawing,
     )
     return chart, drawn
 
@@ -178,7 +179,8 @@ def _arrows(timeline: StepFigures, drawn: Mapping[int, int]) -> Iterator[tuple[i
     ``drawn``: spans by the id of their event. Through a transfer that is not drawn an arrow goes from action to action.
     """
     dependencies = EventDependencies(timeline.step)
-    for item in (*timeline.events, *timeline.transfers):
+    items: list[Event | Transfer] = [*timeline.events, *timeline.transfers]
+    for item in items:
         if id(item) in drawn:
             for sender in dependencies.senders(item):
                 through = isinstance(sender, Transfer) and id(sender) not in drawn

@@ -7,12 +7,16 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
+from dapple_tf.drawing.plan import PlanDrawing
 from dapple_tf.graph_passes.schedules.schedule import Action
 from dapple_tf.graph_passes.schedules.window import Window
+from dapple_tf.profiler.cluster import Cluster
+from dapple_tf.profiler.profile import Profile
 from dapple_tf.timeline.describe import describe_path, describe_stages, timeline_json
 from dapple_tf.timeline.events import Place, StepEvents
 from dapple_tf.timeline.figures import StepFigures, Utilisation
 from dapple_tf.timeline.picture import save_recording
+from dapple_tf.timeline.plan_drawing import describe_plan_drawing
 from dapple_tf.timeline.recording import BY_PROFILE, Prediction, Recording
 from dapple_tf.timeline.simulation import Simulation
 from dapple_tf.timeline.stage_costs import StageCosts
@@ -66,12 +70,33 @@ class Timeline(StepFigures):
 class SimulatedTimeline(Timeline):
     """The timeline of a step or window predicted under the cost model.
 
-    ``simulation`` creates the events when they are first needed; the figures need none.
+    ``simulation`` creates the events when they are first needed; the figures need none. ``profile``, ``cluster``: what
+    was simulated, for the drawing of the plan on a web page.
     """
 
-    def __init__(self, simulation: Simulation, *, title: str = "", note: str = "") -> None:
+    def __init__(
+        self,
+        simulation: Simulation,
+        *,
+        title: str = "",
+        note: str = "",
+        profile: Profile | None = None,
+        cluster: Cluster | None = None,
+    ) -> None:
         super().__init__(title=title, note=note)
         self._simulation = simulation
+        self._profile, self._cluster = profile, cluster
+
+    def with_note(self, note: str) -> SimulatedTimeline:
+        """Return the timeline with this note."""
+        return SimulatedTimeline(
+            self._simulation, title=self.title, note=note, profile=self._profile, cluster=self._cluster
+        )
+
+    @property
+    def plan_drawing(self) -> PlanDrawing:
+        """What is drawn of the plan."""
+        return describe_plan_drawing(self._simulation.plan, self._cluster, self._profile)
 
     @property
     def simulation(self) -> Simulation:
