@@ -6,11 +6,13 @@ import os
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from dapple_tf.autoplan.options import Options
 from dapple_tf.commands.model_loading import check_model_exists
 from dapple_tf.commands.options import MODEL_OPTIONS, PLAN_OPTIONS, read_options
 from dapple_tf.commands.planning_options import add_options
+from dapple_tf.commands.run_file import NAME
 from dapple_tf.commands.startup import start_tensorflow
 from dapple_tf.commands.train_settings import TrainSettings
 from dapple_tf.commands.window_options import check_window_usage, window_options
@@ -21,6 +23,8 @@ from dapple_tf.profiler.detect import job_size
 @add_options(MODEL_OPTIONS, PLAN_OPTIONS, window_options())
 @click.option("--steps", default=100, show_default=True, help="Training steps, or with --async windows.")
 @click.option("--trace", default=None, help="Save the timeline of the last step as .png, .html or .json.")
+@click.option("--trace-steps", default=1, show_default=True, help="Trace so many of the last steps, up to 8 (.json).")
+@click.option("--record", default=None, metavar="FILE", help=f"Record the run [default: {NAME} in --checkpoint-dir].")
 @click.option("--tensorboard", default=None, metavar="DIR", help="Write curves for TensorBoard: loss, bubble, stages.")
 @click.option("--checkpoint-dir", default=None, help="Save checkpoints here, and resume from the last.")
 @click.option("--checkpoint-every", default=None, type=int, help="Steps between checkpoints (default: a tenth of all).")
@@ -34,6 +38,8 @@ from dapple_tf.profiler.detect import job_size
 def train(
     steps: int,
     trace: str | None,
+    trace_steps: int,
+    record: str | None,
     tensorboard: str | None,
     checkpoint_dir: str | None,
     checkpoint_every: int | None,
@@ -45,7 +51,18 @@ def train(
 
     Under mpirun or horovodrun every process trains its stages, and the first one prints and saves.
     """
-    settings = TrainSettings(steps, trace, tensorboard, checkpoint_dir, checkpoint_every, check_numerics, compare)
+    settings = TrainSettings(
+        steps,
+        trace,
+        tensorboard,
+        checkpoint_dir,
+        checkpoint_every,
+        check_numerics,
+        compare,
+        trace_steps,
+        record,
+        given_options(click.get_current_context()),
+    )
     check_usage(settings)
     check_window_usage(check_numerics=check_numerics, **options)
     check_model_exists(options["model"])
@@ -56,13 +73,32 @@ def train(
     run_training(settings, given, options)
 
 
+def given_options(context: click.Context) -> dict[str, str]:
+    """Return the options that the command line gives, by their longest name, as text."""
+    found = {}
+    for parameter in context.command.params:
+        name = parameter.name or ""
+        if context.get_parameter_source(name) == ParameterSource.COMMANDLINE and isinstance(parameter, click.Option):
+            value = context.params[name]
+            text = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+            found[max(parameter.opts, key=len)] = text
+    return found
+
+
 def check_usage(settings: TrainSettings) -> None:
     """Raise UsageError, before TensorFlow starts, for numbers below 1 and options that exclude each other."""
     if settings.steps < 1:
         raise click.UsageError("--steps must be at least 1")
     if settings.checkpoint_every is not None and settings.checkpoint_every < 1:
         raise click.UsageError("--checkpoint-every must be at least 1")
-    paths = {"trace": settings.trace, "tensorboard": settings.tensorboard, "checkpoint-dir": settings.checkpoint_dir}
+    if not 1 <= settings.trace_steps <= 8:
+        raise click.UsageError("--trace-steps must be from 1 to 8")
+    paths = {
+        "trace": settings.trace,
+        "record": settings.record,
+        "tensorboard": settings.tensorboard,
+        "checkpoint-dir": settings.checkpoint_dir,
+    }
     for option, path in paths.items():
         if path == "":
             raise click.UsageError(f"--{option} is empty: name a path, or leave the option out")

@@ -41,7 +41,7 @@ th { font-weight: 600; }
 th:first-child, td:first-child, td.text, th.text { text-align: left; }
 td.text { white-space: normal; min-width: 17em; overflow-wrap: anywhere; }
 td.bar { min-width: 180px; padding-right: 16px; }
-td.bar + td { white-space: normal; min-width: 6em; }
+td.bar ~ td:nth-child(-n + 5) { white-space: normal; min-width: 6em; }
 td.bar div { display: flex; height: 15px; }
 td.bar i { display: block; height: 100%; }
 $style

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from dataclasses import replace
 from functools import cached_property
@@ -37,6 +38,12 @@ class Timeline(StepFigures):
         return Timeline(
             step.events, step.transfers, step.stage_events, title=title, together=step.together, window=step.window
         )
+
+    def with_earlier(self, count: int) -> Timeline:
+        """Return the timeline with at most ``count`` of the steps that were recorded before it."""
+        found = copy.copy(self)
+        found.earlier = self.earlier[max(0, len(self.earlier) - count) :]
+        return found
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Timeline) and self.step == other.step
