@@ -12,8 +12,9 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from io import FileIO
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from dapple_tf.errors import PlanError, RunError
 from dapple_tf.plans import Plan
@@ -176,33 +177,38 @@ class RunFile:
     def __init__(self, path: str | os.PathLike[str], start: RunStart, tell: Any) -> None:
         self._path = Path(path)
         self._tell = tell
-        self._stream: TextIO | None = None
+        self._stream: FileIO | None = None
         try:
             goes_on = bool(start.done) and self._path.exists()
             if goes_on:
                 _check_and_mend(self._path)
-            self._stream = self._path.open("a" if goes_on else "w", encoding="utf-8")
+            self._stream = FileIO(self._path, "a" if goes_on else "w")
         except OSError as error:
             raise RunError(f"{self._path} cannot be written: {error.strerror}") from error
         self._write({"format": FORMAT, "start": dataclasses.asdict(start)})
+
+    def __enter__(self) -> RunFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._stream is not None:
+            self._stream.close()
 
     def add_step(self, step: RunStep) -> None:
         """Write a step that is done."""
         self._write({"step": _without_none(step)})
 
     def end(self, end: RunEnd) -> None:
-        """Write the end, and close the file."""
+        """Write the end."""
         self._write({"end": _without_none(end)})
-        if self._stream is not None:
-            self._stream.close()
 
     def _write(self, data: Mapping[str, Any]) -> None:
         if self._stream is None:
             return
         try:
-            self._stream.write(json.dumps(data) + "\n")
-            self._stream.flush()
+            self._stream.write(f"{json.dumps(data)}\n".encode())
         except OSError as error:
+            self._stream.close()
             self._stream = None
             self._tell(f"warning: {self._path} cannot be written ({error.strerror}): the record of the run ends here")
 

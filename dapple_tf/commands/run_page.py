@@ -145,28 +145,24 @@ def _draw_memory(run: Run) -> list[str]:
     if not memory:
         return []
     measured = [*run.end.measured, *[None] * len(memory)][: len(memory)]
-    most = (
-        max(max(stage.fixed + stage.in_step, stage.fixed + (found or 0)) for stage, found in zip(memory, measured)) or 1
-    )
+    known = any(found is not None for found in measured)
+    most = max(stage.fixed + max(stage.in_step, found or 0) for stage, found in zip(memory, measured, strict=True)) or 1
     rows = []
     for index, (stage, found) in enumerate(zip(memory, measured, strict=True)):
-        parts = [(stage.fixed, _FIXED), (stage.in_step, _IN_STEP)]
-        bars = _bar(parts, most)
+        bars = _bar([(stage.fixed, _FIXED), (stage.in_step, _IN_STEP)], most)
+        cells = [format_bytes(stage.fixed), format_bytes(stage.in_step)]
         if found is not None:
             bars += _bar([(stage.fixed, _FIXED), (found, _MEASURED)], most)
-        cells = [format_bytes(stage.fixed), format_bytes(stage.in_step), "-" if found is None else format_bytes(found)]
-        cells_text = "".join(f"<td>{cell}</td>" for cell in cells)
-        rows.append(f'<tr><td>stage {index}</td><td class="bar">{bars}</td>{cells_text}</tr>')
-    entries = [
-        (f"background: {_FIXED}", "between steps, predicted"),
-        (f"background: {_IN_STEP}", "in a step, predicted"),
-    ]
-    if any(found is not None for found in measured):
-        entries.append((f"background: {_MEASURED}", "in a step, measured"))
-    head = "<th></th><th></th><th>between steps</th><th>more in a step</th><th>measured in a step</th>"
+            cells.append(format_bytes(found))
+        columns = "".join(f"<td>{cell}</td>" for cell in cells)
+        rows.append(f'<tr><td>stage {index}</td><td class="bar">{bars}</td>{columns}</tr>')
+    names = {_FIXED: "between steps, predicted", _IN_STEP: "more in a step, predicted"}
+    if known:
+        names[_MEASURED] = "more in a step, measured"
+    head = "<th></th><th></th>" + "".join(f"<th>{name}</th>" for name in names.values())
     return [
         "<h2>Memory of one device of each stage</h2>",
-        make_legend(entries),
+        make_legend([(f"background: {colour}", name) for colour, name in names.items()]),
         f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>',
     ]
 

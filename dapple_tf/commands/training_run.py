@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -54,22 +55,24 @@ def run_training(settings: TrainSettings, given: Options, options: Mapping[str, 
     step, first, batches = ranks.run_on_all(lambda: _make_step(given, options))
     _build(step, first, settings, ranks)
     checkpoints, done, batches = _resume(step, batches, settings, ranks)
-    record = _open_record(step, settings, ranks, done, options["model"])
     losses = LossWatch(step, ranks, ranks.print_progress)
     saved = [done] if done else []
-    try:
-        save = _save_after(checkpoints, settings, losses, saved)
-        run = _train(step, batches, settings, ranks, done, save, record)
-    except KeyboardInterrupt:
-        ranks.print_progress(_describe_stop(settings.checkpoint_dir, saved))
-        raise
-    ranks.wait_for_all()
+    with contextlib.ExitStack() as opened:
+        record = _open_record(step, settings, ranks, done, options["model"])
+        if record is not None:
+            opened.enter_context(record)
+        try:
+            save = _save_after(checkpoints, settings, losses, saved)
+            run = _train(step, batches, settings, ranks, done, save, record)
+        except KeyboardInterrupt:
+            ranks.print_progress(_describe_stop(settings.checkpoint_dir, saved))
+            raise
+        ranks.wait_for_all()
+        if record is not None and settings.records_steps:
+            record.end(_describe_end(step))
     found = _report_run(run, step.plan, plain_speed, losses.minibatch_losses)
     recording = _named_recording(step, options["model"], settings) if settings.trace and ranks.is_first else None
     report = _report(found, step, settings, recording)
-    if record is not None:
-        record.end(_describe_end(step, recorded=settings.records_steps))
-        report = report.extended(f"record of the run: {settings.record_path}", record=settings.record_path)
     ranks.print_result(str(report))
     if options["as_json"]:
         ranks.print_result(json.dumps({"steps": settings.steps, **report.fields}))
@@ -232,10 +235,8 @@ def _open_record(step: PipelinedStep, settings: TrainSettings, ranks: Ranks, don
     return ranks.run_on_first(open_file)
 
 
-def _describe_end(step: PipelinedStep, *, recorded: bool) -> RunEnd:
-    """Return what is known at the end of a run; ``recorded``: whether a step was."""
-    if not recorded:
-        return RunEnd()
+def _describe_end(step: PipelinedStep) -> RunEnd:
+    """Return what is known at the end of a run of which steps were recorded."""
     recording, memory = step.recording, step.report
     simulated = None if recording.predicted is None else recording.predicted.timeline.bubble
     together = None
@@ -271,6 +272,8 @@ def _report(
             trace=settings.trace,
             timeline=recording.to_json(),
         )
+    if settings.record_path:
+        report = report.extended(f"record of the run: {settings.record_path}", record=settings.record_path)
     if settings.tensorboard:
         report = report.extended(f"curves for TensorBoard: {settings.tensorboard}", tensorboard=settings.tensorboard)
     return report
