@@ -10,7 +10,7 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
@@ -174,7 +174,7 @@ class RunFile:
     file, or it cannot be written. A line that cannot be written later ends the record, and ``tell`` says so.
     """
 
-    def __init__(self, path: str | os.PathLike[str], start: RunStart, tell: Any) -> None:
+    def __init__(self, path: str | os.PathLike[str], start: RunStart, tell: Callable[[str], None]) -> None:
         self._path = Path(path)
         self._tell = tell
         self._stream: FileIO | None = None

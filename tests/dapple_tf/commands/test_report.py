@@ -13,8 +13,10 @@ import pytest
 
 from dapple_tf.commands.run_file import NAME, RunEnd, RunFile, RunStart, RunStep, read_run
 from dapple_tf.errors import RunError
+from dapple_tf.timeline.trace_file import read_recording
 from tests.dapple_tf.commands.command_line import TINY_MODEL, Outcome, Run, run_in_process, run_process
 from tests.dapple_tf.drawing.test_chart import Page
+from tests.dapple_tf.timeline.test_trace import Viewer
 
 TRAIN = ("train", TINY_MODEL, "--micro-batches", 2, "--stages", 2, "--seed", 3)
 
@@ -53,6 +55,17 @@ def test_a_run_records_its_steps_its_plan_and_what_it_ran_on(folder: Path) -> No
     assert len(found.plan.stages) == 2
     assert len(found.start.layer_names) == found.plan.stages[-1].last_layer + 1
     assert all(stage.in_step > 0 for stage in found.start.memory)
+
+
+@pytest.mark.usefixtures("trained")
+def test_the_trace_of_several_steps_has_these_and_their_memory(folder: Path) -> None:
+    measured = read_recording(folder / "t.json").measured
+    assert measured is not None
+    assert len(measured.earlier) == 2
+    assert measured.memory_curves
+    viewer = Viewer(json.loads((folder / "t.json").read_text()))
+    names = [name for spans in viewer.spans.values() for _, _, name in spans]
+    assert names.count("1F1") == 4, "measured three times, and predicted"
 
 
 def test_the_losses_are_those_that_train_prints(trained: Outcome, folder: Path) -> None:
