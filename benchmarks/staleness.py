@@ -47,9 +47,9 @@ def models() -> Mapping[str, Trained]:
     import keras
 
     import dapple_tf as dapple
-    from models.gpt import gpt
-    from models.images import labelled_images
-    from models.vgg import vgg
+    from dapple_tf.examples.gpt import gpt
+    from dapple_tf.examples.images import labelled_images
+    from dapple_tf.examples.vgg import vgg
 
     def small_gpt(batch_size: int) -> Any:
         workload = gpt(layers=4, width=64, context=32, batch_size=batch_size)

@@ -14,7 +14,7 @@ from typing import NoReturn
 
 import click
 
-from dapple_tf.commands.output import print_progress
+from dapple_tf.commands.output import print_error
 from dapple_tf.distributed import membership
 from dapple_tf.distributed.exit_reporting import prints_error_in_full, report_failure
 from dapple_tf.distributed.watchdog import INTERRUPTED
@@ -122,4 +122,4 @@ def _is_known(error: Exception) -> bool:
 
 def _print_error(error: Exception, text: str) -> None:
     if prints_error_in_full(error):
-        print_progress(f"error: {text}")
+        print_error(text)

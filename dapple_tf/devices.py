@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -18,6 +17,7 @@ from dapple_tf.distributed.native.library import ExchangeLibrary, find_obstacle,
 from dapple_tf.distributed.shared_errors import describe_difference, share_error
 from dapple_tf.distributed.startup_watch import watching_start
 from dapple_tf.errors import DeviceError, UsageError, warn_user
+from dapple_tf.messages import LOGGER
 from dapple_tf.profiler.cores import count_cores
 from dapple_tf.profiler.detect import job_rank, job_size
 
@@ -194,7 +194,7 @@ def start_exchanges(job: Job, environment: Mapping[str, str] = os.environ) -> No
     if obstacle and way == "native":
         raise share_error(UsageError(f"{_EXCHANGE}=native is not possible: {obstacle}"), 0)
     if obstacle and job.rank == 0:
-        print(f"dapple: the ranks exchange tensors by Horovod's alltoall: {obstacle}", file=sys.stderr, flush=True)
+        LOGGER.warning("the ranks exchange tensors by Horovod's alltoall: %s", obstacle)
     job.exchange_way = "horovod" if obstacle or library is None else "native"
     if library is not None and not obstacle:
         job.exchange_network = ExchangeNetwork(job, library)

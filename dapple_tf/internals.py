@@ -27,6 +27,7 @@ from tensorflow.python.eager.polymorphic_function import concrete_function
 from tensorflow.python.framework import func_graph, function_def_to_graph, op_def_registry, ops, tensor_util
 from tensorflow.python.ops import gradients_util, handle_data_util
 from tensorflow.python.ops.ragged import row_partition, segment_id_ops
+from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
 # Keys of ``experimental_attributes``: calls of the function are not inlined; and no automatic control dependencies,
 # so that only explicit control edges order the function's ops.
@@ -47,6 +48,29 @@ def tensorflow_has_started() -> bool:
     Relies on the eager context of the module ``context`` and its mark of being initialized.
     """
     return context._context is not None and context._context._initialized
+
+
+def read_op_runs(path: str) -> list[tuple[str, float, float]]:
+    """Return the runs of ops on the host in a file of TensorFlow's profiler: ``name:type``, start and end in seconds.
+
+    Times are those of the system's clock. Relies on the message ``XSpace`` of TensorFlow's wheel, on the plane
+    ``/host:CPU`` in it, on events named ``name:type``, and on the profile's start in the plane ``Task Environment``.
+    """
+    space = xplane_pb2.XSpace()
+    with open(path, "rb") as stream:
+        space.ParseFromString(stream.read())
+    planes = {plane.name: plane for plane in space.planes}
+    environment, host = planes["Task Environment"], planes["/host:CPU"]
+    names = environment.stat_metadata
+    began = next(s.uint64_value for s in environment.stats if names[s.metadata_id].name == "profile_start_time")
+    runs = []
+    for line in host.lines:
+        for event in line.events:
+            name = host.event_metadata[event.metadata_id].name
+            if ":" in name.lstrip(":") and "::" not in name:
+                start = (began + event.offset_ps * 1e-3) * 1e-9
+                runs.append((name, start, start + event.duration_ps * 1e-12))
+    return runs
 
 
 def clone_function(function: Any) -> Any:

@@ -117,12 +117,14 @@ def command_line_page() -> str:
         "# Command line\n",
         "`dapple` is also `python -m dapple_tf`. Results go to stdout, progress and logs to stderr. With `--json` the "
         "last line of stdout is one JSON object. Exit codes: 0 done, 1 failed, 2 wrong usage, 130 stopped by Ctrl-C.\n",
+        "The shell completes commands, options, planners, schedules and files after "
+        '`eval "$(_DAPPLE_COMPLETE=bash_source dapple)"` (`zsh_source`, `fish_source`).\n',
         _console("dapple --help", cli.get_help(context)),
     ]
     for name in cli.list_commands(context):
         command = cli.get_command(context, name)
         if command is not None and not command.hidden:
-            inner = click.Context(command, info_name=name, parent=context, **width)
+            inner = command.context_class(command, info_name=name, parent=context, **width)
             parts += [f"## dapple {name}\n", _console(f"dapple {name} --help", command.get_help(inner))]
     return "\n".join(parts)
 

@@ -29,9 +29,9 @@ def choose_interval(cost_seconds: float, step_seconds: float) -> int:
 class Observer:
     """Runs the steps of a training run, numbered ``first`` to ``last``, and records some of them.
 
-    ``trace``: the number of the last steps that are recorded. ``curves``: every n-th step is; the first four measure
-    what recording costs, and rank 0 chooses n for all ranks of the ``job``. ``scalars``: where rank 0 writes the
-    curves. ``record``: where it writes the steps. ``tell``: prints a line.
+    ``trace``: the number of the last steps that are recorded, with their ops where ``trace_ops`` is set. ``curves``:
+    every n-th step is; the first four measure what recording costs, and rank 0 chooses n for all ranks of the ``job``.
+    ``scalars``: where rank 0 writes the curves. ``record``: where it writes the steps. ``tell``: prints a line.
     """
 
     def __init__(
@@ -43,13 +43,14 @@ class Observer:
         trace: int,
         curves: bool,
         scalars: Scalars | None,
-        record: RunFile | None,
         job: Job | None,
         tell: Callable[[str], None],
+        trace_ops: bool = False,
+        record: RunFile | None = None,
     ) -> None:
         self._step = step
         self._first, self._last = first, last
-        self._trace, self._curves = trace, curves
+        self._trace, self._trace_ops, self._curves = trace, trace_ops, curves
         self._scalars = scalars
         self._record = record
         self._job = job
@@ -65,7 +66,9 @@ class Observer:
         self._number += 1
         on_curve = self._curves and (self._number - self._first) % self._interval == 0
         self._recorded = on_curve or self._number > self._last - self._trace
-        return (self._step.record if self._recorded else self._step)(*batch)
+        if self._recorded:
+            return self._step.record(*batch, ops=self._trace_ops and self._number > self._last - self._trace)
+        return self._step(*batch)
 
     def observe(self, done: StepResult) -> None:
         """Write the curves' points of a step that is done; after the first four steps choose the interval."""

@@ -26,6 +26,7 @@ NAME = "run.jsonl"
 """The file in the folder of a run's checkpoints."""
 
 _LARGEST_FILE = 64 * 2**20  # bytes: about 800,000 steps
+_LAST_TIME = 253_402_300_799  # seconds since 1970
 _ADVICE = "train with --checkpoint-dir DIR or --record FILE"
 
 
@@ -155,6 +156,8 @@ def _read_line(text: str, *, first: bool) -> _Line:
     line = read_record(data, _Line, RunError, file_format=FORMAT if begins else None)
     if begins and line.start is None:
         raise RunError("start is missing")
+    if line.start is not None and line.start.time > _LAST_TIME:
+        raise RunError(f"start.time is {line.start.time:g}, beyond the year 9999")
     if (line.start, line.step, line.end).count(None) != 2:
         raise RunError("it has not one of start, step and end")
     return line

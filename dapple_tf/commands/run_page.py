@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
+from typing import Any
 
 from dapple_tf.commands.run_file import Run, RunStep
 from dapple_tf.drawing.chart import Curve
@@ -20,54 +22,73 @@ _MOST_POINTS = 2000  # of a curve; a longer one is drawn by the least and the la
 _FIXED, _IN_STEP, _MEASURED = "#7a6fae", "#45a29e", "#d98b2b"
 
 
-def describe_run(run: Run) -> Iterator[tuple[str, str]]:
-    """Yield the names and values of the run's figures."""
-    start, plan, steps = run.start, run.plan, run.steps
-    unit = "step" if plan.window is None else "window"
-    yield "model", start.model
-    yield "plan", plan.headline.removeprefix("plan ")
-    done = steps[-1].number if steps else start.done
-    yield f"{unit}s", f"{done} of {start.steps}" + "".join(f", resumed after {unit} {n}" for n in run.resumed)
-    losses = [step.loss for step in steps if step.loss is not None]
-    if losses:
-        lost = len(steps) - len(losses)
-        yield (
-            "loss",
-            f"{losses[0]:.4g} → {losses[-1]:.4g}, least {min(losses):.4g}" + f", {lost} not finite" * bool(lost),
-        )
-    elif steps:
-        yield "loss", "not finite"
+def run_figures(run: Run) -> dict[str, Any]:
+    """Return the run's figures as JSON values; what is not known is null. Seconds and bytes."""
+    losses = [step.loss for step in run.steps if step.loss is not None]
     timed = _timed(run)
-    if timed:
-        seconds = statistics.median(step.seconds for step in timed)
-        yield f"a {unit} takes", f"{format_seconds(seconds)} (median of {len(timed)})"
-        yield "speed", f"{timed[-1].samples / seconds:.4g} samples/s, {format_samples(timed[-1].samples)} a {unit}"
-        planned = planned_seconds(plan)
-        if planned is not None and timed[-1].samples == plan.global_batch_size:
-            yield "the planner predicted", f"{format_seconds(planned)}, {describe_error(planned / seconds - 1)}"
-    yield from _describe_bubble(run)
-    if run.end.together is not None:
-        predicted, measured = run.end.together
-        yield (
-            "memory in a step, all stages together",
-            f"{format_bytes(predicted)} predicted, {format_bytes(measured)} measured",
-        )
-    where = f"{start.processes} processes" if start.processes > 1 else "one process"
-    yield "started", f"{time.strftime('%Y-%m-%d %H:%M', time.gmtime(start.time))} UTC, in {where}"
-
-
-def _describe_bubble(run: Run) -> Iterator[tuple[str, str]]:
-    """Yield the simulated bubble (of the plan, or with the measured times of the actions) and the measured one."""
+    seconds = statistics.median(step.seconds for step in timed) if timed else None
+    bubbles = [step.bubble for step in run.steps if step.bubble is not None]
     simulated = run.end.simulated_bubble
     if simulated is None:
         planned = (run.plan.predicted or {}).get("bubble")
         simulated = float(planned) if isinstance(planned, int | float) else None
-    measured = [step.bubble for step in run.steps if step.bubble is not None]
-    parts = [] if simulated is None else [f"{simulated:.1%} simulated"]
-    if measured:
-        count = f"{len(measured)} recorded steps" if len(measured) > 1 else "a recorded step"
-        parts.append(f"{statistics.mean(measured):.1%} measured ({count})")
-    yield "bubble", ", ".join(parts) or "not known: record a step with --trace or --tensorboard"
+    return {
+        "model": run.start.model,
+        "steps": run.start.steps,
+        "done": run.steps[-1].number if run.steps else run.start.done,
+        "resumed": list(run.resumed),
+        "first_loss": losses[0] if losses else None,
+        "last_loss": losses[-1] if losses else None,
+        "least_loss": min(losses, default=None),
+        "step_seconds": seconds,
+        "samples": timed[-1].samples if timed else None,
+        "samples_per_second": timed[-1].samples / seconds if seconds else None,
+        "planned_step_seconds": planned_seconds(run.plan),
+        "simulated_bubble": simulated,
+        "bubble": statistics.mean(bubbles) if bubbles else None,
+        "recorded_steps": len(bubbles),
+        "memory": [dataclasses.asdict(stage) for stage in run.start.memory],
+        "measured_memory": list(run.end.measured),
+        "versions": dict(run.start.versions),
+        "options": dict(run.start.options),
+    }
+
+
+def describe_run(run: Run) -> Iterator[tuple[str, str]]:
+    """Yield the names and values of the run's figures."""
+    start, plan, found = run.start, run.plan, run_figures(run)
+    unit = "step" if plan.window is None else "window"
+    yield "model", start.model
+    yield "plan", plan.headline.removeprefix("plan ")
+    resumed = "".join(f", resumed after {unit} {number}" for number in run.resumed)
+    yield f"{unit}s", f"{found['done']} of {start.steps}{resumed}"
+    lost = sum(step.loss is None for step in run.steps)
+    if lost < len(run.steps):
+        text = f"{found['first_loss']:.4g} → {found['last_loss']:.4g}, least {found['least_loss']:.4g}"
+        yield "loss", text + f", {lost} not finite" * bool(lost)
+    elif lost:
+        yield "loss", "not finite"
+    seconds, samples, planned = found["step_seconds"], found["samples"], found["planned_step_seconds"]
+    if seconds:
+        yield f"a {unit} takes", f"{format_seconds(seconds)} (median of {len(_timed(run))})"
+        yield "speed", f"{found['samples_per_second']:.4g} samples/s, {format_samples(samples)} a {unit}"
+        if planned is not None and samples == plan.global_batch_size:
+            yield "the planner predicted", f"{format_seconds(planned)}, {describe_error(planned / seconds - 1)}"
+    yield "bubble", _describe_bubble(found)
+    if run.end.together is not None:
+        predicted, measured = map(format_bytes, run.end.together)
+        yield "memory in a step, all stages together", f"{predicted} predicted, {measured} measured"
+    where = f"{start.processes} processes" if start.processes > 1 else "one process"
+    yield "started", f"{time.strftime('%Y-%m-%d %H:%M', time.gmtime(start.time))} UTC, in {where}"
+
+
+def _describe_bubble(found: Mapping[str, Any]) -> str:
+    """Return the simulated bubble (of the plan, or with the measured times of the actions) and the measured one."""
+    parts = [] if found["simulated_bubble"] is None else [f"{found['simulated_bubble']:.1%} simulated"]
+    if found["bubble"] is not None:
+        count = found["recorded_steps"]
+        parts.append(f"{found['bubble']:.1%} measured ({count} recorded step{'s' * (count > 1)})")
+    return ", ".join(parts) or "not known: record a step with --trace or --tensorboard"
 
 
 def _timed(run: Run) -> list[RunStep]:

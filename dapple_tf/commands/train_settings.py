@@ -14,9 +14,9 @@ class TrainSettings:
     """The settings of a training run, and the files that it writes.
 
     ``steps``: the number of the last step. ``trace``: file for the timeline of the last step, and of the others of the
-    last ``trace_steps``. ``tensorboard``: folder for curves. ``checkpoint_every``: steps between checkpoints.
-    ``compare``: steps of the un-pipelined model to time. ``record``: file for the record of the run. ``options``: those
-    of the command line that were given, as text.
+    last ``trace_steps``. ``trace_ops``: whether these record ops. ``tensorboard``: folder for curves.
+    ``checkpoint_every``: steps between checkpoints. ``baseline``: steps of the un-pipelined model to time. ``record``:
+    file for the record of the run. ``options``: those of the command line that were given, as text.
     """
 
     steps: int
@@ -25,8 +25,9 @@ class TrainSettings:
     checkpoint_dir: str | None = None
     checkpoint_every: int | None = None
     check_numerics: bool = False
-    compare: int = 0
+    baseline: int = 0
     trace_steps: int = 1
+    trace_ops: bool = False
     record: str | None = None
     options: Mapping[str, str] = field(default_factory=dict)
 

@@ -51,11 +51,11 @@ def run_training(settings: TrainSettings, given: Options, options: Mapping[str, 
     """
     ranks = Ranks(membership.current())
     _check_output_paths(settings, ranks)
-    plain_speed = time_plain_model(settings.compare, given.window, **options) if settings.compare else None
+    plain_speed = time_plain_model(settings.baseline, given.window, **options) if settings.baseline else None
     step, first, batches = ranks.run_on_all(lambda: _make_step(given, options))
     _build(step, first, settings, ranks)
     checkpoints, done, batches = _resume(step, batches, settings, ranks)
-    losses = LossWatch(step, ranks, ranks.print_progress)
+    losses = LossWatch(step, ranks, ranks.print_warning)
     saved = [done] if done else []
     with contextlib.ExitStack() as opened:
         record = _open_record(step, settings, ranks, done, options["model"])
@@ -65,7 +65,7 @@ def run_training(settings: TrainSettings, given: Options, options: Mapping[str, 
             save = _save_after(checkpoints, settings, losses, saved)
             run = _train(step, batches, settings, ranks, done, save, record)
         except KeyboardInterrupt:
-            ranks.print_progress(_describe_stop(settings.checkpoint_dir, saved))
+            ranks.print_warning(_describe_stop(settings.checkpoint_dir, saved))
             raise
         ranks.wait_for_all()
         if record is not None and settings.records_steps:
@@ -180,6 +180,7 @@ def _train(
         done + 1,
         settings.steps,
         trace=settings.trace_steps if settings.trace else 0,
+        trace_ops=settings.trace_ops,
         curves=settings.records_curves,
         scalars=scalars,
         record=record,
@@ -230,7 +231,7 @@ def _open_record(step: PipelinedStep, settings: TrainSettings, ranks: Ranks, don
             layer_names=step.layer_names,
             memory=bytes_of_stages(step.report.to_json()["stages"]),
         )
-        return RunFile(path, start, ranks.print_progress)
+        return RunFile(path, start, ranks.print_warning)
 
     return ranks.run_on_first(open_file)
 

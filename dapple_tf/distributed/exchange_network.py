@@ -6,7 +6,6 @@ import contextlib
 import os
 import secrets
 import socket
-import sys
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +21,7 @@ from dapple_tf.distributed.ring_all_reduce import has_known_shapes
 from dapple_tf.distributed.ring_chunks import ring_neighbours
 from dapple_tf.graph_passes.ir.graph import Graph
 from dapple_tf.graph_passes.ir.ops import OpName
+from dapple_tf.messages import LOGGER
 
 _PURPOSE = "ranks exchange tensors"
 _MOST_WAITING = 512  # connections that the system keeps until they are served
@@ -154,11 +154,11 @@ def _run(rank: int, waits: Waits, seconds: float) -> None:
     while not pause.wait(seconds):
         found = waits.find_waits(seconds)
         if found and found != known:
-            print(describe_stall(rank, found, seconds), file=sys.stderr, flush=True)
+            LOGGER.warning(describe_stall(rank, found, seconds))
         known = found
 
 
 def describe_stall(rank: int, found: Mapping[int, list[str]], seconds: float) -> str:
     """Return the report, in Horovod's form: ``found`` are names of exchanges by the ranks that have not sent them."""
     lines = [f"{other}: [{', '.join(names)}]" for other, names in sorted(found.items())]
-    return "\n".join([f"dapple: rank {rank} has waited for tensors for {seconds:g} s. Missing ranks:", *lines])
+    return "\n".join([f"rank {rank} has waited for tensors for {seconds:g} s. Missing ranks:", *lines])

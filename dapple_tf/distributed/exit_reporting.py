@@ -16,6 +16,7 @@ from dapple_tf.distributed.shared_errors import reporting_rank
 from dapple_tf.distributed.timeout import read_timeout
 from dapple_tf.distributed.watchdog import INTERRUPTED, Watchdog
 from dapple_tf.errors import StepError
+from dapple_tf.messages import LOGGER
 
 # Texts of errors with which a step fails when other ranks are gone.
 _LOST_RANKS = re.compile("Horovod|MPI_|[Gg]loo|lost the connection to rank")
@@ -70,8 +71,7 @@ def prints_error_in_full(error: BaseException) -> bool:
     rank, job = reporting_rank(error), membership.current()
     if rank is None or job is None or rank == job.rank:
         return True
-    text = f"dapple: rank {job.rank} ends: rank {rank} prints the error ({type(error).__name__})"
-    print(text, file=sys.stderr, flush=True)
+    LOGGER.warning("rank %d ends: rank %d prints the error (%s)", job.rank, rank, type(error).__name__)
     return False
 
 
@@ -80,7 +80,7 @@ def _report_uncaught_exceptions(job: Job) -> None:
 
     def report(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         if isinstance(error, KeyboardInterrupt) and membership.current() is job:
-            print("dapple: interrupted", file=sys.stderr, flush=True)  # a traceback of every rank would not help
+            LOGGER.warning("interrupted")  # a traceback of every rank would not help
         elif prints_error_in_full(error):
             previous(kind, error, traceback)
         report_failure(error)

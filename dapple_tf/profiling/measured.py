@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from dapple_tf.exactness import BatchLoss
 from dapple_tf.frontend.batch import as_arguments, batch_size
 from dapple_tf.frontend.capture import Captured
 from dapple_tf.frontend.trace import trace_loss, trace_uncut
+from dapple_tf.messages import LOGGER
 from dapple_tf.profiler.cores import count_cores, limit_to_cores
 from dapple_tf.profiler.measure import Floats, measure_interleaved, relative_spread
 from dapple_tf.profiler.peaks import CPU_CORE, PEAKS, Peak
@@ -289,9 +291,9 @@ _ShowProgress = Callable[[str, int], None]
 @contextlib.contextmanager
 def _progress_bar(total: int) -> Iterator[_ShowProgress]:
     """Show a bar of ``total`` steps during the block, if stderr is a terminal."""
-    console = Console(file=sys.stderr)
+    console = Console(file=sys.stderr, quiet=not LOGGER.isEnabledFor(logging.INFO))
     columns = [TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn()]
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
+    with Progress(*columns, console=console, disable=console.quiet or not console.is_terminal, transient=True) as bar:
         task = bar.add_task("profiling", total=total)
 
         def show(activity: str, steps: int) -> None:

@@ -16,13 +16,14 @@ from dapple_tf.graph_passes.ir.graph import Graph
 from dapple_tf.graph_passes.schedules.schedule import Schedule
 from dapple_tf.graph_passes.schedules.weight_versions import Versions
 from dapple_tf.plans import Plan
+from dapple_tf.runtime.op_profile import Runs, attribute_ops
 from dapple_tf.simulator.execution import execute
 from dapple_tf.simulator.order import encode
 from dapple_tf.simulator.simulated_step import execution_events
 from dapple_tf.simulator.simulated_window import window_events
 from dapple_tf.simulator.window_costs import uniform_costs
 from dapple_tf.simulator.window_execution import execute_window
-from dapple_tf.timeline.events import MemoryCurve, StageEventKind, StepEvents
+from dapple_tf.timeline.events import MemoryCurve, OpRun, StageEventKind, StepEvents
 from dapple_tf.timeline.figures import EarlierStep
 from dapple_tf.timeline.measured_costs import measure_stage_costs
 from dapple_tf.timeline.recording import BY_PROFILE, BY_TIMES, Prediction, Recording, plan_title, planned_seconds
@@ -50,6 +51,7 @@ class _RecordedStep:
     simulated: Timeline | None
     note: str
     memory: Sequence[MemoryCurve]
+    ops: Sequence[OpRun]
 
     def filled(self) -> list[Stamp]:
         """Return the nodes of all processes with their times."""
@@ -68,6 +70,7 @@ class _RecordedStep:
             versions=None if plan.window is None else plan.versions,
             earlier=[EarlierStep(begin - first_start(step.filled()), step.make_timeline()) for step in earlier],
             memory_curves=[_placed(curve, stamps, begin) for curve in self.memory],
+            ops=self.ops,
         )
 
 
@@ -104,26 +107,39 @@ class Recorder:
         *,
         note: str = "",
         memory: Sequence[MemoryCurve] = (),
+        runs: Runs | None = None,
     ) -> None:
         """Keep the ``times`` of a step of ``graph`` that has just run under ``plan``; every rank of a job must call it.
 
         ``simulated``: the timeline that was simulated when the plan was made, if there is one. ``note``: see
-        ``Timeline``. ``memory``: see ``MemoryRecorder.curves``.
+        ``Timeline``. ``memory``: see ``MemoryRecorder.curves``. ``runs``: of the ops of this process, if they were
+        profiled.
         """
         begin = time.perf_counter()
         own = times.numpy()
         stamps = self._name_stamps(graph)
         gathered = [own] if self._clocks is None else self._clocks.gather(own)
-        self._steps.append(_RecordedStep(stamps, gathered, plan, simulated, note, memory))
+        self._steps.append(_RecordedStep(stamps, gathered, plan, simulated, note, memory, self._ops(graph, own, runs)))
         self._timeline = None
         self.cost_seconds = time.perf_counter() - begin + _SECONDS_PER_NODE * len(own) / 2
+
+    def _ops(self, graph: Graph, times: Any, runs: Runs | None) -> Sequence[OpRun]:
+        """Return the ops of all processes, from the ``runs`` and ``times`` of this one; nothing without ``runs``."""
+        if runs is None:
+            return ()
+        own = attribute_ops(graph, fill_stamps(self._name_own(graph), times), runs)
+        gathered = [own] if self._job is None else self._job.gather(own)
+        return [op for ops in gathered for op in ops]
+
+    def _name_own(self, graph: Graph) -> tuple[Stamp, ...]:
+        return name_stamps(graph, None if self._job is None else f"rank:{self._job.rank}")
 
     def _name_stamps(self, graph: Graph) -> Sequence[Sequence[Stamp]]:
         """Return the nodes that each process times; the ranks of a job exchange them once for each graph."""
         for known, stamps in self._stamps:
             if known is graph:
                 return stamps
-        own = name_stamps(graph, None if self._job is None else f"rank:{self._job.rank}")
+        own = self._name_own(graph)
         stamps = [own] if self._job is None else self._job.gather(own)
         self._stamps.append((graph, stamps))
         return stamps

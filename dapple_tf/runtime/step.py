@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, overload
 
 import tensorflow as tf
 from typing_extensions import Unpack
@@ -40,6 +40,7 @@ from dapple_tf.runtime.forked import check_not_forked
 from dapple_tf.runtime.forward import Forward
 from dapple_tf.runtime.local_batch import compile_local, find_needs
 from dapple_tf.runtime.memory_recorder import MemoryRecorder
+from dapple_tf.runtime.op_profile import profile_ops
 from dapple_tf.runtime.recorder import Recorder
 from dapple_tf.runtime.rehearsal import can_rehearse, compare_first
 from dapple_tf.runtime.variable_homes import VariableHomes, name_variables
@@ -339,13 +340,15 @@ class PipelinedStep:
 
     # --- recorded steps
 
-    def record(self, *batch: Any, local: bool = False) -> Any:
+    def record(self, *batch: Any, local: bool = False, ops: bool = False) -> Any:
         """Train on one batch as a call does, and record the times of all actions and the memory.
 
         See ``timeline`` and ``report`` afterwards. Before its first recorded step a batch size is rehearsed: the step
         runs twice, to warm up and to measure memory, and all variables get their values back. A step that prints, runs
         Python code or draws from a random generator's hidden state cannot be rehearsed, and the note of its first
         timelines says so. In a job every rank must call it, and each gets the times of all. ``local``: as in a call.
+        ``ops``: also record the ops inside of each action with TensorFlow's profiler, which slows the step down a
+        little; UsageError where a profiler runs already.
         """
         with self._lock:
             compiled, tensors = self._compile_recorded(batch, local)
@@ -353,6 +356,7 @@ class PipelinedStep:
                 exclusive(compiled.planned.model.variables.values()),
                 self._compiled.running(compiled),
                 self._memory.recorded_run(compiled.planned, list_devices(self._wanted_devices)) as note,
+                profile_ops() if ops else contextlib.nullcontext() as runs,
             ):
                 *outputs, times = compiled.program.run(tensors)
         size = compiled.planned.batch_size
@@ -360,7 +364,7 @@ class PipelinedStep:
         if size != plan.global_batch_size:  # the prediction is for another number of samples
             plan, simulated = dataclasses.replace(fit_plan(plan, size), predicted=None), None
         memory = self._memory.curves(compiled.planned)
-        self._recorder.keep(compiled.program.graph, times, plan, simulated, note=note, memory=memory)
+        self._recorder.keep(compiled.program.graph, times, plan, simulated, note=note, memory=memory, runs=runs)
         return compiled.planned.model.pack(self._keep_losses(compiled, outputs))
 
     @property
@@ -453,6 +457,25 @@ class PipelinedStep:
         return self._last
 
 
+@overload
+def pipeline(
+    loss_fn: Callable[..., Any],
+    *,
+    optimizer: Any,
+    example_batch: Sequence[Any] | None = None,
+    **options: Unpack[OptionTypes],
+) -> PipelinedStep: ...
+
+
+@overload
+def pipeline(
+    *,
+    optimizer: Any,
+    example_batch: Sequence[Any] | None = None,
+    **options: Unpack[OptionTypes],
+) -> Callable[[Callable[..., Any]], PipelinedStep]: ...
+
+
 @document_options()
 def pipeline(
     loss_fn: Callable[..., Any] | None = None,
@@ -460,7 +483,7 @@ def pipeline(
     optimizer: Any,
     example_batch: Sequence[Any] | None = None,
     **options: Unpack[OptionTypes],
-) -> Any:
+) -> PipelinedStep | Callable[[Callable[..., Any]], PipelinedStep]:
     """Return a training step over a pipeline that computes what the same step on one device computes.
 
     Without ``loss_fn`` it returns a decorator.

@@ -181,6 +181,28 @@ class StepEvents:
         return tuple(e.action for e in self.events if (e.action.stage, e.replica) == (stage, replica))
 
 
+@dataclass(frozen=True, slots=True)
+class OpRun:
+    """One run of a TensorFlow op inside of an action: seconds since the action's start, and those that it took.
+
+    ``name``: of the op in the model. ``op``: its type as it ran, which may be a fused one.
+    """
+
+    stage: Count
+    kind: Kind
+    micro_batch: Count
+    replica: Count
+    name: Name
+    op: Name
+    start: Figure
+    seconds: Figure
+
+    @property
+    def action(self) -> Action:
+        """The action that ran it."""
+        return Action(self.stage, self.kind, self.micro_batch)
+
+
 @dataclass(frozen=True)
 class MemoryCurve:
     """Measured bytes of a device, beyond those live before the step: ``values[i]`` from ``times[i]`` (seconds) on.

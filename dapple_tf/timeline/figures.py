@@ -14,7 +14,7 @@ from dapple_tf.graph_passes.schedules.window import Window
 from dapple_tf.plans import Plan
 from dapple_tf.profiler.units import format_seconds
 from dapple_tf.timeline.critical_path import Part, critical_stage, find_critical_path
-from dapple_tf.timeline.events import Event, MemoryCurve, Place, StageEvent, StepEvents, Transfer
+from dapple_tf.timeline.events import Event, MemoryCurve, OpRun, Place, StageEvent, StepEvents, Transfer
 from dapple_tf.timeline.measured_costs import measure_stage_costs
 from dapple_tf.timeline.simulation import Simulation
 from dapple_tf.timeline.stage_costs import StageCosts
@@ -56,7 +56,7 @@ class StepFigures:
     files; what describes and draws a step takes this. ``title``: the model and the schedule. ``note``: what distorts
     the times of a recorded step, how the order of a simulated one was found, or "". ``together`` and ``window``: see
     ``StepEvents``. ``earlier``: the steps recorded before this one, the first one first; ``memory_curves``: the memory
-    that was measured; traces show both.
+    that was measured; ``ops``: those that ran inside of the actions, if they were recorded. Traces show these.
     """
 
     def __init__(
@@ -71,11 +71,13 @@ class StepFigures:
         window: Window | None = None,
         earlier: Iterable[EarlierStep] = (),
         memory_curves: Iterable[MemoryCurve] = (),
+        ops: Iterable[OpRun] = (),
     ) -> None:
         self.title = title
         self.note = note
         self.earlier = tuple(earlier)
         self.memory_curves = tuple(memory_curves)
+        self.ops = tuple(ops)
         self._recorded = StepEvents(tuple(events), tuple(transfers), tuple(stage_events), frozenset(together), window)
 
     @property

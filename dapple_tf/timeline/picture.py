@@ -77,8 +77,28 @@ def make_chart(timeline: StepFigures, title: str = "") -> Chart:
 
 
 def _draw_with_arrows(timeline: StepFigures, title: str = "") -> Chart:
+    """Return the chart of a timeline for a trace: with arrows, and below each device the ops of its actions."""
     chart, drawn = _draw(timeline, title)
-    return replace(chart, arrows=tuple(_arrows(timeline, drawn)))  # of long pipelines they take seconds to find
+    chart = replace(chart, arrows=tuple(_arrows(timeline, drawn)))  # of long pipelines they take seconds to find
+    return _with_ops(chart, timeline, drawn) if timeline.ops else chart
+
+
+def _with_ops(chart: Chart, timeline: StepFigures, drawn: Mapping[int, int]) -> Chart:
+    """Return the chart with a row of ops below each row of a device that ran any."""
+    span_of = {(e.action, e.replica): chart.spans[drawn[id(e)]] for e in timeline.events if id(e) in drawn}
+    shown = [(op, span_of[op.action, op.replica]) for op in timeline.ops if (op.action, op.replica) in span_of]
+    rows, places, ops_of = list[Row](), list[int](), dict[int, int]()
+    for index, row in enumerate(chart.rows):
+        places.append(len(rows))
+        rows.append(row)
+        if any(span.row == index for _, span in shown):
+            ops_of[index] = len(rows)
+            rows.append(replace(row, name=f"ops of {row.name}", until=0.0))
+    spans = [span._replace(row=places[span.row]) for span in chart.spans]
+    for op, span in shown:
+        start = span.start + op.start
+        spans.append(Span(ops_of[span.row], f"{op.op} {op.name}", span.kind, start, start + op.seconds, op.micro_batch))
+    return replace(chart, rows=tuple(rows), spans=tuple(spans))
 
 
 def _draw(timeline: StepFigures, title: str) -> tuple[Chart, Mapping[int, int]]:

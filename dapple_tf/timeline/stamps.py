@@ -14,7 +14,7 @@ from dapple_tf.graph_passes.passes.project import StageExchange, parse_exchange_
 from dapple_tf.graph_passes.schedules.schedule import KIND_OF_CALL, Action
 from dapple_tf.graph_passes.schedules.weight_versions import Versions
 from dapple_tf.graph_passes.schedules.window import Window
-from dapple_tf.timeline.events import Event, MemoryCurve, StageEvent, StageEventKind, Transfer
+from dapple_tf.timeline.events import Event, MemoryCurve, OpRun, StageEvent, StageEventKind, Transfer
 from dapple_tf.timeline.figures import EarlierStep
 from dapple_tf.timeline.timeline import Timeline
 
@@ -65,6 +65,7 @@ def make_timeline(
     versions: Versions | None = None,
     earlier: Iterable[EarlierStep] = (),
     memory_curves: Iterable[MemoryCurve] = (),
+    ops: Iterable[OpRun] = (),
 ) -> Timeline:
     """Return the timeline of the stamps of all processes, whose clocks must agree.
 
@@ -87,6 +88,7 @@ def make_timeline(
         window=window,
         earlier=earlier,
         memory_curves=memory_curves,
+        ops=ops,
     )
 
 

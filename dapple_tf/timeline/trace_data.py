@@ -29,6 +29,8 @@ def recording_data(recording: Recording) -> dict[str, Any]:
             ]
         if recording.measured.memory_curves:
             data["memory_curves"] = [asdict(curve) for curve in recording.measured.memory_curves]
+        if recording.measured.ops:
+            data["ops"] = [asdict(op) for op in recording.measured.ops]
     if recording.predicted is not None:
         data["predicted"] = {
             "source": recording.predicted.source,

@@ -7,16 +7,16 @@ holds the recording. Files are only read as data: nothing in them is ever run.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from dapple_tf.errors import ScheduleError, TraceError
-from dapple_tf.graph_passes.schedules.schedule import Action, Kind, read_old_splits
+from dapple_tf.graph_passes.schedules.schedule import Action, Kind, name_input_halves
 from dapple_tf.graph_passes.schedules.window import Window
 from dapple_tf.profiler.quote import quote
 from dapple_tf.profiler.read_files import naming_file, read_json
 from dapple_tf.profiler.records import Count, Figure, Name, read_record
-from dapple_tf.timeline.events import Event, MemoryCurve, StageEvent, StageEventKind, Transfer
+from dapple_tf.timeline.events import Event, MemoryCurve, OpRun, StageEvent, StageEventKind, Transfer
 from dapple_tf.timeline.figures import EarlierStep
 from dapple_tf.timeline.recording import Prediction, Recording
 from dapple_tf.timeline.timeline import Timeline
@@ -104,6 +104,7 @@ class _Recording:
     measured: _Step | None = None
     earlier: tuple[_Earlier, ...] = ()
     memory_curves: tuple[MemoryCurve, ...] = ()
+    ops: tuple[OpRun, ...] = ()
     predicted: _Prediction | None = None
     planned_seconds: Figure | None = None
 
@@ -147,6 +148,16 @@ def _make_earlier(found: _Recording) -> tuple[EarlierStep, ...]:
     return tuple(steps)
 
 
+def _check_ops(ops: tuple[OpRun, ...], known: Mapping[tuple[Action, int], int]) -> tuple[OpRun, ...]:
+    """Return the ops; raise TraceError unless each is of a known action, at a plausible time."""
+    for index, op in enumerate(ops):
+        if (op.action, op.replica) not in known:
+            raise TraceError(f"ops[{index}] is of {op.action} of replica {op.replica}, which is not a measured action")
+        if op.start + op.seconds > _LONGEST:
+            raise TraceError(f"ops[{index}] ends after more than {_LONGEST:g} seconds")
+    return ops
+
+
 def _check_curves(curves: Sequence[MemoryCurve]) -> None:
     """Raise TraceError unless each curve has as many times as values, in order and within a plausible time."""
     for index, curve in enumerate(curves):
@@ -168,7 +179,7 @@ def _make_timeline(step: _Step, where: str, title: str, recording: _Recording | 
     )
     if not events:
         raise TraceError(f"{where}.actions is empty: a step has at least one action")
-    actions = read_old_splits(event.action for event in events)
+    actions = name_input_halves(event.action for event in events)
     events = tuple(replace(event, action=action) for event, action in zip(events, actions, strict=True))
     known: dict[tuple[Action, int], int] = {}
     for index, event in enumerate(events):
@@ -223,6 +234,7 @@ def _make_timeline(step: _Step, where: str, title: str, recording: _Recording | 
         window=window,
         earlier=() if recording is None else _make_earlier(recording),
         memory_curves=() if recording is None else recording.memory_curves,
+        ops=() if recording is None else _check_ops(recording.ops, known),
     )
     if not timeline.step_seconds:
         raise TraceError(f"{where} has no duration: all its events end at 0")

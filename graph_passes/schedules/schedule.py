@@ -145,7 +145,7 @@ def of_kind(kind: Kind, forward: _Number, backward: _Number, weights: _Number) -
     return {"F": forward, "B": backward, "I": backward - weights, "W": weights}[kind]
 
 
-def read_old_splits(actions: Iterable[Action]) -> tuple[Action, ...]:
+def name_input_halves(actions: Iterable[Action]) -> tuple[Action, ...]:
     """Return the actions with I in place of each B that has a W of the same stage and micro-batch.
 
     Texts and traces of earlier versions write B for the half of backward that gives gradients of inputs.

@@ -17,7 +17,7 @@ from types import MappingProxyType
 
 from dapple_tf.errors import ScheduleError
 from dapple_tf.graph_passes.schedules.interleaved import interleaved_1f1b, interleaved_zero_bubble, looped_breadth_first
-from dapple_tf.graph_passes.schedules.schedule import CALL_OF_KIND, Action, Kind, Schedule, check, read_old_splits
+from dapple_tf.graph_passes.schedules.schedule import CALL_OF_KIND, Action, Kind, Schedule, check, name_input_halves
 from dapple_tf.graph_passes.schedules.v_shaped import dualpipe_v, hanayo, zero_bubble_v
 from dapple_tf.graph_passes.schedules.worker_map import WorkerMap
 from dapple_tf.graph_passes.schedules.zero_bubble import ZERO_BUBBLE_AUTO, zero_bubble, zero_bubble_auto
@@ -169,9 +169,11 @@ class ScheduleSpec(ABC):
             return ActionsSpec(text, parse_schedule(text))
         if explicit := _EXPLICIT.fullmatch(text):
             return WarmUpSpec(tuple(map(int, explicit[1].split(","))))
-        match = _POLICY.fullmatch(text)
+        name, colon, option = text.partition(":")
+        known = f"{name.lower()}{colon}{option}"  # 1F1B and GPipe are written so
+        match = _POLICY.fullmatch(known)
         if match is not None and match[1] in CHUNKED:
-            return ChunkedSpec(text, match[1], _read_chunks(text, match[1], match[2], match[3]))
+            return ChunkedSpec(known, match[1], _read_chunks(text, match[1], match[2], match[3]))
         if match is None or match[2] not in (None, "D"):
             raise ScheduleError(f"{text[:200]!r} is not a schedule such as 'dapple-a', 'dapple-b:D=4' or 'K=3,2,1'")
         limit = None if match[3] is None else int(match[3])
@@ -465,7 +467,7 @@ def is_text(schedule: str) -> bool:
 def parse_schedule(text: str) -> Schedule:
     """Return the schedule that ``str(schedule)`` printed; empty lines are skipped.
 
-    A B beside a W of the same stage and micro-batch is read as I: texts of earlier versions write it so.
+    A B beside a W of the same stage and micro-batch is read as I: the zero-bubble paper calls that half B.
 
     Raises ScheduleError that names the word, the stage or the worker that is wrong, or shows the deadlock.
     """
@@ -479,7 +481,7 @@ def parse_schedule(text: str) -> Schedule:
                 raise ScheduleError(f"{word[:60]!r} is not an action such as 2F0")
             actions.append(Action(int(match[1]), _KINDS[match[2]], int(match[3])))
             marks.append(match[4])
-        workers.append(read_old_splits(actions))
+        workers.append(name_input_halves(actions))
         together.update(itertools.compress(workers[-1], marks))
     schedule = Schedule(tuple(workers), frozenset(together))
     check(schedule)

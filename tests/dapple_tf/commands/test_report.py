@@ -99,6 +99,18 @@ def test_the_report_is_one_page_with_curves_memory_plan_versions_and_options(run
 
 
 @pytest.mark.usefixtures("trained")
+def test_the_figures_are_printed_as_json(run_here: Run, folder: Path) -> None:
+    found = run_here("report", folder / "run", "--json").json
+    assert (found["steps"], found["done"], found["resumed"], found["recorded_steps"]) == (9, 9, [6], 3)
+    assert found["least_loss"] <= found["last_loss"] < found["first_loss"]
+    assert found["samples_per_second"] == pytest.approx(8 / found["step_seconds"])
+    assert 0 < found["bubble"] < 1
+    assert found["planned_step_seconds"] is None
+    assert len(found["memory"]) == 2
+    assert found["options"]["--steps"] == "9"
+
+
+@pytest.mark.usefixtures("trained")
 def test_a_report_needs_no_tensorflow(folder: Path) -> None:
     code = f"import sys; sys.argv = ['dapple', 'report', {str(folder / 'run')!r}]\n"
     code += "from dapple_tf.cli import cli\ncli(standalone_mode=False)\nprint('tensorflow' in sys.modules)"
@@ -162,6 +174,7 @@ def test_a_loss_that_is_not_finite_is_recorded_without_a_number(run_here: Run, t
         (1, "start.steps", "many", r"line 1: start\.steps is 'many', not a whole number"),
         (1, "start.plan.stages", [], r"line 1: start\.plan: a plan needs at least one stage"),
         (1, "start.memory", [{"fixed": 1}], r"line 1: start\.memory\[0\]\.in_step is missing"),
+        (1, "start.time", 1e300, r"line 1: start\.time is 1e\+300, beyond the year 9999"),
         (2, "step.loss", "low", r"line 2: step\.loss is 'low', not a finite number"),
         (2, "step.numbr", 3, r"line 2: step\.numbr is not a field of this file; did you mean 'number'"),
         (2, "end", {}, r"line 2: it has not one of start, step and end"),

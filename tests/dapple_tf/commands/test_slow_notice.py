@@ -14,7 +14,7 @@ def test_what_takes_longer_is_told(capsys: pytest.CaptureFixture[str]) -> None:
         while not found and time.monotonic() < end:
             time.sleep(0.01)
             found = capsys.readouterr().err
-    assert found == "still busy\n"
+    assert found == "dapple: still busy\n"
 
 
 def test_what_is_quick_is_not_told(capsys: pytest.CaptureFixture[str]) -> None:
