@@ -29,8 +29,6 @@ def recording_data(recording: Recording) -> dict[str, Any]:
             ]
         if recording.measured.memory_curves:
             data["memory_curves"] = [asdict(curve) for curve in recording.measured.memory_curves]
-        if recording.measured.ops:
-            data["ops"] = [asdict(op) for op in recording.measured.ops]
     if recording.predicted is not None:
         data["predicted"] = {
             "source": recording.predicted.source,
@@ -49,6 +47,7 @@ def _timeline_data(timeline: StepFigures) -> dict[str, Any]:
         "stage_events": [_without_none(asdict(event)) for event in timeline.stage_events],
         **({"together": [asdict(action) for action in sorted(together)]} if together else {}),
         **({} if timeline.window is None else {"window": asdict(timeline.window)}),
+        **({"ops": [asdict(op) for op in timeline.ops]} if timeline.ops else {}),
     }
 
 

@@ -78,6 +78,7 @@ class _Step:
     stage_events: tuple[_StageEvent, ...]
     together: tuple[Action, ...] = ()
     window: _Window | None = None
+    ops: tuple[OpRun, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,6 @@ class _Recording:
     measured: _Step | None = None
     earlier: tuple[_Earlier, ...] = ()
     memory_curves: tuple[MemoryCurve, ...] = ()
-    ops: tuple[OpRun, ...] = ()
     predicted: _Prediction | None = None
     planned_seconds: Figure | None = None
 
@@ -148,13 +148,15 @@ def _make_earlier(found: _Recording) -> tuple[EarlierStep, ...]:
     return tuple(steps)
 
 
-def _check_ops(ops: tuple[OpRun, ...], known: Mapping[tuple[Action, int], int]) -> tuple[OpRun, ...]:
+def _check_ops(ops: tuple[OpRun, ...], known: Mapping[tuple[Action, int], int], where: str) -> tuple[OpRun, ...]:
     """Return the ops; raise TraceError unless each is of a known action, at a plausible time."""
     for index, op in enumerate(ops):
         if (op.action, op.replica) not in known:
-            raise TraceError(f"ops[{index}] is of {op.action} of replica {op.replica}, which is not a measured action")
+            raise TraceError(
+                f"{where}[{index}] is of {op.action} of replica {op.replica}, which is no action of the step"
+            )
         if op.start + op.seconds > _LONGEST:
-            raise TraceError(f"ops[{index}] ends after more than {_LONGEST:g} seconds")
+            raise TraceError(f"{where}[{index}] ends after more than {_LONGEST:g} seconds")
     return ops
 
 
@@ -234,7 +236,7 @@ def _make_timeline(step: _Step, where: str, title: str, recording: _Recording | 
         window=window,
         earlier=() if recording is None else _make_earlier(recording),
         memory_curves=() if recording is None else recording.memory_curves,
-        ops=() if recording is None else _check_ops(recording.ops, known),
+        ops=_check_ops(step.ops, known, f"{where}.ops"),
     )
     if not timeline.step_seconds:
         raise TraceError(f"{where} has no duration: all its events end at 0")

@@ -155,16 +155,16 @@ def test_arrows_keep_their_spans_above_rows_of_ops(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"micro_batch": 7}, r"ops\[0\] is of 0F7 of replica 0, which is not a measured action"),
-        ({"seconds": 1e12}, r"ops\[0\] ends after more than 1e\+09 seconds"),
-        ({"start": -1.0}, r"ops\[0\]\.start is -1\.0, not a finite number"),
+        ({"micro_batch": 7}, r"measured\.ops\[0\] is of 0F7 of replica 0, which is no action of the step"),
+        ({"seconds": 1e12}, r"measured\.ops\[0\] ends after more than 1e\+09 seconds"),
+        ({"start": -1.0}, r"measured\.ops\[0\]\.start is -1\.0, not a finite number"),
     ],
 )
 def test_the_error_for_damaged_ops_names_the_field(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     changed = dataclasses.replace(OPS[0], **changes)
     save_recording(Recording("", Timeline(FORWARDS)), tmp_path / "t.json")
     data = json.loads((tmp_path / "t.json").read_text())
-    data["dapple"]["ops"] = [dataclasses.asdict(changed)]
+    data["dapple"]["measured"]["ops"] = [dataclasses.asdict(changed)]
     (tmp_path / "t.json").write_text(json.dumps(data))
     with pytest.raises(TraceError, match=message):
         read_recording(tmp_path / "t.json")
