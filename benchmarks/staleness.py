@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import Row, available_cores, run_on_cores
+from benchmarks.figures import say_origin
 
 STAGES, MINIBATCHES, SAMPLES, HELD_OUT = 4, 64, 16, 512  # samples of a minibatch, and of the held-out ones
 GPT_WINDOWS, VGG_WINDOWS, CLASSES = 64, 24, 10
@@ -154,6 +155,7 @@ def draw(found: Mapping[str, Mapping[str, Sequence[float]]]) -> None:
         axis.legend(fontsize=9)
         axis.grid(alpha=0.3)
     figure.suptitle(f"Weights of asynchronous windows, {STAGES} stages")
+    say_origin(figure, "measured")
     figure.savefig(PICTURE, dpi=110)
 
 

@@ -21,6 +21,7 @@ from dapple_tf.graph_passes.passes.recompute import find_runs
 from dapple_tf.graph_passes.schedules.schedule import Schedule
 from dapple_tf.graph_passes.schedules.spec import ScheduleSpec
 from dapple_tf.graph_passes.schedules.weight_versions import Versions
+from dapple_tf.graph_passes.schedules.window import sharing_replicas
 from dapple_tf.graph_passes.schedules.worker_map import WorkerMap
 from dapple_tf.profiler.files import describe_reason, write_atomically
 from dapple_tf.profiler.quote import quote
@@ -156,7 +157,7 @@ class Plan:
             expected = stage.last_layer + 1
         if not isinstance(self.recompute, bool):
             _check_layers(self.recompute, expected)
-        if self.window is not None and self.window.in_turn and self.shares:
+        if self.runs_whole_minibatches and self.shares:
             raise PlanError(
                 "stages have shares, but replicas take whole minibatches of an asynchronous window in turn: leave out "
                 "shares, or window"
@@ -255,6 +256,16 @@ class Plan:
     def replicas(self) -> tuple[int, ...]:
         """Replicas of each stage."""
         return tuple(stage.replicas for stage in self.stages)
+
+    @property
+    def runs_whole_minibatches(self) -> bool:
+        """Whether replicas take whole minibatches of a window in turn, and compute each as one device does."""
+        return self.window is not None and self.window.in_turn
+
+    @property
+    def sharing(self) -> tuple[int, ...]:
+        """How many replicas of each stage share a micro-batch: all, unless they take whole minibatches in turn."""
+        return sharing_replicas(self.replicas, in_turn=self.runs_whole_minibatches)
 
     @property
     def shares(self) -> tuple[tuple[int, ...], ...]:

@@ -79,11 +79,9 @@ def _measure(options: Mapping[str, Any], name: str, sizes: list[int], repeats: i
 def _compute(options: Mapping[str, Any], name: str, device: str) -> Profile:
     """Return the profile computed from the data sheet of ``device``."""
     from dapple_tf.commands.training_loop import repeat_batches
-    from dapple_tf.devices import scope
     from dapple_tf.profiling.analytic import analytic_profile
 
-    with scope():  # the model may be larger than a device here
-        workload = load_model(**options)
+    workload = load_model(**options)
     return analytic_profile(workload.loss_fn, next(repeat_batches(workload.dataset)), device, model=name)
 
 

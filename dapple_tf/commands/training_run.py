@@ -126,8 +126,7 @@ def _resume(
     ranks.run_on_all(lambda: _check_unfinished(folder, position.steps, settings.steps))
     if not position.steps:
         return checkpoints, 0, batches
-    what = "step" if step.plan.window is None else "window"
-    ranks.print_result(f"resumed after {what} {position.steps} from {folder}")
+    ranks.print_result(f"resumed after {_words_of(step.plan).unit} {position.steps} from {folder}")
     return checkpoints, position.steps, itertools.islice(batches, position.batches, None)
 
 
@@ -175,6 +174,7 @@ def _train(
     """Train until the last step, recording steps for the trace and the curves."""
     tensorboard = settings.tensorboard
     scalars = ranks.run_on_first(lambda: Scalars(tensorboard)) if tensorboard else None
+    words = _words_of(step.plan)
     observer = Observer(
         step,
         done + 1,
@@ -192,12 +192,12 @@ def _train(
             observer.run,
             batches,
             settings.steps - done,
-            "training" if step.plan.window is None else "training window",
+            words.training,
             done=done,
             after=save_after,
             observe=observer.observe,
             shown=ranks.is_first,
-            loss_name="loss" if step.plan.window is None else "mean loss",
+            loss_name=words.loss,
         )
     finally:
         if scalars is not None:
@@ -249,12 +249,9 @@ def _describe_end(step: PipelinedStep) -> RunEnd:
 
 def _named_recording(step: PipelinedStep, model: str, settings: TrainSettings) -> Recording:
     """Return the recorded step and those before that are wanted, with the model and the schedule as its title."""
-    plan = step.plan
-    how = f"{plan.spec.short}, M = {plan.micro_batches}"
-    if plan.window is not None:
-        how = f"asynchronous, weights {plan.window.weights}, {plan.window.minibatches} minibatches"
     measured = step.timeline.with_earlier(settings.trace_steps - 1)
-    return dataclasses.replace(step.recording, title=f"{model.rpartition(':')[2]}: {how}", measured=measured)
+    title = f"{model.rpartition(':')[2]}: {_words_of(step.plan).order}"
+    return dataclasses.replace(step.recording, title=title, measured=measured)
 
 
 def _report(
@@ -281,6 +278,26 @@ def _report(
 
 
 # --- Report the results of a training run, in words and as JSON
+
+
+@dataclass(frozen=True)
+class _Words:
+    """What a call of the step is called in texts, one and several; what it does; its loss; and the plan's order."""
+
+    unit: str
+    units: str
+    training: str
+    loss: str
+    order: str
+
+
+def _words_of(plan: Plan) -> _Words:
+    """Return the words for steps, or for the windows of asynchronous training."""
+    if plan.window is None:
+        return _Words("step", "steps", "training", "loss", f"{plan.spec.short}, M = {plan.micro_batches}")
+    count = f"{plan.window.minibatches} minibatches"
+    order = f"asynchronous, weights {plan.window.weights}, {count}"
+    return _Words("window", f"windows of {count}", "training window", "mean loss", order)
 
 
 @dataclass(frozen=True)
@@ -311,11 +328,9 @@ def _report_run(
     elif plain_speed is not None:
         ratio = run.samples_per_second / plain_speed
         speed += f"; the same model un-pipelined on the same cores: {plain_speed:.1f} samples/s ({ratio:.2f}x)"
-    name, steps = "loss", "steps"
-    if plan.window is not None:
-        name, steps = "mean loss", f"windows of {plan.window.minibatches} minibatches"
+    words = _words_of(plan)
     report = _TrainReport(
-        (f"{name} {run.losses[0]:.4f} -> {run.losses[-1]:.4f} in {len(run.losses)} {steps}", speed),
+        (f"{words.loss} {run.losses[0]:.4f} -> {run.losses[-1]:.4f} in {len(run.losses)} {words.units}", speed),
         {
             "first_loss": run.losses[0],
             "last_loss": run.losses[-1],

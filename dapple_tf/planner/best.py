@@ -187,7 +187,7 @@ def comparator_candidates(problem: PlanningProblem, chunks: Sequence[int] = ()) 
     small = len(problem.chain.parameter_bytes) * problem.cluster.devices <= _SPP_LIMIT
     plans: list[Callable[[PlanningProblem], PlannerResult | None]] = [partial(plan_even, chunks=(1, *chunks))]
     for entry in REGISTERED.values():
-        if entry.candidate and (uniform or entry.unequal) and (small or entry.name != "spp"):
+        if entry.candidate and not entry.native and (uniform or entry.unequal) and (small or entry.name != "spp"):
             plans.append(entry.plan)
     found = list[Candidate]()
     for plan in plans:

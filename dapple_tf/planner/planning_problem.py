@@ -11,8 +11,7 @@ from dapple_tf.errors import PlanError, ScheduleError
 from dapple_tf.graph_passes.analysis.row_bounds import least_rows
 from dapple_tf.graph_passes.schedules.spec import ScheduleSpec
 from dapple_tf.planner.row_shares import can_meet, share_rows
-from dapple_tf.planner.search.cost_tables import CostTables, make_cost_tables
-from dapple_tf.planner.search.dynamic_program import FoundPlan
+from dapple_tf.planner.search.formula_search import CostTables, FoundPlan, make_cost_tables
 from dapple_tf.planner.search.placement import device_indices
 from dapple_tf.planner.search.search_space import SearchSpace, find_search_spaces
 from dapple_tf.planner.step_simulation import fastest_schedule, least_step_seconds, make_network, stage_cost_arrays

@@ -14,7 +14,7 @@ from dapple_tf.planner.planning_problem import PlannerResult, PlanningProblem
 from dapple_tf.planner.registration import REGISTERED
 from dapple_tf.planner.search import dapple
 from dapple_tf.planner.systems import (
-    alpa_inter,
+    alpa,
     autopipe,
     bapipe,
     even,
@@ -27,9 +27,10 @@ from dapple_tf.planner.systems import (
 )
 from dapple_tf.profiler.quote import quote
 from dapple_tf.simulator.interrupts import interruptible
+from dapple_tf.simulator.native.library import load_library
 
 # Importing these has registered their planners. In messages the usual ones come first, then the others by name.
-_MODULES = (best, dapple, alpa_inter, autopipe, bapipe, even, hetpipe, pipedream, piper, simple, spp, torchgpipe)
+_MODULES = (best, dapple, alpa, autopipe, bapipe, even, hetpipe, pipedream, piper, simple, spp, torchgpipe)
 _FIRST = ("best", "dapple", "dp", "gpipe", "pipedream")
 PLANNERS: Mapping[str, Callable[..., PlannerResult | None]] = {
     name: REGISTERED[name].plan for name in (*_FIRST, *sorted(REGISTERED.keys() - _FIRST))
@@ -49,11 +50,17 @@ def check_planner(name: str) -> None:
 def find_result(problem: PlanningProblem, planner: str, **options: Any) -> PlannerResult | None:
     """Run ``planner`` and return its result; None if nothing that it may choose fits.
 
-    Raises PlanError if there is no such planner, if it does not have one of the ``options``, and if it does not know
-    several stages on a device, or devices of different kinds, where the problem has them.
+    Raises PlanError if there is no such planner, if it does not have one of the ``options``, where it is written in C++
+    and there is no compiler, and if it does not know several stages on a device, or devices of different kinds, where
+    the problem has them.
     """
     check_planner(planner)
     function = PLANNERS[planner]
+    if REGISTERED[planner].native and load_library() is None:
+        raise PlanError(
+            f"planner {planner!r} is written in C++, and there is no C++ compiler: install g++ (or set CXX), or use "
+            "planner 'best', which then chooses among the plans of other planners"
+        )
     check_options(planner, function, options)
     if problem.shares_devices and not REGISTERED[planner].shares_devices:
         others = [name for name in PLANNERS if REGISTERED[name].shares_devices]

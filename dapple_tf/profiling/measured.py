@@ -22,6 +22,7 @@ import tensorflow as tf
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from dapple_tf import internals
 from dapple_tf.backend.saved_variables import unchanged_variables
 from dapple_tf.devices import home_device, list_devices
 from dapple_tf.errors import CaptureError, ProfileError, warn_user
@@ -91,7 +92,8 @@ def profile(
     other_sizes = [n for n in sizes if n != size]
     with _progress_bar(3 + repeats * (1 + len(other_sizes))) as show:
         show("tracing", 0)
-        facts = examine_layers(_trace(loss_fn, arguments, batch_loss, other_sizes), size)
+        with internals.without_values():
+            facts = examine_layers(_trace(loss_fn, arguments, batch_loss, other_sizes), size)
         _warn_of_lists(facts)
         plain = PlainModel(loss_fn, arguments, list_devices()[0])
         show("tracing", 1)
@@ -115,7 +117,8 @@ def profile_layers(
     other_sizes = [n for n in batch_sizes if n != size]
     with _progress_bar(3 + _TO_PLAN.rounds * (1 + len(other_sizes))) as show:
         show("tracing", 0)
-        facts = examine_layers(_trace(loss_fn, batch, batch_loss, other_sizes), size)
+        with internals.without_values():
+            facts = examine_layers(_trace(loss_fn, batch, batch_loss, other_sizes), size)
         _warn_of_lists(facts)
         show("tracing", 1)
         with unchanged_variables(facts.captured.variables.values()):

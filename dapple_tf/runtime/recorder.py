@@ -25,24 +25,23 @@ from dapple_tf.simulator.window_costs import uniform_costs
 from dapple_tf.simulator.window_execution import execute_window
 from dapple_tf.timeline.events import MemoryCurve, OpRun, StageEventKind, StepEvents
 from dapple_tf.timeline.figures import EarlierStep
-from dapple_tf.timeline.measured_costs import measure_stage_costs
 from dapple_tf.timeline.recording import BY_PROFILE, BY_TIMES, Prediction, Recording, plan_title, planned_seconds
-from dapple_tf.timeline.stage_costs import StageCosts
+from dapple_tf.timeline.stage_costs import StageCosts, measure_stage_costs
 from dapple_tf.timeline.stamps import Stamp, fill_stamps, first_start, make_timeline, name_stamps
 from dapple_tf.timeline.timeline import Timeline
 
 _KEPT = 8  # recorded steps, of which the last is described and a trace has all
 
-# Seconds that the two stamps of a node add to a step, measured on steps of 3 and of 13 ms.
+# The seconds that the two time stamps of a node add to a step; measured on steps of 3 and of 13 ms.
 _SECONDS_PER_NODE = 8e-6
 
 
 @dataclass(frozen=True)
 class _RecordedStep:
-    """A recorded step: for each process the nodes that were timed, and their times.
+    """A recorded step: for each process the timed nodes, and their times.
 
-    ``simulated``: the timeline that was simulated when the plan was made. ``note``: see ``Timeline``. ``memory``: see
-    ``MemoryRecorder.curves``.
+    ``simulated``: the timeline that was simulated when the plan was made, or None. ``note``: see ``Timeline``.
+    ``memory``: see ``MemoryRecorder.curves``.
     """
 
     stamps: Sequence[Sequence[Stamp]]
@@ -87,7 +86,7 @@ def _placed(curve: MemoryCurve, stamps: Sequence[Stamp], begin: float) -> Memory
 class Recorder:
     """Keeps the last recorded steps of this process, or of all ranks of a ``job``.
 
-    ``cost_seconds``: about how long recording it took.
+    ``cost_seconds``: about how many seconds recording has added to this step.
     """
 
     def __init__(self, job: Job | None) -> None:
@@ -135,7 +134,7 @@ class Recorder:
         return name_stamps(graph, None if self._job is None else f"rank:{self._job.rank}")
 
     def _name_stamps(self, graph: Graph) -> Sequence[Sequence[Stamp]]:
-        """Return the nodes that each process times; the ranks of a job exchange them once for each graph."""
+        """Return the timed nodes of each process; the ranks of a job exchange them once for each graph."""
         for known, stamps in self._stamps:
             if known is graph:
                 return stamps
@@ -201,8 +200,9 @@ class Clocks:
     def offsets(self) -> tuple[float, ...]:
         """Return by how many seconds each rank's clock is ahead of rank 0's.
 
-        Ranks of one host read the same clock. Others read theirs right after a barrier, which all leave at the same
-        time except for the network's latency; that limits the accuracy. The result is the median of nine rounds.
+        Ranks of one host read the same clock. Ranks of different hosts read their clocks right after a barrier, which
+        all leave at the same time except for the network's latency; this limits the accuracy. The result is the median
+        of nine rounds.
         """
         if not self._boot_ids:
             self._boot_ids = tuple(self._job.gather(_boot_id()))
@@ -218,7 +218,8 @@ class Clocks:
 def clock_offsets(hosts: Sequence[str], times: Sequence[Sequence[float]]) -> tuple[float, ...]:
     """Return by how many seconds each rank's clock is ahead of rank 0's.
 
-    ``times[i]``: what rank i read, in seconds, at the same moments as the others. ``hosts[i]``: a name of its host.
+    ``times[i]``: the seconds that rank i's clock showed at the same moments as those of the other ranks. ``hosts[i]``:
+    a name of its host.
     """
     ahead = [statistics.median(a - b for a, b in zip(own, times[0], strict=True)) for own in times]
     # All ranks of a host have the offset of its first rank, for they read one clock.
@@ -226,7 +227,7 @@ def clock_offsets(hosts: Sequence[str], times: Sequence[Sequence[float]]) -> tup
 
 
 def _boot_id() -> str:
-    """Return an identifier that all processes under the same kernel read, and no others."""
+    """Return an identifier of the running kernel: it is the same for all processes of a host."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
@@ -236,10 +237,9 @@ def _boot_id() -> str:
 def predict_from_times(measured: Timeline, schedule: Schedule, sizes: Sequence[int] = ()) -> Prediction:
     """Return ``schedule`` executed with the median seconds of each stage's actions, transfers and AllReduce.
 
-    ``sizes``: the given samples of each micro-batch; the medians are then of the micro-batches of one size.
-
-    The prediction has the schedule's own waiting, but no contention and no jitter, which the measured step has. Weights
-    are updated after the last event, for the measured seconds.
+    ``sizes``: the samples of each micro-batch, if they were given; then medians are taken over the micro-batches of one
+    size. The prediction contains the waiting that the schedule causes, but not the contention and jitter of the
+    measured step. After the last event weights are updated, for the measured seconds.
     """
     of_size = {size: _measure(measured, [m for m, n in enumerate(sizes) if n == size]) for size in set(sizes)}
     execution = execute(
@@ -256,7 +256,7 @@ def predict_from_times(measured: Timeline, schedule: Schedule, sizes: Sequence[i
 def predict_window_from_times(measured: Timeline, versions: Versions) -> Prediction:
     """Return a window executed with the median seconds of each stage's actions, transfers, AllReduces and updates.
 
-    Every pair of replicas of two neighbouring stages gets the seconds of the boundary's transfers.
+    All pairs of replicas of two neighbouring stages get the median seconds of the boundary's transfers.
     """
     replicas, step = versions.window.replicas, measured.step
     updates = tuple(_median_seconds(step, "update", stage) for stage in range(len(replicas)))
@@ -270,9 +270,9 @@ def predict_window_from_times(measured: Timeline, versions: Versions) -> Predict
 
 
 def _median_seconds(step: StepEvents, kind: StageEventKind, stage: int) -> float:
-    """Return the median seconds of a stage's updates, or of their AllReduces on the last device to reach them.
+    """Return the median seconds of a stage's updates or AllReduces, 0 if there are none.
 
-    0 where there are none.
+    An AllReduce starts when the last device reaches it.
     """
     seconds: dict[int | None, float] = {}
     for event in step.stage_events:

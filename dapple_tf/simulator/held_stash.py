@@ -2,59 +2,42 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from dapple_tf.simulator.arrays import Floats, Integers
 from dapple_tf.simulator.order import FORWARD, INPUTS, KIND_MASK, KIND_SHIFT, NONE, STAGE_SHIFT, Order
 
 
-def count_in_flight(order: Order) -> Integers:
-    """Return the most micro-batches that each stage has in flight at once."""
-    stages = len(order.worker_of)
-    held, most = np.zeros(stages, np.int64), np.zeros(stages, np.int64)
-    for w in range(order.actions.shape[0]):
-        for code in order.actions[w]:
-            if code == NONE:
-                break
-            stage, kind = code >> STAGE_SHIFT, (code >> KIND_SHIFT) & KIND_MASK
-            if kind == FORWARD:
-                held[stage] += 1
-                most[stage] = max(most[stage], held[stage])
-            elif kind != INPUTS:
-                held[stage] -= 1
-    return most
+@dataclass(frozen=True, eq=False)
+class HeldStash:
+    """By how many each action of an order changes the stashes held, and its stage: [workers, actions]."""
 
+    changes: Integers
+    stages: Integers
+    worker_of: Integers
 
-def row_peak(row: Integers, stash: Floats) -> float:
-    """Return the most ``stash`` that a worker with this row of actions holds at once.
+    @staticmethod
+    def of(order: Order) -> HeldStash:
+        """Return the changes of an order."""
+        kinds, is_action = (order.actions >> KIND_SHIFT) & KIND_MASK, order.actions != NONE
+        frees = is_action & (kinds != FORWARD) & (kinds != INPUTS)
+        changes = (is_action & (kinds == FORWARD)).astype(np.int64) - frees
+        return HeldStash(changes, np.maximum(order.actions, 0) >> STAGE_SHIFT, order.worker_of)
 
-    ``stash``: of a micro-batch on each stage, in bytes or any unit.
-    """
-    held = peak = 0.0
-    for code in row:
-        if code == NONE:
-            break
-        kind = (code >> KIND_SHIFT) & KIND_MASK
-        if kind == FORWARD:
-            held += stash[code >> STAGE_SHIFT]
-            peak = max(peak, held)
-        elif kind != INPUTS:
-            held -= stash[code >> STAGE_SHIFT]
-    return peak
+    def in_flight(self) -> Integers:
+        """Return the most micro-batches that each stage has in flight at once."""
+        rows = (np.where(self.stages == s, self.changes, 0).cumsum(axis=1) for s in range(len(self.worker_of)))
+        return np.array([row.max() for row in rows], np.int64)
 
+    def peaks(self, fixed: Floats, stash: Floats, working: Floats) -> Floats:
+        """Return the most bytes that a device of each worker holds.
 
-def worker_peaks(order: Order, fixed: Floats, stash: Floats, working: Floats) -> Floats:
-    """Return the most bytes that a device of each worker holds.
-
-    That is the ``fixed`` bytes of its stages, the largest ``working`` bytes of one of them, and the most ``stash``
-    bytes in flight. The arguments are bytes of each stage, on one device.
-    """
-    workers = order.actions.shape[0]
-    peaks, largest = np.zeros(workers), np.zeros(workers)
-    for w in range(workers):
-        peaks[w] = row_peak(order.actions[w], stash)
-    for s in range(len(fixed)):
-        w = order.worker_of[s]
-        peaks[w] += fixed[s]
-        largest[w] = max(largest[w], working[s])
-    return peaks + largest
+        That is the ``fixed`` bytes of its stages, the largest ``working`` bytes of one of them, and the most ``stash``
+        bytes in flight. The arguments are bytes of each stage, on one device.
+        """
+        held = np.maximum(0.0, (self.changes * stash[self.stages]).cumsum(axis=1).max(axis=1))
+        largest = np.zeros(len(held))
+        np.maximum.at(largest, self.worker_of, working)
+        return held + np.bincount(self.worker_of, fixed, len(held)) + largest

@@ -10,7 +10,7 @@ import numpy as np
 from dapple_tf.errors import ScheduleError
 from dapple_tf.graph_passes.schedules.spec import ChunkedSpec, ScheduleSpec
 from dapple_tf.simulator.arrays import Integers
-from dapple_tf.simulator.held_stash import count_in_flight
+from dapple_tf.simulator.held_stash import HeldStash
 from dapple_tf.simulator.order import Order, early_backward_order, encode, interleaved_order
 
 
@@ -37,7 +37,7 @@ def named_order(name: str, stages: int, micro_batches: int) -> Ordered:
         spec.check(stages, micro_batches)
         workers = spec.worker_map(stages).workers
         order = interleaved_order(workers, stages // workers, micro_batches)
-        return Ordered(order, count_in_flight(order))
+        return Ordered(order, HeldStash.of(order).in_flight())
     warm = spec.warm_up(stages, micro_batches)
     if warm is None:
         check_plannable(spec)

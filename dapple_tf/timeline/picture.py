@@ -1,4 +1,4 @@
-"""The chart of a timeline, and its files: a picture, a web page, or a trace."""
+"""Draw the chart of a timeline, and save it as a picture, a web page or a trace."""
 
 from __future__ import annotations
 
@@ -10,19 +10,18 @@ from typing import Any
 
 from dapple_tf.drawing.chart import LIGHTEST, Chart, Curve, Row, Span, SpanKind, chain_charts, stack_charts
 from dapple_tf.drawing.save import save_chart
+from dapple_tf.drawing.table import format_ranges
 from dapple_tf.drawing.trace import trace_events
 from dapple_tf.graph_passes.schedules.schedule import CALL_OF_KIND
-from dapple_tf.graph_passes.schedules.window import Window
 from dapple_tf.timeline.event_dependencies import EventDependencies
 from dapple_tf.timeline.events import Event, Transfer
 from dapple_tf.timeline.figures import StepFigures
 from dapple_tf.timeline.recording import Recording
 from dapple_tf.timeline.simulation import Simulation
-from dapple_tf.timeline.stage_summary import format_ranges
 from dapple_tf.timeline.trace_data import recording_data
 
 _MEASURED = "measured"  # the group of rows
-_VISIBLE = 1e-4  # of a recorded step: a row whose transfers are all shorter is left out
+_VISIBLE = 1e-4  # of the step time: in a recorded step a row whose transfers are all shorter is left out
 
 
 def save_recording(recording: Recording, path: str | os.PathLike[str]) -> None:
@@ -34,7 +33,7 @@ def save_recording(recording: Recording, path: str | os.PathLike[str]) -> None:
 
 
 def draw_recording(recording: Recording) -> Chart:
-    """Return the chart of a recording: predicted above measured on one time axis, or the only one of them."""
+    """Return the chart of a recording: the predicted step above the measured one, or the only step of the two."""
     return _draw_recording(recording, make_chart)
 
 
@@ -68,10 +67,10 @@ def draw_trace(recording: Recording) -> Chart:
 def make_chart(timeline: StepFigures, title: str = "") -> Chart:
     """Return the chart of a timeline: rows of events, and curves of memory where it is known.
 
-    A recorded step has a row for each device; a simulated one one for each worker, unless its replicas take minibatches
-    of a window in turn: then they are not alike. The
-    stages of a device that runs several have shades, the first stage the darkest; its AllReduces, which run while it
-    computes, have a thin row. Between two stages there is a thin row for each direction that has transfers.
+    A recorded step has a row for each device. A simulated step has a row for each worker, since its replicas are alike;
+    but if they take minibatches of a window in turn, it has a row for each device too. The stages of a device that runs
+    several have shades, the first stage the darkest; its AllReduces, which run while it computes, have a thin row.
+    Between two stages there is a thin row for each direction that has transfers.
     """
     return _draw(timeline, title)[0]
 
@@ -104,7 +103,7 @@ def _with_ops(chart: Chart, timeline: StepFigures, drawn: Mapping[int, int]) -> 
 def _draw(timeline: StepFigures, title: str) -> tuple[Chart, Mapping[int, int]]:
     """Return the chart of a timeline, and the indices of its spans by the id of the event that each shows."""
     simulation = timeline.simulation
-    alike = simulation is not None and not (timeline.window is not None and timeline.window.in_turn)
+    alike = simulation is not None and not timeline.runs_whole_minibatches
     places = [place for place in timeline.places if not alike or place[1] == 0]
     shortest = _VISIBLE * timeline.step_seconds if simulation is None else 0.0
     channels = sorted({(t.source, t.target) for t in timeline.transfers if t.end - t.start > shortest})
@@ -140,33 +139,32 @@ def _draw(timeline: StepFigures, title: str) -> tuple[Chart, Mapping[int, int]]:
         tuple(spans),
         curves=tuple(_memory_curves(timeline)),
         limit=_memory_limit(simulation),
-        numbers=_name_numbers(timeline.window),
+        numbers=_name_numbers(timeline),
         plan=timeline.plan_drawing,
     )
     return chart, drawn
 
 
 def _memory_limit(simulation: Simulation | None) -> float | None:
-    """Return the bytes of a device's memory; None without a simulation, and where the devices' are unequal."""
+    """Return the bytes of a device's memory; None without a simulation, and if devices have unequal memories."""
     if simulation is None or len({memory for _, memory in simulation.tightest_memory}) > 1:
         return None
     return simulation.tightest_memory[0][1]
 
 
-def _name_numbers(window: Window | None) -> str:
-    """Return what the numbers in the picture are."""
-    if window is None:
-        return "micro-batches"
-    return f"{'minibatches' if window.in_turn else 'micro-batches'}, v is the version of the weights"
+def _name_numbers(timeline: StepFigures) -> str:
+    """Return the meaning of the numbers in the picture."""
+    name = "minibatches" if timeline.runs_whole_minibatches else "micro-batches"
+    return name if timeline.window is None else f"{name}, v is the version of the weights"
 
 
 def _spans(
     timeline: StepFigures, rows: dict[tuple[object, ...], int], shades: dict[tuple[int, str], float]
 ) -> tuple[list[Span], dict[int, int]]:
-    """Return a span for each event that has a row, and their indices by the id of the event.
+    """Return a span for each event that has a row, and the indices of the spans by the id of their event.
 
-    Updates of variables of no stage have none. ``rows``: by "device", replica and device; "allreduce" and device; or
-    "channel" and its two stages. ``shades``: by stage and device.
+    The update of variables that belong to no stage has none. The keys of ``rows`` are ("device", replica, device),
+    ("allreduce", device), or ("channel", stage, stage). ``shades``: by stage and device.
     """
     critical = {id(part.item) for part in timeline.critical_path if part.kind != "waiting"}
     spans: list[Span] = []

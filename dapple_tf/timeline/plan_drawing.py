@@ -56,11 +56,10 @@ def _drawn_servers(cluster: Cluster) -> tuple[DrawnServer, ...]:
 
 def _drawn_stages(plan: Plan) -> list[DrawnStage]:
     stages = []
-    in_turn = plan.window is not None and plan.window.in_turn
     for stage in plan.stages:
         samples = plan.micro_batch_size
         rows = stage.in_rows(samples).shares or (samples / stage.replicas,) * stage.replicas
-        if in_turn:
+        if plan.runs_whole_minibatches:
             rows = (float(samples),) * stage.replicas
         stages.append(DrawnStage(stage.first_layer, stage.last_layer, stage.devices, rows, stage.worker or 0))
     return stages

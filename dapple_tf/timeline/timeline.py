@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -15,21 +16,20 @@ from dapple_tf.profiler.cluster import Cluster
 from dapple_tf.profiler.profile import Profile
 from dapple_tf.timeline.describe import describe_path, describe_stages, timeline_json
 from dapple_tf.timeline.events import Place, StepEvents
-from dapple_tf.timeline.figures import StepFigures, Utilisation
+from dapple_tf.timeline.figures import StageSummary, StepFigures
 from dapple_tf.timeline.picture import save_recording
 from dapple_tf.timeline.plan_drawing import describe_plan_drawing
 from dapple_tf.timeline.recording import BY_PROFILE, Prediction, Recording
 from dapple_tf.timeline.simulation import Simulation
 from dapple_tf.timeline.stage_costs import StageCosts
-from dapple_tf.timeline.stage_summary import StageSummary
 
 
 class Timeline(StepFigures):
     """One training step, or asynchronous window: when each action, transfer, AllReduce and weight update ran.
 
-    ``dapple.simulate`` returns that of a step predicted under the cost model, ``step.timeline`` that of the last
-    recorded step. ``str`` describes it in a few lines. Two timelines are equal if their events are. See
-    ``StepFigures`` for the arguments and the figures.
+    ``dapple.simulate`` returns the timeline of a step predicted under the cost model, ``step.timeline`` returns the one
+    of the last recorded step. ``str`` describes it in a few lines. Two timelines are equal if their events are equal.
+    See ``StepFigures`` for the arguments and the figures.
     """
 
     @staticmethod
@@ -65,7 +65,7 @@ class Timeline(StepFigures):
         """Save a picture (.png), a web page (.html), or a trace for Perfetto and ``dapple timeline`` (.json).
 
         A trace also has the steps that were recorded before this one, and the measured memory. An existing file is
-        replaced, or left as it was if saving fails. Raises OutputError for another suffix or a path that cannot be
+        replaced; if saving fails, it does not change. Raises OutputError for another suffix or a path that cannot be
         written.
         """
         save_recording(self._as_recording(), path)
@@ -77,8 +77,8 @@ class Timeline(StepFigures):
 class SimulatedTimeline(Timeline):
     """The timeline of a step or window predicted under the cost model.
 
-    ``simulation`` creates the events when they are first needed; the figures need none. ``profile``, ``cluster``: what
-    was simulated, for the drawing of the plan on a web page.
+    The figures need no events; ``simulation`` creates the events when they are first needed. ``profile``, ``cluster``:
+    what was simulated, for the drawing of the plan on a web page.
     """
 
     def __init__(
@@ -139,12 +139,12 @@ class SimulatedTimeline(Timeline):
         return self.simulation.stage_utilisation
 
     @cached_property
-    def utilisation(self) -> Utilisation:
-        """``stage_utilisation``; ``utilisation(device)`` is the fraction in which one device runs an action."""
+    def device_utilisation(self) -> Mapping[str, float]:
+        """The fraction of the step in which each device runs an action, by the device's name."""
         by_device: dict[str, float] = {}
         for stage, _, device in self.places:
             by_device[device] = by_device.get(device, 0.0) + self.stage_utilisation[stage]
-        return Utilisation(self.stage_utilisation, by_device)
+        return by_device
 
     @cached_property
     def places(self) -> tuple[Place, ...]:

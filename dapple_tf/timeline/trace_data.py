@@ -52,11 +52,11 @@ def _timeline_data(timeline: StepFigures) -> dict[str, Any]:
 
 
 def _without_none(data: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields that have a value: only those of windows have versions, and updates with a micro-batch."""
+    """Return the fields that have a value: only events of windows have a version, or an update's micro-batch."""
     return {key: value for key, value in data.items() if value is not None}
 
 
-# ``dataclasses.asdict`` copies every value; of the many events and transfers it would take longer than all the rest.
+# ``dataclasses.asdict`` copies every value; for the many events and transfers that would take most of the time.
 def _event_data(event: Event) -> dict[str, Any]:
     action = event.action
     data = {

@@ -28,12 +28,12 @@ _MOST_ACTIONS = 1_000_000
 _LARGEST_FILE = 64 * 2**20  # bytes: about 100,000 events
 
 
-# --- The objects of a file, where they differ from those that are made of them
+# --- The records of a file, if they differ from the objects that are made of them
 
 
 @dataclass(frozen=True)
 class _Action:
-    """One event of an action; a file does not nest the action."""
+    """One event of an action, whose fields stand in the record itself."""
 
     stage: Count
     kind: Kind
@@ -47,7 +47,7 @@ class _Action:
 
 @dataclass(frozen=True)
 class _StageEvent:
-    """A stage event; a file leaves ``stage`` out for variables of no stage."""
+    """A stage event; a file does not have ``stage`` if the variables belong to no stage."""
 
     kind: StageEventKind
     replica: Count
@@ -110,10 +110,10 @@ class _Recording:
 
 
 def read_recording(path: str | os.PathLike[str]) -> Recording:
-    """Return the recording that a trace was saved from.
+    """Return the recording that was saved as this trace.
 
-    Raises TraceError naming the file and the field that is wrong: not JSON, a trace that dapple_tf did not save, or a
-    field that is missing or has an impossible value.
+    Raises TraceError, which names the file and the field, if the file is not JSON, if dapple_tf has not saved it, and
+    if a field is missing or has an impossible value.
     """
     with naming_file(path, TraceError):
         data = read_json(path, TraceError, _LARGEST_FILE)

@@ -19,10 +19,11 @@ from collections.abc import Iterator
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
+from typing import Any
 
 FOLDER = Path(__file__).parent
 SOURCE = FOLDER / "planner.cc"
-HEADERS = tuple(FOLDER / name for name in ("engine.h", "costs.h", "search.h"))
+HEADERS = tuple(sorted(FOLDER.glob("*.h")))
 # Reason for -ffp-contract=off: a fused multiply-add rounds once, so the same plan would take other seconds on another
 # processor, and the search would end elsewhere.
 COMPILE_OPTIONS = ("-std=c++17", "-O2", "-ffp-contract=off")
@@ -57,6 +58,11 @@ def load_library() -> ctypes.CDLL | None:
     with contextlib.suppress(OSError), tempfile.TemporaryDirectory(prefix="dapple_tf-") as folder:
         return _compile(compiler, Path(folder) / SOURCE.stem, digest)  # once loaded, it needs no file
     return None
+
+
+def address(array: Any) -> ctypes.c_void_p:
+    """Return the address of a contiguous NumPy array, which must live until the call has returned."""
+    return ctypes.c_void_p(array.ctypes.data)
 
 
 def _places(digest: str) -> Iterator[Path]:
