@@ -29,7 +29,6 @@ from tensorflow.python.eager.polymorphic_function import concrete_function
 from tensorflow.python.framework import func_graph, function_def_to_graph, op_def_registry, ops, tensor_util
 from tensorflow.python.ops import gradients_util, handle_data_util, resource_variable_ops
 from tensorflow.python.ops.ragged import row_partition, segment_id_ops
-from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
 # Keys of ``experimental_attributes``: calls of the function are not inlined; and no automatic control dependencies,
 # so that only explicit control edges order the function's ops.
@@ -58,6 +57,8 @@ def read_op_runs(path: str) -> list[tuple[str, float, float]]:
     Times are those of the system's clock. Relies on the message ``XSpace`` of TensorFlow's wheel, on the plane
     ``/host:CPU`` in it, on events named ``name:type``, and on the profile's start in the plane ``Task Environment``.
     """
+    from tensorflow.tsl.profiler.protobuf import xplane_pb2  # few steps need it
+
     space = xplane_pb2.XSpace()
     with open(path, "rb") as stream:
         space.ParseFromString(stream.read())
