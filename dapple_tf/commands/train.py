@@ -99,7 +99,8 @@ def given_options(context: click.Context) -> dict[str, str]:
     found = {}
     for parameter in context.command.params:
         name = parameter.name or ""
-        if context.get_parameter_source(name) == ParameterSource.COMMANDLINE and isinstance(parameter, click.Option):
+        given = context.get_parameter_source(name) == ParameterSource.COMMANDLINE and name in context.params
+        if given and isinstance(parameter, click.Option):
             value = context.params[name]
             text = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
             found[max(parameter.opts, key=len)] = text

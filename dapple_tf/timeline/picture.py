@@ -86,11 +86,12 @@ def _with_ops(chart: Chart, timeline: StepFigures, drawn: Mapping[int, int]) -> 
     """Return the chart with a row of ops below each row of a device that ran any."""
     span_of = {(e.action, e.replica): chart.spans[drawn[id(e)]] for e in timeline.events if id(e) in drawn}
     shown = [(op, span_of[op.action, op.replica]) for op in timeline.ops if (op.action, op.replica) in span_of]
+    with_ops = {span.row for _, span in shown}
     rows, places, ops_of = list[Row](), list[int](), dict[int, int]()
     for index, row in enumerate(chart.rows):
         places.append(len(rows))
         rows.append(row)
-        if any(span.row == index for _, span in shown):
+        if index in with_ops:
             ops_of[index] = len(rows)
             rows.append(replace(row, name=f"ops of {row.name}", until=0.0))
     spans = [span._replace(row=places[span.row]) for span in chart.spans]
