@@ -172,7 +172,7 @@ def train_limited(folder: str, steps: int, limit: int) -> list[float]:
 
     if limit:
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-    dapple.init(1)
+    dapple.init(2)
     with dapple.scope():
         workload = gpt(**GPT)
     stages = max(2, dapple.size())

@@ -14,6 +14,7 @@ from dapple_tf.backend.bindings import Buffers
 from dapple_tf.backend.build_times import BuildTimes
 from dapple_tf.backend.handler import Bindings, ChooseCompiled, Compiled
 from dapple_tf.backend.program import Program, build_rank_program
+from dapple_tf.backend.room import check_room
 from dapple_tf.compiler import PlannedModel, StepVariant, rank_graphs
 from dapple_tf.distributed.collectives import Collectives
 from dapple_tf.distributed.digest import digest_graphs, digest_tensors
@@ -146,6 +147,7 @@ class RankTarget:
         agree("tensors that the model closes over", digest_tensors(model.constants))
         needs = _find_variable_needs(model, graphs)
         self._settings.add(self._job, model)
+        self._job.run_on_all(lambda: self._check_room(plan, graphs[self._job.rank], needs, model))
         # When the processes made the model, each drew its own initial values.
         _place_variables(self._job, needs, synchronize=not self._synchronized)
         self._synchronized = True
@@ -174,6 +176,14 @@ class RankTarget:
             number=progress.programs,
             batch_types=_describe_types(model.interface.signature),
         )
+
+    def _check_room(self, plan: Plan, graph: Graph, needs: VariableNeeds, model: StagedModel) -> None:
+        """Raise NoFitError where the variables that this rank has yet to make do not fit its process."""
+        held = {id(variable) for variable, ranks in needs.ranks if self._job.rank in ranks}
+        names = [name for name, variable in model.variables.items() if id(variable) in held]
+        stages = [str(i) for i, stage in enumerate(plan.stages) if self._job.rank in stage.devices]
+        numbers = f"stage{'s' * (len(stages) > 1)} {', '.join(stages) or '-'}"
+        check_room(graph, model.variables, names, f"rank {self._job.rank} ({numbers})")
 
     def _make_collectives(self, graphs: Sequence[Graph]) -> Collectives:
         """Return the builder of this rank's collectives; connect the ranks as the ``graphs`` of all ranks need it."""

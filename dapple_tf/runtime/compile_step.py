@@ -15,6 +15,7 @@ from dapple_tf.backend.bindings import Buffers
 from dapple_tf.backend.build_times import BuildTimes
 from dapple_tf.backend.handler import ChooseCompiled
 from dapple_tf.backend.program import Program, build_program
+from dapple_tf.backend.room import check_room
 from dapple_tf.compiler import PlannedModel, StepVariant, local_graph
 from dapple_tf.errors import CaptureError, LossError, UsageError, warn_user
 from dapple_tf.exactness import Inexact
@@ -455,9 +456,13 @@ class LocalTarget:
     ) -> Program:
         """Return the program that runs ``planned``; see ``Target``, and ``compiler.local_graph`` for what it raises.
 
-        One process takes all rows of a batch, also where ``planned`` is local.
+        Raises NoFitError where the variables that are yet to be made do not fit this process. One process takes all
+        rows of a batch, also where ``planned`` is local.
         """
         with times.phase("passes"):
             graph = local_graph(planned.model, planned.plan, self._devices, self._home, variant=variant)
+        variables = planned.model.variables
+        stages = len(planned.plan.stages)
+        check_room(graph, variables, variables, f"this process, which runs {stages} stage{'s' * (stages > 1)},")
         with times.phase("emit"):
             return build_program(graph, planned.model, self._buffers, choose=choose)
