@@ -28,6 +28,7 @@ from dapple_tf.errors import (
     PartitionError,
     PlanError,
     ProfileError,
+    RunError,
     ScheduleError,
     TraceError,
 )
@@ -41,12 +42,13 @@ _WRONG_OPTION = (
     PartitionError,  # stages or replicas that the model cannot have
     PlanError,
     ProfileError,
+    RunError,
     ScheduleError,
     TraceError,
 )
 
 
-_COMMANDS = ("compare", "plain", "plan", "profile", "schedules", "simulate", "timeline", "train", "verify")
+_COMMANDS = ("compare", "plain", "plan", "profile", "report", "schedules", "simulate", "timeline", "train", "verify")
 
 
 class _Group(click.Group):

@@ -51,6 +51,31 @@ def tensorflow_has_started() -> bool:
     return context._context is not None and context._context._initialized
 
 
+def read_op_runs(path: str) -> list[tuple[str, float, float]]:
+    """Return the runs of ops on the host in a file of TensorFlow's profiler: ``name:type``, start and end in seconds.
+
+    Times are those of the system's clock. Relies on the message ``XSpace`` of TensorFlow's wheel, on the plane
+    ``/host:CPU`` in it, on events named ``name:type``, and on the profile's start in the plane ``Task Environment``.
+    """
+    from tensorflow.tsl.profiler.protobuf import xplane_pb2  # few steps need it
+
+    space = xplane_pb2.XSpace()
+    with open(path, "rb") as stream:
+        space.ParseFromString(stream.read())
+    planes = {plane.name: plane for plane in space.planes}
+    environment, host = planes["Task Environment"], planes["/host:CPU"]
+    names = environment.stat_metadata
+    began = next(s.uint64_value for s in environment.stats if names[s.metadata_id].name == "profile_start_time")
+    runs = []
+    for line in host.lines:
+        for event in line.events:
+            name = host.event_metadata[event.metadata_id].name
+            if ":" in name.lstrip(":") and "::" not in name:
+                start = (began + event.offset_ps * 1e-3) * 1e-9
+                runs.append((name, start, start + event.duration_ps * 1e-12))
+    return runs
+
+
 def clone_function(function: Any) -> Any:
     """Return a new tf.function of the same Python function and options, without traces (``Function._clone``)."""
     return function._clone(None)

@@ -340,6 +340,11 @@ class Plan:
         place = self.stages[stage]
         return find_runs(self.recomputed, place.first_layer, place.last_layer + 1)
 
+    @staticmethod
+    def from_json(data: Any) -> Plan:
+        """Return the plan of parsed JSON; PlanError names the field that is wrong."""
+        return _from_json(data)
+
     def to_json(self) -> dict[str, Any]:
         """Return the plan as its file holds it."""
         data = {"format": FORMAT, **asdict(self)}

@@ -203,7 +203,10 @@ def _versions_json(memory: StageMemory) -> dict[str, int]:
 
 
 def _measured_json(measured: MeasuredMemory | None) -> dict[str, Any] | None:
-    return None if measured is None else {**dataclasses.asdict(measured), "above_start": measured.above_start}
+    if measured is None:
+        return None
+    figures = {name: getattr(measured, name) for name in ("device", "source", "start_bytes", "peak_bytes")}
+    return {**figures, "above_start": measured.above_start}
 
 
 # --- Predicted memory of a device that runs several stages, from the memory of each and the order of its actions

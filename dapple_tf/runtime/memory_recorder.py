@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dapple_tf.compiler import PlannedModel
@@ -15,6 +15,7 @@ from dapple_tf.memory.predict import StageMemory, predict_plan_memory
 from dapple_tf.memory.report import DeviceMeasurement, Report, make_report
 from dapple_tf.runtime.compile_step import CompiledStep
 from dapple_tf.runtime.rehearsal import can_rehearse, rehearse
+from dapple_tf.timeline.events import MemoryCurve
 from dapple_tf.timeline.timeline import Timeline
 
 # If a step cannot be rehearsed, its first two recorded runs are measured: the first one also allocates memory that
@@ -77,7 +78,9 @@ class MemoryRecorder:
         else:
             with MemoryMeter(devices) as meter:
                 yield _NOTES[known.runs]
-            known.measurements = attribute(meter.measured, devices, self._job)
+            # When the first action of this run started is not known yet.
+            untimed = [replace(memory, samples=()) for memory in meter.measured]
+            known.measurements = attribute(untimed, devices, self._job)
             known.runs += 1
         self.planned = planned  # not reached where the step fails
 
@@ -88,6 +91,17 @@ class MemoryRecorder:
             self._predicted = planned, predict_plan_memory(planned, ranks=self._job is not None)
         measured = () if timeline is None else self._of(planned).measurements
         return make_report(planned.plan, self._predicted[1], timeline, measured)
+
+    def curves(self, planned: PlannedModel) -> tuple[MemoryCurve, ...]:
+        """Return the memory over time that was measured when a step of ``planned`` was rehearsed, if it was.
+
+        Its times are fractions of the run of the process, which is the device ``rank:1`` in a job.
+        """
+        return tuple(
+            MemoryCurve(memory.device if self._job is None else f"rank:{device}", *zip(*memory.samples, strict=True))
+            for device, memory in self._of(planned).measurements
+            if memory.samples
+        )
 
     def _of(self, planned: PlannedModel) -> _Measured:
         for known in self._known:

@@ -11,6 +11,7 @@ of the whole batch before anything is trained.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from dapple_tf.graph_passes.ir.graph import Attr, Effect, FunctionRef, Graph, No
 from dapple_tf.memory.meter import MeasuredMemory, MemoryMeter
 from dapple_tf.runtime.compile_step import CompiledStep, CompiledSteps
 from dapple_tf.staged_model import StagedModel
+from dapple_tf.timeline.stamps import fill_stamps, first_start, name_stamps
 
 
 def can_rehearse(model: StagedModel) -> bool:
@@ -40,16 +42,26 @@ def can_rehearse(model: StagedModel) -> bool:
 def rehearse(compiled: CompiledStep, batch: Sequence[Any], devices: Sequence[str]) -> tuple[MeasuredMemory, ...]:
     """Run the step twice on the batch's flattened tensors, without effect; return the memory of the second run.
 
-    ``devices``: names of the devices whose memory is measured. In a job every rank must call this. Raises StepError if
-    the step fails; the variables are restored then too.
+    The samples have times as fractions of the run: 0 is the start of the first action of this process, 1 the end of its
+    last event. ``devices``: names of the devices whose memory is measured. In a job every rank must call this. Raises
+    StepError if the step fails; the variables are restored then too.
     """
     program, variables = compiled.program, compiled.planned.model.variables.values()
     # Each run starts from the same variables as the real step, so it fails only if the real step fails too.
     with program.rehearsal(variables):
         program.run(batch)
     with program.rehearsal(variables), MemoryMeter(devices) as meter:
-        program.run(batch)
-    return meter.measured
+        *_, times = program.run(batch)
+    stamps = fill_stamps(name_stamps(program.graph), times.numpy())
+    begin, end = first_start(stamps), max(stamp.end for stamp in stamps)
+    return tuple(replace(memory, samples=tuple(_as_fractions(memory.samples, begin, end))) for memory in meter.measured)
+
+
+def _as_fractions(samples: Sequence[tuple[float, int]], begin: float, end: float) -> Iterator[tuple[float, int]]:
+    """Yield the samples from ``begin`` to ``end`` with times as fractions of that time; the first one is at 0."""
+    before = [count for time, count in samples if time <= begin]
+    yield from ((0.0, count) for count in before[-1:])
+    yield from (((time - begin) / (end - begin), count) for time, count in samples if begin < time <= end)
 
 
 def compare_first(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
 from collections.abc import Callable, Sequence
@@ -39,6 +40,7 @@ from dapple_tf.runtime.forked import check_not_forked
 from dapple_tf.runtime.forward import Forward
 from dapple_tf.runtime.local_batch import compile_local, find_needs
 from dapple_tf.runtime.memory_recorder import MemoryRecorder
+from dapple_tf.runtime.op_profile import profile_ops
 from dapple_tf.runtime.recorder import Recorder
 from dapple_tf.runtime.rehearsal import can_rehearse, compare_first
 from dapple_tf.runtime.variable_homes import VariableHomes, name_variables
@@ -338,27 +340,30 @@ class PipelinedStep:
 
     # --- recorded steps
 
-    def record(self, *batch: Any, local: bool = False) -> Any:
+    def record(self, *batch: Any, local: bool = False, ops: bool = False) -> Any:
         """Train on one batch as a call does, and record the times of all actions and the memory.
 
         See ``timeline`` and ``report`` afterwards. Before the first recorded step of a batch size, the step is
         rehearsed: it runs twice, to warm up and to measure memory, and then all variables are restored. A step that
         prints, runs Python code or draws from a random generator's hidden state cannot be rehearsed, and the note of
         its first timelines says so. In a job every rank must call this, and each gets the times of all ranks.
-        ``local``: as in a call.
+        ``local``: as in a call. ``ops``: also record the ops inside of each action with TensorFlow's profiler, which
+        slows the step down a little; UsageError where a profiler runs already.
         """
         with self._lock:
             compiled, tensors = self._compile_recorded(batch, local)
             with (
                 self._compiled.running(compiled),
                 self._memory.recorded_run(compiled.planned, list_devices(self._wanted_devices)) as note,
+                profile_ops() if ops else contextlib.nullcontext() as runs,
             ):
                 *outputs, times = compiled.program.run(tensors)
         size = compiled.planned.batch_size
         plan, simulated = self.plan, self._autoplan.simulated
         if size != plan.global_batch_size:  # the prediction is for another number of samples
             plan, simulated = dataclasses.replace(fit_plan(plan, size), predicted=None), None
-        self._recorder.keep(compiled.program.graph, times, plan, simulated, note=note)
+        memory = self._memory.curves(compiled.planned)
+        self._recorder.keep(compiled.program.graph, times, plan, simulated, note=note, memory=memory, runs=runs)
         return compiled.planned.model.pack(self._keep_losses(compiled, outputs))
 
     @property

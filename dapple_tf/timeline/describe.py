@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from dapple_tf.drawing.table import format_ranges, format_table
+from dapple_tf.graph_passes.schedules.schedule import Action
 from dapple_tf.plans import Plan
 from dapple_tf.profiler.units import format_bytes, format_seconds
 from dapple_tf.timeline.critical_path import PART_LABELS, sum_by_kind
@@ -34,6 +35,60 @@ class SlowAction:
 
     def __str__(self) -> str:
         return f"{self.event} {format_seconds(self.seconds)} ({self.times:.2g}x the median)"
+
+
+@dataclass(frozen=True)
+class SlowOp:
+    """An op of a slow action: the ``seconds`` of its runs there, and the median of those in other actions of the kind.
+
+    ``name`` is "" for the time in which no op of the action ran.
+    """
+
+    name: str
+    op: str
+    seconds: float
+    usual: float
+
+    @property
+    def lost(self) -> float:
+        """Seconds more than usual."""
+        return self.seconds - self.usual
+
+    def __str__(self) -> str:
+        what = f"{self.op} {self.name}" if self.name else "waiting between ops"
+        return f"{what} {format_seconds(self.seconds)} (usually {format_seconds(self.usual)})"
+
+
+def explain_slow(timeline: StepFigures, slow: SlowAction, count: int = 3) -> tuple[SlowOp, ...]:
+    """Return the ops that made an action slow, by the seconds beyond those usual on its stage; none without ops."""
+    event = slow.event
+    others = [e for e in timeline.events if (e.action.stage, e.action.kind) == (event.action.stage, event.action.kind)]
+    seconds: dict[tuple[Action, int], dict[tuple[str, str], float]] = {(e.action, e.replica): {} for e in others}
+    spans: dict[tuple[Action, int], list[tuple[float, float]]] = defaultdict(list)
+    for run in timeline.ops:
+        key = run.action, run.replica
+        if key in seconds:
+            seconds[key][run.name, run.op] = seconds[key].get((run.name, run.op), 0.0) + run.seconds
+            spans[key].append((run.start, run.start + run.seconds))
+    for e in others:
+        key = e.action, e.replica
+        seconds[key]["", ""] = max(0.0, e.end - e.start - _covered(spans[key]))
+    own = seconds[event.action, event.replica]
+    if not spans[event.action, event.replica]:
+        return ()
+    usual = {op: statistics.median(of.get(op, 0.0) for key, of in seconds.items() if spans[key]) for op in own}
+    found = [SlowOp(*op, own[op], usual[op]) for op in own]
+    longest = sorted(found, key=lambda op: -op.lost)[:count]
+    return tuple(op for op in longest if op.lost > _SHOWN * slow.seconds)
+
+
+def _covered(spans: Sequence[tuple[float, float]]) -> float:
+    """Return the seconds that the spans cover, those that several cover once."""
+    covered = last = 0.0
+    for start, end in sorted(spans):
+        covered += max(0.0, end - max(start, last))
+        last = max(last, end)
+    return covered
 
 
 def describe_path(timeline: StepFigures) -> str:

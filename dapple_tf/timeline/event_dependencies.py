@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -39,17 +39,30 @@ class EventDependencies:
         if isinstance(item, StageEvent):
             yield from self._inputs_of_stage_event(item)
         elif isinstance(item, Transfer):
-            yield from (run for action in item.producers for run in self._runs[action])
+            yield from self.senders(item)
             yield from self._before(item)
         else:
             yield from self._before(item)
             yield from self._update_before(item)
             for needed in self._needed_actions(item.action):
-                transfer = self._transfers.get((needed.stage, item.action.stage, needed.micro_batch))
-                if transfer is not None:
-                    yield transfer
-                else:
-                    yield from self._runs[needed if needed.stage == item.action.stage else self._sent_with(needed)]
+                yield from self._runs[needed] if needed.stage == item.action.stage else self._senders_of(needed, item)
+
+    def senders(self, item: Event | Transfer) -> Iterator[Event | Transfer]:
+        """Yield the events that give ``item`` what it takes from another stage.
+
+        These are transfers, or actions where no transfer was recorded; of a transfer, the actions whose results it has.
+        """
+        if isinstance(item, Transfer):
+            yield from (run for action in item.producers for run in self._runs[action])
+        else:
+            others = [action for action in self._needed_actions(item.action) if action.stage != item.action.stage]
+            found = [sender for needed in others for sender in self._senders_of(needed, item)]
+            yield from {id(sender): sender for sender in found}.values()  # B or I of the next stage: one transfer
+
+    def _senders_of(self, needed: Action, item: Event) -> Sequence[Event | Transfer]:
+        """Return what gives ``item`` the result of ``needed``, an action of another stage."""
+        transfer = self._transfers.get((needed.stage, item.action.stage, needed.micro_batch))
+        return self._runs[self._sent_with(needed)] if transfer is None else [transfer]
 
     def _before(self, item: Item) -> Iterator[Item]:
         if id(item) in self._previous:

@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 
 from dapple_tf.graph_passes.schedules.schedule import Action, Kind
 from dapple_tf.graph_passes.schedules.window import Window
-from dapple_tf.profiler.records import Count, Figure
+from dapple_tf.profiler.records import Count, Figure, Name
 
 StageEventKind = Literal["allreduce", "update"]
 Place = tuple[int, int, str]
@@ -180,6 +180,40 @@ class StepEvents:
     def order(self, stage: int, replica: int = 0) -> tuple[Action, ...]:
         """Return the actions of one replica in the order in which they ran."""
         return tuple(e.action for e in self.events if (e.action.stage, e.replica) == (stage, replica))
+
+
+@dataclass(frozen=True, slots=True)
+class OpRun:
+    """One run of a TensorFlow op inside of an action: seconds since the action's start, and those that it took.
+
+    ``name``: of the op in the model. ``op``: its type as it ran, which may be a fused one.
+    """
+
+    stage: Count
+    kind: Kind
+    micro_batch: Count
+    replica: Count
+    name: Name
+    op: Name
+    start: Figure
+    seconds: Figure
+
+    @property
+    def action(self) -> Action:
+        """The action that ran it."""
+        return Action(self.stage, self.kind, self.micro_batch)
+
+
+@dataclass(frozen=True)
+class MemoryCurve:
+    """Measured bytes of a device, beyond those live before the step: ``values[i]`` from ``times[i]`` (seconds) on.
+
+    ``device``: ``CPU`` where the devices of a process share one allocator.
+    """
+
+    device: Name
+    times: tuple[float, ...]
+    values: tuple[float, ...]
 
 
 def _device_key(name: str) -> tuple[str, int]:

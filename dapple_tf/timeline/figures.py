@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from dapple_tf.drawing.plan import PlanDrawing
 from dapple_tf.errors import NotSimulatedError
 from dapple_tf.graph_passes.schedules.schedule import Action
 from dapple_tf.graph_passes.schedules.window import Window
 from dapple_tf.plans import Plan
 from dapple_tf.profiler.units import format_seconds
 from dapple_tf.timeline.critical_path import Part, critical_stage, find_critical_path
-from dapple_tf.timeline.events import Event, Place, StageEvent, StepEvents, Transfer
+from dapple_tf.timeline.events import Event, MemoryCurve, OpRun, Place, StageEvent, StepEvents, Transfer
 from dapple_tf.timeline.simulation import Simulation
 from dapple_tf.timeline.stage_costs import StageCosts, measure_stage_costs
 
@@ -60,13 +61,23 @@ class StageSummary:
         }
 
 
+@dataclass(frozen=True)
+class EarlierStep:
+    """A step that was recorded before another one, and the seconds from its first action to that of the other."""
+
+    seconds: float
+    timeline: StepFigures
+
+
 class StepFigures:
     """The figures of one training step, or asynchronous window, that follow from its events.
 
     All times are seconds since the start of the step's first action. This is the base class of ``Timeline``, which adds
     text and files; functions that describe or draw a step take it. ``title``: the model and the schedule. ``note``: why
     the times of a recorded step are distorted, or how the order of a simulated step was found, or "". ``together`` and
-    ``window``: see ``StepEvents``.
+    ``window``: see ``StepEvents``. ``earlier``: the steps that were recorded before this one, the first one first.
+    ``memory_curves``: the memory that was measured. ``ops``: those that ran inside of the actions, if they were
+    recorded. Traces show these three.
     """
 
     def __init__(
@@ -79,14 +90,25 @@ class StepFigures:
         note: str = "",
         together: Iterable[Action] = (),
         window: Window | None = None,
+        earlier: Iterable[EarlierStep] = (),
+        memory_curves: Iterable[MemoryCurve] = (),
+        ops: Iterable[OpRun] = (),
     ) -> None:
         self.title = title
         self.note = note
+        self.earlier = tuple(earlier)
+        self.memory_curves = tuple(memory_curves)
+        self.ops = tuple(ops)
         self._recorded = StepEvents(tuple(events), tuple(transfers), tuple(stage_events), frozenset(together), window)
 
     @property
     def simulation(self) -> Simulation | None:
         """The simulation of a ``SimulatedTimeline``; None for a recorded step."""
+        return None
+
+    @property
+    def plan_drawing(self) -> PlanDrawing | None:
+        """What is drawn of the plan of a ``SimulatedTimeline``; None for a recorded step."""
         return None
 
     @cached_property

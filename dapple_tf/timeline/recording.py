@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from dapple_tf.errors import UsageError
 from dapple_tf.plans import Plan
 from dapple_tf.profiler.units import format_seconds
-from dapple_tf.timeline.describe import describe_path, find_slowest, timeline_json
+from dapple_tf.timeline.describe import SlowAction, describe_path, explain_slow, find_slowest, timeline_json
 from dapple_tf.timeline.figures import StepFigures
 
 BY_PROFILE = "simulated with the plan's profile"
@@ -99,10 +99,7 @@ class Recording:
         data: dict[str, Any] = {}
         if self.measured is not None:
             data |= timeline_json(self.measured)
-            data["slowest"] = [
-                {"action": str(slow.event), "device": slow.event.device, "seconds": slow.seconds, "times": slow.times}
-                for slow in find_slowest(self.measured)
-            ]
+            data["slowest"] = [_slow_json(self.measured, slow) for slow in find_slowest(self.measured)]
         if self.predicted is not None:
             error = {} if self.prediction_error is None else {"error": self.prediction_error}
             data["predicted"] = {"source": self.predicted.source, **timeline_json(self.predicted.timeline), **error}
@@ -111,6 +108,12 @@ class Recording:
             if self.planner_error is not None:
                 data["planner_error"] = self.planner_error
         return data
+
+
+def _slow_json(measured: StepFigures, slow: SlowAction) -> dict[str, Any]:
+    data = {"action": str(slow.event), "device": slow.event.device, "seconds": slow.seconds, "times": slow.times}
+    ops = [asdict(op) for op in explain_slow(measured, slow)]
+    return {**data, "ops": ops} if ops else data
 
 
 def plan_title(plan: Plan) -> str:

@@ -14,7 +14,8 @@ from dapple_tf.graph_passes.passes.project import StageExchange, parse_exchange_
 from dapple_tf.graph_passes.schedules.schedule import KIND_OF_CALL, Action
 from dapple_tf.graph_passes.schedules.weight_versions import Versions
 from dapple_tf.graph_passes.schedules.window import Window
-from dapple_tf.timeline.events import Event, StageEvent, StageEventKind, Transfer
+from dapple_tf.timeline.events import Event, MemoryCurve, OpRun, StageEvent, StageEventKind, Transfer
+from dapple_tf.timeline.figures import EarlierStep
 from dapple_tf.timeline.timeline import Timeline
 
 
@@ -50,6 +51,11 @@ def fill_stamps(stamps: Sequence[Stamp], times: Any) -> tuple[Stamp, ...]:
     return tuple(dataclasses.replace(stamp, start=float(start), end=float(end)) for stamp, start, end in pairs)
 
 
+def first_start(stamps: Iterable[Stamp]) -> float:
+    """Return when the first action started."""
+    return min(stamp.start for stamp in stamps if stamp.op in KIND_OF_CALL)
+
+
 def make_timeline(
     stamps: Sequence[Stamp],
     *,
@@ -57,19 +63,33 @@ def make_timeline(
     note: str = "",
     together: Iterable[Action] = (),
     versions: Versions | None = None,
+    earlier: Iterable[EarlierStep] = (),
+    memory_curves: Iterable[MemoryCurve] = (),
+    ops: Iterable[OpRun] = (),
 ) -> Timeline:
     """Return the timeline of the stamps of all processes, whose clocks must agree.
 
-    Its times count from the start of the first action. ``title``, ``note``, ``together``: see ``Timeline``.
-    ``versions``: the versions of weights in an asynchronous window.
+    Its times count from the start of the first action. ``versions``: the versions of weights in an asynchronous window.
+    The other arguments: see ``Timeline``.
     """
-    first = min(stamp.start for stamp in stamps if stamp.op in KIND_OF_CALL)
+    first = first_start(stamps)
     shifted = [dataclasses.replace(s, start=s.start - first, end=s.end - first) for s in stamps]
     shifted.sort(key=lambda stamp: (stamp.start, stamp.end))
     window, used = (None, {}) if versions is None else (versions.window, versions.used)
     events = tuple(_event(stamp, used) for stamp in shifted if stamp.op in KIND_OF_CALL)
     transfers, stage_events = _transfers(shifted), _stage_events(shifted, window)
-    return Timeline(events, transfers, stage_events, title=title, note=note, together=together, window=window)
+    return Timeline(
+        events,
+        transfers,
+        stage_events,
+        title=title,
+        note=note,
+        together=together,
+        window=window,
+        earlier=earlier,
+        memory_curves=memory_curves,
+        ops=ops,
+    )
 
 
 def read_timeline(graph: Graph, times: Any) -> Timeline:

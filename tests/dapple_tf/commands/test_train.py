@@ -52,7 +52,7 @@ def test_train_prints_results_to_stdout_and_progress_to_stderr(trained: Outcome,
 def test_train_saves_a_timeline_of_every_action(trace: Path) -> None:
     rows = json.loads(trace.read_text())["traceEvents"]
     processes = {row["pid"]: row["args"]["name"] for row in rows if row["name"] == "process_name"}
-    assert processes == {0: "predicted: stages", 1: "measured: stages"}
+    assert processes == {1: "predicted: stages", 2: "measured: stages"}
     for pid in processes:
         names = [row["name"] for row in rows if row["ph"] == "X" and row["pid"] == pid]
         actions = [name for name in names if name != "update"]
@@ -105,6 +105,16 @@ def test_a_saved_trace_can_be_read_and_drawn(trained: Outcome, trace: Path, tmp_
 
 def test_a_saved_trace_is_read_in_a_process_of_its_own(trained: Outcome, trace: Path) -> None:
     assert run_process("timeline", trace, "--json").json == trained.json["timeline"]
+
+
+def test_a_trace_with_ops_says_why_an_action_was_slow(run_here: Run, tmp_path: Path) -> None:
+    options = ("--stages", 2, "--steps", 2, "--micro-batches", 4, "--set", "width=200", "--batch-size", 200)
+    run = run_here("train", TINY_MODEL, *options, "--trace", tmp_path / "t.json", "--trace-ops")
+    assert run.code == 0, run.stderr
+    read = run_here("timeline", tmp_path / "t.json", "--json")
+    (first, *_) = read.json["slowest"]
+    assert first["ops"]
+    assert re.search(rf"^{first['action']}: .* \(usually ", read.stdout, re.MULTILINE)
 
 
 def test_a_trace_that_cannot_be_saved_in_the_end_leaves_the_report(run_here: Run, tmp_path: Path) -> None:

@@ -49,6 +49,14 @@ def test_help_and_version(run_here: Run, words: tuple[str, ...]) -> None:
         (("train", TINY_MODEL, "--steps", 0), "--steps must be at least 1"),
         (("train", TINY_MODEL, "--checkpoint-every", 0), "--checkpoint-every must be at least 1"),
         (("train", TINY_MODEL, "--trace", ""), "--trace is empty: name a path, or leave the option out"),
+        (("train", TINY_MODEL, "--trace-steps", 9), "--trace-steps must be from 1 to 8"),
+        (("train", TINY_MODEL, "--trace-steps", 0), "--trace-steps must be from 1 to 8"),
+        (
+            ("train", TINY_MODEL, "--trace-ops"),
+            "--trace-ops: ops are recorded for a trace only: give",
+        ),
+        (("train", TINY_MODEL, "--trace-ops", "--trace", "t.png"), "--trace-ops: ops are recorded for a trace only"),
+        (("train", TINY_MODEL, "--record", ""), "--record is empty: name a path, or leave the option out"),
         (("train", TINY_MODEL, "--tensorboard", ""), "--tensorboard is empty"),
         (("train", TINY_MODEL, "--checkpoint-dir", ""), "--checkpoint-dir is empty"),
         (("train", TINY_MODEL, "--check-numerics", "--trace", "t.png"), "--trace and --check-numerics: a step that"),
@@ -94,6 +102,7 @@ def test_wrong_usage_exits_with_2(run_here: Run, words: tuple[object, ...], mess
         ((TINY_MODEL, "--devices", 3), "TensorFlow has already started with 8 devices", 1),
         ((TINY_MODEL, "--trace", "t.gif"), "--trace: t.gif: a timeline is saved as .png, .html or .json", 2),
         ((TINY_MODEL, "--trace", "setup.py/t.png"), "setup.py/t.png: its folder cannot be made", 2),
+        ((TINY_MODEL, "--record", "setup.py/r.jsonl"), "--record: setup.py/r.jsonl: its folder cannot be made", 2),
         (
             (TINY_MODEL, "--tensorboard", "setup.py"),
             "--tensorboard: setup.py cannot hold TensorBoard's events",
