@@ -49,7 +49,14 @@ class TextError(DappleError, ValueError):
 
 
 class PartitionError(DappleError, ValueError):
-    """A model that cannot be cut as asked; the message names the layer or the tensor that prevents it."""
+    """A model that cannot be cut as asked; the message names the layer or the tensor that prevents it.
+
+    ``node``: the name of the graph's node that prevents it, where it is a single one.
+    """
+
+    def __init__(self, message: str, node: str = "") -> None:
+        super().__init__(message)
+        self.node = node
 
 
 class ScheduleError(DappleError, ValueError):

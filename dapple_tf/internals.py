@@ -6,16 +6,19 @@ Each function says which internals it relies on; ``tests/dapple_tf/test_internal
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import inspect
 import random
 import threading
+import traceback
 import uuid
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import keras
 import numpy as np
@@ -163,6 +166,107 @@ def record_layers(on_call: Callable[[keras.Layer, bool], None]) -> Iterator[None
         yield
     finally:
         keras.Layer.__call__ = original
+
+
+class TapeListener(Protocol):
+    """The object that ``listen_to_tapes`` tells of the tapes of one thread."""
+
+    def changes(self, tape: tf.GradientTape, *, records: bool, anew: bool) -> None:
+        """Note that ``tape`` begins or ends to record; ``anew``: it forgets what it has recorded before."""
+
+    def gradient(
+        self, tape: tf.GradientTape, compute: Callable[..., Any], target: Any, sources: Any, options: dict[str, Any]
+    ) -> Any:
+        """Return the result of ``tape.gradient``; ``compute(target, sources, **options)`` returns TensorFlow's own."""
+
+    def jacobian(self, tape: tf.GradientTape, method: str) -> None:
+        """Note a call of ``tape.jacobian`` or ``tape.batch_jacobian``, before it is made."""
+
+
+@contextlib.contextmanager
+def listen_to_tapes(listener: TapeListener) -> Iterator[None]:
+    """Tell ``listener`` of all that this thread does with ``tf.GradientTape`` in the block.
+
+    Replaces and restores methods of the class. ``_push_tape`` and ``_pop_tape`` run whenever a tape begins or ends to
+    record, and ``_tape`` is None where it begins anew.
+    """
+    kind, thread = tf.GradientTape, threading.get_ident()
+    names = ("_push_tape", "_pop_tape", "gradient", "jacobian", "batch_jacobian")
+    originals = {name: getattr(kind, name) for name in names}
+
+    def push(self: tf.GradientTape) -> None:
+        anew = self._tape is None
+        originals["_push_tape"](self)
+        if threading.get_ident() == thread:
+            listener.changes(self, records=True, anew=anew)
+
+    def pop(self: tf.GradientTape) -> None:
+        originals["_pop_tape"](self)
+        if threading.get_ident() == thread:
+            listener.changes(self, records=False, anew=False)
+
+    def gradient(self: tf.GradientTape, target: Any, sources: Any, *args: Any, **options: Any) -> Any:
+        options |= dict(zip(("output_gradients", "unconnected_gradients"), args, strict=False))
+        if threading.get_ident() != thread:
+            return originals["gradient"](self, target, sources, **options)
+        return listener.gradient(self, functools.partial(originals["gradient"], self), target, sources, options)
+
+    def jacobian_like(method: str) -> Callable[..., Any]:
+        def jacobian(self: tf.GradientTape, *args: Any, **options: Any) -> Any:
+            if threading.get_ident() == thread:
+                listener.jacobian(self, method)
+            return originals[method](self, *args, **options)
+
+        return jacobian
+
+    replaced = {"_push_tape": push, "_pop_tape": pop, "gradient": gradient}
+    replaced |= {name: jacobian_like(name) for name in ("jacobian", "batch_jacobian")}
+    for name, function in replaced.items():
+        setattr(kind, name, tf.autograph.experimental.do_not_convert(function))
+    try:
+        yield
+    finally:
+        for name, function in originals.items():
+            setattr(kind, name, function)
+
+
+def is_persistent(tape: tf.GradientTape) -> bool:
+    """Return whether ``tape`` was made with ``persistent=True`` (``GradientTape._persistent``)."""
+    return bool(tape._persistent)
+
+
+def user_place(operation: Any) -> str:
+    """Return the file and line of the user's code that made an op of a graph, or "" where TensorFlow does not know it.
+
+    Relies on ``Operation.traceback``, in which AutoGraph's lines are those of the code that it has converted.
+    """
+    frames = [frame for frame in operation.traceback or () if not _is_library(frame.filename)]
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+
+
+def user_place_of_error(error: BaseException) -> str:
+    """Return the file and line of the user's code in which an error was raised, "" where that is no file."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_library(frame.filename)]
+    found = [frame for frame in frames if "__autograph_generated_file" not in frame.filename]
+    return f"{found[-1].filename}:{found[-1].lineno}" if found else ""
+
+
+_LIBRARIES = tuple(
+    str(Path(module.__file__).parent) + "/" for module in (tf, keras) if getattr(module, "__file__", None)
+)
+
+
+def _is_library(file: str) -> bool:
+    """Return whether a file of a stack trace is TensorFlow's, Keras's or this package's."""
+    own = str(Path(__file__).parent) + "/"
+    return file.startswith((own, "<", *_LIBRARIES)) or "tensorflow/python/" in file
+
+
+def variables_of_handles(handles: Sequence[Any]) -> list[tf.Variable]:
+    """Return the live variables that have these handles: of one that a trace only writes, TensorFlow tells no more."""
+    wanted = {id(handle) for handle in handles}
+    kinds = (resource_variable_ops.BaseResourceVariable,)
+    return [v for v in _live_instances(*kinds) if id(getattr(v, "_handle", None)) in wanted] if wanted else []
 
 
 @contextlib.contextmanager
@@ -775,6 +879,20 @@ def output_losses(model: keras.Model) -> Iterator[list[Any]]:
         yield found
     finally:
         compiled._metrics = original
+
+
+def make_keras_function(model: keras.Model, kind: str) -> Any:
+    """Return the function of this ``kind``, test or predict, that Keras makes of the model's step.
+
+    Keras keeps it in the attribute ``test_function`` or ``predict_function``, which stays as it is here.
+    """
+    name = f"{kind}_function"
+    kept = getattr(model, name)
+    try:
+        getattr(keras.Model, f"make_{name}")(model, force=True)
+        return getattr(model, name)
+    finally:
+        setattr(model, name, kept)
 
 
 def loss_metrics(model: keras.Model) -> list[Any]:

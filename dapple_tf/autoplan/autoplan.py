@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -31,7 +31,7 @@ from dapple_tf.distributed.membership import Job
 from dapple_tf.errors import ClusterError, PlanError, UsageError, warn_user
 from dapple_tf.exactness import BatchLoss, BatchNorm, Inexact
 from dapple_tf.frontend.batch import batch_size
-from dapple_tf.frontend.capture import Captured
+from dapple_tf.frontend.capture import Captured, Traced
 from dapple_tf.graph_passes.analysis.layers import Layers
 from dapple_tf.graph_passes.ir.graph import Shape
 from dapple_tf.plan_check import check_shares
@@ -65,7 +65,7 @@ class Autoplan:
 
     def __init__(
         self,
-        loss_fn: Callable[..., Any],
+        loss_fn: Traced,
         optimizer: Any,
         options: Options,
         job: Job | None,

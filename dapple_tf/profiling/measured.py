@@ -28,7 +28,7 @@ from dapple_tf.devices import home_device, list_devices
 from dapple_tf.errors import CaptureError, ProfileError, warn_user
 from dapple_tf.exactness import BatchLoss
 from dapple_tf.frontend.batch import as_arguments, batch_size
-from dapple_tf.frontend.capture import Captured
+from dapple_tf.frontend.capture import Captured, Traced
 from dapple_tf.frontend.trace import trace_loss, trace_uncut
 from dapple_tf.messages import LOGGER
 from dapple_tf.profiler.cores import count_cores, limit_to_cores
@@ -106,9 +106,7 @@ def profile(
     return result
 
 
-def profile_layers(
-    loss_fn: Callable[..., Any], batch: Sequence[Any], batch_sizes: Sequence[int], batch_loss: BatchLoss
-) -> Profile:
+def profile_layers(loss_fn: Traced, batch: Sequence[Any], batch_sizes: Sequence[int], batch_loss: BatchLoss) -> Profile:
     """Measure the cost of each layer as ``profile`` does, but faster, and not the whole model beside them.
 
     ``batch``: the arguments of the loss. Raises what ``profile`` raises.
@@ -125,17 +123,19 @@ def profile_layers(
             return _measure(facts, batch, None, other_sizes, _TO_PLAN, None, show)
 
 
-def _trace(
-    loss_fn: Callable[..., Any], batch: Sequence[Any], batch_loss: BatchLoss, other_sizes: Sequence[int]
-) -> Captured:
-    """Return the captured loss, of a known batch size where it needs one and no other size is to be measured."""
+def _trace(loss_fn: Traced, batch: Sequence[Any], batch_loss: BatchLoss, other_sizes: Sequence[int]) -> Captured:
+    """Return the captured loss, of a known batch size where it needs one and no other size is to be measured.
+
+    Of a training step it is the loss alone: what comes after its gradients is not run.
+    """
     size = batch_size(batch)
     try:
-        return trace_loss(loss_fn, batch, size, "allow", batch_loss)
+        captured = trace_loss(loss_fn, batch, size, "allow", batch_loss)
     except CaptureError:
         if other_sizes:
             raise
-        return trace_uncut(loss_fn, batch, size)
+        captured = trace_uncut(loss_fn, batch, size)
+    return dataclasses.replace(captured, after=None)
 
 
 def _warn_of_lists(facts: LayerFacts) -> None:

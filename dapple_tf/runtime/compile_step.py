@@ -20,7 +20,7 @@ from dapple_tf.compiler import PlannedModel, StepVariant, local_graph
 from dapple_tf.errors import CaptureError, LossError, UsageError, warn_user
 from dapple_tf.exactness import Inexact
 from dapple_tf.frontend.batch import Batch, BatchForm, Key, batch_form
-from dapple_tf.frontend.capture import Captured
+from dapple_tf.frontend.capture import Captured, Traced
 from dapple_tf.frontend.composite import as_rows
 from dapple_tf.frontend.shapes import infer_batch_axes
 from dapple_tf.frontend.trace import report_exactness, trace_batch, trace_uncut
@@ -211,7 +211,7 @@ class CompiledSteps:
 
 
 def compile_step(
-    loss_fn: Callable[..., Any],
+    loss_fn: Traced,
     batch: Batch,
     optimizer: Any,
     autoplan: Autoplan,
@@ -257,7 +257,7 @@ def plan_model(
 
 
 def _find_model(
-    loss_fn: Callable[..., Any],
+    loss_fn: Traced,
     batch: Batch,
     optimizer: Any,
     autoplan: Autoplan,
@@ -307,7 +307,7 @@ def _find_model(
 
 
 def trace_loss_of(
-    function: Callable[..., Any],
+    function: Traced,
     batch: Batch,
     autoplan: Autoplan,
     compiled: CompiledSteps,

@@ -24,9 +24,10 @@ from dapple_tf.devices import home_device, list_devices
 from dapple_tf.distributed import membership
 from dapple_tf.distributed.rank_programs import RankTarget
 from dapple_tf.distributed.variable_transfer import gather_arrays, gather_variables
-from dapple_tf.errors import UsageError
+from dapple_tf.errors import PlanError, UsageError
 from dapple_tf.exactness import Exactness
 from dapple_tf.frontend.batch import Batch
+from dapple_tf.frontend.capture import Traced, TrainingStep, plain_function
 from dapple_tf.frontend.optimizers import as_keras_optimizer
 from dapple_tf.graph_passes.analysis.input_needs import InputNeeds
 from dapple_tf.graph_passes.ir.graph import Graph
@@ -88,12 +89,13 @@ class PipelinedStep:
 
     def __init__(
         self,
-        loss_fn: Callable[..., Any],
+        loss_fn: Traced,
         optimizer: Any,
         options: Options,
         example_batch: Sequence[Any] | None = None,
     ) -> None:
-        optimizer = as_keras_optimizer(optimizer)
+        if not isinstance(loss_fn, TrainingStep):
+            optimizer = as_keras_optimizer(optimizer)
         if options.window is not None:
             check_optimizer(optimizer)
         self._loss_fn = loss_fn
@@ -104,8 +106,10 @@ class PipelinedStep:
         rank = 0 if self._job is None else self._job.rank
         self._homes = VariableHomes()
         self._times = BuildTimes(silent=rank != 0)
-        self._compiled = CompiledSteps(times=self._times, homes=self._homes, xla=make_xla(options.jit_compile, loss_fn))
-        self._forwards = [Forward(loss_fn, self._autoplan, self._homes, self._times)]
+        self._compiled = CompiledSteps(
+            times=self._times, homes=self._homes, xla=make_xla(options.jit_compile, plain_function(loss_fn))
+        )
+        self._forwards = [Forward(plain_function(loss_fn), self._autoplan, self._homes, self._times)]
         self._last: CompiledStep | None = None
         self._variables: dict[str, tf.Variable] | None = None
         self._lock = threading.RLock()
@@ -182,7 +186,8 @@ class PipelinedStep:
         return "\n".join([plan, *([str(self.choice)] if self.choice is not None else []), str(self.report)])
 
     def __repr__(self) -> str:
-        name = getattr(self._loss_fn, "__name__", type(self._loss_fn).__name__)
+        function = plain_function(self._loss_fn)
+        name = getattr(function, "__name__", type(function).__name__)
         how = self.plan.headline if self._last is not None else "no plan before the first batch"
         return f"<PipelinedStep of {name}: {how}>"
 
@@ -261,8 +266,14 @@ class PipelinedStep:
     def forward(self, *batch: Any) -> Any:
         """Return the loss of one batch, or (loss, aux), from a pipeline that only runs forward; nothing is trained.
 
-        The loss function writes the same variables as when it is called. In a job every rank must call this.
+        The loss function writes the same variables as when it is called. In a job every rank must call this. Raises
+        UsageError for a training step, which has no such part.
         """
+        if isinstance(self._loss_fn, TrainingStep):
+            raise UsageError(
+                "step.forward of a training step: it runs as a whole; for the loss alone give a function of it to "
+                "step.forward_of"
+            )
         with self._lock:
             return self._forwards[0].run(batch, self._target, self._gather_variables)
 
@@ -502,3 +513,36 @@ def pipeline(
         return PipelinedStep(function, optimizer, made, example_batch)
 
     return wrap if loss_fn is None else wrap(loss_fn)
+
+
+@document_options("mode", "minibatches", "weights", "depth")
+def train_step(
+    function: Callable[..., Any] | None = None,
+    *,
+    example_batch: Sequence[Any] | None = None,
+    **options: Unpack[OptionTypes],
+) -> Any:
+    """Return a training step, as it is written for one device, that runs as a pipeline and computes the same.
+
+    Without ``function`` it returns a decorator. What the target of ``tape.gradient`` needs runs in stages and
+    micro-batches; the gradients that the function gets are those of the whole batch; and what comes after them
+    (clipping, optimizers, averages, metrics) runs once a step, each part on the stage of its variables.
+
+    Args:
+        function: A tf.function or callable of the batch's tensors, each batched on axis 0. It takes the gradients of
+            one loss with tf.GradientTape and changes variables with them. The step returns what it returns: tensors of
+            the whole batch.
+        example_batch: A batch like those to come: the plan is made and the step built now, not at the first call.
+        {options}
+
+    Raises:
+        ValueError: One of its subclasses in ``dapple_tf.errors``; the message says what cannot be done and what can.
+    """
+    made = make_options("dapple.train_step", options)
+    if made.window is not None:
+        raise PlanError("mode='async' of dapple.train_step: windows need dapple.pipeline with a loss and an optimizer")
+
+    def wrap(step: Callable[..., Any]) -> PipelinedStep:
+        return PipelinedStep(TrainingStep(step), None, made, example_batch)
+
+    return wrap if function is None else wrap(function)
