@@ -62,6 +62,7 @@ setup(
         # which a later minor version may word in another way.
         "msgspec>=0.22,<0.23",
         "click>=8.1,<9",
+        "cloup>=3,<5",  # groups of options in click's help
         "rich>=13,<16",
         "matplotlib>=3.8,<4",
         "typing_extensions>=4.6,<5",  # Unpack, before Python 3.11

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from dapple_tf.profiling.analytic import analytic_profile
     from dapple_tf.profiling.measured import profile
     from dapple_tf.runtime.shard import shard
-    from dapple_tf.runtime.step import PipelinedStep, pipeline
+    from dapple_tf.runtime.step import PipelinedStep, pipeline, train_step
     from dapple_tf.simulator.simulate import simulate
     from dapple_tf.timeline.timeline import Timeline
     from dapple_tf.verification import Report, verify
@@ -61,6 +61,7 @@ __all__ = [
     "shard",
     "simulate",
     "size",
+    "train_step",
     "verify",
 ]
 
@@ -84,6 +85,7 @@ _HOMES = {
     "shard": "dapple_tf.runtime.shard",
     "simulate": "dapple_tf.simulator.simulate",
     "size": "dapple_tf.devices",
+    "train_step": "dapple_tf.runtime.step",
     "verify": "dapple_tf.verification",
 }
 

@@ -27,6 +27,7 @@ __all__ = [
     "PartitionError",
     "PlanError",
     "ProfileError",
+    "RunError",
     "ScheduleError",
     "StepError",
     "TextError",
@@ -48,7 +49,14 @@ class TextError(DappleError, ValueError):
 
 
 class PartitionError(DappleError, ValueError):
-    """A model that cannot be cut as asked; the message names the layer or the tensor that prevents it."""
+    """A model that cannot be cut as asked; the message names the layer or the tensor that prevents it.
+
+    ``node``: the name of the graph's node that prevents it, where it is a single one.
+    """
+
+    def __init__(self, message: str, node: str = "") -> None:
+        super().__init__(message)
+        self.node = node
 
 
 class ScheduleError(DappleError, ValueError):
@@ -57,6 +65,10 @@ class ScheduleError(DappleError, ValueError):
 
 class ProfileError(DappleError, ValueError):
     """A profile that cannot be read, measured or used."""
+
+
+class RunError(DappleError, ValueError):
+    """A record of a training run that is missing or cannot be read; the message names the line and the field."""
 
 
 class ClusterError(DappleError, ValueError):

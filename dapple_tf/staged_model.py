@@ -10,13 +10,14 @@ from typing import Any, Literal
 import keras
 import tensorflow as tf
 
-from dapple_tf.errors import CaptureError
+from dapple_tf.errors import CaptureError, PartitionError
 from dapple_tf.exactness import Exactness, Inexactness
+from dapple_tf.frontend.after_gradients import AfterGradients, trace_of
 from dapple_tf.frontend.backward_writes import find_write_reasons
 from dapple_tf.frontend.capture import Captured, Serves
 from dapple_tf.frontend.deferred_statistics import trace_statistics
 from dapple_tf.frontend.gradients import differentiate
-from dapple_tf.frontend.optimizer_update import trace_update
+from dapple_tf.frontend.optimizer_update import TracedUpdate, trace_update
 from dapple_tf.frontend.read_graph import read_graph, read_value
 from dapple_tf.graph_passes.analysis.layers import Layers
 from dapple_tf.graph_passes.analysis.loss_head import LossHeadInput
@@ -45,6 +46,14 @@ from dapple_tf.graph_passes.passes.stage_calls import LOSS_SCALE_NAME
 
 
 @dataclass(frozen=True)
+class Returns:
+    """What a training step returns: its nesting, and for each flattened part the number of the output, or None."""
+
+    structure: Any
+    outputs: tuple[int | None, ...]
+
+
+@dataclass(frozen=True)
 class Interface:
     """The arguments and results of a staged model.
 
@@ -53,7 +62,8 @@ class Interface:
     where the loss has no aux outputs. ``merges``: for each aux output, how the values of the micro-batches are
     combined. ``loss``: whether the losses of the micro-batches are averaged or summed. ``exactness``: the reasons why a
     step differs from a step on one device. ``uncut``: whether the model is only for steps of one micro-batch on one
-    replica (see ``BatchDependence``). ``serves``: whether it serves other lengths (see ``Captured``).
+    replica (see ``BatchDependence``). ``serves``: whether it serves other lengths (see ``Captured``). ``returns``: what
+    a training step returns; None where the model is a loss.
     """
 
     signature: tuple[tf.TensorSpec, ...]
@@ -64,6 +74,7 @@ class Interface:
     exactness: Exactness
     uncut: bool
     serves: Serves | None
+    returns: Returns | None = None
 
     @staticmethod
     def of(captured: Captured) -> Interface:
@@ -78,6 +89,7 @@ class Interface:
             exactness=Exactness() if dependence is None else dependence.exactness,
             uncut=captured.uncut,
             serves=captured.serves,
+            returns=None if captured.after is None else _returns(captured.after),
         )
 
 
@@ -156,7 +168,11 @@ class StagedModel:
         return at(0, what=OpName.BACKWARD) in self.graph.function_by_name
 
     def pack(self, outputs: Sequence[Any]) -> Any:
-        """Return what the user's function would return: the loss, or (loss, aux)."""
+        """Return what the user's function would return: the loss, or (loss, aux); or what a training step returns."""
+        returns = self.interface.returns
+        if returns is not None:
+            found = [None if number is None else outputs[number] for number in returns.outputs]
+            return tf.nest.pack_sequence_as(returns.structure, found)
         aux = self.interface.aux
         return outputs[0] if aux is None else (outputs[0], tf.nest.pack_sequence_as(aux, outputs[1:]))
 
@@ -192,16 +208,20 @@ def stage_model(
     reached = {name for stage in gradients for name in stage.trained}
     trained = tuple(name for name in captured.trainable if name in reached)
     indices = _index_types(gradients)
-    update = None if optimizer is None else trace_update(optimizer, trained, captured.variables, indices)
+    update = _trace_update(captured, optimizer, trained, indices, sparse=sparse)
     scale = trace_loss_scale(optimizer, captured, update.variables) if update is not None and scaled else None
     use = find_variables(graph)
     writes = find_write_reasons(captured, joint, gradients[: len(stages.stages)], dict(use.users))
     statistics = trace_statistics(captured, stages, {name: users[0] for name, users in use.users})
     # A trainable variable that no stage uses has no gradient, but may have averages: the first stage updates these.
     # What the optimizer has belongs to its updates, also where the loss reads it, such as its learning rate.
-    own_of_optimizer = frozenset() if update is None else update.own
+    complete = find_variables(graph.replace(functions=(*graph.functions, *statistics.functions)))
+    at_end = {name: stages[0] for name, stages in complete.users if name in complete.at_end}
+    state = use.state | at_end.keys()
+    own_of_optimizer = frozenset() if update is None else update.own - state
     users = {name: users[0] for name, users in use.users if name not in own_of_optimizer}
-    owner = dict.fromkeys(captured.trainable, 0) | users
+    owner = dict.fromkeys(captured.trainable, 0) | at_end | users
+    readers = {name: users[0] for name, users in use.users if name in own_of_optimizer and captured.after is not None}
     own = () if scale is None else (scale.function,)
     graph = graph.replace(functions=(*graph.functions, *statistics.functions, *own))
     return StagedModel(
@@ -219,7 +239,7 @@ def stage_model(
             skips=isinstance(optimizer, keras.optimizers.LossScaleOptimizer),
             backward_writes=writes,
         ),
-        updates=None if update is None else cut_updates(update.graph, owner),
+        updates=None if update is None else _cut_updates(captured, update, owner, readers, state),
         global_clipnorm=None if update is None else update.global_clipnorm,
         variables=dict(captured.variables) if update is None else update.variables,
         model_variables=captured.variables,
@@ -240,6 +260,68 @@ def stage_model(
         ),
         counter="" if update is None else update.counter,
     )
+
+
+def _returns(after: AfterGradients) -> Returns:
+    """Return what a training step returns: outputs of its loss, then what is computed after the gradients."""
+    number = {value: i for i, value in enumerate(after.whole)}
+    for value in after.returned:
+        if value is not None:
+            number.setdefault(value, len(number))
+    return Returns(after.structure, tuple(None if value is None else number[value] for value in after.returned))
+
+
+def _trace_update(
+    captured: Captured, optimizer: Any, trained: Sequence[str], indices: Mapping[str, str], *, sparse: bool
+) -> TracedUpdate | None:
+    """Return the update of the ``trained`` variables: the optimizer's, or a training step's own; None without either.
+
+    ``indices``: see ``trace_update``; ``sparse``: see ``stage_model``. Raises CaptureError where a training step was
+    given a sparse gradient that is dense over stages, or the other way round.
+    """
+    if captured.after is None:
+        return None if optimizer is None else trace_update(optimizer, trained, captured.variables, indices)
+    update = trace_of(captured.after, captured.func_graph, trained)
+    taken = {
+        node.string("port"): node
+        for node in update.graph.nodes
+        if node.op == "arg" and node.string("role") == "indices"
+    }
+    for name in trained:
+        given = taken[name].outputs[0].dtype.name if name in taken else None
+        if given is not None and not sparse:
+            raise CaptureError(
+                f"sparse_gradients='dense': the step gets a sparse gradient of {name!r} (tf.IndexedSlices), as on one "
+                "device: leave the option out, or take tf.convert_to_tensor of the gradient in the step"
+            )
+        if given != indices.get(name):
+            raise CaptureError(
+                f"on one device the gradient of {name!r} is {_describe_indices(given)}, and over these stages it is "
+                f"{_describe_indices(indices.get(name))}: cut the model elsewhere, or take tf.convert_to_tensor of the "
+                "variable in the loss, so that its gradient is dense"
+            )
+    return update
+
+
+def _cut_updates(
+    captured: Captured,
+    update: TracedUpdate,
+    owner: Mapping[str, int],
+    readers: Mapping[str, int],
+    state: frozenset[str],
+) -> Updates:
+    """Return what ``cut_updates`` does; its errors name the line of a training step."""
+    try:
+        return cut_updates(update.graph, owner, readers, state)
+    except PartitionError as error:
+        if captured.after is None or not error.node:
+            raise
+        place = captured.after.place_of(error.node)
+        raise PartitionError(f"{place}: what the step does after its gradients: {error}", error.node) from None
+
+
+def _describe_indices(dtype: str | None) -> str:
+    return "dense" if dtype is None else f"sparse with indices of {dtype}"
 
 
 def _merge_kinds(captured: Captured) -> tuple[MergeKind, ...]:

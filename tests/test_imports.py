@@ -33,6 +33,7 @@ ALONE = {
     "dapple_tf.cli": "the installed command",
     "dapple_tf.commands.*": "the command line imports a command when it is called",
     "dapple_tf.distributed.native.build": "a script of the installation",
+    "dapple_tf.examples.*": "models that users start from",
     "dapple_tf.frontend.tensorflow_version": "runs before TensorFlow is imported",
     "dapple_tf.graph_passes.passes.*": "a pass per file, each with its tests of text before and after",
 }

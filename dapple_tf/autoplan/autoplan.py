@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -31,7 +31,7 @@ from dapple_tf.distributed.membership import Job
 from dapple_tf.errors import ClusterError, PlanError, UsageError, warn_user
 from dapple_tf.exactness import BatchLoss, BatchNorm, Inexact
 from dapple_tf.frontend.batch import batch_size
-from dapple_tf.frontend.capture import Captured
+from dapple_tf.frontend.capture import Captured, Traced
 from dapple_tf.graph_passes.analysis.layers import Layers
 from dapple_tf.graph_passes.ir.graph import Shape
 from dapple_tf.plan_check import check_shares
@@ -65,7 +65,7 @@ class Autoplan:
 
     def __init__(
         self,
-        loss_fn: Callable[..., Any],
+        loss_fn: Traced,
         optimizer: Any,
         options: Options,
         job: Job | None,
@@ -225,9 +225,10 @@ class Autoplan:
         names = tuple(layer.name for layer in layers.layers)
         costs = estimate_costs(layers, shapes)
         if self._job is not None:
-            plan = None if self._options.plan is None else self._options.plan.to_json()
-            given = {"call of dapple.pipeline": self._options, "plan": plan}
-            self._job.compare({"number of samples": samples, **given, "layers of the model": names})
+            self._job.agree("number of samples", samples)
+            self._job.agree("call of dapple.pipeline", self._options)
+            self._job.agree("plan", None if self._options.plan is None else self._options.plan.to_json())
+            self._job.agree("layers of the model", names)
         decision = self._decision
         if decision is None:
             make = partial(self._make_decision, captured, layers, costs, batch)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from dapple_tf.autoplan.batch_fit import check_batch_size
 from dapple_tf.autoplan.options import Options
 from dapple_tf.errors import ClusterError, PlanError
 from dapple_tf.frontend.batch import batch_size
+from dapple_tf.frontend.capture import Traced
 from dapple_tf.planner.api import check_schedule, make_problem
 from dapple_tf.planner.micro_batch_sizes import list_micro_batch_sizes
 from dapple_tf.planner.planning_problem import PlanningProblem
@@ -34,7 +35,7 @@ class PlanningInputs:
     device each. ``ranks``: whether the devices are the processes of a job, all of which the plan must use.
     """
 
-    loss_fn: Callable[..., Any]
+    loss_fn: Traced
     batch: Sequence[Any]
     options: Options
     optimizer_slots: int

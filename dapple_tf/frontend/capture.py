@@ -7,7 +7,8 @@ argument is unknown, so that the same graph serves every micro-batch.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,8 +17,9 @@ import keras
 import tensorflow as tf
 
 from dapple_tf import internals
-from dapple_tf.errors import CaptureError, LossError
+from dapple_tf.errors import CaptureError, DappleError, LossError
 from dapple_tf.exactness import BatchNorm
+from dapple_tf.frontend.after_gradients import AfterGradients, loss_nodes, part_step
 from dapple_tf.frontend.batch import batch_signature, batch_size
 from dapple_tf.frontend.batch_norms import BatchNormCall, BatchNormRecorder
 from dapple_tf.frontend.dependence.result import BatchDependence
@@ -27,8 +29,9 @@ from dapple_tf.frontend.node_attributes import read_attribute
 from dapple_tf.frontend.read_graph import read_graph, read_value, skip_identities
 from dapple_tf.frontend.rows import ROWS_NAME, ROWS_OP
 from dapple_tf.frontend.tables import find_misuse
+from dapple_tf.frontend.tape_calls import TapeCall, TapeCalls
 from dapple_tf.graph_passes.analysis.layers import written_variables
-from dapple_tf.graph_passes.ir.graph import Effect, Graph, Node, Value, attributes
+from dapple_tf.graph_passes.ir.graph import Effect, Graph, Node, Value, ancestors, attributes
 
 Serves = Callable[[tuple[tf.TensorSpec, ...]], bool]
 """Whether a trace may run batches whose flattened tensors have these specs, with all inner lengths known."""
@@ -38,6 +41,22 @@ TRAINED = "trained_variables"
 
 Without it all trainable variables that the function uses are trained, in the order of their first use.
 """
+
+
+@dataclass(frozen=True)
+class TrainingStep:
+    """A function of a batch that trains: it takes gradients with tf.GradientTape and changes variables itself."""
+
+    function: Callable[..., Any]
+
+
+Traced = Callable[..., Any] | TrainingStep
+"""A loss function, or a training step."""
+
+
+def plain_function(function: Traced) -> Callable[..., Any]:
+    """Return the user's own function."""
+    return function.function if isinstance(function, TrainingStep) else function
 
 
 @dataclass(frozen=True)
@@ -57,6 +76,9 @@ class Captured:
     ``batch_norms``: the calls of batch norm layers in training mode, where these were recorded; ``joined``: whether
     replicas join the statistics of such layers instead; ``dropped``: names of nodes of the trace that the graph no
     longer has.
+
+    ``after``: of a training step, the part after the gradients, or None; ``left_out``: names of ops of the trace that
+    are not part of its loss; ``unrecorded``: names of nodes through which no gradient passes.
     """
 
     graph: Graph
@@ -73,6 +95,9 @@ class Captured:
     batch_norms: tuple[BatchNormCall, ...] = ()
     joined: bool = False
     dropped: frozenset[str] = frozenset()
+    after: AfterGradients | None = None
+    left_out: frozenset[str] = frozenset()
+    unrecorded: frozenset[str] = frozenset()
 
     @property
     def uncut(self) -> bool:
@@ -131,7 +156,7 @@ class CapturedTensors:
 
 
 def capture(
-    loss_fn: Callable[..., Any],
+    loss_fn: Traced,
     batch: Sequence[Any],
     *,
     batch_norm: BatchNorm = "micro-batch",
@@ -147,19 +172,48 @@ def capture(
     micro-batches. ``signature``: of the batch's flattened tensors; by default only axis 0 is unknown. ``sized``: trace
     the function for the size of ``batch`` where it cannot be traced for an unknown one.
 
+    Of a training step the graph is that of its loss, with the values of it that the part after the gradients takes.
+
     Raises CaptureError when the trace fails for an unknown batch size or the function has nothing to train, and
     LossError when the loss is not a floating-point scalar.
     """
     example = batch_signature(batch)
     specs = example if signature is None else tuple(signature)
-    function = internals.clone_function(loss_fn) if internals.is_tf_function(loss_fn) else tf.function(loss_fn)
+    calls = TapeCalls() if isinstance(loss_fn, TrainingStep) else None
+    user = plain_function(loss_fn)
+    function = internals.clone_function(user) if internals.is_tf_function(user) else tf.function(user)
     if not sized:
         _check_signature(function)
-    name, norms = _function_name(loss_fn), BatchNormRecorder()
+    name, norms = _function_name(user), BatchNormRecorder()
     moments: dict[str, internals.Moments] = {"deferred": norms, "sync": join_moments}
-    replaced = internals.replace_moments(moments[batch_norm]) if batch_norm in moments else nullcontext()
-    with replaced:
-        concrete, recorder, specs = _trace(function, name, batch, specs, sized=sized)
+    with (
+        internals.replace_moments(moments[batch_norm]) if batch_norm in moments else nullcontext(),
+        internals.listen_to_tapes(calls) if calls is not None else nullcontext(),
+    ):
+        try:
+            concrete, recorder, specs = _trace(function, name, batch, specs, sized=sized)
+        except Exception as error:
+            if calls is None:
+                raise
+            raise calls.refused or _error_of_step(name, error) from error
+    if calls is None:
+        captured = _read_loss(concrete, recorder, specs, example, name, user, trains=trains)
+    else:
+        captured = _read_step(concrete, recorder, specs, example, name, calls.calls)
+    return replace(captured, batch_norms=tuple(norms.calls), joined=batch_norm == "sync")
+
+
+def _read_loss(
+    concrete: Any,
+    recorder: _LayerRecorder,
+    specs: tuple[tf.TensorSpec, ...],
+    example: tuple[tf.TensorSpec, ...],
+    name: str,
+    loss_fn: Callable[..., Any],
+    *,
+    trains: bool,
+) -> Captured:
+    """Return the captured loss of a trace; see ``capture`` for what it raises."""
     func_graph = concrete.graph
     outputs, aux = _loss_and_aux(concrete, name)
     inputs = _read_inputs(func_graph, len(specs), name)
@@ -172,25 +226,135 @@ def capture(
     trainable = _in_order(inputs, loss_fn) if trains else [name for name in inputs.variables if name not in written]
     if trains and not trainable:
         raise CaptureError(f"{name} uses no trainable variable, so there is nothing to train: is the model captured?")
+    return Captured(graph, func_graph, inputs.variables, tuple(trainable), inputs.constants, aux, specs, example)
+
+
+def _read_step(
+    concrete: Any,
+    recorder: _LayerRecorder,
+    specs: tuple[tf.TensorSpec, ...],
+    example: tuple[tf.TensorSpec, ...],
+    name: str,
+    calls: Sequence[TapeCall],
+) -> Captured:
+    """Return the captured loss of the trace of a training step, with the part after its gradients.
+
+    Raises CaptureError where it takes no gradients of variables, or those of several targets.
+    """
+    func_graph = concrete.graph
+    calls = [call for call in calls if call.graph is func_graph]
+    if not calls:
+        raise CaptureError(
+            f"{name} takes no gradient of a variable with tf.GradientTape (tape.gradient), so there is nothing to train"
+        )
+    inputs = _read_inputs(func_graph, len(specs), name)
+    _add_gradients(inputs, calls)
+    left_out = frozenset().union(*(call.left_out for call in calls))
+    graph = recorder.mark_layers(read_graph(func_graph, inputs.nodes, name, left_out), func_graph)
+    target = read_value(calls[0].target, inputs.nodes)
+    unrecorded = _check_one_loss(calls, ancestors(graph, [target.node]))
+    operations = func_graph.get_operations()
+    node_of = {op.name: inputs.nodes[op.name].name if op.name in inputs.nodes else op.name for op in operations}
+    of_node = {node_of[op.name]: op for op in operations}
+    returned, structure = _returned(concrete, name)
+    after = part_step(
+        graph,
+        target,
+        calls[0].first_op,
+        {node_of[op.name]: i for i, op in enumerate(operations)},
+        [None if tensor is None else read_value(tensor, inputs.nodes) for tensor in returned],
+        structure,
+        inputs.variables,
+        inputs.constants,
+        lambda node: _place_of(node, of_node) or name,
+    )
+    if not after.trained:
+        raise CaptureError(f"{name} uses none of the gradients that it takes, so there is nothing to train")
+    members = loss_nodes(after)
+    graph = graph.replace(
+        nodes=tuple(node for node in graph.nodes if node.name in members),
+        inputs=tuple(inputs.nodes[tensor.op.name].name for tensor in func_graph.inputs[: len(specs)]),
+        outputs=after.whole,
+    )
     return Captured(
         graph,
         func_graph,
-        inputs.variables,
-        tuple(trainable),
-        inputs.constants,
-        aux,
+        {name: variable for name, variable in inputs.variables.items() if name in members},
+        after.trained,
+        {name: value for name, value in inputs.constants.items() if name in members},
+        None,
         specs,
         example,
-        batch_norms=tuple(norms.calls),
-        joined=batch_norm == "sync",
+        after=after,
+        left_out=frozenset(op.name for op in operations if node_of[op.name] not in members),
+        unrecorded=unrecorded,
     )
+
+
+def _place_of(node: str, operations: Mapping[str, Any]) -> str:
+    """Return the file and line of a node, "" where they are not known; that of a branch's node is its condition's."""
+    node = re.split(r"\.(?:then|else)_branch/", node)[0]
+    return internals.user_place(operations[node]) if node in operations else ""
+
+
+def _error_of_step(name: str, error: Exception) -> Exception:
+    """Return the error to raise where a training step cannot be traced: one of dapple_tf's own stays as it is."""
+    place = internals.user_place_of_error(error.__cause__ or error)
+    prefix = f"{place}: " if place and place not in str(error) else ""
+    if isinstance(error, DappleError):
+        return type(error)(f"{prefix}{error}")
+    return CaptureError(
+        f"{prefix}{name} cannot be traced: {error}. Gradients and losses have no values while a "
+        "step is traced: let no Python code depend on them (tf.cond in place of `if`, no .numpy())"
+    )
+
+
+def _check_one_loss(calls: Sequence[TapeCall], needed: Set[str]) -> frozenset[str]:
+    """Return the nodes of ``needed``, what the one target needs, through which no gradient passes.
+
+    Raises CaptureError where there are several targets, or the tapes have recorded different ops.
+    """
+    first = calls[0]
+    for call in calls[1:]:
+        if call.target is not first.target:
+            raise CaptureError(
+                f"{call.place}: the step takes gradients of another target than at {first.place}: a training step has "
+                "one loss so far; take the gradients of all variables from one target"
+            )
+        if call.unrecorded & needed != first.unrecorded & needed:
+            raise CaptureError(
+                f"{call.place}: the step takes gradients of one target from tapes that have recorded different ops "
+                f"than the one at {first.place}: take them from one persistent tape"
+            )
+    return frozenset(first.unrecorded & needed)
+
+
+def _add_gradients(inputs: _Inputs, calls: Sequence[TapeCall]) -> None:
+    """Add the placeholders of gradients to the inputs of a trace."""
+    names = {id(variable.handle): name for name, variable in inputs.variables.items()}
+    for gradient in (gradient for call in calls for gradient in call.gradients):
+        name = names[id(gradient.variable.handle)]
+        for role, placeholder in gradient.placeholders:
+            attrs = attributes({"port": name, "role": role})
+            inputs.nodes[placeholder.op.name] = Node(f"{role}/{placeholder.op.name}", "arg", attrs=attrs)
+
+
+def _returned(concrete: Any, name: str) -> tuple[list[Any], Any]:
+    """Return the flattened tensors that a trace returns, None where the function returns None, and their nesting."""
+    structure = concrete.structured_outputs
+    leaves = tf.nest.flatten(structure)
+    for leaf in leaves:
+        if leaf is not None and not isinstance(leaf, tf.TensorSpec | tf.Tensor):
+            raise CaptureError(f"{name} returns a {type(leaf).__name__}: a training step returns tensors, or None")
+    tensors = iter(concrete.graph.outputs)
+    return [None if leaf is None else skip_identities(next(tensors)) for leaf in leaves], structure
 
 
 def read_again(captured: Captured, loss: Any, rows: Any) -> Captured:
     """Return ``captured`` after ops were added to its trace: ``loss`` is its loss, and ``rows`` a further input."""
     tensors = CapturedTensors(captured)
     inputs = {**tensors.inputs, rows.op.name: Node(ROWS_NAME, ROWS_OP)}
-    graph = read_graph(captured.func_graph, inputs, captured.graph.name)
+    graph = read_graph(captured.func_graph, inputs, captured.graph.name, captured.left_out)
     nodes = tuple(captured.graph.by_name.get(node.name, node) for node in graph.nodes)
     outputs = (read_value(loss, inputs), *captured.graph.outputs[1:])
     graph = graph.replace(nodes=nodes, inputs=captured.graph.inputs, outputs=outputs)
@@ -294,6 +458,8 @@ def _read_inputs(func_graph: Any, arguments: int, name: str) -> _Inputs:
     for i, tensor in enumerate(func_graph.inputs[:arguments]):
         found.nodes[tensor.op.name] = Node(f"input/{i}", "arg", attrs=attributes({"port": f"input/{i}"}))
     by_handle = {id(variable.handle): variable for variable in func_graph.variables}
+    unknown = [t for t, _ in func_graph.captures if t.dtype == tf.resource and id(t) not in by_handle]
+    by_handle |= {id(variable.handle): variable for variable in internals.variables_of_handles(unknown)}
     trainable = _trainable_variables(func_graph)
     # A variable may have the name of an op.
     op_names = {op.name for op in func_graph.get_operations() if op.type != "Placeholder"}

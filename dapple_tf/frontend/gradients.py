@@ -73,7 +73,8 @@ def differentiate(
             [(name, tf.convert_to_tensor(gradient)) for name, gradient in result.variables if name not in uses]
             for result in found
         ]
-    joint = use_rows(read_graph(captured.func_graph, tensors.inputs, captured.graph.name), captured.dependence)
+    joint = read_graph(captured.func_graph, tensors.inputs, captured.graph.name, captured.left_out)
+    joint = use_rows(joint, captured.dependence)
     joint = mark_joins(drop_nodes(_described_as_in(captured.graph, joint), captured.dropped), captured.graph)
     by_stage = [read_uses(joint, uses, i, captured.variables, tensors.value, stages.once) for i in range(len(found))]
     gradients = tuple(
@@ -115,11 +116,13 @@ def _described_as_in(captured: Graph, joint: Graph) -> Graph:
 def _depend_on_training(captured: Captured) -> set[str]:
     """Return the names of the nodes that depend on a trainable variable: only these need gradients.
 
-    No gradient passes through integers, such as the shape of a random draw. The nodes that draw the rows of a
-    micro-batch are not in the trace.
+    No gradient passes through integers, such as the shape of a random draw, nor through what a training step's tape did
+    not record. The nodes that draw the rows of a micro-batch are not in the trace.
     """
     found, graph = set(captured.trainable), captured.graph
     for node in graph.nodes:
+        if node.name in captured.unrecorded:
+            continue
         entering = (graph.type_of(value).dtype for value in node.inputs if value.node in found)
         if any(dtype.differentiable or dtype.handle for dtype in entering):
             found.add(node.name)
@@ -164,7 +167,7 @@ def _differentiate_stage(
         tf.compat.v1.placeholder(tensors[v].dtype, tensors[v].shape, name=f"seed{i}") for i, v in enumerate(targets)
     ]
     before = len(captured.func_graph.get_operations())
-    stops = [tensors[value] for value in entering]
+    stops = [tensors[value] for value in (*entering, *_unrecorded(captured))]
     with internals.stop_gradients_at_calls(stops):
         gradients = tf.gradients(
             [tensors[value] for value in targets], sources, grad_ys=seeds, stop_gradients=stops, name="gradients"
@@ -184,9 +187,9 @@ def _differentiate_loss_head(
     """Add to the trace the gradients of the loss with respect to the inputs and the variables of the loss head."""
     head_inputs = [entry.value for entry in stages.head_inputs]
     entering = [v for v in head_inputs if captured.graph.type_of(v).dtype.differentiable]
-    stops = [tensors[value] for value in entering]
     loss = captured.graph.outputs[0]
     needed = ancestors(captured.graph, [loss.node], stop=[value.node for value in head_inputs])
+    stops = [tensors[value] for value in (*entering, *_unrecorded(captured))]
     names = [name for name in captured.trainable if name in needed]
     taken = [value for value in entering if value.node in trained]
     sources = [tensors[value] for value in taken] + [tensors.handles[name] for name in names]
@@ -201,6 +204,13 @@ def _differentiate_loss_head(
         tuple((n, g) for n, g in zip(names, gradients[len(taken) :], strict=True) if g is not None),
         _added_since(captured, before),
     )
+
+
+def _unrecorded(captured: Captured) -> list[Value]:
+    """Return the values at which gradients end, since the tape of a training step did not record their nodes."""
+    nodes = (captured.graph.node(name) for name in sorted(captured.unrecorded) if name in captured.graph.by_name)
+    computed = [node for node in nodes if node.inputs]
+    return [value for node in computed for value in node.values() if captured.graph.type_of(value).dtype.differentiable]
 
 
 def _added_since(captured: Captured, before: int) -> frozenset[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import tensorflow as tf
@@ -49,8 +49,10 @@ _STATELESS = frozenset({"Empty"})
 _LOCAL_ATTRS = frozenset({"_class", "_read_only_resource_inputs", "_output_shapes"})
 
 
-def read_graph(graph: Any, inputs: Mapping[str, Node], name: str) -> Graph:
+def read_graph(graph: Any, inputs: Mapping[str, Node], name: str, left_out: Collection[str] = frozenset()) -> Graph:
     """Return the IR of a FuncGraph. ``inputs`` maps names of placeholders to the input nodes that replace them.
+
+    ``left_out``: names of ops that are not read; what is read takes none of their outputs.
 
     Control edges that order side effects are kept; those that only make a function's outputs wait for reads of
     variables are dropped.
@@ -59,6 +61,8 @@ def read_graph(graph: Any, inputs: Mapping[str, Node], name: str) -> Graph:
     bodies = {body.signature.name: body for body in definition.library.function}
     nodes = []
     for op in graph.get_operations():
+        if op.name in left_out:
+            continue
         types = tuple(_read_type(output) for output in op.outputs)
         if op.name in inputs:
             input_node = inputs[op.name]
@@ -159,8 +163,8 @@ def find_stateful_ops(names: list[str], bodies: Mapping[str, Any]) -> set[str]:
 def _with_controls(nodes: list[Node], graph: Any, inputs: Mapping[str, Node]) -> list[Node]:
     """Return the nodes without NoOps, with the control edges that order side effects.
 
-    An edge may lead through a NoOp, or through an Identity: an assertion in a function returns an Identity of the
-    call's result.
+    An edge may lead through a NoOp, through an op that is left out, or through an Identity: an assertion in a function
+    returns an Identity of the call's result.
     """
     # TensorFlow keeps control inputs in sets: sort them, so that every process reads the same graph.
     before = {op.name: sorted(source.name for source in op.control_inputs) for op in graph.get_operations()}
@@ -173,7 +177,7 @@ def _with_controls(nodes: list[Node], graph: Any, inputs: Mapping[str, Node]) ->
     def reached(source: str) -> Iterable[str]:
         if source in inputs:
             return
-        if by_name[source].op == "NoOp":
+        if source not in by_name or by_name[source].op == "NoOp":
             yield from sources(source)
             return
         yield source

@@ -14,9 +14,10 @@ import tensorflow as tf
 from dapple_tf.errors import CaptureError, ExactnessError, warn_user
 from dapple_tf.exactness import BatchLoss, BatchNorm, Exactness, Inexact, Inexactness
 from dapple_tf.frontend.affine_sizes import fit_sizes
+from dapple_tf.frontend.after_gradients import take_inputs_of
 from dapple_tf.frontend.batch import batch_signature
 from dapple_tf.frontend.batch_norm_calls import layer_of, statistics_writes
-from dapple_tf.frontend.capture import Captured, capture
+from dapple_tf.frontend.capture import Captured, Traced, TrainingStep, capture, plain_function
 from dapple_tf.frontend.composite import takes_rows, taking_rows, unknown_lengths
 from dapple_tf.frontend.deferred_statistics import defer_statistics
 from dapple_tf.frontend.dependence.decide import find_dependence, find_uncut_dependence
@@ -103,7 +104,7 @@ _REWRITES: Mapping[BatchNorm, Callable[[Captured], Captured]] = MappingProxyType
 
 
 def trace_loss(
-    loss_fn: Callable[..., Any],
+    loss_fn: Traced,
     batch: Sequence[Any],
     batch_size: int,
     inexact: Inexact = "error",
@@ -133,18 +134,39 @@ def trace_loss(
     def analyse(captured: Captured) -> Analysed:
         return Analysed(captured, fit_sizes(captured, find(captured), find, accepts))
 
+    captured = _take_apart(captured, find)
     analysed = [analyse(captured)]
     if analysed[0].dependence.mixed and not analysed[0].dependence.exactness.undocumented:
         analysed.append(analyse(weigh_terms(captured, analysed[0].dependence)))
     captured, dependence = analysed[-1].captured, analysed[-1].dependence
-    _report(captured.graph.name, dependence, inexact, trains=trains)
+    _report(captured.graph.name, dependence, inexact, trains=trains, is_step=captured.after is not None)
     graph = use_rows(_mark(captured.graph, dependence), dependence)
     if dependence.loss_head:
         graph = mark_loss_head(graph, dependence.loss_head.own, dependence.loss_head.head_inputs)
     return _REWRITES[batch_norm](dataclasses.replace(_served(captured, analysed, find), graph=graph))
 
 
-def trace_uncut(loss_fn: Callable[..., Any], batch: Sequence[Any], batch_size: int, *, trains: bool = True) -> Captured:
+def _take_apart(captured: Captured, find: Callable[[Captured], BatchDependence]) -> Captured:
+    """Return the captured loss of a training step, whose outputs beside the loss the micro-batches' values make up.
+
+    What they do not make up, the part after the gradients computes from its inputs: a root of a mean, for instance.
+    """
+    while captured.after is not None and len(captured.after.whole) > 1:
+        dependence = find(captured)
+        kinds = [dependence.kinds[value] for value in captured.after.whole[1:]]
+        unknown = [
+            value
+            for value, kind, merge in zip(captured.after.whole[1:], kinds, dependence.aux, strict=True)
+            if merge is None and not (kind.coupled and kind.documented)
+        ]
+        after = take_inputs_of(captured.after, unknown)
+        if after.whole == captured.after.whole:
+            break
+        captured = dataclasses.replace(captured, graph=captured.graph.replace(outputs=after.whole), after=after)
+    return captured
+
+
+def trace_uncut(loss_fn: Traced, batch: Sequence[Any], batch_size: int, *, trains: bool = True) -> Captured:
     """Return the captured loss as it is, for steps of one micro-batch on one replica: these are what one device runs.
 
     The trace is for batches of ``batch_size`` samples only where it needs to know that number. Raises what ``capture``
@@ -166,15 +188,19 @@ def _served(captured: Captured, analysed: Sequence[Analysed], find: Callable[[Ca
 
 
 def _with_rows(
-    loss_fn: Callable[..., Any], batch: Sequence[Any], signature: Sequence[tf.TensorSpec]
-) -> tuple[Callable[..., Any], Sequence[tf.TensorSpec]]:
+    loss_fn: Traced, batch: Sequence[Any], signature: Sequence[tf.TensorSpec]
+) -> tuple[Traced, Sequence[tf.TensorSpec]]:
     """Return the function that takes rows in place of ragged and sparse tensors, whose longest row is unknown."""
     signature = with_unknown(signature, unknown_lengths(batch))
-    return (taking_rows(loss_fn) if takes_rows(batch) else loss_fn), signature
+    if not takes_rows(batch):
+        return loss_fn, signature
+    if isinstance(loss_fn, TrainingStep):
+        return TrainingStep(taking_rows(loss_fn.function)), signature
+    return taking_rows(loss_fn), signature
 
 
 def trace_batch(
-    loss_fn: Callable[..., Any],
+    loss_fn: Traced,
     batch: Sequence[Any],
     batch_size: int,
     inexact: Inexact,
@@ -193,7 +219,9 @@ def trace_batch(
     parameters: see ``trace_loss``.
     """
     known = batch_signature(batch)
-    loss_fn, opened = _with_rows(loss_fn, batch, open_signature(loss_fn, known, () if compiled else earlier))
+    loss_fn, opened = _with_rows(
+        loss_fn, batch, open_signature(plain_function(loss_fn), known, () if compiled else earlier)
+    )
 
     def trace(inexact: Inexact, signature: Sequence[tf.TensorSpec]) -> Captured:
         return trace_loss(
@@ -247,8 +275,8 @@ def report_exactness(name: str, reasons: Sequence[Inexactness], inexact: Inexact
         warn_user(message)
 
 
-def _report(name: str, dependence: BatchDependence, inexact: Inexact, *, trains: bool) -> None:
+def _report(name: str, dependence: BatchDependence, inexact: Inexact, *, trains: bool, is_step: bool) -> None:
     report_exactness(name, dependence.exactness.undocumented, inexact)
-    if dependence.grows and trains:
+    if dependence.grows and trains and not is_step:
         message = f"the loss of {name} is a sum over the batch: its gradient grows with the batch size"
         warn_user(message)

@@ -16,11 +16,11 @@ from dapple_tf.autoplan.option_help import document_options, make_options
 from dapple_tf.autoplan.options import OptionTypes
 from dapple_tf.distributed import membership
 from dapple_tf.errors import BatchError, CaptureError, PlanError, UsageError
-from dapple_tf.frontend.capture import TRAINED
+from dapple_tf.frontend.capture import TRAINED, TrainingStep
 from dapple_tf.frontend.optimizer_update import build_optimizer
 from dapple_tf.keras import ranks
-from dapple_tf.keras.batches import BatchNames
-from dapple_tf.keras.loops import Loops
+from dapple_tf.keras.batches import BatchNames, DataNames
+from dapple_tf.keras.loops import Loops, OnOneDevice
 from dapple_tf.keras.rank_batches import BatchCheck
 from dapple_tf.runtime.shard import without_autotuning
 from dapple_tf.runtime.step import PipelinedStep
@@ -67,17 +67,11 @@ _STEP = "_pipelined_step"
 _SETTINGS = ("optimizer", "run_eagerly", "jit_compile", "steps_per_execution")
 """Attributes that ``compile`` sets on a model, and that must not change under a pipeline."""
 
-_BY_LOSS = (
-    "override compute_loss and compute_metrics instead, or write the loss as a function of the batch and call "
-    "dapple.pipeline(loss_fn, optimizer=model.optimizer, ...)"
-)
 _BY_CALLBACK = (
     "do what it adds in a callback (on_train_batch_end, on_test_batch_end, on_predict_batch_end), or write the loss as "
     "a function of the batch and call dapple.pipeline(loss_fn, optimizer=model.optimizer, ...)"
 )
-REFUSED = {f"{kind}_step": _BY_LOSS for kind in _KINDS} | dict.fromkeys(
-    [*(f"make_{kind}_function" for kind in _KINDS), *internals.MAKING_FUNCTIONS], _BY_CALLBACK
-)
+REFUSED = dict.fromkeys([*(f"make_{kind}_function" for kind in _KINDS), *internals.MAKING_FUNCTIONS], _BY_CALLBACK)
 """The methods of a model that Keras calls and a pipeline does not, each with what to do instead."""
 
 
@@ -89,7 +83,9 @@ def pipeline(
 
     ``fit``, ``evaluate``, ``predict``, ``train_on_batch``, ``test_on_batch`` and ``predict_on_batch`` then give what
     they gave before: losses, metrics, callbacks and data are the model's. ``evaluate`` and ``predict`` run forward
-    only, over the same stages. A call of ``compile`` takes the pipeline off: call this again after it.
+    only, over the same stages. A ``train_step`` of the model's own runs as by ``dapple.train_step``; a ``test_step`` or
+    ``predict_step`` of its own runs on one device, as Keras runs it. A call of ``compile`` takes the pipeline off: call
+    this again after it.
 
     Args:
         model: A Functional, Sequential or subclassed model after ``model.compile(...)``.
@@ -101,8 +97,8 @@ def pipeline(
     Raises:
         UsageError: The model is not compiled.
         BatchError: ``example_batch`` is no tuple.
-        CaptureError: The model overrides a method that a pipeline would not run, such as ``train_step`` or
-            ``make_train_function``.
+        CaptureError: The model overrides a method that a pipeline would not run, such as ``make_train_function``, or
+            its ``train_step`` cannot be pipelined.
         PlanError: The model is compiled with options that contradict a pipeline, or the ``options`` do.
     """
     made = make_options("dapple.keras.pipeline", options)
@@ -113,15 +109,23 @@ def pipeline(
         kind = type(example_batch).__name__
         raise BatchError(f"example_batch is a {kind}: give a tuple (x, y) or (x, y, sample_weight), as fit takes them")
     names = BatchNames()
-    step = PipelinedStep(_training_function(model, names), model.optimizer, made)
+    own_steps = _own_steps(model)
+    own_names = DataNames() if "train" in own_steps else None
+    if own_names is not None:
+        step = PipelinedStep(TrainingStep(_own_training_function(model, own_names)), None, made)
+    else:
+        step = PipelinedStep(_training_function(model, names), model.optimizer, made)
     test = step.forward_of(_evaluation_function(model, names))
     predict = step.forward_of(_prediction_function(model, names))
     job = membership.current()
     check = None if job is None else BatchCheck(job, model.optimizer)
     own = {name: vars(model)[name] for name in _REPLACED if name in vars(model)}
-    installed = _Installed(step, {name: getattr(model, name) for name in _SETTINGS}, own, {})
+    installed = _Installed(step, {name: getattr(model, name) for name in _SETTINGS}, own, {}, own_steps)
     setattr(model, _STEP, installed)
-    loops = Loops(model, names, step, test, predict, check)
+    on_one_device = {
+        kind: OnOneDevice(model, kind, lambda: step.release() if step.built else None) for kind in own_steps - {"train"}
+    }
+    loops = Loops(model, names, step, test, predict, check, own_names, on_one_device)
     for kind in _KINDS:
         function = getattr(loops, f"{kind}_function")
         setattr(model, f"{kind}_function", function)
@@ -130,7 +134,7 @@ def pipeline(
     if job is not None and check is not None:
         ranks.adapt_to_ranks(model, step, job, check)
     if example_batch is not None:
-        step.build(names.name(tuple(example_batch)))
+        step.build((names if own_names is None else own_names).name(tuple(example_batch)))
         installed.built.update(_attributes(model))
     return step
 
@@ -165,13 +169,19 @@ class _Installed:
     """A pipeline under a model: its ``step``, the ``settings`` of the model at that time, and what it had of its own.
 
     ``own``: attributes of the model itself that were replaced, by name. ``built``: those of its layers and optimizer
-    for which the step was built; none where ``fit`` builds it.
+    for which the step was built; none where ``fit`` builds it. ``own_steps``: see ``_own_steps``.
     """
 
     step: PipelinedStep
     settings: Mapping[str, Any]
     own: Mapping[str, Any]
     built: dict[str, Any]
+    own_steps: frozenset[str]
+
+
+def _own_steps(model: keras.Model) -> frozenset[str]:
+    """Return the kinds, train, test and predict, whose step the model overrides."""
+    return frozenset(kind for kind in _KINDS if internals.overrides(model, keras.Model, f"{kind}_step"))
 
 
 def _check_unchanged(built: Mapping[str, Any], now: Mapping[str, Any]) -> None:
@@ -215,6 +225,8 @@ def _maker(model: keras.Model, kind: str, function: Callable[..., Any]) -> Calla
         for name, value in installed.settings.items():
             if getattr(model, name) != value:
                 raise UsageError(f"{model.name}.{name} was changed after dapple.keras.pipeline: {again}")
+        if installed.own_steps != _own_steps(model):
+            raise UsageError(f"{model.name} was given a step of its own after dapple.keras.pipeline: {again}")
         if kind == "train" and installed.built:
             _check_unchanged(installed.built, _attributes(model))
             installed.built.clear()  # Keras traces its function for the first fit, too: later changes wait for compile
@@ -284,6 +296,15 @@ def _training_function(model: keras.Model, names: BatchNames) -> Any:
     function = _named(train, model)
     setattr(function, TRAINED, lambda: model.trainable_weights)
     return function
+
+
+def _own_training_function(model: keras.Model, names: DataNames) -> Any:
+    """Return the tf.function of a batch that is the model's own ``train_step``, which returns the metrics."""
+
+    def train(batch: dict[str, Any]) -> Any:
+        return model.train_step(names.nest(batch))
+
+    return _named(train, model)
 
 
 def _evaluation_function(model: keras.Model, names: BatchNames) -> Any:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import keras
@@ -11,7 +12,7 @@ import tensorflow as tf
 
 from dapple_tf import internals
 from dapple_tf.errors import warn_user
-from dapple_tf.keras.batches import BatchNames
+from dapple_tf.keras.batches import BatchNames, DataNames
 
 _UNKNOWN_SIZE = (
     "an epoch ended with data of unknown size. At each such end Keras without a pipeline also runs what a step "
@@ -26,6 +27,9 @@ class Loops:
 
     ``train``, ``test``, ``predict``: the pipelined functions of a named batch (see ``functions``). ``check`` is called
     with every batch.
+
+    ``own_names``: where ``train`` is the model's own ``train_step``, which returns the metrics, the names of what it
+    gets. ``on_one_device``: makes functions that Keras runs in place of ``test`` and ``predict``, by kind.
     """
 
     def __init__(
@@ -36,6 +40,8 @@ class Loops:
         test: Callable[..., Any],
         predict: Callable[..., Any],
         check: Callable[[dict[str, Any]], None] | None = None,
+        own_names: DataNames | None = None,
+        on_one_device: Mapping[str, OnOneDevice] = MappingProxyType({}),
     ) -> None:
         self._model = model
         self._names = names
@@ -43,13 +49,17 @@ class Loops:
         self._test = test
         self._predict = predict
         self._check = check
+        self._own_names = own_names
+        self._on_one_device = on_one_device
         self._update = _MetricsUpdate(model)
         self._warned = False
 
     def train_function(self, batches: Iterable[Any]) -> Any:
         """Train on the next batches, and return the metrics; StopIteration where there is none."""
+        for function in self._on_one_device.values():
+            function.trained()
         try:
-            return self._run(batches, self._train)
+            return self._run(batches, self._train) if self._own_names is None else self._run_own(batches)
         except StopIteration:
             if not self._warned:
                 self._warned = True
@@ -58,10 +68,14 @@ class Loops:
 
     def test_function(self, batches: Iterable[Any]) -> Any:
         """Evaluate the next batches, and return the metrics; StopIteration where there is none."""
+        if "test" in self._on_one_device:
+            return self._on_one_device["test"](batches)
         return self._run(batches, self._test)
 
     def predict_function(self, batches: Iterable[Any]) -> Any:
         """Return the model's outputs for ``batches``, put together on axis 0."""
+        if "predict" in self._on_one_device:
+            return self._on_one_device["predict"](batches)
         found = [self._predict(self._name(data, inputs_only=True))[1]["outputs"] for data in batches]
         if len(found) == 1:
             return found[0]
@@ -75,11 +89,48 @@ class Loops:
             logs = self._update(self._names.nest(named), loss, aux, samples)
         return logs
 
+    def _run_own(self, batches: Iterable[Any]) -> Any:
+        assert self._own_names is not None, "a step of the model's own has names"
+        logs = None
+        for data in _next_batches(iter(batches), self._model.steps_per_execution):
+            named = self._own_names.name(data)
+            if self._check is not None:
+                self._check(named)
+            logs = self._train(named)
+        return logs
+
     def _name(self, data: Any, *, inputs_only: bool = False) -> dict[str, Any]:
         named = self._names.name(data, inputs_only=inputs_only)
         if self._check is not None:
             self._check(named)
         return named
+
+
+class OnOneDevice:
+    """A function of a ``kind``, test or predict, that Keras makes of the model's own step and runs on one device.
+
+    ``gather`` brings all variables there; it is called again once the model has trained.
+    """
+
+    def __init__(self, model: keras.Model, kind: str, gather: Callable[[], None]) -> None:
+        self._model = model
+        self._kind = kind
+        self._gather = gather
+        self._gathered = False
+        self._function: Any = None
+
+    def trained(self) -> None:
+        """Note that the variables have changed, and may have moved."""
+        self._gathered = False
+
+    def __call__(self, batches: Iterable[Any]) -> Any:
+        """Run the function that Keras has made."""
+        if not self._gathered:
+            self._gather()
+            self._gathered = True
+        if self._function is None:
+            self._function = internals.make_keras_function(self._model, self._kind)
+        return self._function(batches)
 
 
 def _next_batches(batches: Iterator[Any], count: int) -> Iterator[Any]:

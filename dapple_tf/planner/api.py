@@ -248,7 +248,7 @@ def predict_plan(
     if sizes is not None:
         bare = replace(bare, global_batch_size=sum(sizes), micro_batch_sizes=sizes)
     timeline = problem.simulate(bare)
-    timeline = SimulatedTimeline(timeline.simulation, title=timeline.title, note=note) if note else timeline
+    timeline = timeline.with_note(note) if note else timeline
     prediction: dict[str, Any] = {
         "step_seconds": timeline.step_seconds,
         "speedup": timeline.speedup,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,13 +22,15 @@ import tensorflow as tf
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from dapple_tf import internals
 from dapple_tf.backend.saved_variables import unchanged_variables
 from dapple_tf.devices import home_device, list_devices
 from dapple_tf.errors import CaptureError, ProfileError, warn_user
 from dapple_tf.exactness import BatchLoss
 from dapple_tf.frontend.batch import as_arguments, batch_size
-from dapple_tf.frontend.capture import Captured
+from dapple_tf.frontend.capture import Captured, Traced
 from dapple_tf.frontend.trace import trace_loss, trace_uncut
+from dapple_tf.messages import LOGGER
 from dapple_tf.profiler.cores import count_cores, limit_to_cores
 from dapple_tf.profiler.measure import Floats, measure_interleaved, relative_spread
 from dapple_tf.profiler.peaks import CPU_CORE, PEAKS, Peak
@@ -89,7 +92,8 @@ def profile(
     other_sizes = [n for n in sizes if n != size]
     with _progress_bar(3 + repeats * (1 + len(other_sizes))) as show:
         show("tracing", 0)
-        facts = examine_layers(_trace(loss_fn, arguments, batch_loss, other_sizes), size)
+        with internals.without_values():
+            facts = examine_layers(_trace(loss_fn, arguments, batch_loss, other_sizes), size)
         _warn_of_lists(facts)
         plain = PlainModel(loss_fn, arguments, list_devices()[0])
         show("tracing", 1)
@@ -102,9 +106,7 @@ def profile(
     return result
 
 
-def profile_layers(
-    loss_fn: Callable[..., Any], batch: Sequence[Any], batch_sizes: Sequence[int], batch_loss: BatchLoss
-) -> Profile:
+def profile_layers(loss_fn: Traced, batch: Sequence[Any], batch_sizes: Sequence[int], batch_loss: BatchLoss) -> Profile:
     """Measure the cost of each layer as ``profile`` does, but faster, and not the whole model beside them.
 
     ``batch``: the arguments of the loss. Raises what ``profile`` raises.
@@ -113,24 +115,27 @@ def profile_layers(
     other_sizes = [n for n in batch_sizes if n != size]
     with _progress_bar(3 + _TO_PLAN.rounds * (1 + len(other_sizes))) as show:
         show("tracing", 0)
-        facts = examine_layers(_trace(loss_fn, batch, batch_loss, other_sizes), size)
+        with internals.without_values():
+            facts = examine_layers(_trace(loss_fn, batch, batch_loss, other_sizes), size)
         _warn_of_lists(facts)
         show("tracing", 1)
         with unchanged_variables(facts.captured.variables.values()):
             return _measure(facts, batch, None, other_sizes, _TO_PLAN, None, show)
 
 
-def _trace(
-    loss_fn: Callable[..., Any], batch: Sequence[Any], batch_loss: BatchLoss, other_sizes: Sequence[int]
-) -> Captured:
-    """Return the captured loss, of a known batch size where it needs one and no other size is to be measured."""
+def _trace(loss_fn: Traced, batch: Sequence[Any], batch_loss: BatchLoss, other_sizes: Sequence[int]) -> Captured:
+    """Return the captured loss, of a known batch size where it needs one and no other size is to be measured.
+
+    Of a training step it is the loss alone: what comes after its gradients is not run.
+    """
     size = batch_size(batch)
     try:
-        return trace_loss(loss_fn, batch, size, "allow", batch_loss)
+        captured = trace_loss(loss_fn, batch, size, "allow", batch_loss)
     except CaptureError:
         if other_sizes:
             raise
-        return trace_uncut(loss_fn, batch, size)
+        captured = trace_uncut(loss_fn, batch, size)
+    return dataclasses.replace(captured, after=None)
 
 
 def _warn_of_lists(facts: LayerFacts) -> None:
@@ -289,9 +294,9 @@ _ShowProgress = Callable[[str, int], None]
 @contextlib.contextmanager
 def _progress_bar(total: int) -> Iterator[_ShowProgress]:
     """Show a bar of ``total`` steps during the block, if stderr is a terminal."""
-    console = Console(file=sys.stderr)
+    console = Console(file=sys.stderr, quiet=not LOGGER.isEnabledFor(logging.INFO))
     columns = [TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn()]
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
+    with Progress(*columns, console=console, disable=console.quiet or not console.is_terminal, transient=True) as bar:
         task = bar.add_task("profiling", total=total)
 
         def show(activity: str, steps: int) -> None:

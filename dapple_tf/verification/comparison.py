@@ -101,19 +101,20 @@ class Comparison:
 def compare(
     found: Outcome,
     wanted: Outcome,
-    apply: Callable[[Mapping[str, Any]], Mapping[str, Any]],
+    apply: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None,
     state: frozenset[str],
     coarsest: float = 0.0,
 ) -> Comparison:
     """Compare the pipeline's outcome with that of one device.
 
     ``apply``: returns the variables (NumPy) after the optimizer of one device has applied gradients, given by name, to
-    the values before the step. ``state``: variables that forward writes; ``apply`` leaves them alone. ``coarsest``:
-    the tolerance of the least precise type that the model uses.
+    the values before the step, or is None where no gradients are known. ``state``: variables that forward writes;
+    ``apply`` leaves them alone. ``coarsest``: the tolerance of the least precise type that the model uses.
     """
     gradients, wanted_gradients = _dense_gradients(found), _dense_gradients(wanted)
     largest = max(map(_largest_finite, wanted_gradients.values()), default=0.0)
-    differences = [compare_tensor("loss", "loss", found.loss, wanted.loss, coarsest)]
+    has_loss = found.loss is not None or wanted.loss is not None
+    differences = [compare_tensor("loss", "loss", found.loss, wanted.loss, coarsest)] if has_loss else []
     if found.aux is not None and wanted.aux is not None:
         pairs = zip(found.aux, wanted.aux, strict=True)
         differences += [compare_tensor("aux", str(i), *pair, coarsest) for i, pair in enumerate(pairs)]
@@ -124,7 +125,7 @@ def compare(
         compare_tensor("variable", name, found.variables.get(name), value, coarsest)
         for name, value in wanted.variables.items()
     ]
-    if not all(difference.ok for difference in variables):
+    if apply is not None and not all(difference.ok for difference in variables):
         updated = apply({name: same_rows(g, wanted.gradients.get(name)) for name, g in found.gradients.items()})
         differences += [
             compare_tensor("update", name, found.variables.get(name), updated[name], coarsest)

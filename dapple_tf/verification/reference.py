@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from dapple_tf import internals
@@ -18,7 +19,8 @@ class Outcome:
     """The results of one training step.
 
     ``loss``, ``aux`` (flattened; None where it was not computed) and ``variables`` (after the step, by name) are NumPy
-    arrays; ``gradients``, by name of the trained variable, are dense tensors or arrays, or IndexedSlices.
+    arrays; ``gradients``, by name of the trained variable, are dense tensors or arrays, or IndexedSlices. Of a training
+    step as the user wrote it, ``loss`` is None, ``gradients`` are empty, and ``aux`` is what it returns.
     """
 
     loss: Any
@@ -124,6 +126,41 @@ class OneDevice:
             dict(zip(self.trained, gradients, strict=True)),
             values_of(self.variables),
         )
+
+
+@dataclass(frozen=True)
+class StepOnOneDevice:
+    """A training step as the user wrote it, ``function``, and all its variables, by name, on ``device``."""
+
+    function: Callable[..., Any]
+    variables: Mapping[str, tf.Variable]
+    device: str
+
+    def train(self, batch: Sequence[Any]) -> Outcome:
+        """Call the function, once."""
+        whole = internals.clone_function(self.function) if internals.is_tf_function(self.function) else self.function
+        return self._train(whole if whole is not self.function else tf.function(whole), batch)
+
+    def train_divided(self, batch: Sequence[Any], sizes_of: SizesOf, *, deferred: bool = False) -> Outcome:
+        """Call the function, once, but let Keras's batch norm take pieces of the batch: see ``OneDevice``."""
+        is_function = internals.is_tf_function(self.function)
+        function = self.function.python_function if is_function else self.function  # type: ignore[attr-defined]  # a tf.function has it
+
+        def divided(*arguments: Any) -> Any:
+            with divide_batch_norm(sizes_of, deferred=deferred):
+                return function(*arguments)
+
+        return self._train(tf.function(divided), batch)
+
+    def _train(self, function: Any, batch: Sequence[Any]) -> Outcome:
+        with tf.device(self.device):
+            returned = tf.nest.flatten(_run(function, _as_tensors(batch)))
+        return Outcome(None, arrays_of(returned), {}, values_of(self.variables))
+
+
+def arrays_of(returned: Sequence[Any]) -> tuple[Any, ...]:
+    """Return what a step returns, flattened, as NumPy arrays, without None."""
+    return tuple(np.asarray(tensor) for tensor in returned if tensor is not None)
 
 
 def values_of(variables: Mapping[str, tf.Variable]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import tensorflow as tf
 from typing_extensions import Unpack
 
 from dapple_tf import internals
@@ -16,12 +17,13 @@ from dapple_tf.compiler import PlannedModel
 from dapple_tf.devices import list_devices
 from dapple_tf.distributed import membership
 from dapple_tf.errors import PlanError
+from dapple_tf.frontend.capture import TrainingStep
 from dapple_tf.graph_passes.analysis.variable_use import find_variables
 from dapple_tf.runtime.step import PipelinedStep
 from dapple_tf.staged_model import StagedModel
 from dapple_tf.verification.comparison import TOLERANCE, compare
 from dapple_tf.verification.divided_batch_norm import SizesOf
-from dapple_tf.verification.reference import OneDevice, Outcome, cut_samples, values_of
+from dapple_tf.verification.reference import OneDevice, Outcome, StepOnOneDevice, arrays_of, cut_samples, values_of
 from dapple_tf.verification.report import NORMALISED_IN_TURN, Report
 
 
@@ -29,7 +31,7 @@ from dapple_tf.verification.report import NORMALISED_IN_TURN, Report
 def verify(
     loss_fn: Callable[..., Any],
     *,
-    optimizer: Any,
+    optimizer: Any = None,
     batch: Sequence[Any],
     **options: Unpack[OptionTypes],
 ) -> Report:
@@ -38,6 +40,9 @@ def verify(
     All variables (weights, state, optimizer slots) have their old values afterwards. The plain step is what a Keras
     user would write: one GradientTape over the whole batch, one call of the loss, ``optimizer.apply_gradients``, on
     the first device, which must hold the whole model.
+
+    Without an optimizer ``loss_fn`` is a training step, as for ``dapple.train_step``. It is compared with a call of the
+    function itself: what it returns, and all variables after it. The report has no gradients then.
 
     Where the model has a documented exception, the step is also compared with one device that runs the same
     micro-batches one after the other, and the report shows both. With ``batch_loss`` it is not: no micro-batch has a
@@ -48,8 +53,8 @@ def verify(
     no step has trained yet have rank 0's values on every rank afterwards.
 
     Args:
-        loss_fn: As for ``dapple.pipeline``.
-        optimizer: As for ``dapple.pipeline``.
+        loss_fn: As for ``dapple.pipeline``; or a training step.
+        optimizer: As for ``dapple.pipeline``; None for a training step.
         batch: The tuple of the step's arguments.
         {options}
 
@@ -60,16 +65,24 @@ def verify(
     made = make_options("dapple.verify", options)
     if made.window is not None:
         raise PlanError(f"mode='async': {WINDOW_NOT_VERIFIED}")
-    step = PipelinedStep(loss_fn, optimizer, made)
+    step = PipelinedStep(TrainingStep(loss_fn) if optimizer is None else loss_fn, optimizer, made)
     planned = step.build_exposed(*batch)
     variables = planned.model.variables
     step.gather()
     with unchanged_variables(variables.values()):
         outputs = step.expose(*batch)
         step.gather()
-        found = Outcome(outputs.loss, outputs.aux, outputs.gradients, values_of(variables))
-    trained = dict(zip(planned.model.trained, planned.model.trained_objects, strict=True))
-    one = OneDevice(loss_fn, step.optimizer, trained, variables, list_devices(made.devices)[0])
+        values = values_of(variables)
+    device = list_devices(made.devices)[0]
+    one: OneDevice | StepOnOneDevice
+    if optimizer is None:
+        returned = tf.nest.flatten(planned.model.pack([outputs.loss, *outputs.aux]))
+        found = Outcome(None, arrays_of(returned), {}, values)
+        one = StepOnOneDevice(loss_fn, variables, device)
+    else:
+        found = Outcome(outputs.loss, outputs.aux, outputs.gradients, values)
+        trained = dict(zip(planned.model.trained, planned.model.trained_objects, strict=True))
+        one = OneDevice(loss_fn, step.optimizer, trained, variables, device)
     report = functools.partial(_compare, one, planned, batch, found)
     job = membership.current()
     result: Report = report() if job is None else job.run_on_rank_0(report)
@@ -78,7 +91,7 @@ def verify(
     return result
 
 
-def _compare(one: OneDevice, planned: PlannedModel, batch: Sequence[Any], found: Outcome) -> Report:
+def _compare(one: OneDevice | StepOnOneDevice, planned: PlannedModel, batch: Sequence[Any], found: Outcome) -> Report:
     """Train on one device and compare ``found``; all variables have their old values afterwards."""
     model, plan = planned.model, planned.plan
 
@@ -88,20 +101,23 @@ def _compare(one: OneDevice, planned: PlannedModel, batch: Sequence[Any], found:
             return work()
 
     def apply(gradients: Mapping[str, Any]) -> Mapping[str, Any]:
+        assert isinstance(one, OneDevice), "only there gradients are known"
         one.apply([gradients[name] for name in one.trained])
         return values_of(one.variables)
 
     def compare_with(wanted: Outcome) -> Any:
         state = find_variables(model.graph).state
-        return compare(found, wanted, lambda g: undone(lambda: apply(g)), state, _coarsest_tolerance(model))
+        update = (lambda g: undone(lambda: apply(g))) if isinstance(one, OneDevice) else None
+        return compare(found, wanted, update, state, _coarsest_tolerance(model))
 
     plain = compare_with(undone(lambda: one.train(batch)))
     exactness = planned.exactness
     has_loss_head = bool(model.for_passes.head_inputs)  # parts of the batch have no loss then
     if has_loss_head or len(exactness.reasons) == len(exactness.undocumented):
         return Report(plan, plain, exactness)
-    if model.for_passes.statistics:
-        divided = compare_with(undone(lambda: one.train_divided(batch, _find_pieces(planned), deferred=True)))
+    if model.for_passes.statistics or isinstance(one, StepOnOneDevice):
+        deferred = model.for_passes.statistics
+        divided = compare_with(undone(lambda: one.train_divided(batch, _find_pieces(planned), deferred=deferred)))
         return Report(plan, plain, exactness, divided, NORMALISED_IN_TURN)
     parts = cut_samples(planned.batch_size, plan.micro_batches, plan.sizes)
     in_turn = compare_with(undone(lambda: one.train_in_turn(batch, parts)))

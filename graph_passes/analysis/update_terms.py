@@ -6,7 +6,7 @@ runs once for all stages. So the stages exchange a few numbers, and no gradients
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from dapple_tf.errors import PartitionError
@@ -33,15 +33,25 @@ class UpdateTerms:
     slots: Mapping[str, Set[int]] = field(default_factory=dict)
 
 
-def find_terms(graph: Graph, owner: Mapping[str, int]) -> UpdateTerms:
+def find_terms(
+    graph: Graph,
+    owner: Mapping[str, int],
+    returned: Sequence[Value] = (),
+    read_by_model: Set[str] = frozenset(),
+    state: Set[str] = frozenset(),
+) -> UpdateTerms:
     """Return the terms of the update ``graph``, whose conditions are open; ``owner``: the stage of each variable.
+
+    ``returned``: values that are given to all stages, as combined terms are. ``read_by_model``: variables that all
+    stages share, whichever updates read them. ``state``: variables that forward writes, which are written only after
+    the terms are computed.
 
     Raises PartitionError if terms depend on what the update writes, or on other combined terms.
     """
     # Slots may be combined too, and belong to stages. What meets the gradients of others first says to which.
     meeting = frozenset(name for name, kind in _kinds(graph, owner, follow=False).items() if kind is None)
-    slots = _slot_stages(graph, owner, _find_needs(graph, meeting)) if meeting else {}
-    of_slots = {name: next(iter(found)) for name, found in slots.items() if len(found) == 1}
+    slots = _slot_stages(graph, owner, _find_needs(graph, meeting)) if meeting or returned else {}
+    of_slots = {n: next(iter(found)) for n, found in slots.items() if len(found) == 1 and n not in read_by_model}
     kinds = _kinds(graph, {**of_slots, **owner}, follow=True)
     combining = frozenset(name for name, kind in kinds.items() if kind is None)
     needs = _find_needs(graph, combining)
@@ -55,8 +65,13 @@ def find_terms(graph: Graph, owner: Mapping[str, int]) -> UpdateTerms:
                 partial[value] = kind
             elif node.name not in combining and kind is None:
                 combined[value] = None
+    for value in returned:
+        kind = kinds[value.node]
+        if isinstance(kind, int):
+            partial[value] = kind
+        combined[value] = None
     terms = UpdateTerms(combining, tuple(partial.items()), tuple(combined), needs, slots)
-    _check(graph, terms)
+    _check(graph, terms, state)
     return terms
 
 
@@ -69,7 +84,8 @@ def _kinds(graph: Graph, stage_of: Mapping[str, int], *, follow: bool) -> dict[s
     kinds: dict[str, int | str | None] = {}
     for node in graph.nodes:
         if node.op == "arg":
-            kinds[node.name] = stage_of.get(node.string("port"), "any")
+            whole = node.has("role") and node.string("role") == "whole"
+            kinds[node.name] = "any" if whole else stage_of.get(node.string("port"), "any")
         elif node.op == "variable":
             kinds[node.name] = stage_of.get(node.name, "any")
         else:
@@ -123,25 +139,39 @@ def term_nodes(graph: Graph, values: list[Value], stop: Set[str]) -> set[str]:
     return found
 
 
-def _check(graph: Graph, terms: UpdateTerms) -> None:
+def _check(graph: Graph, terms: UpdateTerms, state: Set[str]) -> None:
     advice = "use an optimizer whose conditions and norms over all variables are computed from the gradients"
     for value, stage in terms.partial:
         for name in sorted(term_nodes(graph, [value], set())):
             if name in terms.combining:
                 raise PartitionError(
                     f"the optimizer combines {value} of stage {stage} with other stages', but {value} depends on such "
-                    f"a combination itself ({name!r}), which would take another round over the stages: {advice}"
+                    f"a combination itself ({name!r}), which would take another round over the stages: {advice}",
+                    name,
                 )
-    of_terms = term_nodes(graph, list(terms.combined), set())
+    of_terms = term_nodes(graph, [*terms.combined, *(value for value, _ in terms.partial)], set())
     for node in graph.nodes:
         if node.name in of_terms:
-            _check_reads(graph, node, advice)
+            _check_reads(graph, node, state, advice)
 
 
-def _check_reads(graph: Graph, node: Node, advice: str) -> None:
+def _check_reads(graph: Graph, node: Node, state: Set[str], advice: str) -> None:
+    for name in (value.node for value in node.inputs if value.node in state):
+        raise PartitionError(
+            f"the optimizer combines values of several stages with {name!r}, which forward writes too ({node.name!r}): "
+            "read it after the step",
+            node.name,
+        )
+    if node.effect not in _HOISTED:
+        raise PartitionError(
+            f"the optimizer combines values of several stages with what {node.name!r} ({node.op}) gives, which writes "
+            f"a variable: {advice}",
+            node.name,
+        )
     for control in node.controls if node.effect == Effect.READ else ():
         if graph.node(control.source).effect == Effect.WRITE:
             raise PartitionError(
                 f"the optimizer combines values of several stages that it reads ({node.name!r}) after its own write "
-                f"{control.source!r}: {advice}"
+                f"{control.source!r}: {advice}",
+                node.name,
             )

@@ -231,6 +231,7 @@ Role = Literal[
     "indices",
     "partial",
     "combined",
+    "whole",
     "statistic",
     "loss",
     "aux",
@@ -245,8 +246,9 @@ forward keeps for backward; ``carry``: a tensor that backward passes to the func
 there is one, or a part of a function to a later part (see ``function_parts``); ``variable``: a resource, or its dense
 gradient; ``slices`` and ``indices``: rows of a variable's sparse gradient, and the numbers of these rows (a port of
 each for each use of the variable, in the same order); ``partial``: what an optimizer computes from the gradients of one
-stage for all stages, and ``combined`` what it makes of these (see ``update_terms``); ``statistic``: a tensor of forward
-that is summed over micro-batches and replicas, or its sum; ``loss`` and ``aux``: outputs of the model.
+stage for all stages, and ``combined`` what it makes of these (see ``update_terms``); ``whole``: an output of the step,
+by its number, of which an update takes the value on the whole batch; ``statistic``: a tensor of forward that is summed
+over micro-batches and replicas, or its sum; ``loss`` and ``aux``: outputs of the model.
 """
 
 ROLES: tuple[Role, ...] = get_args(Role)

@@ -507,8 +507,8 @@ _TABLE = (
     Op(
         OpName.UPDATE,
         "Call the optimizer's update of a stage's variables; without a place, of the variables that the stages share.",
-        Operands("the gradients that the function takes, and the combined terms"),
-        NOTHING,
+        Operands("the gradients that the function takes, the combined terms, and outputs of the step"),
+        Operands("what the step returns of what the function computes"),
         (Attribute("stage", "int", required=False), Attribute("replica", "int", required=False), _FUNCTION),
     ),
     Op(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -55,7 +56,8 @@ class Apply:
 def apply_updates(graph: Graph, updates: Updates, global_clipnorm: float | None = None) -> Graph:
     """Return the graph with a barrier, the calls ``stageN/update`` after it, and ``update/done`` after everything.
 
-    What the optimizer computes from the gradients of several stages is computed before the barrier.
+    Its outputs are followed by what the updates return. What the optimizer computes from the gradients of several
+    stages is computed before the barrier.
 
     No variable is written before the barrier, and the barrier waits for all gradients and for the loss: a step that
     fails in forward, backward or AllReduce leaves all variables as they were. Raises GraphError if an update takes the
@@ -77,6 +79,7 @@ def apply_updates(graph: Graph, updates: Updates, global_clipnorm: float | None 
             gradients["gradient", name] = value
     for node in gathered:
         gradients["slices", node.string("variable")], gradients["indices", node.string("variable")] = node.values()
+    gradients |= {("whole", str(number)): value for number, value in enumerate(graph.outputs)}
     if global_clipnorm is not None:
         added += _clip(reduced, gathered, gradients, float(global_clipnorm))
     terms = _terms(updates, gradients)
@@ -86,21 +89,28 @@ def apply_updates(graph: Graph, updates: Updates, global_clipnorm: float | None 
     begin = Node("update/begin", OpName.SET_UPDATING, attrs=attributes({"updating": True}))
     added.append(begin.after(BARRIER_NAME, "barrier: from here on a failure leaves the step half-applied"))
     last = begin.name
+    commits = [node.name for node in nodes_of(graph, OpName.COMMIT)]
+    statistics = nodes_of(graph, OpName.WRITE_STATISTICS)
     if updates.before is not None:
         added.append(_update(updates.before, None, gradients, Control(last, "barrier: before all updates")))
+        gradients |= _results(updates.before, added[-1])
         last = added[-1].name
     ends = []
-    commits = [node.name for node in nodes_of(graph, OpName.COMMIT)]
     start = Control(last, "barrier: nothing is half-updated by a failure")
     for stage, function in updates.stages:
         update = _update(function, stage, gradients, start)
         for name in commits:
             update = update.after(name, "update: the optimizer steps from what forward wrote")
+        for node in statistics:
+            if _variables(graph.function(node.string("function"))) & _variables(function):
+                update = update.after(node.name, "update: it uses the statistics that forward wrote")
         added.append(update)
+        gradients |= _results(function, update)
         ends.append(Control(added[-1].name, "the optimizer steps once, after all updates"))
     if updates.after is not None:
         node = _update(updates.after, None, gradients, start)
-        added.append(Node(node.name, node.op, node.inputs, attrs=node.attrs, controls=(*node.controls, *ends)))
+        gradients |= _results(updates.after, node)
+        added.append(dataclasses.replace(node, controls=(*node.controls, *ends)))
         ends = [Control(node.name, "the step ends after the optimizer")]
     nodes = []
     for node in graph.nodes:
@@ -111,7 +121,22 @@ def apply_updates(graph: Graph, updates: Updates, global_clipnorm: float | None 
     ends = ends or [Control(begin.name, "the step ends after its barrier")]
     done = Node("update/done", OpName.SET_UPDATING, attrs=attributes({"updating": False}), controls=tuple(ends))
     added.append(done)
-    return graph.replace(nodes=(*nodes, *added), functions=(*graph.functions, *updates.functions)).sorted()
+    outputs = [*graph.outputs]
+    for number, port in enumerate(updates.returned):
+        value = gradients[port]
+        if port[0] == "partial":  # a stage has it: bring it home, or to every rank
+            kind = next(node for node in added if node.name == value.node).outputs[value.index]
+            attrs = attributes({"kind": "first"})
+            added.append(Node(f"returned/{number}", OpName.MERGE, (value,), (kind,), attrs))
+            value = Value(added[-1].name)
+        outputs.append(value)
+    return graph.replace(
+        nodes=(*nodes, *added), outputs=tuple(outputs), functions=(*graph.functions, *updates.functions)
+    ).sorted()
+
+
+def _variables(function: Function) -> set[str]:
+    return {port.name for _, port in function.input_ports("variable")}
 
 
 def _clip(reduced: Sequence[Node], gathered: Sequence[Node], gradients: Gradients, limit: float) -> list[Node]:
@@ -177,4 +202,4 @@ def _update(function: Function, stage: int | None, gradients: Gradients, after: 
     if stage is not None:
         attrs |= {"replica": 0, "stage": stage}
     name = function.name.replace("optimizer", "update")
-    return Node(name, OpName.UPDATE, inputs, (), attributes(attrs), (after,))
+    return Node(name, OpName.UPDATE, inputs, tuple(port.type for port in function.outputs), attributes(attrs), (after,))

@@ -249,7 +249,7 @@ def _exchange_name(graph: Graph, node: Node, value: Value) -> str:
         which = "-".join(map(str, dict.fromkeys((micro_batches[0], micro_batches[-1]))))
         return f"exchange/stage{there}_to_stage{here}/mb{which}/{direction}"
     if node.op == OpName.MERGE:
-        return "exchange/outputs"
+        return "exchange/returned" if producer.op == OpName.UPDATE else "exchange/outputs"
     if producer.op == OpName.RUN_ONCE:
         return f"exchange/{producer.op}/stage{producer.integer('stage')}"
     minibatch = find_minibatch(node.name)

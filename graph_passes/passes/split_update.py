@@ -10,19 +10,26 @@ the stages and their combination (see ``analysis.update_terms``), which all upda
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from dapple_tf.errors import PartitionError
+from dapple_tf.graph_passes.analysis.layers import written_variables
 from dapple_tf.graph_passes.analysis.update_terms import UpdateTerms, find_terms, term_nodes
 from dapple_tf.graph_passes.ir.extract import extract_function
-from dapple_tf.graph_passes.ir.graph import Effect, Function, Graph, Port, Role, Value, ancestors
+from dapple_tf.graph_passes.ir.graph import Effect, Function, Graph, Node, Port, Role, Value, ancestors
 from dapple_tf.graph_passes.ir.names import at
 from dapple_tf.graph_passes.ir.ops import OpName
 
 _ALONE = "use an optimizer that updates each variable by itself"
 _CONDITION = "let no op use what this tf.cond returns (return nothing from its branches), so that it can be cut"
-_GRADIENT_ROLES: Mapping[str, Role] = {"gradient": "gradient", "slices": "slices", "indices": "indices"}
+_ARGUMENT_ROLES: Mapping[str, Role] = {
+    "gradient": "gradient",
+    "slices": "slices",
+    "indices": "indices",
+    "whole": "whole",
+}
 
 
 @dataclass(frozen=True)
@@ -30,6 +37,7 @@ class Updates:
     """The update functions of the stages, by stage, and the shared ones that run before and after them, or None.
 
     ``terms``: the functions of the stages' terms, by stage; ``combine``: the function that combines them, or None.
+    ``returned``: the role and the name of the ports whose values the step returns.
     """
 
     before: Function | None
@@ -37,6 +45,7 @@ class Updates:
     after: Function | None
     terms: tuple[tuple[int, Function], ...] = ()
     combine: Function | None = None
+    returned: tuple[tuple[Role, str], ...] = ()
 
     @property
     def functions(self) -> tuple[Function, ...]:
@@ -46,34 +55,54 @@ class Updates:
         return (*(f for _, f in self.terms), *combine, *before, *(f for _, f in self.stages), *after)
 
 
-def cut_updates(graph: Graph, owner: Mapping[str, int]) -> Updates:
+def cut_updates(
+    graph: Graph,
+    owner: Mapping[str, int],
+    readers: Mapping[str, int] = MappingProxyType({}),
+    state: Set[str] = frozenset(),
+) -> Updates:
     """Cut ``graph`` by the ``owner`` of each variable of the model.
 
-    Its arguments are gradients: the attribute ``port`` names the variable; ``role`` is slices or indices, and left out
-    for a dense gradient. Conditions that write variables are open (see ``ir.conditions``).
+    Its arguments are gradients: the attribute ``port`` names the variable; ``role`` is slices or indices, and may be
+    left out for a dense gradient. Arguments whose role is whole are outputs of the step, by number. Its outputs are
+    what the step returns. Conditions that write variables are open (see ``ir.conditions``). ``readers``: the first
+    stage that reads each variable that belongs to the update, and that the model reads too. ``state``: the variables
+    that forward writes.
 
     Raises PartitionError if one op updates the variables of several stages, if what a stage writes depends on a
     variable of another one, or if terms cannot be cut (see ``find_terms``).
     """
     graph = _remove_identity_n(graph)
-    terms = find_terms(graph, owner)
-    writes, shared = _sort_writes(graph, owner, terms)
+    early, late = _sort_returned(graph)
+    owner = dict(owner) | _owned_by_readers(graph, owner, readers)
+    terms = find_terms(graph, owner, early, readers.keys() - owner.keys(), state)
+    writes, shared = _sort_writes(graph, owner, terms, readers.keys() - owner.keys())
     all_writes = set(terms.needs)
     before = {name for name in shared if any(name in terms.needs[w] for group in writes.values() for w in group)}
     after = shared - before
+    handed = _handed_over(graph, before)
+    places = {value: _place_of_returned(graph, value, writes, shared) for value in late}
 
-    def update_function(name: str, own: set[str]) -> Function:
-        return _update_function(name, graph, own, all_writes - own, terms)
+    def update_function(name: str, own: set[str], stage: int | None) -> Function:
+        results = [value for value, place in places.items() if place == stage]
+        return _update_function(name, graph, own, all_writes - own, terms, results, handed)
 
-    stages = tuple((stage, update_function(at(stage, what=OpName.UPDATE), writes[stage])) for stage in sorted(writes))
+    at_stages = sorted({*writes, *(place for place in places.values() if place is not None)})
+    stages = tuple(
+        (stage, update_function(at(stage, what=OpName.UPDATE), writes.get(stage, set()), stage)) for stage in at_stages
+    )
     for stage, function in stages:
         _check_order(graph, function, before, f"stage {stage}'s part of the optimizer")
+    last = update_function("optimizer/after", after, None) if after or None in places.values() else None
+    taken = {port.name for function in (*(f for _, f in stages), *filter(None, [last])) for port in function.inputs}
+    given = [value for name in sorted(handed) for value in graph.node(name).values() if str(value) in taken]
     updates = Updates(
-        update_function("optimizer/before", before) if before else None,
+        _update_function("optimizer/before", graph, before, all_writes - before, terms, given) if before else None,
         stages,
-        update_function("optimizer/after", after) if after else None,
+        last,
         tuple((stage, _terms_function(graph, terms, stage)) for stage in sorted({s for _, s in terms.partial})),
         _combine_function(graph, terms) if terms.combined else None,
+        tuple(_returned_port(value, places) for value in graph.outputs),
     )
     if updates.after is not None:
         _check_order(graph, updates.after, all_writes - after, "what the stages share of the optimizer")
@@ -81,8 +110,67 @@ def cut_updates(graph: Graph, owner: Mapping[str, int]) -> Updates:
     return updates
 
 
-def _sort_writes(graph: Graph, owner: Mapping[str, int], terms: UpdateTerms) -> tuple[dict[int, set[str]], set[str]]:
-    """Return the nodes with effects that belong to each stage, and those that the stages share."""
+def _sort_returned(graph: Graph) -> tuple[list[Value], list[Value]]:
+    """Return the outputs of an update that depend on nothing that it writes, and the others."""
+    acting = {node.name for node in graph.nodes if node.effect in (Effect.WRITE, Effect.SIDE)}
+    early: list[Value] = []
+    late: list[Value] = []
+    for value in graph.outputs:
+        (late if acting & ancestors(graph, [value.node]) else early).append(value)
+    return early, late
+
+
+def _owned_by_readers(graph: Graph, owner: Mapping[str, int], readers: Mapping[str, int]) -> dict[str, int]:
+    """Return those of ``readers`` whose variable is written with a value that some stage computes.
+
+    Such a variable lives on the stage that reads it. All stages can write what they share.
+    """
+    if not readers:
+        return {}
+    terms = find_terms(graph, owner)
+    found = {}
+    for name, needs in terms.needs.items():
+        node = graph.node(name)
+        targets = [
+            target for target in (node.strings("writes") if node.effect == Effect.WRITE else ()) if target in readers
+        ]
+        if targets and any(_stage_of(graph, owner, source) is not None for source in needs):
+            found.update({target: readers[target] for target in targets})
+    return found
+
+
+def _stage_of(graph: Graph, owner: Mapping[str, int], name: str) -> int | None:
+    """Return the stage of a variable or a gradient; None for any other node."""
+    node = graph.node(name)
+    if node.op == "arg":
+        return owner.get(node.string("port")) if _role(node) != "whole" else None
+    return owner.get(name) if node.op == "variable" else None
+
+
+def _place_of_returned(graph: Graph, value: Value, writes: Mapping[int, Set[str]], shared: Set[str]) -> int | None:
+    """Return the stage whose update gives a returned value, None for the update that all stages share."""
+    needed = ancestors(graph, [value.node])
+    stages = [stage for stage, names in writes.items() if needed & names]
+    if len(stages) > 1 or (stages and needed & shared):
+        raise PartitionError(
+            f"the step returns {value}, which it computes from variables of stages {sorted(stages)} after it has "
+            "updated them: compute it from the variables after the step",
+            value.node,
+        )
+    return stages[0] if stages else None
+
+
+def _returned_port(value: Value, places: Mapping[Value, int | None]) -> tuple[Role, str]:
+    return ("partial" if places.get(value) is not None else "combined"), str(value)
+
+
+def _sort_writes(
+    graph: Graph, owner: Mapping[str, int], terms: UpdateTerms, read_by_model: Set[str]
+) -> tuple[dict[int, set[str]], set[str]]:
+    """Return the nodes with effects that belong to each stage, and those that the stages share.
+
+    ``read_by_model``: variables that stages share, since forward reads them too.
+    """
     writes: dict[int, set[str]] = {}
     shared: set[str] = set()
     for name, needs in terms.needs.items():
@@ -92,17 +180,36 @@ def _sort_writes(graph: Graph, owner: Mapping[str, int], terms: UpdateTerms) -> 
         if len(owners) > 1:
             raise PartitionError(
                 f"the optimizer's op {name!r} ({node.op}) updates variables of stages {sorted(owners)} at once, so "
-                f"it cannot run where they live: {_CONDITION if node.op == 'If' else _ALONE}"
+                f"it cannot run where they live: {_CONDITION if node.op == 'If' else _ALONE}",
+                name,
             )
         if not owners:
             found = {stage for target in targets for stage in terms.slots.get(target, set())}
             read = {owner[n] for n in needs if graph.node(n).op == "variable" and n in owner}
-            owners = found or read
+            owners = set() if read_by_model & set(targets) else found or read
         if len(owners) == 1:
             writes.setdefault(owners.pop(), set()).add(name)
         else:
             shared.add(name)
-    return writes, shared
+    while moved := _needed_by_shared(graph, owner, terms, writes, shared):
+        for group in writes.values():
+            group -= moved
+        shared |= moved
+    return {stage: group for stage, group in writes.items() if group}, shared
+
+
+def _needed_by_shared(
+    graph: Graph, owner: Mapping[str, int], terms: UpdateTerms, writes: Mapping[int, Set[str]], shared: Set[str]
+) -> set[str]:
+    """Return the writes of stages, of variables that what they share reads, which all stages can do themselves."""
+    read = {source for name in shared for source in terms.needs[name] if graph.node(source).op == "variable"}
+    return {
+        name
+        for group in writes.values()
+        for name in group
+        if read.intersection(graph.node(name).strings("writes") if graph.node(name).effect == Effect.WRITE else ())
+        and all(_stage_of(graph, owner, source) is None for source in terms.needs[name])
+    }
 
 
 def _remove_identity_n(graph: Graph) -> Graph:
@@ -115,34 +222,74 @@ def _remove_identity_n(graph: Graph) -> Graph:
             same.update(zip(node.values(), node.inputs, strict=True))
         else:
             nodes.append(node)
-    return graph.replace(nodes=tuple(nodes))
+    return graph.replace(nodes=tuple(nodes), outputs=tuple(same.get(value, value) for value in graph.outputs))
 
 
-def _update_function(name: str, graph: Graph, writes: set[str], done: set[str], terms: UpdateTerms) -> Function:
-    """Return the function of the nodes ``writes`` and all that they need, but for the writes ``done`` before it."""
-    members = ancestors(graph, writes, stop=done | terms.combining)
+def _handed_over(graph: Graph, before: Set[str]) -> frozenset[str]:
+    """Return the nodes whose values the shared update before all others gives them.
+
+    These are its writes that have results (a generator's numbers), and reads of what it overwrites. In a condition
+    there are none: its branches give no values.
+    """
+    written: dict[str, set[str]] = {}
+    for name in before:
+        node = graph.node(name)
+        for target in node.strings("writes") if node.effect == Effect.WRITE else ():
+            written.setdefault(target, set()).add(name)
+    found = {name for name in before if graph.node(name).outputs}
+    acting = {node.name for node in graph.nodes if node.effect in (Effect.WRITE, Effect.SIDE)}
+    for node in graph.nodes:
+        writers = set().union(*(written.get(value.node, set()) for value in node.inputs))
+        if node.effect == Effect.READ and writers:
+            needed = ancestors(graph, [node.name])
+            if not writers <= needed and needed & acting <= before:
+                found.add(node.name)
+    return frozenset(name for name in found if not graph.node(name).has("guard"))
+
+
+def _update_function(
+    name: str,
+    graph: Graph,
+    writes: set[str],
+    done: set[str],
+    terms: UpdateTerms,
+    returned: Sequence[Value],
+    handed: Set[str] = frozenset(),
+) -> Function:
+    """Return the function of the nodes ``writes`` and all that they need, but for the writes ``done`` before it.
+
+    ``returned``: values that it gives. ``handed``: nodes whose values it takes from the update before all others.
+    """
+    roots = [*writes, *(value.node for value in returned)]
+    members = ancestors(graph, roots, stop=done | terms.combining | handed)
 
     def port_of(value: Value) -> tuple[Role, str] | None:
         found = _input_port(graph, value)
-        if found is None and value.node in terms.combining:
+        if found is None and value.node in terms.combining | handed:
             return "combined", str(value)
         if found is None and value.node not in members:
             raise PartitionError(
                 f"the optimizer's {name} needs {value}, the result of an update that belongs to another function: use "
-                "an optimizer whose updates read variables only"
+                "an optimizer whose updates read variables only",
+                value.node,
             )
         return found
 
-    return extract_function(name, graph, members, port_of, (), ())
+    role: Role = "combined" if name.startswith("optimizer/") else "partial"
+    ports = [Port(role, str(value), graph.type_of(value)) for value in returned]
+    return extract_function(name, graph, members, port_of, ports, returned)
 
 
 def _input_port(graph: Graph, value: Value) -> tuple[Role, str] | None:
     """Return the port of a gradient or a variable; None for any other value."""
     source = graph.node(value.node)
     if source.op == "arg":
-        role = source.string("role") if source.has("role") else "gradient"
-        return _GRADIENT_ROLES[role], source.string("port")
+        return _ARGUMENT_ROLES[_role(source)], source.string("port")
     return ("variable", source.name) if source.op == "variable" else None
+
+
+def _role(node: Node) -> str:
+    return node.string("role") if node.has("role") else "gradient"
 
 
 def _terms_function(graph: Graph, terms: UpdateTerms, stage: int) -> Function:
@@ -179,6 +326,9 @@ def _unguarded(graph: Graph) -> Graph:
 def _check_variables(updates: Updates, owner: Mapping[str, int]) -> None:
     """Raise PartitionError where a function uses a variable that lives on a stage on which it does not run."""
     at_stage = {function.name: stage for stage, function in (*updates.stages, *updates.terms)}
+    owner = {name: stage for stage, function in updates.stages for name in written_variables(function.graph)} | dict(
+        owner
+    )
     for function in updates.functions:
         for _, port in function.input_ports("variable"):
             here = at_stage.get(function.name)
@@ -187,8 +337,16 @@ def _check_variables(updates: Updates, owner: Mapping[str, int]) -> None:
                 raise PartitionError(
                     f"the optimizer uses the variable {port.name!r}, which stage {owner[port.name]} holds, in {place}: "
                     "use an optimizer that updates each variable by itself, or by numbers that it computes from the "
-                    "gradients or variables of all stages before it writes any"
+                    "gradients or variables of all stages before it writes any",
+                    _user_of(function, port.name),
                 )
+
+
+def _user_of(function: Function, variable: str) -> str:
+    """Return the name of the first node of the function that uses this variable."""
+    place = next(i for i, port in function.input_ports("variable") if port.name == variable)
+    argument = function.graph.inputs[place]
+    return next(node.name for node in function.graph.nodes if any(v.node == argument for v in node.inputs))
 
 
 def _check_order(graph: Graph, function: Function, earlier: Set[str], part: str) -> None:
@@ -207,5 +365,6 @@ def _check_order(graph: Graph, function: Function, earlier: Set[str], part: str)
                 raise PartitionError(
                     f"{part} reads {target!r} ({node.name!r}) before the optimizer writes it "
                     f"({overwritten[target]!r}), and other parts read it after: use an optimizer that writes what all "
-                    "variables share before or after it updates them"
+                    "variables share before or after it updates them",
+                    node.name,
                 )

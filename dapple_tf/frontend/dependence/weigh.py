@@ -71,7 +71,9 @@ class _Weighing:
     def _weighted(self, value: Value) -> Any:
         """Return a tensor whose values on the micro-batches add up to ``value`` on the whole batch."""
         if value not in self.built:
-            self.built[value] = self._build(value)
+            built = self._build(value)
+            unrecorded = value.node in self.captured.unrecorded  # no gradient passes through it, nor through the new op
+            self.built[value] = tf.stop_gradient(built) if unrecorded else built
         return self.built[value]
 
     def _build(self, value: Value) -> Any:

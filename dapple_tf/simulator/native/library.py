@@ -10,10 +10,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import hashlib
+import logging
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from functools import cache
@@ -29,7 +29,7 @@ HEADERS = tuple(sorted(FOLDER.glob("*.h")))
 COMPILE_OPTIONS = ("-std=c++17", "-O2", "-ffp-contract=off")
 LINK_OPTIONS = ("-pthread",)
 DIGEST_MACRO = "DAPPLE_SOURCE_DIGEST"
-_NOTICE = "dapple: compiling the planner's C++ search, once (about 10 seconds) ..."
+_NOTICE = "compiles the planner's C++ search, once (about 10 seconds) ..."
 
 
 def source_digest() -> str:
@@ -51,7 +51,7 @@ def load_library() -> ctypes.CDLL | None:
     compiler = shutil.which(os.environ.get("CXX") or "g++") or shutil.which("c++")
     if compiler is None:
         return None
-    print(_NOTICE, file=sys.stderr, flush=True)
+    logging.getLogger("dapple_tf").info(_NOTICE)  # setup.py runs this file without dapple_tf.messages
     with contextlib.suppress(OSError):
         if (library := _compile(compiler, _user_cache(digest), digest)) is not None:
             return library

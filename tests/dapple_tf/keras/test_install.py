@@ -11,29 +11,9 @@ import pytest
 import tensorflow as tf
 
 import dapple_tf as dapple
-from dapple_tf.errors import BatchError, CaptureError, PlanError, UsageError
+from dapple_tf.errors import BatchError, PlanError, UsageError
 from tests.dapple_tf.keras import models
 from tests.dapple_tf.keras.models import CLASSES, X, Y
-
-
-class OwnStep(keras.Sequential):
-    """A model that trains in a way of its own."""
-
-    def train_step(self, data: Any) -> Any:
-        return super().train_step(data)
-
-
-class OwnTest(keras.Sequential):
-    def test_step(self, data: Any) -> Any:
-        return super().test_step(data)
-
-
-@pytest.mark.parametrize(("kind", "name"), [(OwnStep, "train_step"), (OwnTest, "test_step")])
-def test_a_step_of_ones_own_is_refused_with_the_alternative(kind: type[keras.Sequential], name: str) -> None:
-    model = kind([keras.Input([6]), keras.layers.Dense(1)])
-    model.compile("sgd", "mse")
-    with pytest.raises(CaptureError, match=f"{kind.__name__} overrides {name}, .* dapple.pipeline"):
-        dapple.keras.pipeline(model)
 
 
 def test_a_model_must_be_a_compiled_keras_model() -> None:

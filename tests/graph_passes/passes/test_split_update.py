@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dapple_tf.errors import PartitionError
-from dapple_tf.graph_passes.ir.graph import Function
+from dapple_tf.graph_passes.ir.graph import Function, Value
 from dapple_tf.graph_passes.ir.text import print_graph
 from dapple_tf.graph_passes.passes.split_update import Updates, cut_updates
 from tests.graph_passes.builders import functions_of, graph, refused
@@ -18,6 +18,7 @@ INPUTS = """
     %step = variable() -> (resource[])
     %slot = variable() -> (resource[])
     %one = Const() -> (int64[])
+    %flag = Const() -> (bool[])
 """
 
 UPDATES = """
@@ -173,18 +174,108 @@ def test_an_identity_n_of_all_gradients_does_not_connect_the_stages() -> None:
     assert updates == cut(UPDATES)
 
 
-def test_an_update_that_takes_the_result_of_another_is_refused() -> None:
+TICK = """
+    %tick = CountUpTo(%step:0) {writes=['step']} -> (float32[4]) !write
+    %uw = AssignSubVariableOp(%w:0, %tick:0) {writes=['w']} !write
+    %uv = AssignSubVariableOp(%v:0, %tick:0) {writes=['v']} !write
+    """
+
+
+def ports(function: Function | None, *, outputs: bool = False) -> list[tuple[str, str]]:
+    """Roles and names of what a function takes, or gives."""
+    if function is None:
+        return []
+    return [(port.role, port.name) for port in (function.outputs if outputs else function.inputs)]
+
+
+def test_the_stages_take_the_result_of_a_shared_write_from_the_update_before_them() -> None:
+    updates = cut(TICK)
+    assert ops(updates.before) == ["tick"]
+    assert ports(updates.before, outputs=True) == [("combined", "%tick:0")]
+    assert [ports(function) for _, function in updates.stages] == [
+        [("variable", "w"), ("combined", "%tick:0")],
+        [("variable", "v"), ("combined", "%tick:0")],
+    ]
+
+
+def test_a_result_of_a_write_in_a_condition_is_refused() -> None:
+    guard = "guard=['if', 'then_branch']"
     with refused(
         PartitionError,
         "the optimizer's stage0/update needs %tick:0, the result of an update that belongs to another function",
     ):
         cut(
-            """
-            %tick = CountUpTo(%step:0) {writes=['step']} -> (float32[4]) !write
-            %uw = AssignSubVariableOp(%w:0, %tick:0) {writes=['w']} !write
-            %uv = AssignSubVariableOp(%v:0, %tick:0) {writes=['v']} !write
+            f"""
+            %if = If(%flag:0) {{open=True}}
+            %tick = CountUpTo(%step:0) {{{guard}, writes=['step']}} -> (float32[4]) !write ^%if 'condition'
+            %uw = AssignSubVariableOp(%w:0, %tick:0) {{{guard}, writes=['w']}} !write ^%if 'condition'
+            %uv = AssignSubVariableOp(%v:0, %tick:0) {{{guard}, writes=['v']}} !write ^%if 'condition'
             """
         )
+
+
+def test_terms_that_take_the_result_of_a_write_are_refused() -> None:
+    with refused(PartitionError, "combines values of several stages with what 'tick' (CountUpTo) gives, which writes"):
+        cut(
+            TICK
+            + """
+            %nw = Norm(%gw:0, %tick:0) -> (float32[])
+            %nv = Norm(%gv:0, %tick:0) -> (float32[])
+            %all = Add(%nw:0, %nv:0) -> (float32[])
+            %us = AssignVariableOp(%slot:0, %all:0) {writes=['slot']} !write
+            """
+        )
+
+
+RETURNED = """
+    %nw = Norm(%gw:0) -> (float32[])
+    %nv = Norm(%gv:0) -> (float32[])
+    %all = Add(%nw:0, %nv:0) -> (float32[])
+    %uw = AssignSubVariableOp(%w:0, %gw:0) {writes=['w']} !write
+    %uv = AssignSubVariableOp(%v:0, %gv:0) {writes=['v']} !write
+    %us = AssignAddVariableOp(%step:0, %one:0) {writes=['step']} !write
+    %rs = ReadVariableOp(%step:0) -> (int64[]) !read ^%us 'auto'
+    %rw = ReadVariableOp(%w:0) -> (float32[4]) !read ^%uw 'auto'
+    %rv = ReadVariableOp(%v:0) -> (float32[4]) !read ^%uv 'auto'
+"""
+
+
+def test_what_a_step_returns_is_given_by_the_part_that_computes_it() -> None:
+    update = graph(INPUTS + RETURNED)
+    outputs = tuple(Value(name) for name in ("all", "nw", "rs", "rw"))
+    updates = cut_updates(update.replace(outputs=outputs), OWNER)
+    assert updates.returned == (
+        ("combined", "%all:0"),
+        ("combined", "%nw:0"),
+        ("combined", "%rs:0"),
+        ("partial", "%rw:0"),
+    )
+    assert ports(updates.combine, outputs=True) == [("combined", "%all:0"), ("combined", "%nw:0")]
+    assert ports(updates.after, outputs=True) == [("combined", "%rs:0")]
+    assert ports(updates.stages[0][1], outputs=True) == [("partial", "%rw:0")]
+
+
+def test_a_result_of_the_updated_variables_of_several_stages_is_refused() -> None:
+    update = graph(INPUTS + RETURNED + "%both = Add(%rw:0, %rv:0) -> (float32[4])")
+    with refused(PartitionError, "combines values of several stages that it reads ('rw') after its own write 'uw'"):
+        cut_updates(update.replace(outputs=(Value("both"),)), OWNER)
+
+
+def test_terms_that_read_what_forward_writes_are_refused() -> None:
+    update = graph(INPUTS + "%rs = ReadVariableOp(%slot:0) -> (float32[4]) !read\n" + UPDATES)
+    with refused(PartitionError, "combines values of several stages with 'slot', which forward writes too ('rs')"):
+        cut_updates(update.replace(outputs=(Value("rs"),)), OWNER, state={"slot"})
+
+
+def test_a_variable_that_the_model_reads_is_written_where_it_is_read() -> None:
+    updates = cut_updates(
+        graph(INPUTS + UPDATES + "%us = AssignVariableOp(%slot:0, %gw:0) {writes=['slot']} !write"), OWNER, {"slot": 1}
+    )
+    assert ("variable", "slot") in ports(updates.stages[1][1])
+    updates = cut_updates(
+        graph(INPUTS + UPDATES + "%us = AssignVariableOp(%slot:0, %one:0) {writes=['slot']} !write"), OWNER, {"slot": 1}
+    )
+    assert ops(updates.after) == ["us", "one"] or ops(updates.after) == ["one", "us"]
 
 
 def test_a_sparse_gradient_is_taken_as_slices_and_indices() -> None:
@@ -255,17 +346,25 @@ def test_a_condition_of_one_stage_is_no_term() -> None:
     assert (updates.terms, updates.combine) == ((), None)
 
 
-def test_an_update_that_reads_what_a_shared_write_before_it_overwrites_is_refused() -> None:
+READS_TWICE = """
+    %t = ReadVariableOp(%step:0) {GUARD} -> (float32[4]) !read
+    %tick = AssignAddVariableOp(%step:0, %one:0) {writes=['step']} !write ^%t 'auto'
+    %n = ReadVariableOp(%step:0) -> (float32[4]) !read ^%tick 'auto'
+    %uw = AssignSubVariableOp(%w:0, %t:0) {writes=['w']} !write
+    %uv = AssignSubVariableOp(%v:0, %n:0) {writes=['v']} !write
+    """
+
+
+def test_what_a_shared_write_overwrites_is_read_before_it_for_the_stages() -> None:
+    updates = cut(READS_TWICE.replace(" {GUARD}", ""))
+    assert ports(updates.before, outputs=True) == [("combined", "%t:0")]
+    assert ports(updates.stages[0][1]) == [("variable", "w"), ("combined", "%t:0")]
+    assert ports(updates.stages[1][1]) == [("variable", "step"), ("variable", "v")]
+
+
+def test_a_read_in_a_condition_of_what_a_shared_write_before_it_overwrites_is_refused() -> None:
     with refused(PartitionError, "stage 0's part of the optimizer reads 'step' ('t') before the optimizer writes it"):
-        cut(
-            """
-            %t = ReadVariableOp(%step:0) -> (float32[4]) !read
-            %tick = AssignAddVariableOp(%step:0, %one:0) {writes=['step']} !write ^%t 'auto'
-            %n = ReadVariableOp(%step:0) -> (float32[4]) !read ^%tick 'auto'
-            %uw = AssignSubVariableOp(%w:0, %t:0) {writes=['w']} !write
-            %uv = AssignSubVariableOp(%v:0, %n:0) {writes=['v']} !write
-            """
-        )
+        cut("%if = If(%flag:0) {open=True}\n" + READS_TWICE.replace("GUARD", "guard=['if', 'then_branch']"))
 
 
 def test_an_update_that_uses_a_variable_of_another_stage_is_refused() -> None:

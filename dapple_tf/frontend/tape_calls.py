@@ -1,0 +1,218 @@
+"""Find the gradients that a training step takes with tf.GradientTape, while the step is traced.
+
+Each gradient of a variable is replaced by a placeholder: what the step computes from it is then known to run after the
+gradients, and what its target needs is the loss. TensorFlow computes the gradient all the same, since only then it is
+known whether there is one and whether it is sparse; the ops of that gradient are left out of what is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import tensorflow as tf
+
+from dapple_tf import internals
+from dapple_tf.errors import CaptureError
+
+
+@dataclass(frozen=True, eq=False)
+class TapeGradient:
+    """The gradient of ``variable``: placeholders of a dense tensor, or of slices and their indices, by role."""
+
+    variable: tf.Variable
+    placeholders: tuple[tuple[Literal["gradient", "slices", "indices"], Any], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class TapeCall:
+    """A call of ``tape.gradient`` for variables.
+
+    ``graph``: the trace that it is part of. ``target``: the scalar whose gradients it takes. ``place``: file and line.
+    ``first_op``: the number of ops in the trace before the call. ``left_out``: names of the ops that TensorFlow added
+    for the gradients. ``unrecorded``: names of the ops before the call through which no gradient passes, since the tape
+    did not record them.
+    """
+
+    graph: Any
+    target: Any
+    gradients: tuple[TapeGradient, ...]
+    place: str
+    first_op: int
+    left_out: frozenset[str]
+    unrecorded: frozenset[str]
+
+
+@dataclass(eq=False)
+class _Recorded:
+    """The ops that a tape has recorded, from a first to an end number (exclusive), each with its trace."""
+
+    tape: tf.GradientTape
+    ops: list[tuple[Any, int, int]] = field(default_factory=list)
+    begin: int | None = None
+
+
+class TapeCalls:
+    """A ``internals.TapeListener`` that collects the ``calls`` of a trace.
+
+    ``refused``: the error that it has raised, which AutoGraph replaces by one of its own.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[TapeCall] = []
+        self.refused: CaptureError | None = None
+        self._tapes: dict[int, _Recorded] = {}
+        self._made: set[tuple[int, str]] = set()
+
+    def changes(self, tape: tf.GradientTape, *, records: bool, anew: bool) -> None:
+        if anew or id(tape) not in self._tapes:
+            self._tapes[id(tape)] = _Recorded(tape)
+        known, graph = self._tapes[id(tape)], tf.compat.v1.get_default_graph()
+        count = len(graph.get_operations())
+        if records:
+            known.begin = count
+        elif known.begin is not None:
+            known.ops.append((graph, known.begin, count))
+            known.begin = None
+
+    def gradient(
+        self, tape: tf.GradientTape, compute: Callable[..., Any], target: Any, sources: Any, options: dict[str, Any]
+    ) -> Any:
+        flat = tf.nest.flatten(sources)
+        graph = tf.compat.v1.get_default_graph()
+        others = [known for known in self._tapes.values() if known.begin is not None and known.tape is not tape]
+        if others or not graph.building_function or not any(hasattr(source, "handle") for source in flat):
+            return compute(target, sources, **options)
+        place = _place(graph)
+        known = self._tapes.get(id(tape))
+        if known is not None and known.begin is not None and internals.is_persistent(tape):
+            raise self._refuse(
+                f"{place}: tape.gradient is called while the tape still records: call it after the tape's `with`"
+            )
+        if graph.outer_graph is not None and graph.outer_graph.building_function:
+            raise self._refuse(
+                f"{place}: tape.gradient is called in a function of the step that TensorFlow traces by itself (a "
+                "tf.function that the step calls, or the body of a tf.cond or of a loop over tensors): call it in the "
+                "training step itself, or in a Python function that the step calls"
+            )
+        return self._replace(tape, compute, target, sources, dict(options), place)
+
+    def jacobian(self, tape: tf.GradientTape, method: str) -> None:
+        graph = tf.compat.v1.get_default_graph()
+        others = [known for known in self._tapes.values() if known.begin is not None and known.tape is not tape]
+        if graph.building_function and not others:
+            raise self._refuse(
+                f"{_place(graph)}: tape.{method} is no sum over micro-batches: take tape.gradient of a scalar, or "
+                "compute the derivatives of each sample with a tape inside of the tape whose gradient trains"
+            )
+
+    def _refuse(self, message: str) -> CaptureError:
+        self.refused = CaptureError(message)
+        return self.refused
+
+    def _replace(
+        self,
+        tape: tf.GradientTape,
+        compute: Callable[..., Any],
+        target: Any,
+        sources: Any,
+        options: dict[str, Any],
+        place: str,
+    ) -> Any:
+        graph = tf.compat.v1.get_default_graph()
+        before = len(graph.get_operations())
+        zeros = tf.UnconnectedGradients(options.pop("unconnected_gradients", "none")) is tf.UnconnectedGradients.ZERO
+        scalar = self._total(target, options.get("output_gradients"), place)
+        start = len(graph.get_operations())
+        self._made.update((id(graph), op.name) for op in graph.get_operations()[before:start])
+        found = tf.nest.flatten(compute(target, sources, **options))
+        end = len(graph.get_operations())
+        results: list[Any] = []
+        gradients: list[TapeGradient] = []
+        kept: list[Any] = []
+        for source, gradient in zip(tf.nest.flatten(sources), found, strict=True):
+            if gradient is None:
+                results.append(tf.zeros_like(source) if zeros else None)
+            elif hasattr(source, "handle"):
+                variable = internals.as_tf_variable(source)
+                result, placeholders = _placeholders(variable, gradient)
+                results.append(result)
+                gradients.append(TapeGradient(variable, placeholders))
+            else:
+                results.append(gradient)
+                kept.append(gradient)
+        if gradients:
+            operations = graph.get_operations()
+            added = {op.name for op in operations[start:end]}
+            self.calls.append(
+                TapeCall(
+                    graph,
+                    scalar,
+                    tuple(gradients),
+                    place,
+                    before,
+                    frozenset(added - _needed(kept, added)),
+                    self._unrecorded(tape, graph, operations[:start]),
+                )
+            )
+        return tf.nest.pack_sequence_as(sources, results)
+
+    def _total(self, target: Any, weights: Any, place: str) -> Any:
+        """Return the scalar whose gradients are those that ``tape.gradient`` takes of one or several targets."""
+        targets = tf.nest.flatten(target)
+        if not all(isinstance(item, tf.Tensor) for item in targets):
+            kinds = ", ".join(sorted({type(item).__name__ for item in targets if not isinstance(item, tf.Tensor)}))
+            raise self._refuse(f"{place}: tape.gradient takes the gradient of a {kinds}: give it a tensor")
+        of_targets = [None] * len(targets) if weights is None else tf.nest.flatten(weights)
+        terms = []
+        for item, weight in zip(targets, of_targets, strict=True):
+            if not item.dtype.is_floating:
+                continue
+            term = item if weight is None else item * tf.stop_gradient(tf.cast(weight, item.dtype))
+            terms.append(term if term.shape.rank == 0 else tf.reduce_sum(term))
+        if not terms:
+            raise self._refuse(f"{place}: tape.gradient takes the gradient of no floating-point tensor")
+        if len({term.dtype for term in terms}) > 1:
+            raise self._refuse(
+                f"{place}: tape.gradient takes the gradient of targets of several dtypes: cast them to one"
+            )
+        return terms[0] if len(terms) == 1 else tf.add_n(terms)
+
+    def _unrecorded(self, tape: tf.GradientTape, graph: Any, operations: Sequence[Any]) -> frozenset[str]:
+        known = self._tapes[id(tape)]
+        recorded = {op.name for of, first, end in known.ops if of is graph for op in operations[first:end]}
+        return frozenset(
+            op.name for op in operations if op.name not in recorded and (id(graph), op.name) not in self._made
+        )
+
+
+def _placeholders(variable: tf.Variable, gradient: Any) -> tuple[Any, Any]:
+    """Return a gradient like ``gradient`` that is made of placeholders, and these by role."""
+    place = tf.compat.v1.placeholder
+    if not isinstance(gradient, tf.IndexedSlices):
+        dense = place(gradient.dtype, variable.shape, name="gradient")
+        return dense, (("gradient", dense),)
+    slices = place(gradient.values.dtype, [None, *variable.shape[1:]], name="gradient_slices")
+    indices = place(gradient.indices.dtype, [None], name="gradient_indices")
+    shape = tf.constant(variable.shape.as_list(), gradient.indices.dtype)
+    return tf.IndexedSlices(slices, indices, shape), (("slices", slices), ("indices", indices))
+
+
+def _needed(tensors: Sequence[Any], names: set[str]) -> set[str]:
+    """Return those of the ops ``names`` that compute ``tensors``."""
+    found: set[str] = set()
+    pending = [part.op for tensor in tensors for part in tf.nest.flatten(tensor, expand_composites=True)]
+    while pending:
+        op = pending.pop()
+        if op.name in names and op.name not in found:
+            found.add(op.name)
+            pending += [tensor.op for tensor in op.inputs]
+            pending += op.control_inputs
+    return found
+
+
+def _place(graph: Any) -> str:
+    """Return the file and line of the user's code that runs now."""
+    with graph.as_default():
+        return internals.user_place(tf.no_op())

@@ -1,0 +1,161 @@
+"""Training steps under the options of a pipeline, with short batches and recorded; and the refusals of some steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import dapple_tf as dapple
+from dapple_tf.errors import CaptureError, DappleError, PartitionError, PlanError, UsageError
+from tests.equality.test_training_steps import assert_equal, check
+from tests.equality.training_steps import CASES, in_float64, mlp, mse, regression, values_of
+
+
+@pytest.fixture(autouse=True)
+def float64() -> Iterator[None]:
+    with in_float64():
+        yield
+
+
+@pytest.mark.filterwarnings("ignore:the plan is one", "ignore:slice=2")
+@pytest.mark.parametrize("name", ["metrics_and_clipping", "sparse_gradients_clipped", "loss_scale"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"recompute": True},
+        {"batch_loss": True, "schedule": "gpipe"},
+        {"schedule": "zb-h1", "micro_batches": 4},
+        {"slice": 2, "stages": 3, "micro_batches": 4},
+        {"micro_batches": "auto"},
+        {"stages": "auto", "micro_batches": "auto"},
+    ],
+    ids=str,
+)
+def test_a_training_step_takes_the_options_of_a_pipeline(name: str, options: Any) -> None:
+    check(name, **({"stages": 2, "micro_batches": 3} | options))
+
+
+def test_a_decorated_step_is_recorded_and_trains_on_a_short_batch() -> None:
+    plain, wanted = CASES["metrics_and_clipping"]()
+    function, found = CASES["metrics_and_clipping"]()
+    step = dapple.train_step(stages=2, micro_batches=3)(function)
+    whole = tf.function(plain)
+    for number, (x, y) in enumerate(regression()):
+        x, y = x[: 12 - 5 * number], y[: 12 - 5 * number]
+        assert_equal(step.record(x, y) if number == 1 else step(x, y), whole(x, y))
+    assert step.timeline.step_seconds > 0
+    for ours, theirs in zip(values_of(found), values_of(wanted), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_a_training_step_has_no_forward_and_no_windows() -> None:
+    step = dapple.train_step(CASES["tutorial"]()[0], stages=2, micro_batches=3)
+    with pytest.raises(UsageError, match=r"it runs as a whole"):
+        step.forward(*regression()[0])
+    with pytest.raises(PlanError, match=r"windows need dapple\.pipeline"):
+        dapple.train_step(CASES["tutorial"]()[0], mode="async", stages=2)
+
+
+# --- what is refused, at the user's line
+
+
+def jacobian(model: Any, optimizer: Any, x: Any, y: Any) -> None:
+    with tf.GradientTape() as tape:
+        loss = mse(y, model(x))
+    optimizer.apply(tape.jacobian(loss, model.trainable_variables), model.trainable_variables)  # here
+
+
+def inside_the_tape(model: Any, optimizer: Any, x: Any, y: Any) -> None:
+    with tf.GradientTape(persistent=True) as tape:
+        loss = mse(y, model(x))
+        gradients = tape.gradient(loss, model.trainable_variables)  # here
+    optimizer.apply(gradients, model.trainable_variables)
+
+
+def in_a_loop(model: Any, optimizer: Any, x: Any, y: Any) -> None:
+    for _ in tf.range(2):
+        with tf.GradientTape() as tape:
+            loss = mse(y, model(x))
+        gradients = tape.gradient(loss, model.trainable_variables)  # here
+        optimizer.apply(gradients, model.trainable_variables)
+
+
+def by_python(model: Any, optimizer: Any, x: Any, y: Any) -> None:
+    with tf.GradientTape() as tape:
+        loss = mse(y, model(x))
+    gradients = tape.gradient(loss, model.trainable_variables)
+    if tf.norm(gradients[0]).numpy() > 1:  # here
+        optimizer.apply(gradients, model.trainable_variables)
+
+
+def hidden_draw(model: Any, optimizer: Any, x: Any, y: Any) -> None:
+    with tf.GradientTape() as tape:
+        loss = mse(y, model(x))
+    gradients = tape.gradient(loss, model.trainable_variables)
+    gradients[0] += tf.random.normal(gradients[0].shape, dtype=tf.float64)  # here
+    optimizer.apply(gradients, model.trainable_variables)
+
+
+def norm_after_the_update(model: Any, optimizer: Any, x: Any, y: Any) -> Any:
+    with tf.GradientTape() as tape:
+        loss = mse(y, model(x))
+    optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+    return tf.linalg.global_norm([v.value for v in model.trainable_variables])  # here
+
+
+def two_losses(model: Any, optimizer: Any, x: Any, y: Any) -> None:
+    with tf.GradientTape(persistent=True) as tape:
+        found = model(x)
+        one, other = mse(y, found), tf.reduce_mean(tf.abs(found))
+    first = tape.gradient(one, model.trainable_variables)
+    second = tape.gradient(other, model.trainable_variables)  # here
+    optimizer.apply([g + h for g, h in zip(first, second, strict=True)], model.trainable_variables)
+
+
+def no_gradient(model: Any, optimizer: Any, x: Any, y: Any) -> Any:
+    return mse(y, model(x))
+
+
+REFUSED: list[tuple[Callable[..., Any], type[DappleError], str]] = [
+    (jacobian, CaptureError, r"tape.jacobian is no sum over micro-batches"),
+    (inside_the_tape, CaptureError, r"while the tape still records"),
+    (in_a_loop, CaptureError, r"that TensorFlow traces by itself"),
+    (by_python, CaptureError, r"let no Python code depend on them"),
+    (hidden_draw, CaptureError, r"draws from a hidden state after the gradients"),
+    (norm_after_the_update, PartitionError, r"after its own write"),
+    (two_losses, CaptureError, r"gradients of another target"),
+    (no_gradient, CaptureError, r"takes no gradient of a variable with tf.GradientTape"),
+]
+
+
+@pytest.mark.parametrize(("body", "kind", "why"), REFUSED, ids=[body.__name__ for body, _, _ in REFUSED])
+def test_what_cannot_be_pipelined_is_refused_at_the_users_line(
+    body: Callable[..., Any], kind: type[DappleError], why: str
+) -> None:
+    model, optimizer = mlp(), keras.optimizers.SGD(0.1)
+    before = values_of([model])
+
+    def train_step(x: Any, y: Any) -> Any:
+        return body(model, optimizer, x, y)
+
+    step = dapple.train_step(train_step, stages=2, micro_batches=3)
+    with pytest.raises(kind, match=why) as caught:
+        step(*regression()[0])
+    with open(__file__, encoding="utf-8") as file:
+        lines = list(file)
+    start = body.__code__.co_firstlineno
+    here = [i for i, line in enumerate(lines, 1) if "# here" in line and i > start][:1]
+    if body is not no_gradient:
+        assert f"test_training_step_options.py:{here[0]}" in str(caught.value) or f"line {here[0]}" in str(caught.value)
+    for ours, theirs in zip(values_of([model]), before, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_a_dense_gradient_is_not_made_of_the_slices_that_a_step_gets() -> None:
+    with pytest.raises(CaptureError, match="sparse_gradients='dense': the step gets a sparse gradient of"):
+        check("sparse_gradients_clipped", stages=2, micro_batches=3, sparse_gradients="dense")

@@ -1,0 +1,59 @@
+"""Training steps as users write them compute what one device computes: results, variables, slots, metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import dapple_tf as dapple
+from tests.equality.training_steps import BATCH, CASES, batches_of, in_float64, values_of
+
+
+@pytest.fixture(autouse=True)
+def float64() -> Iterator[None]:
+    with in_float64():
+        yield
+
+
+def assert_equal(found: Any, wanted: Any) -> None:
+    tf.nest.assert_same_structure(found, wanted, expand_composites=True)
+    pairs = zip(tf.nest.flatten(found), tf.nest.flatten(wanted), strict=True)
+    for ours, theirs in pairs:
+        if theirs is not None:
+            np.testing.assert_allclose(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+def check(name: str, **options: Any) -> None:
+    plain, wanted = CASES[name]()
+    whole = plain if hasattr(plain, "get_concrete_function") else tf.function(plain)
+    step_function, found = CASES[name]()
+    step = dapple.train_step(step_function, **options)
+    for batch in batches_of(name):
+        assert_equal(step(*batch), whole(*batch))
+    step.gather()
+    for ours, theirs in zip(values_of(found), values_of(wanted), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_stages_and_three_micro_batches_train_as_one_device(name: str) -> None:
+    check(name, stages=2, micro_batches=3)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_stage_and_one_micro_batch_train_as_one_device(name: str) -> None:
+    check(name, stages=1, micro_batches=1)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_three_stages_and_a_micro_batch_for_each_sample_train_as_one_device(name: str) -> None:
+    check(name, stages=3, micro_batches=BATCH)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_replicas_train_as_one_device(name: str) -> None:
+    check(name, stages=2, replicas=[2, 1], micro_batches=3)

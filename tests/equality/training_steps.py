@@ -1,0 +1,637 @@
+"""Training steps as users write them, each with the variables that it changes.
+
+A case is a function without arguments that makes everything anew, from the same seed: it returns the step and the
+variables. All is float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+Made = tuple[Callable[..., Any], list[Any]]
+"""A training step, and the objects that hold the variables it changes: models, optimizers, metrics, variables."""
+
+BATCH = 12
+
+
+@contextmanager
+def in_float64() -> Iterator[None]:
+    floats, policy = keras.config.floatx(), keras.config.dtype_policy()
+    keras.config.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")
+    try:
+        yield
+    finally:
+        keras.config.set_floatx(floats)
+        keras.config.set_dtype_policy(policy)
+
+
+def regression(steps: int = 3) -> list[tuple[Any, ...]]:
+    rng = np.random.default_rng(1)
+    return [(tf.constant(rng.normal(size=(BATCH, 4))), tf.constant(rng.normal(size=(BATCH, 1)))) for _ in range(steps)]
+
+
+def tokens(steps: int = 3) -> list[tuple[Any, ...]]:
+    rng = np.random.default_rng(2)
+    made = []
+    for _ in range(steps):
+        words = rng.integers(0, 9, size=(BATCH, 5))
+        made.append((tf.constant(words), tf.constant(rng.integers(0, 3, size=BATCH))))
+    return made
+
+
+def mlp(outputs: int = 1) -> keras.Model:
+    keras.utils.set_random_seed(7)
+    layers = [keras.layers.Dense(6, "tanh"), keras.layers.Dense(5, "tanh"), keras.layers.Dense(outputs)]
+    return keras.Sequential([keras.Input([4]), *layers])
+
+
+def word_model() -> keras.Model:
+    keras.utils.set_random_seed(8)
+    inputs = keras.Input([5], dtype="int64")
+    embedded = keras.layers.Embedding(9, 4)(inputs)
+    hidden = keras.layers.Dense(6, "tanh")(keras.layers.Flatten()(embedded))
+    return keras.Model(inputs, keras.layers.Dense(3)(keras.layers.Dense(5, "tanh")(hidden)))
+
+
+def mse(y: Any, p: Any) -> Any:
+    return tf.reduce_mean(tf.square(y - p))
+
+
+# --- What the tutorials teach
+
+
+def tutorial() -> Made:
+    model, optimizer = mlp(), keras.optimizers.Adam(0.01)
+    loss_object = keras.losses.MeanSquaredError()
+    train_loss = keras.metrics.Mean()
+    error = keras.metrics.MeanAbsoluteError()
+
+    @tf.function
+    def train_step(x: Any, y: Any) -> None:
+        with tf.GradientTape() as tape:
+            predictions = model(x, training=True)
+            loss = loss_object(y, predictions)
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+        train_loss(loss)
+        error(y, predictions)
+
+    return train_step, [model, optimizer, train_loss, error]
+
+
+def metrics_and_clipping() -> Made:
+    model, optimizer, metric = mlp(), keras.optimizers.Adam(0.05), keras.metrics.RootMeanSquaredError()
+
+    def train_step(x: Any, y: Any) -> dict[str, Any]:
+        with tf.GradientTape() as tape:
+            predictions = model(x, training=True)
+            loss = mse(y, predictions)
+        gradients, norm = tf.clip_by_global_norm(tape.gradient(loss, model.trainable_variables), 0.3)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+        metric.update_state(y, predictions)
+        return {
+            "loss": loss,
+            "norm": norm,
+            "root": tf.sqrt(loss),
+            metric.name: metric.result(),
+            "steps": optimizer.iterations,
+            "rate": optimizer.learning_rate,
+            "rows": (predictions, tf.argmax(predictions, 1)),
+        }
+
+    return train_step, [model, optimizer, metric]
+
+
+def accuracy_of_words() -> Made:
+    model, optimizer = word_model(), keras.optimizers.Adam(0.01)
+    loss_object = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    accuracy = keras.metrics.SparseCategoricalAccuracy()
+
+    @tf.function
+    def train_step(x: Any, y: Any) -> Any:
+        with tf.GradientTape() as tape:
+            logits = model(x, training=True)
+            loss = loss_object(y, logits)
+        gradients = tape.gradient(loss, model.trainable_weights)
+        optimizer.apply(gradients, model.trainable_weights)
+        accuracy.update_state(y, logits)
+        return loss, accuracy.result()
+
+    return train_step, [model, optimizer, accuracy]
+
+
+def own_sgd() -> Made:
+    rng = np.random.default_rng(3)
+    weights = [tf.Variable(rng.normal(size=shape), name=f"w{i}") for i, shape in enumerate([(4, 5), (5, 3), (3, 1)])]
+    speeds = [tf.Variable(tf.zeros_like(weight), trainable=False, name="speed") for weight in weights]
+
+    def train_step(x: Any, y: Any) -> Any:
+        with tf.GradientTape() as tape:
+            for weight in weights[:-1]:
+                x = tf.tanh(x @ weight)
+            loss = mse(y, x @ weights[-1])
+        for weight, speed, gradient in zip(weights, speeds, tape.gradient(loss, weights)):
+            speed.assign(0.9 * speed + gradient)
+            weight.assign_sub(0.1 * speed)
+        return loss
+
+    return train_step, [*weights, *speeds]
+
+
+def weight_decay_and_average() -> Made:
+    model, optimizer = mlp(), keras.optimizers.SGD(0.1)
+    averages = [tf.Variable(weight, trainable=False) for weight in model.trainable_variables]
+
+    def train_step(x: Any, y: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = mse(y, model(x, training=True))
+        variables = model.trainable_variables
+        gradients = [g + 0.01 * v.value for g, v in zip(tape.gradient(loss, variables), variables)]
+        optimizer.apply_gradients(zip(gradients, variables))
+        for average, weight in zip(averages, model.trainable_variables):
+            average.assign(0.9 * average + 0.1 * weight)
+        return loss
+
+    return train_step, [model, optimizer, *averages]
+
+
+def clipped_weights() -> Made:
+    model, optimizer = mlp(), keras.optimizers.RMSprop(0.05)
+
+    def train_step(x: Any, y: Any) -> Any:
+        with tf.GradientTape() as tape:
+            score = tf.reduce_mean(model(x) * y)
+        optimizer.apply_gradients(zip(tape.gradient(score, model.trainable_variables), model.trainable_variables))
+        for weight in model.trainable_variables:
+            weight.assign(tf.clip_by_value(weight, -0.3, 0.3))
+        return score
+
+    return train_step, [model, optimizer]
+
+
+def two_optimizers() -> Made:
+    model = mlp()
+    slow, fast = keras.optimizers.SGD(0.01, momentum=0.9), keras.optimizers.Adam(0.05)
+    body = [v for layer in model.layers[:-1] for v in layer.trainable_variables]
+    head = model.layers[-1].trainable_variables
+
+    def train_step(x: Any, y: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = mse(y, model(x, training=True))
+        of_body, of_head = tape.gradient(loss, (body, head))
+        slow.apply_gradients(zip(of_body, body))
+        fast.apply_gradients(zip(of_head, head))
+        return {"loss": loss}
+
+    return train_step, [model, slow, fast]
+
+
+def loss_scale() -> Made:
+    model, optimizer = mlp(), keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.02), dynamic_growth_steps=2)
+
+    @tf.function
+    def train_step(x: Any, y: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = mse(y, model(x, training=True))
+            scaled = optimizer.scale_loss(loss)
+        gradients = tape.gradient(scaled, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+        return loss
+
+    return train_step, [model, optimizer]
+
+
+# --- Tapes
+
+
+def persistent_tape() -> Made:
+    model, one, other = mlp(), keras.optimizers.SGD(0.1), keras.optimizers.SGD(0.02)
+    first, rest = model.layers[0].trainable_variables, [v for m in model.layers[1:] for v in m.trainable_variables]
+
+    def train_step(x: Any, y: Any) -> Any:
+        with tf.GradientTape(persistent=True) as tape:
+            loss = mse(y, model(x, training=True))
+        one.apply_gradients(zip(tape.gradient(loss, first), first))
+        other.apply_gradients(zip(tape.gradient(loss, rest), rest))
+        del tape
+        return loss
+
+    return train_step, [model, one, other]
+
+
+def watched_alone() -> Made:
+    model, optimizer = mlp(), keras.optimizers.SGD(0.1)
+
+    def train_step(x: Any, y: Any) -> Any:
+        head = model.layers[-1].trainable_variables
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch([v.value for v in head])
+            loss = mse(y, model(x, training=True))
+        variables = [v.value for v in model.trainable_variables]
+        gradients = tape.gradient(loss, variables, unconnected_gradients="zero")
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+        return loss
+
+    return train_step, [model, optimizer]
+
+
+def unused_gradients() -> Made:
+    """Gradients are taken of all variables, one of which the loss does not use, and only some are applied."""
+    model, optimizer, unused = mlp(), keras.optimizers.SGD(0.1), tf.Variable(1.0)
+
+    def train_step(x: Any, y: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = mse(y, model(x, training=True))
+        gradients = tape.gradient(loss, {"model": model.trainable_variables, "unused": unused})
+        assert gradients["unused"] is None
+        pairs = list(zip(gradients["model"], model.trainable_variables))
+        optimizer.apply_gradients(pairs[1:3])
+        return loss
+
+    return train_step, [model, optimizer]
+
+
+def rows_as_target() -> Made:
+    model, optimizer = mlp(), keras.optimizers.SGD(0.01)
+
+    def train_step(x: Any, y: Any) -> Any:
+        with tf.GradientTape() as tape:
+            losses = tf.reduce_sum(tf.square(y - model(x, training=True)), 1)
+        gradients = tape.gradient(losses, model.trainable_variables, output_gradients=tf.ones_like(losses) / 2)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+        return losses
+
+    return train_step, [model, optimizer]
+
+
+def two_terms_as_targets() -> Made:
+    model, optimizer = mlp(), keras.optimizers.SGD(0.01)
+
+    def train_step(x: Any, y: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = mse(y, model(x, training=True))
+            decay = 0.01 * tf.add_n([tf.nn.l2_loss(v.value) for v in model.trainable_variables])
+        gradients = tape.gradient([loss, decay], model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+        return loss, decay
+
+    return train_step, [model, optimizer]
+
+
+def teacher_outside_the_tape() -> Made:
+    teacher, student, optimizer = mlp(3), mlp(3), keras.optimizers.Adam(0.01)
+
+    def train_step(x: Any, y: Any) -> Any:
+        wanted = tf.nn.softmax(teacher(x, training=False) / 2)
+        with tf.GradientTape() as tape:
+            found = student(x, training=True)
+            loss = tf.reduce_mean(keras.losses.kl_divergence(wanted, tf.nn.softmax(found / 2)))
+            loss += 0.1 * mse(y, tf.reduce_sum(found, 1, keepdims=True))
+        gradients = tape.gradient(loss, student.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, student.trainable_variables))
+        return loss
+
+    return train_step, [teacher, student, optimizer]
+
+
+def stopped_recording() -> Made:
+    model, optimizer = mlp(), keras.optimizers.SGD(0.1)
+
+    def train_step(x: Any, y: Any) -> Any:
+        before = model.layers[0](x)  # not recorded: no gradient passes through it
+        with tf.GradientTape() as tape:
+            hidden = model.layers[1](before + model.layers[0](x))
+            with tape.stop_recording():
+                weight = tf.sigmoid(model.layers[1](before))
+            loss = mse(y, model.layers[2](hidden * weight))
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+        return loss
+
+    return train_step, [model, optimizer]
+
+
+def gradient_penalty() -> Made:
+    model, optimizer = mlp(), keras.optimizers.Adam(0.01)
+
+    def train_step(x: Any, y: Any) -> Any:
+        with tf.GradientTape() as tape:
+            with tf.GradientTape() as inner:
+                inner.watch(x)
+                score = model(x, training=True)
+            slope = inner.gradient(score, x)
+            penalty = tf.reduce_mean(tf.square(tf.norm(slope, axis=1) - 1))
+            loss = mse(y, score) + 0.1 * penalty
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+        return loss, penalty
+
+    return train_step, [model, optimizer]
+
+
+# --- What comes after the gradients
+
+
+def finite_or_skipped() -> Made:
+    model, optimizer, skipped = mlp(), keras.optimizers.Adam(0.05), tf.Variable(0)
+
+    def train_step(x: Any, y: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = mse(y, model(x, training=True))
+        gradients = tape.gradient(loss, model.trainable_variables)
+        if tf.linalg.global_norm(gradients) < 1.2:
+            optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+        else:
+            skipped.assign_add(1)
+        return loss
+
+    return train_step, [model, optimizer, skipped]
+
+
+def centred_and_noisy() -> Made:
+    model, optimizer, seed = mlp(), keras.optimizers.SGD(0.1), tf.Variable(5, dtype=tf.int64)
+
+    def train_step(x: Any, y: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = mse(y, model(x, training=True))
+        changed = []
+        for i, gradient in enumerate(tape.gradient(loss, model.trainable_variables)):
+            if gradient.shape.rank > 1:
+                gradient -= tf.reduce_mean(gradient, 0, keepdims=True)
+            gradient += 0.01 * tf.random.stateless_normal(gradient.shape, [seed, i], dtype=gradient.dtype)
+            changed.append(gradient)
+        optimizer.apply_gradients(zip(changed, model.trainable_variables))
+        seed.assign_add(1)
+        return loss
+
+    return train_step, [model, optimizer, seed]
+
+
+def accumulated_by_hand() -> Made:
+    model, optimizer, count = mlp(), keras.optimizers.SGD(0.1), tf.Variable(0)
+    sums = [tf.Variable(tf.zeros(v.shape, v.dtype), trainable=False) for v in model.trainable_variables]
+
+    def train_step(x: Any, y: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = mse(y, model(x, training=True))
+        for total, gradient in zip(sums, tape.gradient(loss, model.trainable_variables)):
+            total.assign_add(gradient / 2)
+        count.assign_add(1)
+        if count % 2 == 0:
+            optimizer.apply_gradients(zip(sums, model.trainable_variables))
+            for total in sums:
+                total.assign(tf.zeros_like(total))
+        return loss
+
+    return train_step, [model, optimizer, count, *sums]
+
+
+def adaptive_clipping() -> Made:
+    model, optimizer = mlp(), keras.optimizers.Adam(0.05)
+
+    def train_step(x: Any, y: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = mse(y, model(x, training=True))
+        variables = model.trainable_variables
+        gradients = []
+        for gradient, variable in zip(tape.gradient(loss, variables), variables):
+            limit = 0.1 * tf.maximum(tf.norm(variable.value), 1e-3)
+            gradients.append(tf.where(tf.norm(gradient) > limit, gradient * limit / tf.norm(gradient), gradient))
+        optimizer.apply_gradients(zip(gradients, variables))
+        return loss, tf.norm(gradients[0])
+
+    return train_step, [model, optimizer]
+
+
+def schedule_by_hand() -> Made:
+    """The weight of a term and the learning rate depend on a counter, which the step itself counts."""
+    model, optimizer, step = mlp(), keras.optimizers.SGD(0.1), tf.Variable(0, dtype=tf.int64)
+
+    def train_step(x: Any, y: Any) -> Any:
+        step.assign_add(1)
+        now = tf.cast(step, tf.float64)
+        optimizer.learning_rate.assign(0.1 / now)
+        with tf.GradientTape() as tape:
+            found = model(x, training=True)
+            loss = mse(y, found) + tf.minimum(tf.constant(1, tf.float64), now / 10) * tf.reduce_mean(tf.abs(found))
+        optimizer.apply_gradients(zip(tape.gradient(loss, model.trainable_variables), model.trainable_variables))
+        return loss, now
+
+    return train_step, [model, optimizer, step]
+
+
+def running_loss() -> Made:
+    """The loss is divided by its running mean, which is written inside of the tape."""
+    model, optimizer, mean = mlp(), keras.optimizers.SGD(0.1), tf.Variable(1.0, dtype=tf.float64, trainable=False)
+
+    def train_step(x: Any, y: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = mse(y, model(x, training=True))
+            target = loss / mean
+            mean.assign(0.9 * mean + 0.1 * loss)
+        gradients = tape.gradient(target, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+        return target, mean
+
+    return train_step, [model, optimizer, mean]
+
+
+def masked_mean() -> Made:
+    model, optimizer, metric = mlp(), keras.optimizers.SGD(0.1), keras.metrics.Mean()
+
+    def train_step(x: Any, y: Any) -> Any:
+        mask = tf.cast(y > 0, tf.float64)
+        with tf.GradientTape() as tape:
+            errors = tf.square(y - model(x, training=True)) * mask
+            loss = tf.reduce_sum(errors) / tf.reduce_sum(mask)
+            metric.update_state(errors, sample_weight=mask)
+        optimizer.apply_gradients(zip(tape.gradient(loss, model.trainable_variables), model.trainable_variables))
+        return loss, metric.result(), tf.reduce_sum(mask)
+
+    return train_step, [model, optimizer, metric]
+
+
+def dropout_and_regularizer() -> Made:
+    keras.utils.set_random_seed(9)
+    model = keras.Sequential(
+        [
+            keras.Input([4]),
+            keras.layers.Dense(6, "relu", kernel_regularizer="l2"),
+            keras.layers.Dropout(0.3, seed=4),
+            keras.layers.Dense(5, "relu", activity_regularizer="l1"),
+            keras.layers.Dense(1),
+        ]
+    )
+    optimizer = keras.optimizers.Adam(0.01)
+
+    def train_step(x: Any, y: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = mse(y, model(x, training=True)) + tf.add_n(model.losses)
+        optimizer.apply_gradients(zip(tape.gradient(loss, model.trainable_variables), model.trainable_variables))
+        return loss
+
+    return train_step, [model, optimizer]
+
+
+def sparse_gradients_clipped() -> Made:
+    model, optimizer = word_model(), keras.optimizers.SGD(0.1, momentum=0.9)
+
+    def train_step(x: Any, y: Any) -> Any:
+        with tf.GradientTape() as tape:
+            losses = keras.losses.sparse_categorical_crossentropy(y, model(x, training=True), from_logits=True)
+            loss = tf.reduce_mean(losses)
+        gradients = tape.gradient(loss, model.trainable_variables)
+        assert isinstance(gradients[0], tf.IndexedSlices)
+        gradients, norm = tf.clip_by_global_norm(gradients, 0.2)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+        return loss, norm
+
+    return train_step, [model, optimizer]
+
+
+def gradients_returned() -> Made:
+    model, optimizer = mlp(), keras.optimizers.SGD(0.1)
+
+    def train_step(x: Any, y: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = mse(y, model(x, training=True))
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+        return gradients, [tf.norm(g) for g in gradients], model.layers[0].kernel
+
+    return train_step, [model, optimizer]
+
+
+class HalfSteps(keras.optimizers.Adam):
+    def apply_gradients(self, grads_and_vars: Any) -> Any:
+        return super().apply_gradients([(0.5 * g, v) for g, v in grads_and_vars])
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        super().update_step(tf.sign(gradient), variable, learning_rate)
+
+
+def own_optimizer() -> Made:
+    model, optimizer = mlp(), HalfSteps(0.05, global_clipnorm=0.3, weight_decay=0.01, use_ema=True)
+
+    def train_step(x: Any, y: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = mse(y, model(x, training=True))
+        optimizer.apply_gradients(zip(tape.gradient(loss, model.trainable_variables), model.trainable_variables))
+        return loss
+
+    return train_step, [model, optimizer]
+
+
+def average_of_batch_norm() -> Made:
+    """An average over all variables of a model, also over the moving statistics that its loss writes."""
+    keras.utils.set_random_seed(11)
+    layers = [keras.layers.Dense(5, use_bias=False), keras.layers.BatchNormalization(), keras.layers.Dense(1)]
+    model, optimizer = keras.Sequential([keras.Input([4]), *layers]), keras.optimizers.SGD(0.1)
+    averages = [tf.Variable(variable, trainable=False) for variable in model.variables]
+
+    def train_step(x: Any, y: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = mse(y, model(x, training=True))
+        optimizer.apply_gradients(zip(tape.gradient(loss, model.trainable_variables), model.trainable_variables))
+        for average, variable in zip(averages, model.variables):
+            average.assign(0.9 * average + 0.1 * variable)
+        return loss
+
+    return train_step, [model, optimizer, *averages]
+
+
+def nested_arguments() -> Made:
+    model, optimizer = mlp(), keras.optimizers.SGD(0.1)
+
+    def train_step(batch: Mapping[str, Any]) -> Any:
+        with tf.GradientTape() as tape:
+            loss = mse(batch["y"], model(batch["x"], training=True))
+        optimizer.apply_gradients(zip(tape.gradient(loss, model.trainable_variables), model.trainable_variables))
+        return [loss, None, {"size": tf.shape(batch["x"])[0]}]
+
+    return train_step, [model, optimizer]
+
+
+def minimized_by_tensorflow_1() -> Made:
+    model, optimizer = mlp(), tf.compat.v1.train.GradientDescentOptimizer(0.1)
+    variables = [v.value for v in model.trainable_variables]
+
+    def train_step(x: Any, y: Any) -> Any:
+        optimizer.minimize(lambda: mse(y, model(x, training=True)), var_list=variables)
+
+    return train_step, [model]
+
+
+def computed_by_tensorflow_1() -> Made:
+    model, optimizer = mlp(), tf.compat.v1.train.GradientDescentOptimizer(0.1)
+    variables = [v.value for v in model.trainable_variables]
+
+    def train_step(x: Any, y: Any) -> Any:
+        pairs = optimizer.compute_gradients(lambda: mse(y, model(x, training=True)), variables)
+        optimizer.apply_gradients([(2 * g, v) for g, v in pairs])
+
+    return train_step, [model]
+
+
+CASES: Mapping[str, Callable[[], Made]] = MappingProxyType(
+    {
+        made.__name__: made
+        for made in (
+            tutorial,
+            metrics_and_clipping,
+            accuracy_of_words,
+            own_sgd,
+            weight_decay_and_average,
+            clipped_weights,
+            two_optimizers,
+            loss_scale,
+            persistent_tape,
+            watched_alone,
+            unused_gradients,
+            rows_as_target,
+            two_terms_as_targets,
+            teacher_outside_the_tape,
+            stopped_recording,
+            gradient_penalty,
+            finite_or_skipped,
+            centred_and_noisy,
+            accumulated_by_hand,
+            adaptive_clipping,
+            schedule_by_hand,
+            running_loss,
+            masked_mean,
+            dropout_and_regularizer,
+            sparse_gradients_clipped,
+            gradients_returned,
+            own_optimizer,
+            nested_arguments,
+            minimized_by_tensorflow_1,
+            computed_by_tensorflow_1,
+        )
+    }
+)
+
+_DATA = MappingProxyType({"accuracy_of_words": tokens, "sparse_gradients_clipped": tokens})
+
+
+def batches_of(name: str) -> list[tuple[Any, ...]]:
+    """Return three batches for the case of this name."""
+    made = _DATA.get(name, regression)()
+    return [({"x": x, "y": y},) for x, y in made] if name == "nested_arguments" else made
+
+
+def values_of(objects: list[Any]) -> list[np.ndarray]:
+    """Return the values of all variables of models, optimizers, metrics and single variables."""
+    found = []
+    for item in objects:
+        variables = item.variables if hasattr(item, "variables") else [item]
+        found += [np.array(variable.numpy()) for variable in variables]
+    return found
