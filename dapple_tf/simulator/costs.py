@@ -126,7 +126,11 @@ def exposed_seconds(backward: Sequence[float] | Floats, ring: Floats) -> float:
     ``backward``, ``ring``: seconds of each layer's backward and AllReduce, in forward order; one AllReduce runs at a
     time.
     """
-    return float(exposed_of(np.asarray(backward, np.float64), ring, 0, len(ring)))
+    ready, done = 0.0, 0.0
+    for layer in range(len(ring) - 1, -1, -1):
+        ready += backward[layer]
+        done = max(done, ready) + ring[layer]
+    return float(max(0.0, done - ready))
 
 
 def overlapped_rings(backward: Floats, rings: Sequence[float]) -> tuple[tuple[float, float], ...]:
@@ -134,15 +138,6 @@ def overlapped_rings(backward: Floats, rings: Sequence[float]) -> tuple[tuple[fl
     before = np.cumsum(backward) - backward  # seconds of the layers whose backward comes later
     pairs = zip(before.tolist(), rings, strict=True)
     return tuple((left, seconds) for left, seconds in reversed(list(pairs)) if seconds > 0)
-
-
-def exposed_of(backward: Floats, ring: Floats, first: int, end: int) -> float:
-    """Return ``exposed_seconds`` of the layers ``first`` to ``end`` (exclusive)."""
-    ready, done = 0.0, 0.0
-    for layer in range(end - 1, first - 1, -1):
-        ready += backward[layer]
-        done = max(done, ready) + ring[layer]
-    return max(0.0, done - ready)
 
 
 class BackwardSeconds(NamedTuple):

@@ -67,32 +67,22 @@ def transfer_cost(
     one device sends to, or receives from, other devices of its server. Links are symmetric, so both directions cost
     the same.
     """
-    servers = np.asarray(senders, np.int64), np.asarray(receivers, np.int64)
-    cut, cut_next = (np.array(cut_points(len(of), own), np.int64) for of, own in zip(servers, shares, strict=True))
-    return measure_shares(*servers, cut, cut_next, tables)
-
-
-def measure_transfer(senders: Integers, receivers: Integers, t: LinkTables) -> tuple[float, float]:
-    """Return ``transfer_cost`` of equal shares for arrays."""
-    return measure_shares(senders, receivers, np.arange(len(senders) + 1), np.arange(len(receivers) + 1), t)
-
-
-def measure_shares(
-    senders: Integers, receivers: Integers, cut: Integers, cut_next: Integers, t: LinkTables
-) -> tuple[float, float]:
-    """Return ``transfer_cost`` for arrays; replicas hold the samples between two cut points (``row_bounds``)."""
-    latency, unshared, leaving, entering = measure_loads(senders, receivers, cut, cut_next, t)
-    return latency, max(unshared, max(leaving.max(), entering.max()) * t.interface)
+    latency, unshared, leaving, entering = measure_loads(senders, receivers, tables, shares)
+    return latency, float(max(unshared, max(leaving.max(), entering.max()) * tables.interface))
 
 
 def measure_loads(
-    senders: Integers, receivers: Integers, cut: Integers, cut_next: Integers, t: LinkTables
+    senders: Sequence[int] | Integers,
+    receivers: Sequence[int] | Integers,
+    t: LinkTables,
+    shares: tuple[Sequence[int], Sequence[int]] = ((), ()),
 ) -> tuple[float, float, Floats, Floats]:
     """Return the latency of a transfer, the seconds per byte of its slowest link that is no interface, and two arrays.
 
-    These are the shares of its bytes that leave, and that enter, each server through its interface. Replicas hold the
-    samples between two cut points (``row_bounds``). The other arguments are as in ``transfer_cost``.
+    These are the shares of its bytes that leave, and that enter, each server through its interface. The arguments are
+    as in ``transfer_cost``. Replicas hold the samples between two cut points (``row_bounds``).
     """
+    cut, cut_next = (cut_points(len(of), own) for of, own in zip((senders, receivers), shares, strict=True))
     servers = t.inside.shape[0]
     leaving, entering = np.zeros(servers), np.zeros(servers)
     sent, received = np.zeros(len(senders)), np.zeros(len(receivers))
@@ -127,17 +117,12 @@ def measure_loads(
     return latency, slowest, leaving, entering
 
 
-def allreduce_cost(homes: Sequence[int], tables: LinkTables) -> tuple[float, float]:
+def allreduce_cost(homes: Sequence[int] | Integers, t: LinkTables) -> tuple[float, float]:
     """Return the latency (seconds) of a ring AllReduce over replicas on these servers, and its seconds per byte.
 
     A ring of r replicas takes 2 (r - 1) turns, each with the largest latency of its links and 1 / r of the bytes over
     its slowest link. See ``ring_seconds``.
     """
-    return measure_allreduce(np.asarray(homes, np.int64), tables)
-
-
-def measure_allreduce(homes: Integers, t: LinkTables) -> tuple[float, float]:
-    """Return ``allreduce_cost`` for arrays."""
     r = len(homes)
     if r == 1:
         return 0.0, 0.0
@@ -151,7 +136,7 @@ def measure_allreduce(homes: Integers, t: LinkTables) -> tuple[float, float]:
         else:
             wait, hop = t.interface_latency, t.interface
         latency, slowest = max(latency, wait), max(slowest, hop)
-    return 2 * (r - 1) * latency, 2 * (r - 1) / r * slowest
+    return float(2 * (r - 1) * latency), float(2 * (r - 1) / r * slowest)
 
 
 def ring_seconds(latency: float, seconds_per_byte: float, parameter_bytes: float) -> float:

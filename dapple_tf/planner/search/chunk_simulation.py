@@ -18,7 +18,7 @@ from dapple_tf.planner.search.chunk_shapes import ChunkShape, Groups, list_worke
 from dapple_tf.planner.step_simulation import StageCostArrays, order_seconds
 from dapple_tf.plans import StagePlan
 from dapple_tf.simulator.arrays import Floats, Integers, prefix_sums
-from dapple_tf.simulator.costs import exposed_of
+from dapple_tf.simulator.costs import exposed_seconds
 from dapple_tf.simulator.interrupts import check_stop
 from dapple_tf.simulator.memory import usable_bytes
 from dapple_tf.simulator.order import HeldStash, Ordered, named_order
@@ -267,9 +267,8 @@ def _exposed_seconds(b: BlockCosts, links: WorkerLinks, starts: Integers, ends: 
     first, end = b.positions[starts], b.positions[ends]
     stage_of = np.repeat(np.arange(len(starts)), end - first)
     rings = np.where(b.parameter_bytes > 0, latency[stage_of] + per_byte[stage_of] * b.parameter_bytes, 0.0)
-    gradients = b.gradients.tolist()
     layers = zip(first.tolist(), end.tolist(), strict=True)
-    return np.array([exposed_of(gradients, rings, low, high) for low, high in layers])
+    return np.array([exposed_seconds(b.gradients[low:high], rings[low:high]) for low, high in layers])
 
 
 def _bound(c: StageCostArrays, worker_of: Integers, micro_batches: int) -> float:

@@ -18,7 +18,7 @@ from dapple_tf.profiler.cluster import Cluster
 from dapple_tf.profiler.linearise import Chain, cut_chain
 from dapple_tf.simulator.arrays import Floats, Integers
 from dapple_tf.simulator.native.library import address, load_library
-from dapple_tf.simulator.transfer import LinkTables, link_tables, measure_allreduce
+from dapple_tf.simulator.transfer import LinkTables, allreduce_cost, link_tables
 
 # The steps of one search that takes some ten milliseconds.
 _MOST_SEARCH_STEPS = 30_000_000
@@ -86,7 +86,7 @@ class SearchSpace:
     def allreduce(self) -> Floats:
         """Latency (seconds) of an AllReduce and its seconds per byte of parameters, for each placement: [P, 2]."""
         offsets, servers = self.home_servers
-        return np.array([measure_allreduce(servers[a:b], self.links) for a, b in itertools.pairwise(offsets)])
+        return np.array([allreduce_cost(servers[a:b], self.links) for a, b in itertools.pairwise(offsets)])
 
     @cached_property
     def links(self) -> LinkTables:
