@@ -24,11 +24,11 @@ export TF_CPP_MIN_LOG_LEVEL ?= 2
 # environment turns that off.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test test-all lint bench docs hosts matrix horovod clean
+.PHONY: train test test-all lint bench docs hosts matrix release horovod clean
 
 train: .venv/installed
 	@$(BIN)/dapple train models/gpt.py:gpt --stages 2 --micro-batches 8 --batch-size 64 --steps 100 \
-	    --compare 10 --trace out/gpt-timeline.png
+	    --baseline 10 --trace out/gpt-timeline.png
 
 # Run a command and, beside it, the linters, whose output comes after that of the command. Both must succeed.
 define and_lint
@@ -67,6 +67,10 @@ hosts: .venv/installed-test .venv/installed-exchange
 # Other versions of TensorFlow, Keras and NumPy, each in an environment of its own.
 matrix:
 	@scripts/matrix.sh
+
+# The wheel and the source distribution in dist/, tried in an environment of their own.
+release: .venv/installed-test
+	@scripts/release.sh
 
 horovod: .venv/installed-exchange
 

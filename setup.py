@@ -62,10 +62,10 @@ setup(
         # which a later minor version may word in another way.
         "msgspec>=0.22,<0.23",
         "click>=8.1,<9",
+        "cloup>=3,<5",  # groups of options in click's help
         "rich>=13,<16",
         "matplotlib>=3.8,<4",
         "typing_extensions>=4.6,<5",  # Unpack, before Python 3.11
-        "numba>=0.61,<1",  # the planners of other systems and the search for orders try thousands of plans a second
     ],
     extras_require={
         # Both install the module `tensorflow`, so only one of them may be installed. The oldest version is also in

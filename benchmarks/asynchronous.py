@@ -152,7 +152,7 @@ def measure_ranks(width: int) -> dict[str, float]:
 
     ``work``: of the slower rank for one minibatch: its forward and backward (``calls``) and its update.
     """
-    from models.gpt import gpt
+    from dapple_tf.examples.gpt import gpt
 
     samples = 4  # of a minibatch, and of a micro-batch
     workload = gpt(layers=4, width=width, context=64, batch_size=MINIBATCHES * samples)

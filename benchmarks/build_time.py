@@ -86,7 +86,7 @@ def _bert() -> Training:
 
 
 def _gpt() -> Training:
-    from models.gpt import gpt
+    from dapple_tf.examples.gpt import gpt
 
     return _of_workload(gpt(batch_size=16))
 

@@ -133,4 +133,4 @@ def _draw(found: Mapping[tuple[str, str], Comparison]) -> None:
         "clusters (mean over profiles)": (list(PLANNERS), places, by_place),
         "profiles (mean over clusters)": (list(PLANNERS), titles, by_title),
     }
-    heat_map("compare.png", panels, "Predicted step over that of the fastest planner, where it has a plan")
+    heat_map("compare.png", panels, "simulated", "Predicted step over that of the fastest planner, where it has a plan")

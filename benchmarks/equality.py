@@ -11,8 +11,8 @@ import tensorflow as tf
 
 import dapple_tf as dapple
 from benchmarks.common import Row
+from dapple_tf.examples.gpt import gpt
 from dapple_tf.verification import TOLERANCE
-from models.gpt import gpt
 
 APPLICATIONS = ("MobileNetV2", "ResNet50", "DenseNet121", "VGG16")
 

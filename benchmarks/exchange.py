@@ -37,7 +37,7 @@ def measure() -> list[tuple[str, str, float, float]]:
     """Return direction, size, and the median seconds of a native hand-over and of one by Horovod; all ranks call it."""
     from dapple_tf.distributed.collectives import AlltoallExchange
     from dapple_tf.distributed.membership import current
-    from dapple_tf.distributed.native_exchange import NativeExchange
+    from dapple_tf.distributed.native_collectives import NativeCollectives
 
     job = current()
     assert job is not None, "start it with mpirun"
@@ -51,7 +51,8 @@ def measure() -> list[tuple[str, str, float, float]]:
     for direction in DIRECTIONS:
         for number, (size, size_bytes) in enumerate(SIZES.items()):
             count = min(16, max(2, _CALL_BYTES // size_bytes))
-            exchanges = (NativeExchange(job.exchange_network.library, number + 1), AlltoallExchange(sets, zero))
+            native = NativeCollectives(job.exchange_network.library, number + 1, job.rank)
+            exchanges = (native, AlltoallExchange(sets, zero))
             calls = {
                 way: _chain(exchange, job.rank, size_bytes, count, both=direction == "both ways", name=direction)
                 for way, exchange in zip(WAYS, exchanges, strict=True)
@@ -83,7 +84,7 @@ def _chain(exchange: Any, rank: int, size_bytes: int, count: int, *, both: bool,
         for i in range(count):
             made = node(i)
             with tf.name_scope(made.name + "/"):
-                outputs, token = exchange.build(made, [value] * len(made.integers("to")))
+                outputs, token = exchange.exchange(made, [value] * len(made.integers("to")))
             tokens.append(token)
             value = outputs[0] if outputs else value
         return tf.add_n(tokens)

@@ -5,22 +5,33 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 FOLDER = Path(__file__).parents[1] / "out" / "benchmarks"
 
 # For each panel, by title: its x values, and its y values by name of a line (NaN: no point).
 Panels = Mapping[str, tuple[Sequence[float], Mapping[str, Sequence[float]]]]
 
+# Where the numbers of a picture come from. Every picture says it.
+Origin = Literal["measured", "simulated"]
+
 _STYLES = (("o", "-"), ("s", "--"), ("^", ":"), ("D", "-."))
 
 
-def line_figure(name: str, panels: Panels, *, x: str, y: str, columns: int = 1, log_y: bool = False) -> Path:
+def say_origin(figure: Figure, origin: Origin) -> None:
+    """Write at the upper left of a picture whether its numbers were measured or simulated."""
+    figure.text(0.008, 0.992, origin, ha="left", va="top", fontsize=10, fontweight="bold")
+
+
+def line_figure(
+    name: str, panels: Panels, origin: Origin, *, x: str, y: str, columns: int = 1, log_y: bool = False
+) -> Path:
     """Draw the panels, ``columns`` in a row, and return the path of the PNG.
 
     The x axis is logarithmic (base 2) where x spans more than 8-fold. A line without points is named in its panel as
@@ -49,6 +60,7 @@ def line_figure(name: str, panels: Panels, *, x: str, y: str, columns: int = 1, 
             handles = axes.get_legend_handles_labels()
     figure.tight_layout(rect=(0, 0, 1, 1 - 0.35 / figure.get_figheight()))
     figure.legend(*handles, loc="upper center", ncols=len(handles[0]), fontsize=9, frameon=False)
+    say_origin(figure, origin)
     canvas.draw()
     FOLDER.mkdir(parents=True, exist_ok=True)
     path = FOLDER / name

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.figures import FOLDER
+from benchmarks.figures import FOLDER, Origin, say_origin
 
 # Of each panel, by title: its rows, its columns, and the values; NaN where there is none.
 Panels = Mapping[str, tuple[Sequence[str], Sequence[str], Sequence[Sequence[float]]]]
@@ -16,7 +16,7 @@ Panels = Mapping[str, tuple[Sequence[str], Sequence[str], Sequence[Sequence[floa
 _MOST = 3.0  # the darkest colour is for this and more
 
 
-def heat_map(name: str, panels: Panels, title: str) -> Path:
+def heat_map(name: str, panels: Panels, origin: Origin, title: str) -> Path:
     """Draw ratios from 1 on, side by side, with their values; return the path of the PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -27,6 +27,7 @@ def heat_map(name: str, panels: Panels, title: str) -> Path:
     figure = Figure(figsize=(0.52 * sum(widths) + 2.2 * len(widths), 0.36 * rows + 2.2), dpi=90, layout="constrained")
     canvas = FigureCanvasAgg(figure)
     figure.suptitle(title, fontsize=11)
+    say_origin(figure, origin)
     for axes, (heading, (names, columns, values)) in zip(
         np.atleast_1d(figure.subplots(1, len(panels), width_ratios=widths)), panels.items(), strict=True
     ):

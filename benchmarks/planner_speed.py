@@ -62,6 +62,7 @@ def _curve() -> Iterator[Row]:
     line_figure(
         "planner-speed.png",
         {"planner best, global batch 4096": (DEVICES, curves)},
+        "measured",
         x="devices (servers of 8)",
         y="seconds",
         log_y=True,

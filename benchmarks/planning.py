@@ -10,8 +10,8 @@ from benchmarks.published import Model, count_units
 from dapple_tf.planner.api import predict_plan
 from dapple_tf.planner.explain import describe_result
 from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem
-from dapple_tf.planner.search.cost_tables import CostTables
 from dapple_tf.planner.search.dapple import formula_latency
+from dapple_tf.planner.search.formula_search import CostTables
 from dapple_tf.plans import StagePlan
 from dapple_tf.timeline.timeline import Timeline
 

@@ -120,7 +120,7 @@ def measure_balance(model: str) -> float:
     import dapple_tf as dapple
     from benchmarks.workloads import MODELS
     from dapple_tf.simulator.execution import execute
-    from dapple_tf.simulator.named_orders import named_order
+    from dapple_tf.simulator.order import named_order
 
     timed = MODELS[model]()
     batch = tuple(tensor[: len(tensor) // MICRO_BATCHES] for tensor in timed.batch)

@@ -51,7 +51,7 @@ def measure() -> dict[str, Any]:
 
     import dapple_tf as dapple
     from benchmarks.workloads import small_gpt
-    from models.gpt import gpt
+    from dapple_tf.examples.gpt import gpt
 
     found: dict[str, Any] = {}
     calls = {}

@@ -41,7 +41,9 @@ def _over_batches() -> Iterator[Row]:
             points = [speedups(FREE.make_problem(model, letter, batch)) for batch in BATCHES]
             panels[f"{model.title}, config {letter.upper()}"] = BATCHES, _by_line(points)
             ratios[letter, model] = [best / overlapped for best, overlapped, _ in points]
-    path = line_figure("speedups-batch.png", panels, x="global batch (samples)", y="speed-up, 16 devices", columns=3)
+    path = line_figure(
+        "speedups-batch.png", panels, "simulated", x="global batch (samples)", y="speed-up, 16 devices", columns=3
+    )
     yield _never_slower(f"Fig. 12 ({path.name}): best over DP with overlap, {len(panels)} curves", ratios.values())
     yield _never_falling({title: lines[LINES[0]] for title, (_, lines) in panels.items()})
     for letter in "abc":
@@ -60,7 +62,7 @@ def _over_devices() -> Iterator[Row]:
         ratios.append([best / overlapped for best, overlapped, _ in points])
         text = ", ".join(f"{d}: {best:.1f}" for d, (best, _, _) in zip(DEVICES, points, strict=True))
         yield Row(f"Fig. 14, {model.title}, batch {SCALED[model]}, config A: best", "-", text, True)
-    path = line_figure("speedups-devices.png", panels, x="devices of config A", y="speed-up", columns=3)
+    path = line_figure("speedups-devices.png", panels, "simulated", x="devices of config A", y="speed-up", columns=3)
     yield _never_slower(f"Fig. 14 ({path.name}): best over DP with overlap, {len(panels)} curves", ratios)
 
 

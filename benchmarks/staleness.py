@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import Row, available_cores, run_on_cores
+from benchmarks.figures import say_origin
 
 STAGES, MINIBATCHES, SAMPLES, HELD_OUT = 4, 64, 16, 512  # samples of a minibatch, and of the held-out ones
 GPT_WINDOWS, VGG_WINDOWS, CLASSES = 64, 24, 10
@@ -47,9 +48,9 @@ def models() -> Mapping[str, Trained]:
     import keras
 
     import dapple_tf as dapple
-    from models.gpt import gpt
-    from models.images import labelled_images
-    from models.vgg import vgg
+    from dapple_tf.examples.gpt import gpt
+    from dapple_tf.examples.images import labelled_images
+    from dapple_tf.examples.vgg import vgg
 
     def small_gpt(batch_size: int) -> Any:
         workload = gpt(layers=4, width=64, context=32, batch_size=batch_size)
@@ -154,6 +155,7 @@ def draw(found: Mapping[str, Mapping[str, Sequence[float]]]) -> None:
         axis.legend(fontsize=9)
         axis.grid(alpha=0.3)
     figure.suptitle(f"Weights of asynchronous windows, {STAGES} stages")
+    say_origin(figure, "measured")
     figure.savefig(PICTURE, dpi=110)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from dapple_tf import Workload
-from models.gpt import gpt
+from dapple_tf.examples.gpt import gpt
 
 
 @dataclass(frozen=True)

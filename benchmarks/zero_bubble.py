@@ -68,9 +68,8 @@ def simulated(schedule: str, stages: int, micro_batches: int, f: float, b: float
     import numpy as np
 
     from dapple_tf.simulator.engine import run as run_order
-    from dapple_tf.simulator.engine import uniform_seconds
-    from dapple_tf.simulator.named_orders import named_order
-    from dapple_tf.simulator.rings import whole_rings
+    from dapple_tf.simulator.engine import uniform_seconds, whole_rings
+    from dapple_tf.simulator.order import named_order
 
     order = named_order(schedule, stages, micro_batches).order
     forward, backward, weights, nothing = (np.full(stages, float(x)) for x in (f, b + w, w, 0))

@@ -14,7 +14,7 @@ from typing import NoReturn
 
 import click
 
-from dapple_tf.commands.output import print_progress
+from dapple_tf.commands.output import print_error
 from dapple_tf.distributed import membership
 from dapple_tf.distributed.exit_reporting import prints_error_in_full, report_failure
 from dapple_tf.distributed.watchdog import INTERRUPTED
@@ -28,6 +28,7 @@ from dapple_tf.errors import (
     PartitionError,
     PlanError,
     ProfileError,
+    RunError,
     ScheduleError,
     TraceError,
 )
@@ -41,12 +42,13 @@ _WRONG_OPTION = (
     PartitionError,  # stages or replicas that the model cannot have
     PlanError,
     ProfileError,
+    RunError,
     ScheduleError,
     TraceError,
 )
 
 
-_COMMANDS = ("compare", "plain", "plan", "profile", "schedules", "simulate", "timeline", "train", "verify")
+_COMMANDS = ("compare", "plain", "plan", "profile", "report", "schedules", "simulate", "timeline", "train", "verify")
 
 
 class _Group(click.Group):
@@ -120,4 +122,4 @@ def _is_known(error: Exception) -> bool:
 
 def _print_error(error: Exception, text: str) -> None:
     if prints_error_in_full(error):
-        print_progress(f"error: {text}")
+        print_error(text)

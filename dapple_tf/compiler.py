@@ -70,7 +70,7 @@ class PlannedModel:
         """Why a step differs from one device's under this plan."""
         if self.plan.uncut:
             return Exactness()  # ``compile_step`` takes a model that is exact then
-        if self.plan.window is not None and self.plan.window.in_turn:
+        if self.plan.runs_whole_minibatches:
             found = self.model.interface.exactness.of_minibatches  # each minibatch runs uncut on one replica
             return Exactness(found.reasons, windows=True, tried=self.model.interface.exactness.tried)
         many, replicas = self.plan.micro_batches > 1, self.plan.replicas
@@ -98,7 +98,7 @@ class StepVariant(Enum):
 
 def passes(model: StagedModel, plan: Plan, devices: Sequence[str], home: str, variant: StepVariant) -> tuple[Pass, ...]:
     """Return the passes of ``plan`` in order; the comments say what each needs. See ``pipeline_graph``."""
-    interface, facts = model.interface, model.for_passes
+    facts = model.for_passes
     placed = _place_stages(plan, devices)
     if not model.trains:
         return _forward_passes(model, plan, placed, home)
@@ -115,15 +115,7 @@ def passes(model: StagedModel, plan: Plan, devices: Sequence[str], home: str, va
             [SplitWeights(schedule.split, plan.micro_batches)] if schedule.split else []
         ),  # rewrites stage functions; their calls come next
         # calls of stages exist from here on
-        Microbatch(
-            model.stages,
-            plan.micro_batches,
-            interface.merges,
-            interface.loss,
-            facts.head_inputs,
-            schedule.split,
-            plan.sizes,
-        ),
+        _call_stages(model, plan.micro_batches, plan.sizes, schedule.split),
         SplitConcat(plan.replicas, facts.shared, plan.shares),  # before anything that has one node a replica
         *([SendTogether(schedule)] if schedule.together else []),  # needs the tensors of every replica
         CopyVariables(),  # needs the replicas
@@ -161,8 +153,8 @@ def window_passes(
     return (
         *([Recompute(facts.runs, written)] if any(facts.runs) else []),
         *([LookUpRows(facts.lookups)] if facts.lookups else []),
-        Microbatch(model.stages, window.micro_batches, interface.merges, interface.loss),  # the calls of one minibatch
-        *([] if window.in_turn else [SplitConcat(plan.replicas, facts.shared, plan.shares)]),
+        _call_stages(model, window.micro_batches, plan.sizes),  # the calls of one minibatch
+        *([] if plan.runs_whole_minibatches else [SplitConcat(plan.replicas, facts.shared, plan.shares)]),
         Accumulate(),  # needs every backward; its sums are repeated too
         RepeatMinibatches(window, interface.merges),  # gives calls their replicas, where these take minibatches in turn
         CopyVariables(trained),  # needs the replicas of all minibatches
@@ -176,6 +168,14 @@ def window_passes(
     )
 
 
+def _call_stages(
+    model: StagedModel, micro_batches: int, sizes: tuple[int, ...], split: frozenset[tuple[int, int]] = frozenset()
+) -> Microbatch:
+    """Return the pass that calls the stages of ``model`` on each micro-batch; ``sizes``, ``split``: see there."""
+    interface, head_inputs = model.interface, model.for_passes.head_inputs
+    return Microbatch(model.stages, micro_batches, interface.merges, interface.loss, head_inputs, split, sizes)
+
+
 def _sums_gradients(plan: Plan) -> bool:
     """Return whether some gradient is a sum of several micro-batches' or replicas'."""
     return plan.micro_batches > 1 or max(plan.replicas) > 1
@@ -183,17 +183,10 @@ def _sums_gradients(plan: Plan) -> bool:
 
 def _forward_passes(model: StagedModel, plan: Plan, placed: tuple[tuple[str, ...], ...], home: str) -> tuple[Pass, ...]:
     """Return the passes of a model that only runs forward, whatever the plan's schedule of training is."""
-    interface, facts = model.interface, model.for_passes
+    facts = model.for_passes
     schedule = forward_only(plan.worker_map, plan.micro_batches)
     return (
-        Microbatch(
-            model.stages,
-            plan.micro_batches,
-            interface.merges,
-            interface.loss,
-            facts.head_inputs,
-            sizes=plan.sizes,
-        ),
+        _call_stages(model, plan.micro_batches, plan.sizes),
         SplitConcat(plan.replicas, facts.shared, plan.shares),
         CopyVariables(),
         *([WriteStatistics()] if facts.statistics else []),

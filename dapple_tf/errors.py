@@ -27,6 +27,7 @@ __all__ = [
     "PartitionError",
     "PlanError",
     "ProfileError",
+    "RunError",
     "ScheduleError",
     "StepError",
     "TextError",
@@ -64,6 +65,10 @@ class ScheduleError(DappleError, ValueError):
 
 class ProfileError(DappleError, ValueError):
     """A profile that cannot be read, measured or used."""
+
+
+class RunError(DappleError, ValueError):
+    """A record of a training run that is missing or cannot be read; the message names the line and the field."""
 
 
 class ClusterError(DappleError, ValueError):

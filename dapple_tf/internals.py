@@ -9,11 +9,13 @@ import contextlib
 import functools
 import gc
 import inspect
+import random
 import threading
 import traceback
 import uuid
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -50,6 +52,31 @@ def tensorflow_has_started() -> bool:
     Relies on the eager context of the module ``context`` and its mark of being initialized.
     """
     return context._context is not None and context._context._initialized
+
+
+def read_op_runs(path: str) -> list[tuple[str, float, float]]:
+    """Return the runs of ops on the host in a file of TensorFlow's profiler: ``name:type``, start and end in seconds.
+
+    Times are those of the system's clock. Relies on the message ``XSpace`` of TensorFlow's wheel, on the plane
+    ``/host:CPU`` in it, on events named ``name:type``, and on the profile's start in the plane ``Task Environment``.
+    """
+    from tensorflow.tsl.profiler.protobuf import xplane_pb2  # few steps need it
+
+    space = xplane_pb2.XSpace()
+    with open(path, "rb") as stream:
+        space.ParseFromString(stream.read())
+    planes = {plane.name: plane for plane in space.planes}
+    environment, host = planes["Task Environment"], planes["/host:CPU"]
+    names = environment.stat_metadata
+    began = next(s.uint64_value for s in environment.stats if names[s.metadata_id].name == "profile_start_time")
+    runs = []
+    for line in host.lines:
+        for event in line.events:
+            name = host.event_metadata[event.metadata_id].name
+            if ":" in name.lstrip(":") and "::" not in name:
+                start = (began + event.offset_ps * 1e-3) * 1e-9
+                runs.append((name, start, start + event.duration_ps * 1e-12))
+    return runs
 
 
 def clone_function(function: Any) -> Any:
@@ -300,21 +327,145 @@ def variable_name(variable: tf.Variable) -> str:
     return str(variable.name).split(":")[0]
 
 
+# --- Deferred variables: they have a shape, a dtype and a way to make their first value, but no memory until then
+
+
+class DeferredVariable(resource_variable_ops.ResourceVariable):  # type: ignore[misc]  # TensorFlow has no types
+    """A variable whose first value is made when something asks for its ``handle``; it is then an ordinary variable.
+
+    Relies on ``UninitializedVariable``, and on every method of variables that reads or writes to use ``handle``.
+    """
+
+    @property
+    def handle(self) -> Any:
+        """The handle of the resource, which holds a value, except inside of ``without_values``."""
+        if not _without_values.get():
+            make_values([self])
+        return self._handle
+
+    def assign(self, value: Any, *options: Any, **named: Any) -> Any:
+        """Assign a value, in place of the first one, which is not made."""
+        ordinary = resource_variable_ops.ResourceVariable
+        if not context.executing_eagerly():
+            return ordinary.assign(self, value, *options, **named)
+        make = _settle(self)
+        try:
+            return ordinary.assign(self, value, *options, **named)
+        except BaseException:
+            self.__class__, self._make_value = DeferredVariable, make
+            raise
+
+    @property
+    def device(self) -> str:
+        """The device that the value will be on."""
+        return str(self._handle.device)
+
+
+_without_values: ContextVar[bool] = ContextVar("without_values", default=False)
+
+_SMALLEST_DEFERRED = 4096  # bytes: making a smaller value costs less than putting it off
+_MOST_CONSTANT_BYTES = 1024  # in the graph that makes a value; an array that the user gave is larger
+
+
+@contextlib.contextmanager
+def without_values() -> Iterator[None]:
+    """In the block, asking for the handle of a deferred variable makes no value: for tracing and moving it."""
+    token = _without_values.set(True)
+    try:
+        yield
+    finally:
+        _without_values.reset(token)
+
+
+@contextlib.contextmanager
+def deferring_variables() -> Iterator[None]:
+    """In the block, variables whose first value a function of the user's makes are deferred, if that changes no value.
+
+    Their values are those that they would have got: the function is called once, in a scratch graph, which is run
+    later. Values that come from a generator's state, from other variables, or from arrays are made at once.
+    """
+    with tf.variable_creator_scope(_create_deferred):
+        yield
+
+
+def _create_deferred(next_creator: Callable[..., tf.Variable], **settings: Any) -> tf.Variable:
+    given = settings.get("initial_value")
+    if not callable(given) or settings.get("shape") is not None or not context.executing_eagerly():
+        return next_creator(**settings)
+    states = random.getstate(), np.random.get_state()
+    make = _trace_value(given, settings.get("dtype"))
+    if make is None:
+        random.setstate(states[0])  # the value is made again, from the same numbers
+        np.random.set_state(states[1])
+        return next_creator(**settings)
+    (value,) = make.outputs
+    names = ("trainable", "caching_device", "name", "constraint", "synchronization", "aggregation")
+    variable = resource_variable_ops.UninitializedVariable(
+        shape=value.shape, dtype=value.dtype, **{name: settings[name] for name in names if name in settings}
+    )
+    variable.__class__ = DeferredVariable
+    variable._make_value = make
+    return variable
+
+
+def _trace_value(make: Callable[[], Any], dtype: Any) -> Any:
+    """Return a function of TensorFlow that makes the value; None where it would be another one, or is small."""
+    try:
+        found = tf.function(lambda: tf.convert_to_tensor(make(), dtype), autograph=False).get_concrete_function()
+    except Exception:  # whatever it is, making the value at once raises it where the user sees it
+        return None
+    (value,) = found.outputs
+    elements = value.shape.num_elements()
+    operations = found.graph.get_operations()
+    constants = sum(len(op.get_attr("value").SerializeToString()) for op in operations if op.type == "Const")
+    same = not found.graph.captures and not any(op.op_def.is_stateful for op in operations)
+    worth = elements is not None and elements * value.dtype.size >= _SMALLEST_DEFERRED
+    return found if same and worth and constants <= _MOST_CONSTANT_BYTES else None
+
+
+def is_deferred(variable: tf.Variable) -> bool:
+    """Return whether the variable has no value yet, and a way to make one."""
+    return isinstance(variable, DeferredVariable)
+
+
+def make_values(variables: Iterable[tf.Variable]) -> None:
+    """Make the values of those variables that are deferred, one after the other, each on its device."""
+    for variable in variables:
+        if is_deferred(variable):
+            with tf.init_scope(), tf.device(variable._handle.device):
+                value = _settle(variable)()
+                tf.raw_ops.AssignVariableOp(resource=variable._handle, value=value)
+
+
+def _settle(variable: DeferredVariable) -> Callable[[], Any]:
+    """Make a deferred variable an ordinary one that has no value; return the function that makes its first one."""
+    make = variable._make_value
+    del variable._make_value
+    variable.__class__ = resource_variable_ops.ResourceVariable
+    return make
+
+
+# --- Move variables, and free their memory
+
+
 def move_variables(moves: Sequence[tuple[tf.Variable, str]]) -> None:
     """Move variables to other devices in place: references to a tf.Variable, and traces of it, follow.
 
-    ``moves`` pairs each variable with its new device.
+    ``moves`` pairs each variable with its new device, on which the value of a deferred one is made.
     """
     handles = []
     for variable, device in moves:
         with tf.init_scope(), tf.device(device):
-            new = tf.Variable(variable.read_value(), trainable=variable.trainable, name=variable_name(variable))
+            value = _settle(variable)() if is_deferred(variable) else variable.read_value()
+            new = tf.Variable(value, trainable=variable.trainable, name=variable_name(variable))
         handles.append((variable, new._handle))
     _replace_handles(handles)
 
 
 def release_variables(variables: Sequence[tf.Variable], advice: str) -> None:
     """Free the variables' memory; reading one then raises FailedPreconditionError, whose message has the ``advice``.
+
+    The values of deferred variables are not made any more.
 
     The same holds in functions traced before. Assigning a value to a variable allocates it again, until the next
     release.
@@ -323,10 +474,12 @@ def release_variables(variables: Sequence[tf.Variable], advice: str) -> None:
     the handle of a named resource that does not exist (``VarHandleOp`` with a ``shared_name``, which contains the
     advice). A named resource can be destroyed (``DestroyResourceOp``), and is when its handle is garbage.
     """
-    with tf.init_scope():
+    with tf.init_scope(), without_values():
         for variable in variables:
             tf.raw_ops.DestroyResourceOp(resource=variable.handle, ignore_lookup_error=True)
-        unnamed = [variable for variable in variables if bool(variable.is_initialized())]
+        unnamed = [v for v in variables if is_deferred(v) or bool(v.is_initialized())]
+        for variable in filter(is_deferred, variables):
+            _settle(variable)
         _replace_handles([(variable, _named_handle(variable, advice)) for variable in unnamed])
 
 

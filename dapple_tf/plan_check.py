@@ -65,14 +65,11 @@ def _check_batch(plan: Plan) -> None:
             f"micro_batch_size {plan.micro_batch_size} x micro_batches {plan.micro_batches} is not global_batch_size "
             f"{plan.global_batch_size}: choose micro-batches that divide the batch"
         )
-
-    if plan.window is not None and plan.window.in_turn:
-        return  # a replica takes whole minibatches
     least = min(plan.sizes, default=plan.micro_batch_size)
-    for index, stage in enumerate(plan.stages):
-        if stage.replicas > least:
+    for index, replicas in enumerate(plan.sharing):
+        if replicas > least:
             raise PlanError(
-                f"stage {index} has {stage.replicas} replicas, but a micro-batch has "
+                f"stage {index} has {replicas} replicas, but a micro-batch has "
                 f"{format_samples(least)}: use larger micro-batches or fewer replicas"
             )
     check_shares(plan, least)

@@ -21,6 +21,7 @@ from dapple_tf.graph_passes.passes.recompute import find_runs
 from dapple_tf.graph_passes.schedules.schedule import Schedule
 from dapple_tf.graph_passes.schedules.spec import ScheduleSpec
 from dapple_tf.graph_passes.schedules.weight_versions import Versions
+from dapple_tf.graph_passes.schedules.window import sharing_replicas
 from dapple_tf.graph_passes.schedules.worker_map import WorkerMap
 from dapple_tf.profiler.files import describe_reason, write_atomically
 from dapple_tf.profiler.quote import quote
@@ -156,7 +157,7 @@ class Plan:
             expected = stage.last_layer + 1
         if not isinstance(self.recompute, bool):
             _check_layers(self.recompute, expected)
-        if self.window is not None and self.window.in_turn and self.shares:
+        if self.runs_whole_minibatches and self.shares:
             raise PlanError(
                 "stages have shares, but replicas take whole minibatches of an asynchronous window in turn: leave out "
                 "shares, or window"
@@ -257,6 +258,16 @@ class Plan:
         return tuple(stage.replicas for stage in self.stages)
 
     @property
+    def runs_whole_minibatches(self) -> bool:
+        """Whether replicas take whole minibatches of a window in turn, and compute each as one device does."""
+        return self.window is not None and self.window.in_turn
+
+    @property
+    def sharing(self) -> tuple[int, ...]:
+        """How many replicas of each stage share a micro-batch: all, unless they take whole minibatches in turn."""
+        return sharing_replicas(self.replicas, in_turn=self.runs_whole_minibatches)
+
+    @property
     def shares(self) -> tuple[tuple[int, ...], ...]:
         """The ``row_shares`` of each stage; empty where no stage has unequal ones."""
         shares = tuple(stage.row_shares for stage in self.stages)
@@ -328,6 +339,11 @@ class Plan:
         """Return the ranges of consecutive layers of a stage that are re-computed together."""
         place = self.stages[stage]
         return find_runs(self.recomputed, place.first_layer, place.last_layer + 1)
+
+    @staticmethod
+    def from_json(data: Any) -> Plan:
+        """Return the plan of parsed JSON; PlanError names the field that is wrong."""
+        return _from_json(data)
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as its file holds it."""

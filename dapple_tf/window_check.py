@@ -18,8 +18,9 @@ from dapple_tf.staged_model import StagedModel
 def check_window_model(model: StagedModel, plan: Plan) -> None:
     """Raise PlanError where the model or its optimizer cannot train in asynchronous windows under ``plan``.
 
-    Stages update at different times, so no trained variable can be in two of them, and no optimizer can decide by all
-    gradients. Replicas that take minibatches in turn cannot write state in the order of the minibatches.
+    Stages update at different times, so no two stages can share a trained variable, and no optimizer can use the
+    gradients of all stages at once. Replicas that take minibatches in turn cannot write state in the order of the
+    minibatches.
     """
     if model.updates is None:
         raise PlanError("mode='async' without an optimizer: a window updates the weights after every minibatch")
@@ -45,8 +46,7 @@ def check_window_model(model: StagedModel, plan: Plan) -> None:
                 f"mode='async': {name!r} is trained, and forward writes it too (as a spectral norm does), so a version "
                 "of the weights would not have what forward wrote: write another variable, or train with mode='sync'"
             )
-    assert plan.window is not None
-    for stage, replicas in enumerate(plan.replicas if plan.window.in_turn else ()):
+    for stage, replicas in enumerate(plan.replicas if plan.runs_whole_minibatches else ()):
         written = [name for name in variables.used(stage) if name in variables.state - variables.once]
         if replicas > 1 and written:
             raise PlanError(
@@ -66,7 +66,7 @@ def _check_late_reads(model: StagedModel, plan: Plan, variables: Variables) -> N
     whole group of minibatches.
     """
     for stage, (warm_up, replicas) in enumerate(zip(plan.versions.window.warm_up, plan.replicas, strict=True)):
-        in_turn = plan.window is not None and plan.window.in_turn and replicas > 1
+        in_turn = plan.runs_whole_minibatches and replicas > 1
         for op, late in ((OpName.FORWARD, in_turn), (OpName.BACKWARD, in_turn or warm_up > 1)):
             function = model.graph.function_by_name.get(at(stage, what=op))
             read = [port.name for _, port in function.input_ports("variable")] if function and late else []

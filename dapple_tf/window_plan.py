@@ -17,11 +17,11 @@ USUAL_MINIBATCHES = 64
 
 @dataclass(frozen=True)
 class WindowPlan:
-    """The asynchronous part of a plan: ``minibatches`` in a window, each of which updates the weights.
+    """The asynchronous part of a plan: a window has ``minibatches`` minibatches, and each updates the weights.
 
-    ``weights``: see ``graph_passes.schedules.weight_versions``. ``depth``: minibatches in flight on the first stage,
-    or None for as many as keep the pipeline busy. ``micro_batches``: of each minibatch with "2bw"; None for as many as
-    the warm-up of the first stage. Raises PlanError for values out of range.
+    ``weights``: see ``graph_passes.schedules.weight_versions``. ``depth``: the minibatches in flight on the first
+    stage, or None for as many as keep the pipeline busy. ``micro_batches``: with "2bw", the micro-batches of each
+    minibatch, or None for as many as the warm-up of the first stage. Raises PlanError for values out of range.
     """
 
     minibatches: Count
@@ -51,7 +51,7 @@ class WindowPlan:
     def warm_up(self, replicas: Sequence[int]) -> tuple[int, ...]:
         """Return K_s of each stage, for stages of ``replicas`` devices.
 
-        Raises PlanError for a depth with replicated stages, for which it is not defined.
+        Raises PlanError for a depth if stages are replicated: it is defined for pipelines without replicas only.
         """
         if self.depth is not None:
             if max(replicas) > 1:

@@ -1,14 +1,17 @@
 """Hooks of mkdocs: write the pages that are generated from the code, so that they cannot differ from it.
 
-``architecture/ops.md`` comes from the op table, ``architecture/tensorflow_ops.md`` from the census of TensorFlow's ops
-(which loads TensorFlow), ``architecture/modules.md`` from the first line of every module, ``reference/cli.md`` from the
-commands, ``reference/options.md`` from the options of a pipeline, and ``reference/api.md`` lists the names of
+``tutorials/*.md`` come from the notebooks beside them. ``architecture/ops.md`` comes from the op table,
+``architecture/tensorflow_ops.md`` from the census of TensorFlow's ops (which loads TensorFlow),
+``architecture/modules.md`` from the first line of every module, ``reference/cli.md`` from the commands,
+``reference/options.md`` from the options of a pipeline, and ``reference/api.md`` lists the names of
 ``dapple_tf.__all__``: mkdocstrings puts their docstrings in place of the ``:::`` lines.
 """
 
 from __future__ import annotations
 
 import ast
+import json
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
     from mkdocs.structure.files import Files
 
 ROOT = Path(__file__).parents[1]
+TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.ipynb"))
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
@@ -40,6 +44,7 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 def generated_pages() -> dict[str, Callable[[], str]]:
     """Return the functions that make the Markdown of the generated pages, by the page's path inside ``docs``."""
     return {
+        **{f"tutorials/{path.stem}.md": partial(tutorial_page, path) for path in TUTORIALS},
         "architecture/modules.md": modules_page,
         "architecture/ops.md": ops_page,
         "architecture/tensorflow_ops.md": tensorflow_ops_page,
@@ -47,6 +52,24 @@ def generated_pages() -> dict[str, Callable[[], str]]:
         "reference/options.md": options_page,
         "reference/cli.md": command_line_page,
     }
+
+
+def tutorial_page(path: Path) -> str:
+    """Return a notebook as a page: its text, its code, and what each cell of code printed."""
+    parts = []
+    for cell in json.loads(path.read_text("utf-8"))["cells"]:
+        text = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            parts.append(f"{text}\n")
+        else:
+            parts.append(f"```python\n{text}\n```\n")
+            printed = "".join(line for output in cell["outputs"] for line in output["text"])
+            if printed:
+                parts.append(f'```text title="prints"\n{printed}```\n')
+    title, *rest = parts
+    heading, _, introduction = title.partition("\n")
+    link = f"This page is a notebook: [download it]({path.name}). A test runs it and compares what it prints.\n"
+    return "\n".join([heading, "", link, introduction.strip(), "", *rest])
 
 
 def modules_page() -> str:
@@ -111,18 +134,20 @@ def options_page() -> str:
 
 def command_line_page() -> str:
     """Return the page of the help texts of all commands."""
-    width = {"max_content_width": 110, "terminal_width": 110}
+    width = {"max_content_width": 90, "terminal_width": 90}  # as wide as the site shows without scrolling
     context = click.Context(cli, info_name="dapple", **cli.context_settings, **width)
     parts = [
         "# Command line\n",
         "`dapple` is also `python -m dapple_tf`. Results go to stdout, progress and logs to stderr. With `--json` the "
         "last line of stdout is one JSON object. Exit codes: 0 done, 1 failed, 2 wrong usage, 130 stopped by Ctrl-C.\n",
+        "The shell completes commands, options, planners, schedules and files after "
+        '`eval "$(_DAPPLE_COMPLETE=bash_source dapple)"` (`zsh_source`, `fish_source`).\n',
         _console("dapple --help", cli.get_help(context)),
     ]
     for name in cli.list_commands(context):
         command = cli.get_command(context, name)
         if command is not None and not command.hidden:
-            inner = click.Context(command, info_name=name, parent=context, **width)
+            inner = command.context_class(command, info_name=name, parent=context, **width)
             parts += [f"## dapple {name}\n", _console(f"dapple {name} --help", command.get_help(inner))]
     return "\n".join(parts)
 

@@ -23,7 +23,7 @@ def main(folder: Path = Path("out")) -> None:
     """Compare three planners on a stack of dense layers with large weights."""
     dapple.init()
     keras.utils.set_random_seed(0)
-    with dapple.scope():  # the variables live on the host, so the model may be larger than one device
+    with dapple.scope():  # the weights are never made
         widths = [2048] * 8 + [512] * 8
         layers = [keras.layers.Dense(width, "relu", name=f"dense_{i}") for i, width in enumerate(widths)]
         model = keras.Sequential([keras.Input([2048]), *layers])

@@ -11,7 +11,7 @@ import tensorflow as tf
 from keras import ops
 
 import dapple_tf as dapple
-from models.text import BYTE_VALUES, read_corpus, windows
+from dapple_tf.examples.text import BYTE_VALUES, read_corpus, windows
 
 INITIAL_STDDEV = 0.06
 """Standard deviation of every weight matrix and embedding; at a width of 128 it learns faster than the usual 0.02."""

@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 
 import dapple_tf as dapple
-from models.images import labelled_images
+from dapple_tf.examples.images import labelled_images
 
 BLOCKS = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3)}
 """Residual blocks in each of the four groups, by the number of layers with weights."""

@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 
 import dapple_tf as dapple
-from models.images import labelled_images
+from dapple_tf.examples.images import labelled_images
 
 CONVOLUTIONS = {11: (1, 1, 2, 2, 2), 13: (2, 2, 2, 2, 2), 16: (2, 2, 3, 3, 3), 19: (2, 2, 4, 4, 4)}
 """Convolutions in each of the five stacks, by the number of layers with weights."""

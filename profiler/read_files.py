@@ -61,7 +61,11 @@ def read_json(path: str | os.PathLike[str], error: type[ValueError], largest: in
     Raises ``error`` for other files, for NaN, Infinity and repeated fields, for text that is not Unicode (a lone
     surrogate), and beyond the limits of this module.
     """
-    text = read_text(path, error, "JSON", largest)
+    return parse_json(read_text(path, error, "JSON", largest), error)
+
+
+def parse_json(text: str, error: type[ValueError]) -> Any:
+    """Return the data of a JSON text; raises ``error`` as ``read_json`` does."""
     try:
         data = json.loads(
             text, parse_constant=_refuse_constant, parse_int=_parse_int, object_pairs_hook=_refuse_repeats

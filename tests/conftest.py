@@ -73,11 +73,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes() -> None:
-    """Compile the planners' code, unless it is on disk, before processes start that would each compile it."""
-    import dapple_tf as dapple
-    from tests.dapple_tf.planner.builders import make_cluster, make_profile
+    """Compile the planner's C++ library, unless it is there, before processes start that would each compile it."""
+    from dapple_tf.simulator.native.library import load_library
 
-    dapple.plan(make_profile(*[(1, 2, 8, 40, 10)] * 4), make_cluster(4), global_batch_size=8)
+    load_library()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -28,7 +28,7 @@ TEST_SECONDS = 5.0
 LONE_SECONDS = 2.0
 
 _UNKNOWN = "?"
-# Folders whose tests plan. The planners' code is compiled once, by the process that runs them.
+# Folders whose tests plan: one process runs them.
 _PLAN = ("tests/dapple_tf/planner/", "tests/dapple_tf/autoplan/")
 
 

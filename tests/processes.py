@@ -122,8 +122,6 @@ def run_ranks(
         "PYTHONPATH": str(ROOT),
         "PYTHONUNBUFFERED": "1",  # the output of a killed rank is not lost
         "TF_CPP_MIN_LOG_LEVEL": "3",
-        # Open MPI gives a rank a pseudo-terminal, on which Numba would end the output with an escape sequence.
-        "NUMBA_DISABLE_ERROR_MESSAGE_HIGHLIGHTING": "1",
         "HOROVOD_STALL_CHECK_TIME_SECONDS": str(stall_seconds),
         _MARK: uuid.uuid4().hex,
     }

@@ -23,7 +23,7 @@ PACKAGE = "dapple_tf"
 
 NESTED = {
     "dapple_tf": "a name is loaded when it is first used, so that the command line answers before TensorFlow starts",
-    "dapple_tf.commands.*": "help, plans and simulations answer before TensorFlow, or numba, starts",
+    "dapple_tf.commands.*": "help, plans and simulations answer before TensorFlow starts",
 }
 """The modules that may import our own packages elsewhere than at their top, each with the reason."""
 
@@ -33,10 +33,9 @@ ALONE = {
     "dapple_tf.cli": "the installed command",
     "dapple_tf.commands.*": "the command line imports a command when it is called",
     "dapple_tf.distributed.native.build": "a script of the installation",
+    "dapple_tf.examples.*": "models that users start from",
     "dapple_tf.frontend.tensorflow_version": "runs before TensorFlow is imported",
     "dapple_tf.graph_passes.passes.*": "a pass per file, each with its tests of text before and after",
-    "dapple_tf.planner.*": "merged when planner and simulator get one foundation",
-    "dapple_tf.simulator.*": "merged when planner and simulator get one foundation",
 }
 """The modules of at most 100 lines that one module or none may import, each with the reason."""
 

@@ -23,7 +23,7 @@ from benchmarks.exactness_cases.builders import (
     with_layers,
 )
 from benchmarks.exactness_cases.case import Case, Training
-from models.gpt import build_gpt
+from dapple_tf.examples.gpt import build_gpt
 
 CLASSES = 3
 

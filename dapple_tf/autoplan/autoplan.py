@@ -225,9 +225,10 @@ class Autoplan:
         names = tuple(layer.name for layer in layers.layers)
         costs = estimate_costs(layers, shapes)
         if self._job is not None:
-            plan = None if self._options.plan is None else self._options.plan.to_json()
-            given = {"call of dapple.pipeline": self._options, "plan": plan}
-            self._job.compare({"number of samples": samples, **given, "layers of the model": names})
+            self._job.agree("number of samples", samples)
+            self._job.agree("call of dapple.pipeline", self._options)
+            self._job.agree("plan", None if self._options.plan is None else self._options.plan.to_json())
+            self._job.agree("layers of the model", names)
         decision = self._decision
         if decision is None:
             make = partial(self._make_decision, captured, layers, costs, batch)

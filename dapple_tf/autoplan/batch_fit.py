@@ -53,7 +53,7 @@ def fit_plan(plan: Plan, samples: int) -> Plan:
     shared equally. An asynchronous window keeps its plan; raises PlanError where the batch is too small for it.
     """
     if plan.window is not None:
-        check_window_size(samples, plan.micro_batches, (1,) if plan.window.in_turn else plan.replicas)
+        check_window_size(samples, plan.micro_batches, plan.sharing)
         return plan
     if fit_sizes(samples, plan.sizes, plan.least_samples):
         return plan

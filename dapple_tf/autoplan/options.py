@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 from typing_extensions import TypedDict
@@ -29,9 +29,10 @@ from dapple_tf.autoplan.slice_option import SLICED_SCHEDULES, Slice, check_slice
 from dapple_tf.errors import PlanError, ScheduleError
 from dapple_tf.exactness import BatchLoss, BatchNorm, Inexact, check_batch_loss, check_batch_norm, check_inexact
 from dapple_tf.graph_passes.schedules.spec import ScheduleSpec
+from dapple_tf.graph_passes.schedules.weight_versions import WeightPolicy
 from dapple_tf.plans import Plan
 from dapple_tf.profiler.cluster import Cluster
-from dapple_tf.simulator.named_orders import check_plannable
+from dapple_tf.simulator.order import check_plannable
 from dapple_tf.window_plan import USUAL_MINIBATCHES, WindowPlan
 
 WINDOW_NOT_VERIFIED = (
@@ -44,15 +45,19 @@ WINDOW_NOT_VERIFIED = (
 _USUAL_MICRO_BATCHES = 8
 """M where nothing is given, and of a batch that has the samples before the simulator has chosen it."""
 
-MODES = ("sync", "async")
-_SPARSE_GRADIENTS = ("exact", "dense")
+Mode = Literal["sync", "async"]
+"""Whether weights change once a step, or after each minibatch of a window."""
+
+SparseGradients = Literal["exact", "dense"]
+"""What the optimizer gets of a variable that is used by its rows."""
+
 _OF_WINDOWS = ("minibatches", "weights", "depth")
 _NOT_OF_WINDOWS = ("schedule", "slice", "batch_loss", "batch_norm")
 
-Stages = int | Sequence[str] | str
+Stages = int | Sequence[str] | Literal["auto"]
 """The number of stages, the names of the layers that start one, or "auto"."""
 
-MicroBatches = int | str | GivenSizes
+MicroBatches = int | GivenSizes | Literal["auto"]
 """M, "auto", or for each micro-batch its samples or its share of the samples."""
 
 
@@ -70,11 +75,11 @@ class OptionTypes(TypedDict, total=False):
     batch_norm: BatchNorm
     jit_compile: bool | None
     slice: Slice
-    mode: str
+    mode: Mode
     minibatches: int | None
-    weights: str | None
+    weights: WeightPolicy | None
     depth: int | None
-    sparse_gradients: str
+    sparse_gradients: SparseGradients
     devices: Sequence[str | int] | None
     cluster: Cluster | None
 
@@ -124,12 +129,12 @@ def _check_jit_compile(given: object) -> None:
 
 
 def _check_mode(given: object) -> None:
-    if given not in MODES:
+    if given not in get_args(Mode):
         raise PlanError(f"mode={given!r}: give 'sync' or 'async'")
 
 
 def _check_sparse_gradients(given: object) -> None:
-    if given not in _SPARSE_GRADIENTS:
+    if given not in get_args(SparseGradients):
         raise PlanError(
             f"sparse_gradients={given!r}: give 'exact' (the optimizer gets an embedding's gradient as on one device) "
             "or 'dense' (it gets a dense tensor)"
@@ -279,7 +284,7 @@ class Options:
             check=check_slice,
         ),
     )
-    mode: str = field(
+    mode: Mode = field(
         default="sync",
         metadata=_about(
             '"sync": weights change once a step, as on one device; "async": a call takes a window of minibatches, '
@@ -300,7 +305,7 @@ class Options:
             flag="--minibatches",
         ),
     )
-    weights: str | None = field(
+    weights: WeightPolicy | None = field(
         default=None,
         metadata=_about(
             "What weights a backward uses in a window: those of its forward, the newest then (stash, the default); "
@@ -319,7 +324,7 @@ class Options:
             flag="--depth",
         ),
     )
-    sparse_gradients: str = field(
+    sparse_gradients: SparseGradients = field(
         default="exact",
         metadata=_about(
             "What the optimizer gets of a variable that is used by its rows, such as an embedding: the "

@@ -20,7 +20,6 @@ from dapple_tf.planner.planning_problem import PlanningProblem
 from dapple_tf.planner.step_simulation import POLICIES, fastest_schedule, make_network, stage_cost_arrays
 from dapple_tf.plans import StagePlan
 from dapple_tf.profiler.units import format_bytes
-from dapple_tf.simulator.communication_ratio import activation_communication_ratio
 from dapple_tf.simulator.contention import Flows
 from dapple_tf.simulator.costs import stage_costs
 from dapple_tf.simulator.execution import execute
@@ -28,6 +27,7 @@ from dapple_tf.simulator.interrupts import interruptible
 from dapple_tf.simulator.memory import usable_bytes
 from dapple_tf.simulator.order import encode
 from dapple_tf.simulator.order_search import FoundOrder, search_order
+from dapple_tf.simulator.simulated_figures import activation_communication_ratio
 from dapple_tf.timeline.stage_costs import StageCosts
 
 # What holds more stashes, or computes backwards in two calls, must be faster by more than this share of the step. Costs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Literal
 
 from dapple_tf.autoplan.layer_estimates import BACKWARD_OVER_FORWARD
 from dapple_tf.errors import PlanError, ScheduleError, warn_user
@@ -11,7 +12,7 @@ from dapple_tf.graph_passes.analysis.row_bounds import micro_batch_bounds
 from dapple_tf.graph_passes.schedules.slicer import count_slices, slice_sizes, sliced_1f1b
 from dapple_tf.plans import Plan
 
-Slice = int | str | None
+Slice = int | Literal["auto"] | None
 """The number of micro-batches to slice, "auto" for AutoPipe's Algorithm 2, or None for none."""
 
 SLICED_SCHEDULES = ("auto", "dapple-a", "1f1b", "1f1b-sno")

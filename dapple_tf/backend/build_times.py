@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 import time
 from collections.abc import Iterator
+
+from dapple_tf.messages import LOGGER
 
 PHASES = {
     "trace": "traces and classifies the loss",
@@ -37,7 +38,7 @@ class BuildTimes:
     def note(self, text: str) -> None:
         """Print a line about what was built on stderr, unless silent."""
         if not self._silent:
-            _print_line(text)
+            LOGGER.info(text)
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -53,7 +54,7 @@ class BuildTimes:
     def phase(self, name: str) -> Iterator[None]:
         """Measure the phase of this name, which lasts as long as this context."""
         begin, cpu_begin = time.perf_counter(), time.process_time()
-        timer = threading.Timer(max(0.0, self._quiet_seconds - self._this_build), _print_line, [f"{PHASES[name]} ..."])
+        timer = threading.Timer(max(0.0, self._quiet_seconds - self._this_build), LOGGER.info, [f"{PHASES[name]} ..."])
         timer.daemon = True
         if not self._silent:
             timer.start()
@@ -63,9 +64,6 @@ class BuildTimes:
             timer.cancel()
             seconds = time.perf_counter() - begin
             self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+            LOGGER.debug("%s took %.2f s", PHASES[name], seconds)
             self._cpu_seconds[name] = self._cpu_seconds.get(name, 0.0) + time.process_time() - cpu_begin
             self._this_build = 0.0 if name == "first run" else self._this_build + seconds
-
-
-def _print_line(text: str) -> None:
-    print(f"dapple: {text}", file=sys.stderr, flush=True)

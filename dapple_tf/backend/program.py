@@ -292,6 +292,7 @@ def move_to_device(graph: Graph, variables: Mapping[str, tf.Variable], device: s
     calls = [node for node in graph.nodes if node.has("function") and node.has("stage")]
     used = dict.fromkeys(name for node in calls for name in _variables_of(graph, node) if name in resident)
     _move((variables[name], device) for name in used)
+    internals.make_values(variables.values())
 
 
 def move_to_stages(graph: Graph, variables: Mapping[str, tf.Variable]) -> None:
@@ -310,6 +311,7 @@ def move_to_stages(graph: Graph, variables: Mapping[str, tf.Variable]) -> None:
         if node.has("stage"):
             devices |= {name: node.device for name in names if uses[name] == 1 and name not in devices}
     _move((variables[name], device) for name, device in devices.items())
+    internals.make_values(variables.values())
 
 
 def _variables_of(graph: Graph, node: Node) -> dict[str, None]:

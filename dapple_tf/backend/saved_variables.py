@@ -17,6 +17,8 @@ def unchanged_variables(variables: Iterable[tf.Variable]) -> Iterator[None]:
     The values are kept as NumPy arrays, outside of device memory. Every variable must hold a value in this process: on
     a rank of a job, pass only the variables that the rank's stage owns.
     """
+    variables = list(variables)
+    internals.make_values(variables)
     saved = [(variable, variable.numpy(), variable.device) for variable in variables]
     try:
         yield

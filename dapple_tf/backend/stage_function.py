@@ -12,6 +12,9 @@ from dapple_tf.backend.foreign_reads import pass_values
 from dapple_tf.frontend.write_graph import import_graph, needed_library
 from dapple_tf.graph_passes.ir.graph import OTHER, Function, Port
 
+BODY = "body"
+"""The name scope of a stage function's ops in the TensorFlow function that is made of it."""
+
 Constants = Mapping[str, Any]
 Library = Mapping[str, bytes]
 
@@ -59,7 +62,7 @@ def import_body(function: Function, constants: Constants, library: Library, argu
     graph = function.graph.replace(library=needed_library(function.graph, library))
     inputs = dict(zip(graph.inputs, arguments, strict=True))
     inputs |= {node.name: tf.identity(constants[node.name]) for node in graph.nodes if node.op == "capture"}
-    return import_graph(graph, inputs, "body")
+    return import_graph(graph, inputs, BODY)
 
 
 def _build(function: Function, constants: Constants, library: Library, *, whole: bool, jit_compile: bool | None) -> Any:

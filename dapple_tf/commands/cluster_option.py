@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from dapple_tf.commands.command import Completed
 from dapple_tf.profiler.cluster import Cluster, load_preset
+
+CLUSTER = Completed("cluster", [f"config-{letter}" for letter in "abc"])
+"""The type of the option, which the shell completes with the presets and with files."""
 
 
 def load_cluster(name: str) -> Cluster:

@@ -7,25 +7,28 @@ from pathlib import Path
 from typing import Any
 
 import click
+import cloup
 
 from dapple_tf.commands.cluster_option import load_cluster
+from dapple_tf.commands.command import FILE, command, result_options
 from dapple_tf.commands.output import check_chart_path, check_output_path, print_progress, print_result
-from dapple_tf.commands.planner_option import check_planner_names
-from dapple_tf.commands.planning_options import PLANNING_OPTIONS, add_options
+from dapple_tf.commands.planner_option import PLANNERS
+from dapple_tf.commands.planning_options import PROFILE_ARGUMENT, batch_options, cost_options
 from dapple_tf.errors import NoFitError
 from dapple_tf.profiler.importers import read_profile
 
 
-@click.command()
-@click.argument("profile", type=click.Path(exists=True, dir_okay=False))
-@add_options(PLANNING_OPTIONS)
-@click.option("--planners", help="Planners to compare, such as best,dapple,piper (default: all).")
-@click.option("-o", "--output", help="Save the comparison: .html, .png or .json.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object as the last line of stdout.")
+@command()
+@PROFILE_ARGUMENT
+@batch_options(
+    cloup.option("--planners", type=PLANNERS, help="Planners to compare, such as best,dapple,piper (default: all).")
+)
+@cost_options()
+@result_options(cloup.option("-o", "--output", type=FILE, help="Save the comparison: .html, .png or .json."))
 def compare(
     profile: str,
     cluster: str,
-    planners: str | None,
+    planners: list[str] | None,
     profile_batch_size: int | None,
     size_scale: float,
     output: str | None,
@@ -40,15 +43,13 @@ def compare(
 
     if not cluster.startswith("config-") and not Path(cluster).exists():
         raise click.UsageError(f"--cluster {cluster}: there is no such file; presets are such as config-a:8")
-    names = None if planners is None else [name.strip() for name in planners.split(",")]
-    check_planner_names("--planners", names or [])
     check_output_path("--output", output)
     check_chart_path("--output", output, "a comparison")
     costs = read_profile(profile, profile_batch_size, size_scale)
     comparison = run(
         costs,
         load_cluster(cluster),
-        planners=names,
+        planners=planners,
         progress=lambda name: print_progress(f"planning with {name}"),
         **options,
     )

@@ -49,7 +49,10 @@ def load_workload(name: str, options: Mapping[str, Any]) -> Workload:
         named = parameter.kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
         if named and parameter.default is inspect.Parameter.empty and key not in options:
             raise ModelError(f"{name} needs the option {key!r}: give it with --set {key}=VALUE")
-    workload = function(**options)
+    from dapple_tf.devices import scope  # not at the top: it starts TensorFlow
+
+    with scope():  # the model may be larger than this process
+        workload = function(**options)
     if not isinstance(workload, Workload):
         raise ModelError(
             f"{name} returned a {type(workload).__name__}, not a dapple.Workload(loss_fn, optimizer, dataset)"

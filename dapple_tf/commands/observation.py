@@ -11,6 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from dapple_tf.commands.ranks import Ranks
+from dapple_tf.commands.run_file import RunFile, RunStep, finite_or_none
 from dapple_tf.commands.tensorboard import Scalars, recorded_scalars, step_scalars
 from dapple_tf.commands.training_loop import StepResult
 from dapple_tf.distributed.membership import Job
@@ -28,9 +29,9 @@ def choose_interval(cost_seconds: float, step_seconds: float) -> int:
 class Observer:
     """Runs the steps of a training run, numbered ``first`` to ``last``, and records some of them.
 
-    ``trace``: the last step is recorded. ``curves``: every n-th step is; the first four measure what recording costs,
-    and rank 0 chooses n for all ranks of the ``job``. ``scalars``: where rank 0 writes the curves. ``tell``: prints a
-    line.
+    ``trace``: the number of the last steps that are recorded, with their ops where ``trace_ops`` is set. ``curves``:
+    every n-th step is; the first four measure what recording costs, and rank 0 chooses n for all ranks of the ``job``.
+    ``scalars``: where rank 0 writes the curves. ``record``: where it writes the steps. ``tell``: prints a line.
     """
 
     def __init__(
@@ -39,16 +40,19 @@ class Observer:
         first: int,
         last: int,
         *,
-        trace: bool,
+        trace: int,
         curves: bool,
         scalars: Scalars | None,
         job: Job | None,
         tell: Callable[[str], None],
+        trace_ops: bool = False,
+        record: RunFile | None = None,
     ) -> None:
         self._step = step
         self._first, self._last = first, last
-        self._trace, self._curves = trace, curves
+        self._trace, self._trace_ops, self._curves = trace, trace_ops, curves
         self._scalars = scalars
+        self._record = record
         self._job = job
         self._tell = tell
         self._number = first - 1
@@ -61,8 +65,10 @@ class Observer:
         """Run the next step on a batch, recorded or not, and return its result."""
         self._number += 1
         on_curve = self._curves and (self._number - self._first) % self._interval == 0
-        self._recorded = on_curve or (self._trace and self._number == self._last)
-        return (self._step.record if self._recorded else self._step)(*batch)
+        self._recorded = on_curve or self._number > self._last - self._trace
+        if self._recorded:
+            return self._step.record(*batch, ops=self._trace_ops and self._number > self._last - self._trace)
+        return self._step(*batch)
 
     def observe(self, done: StepResult) -> None:
         """Write the curves' points of a step that is done; after the first four steps choose the interval."""
@@ -72,6 +78,9 @@ class Observer:
             if self._recorded:
                 values |= recorded_scalars(self._step.timeline)
             self._scalars.write(done.number, values)
+        if self._record is not None:
+            bubble = self._step.timeline.bubble if self._recorded else None
+            self._record.add_step(RunStep(done.number, done.seconds, done.samples, finite_or_none(done.loss), bubble))
         if self._curves and done.number < self._first + _MEASURED_STEPS:
             self._costs.append(self._step.recording_seconds + time.perf_counter() - begin)
             self._seconds.append(done.seconds)

@@ -8,45 +8,62 @@ from types import MappingProxyType
 from typing import Any, get_args
 
 import click
+import cloup
 
 from dapple_tf.autoplan.option_help import about_option
 from dapple_tf.autoplan.options import MicroBatches
 from dapple_tf.autoplan.recompute_option import Recompute, StageNumbers
 from dapple_tf.autoplan.slice_option import Slice
-from dapple_tf.commands.cluster_option import load_cluster
+from dapple_tf.commands.cluster_option import CLUSTER, load_cluster
+from dapple_tf.commands.command import FILE, Decorator
 from dapple_tf.commands.schedule_option import SCHEDULE_OPTION
 from dapple_tf.exactness import BatchNorm
 from dapple_tf.plans import Plan
 
-MODEL_OPTIONS = [
-    click.argument("model"),
-    click.option("--batch-size", type=click.IntRange(1), help="Samples of a batch (the model's option batch_size)."),
-    click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="An option of the model's callable."),
-    click.option("--seed", default=None, type=int, help="Seed of the weights and the data (the model's option seed)."),
-    click.option("--json", "as_json", is_flag=True, help="Print one JSON object as the last line of stdout."),
-]
-"""Which model to run, for commands that run one."""
+MODEL_ARGUMENT = click.argument("model", type=FILE)
+
+MODEL_OPTIONS = cloup.option_group(
+    "The model",
+    cloup.option("--batch-size", type=click.IntRange(1), help="Samples of a batch (the model's option batch_size)."),
+    cloup.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="An option of the model's callable."),
+    cloup.option("--seed", default=None, type=int, help="Seed of the weights and the data (the model's option seed)."),
+)
+"""The options of MODEL_ARGUMENT, for commands that run a model."""
+
+DEVICES_OPTION = cloup.option(
+    "--devices",
+    default=None,
+    type=click.IntRange(1),
+    help="How many logical devices to make on a machine without GPUs (default: 8).",
+)
 
 
-def plan_option(name: str, form: str = "", **settings: Any) -> Callable[..., Any]:
+def plan_option(name: str, form: str = "", **settings: Any) -> Decorator:
     """Return the command-line option of an option of ``dapple.pipeline``; ``form``: how it is written there."""
     about = about_option(name)
-    return click.option(about["flag"], name, default=None, help=f"{about['meaning']}{form}", **settings)
+    return cloup.option(about["flag"], name, default=None, help=f"{about['meaning']}{form}", **settings)
 
 
-PLAN_OPTIONS = [
+PLAN_OPTIONS = cloup.option_group(
+    "The pipeline",
     plan_option("stages", "  [such as 2, or a,b,c; default: auto]"),
     plan_option("replicas", "  [such as 2,1]"),
     plan_option("micro_batches", "  [such as 8, or 2,2,4, or 0.25,0.25,0.5]"),
     SCHEDULE_OPTION,
-    plan_option("cluster", "  [a file, or a preset such as config-a:4]"),
-    plan_option("recompute", "  [all, none, stages:0,1, or names a,b,c; default: none]"),
+    plan_option("cluster", "  [a file, or a preset such as config-a:4]", type=CLUSTER),
+    plan_option(
+        "recompute",
+        "  [all, none, stages:0,1, or names a,b,c; alone: all; default: none]",
+        is_flag=False,
+        flag_value="all",
+        metavar="[LAYERS]",
+    ),
     plan_option("batch_norm", "  [default: micro-batch]", type=click.Choice(get_args(BatchNorm))),
     plan_option("jit_compile"),
     plan_option("slice"),
-    plan_option("plan", "  [a file]"),
-    click.option("--devices", default=None, type=int, help="Logical devices to make on a machine without GPUs."),
-]
+    plan_option("plan", "  [a file]", type=FILE),
+    DEVICES_OPTION,
+)
 """Options that say how to pipeline the model."""
 
 
@@ -74,7 +91,7 @@ def _parse_replicas(text: str) -> tuple[int, ...]:
 def parse_slice(text: str) -> Slice:
     """Return what ``--slice`` states, as ``dapple.pipeline`` takes it; UsageError where it is no number."""
     if text == "auto":
-        return text
+        return "auto"
     if not text.isdecimal():
         raise click.UsageError(f"--slice {text}: give the number of micro-batches to slice, or auto")
     return int(text)
@@ -83,7 +100,7 @@ def parse_slice(text: str) -> Slice:
 def parse_micro_batches(text: str) -> MicroBatches:
     """Return what ``--micro-batches`` states, as ``dapple.pipeline`` takes it; UsageError where it is no number."""
     if text == "auto":
-        return text
+        return "auto"
     parts = text.split(",")
     if len(parts) > 1:
         with contextlib.suppress(ValueError):

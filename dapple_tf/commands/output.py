@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 import click
 
 from dapple_tf.errors import OutputError
+from dapple_tf.messages import LOGGER
 from dapple_tf.profiler.detect import job_rank
 from dapple_tf.profiler.files import find_folder_problem, find_write_problem
 
@@ -20,14 +22,29 @@ def print_result(text: str) -> None:
 
 
 def print_progress(text: str) -> None:
-    """Print a line of progress, or a warning, on stderr."""
-    click.echo(printable(text), err=True)
+    """Print a line of progress on stderr, unless --quiet was given."""
+    LOGGER.info(printable(text))
+
+
+def print_warning(text: str) -> None:
+    """Print what the user should know or act on, on stderr."""
+    LOGGER.warning(printable(text))
+
+
+def print_error(text: str) -> None:
+    """Print why a command failed, on stderr."""
+    click.echo(f"error: {printable(text)}", err=True)
+
+
+def shows_progress() -> bool:
+    """Return whether progress is shown: not with --quiet."""
+    return LOGGER.isEnabledFor(logging.INFO)
 
 
 @contextlib.contextmanager
 def showing(phase: str) -> Iterator[None]:
     """Show on stderr that a phase runs: a spinner on a terminal, else a line when it begins; on rank 0 of a job."""
-    if job_rank(os.environ):
+    if job_rank(os.environ) or not shows_progress():
         yield
     elif sys.stderr.isatty():
         from rich.console import Console
@@ -35,7 +52,7 @@ def showing(phase: str) -> Iterator[None]:
         with Console(file=sys.stderr).status(f"{printable(phase)} ..."):
             yield
     else:
-        print_progress(f"dapple: {phase} ...")
+        print_progress(f"{phase} ...")
         yield
 
 

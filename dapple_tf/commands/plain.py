@@ -1,4 +1,4 @@
-"""The un-pipelined model in a process of its own, for ``dapple train --compare``."""
+"""The un-pipelined model in a process of its own, for ``dapple train --baseline``."""
 
 from __future__ import annotations
 
@@ -9,23 +9,24 @@ from collections.abc import Sequence
 from typing import Any
 
 import click
+import cloup
 
+from dapple_tf.commands.command import command, result_options
 from dapple_tf.commands.model_loading import load_model
-from dapple_tf.commands.options import MODEL_OPTIONS
-from dapple_tf.commands.planning_options import add_options
+from dapple_tf.commands.options import MODEL_ARGUMENT, MODEL_OPTIONS
+from dapple_tf.commands.output import shows_progress
 from dapple_tf.commands.startup import hide_startup_messages
 from dapple_tf.window_plan import WindowPlan
 
 
-@click.command(hidden=True)
-@add_options(MODEL_OPTIONS)
-@click.option("--steps", default=10, help="Steps to time.")
-@click.option(
-    "--minibatches",
-    default=None,
-    type=int,
-    help="Cut each batch into this number of minibatches, and train on one after the other.",
+@command(hidden=True)
+@MODEL_ARGUMENT
+@MODEL_OPTIONS
+@cloup.option("--steps", default=10, help="Steps to time.")
+@cloup.option(
+    "--minibatches", type=int, help="Cut each batch into this number of minibatches, and train on one after the other."
 )
+@result_options()
 def plain(steps: int, minibatches: int | None, **options: Any) -> None:
     """Time MODEL as an ordinary tf.function on one device, and print its samples per second as JSON."""
     with hide_startup_messages():
@@ -56,13 +57,14 @@ def time_plain_model(
     With a ``window`` it trains on the minibatches of each batch one after the other. Raises ClickException where that
     process fails.
     """
-    command = [sys.executable, "-m", "dapple_tf", "plain", model, "--steps", str(steps)]
+    words = [sys.executable, "-m", "dapple_tf", "plain", model, "--steps", str(steps)]
     for setting in settings:
-        command += ["--set", setting]
+        words += ["--set", setting]
     minibatches = None if window is None else window.minibatches
     for option, value in (("--batch-size", batch_size), ("--seed", seed), ("--minibatches", minibatches)):
-        command += [] if value is None else [option, str(value)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+        words += [] if value is None else [option, str(value)]
+    words += [] if shows_progress() else ["--quiet"]
+    done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
-        raise click.ClickException(f"the un-pipelined {model} failed (see above): leave --compare out")
+        raise click.ClickException(f"the un-pipelined {model} failed (see above): leave --baseline out")
     return float(json.loads(done.stdout.splitlines()[-1])["samples_per_second"])

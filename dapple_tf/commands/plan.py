@@ -3,31 +3,35 @@
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import click
+import cloup
 
 from dapple_tf.commands.cluster_option import load_cluster
-from dapple_tf.commands.output import check_output_path, print_result
-from dapple_tf.commands.planner_option import PLANNER_NAMES, check_planner_names
-from dapple_tf.commands.planning_options import PLANNING_OPTIONS, add_options
+from dapple_tf.commands.command import FILE, command, result_options
+from dapple_tf.commands.output import check_output_path, print_result, showing
+from dapple_tf.commands.planner_option import PLANNER, PLANNER_NAMES
+from dapple_tf.commands.planning_options import PROFILE_ARGUMENT, batch_options, cost_options
 from dapple_tf.profiler.importers import read_profile
 
 if TYPE_CHECKING:
     from dapple_tf.plans import Plan
 
 
-@click.command()
-@click.argument("profile")
-@add_options(PLANNING_OPTIONS)
-@click.option("--planner", default="best", show_default=True, help=f"One of {', '.join(PLANNER_NAMES)}.")
-@click.option("--async", "asynchronous", is_flag=True, help="Plan asynchronous windows; the global batch is a window.")
-@click.option("--minibatches", type=click.IntRange(1), help="Minibatches of an asynchronous window (default: 64).")
-@click.option("-o", "--output", help="Write the plan to this file (dapple-plan/1).")
-@click.option("--json", "as_json", is_flag=True, help="Print the plan as one JSON object, the last line of stdout.")
+@command()
+@PROFILE_ARGUMENT
+@batch_options(
+    cloup.option(
+        "--planner", default="best", show_default=True, type=PLANNER, help=f"One of {', '.join(PLANNER_NAMES)}."
+    ),
+    cloup.option(
+        "--async", "asynchronous", is_flag=True, help="Plan asynchronous windows; the global batch is a window."
+    ),
+    cloup.option("--minibatches", type=click.IntRange(1), help="Minibatches of an asynchronous window (default: 64)."),
+)
+@cost_options()
+@result_options(cloup.option("-o", "--output", type=FILE, help="Write the plan to this file (dapple-plan/1)."))
 def plan(
     profile: str,
     cluster: str,
@@ -43,14 +47,13 @@ def plan(
     from dapple_tf.planner.asynchronous import check_window_batch, describe_runners_up
     from dapple_tf.planner.explain import describe_moves, describe_plan, describe_result
 
-    check_planner_names("--planner", [planner])
     check_output_path("--output", output)
     costs = read_profile(profile, options.pop("profile_batch_size"), options.pop("size_scale"))
     if asynchronous or minibatches is not None:
         given = {name: options[name] for name in ("micro_batch_size", "schedule", "overlap")}
         window = make_window("async" if asynchronous else "sync", minibatches, given)
         options["micro_batch_size"] = check_window_batch(options["global_batch_size"], window.minibatches)
-        with tell_if_slow(_COMPILES):
+        with showing(f"plans with planner {planner}"):
             choices = plan_windows(make_problem(costs, load_cluster(cluster), **options), planner, window)
         print_result(describe_plan(choices[0].plan, costs, choices[0].timeline))
         for line in describe_runners_up(choices, [choice.plan.notation for choice in choices]):
@@ -58,7 +61,7 @@ def plan(
         _hand_over(choices[0].plan, output, as_json)
         return
     problem = make_problem(costs, load_cluster(cluster), **options)
-    with tell_if_slow(_COMPILES):
+    with showing(f"plans with planner {planner}"):
         result = run_planner(problem, planner)
     chosen = predict_plan(problem, result.chosen, planner, pipedream=result.pipedream)
     others = [predict_plan(problem, candidate, planner) for candidate in result.runners_up]
@@ -76,23 +79,3 @@ def _hand_over(plan: Plan, output: str | None, as_json: bool) -> None:
         print_result(f"plan: {output}")
     if as_json:
         print_result(json.dumps(plan.to_json()))
-
-
-# --- Tell on stderr that something takes longer than expected, while it runs
-
-
-_COMPILES = (
-    "dapple: still planning; a planner of another system is compiled at its first call, which takes up to a minute"
-)
-
-
-@contextmanager
-def tell_if_slow(text: str, seconds: float = 5.0) -> Iterator[None]:
-    """Print ``text`` on stderr if the ``with`` block takes longer than ``seconds``."""
-    timer = threading.Timer(seconds, click.echo, args=(text,), kwargs={"err": True})
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()

@@ -9,11 +9,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import click
+import cloup
 
+from dapple_tf.commands.command import FILE, command, result_options
 from dapple_tf.commands.model_loading import check_model_exists, load_model
-from dapple_tf.commands.options import MODEL_OPTIONS
+from dapple_tf.commands.options import DEVICES_OPTION, MODEL_ARGUMENT, MODEL_OPTIONS
 from dapple_tf.commands.output import check_output_path, print_result
-from dapple_tf.commands.planning_options import add_options
 from dapple_tf.commands.startup import start_tensorflow
 from dapple_tf.drawing.table import format_table
 from dapple_tf.profiler.peaks import PEAKS
@@ -21,18 +22,24 @@ from dapple_tf.profiler.profile import LayerCost, Profile
 from dapple_tf.profiler.units import format_samples, format_seconds
 
 
-@click.command()
-@add_options(MODEL_OPTIONS)
-@click.option("-o", "--output", required=True, help="Write the profile to this file (dapple-profile/1).")
-@click.option("--batch-sizes", help="Further batch sizes to measure, such as 2,4,16.")
-@click.option(
-    "--repeats", default=9, show_default=True, type=click.IntRange(1), help="Rounds to measure; the median counts."
+@command()
+@MODEL_ARGUMENT
+@MODEL_OPTIONS
+@cloup.option_group(
+    "Measuring",
+    cloup.option("--batch-sizes", help="Further batch sizes to measure, such as 2,4,16."),
+    cloup.option(
+        "--repeats", default=9, show_default=True, type=click.IntRange(1), help="Rounds to measure; the median counts."
+    ),
+    DEVICES_OPTION,
+    cloup.option(
+        "--device",
+        type=click.Choice([peak.name for peak in PEAKS], case_sensitive=False),
+        help="Measure nothing: compute the profile of this kind of device from its data sheet.",
+    ),
 )
-@click.option("--devices", default=None, type=int, help="Logical devices to make on a machine without GPUs.")
-@click.option(
-    "--device",
-    type=click.Choice([peak.name for peak in PEAKS], case_sensitive=False),
-    help="Run nothing: compute the profile of this device.",
+@result_options(
+    cloup.option("-o", "--output", required=True, type=FILE, help="Write the profile to this file (dapple-profile/1).")
 )
 def profile(
     output: str, batch_sizes: str | None, repeats: int, devices: int | None, device: str | None, **options: Any
@@ -72,11 +79,9 @@ def _measure(options: Mapping[str, Any], name: str, sizes: list[int], repeats: i
 def _compute(options: Mapping[str, Any], name: str, device: str) -> Profile:
     """Return the profile computed from the data sheet of ``device``."""
     from dapple_tf.commands.training_loop import repeat_batches
-    from dapple_tf.devices import scope
     from dapple_tf.profiling.analytic import analytic_profile
 
-    with scope():  # the model may be larger than a device here
-        workload = load_model(**options)
+    workload = load_model(**options)
     return analytic_profile(workload.loss_fn, next(repeat_batches(workload.dataset)), device, model=name)
 
 

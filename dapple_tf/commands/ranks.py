@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from dapple_tf.commands.output import print_progress, print_result
+from dapple_tf.commands.output import print_progress, print_result, print_warning
 from dapple_tf.distributed.membership import Job
 
 T = TypeVar("T")
@@ -32,6 +32,11 @@ class Ranks:
         """Print a line of progress on stderr, on rank 0 only."""
         if self.is_first:
             print_progress(text)
+
+    def print_warning(self, text: str) -> None:
+        """Print what the user should know or act on, on stderr, on rank 0 only."""
+        if self.is_first:
+            print_warning(text)
 
     def run_on_all(self, work: Callable[[], T]) -> T:
         """Return what ``work`` returns here, once it has succeeded on every rank; see ``Job.run_on_all``."""

@@ -6,18 +6,11 @@ import os
 from pathlib import Path
 
 import click
+import cloup
 
+from dapple_tf.commands.command import Completed
 from dapple_tf.errors import ScheduleError
-from dapple_tf.graph_passes.schedules.spec import ScheduleSpec
-
-SCHEDULE_OPTION = click.option(
-    "--schedule",
-    default="auto",
-    show_default=True,
-    help="gpipe, dapple-a (1f1b), dapple-b, zb-h1, zb-h2 (:D=n), interleaved-1f1b, interleaved-zb, looped-bfs, zb-auto "
-    "(:v=n), zb-v, dualpipe-v, hanayo (:w=n), K=3,2,1, auto; the actions, '0F0 0B0; 1F0 1B0', or a file of them.",
-    callback=lambda context, parameter, value: read_schedule(value),
-)
+from dapple_tf.graph_passes.schedules.spec import NAMES, ScheduleSpec
 
 
 def read_schedule(value: str) -> str:
@@ -46,3 +39,16 @@ def _is_schedule(value: str) -> bool:
     except ScheduleError:
         return value == "auto"
     return True
+
+
+SCHEDULE = Completed("schedule", ["auto", *map(str, NAMES)], read_schedule)
+"""The type of a schedule, which the shell completes with the names and with files."""
+
+SCHEDULE_OPTION = cloup.option(
+    "--schedule",
+    default="auto",
+    show_default=True,
+    help="gpipe, dapple-a (1f1b), dapple-b, zb-h1, zb-h2 (:D=n), interleaved-1f1b, interleaved-zb, looped-bfs, zb-auto "
+    "(:v=n), zb-v, dualpipe-v, hanayo (:w=n), K=3,2,1, auto; the actions, '0F0 0B0; 1F0 1B0', or a file of them.",
+    type=SCHEDULE,
+)

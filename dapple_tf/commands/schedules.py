@@ -9,10 +9,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import click
+import cloup
 
+from dapple_tf.commands.command import FILE, Completed, command, result_options
 from dapple_tf.commands.output import check_chart_path, check_output_path, print_result
 from dapple_tf.commands.schedule_option import read_schedule
+from dapple_tf.errors import ScheduleError
 from dapple_tf.graph_passes.schedules.schedule import Action, Schedule, of_kind, run_schedule
+from dapple_tf.graph_passes.schedules.spec import NAMES, ScheduleSpec
 
 if TYPE_CHECKING:
     from dapple_tf.graph_passes.schedules.spec import ScheduleSpec
@@ -20,23 +24,29 @@ if TYPE_CHECKING:
     from dapple_tf.timeline.stage_costs import StageCosts
 
 
-@click.command()
-@click.argument("schedule", required=False)
-@click.option("--stages", type=click.IntRange(1, 4096), help="Stages in all (default: 4, or those of the text).")
-@click.option("--micro-batches", type=click.IntRange(1, 65536), help="M (default: 8, or that of the text).")
-@click.option("--forward", type=click.IntRange(1), default=1, show_default=True, help="Units of time of a forward.")
-@click.option("--backward", type=click.IntRange(1), default=2, show_default=True, help="Of a backward.")
-@click.option("--weights", type=click.IntRange(1), default=1, show_default=True, help="Of its weight gradients (W).")
-@click.option("--stashes", type=click.IntRange(1), help="The most stashes of a worker that zb-auto may use.")
-@click.option("-o", "--output", help="Draw it: .png, .html, or .json (Perfetto); a unit is a second.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object as the last line of stdout.")
+@command(former_names={"--weights": "--weight-gradients"})
+@click.argument("schedule", required=False, type=Completed("schedule", list(NAMES)))
+@cloup.option_group(
+    "The pipeline",
+    cloup.option("--stages", type=click.IntRange(1, 4096), help="Stages in all (default: 4, or those of the text)."),
+    cloup.option("--micro-batches", type=click.IntRange(1, 65536), help="M (default: 8, or that of the text)."),
+    cloup.option("--forward", type=click.IntRange(1), default=1, show_default=True, help="Units of time of a forward."),
+    cloup.option("--backward", type=click.IntRange(1), default=2, show_default=True, help="Of a backward."),
+    cloup.option(
+        "--weight-gradients", type=click.IntRange(1), default=1, show_default=True, help="Of its weight gradients (W)."
+    ),
+    cloup.option("--stashes", type=click.IntRange(1), help="The most stashes of a worker that zb-auto may use."),
+)
+@result_options(
+    cloup.option("-o", "--output", type=FILE, help="Draw it: .png, .html, or .json (Perfetto); a unit is a second.")
+)
 def schedules(
     schedule: str | None,
     stages: int | None,
     micro_batches: int | None,
     forward: int,
     backward: int,
-    weights: int,
+    weight_gradients: int,
     stashes: int | None,
     output: str | None,
     as_json: bool,
@@ -45,9 +55,6 @@ def schedules(
 
     Without SCHEDULE, list the names.
     """
-    from dapple_tf.errors import ScheduleError
-    from dapple_tf.graph_passes.schedules.spec import NAMES, ScheduleSpec
-
     if schedule is None:
         if output is not None:
             raise click.UsageError("--output draws a SCHEDULE: name one")
@@ -59,15 +66,15 @@ def schedules(
     spec = ScheduleSpec.parse(read_schedule(schedule))
     stages = stages or spec.stages or 4
     micro_batches = micro_batches or spec.micro_batches or 8
+    units = Units(forward, backward, weight_gradients)
     searched = None
     if spec.is_searched:
-        searched = _search(spec, stages, micro_batches, Units(forward, backward, weights), stashes)
+        searched = _search(spec, stages, micro_batches, units, stashes)
     elif stashes is not None:
         raise ScheduleError(f"--stashes is for zb-auto, which searches within them; {spec} holds what it holds")
     found = searched.schedule if searched is not None else spec.build(stages, micro_batches)
-    if found.split and weights >= backward:
-        raise ScheduleError(f"--weights {weights} is part of --backward {backward}: it must be less")
-    units = Units(forward, backward, weights)
+    if found.split:
+        units.check_parts()
     workers = time_workers(found, units)
     print_result(format_grid(found, units))
     for index, worker in enumerate(workers):
@@ -92,11 +99,9 @@ def schedules(
 
 def _search(spec: ScheduleSpec, stages: int, micro_batches: int, units: Units, stashes: int | None) -> FoundOrder:
     """Return the order that ``zb-auto`` finds for equal stages; by default within the stashes of zb-h2."""
-    from dapple_tf.errors import ScheduleError
     from dapple_tf.simulator.order_search import search_order
 
-    if units.weights >= units.backward:
-        raise ScheduleError(f"--weights {units.weights} is part of --backward {units.backward}: it must be less")
+    units.check_parts()
     spec.check(stages, micro_batches)
     workers = spec.worker_map(stages)
     chunks = len(workers.stages_of[0])
@@ -153,6 +158,13 @@ class Units:
     forward: int = 1
     backward: int = 2
     weights: int = 1
+
+    def check_parts(self) -> None:
+        """Raise ScheduleError unless the gradients of weights take less than the backward that they are part of."""
+        if self.weights >= self.backward:
+            raise ScheduleError(
+                f"--weight-gradients {self.weights} is part of --backward {self.backward}: it must be less"
+            )
 
     def of(self, action: Action) -> int:
         """Return the units of ``action``."""

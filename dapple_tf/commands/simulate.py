@@ -5,19 +5,21 @@ from __future__ import annotations
 import json
 
 import click
+import cloup
 
 from dapple_tf.commands.cluster_option import load_cluster
+from dapple_tf.commands.command import FILE, command, result_options
 from dapple_tf.commands.output import check_chart_path, check_output_path, print_result
-from dapple_tf.commands.planning_options import COST_OPTIONS, add_options
+from dapple_tf.commands.planning_options import cost_options
 from dapple_tf.profiler.importers import read_profile
 
 
-@click.command()
-@click.argument("plan")
-@add_options(COST_OPTIONS)
-@click.option("--profile", required=True, help="A dapple-profile JSON, or a PipeDream graph.txt.")
-@click.option("-o", "--output", help="Save the timeline: .json (Perfetto), .png or .html.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object as the last line of stdout.")
+@command()
+@click.argument("plan", type=FILE)
+@cost_options(
+    cloup.option("--profile", required=True, type=FILE, help="A dapple-profile JSON, or a PipeDream graph.txt.")
+)
+@result_options(cloup.option("-o", "--output", type=FILE, help="Save the timeline: .json (Perfetto), .png or .html."))
 def simulate(
     plan: str,
     profile: str,

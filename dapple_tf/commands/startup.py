@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sys
 import tempfile
 from collections.abc import Iterator
 
 from dapple_tf.commands.output import showing
+from dapple_tf.messages import LOGGER
 
 
 def start_tensorflow(devices: int | None) -> None:
@@ -26,8 +28,11 @@ def hide_startup_messages() -> Iterator[None]:
 
     While they start, TensorFlow's libraries print notes about the processor, past Python's ``sys.stderr``. What Python
     writes is shown: in the block ``sys.stderr`` is another stream to the same place, which stays open, since handlers
-    of logs may keep it.
+    of logs may keep it. With --verbose nothing is hidden.
     """
+    if LOGGER.isEnabledFor(logging.DEBUG):
+        yield
+        return
     sys.stderr.flush()
     before, stderr = sys.stderr, os.dup(2)
     # Not closed, so no context manager: see above.

@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 
 import click
+import cloup
 
+from dapple_tf.commands.command import FILE, command, result_options
 from dapple_tf.commands.output import check_chart_path, check_output_path, print_result
 
 
-@click.command()
-@click.argument("trace")
-@click.option("-o", "--output", help="Draw it: .png, .html, or .json (Perfetto).")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object as the last line of stdout.")
+@command()
+@click.argument("trace", type=FILE)
+@result_options(cloup.option("-o", "--output", type=FILE, help="Draw it: .png, .html, or .json (Perfetto)."))
 def timeline(trace: str, output: str | None, as_json: bool) -> None:
     """Describe a TRACE (.json) saved by dapple: bubble, utilisation, critical path, and error of the prediction."""
-    from dapple_tf.timeline.describe import find_slowest
+    from dapple_tf.timeline.describe import explain_slow, find_slowest
     from dapple_tf.timeline.picture import save_recording
     from dapple_tf.timeline.trace_file import read_recording
 
@@ -27,6 +28,10 @@ def timeline(trace: str, output: str | None, as_json: bool) -> None:
     slowest = find_slowest(recording.measured) if recording.measured is not None else ()
     if slowest:
         print_result(f"slowest compared with others of their kind: {', '.join(map(str, slowest))}")
+    for slow in slowest:
+        assert recording.measured is not None
+        if ops := explain_slow(recording.measured, slow):
+            print_result(f"{slow.event}: {', '.join(map(str, ops))}")
     if output:
         save_recording(recording, output)
         print_result(f"timeline: {output}")

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from dapple_tf.commands.run_file import NAME
 
 
 @dataclass(frozen=True)
 class TrainSettings:
     """The settings of a training run, and the files that it writes.
 
-    ``steps``: the number of the last step. ``trace``: file for the timeline of the last step. ``tensorboard``: folder
-    for curves. ``checkpoint_every``: steps between checkpoints. ``compare``: steps of the un-pipelined model to time.
+    ``steps``: the number of the last step. ``trace``: file for the timeline of the last step, and of the others of the
+    last ``trace_steps``. ``trace_ops``: whether these record ops. ``tensorboard``: folder for curves.
+    ``checkpoint_every``: steps between checkpoints. ``baseline``: steps of the un-pipelined model to time. ``record``:
+    file for the record of the run. ``options``: those of the command line that were given, as text.
     """
 
     steps: int
@@ -19,12 +25,23 @@ class TrainSettings:
     checkpoint_dir: str | None = None
     checkpoint_every: int | None = None
     check_numerics: bool = False
-    compare: int = 0
+    baseline: int = 0
+    trace_steps: int = 1
+    trace_ops: bool = False
+    record: str | None = None
+    options: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def checkpoint_interval(self) -> int:
         """Steps between checkpoints: by default a tenth of all."""
         return self.checkpoint_every or max(1, self.steps // 10)
+
+    @property
+    def record_path(self) -> str | None:
+        """The file for the record of the run: by default one beside its checkpoints, None without any."""
+        if self.record is None and self.checkpoint_dir is not None:
+            return os.path.join(self.checkpoint_dir, NAME)
+        return self.record
 
     @property
     def records_curves(self) -> bool:

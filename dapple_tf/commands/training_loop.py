@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from dapple_tf import internals
+from dapple_tf.commands.output import shows_progress
 from dapple_tf.commands.workload import Workload
 from dapple_tf.errors import ModelError
 from dapple_tf.runtime.shard import without_autotuning
@@ -85,6 +86,7 @@ def run_steps(
     ``loss_name``, samples/s, time left) goes to stderr if ``shown``.
     """
     losses, seconds, samples = [], [], 0
+    shown = shown and shows_progress()
     console = Console(file=sys.stderr, quiet=not shown)
     columns = [
         TextColumn("{task.description}"),

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
+import platform
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from typing import Any
 
 import click
+import keras
+import numpy as np
+import tensorflow as tf
 
+import dapple_tf
 from dapple_tf.autoplan.options import Options
 from dapple_tf.checkpoint.checkpoints import Checkpoints
 from dapple_tf.commands.model_loading import load_model
@@ -18,12 +26,15 @@ from dapple_tf.commands.observation import LossWatch, Observer
 from dapple_tf.commands.output import check_chart_path, check_folder_path
 from dapple_tf.commands.plain import time_plain_model
 from dapple_tf.commands.ranks import Ranks
+from dapple_tf.commands.run_file import RunEnd, RunFile, RunStart, bytes_of_stages
 from dapple_tf.commands.tensorboard import Scalars
 from dapple_tf.commands.train_settings import TrainSettings
 from dapple_tf.commands.training_loop import RunResult, StepResult, repeat_batches, run_steps
 from dapple_tf.distributed import membership
 from dapple_tf.distributed.shared_errors import share_error
+from dapple_tf.errors import OutputError
 from dapple_tf.plans import Plan
+from dapple_tf.profiler.files import find_write_problem
 from dapple_tf.profiler.units import format_seconds
 from dapple_tf.runtime.step import PipelinedStep
 from dapple_tf.timeline.picture import save_recording
@@ -40,20 +51,27 @@ def run_training(settings: TrainSettings, given: Options, options: Mapping[str, 
     """
     ranks = Ranks(membership.current())
     _check_output_paths(settings, ranks)
-    plain_speed = time_plain_model(settings.compare, given.window, **options) if settings.compare else None
+    plain_speed = time_plain_model(settings.baseline, given.window, **options) if settings.baseline else None
     step, first, batches = ranks.run_on_all(lambda: _make_step(given, options))
     _build(step, first, settings, ranks)
     checkpoints, done, batches = _resume(step, batches, settings, ranks)
-    losses = LossWatch(step, ranks, ranks.print_progress)
+    losses = LossWatch(step, ranks, ranks.print_warning)
     saved = [done] if done else []
-    try:
-        run = _train(step, batches, settings, ranks, done, _save_after(checkpoints, settings, losses, saved))
-    except KeyboardInterrupt:
-        ranks.print_progress(_describe_stop(settings.checkpoint_dir, saved))
-        raise
-    ranks.wait_for_all()
+    with contextlib.ExitStack() as opened:
+        record = _open_record(step, settings, ranks, done, options["model"])
+        if record is not None:
+            opened.enter_context(record)
+        try:
+            save = _save_after(checkpoints, settings, losses, saved)
+            run = _train(step, batches, settings, ranks, done, save, record)
+        except KeyboardInterrupt:
+            ranks.print_warning(_describe_stop(settings.checkpoint_dir, saved))
+            raise
+        ranks.wait_for_all()
+        if record is not None and settings.records_steps:
+            record.end(_describe_end(step))
     found = _report_run(run, step.plan, plain_speed, losses.minibatch_losses)
-    recording = _named_recording(step, options["model"]) if settings.trace and ranks.is_first else None
+    recording = _named_recording(step, options["model"], settings) if settings.trace and ranks.is_first else None
     report = _report(found, step, settings, recording)
     ranks.print_result(str(report))
     if options["as_json"]:
@@ -69,6 +87,8 @@ def _check_output_paths(settings: TrainSettings, ranks: Ranks) -> None:
 
     def check() -> None:
         check_chart_path("--trace", settings.trace)
+        if settings.record is not None and (problem := find_write_problem(settings.record)):
+            raise OutputError(f"--record: {problem}")
         check_folder_path("--tensorboard", settings.tensorboard, "TensorBoard's events")
         check_folder_path("--checkpoint-dir", settings.checkpoint_dir, "checkpoints")
 
@@ -106,8 +126,7 @@ def _resume(
     ranks.run_on_all(lambda: _check_unfinished(folder, position.steps, settings.steps))
     if not position.steps:
         return checkpoints, 0, batches
-    what = "step" if step.plan.window is None else "window"
-    ranks.print_result(f"resumed after {what} {position.steps} from {folder}")
+    ranks.print_result(f"resumed after {_words_of(step.plan).unit} {position.steps} from {folder}")
     return checkpoints, position.steps, itertools.islice(batches, position.batches, None)
 
 
@@ -150,17 +169,21 @@ def _train(
     ranks: Ranks,
     done: int,
     save_after: Callable[[StepResult], None],
+    record: RunFile | None,
 ) -> RunResult:
     """Train until the last step, recording steps for the trace and the curves."""
     tensorboard = settings.tensorboard
     scalars = ranks.run_on_first(lambda: Scalars(tensorboard)) if tensorboard else None
+    words = _words_of(step.plan)
     observer = Observer(
         step,
         done + 1,
         settings.steps,
-        trace=settings.trace is not None,
+        trace=settings.trace_steps if settings.trace else 0,
+        trace_ops=settings.trace_ops,
         curves=settings.records_curves,
         scalars=scalars,
+        record=record,
         job=ranks.job,
         tell=ranks.print_result,
     )
@@ -169,25 +192,66 @@ def _train(
             observer.run,
             batches,
             settings.steps - done,
-            "training" if step.plan.window is None else "training window",
+            words.training,
             done=done,
             after=save_after,
             observe=observer.observe,
             shown=ranks.is_first,
-            loss_name="loss" if step.plan.window is None else "mean loss",
+            loss_name=words.loss,
         )
     finally:
         if scalars is not None:
             scalars.close()
 
 
-def _named_recording(step: PipelinedStep, model: str) -> Recording:
-    """Return the recorded step, with the model and the schedule as its title."""
-    plan = step.plan
-    how = f"{plan.spec.short}, M = {plan.micro_batches}"
-    if plan.window is not None:
-        how = f"asynchronous, weights {plan.window.weights}, {plan.window.minibatches} minibatches"
-    return dataclasses.replace(step.recording, title=f"{model.rpartition(':')[2]}: {how}")
+def _open_record(step: PipelinedStep, settings: TrainSettings, ranks: Ranks, done: int, model: str) -> RunFile | None:
+    """Return the record of the run, on rank 0; None on others, and where none is wanted."""
+    path = settings.record_path
+    if path is None:
+        return None
+    versions = {
+        "dapple_tf": dapple_tf.__version__,
+        "TensorFlow": tf.__version__,
+        "Keras": keras.__version__,
+        "NumPy": np.__version__,
+        "Python": platform.python_version(),
+        **({} if ranks.job is None else {"Horovod": metadata.version("horovod")}),
+    }
+
+    def open_file() -> RunFile:
+        start = RunStart(
+            model=model,
+            steps=settings.steps,
+            done=done,
+            time=time.time(),
+            processes=1 if ranks.job is None else ranks.job.size,
+            versions=versions,
+            options=settings.options,
+            plan=step.plan.to_json(),
+            layer_names=step.layer_names,
+            memory=bytes_of_stages(step.report.to_json()["stages"]),
+        )
+        return RunFile(path, start, ranks.print_warning)
+
+    return ranks.run_on_first(open_file)
+
+
+def _describe_end(step: PipelinedStep) -> RunEnd:
+    """Return what is known at the end of a run of which steps were recorded."""
+    recording, memory = step.recording, step.report
+    simulated = None if recording.predicted is None else recording.predicted.timeline.bubble
+    together = None
+    if memory.measured is not None and memory.predicted is not None:
+        together = float(memory.predicted), float(max(0, memory.measured.above_start))
+    measured = [None if stage.measured is None else float(stage.measured.above_start) for stage in memory.stages]
+    return RunEnd(simulated, tuple(measured), together)
+
+
+def _named_recording(step: PipelinedStep, model: str, settings: TrainSettings) -> Recording:
+    """Return the recorded step and those before that are wanted, with the model and the schedule as its title."""
+    measured = step.timeline.with_earlier(settings.trace_steps - 1)
+    title = f"{model.rpartition(':')[2]}: {_words_of(step.plan).order}"
+    return dataclasses.replace(step.recording, title=title, measured=measured)
 
 
 def _report(
@@ -206,12 +270,34 @@ def _report(
             trace=settings.trace,
             timeline=recording.to_json(),
         )
+    if settings.record_path:
+        report = report.extended(f"record of the run: {settings.record_path}", record=settings.record_path)
     if settings.tensorboard:
         report = report.extended(f"curves for TensorBoard: {settings.tensorboard}", tensorboard=settings.tensorboard)
     return report
 
 
 # --- Report the results of a training run, in words and as JSON
+
+
+@dataclass(frozen=True)
+class _Words:
+    """What a call of the step is called in texts, one and several; what it does; its loss; and the plan's order."""
+
+    unit: str
+    units: str
+    training: str
+    loss: str
+    order: str
+
+
+def _words_of(plan: Plan) -> _Words:
+    """Return the words for steps, or for the windows of asynchronous training."""
+    if plan.window is None:
+        return _Words("step", "steps", "training", "loss", f"{plan.spec.short}, M = {plan.micro_batches}")
+    count = f"{plan.window.minibatches} minibatches"
+    order = f"asynchronous, weights {plan.window.weights}, {count}"
+    return _Words("window", f"windows of {count}", "training window", "mean loss", order)
 
 
 @dataclass(frozen=True)
@@ -242,11 +328,9 @@ def _report_run(
     elif plain_speed is not None:
         ratio = run.samples_per_second / plain_speed
         speed += f"; the same model un-pipelined on the same cores: {plain_speed:.1f} samples/s ({ratio:.2f}x)"
-    name, steps = "loss", "steps"
-    if plan.window is not None:
-        name, steps = "mean loss", f"windows of {plan.window.minibatches} minibatches"
+    words = _words_of(plan)
     report = _TrainReport(
-        (f"{name} {run.losses[0]:.4f} -> {run.losses[-1]:.4f} in {len(run.losses)} {steps}", speed),
+        (f"{words.loss} {run.losses[0]:.4f} -> {run.losses[-1]:.4f} in {len(run.losses)} {words.units}", speed),
         {
             "first_loss": run.losses[0],
             "last_loss": run.losses[-1],

@@ -10,9 +10,9 @@ from typing import Any
 import click
 
 from dapple_tf.autoplan.options import WINDOW_NOT_VERIFIED
+from dapple_tf.commands.command import command, result_options
 from dapple_tf.commands.model_loading import check_model_exists, load_model
-from dapple_tf.commands.options import MODEL_OPTIONS, PLAN_OPTIONS, read_options
-from dapple_tf.commands.planning_options import add_options
+from dapple_tf.commands.options import MODEL_ARGUMENT, MODEL_OPTIONS, PLAN_OPTIONS, read_options
 from dapple_tf.commands.ranks import Ranks
 from dapple_tf.commands.startup import start_tensorflow
 from dapple_tf.commands.window_options import window_options
@@ -20,8 +20,12 @@ from dapple_tf.commands.workload import Workload
 from dapple_tf.distributed import membership
 
 
-@click.command()
-@add_options(MODEL_OPTIONS, PLAN_OPTIONS, window_options(hidden=True))
+@command()
+@MODEL_ARGUMENT
+@MODEL_OPTIONS
+@PLAN_OPTIONS
+@window_options(hidden=True)
+@result_options()
 def verify(**options: Any) -> None:
     """Compare one training step of MODEL over a pipeline with one on one device; exit 1 where they differ.
 

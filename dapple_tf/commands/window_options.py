@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import click
+import cloup
 
+from dapple_tf.commands.command import Decorator
 from dapple_tf.commands.options import plan_option
 from dapple_tf.graph_passes.schedules.weight_versions import POLICIES
 from dapple_tf.window_plan import USUAL_MINIBATCHES
 
 
-def window_options(*, hidden: bool = False) -> list[Callable[..., Any]]:
+def window_options(*, hidden: bool = False) -> Decorator:
     """Return the options of asynchronous windows; ``hidden``: the command only says why it does not have them."""
-    return [
-        click.option(
+    return cloup.option_group(
+        "Asynchronous windows",
+        cloup.option(
             "--async",
             "asynchronous",
             is_flag=True,
-            hidden=hidden,
             help="Train in windows of minibatches, each of which updates the weights, without a flush in between "
             "(PipeDream). A batch is a window then: --batch-size and --steps count windows.",
         ),
-        plan_option("minibatches", type=click.IntRange(1), hidden=hidden),
-        plan_option("weights", type=click.Choice(POLICIES), hidden=hidden),
-        plan_option("depth", type=click.IntRange(1), hidden=hidden),
-    ]
+        plan_option("minibatches", type=click.IntRange(1)),
+        plan_option("weights", type=click.Choice(POLICIES)),
+        plan_option("depth", type=click.IntRange(1)),
+        hidden=hidden,
+    )
 
 
 def check_window_usage(

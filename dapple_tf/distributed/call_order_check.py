@@ -1,8 +1,8 @@
 """Check that all ranks make the same calls in the same order.
 
-A rank that is called with another batch, or makes another call than the others, would wait forever for data that they
-do not send, or sum gradients of different calls. The check does not synchronize the ranks: each rank numbers its calls
-and sends them to rank 0, which compares.
+A rank that makes another call than the others, or the same call with another batch, would wait forever for data that
+the others do not send, or sum gradients of different calls. The check does not synchronize the ranks: each rank numbers
+its calls and sends them to rank 0, which compares them.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class RankCall:
-    """The ``number``-th call that every rank must make, as one rank makes it.
+    """A call that one rank makes; ``number`` counts the calls that every rank must make.
 
-    ``what``: the call, as an imperative ("gather the variables"); it must be equal on all ranks. ``detail`` follows
-    ``what`` in the error message and is not compared.
+    ``what``: the call, as an imperative ("gather the variables"); the text must be the same on all ranks. ``detail``
+    follows ``what`` in the error message and is not compared.
     """
 
     number: int
@@ -27,14 +27,14 @@ class RankCall:
 
 
 class CallOrderCheck:
-    """The calls that some of the ``size`` ranks of a job have announced, and others not yet."""
+    """Keeps the calls that some of the ``size`` ranks of a job have announced, and others have not yet."""
 
     def __init__(self, size: int) -> None:
         self._size = size
         self._open: dict[int, dict[int, RankCall]] = {}
 
     def add(self, rank: int, call: RankCall) -> str:
-        """Note a call of ``rank``; return how the ranks heard so far differ in it, or "" where they do not."""
+        """Note a call of ``rank``; return how the calls of this number differ so far, or "" where they do not."""
         calls = self._open.setdefault(call.number, {})
         calls[rank] = call
         if len({other.what for other in calls.values()}) > 1:
@@ -44,9 +44,9 @@ class CallOrderCheck:
         return ""
 
     def describe_unanswered(self) -> str:
-        """Return which ranks have made a call that others have not made, or "" if there is none.
+        """Return which ranks have made a call that others have not made, or "" if there is no such call.
 
-        Once all ranks have left, none will follow.
+        It is an error once all ranks have left: then the others will not make the call.
         """
         if not self._open:
             return ""
@@ -66,13 +66,13 @@ def _subject(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]} is" if len(ranks) == 1 else f"ranks {list(ranks)} are"
 
 
-# --- Rank 0's comparison of the calls of all ranks, from the first call to the end of the job
+# --- Compare the calls of all ranks on rank 0, from the first call to the end of the job
 
 
 class CallComparison:
-    """Compares the calls of ``size`` ranks; ``report_difference`` is called with each difference, in words.
+    """Compares the calls of ``size`` ranks; ``report_difference`` is called with a description of each difference.
 
-    ``add_own`` may be called by any thread, and all else by one thread.
+    Any thread may call ``add_own``; one thread must call all other methods.
     """
 
     def __init__(self, size: int, report_difference: Callable[[str], None]) -> None:
@@ -81,11 +81,11 @@ class CallComparison:
         self._report_difference = report_difference
 
     def add_own(self, call: RankCall) -> None:
-        """Note a call of rank 0; it is compared by the next ``compare_own``."""
+        """Note a call of rank 0; the next ``compare_own`` compares it."""
         self._own_calls.put(call)
 
     def compare_own(self) -> None:
-        """Compare the calls of rank 0 that have been noted."""
+        """Compare the calls of rank 0 that ``add_own`` has noted."""
         with contextlib.suppress(queue.Empty):
             while True:
                 self.compare(0, self._own_calls.get_nowait())
@@ -97,7 +97,7 @@ class CallComparison:
             self._report_difference(difference)
 
     def conclude(self) -> bool:
-        """Return whether all ranks, which have left, have made the same calls."""
+        """Return whether all ranks have made the same calls; call this once all ranks have left."""
         unanswered = self._check.describe_unanswered()
         if unanswered:
             self._report_difference(unanswered)

@@ -1,9 +1,9 @@
 """Exchanges, barriers and sums between ranks, as ops of a step's graph: native ones, and Horovod's.
 
-Horovod's ops are not registered as stateful, so TensorFlow folds those of constant inputs, merges those of equal
-inputs and removes those whose results nothing uses. To prevent that, every op here depends on a read of a variable
-(``zero``), which is stateful, and its result contributes to a token that the step returns. Ranks match their ops by
-name, which is the name of the node in the pipelined graph.
+Horovod's ops are not registered as stateful. So TensorFlow replaces an op of constant inputs by a constant, merges ops
+of equal inputs, and removes an op whose result is not used. To prevent this, every op here depends on a read of a
+variable (``zero``), which is stateful, and contributes to a token that the step returns. Ranks match their ops by name,
+which is the name of the node in the pipelined graph.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from typing import Any
 import tensorflow as tf
 
 from dapple_tf import internals
-from dapple_tf.distributed.native_exchange import NativeExchange
+from dapple_tf.distributed.native_collectives import NativeCollectives, is_native
 from dapple_tf.distributed.progress import Progress
-from dapple_tf.distributed.ring_all_reduce import RingAllReduce, has_known_shapes
 from dapple_tf.distributed.wire_types import (
     carrier_of,
     element_shape,
@@ -30,10 +29,10 @@ from dapple_tf.graph_passes.ir.graph import Node
 
 
 class Collectives:
-    """Builds the ops of ``rank`` that involve other ranks. ``sets``: Horovod process sets by their ranks.
+    """Builds the ops of ``rank`` that involve other ranks. ``sets``: the Horovod process set of each group of ranks.
 
-    ``native`` builds exchanges and barriers, ``ring`` sums of known shapes; None: Horovod does these. Token: an int64
-    that is computed once an op has completed; the step returns the sum of all tokens.
+    ``native`` builds exchanges, barriers, and sums of known shapes; without it Horovod does these. Token: an int64 that
+    is computed once an op has completed; the step returns the sum of all tokens.
     """
 
     def __init__(
@@ -41,8 +40,7 @@ class Collectives:
         rank: int,
         sets: Mapping[tuple[int, ...], Any],
         progress: Progress,
-        native: NativeExchange | None = None,
-        ring: RingAllReduce | None = None,
+        native: NativeCollectives | None = None,
     ) -> None:
         self._rank = rank
         self._sets = sets
@@ -50,26 +48,25 @@ class Collectives:
         with tf.init_scope(), tf.device("CPU:0"):
             self.zero = tf.Variable(0, dtype=tf.int32, trainable=False)
         self._native = native
-        self._ring = ring
         self._exchanges = native or AlltoallExchange(sets, self.zero)
 
     def exchange(self, node: Node, inputs: Sequence[Any]) -> list[Any]:
         """Send each input to the rank that ``node`` names, and receive its outputs; return these and a token."""
-        outputs, token = self._exchanges.build(node, inputs)
+        outputs, token = self._exchanges.exchange(node, inputs)
         return [*outputs, self._note_completion(node, token)]
 
     def all_reduce(self, node: Node, inputs: Sequence[Any]) -> list[Any]:
         """Return each input summed over the node's ranks, and a token."""
-        if self._ring is not None and has_known_shapes(node):
-            sums, token = self._ring.build(node, inputs)
+        if self._native is not None and is_native(node):
+            sums, token = self._native.all_reduce(node, inputs)
             return [*sums, self._note_completion(node, token)]
         from horovod.tensorflow import mpi_ops
 
         tensors = [to_summable(value) for value in inputs]
         results: list[Any] = [None] * len(inputs)
         tokens = []
-        for dtype, members in group_by_dtype(tensors).items():  # Horovod reduces a group of one dtype
-            # If backward is inlined a gradient may be a constant; TensorFlow would fold a group of constants only.
+        for dtype, members in group_by_dtype(tensors).items():  # all tensors of a Horovod group have one dtype
+            # If TensorFlow inlines backward, all gradients may be constants: it would replace their sum by a constant.
             nothing = tf.cast(self._read_zero(), dtype)
             *summed, _ = mpi_ops._grouped_allreduce(
                 [*(tensors[i] for i in members), nothing],
@@ -79,12 +76,12 @@ class Collectives:
             )
             for i, tensor in zip(members, summed, strict=True):
                 results[i] = from_summable(tensor, inputs[i])
-            # Computed from received data, so that TensorFlow cannot know it before the sum.
+            # The token is computed from received data, so that TensorFlow cannot compute it before the sum.
             tokens.append(tf.math.count_nonzero(tf.reshape(summed[0], [-1])[:1], dtype=tf.int64))
         return [*results, self._note_completion(node, tf.add_n(tokens))]
 
     def merge_state(self, node: Node, inputs: Sequence[Any]) -> list[Any]:
-        """Return what ranks wrote, merged: added up, averaged, or that of the first rank; see ``OpName.COMMIT``."""
+        """Return written values merged over ranks: sum, mean, or the first rank's value; see ``OpName.COMMIT``."""
         from horovod.tensorflow import mpi_ops
 
         ranks = node.integers("ranks")
@@ -105,7 +102,7 @@ class Collectives:
         """Return a token that is computed once all of the node's ranks have reached this node."""
         arrived = tf.cast(self._read_zero(), tf.int64)
         if self._native is not None:
-            return self._note_completion(node, self._native.barrier(node, self._rank, arrived))
+            return self._note_completion(node, self._native.barrier(node, arrived))
         from horovod.tensorflow import mpi_ops
 
         process_set = self._sets[node.integers("ranks")]
@@ -114,11 +111,11 @@ class Collectives:
         )
 
     def guard_step(self, token: Any) -> Any:
-        """Let the hang detector observe the step whose exchanges are completed once ``token`` is; return the token."""
+        """Let the hang detector observe the step; return ``token``, which is computed after all its exchanges."""
         return self._progress.hang_detector.guard(token)
 
     def _note_completion(self, node: Node, result: Any) -> Any:
-        """Return ``result``; write to the progress that ``node`` is completed before anything can use the result."""
+        """Return ``result``; before any op can use it, the progress notes that ``node`` is completed."""
         variable = self._progress.exchange_variable
         with tf.device(variable.device):
             handle = internals.capture_of(tf.compat.v1.get_default_graph(), variable.handle)
@@ -129,7 +126,7 @@ class Collectives:
             return tf.identity(result)
 
     def _zeros_like(self, value: Any) -> Any:
-        """Return zeros once ``value`` is computed; TensorFlow would sum a constant while it optimizes the graph."""
+        """Return zeros once ``value`` is computed; constants would be summed while TensorFlow optimizes the graph."""
         with tf.control_dependencies([value]):
             return tf.broadcast_to(tf.cast(self._read_zero(), value.dtype), tf.shape(value))
 
@@ -137,21 +134,21 @@ class Collectives:
         return tf.raw_ops.ReadVariableOp(resource=self.zero.handle, dtype=tf.int32)
 
 
-# --- Exchanges by Horovod's alltoall: used where the native ops are not built, or not wanted
+# --- Exchange by Horovod's alltoall, where the native ops are not built or not wanted
 
 
 class AlltoallExchange:
-    """Builds exchanges. ``sets``: Horovod process sets by their ranks; ``zero``: see ``collectives``."""
+    """Builds exchanges. ``sets``, ``zero``: see ``Collectives``."""
 
     def __init__(self, sets: Mapping[tuple[int, ...], Any], zero: tf.Variable) -> None:
         self._sets = sets
         self._zero = zero
 
-    def build(self, node: Node, inputs: Sequence[Any]) -> tuple[list[Any], Any]:
+    def exchange(self, node: Node, inputs: Sequence[Any]) -> tuple[list[Any], Any]:
         """Send each input to the rank that ``node`` names, and receive its outputs: one alltoall for each dtype.
 
-        Returns the outputs and a token (see ``Collectives``). Between two ranks the elements of all values travel one
-        after the other, in an order that both know.
+        Returns the outputs and a token (see ``Collectives``). Between two ranks the elements of all values travel in
+        one flat tensor, in an order that both ranks know.
         """
         ranks = node.integers("ranks")
         shapes: list[list[Any]] | None = None
@@ -185,7 +182,7 @@ class AlltoallExchange:
     def _alltoall(
         self, ranks: Sequence[int], sends: Sequence[tuple[int, Any]], carrier: str, element: Sequence[int] = ()
     ) -> tuple[Any, Any]:
-        """Return what all ranks sent, one after the other, and the number of elements from each."""
+        """Return the elements that all ranks sent, in the order of the ranks, and the number from each rank."""
         import horovod.tensorflow as hvd
 
         splits = []
@@ -198,7 +195,7 @@ class AlltoallExchange:
         return tf.ensure_shape(received, [None, *element]), tf.ensure_shape(sizes, [len(ranks)])
 
     def _exchange_shapes(self, node: Node, inputs: Sequence[Any]) -> tuple[list[list[Any]], Any]:
-        """Return the dimensions of every output, as its sender tells them, and how many dimensions were received."""
+        """Return the dimensions of every output, received from its sender, and the number of received dimensions."""
         ranks = node.integers("ranks")
         sends = [(to, tf.shape(v, out_type=tf.int64)) for v, to in zip(inputs, node.integers("to"), strict=True)]
         with tf.name_scope("shapes"):

@@ -1,4 +1,4 @@
-"""Hash the ranks' graphs so that processes can compare them, without the numbers that TensorFlow adds to names."""
+"""Hash the ranks' graphs, without the numbers that TensorFlow adds to names, so that processes can compare them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NUMBER = re.compile(r"_\d+(?=_|$)")
 
 
 def digest_graphs(graphs: Sequence[Graph], library: Mapping[str, bytes]) -> str:
-    """Return a digest of the ranks' graphs, their stage functions and all functions of ``library`` that these call."""
+    """Return a digest of the ranks' graphs, their stage functions, and the functions of ``library`` that they call."""
     digest = hashlib.sha256()
     functions: dict[str, Function] = {}
     for graph in graphs:
@@ -40,7 +40,7 @@ def digest_graphs(graphs: Sequence[Graph], library: Mapping[str, bytes]) -> str:
 
 
 def digest_tensors(tensors: Mapping[str, Any]) -> str:
-    """Return a digest of tensors or arrays: their names, dtypes, shapes and, where they have some, values."""
+    """Return a digest of tensors or arrays: names, dtypes, shapes and values; resources and variants have no value."""
     digest = hashlib.sha256()
     for name in sorted(tensors):
         for part in tf.nest.flatten(tensors[name], expand_composites=True):
@@ -48,15 +48,15 @@ def digest_tensors(tensors: Mapping[str, Any]) -> str:
             digest.update(f"{_NUMBER.sub('', name)} {tensor.dtype.name} {tensor.shape}".encode())
             if tensor.dtype not in (tf.resource, tf.variant):
                 value = tensor.numpy()
-                # An array of words holds their addresses, which differ from rank to rank.
+                # An array of strings contains their addresses, which differ from rank to rank.
                 digest.update(repr(value.tolist()).encode() if value.dtype == object else value.tobytes())
     return digest.hexdigest()
 
 
 def _canonical(body: bytes) -> bytes:
-    """Return the function without names that contain numbers: arguments, nodes and results are named by position."""
+    """Return the function without numbered names: its arguments, nodes and results are named by position."""
     function = function_pb2.FunctionDef.FromString(body)
-    function.attr.clear()  # it names the forward and backward functions, with numbers
+    function.attr.clear()  # the attributes contain the numbered names of the forward and backward functions
     function.signature.name = _NUMBER.sub("", function.signature.name)
     names = {argument.name: f"argument{i}" for i, argument in enumerate(function.signature.input_arg)}
     names |= {node.name: f"node{i}" for i, node in enumerate(function.node_def)}

@@ -10,22 +10,23 @@ from collections.abc import Mapping
 from types import TracebackType
 
 from dapple_tf.distributed import membership
+from dapple_tf.distributed.failure_detector import read_timeout
 from dapple_tf.distributed.membership import Job
-from dapple_tf.distributed.rendezvous import connect_ranks
+from dapple_tf.distributed.rendezvous import connect_pairs
 from dapple_tf.distributed.shared_errors import reporting_rank
-from dapple_tf.distributed.timeout import read_timeout
 from dapple_tf.distributed.watchdog import INTERRUPTED, Watchdog
 from dapple_tf.errors import StepError
+from dapple_tf.messages import LOGGER
 
 # Texts of errors with which a step fails when other ranks are gone.
 _LOST_RANKS = re.compile("Horovod|MPI_|[Gg]loo|lost the connection to rank")
 
 
 def start_exit_reporting(job: Job) -> None:
-    """Start the watchdog of ``job``, and report to it how this process ends; every rank must call this.
+    """Start the watchdog of ``job``, which from now on reports to the other ranks how this process ends.
 
-    From here on an exception that nobody catches, SIGTERM and Ctrl-C end all ranks. Signal handlers that the user has
-    installed, or installs later, stay. TensorFlow must be ready to start. Does nothing if the watchdog runs already.
+    Then an uncaught exception, SIGTERM or Ctrl-C ends all ranks. Signal handlers that the user has installed, or
+    installs later, stay. TensorFlow must be ready to start. Every rank must call this; a second call does nothing.
     """
     if job.watchdog is not None:
         return
@@ -43,13 +44,14 @@ def start_watchdog(job: Job, environment: Mapping[str, str] = os.environ) -> Wat
     or if a rank cannot connect to rank 0.
     """
     timeout = job.run_on_rank_0(lambda: read_timeout(environment))
-    watchdog = Watchdog(job.rank, job.size, connect_ranks(job), job.progress, timeout)
+    links = connect_pairs(job, [(0, rank) for rank in range(1, job.size)], "ranks report failures to each other")
+    watchdog = Watchdog(job.rank, job.size, links, job.progress, timeout)
     watchdog.start()
     return watchdog
 
 
 def report_failure(error: BaseException, exit_code: int = 1) -> None:
-    """Tell the other ranks that ``error`` ends this one with ``exit_code``; they end with it too.
+    """Report to the other ranks that ``error`` ends this one with ``exit_code``; they end with the same code.
 
     Does nothing outside of a job. Ctrl-C has an exit code of its own.
     """
@@ -66,12 +68,11 @@ def report_failure(error: BaseException, exit_code: int = 1) -> None:
 
 
 def prints_error_in_full(error: BaseException) -> bool:
-    """Return whether this rank must print ``error``; if another rank prints it, print one line that says which."""
+    """Return whether this rank must print ``error``; if another rank does, print a line that says which rank."""
     rank, job = reporting_rank(error), membership.current()
     if rank is None or job is None or rank == job.rank:
         return True
-    text = f"dapple: rank {job.rank} ends: rank {rank} prints the error ({type(error).__name__})"
-    print(text, file=sys.stderr, flush=True)
+    LOGGER.warning("rank %d ends: rank %d prints the error (%s)", job.rank, rank, type(error).__name__)
     return False
 
 
@@ -80,7 +81,7 @@ def _report_uncaught_exceptions(job: Job) -> None:
 
     def report(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         if isinstance(error, KeyboardInterrupt) and membership.current() is job:
-            print("dapple: interrupted", file=sys.stderr, flush=True)  # a traceback of every rank would not help
+            LOGGER.warning("interrupted")  # a traceback of every rank would not help
         elif prints_error_in_full(error):
             previous(kind, error, traceback)
         report_failure(error)
@@ -95,7 +96,7 @@ def _detach(watchdog: Watchdog) -> None:
 
 
 def _leave_at_exit(watchdog: Watchdog, process: int) -> None:
-    """Leave the job when the interpreter ends: an uncaught exception has been reported before."""
+    """Leave the job when the interpreter ends; an uncaught exception has been reported before this is called."""
     if os.getpid() == process:
         watchdog.leave()
         _detach(watchdog)

@@ -1,27 +1,56 @@
-"""Decide whether another rank has failed, and when this process must end for it.
+"""Decide whether another rank has failed, and when this process must end because of it.
 
-No I/O and no clock: callers pass the received messages and the time. A rank has failed if its connection closes before
-it has left, if it is silent for too long, if it reports an error, or if it has left while this rank waits for it.
+No I/O and no clock: callers pass what they have observed, and the time. Before the ranks are connected, a rank has
+failed if its process has ended or stays stopped, or if it runs on another host and does not connect. Afterwards it has
+failed if its connection closes before it has left, if it is silent for too long, if it reports an error, or if it has
+left while this rank waits for it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 
 from dapple_tf.distributed.messages import FailureReport
 from dapple_tf.distributed.progress import RankStatus
+from dapple_tf.errors import JobError
+
+TIMEOUT = "DAPPLE_TIMEOUT_SECONDS"
+DEFAULT_TIMEOUT = 30.0
+
+_ENDED_SECONDS = 2.0  # launchers end the job by themselves when a process has failed
+_OTHER_HOSTS = 10  # after so many timeouts a rank of another host that has not connected has failed
+
+
+def read_timeout(environment: Mapping[str, str]) -> float:
+    """Return the seconds of DAPPLE_TIMEOUT_SECONDS (default 30); raise JobError unless it is a number from 1 up."""
+    text = environment.get(TIMEOUT, "")
+    try:
+        timeout = float(text or DEFAULT_TIMEOUT)
+    except ValueError:
+        timeout = 0.0
+    if not 1 <= timeout < float("inf"):
+        raise JobError(f"{TIMEOUT}={text!r}: give a number of seconds, 1 or more")
+    return timeout
+
+
+class ProcessState(Enum):
+    """The state of a rank's process: it runs (or waits for something), is stopped by a signal, or has ended."""
+
+    RUNS = "runs"
+    STOPPED = "stopped"
+    ENDED = "ended"
 
 
 @dataclass(frozen=True)
 class Failure:
     """The reason for which this process must end.
 
-    ``what`` happened to ``rank``, which may be this one, when it had this ``status``.
-
-    ``rank`` is None where the ranks make different calls. The process ends at ``deadline``, in seconds of the clock
-    that the detector is called with, and with ``exit_code``.
+    ``what`` happened to ``rank``, which may be this one, when it had this ``status``. ``rank`` is None where the ranks
+    make different calls, and where it is not known which of several ranks has failed. The process ends at ``deadline``,
+    in seconds of the clock that the detector is called with, and with ``exit_code``.
     """
 
     rank: int | None
@@ -35,13 +64,17 @@ class Failure:
 class _Peer:
     """The state of another rank, as far as this one knows.
 
-    ``connected`` and ``last_heard`` (seconds): of this rank's own connection to it. ``left_after``: the collective
-    calls that it had entered when it left. ``finished``: Horovod has ended on it. ``raised``: it has reported the error
-    that it raised.
+    ``connected`` and ``last_heard`` (seconds): of this rank's own connection to it. ``process``: its number, None where
+    it is not known; it has had this ``state`` since the time ``state_since`` (seconds). ``left_after``: how many
+    collective calls the rank had entered when it left. ``finished``: Horovod has ended on it. ``raised``: it has
+    reported the error that it raised.
     """
 
     connected: bool
     last_heard: float
+    process: int | None = None
+    state: ProcessState = ProcessState.RUNS
+    state_since: float = 0.0
     status: RankStatus = field(default_factory=RankStatus)
     left_after: int | None = None
     finished: bool = False
@@ -49,23 +82,25 @@ class _Peer:
 
 
 class FailureDetector:
-    """The failures that ``rank`` of ``size`` ranks knows of, and ``failure``, the one that ends it.
+    """The observations of ``rank``, one of ``size`` ranks, and ``failure``, the reason for which it must end.
 
-    ``connected``: ranks that it has a connection to. One of them has failed if nothing was received from it for more
-    than ``silence_seconds``. ``agreed``: all ranks have left, and rank 0 has found that they made the same calls. All
-    times are seconds of one monotonic clock.
+    ``connected``: the ranks that it has a connection to; none before the ranks are connected. ``silence_seconds``: how
+    long nothing may be received from one of them, or a process may be stopped, before that rank has failed. ``agreed``:
+    all ranks have left, and rank 0 has found that they made the same calls. All times are seconds of one monotonic
+    clock.
     """
 
     def __init__(self, rank: int, size: int, connected: Iterable[int], silence_seconds: float, now: float) -> None:
         self._rank = rank
         self._silence_seconds = silence_seconds
+        self._began = now
         own_connections = set(connected)
         self._peers = {peer: _Peer(peer in own_connections, now) for peer in range(size) if peer != rank}
         self.failure: Failure | None = None
         self.error_reported = False
         self.agreed = False
 
-    # --- what is received
+    # --- observations
 
     def note_received(self, rank: int, now: float) -> None:
         """Note that ``rank`` has sent something over its connection to this one."""
@@ -73,8 +108,17 @@ class FailureDetector:
 
     def note_pause(self, seconds: float) -> None:
         """Exclude ``seconds`` for which this process itself was suspended from the silence of the other ranks."""
+        self._began += seconds
         for peer in self._peers.values():
             peer.last_heard += seconds
+            peer.state_since += seconds
+
+    def note_process(self, rank: int, process: int, state: ProcessState, now: float) -> None:
+        """Note the state of the process with this number, which is ``rank``'s on this host."""
+        peer = self._peers[rank]
+        if peer.process is None or peer.state != state:
+            peer.state, peer.state_since = state, now
+        peer.process = process
 
     def note_status(self, rank: int, status: RankStatus) -> None:
         """Note the progress that another rank reports."""
@@ -90,8 +134,8 @@ class FailureDetector:
         self._peers[rank].finished = True
 
     def note_report(self, report: FailureReport, now: float) -> None:
-        """Note a received failure report: about another rank, or about this rank, which others declared failed."""
-        if report.rank == self._rank:  # it was cut off, or stopped, until now
+        """Note a failure report about another rank, or about this one, which the others have declared failed."""
+        if report.rank == self._rank:  # this rank was cut off from the network, or stopped, until now
             self.fail(self._rank, f"was declared failed by the other ranks: it {report.what}", report.status, now)
             return
         peer = self._peers[report.rank]
@@ -103,7 +147,7 @@ class FailureDetector:
         peer = self._peers[rank]
         peer.connected = False
         known = self.failure is not None and self.failure.rank == rank
-        needed = rank == 0 and not self.agreed  # it says whether all ranks have made the same calls
+        needed = rank == 0 and not self.agreed  # rank 0 decides whether all ranks have made the same calls
         if known or (peer.left_after is not None and not needed):
             return
         what = "was killed or has crashed (its connection closed)"
@@ -112,17 +156,43 @@ class FailureDetector:
         self.fail(rank, what, peer.status, now)
 
     def note_own_error(self) -> None:
-        """Note that this rank has raised an error and reported it: later failures no longer end this process."""
+        """Note that this rank has raised an error and reported it: no later failure of a rank ends this process."""
         self.error_reported = True
         self.failure = None
 
     # --- decisions
 
+    def check_start(self, now: float, timeout_seconds: float) -> None:
+        """Look for ranks that have failed before the ranks are connected."""
+        for rank, peer in self._peers.items():
+            lasted = now - peer.state_since
+            what = ""
+            if peer.state == ProcessState.ENDED and lasted >= min(_ENDED_SECONDS, self._silence_seconds):
+                what = "was killed or has ended before all ranks had joined"
+            elif peer.state == ProcessState.STOPPED and lasted >= self._silence_seconds:
+                what = f"has been stopped for {lasted:.1f} s (SIGSTOP, Ctrl-Z or a debugger)"
+            if what:
+                self.fail(rank, f"rank {rank} (process {peer.process}) {what}", peer.status, now)
+        waited, (_, elsewhere) = self.waited(now), self.ranks_by_host
+        if elsewhere and waited >= _OTHER_HOSTS * timeout_seconds:
+            what = f"after {waited:.0f} s not all of the ranks {elsewhere} have joined, which are not on this host"
+            self.fail(None, what, RankStatus(), now)
+
+    def waited(self, now: float) -> float:
+        """Return the seconds since this detector was made, without the time for which this process was suspended."""
+        return now - self._began
+
+    @property
+    def ranks_by_host(self) -> tuple[list[int], list[int]]:
+        """The other ranks on this host, whose processes are known, and the ranks on other hosts."""
+        here = [rank for rank, peer in self._peers.items() if peer.process is not None]
+        return here, [rank for rank in self._peers if rank not in here]
+
     def check(self, now: float, waiting_in: int | None) -> None:
-        """Look for ranks that are silent, or missing in the collective call ``waiting_in`` that this one waits in."""
+        """Look for ranks that are silent, or that have left although this rank waits in the call ``waiting_in``."""
         for rank, peer in self._peers.items():
             silent = now - peer.last_heard
-            if peer.connected and silent > self._silence_seconds:  # also after it has left: Horovod waits for it
+            if peer.connected and silent > self._silence_seconds:  # also after the rank has left: Horovod waits for it
                 what = (
                     f"has sent nothing for {silent:.1f} s: its host is cut off from the network, or the process hangs"
                 )
@@ -135,12 +205,12 @@ class FailureDetector:
                 self.fail(rank, what, peer.status, now)
 
     def fail(
-        self, rank: int, what: str, status: RankStatus, now: float, wait_seconds: float = 0.0, exit_code: int = 1
+        self, rank: int | None, what: str, status: RankStatus, now: float, wait_seconds: float = 0.0, exit_code: int = 1
     ) -> None:
         """Note that ``rank`` has failed, for which this process must end after ``wait_seconds``.
 
-        Of two failures the one with the earlier deadline is kept. No failure replaces a call mismatch (see
-        ``note_different_calls``), which is the cause of the failures that follow it.
+        Of two failures the one with the earlier deadline is kept. A call mismatch (see ``note_different_calls``) is
+        kept always, since it causes the failures that follow it.
         """
         failure = Failure(rank, what, now + wait_seconds, exit_code, status)
         known = self.failure
@@ -151,13 +221,13 @@ class FailureDetector:
     def note_different_calls(self, what: str, now: float, wait_seconds: float) -> None:
         """Note that the ranks make different calls, for which this process must end after ``wait_seconds``.
 
-        It does not end later than it would for the failure known so far.
+        If another failure is known, the process does not end later than its deadline.
         """
         if not self.error_reported:
             self.failure = Failure(None, what, min(now + wait_seconds, self.deadline))
 
     def withdraw(self) -> None:
-        """Forget the failure: it does not end this process."""
+        """Forget the failure: this process need not end."""
         self.failure = None
 
     @property
@@ -177,9 +247,9 @@ class FailureDetector:
 
     @property
     def may_leave(self) -> bool:
-        """Whether this rank may end: all have left (Horovod ends on all ranks when it ends on one), and agree.
+        """Whether this rank may end: all ranks have left, and have made the same calls.
 
-        After an error of its own a rank waits only until the others have heard of it.
+        Horovod ends on all ranks when it ends on one. A rank that has raised an error waits only until the others know.
         """
         if self.error_reported:
             return all(peer.raised or not peer.connected for peer in self._peers.values())

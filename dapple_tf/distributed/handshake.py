@@ -1,9 +1,10 @@
 """Prove to each other, over a fresh TCP connection, that both ends belong to one job.
 
-Four short lines of text, of bounded length and time: rank 0 sends a random challenge; the rank sends its number, a
-challenge of its own and the proof, a keyed hash that only an owner of the job's secret can compute; rank 0 sends its
-proof; the rank confirms. So the secret itself is never sent, a recorded exchange proves nothing, and rank 0 counts a
-link as good only once the rank has seen that it is connected to rank 0.
+They exchange four short lines of text, of bounded length, in bounded time. The listening rank (called rank 0 here, as
+it is for the watchdogs) sends a random challenge. The other rank sends its number, a challenge of its own, and a proof:
+a keyed hash that only an owner of the job's secret can compute. Rank 0 sends its own proof. The rank confirms. So the
+secret itself is never sent, a recorded exchange proves nothing, and rank 0 accepts a link only once the other rank
+knows that it is connected to rank 0.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ def _proof(secret: str, *parts: object) -> str:
 
 @dataclass
 class Guest:
-    """Rank 0's end of a handshake, on a connection that does not block; it ends at ``deadline`` (monotonic seconds).
+    """Rank 0's end of a handshake, on a non-blocking connection; ``deadline``: when it must have ended.
 
-    ``rank``: the number of the rank that has proven itself, None before. ``refused``: the handshake has failed.
+    ``deadline`` is in monotonic seconds. ``rank``: the number of the rank that has proven itself, None before.
+    ``refused``: the handshake has failed.
     """
 
     connection: socket.socket
@@ -47,7 +49,7 @@ class Guest:
         self._send(f"dapple {self._challenge}")
 
     def receive(self) -> None:
-        """Read what has arrived, and answer it."""
+        """Read the data that has arrived, and answer a complete line."""
         try:
             data = self.connection.recv(_LONGEST_LINE + 1 - len(self._unread))
         except BlockingIOError:
@@ -59,7 +61,7 @@ class Guest:
         if newline:
             self._unread = rest
             self._answer(line.decode("ascii", "replace"))
-        if not data or rest or len(self._unread) > _LONGEST_LINE:  # a rank waits for each answer
+        if not data or rest or len(self._unread) > _LONGEST_LINE:  # no rank sends more before it gets an answer
             self.refused = True
 
     def _answer(self, line: str) -> None:
@@ -76,15 +78,15 @@ class Guest:
     def _send(self, line: str) -> None:
         data = line.encode() + b"\n"
         try:
-            self.refused |= self.connection.send(data) != len(data)  # a fresh connection takes so few bytes
+            self.refused |= self.connection.send(data) != len(data)  # a fresh connection has room for so few bytes
         except OSError:
             self.refused = True
 
 
 def prove_rank(connection: socket.socket, rank: int, secret: str, deadline: float) -> bool:
-    """Return whether rank 0 is at the other end and has been shown that ``rank`` is here.
+    """Return whether rank 0 is at the other end; then it knows that ``rank`` is at this end.
 
-    Raises OSError if the connection fails, or if this is not known at ``deadline`` (monotonic seconds).
+    Raises OSError if the connection fails, or if the handshake has not ended at ``deadline`` (monotonic seconds).
     """
     challenge = _CHALLENGE.fullmatch(_read_line(connection, deadline))
     if not challenge:
@@ -98,7 +100,7 @@ def prove_rank(connection: socket.socket, rank: int, secret: str, deadline: floa
 
 
 def _read_line(connection: socket.socket, deadline: float) -> str:
-    """Read one short line, byte by byte: what follows it stays unread."""
+    """Read one short line, byte by byte, so that the data after it stays unread."""
     line = b""
     while len(line) <= _LONGEST_LINE:
         left = deadline - time.monotonic()

@@ -1,4 +1,4 @@
-"""A connection between two ranks, beside Horovod's, which may be blocked: it carries JSON objects, one a line."""
+"""Connections between ranks that carry JSON objects, one a line; Horovod's own connections may be blocked."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 
 from dapple_tf.distributed.messages import Message, from_json, to_json
 
-_LONGEST_BYTES = 65536  # of a message; the watchdogs send shorter ones
-# Errors by which the system says that the network has failed, and not the process at the other end.
+_LONGEST_BYTES = 65536  # longer than any message of a watchdog
+# These errors mean that the network has failed, and not the process at the other end.
 _NETWORK_ERRORS = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN)
 
 
@@ -22,7 +22,8 @@ _NETWORK_ERRORS = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno
 class Link:
     """The connection to ``rank``. Any thread may send, one thread may receive.
 
-    ``open``: the other end has not closed it. ``network_error``: the system's text if the network has failed, else "".
+    ``open``: the other end has not closed it. ``network_error``: the system's error text if the network has failed, or
+    "".
     """
 
     rank: int
@@ -33,11 +34,11 @@ class Link:
     _sending: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def send(self, content: Mapping[str, Any]) -> None:
-        """Send a JSON object. If that fails it is lost, and ``receive`` will find the connection closed."""
+        """Send a JSON object. If that fails, the object is lost, and ``receive`` will find the connection closed."""
         try:
             with self._sending:
                 self.connection.sendall(json.dumps(content).encode() + b"\n")
-        except OSError as error:  # the system reports it once, here or to ``receive``
+        except OSError as error:  # the system reports an error once, here or to ``receive``
             self._note_network_error(error)
 
     def receive(self) -> list[dict[str, Any]]:
@@ -78,7 +79,7 @@ class Arrival:
 
 
 class Transport:
-    """The ``links`` of a rank; data on ``wakeup`` ends a wait."""
+    """Sends and receives over the ``links`` of a rank; data on the socket ``wakeup`` ends a wait."""
 
     def __init__(self, links: Sequence[Link], wakeup: socket.socket) -> None:
         self._links = tuple(links)
@@ -94,7 +95,7 @@ class Transport:
         return [link.rank for link in self._links]
 
     def send(self, message: Message, but: int | None = None) -> None:
-        """Send a message to every connected rank ``but`` that one; any thread may call this."""
+        """Send a message to every connected rank except ``but``; any thread may call this."""
         for link in self._links:
             if link.rank != but and link.open:
                 link.send(to_json(message))

@@ -1,4 +1,4 @@
-"""Check that the rows which the ranks of a job were given make one batch, and find its size and unknown lengths."""
+"""Check that the rows that the ranks of a job were given are the rows of one batch; find its size and lengths."""
 
 from __future__ import annotations
 
@@ -12,20 +12,19 @@ from dapple_tf.graph_passes.analysis.input_needs import InputNeeds, Use, count_r
 from dapple_tf.profiler.units import format_samples
 
 MISSING = -1
-"""In place of a number of rows, or of a length: the argument is None."""
+"""Stands for a number of rows, or for a length, if the argument is None."""
 
 LengthAxis = tuple[str, int]
-"""The path of an argument, and an axis of it whose length the step leaves unknown."""
+"""The path of an argument, and one of its axes, whose length was unknown when the step was built."""
 
-_REFUSED = -2  # in place of every number of rows: the rank's arguments are no local batch
+_REFUSED = -2  # stands for every number of a rank whose arguments are no local batch
 
 
 @dataclass(frozen=True)
 class GivenRows:
     """The sizes of the arguments that a rank was given, ``MISSING`` for an argument that it was not given.
 
-    ``rows``: the number of rows of each flattened argument. ``lengths``: of each axis whose length the
-    step leaves unknown.
+    ``rows``: the number of rows of each flattened argument. ``lengths``: the length of each ``LengthAxis``.
     """
 
     rows: tuple[int, ...]
@@ -35,11 +34,12 @@ class GivenRows:
 def agree_on_size(
     job: Job, needs: Sequence[InputNeeds], given: GivenRows | BatchError, axes: Sequence[LengthAxis]
 ) -> tuple[int, list[int]]:
-    """Return the number of samples of the batch of which every rank has the rows that it needs, and unknown lengths.
+    """Return the number of samples of the whole batch, and the length of each of the ``axes``.
 
-    ``needs``: of all ranks. ``given``: what this rank was given, or why its arguments are refused; ``axes``: of its
-    lengths. A length is ``MISSING`` where no rank has the argument. Every rank must call it; where one was given other
-    rows than it needs, or two have different lengths, BatchError on all of them names ranks and argument.
+    ``needs``: the needs of all ranks. ``given``: the sizes that this rank was given, or why its arguments are refused.
+    A length is ``MISSING`` where no rank has the argument. Every rank must call this. If a rank was given other rows
+    than it needs, or two ranks have different lengths, all ranks raise a BatchError that names the ranks and the
+    argument.
     """
     count = len(needs[job.rank].arguments)
     refusal = [_REFUSED] * (count + len(axes))
@@ -57,10 +57,9 @@ def agree_on_size(
 
 
 def find_size(needs: Sequence[InputNeeds], given: Sequence[Sequence[int]]) -> int:
-    """Return the number of samples of the batch; ``given``: for each rank the rows of its flattened arguments.
+    """Return the number of samples of the batch; ``given``: for each rank the number of rows of each argument.
 
-    Rows of arguments that a rank does not need do not count. Raises BatchError where ranks have too few rows or too
-    many.
+    Rows of arguments that a rank does not need do not count. Raises BatchError if a rank has too few or too many rows.
     """
     missing = [
         f"rank {rank} was given None for argument {name}, of which it needs {_expected(own, name)}"
@@ -82,9 +81,9 @@ def find_size(needs: Sequence[InputNeeds], given: Sequence[Sequence[int]]) -> in
 
 
 def find_lengths(axes: Sequence[LengthAxis], given: Sequence[Sequence[int]]) -> list[int]:
-    """Return the length of each axis, ``MISSING`` where no rank has the argument; ``given``: those of each rank.
+    """Return the length of each axis, ``MISSING`` where no rank has the argument; ``given``: the lengths of each rank.
 
-    Raises BatchError where two ranks differ.
+    Raises BatchError if two ranks differ.
     """
     found = []
     for i, (argument, axis) in enumerate(axes):
@@ -98,7 +97,7 @@ def find_lengths(axes: Sequence[LengthAxis], given: Sequence[Sequence[int]]) -> 
 
 
 def _batch_sizes(needs: Sequence[InputNeeds], given: Sequence[Sequence[int]]) -> dict[str, int]:
-    """Return the batch sizes that follow from what the ranks were given, by a text that says from what."""
+    """Return each batch size that follows from the rows of some ranks, by a text that names argument and ranks."""
     found: dict[str, int] = {}
     for i, name in enumerate(needs[0].arguments):
         of_worker: dict[tuple[int, ...], list[int]] = {}
@@ -126,5 +125,5 @@ def _check_shares(needs: Sequence[InputNeeds], given: Sequence[Sequence[int]], s
 
 
 def _expected(needs: InputNeeds, name: str) -> str:
-    """Return which rows of a batch of the size that was built last the rank needs."""
+    """Return which rows the rank needs of a batch of the size for which a step was built last."""
     return f"{describe_rows(needs.rows()[name], needs.batch_size)} of a batch of {format_samples(needs.batch_size)}"

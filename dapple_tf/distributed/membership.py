@@ -17,32 +17,32 @@ from dapple_tf.profiler.detect import job_size
 
 # HOROVOD_CYCLE_TIME: the interval in milliseconds at which Horovod starts collectives that are ready (default 1).
 _CYCLE_MILLISECONDS = "0.2"
-# What Open MPI's TCP transport may do; by default "put" too, by which a large tensor is one message to the peer. The
-# message that lets the peer send its own tensor then waits behind it in the same connection, so the two directions of
-# an exchange or a sum often take turns. Without "put" tensors go in pieces of 128 KB.
+# The operations that Open MPI's TCP transport may use. By default "put" is one of them: it sends a large tensor as one
+# message. The message that lets the peer send its own tensor then waits behind it in the same connection, so the two
+# directions of an exchange or a sum often alternate. Without "put" tensors are sent in pieces of 128 KB.
 _TCP_FLAGS = "send,inplace"
 
 T = TypeVar("T")
 
 
 class Network(Protocol):
-    """The connections between ranks for native exchanges; ``ExchangeNetwork`` has them."""
+    """The connections between ranks for native exchanges, which ``ExchangeNetwork`` makes."""
 
     @property
     def library(self) -> Any:
         """The library whose ops exchange tensors."""
 
     def connect(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """Connect those of the ``pairs`` of ranks that are not; every rank must call this with the same pairs."""
+        """Connect the ranks of each of the ``pairs`` that is not connected; every rank must give the same pairs."""
 
 
 @dataclass(eq=False)
 class Job:
-    """The job of ``size`` processes; this one is ``rank``, and ``local_rank`` of the ``local_size`` on its server.
+    """A job of ``size`` processes; this process is ``rank``, and ``local_rank`` of the ``local_size`` on its server.
 
-    It owns what this process knows as a rank: its progress, the locations of variables, the watchdog and the
-    ``exchange_network``, both of which ``dapple.init`` starts. ``exchange_way``: "native", or "horovod", which needs no
-    network. ``process``: the process id of this rank; a forked child is no rank.
+    It holds the state of this process as a rank: its progress, the locations of variables, and the watchdog and the
+    ``exchange_network``, which ``dapple.init`` starts. ``exchange_way``: "native", or "horovod", which needs no
+    network. ``process``: the process id of this rank; a forked child is not a rank.
     """
 
     size: int
@@ -77,9 +77,10 @@ class Job:
             return list(hvd.allgather_object(value))
 
     def gather_integers(self, what: str, numbers: Sequence[int]) -> list[list[int]]:
-        """Return every rank's ``numbers`` (as many on each), by rank, on every rank; ``what``: the call, an imperative.
+        """Return every rank's ``numbers``, by rank, on every rank; ``what``: the call, as an imperative.
 
-        Unlike ``gather`` it takes one collective and no pickling: a step may call it.
+        All ranks must give equally many. Unlike ``gather`` this takes one collective and no pickling, so a step may
+        call it.
         """
         import horovod.tensorflow as hvd
         import tensorflow as tf
@@ -95,7 +96,7 @@ class Job:
         if self.rank == 0:
             try:
                 answer = work(), None
-            except Exception as raised:  # of any type: the other ranks wait for an answer
+            except Exception as raised:  # an error of any type: the other ranks wait for an answer
                 answer = None, make_picklable(raised)
         value, failure = self.broadcast(answer)
         if failure is not None:
@@ -106,48 +107,53 @@ class Job:
         """Call ``work`` on every rank, and return this rank's result once it has succeeded on all of them.
 
         Raises what ``work`` raised here, or JobError naming the rank where it failed and how. ``work`` may call
-        ``compare``, ``run_on_rank_0`` and this method: the others learn there of a rank that has failed before it.
+        ``agree``, ``run_on_rank_0`` and this method: there the other ranks learn that a rank has failed before it.
         """
         failure: Exception | None = None
         try:
             value = work()
-        except Exception as raised:  # of any type: the other ranks wait
+        except Exception as raised:  # an error of any type: the other ranks wait
             if reporting_rank(raised) is not None:
                 raise
             failure = raised
         text = None if failure is None else f"{type(failure).__name__}: {failure}"
-        failures = self._exchange_results(text, {})
+        failures = self._exchange_results(text)
         if failure is not None:
             raise share_error(failure, min(rank for rank, other in failures.items() if other == text))
         return value
 
-    def compare(self, facts: Mapping[str, Any]) -> None:
-        """Raise JobError on every rank if one of the ``facts`` (by its text) differs, naming the fact and the ranks."""
-        self._exchange_results(None, {name: str(fact) for name, fact in facts.items()})
+    def agree(self, name: str, value: T) -> T:
+        """Return ``value``, once all ranks have called this with values of the same text; ``name``: of the value.
+
+        Where the texts differ, raises JobError on every rank, with the name, and each text with its ranks.
+        """
+        self._exchange_results(None, name, str(value))
+        return value
 
     def check_call_history(self) -> None:
         """Raise JobError on every rank if the ranks have not made the same calls until now (see ``announce_call``).
 
-        The watchdog finds that too, but possibly after the next call.
+        The watchdog detects this too, but possibly after the next call.
         """
-        self.compare({"batches or calls until now": self.progress.call_history})
+        self.agree("batches or calls until now", self.progress.call_history)
 
-    def _exchange_results(self, failure: str | None, facts: Mapping[str, str]) -> dict[int, str]:
-        """Exchange a failure, or facts, with all ranks: every call by which ranks wait for each other's work does this.
+    def _exchange_results(self, failure: str | None, name: str = "", text: str = "") -> dict[int, str]:
+        """Exchange a failure, or the text of a value, with all ranks; raise JobError where a rank failed or two differ.
 
-        Returns failures by rank on the ranks that have failed; the others raise JobError.
+        Every method by which ranks wait for each other's work does this, so ranks that call different ones meet here. A
+        rank that has failed itself does not raise an error, but returns all failures by rank.
         """
-        results = self.gather((failure, facts))
-        failures = {rank: text for rank, (text, _) in enumerate(results) if text is not None}
+        results = self.gather((failure, name, text))
+        failures = {rank: failed for rank, (failed, _, _) in enumerate(results) if failed is not None}
         if failure is not None:
             return failures
         if failures:
-            text = "; ".join(f"rank {rank} failed with {text}" for rank, text in failures.items())
-            raise share_error(JobError(text), min(failures))
-        for name in dict.fromkeys(name for _, known in results for name in known):
-            values = [known.get(name, "nothing") for _, known in results]
+            said = "; ".join(f"rank {rank} failed with {failed}" for rank, failed in failures.items())
+            raise share_error(JobError(said), min(failures))
+        for compared in dict.fromkeys(name for _, name, _ in results if name):
+            values = [text if name == compared else "nothing" for _, name, text in results]
             if len(set(values)) > 1:
-                raise share_error(JobError(describe_difference(name, values)), 0)
+                raise share_error(JobError(describe_difference(compared, values)), 0)
         return {}
 
     def make_process_sets(self, wanted: Iterable[Sequence[int]]) -> dict[tuple[int, ...], Any]:
@@ -168,8 +174,8 @@ class Job:
         return sets
 
 
-# The job of this process, made by the first call of ``current`` after Horovod has started. Horovod, too, has one state
-# per process.
+# The job of this process, made by the first call of ``current`` after Horovod has started. Horovod, too, has one global
+# state per process.
 _job: Job | None = None
 
 
@@ -191,10 +197,10 @@ def join(environment: Mapping[str, str] = os.environ) -> Job | None:
     """
     if job_size(environment) < 2:
         return None
-    # Stages make their process sets once their plan is known; Open MPI and Horovod read these when they start.
+    # Open MPI and Horovod read these variables when they start. Process sets are made later, once the plan is known.
     os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
     os.environ.setdefault("HOROVOD_CYCLE_TIME", _CYCLE_MILLISECONDS)
-    # While MPI waits it yields the core to other threads, which compute (0.61 s a step in place of 0.80 s).
+    # While MPI waits it yields the core to the threads that compute: a step took 0.61 s instead of 0.80 s.
     os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
     os.environ.setdefault("OMPI_MCA_btl_tcp_flags", _TCP_FLAGS)
     try:

@@ -28,12 +28,12 @@ class LeaveMessage:
 
 @dataclass(frozen=True)
 class AgreementMessage:
-    """From rank 0: all ranks have left, and they have made the same calls; every rank may end."""
+    """From rank 0: all ranks have left and have made the same calls, so every rank may end."""
 
 
 @dataclass(frozen=True)
 class FinishedMessage:
-    """Horovod has ended on ``rank``, whose process ends now; from rank 0: on all ranks."""
+    """Horovod has ended on ``rank``, whose process ends now; from rank 0 it means that Horovod has ended on all."""
 
     rank: int
 
@@ -42,8 +42,8 @@ class FinishedMessage:
 class FailureReport:
     """``rank`` has failed: ``what`` happened to it, as a verb phrase ("was killed").
 
-    The receiver ends after ``wait_seconds`` with ``exit_code``. ``raised``: the rank itself raised the error and prints
-    it.
+    The receiver ends after ``wait_seconds`` with ``exit_code``. ``raised``: the rank itself has raised the error, and
+    prints it.
     """
 
     rank: int
@@ -56,7 +56,7 @@ class FailureReport:
 
 @dataclass(frozen=True)
 class CallMessage:
-    """``rank`` is about to make ``call``; for rank 0, which compares the calls of all ranks."""
+    """``rank`` is about to make ``call``; sent to rank 0, which compares the calls of all ranks."""
 
     rank: int
     call: RankCall

@@ -1,4 +1,4 @@
-"""End this process at once, with the reason on stderr: its main thread may wait in a step forever."""
+"""End this process at once, and print the reason on stderr: its main thread may wait in a step forever."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ import sys
 import threading
 from collections.abc import Callable
 
-from dapple_tf.distributed.failure_messages import describe_call_mismatch, describe_forced_exit
-from dapple_tf.distributed.progress import Progress
+from dapple_tf.distributed.progress import Progress, RankStatus
 
 
 class ProcessExit:
-    """Ends the process of ``rank``, by a call of ``exit_process`` with the exit code.
+    """Ends the process of ``rank``, by calling ``exit_process`` with the exit code.
 
-    ``ending``: the process is about to end, by this object or by itself.
+    ``ending``: the process is about to end, by itself or because of this object.
     """
 
     def __init__(self, rank: int, progress: Progress, exit_process: Callable[[int], None] = os._exit) -> None:
@@ -26,13 +25,13 @@ class ProcessExit:
         self.ending = False
 
     def end(self, exit_code: int) -> None:
-        """End the process; what it has printed is written out before, unless a lock is held on the stream."""
+        """End the process; stdout and stderr are flushed before, unless another thread holds a lock on them."""
         _flush_output()
         self.ending = True
         self._exit_process(exit_code)
 
     def end_after(self, seconds: float, exit_code: int) -> None:
-        """End the process, printing why, if it has not ended by itself within ``seconds``."""
+        """Print why and end the process, if it has not ended by itself within ``seconds``."""
         timer = threading.Timer(seconds, self._force, (seconds, exit_code))
         timer.daemon = True
         timer.start()
@@ -52,10 +51,10 @@ class ProcessExit:
 
 
 def print_line(text: str) -> None:
-    """Write a line to Python's stderr, past all buffers: the process is about to end."""
+    """Write a line to Python's stderr without buffering: the process is about to end."""
     try:
         descriptor = sys.stderr.fileno()
-    except (AttributeError, OSError, ValueError):  # replaced by an object without one, or closed
+    except (AttributeError, OSError, ValueError):  # stderr is closed, or replaced by an object without a descriptor
         descriptor = 2
     os.write(descriptor, f"dapple: {text}\n".encode())
 
@@ -69,5 +68,46 @@ def _flush_output() -> None:
 
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):  # closed, or replaced by any other object
+        with contextlib.suppress(Exception):  # the stream may be closed, or replaced by any object
             stream.flush()
+
+
+# --- Describe why a rank ends: its own failure, or another rank's
+
+_ADVICE = "All processes end; restart from the last checkpoint."
+
+
+def describe_failure(rank: int, status: RankStatus, failed: int, failed_status: RankStatus, what: str) -> str:
+    """Return why ``rank`` stops: ``what`` happened to the rank ``failed``, which may be ``rank`` itself."""
+    name = name_rank(rank, status)
+    if failed == rank:
+        return f"{name} stops {status.when}: it {what}; the last exchange it completed: {status.last_exchange}."
+    return (
+        f"{name} stops: {name_rank(failed, failed_status)}, {failed_status.when}, {what}; the last exchange it "
+        f"completed, by its last report: {failed_status.last_exchange}. {name} was {status.when}; the last exchange it "
+        f"completed: {status.last_exchange}. {_ADVICE}"
+    )
+
+
+def describe_call_mismatch(rank: int, status: RankStatus, what: str) -> str:
+    """Return why ``rank`` stops: the ranks make different calls; ``what`` says which rank makes which."""
+    return (
+        f"{name_rank(rank, status)} stops {status.when}, because the ranks make different calls: {what}. Every rank "
+        "must be called with the same batches, and make the same calls in the same order. The last exchange it "
+        f"completed: {status.last_exchange}. {_ADVICE}"
+    )
+
+
+def describe_forced_exit(rank: int, status: RankStatus, seconds: float) -> str:
+    """Return why ``rank`` is ended: it has reported an error, and has not ended by itself."""
+    return (
+        f"{name_rank(rank, status)} is ended: it still runs {seconds:g} s after the error above, but a step that fails "
+        "ends the job. Restart from the last checkpoint."
+    )
+
+
+def name_rank(rank: int, status: RankStatus) -> str:
+    """Return ``rank 1 (stage 0)``, ``rank 1 (stages 0, 2)``, or ``rank 1`` if its stages are not known."""
+    if not status.stages:
+        return f"rank {rank}"
+    return f"rank {rank} (stage{'s' * (len(status.stages) > 1)} {', '.join(map(str, status.stages))})"

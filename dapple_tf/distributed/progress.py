@@ -1,7 +1,7 @@
 """Progress of this process: the step that it runs, and the last exchange that it completed.
 
-TensorFlow does not say how far a running step has come. So each exchange of its graph writes its number into a
-variable, which any thread may read meanwhile.
+TensorFlow does not report how far a running step has come. So each exchange of the step's graph writes its number into
+a variable, which any thread may read during the step.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from dapple_tf.distributed.call_order_check import RankCall
 
 # --- Detect a failed step that hangs
 # When an op fails, TensorFlow cancels the other ops of the step and waits until they end. Horovod's ops ignore the
-# cancellation: they wait for ranks that wait for this one. So every step holds one op that obeys it, a dequeue of
-# ``_ELEMENTS`` elements from a queue, which otherwise ends when the step has completed its exchanges. While the op
-# runs, it takes each element that another thread adds to the queue. If an element stays, the step was cancelled; if
-# ``_ELEMENTS`` stay, all exchanges are completed.
+# cancellation: they wait for ranks that wait for this one. So every step contains one op that is cancelled: a dequeue
+# of ``_ELEMENTS`` elements from a queue. If nothing fails, it ends when the step has completed its exchanges. While the
+# op runs, it takes each element that another thread adds to the queue as a probe. If the element stays in the queue,
+# the step was cancelled; if at least ``_ELEMENTS`` elements are in the queue, all exchanges are completed.
 
-# Elements that the op dequeues, so the largest number of probes in one step. Probes are a second apart at first, and
-# later an eighth of the time that the step has run so far: the elements last for days.
+# The number of elements that the op dequeues, and so the largest number of probes in one step. At first there is a
+# second between two probes, and later an eighth of the time that the step has run: the elements last for days.
 _ELEMENTS = 96
 _FIRST_SECONDS = 1.0
 _GROWTH = 8
 # The op starts with the step, unless all threads compute: it may take this long.
 _START_SECONDS = 20.0
-# Before a program runs for the first time TensorFlow optimizes its graph, that of a long window for minutes.
+# Before a program runs for the first time TensorFlow optimizes its graph; for a long window this takes minutes.
 _FIRST_START_SECONDS = 1800.0
 
 
@@ -47,11 +47,11 @@ class HangDetector:
         self._start_seconds = _START_SECONDS
 
     def guard(self, done: Any) -> Any:
-        """Add the op to the step being built; return ``done``, a tensor that is computed after all exchanges."""
+        """Add the op to the step that is being built; return ``done``, which is computed after all exchanges."""
         import tensorflow as tf
 
-        # Of two errors on one device TensorFlow reports the first, which would be the cancelled dequeue; of errors on
-        # two devices, the cause.
+        # Of two errors on one device TensorFlow reports the first, which would be the cancelled dequeue. Of errors on
+        # two devices it reports the cause, so the op has a device of its own.
         device = tf.config.list_logical_devices("CPU")[-1].name
         if self._queue is None:
             with tf.init_scope(), tf.device(device):
@@ -68,10 +68,10 @@ class HangDetector:
     def step_running(self, *, first: bool = False) -> Iterator[None]:
         """Detect the failure of the step that runs in this context; ``first``: its program has not run before.
 
-        The queue holds one element at first: once it is gone, the op has started.
+        At first the queue holds one element: once the op has started, it takes this element.
         """
         with self._lock:
-            left = int(self._queue.size())  # by the previous step
+            left = int(self._queue.size())  # the previous step left them
             if left > 1:
                 self._queue.dequeue_many(left - 1)
             elif left == 0:
@@ -88,20 +88,20 @@ class HangDetector:
     def has_failed(self, now: float) -> bool:
         """Return whether the running step has failed, as of ``now`` (seconds of ``time.monotonic``).
 
-        Another thread than the one that runs the step must call this repeatedly: each call may add the probe that the
-        next one evaluates.
+        A thread that does not run the step must call this repeatedly: each call may add a probe, which the next call
+        evaluates.
         """
         with self._lock:
             if self._started is None or now < self._next_probe:
                 return False
             left = int(self._queue.size())
             if left >= _ELEMENTS:
-                return False  # all exchanges are completed; weights are being updated
+                return False  # all exchanges are completed, and the weights are being updated
             if left > 0:
                 return self._op_started or now - self._started > self._start_seconds
             self._op_started = True
             if self._probes < _ELEMENTS - 1:
-                self._queue.enqueue(True)  # taken at once, or never
+                self._queue.enqueue(True)  # the op takes it at once, or never
                 self._probes += 1
                 self._next_probe = now + max(_FIRST_SECONDS, (now - self._started) / _GROWTH)
             return False
@@ -110,17 +110,17 @@ class HangDetector:
 # --- Progress of this process: the step that it runs, and the last exchange that it completed
 
 
-# TensorFlow cancels a step a moment before it notes the error that is the cause.
+# TensorFlow cancels a step a moment before it records the error that is the cause.
 _CANCELLED_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
 class RankStatus:
-    """Progress of one rank, as it reports it to the others.
+    """The progress that one rank reports to the others.
 
-    ``stages``: those that it runs, none before it has a plan. ``exchange``: name of the last exchange that it
-    completed, "" for none in this step. ``collective_calls``: how many calls that wait for all ranks (steps,
-    broadcasts, gathers) it has entered.
+    ``stages``: the stages that it runs, none before it has a plan. ``exchange``: the name of the last exchange that it
+    completed, "" if it has completed none in this step. ``collective_calls``: how many calls that wait for all ranks
+    (steps, broadcasts, gathers) it has entered.
     """
 
     stages: tuple[int, ...] = ()
@@ -143,7 +143,7 @@ class RankStatus:
 
 
 class PendingExchanges(Protocol):
-    """The native exchanges of this process that wait for other ranks. Any thread may call these."""
+    """The native exchanges of this process that wait for other ranks. Any thread may call the methods."""
 
     def has_cancelled_waits(self, seconds: float) -> bool:
         """Return whether an exchange waits whose step TensorFlow cancelled more than ``seconds`` ago."""
@@ -156,9 +156,10 @@ class PendingExchanges(Protocol):
 class Progress:
     """Progress of this process; ``step`` counts the steps of all pipelines of the process.
 
-    ``stages``: those that the program built last runs here. ``calls``: number of calls announced that every rank must
-    make; ``call_history`` is a checksum of them, and ``call_listener`` is called with each. ``exchanges``: the native
-    exchanges of this process, None where there are none. ``programs``: number of programs that this process has built.
+    ``stages``: the stages that this process runs in the program that was built last. ``calls``: the number of announced
+    calls that every rank must make; ``call_history`` is a checksum of these calls, and ``call_listener`` is called with
+    each. ``exchanges``: the native exchanges of this process, or None. ``programs``: the number of programs that this
+    process has built.
     """
 
     stages: tuple[int, ...] = ()
@@ -199,7 +200,7 @@ class Progress:
 
     @property
     def waiting_in(self) -> int | None:
-        """The number of the collective call that this rank waits in; None if it is in none."""
+        """The number of the collective call in which this rank waits; None if it is in no such call."""
         return self.collective_calls if self.collective_calls > self.completed_collective_calls else None
 
     def announce_call(self, what: str, detail: str = "") -> None:
@@ -211,7 +212,7 @@ class Progress:
 
     @contextlib.contextmanager
     def collective_call(self) -> Iterator[None]:
-        """Mark a call that waits for all other ranks: it lasts as long as this context."""
+        """Mark a call that waits for all other ranks; the call lasts as long as this context."""
         self.collective_calls += 1
         try:
             yield
@@ -229,7 +230,7 @@ class Progress:
 
     @contextlib.contextmanager
     def step_running(self, program: int) -> Iterator[None]:
-        """Mark a step of the program of this number: it runs as long as this context."""
+        """Mark a step of the program with this number; the step runs as long as this context."""
         self.exchange_variable.assign(0)
         self.step += 1
         first = program not in self._started

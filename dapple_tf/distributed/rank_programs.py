@@ -1,4 +1,4 @@
-"""Build and run the programs of one rank: its part of the pipelined graph, compared with the other ranks before use."""
+"""Build and run the programs of one rank: its part of the pipelined graph, on which all ranks agree before it runs."""
 
 from __future__ import annotations
 
@@ -14,23 +14,21 @@ from dapple_tf.backend.bindings import Buffers
 from dapple_tf.backend.build_times import BuildTimes
 from dapple_tf.backend.handler import Bindings, ChooseCompiled, Compiled
 from dapple_tf.backend.program import Program, build_rank_program
-from dapple_tf.compiler import StepVariant, rank_graphs
+from dapple_tf.backend.room import check_room
+from dapple_tf.compiler import PlannedModel, StepVariant, rank_graphs
 from dapple_tf.distributed.collectives import Collectives
 from dapple_tf.distributed.digest import digest_graphs, digest_tensors
-from dapple_tf.distributed.exchange_network import exchanging_pairs
 from dapple_tf.distributed.exit_reporting import report_failure
 from dapple_tf.distributed.membership import Job
-from dapple_tf.distributed.native_exchange import NativeExchange
-from dapple_tf.distributed.ring_all_reduce import RingAllReduce, has_known_shapes
+from dapple_tf.distributed.native_collectives import NativeCollectives, exchanging_pairs, is_native
 from dapple_tf.distributed.variable_locations import VariableNeeds
 from dapple_tf.distributed.variable_transfer import Transfer, send_values
 from dapple_tf.errors import BatchError, StepError
 from dapple_tf.graph_passes.analysis.input_needs import find_inputs
 from dapple_tf.graph_passes.analysis.layers import written_variables
 from dapple_tf.graph_passes.analysis.resident_variables import resident_variables
-from dapple_tf.graph_passes.ir.graph import Graph, Node
+from dapple_tf.graph_passes.ir.graph import Graph
 from dapple_tf.graph_passes.ir.names import BATCH_SIZE_NAME
-from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.passes.base import run_passes
 from dapple_tf.graph_passes.passes.place import PlaceRank
 from dapple_tf.graph_passes.passes.verify_ranks import collectives_of
@@ -40,16 +38,16 @@ from dapple_tf.staged_model import StagedModel
 
 T = TypeVar("T")
 
-_LONGEST_TYPES = 300  # characters of the types of a batch that an error quotes
+_LONGEST_TYPES = 300  # characters of the description of a batch's types in an error
 
 
 @dataclass(frozen=True)
 class RankProgram(Program):
     """A rank's program: it counts the steps of its ``job``, and reports a step that fails to the other ranks.
 
-    ``needs``: the variables that the program needs on each rank; a step first places them. ``settings``: of the
-    optimizer. ``number``: of the program in this process, from 1. ``batch_types``: dtypes and shapes of a batch, for
-    error messages.
+    ``needs``: the variables that the program needs on each rank; a step first places them. ``settings``: the
+    optimizer's. ``number``: counts the programs of this process from 1. ``batch_types``: dtypes and shapes of a batch,
+    for error messages.
     """
 
     job: Job = field(kw_only=True)
@@ -75,7 +73,7 @@ class RankProgram(Program):
 
     @contextlib.contextmanager
     def rehearsal(self, variables: Iterable[tf.Variable]) -> Iterator[None]:
-        """See ``Program.rehearsal``; of ``variables`` those that this rank holds. The steps are not counted.
+        """See ``Program.rehearsal``; only variables that this rank holds count, and the steps are not counted.
 
         Every rank must enter it.
         """
@@ -92,8 +90,8 @@ class RankProgram(Program):
 class RankTarget:
     """Builds programs for one rank of ``job``; the first program gives all ranks the variables of rank 0.
 
-    ``device``: of the rank's stages. ``home``: the device of the batch, the loss and everything else that belongs to no
-    stage.
+    ``device``: the device of the rank's stages. ``home``: the device of the batch, the loss and everything else that
+    belongs to no stage.
     """
 
     def __init__(self, job: Job, device: str, home: str) -> None:
@@ -105,7 +103,7 @@ class RankTarget:
         self._settings = _OptimizerSettings()
 
     def announce(self, what: str, batch_size: int, signature: Sequence[tf.TensorSpec]) -> None:
-        """Announce a call that every rank must make, for a batch of ``batch_size`` samples; ``what``: an imperative."""
+        """Announce a call that every rank must make, for a batch of this size; ``what``: the call, an imperative."""
         self._job.progress.announce_call(what, f" for {batch_size} samples of {_describe_types(signature)}")
 
     def run_on_all(self, work: Callable[[], T]) -> T:
@@ -126,44 +124,31 @@ class RankTarget:
             )
 
     def build(
-        self,
-        model: StagedModel,
-        plan: Plan,
-        variant: StepVariant,
-        times: BuildTimes,
-        *,
-        local: bool = False,
-        choose: ChooseCompiled | None = None,
+        self, planned: PlannedModel, variant: StepVariant, times: BuildTimes, choose: ChooseCompiled | None = None
     ) -> Program:
-        """Return the program of this rank for ``plan``; every rank must build the same programs in the same order.
+        """Return the program of this rank for ``planned``; every rank must build the same programs in the same order.
 
-        ``local``: the program takes only the rows that this rank needs, and the batch size after the tensors.
-        ``choose`` returns the functions of this rank that XLA compiles.
+        Where ``planned`` is local, the program takes only the rows that this rank needs, and the batch size after the
+        tensors. ``choose`` returns the functions of this rank that XLA compiles.
 
-        A step that returns gradients returns on each rank those of its stages. Raises JobError if the ranks differ in
-        TensorFlow, code, plan, model or batch, naming the difference.
+        On each rank, a step that returns gradients returns the gradients of this rank's stages. Raises JobError if the
+        ranks differ in TensorFlow's version, code, plan, model or batch; the message names the difference.
         """
-        self._job.compare(
-            {
-                "TensorFlow version": tf.__version__,
-                "plan": plan.to_json(),
-                "shapes and dtypes of the batch": model.interface.signature,
-                "variables": [(name, v.dtype.name, tuple(v.shape)) for name, v in model.variables.items()],
-            }
-        )
+        model, plan, agree = planned.model, planned.plan, self._job.agree
+        agree("TensorFlow version", tf.__version__)
+        agree("plan", plan.to_json())
+        agree("shapes and dtypes of the batch", model.interface.signature)
+        agree("variables", [(name, v.dtype.name, tuple(v.shape)) for name, v in model.variables.items()])
         with times.phase("passes"):
             graphs = self._job.run_on_all(
-                lambda: rank_graphs(model, plan, self._job.size, variant=variant, local=local)
+                lambda: rank_graphs(model, plan, self._job.size, variant=variant, local=planned.local)
             )
-        self._job.compare(
-            {
-                "graph of the model, or code": digest_graphs(graphs, model.library),
-                "tensors that the model closes over": digest_tensors(model.constants),
-            }
-        )
+        agree("graph of the model, or code", digest_graphs(graphs, model.library))
+        agree("tensors that the model closes over", digest_tensors(model.constants))
         needs = _find_variable_needs(model, graphs)
         self._settings.add(self._job, model)
-        # Each process has drawn initial values of its own when it made the model.
+        self._job.run_on_all(lambda: self._check_room(plan, graphs[self._job.rank], needs, model))
+        # When the processes made the model, each drew its own initial values.
         _place_variables(self._job, needs, synchronize=not self._synchronized)
         self._synchronized = True
         collectives = self._make_collectives(graphs)
@@ -192,24 +177,25 @@ class RankTarget:
             batch_types=_describe_types(model.interface.signature),
         )
 
+    def _check_room(self, plan: Plan, graph: Graph, needs: VariableNeeds, model: StagedModel) -> None:
+        """Raise NoFitError where the variables that this rank has yet to make do not fit its process."""
+        held = {id(variable) for variable, ranks in needs.ranks if self._job.rank in ranks}
+        names = [name for name, variable in model.variables.items() if id(variable) in held]
+        stages = [str(i) for i, stage in enumerate(plan.stages) if self._job.rank in stage.devices]
+        numbers = f"stage{'s' * (len(stages) > 1)} {', '.join(stages) or '-'}"
+        check_room(graph, model.variables, names, f"rank {self._job.rank} ({numbers})")
+
     def _make_collectives(self, graphs: Sequence[Graph]) -> Collectives:
-        """Return what builds this rank's communication, once the ranks are connected as the ``graphs`` of all need."""
+        """Return the builder of this rank's collectives; connect the ranks as the ``graphs`` of all ranks need it."""
         progress, network = self._job.progress, self._job.exchange_network
-        native, ring = None, None
+        native = None
         if network is not None:
             network.connect(exchanging_pairs(graphs))
-            native = NativeExchange(network.library, progress.programs + 1)
-            ring = RingAllReduce(network.library, progress.programs + 1, self._job.rank)
+            native = NativeCollectives(network.library, progress.programs + 1, self._job.rank)
         nodes = [node for graph in graphs for node in collectives_of(graph)]
-        by_horovod = [node for node in nodes if network is None or not _is_native(node)]
+        by_horovod = [node for node in nodes if network is None or not is_native(node)]
         sets = self._job.make_process_sets(node.integers("ranks") for node in by_horovod)
-        return Collectives(self._job.rank, sets, progress, native, ring)
-
-
-def _is_native(node: Node) -> bool:
-    """Return whether the native ops do what ``node`` says, where there are any; else it needs a process set."""
-    is_ring = node.op == OpName.ALLREDUCE and has_known_shapes(node)
-    return is_ring or node.op in (OpName.EXCHANGE, OpName.BARRIER)
+        return Collectives(self._job.rank, sets, progress, native)
 
 
 def _describe_types(signature: Sequence[tf.TensorSpec]) -> str:
@@ -218,9 +204,9 @@ def _describe_types(signature: Sequence[tf.TensorSpec]) -> str:
     return types if len(types) <= _LONGEST_TYPES else types[:_LONGEST_TYPES] + " ..."
 
 
-# --- Place variables: a rank holds those of its stages, and frees the memory of all others
-# Before a program runs, and as soon as it is built, every rank receives the variables that its part needs and drops the
-# rest. Reading a dropped variable fails with an error that says what to do; it does not give an outdated value.
+# --- Place variables: a rank holds the variables of its stages, and frees the memory of all others
+# When a program has been built, and before each step, every rank receives the variables that its part needs and drops
+# the others. Reading a dropped variable fails with an error that says what to do; it never returns an outdated value.
 
 
 _ADVICE = "other ranks of the job hold and train it; call step.gather() on every rank before this"
@@ -229,7 +215,7 @@ _ADVICE = "other ranks of the job hold and train it; call step.gather() on every
 def _find_variable_needs(model: StagedModel, graphs: Sequence[Graph]) -> VariableNeeds:
     """Return the variables of ``model`` with the ranks that need them; ``graphs[i]`` is rank i's part.
 
-    Every rank needs the settings of the optimizer.
+    All ranks need the settings of the optimizer.
     """
     settings = _find_settings(model)
     held = [resident_variables(graph) | settings.keys() for graph in graphs]
@@ -242,9 +228,9 @@ def _find_variable_needs(model: StagedModel, graphs: Sequence[Graph]) -> Variabl
 
 
 def _place_variables(job: Job, needs: VariableNeeds, *, synchronize: bool = False) -> None:
-    """Send every rank the variables that it needs and lacks, and drop those that only other ranks need.
+    """Send every rank the variables that it needs and lacks, and drop the variables that only other ranks need.
 
-    ``synchronize``: send also what a rank has, so that all ranks have rank 0's values. A variable that no rank needs
+    ``synchronize``: send all values that a rank needs, so that all ranks have rank 0's. A variable that no rank needs
     stays where it is. Every rank must call this, with equal needs.
     """
     locations = job.variable_locations
@@ -254,11 +240,15 @@ def _place_variables(job: Job, needs: VariableNeeds, *, synchronize: bool = Fals
             locations.release = internals.make_releaser(others)
         locations.release()
         return
+    deferred = _find_deferred(job, needs)
     transfers, dropped = [], []
-    for variable, ranks in needs.ranks:
+    for (variable, ranks), is_deferred in zip(needs.ranks, deferred, strict=True):
         holders, source = locations.ranks_of(variable), locations.source(variable)
         wanted = ranks or frozenset({source})
-        if synchronize or holders is None or wanted - holders:
+        if is_deferred:
+            source = min(wanted)
+        made_here_only = is_deferred and len(wanted) == 1
+        if (synchronize or holders is None or wanted - holders) and not made_here_only:
             transfers.append(Transfer(variable, source, wanted))
         if holders != wanted:
             locations.set_ranks(variable, wanted)
@@ -269,13 +259,22 @@ def _place_variables(job: Job, needs: VariableNeeds, *, synchronize: bool = Fals
     locations.placed_for, locations.release = needs, None
 
 
-# --- Notice what a user sets on an optimizer between steps, such as its learning rate: it must be set on every rank
-# Every rank holds these variables, whatever its stages are, so that callbacks can read and set them; a step uses the
-# value of one rank.
+def _find_deferred(job: Job, needs: VariableNeeds) -> list[bool]:
+    """Return for each variable whether it is deferred on all ranks, so that the first rank that needs it makes it.
+
+    Where a rank has a value, rank 0's is sent, as of all variables.
+    """
+    of_ranks = job.gather([internals.is_deferred(variable) for variable, _ in needs.ranks])
+    return [all(on_each) for on_each in zip(*of_ranks, strict=True)]
+
+
+# --- Detect settings of an optimizer, such as its learning rate, that a user changes between steps
+# They must be changed on every rank. Every rank holds these variables, whatever its stages are, so that callbacks can
+# read and set them; a step uses the value of one rank.
 
 
 def _find_settings(model: StagedModel) -> dict[str, tf.Variable]:
-    """Return the numbers that the optimizer reads and does not write, by the name of their node."""
+    """Return the scalar variables that the optimizer reads and does not write, by the name of their node."""
     functions = () if model.updates is None else model.updates.functions
     written = {name for function in functions for name in written_variables(function.graph)}
     return {
@@ -293,19 +292,20 @@ class _OptimizerSettings:
     _known: dict[str, Any] = field(default_factory=dict)
 
     def add(self, job: Job, model: StagedModel) -> None:
-        """Add those of ``model``, before its variables are placed; every rank must call this.
+        """Add the settings of ``model``, before its variables are placed; every rank must call this.
 
-        Raises JobError on every rank if the ranks have different values, naming them.
+        Raises JobError on every rank if the ranks have different values; the message names the values.
         """
         settings = {internals.variable_name(v).rpartition("/")[2]: v for v in _find_settings(model).values()}
         added = {name: variable for name, variable in settings.items() if name not in self._variables}
         values = {name: variable.numpy() for name, variable in added.items()}
-        job.compare({f"{name} of the optimizer (set it on every rank)": value for name, value in values.items()})
+        for name, value in values.items():
+            job.agree(f"{name} of the optimizer (set it on every rank)", value)
         self._variables |= added
         self._known |= values
 
     def changes(self) -> dict[str, Any]:
-        """Return what has been set on this rank since the last call, by name."""
+        """Return the settings that have changed on this rank since the last call, by name."""
         values = {name: variable.numpy() for name, variable in self._variables.items()}
         found = {name: value for name, value in values.items() if value != self._known[name]}
         self._known |= found

@@ -1,7 +1,8 @@
-"""Connect rank 0 of a job with every other rank over TCP.
+"""Connect pairs of ranks of a job, each of which proves to the other that it belongs to the job.
 
-Rank 0 listens only at the addresses over which the other ranks reach it. It serves all connections at once, each for
-a bounded time, so that strangers who connect and are silent, slow or talkative do not keep the ranks waiting.
+Of a pair the lower rank listens, only at the addresses over which the other one reaches it. It serves all connections
+at once, each for a bounded time, so that strangers who connect and are silent, slow or talkative do not keep the ranks
+waiting.
 """
 
 from __future__ import annotations
@@ -11,68 +12,63 @@ import secrets
 import selectors
 import socket
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from dapple_tf.distributed.handshake import Guest, prove_rank
-from dapple_tf.distributed.host_addresses import choose_addresses, own_addresses
 from dapple_tf.distributed.links import Link
 from dapple_tf.distributed.membership import Job
-from dapple_tf.distributed.places import Place, open_connection
+from dapple_tf.distributed.places import Place, listen_for, open_connection, own_addresses, place_of
 from dapple_tf.errors import JobError
 
+ALL_RANKS_SECONDS = 30.0
+"""The time in which all ranks must have connected."""
+
 _CONNECT_SECONDS = 3.0  # for one connection
-_ALL_RANKS_SECONDS = 30.0
 _RETRY_SECONDS = 0.2  # between two attempts at all addresses
-_MOST_GUESTS = 256  # connections that have not proven themselves; of more the oldest are closed
+_MOST_GUESTS = 256  # unproven connections; if there are more, the oldest ones are closed
 
 
-@dataclass(frozen=True)
-class _Server:
-    """The addresses and ports at which rank 0 listens, and the secret of the job."""
-
-    places: Sequence[tuple[str, int]]
-    secret: str
-
-
-def connect_ranks(job: Job) -> list[Link]:
-    """Return links to all other ranks on rank 0, and one to rank 0 elsewhere; every rank must call this.
-
-    Raises JobError on every rank if one cannot reach rank 0.
-    """
-    own, *others = job.gather(own_addresses())
-    with contextlib.ExitStack() as opened:
-        listeners: list[socket.socket] = []
-
-        def listen() -> _Server:
-            for address in choose_addresses(own, others):
-                family = socket.AF_INET6 if ":" in address else socket.AF_INET
-                made = socket.create_server((address, 0), family=family, backlog=job.size + _MOST_GUESTS)
-                listeners.append(opened.enter_context(made))
-            return _Server([listener.getsockname()[:2] for listener in listeners], secrets.token_hex())
-
-        server = job.run_on_rank_0(listen)
-        if job.rank == 0:
-            return job.run_on_all(lambda: _accept_ranks(listeners, server.secret, job.size))
-        return job.run_on_all(lambda: [_connect(job.rank, server)])
-
-
-def _accept_ranks(
-    listeners: Sequence[socket.socket], secret: str, size: int, seconds: float = _ALL_RANKS_SECONDS
+def connect_pairs(
+    job: Job, pairs: Collection[tuple[int, int]], purpose: str, seconds: float = ALL_RANKS_SECONDS
 ) -> list[Link]:
-    return accept_ranks(listeners, secret, range(1, size), 0, seconds)
+    """Return this rank's links to the other ranks of its ``pairs`` (the lower rank first), in the order of the ranks.
+
+    Every rank must call this with the same pairs. ``purpose``: of the links, for error messages. A listening rank sends
+    its addresses and a secret to the others through Horovod (see ``handshake``). Raises JobError on every rank if two
+    of them have not connected in ``seconds``.
+    """
+    hosts = sorted(low for low, high in pairs if high == job.rank)
+    guests = sorted(high for low, high in pairs if low == job.rank)
+    addresses = job.gather(own_addresses())
+    with contextlib.ExitStack() as opened:
+
+        def listen() -> list[socket.socket]:
+            made = listen_for(addresses[job.rank], [addresses[guest] for guest in guests], _MOST_GUESTS + len(guests))
+            return [opened.enter_context(listener) for listener in made]
+
+        listeners = job.run_on_all(listen)
+        secret = secrets.token_hex()
+        servers = job.gather(([place_of(listener) for listener in listeners], secret))
+
+        def connect_all() -> list[Link]:
+            with ThreadPoolExecutor(1) as pool:
+                accepted = pool.submit(accept_ranks, listeners, secret, guests, job.rank, seconds)
+                links = []
+                for host in hosts:
+                    places, its_secret = servers[host]
+                    links.append(connect_to(host, places, its_secret, job.rank, purpose, seconds))
+                return [*links, *accepted.result()]
+
+        return job.run_on_all(connect_all)
 
 
 def accept_ranks(
-    listeners: Sequence[socket.socket],
-    secret: str,
-    ranks: Sequence[int],
-    own_rank: int,
-    seconds: float = _ALL_RANKS_SECONDS,
+    listeners: Sequence[socket.socket], secret: str, ranks: Sequence[int], own_rank: int, seconds: float
 ) -> list[Link]:
     """Return links to these ``ranks``, once all have connected to ``own_rank`` and proven themselves.
 
-    Raises JobError naming the ranks that have not in ``seconds``.
+    Raises JobError after ``seconds``; the message names the ranks that have not connected.
     """
     end = time.monotonic() + seconds
     with _Reception(listeners, secret, ranks) as reception:
@@ -85,7 +81,7 @@ def accept_ranks(
 
 
 class _Reception:
-    """The listening end of all handshakes; ``links``: to those of the ``ranks`` that have proven themselves."""
+    """The listening end of all handshakes; ``links``: the links to the ``ranks`` that have proven themselves."""
 
     def __init__(self, listeners: Sequence[socket.socket], secret: str, ranks: Sequence[int]) -> None:
         self._secret = secret
@@ -111,7 +107,7 @@ class _Reception:
         return [rank for rank in self._ranks if rank not in self.links]
 
     def serve(self, end: float) -> None:
-        """Wait, no longer than to ``end`` (monotonic seconds), for something to arrive, and answer it."""
+        """Wait until data arrives, at most until ``end`` (monotonic seconds), and answer it."""
         wake = min([end, *(guest.deadline for guest in self._guests)])
         for key, _ in self._selector.select(max(0.0, wake - time.monotonic())):
             if isinstance(key.data, Guest):
@@ -138,27 +134,18 @@ class _Reception:
         if guest.refused or guest.rank is None or guest.rank not in self._ranks:
             guest.connection.close()
             return
-        if guest.rank in self.links:  # it has given up its earlier connection
+        if guest.rank in self.links:  # the rank has given up its earlier connection
             self.links[guest.rank].connection.close()
         self.links[guest.rank] = Link(guest.rank, guest.connection)
 
 
-def _connect(rank: int, server: _Server, seconds: float = _ALL_RANKS_SECONDS) -> Link:
-    return connect_to(0, server.places, rank, server.secret, "ranks report failures to each other", seconds)
-
-
 def connect_to(
-    peer: int,
-    places: Sequence[Place],
-    own_rank: int,
-    secret: str,
-    purpose: str,
-    seconds: float = _ALL_RANKS_SECONDS,
+    peer: int, places: Sequence[Place], secret: str, own_rank: int, purpose: str, seconds: float = ALL_RANKS_SECONDS
 ) -> Link:
-    """Return a link of ``own_rank`` to ``peer``, tried at all its places in turn until one has proven itself.
+    """Return a link of ``own_rank`` to ``peer``, which has proven itself at one of the ``places``, tried in turn.
 
-    ``secret``: of the listening end, which only ranks of the job know. Raises JobError where none has, with the
-    ``purpose`` of the link, in ``seconds``.
+    ``secret``: of the listening rank, which only ranks of the job know. Raises JobError, which names the ``purpose`` of
+    the link, where no link is made in ``seconds``.
     """
     failures: dict[str, str] = {}
     end = time.monotonic() + seconds - _CONNECT_SECONDS

@@ -1,4 +1,4 @@
-"""Errors that all ranks of a job raise together: which rank prints one in full, and texts about ranks that differ."""
+"""Errors that all ranks of a job raise together, and texts about ranks whose values differ."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ E = TypeVar("E", bound=Exception)
 
 
 def share_error(error: E, rank: int) -> E:
-    """Mark and return an error that every rank raises, or another in its place; ``rank`` prints it in full."""
+    """Mark and return an error, for which every rank raises one; ``rank`` alone prints it in full."""
     setattr(error, _REPORTING_RANK, rank)
     return error
 
 
 def reporting_rank(error: BaseException) -> int | None:
-    """Return the rank that prints an error in full; None where only this rank raises it."""
+    """Return the rank that prints an error in full; None if only this rank raises the error."""
     return getattr(error, _REPORTING_RANK, None)
 
 
 def make_picklable(error: Exception) -> Exception:
-    """Return the error of rank 0, or a JobError with the same text where it cannot be pickled."""
+    """Return the error of rank 0, or a JobError with the same text if the error cannot be pickled."""
     try:
         pickle.loads(pickle.dumps(error))
-    except Exception:  # pickling runs any code
+    except Exception:  # pickling may run any code
         return JobError(f"rank 0 failed with {type(error).__name__}: {error}")
     return error
 
 
 def describe_difference(what: str, values: Sequence[str]) -> str:
-    """Return a text that says which ranks have which of the ``values``; ``values[i]`` is rank i's."""
+    """Return a text that says which ranks have which value; ``values[i]`` is the value of rank i."""
     groups: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         groups.setdefault(value, []).append(rank)
@@ -53,7 +53,7 @@ def _subject(ranks: Sequence[int]) -> str:
 
 
 def _quote(value: str, position: int) -> str:
-    """Return the value, or if it is long, the part around ``position``."""
+    """Return the value, or if it is long, the part of it around ``position``."""
     begin = max(0, min(position - _QUOTED // 2, len(value) - _QUOTED))
     end = begin + _QUOTED
     return ("... " if begin else "") + value[begin:end] + (" ..." if end < len(value) else "")

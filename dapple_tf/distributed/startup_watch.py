@@ -1,9 +1,9 @@
-"""End this rank if another does not come while ``dapple.init`` waits for all, and say which.
+"""End this rank if another one fails while ``dapple.init`` waits for all ranks, and print which rank has failed.
 
-The watchdog needs connections between the ranks, and to make these the launcher's library waits for all of them. Until
-then the ranks of one host watch each other's processes: one that has ended or stays stopped is named by the others
-within the timeout. One that runs is waited for, however slow it is. Of ranks on other hosts only their numbers are
-known; they are given up after ten timeouts.
+The watchdog needs connections between the ranks, and to make these, Horovod waits for all of them. Until then the ranks
+of one host observe each other's processes: the others name a rank whose process has ended or stays stopped within the
+timeout. A rank whose process runs is waited for, however slow it is. Of ranks on other hosts only their numbers are
+known; they are given up after ten timeouts. ``failure_detector`` decides who has failed, as it does for the watchdog.
 """
 
 from __future__ import annotations
@@ -13,16 +13,19 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from enum import Enum
 from pathlib import Path
 
+from dapple_tf.distributed.failure_detector import (
+    DEFAULT_TIMEOUT,
+    TIMEOUT,
+    FailureDetector,
+    ProcessState,
+    read_timeout,
+)
 from dapple_tf.distributed.process_exit import print_line
-from dapple_tf.distributed.timeout import DEFAULT_TIMEOUT, TIMEOUT, read_timeout
 from dapple_tf.errors import ClusterError, JobError
 from dapple_tf.profiler.detect import job_rank, job_size
 
-_ENDED_SECONDS = 2.0  # launchers end the job by themselves when a process has failed
-_OTHER_HOSTS = 10
 _ADVICE = f"All processes end. {TIMEOUT} sets how long a rank may be away."
 
 
@@ -32,9 +35,9 @@ def watching_start(environment: Mapping[str, str] = os.environ) -> Iterator[None
     try:
         rank, size = job_rank(environment), job_size(environment)
         timeout = read_timeout(environment)
-    except ClusterError:  # the block raises it
+    except ClusterError:  # the block raises this error itself
         size = 1
-    except JobError:  # rank 0 raises it on all ranks
+    except JobError:  # later rank 0 raises this error on all ranks
         timeout = DEFAULT_TIMEOUT
     if size < 2 or rank not in find_rank_processes(environment):
         yield
@@ -51,7 +54,7 @@ def watching_start(environment: Mapping[str, str] = os.environ) -> Iterator[None
 
 
 class StartupWatch:
-    """Examines, for ``rank`` of ``size``, the other ranks again and again; ``exit_process`` ends this one.
+    """Examines the other ranks again and again, for ``rank`` of ``size``; ``exit_process`` ends this one.
 
     ``find_processes`` returns the processes of the ranks on this host.
     """
@@ -65,87 +68,63 @@ class StartupWatch:
         exit_process: Callable[[int], None] = os._exit,
     ) -> None:
         self._rank = rank
-        self._others = [other for other in range(size) if other != rank]
         self._timeout = timeout
         self._interval = min(1.0, timeout / 10)
         self._find_processes = find_processes
         self._exit_process = exit_process
         self._known: dict[int, Sequence[int]] = {}
-        self._since: dict[int, tuple[State, float]] = {}
-        self._told = False
+        self._detector = FailureDetector(rank, size, (), timeout - 2 * self._interval, time.monotonic())
+        self._has_printed = False
 
     def run(self, done: threading.Event) -> None:
         """Examine the others until ``done`` is set, or one has failed."""
-        begin = last = time.monotonic()
+        last = time.monotonic()
         while not done.wait(self._interval):
             now = time.monotonic()
-            if now - last > 5 * self._interval:  # this process was stopped itself
-                begin += now - last
-                self._since.clear()
+            if now - last > 5 * self._interval:  # this process itself was stopped
+                self._detector.note_pause(now - last)
             last = now
-            problem = self.examine(now, now - begin)
+            problem = self.examine(now)
             if problem:
                 print_line(f"rank {self._rank} stops in dapple.init: {problem}. {_ADVICE}")
-                if not done.wait(2 * self._interval):  # the others find it too, and must not be ended before
+                if not done.wait(2 * self._interval):  # the others detect it too, and must not be ended before
                     self._exit_process(1)
                 return
 
-    def examine(self, now: float, waited: float) -> str:
-        """Return which rank has failed and how, or "", as of ``now``, after having ``waited`` seconds."""
+    def examine(self, now: float) -> str:
+        """Return which rank has failed and how, or "", as of ``now``; print once that this rank waits."""
         self._known |= self._find_processes()
-        for rank in self._others:
-            if rank not in self._known:
-                continue
-            state = state_of(self._known[rank])
-            before, since = self._since.get(rank, (state, now))
-            since = since if before == state else now
-            self._since[rank] = state, since
-            name = f"rank {rank} (process {self._known[rank][0]})"
-            if state == State.ENDED and now - since >= min(_ENDED_SECONDS, self._timeout - 2 * self._interval):
-                return f"{name} was killed or has ended before all ranks had joined"
-            if state == State.STOPPED and now - since >= self._timeout - 2 * self._interval:
-                return f"{name} has been stopped for {now - since:.1f} s (SIGSTOP, Ctrl-Z or a debugger)"
-        return self._examine_unknown(waited)
-
-    def _examine_unknown(self, waited: float) -> str:
-        """Return "" until ranks of which nothing is known must be given up; say once that this rank waits."""
-        unknown = [rank for rank in self._others if rank not in self._known]
-        if unknown and waited >= _OTHER_HOSTS * self._timeout:
-            return f"after {waited:.0f} s not all of the ranks {unknown} have joined, which are not on this host"
-        if waited >= self._timeout and not self._told:
-            self._told = True
-            here = [rank for rank in self._others if rank in self._known]
+        for rank, processes in self._known.items():
+            if rank != self._rank:
+                self._detector.note_process(rank, processes[0], state_of(processes), now)
+        self._detector.check_start(now, self._timeout)
+        waited, (here, elsewhere) = self._detector.waited(now), self._detector.ranks_by_host
+        if self._detector.failure is None and waited >= self._timeout and not self._has_printed:
+            self._has_printed = True
             print_line(
                 f"rank {self._rank} has waited in dapple.init for {waited:.0f} s: not all ranks have called it. Ranks "
-                f"{here} run on this host; ranks {unknown} are on other hosts."
+                f"{here} run on this host; ranks {elsewhere} are on other hosts."
             )
-        return ""
+        return "" if self._detector.failure is None else self._detector.failure.what
 
 
-# --- Find the processes of a job's ranks on this host, and what they do, in /proc
+# --- Find the processes of a job's ranks on this host, and their states, in /proc
 # The launcher gives every process the name of the job and its rank in the environment that it starts with. So this
-# needs no connection, and knows a rank before it has run a line of Python.
+# needs no connection, and finds a rank before it has run a line of Python.
 
 
-# The variables that name the job, and the one of the rank: of Open MPI, and of horovodrun with Gloo.
+# The variables that name the job, and the variable that holds the rank: of Open MPI, and of horovodrun with Gloo.
 _LAUNCHERS = (
     (("OMPI_MCA_orte_jobfam_session_dir", "OMPI_MCA_ess_base_jobid"), "OMPI_COMM_WORLD_RANK"),
     (("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"), "HOROVOD_RANK"),
 )
 
 
-class State(Enum):
-    """The state of a process: it runs (or waits for something), is stopped by a signal, or has ended."""
-
-    RUNS = "runs"
-    STOPPED = "stopped"
-    ENDED = "ended"
-
-
 def find_rank_processes(environment: Mapping[str, str]) -> Mapping[int, Sequence[int]]:
-    """Return the numbers of the live processes of each rank that runs on this host, helpers of a rank included.
+    """Return the process numbers of each rank that runs on this host, including the helper processes of a rank.
 
-    ``environment``: of one of them. Empty for launchers that do not name their jobs, and on systems without /proc.
+    ``environment``: the environment of one of the ranks. The result is empty if the launcher does not name the job, and
+    on systems without /proc.
     """
     found: dict[int, list[int]] = {}
     for names, rank_name in _LAUNCHERS:
@@ -160,12 +139,12 @@ def find_rank_processes(environment: Mapping[str, str]) -> Mapping[int, Sequence
     return found
 
 
-def state_of(processes: Sequence[int]) -> State:
-    """Return what a rank of these processes does: one that is stopped keeps the others waiting."""
+def state_of(processes: Sequence[int]) -> ProcessState:
+    """Return the state of a rank with these processes: it is stopped if one of them is stopped."""
     letters = [letter for letter in map(_state_letter, processes) if letter not in "ZX"]
     if not letters:
-        return State.ENDED
-    return State.STOPPED if any(letter in "Tt" for letter in letters) else State.RUNS
+        return ProcessState.ENDED
+    return ProcessState.STOPPED if any(letter in "Tt" for letter in letters) else ProcessState.RUNS
 
 
 def _environments() -> list[tuple[int, set[bytes]]]:
@@ -174,13 +153,13 @@ def _environments() -> list[tuple[int, set[bytes]]]:
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             found.append((int(entry.name), set((entry / "environ").read_bytes().split(b"\0"))))
-        except OSError:  # it has ended meanwhile, or belongs to another user
+        except OSError:  # the process has ended meanwhile, or belongs to another user
             continue
     return found
 
 
 def _state_letter(number: int) -> str:
-    """Return the state of a process as proc(5) writes it; "X" for one that has ended."""
+    """Return the letter for the state of a process in proc(5); "X" if the process has ended."""
     try:
         text = Path(f"/proc/{number}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:

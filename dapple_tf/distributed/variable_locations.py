@@ -1,7 +1,7 @@
 """Which ranks hold the trained values of which variables.
 
-Every rank knows this of all variables, for all ranks make the same steps. A value that some rank holds is the trained
-one: a rank drops a value before it runs a step that would leave the value outdated.
+Every rank knows this for all variables, since all ranks run the same steps. A value that a rank holds is the trained
+one: before a step after which a value would be outdated, the rank drops it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Ranks = frozenset[int]
 
 @dataclass(frozen=True, eq=False)
 class VariableNeeds:
-    """The variables of a program, each with the ranks whose part reads or writes it (none: it stays where it is)."""
+    """The variables of a program, each with the ranks whose part uses it; if no rank does, it stays where it is."""
 
     ranks: Sequence[tuple[tf.Variable, Ranks]]
 
@@ -28,8 +28,8 @@ class VariableNeeds:
 class VariableLocations:
     """The ranks that hold each variable's trained value.
 
-    ``placed_for``: the needs that the locations meet; None after a gather, which gives all values to all ranks.
-    ``release`` frees the values that the user has assigned since to variables that this rank does not hold.
+    ``placed_for``: the needs for which the variables were placed; None after a gather, which gives all values to all
+    ranks. ``release`` frees values that the user has since assigned to variables that this rank does not hold.
     """
 
     placed_for: VariableNeeds | None = None
@@ -37,7 +37,7 @@ class VariableLocations:
     _ranks: dict[int, tuple[weakref.ref[tf.Variable], Ranks]] = field(default_factory=dict)
 
     def ranks_of(self, variable: tf.Variable) -> Ranks | None:
-        """Return the ranks that hold the variable; None if it was never placed: each may have a value of its own."""
+        """Return the ranks that hold the variable; None if it was never placed: then each may have its own value."""
         found = self._ranks.get(id(variable))
         return None if found is None else found[1]
 

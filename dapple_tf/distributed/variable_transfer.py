@@ -11,16 +11,17 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 import tensorflow as tf
 
+from dapple_tf import internals
 from dapple_tf.distributed.membership import Job
 from dapple_tf.distributed.variable_locations import Ranks
 from dapple_tf.staged_model import StagedModel
 
-# Bytes of one message: small variables share one, and a large variable needs no second copy of all of it.
+# Bytes of one message. Small variables share a message; a large one is sent in parts, without a second copy of it.
 _MESSAGE_BYTES = 64 * 2**20
 
 T = TypeVar("T")
 Described: TypeAlias = Any
-"""The source of a value's dtype and shape: a tf.Variable, or a tf.TensorSpec."""
+"""An object that has the dtype and the shape of a value: a tf.Variable or a tf.TensorSpec."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +34,9 @@ class Transfer:
 
 
 def gather_variables(job: Job, models: Iterable[StagedModel]) -> None:
-    """Give every rank the trained values of all variables of ``models``, the optimizer's included.
+    """Give every rank the trained values of all variables of ``models``, including the optimizer's.
 
-    They stay until the next step. Every rank must call this, with models traced in the same order.
+    The values stay until the next step. Every rank must call this, with models that were traced in the same order.
     """
     locations, all_ranks = job.variable_locations, frozenset(range(job.size))
     variables = {id(variable): variable for model in models for variable in model.variables.values()}
@@ -46,9 +47,9 @@ def gather_variables(job: Job, models: Iterable[StagedModel]) -> None:
 
 
 def share_variables(job: Job, variables: Iterable[tf.Variable]) -> None:
-    """Give every rank the values that rank 0 has, until the next step; every rank must call this, with all allocated.
+    """Give every rank the values of rank 0, until the next step.
 
-    Every rank must have the variables in the same order.
+    Every rank must call this, with the same variables in the same order, and with memory for all of them.
     """
     locations, all_ranks = job.variable_locations, frozenset(range(job.size))
     distinct = list({id(variable): variable for variable in variables}.values())
@@ -64,6 +65,8 @@ def send_values(job: Job, transfers: Sequence[Transfer]) -> None:
         from_source = [transfer for transfer in transfers if transfer.source == source]
         for group in _group_by_bytes(from_source, lambda transfer: transfer.variable):
             variables = [transfer.variable for transfer in group]
+            if job.rank == source:
+                internals.make_values(variables)
             own = [variable.numpy() for variable in variables] if job.rank == source else None
             receives = own is None and any(job.rank in transfer.receivers for transfer in group)
             values = _broadcast_values(job, variables, source, own, keep=receives)
@@ -73,9 +76,9 @@ def send_values(job: Job, transfers: Sequence[Transfer]) -> None:
 
 
 def gather_arrays(job: Job, own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arrays (NumPy) of all ranks by name, on every rank; of those with the same name the first rank's.
+    """Return the arrays (NumPy) of all ranks by name, on every rank; if several have a name, the first rank's counts.
 
-    ``own``: this rank's. Every rank must call this.
+    ``own``: the arrays of this rank. Every rank must call this.
     """
     described = job.gather({name: (array.dtype.name, array.shape) for name, array in own.items()})
     found: dict[str, Any] = {}
@@ -89,7 +92,7 @@ def gather_arrays(job: Job, own: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def stream_values(job: Job | None, variables: Sequence[tf.Variable]) -> Iterator[Any]:
-    """Yield the trained value (NumPy) of one variable after the other on rank 0; on other ranks None for each.
+    """Yield the trained value (NumPy) of each variable in turn on rank 0, and None for each on the other ranks.
 
     A rank holds at most one message, or one larger value, at a time. Every rank must iterate to the end, over the same
     variables.
@@ -123,7 +126,7 @@ def load_values(job: Job, variables: Mapping[str, tf.Variable], read: Callable[[
 
 
 def _read_into(values: list[Any], read: Callable[[str], Any], names: Sequence[str]) -> None:
-    """Append the values to a list of this rank: the result of ``run_on_rank_0`` would be pickled for all ranks."""
+    """Append the values to a list, which stays on this rank: a result of ``run_on_rank_0`` is sent to all ranks."""
     values.extend(map(read, names))
 
 
@@ -133,16 +136,16 @@ def to_bytes(value: Any) -> Any:
 
 
 def from_bytes(data: Any, like: Described) -> Any:
-    """Return the value, of the dtype and shape of ``like``, that a flat array of bytes holds."""
+    """Return the value in a flat array of bytes; ``like``: has its dtype and shape."""
     return np.ascontiguousarray(data).view(like.dtype.as_numpy_dtype).reshape(like.shape)
 
 
 def _broadcast_values(
     job: Job, described: Sequence[Described], source: int, own: Sequence[Any] | None, *, keep: bool
 ) -> list[Any]:
-    """Return the values so ``described``, which rank ``source`` has as ``own``, on the ranks that ``keep`` them.
+    """Return the ``described`` values, which are ``own`` on rank ``source``, on the ranks that ``keep`` them.
 
-    The other ranks get None for each, and never hold more than one message.
+    On the other ranks the result is None for each value, and no more than one message is held at a time.
     """
     sizes = [_byte_size(one) for one in described]
     total = sum(sizes)
@@ -166,12 +169,12 @@ def _broadcast_values(
 def _broadcast(message: Any, source: int) -> Any:
     import horovod.tensorflow as hvd
 
-    # Horovod remembers the shape of each name.
+    # The name contains the length, since Horovod remembers the shape of each name.
     return hvd.broadcast(message, source, name=f"values/{source}/{len(message)}").numpy()
 
 
 def _group_by_bytes(items: Iterable[T], described: Callable[[T], Described]) -> Iterator[list[T]]:
-    """Yield groups of consecutive items whose values fit in one message; a larger value is a group of its own."""
+    """Yield groups of consecutive items whose values fit into one message; a larger value is a group of its own."""
     group: list[T] = []
     group_bytes = 0
     for item in items:

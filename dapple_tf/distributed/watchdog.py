@@ -1,8 +1,8 @@
-"""End all ranks of a job when one of them fails, and say why.
+"""End all ranks of a job when one of them fails, and print why.
 
-A step that waits for a rank that is gone would wait forever. So a thread of every rank, beside TensorFlow, keeps a
-connection to rank 0, over which the ranks send heartbeats and report failures. Rank 0 passes the reports on; if rank 0
-itself goes, every rank notices. ``failure_detector`` decides who has failed.
+A step that waits for a rank that has ended would wait forever. So every rank has a thread beside TensorFlow's, with a
+connection to rank 0. Over it the ranks send heartbeats and report failures. Rank 0 forwards the reports; if rank 0
+itself ends, every rank detects that. ``failure_detector`` decides which rank has failed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from typing import Any
 
 from dapple_tf.distributed.call_order_check import CallComparison, RankCall
 from dapple_tf.distributed.failure_detector import Failure, FailureDetector
-from dapple_tf.distributed.failure_messages import describe_failure
 from dapple_tf.distributed.links import Arrival, Link, Transport
 from dapple_tf.distributed.messages import (
     AgreementMessage,
@@ -32,23 +31,23 @@ from dapple_tf.distributed.messages import (
     LeaveMessage,
     Message,
 )
-from dapple_tf.distributed.process_exit import ProcessExit, print_line
+from dapple_tf.distributed.process_exit import ProcessExit, describe_failure, print_line
 from dapple_tf.distributed.progress import Progress
 
 # Exit code of a process that Ctrl-C has ended.
 INTERRUPTED = 130
 
-# Seconds to wait for another rank's report, which may hold the root cause, before this rank ends. It is short, since
-# launchers kill a process one second after SIGTERM. All ranks may also raise the same error at nearly the same time.
+# Seconds to wait for another rank's report, which may contain the root cause, before this rank ends. The time is short,
+# since launchers kill a process one second after SIGTERM. All ranks may also raise the same error almost at once.
 _CAUSE_SECONDS = 0.4
-# Where a step has failed because the other ranks are gone: they are about to report why.
+# The same, if a step has failed because other ranks have ended: they are about to report why.
 _LOST_RANKS_SECONDS = 3.0
-# Seconds for the main thread of a rank that was interrupted, or has raised, to end by itself.
+# Seconds in which the main thread of a rank should end by itself, after an interrupt or an error.
 _OWN_EXIT_SECONDS = 5.0
-# Seconds between two looks, of a rank that has left, at whether its watchdog still runs.
+# Seconds between two checks, by a rank that has left, whether its watchdog still runs.
 _CHECK_SECONDS = 1.0
 _LONGEST_REASON = 2000  # characters
-# Held while Horovod ends: two threads that end it at once wait for each other forever, in its C++ code.
+# Held while Horovod ends: two threads that end it at the same time would wait for each other in its C++ code forever.
 _ENDING_HOROVOD = threading.Lock()
 
 
@@ -73,7 +72,7 @@ class Watchdog:
         self._progress = progress
         self._timeout_seconds = timeout_seconds
         self._heartbeat_seconds = min(0.25, timeout_seconds / 10)
-        # A heartbeat may be late by one interval, and a report has to travel.
+        # A heartbeat may be late by one interval, and a report takes time to arrive.
         silence_seconds = timeout_seconds - 2 * self._heartbeat_seconds
         self.signals = SignalReceiver()
         self._requests = _ThreadRequests(self.signals.wake)
@@ -105,21 +104,21 @@ class Watchdog:
             self._transport.send(CallMessage(self._rank, call))
 
     def report_error(self, what: str, exit_code: int = 1) -> None:
-        """Tell all ranks that this one fails, before it ends by itself; only the first report counts."""
+        """Report to all ranks that this one has failed and will end; only the first report counts."""
         self._run_in_thread(lambda: self._report_own_error(what, exit_code))
 
     def report_lost_ranks(self, what: str) -> None:
-        """End this process since other ranks are gone: for the failure that they report, or else for ``what``."""
+        """End this process since other ranks have ended: because of the failure that they report, or of ``what``."""
         self._run_in_thread(lambda: self._fail_self(what, _LOST_RANKS_SECONDS))
         self._thread.join(_OWN_EXIT_SECONDS)
 
     def leave(self) -> None:
-        """Tell the others that this rank has left, wait until all have and agree on what they did, and stop the thread.
+        """Report that this rank has left, wait until all ranks have left and made the same calls, and stop the thread.
 
-        They leave together because Horovod ends on all ranks when it ends on one, and since rank 0 may still find that
+        The ranks leave together because Horovod ends on all ranks when it ends on one. Rank 0 may also still find that
         their last calls differ: then the process ends here, with an error. A rank that has failed waits only until the
-        others have heard of it. Horovod's end, which waits for all ranks too, comes before the watchdog's, so that a
-        rank that is stopped during it is still noticed. No process ends before Horovod has ended on all ranks.
+        others know. Horovod ends before the watchdog: its end waits for all ranks too, and the watchdog detects a rank
+        that is stopped at that time. No process ends before Horovod has ended on all ranks.
         """
         self._run_in_thread(self._announce_leave)
         if self._detector.error_reported:
@@ -136,14 +135,14 @@ class Watchdog:
         self._thread.join(2)  # a thread that outlives the interpreter may crash it
 
     def close(self) -> None:
-        """Close the connections: at the end, and in a forked child, which would keep them open when its parent dies."""
+        """Close the connections: at the end, and in a forked child, which would keep them open if its parent died."""
         self._transport.close()
         self.signals.close()
 
     def _wait_for_others(self, event: threading.Event, unknown: str) -> bool:
-        """Wait until the watchdog's thread sets ``event``, or an error of this rank is reported.
+        """Wait until the watchdog's thread sets ``event``, or an error of this rank is reported; return True.
 
-        If the thread has failed, end the process with an error that says what is ``unknown``, and return False.
+        If the thread has failed, end the process with an error that names the ``unknown`` fact, and return False.
         """
         while not self._detector.error_reported and not event.wait(_CHECK_SECONDS):
             if not self._thread.is_alive():
@@ -164,12 +163,12 @@ class Watchdog:
             wait_until = min(next_heartbeat, self._detector.deadline)
             arrivals, woken = self._transport.wait(wait_until - time.monotonic())
             now = time.monotonic()
-            if now - last > 2 * self._heartbeat_seconds:  # this process was stopped: messages have waited meanwhile
+            if now - last > 2 * self._heartbeat_seconds:  # this process was stopped, and messages have waited meanwhile
                 self._detector.note_pause(now - last)
             last = now
             for arrival in arrivals:
                 self._receive(arrival, now)
-            if woken:  # last: messages may hold the cause of what this rank is about to report
+            if woken:  # after the messages, which may contain the cause of the failure that this rank will report
                 for number in self.signals.receive():
                     self._handle_signal(number)
                 self._requests.serve()
@@ -253,14 +252,14 @@ class Watchdog:
             self._transport.send(FinishedMessage(self._rank))
 
     def _abort_exchanges(self) -> None:
-        """Make the exchanges of a failed step fail too: TensorFlow does not return before they end."""
+        """End the exchanges of a failed step with an error: TensorFlow does not return before they end."""
         if self._progress.exchanges is not None:
-            self._progress.exchanges.abort()  # each time: an exchange may have begun since
+            self._progress.exchanges.abort()  # at each call, since an exchange may have begun after the last one
         if not self._exchanges_aborted:
             self._exchanges_aborted = True
             threading.Thread(target=self._end_exchanges, daemon=True).start()
 
-    # --- calls that every rank must make
+    # --- compare the calls that every rank must make
 
     def _report_different_calls(self, what: str) -> None:
         self._transport.send(CallMismatch(what))
@@ -269,11 +268,11 @@ class Watchdog:
     def _note_different_calls(self, what: str) -> None:
         if self._detector.error_reported:  # the mismatch is the cause of that error
             self._exit.print_call_mismatch(what)
-        # Until the deadline further ranks may announce their calls.
+        # Until then further ranks may announce their calls.
         self._detector.note_different_calls(what, time.monotonic(), _CAUSE_SECONDS)
 
     def _conclude(self) -> None:
-        """Once all ranks have left, let them end if they have made the same calls; on rank 0."""
+        """On rank 0, once all ranks have left: let them end if they have made the same calls."""
         if self._left and self._detector.others_left and not self._detector.agreed and self._detector.failure is None:
             self._detector.agreed = self._calls.conclude()
             if self._detector.agreed:
@@ -282,7 +281,7 @@ class Watchdog:
     # --- actions
 
     def _act(self, now: float) -> None:
-        """End the process if a failure requires it, and let ``leave`` return if no rank needs this one."""
+        """End the process if a failure requires that; let ``leave`` return if no rank needs this one."""
         if self._rank == 0:
             self._conclude()
         if self._detector.may_leave:
@@ -321,18 +320,18 @@ def end_horovod() -> None:
 
 
 # --- Receive SIGTERM and Ctrl-C while the main thread is inside TensorFlow
-# Python runs signal handlers in the main thread, and not before TensorFlow returns to it. But the interpreter writes
-# the number of each signal to a socket at once (``signal.set_wakeup_fd``), where another thread can read it.
+# Python runs signal handlers in the main thread, and only when TensorFlow returns to Python. But the interpreter writes
+# the number of each signal to a socket at once (``signal.set_wakeup_fd``), from which another thread can read it.
 
 
-# Written to the socket to wake the thread without a signal.
+# Written to the socket to wake the thread if there is no signal.
 _NO_SIGNAL = 0
 
 
 class SignalReceiver:
-    """The socket, and this process's handlers of SIGTERM and SIGINT.
+    """The socket, and the handlers of SIGTERM and SIGINT in this process.
 
-    ``reader`` becomes readable when a signal comes, or after ``wake``. ``interrupted``: the main thread has raised
+    ``reader`` becomes readable when a signal arrives, and after ``wake``. ``interrupted``: the main thread has raised
     KeyboardInterrupt.
     """
 
@@ -343,11 +342,11 @@ class SignalReceiver:
         self.interrupted = False
 
     def install(self) -> None:
-        """Install the handlers, where neither the user nor another library has; only the main thread can."""
+        """Install the handlers, unless the user or another library has installed one; only the main thread can."""
         if threading.current_thread() is not threading.main_thread():
             return
         previous = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-        if previous != -1:  # another library's: ours would take its signals away
+        if previous != -1:  # another library uses it, and would no longer receive signals
             signal.set_wakeup_fd(previous)
             return
         if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
@@ -356,7 +355,7 @@ class SignalReceiver:
             signal.signal(signal.SIGINT, self.on_interrupt)
 
     def uninstall(self) -> None:
-        """Restore what signals did before ``install``, except where the user has installed handlers since."""
+        """Restore the handlers from before ``install``, except where the user has installed one since."""
         if threading.current_thread() is not threading.main_thread():
             return
         if signal.getsignal(signal.SIGTERM) == self.on_terminate:
@@ -373,7 +372,7 @@ class SignalReceiver:
             self._writer.send(bytes([number]))
 
     def receive(self) -> list[int]:
-        """Return the numbers of the signals that have come, of those that this object handles."""
+        """Return the numbers of the signals that have arrived, if this object handles them."""
         try:
             numbers = self.reader.recv(1024)
         except OSError:
@@ -395,14 +394,14 @@ class SignalReceiver:
         signal.default_int_handler(number, frame)
 
 
-# --- Run functions on another thread and wait until they have run: one thread queues them, another serves the queue
+# --- Run functions on another thread, which takes them from a queue, and wait until they have run
 
 
 _WAIT_SECONDS = 2.0
 
 
 class _ThreadRequests:
-    """Queue of functions to run on the thread that calls ``serve``; ``wake`` interrupts the wait of that thread."""
+    """A queue of functions that the thread which calls ``serve`` runs; ``wake`` ends the wait of that thread."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self._wake = wake

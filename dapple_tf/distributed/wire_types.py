@@ -1,4 +1,4 @@
-"""Convert tensors to the form in which they travel between ranks: flat, in a dtype that Horovod sends and sums."""
+"""Convert tensors to the form in which they are sent between ranks: flat, in a dtype that Horovod sends and sums."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from dapple_tf.graph_passes.ir.graph import TensorType
 
-# Horovod does not send these dtypes: one of the same size carries the bits, two elements for each complex128.
+# Horovod does not send these dtypes. A dtype of the same size carries the bits; complex128 becomes two elements.
 _CARRIERS = {
     "bfloat16": "uint16",
     "half": "float16",
@@ -18,7 +18,7 @@ _CARRIERS = {
     "complex64": "int64",
     "complex128": "float64",
 }
-_ELEMENT_SHAPES = {"complex128": (2,)}  # of one element in its carrier, if it is not a scalar
+_ELEMENT_SHAPES = {"complex128": (2,)}  # the shape of one element in its carrier, if that is not a scalar
 
 
 def carrier_of(dtype: str) -> str:
@@ -32,16 +32,16 @@ def element_shape(dtype: str) -> tuple[int, ...]:
 
 
 def flatten(value: Any, carrier: str) -> Any:
-    """Return the elements of ``value`` one after the other, as their carrier."""
+    """Return the elements of ``value`` as a flat tensor of the carrier's dtype."""
     flat = tf.reshape(value, [-1])
     return flat if flat.dtype == tf.as_dtype(carrier) else tf.bitcast(flat, carrier)
 
 
 def unflatten(flat: Any, types: Sequence[TensorType], shapes: Sequence[list[Any] | None]) -> list[Any]:
-    """Return the tensors of these ``types`` that ``flat`` holds one after the other.
+    """Return the tensors of these ``types`` that were joined to ``flat`` in this order.
 
-    ``shapes``: their dimensions where these were received too, else None; then the type of all but one tensor must
-    tell its number of elements.
+    ``shapes``: the dimensions of each tensor if they were received too, else None. Then only one of the types may have
+    an unknown number of elements.
     """
     if not types:
         return []
@@ -61,7 +61,7 @@ def unflatten(flat: Any, types: Sequence[TensorType], shapes: Sequence[list[Any]
 
 
 def _element_count(kind: TensorType, shape: list[Any] | None) -> Any:
-    """Return the number of elements of a tensor; None where its type does not tell."""
+    """Return the number of elements of a tensor; None if its type does not determine it."""
     if shape is not None:
         return tf.reduce_prod(tf.stack(shape)) if shape else 1
     dims = kind.shape.dims or ()
@@ -88,6 +88,6 @@ def group_by_dtype(values: Sequence[Any]) -> dict[str, list[int]]:
 
 
 def from_summable(total: Any, like: Any) -> Any:
-    """Return a sum of results of ``to_summable`` in the dtype and shape of ``like``."""
+    """Return a sum of results of ``to_summable``, converted to the dtype and shape of ``like``."""
     result = tf.bitcast(total, like.dtype) if like.dtype.is_complex else tf.cast(total, like.dtype)
     return tf.ensure_shape(result, like.shape)

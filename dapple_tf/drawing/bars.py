@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
-from string import Template
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from dapple_tf.drawing.chart import COLOURS
-from dapple_tf.drawing.html import PAGE_HEAD
+from dapple_tf.drawing.page import build_page, make_legend
+from dapple_tf.drawing.plan import PlanDrawing, draw_plan
 from dapple_tf.profiler.units import format_bytes, scale_bytes, scale_time
 
 if TYPE_CHECKING:
@@ -62,43 +62,16 @@ class BarChart:
 # --- A comparison as a web page of a single file: a table with bars
 
 
-_PAGE = Template(
-    PAGE_HEAD
-    + """\
-:root { color-scheme: light dark; --page: #fff; --ink: #222; --faint: #8885; $colours }
-@media (prefers-color-scheme: dark) { :root { --page: #16181c; --ink: #e4e4e4; --faint: #8886; } }
-.wide { overflow-x: auto; }
-table { border-collapse: collapse; }
-th, td { padding: 4px 10px 4px 0; text-align: right; vertical-align: top; border-bottom: 1px solid var(--faint);
-  white-space: nowrap; }
-th { font-weight: 600; }
-th:first-child, td:first-child, td.text, th.text { text-align: left; }
-td.text { white-space: normal; min-width: 14em; overflow-wrap: anywhere; }
-td.bar { min-width: 260px; padding-right: 16px; }
-td.bar div { display: flex; height: 15px; }
-td.bar i { display: block; height: 100%; }
-$classes
-</style>
-</head>
-<body>
-<h1>$title</h1>
-<div class="legend">$legend</div>
-<div class="wide">
-<table>
-<thead><tr>$header</tr></thead>
-<tbody>
-$rows
-</tbody>
-</table>
-</div>
-</body>
-</html>
-"""
-)
+def make_bars_page(
+    chart: BarChart,
+    header: Sequence[str],
+    cells: Sequence[Mapping[str, str]],
+    drawings: Sequence[tuple[str, PlanDrawing]],
+) -> str:
+    """Return the page: a row for each bar, with its name, its ``cells`` by their ``header``, the bar, and its note.
 
-
-def make_bars_page(chart: BarChart, header: Sequence[str], cells: Sequence[Mapping[str, str]]) -> str:
-    """Return the page: a row for each bar, with its name, its ``cells`` by their ``header``, the bar, and its note."""
+    ``drawings``: those of the cluster and of plans, with their headings, for below the table.
+    """
     most = max((bar.seconds for bar in chart.bars), default=0.0) or 1.0
     rows = []
     for bar, row in zip(chart.bars, cells, strict=True):
@@ -111,16 +84,18 @@ def make_bars_page(chart: BarChart, header: Sequence[str], cells: Sequence[Mappi
             f'<tr><td>{escape(bar.name)}</td><td class="bar"><div>{parts}</div></td>{fields}'
             f'<td class="text">{escape(bar.note)}</td></tr>'
         )
-    return _PAGE.substitute(
-        title=escape(chart.title),
-        colours=" ".join(f"--{part}: {colour};" for part, colour in PART_COLOURS.items()),
-        classes="\n".join(f".{part} {{ background: var(--{part}); }}" for part in PART_COLOURS),
-        legend="".join(f'<span><i class="{part}"></i>{escape(text)}</span>' for part, text in PART_LABELS.items()),
-        header="<th>planner</th><th></th>"
-        + "".join(f"<th>{escape(name)}</th>" for name in header)
-        + '<th class="text">why</th>',
-        rows="\n".join(rows),
-    )
+    head = "<th>planner</th><th></th>" + "".join(f"<th>{escape(name)}</th>" for name in header)
+    legend = make_legend([(f"background: {PART_COLOURS[part]}", text) for part, text in PART_LABELS.items()])
+    body = [
+        legend,
+        f'<div class="wide">\n<table>\n<thead><tr>{head}<th class="text">why</th></tr></thead>\n<tbody>',
+        *rows,
+        "</tbody>\n</table>\n</div>",
+    ]
+    for heading, drawing in drawings:
+        body += [f"<h2>{escape(heading)}</h2>", f'<div class="wide">\n{draw_plan(drawing)}\n</div>']
+    style = "\n".join(f".{part} {{ background: {colour}; }}" for part, colour in PART_COLOURS.items())
+    return build_page(chart.title, "\n".join(body), style)
 
 
 # --- Bars of a comparison as PNG pictures

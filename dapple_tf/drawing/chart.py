@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
+from dapple_tf.drawing.plan import PlanDrawing
+
 SpanKind = Literal["forward", "backward", "inputs", "weights", "send-forward", "send-backward", "allreduce", "update"]
 
 # Forward blue, backward green, as in the DAPPLE paper's figures. A backward that is split is "inputs" and "weights".
@@ -95,7 +97,8 @@ class Chart:
     """A picture whose time axis has ``seconds``.
 
     ``limit``: bytes that each curve should stay below. ``captions``: the text above each group of rows, by its name.
-    ``numbers``: what the numbers are.
+    ``numbers``: what the numbers are. ``arrows``: pairs of spans, by their index, of which the second takes what the
+    first gives; only traces show them. ``plan``: drawn below, on web pages.
     """
 
     title: str
@@ -106,6 +109,8 @@ class Chart:
     limit: float | None = None
     captions: Mapping[str, str] = field(default_factory=dict)
     numbers: str = "micro-batches"
+    arrows: tuple[tuple[int, int], ...] = ()
+    plan: PlanDrawing | None = None
 
     @property
     def kinds(self) -> tuple[SpanKind, ...]:
@@ -177,9 +182,43 @@ def stack_charts(title: str, parts: Sequence[tuple[str, Chart]]) -> Chart:
     """Return one chart with the rows of several, each under its name and title, on one time axis; without curves."""
     rows: list[Row] = []
     spans: list[Span] = []
+    arrows: list[tuple[int, int]] = []
     for name, chart in parts:
+        arrows += _shift_arrows(chart, len(spans))
         spans += [span._replace(row=span.row + len(rows)) for span in chart.spans]
         rows += [dataclasses.replace(row, group=name) for row in chart.rows]
     seconds = max(chart.seconds for _, chart in parts)
     captions = {name: f"{name}: {chart.title}" if chart.title else name for name, chart in parts}
-    return Chart(title, seconds, tuple(rows), tuple(spans), captions=captions, numbers=parts[0][1].numbers)
+    numbers = parts[0][1].numbers
+    return Chart(title, seconds, tuple(rows), tuple(spans), captions=captions, numbers=numbers, arrows=tuple(arrows))
+
+
+def chain_charts(last: Chart, earlier: Sequence[tuple[float, Chart]]) -> Chart:
+    """Return the chart ``last`` with the spans of ``earlier`` ones on the same rows, all at their own times.
+
+    Each of ``earlier`` began so many seconds before ``last``. Time 0 is the beginning of the first of all. A row that
+    ``last`` does not have is added below.
+    """
+    begin = max((seconds for seconds, _ in earlier), default=0.0)
+    rows = list(last.rows)
+    spans: list[Span] = []
+    arrows: list[tuple[int, int]] = []
+    for seconds, chart in (*earlier, (0.0, last)):
+        rows += [row for row in chart.rows if _row_key(row) not in map(_row_key, rows)]
+        places = [list(map(_row_key, rows)).index(_row_key(row)) for row in chart.rows]
+        arrows += _shift_arrows(chart, len(spans))
+        later = begin - seconds
+        spans += [s._replace(row=places[s.row], start=s.start + later, end=s.end + later) for s in chart.spans]
+    curves = tuple(dataclasses.replace(c, times=tuple(time + begin for time in c.times)) for c in last.curves)
+    return dataclasses.replace(
+        last, seconds=begin + last.seconds, rows=tuple(rows), spans=tuple(spans), curves=curves, arrows=tuple(arrows)
+    )
+
+
+def _row_key(row: Row) -> tuple[str, str, str]:
+    return row.group, row.name, row.detail
+
+
+def _shift_arrows(chart: Chart, spans: int) -> list[tuple[int, int]]:
+    """Return the chart's arrows behind this number of other spans."""
+    return [(first + spans, second + spans) for first, second in chart.arrows]

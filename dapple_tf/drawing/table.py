@@ -1,4 +1,4 @@
-"""Tables as plain text."""
+"""Tables and ranges of numbers as plain text."""
 
 from __future__ import annotations
 
@@ -30,3 +30,14 @@ def format_table(
     )
     console.print(table)
     return [line.rstrip() for line in text.getvalue().splitlines()]
+
+
+def format_ranges(numbers: Sequence[int]) -> str:
+    """Return the numbers with consecutive ones joined: ``0-3,8``."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1][1:] = [number]
+        else:
+            runs.append([number])
+    return ",".join("-".join(map(str, run)) for run in runs)

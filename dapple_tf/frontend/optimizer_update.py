@@ -120,7 +120,8 @@ def build_optimizer(optimizer: Any, variables: Sequence[Any]) -> None:
     ]
     with tf.init_scope():
         if all(internals.is_of_keras(getattr(optimizer, name)) for name in own):
-            with keras.name_scope(optimizer.name, caller=optimizer):  # it is part of the paths of its variables
+            # The optimizer's name is part of the paths of its variables.
+            with keras.name_scope(optimizer.name, caller=optimizer), internals.deferring_variables():
                 optimizer.build(list(variables))
             optimizer.built = True
             return

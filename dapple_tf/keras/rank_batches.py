@@ -24,9 +24,7 @@ def align_randomness(job: Job) -> None:
     python, numpy, seed = job.broadcast(own)
     random.setstate(python)
     np.random.set_state(numpy)
-    given = internals.global_seed()
-    job.compare({"seed of tf.random.set_seed": given})
-    if given is None:
+    if job.agree("seed of tf.random.set_seed", internals.global_seed()) is None:
         tf.random.set_seed(seed)
 
 
@@ -51,4 +49,5 @@ class BatchCheck:
             self._expected = False
             what = "first batch of the epoch (seed the data set's shuffle alike on all ranks)"
             rates = [float(v.numpy()) for v in self._optimizer.variables if v.name == "learning_rate"]
-            self._job.compare({what: digest_tensors(tensors)[:16], "learning rate (set it on every rank)": rates})
+            self._job.agree(what, digest_tensors(tensors)[:16])
+            self._job.agree("learning rate (set it on every rank)", rates)

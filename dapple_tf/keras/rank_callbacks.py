@@ -11,7 +11,7 @@ import keras
 
 from dapple_tf import internals
 from dapple_tf.distributed.membership import Job
-from dapple_tf.distributed.shared_errors import describe_difference, share_error
+from dapple_tf.distributed.shared_errors import share_error
 from dapple_tf.errors import JobError, UsageError
 
 # Callbacks that only write: they run on rank 0.
@@ -103,7 +103,8 @@ def check_callbacks(callbacks: Sequence[Any], method: str, job: Job) -> None:
     Those that only write may be on any ranks: they run on rank 0. Every rank must call this.
     """
     compared = [callback for callback in callbacks if not isinstance(callback, _WRITERS)]
-    found = job.gather([(type(callback).__name__, _is_of_horovod(callback)) for callback in compared])
+    own = [(type(callback).__name__, _is_of_horovod(callback)) for callback in compared]
+    found = job.gather(own)
     kinds = dict.fromkeys(kind for of_rank in found for kind in of_rank)
     for kind in kinds:
         name, of_horovod = kind
@@ -121,9 +122,7 @@ def check_callbacks(callbacks: Sequence[Any], method: str, job: Job) -> None:
                 ),
                 0,
             )
-    names = [", ".join(name for name, _ in of_rank) for of_rank in found]
-    if len(set(names)) > 1:
-        raise share_error(JobError(describe_difference(f"order of the callbacks of {method}", names)), 0)
+    job.agree(f"order of the callbacks of {method}", ", ".join(name for name, _ in own))
 
 
 def _is_of_horovod(callback: Any) -> bool:

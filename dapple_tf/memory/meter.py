@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Literal
 
@@ -27,13 +28,15 @@ class MeasuredMemory:
     ``source``: ``allocator`` is TensorFlow's own statistics. They leave out tensors below 256 KiB, which a CPU's
     allocator takes from the C library; ``allocator and heap`` adds what the C library has allocated since the start,
     Python's objects included. ``heap``: everything that the process has allocated, for any use. Sources with the heap
-    are sampled, so a short peak may be missed.
+    are sampled, so a short peak may be missed. ``samples``: each time (seconds of the system's clock) at which the
+    bytes beyond those live at the start were found changed, and these bytes; empty where nothing was sampled.
     """
 
     device: str
     source: Source
     start_bytes: int
     peak_bytes: int
+    samples: tuple[tuple[float, int], ...] = field(default=(), repr=False, compare=False)
 
     @property
     def above_start(self) -> int:
@@ -100,11 +103,13 @@ class _AllocatorMeter:
         """End the measurement and return its result."""
         peak = int(tf.config.experimental.get_memory_info(self._device)["peak"]) if self._statistics else 0
         start = self._start
+        samples: tuple[tuple[float, int], ...] = ()
         if self._sampler is not None:
-            above = self._sampler.stop() - self._sampler.start
+            samples = self._sampler.stop()
+            above = max(count for _, count in samples)
             start = start if self._statistics else self._sampler.start
             peak = max(peak, start + above)
-        return MeasuredMemory("CPU" if self._device == "CPU:0" else self._device, self._source, start, peak)
+        return MeasuredMemory("CPU" if self._device == "CPU:0" else self._device, self._source, start, peak, samples)
 
 
 def _start_meter(device: str) -> _AllocatorMeter | None:
@@ -123,24 +128,31 @@ def _current(device: str) -> int:
 
 
 class _Sampler:
-    """A thread that reads a figure every millisecond and keeps the largest."""
+    """A thread that reads a figure every millisecond and keeps its changes."""
 
     def __init__(self, read: Callable[[], int]) -> None:
         self._read = read
         self._stopped = threading.Event()
-        self.start = self._largest = read()
+        self.start = read()
+        self._samples = [(time.time(), 0)]
         self._thread = threading.Thread(target=self._run, name="memory meter", daemon=True)
         self._thread.start()
 
-    def stop(self) -> int:
-        """End the thread and return the largest figure."""
+    def stop(self) -> tuple[tuple[float, int], ...]:
+        """End the thread and return times and figures beyond ``start``."""
         self._stopped.set()
         self._thread.join()
-        return max(self._largest, self._read())
+        self._sample()
+        return tuple(self._samples)
 
     def _run(self) -> None:
         while not self._stopped.wait(_SAMPLING_SECONDS):
-            self._largest = max(self._largest, self._read())
+            self._sample()
+
+    def _sample(self) -> None:
+        above = self._read() - self.start
+        if above != self._samples[-1][1]:
+            self._samples.append((time.time(), above))
 
 
 # --- Bytes that this process has allocated and not freed, as glibc counts them

@@ -102,7 +102,7 @@ def _predict_window_memory(planned: PlannedModel, ranks: bool) -> tuple[StageMem
     window = versions.window
     graph = pipeline_graph(model, planned.plan, _device_names(planned.plan), "home")
     most = max(micro_batch_sizes(planned.batch_size, window.size, ()))
-    bytes_of = infer_sizes(graph, model, [most if window.in_turn else -(-most // r) for r in window.replicas])
+    bytes_of = infer_sizes(graph, model, [-(-most // replicas) for replicas in window.sharing])
     variables = find_variables(graph)
     functions = [
         {kind: bytes_of[f.name] for kind, f in stage_functions(graph, stage).items()} for stage in range(model.stages)

@@ -36,8 +36,8 @@ _HEAD = (
     "peak",
     "measured",
 )
-_AFTER_STASHES = _HEAD.index("K x stash") + 1
-_WINDOW_HEAD = (*_HEAD[:_AFTER_STASHES], "V", "V x weights", *_HEAD[_AFTER_STASHES:])
+_AFTER_STASHES = _HEAD.index("K x stash") + 1  # the place of a window's ``_VERSIONS_HEAD``
+_VERSIONS_HEAD = ("V", "V x weights")
 _WORKER_HEAD = ("stages", "stashes", "between steps", "in step", "peak")
 # JSON key -> field of StageMemory.
 _JSON_FIELDS = {
@@ -81,7 +81,7 @@ class Report:
     measured: MeasuredMemory | None = None
 
     def __str__(self) -> str:
-        header = _HEAD if self.plan.window is None else _WINDOW_HEAD
+        header = self._with_versions(_HEAD, _VERSIONS_HEAD)
         lines = [_describe_plan(self.plan), *format_table(header, [self._row(stage) for stage in self.stages])]
         if self.plan.worker_map.is_chunked:
             lines += ["devices that run several stages, with all of these:"]
@@ -116,9 +116,12 @@ class Report:
         if stage.measured is not None and len(together) > 1:
             measured += f" of stages {', '.join(map(str, together))}"
         row = [str(memory.stage), *cells[:4], *in_flight, *cells[4:], measured]
-        if self.plan.window is not None:
-            row[_AFTER_STASHES:_AFTER_STASHES] = [str(memory.version_count), format_megabytes(memory.versions)]
-        return row
+        return self._with_versions(row, [str(memory.version_count), format_megabytes(memory.versions)])
+
+    def _with_versions(self, cells: Sequence[str], versions: Sequence[str]) -> list[str]:
+        """Return the cells of a row, in windows with the cells about versions of the weights behind the stashes."""
+        added = [] if self.plan.window is None else versions
+        return [*cells[:_AFTER_STASHES], *added, *cells[_AFTER_STASHES:]]
 
     def to_json(self) -> dict[str, Any]:
         """Return the figures as JSON values (``dapple train --json`` prints them as ``memory``)."""
@@ -200,7 +203,10 @@ def _versions_json(memory: StageMemory) -> dict[str, int]:
 
 
 def _measured_json(measured: MeasuredMemory | None) -> dict[str, Any] | None:
-    return None if measured is None else {**dataclasses.asdict(measured), "above_start": measured.above_start}
+    if measured is None:
+        return None
+    figures = {name: getattr(measured, name) for name in ("device", "source", "start_bytes", "peak_bytes")}
+    return {**figures, "above_start": measured.above_start}
 
 
 # --- Predicted memory of a device that runs several stages, from the memory of each and the order of its actions

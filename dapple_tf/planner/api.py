@@ -9,12 +9,11 @@ from typing import Any
 from dapple_tf.errors import NoFitError, PlanError
 from dapple_tf.graph_passes.schedules.spec import ScheduleSpec
 from dapple_tf.plan_check import check_inputs, check_optimizer_slots
-from dapple_tf.planner.arguments import check_flags, check_sizes
 from dapple_tf.planner.asynchronous import WindowChoice, check_window_batch, more_candidates, rank_windows
 from dapple_tf.planner.micro_batch_sizes import list_micro_batch_sizes
 from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem
 from dapple_tf.planner.refusal import explain_failure
-from dapple_tf.planner.registry import find_result
+from dapple_tf.planner.registry import check_flags, check_sizes, find_result
 from dapple_tf.planner.search.chunk_shapes import least_stages
 from dapple_tf.planner.search.searched_order import search_plan_order, with_order
 from dapple_tf.planner.systems.pipedream_formula import PipedreamPrediction
@@ -24,7 +23,7 @@ from dapple_tf.profiler.device_costs import profiles_on
 from dapple_tf.profiler.profile import Profile
 from dapple_tf.profiler.quote import quote
 from dapple_tf.simulator.interrupts import interruptible
-from dapple_tf.simulator.named_orders import check_plannable
+from dapple_tf.simulator.order import check_plannable
 from dapple_tf.simulator.virtual_workers import predict_workers
 from dapple_tf.timeline.timeline import SimulatedTimeline
 from dapple_tf.window_plan import USUAL_MINIBATCHES, WindowPlan
@@ -62,21 +61,11 @@ def plan(
     one; for those of another planner NAME see ``plan_NAME``). Raises PlanError for invalid arguments,
     and if nothing fits the memory: which stage lacks how many bytes, and what would fit.
     """
+    window = None
     if mode != "sync" or minibatches is not None:
         others = {"micro_batch_size": micro_batch_size, "schedule": schedule, "overlap": overlap}
         window = make_window(mode, minibatches, others)
-        size = check_window_batch(global_batch_size, window.minibatches)
-        problem = make_problem(
-            profile,
-            cluster,
-            global_batch_size=global_batch_size,
-            micro_batch_size=size,
-            recompute=recompute,
-            optimizer_slots=optimizer_slots,
-            contention=contention,
-            whole_rows=whole_rows,
-        )
-        return plan_windows(problem, planner, window, **options)[0].plan
+        micro_batch_size = check_window_batch(global_batch_size, window.minibatches)
     problem = make_problem(
         profile,
         cluster,
@@ -89,6 +78,8 @@ def plan(
         contention=contention,
         whole_rows=whole_rows,
     )
+    if window is not None:
+        return plan_windows(problem, planner, window, **options)[0].plan
     result = run_planner(problem, planner, **options)
     return predict_plan(problem, result.chosen, planner, pipedream=result.pipedream)[0]
 
@@ -257,7 +248,7 @@ def predict_plan(
     if sizes is not None:
         bare = replace(bare, global_batch_size=sum(sizes), micro_batch_sizes=sizes)
     timeline = problem.simulate(bare)
-    timeline = SimulatedTimeline(timeline.simulation, title=timeline.title, note=note) if note else timeline
+    timeline = timeline.with_note(note) if note else timeline
     prediction: dict[str, Any] = {
         "step_seconds": timeline.step_seconds,
         "speedup": timeline.speedup,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator
 
 from dapple_tf.graph_passes.schedules.worker_map import WorkerMap
+from dapple_tf.planner.costs import make_stages
 from dapple_tf.planner.planning_problem import Candidate, PlanningProblem
 from dapple_tf.planner.search.balanced_cuts import even_starts
 from dapple_tf.planner.search.fit_cuts import fit_cuts
@@ -28,12 +28,9 @@ def even_pipeline(problem: PlanningProblem, stages: int, replicas: int = 1) -> t
 def even_stages(problem: PlanningProblem, workers: WorkerMap, replicas: int = 1) -> tuple[StagePlan, ...]:
     """Return stages of nearly equal compute; each worker is on ``replicas`` devices, in the order of the devices."""
     forward, backward = problem.chain.block_seconds(problem.profile.batch_size)
-    positions = problem.chain.positions
-    bounds = [positions[start] for start in even_starts(forward + backward, workers.stages)] + [positions[-1]]
-    return tuple(
-        StagePlan(first, end - 1, tuple(range(worker * replicas, (worker + 1) * replicas)))
-        for worker, (first, end) in zip(workers.worker_of, itertools.pairwise(bounds), strict=True)
-    )
+    starts = even_starts(forward + backward, workers.stages)
+    devices = (range(worker * replicas, (worker + 1) * replicas) for worker in workers.worker_of)
+    return make_stages(problem.chain, [*starts, len(forward)], devices)
 
 
 def baseline_candidates(problem: PlanningProblem) -> list[Candidate]:

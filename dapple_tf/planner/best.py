@@ -14,14 +14,13 @@ from dapple_tf.errors import PlanError, warn_user
 from dapple_tf.planner.baselines import leading_baselines
 from dapple_tf.planner.memory_fit import fit_memory, may_bind
 from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem
-from dapple_tf.planner.ranking import rank_candidates
 from dapple_tf.planner.registration import REGISTERED, planner
 from dapple_tf.planner.search.annealer import ANY_WARM_UP, Annealer
 from dapple_tf.planner.search.chunk_search import plan_chunked
 from dapple_tf.planner.search.searched_order import plan_searched
 from dapple_tf.planner.step_simulation import POLICIES
 from dapple_tf.planner.systems.even import plan_even
-from dapple_tf.planner.systems.simple import plan_gpipe
+from dapple_tf.planner.systems.straight import plan_gpipe
 from dapple_tf.plans import StagePlan
 from dapple_tf.profiler.profile import Profile
 
@@ -73,7 +72,7 @@ def plan_best(problem: PlanningProblem, *, chunks: Sequence[int] = (2, 4)) -> Pl
         candidates += _annealed(problem, annealer)
     if problem.schedule not in (*POLICIES, "auto"):
         candidates += [move_singly(problem, candidate, _MOVES) for candidate in _fastest_few(candidates)]
-    return rank_candidates(candidates, least_compute_seconds(problem))
+    return PlannerResult.ranked(candidates, least_compute_seconds(problem))
 
 
 def _annealed(problem: PlanningProblem, annealer: Annealer) -> list[Candidate]:
@@ -108,7 +107,7 @@ def _plan_chunked_unequal(problem: PlanningProblem) -> PlannerResult | None:
     Both are simulated on the devices as they are; the search for cuts takes all devices as equal.
     """
     found = [plan_chunked(problem), plan_gpipe(problem)]
-    return rank_candidates(c for result in found if result for c in (result.chosen, *result.runners_up))
+    return PlannerResult.ranked(c for result in found if result for c in (result.chosen, *result.runners_up))
 
 
 def _fastest_few(candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -187,7 +186,7 @@ def comparator_candidates(problem: PlanningProblem, chunks: Sequence[int] = ()) 
     small = len(problem.chain.parameter_bytes) * problem.cluster.devices <= _SPP_LIMIT
     plans: list[Callable[[PlanningProblem], PlannerResult | None]] = [partial(plan_even, chunks=(1, *chunks))]
     for entry in REGISTERED.values():
-        if entry.candidate and (uniform or entry.unequal) and (small or entry.name != "spp"):
+        if entry.candidate and not entry.native and (uniform or entry.unequal) and (small or entry.name != "spp"):
             plans.append(entry.plan)
     found = list[Candidate]()
     for plan in plans:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dapple_tf.drawing.bars import Bar, BarChart, draw_bars, make_bars_page
+from dapple_tf.drawing.plan import PlanDrawing
 from dapple_tf.drawing.save import check_path
 from dapple_tf.drawing.table import format_table
 from dapple_tf.errors import ClusterError, PlanError, ProfileError, ScheduleError
@@ -24,6 +25,7 @@ from dapple_tf.profiler.cluster import Cluster
 from dapple_tf.profiler.files import atomic_replacement, write_atomically
 from dapple_tf.profiler.profile import Profile
 from dapple_tf.profiler.units import format_bytes, format_samples, format_seconds_fixed
+from dapple_tf.timeline.plan_drawing import describe_plan_drawing
 from dapple_tf.timeline.timeline import Timeline
 
 FORMAT = "dapple-comparison/1"
@@ -105,7 +107,8 @@ class ComparedPlan:
 class Comparison:
     """The plans of several planners, the fastest first, then those without a plan; ``str`` is a table.
 
-    ``devices``: of the cluster. ``device_memory``: bytes of one, of the smallest where they differ.
+    ``devices``: of the cluster. ``device_memory``: bytes of one, of the smallest where they differ. ``profile``,
+    ``cluster``: what was planned for, which a web page shows.
     """
 
     model: str
@@ -113,6 +116,8 @@ class Comparison:
     device_memory: float
     global_batch_size: int
     rows: tuple[ComparedPlan, ...]
+    profile: Profile | None = field(default=None, repr=False)
+    cluster: Cluster | None = field(default=None, repr=False)
 
     @property
     def fastest(self) -> ComparedPlan | None:
@@ -154,11 +159,22 @@ class Comparison:
             case ".json":
                 write_atomically(target, json.dumps(self.to_json(), indent=2) + "\n")
             case ".html":
-                page = make_bars_page(self._chart(), _HEADER, [row.cells() for row in self.rows])
-                write_atomically(target, page)
+                cells = [row.cells() for row in self.rows]
+                write_atomically(target, make_bars_page(self._chart(), _HEADER, cells, self._drawings()))
             case _:
                 with atomic_replacement(target) as part:
                     draw_bars(self._chart(), part)
+
+    def _drawings(self) -> list[tuple[str, PlanDrawing]]:
+        """Return the drawings of the cluster and of all different plans, with their headings."""
+        found = [] if self.cluster is None else [("The cluster", describe_plan_drawing(None, self.cluster))]
+        planners: dict[PlanDrawing, list[str]] = {}
+        for row in self.rows:
+            if row.plan is not None:
+                drawing = describe_plan_drawing(row.plan, self.cluster, self.profile)
+                planners.setdefault(drawing, []).append(row.planner)
+        notations = {row.planner: row.notation for row in self.rows}
+        return [*found, *((f"{', '.join(names)}: {notations[names[0]]}", drawn) for drawn, names in planners.items())]
 
     def _chart(self) -> BarChart:
         return BarChart(self.title, tuple(map(_bar, self.rows)), self.device_memory)
@@ -222,7 +238,15 @@ def compare(
             found.append(row)
     found.sort(key=lambda row: float(f"{row[3].step_seconds:.9g}"))  # of equally fast plans, ``names`` decide
     rows = [_row(row, found[0]) for row in found]
-    return Comparison(profile.model, cluster.devices, cluster.least_memory, global_batch_size, (*rows, *failed))
+    return Comparison(
+        profile.model,
+        cluster.devices,
+        cluster.least_memory,
+        global_batch_size,
+        (*rows, *failed),
+        profile,
+        cluster,
+    )
 
 
 def _run(problem: PlanningProblem, name: str) -> tuple[str, float, Plan, Timeline] | ComparedPlan:

@@ -11,8 +11,7 @@ from dapple_tf.errors import PlanError, ScheduleError
 from dapple_tf.graph_passes.analysis.row_bounds import least_rows
 from dapple_tf.graph_passes.schedules.spec import ScheduleSpec
 from dapple_tf.planner.row_shares import can_meet, share_rows
-from dapple_tf.planner.search.cost_tables import CostTables, make_cost_tables
-from dapple_tf.planner.search.dynamic_program import FoundPlan
+from dapple_tf.planner.search.formula_search import CostTables, FoundPlan, make_cost_tables
 from dapple_tf.planner.search.placement import device_indices
 from dapple_tf.planner.search.search_space import SearchSpace, find_search_spaces
 from dapple_tf.planner.step_simulation import fastest_schedule, least_step_seconds, make_network, stage_cost_arrays
@@ -286,3 +285,18 @@ class PlannerResult:
         """Return the result that has the fastest candidate alone; None where there is none."""
         fastest = min((c for c in candidates if c is not None), key=lambda c: c.seconds, default=None)
         return None if fastest is None else PlannerResult(fastest)
+
+    @staticmethod
+    def ranked(candidates: Iterable[Candidate], least_seconds: float = 0.0) -> PlannerResult | None:
+        """Return the fastest candidate, and the fastest with other stages of each origin as runners-up.
+
+        Of equally fast candidates the one with fewest stages, then fewest devices, is chosen. None without any.
+        """
+        order = sorted(candidates, key=lambda c: (c.seconds, len(c.stages), c.device_count))
+        if not order:
+            return None
+        by_origin: dict[str, Candidate] = {}
+        for candidate in order[1:]:
+            if candidate.stages != order[0].stages:
+                by_origin.setdefault(candidate.origin, candidate)
+        return PlannerResult(order[0], tuple(by_origin.values()), least_seconds=least_seconds)

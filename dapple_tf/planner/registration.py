@@ -17,7 +17,7 @@ class Planner:
 
     ``unequal``: it plans for devices of different kinds too. ``shares_devices``: it plans for schedules with several
     stages on a device too. ``candidate``: where its search cannot be compiled, planner "best" chooses among the plans
-    of these.
+    of these. ``native``: it needs the C++ library.
     """
 
     name: str
@@ -25,6 +25,7 @@ class Planner:
     unequal: bool
     shares_devices: bool
     candidate: bool
+    native: bool
 
 
 REGISTERED: dict[str, Planner] = {}
@@ -32,12 +33,12 @@ REGISTERED: dict[str, Planner] = {}
 
 
 def planner(
-    name: str, *, unequal: bool = False, shares_devices: bool = False, candidate: bool = False
+    name: str, *, unequal: bool = False, shares_devices: bool = False, candidate: bool = False, native: bool = False
 ) -> Callable[[_Function], _Function]:
     """Return the decorator that registers a function as planner ``name``; see ``Planner`` for the arguments."""
 
     def register(function: _Function) -> _Function:
-        REGISTERED[name] = Planner(name, function, unequal, shares_devices, candidate)
+        REGISTERED[name] = Planner(name, function, unequal, shares_devices, candidate, native)
         return function
 
     return register

@@ -13,11 +13,8 @@ from dapple_tf.plans import StagePlan
 from dapple_tf.simulator.arrays import Floats
 from dapple_tf.simulator.contention import Flows
 from dapple_tf.simulator.costs import CostModel
-from dapple_tf.simulator.engine import run, uniform_seconds
-from dapple_tf.simulator.held_stash import worker_peaks
-from dapple_tf.simulator.named_orders import named_order
-from dapple_tf.simulator.order import Order, early_backward_order
-from dapple_tf.simulator.rings import Rings, make_rings, whole_rings
+from dapple_tf.simulator.engine import Rings, make_rings, run, uniform_seconds, whole_rings
+from dapple_tf.simulator.order import HeldStash, Order, early_backward_order, named_order
 from dapple_tf.timeline.stage_costs import StageCosts
 
 POLICIES = ("dapple-a", "dapple-b", "gpipe")  # of equally fast policies the first is taken: it stashes least
@@ -146,7 +143,7 @@ def _named_schedule_seconds(
     except ScheduleError:  # gpipe:D=4 of more than 4 micro-batches; a schedule for another number of stages
         return nothing
     if len(order.actions) < len(costs.forward_seconds):
-        peaks = worker_peaks(order, costs.fixed_bytes, costs.stash_bytes, costs.working_bytes)
+        peaks = HeldStash.of(order).peaks(costs.fixed_bytes, costs.stash_bytes, costs.working_bytes)
         fits = (peaks <= memory_bytes).all()
         return ScheduleSeconds(_seconds_below(order, costs, network, ceiling), schedule) if fits else nothing
     room = memory_bytes - costs.fixed_bytes - costs.working_bytes

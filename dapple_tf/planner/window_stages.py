@@ -20,7 +20,7 @@ def window_plan(plan: Plan, window: WindowPlan, samples: int) -> Plan:
         raise PlanError("mode='async' with several stages on one device: give each stage devices of its own")
     found = window.versions(plan.replicas).window
     total, warm_up = found.size, found.warm_up
-    check_window_size(samples, total, (1,) if window.in_turn else plan.replicas)
+    check_window_size(samples, total, found.sharing)
     return dataclasses.replace(
         plan,
         global_batch_size=samples,

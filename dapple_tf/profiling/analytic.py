@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from dapple_tf import internals
 from dapple_tf.frontend.batch import as_arguments, batch_size
 from dapple_tf.frontend.trace import trace_loss
 from dapple_tf.profiler.measure import Floats
@@ -26,7 +27,8 @@ def analytic_profile(
     peak = find_peak(device) if isinstance(device, str) else device
     arguments = as_arguments(batch)
     size = batch_size(arguments)
-    facts = examine_layers(trace_loss(loss_fn, arguments, size, "allow"), size)
+    with internals.without_values():
+        facts = examine_layers(trace_loss(loss_fn, arguments, size, "allow"), size)
     return make_profile(
         facts,
         model or facts.captured.graph.name,

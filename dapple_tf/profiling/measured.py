@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ import tensorflow as tf
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from dapple_tf import internals
 from dapple_tf.backend.saved_variables import unchanged_variables
 from dapple_tf.devices import home_device, list_devices
 from dapple_tf.errors import CaptureError, ProfileError, warn_user
@@ -28,6 +30,7 @@ from dapple_tf.exactness import BatchLoss
 from dapple_tf.frontend.batch import as_arguments, batch_size
 from dapple_tf.frontend.capture import Captured, Traced
 from dapple_tf.frontend.trace import trace_loss, trace_uncut
+from dapple_tf.messages import LOGGER
 from dapple_tf.profiler.cores import count_cores, limit_to_cores
 from dapple_tf.profiler.measure import Floats, measure_interleaved, relative_spread
 from dapple_tf.profiler.peaks import CPU_CORE, PEAKS, Peak
@@ -89,7 +92,8 @@ def profile(
     other_sizes = [n for n in sizes if n != size]
     with _progress_bar(3 + repeats * (1 + len(other_sizes))) as show:
         show("tracing", 0)
-        facts = examine_layers(_trace(loss_fn, arguments, batch_loss, other_sizes), size)
+        with internals.without_values():
+            facts = examine_layers(_trace(loss_fn, arguments, batch_loss, other_sizes), size)
         _warn_of_lists(facts)
         plain = PlainModel(loss_fn, arguments, list_devices()[0])
         show("tracing", 1)
@@ -111,7 +115,8 @@ def profile_layers(loss_fn: Traced, batch: Sequence[Any], batch_sizes: Sequence[
     other_sizes = [n for n in batch_sizes if n != size]
     with _progress_bar(3 + _TO_PLAN.rounds * (1 + len(other_sizes))) as show:
         show("tracing", 0)
-        facts = examine_layers(_trace(loss_fn, batch, batch_loss, other_sizes), size)
+        with internals.without_values():
+            facts = examine_layers(_trace(loss_fn, batch, batch_loss, other_sizes), size)
         _warn_of_lists(facts)
         show("tracing", 1)
         with unchanged_variables(facts.captured.variables.values()):
@@ -289,9 +294,9 @@ _ShowProgress = Callable[[str, int], None]
 @contextlib.contextmanager
 def _progress_bar(total: int) -> Iterator[_ShowProgress]:
     """Show a bar of ``total`` steps during the block, if stderr is a terminal."""
-    console = Console(file=sys.stderr)
+    console = Console(file=sys.stderr, quiet=not LOGGER.isEnabledFor(logging.INFO))
     columns = [TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn()]
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
+    with Progress(*columns, console=console, disable=console.quiet or not console.is_terminal, transient=True) as bar:
         task = bar.add_task("profiling", total=total)
 
         def show(activity: str, steps: int) -> None:

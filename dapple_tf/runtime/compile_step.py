@@ -15,6 +15,7 @@ from dapple_tf.backend.bindings import Buffers
 from dapple_tf.backend.build_times import BuildTimes
 from dapple_tf.backend.handler import ChooseCompiled
 from dapple_tf.backend.program import Program, build_program
+from dapple_tf.backend.room import check_room
 from dapple_tf.compiler import PlannedModel, StepVariant, local_graph
 from dapple_tf.errors import CaptureError, LossError, UsageError, warn_user
 from dapple_tf.exactness import Inexact
@@ -32,17 +33,17 @@ from dapple_tf.runtime.variable_homes import VariableHomes
 from dapple_tf.staged_model import StagedModel, stage_model
 from dapple_tf.xla.choice import Xla
 
-# --- Keep the traces of a loss, up to a limit, and find the one that serves a batch
+# --- Keep the traces of a loss, up to a limit, and find the one that fits a batch
 
 MOST_TRACES = 16
-"""The number of traces that are kept for one loss; a further one replaces the one whose last use is longest ago."""
+"""The number of traces that are kept for one loss; the next one replaces the trace that has not run for longest."""
 
-_WARN_AT = 3  # warn at the third trace that differs from others only in inner lengths
+_WARN_AT = 3  # warn when a third trace differs from others only in inner lengths
 
 
 @dataclass
 class TracedShapes:
-    """The traces of one loss by the nesting of arguments and signature, the one used longest ago first."""
+    """The traces of one loss by nesting of arguments and signature, in the order of their last use."""
 
     _models: dict[Key, StagedModel] = field(default_factory=dict)
     _warned: bool = False
@@ -56,7 +57,7 @@ class TracedShapes:
         return list(self._models.values())
 
     def find(self, key: Key) -> StagedModel | None:
-        """Return a trace whose signature fits this key and which serves its inner lengths, or None."""
+        """Return a trace whose signature fits this key, and which is valid for its inner lengths, or None."""
         for kept in [key, *self._models]:
             if kept in self._models and _serves(kept, self._models[kept], key):
                 model = self._models[kept] = self._models.pop(kept)  # moved to the end: it is used last
@@ -64,13 +65,13 @@ class TracedShapes:
         return None
 
     def alike(self, key: Key) -> list[tuple[tf.TensorSpec, ...]]:
-        """Return the signatures of the traces for batches that differ from those of this key in inner lengths only."""
+        """Return the signatures of the traces that differ from this key in inner lengths only."""
         return [kept[1] for kept in self._models if _is_alike(kept, key)]
 
     def add(self, key: Key, model: StagedModel) -> StagedModel | None:
-        """Keep a new trace, made for a batch of this key, and return one that is dropped for it, or None.
+        """Keep a new trace, made for a batch of this key; return the trace that is dropped for it, or None.
 
-        Warn once where many lengths have been traced.
+        Warn once if many lengths have been traced.
         """
         self._models[key[0], model.interface.signature] = model
         dropped = self._models.pop(next(iter(self._models))) if len(self._models) > MOST_TRACES else None
@@ -118,33 +119,26 @@ class Target(Protocol):
     """The place where steps run: devices of this process (``LocalTarget``), or a rank of a job (``RankTarget``)."""
 
     def announce(self, what: str, batch_size: int, signature: Sequence[tf.TensorSpec]) -> None:
-        """Tell the other ranks what this rank begins to do, for a batch of this size and signature."""
+        """Announce to the other ranks which work this rank begins, for a batch of this size and signature."""
 
     def run_on_all(self, work: Callable[[], T]) -> T:
-        """Return what ``work`` returns, once it has succeeded on every rank."""
+        """Return the result of ``work``, once it has succeeded on every rank."""
 
     def check_plan(self, plan: Plan, fitted: Plan, batch_size: int) -> None:
-        """Raise BatchError where ``fitted``, the ``plan`` for a batch of ``batch_size`` samples, cannot run here."""
+        """Raise BatchError if ``fitted``, the ``plan`` for a batch of ``batch_size`` samples, cannot run here."""
 
     def build(
-        self,
-        model: StagedModel,
-        plan: Plan,
-        variant: StepVariant,
-        times: BuildTimes,
-        *,
-        local: bool = False,
-        choose: ChooseCompiled | None = None,
+        self, planned: PlannedModel, variant: StepVariant, times: BuildTimes, choose: ChooseCompiled | None = None
     ) -> Program:
         """Run the passes and emit the TensorFlow function, both measured by ``times``.
 
-        ``local``: it takes the rows that this process needs. ``choose`` returns the functions that XLA compiles.
+        ``choose`` returns the functions that XLA compiles.
         """
 
 
 @dataclass(frozen=True)
 class TracedLoss:
-    """A captured loss with the shapes of all its values for a micro-batch, and its layers."""
+    """A captured loss, its layers, and the shapes of all its values for a micro-batch."""
 
     captured: Captured
     shapes: Mapping[str, Sequence[Shape]]
@@ -162,16 +156,15 @@ class CompiledStep:
 
 @dataclass
 class CompiledSteps:
-    """Everything compiled for one loss: the ``models`` that were traced, and ``programs`` by what they run.
+    """Everything compiled for one loss: the traced ``models``, and the ``programs``.
 
-    ``uncut``: the models that were traced for one micro-batch on one replica; their keys have the batch size too.
-
-    The key of a program: identity of its model, M, replicas of each stage, sizes of micro-batches where they are given,
-    variant, and whether it takes local rows.
-    ``times``: of all builds. ``started``: the programs that have run, by their identity. ``homes``: where variables
-    were before the programs moved them. ``xla``: compiles stage functions, or None. ``compared``: the
-    most samples of a step of each model, by its identity, that was compared with the loss of the whole batch.
-    ``warned``: whether the user knows of layers that train in another way than on one device.
+    ``uncut``: the models that were traced for one micro-batch on one replica; their keys contain the batch size too.
+    The key of a program consists of the identity of its model, M, the replicas of each stage, the sizes of
+    micro-batches if they are given, the variant, and whether it takes local rows. ``times``: of all builds.
+    ``started``: the programs that have run, by their identity. ``homes``: the devices of variables before the programs
+    moved them. ``xla``: compiles stage functions, or None. ``compared``: for each model, by its identity, the most
+    samples of a step that was compared with the loss of the whole batch. ``warned``: whether the user has been warned
+    of layers that train in another way than on one device.
     """
 
     models: TracedShapes = field(default_factory=TracedShapes)
@@ -185,14 +178,14 @@ class CompiledSteps:
     warned: bool = False
 
     def add(self, key: Key, model: StagedModel) -> None:
-        """Keep a new trace for batches of this key; drop the programs of one that is dropped for it."""
+        """Keep a new trace for batches of this key; if another trace is dropped for it, drop its programs."""
         dropped = (self.uncut if model.interface.uncut else self.models).add(key, model)
         for program in [program for program in self.programs if program[0][0] == id(dropped)]:
             self.started.discard(id(self.programs.pop(program)))
         self.compared.pop(id(dropped), None)
 
     def find(self, batch: Batch, *, uncut: bool) -> StagedModel | None:
-        """Return a model that serves ``batch``, or None; ``uncut``: it is run by one micro-batch on one replica."""
+        """Return a model for ``batch``, or None; ``uncut``: one micro-batch on one replica will run the batch."""
         model = self.models.find(batch.key)
         if uncut and (model is None or not model.exact_uncut):
             return self.uncut.find(batch.sized_key)
@@ -204,16 +197,17 @@ class CompiledSteps:
 
     @contextlib.contextmanager
     def running(self, compiled: CompiledStep) -> Iterator[None]:
-        """Prepare and mark a run of a program: its variables are at its stages; its first run is a phase of the build.
+        """Run a program in this context: its variables are moved to its stages, and a first run counts as building.
 
-        The caller has the variables for itself.
+        Other threads that use the variables wait.
         """
-        program = compiled.program
-        self.homes.return_to_stages(compiled.planned.model.variables.values())
-        first = id(program) not in self.started
-        with self.times.phase("first run") if first else contextlib.nullcontext():
-            yield
-        self.started.add(id(program))
+        program, variables = compiled.program, compiled.planned.model.variables.values()
+        with exclusive(variables):
+            self.homes.return_to_stages(variables)
+            first = id(program) not in self.started
+            with self.times.phase("first run") if first else contextlib.nullcontext():
+                yield
+            self.started.add(id(program))
 
 
 def compile_step(
@@ -225,25 +219,41 @@ def compile_step(
     variant: StepVariant,
     compiled: CompiledSteps,
 ) -> CompiledStep:
-    """Return the step that trains on batches like ``batch``; what is new is compiled and added to ``compiled``.
+    """Return the step that trains on batches like ``batch``; new traces and programs are added to ``compiled``.
 
     Every rank of a job must compile the same steps in the same order. Raises UsageError inside a tf.function, and
-    subclasses of ValueError for a batch, a loss or a plan that cannot be compiled.
+    subclasses of ValueError if the batch, the loss or the plan cannot be compiled.
     """
-    size = batch.size
-    model = _find_model(loss_fn, batch, optimizer, autoplan, target, compiled, uncut=autoplan.runs_uncut(size))
-    plan = fit_plan(autoplan.plan, size)
-    if plan.uncut and not model.exact_uncut:
-        model = _find_model(loss_fn, batch, optimizer, autoplan, target, compiled, uncut=True)
-    target.check_plan(autoplan.plan, plan, size)
-    planned = PlannedModel(model, plan, size)
+
+    def find(uncut: bool) -> tuple[StagedModel, Plan]:
+        model = _find_model(loss_fn, batch, optimizer, autoplan, target, compiled, uncut=uncut)
+        return model, autoplan.plan
+
+    planned = plan_model(find, batch.size, target, uncut=autoplan.runs_uncut(batch.size))
     _report_writes(planned, autoplan, compiled)
     _warn_of_documented(planned, autoplan, compiled)
     return CompiledStep(
         planned,
         find_program(planned, target, variant, compiled),
-        batch_form(batch.arguments, model.interface.signature),
+        batch_form(batch.arguments, planned.model.interface.signature),
     )
+
+
+def plan_model(
+    find: Callable[[bool], tuple[StagedModel, Plan]], samples: int, target: Target, *, uncut: bool
+) -> PlannedModel:
+    """Return the model for a batch of ``samples``, with the plan fitted to it.
+
+    ``find`` returns a model and its plan. It is called with ``uncut``: whether one micro-batch on one replica may run
+    the batch. If only the fitted plan does so, and the model is not exact then, it is called again.
+    """
+    model, plan = find(uncut)
+    fitted = fit_plan(plan, samples)
+    if fitted.uncut and not model.exact_uncut:
+        model, plan = find(True)
+        fitted = fit_plan(plan, samples)
+    target.check_plan(plan, fitted, samples)
+    return PlannedModel(model, fitted, samples)
 
 
 def _find_model(
@@ -256,9 +266,9 @@ def _find_model(
     *,
     uncut: bool,
 ) -> StagedModel:
-    """Return the model for batches like ``batch``; a new one is traced and added to ``compiled``.
+    """Return the model for batches like ``batch``; if there is none, trace it and add it to ``compiled``.
 
-    ``uncut``: one micro-batch on one replica may run the batch, so no model is refused because it cannot be cut.
+    ``uncut``: one micro-batch on one replica may run the batch, so a model is not refused because it cannot be cut.
     """
     if (known := compiled.find(batch, uncut=uncut)) is not None:
         return known
@@ -312,14 +322,14 @@ def trace_loss_of(
     uncut: bool,
     trains: bool = True,
 ) -> tuple[TracedLoss, TracedLoss]:
-    """Return the traced function on which to plan, and the one to run: it is the same in most cases.
+    """Return the traced function on which to plan, and the one to run; in most cases these are the same.
 
     ``uncut``: one micro-batch on one replica may run the batch; a loss that is not exact in micro-batches is then
-    traced again, without a rewrite. Raises what ``trace_batch`` raises.
+    traced again, without a rewrite. Raises the errors of ``trace_batch``.
     """
     key, size, times = batch.key, batch.size, compiled.times
     captured, cut = None, None
-    if not (uncut and compiled.models.find(key)):  # else a model of this key needed a trace of its own
+    if not (uncut and compiled.models.find(key)):  # else a model of this key exists, but is not exact uncut
         inexact: Inexact = "allow" if uncut else autoplan.inexact
         options = inexact, autoplan.batch_loss, autoplan.batch_norm
         earlier, by_xla = compiled.models.alike(key), compiled.xla is not None
@@ -340,7 +350,7 @@ def trace_loss_of(
 
 
 def _with_layers(captured: Captured, samples: int, times: BuildTimes) -> TracedLoss:
-    """Return the captured loss with its layers, and its shapes for that many samples."""
+    """Return the captured loss with its layers, and with its shapes for this number of samples."""
     with times.phase("trace"):
         captured, shapes = infer_batch_axes(captured, samples)
     with times.phase("layers"):
@@ -350,9 +360,9 @@ def _with_layers(captured: Captured, samples: int, times: BuildTimes) -> TracedL
 def compile_for_rows(
     last: CompiledStep, samples: int, autoplan: Autoplan, target: Target, variant: StepVariant, compiled: CompiledSteps
 ) -> CompiledStep:
-    """Return the step that ranks run on their own rows of a batch of ``samples``, for the model of the ``last`` step.
+    """Return the step by which ranks train on their own rows of a batch of ``samples``, for the ``last`` step's model.
 
-    Every rank must call it. Raises BatchError where the batch leaves a rank without samples.
+    Every rank must call this. Raises BatchError if the batch leaves a rank without samples.
     """
     plan = fit_plan(autoplan.plan, samples)
     target.check_plan(autoplan.plan, plan, samples)
@@ -362,7 +372,7 @@ def compile_for_rows(
 
 
 def read_batch(arguments: Sequence[Any]) -> Batch:
-    """Return the batch of these arguments; UsageError inside a tf.function, BatchError for what is no batch."""
+    """Return the batch of these arguments; UsageError inside a tf.function, BatchError if they are not a batch."""
     check_eager()
     return Batch.of(as_rows(arguments))
 
@@ -376,32 +386,32 @@ def check_eager() -> None:
 def find_program(
     planned: PlannedModel, target: Target, variant: StepVariant, compiled: CompiledSteps, *kinds: str
 ) -> Program:
-    """Return the program that runs ``planned``; a new one is built and added to ``compiled``.
+    """Return the program that runs ``planned``; if there is none, build it and add it to ``compiled``.
 
-    ``kinds``: what kind of program it is, for the announcement to other ranks.
+    ``kinds``: words that describe the program in the announcement to other ranks.
     """
-    model, plan, local = planned.model, planned.plan, planned.local
-    key = _plan_key(planned), variant, local
+    model = planned.model
+    key = _plan_key(planned), variant, planned.local
     if key not in compiled.programs:
         words = ", ".join([*kinds, *([] if variant is StepVariant.PLAIN else [str(variant.value)])])
         extra = f" ({words})" if words else ""
         target.announce(f"build another program{extra}", planned.batch_size, model.interface.signature)
-        with exclusive(model.variables.values()):  # they move to the devices of their stages
+        with exclusive(model.variables.values()):  # building moves them to the devices of their stages
             compiled.homes.return_to_stages(model.variables.values())
             compiled.homes.remember(model.variables.values())
             choose = None if compiled.xla is None else compiled.xla.chooser(planned)
-            compiled.programs[key] = target.build(model, plan, variant, compiled.times, local=local, choose=choose)
+            compiled.programs[key] = target.build(planned, variant, compiled.times, choose)
     return compiled.programs[key]
 
 
 def _plan_key(planned: PlannedModel) -> _PlanKey:
-    """Return what ``fit_plan`` may change for a short batch, which is then run by another program."""
+    """Return the parts of a plan that ``fit_plan`` may change for a small batch, which then needs another program."""
     plan = planned.plan
     return id(planned.model), plan.micro_batches, plan.replicas, plan.sizes, plan.shares
 
 
 def _report_writes(planned: PlannedModel, autoplan: Autoplan, compiled: CompiledSteps) -> None:
-    """React to writes in backward that this plan repeats: refuse them, or warn once for each M and replicas."""
+    """Refuse variables that backward writes several times under this plan, or warn once for each M and replicas."""
     model = planned.model
     if model.for_passes.backward_writes and not any(key[0] == _plan_key(planned) for key in compiled.programs):
         writes = planned.exactness.reasons[len(model.interface.exactness.reasons) :]
@@ -409,7 +419,7 @@ def _report_writes(planned: PlannedModel, autoplan: Autoplan, compiled: Compiled
 
 
 def _warn_of_documented(planned: PlannedModel, autoplan: Autoplan, compiled: CompiledSteps) -> None:
-    """Warn, at the first step that has some, of layers that train in another way than on one device."""
+    """Warn once of layers that train in another way than on one device."""
     found = planned.exactness.documented
     if found and not compiled.warned and autoplan.user_inexact != "allow":
         compiled.warned = True
@@ -428,7 +438,7 @@ def _warn_of_untrained(model: StagedModel) -> None:
 
 
 class LocalTarget:
-    """Builds programs for ``devices`` (names, indexed by the plan) of one process.
+    """Builds programs for the ``devices`` of one process: their names, in the order of the plan's numbers.
 
     ``home``: the device of the batch, the loss and everything else that belongs to no stage.
     """
@@ -439,30 +449,27 @@ class LocalTarget:
         self._buffers = Buffers(home)
 
     def announce(self, what: str, batch_size: int, signature: Sequence[tf.TensorSpec]) -> None:
-        """Do nothing: there are no other processes to tell."""
+        """Do nothing: there are no other ranks."""
 
     def run_on_all(self, work: Callable[[], T]) -> T:
-        """Return what ``work`` returns."""
+        """Return the result of ``work``."""
         return work()
 
     def check_plan(self, plan: Plan, fitted: Plan, batch_size: int) -> None:
-        """Accept any plan that was ``fitted`` to a smaller batch."""
+        """Accept every plan: in one process a batch may be too small for all replicas."""
 
     def build(
-        self,
-        model: StagedModel,
-        plan: Plan,
-        variant: StepVariant,
-        times: BuildTimes,
-        *,
-        local: bool = False,
-        choose: ChooseCompiled | None = None,
+        self, planned: PlannedModel, variant: StepVariant, times: BuildTimes, choose: ChooseCompiled | None = None
     ) -> Program:
-        """Return the program that runs ``model`` under ``plan``; see ``compiler.local_graph`` for what it raises.
+        """Return the program that runs ``planned``; see ``Target``, and ``compiler.local_graph`` for what it raises.
 
-        One process takes all rows of a batch, ``local`` or not. ``choose`` returns the functions that XLA compiles.
+        Raises NoFitError where the variables that are yet to be made do not fit this process. One process takes all
+        rows of a batch, also where ``planned`` is local.
         """
         with times.phase("passes"):
-            graph = local_graph(model, plan, self._devices, self._home, variant=variant)
+            graph = local_graph(planned.model, planned.plan, self._devices, self._home, variant=variant)
+        variables = planned.model.variables
+        stages = len(planned.plan.stages)
+        check_room(graph, variables, variables, f"this process, which runs {stages} stage{'s' * (stages > 1)},")
         with times.phase("emit"):
-            return build_program(graph, model, self._buffers, choose=choose)
+            return build_program(graph, planned.model, self._buffers, choose=choose)

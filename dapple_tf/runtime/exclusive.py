@@ -8,19 +8,28 @@ import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-COMPILING = threading.RLock()
-"""Held while a step is compiled: variables move to their stages, and an optimizer makes its own."""
+from dapple_tf import internals
 
-# By the identity of the variable, for as long as that exists. A variable may be used by any step of the process.
+_COMPILING = threading.RLock()
+"""Held while a step is compiled: variables move to their stages, and an optimizer makes its variables."""
+
+# The lock of each variable, by its identity, as long as the variable exists. Any step of the process may use it.
 _LOCKS: dict[int, Any] = {}
 _MAKING = threading.Lock()
 
 
 @contextlib.contextmanager
-def exclusive(variables: Iterable[Any]) -> Iterator[None]:
-    """Keep other threads that enter this for one of these ``variables`` waiting.
+def compiling() -> Iterator[None]:
+    """Compile one step at a time; tracing makes no values of deferred variables, which are made at their stages."""
+    with _COMPILING, internals.without_values():
+        yield
 
-    All threads take the locks of variables in the same order, so none waits for one that waits for it.
+
+@contextlib.contextmanager
+def exclusive(variables: Iterable[Any]) -> Iterator[None]:
+    """Let other threads wait that enter this for one of these ``variables``.
+
+    All threads take the locks of variables in the same order, so no two threads wait for each other.
     """
     locks = [_lock_of(variable) for variable in sorted(variables, key=id)]
     with contextlib.ExitStack() as held:

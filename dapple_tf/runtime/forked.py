@@ -1,6 +1,6 @@
-"""Refuse to work in a forked child of a process in which TensorFlow has started: it has none of TensorFlow's threads.
+"""Refuse to run in a forked child of a process in which TensorFlow had started.
 
-There a step would wait for them forever.
+The child has none of TensorFlow's threads, and a step would wait for them forever.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 from dapple_tf import internals
 from dapple_tf.errors import UsageError
 
-# The process from which this one was forked while TensorFlow ran there, if there is one: a fact of the process.
+# The process from which this one was forked after TensorFlow had started there; empty if there is none.
 _parents: list[int] = []
 
 

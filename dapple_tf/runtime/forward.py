@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from dapple_tf.autoplan.autoplan import Autoplan
-from dapple_tf.autoplan.batch_fit import fit_plan
 from dapple_tf.autoplan.forward_plan import without_cuts
 from dapple_tf.backend.build_times import BuildTimes
-from dapple_tf.compiler import PlannedModel, StepVariant
+from dapple_tf.compiler import StepVariant
 from dapple_tf.frontend.batch import Batch, batch_form
 from dapple_tf.frontend.capture import Captured
 from dapple_tf.frontend.deferred_statistics import trace_statistics
@@ -23,8 +23,16 @@ from dapple_tf.graph_passes.passes.loss_head_function import build_loss_head
 from dapple_tf.graph_passes.passes.once import build_once
 from dapple_tf.graph_passes.passes.partition import partition
 from dapple_tf.plans import Plan
-from dapple_tf.runtime.compile_step import CompiledStep, CompiledSteps, Target, find_program, read_batch, trace_loss_of
-from dapple_tf.runtime.exclusive import COMPILING, exclusive
+from dapple_tf.runtime.compile_step import (
+    CompiledStep,
+    CompiledSteps,
+    Target,
+    find_program,
+    plan_model,
+    read_batch,
+    trace_loss_of,
+)
+from dapple_tf.runtime.exclusive import compiling
 from dapple_tf.runtime.forked import check_not_forked
 from dapple_tf.runtime.rehearsal import compare_first
 from dapple_tf.runtime.variable_homes import VariableHomes
@@ -34,14 +42,14 @@ from dapple_tf.xla.choice import Xla, make_xla
 
 @dataclass
 class Forward:
-    """A function of a batch, run forward over the stages that ``autoplan`` gives to training.
+    """A function of a batch that runs forward over the stages that ``autoplan`` has chosen for training.
 
-    ``function``: as for ``dapple.pipeline``, but it needs no variable to train. What it writes (seeds of draws, batch
-    norm's statistics) is written, as by a call on one device. In a job every rank must make the same calls.
+    ``function``: as for ``dapple.pipeline``, but it need not use a trainable variable. It writes the same variables as
+    a call on one device (seeds of draws, batch norm's statistics). In a job every rank must make the same calls.
 
-    Traces are made anew once training has a plan, so that variables need not move. ``homes``: where variables were
-    before any program of the training step, or of this, moved them. ``times``: of all builds of the training
-    step and its forward runs.
+    Once training has a plan, functions are traced again, so that variables need not move. ``homes``: the devices of
+    variables before a program of the training step, or of this function, moved them. ``times``: of all builds of the
+    training step and its forward runs.
     """
 
     function: Callable[..., Any]
@@ -60,51 +68,46 @@ class Forward:
 
     @property
     def models(self) -> list[StagedModel]:
-        """All that was traced and is still used."""
+        """The traced models that are still used."""
         return self._compiled.all_models()
 
     def run(self, arguments: Sequence[Any], target: Target, gather: Callable[[], None]) -> Any:
-        """Return what the function returns for the whole batch: the loss, or (loss, aux).
+        """Return the function's result for the whole batch: the loss, or (loss, aux).
 
-        ``gather``: brings the variables of all ranks of a job here. Raises ExactnessError as ``compare_first`` does.
+        ``gather`` brings the variables of all ranks of a job to this one. Raises ExactnessError as ``compare_first``
+        does.
         """
         check_not_forked()
         batch = read_batch(arguments)
-        with COMPILING:
+        with compiling():
             compiled = self.compile(batch, target)
-        variables = compiled.planned.model.variables.values()
-        with exclusive(variables), self._compiled.running(compiled):
+        with self._compiled.running(compiled):
             compare_first(compiled, self._compiled, batch.tensors, self.function, arguments, gather)
             outputs = compiled.program.run(batch.tensors)
         return compiled.planned.model.pack(outputs)
 
     def compile(self, batch: Batch, target: Target) -> CompiledStep:
-        """Return the program for batches like ``batch``; raises what ``compile_step`` raises."""
+        """Return the program for batches like ``batch``; raises the errors of ``compile_step``."""
         if self.autoplan.planned and not self._planned:
             self._compiled, self._plans, self._planned = self._fresh(self._compiled.xla), {}, True
-        size = batch.size
-        model = self._find(batch, size, target, uncut=self.autoplan.runs_uncut(size))
-        whole = self._plans[id(model)]
-        plan = fit_plan(whole, size)
-        if plan.uncut and not model.exact_uncut:
-            model = self._find(batch, size, target, uncut=True)
-            whole = self._plans[id(model)]
-            plan = fit_plan(whole, size)
-        target.check_plan(whole, plan, size)
-        planned = PlannedModel(model, plan, size)
+        find = partial(self._find, batch, target)
+        planned = plan_model(find, batch.size, target, uncut=self.autoplan.runs_uncut(batch.size))
         program = find_program(planned, target, StepVariant.PLAIN, self._compiled, "forward")
-        return CompiledStep(planned, program, batch_form(batch.arguments, model.interface.signature))
+        return CompiledStep(planned, program, batch_form(batch.arguments, planned.model.interface.signature))
 
-    def _find(self, batch: Batch, size: int, target: Target, *, uncut: bool) -> StagedModel:
-        """Return the model for batches like this one, traced if there is none; ``uncut``: see ``compile_step``."""
+    def _find(self, batch: Batch, target: Target, uncut: bool) -> tuple[StagedModel, Plan]:
+        """Return the model for batches like this one, and its plan; if there is none, trace it.
+
+        ``uncut``: see ``plan_model``.
+        """
         model = self._compiled.find(batch, uncut=uncut)
         if model is None:
-            target.announce("trace the model to run forward", size, batch.key[1])
+            target.announce("trace the model to run forward", batch.size, batch.key[1])
             model, made = target.run_on_all(lambda: self._trace(batch, uncut=uncut))
             self._compiled.add(batch.sized_key if model.interface.uncut else batch.key, model)
             self._plans = {id(kept): self._plans[id(kept)] for kept in self.models if kept is not model}
             self._plans[id(model)] = made
-        return model
+        return model, self._plans[id(model)]
 
     def _trace(self, batch: Batch, *, uncut: bool) -> tuple[StagedModel, Plan]:
         autoplan = self.autoplan
@@ -119,7 +122,7 @@ class Forward:
         elif traced.captured.uncut:
             plan = without_cuts(plan)
         if autoplan.window is not None and dependence is not None:
-            if dependence.exactness.reasons:  # the minibatches have none, nor has the whole batch if it is not cut
+            if dependence.exactness.reasons:  # each minibatch is exact, and so is the whole batch if it is not cut
                 plan = without_cuts(plan)
             if max(plan.replicas) > 1:
                 report_exactness(traced.captured.graph.name, dependence.exactness.undocumented, autoplan.user_inexact)
@@ -130,9 +133,9 @@ class Forward:
 
 
 def _stage_forward(captured: Captured, layers: Layers, starts: Sequence[int]) -> StagedModel:
-    """Cut the captured graph before the layers ``starts``; what forward writes it writes, and nothing is trained.
+    """Cut the captured graph before the layers ``starts``; forward writes its variables, and nothing is trained.
 
-    Raises PartitionError where the graph cannot be cut there.
+    Raises PartitionError if the graph cannot be cut there.
     """
     stages = partition(layers, starts)
     graph, none = stages.graph, StageGradients()

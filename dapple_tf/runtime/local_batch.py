@@ -21,9 +21,9 @@ from dapple_tf.staged_model import StagedModel
 
 
 def find_needs(compiled: CompiledStep, plan: Plan) -> tuple[InputNeeds, ...]:
-    """Return the rows that each rank needs (one rank in one process); ``plan``: not fitted to a short batch.
+    """Return the rows that each rank needs; one process counts as one rank. ``plan``: not fitted to a small batch.
 
-    Every rank takes a whole asynchronous window, and cuts its minibatches itself.
+    In asynchronous windows every rank takes the whole window, and cuts it into minibatches itself.
     """
     form, planned = compiled.form, compiled.planned
     if plan.window is not None:
@@ -45,14 +45,14 @@ def compile_local(
     variant: StepVariant,
     compiled: CompiledSteps,
 ) -> tuple[CompiledStep, Sequence[Any]]:
-    """Return the step that trains on the rows of ``batch`` on each rank, and the inputs of its program.
+    """Return the step that trains on each rank's own rows of a batch, and the inputs of its program.
 
-    ``batch``: this rank's rows, or None, by argument; arguments that it does not need are ignored. The inputs are the
-    flattened tensors, and the number of samples of the whole batch. ``last``: the step that ran, or was built, last;
-    the rows must be of its types. Other parameters: see ``compile_step``. Every rank must call it.
+    ``batch``: this rank's rows of each argument, or None; arguments that the rank does not need are ignored. The inputs
+    are the flattened tensors, and the number of samples of the whole batch. ``last``: the step that ran, or was built,
+    last; the rows must have its types. For the other parameters see ``compile_step``. Every rank must call this.
 
-    Raises UsageError without a last step or inside a tf.function, and BatchError on every rank where these are not the
-    rows of one batch, or have lengths that the step does not serve.
+    Raises UsageError without a last step or inside a tf.function. Raises BatchError on every rank if the rows of all
+    ranks are not one batch, or have lengths for which the step is not valid.
     """
     if last is None:
         raise UsageError(
@@ -81,13 +81,13 @@ def compile_local(
 
 
 def _unknown_axes(form: BatchForm) -> list[tuple[int, int]]:
-    """Return the axes whose length is unknown: number of the flattened argument, and axis."""
+    """Return the axes whose length is unknown, each as the number of the flattened argument and of the axis."""
     dims = [(i, axis, dim) for i, spec in enumerate(form.signature) for axis, dim in enumerate(spec.shape)]
     return [(i, axis) for i, axis, dim in dims if axis and dim is None]
 
 
 def _check_lengths(model: StagedModel, lengths: Mapping[tuple[int, int], int]) -> None:
-    """Raise BatchError, on every rank alike, where the model does not serve these lengths."""
+    """Raise BatchError, on all ranks, if the model is not valid for these lengths."""
     if model.interface.serves is None:
         return
     shapes = [spec.shape.as_list() for spec in model.interface.example]

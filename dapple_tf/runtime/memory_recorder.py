@@ -1,10 +1,10 @@
-"""Memory of recorded steps: predicted for the compiled step, and measured in its rehearsal."""
+"""Memory of recorded steps: predicted for the compiled step, and measured while it is rehearsed."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dapple_tf.compiler import PlannedModel
@@ -15,10 +15,11 @@ from dapple_tf.memory.predict import StageMemory, predict_plan_memory
 from dapple_tf.memory.report import DeviceMeasurement, Report, make_report
 from dapple_tf.runtime.compile_step import CompiledStep
 from dapple_tf.runtime.rehearsal import can_rehearse, rehearse
+from dapple_tf.timeline.events import MemoryCurve
 from dapple_tf.timeline.timeline import Timeline
 
-# Of a step that cannot be rehearsed the first recorded run, which also allocates what stays, and the second are
-# measured. Their timelines have these notes.
+# If a step cannot be rehearsed, its first two recorded runs are measured: the first one also allocates memory that
+# stays. The timelines of these runs have these notes.
 _NOTES = (
     "this was the first run of the step, whose effects (prints, Python code or random draws) cannot be undone, so it "
     "was not rehearsed: the times include TensorFlow's setup and the measurement of memory",
@@ -28,7 +29,7 @@ _NOTES = (
 
 @dataclass
 class _Measured:
-    """Memory measured for a planned model, and how many of its real runs were measured."""
+    """The memory measured for a planned model, and how many of its real runs were measured."""
 
     planned: PlannedModel
     measurements: tuple[DeviceMeasurement, ...] = ()
@@ -39,7 +40,7 @@ class _Measured:
 class MemoryRecorder:
     """Keeps the memory of recorded steps, of this process or of all ranks of a ``job``.
 
-    ``planned``: what the last recorded step ran.
+    ``planned``: the model and plan of the last recorded step.
     """
 
     def __init__(self, job: Job | None) -> None:
@@ -59,17 +60,17 @@ class MemoryRecorder:
         try:
             measured = rehearse(compiled, batch, devices)
         except StepError:
-            if self._job is not None:  # the other ranks know already
+            if self._job is not None:  # the failure has been reported to the other ranks already
                 raise
-            return  # the real step fails too, and its error says what has become of the variables
+            return  # the real step fails too, and its error describes the state of the variables
         known.measurements = attribute(measured, devices, self._job)
         known.rehearsed = True
 
     @contextlib.contextmanager
     def recorded_run(self, planned: PlannedModel, devices: Sequence[str]) -> Iterator[str]:
-        """Run a recorded step in this context; measure its memory if it was not rehearsed. Yield its timeline's note.
+        """Run a recorded step in this context, and measure its memory if it was not rehearsed.
 
-        In a job every rank must enter it.
+        Yields the note of its timeline. In a job every rank must enter this.
         """
         known = self._of(planned)
         if known.rehearsed or known.runs >= len(_NOTES):
@@ -77,17 +78,30 @@ class MemoryRecorder:
         else:
             with MemoryMeter(devices) as meter:
                 yield _NOTES[known.runs]
-            known.measurements = attribute(meter.measured, devices, self._job)
+            # When the first action of this run started is not known yet.
+            untimed = [replace(memory, samples=()) for memory in meter.measured]
+            known.measurements = attribute(untimed, devices, self._job)
             known.runs += 1
         self.planned = planned  # not reached where the step fails
 
     def report(self, planned: PlannedModel, timeline: Timeline | None) -> Report:
-        """Return the report of ``planned``; with a ``timeline``, also what was measured of that recorded step."""
+        """Return the report of ``planned``; with the ``timeline`` of a recorded step, also its measured memory."""
         # Predicting takes seconds for a large model.
         if self._predicted is None or not planned.same(self._predicted[0]):
             self._predicted = planned, predict_plan_memory(planned, ranks=self._job is not None)
         measured = () if timeline is None else self._of(planned).measurements
         return make_report(planned.plan, self._predicted[1], timeline, measured)
+
+    def curves(self, planned: PlannedModel) -> tuple[MemoryCurve, ...]:
+        """Return the memory over time that was measured when a step of ``planned`` was rehearsed, if it was.
+
+        Its times are fractions of the run of the process, which is the device ``rank:1`` in a job.
+        """
+        return tuple(
+            MemoryCurve(memory.device if self._job is None else f"rank:{device}", *zip(*memory.samples, strict=True))
+            for device, memory in self._of(planned).measurements
+            if memory.samples
+        )
 
     def _of(self, planned: PlannedModel) -> _Measured:
         for known in self._known:
@@ -100,13 +114,13 @@ class MemoryRecorder:
 def attribute(
     measured: Sequence[MeasuredMemory], devices: Sequence[str], job: Job | None
 ) -> tuple[DeviceMeasurement, ...]:
-    """Return each measurement with the index of its device in the plan; in a job, those of all ranks.
+    """Return each measurement with the index of its device in the plan; in a job, the measurements of all ranks.
 
-    ``devices``: names of the plan's devices. In a job every rank must call it.
+    ``devices``: names of the plan's devices. In a job every rank must call this.
     """
     if job is not None:
         return tuple((rank, memory) for rank, own in enumerate(job.gather(tuple(measured))) for memory in own)
     indices = {name.rpartition("device:")[2]: i for i, name in enumerate(devices)}
-    # All CPUs are measured together: they are the only device of the plan, or no single one.
+    # All CPU devices are measured together: the plan has only one, or the memory belongs to no single device.
     only = 0 if len(devices) == 1 else None
     return tuple((indices.get(memory.device, only), memory) for memory in measured)

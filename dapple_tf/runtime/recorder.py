@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,28 +16,32 @@ from dapple_tf.graph_passes.ir.graph import Graph
 from dapple_tf.graph_passes.schedules.schedule import Schedule
 from dapple_tf.graph_passes.schedules.weight_versions import Versions
 from dapple_tf.plans import Plan
+from dapple_tf.runtime.op_profile import Runs, attribute_ops
 from dapple_tf.simulator.execution import execute
 from dapple_tf.simulator.order import encode
 from dapple_tf.simulator.simulated_step import execution_events
 from dapple_tf.simulator.simulated_window import window_events
 from dapple_tf.simulator.window_costs import uniform_costs
 from dapple_tf.simulator.window_execution import execute_window
-from dapple_tf.timeline.events import StageEventKind, StepEvents
-from dapple_tf.timeline.measured_costs import measure_stage_costs
+from dapple_tf.timeline.events import MemoryCurve, OpRun, StageEventKind, StepEvents
+from dapple_tf.timeline.figures import EarlierStep
 from dapple_tf.timeline.recording import BY_PROFILE, BY_TIMES, Prediction, Recording, plan_title, planned_seconds
-from dapple_tf.timeline.stage_costs import StageCosts
-from dapple_tf.timeline.stamps import Stamp, fill_stamps, make_timeline, name_stamps
+from dapple_tf.timeline.stage_costs import StageCosts, measure_stage_costs
+from dapple_tf.timeline.stamps import Stamp, fill_stamps, first_start, make_timeline, name_stamps
 from dapple_tf.timeline.timeline import Timeline
 
-# Seconds that the two stamps of a node add to a step, measured on steps of 3 and of 13 ms.
+_KEPT = 8  # recorded steps, of which the last is described and a trace has all
+
+# The seconds that the two time stamps of a node add to a step; measured on steps of 3 and of 13 ms.
 _SECONDS_PER_NODE = 8e-6
 
 
 @dataclass(frozen=True)
 class _RecordedStep:
-    """The last recorded step: for each process the nodes that were timed, and their times.
+    """A recorded step: for each process the timed nodes, and their times.
 
-    ``simulated``: the timeline that was simulated when the plan was made. ``note``: see ``Timeline``.
+    ``simulated``: the timeline that was simulated when the plan was made, or None. ``note``: see ``Timeline``.
+    ``memory``: see ``MemoryRecorder.curves``.
     """
 
     stamps: Sequence[Sequence[Stamp]]
@@ -44,60 +49,105 @@ class _RecordedStep:
     plan: Plan
     simulated: Timeline | None
     note: str
+    memory: Sequence[MemoryCurve]
+    ops: Sequence[OpRun]
+
+    def filled(self) -> list[Stamp]:
+        """Return the nodes of all processes with their times."""
+        processes = zip(self.stamps, self.times, strict=True)
+        return [stamp for named, times in processes for stamp in fill_stamps(named, times)]
+
+    def make_timeline(self, earlier: Sequence[_RecordedStep] = ()) -> Timeline:
+        """Return the timeline of the step, with the steps that were recorded ``earlier``."""
+        stamps, plan = self.filled(), self.plan
+        begin = first_start(stamps)
+        return make_timeline(
+            stamps,
+            title=plan_title(plan),
+            note=self.note,
+            together=plan.spec.together,
+            versions=None if plan.window is None else plan.versions,
+            earlier=[EarlierStep(begin - first_start(step.filled()), step.make_timeline()) for step in earlier],
+            memory_curves=[_placed(curve, stamps, begin) for curve in self.memory],
+            ops=self.ops,
+        )
+
+
+def _placed(curve: MemoryCurve, stamps: Sequence[Stamp], begin: float) -> MemoryCurve:
+    """Return the curve of a process, whose times are fractions of its run, with seconds since ``begin``.
+
+    The rehearsal that was measured took longer than the recorded step, so it is drawn as long as that.
+    """
+    own = [stamp for stamp in stamps if stamp.device == curve.device] or stamps
+    first, last = first_start(own), max(stamp.end for stamp in own)
+    return replace(curve, times=tuple(first - begin + time * (last - first) for time in curve.times))
 
 
 class Recorder:
-    """Keeps the last recorded step of this process, or of all ranks of a ``job``.
+    """Keeps the last recorded steps of this process, or of all ranks of a ``job``.
 
-    ``cost_seconds``: about how long recording it took.
+    ``cost_seconds``: about how many seconds recording has added to this step.
     """
 
     def __init__(self, job: Job | None) -> None:
         self._job = job
         self._clocks = None if job is None else Clocks(job)
         self._stamps: list[tuple[Graph, Sequence[Sequence[Stamp]]]] = []
-        self._last: _RecordedStep | None = None
+        self._steps: deque[_RecordedStep] = deque(maxlen=_KEPT)
         self._timeline: Timeline | None = None
         self.cost_seconds = 0.0
 
-    def keep(self, graph: Graph, times: Any, plan: Plan, simulated: Timeline | None = None, *, note: str = "") -> None:
+    def keep(
+        self,
+        graph: Graph,
+        times: Any,
+        plan: Plan,
+        simulated: Timeline | None = None,
+        *,
+        note: str = "",
+        memory: Sequence[MemoryCurve] = (),
+        runs: Runs | None = None,
+    ) -> None:
         """Keep the ``times`` of a step of ``graph`` that has just run under ``plan``; every rank of a job must call it.
 
         ``simulated``: the timeline that was simulated when the plan was made, if there is one. ``note``: see
-        ``Timeline``.
+        ``Timeline``. ``memory``: see ``MemoryRecorder.curves``. ``runs``: of the ops of this process, if they were
+        profiled.
         """
         begin = time.perf_counter()
         own = times.numpy()
         stamps = self._name_stamps(graph)
         gathered = [own] if self._clocks is None else self._clocks.gather(own)
-        self._last, self._timeline = _RecordedStep(stamps, gathered, plan, simulated, note), None
+        self._steps.append(_RecordedStep(stamps, gathered, plan, simulated, note, memory, self._ops(graph, own, runs)))
+        self._timeline = None
         self.cost_seconds = time.perf_counter() - begin + _SECONDS_PER_NODE * len(own) / 2
 
+    def _ops(self, graph: Graph, times: Any, runs: Runs | None) -> Sequence[OpRun]:
+        """Return the ops of all processes, from the ``runs`` and ``times`` of this one; nothing without ``runs``."""
+        if runs is None:
+            return ()
+        own = attribute_ops(graph, fill_stamps(self._name_own(graph), times), runs)
+        gathered = [own] if self._job is None else self._job.gather(own)
+        return [op for ops in gathered for op in ops]
+
+    def _name_own(self, graph: Graph) -> tuple[Stamp, ...]:
+        return name_stamps(graph, None if self._job is None else f"rank:{self._job.rank}")
+
     def _name_stamps(self, graph: Graph) -> Sequence[Sequence[Stamp]]:
-        """Return the nodes that each process times; the ranks of a job exchange them once for each graph."""
+        """Return the timed nodes of each process; the ranks of a job exchange them once for each graph."""
         for known, stamps in self._stamps:
             if known is graph:
                 return stamps
-        own = name_stamps(graph, None if self._job is None else f"rank:{self._job.rank}")
+        own = self._name_own(graph)
         stamps = [own] if self._job is None else self._job.gather(own)
         self._stamps.append((graph, stamps))
         return stamps
 
     @property
     def timeline(self) -> Timeline:
-        """The timeline of the last recorded step; raises UsageError where there is none."""
+        """The timeline of the last recorded step, and those of the seven before; UsageError where there is none."""
         if self._timeline is None:
-            last = self._recorded_step()
-            processes = zip(last.stamps, last.times, strict=True)
-            stamps = [stamp for named, times in processes for stamp in fill_stamps(named, times)]
-            plan = last.plan
-            self._timeline = make_timeline(
-                stamps,
-                title=plan_title(plan),
-                note=last.note,
-                together=plan.spec.together,
-                versions=None if plan.window is None else plan.versions,
-            )
+            self._timeline = self._recorded_step().make_timeline(list(self._steps)[:-1])
         return self._timeline
 
     @property
@@ -107,9 +157,9 @@ class Recorder:
         return pair_with_prediction(self.timeline, last.plan, last.simulated)
 
     def _recorded_step(self) -> _RecordedStep:
-        if self._last is None:
+        if not self._steps:
             raise UsageError("no step was recorded: call step.record(batch) first")
-        return self._last
+        return self._steps[-1]
 
 
 def pair_with_prediction(measured: Timeline, plan: Plan, simulated: Timeline | None = None) -> Recording:
@@ -150,8 +200,9 @@ class Clocks:
     def offsets(self) -> tuple[float, ...]:
         """Return by how many seconds each rank's clock is ahead of rank 0's.
 
-        Ranks of one host read the same clock. Others read theirs right after a barrier, which all leave at the same
-        time except for the network's latency; that limits the accuracy. The result is the median of nine rounds.
+        Ranks of one host read the same clock. Ranks of different hosts read their clocks right after a barrier, which
+        all leave at the same time except for the network's latency; this limits the accuracy. The result is the median
+        of nine rounds.
         """
         if not self._boot_ids:
             self._boot_ids = tuple(self._job.gather(_boot_id()))
@@ -167,7 +218,8 @@ class Clocks:
 def clock_offsets(hosts: Sequence[str], times: Sequence[Sequence[float]]) -> tuple[float, ...]:
     """Return by how many seconds each rank's clock is ahead of rank 0's.
 
-    ``times[i]``: what rank i read, in seconds, at the same moments as the others. ``hosts[i]``: a name of its host.
+    ``times[i]``: the seconds that rank i's clock showed at the same moments as those of the other ranks. ``hosts[i]``:
+    a name of its host.
     """
     ahead = [statistics.median(a - b for a, b in zip(own, times[0], strict=True)) for own in times]
     # All ranks of a host have the offset of its first rank, for they read one clock.
@@ -175,7 +227,7 @@ def clock_offsets(hosts: Sequence[str], times: Sequence[Sequence[float]]) -> tup
 
 
 def _boot_id() -> str:
-    """Return an identifier that all processes under the same kernel read, and no others."""
+    """Return an identifier of the running kernel: it is the same for all processes of a host."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
@@ -185,10 +237,9 @@ def _boot_id() -> str:
 def predict_from_times(measured: Timeline, schedule: Schedule, sizes: Sequence[int] = ()) -> Prediction:
     """Return ``schedule`` executed with the median seconds of each stage's actions, transfers and AllReduce.
 
-    ``sizes``: the given samples of each micro-batch; the medians are then of the micro-batches of one size.
-
-    The prediction has the schedule's own waiting, but no contention and no jitter, which the measured step has. Weights
-    are updated after the last event, for the measured seconds.
+    ``sizes``: the samples of each micro-batch, if they were given; then medians are taken over the micro-batches of one
+    size. The prediction contains the waiting that the schedule causes, but not the contention and jitter of the
+    measured step. After the last event weights are updated, for the measured seconds.
     """
     of_size = {size: _measure(measured, [m for m, n in enumerate(sizes) if n == size]) for size in set(sizes)}
     execution = execute(
@@ -205,7 +256,7 @@ def predict_from_times(measured: Timeline, schedule: Schedule, sizes: Sequence[i
 def predict_window_from_times(measured: Timeline, versions: Versions) -> Prediction:
     """Return a window executed with the median seconds of each stage's actions, transfers, AllReduces and updates.
 
-    Every pair of replicas of two neighbouring stages gets the seconds of the boundary's transfers.
+    All pairs of replicas of two neighbouring stages get the median seconds of the boundary's transfers.
     """
     replicas, step = versions.window.replicas, measured.step
     updates = tuple(_median_seconds(step, "update", stage) for stage in range(len(replicas)))
@@ -219,9 +270,9 @@ def predict_window_from_times(measured: Timeline, versions: Versions) -> Predict
 
 
 def _median_seconds(step: StepEvents, kind: StageEventKind, stage: int) -> float:
-    """Return the median seconds of a stage's updates, or of their AllReduces on the last device to reach them.
+    """Return the median seconds of a stage's updates or AllReduces, 0 if there are none.
 
-    0 where there are none.
+    An AllReduce starts when the last device reaches it.
     """
     seconds: dict[int | None, float] = {}
     for event in step.stage_events:

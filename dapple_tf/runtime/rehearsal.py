@@ -1,16 +1,17 @@
 """Runs of a recorded step before its first real one: to warm it up, and to measure its memory.
 
-The first run of a program takes several times as long as the next ones, for TensorFlow sets up its functions, and the
-measurement of memory slows a run down by up to a quarter. A rehearsal runs the step twice on the same batch and puts
-all variables back, so that the times of the first recorded step are those of any other.
+The first run of a program takes several times as long as the next ones, since TensorFlow sets up its functions, and the
+measurement of memory makes a run up to a quarter slower. A rehearsal runs the step twice on the same batch and restores
+all variables, so that the first recorded step takes as long as any other.
 
-The first run of a model with ops that were tried by experiment is rehearsed too, to compare its results with those of
-the whole batch before anything is trained.
+If ops of a model were classified by experiment, its first run is rehearsed too, to compare its results with the results
+of the whole batch before anything is trained.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -26,13 +27,14 @@ from dapple_tf.graph_passes.ir.graph import Attr, Effect, FunctionRef, Graph, No
 from dapple_tf.memory.meter import MeasuredMemory, MemoryMeter
 from dapple_tf.runtime.compile_step import CompiledStep, CompiledSteps
 from dapple_tf.staged_model import StagedModel
+from dapple_tf.timeline.stamps import fill_stamps, first_start, name_stamps
 
 
 def can_rehearse(model: StagedModel) -> bool:
-    """Return whether restoring the variables undoes all that a step of ``model`` does.
+    """Return whether restoring the variables undoes all effects of a step of ``model``.
 
-    It does not undo prints, Python code and draws from the hidden state of a random generator. On all ranks of a job
-    the result is the same.
+    Prints, Python code and draws from the hidden state of a random generator cannot be undone. The result is the same
+    on all ranks of a job.
     """
     library = {name: function_pb2.FunctionDef.FromString(body) for name, body in model.library.items()}
     return not any(_is_permanent(node, library) for graph in _function_graphs(model) for node in graph.nodes)
@@ -41,16 +43,26 @@ def can_rehearse(model: StagedModel) -> bool:
 def rehearse(compiled: CompiledStep, batch: Sequence[Any], devices: Sequence[str]) -> tuple[MeasuredMemory, ...]:
     """Run the step twice on the batch's flattened tensors, without effect; return the memory of the second run.
 
-    ``devices``: names of those whose memory is measured. In a job every rank must call it. Raises StepError if the step
-    fails; the variables are put back then too.
+    The samples have times as fractions of the run: 0 is the start of the first action of this process, 1 the end of its
+    last event. ``devices``: names of the devices whose memory is measured. In a job every rank must call this. Raises
+    StepError if the step fails; the variables are restored then too.
     """
     program, variables = compiled.program, compiled.planned.model.variables.values()
-    # Each run starts from the same variables as the real step: it fails only where the real step fails too.
+    # Each run starts from the same variables as the real step, so it fails only if the real step fails too.
     with program.rehearsal(variables):
         program.run(batch)
     with program.rehearsal(variables), MemoryMeter(devices) as meter:
-        program.run(batch)
-    return meter.measured
+        *_, times = program.run(batch)
+    stamps = fill_stamps(name_stamps(program.graph), times.numpy())
+    begin, end = first_start(stamps), max(stamp.end for stamp in stamps)
+    return tuple(replace(memory, samples=tuple(_as_fractions(memory.samples, begin, end))) for memory in meter.measured)
+
+
+def _as_fractions(samples: Sequence[tuple[float, int]], begin: float, end: float) -> Iterator[tuple[float, int]]:
+    """Yield the samples from ``begin`` to ``end`` with times as fractions of that time; the first one is at 0."""
+    before = [count for time, count in samples if time <= begin]
+    yield from ((0.0, count) for count in before[-1:])
+    yield from (((time - begin) / (end - begin), count) for time, count in samples if begin < time <= end)
 
 
 def compare_first(
@@ -61,12 +73,13 @@ def compare_first(
     arguments: Sequence[Any],
     gather: Callable[[], None],
 ) -> None:
-    """Raise ExactnessError where the first run of a model with ops tried by experiment differs from one device.
+    """Raise ExactnessError if the first run differs from one device, for a model with ops tried by experiment.
 
-    Runs on more samples than before are compared too; a run that differs from one device's for a known reason, that
-    cannot be rehearsed, or that is a window of minibatches, is not. ``function`` takes the ``arguments`` of the whole
-    batch, ``tensors`` are these flattened. Its loss is compared, and of a run without training its other results too.
-    All variables keep their values. In a job every rank must call it; ``gather`` brings the variables of all ranks.
+    A run on more samples than before is compared too. A run is not compared if it is known to differ from one device,
+    if it cannot be rehearsed, or if it is a window of minibatches. ``function`` takes the ``arguments`` of the whole
+    batch, and ``tensors`` are these arguments flattened. The loss is compared, and the other results if the run does
+    not train. All variables keep their values. In a job every rank must call this; ``gather`` brings the variables of
+    all ranks to this one.
     """
     planned, compared = compiled.planned, known.compared
     exactness, model = planned.exactness, planned.model
@@ -100,7 +113,7 @@ def _compare_with_whole(
 
 
 def _check_equal(model: StagedModel, name: str, found: Any, wanted: Any) -> None:
-    """Raise ExactnessError where a result differs by more than rounding, of which the largest number is the measure."""
+    """Raise ExactnessError if a result differs by more than rounding, relative to its largest number."""
     dtype = tf.as_dtype(wanted.dtype)
     if dtype.is_floating or dtype.is_complex:
         finite = wanted[np.isfinite(wanted)]
@@ -129,7 +142,7 @@ def _function_graphs(model: StagedModel) -> Iterator[Graph]:
 def _is_permanent(node: Node, library: Mapping[str, Any]) -> bool:
     """Return whether the node has an effect other than on variables.
 
-    A call has the effects of the ops inside; its own effect is only the strongest of them.
+    A call has the effects of all ops in its function, while ``effect`` is only the strongest of them.
     """
     if node.effect in (Effect.PURE, Effect.READ, Effect.JOIN):
         return False
@@ -140,7 +153,7 @@ def _is_permanent(node: Node, library: Mapping[str, Any]) -> bool:
 
 
 def _function_names(value: Attr) -> list[str]:
-    """Return the names of the functions in the value of an attribute: the body of a While, the branches of a Case."""
+    """Return the names of the functions in an attribute's value, such as the body of a While."""
     if isinstance(value, tuple):
         return [name for item in value for name in _function_names(item)]
     return [value.name] if isinstance(value, FunctionRef) else []

@@ -17,18 +17,20 @@ from dapple_tf.runtime.step import PipelinedStep
 def shard(dataset: tf.data.Dataset, step: PipelinedStep) -> tf.data.Dataset:
     """Return a data set of this rank's rows of each batch, for ``step(*rows, local=True)``.
 
-    ``dataset``: of single samples, each a tuple of the arguments of the loss without their batch axis, of equal shapes.
-    As with ``tf.data.Dataset.shard``, put expensive maps behind: ``dapple.shard(numbers, step).map(read)``, where each
-    element of ``numbers`` has, for example, a file name for each argument.
+    ``dataset``: its elements are single samples of equal shapes, each a tuple of the arguments of the loss without
+    their batch axis. As with ``tf.data.Dataset.shard``, put expensive maps after this function:
+    ``dapple.shard(numbers, step).map(read)``, where each element of ``numbers`` has, for example, a file name for each
+    argument.
 
-    All ranks must give the same samples in the same order: seed what shuffles. Each consecutive
-    ``step.plan.global_batch_size`` samples are a batch; the last may be smaller. An element has, for each argument, the
-    rows that this rank needs (``step.needs``) in the order in which the step takes them, and None where it needs none.
-    A rank that needs no argument gets no rows of the first in place of None, since an element must have a tensor; it
-    does not read ``dataset``, unless the number of samples is unknown. In one process the rows are whole batches.
+    All ranks must give the same samples in the same order, so seed every shuffle. Each consecutive
+    ``step.plan.global_batch_size`` samples are a batch; the last batch may be smaller. An element of the result has,
+    for each argument, the rows that this rank needs (``step.needs``) in the order in which the step takes them, or None
+    if it needs none. If a rank needs no argument, it gets the first argument without rows, since an element must have
+    a tensor; it does not read ``dataset``, unless the number of samples is unknown. In one process the elements are
+    whole batches.
 
-    Raises UsageError if ``step`` has not been built (give ``example_batch``), BatchError if the samples have not the
-    arguments that it was built for.
+    Raises UsageError if ``step`` has not been built (give ``example_batch``), BatchError if the samples do not have the
+    arguments for which it was built.
     """
     needs, size = step.needs, step.plan.global_batch_size
     structure = as_arguments(dataset.element_spec)
@@ -41,10 +43,10 @@ def shard(dataset: tf.data.Dataset, step: PipelinedStep) -> tf.data.Dataset:
 
 
 def without_autotuning(dataset: Any) -> Any:
-    """Return a tf.data.Dataset that TensorFlow does not tune while it is read; anything else as it is.
+    """Return a tf.data.Dataset that TensorFlow does not tune while it is read; return any other object unchanged.
 
-    Who drops an iterator waits for the thread that tunes, which sleeps 10 ms, 20 ms, 40 ms ... up to a minute: the
-    prompt came back up to 28 s after the last line of ``dapple train``. Without it AUTOTUNE is the number of cores.
+    A program that drops an iterator waits for the thread that tunes, which sleeps 10 ms, 20 ms, 40 ms ... up to a
+    minute: ``dapple train`` ended up to 28 s after its last line. Without tuning AUTOTUNE is the number of cores.
     """
     if not isinstance(dataset, tf.data.Dataset):
         return dataset
@@ -84,7 +86,7 @@ def _pick(needed: Sequence[int]) -> Callable[..., tuple[Any, ...]]:
 
 
 def _cut(needs: InputNeeds, argument: str, size: int) -> Callable[[Any], Any]:
-    """Return the function of a whole batch's tensor of an argument that returns the rows which the rank needs."""
+    """Return a function that takes the whole batch's tensor of an argument, and returns the rows the rank needs."""
     if needs.inputs.replicas == 1 or needs.inputs.uses[needs.arguments.index(argument)] is Use.ALL:
         return lambda tensor: tensor
 

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, overload
 
 import tensorflow as tf
 from typing_extensions import Unpack
@@ -36,11 +36,12 @@ from dapple_tf.graph_passes.passes.expose_gradients import exposed_gradients
 from dapple_tf.memory.report import Report
 from dapple_tf.plans import Plan
 from dapple_tf.runtime.compile_step import CompiledStep, CompiledSteps, LocalTarget, Target, compile_step, read_batch
-from dapple_tf.runtime.exclusive import COMPILING, exclusive
+from dapple_tf.runtime.exclusive import compiling, exclusive
 from dapple_tf.runtime.forked import check_not_forked
 from dapple_tf.runtime.forward import Forward
 from dapple_tf.runtime.local_batch import compile_local, find_needs
 from dapple_tf.runtime.memory_recorder import MemoryRecorder
+from dapple_tf.runtime.op_profile import profile_ops
 from dapple_tf.runtime.recorder import Recorder
 from dapple_tf.runtime.rehearsal import can_rehearse, compare_first
 from dapple_tf.runtime.variable_homes import VariableHomes, name_variables
@@ -61,7 +62,7 @@ class ExposedOutputs:
 
 
 def check_window_variant(variant: StepVariant) -> None:
-    """Raise UsageError for a variant of a step that asynchronous windows do not have."""
+    """Raise UsageError for a variant of a step that does not exist for asynchronous windows."""
     if variant is StepVariant.WITH_GRADIENTS:
         raise UsageError(
             "the gradients of a step with mode='async': each minibatch of a window has gradients of its own, and its "
@@ -77,13 +78,13 @@ def check_window_variant(variant: StepVariant) -> None:
 class PipelinedStep:
     """A training step over a pipeline: call it with a batch, it trains and returns the loss (and aux).
 
-    The plan is made at the first batch, or at once where ``example_batch`` is given. Arguments of new dtypes or inner
-    shapes are traced anew under the same plan; a batch smaller than the plan's is cut into fewer micro-batches where
-    it must be.
+    The plan is made at the first batch, or at once if ``example_batch`` is given. Arguments of new dtypes or inner
+    shapes are traced again under the same plan. A batch smaller than the plan's is cut into fewer micro-batches if that
+    is necessary.
 
     With ``check_numerics = True`` (on every rank of a job) a step whose loss or gradients are not finite raises
-    StepError naming them, and changes nothing. Recorded steps are not checked, and asynchronous windows, which change
-    variables after every minibatch, cannot be: UsageError.
+    StepError, which names them, and changes no variable. Recorded steps are not checked. Asynchronous windows change
+    variables after every minibatch, so they cannot be checked, and raise UsageError.
     """
 
     def __init__(
@@ -119,11 +120,11 @@ class PipelinedStep:
         if example_batch is not None:
             self.build(*example_batch)
 
-    # --- what was decided and compiled
+    # --- the plan and the compiled step
 
     @property
     def optimizer(self) -> Any:
-        """The Keras optimizer that trains, also where its name or configuration was given."""
+        """The Keras optimizer that trains, also if only its name or configuration was given."""
         return self._optimizer
 
     @property
@@ -133,15 +134,15 @@ class PipelinedStep:
 
     @property
     def choice(self) -> ScheduleChoice | None:
-        """The simulated candidates of the schedule and M, where these were left "auto"."""
+        """The simulated candidates for the schedule and M, if these were left "auto"; else None."""
         return self._autoplan.choice
 
     @property
     def exactness(self) -> Exactness:
-        """The reasons for which the step that ran last differs from one device's: a table of layers, reasons, remedies.
+        """Why the step that ran last differs from a step on one device: a table of layers, reasons and remedies.
 
-        Empty for most models. In asynchronous windows, of each minibatch with the weights that it uses. UsageError
-        before the first batch.
+        Empty for most models. An asynchronous window is compared minibatch by minibatch, with the weights that each
+        uses. UsageError before the first batch.
         """
         return self._compiled_last().planned.exactness
 
@@ -164,9 +165,9 @@ class PipelinedStep:
 
     @property
     def needs(self) -> InputNeeds:
-        """The rows of a batch that this rank uses of each argument (in one process: all); see ``InputNeeds``.
+        """The rows of each argument that this rank uses (in one process: all rows); see ``InputNeeds``.
 
-        They are those for the batch size that ran, or was built, last. UsageError before the first batch.
+        They are for the batch size that ran, or was built, last. UsageError before the first batch.
         """
         needs = find_needs(self._compiled_last(), self.plan)
         return needs[0 if self._job is None else self._job.rank]
@@ -207,18 +208,18 @@ class PipelinedStep:
 
     @property
     def variables(self) -> dict[str, tf.Variable]:
-        """The model's variables and the optimizer's, by names that are the same under every plan."""
+        """The variables of the model and of the optimizer, by names that are the same under every plan."""
         self._compiled_last()
         if self._variables is None:
             self._variables = name_variables(self._compiled.all_models(), self._optimizer)
         return self._variables
 
     def model(self, batch: Sequence[Any]) -> StagedModel:
-        """Return the stages that batches like this one are compiled to, before micro-batches."""
+        """Return the stages for batches like this one, before they are called on micro-batches."""
         return self._compile(read_batch(batch), StepVariant.PLAIN).planned.model
 
     def build_exposed(self, *batch: Any) -> PlannedModel:
-        """Compile the step that ``run_exposed`` runs for batches like this one; return its model and plan."""
+        """Compile the step that ``run_exposed`` runs for batches like this one; return its planned model."""
         return self._compile(read_batch(batch), StepVariant.WITH_GRADIENTS).planned
 
     def build(self, *batch: Any, record: bool = False) -> None:
@@ -239,7 +240,7 @@ class PipelinedStep:
 
         ``local``: in a job, each rank gives only the rows that it ``needs``, and None or anything else for arguments
         that it does not need. Every rank must do so. With mode="async" every rank needs all rows. Raises UsageError if
-        the step was not built from a whole batch before, BatchError on all ranks if the rows are not those of one
+        the step was not built from a whole batch before, BatchError on all ranks if the rows of all ranks are not one
         batch.
         """
         step, outputs = self._run(batch, self._variant, local)
@@ -265,8 +266,8 @@ class PipelinedStep:
     def forward(self, *batch: Any) -> Any:
         """Return the loss of one batch, or (loss, aux), from a pipeline that only runs forward; nothing is trained.
 
-        What the loss function itself writes is written, as by a call of it. In a job every rank must call it. Raises
-        UsageError where the step is a training step as the user wrote it, which has no such part.
+        The loss function writes the same variables as when it is called. In a job every rank must call this. Raises
+        UsageError for a training step, which has no such part.
         """
         if isinstance(self._loss_fn, TrainingStep):
             raise UsageError(
@@ -293,14 +294,14 @@ class PipelinedStep:
     def run_exposed(self, *batch: Any, local: bool = False) -> tuple[Any, dict[str, Any]]:
         """Train on one batch, and return the loss and the gradient of every trained variable by name (NumPy).
 
-        In a job every rank must call it, and each gets the gradients of all. ``local``: as in a call. Raises UsageError
-        with mode="async", where every minibatch has gradients of its own.
+        In a job every rank must call this, and each gets the gradients of all stages. ``local``: as in a call. Raises
+        UsageError with mode="async", where every minibatch has gradients of its own.
         """
         outputs = self.expose(*batch, local=local)
         return outputs.loss, outputs.gradients
 
     def expose(self, *batch: Any, local: bool = False) -> ExposedOutputs:
-        """Train on one batch as ``run_exposed`` does, and return the aux outputs too."""
+        """Train on one batch as ``run_exposed`` does, and also return the aux outputs."""
         step, tensors = self._run(batch, StepVariant.WITH_GRADIENTS, local)
         names = exposed_gradients(step.program.graph)
         loss, *values = (tensor.numpy() for tensor in tensors)
@@ -313,9 +314,9 @@ class PipelinedStep:
         return ExposedOutputs(loss, tuple(values[:aux]), gradients)
 
     def gather(self) -> None:
-        """Give this process the values that other ranks have trained, until the next step; every rank must call it.
+        """Give this process the values that other ranks have trained, until the next step; every rank must call this.
 
-        In one process all variables hold the trained values at any time.
+        In one process all variables always hold the trained values.
         """
         if self._job is not None:
             if not self.built:
@@ -326,12 +327,12 @@ class PipelinedStep:
                 gather_variables(self._job, self._models)
 
     def release(self) -> None:
-        """Bring every variable back to the device on which it was before it moved to its stage; in a job, gather them.
+        """Move every variable back to its device before it moved to its stage; in a job, gather the variables.
 
-        Functions that run on one device then work, such as those compiled by XLA, which read no variable of another
-        device. The next step, and all else that runs over the pipeline, moves the variables to their stages again.
+        Then functions that run on one device work, such as functions compiled by XLA, which cannot read a variable of
+        another device. The next step, or another run over the pipeline, moves the variables to their stages again.
 
-        In a job a rank has one device: this does what ``gather`` does, and every rank must call it.
+        In a job a rank has one device, so this does the same as ``gather``, and every rank must call it.
         """
         if self._job is not None:
             self.gather()
@@ -341,7 +342,7 @@ class PipelinedStep:
 
     @property
     def built(self) -> bool:
-        """Whether a batch has been compiled, for training or to run forward: variables may have moved since."""
+        """Whether a batch has been compiled, for training or to run forward; then variables may have moved."""
         return bool(self._models)
 
     @property
@@ -350,32 +351,35 @@ class PipelinedStep:
 
     # --- recorded steps
 
-    def record(self, *batch: Any, local: bool = False) -> Any:
+    def record(self, *batch: Any, local: bool = False, ops: bool = False) -> Any:
         """Train on one batch as a call does, and record the times of all actions and the memory.
 
-        See ``timeline`` and ``report`` afterwards. Before its first recorded step a batch size is rehearsed: the step
-        runs twice, to warm up and to measure memory, and all variables get their values back. A step that prints, runs
-        Python code or draws from a random generator's hidden state cannot be rehearsed, and the note of its first
-        timelines says so. In a job every rank must call it, and each gets the times of all. ``local``: as in a call.
+        See ``timeline`` and ``report`` afterwards. Before the first recorded step of a batch size, the step is
+        rehearsed: it runs twice, to warm up and to measure memory, and then all variables are restored. A step that
+        prints, runs Python code or draws from a random generator's hidden state cannot be rehearsed, and the note of
+        its first timelines says so. In a job every rank must call this, and each gets the times of all ranks.
+        ``local``: as in a call. ``ops``: also record the ops inside of each action with TensorFlow's profiler, which
+        slows the step down a little; UsageError where a profiler runs already.
         """
         with self._lock:
             compiled, tensors = self._compile_recorded(batch, local)
             with (
-                exclusive(compiled.planned.model.variables.values()),
                 self._compiled.running(compiled),
                 self._memory.recorded_run(compiled.planned, list_devices(self._wanted_devices)) as note,
+                profile_ops() if ops else contextlib.nullcontext() as runs,
             ):
                 *outputs, times = compiled.program.run(tensors)
         size = compiled.planned.batch_size
         plan, simulated = self.plan, self._autoplan.simulated
         if size != plan.global_batch_size:  # the prediction is for another number of samples
             plan, simulated = dataclasses.replace(fit_plan(plan, size), predicted=None), None
-        self._recorder.keep(compiled.program.graph, times, plan, simulated, note=note)
+        memory = self._memory.curves(compiled.planned)
+        self._recorder.keep(compiled.program.graph, times, plan, simulated, note=note, memory=memory, runs=runs)
         return compiled.planned.model.pack(self._keep_losses(compiled, outputs))
 
     @property
     def timeline(self) -> Timeline:
-        """The timeline of the last recorded step; its ``str`` says what made the step as long as it is.
+        """The timeline of the last recorded step; its ``str`` explains which events determine the step time.
 
         Raises UsageError before ``record``.
         """
@@ -393,7 +397,7 @@ class PipelinedStep:
 
     @property
     def report(self) -> Report:
-        """Memory of a step on every device: predicted, and measured if a step was recorded; ``str`` prints a table."""
+        """The memory of a step on every device: predicted, and measured if a step was recorded; ``str`` is a table."""
         recorded = self._memory.planned
         if recorded is not None:
             return self._memory.report(recorded, self.timeline)
@@ -407,7 +411,7 @@ class PipelinedStep:
 
     @cached_property
     def _target(self) -> Target:
-        """Made at the first batch: a step may be created before ``dapple.init``."""
+        """The place where steps run; it is made at the first batch, since ``dapple.init`` may come after the step."""
         if self._job is not None:
             return RankTarget(self._job, list_devices()[0], home_device())
         return LocalTarget(list_devices(self._wanted_devices), home_device())
@@ -418,12 +422,9 @@ class PipelinedStep:
         return self._last
 
     def _run(self, batch: Sequence[Any], variant: StepVariant, local: bool = False) -> tuple[CompiledStep, list[Any]]:
-        with self._lock:  # steps share buffers, and a step is a whole training step
+        with self._lock:  # steps share buffers
             compiled, tensors = self._prepare(batch, variant, local)
-            with (
-                exclusive(compiled.planned.model.variables.values()),
-                self._compiled.running(compiled),
-            ):
+            with self._compiled.running(compiled):
                 if not local:
                     compare_first(compiled, self._compiled, tensors, self._loss_fn, batch, self._gather_variables)
                 return compiled, compiled.program.run(tensors)
@@ -435,18 +436,17 @@ class PipelinedStep:
     def _compile_recorded(self, batch: Sequence[Any], local: bool = False) -> tuple[CompiledStep, Sequence[Any]]:
         compiled, tensors = self._prepare(batch, StepVariant.TIMED, local)
         model = compiled.planned.model
-        runs = self._compiled.running(compiled) if can_rehearse(model) else contextlib.nullcontext()
-        with exclusive(model.variables.values()), runs:
+        with self._compiled.running(compiled) if can_rehearse(model) else exclusive(model.variables.values()):
             self._memory.rehearse(compiled, tensors, list_devices(self._wanted_devices))
         return compiled, tensors
 
     def _prepare(self, batch: Sequence[Any], variant: StepVariant, local: bool) -> tuple[CompiledStep, Sequence[Any]]:
-        """Return the compiled step for a batch and its program's inputs; in one process all rows are local."""
+        """Return the compiled step for a batch, and its program's inputs; one process always has all rows."""
         if not local or self._job is None or self._autoplan.window is not None:  # all ranks need whole windows
             rows = read_batch(batch)
             return self._compile(rows, variant), rows.tensors
         check_not_forked()
-        with COMPILING:
+        with compiling():
             self._last, tensors = compile_local(
                 self._job, batch, self._last, self._autoplan, self._target, variant, self._compiled
             )
@@ -456,11 +456,30 @@ class PipelinedStep:
         check_not_forked()
         if self._autoplan.window is not None:
             check_window_variant(variant)
-        with COMPILING:
+        with compiling():
             self._last = compile_step(
                 self._loss_fn, batch, self._optimizer, self._autoplan, self._target, variant, self._compiled
             )
         return self._last
+
+
+@overload
+def pipeline(
+    loss_fn: Callable[..., Any],
+    *,
+    optimizer: Any,
+    example_batch: Sequence[Any] | None = None,
+    **options: Unpack[OptionTypes],
+) -> PipelinedStep: ...
+
+
+@overload
+def pipeline(
+    *,
+    optimizer: Any,
+    example_batch: Sequence[Any] | None = None,
+    **options: Unpack[OptionTypes],
+) -> Callable[[Callable[..., Any]], PipelinedStep]: ...
 
 
 @document_options()
@@ -470,7 +489,7 @@ def pipeline(
     optimizer: Any,
     example_batch: Sequence[Any] | None = None,
     **options: Unpack[OptionTypes],
-) -> Any:
+) -> PipelinedStep | Callable[[Callable[..., Any]], PipelinedStep]:
     """Return a training step over a pipeline that computes what the same step on one device computes.
 
     Without ``loss_fn`` it returns a decorator.

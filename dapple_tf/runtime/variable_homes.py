@@ -1,4 +1,4 @@
-"""Where variables were before they moved to the stages of a step, and where they are while they are back there."""
+"""The devices of variables before they moved to the stages of a step; variables can move back there."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from dapple_tf.staged_model import StagedModel
 
 @dataclass
 class VariableHomes:
-    """The variables that the programs of one step, and its forward pipelines, have moved or may have moved.
+    """The variables that the programs of one step, and of its forward pipelines, may have moved.
 
-    ``_homes``: each with the device on which it was first seen; ``_stages``: for those that are back there, the device
-    of their stage. Both by the identity of the variable.
+    ``_homes``: each variable with its first device. ``_stages``: the device of the stage of each variable that has
+    moved back. Both by the identity of the variable.
     """
 
     _homes: dict[int, tuple[tf.Variable, str]] = field(default_factory=dict)
     _stages: dict[int, str] = field(default_factory=dict)
 
     def remember(self, variables: Iterable[tf.Variable]) -> None:
-        """Note where variables are that a program about to be built may move."""
+        """Note the devices of variables, before a program is built that may move them."""
         for variable in variables:
             self._homes.setdefault(id(variable), (variable, variable.device))
 
     def release(self) -> None:
-        """Move all variables back to where they were; waits for steps of other threads that use them."""
+        """Move all variables back to their first devices; wait for steps of other threads that use them."""
         with exclusive(variable for variable, _ in self._homes.values()):
             away = [(variable, home) for variable, home in self._homes.values() if variable.device != home]
             self._stages |= {id(variable): variable.device for variable, _ in away}
             internals.move_variables(away)
 
     def return_to_stages(self, variables: Iterable[tf.Variable]) -> None:
-        """Move those of ``variables`` that were released to their stages; the caller has them for itself."""
+        """Move the ``variables`` that were released to their stages again; no other thread may use them."""
         if not self._stages:
             return
         released = {id(variable): variable for variable in variables if id(variable) in self._stages}
@@ -51,11 +51,11 @@ class VariableHomes:
 def name_variables(models: Iterable[StagedModel], optimizer: Any) -> dict[str, tf.Variable]:
     """Return all variables of ``models`` (one loss, traced for several kinds of batch) and of the optimizer, by name.
 
-    A variable of a Keras model has its Keras path as name, any other one the name it was created with. Names of the
-    optimizer's variables start with ``optimizer/`` instead of the optimizer's own name, which Keras numbers, or
-    that of the optimizer inside of it. Where several have the same name, the second is ``name_1``, and so on: first
-    the model's variables, in the order in which the loss uses them, then the optimizer's, in the order in which it
-    created them.
+    The name of a Keras model's variable is its Keras path; any other variable has the name with which it was created.
+    Keras numbers the names of optimizers. So names of the optimizer's variables start with ``optimizer/``, instead of
+    the name of the optimizer or of the optimizer inside it. If several variables have the same name, the second one is
+    ``name_1``, and so on: first the model's variables, in the order in which the loss uses them, then the optimizer's,
+    in the order in which it created them.
     """
     traced = list(models)
     model_variables = _distinct(variable for model in traced for variable in model.model_variables.values())

@@ -14,9 +14,3 @@ Integers = NDArray[np.integer[Any]]
 def prefix_sums(values: Floats) -> Floats:
     """Return the sums of the first 0, 1, ... entries along the last axis, which gets one longer."""
     return np.concatenate([np.zeros((*values.shape[:-1], 1)), np.cumsum(values, axis=-1)], axis=-1)
-
-
-def run_sums(values: Floats) -> Floats:
-    """Return the sums of entries i to j (inclusive), [N, N]; 0 where j < i."""
-    sums = prefix_sums(values)
-    return np.triu(sums[None, 1:] - sums[:-1, None])

@@ -28,11 +28,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dapple_tf.graph_passes.analysis.row_bounds import cut_points
 from dapple_tf.plans import StagePlan
 from dapple_tf.profiler.cluster import Cluster
 from dapple_tf.simulator.arrays import Floats, Integers
-from dapple_tf.simulator.transfer import LinkTables, link_tables, measure_allreduce, measure_loads
+from dapple_tf.simulator.transfer import LinkTables, allreduce_cost, link_tables, measure_loads
 
 
 class Flows(NamedTuple):
@@ -73,100 +72,57 @@ def find_flows(
     different devices; else nothing is sent. ``shares``: the rows that the replicas of each stage hold, as whole numbers
     in proportion; empty for equal shares.
     """
-    offsets = np.cumsum([0, *map(len, homes)])
-    servers = np.array([server for stage in homes for server in stage], np.int64)
-    every = [cut_points(len(of), own) for of, own in zip(homes, shares or [()] * len(homes), strict=True)]
-    cuts = np.array([point for points in every for point in points], np.int64)
-    return measure_flows(servers, offsets, cuts, np.array(moves, np.bool_), tables)
-
-
-def measure_flows(servers: Integers, offsets: Integers, cuts: Integers, moves: Integers, t: LinkTables) -> Flows:
-    """Return ``find_flows`` for arrays.
-
-    ``offsets``: where each stage's ``servers`` begin. ``cuts``: the cut points of each stage's rows, of which there is
-    one more than replicas.
-    """
-    stages = len(offsets) - 1
-    demands = np.zeros((3 * stages, 2 * len(t.inside)))  # column 2 i: leaving server i; 2 i + 1: entering it
-    latency = np.zeros(3 * stages)
-    for s in range(stages):
-        own = servers[offsets[s] : offsets[s + 1]]
-        latency[2 * stages + s] = fill_ring(demands[2 * stages + s], own, t)
+    stages = len(homes)
+    demands = np.zeros((3 * stages, 2 * len(tables.inside)))  # column 2 i: leaving server i; 2 i + 1: entering it
+    latency, rows = np.zeros(3 * stages), shares or [()] * stages
+    for s, own in enumerate(homes):
+        latency[2 * stages + s] = fill_ring(demands[2 * stages + s], own, tables)
         if s + 1 < stages and moves[s]:
-            others = servers[offsets[s + 1] : offsets[s + 2]]
-            cut = cuts[offsets[s] + s : offsets[s + 1] + s + 1]
-            cut_next = cuts[offsets[s + 1] + s + 1 : offsets[s + 2] + s + 2]
-            latency[s] = fill_transfer(demands[s], own, others, cut, cut_next, t)
-            latency[stages + s] = fill_transfer(demands[stages + s], others, own, cut_next, cut, t)
+            latency[s] = fill_transfer(demands[s], own, homes[s + 1], tables, (rows[s], rows[s + 1]))
+            back = rows[s + 1], rows[s]
+            latency[stages + s] = fill_transfer(demands[stages + s], homes[s + 1], own, tables, back)
     return _keep_shared(demands, latency)
 
 
 def fill_transfer(
-    demands: Floats, senders: Integers, receivers: Integers, cut: Integers, cut_next: Integers, t: LinkTables
+    demands: Floats,
+    senders: Sequence[int],
+    receivers: Sequence[int],
+    t: LinkTables,
+    shares: tuple[Sequence[int], Sequence[int]] = ((), ()),
 ) -> float:
-    """Fill in the demands of a transfer by direction; return its latency (seconds)."""
-    latency, alone, leaving, entering = measure_loads(senders, receivers, cut, cut_next, t)
+    """Fill in the demands of a transfer by direction; return its latency (seconds). See ``transfer_cost``."""
+    latency, alone, leaving, entering = measure_loads(senders, receivers, t, shares)
     alone = max(alone, max(leaving.max(), entering.max()) * t.interface)
-    for server in range(len(leaving)):
-        demands[2 * server] = leaving[server] * t.interface / alone
-        demands[2 * server + 1] = entering[server] * t.interface / alone
-    return float(latency)
+    demands[::2], demands[1::2] = leaving * t.interface / alone, entering * t.interface / alone
+    return latency
 
 
-def fill_ring(demands: Floats, servers: Integers, t: LinkTables) -> float:
+def fill_ring(demands: Floats, servers: Sequence[int], t: LinkTables) -> float:
     """Fill in the demands of a ring by direction; return its latency (seconds)."""
-    latency, per_byte = measure_allreduce(servers, t)
+    latency, per_byte = allreduce_cost(servers, t)
     r = len(servers)
     for i in range(r):
         a, b = servers[i], servers[(i + 1) % r]
         if a != b and not t.own[a, b] > 0:
             demands[2 * a] = demands[2 * b + 1] = 2 * (r - 1) / r * t.interface / per_byte
-    return float(latency)
+    return latency
 
 
 def _keep_shared(demands: Floats, latency: Floats) -> Flows:
     """Return flows with these demands [flows, directions]."""
-    flows, every = demands.shape
-    number, directions = np.full(every, -1, np.int64), 0
-    for d in range(every):
-        count, largest = 0, 0.0
-        for f in range(flows):
-            if demands[f, d] > 0:
-                count, largest = count + 1, max(largest, demands[f, d])
-        if count > 1 and count * largest > 1:  # else all flows there can move at once as fast as alone
-            number[d], directions = directions, directions + 1
-    first = np.zeros(flows + 1, np.int64)
-    direction, demand = np.zeros(flows * directions, np.int64), np.zeros(flows * directions)
-    entry = 0
-    for f in range(flows):
-        for d in range(every):
-            if number[d] >= 0 and demands[f, d] > 0:
-                direction[entry], demand[entry] = number[d], demands[f, d]
-                entry += 1
-        first[f + 1] = entry
-    near_first, near = _find_near(first, direction, directions)
-    return Flows(first, direction[:entry].copy(), demand[:entry].copy(), latency, directions, near_first, near)
-
-
-def _find_near(first: Integers, direction: Integers, directions: int) -> tuple[Integers, Integers]:
-    """Return ``near_first`` and ``near``."""
-    flows = len(first) - 1
-    users, count = np.zeros((directions, flows), np.int64), np.zeros(directions, np.int64)
-    for f in range(flows):
-        for use in range(first[f], first[f + 1]):
-            d = direction[use]
-            users[d, count[d]] = f
-            count[d] += 1
-    near_first, seen = np.zeros(flows + 1, np.int64), np.full(flows, -1, np.int64)
-    near, entry = np.zeros(flows * flows, np.int64), 0
-    for f in range(flows):
-        seen[f] = f
-        for use in range(first[f], first[f + 1]):
-            d = direction[use]
-            for other in users[d, : count[d]]:
-                if seen[other] != f:
-                    seen[other] = f
-                    near[entry] = other
-                    entry += 1
-        near_first[f + 1] = entry
-    return near_first, near[:entry].copy()
+    count = (demands > 0).sum(axis=0)
+    # In the other directions all flows can move at once as fast as alone.
+    kept = demands[:, (count > 1) & (count * demands.max(axis=0) > 1)]
+    flow, direction = np.nonzero(kept)
+    first = np.searchsorted(flow, np.arange(len(kept) + 1))
+    users = [np.flatnonzero(column).tolist() for column in kept.T]
+    near = list[int]()
+    near_first = [0]
+    for f in range(len(kept)):
+        found = dict.fromkeys(other for d in direction[first[f] : first[f + 1]] for other in users[d])
+        near += [other for other in found if other != f]
+        near_first.append(len(near))
+    return Flows(
+        first, direction, kept[flow, direction], latency, len(users), np.array(near_first), np.array(near, np.int64)
+    )

@@ -18,15 +18,16 @@ from __future__ import annotations
 import ctypes
 import heapq
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dapple_tf.simulator.arrays import Floats
+from dapple_tf.simulator.arrays import Floats, Integers
 from dapple_tf.simulator.contention import Flows
-from dapple_tf.simulator.native.library import load_library
+from dapple_tf.simulator.native.library import address, load_library
 from dapple_tf.simulator.order import (
     BACKWARD,
     FORWARD,
@@ -38,10 +39,9 @@ from dapple_tf.simulator.order import (
     WEIGHTS,
     Order,
 )
-from dapple_tf.simulator.rings import Rings
+from dapple_tf.timeline.stage_costs import StageCosts
 
 _ALMOST = 1 - 1e-9  # of seconds that were added and subtracted again
-_POINTER = ctypes.c_void_p
 
 
 class Seconds(NamedTuple):
@@ -112,6 +112,23 @@ def uniform_seconds(
     )
 
 
+def step_seconds(
+    order: Order,
+    forward: Floats,
+    backward: Floats,
+    weights: Floats,
+    send_forward: Floats,
+    send_backward: Floats,
+    exposed: Floats,
+) -> float:
+    """Return the end of a step without contention, in which each stage has one AllReduce of ``exposed`` seconds.
+
+    The other arguments are those of ``uniform_seconds``.
+    """
+    seconds = uniform_seconds(forward, backward, weights, send_forward, send_backward)
+    return run(order, seconds, whole_rings(exposed)).seconds
+
+
 def run(order: Order, seconds: Seconds, rings: Rings, flows: Flows | None = None, ceiling: float = math.inf) -> Run:
     """Execute ``order``. ``flows``: what shares network interfaces; None for nothing.
 
@@ -125,9 +142,9 @@ def run(order: Order, seconds: Seconds, rings: Rings, flows: Flows | None = None
     times, ends, done = np.full((10, stages, micro_batches), np.nan), np.zeros(stages), np.zeros(1, np.int64)
     kept = []  # arrays must live until the call has returned
 
-    def array(values: NDArray[np.generic], dtype: type[np.generic]) -> _POINTER:
+    def array(values: NDArray[np.generic], dtype: type[np.generic]) -> ctypes.c_void_p:
         kept.append(np.ascontiguousarray(values, dtype))
-        return kept[-1].ctypes.data_as(_POINTER)
+        return address(kept[-1])
 
     used = flows if flows is not None and flows.directions else None
     execute = library.dapple_run
@@ -144,7 +161,7 @@ def run(order: Order, seconds: Seconds, rings: Rings, flows: Flows | None = None
         *((array(used.demand, np.float64), array(used.latency, np.float64)) if used else (None, None)),
         *((array(used.near_first, np.int64), array(used.near, np.int64)) if used else (None, None)),
         ctypes.c_double(ceiling),
-        *(each.ctypes.data_as(_POINTER) for each in (times, ends, done)),
+        *map(address, (times, ends, done)),
     )
     if end < 0:
         raise MemoryError("executing the schedule")
@@ -431,3 +448,29 @@ class _Engine:
             self._begin_sending(flow, self.queue[way][s].pop(0))
         self.waiting.append(self.worker_of[s + 1 - way])
         return True
+
+
+class Rings(NamedTuple):
+    """The rings of each stage, one after the other: for stage s ``first[s]`` to ``first[s + 1]``, at least one.
+
+    ``before``: seconds between a ring's gradients and the end of the stage's last gradients, 0 without overlap.
+    ``seconds``: of a ring alone, latency included. ``exposed`` [S]: as in ``StageCosts``.
+    """
+
+    first: Integers
+    before: Floats
+    seconds: Floats
+    exposed: Floats
+
+
+def make_rings(costs: Sequence[StageCosts]) -> Rings:
+    """Return the rings of stages with these costs: with overlap one for each layer, else one for each stage."""
+    rings = [cost.rings or ((0.0, cost.exposed_seconds),) for cost in costs]
+    before, seconds = np.array([pair for of_stage in rings for pair in of_stage], np.float64).T.copy()
+    first = np.cumsum([0, *map(len, rings)])
+    return Rings(first, before, seconds, np.array([cost.exposed_seconds for cost in costs], np.float64))
+
+
+def whole_rings(exposed: Floats) -> Rings:
+    """Return one ring for each stage, which starts after the last gradients."""
+    return Rings(np.arange(len(exposed) + 1), np.zeros(len(exposed)), exposed, exposed)

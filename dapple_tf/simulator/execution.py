@@ -12,9 +12,8 @@ from dapple_tf.errors import ScheduleError
 from dapple_tf.graph_passes.schedules.schedule import Action
 from dapple_tf.simulator.arrays import Floats
 from dapple_tf.simulator.contention import Flows
-from dapple_tf.simulator.engine import Seconds, Times, run
+from dapple_tf.simulator.engine import Seconds, Times, make_rings, run
 from dapple_tf.simulator.order import Order, decode_order, has_weights
-from dapple_tf.simulator.rings import make_rings
 from dapple_tf.timeline.stage_costs import StageCosts
 
 

@@ -1,9 +1,8 @@
-"""Call functions that run compiled code so that Ctrl-C ends them, and cannot crash the process.
+"""Call functions that run C++ code so that Ctrl-C ends them at once.
 
-Python raises KeyboardInterrupt in the main thread, in whatever Python function it runs next. Numba's code around a
-compiled function calls Python functions to convert arguments and results, and goes on with a null pointer where one of
-them raises an exception: the process then crashes, or reports SystemError. So compiled code runs in another thread,
-where Python raises no KeyboardInterrupt. The main thread waits for it, and is interrupted instead.
+Python raises KeyboardInterrupt in the main thread, in whatever Python function it runs next: while that thread runs C++
+code, not before this has returned. So C++ code runs in another thread. The main thread waits for it, and is
+interrupted instead.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from numpy.typing import NDArray
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
 
-# How long an interrupt waits for the thread to end. It ends within milliseconds, unless LLVM compiles a function.
+# How long an interrupt waits for the thread to end. It ends within milliseconds, unless a C++ compiler runs.
 _PATIENCE_SECONDS = 1.0
 
 _stop = ContextVar[NDArray[np.bool_]]("_stop")
@@ -51,7 +50,7 @@ def interruptible(function: Callable[_Parameters, _Result]) -> Callable[_Paramet
 
 
 def stop_flag() -> NDArray[np.bool_]:
-    """Return the flag [1] that is set when the call that runs in this context must end; compiled code may read it."""
+    """Return the flag [1] that is set when the call that runs in this context must end; C++ code may read it."""
     return _stop.get(np.zeros(1, np.bool_))
 
 

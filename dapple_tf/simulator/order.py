@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dapple_tf.errors import ScheduleError
 from dapple_tf.graph_passes.schedules.schedule import Action, Kind, Schedule
-from dapple_tf.simulator.arrays import Integers
+from dapple_tf.graph_passes.schedules.spec import ChunkedSpec, ScheduleSpec
+from dapple_tf.simulator.arrays import Floats, Integers
 
 # An action in an int64: the stage from bit 34 on, the kind in bits 32 and 33, the micro-batch below.
 FORWARD, BACKWARD, WEIGHTS, INPUTS = 0, 1, 2, 3
@@ -103,3 +107,80 @@ def interleaved_order(workers: int, chunks: int, micro_batches: int) -> Order:
         actions[w, ahead + 1 : ahead + 2 * steady : 2] = forwards[ahead:] + own
         actions[w, ahead + 2 * steady :] = backwards[steady:] + own
     return Order(actions, np.arange(workers * chunks, dtype=np.int64) % workers, micro_batches)
+
+
+class Ordered(NamedTuple):
+    """An order (see ``order``), and the most micro-batches in flight on each stage."""
+
+    order: Order
+    in_flight: Integers
+
+
+def is_interleaved(spec: ScheduleSpec) -> bool:
+    """Return whether a schedule is interleaved 1F1B: its orders take far less time to make than those of others."""
+    return isinstance(spec, ChunkedSpec) and spec.policy == "interleaved-1f1b"
+
+
+@lru_cache(maxsize=128)
+def named_order(name: str, stages: int, micro_batches: int) -> Ordered:
+    """Return the order of a schedule, which must not be written to.
+
+    Raises ScheduleError for an unknown name, and where ``check_plannable`` does.
+    """
+    spec = ScheduleSpec.parse(name)
+    if is_interleaved(spec):
+        spec.check(stages, micro_batches)
+        workers = spec.worker_map(stages).workers
+        order = interleaved_order(workers, stages // workers, micro_batches)
+        return Ordered(order, HeldStash.of(order).in_flight())
+    warm = spec.warm_up(stages, micro_batches)
+    if warm is None:
+        check_plannable(spec)
+        schedule = spec.build(stages, micro_batches)
+        return Ordered(encode(schedule), np.array(schedule.in_flight, np.int64))
+    in_flight = np.array(warm, np.int64)
+    return Ordered(early_backward_order(in_flight, micro_batches), in_flight)
+
+
+def check_plannable(spec: ScheduleSpec) -> None:
+    """Raise ScheduleError for a valid schedule that planners do not simulate: some of its results travel together."""
+    together = spec.together
+    if together:
+        raise ScheduleError(
+            f"planners do not simulate schedules in which results travel together ({min(together)}+): leave out "
+            "the '+', or give dapple.pipeline the stages and the number of micro-batches, so that nothing is planned"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class HeldStash:
+    """By how many each action of an order changes the stashes held, and its stage: [workers, actions]."""
+
+    changes: Integers
+    stages: Integers
+    worker_of: Integers
+
+    @staticmethod
+    def of(order: Order) -> HeldStash:
+        """Return the changes of an order."""
+        kinds, is_action = (order.actions >> KIND_SHIFT) & KIND_MASK, order.actions != NONE
+        frees = is_action & (kinds != FORWARD) & (kinds != INPUTS)
+        changes = (is_action & (kinds == FORWARD)).astype(np.int64) - frees
+        return HeldStash(changes, np.maximum(order.actions, 0) >> STAGE_SHIFT, order.worker_of)
+
+    def in_flight(self) -> Integers:
+        """Return the most micro-batches that each stage has in flight at once."""
+        rows = (np.where(self.stages == s, self.changes, 0).cumsum(axis=1) for s in range(len(self.worker_of)))
+        return np.array([row.max() for row in rows], np.int64)
+
+    def peaks(self, fixed: Floats, stash: Floats, working: Floats) -> Floats:
+        """Return the most bytes that a device of each worker holds.
+
+        That is the ``fixed`` bytes of its stages, the largest ``working`` bytes of one of them, and the most ``stash``
+        bytes in flight. The arguments are bytes of each stage, on one device.
+        """
+        held = np.maximum(0.0, (self.changes * stash[self.stages]).cumsum(axis=1).max(axis=1))
+        largest = np.zeros(len(held))
+        np.maximum.at(largest, self.worker_of, working)
+        peaks: Floats = held + np.bincount(self.worker_of, fixed, len(held)) + largest
+        return peaks

@@ -7,6 +7,7 @@ map that fit the memory; the improvement moves single actions of a worker while 
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -21,12 +22,11 @@ from dapple_tf.graph_passes.schedules.spec import CHUNKED, ScheduleSpec
 from dapple_tf.graph_passes.schedules.worker_map import WorkerMap
 from dapple_tf.profiler.units import format_seconds
 from dapple_tf.simulator.arrays import Floats
-from dapple_tf.simulator.compiled_engine import step_seconds
-from dapple_tf.simulator.held_stash import worker_peaks
+from dapple_tf.simulator.engine import step_seconds
 from dapple_tf.simulator.interrupts import check_stop, interruptible, stop_flag
 from dapple_tf.simulator.memory import usable_bytes
-from dapple_tf.simulator.order import Order, decode_order, encode
-from dapple_tf.simulator.order_moves import move_actions
+from dapple_tf.simulator.native.library import address, load_library
+from dapple_tf.simulator.order import HeldStash, Order, decode_order, encode
 from dapple_tf.timeline.stage_costs import StageCosts
 
 _ONE_STAGE_PER_WORKER = ("dapple-a", "dapple-b", "1f1b-so", "zb-h1", "zb-h2")  # each also with D from the memory
@@ -151,18 +151,35 @@ class _Problem:
         for name, schedule in schedules:
             check_stop()
             order = encode(schedule)
-            if (worker_peaks(order, zeros, self.stash, zeros) <= self.most).all():
+            if (HeldStash.of(order).peaks(zeros, self.stash, zeros) <= self.most).all():
                 seconds = step_seconds(order, *self.times)
                 if best is None or seconds < best[1]:
                     best = name, seconds, schedule
         return best
 
     def improve(self, order: Order) -> float:
-        """Improve ``order`` in place by local search; return the seconds of its step."""
+        """Improve ``order`` in place by local search; return the seconds of its step.
+
+        Single actions move at random within their workers while the step gets no longer; those of a stage and kind stay
+        in micro-batch order, in which variables that calls write are then written. Without a C++ compiler the order
+        stays as it is.
+        """
+        library = load_library()
+        if library is None:
+            return step_seconds(order, *self.times)
         moves = min(_MOVES, int(_ACTIONS / order.size))
-        seconds = float(move_actions(order, *self.times, self.stash, self.most, moves, stop_flag()))
+        improve = library.dapple_improve
+        improve.restype = ctypes.c_double
+        seconds = improve(
+            *(len(order.worker_of), len(order.actions)),
+            *(ctypes.c_int64(order.micro_batches), ctypes.c_int64(order.actions.shape[1])),
+            *map(address, (order.actions, order.worker_of, *self.times, self.stash, self.most)),
+            *(ctypes.c_int64(moves), address(stop_flag())),
+        )
         check_stop()
-        return seconds
+        if seconds < 0:
+            raise MemoryError("searching for an order")
+        return float(seconds)
 
 
 def _named_schedules(worker_map: WorkerMap, micro_batches: int, problem: _Problem) -> Iterator[tuple[str, Schedule]]:

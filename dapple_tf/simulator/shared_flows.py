@@ -9,7 +9,6 @@ from functools import partial
 
 import numpy as np
 
-from dapple_tf.graph_passes.analysis.row_bounds import cut_points
 from dapple_tf.simulator.contention import fill_ring, fill_transfer
 from dapple_tf.simulator.transfer import LinkTables
 
@@ -32,16 +31,14 @@ def transfer_demand(
 ) -> FlowDemand:
     """Return the demand of a transfer between replicas on these servers; ``shares``: as in ``transfer_cost``."""
     demands = np.zeros(2 * len(tables.inside))
-    servers = np.array(senders, np.int64), np.array(receivers, np.int64)
-    cut, cut_next = (np.array(cut_points(len(of), own), np.int64) for of, own in zip(servers, shares, strict=True))
-    latency = fill_transfer(demands, *servers, cut, cut_next, tables)
+    latency = fill_transfer(demands, senders, receivers, tables, shares)
     return FlowDemand(latency, {d: float(demands[d]) for d in np.flatnonzero(demands).tolist()})
 
 
 def ring_demand(servers: Sequence[int], tables: LinkTables) -> FlowDemand:
     """Return the demand of a ring over replicas on these servers."""
     demands = np.zeros(2 * len(tables.inside))
-    latency = fill_ring(demands, np.array(servers, np.int64), tables)
+    latency = fill_ring(demands, servers, tables)
     return FlowDemand(latency, {d: float(demands[d]) for d in np.flatnonzero(demands).tolist()})
 
 

@@ -16,8 +16,7 @@ from dapple_tf.simulator.costs import CostModel
 from dapple_tf.simulator.execution import Execution, execute
 from dapple_tf.simulator.interrupts import interruptible
 from dapple_tf.simulator.memory_limit import MemoryLimit, memory_limits
-from dapple_tf.simulator.named_orders import named_order
-from dapple_tf.simulator.order import encode
+from dapple_tf.simulator.order import encode, named_order
 from dapple_tf.simulator.simulated_step import SimulatedStep
 from dapple_tf.simulator.simulated_window import SimulatedWindow
 from dapple_tf.simulator.virtual_workers import simulate_workers
@@ -56,7 +55,7 @@ def simulate(
         steps = simulate_workers(plan, profile, cluster, optimizer_slots=optimizer_slots)
         last = max(range(len(steps)), key=lambda worker: float(steps[worker].execution.last_gradients.max()))
         note = f"virtual worker {last} of {len(steps)}, the last to end its backwards; AllReduce joins all of them"
-        return SimulatedTimeline(steps[last], title=plan_title(plan), note=note)
+        return SimulatedTimeline(steps[last], title=plan_title(plan), note=note, profile=profile, cluster=cluster)
     on_devices = profiles_on(profile, cluster)
     if plan.window is not None:
         execution_of_window = execute_window(
@@ -66,7 +65,7 @@ def simulate(
         seconds = plan.micro_batches * _one_device_seconds(on_devices, plan.micro_batch_size)
         limits = _limits(plan, execution_of_window.costs.stages, cluster)
         window = SimulatedWindow(plan, execution_of_window, seconds, cluster.least_memory, limits)
-        return SimulatedTimeline(window, title=plan_title(plan))
+        return SimulatedTimeline(window, title=plan_title(plan), profile=profile, cluster=cluster)
     model = CostModel(profile, cluster, whole_rows=whole_rows)
     in_rows = [model.in_rows(stage, plan.micro_batch_size) for stage in plan.stages]
     flows = plan_flows(in_rows, cluster) if contention else None
@@ -81,7 +80,7 @@ def simulate(
         one_device_seconds = plan.micro_batches * _one_device_seconds(on_devices, plan.micro_batch_size)
     limits = _limits(plan, execution.costs, cluster)
     step = SimulatedStep(plan, execution, one_device_seconds, cluster.least_memory, limits)
-    return SimulatedTimeline(step, title=plan_title(plan))
+    return SimulatedTimeline(step, title=plan_title(plan), profile=profile, cluster=cluster)
 
 
 def _execute_sizes(

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import numpy as np
 
 from dapple_tf.simulator.memory import usable_bytes
 from dapple_tf.simulator.memory_limit import MemoryLimit
+from dapple_tf.timeline.stage_costs import StageCosts
 
 
 class SimulatedFigures(ABC):
@@ -46,3 +50,15 @@ class SimulatedFigures(ABC):
             return tuple((peak, self.device_memory) for peak in self.peak_memory_bytes)
         pairs = zip(self.limits, self.peak_memory_bytes, strict=True)
         return tuple((limit.need(peak), limit.memory) for limit, peak in pairs)
+
+
+def activation_communication_ratio(costs: Sequence[StageCosts]) -> float:
+    """Return the ACR: mean seconds of a boundary's transfers, both directions, over a stage's mean seconds of compute.
+
+    Of one micro-batch (DAPPLE, Table V). 0 for one stage; infinite where only transfers take time.
+    """
+    sent = [cost.send_forward_seconds + cost.send_backward_seconds for cost in costs[:-1]]
+    computed = [cost.forward_seconds + cost.backward_seconds for cost in costs]
+    if not any(sent):
+        return 0.0
+    return float(np.mean(sent) / np.mean(computed)) if any(computed) else float("inf")

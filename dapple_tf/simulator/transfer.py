@@ -42,7 +42,6 @@ def link_tables(cluster: Cluster) -> LinkTables:
         for i, j in ((index[a], index[b]), (index[b], index[a])):
             own[i, j], own_latency[i, j] = 1 / link.bandwidth, link.latency
     inside = [cluster.link(i, i) for i in range(count)]
-    # Reason: all numbers are floats, whatever the cluster has. With others Numba would compile all planners again.
     return LinkTables(
         np.array([1 / link.bandwidth for link in inside], np.float64),
         np.array([link.latency for link in inside], np.float64),
@@ -68,32 +67,22 @@ def transfer_cost(
     one device sends to, or receives from, other devices of its server. Links are symmetric, so both directions cost
     the same.
     """
-    servers = np.asarray(senders, np.int64), np.asarray(receivers, np.int64)
-    cut, cut_next = (np.array(cut_points(len(of), own), np.int64) for of, own in zip(servers, shares, strict=True))
-    return measure_shares(*servers, cut, cut_next, tables)
-
-
-def measure_transfer(senders: Integers, receivers: Integers, t: LinkTables) -> tuple[float, float]:
-    """Return ``transfer_cost`` of equal shares for arrays."""
-    return measure_shares(senders, receivers, np.arange(len(senders) + 1), np.arange(len(receivers) + 1), t)
-
-
-def measure_shares(
-    senders: Integers, receivers: Integers, cut: Integers, cut_next: Integers, t: LinkTables
-) -> tuple[float, float]:
-    """Return ``transfer_cost`` for arrays; replicas hold the samples between two cut points (``row_bounds``)."""
-    latency, unshared, leaving, entering = measure_loads(senders, receivers, cut, cut_next, t)
-    return latency, max(unshared, max(leaving.max(), entering.max()) * t.interface)
+    latency, unshared, leaving, entering = measure_loads(senders, receivers, tables, shares)
+    return latency, float(max(unshared, max(leaving.max(), entering.max()) * tables.interface))
 
 
 def measure_loads(
-    senders: Integers, receivers: Integers, cut: Integers, cut_next: Integers, t: LinkTables
+    senders: Sequence[int] | Integers,
+    receivers: Sequence[int] | Integers,
+    t: LinkTables,
+    shares: tuple[Sequence[int], Sequence[int]] = ((), ()),
 ) -> tuple[float, float, Floats, Floats]:
     """Return the latency of a transfer, the seconds per byte of its slowest link that is no interface, and two arrays.
 
-    These are the shares of its bytes that leave, and that enter, each server through its interface. Replicas hold the
-    samples between two cut points (``row_bounds``). The other arguments are as in ``transfer_cost``.
+    These are the shares of its bytes that leave, and that enter, each server through its interface. The arguments are
+    as in ``transfer_cost``. Replicas hold the samples between two cut points (``row_bounds``).
     """
+    cut, cut_next = (cut_points(len(of), own) for of, own in zip((senders, receivers), shares, strict=True))
     servers = t.inside.shape[0]
     leaving, entering = np.zeros(servers), np.zeros(servers)
     sent, received = np.zeros(len(senders)), np.zeros(len(receivers))
@@ -128,17 +117,12 @@ def measure_loads(
     return latency, slowest, leaving, entering
 
 
-def allreduce_cost(homes: Sequence[int], tables: LinkTables) -> tuple[float, float]:
+def allreduce_cost(homes: Sequence[int] | Integers, t: LinkTables) -> tuple[float, float]:
     """Return the latency (seconds) of a ring AllReduce over replicas on these servers, and its seconds per byte.
 
     A ring of r replicas takes 2 (r - 1) turns, each with the largest latency of its links and 1 / r of the bytes over
     its slowest link. See ``ring_seconds``.
     """
-    return measure_allreduce(np.asarray(homes, np.int64), tables)
-
-
-def measure_allreduce(homes: Integers, t: LinkTables) -> tuple[float, float]:
-    """Return ``allreduce_cost`` for arrays."""
     r = len(homes)
     if r == 1:
         return 0.0, 0.0
@@ -152,9 +136,43 @@ def measure_allreduce(homes: Integers, t: LinkTables) -> tuple[float, float]:
         else:
             wait, hop = t.interface_latency, t.interface
         latency, slowest = max(latency, wait), max(slowest, hop)
-    return 2 * (r - 1) * latency, 2 * (r - 1) / r * slowest
+    return float(2 * (r - 1) * latency), float(2 * (r - 1) / r * slowest)
 
 
 def ring_seconds(latency: float, seconds_per_byte: float, parameter_bytes: float) -> float:
     """Return the seconds of one AllReduce of these bytes, with the costs of ``allreduce_cost``; 0 without any byte."""
     return latency + seconds_per_byte * parameter_bytes if parameter_bytes > 0 else 0.0
+
+
+Servers = tuple[int, ...]
+"""The server of each replica of a stage."""
+
+
+class LinkCosts:
+    """A cache of the costs of transfers and AllReduces over the links of one cluster.
+
+    It has one entry for each group of servers. Planners ask for a few groups, each of them thousands of times.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.tables: LinkTables = link_tables(cluster)
+        self._transfers: dict[tuple[Servers, Servers, tuple[Sequence[int], Sequence[int]]], tuple[float, float]] = {}
+        self._rings: dict[Servers, tuple[float, float]] = {}
+
+    def transfer(
+        self,
+        senders: Servers,
+        receivers: Servers,
+        shares: tuple[tuple[int, ...], tuple[int, ...]] = ((), ()),
+    ) -> tuple[float, float]:
+        """Return the latency (seconds) and the seconds per byte of a transfer; see ``transfer_cost``."""
+        key = senders, receivers, shares
+        if key not in self._transfers:
+            self._transfers[key] = transfer_cost(senders, receivers, self.tables, shares)
+        return self._transfers[key]
+
+    def allreduce(self, servers: Servers) -> tuple[float, float]:
+        """Return the latency (seconds) and the seconds per byte of an AllReduce; see ``allreduce_cost``."""
+        if servers not in self._rings:
+            self._rings[servers] = allreduce_cost(servers, self.tables)
+        return self._rings[servers]

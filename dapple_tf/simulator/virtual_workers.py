@@ -16,7 +16,7 @@ from dapple_tf.profiler.profile import Profile
 from dapple_tf.simulator.costs import stage_costs
 from dapple_tf.simulator.execution import Execution, execute
 from dapple_tf.simulator.memory_limit import memory_limits
-from dapple_tf.simulator.named_orders import named_order
+from dapple_tf.simulator.order import named_order
 from dapple_tf.simulator.simulated_step import SimulatedStep
 
 

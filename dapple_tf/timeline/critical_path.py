@@ -1,8 +1,8 @@
-"""The critical path of a step: from its last event back, each time to the input that ended last.
+"""The critical path of a step: from its last event backwards, each time to the input that ended last.
 
 AutoPipe, section III.B, takes the longest path through a pipeline's operations. In a simulated step each event starts
 when one of its inputs ends, so the path has no gaps. In a recorded step the gaps are waiting: dispatch, contention for
-cores, clocks that do not quite agree.
+cores, and clocks that differ a little.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
-from dapple_tf.timeline.event_dependencies import EventDependencies
+from dapple_tf.timeline.event_dependencies import dependencies_of
 from dapple_tf.timeline.events import Event, Item, StageEvent, StepEvents, Transfer
 
 PartKind = Literal["compute", "transfer", "allreduce", "update", "waiting"]
@@ -32,8 +32,8 @@ PART_LABELS: Mapping[PartKind, str] = MappingProxyType(
 class Part:
     """A part of the critical path, from ``start`` to ``end`` (seconds): ``item`` runs, or ``waiting`` before it.
 
-    It is shorter than the event itself where the next one started before its end, as an AllReduce that overlaps
-    backward does.
+    The part is shorter than the event if the next event started before the end of this one, as an AllReduce that
+    overlaps backward does.
     """
 
     kind: PartKind
@@ -55,7 +55,7 @@ class Part:
 
     @property
     def micro_batch(self) -> int | None:
-        """The micro-batch that is computed or sent, the last of several; None for AllReduce, update and waiting."""
+        """The micro-batch, or the last of those, that is computed or sent; None for AllReduce, update and waiting."""
         if self.kind == "waiting" or isinstance(self.item, StageEvent):
             return None
         return self.item.action.micro_batch if isinstance(self.item, Event) else self.item.micro_batch
@@ -65,11 +65,11 @@ class Part:
 
 
 def find_critical_path(step: StepEvents) -> tuple[Part, ...]:
-    """Return the parts of the path from 0 to the step's end; each starts where the one before it ends.
+    """Return the parts of the path from 0 to the step's end; each starts where the part before it ends.
 
-    Their seconds add up to the step's. Events of no length are left out.
+    Their seconds add up to the step time. Events that take no time are left out.
     """
-    dependencies = EventDependencies(step)
+    dependencies = dependencies_of(step)
     item: Item | None = max(step.items, key=_end_and_rank)
     until = step.seconds
     parts: list[Part] = []
@@ -81,7 +81,7 @@ def find_critical_path(step: StepEvents) -> tuple[Part, ...]:
         start = step.start(item)
         parts.append(Part(_part_kind(item), item, start, min(item.end, until)))
         until = start
-        # An event shorter than the clock's resolution starts and ends when the event that waits for it starts.
+        # An event shorter than the clock's resolution starts and ends at the start of the event that waits for it.
         inputs = [other for other in dependencies.inputs(item) if step.start(other) < start or other.end <= start]
         new = [other for other in inputs if id(other) not in seen]
         item = max(new, key=lambda other: min(other.end, until), default=None)  # the first of several
@@ -108,7 +108,7 @@ def critical_stage(path: Sequence[Part]) -> int:
 
 
 def _end_and_rank(item: Item) -> tuple[float, float, bool]:
-    """Order events by end; among equal ends that of the first stage is the largest, its AllReduce above its actions."""
+    """Order events by their end; of equal ends the first stage's counts as later, and its AllReduce as latest."""
     match item:
         case Event():
             return item.end, -item.action.stage, False

@@ -1,28 +1,29 @@
-"""A timeline as text and as JSON, and its slowest actions."""
+"""Describe a timeline as text and as JSON, and find its slowest actions."""
 
 from __future__ import annotations
 
 import math
 import statistics
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dapple_tf.drawing.table import format_table
+from dapple_tf.drawing.table import format_ranges, format_table
+from dapple_tf.graph_passes.schedules.schedule import Action
 from dapple_tf.plans import Plan
 from dapple_tf.profiler.units import format_bytes, format_seconds
 from dapple_tf.timeline.critical_path import PART_LABELS, sum_by_kind
 from dapple_tf.timeline.events import Event
-from dapple_tf.timeline.figures import StepFigures
+from dapple_tf.timeline.figures import StageSummary, StepFigures
 from dapple_tf.timeline.simulation import Simulation
-from dapple_tf.timeline.stage_summary import StageSummary, format_ranges
 
 _SHOWN = 5e-4  # of the step: shorter parts of the critical path are not listed
 
 
 @dataclass(frozen=True)
 class SlowAction:
-    """An action that took ``times`` the median of its stage's actions of the same kind."""
+    """An action that took ``times`` as long as the median of its stage's actions of the same kind."""
 
     event: Event
     times: float
@@ -36,8 +37,62 @@ class SlowAction:
         return f"{self.event} {format_seconds(self.seconds)} ({self.times:.2g}x the median)"
 
 
+@dataclass(frozen=True)
+class SlowOp:
+    """An op of a slow action: the ``seconds`` of its runs there, and the median of those in other actions of the kind.
+
+    ``name`` is "" for the time in which no op of the action ran.
+    """
+
+    name: str
+    op: str
+    seconds: float
+    usual: float
+
+    @property
+    def lost(self) -> float:
+        """Seconds more than usual."""
+        return self.seconds - self.usual
+
+    def __str__(self) -> str:
+        what = f"{self.op} {self.name}" if self.name else "waiting between ops"
+        return f"{what} {format_seconds(self.seconds)} (usually {format_seconds(self.usual)})"
+
+
+def explain_slow(timeline: StepFigures, slow: SlowAction, count: int = 3) -> tuple[SlowOp, ...]:
+    """Return the ops that made an action slow, by the seconds beyond those usual on its stage; none without ops."""
+    event = slow.event
+    others = [e for e in timeline.events if (e.action.stage, e.action.kind) == (event.action.stage, event.action.kind)]
+    seconds: dict[tuple[Action, int], dict[tuple[str, str], float]] = {(e.action, e.replica): {} for e in others}
+    spans: dict[tuple[Action, int], list[tuple[float, float]]] = defaultdict(list)
+    for run in timeline.ops:
+        key = run.action, run.replica
+        if key in seconds:
+            seconds[key][run.name, run.op] = seconds[key].get((run.name, run.op), 0.0) + run.seconds
+            spans[key].append((run.start, run.start + run.seconds))
+    for e in others:
+        key = e.action, e.replica
+        seconds[key]["", ""] = max(0.0, e.end - e.start - _covered(spans[key]))
+    own = seconds[event.action, event.replica]
+    if not spans[event.action, event.replica]:
+        return ()
+    usual = {op: statistics.median(of.get(op, 0.0) for key, of in seconds.items() if spans[key]) for op in own}
+    found = [SlowOp(*op, own[op], usual[op]) for op in own]
+    longest = sorted(found, key=lambda op: -op.lost)[:count]
+    return tuple(op for op in longest if op.lost > _SHOWN * slow.seconds)
+
+
+def _covered(spans: Sequence[tuple[float, float]]) -> float:
+    """Return the seconds that the spans cover, those that several cover once."""
+    covered = last = 0.0
+    for start, end in sorted(spans):
+        covered += max(0.0, end - max(start, last))
+        last = max(last, end)
+    return covered
+
+
 def describe_path(timeline: StepFigures) -> str:
-    """Return some lines: time, bubble and utilisation by stage; parts of the critical path and its longest wait."""
+    """Return some lines: step time, bubble, utilisation of stages, and the parts of the critical path."""
     path = timeline.critical_path
     parts = [
         f"{PART_LABELS[kind]} {format_seconds(seconds)} ({seconds / timeline.step_seconds:.0%})"
@@ -67,15 +122,19 @@ def _describe_phases(timeline: StepFigures) -> list[str]:
 
 
 def describe_stages(timeline: StepFigures, simulation: Simulation) -> str:
-    """Return a simulated step's summary, a table of its stages, and a line for each device's stages that do not fit."""
+    """Return the summary of a simulated step, a table of its stages, and a line for each device that is too small."""
     lines = [f"{timeline.summary}, ACR {simulation.acr:.3f}, critical stage {timeline.critical_stage}"]
     lines += _describe_phases(timeline)
     split = any(stage.weights_seconds is not None for stage in timeline.stages)
     computed = ("F", "B", "of it W") if split else ("F", "B")
-    in_window = ("K", "versions") if timeline.window is not None else ()
+    in_window = _window_columns(simulation.plan)
     header = ("stage", "devices", "layers", *computed, "AllReduce", "busy", *in_window, "peak memory")
-    lines += format_table(header, [_row(stage, simulation, split) for stage in timeline.stages], left=len(header))
-    for stages in simulation.plan.worker_map.stages_of:  # the peak of each of them is that of their device
+    rows = [
+        _row(stage, simulation, split, [column[stage.stage] for column in in_window.values()])
+        for stage in timeline.stages
+    ]
+    lines += format_table(header, rows, left=len(header))
+    for stages in simulation.plan.worker_map.stages_of:  # the peak of each stage is the peak of its device
         need, memory = simulation.tightest_memory[stages[0]]
         if not simulation.fits[stages[0]]:
             who = f"stage {stages[0]} does not fit: it lacks"
@@ -111,7 +170,7 @@ def timeline_json(timeline: StepFigures) -> dict[str, Any]:
 
 
 def find_slowest(timeline: StepFigures, count: int = 5) -> tuple[SlowAction, ...]:
-    """Return the actions that took longest in proportion to the median of their stage and kind, the slowest first."""
+    """Return the actions that took longest compared with the median of their stage and kind, the slowest first."""
     groups: dict[tuple[int, str], list[Event]] = defaultdict(list)
     for event in timeline.events:
         groups[event.action.stage, event.action.kind].append(event)
@@ -122,15 +181,15 @@ def find_slowest(timeline: StepFigures, count: int = 5) -> tuple[SlowAction, ...
     return tuple(sorted(found, key=lambda slow: -slow.times)[:count])
 
 
-def _window_cells(stage: int, plan: Plan) -> list[str]:
-    """Return K and the versions of the weights that a replica of ``stage`` keeps; nothing for a synchronous plan."""
+def _window_columns(plan: Plan) -> dict[str, list[str]]:
+    """Return K of each stage, and the versions of the weights that its replicas keep; none for a synchronous plan."""
     if plan.window is None:
-        return []
+        return {}
     versions = plan.versions
-    return [str(versions.window.warm_up[stage]), str(versions.slots[stage])]
+    return {"K": [*map(str, versions.window.warm_up)], "versions": [*map(str, versions.slots)]}
 
 
-def _row(stage: StageSummary, simulation: Simulation, split: bool) -> tuple[str, ...]:
+def _row(stage: StageSummary, simulation: Simulation, split: bool, in_window: Sequence[str]) -> tuple[str, ...]:
     planned = simulation.plan.stages[stage.stage]
     weights = "-" if stage.weights_seconds is None else format_seconds(stage.weights_seconds)
     return (
@@ -142,6 +201,6 @@ def _row(stage: StageSummary, simulation: Simulation, split: bool) -> tuple[str,
         *([weights] if split else []),
         format_seconds(stage.allreduce_seconds),
         f"{stage.utilisation:.0%}",
-        *_window_cells(stage.stage, simulation.plan),
+        *in_window,
         format_bytes(simulation.peak_memory_bytes[stage.stage], 4),
     )

@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 
 from dapple_tf.graph_passes.schedules.schedule import Action, Kind
 from dapple_tf.graph_passes.schedules.window import Window
-from dapple_tf.profiler.records import Count, Figure
+from dapple_tf.profiler.records import Count, Figure, Name
 
 StageEventKind = Literal["allreduce", "update"]
 Place = tuple[int, int, str]
@@ -20,7 +20,8 @@ Place = tuple[int, int, str]
 class Event:
     """One run of an action on one replica of its stage; seconds since the start of the step's first action.
 
-    ``version``: in an asynchronous window, the version of the stage's weights that it used, in updates of the window.
+    ``version``: in an asynchronous window, the version of the stage's weights that the action used: the number of
+    updates in the window before it.
     """
 
     action: Action
@@ -43,9 +44,9 @@ class Event:
 class Transfer:
     """One message between two neighbouring stages: activations forward or gradients backward; seconds.
 
-    It carries the results of ``count`` consecutive micro-batches that travel together, the last of which is
-    ``micro_batch``; usually of one. In a job it starts when the last of its ranks has reached it. Within one process
-    TensorFlow moves tensors between devices by itself, and no transfer is recorded.
+    It carries the results of ``count`` consecutive micro-batches (usually one), of which ``micro_batch`` is the last.
+    In a job it starts when the last of its ranks has reached it. Within one process TensorFlow moves tensors between
+    devices by itself, and no transfer is recorded.
     """
 
     source: Count
@@ -62,13 +63,13 @@ class Transfer:
 
     @property
     def producers(self) -> tuple[Action, ...]:
-        """The actions that may give what is sent: F, or B or I, of which a step has one for each micro-batch."""
+        """The actions whose results may be sent: F; or B and I, of which a step has one for each micro-batch."""
         kinds: tuple[Kind, ...] = ("F",) if self.source < self.target else ("B", "I")
         return tuple(Action(self.source, kind, m) for m in self.micro_batches for kind in kinds)
 
     def __str__(self) -> str:
         kind = "F" if self.source < self.target else "B"
-        if self.count == 1:  # the same sooner: long pipelines have very many transfers
+        if self.count == 1:  # the same text in less time: long pipelines have very many transfers
             return f"{self.source}>{self.target} {kind}{self.micro_batch}"
         return f"{self.source}>{self.target} " + "+".join(f"{kind}{m}" for m in self.micro_batches)
 
@@ -77,8 +78,8 @@ class Transfer:
 class StageEvent:
     """An AllReduce of a stage's gradients (or of a part of them, where it overlaps backward), or its weight update.
 
-    ``stage`` is None for the update of variables that belong to no stage. Seconds. ``micro_batch``: in an asynchronous
-    window, the last one whose gradients it has.
+    ``stage`` is None for the update of variables that belong to no stage. ``start`` and ``end`` are in seconds.
+    ``micro_batch``: in an asynchronous window, the last micro-batch whose gradients are reduced or applied.
     """
 
     kind: StageEventKind
@@ -104,9 +105,9 @@ Item: TypeAlias = Event | Transfer | StageEvent
 
 @dataclass(frozen=True)
 class StepEvents:
-    """All events of one step, each kind in order of start; of a ``window``, where training is asynchronous.
+    """All events of one step, each kind in the order of start. ``window``: the step is this asynchronous window.
 
-    ``together``: see ``Schedule.together``. Results may travel together where no transfer is recorded, too.
+    ``together``: see ``Schedule.together``. Results may also travel together where no transfer is recorded.
     """
 
     events: tuple[Event, ...]
@@ -159,14 +160,14 @@ class StepEvents:
         return tuple(seconds / replicas[stage] / self.seconds for stage, seconds in busy.items())
 
     def start(self, item: Item) -> float:
-        """Return when ``item`` started (seconds); an AllReduce starts when the last of its devices reaches it."""
+        """Return when ``item`` started, in seconds; an AllReduce starts when the last of its devices reaches it."""
         return self._joint_starts.get(item, item.start) if isinstance(item, StageEvent) else item.start
 
     @cached_property
     def _joint_starts(self) -> dict[StageEvent, float]:
         """For each AllReduce the latest start on any of its devices.
 
-        All devices of a stage finish its AllReduces in the same order, so the n-th of each device belong together.
+        All devices of a stage finish its AllReduces in the same order, so the n-th events of all devices are one.
         """
         together: dict[tuple[int | None, int], list[StageEvent]] = defaultdict(list)
         finished: dict[tuple[int | None, str], int] = defaultdict(int)
@@ -179,6 +180,40 @@ class StepEvents:
     def order(self, stage: int, replica: int = 0) -> tuple[Action, ...]:
         """Return the actions of one replica in the order in which they ran."""
         return tuple(e.action for e in self.events if (e.action.stage, e.replica) == (stage, replica))
+
+
+@dataclass(frozen=True, slots=True)
+class OpRun:
+    """One run of a TensorFlow op inside of an action: seconds since the action's start, and those that it took.
+
+    ``name``: of the op in the model. ``op``: its type as it ran, which may be a fused one.
+    """
+
+    stage: Count
+    kind: Kind
+    micro_batch: Count
+    replica: Count
+    name: Name
+    op: Name
+    start: Figure
+    seconds: Figure
+
+    @property
+    def action(self) -> Action:
+        """The action that ran it."""
+        return Action(self.stage, self.kind, self.micro_batch)
+
+
+@dataclass(frozen=True)
+class MemoryCurve:
+    """Measured bytes of a device, beyond those live before the step: ``values[i]`` from ``times[i]`` (seconds) on.
+
+    ``device``: ``CPU`` where the devices of a process share one allocator.
+    """
+
+    device: Name
+    times: tuple[float, ...]
+    values: tuple[float, ...]
 
 
 def _device_key(name: str) -> tuple[str, int]:

@@ -1,52 +1,83 @@
-"""The figures of one training step, recorded or simulated: what its events tell about speed, idle time and order."""
+"""The figures of one training step, recorded or simulated: speed, idle time and order, computed from its events."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
+from dapple_tf.drawing.plan import PlanDrawing
 from dapple_tf.errors import NotSimulatedError
 from dapple_tf.graph_passes.schedules.schedule import Action
 from dapple_tf.graph_passes.schedules.window import Window
 from dapple_tf.plans import Plan
 from dapple_tf.profiler.units import format_seconds
 from dapple_tf.timeline.critical_path import Part, critical_stage, find_critical_path
-from dapple_tf.timeline.events import Event, Place, StageEvent, StepEvents, Transfer
-from dapple_tf.timeline.measured_costs import measure_stage_costs
+from dapple_tf.timeline.events import Event, MemoryCurve, OpRun, Place, StageEvent, StepEvents, Transfer
 from dapple_tf.timeline.simulation import Simulation
-from dapple_tf.timeline.stage_costs import StageCosts
-from dapple_tf.timeline.stage_summary import StageSummary
+from dapple_tf.timeline.stage_costs import StageCosts, measure_stage_costs
 
 
-class Utilisation(tuple[float, ...]):
-    """The fraction of the step in which each stage computes; called with a device's name, that of the device."""
+@dataclass(frozen=True)
+class StageSummary:
+    """Figures of one stage. Seconds are for one micro-batch: from the cost model, or medians of a recorded step.
 
-    _by_device: dict[str, float]
+    If micro-batches have different sizes, the cost model's seconds are for the largest.
 
-    def __new__(cls, stages: Iterable[float], by_device: dict[str, float]) -> Utilisation:
-        """Hold the fractions of the stages in order, and those of the devices by name."""
-        utilisation = super().__new__(cls, stages)
-        utilisation._by_device = by_device
-        return utilisation
+    ``devices``: their names. ``utilisation``: the fraction of the step in which they compute. ``backward_seconds``: the
+    whole backward; ``weights_seconds``: its weight gradients, if they are actions of their own (W), else None.
+    ``allreduce_seconds``: the AllReduce of the stage's gradients. ``order``: the actions in the order in which they
+    ran; ``other_replicas``: the same for replicas 1, 2 ..., if replicas take minibatches in turn.
+    ``peak_memory_bytes``: on one device; None for a recorded step (see ``step.report``).
+    """
 
-    def __getnewargs__(self) -> tuple[tuple[float, ...], dict[str, float]]:
-        """Return what makes an equal object, for copies and pickles."""
-        return tuple(self), self._by_device
+    stage: int
+    devices: tuple[str, ...]
+    utilisation: float
+    forward_seconds: float
+    backward_seconds: float
+    weights_seconds: float | None
+    allreduce_seconds: float
+    order: tuple[Action, ...]
+    peak_memory_bytes: float | None = None
+    other_replicas: tuple[tuple[Action, ...], ...] = ()
 
-    def __call__(self, device: str) -> float:
-        """Return the fraction of the step in which ``device`` runs an action."""
-        return self._by_device[device]
+    @property
+    def actions(self) -> str:
+        """The actions as text: ``0F0 0F1 0B0 ...``."""
+        return " ".join(map(str, self.order))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the stage's entry in the JSON of a timeline."""
+        return {
+            "forward_seconds": self.forward_seconds,
+            "backward_seconds": self.backward_seconds,
+            **({} if self.weights_seconds is None else {"weights_seconds": self.weights_seconds}),
+            "allreduce_seconds": self.allreduce_seconds,
+            "actions": self.actions,
+            **({"other_replicas": [" ".join(map(str, o)) for o in self.other_replicas]} if self.other_replicas else {}),
+        }
+
+
+@dataclass(frozen=True)
+class EarlierStep:
+    """A step that was recorded before another one, and the seconds from its first action to that of the other."""
+
+    seconds: float
+    timeline: StepFigures
 
 
 class StepFigures:
     """The figures of one training step, or asynchronous window, that follow from its events.
 
-    All times are seconds since the start of the step's first action. The base of ``Timeline``, which adds text and
-    files; what describes and draws a step takes this. ``title``: the model and the schedule. ``note``: what distorts
-    the times of a recorded step, how the order of a simulated one was found, or "". ``together`` and ``window``: see
-    ``StepEvents``.
+    All times are seconds since the start of the step's first action. This is the base class of ``Timeline``, which adds
+    text and files; functions that describe or draw a step take it. ``title``: the model and the schedule. ``note``: why
+    the times of a recorded step are distorted, or how the order of a simulated step was found, or "". ``together`` and
+    ``window``: see ``StepEvents``. ``earlier``: the steps that were recorded before this one, the first one first.
+    ``memory_curves``: the memory that was measured. ``ops``: those that ran inside of the actions, if they were
+    recorded. Traces show these three.
     """
 
     def __init__(
@@ -59,14 +90,25 @@ class StepFigures:
         note: str = "",
         together: Iterable[Action] = (),
         window: Window | None = None,
+        earlier: Iterable[EarlierStep] = (),
+        memory_curves: Iterable[MemoryCurve] = (),
+        ops: Iterable[OpRun] = (),
     ) -> None:
         self.title = title
         self.note = note
+        self.earlier = tuple(earlier)
+        self.memory_curves = tuple(memory_curves)
+        self.ops = tuple(ops)
         self._recorded = StepEvents(tuple(events), tuple(transfers), tuple(stage_events), frozenset(together), window)
 
     @property
     def simulation(self) -> Simulation | None:
         """The simulation of a ``SimulatedTimeline``; None for a recorded step."""
+        return None
+
+    @property
+    def plan_drawing(self) -> PlanDrawing | None:
+        """What is drawn of the plan of a ``SimulatedTimeline``; None for a recorded step."""
         return None
 
     @cached_property
@@ -93,6 +135,11 @@ class StepFigures:
     def window(self) -> Window | None:
         """The asynchronous window; None for a synchronous step."""
         return self.step.window
+
+    @property
+    def runs_whole_minibatches(self) -> bool:
+        """Whether replicas take whole minibatches of a window in turn."""
+        return self.window is not None and self.window.in_turn
 
     @cached_property
     def phases(self) -> WindowPhases | None:
@@ -122,10 +169,15 @@ class StepFigures:
         """The fraction of the step in which each stage's devices compute; transfers and AllReduce do not count."""
         return self.step.stage_utilisation
 
+    @property
+    def utilisation(self) -> tuple[float, ...]:
+        """The same as ``stage_utilisation``."""
+        return self.stage_utilisation
+
     @cached_property
-    def utilisation(self) -> Utilisation:
-        """``stage_utilisation``; ``utilisation(device)`` is the fraction in which one device runs an action."""
-        return Utilisation(self.stage_utilisation, self.step.device_utilisation)
+    def device_utilisation(self) -> Mapping[str, float]:
+        """The fraction of the step in which each device runs an action, by the device's name."""
+        return self.step.device_utilisation
 
     @cached_property
     def places(self) -> tuple[Place, ...]:
@@ -157,10 +209,9 @@ class StepFigures:
         )
 
     def _other_orders(self, stage: int) -> tuple[tuple[Action, ...], ...]:
-        """Return the orders of all replicas but the first, where these take minibatches in turn."""
-        if self.window is None or not self.window.in_turn:
-            return ()
-        return tuple(self.order(stage, replica) for replica in range(1, self.window.replicas[stage]))
+        """Return the orders of all replicas but the first, if they take minibatches in turn; else they are alike."""
+        others = [replica for index, replica, _ in self.places if index == stage and replica > 0]
+        return tuple(self.order(stage, replica) for replica in others) if self.runs_whole_minibatches else ()
 
     def order(self, stage: int, replica: int = 0) -> tuple[Action, ...]:
         """Return the actions of one replica of ``stage`` in the order in which they ran."""
@@ -172,7 +223,7 @@ class StepFigures:
 
     @cached_property
     def costs(self) -> tuple[StageCosts, ...]:
-        """The costs of each stage: the cost model's, or medians of the recorded step (without bytes)."""
+        """The costs of each stage: from the cost model, or medians of the recorded step (without bytes)."""
         return tuple(measure_stage_costs(self.step, stage) for stage in range(self.step.stages))
 
     @cached_property
@@ -233,16 +284,16 @@ class StepFigures:
         return text
 
 
-# --- The throughput of an asynchronous window: its start-up, its steady state and its drain, from the times of events
+# --- Compute the start-up, the steady state and the drain of an asynchronous window from the times of its events
 
 
 @dataclass(frozen=True)
 class WindowPhases:
     """Seconds of a window.
 
-    ``startup_seconds``: until the first backward of the last stage ends. ``minibatch_seconds``: of a minibatch in the
-    steady state, see ``find_phases``. ``drain_seconds``: from the end of the last stage's last backward to that of the
-    last event.
+    ``startup_seconds``: until the first backward of the last stage ends. ``minibatch_seconds``: for each minibatch in
+    the steady state, see ``find_phases``. ``drain_seconds``: from the end of the last stage's last backward to the end
+    of the last event.
     """
 
     startup_seconds: float
@@ -257,12 +308,13 @@ class WindowPhases:
 
 
 def find_phases(step: StepEvents, window: Window) -> WindowPhases:
-    """Return the phases of a ``window`` whose events these are.
+    """Return the phases of a ``window``; ``step``: its events.
 
-    A minibatch is done when its last backward on the last stage ends. The steady state is the mean time between the
-    ends of the last minibatches: as many of them as are whole rounds of the turns of all stages' replicas, without
-    those that the first stage had in flight at first, whose forwards came faster. Where the window is too short for
-    that, these count too, and in a window of one round it is the whole window's seconds over its minibatches.
+    A minibatch is done when its last backward on the last stage ends. In the steady state the seconds of a minibatch
+    are the mean time between the ends of the last minibatches. As many minibatches count as form whole rounds, in which
+    all replicas have had their turns. The minibatches that the first stage had in flight at the beginning do not count,
+    since their forwards came faster, unless the window is too short otherwise. In a window of one round the result is
+    the whole window's seconds over its minibatches.
     """
     done = [0.0] * window.minibatches
     for event in step.events:
@@ -279,8 +331,8 @@ def _first_backward_end(step: StepEvents, stage: int) -> float:
 
 
 def _steady_seconds(window: Window, done: list[float], seconds: float) -> float:
-    turns = math.lcm(*window.replicas) if window.in_turn else 1
-    in_flight = window.warm_up[0] * (window.replicas[0] if window.in_turn else 1)
+    turns = math.lcm(*window.turns)
+    in_flight = window.warm_up[0] * window.turns[0]
     ahead = math.ceil(in_flight / window.micro_batches)
     last = window.minibatches - 1
     rounds = max(0, last - ahead) // turns or last // turns

@@ -1,22 +1,27 @@
-"""The chart of a timeline, and its files: a picture, a web page, or a trace."""
+"""Draw the chart of a timeline, and save it as a picture, a web page or a trace."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
-from dapple_tf.drawing.chart import LIGHTEST, Chart, Curve, Row, Span, SpanKind, stack_charts
+from dapple_tf.drawing.chart import LIGHTEST, Chart, Curve, Row, Span, SpanKind, chain_charts, stack_charts
 from dapple_tf.drawing.save import save_chart
+from dapple_tf.drawing.table import format_ranges
+from dapple_tf.drawing.trace import trace_events
 from dapple_tf.graph_passes.schedules.schedule import CALL_OF_KIND
-from dapple_tf.graph_passes.schedules.window import Window
+from dapple_tf.timeline.event_dependencies import EventDependencies
+from dapple_tf.timeline.events import Event, Transfer
 from dapple_tf.timeline.figures import StepFigures
 from dapple_tf.timeline.recording import Recording
 from dapple_tf.timeline.simulation import Simulation
-from dapple_tf.timeline.stage_summary import format_ranges
 from dapple_tf.timeline.trace_data import recording_data
 
-_VISIBLE = 1e-4  # of a recorded step: a row whose transfers are all shorter is left out
+_MEASURED = "measured"  # the group of rows
+_VISIBLE = 1e-4  # of the step time: in a recorded step a row whose transfers are all shorter is left out
 
 
 def save_recording(recording: Recording, path: str | os.PathLike[str]) -> None:
@@ -24,31 +29,82 @@ def save_recording(recording: Recording, path: str | os.PathLike[str]) -> None:
 
     Raises OutputError for another suffix or a path that cannot be written.
     """
-    save_chart(draw_recording(recording), path, partial(recording_data, recording))
+    save_chart(draw_recording(recording), path, partial(_make_trace, recording))
 
 
 def draw_recording(recording: Recording) -> Chart:
-    """Return the chart of a recording: predicted above measured on one time axis, or the only one of them."""
+    """Return the chart of a recording: the predicted step above the measured one, or the only step of the two."""
+    return _draw_recording(recording, make_chart)
+
+
+def _draw_recording(recording: Recording, draw: Callable[[StepFigures, str], Chart]) -> Chart:
     measured, predicted = recording.measured, recording.predicted
     if measured is None or predicted is None:
-        return make_chart(recording.shown, recording.headline)
+        return draw(recording.shown, recording.headline)
     parts = {
-        "predicted": make_chart(predicted.timeline, f"{predicted.timeline.summary} ({predicted.source})"),
-        "measured": make_chart(measured, measured.summary),
+        "predicted": draw(predicted.timeline, f"{predicted.timeline.summary} ({predicted.source})"),
+        _MEASURED: draw(measured, measured.summary),
     }
     return stack_charts(recording.headline, tuple(parts.items()))
+
+
+def _make_trace(recording: Recording) -> dict[str, Any]:
+    """Return the JSON values of a trace, from which the recording can be read again."""
+    return {**trace_events(draw_trace(recording)), "dapple": recording_data(recording)}
+
+
+def draw_trace(recording: Recording) -> Chart:
+    """Return the chart of a trace: with arrows between stages, measured memory, and the steps recorded before."""
+    chart = _draw_recording(recording, _draw_with_arrows)
+    shown = recording.shown
+    earlier = [(step.seconds, _draw_with_arrows(step.timeline)) for step in shown.earlier]
+    if recording.measured is not None and recording.predicted is not None:  # the rows of ``chart`` have groups
+        earlier = [(seconds, stack_charts("", [(_MEASURED, part)])) for seconds, part in earlier]
+    measured = [Curve(f"measured, {m.device}", m.times, m.values) for m in shown.memory_curves]
+    return chain_charts(replace(chart, curves=(*chart.curves, *measured)), earlier)
 
 
 def make_chart(timeline: StepFigures, title: str = "") -> Chart:
     """Return the chart of a timeline: rows of events, and curves of memory where it is known.
 
-    A recorded step has a row for each device; a simulated one one for each worker, unless its replicas take minibatches
-    of a window in turn: then they are not alike. The
-    stages of a device that runs several have shades, the first stage the darkest; its AllReduces, which run while it
-    computes, have a thin row. Between two stages there is a thin row for each direction that has transfers.
+    A recorded step has a row for each device. A simulated step has a row for each worker, since its replicas are alike;
+    but if they take minibatches of a window in turn, it has a row for each device too. The stages of a device that runs
+    several have shades, the first stage the darkest; its AllReduces, which run while it computes, have a thin row.
+    Between two stages there is a thin row for each direction that has transfers.
     """
+    return _draw(timeline, title)[0]
+
+
+def _draw_with_arrows(timeline: StepFigures, title: str = "") -> Chart:
+    """Return the chart of a timeline for a trace: with arrows, and below each device the ops of its actions."""
+    chart, drawn = _draw(timeline, title)
+    chart = replace(chart, arrows=tuple(_arrows(timeline, drawn)))  # of long pipelines they take seconds to find
+    return _with_ops(chart, timeline, drawn) if timeline.ops else chart
+
+
+def _with_ops(chart: Chart, timeline: StepFigures, drawn: Mapping[int, int]) -> Chart:
+    """Return the chart with a row of ops below each row of a device that ran any."""
+    span_of = {(e.action, e.replica): chart.spans[drawn[id(e)]] for e in timeline.events if id(e) in drawn}
+    shown = [(op, span_of[op.action, op.replica]) for op in timeline.ops if (op.action, op.replica) in span_of]
+    with_ops = {span.row for _, span in shown}
+    rows, places, ops_of = list[Row](), list[int](), dict[int, int]()
+    for index, row in enumerate(chart.rows):
+        places.append(len(rows))
+        rows.append(row)
+        if index in with_ops:
+            ops_of[index] = len(rows)
+            rows.append(replace(row, name=f"ops of {row.name}", until=0.0))
+    spans = [span._replace(row=places[span.row]) for span in chart.spans]
+    for op, span in shown:
+        start = span.start + op.start
+        spans.append(Span(ops_of[span.row], f"{op.op} {op.name}", span.kind, start, start + op.seconds, op.micro_batch))
+    return replace(chart, rows=tuple(rows), spans=tuple(spans))
+
+
+def _draw(timeline: StepFigures, title: str) -> tuple[Chart, Mapping[int, int]]:
+    """Return the chart of a timeline, and the indices of its spans by the id of the event that each shows."""
     simulation = timeline.simulation
-    alike = simulation is not None and not (timeline.window is not None and timeline.window.in_turn)
+    alike = simulation is not None and not timeline.runs_whole_minibatches
     places = [place for place in timeline.places if not alike or place[1] == 0]
     shortest = _VISIBLE * timeline.step_seconds if simulation is None else 0.0
     channels = sorted({(t.source, t.target) for t in timeline.transfers if t.end - t.start > shortest})
@@ -76,59 +132,79 @@ def make_chart(timeline: StepFigures, title: str = "") -> Chart:
         for (_, device), own in stages_of.items()
         for index, stage in enumerate(own)
     }
-    return Chart(
+    spans, drawn = _spans(timeline, {place: index for index, place in enumerate(rows)}, shades)
+    chart = Chart(
         title,
         timeline.step_seconds,
         tuple(rows.values()),
-        tuple(_spans(timeline, {place: index for index, place in enumerate(rows)}, shades)),
+        tuple(spans),
         curves=tuple(_memory_curves(timeline)),
         limit=_memory_limit(simulation),
-        numbers=_name_numbers(timeline.window),
+        numbers=_name_numbers(timeline),
+        plan=timeline.plan_drawing,
     )
+    return chart, drawn
 
 
 def _memory_limit(simulation: Simulation | None) -> float | None:
-    """Return the bytes of a device's memory; None without a simulation, and where the devices' are unequal."""
+    """Return the bytes of a device's memory; None without a simulation, and if devices have unequal memories."""
     if simulation is None or len({memory for _, memory in simulation.tightest_memory}) > 1:
         return None
     return simulation.tightest_memory[0][1]
 
 
-def _name_numbers(window: Window | None) -> str:
-    """Return what the numbers in the picture are."""
-    if window is None:
-        return "micro-batches"
-    return f"{'minibatches' if window.in_turn else 'micro-batches'}, v is the version of the weights"
+def _name_numbers(timeline: StepFigures) -> str:
+    """Return the meaning of the numbers in the picture."""
+    name = "minibatches" if timeline.runs_whole_minibatches else "micro-batches"
+    return name if timeline.window is None else f"{name}, v is the version of the weights"
 
 
 def _spans(
     timeline: StepFigures, rows: dict[tuple[object, ...], int], shades: dict[tuple[int, str], float]
-) -> list[Span]:
-    """Return a span for each event that has a row; updates of variables of no stage have none.
+) -> tuple[list[Span], dict[int, int]]:
+    """Return a span for each event that has a row, and the indices of the spans by the id of their event.
 
-    ``rows``: by "device", replica and device; "allreduce" and device; or "channel" and its two stages. ``shades``: by
-    stage and device.
+    The update of variables that belong to no stage has none. The keys of ``rows`` are ("device", replica, device),
+    ("allreduce", device), or ("channel", stage, stage). ``shades``: by stage and device.
     """
     critical = {id(part.item) for part in timeline.critical_path if part.kind != "waiting"}
-    spans = []
+    spans: list[Span] = []
+    drawn: dict[int, int] = {}
     for e in timeline.events:
         row = rows.get(("device", e.replica, e.device))
         if row is not None:
             kind: SpanKind = CALL_OF_KIND[e.action.kind]
             shade = shades[e.action.stage, e.device]
             marked, detail = id(e) in critical, "" if e.version is None else f"v{e.version}"
+            drawn[id(e)] = len(spans)
             spans.append(Span(row, e.name, kind, e.start, e.end, e.action.micro_batch, marked, shade, detail))
     for t in timeline.transfers:
         row = rows.get(("channel", t.source, t.target))
         if row is not None:
             kind = "send-forward" if t.source < t.target else "send-backward"
+            drawn[id(t)] = len(spans)
             spans.append(Span(row, str(t), kind, t.start, t.end, t.micro_batch, critical=id(t) in critical))
     device_rows = {place[2]: row for place, row in rows.items() if place[0] == "device"}
     for s in timeline.stage_events:
         row = rows.get((s.kind, s.device), device_rows.get(s.device))
         if row is not None and (s.stage, s.device) in shades:
             spans.append(Span(row, s.name, s.kind, s.start, s.end, critical=id(s) in critical))
-    return spans
+    return spans, drawn
+
+
+def _arrows(timeline: StepFigures, drawn: Mapping[int, int]) -> Iterator[tuple[int, int]]:
+    """Yield the spans between which activations and gradients go from stage to stage.
+
+    ``drawn``: spans by the id of their event. Through a transfer that is not drawn an arrow goes from action to action.
+    """
+    dependencies = EventDependencies(timeline.step)
+    items: list[Event | Transfer] = [*timeline.events, *timeline.transfers]
+    for item in items:
+        if id(item) in drawn:
+            for sender in dependencies.senders(item):
+                through = isinstance(sender, Transfer) and id(sender) not in drawn
+                firsts: Iterable[Event | Transfer] = dependencies.senders(sender) if through else [sender]
+                yield from ((drawn[id(first)], drawn[id(item)]) for first in firsts if id(first) in drawn)
 
 
 def _memory_curves(timeline: StepFigures) -> list[Curve]:

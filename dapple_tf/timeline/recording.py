@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from dapple_tf.errors import UsageError
 from dapple_tf.plans import Plan
 from dapple_tf.profiler.units import format_seconds
-from dapple_tf.timeline.describe import describe_path, find_slowest, timeline_json
+from dapple_tf.timeline.describe import SlowAction, describe_path, explain_slow, find_slowest, timeline_json
 from dapple_tf.timeline.figures import StepFigures
 
 BY_PROFILE = "simulated with the plan's profile"
@@ -17,7 +17,7 @@ BY_TIMES = "simulated with the measured times of each action"
 
 @dataclass(frozen=True)
 class Prediction:
-    """A simulated step; ``source`` says from which costs."""
+    """A simulated step; ``source``: the origin of its costs, in words."""
 
     timeline: StepFigures
     source: str
@@ -27,7 +27,7 @@ class Prediction:
 class Recording:
     """A ``measured`` step, its prediction, or both; ``title`` names the model and the schedule.
 
-    ``planned_seconds``: seconds of the step in the plan's own prediction. Raises UsageError where there is neither a
+    ``planned_seconds``: the step's seconds in the plan's own prediction. Raises UsageError if there is neither a
     measured nor a predicted step.
     """
 
@@ -42,7 +42,7 @@ class Recording:
 
     @property
     def shown(self) -> StepFigures:
-        """The measured step, or the predicted one where none was measured."""
+        """The measured step, or the predicted one if none was measured."""
         if self.measured is not None:
             return self.measured
         assert self.predicted is not None
@@ -50,12 +50,12 @@ class Recording:
 
     @property
     def prediction_error(self) -> float | None:
-        """Seconds of the predicted step over those of the measured step, less 1; None without either."""
+        """The predicted step's seconds divided by the measured ones, minus 1; None if one of them is missing."""
         return self._error(None if self.predicted is None else self.predicted.timeline.step_seconds)
 
     @property
     def planner_error(self) -> float | None:
-        """``planned_seconds`` over those of the measured step, less 1; None without either."""
+        """``planned_seconds`` divided by the measured step's seconds, minus 1; None if one of them is missing."""
         return self._error(self.planned_seconds)
 
     def _error(self, seconds: float | None) -> float | None:
@@ -99,10 +99,7 @@ class Recording:
         data: dict[str, Any] = {}
         if self.measured is not None:
             data |= timeline_json(self.measured)
-            data["slowest"] = [
-                {"action": str(slow.event), "device": slow.event.device, "seconds": slow.seconds, "times": slow.times}
-                for slow in find_slowest(self.measured)
-            ]
+            data["slowest"] = [_slow_json(self.measured, slow) for slow in find_slowest(self.measured)]
         if self.predicted is not None:
             error = {} if self.prediction_error is None else {"error": self.prediction_error}
             data["predicted"] = {"source": self.predicted.source, **timeline_json(self.predicted.timeline), **error}
@@ -113,6 +110,12 @@ class Recording:
         return data
 
 
+def _slow_json(measured: StepFigures, slow: SlowAction) -> dict[str, Any]:
+    data = {"action": str(slow.event), "device": slow.event.device, "seconds": slow.seconds, "times": slow.times}
+    ops = [asdict(op) for op in explain_slow(measured, slow)]
+    return {**data, "ops": ops} if ops else data
+
+
 def plan_title(plan: Plan) -> str:
     """Return the title of a step of ``plan``: model, schedule and micro-batches, or minibatches of a window."""
     if plan.window is not None:
@@ -121,7 +124,7 @@ def plan_title(plan: Plan) -> str:
 
 
 def planned_seconds(plan: Plan) -> float | None:
-    """Return the step's seconds in the plan's own prediction; None where it has none, or not a positive number."""
+    """Return the step's seconds in the plan's own prediction; None if there is no positive number."""
     known = (plan.predicted or {}).get("step_seconds")
     return float(known) if isinstance(known, int | float) and known > 0 else None
 

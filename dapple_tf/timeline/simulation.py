@@ -12,7 +12,7 @@ from dapple_tf.timeline.stage_costs import StageCosts
 
 
 class Simulation(Protocol):
-    """A simulated step. Its figures need no events; these are created only when ``events_at`` is called."""
+    """A simulated step. Its figures need no events, which are created only when ``events_at`` is called."""
 
     @property
     def plan(self) -> Plan:
@@ -39,16 +39,12 @@ class Simulation(Protocol):
         """The fraction of the step in which each stage computes."""
 
     @property
-    def device_memory(self) -> float:
-        """Bytes of the memory of the device that has fewest."""
-
-    @property
     def tightest_memory(self) -> tuple[tuple[float, float], ...]:
-        """Of each stage the device that is first to run out of memory: the most bytes that it holds, and its memory."""
+        """For each stage, the most bytes, and the memory, of the device that would run out of memory first."""
 
     @property
     def peak_memory_bytes(self) -> tuple[float, ...]:
-        """The most bytes that one device of each stage holds: the one with most rows."""
+        """The most bytes that a device of each stage holds; it is the device with the most rows."""
 
     @property
     def fits(self) -> tuple[bool, ...]:
@@ -61,4 +57,4 @@ class Simulation(Protocol):
         """Return the actions of a replica of ``stage`` in the order in which they run."""
 
     def events_at(self, places: Sequence[Place]) -> StepEvents:
-        """Return all events; those of a stage once at each of its ``places`` (stage, replica and device)."""
+        """Return all events; each event of a stage once for each of its ``places`` (stage, replica and device)."""

@@ -1,9 +1,9 @@
-"""Convert the time stamps of an instrumented graph into a timeline."""
+"""Make a timeline from the time stamps of an instrumented graph."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,13 +14,14 @@ from dapple_tf.graph_passes.passes.project import StageExchange, parse_exchange_
 from dapple_tf.graph_passes.schedules.schedule import KIND_OF_CALL, Action
 from dapple_tf.graph_passes.schedules.weight_versions import Versions
 from dapple_tf.graph_passes.schedules.window import Window
-from dapple_tf.timeline.events import Event, StageEvent, StageEventKind, Transfer
+from dapple_tf.timeline.events import Event, MemoryCurve, OpRun, StageEvent, StageEventKind, Transfer
+from dapple_tf.timeline.figures import EarlierStep
 from dapple_tf.timeline.timeline import Timeline
 
 
 @dataclass(frozen=True)
 class Stamp:
-    """Start and end of a node on ``device``, seconds by the clock of its process."""
+    """The start and end of a node on ``device``, in seconds by the clock of its process."""
 
     op: str
     name: str
@@ -35,7 +36,7 @@ class Stamp:
 def name_stamps(graph: Graph, device: str | None = None) -> tuple[Stamp, ...]:
     """Return the nodes that an instrumented graph times, with times 0.
 
-    ``device``: the name that all of them get, by default that of each node.
+    ``device``: the name of the device for all of them; by default each has the device of its node.
     """
     stamps = []
     for node in timed_nodes(graph):
@@ -50,6 +51,11 @@ def fill_stamps(stamps: Sequence[Stamp], times: Any) -> tuple[Stamp, ...]:
     return tuple(dataclasses.replace(stamp, start=float(start), end=float(end)) for stamp, start, end in pairs)
 
 
+def first_start(stamps: Iterable[Stamp]) -> float:
+    """Return when the first action started."""
+    return min(stamp.start for stamp in stamps if stamp.op in KIND_OF_CALL)
+
+
 def make_timeline(
     stamps: Sequence[Stamp],
     *,
@@ -57,19 +63,33 @@ def make_timeline(
     note: str = "",
     together: Iterable[Action] = (),
     versions: Versions | None = None,
+    earlier: Iterable[EarlierStep] = (),
+    memory_curves: Iterable[MemoryCurve] = (),
+    ops: Iterable[OpRun] = (),
 ) -> Timeline:
     """Return the timeline of the stamps of all processes, whose clocks must agree.
 
-    Its times count from the start of the first action. ``title``, ``note``, ``together``: see ``Timeline``.
-    ``versions``: of a window.
+    Its times count from the start of the first action. ``versions``: the versions of weights in an asynchronous window.
+    The other arguments: see ``Timeline``.
     """
-    first = min(stamp.start for stamp in stamps if stamp.op in KIND_OF_CALL)
+    first = first_start(stamps)
     shifted = [dataclasses.replace(s, start=s.start - first, end=s.end - first) for s in stamps]
     shifted.sort(key=lambda stamp: (stamp.start, stamp.end))
-    window = None if versions is None else versions.window
-    events = tuple(_event(stamp, versions) for stamp in shifted if stamp.op in KIND_OF_CALL)
+    window, used = (None, {}) if versions is None else (versions.window, versions.used)
+    events = tuple(_event(stamp, used) for stamp in shifted if stamp.op in KIND_OF_CALL)
     transfers, stage_events = _transfers(shifted), _stage_events(shifted, window)
-    return Timeline(events, transfers, stage_events, title=title, note=note, together=together, window=window)
+    return Timeline(
+        events,
+        transfers,
+        stage_events,
+        title=title,
+        note=note,
+        together=together,
+        window=window,
+        earlier=earlier,
+        memory_curves=memory_curves,
+        ops=ops,
+    )
 
 
 def read_timeline(graph: Graph, times: Any) -> Timeline:
@@ -77,20 +97,20 @@ def read_timeline(graph: Graph, times: Any) -> Timeline:
     return make_timeline(fill_stamps(name_stamps(graph), times))
 
 
-def _event(stamp: Stamp, versions: Versions | None) -> Event:
+def _event(stamp: Stamp, versions: Mapping[Action, int]) -> Event:
     assert stamp.stage is not None
     assert stamp.replica is not None
     assert stamp.micro_batch is not None
     action = Action(stamp.stage, KIND_OF_CALL[stamp.op], stamp.micro_batch)
-    version = None if versions is None else versions.used[action]
-    return Event(action, stamp.replica, stamp.device, stamp.start, stamp.end, version)
+    return Event(action, stamp.replica, stamp.device, stamp.start, stamp.end, versions.get(action))
 
 
 def _transfers(stamps: Sequence[Stamp]) -> list[Transfer]:
     """Return each exchange once: it starts when the last of its ranks reaches it, and ends when the last leaves it.
 
-    Receivers of other senders need not meet: an exchange has started by the time that its first receiver leaves it. A
-    sender leaves it as soon as its tensors are queued, which says nothing of the others.
+    Receivers of different senders do not wait for each other, so an exchange has started at the latest when its first
+    receiver leaves it. A sender leaves it when its tensors are queued, at which time the others may not have reached
+    it.
     """
     runs = {(stamp.device, stamp.stage) for stamp in stamps if stamp.op in KIND_OF_CALL}
     by_exchange: dict[StageExchange, list[Stamp]] = {}
@@ -125,6 +145,6 @@ def _stage_events(stamps: Iterable[Stamp], window: Window | None) -> list[StageE
 
 
 def _last_micro_batch(name: str, window: Window | None) -> int | None:
-    """Return the last micro-batch of the minibatch that names a node of a window; None for other nodes."""
+    """Return the last micro-batch of the minibatch in the name of a window's node; None for other nodes."""
     minibatch = find_minibatch(name)
     return None if window is None or minibatch is None else (minibatch + 1) * window.micro_batches - 1

@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
+import copy
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
+from dapple_tf.drawing.plan import PlanDrawing
 from dapple_tf.graph_passes.schedules.schedule import Action
 from dapple_tf.graph_passes.schedules.window import Window
+from dapple_tf.profiler.cluster import Cluster
+from dapple_tf.profiler.profile import Profile
 from dapple_tf.timeline.describe import describe_path, describe_stages, timeline_json
 from dapple_tf.timeline.events import Place, StepEvents
-from dapple_tf.timeline.figures import StepFigures, Utilisation
+from dapple_tf.timeline.figures import StageSummary, StepFigures
 from dapple_tf.timeline.picture import save_recording
+from dapple_tf.timeline.plan_drawing import describe_plan_drawing
 from dapple_tf.timeline.recording import BY_PROFILE, Prediction, Recording
 from dapple_tf.timeline.simulation import Simulation
 from dapple_tf.timeline.stage_costs import StageCosts
-from dapple_tf.timeline.stage_summary import StageSummary
 
 
 class Timeline(StepFigures):
     """One training step, or asynchronous window: when each action, transfer, AllReduce and weight update ran.
 
-    ``dapple.simulate`` returns that of a step predicted under the cost model, ``step.timeline`` that of the last
-    recorded step. ``str`` describes it in a few lines. Two timelines are equal if their events are. See
-    ``StepFigures`` for the arguments and the figures.
+    ``dapple.simulate`` returns the timeline of a step predicted under the cost model, ``step.timeline`` returns the one
+    of the last recorded step. ``str`` describes it in a few lines. Two timelines are equal if their events are equal.
+    See ``StepFigures`` for the arguments and the figures.
     """
 
     @staticmethod
@@ -33,6 +38,12 @@ class Timeline(StepFigures):
         return Timeline(
             step.events, step.transfers, step.stage_events, title=title, together=step.together, window=step.window
         )
+
+    def with_earlier(self, count: int) -> Timeline:
+        """Return the timeline with at most ``count`` of the steps that were recorded before it."""
+        found = copy.copy(self)
+        found.earlier = self.earlier[max(0, len(self.earlier) - count) :]
+        return found
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Timeline) and self.step == other.step
@@ -53,8 +64,9 @@ class Timeline(StepFigures):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Save a picture (.png), a web page (.html), or a trace for Perfetto and ``dapple timeline`` (.json).
 
-        An existing file is replaced, or left as it was if saving fails. Raises OutputError for another suffix or a path
-        that cannot be written.
+        A trace also has the steps that were recorded before this one, and the measured memory. An existing file is
+        replaced; if saving fails, it does not change. Raises OutputError for another suffix or a path that cannot be
+        written.
         """
         save_recording(self._as_recording(), path)
 
@@ -65,12 +77,33 @@ class Timeline(StepFigures):
 class SimulatedTimeline(Timeline):
     """The timeline of a step or window predicted under the cost model.
 
-    ``simulation`` creates the events when they are first needed; the figures need none.
+    The figures need no events; ``simulation`` creates the events when they are first needed. ``profile``, ``cluster``:
+    what was simulated, for the drawing of the plan on a web page.
     """
 
-    def __init__(self, simulation: Simulation, *, title: str = "", note: str = "") -> None:
+    def __init__(
+        self,
+        simulation: Simulation,
+        *,
+        title: str = "",
+        note: str = "",
+        profile: Profile | None = None,
+        cluster: Cluster | None = None,
+    ) -> None:
         super().__init__(title=title, note=note)
         self._simulation = simulation
+        self._profile, self._cluster = profile, cluster
+
+    def with_note(self, note: str) -> SimulatedTimeline:
+        """Return the timeline with this note."""
+        return SimulatedTimeline(
+            self._simulation, title=self.title, note=note, profile=self._profile, cluster=self._cluster
+        )
+
+    @property
+    def plan_drawing(self) -> PlanDrawing:
+        """What is drawn of the plan."""
+        return describe_plan_drawing(self._simulation.plan, self._cluster, self._profile)
 
     @property
     def simulation(self) -> Simulation:
@@ -106,12 +139,12 @@ class SimulatedTimeline(Timeline):
         return self.simulation.stage_utilisation
 
     @cached_property
-    def utilisation(self) -> Utilisation:
-        """``stage_utilisation``; ``utilisation(device)`` is the fraction in which one device runs an action."""
+    def device_utilisation(self) -> Mapping[str, float]:
+        """The fraction of the step in which each device runs an action, by the device's name."""
         by_device: dict[str, float] = {}
         for stage, _, device in self.places:
             by_device[device] = by_device.get(device, 0.0) + self.stage_utilisation[stage]
-        return Utilisation(self.stage_utilisation, by_device)
+        return by_device
 
     @cached_property
     def places(self) -> tuple[Place, ...]:

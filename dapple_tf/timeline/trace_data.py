@@ -22,6 +22,13 @@ def recording_data(recording: Recording) -> dict[str, Any]:
     data: dict[str, Any] = {"format": FORMAT, "title": recording.title}
     if recording.measured is not None:
         data["measured"] = _timeline_data(recording.measured)
+        if recording.measured.earlier:
+            data["earlier"] = [
+                {"seconds": step.seconds, "timeline": _timeline_data(step.timeline)}
+                for step in recording.measured.earlier
+            ]
+        if recording.measured.memory_curves:
+            data["memory_curves"] = [asdict(curve) for curve in recording.measured.memory_curves]
     if recording.predicted is not None:
         data["predicted"] = {
             "source": recording.predicted.source,
@@ -40,15 +47,16 @@ def _timeline_data(timeline: StepFigures) -> dict[str, Any]:
         "stage_events": [_without_none(asdict(event)) for event in timeline.stage_events],
         **({"together": [asdict(action) for action in sorted(together)]} if together else {}),
         **({} if timeline.window is None else {"window": asdict(timeline.window)}),
+        **({"ops": [asdict(op) for op in timeline.ops]} if timeline.ops else {}),
     }
 
 
 def _without_none(data: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields that have a value: only those of windows have versions, and updates with a micro-batch."""
+    """Return the fields that have a value: only events of windows have a version, or an update's micro-batch."""
     return {key: value for key, value in data.items() if value is not None}
 
 
-# ``dataclasses.asdict`` copies every value; of the many events and transfers it would take longer than all the rest.
+# ``dataclasses.asdict`` copies every value; for the many events and transfers that would take most of the time.
 def _event_data(event: Event) -> dict[str, Any]:
     action = event.action
     data = {

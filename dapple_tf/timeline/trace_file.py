@@ -7,16 +7,17 @@ holds the recording. Files are only read as data: nothing in them is ever run.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from dapple_tf.errors import ScheduleError, TraceError
-from dapple_tf.graph_passes.schedules.schedule import Action, Kind, read_old_splits
+from dapple_tf.graph_passes.schedules.schedule import Action, Kind, name_input_halves
 from dapple_tf.graph_passes.schedules.window import Window
 from dapple_tf.profiler.quote import quote
 from dapple_tf.profiler.read_files import naming_file, read_json
 from dapple_tf.profiler.records import Count, Figure, Name, read_record
-from dapple_tf.timeline.events import Event, StageEvent, StageEventKind, Transfer
+from dapple_tf.timeline.events import Event, MemoryCurve, OpRun, StageEvent, StageEventKind, Transfer
+from dapple_tf.timeline.figures import EarlierStep
 from dapple_tf.timeline.recording import Prediction, Recording
 from dapple_tf.timeline.timeline import Timeline
 from dapple_tf.timeline.trace_data import FORMAT
@@ -27,12 +28,12 @@ _MOST_ACTIONS = 1_000_000
 _LARGEST_FILE = 64 * 2**20  # bytes: about 100,000 events
 
 
-# --- The objects of a file, where they differ from those that are made of them
+# --- The records of a file, if they differ from the objects that are made of them
 
 
 @dataclass(frozen=True)
 class _Action:
-    """One event of an action; a file does not nest the action."""
+    """One event of an action, whose fields stand in the record itself."""
 
     stage: Count
     kind: Kind
@@ -46,7 +47,7 @@ class _Action:
 
 @dataclass(frozen=True)
 class _StageEvent:
-    """A stage event; a file leaves ``stage`` out for variables of no stage."""
+    """A stage event; a file does not have ``stage`` if the variables belong to no stage."""
 
     kind: StageEventKind
     replica: Count
@@ -77,6 +78,7 @@ class _Step:
     stage_events: tuple[_StageEvent, ...]
     together: tuple[Action, ...] = ()
     window: _Window | None = None
+    ops: tuple[OpRun, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -88,20 +90,30 @@ class _Prediction:
 
 
 @dataclass(frozen=True)
+class _Earlier:
+    """A step recorded before the measured one, and the seconds between their first actions."""
+
+    seconds: Figure
+    timeline: _Step
+
+
+@dataclass(frozen=True)
 class _Recording:
     """The field ``dapple`` of a trace."""
 
     title: Name
     measured: _Step | None = None
+    earlier: tuple[_Earlier, ...] = ()
+    memory_curves: tuple[MemoryCurve, ...] = ()
     predicted: _Prediction | None = None
     planned_seconds: Figure | None = None
 
 
 def read_recording(path: str | os.PathLike[str]) -> Recording:
-    """Return the recording that a trace was saved from.
+    """Return the recording that was saved as this trace.
 
-    Raises TraceError naming the file and the field that is wrong: not JSON, a trace that dapple_tf did not save, or a
-    field that is missing or has an impossible value.
+    Raises TraceError, which names the file and the field, if the file is not JSON, if dapple_tf has not saved it, and
+    if a field is missing or has an impossible value.
     """
     with naming_file(path, TraceError):
         data = read_json(path, TraceError, _LARGEST_FILE)
@@ -115,8 +127,9 @@ def read_recording(path: str | os.PathLike[str]) -> Recording:
 
 def _make_recording(found: _Recording) -> Recording:
     measured = predicted = None
+    _check_curves(found.memory_curves)
     if found.measured is not None:
-        measured = _make_timeline(found.measured, "measured", found.title)
+        measured = _make_timeline(found.measured, "measured", found.title, found)
     if found.predicted is not None:
         timeline = _make_timeline(found.predicted.timeline, "predicted.timeline", found.title)
         predicted = Prediction(timeline, found.predicted.source)
@@ -125,7 +138,40 @@ def _make_recording(found: _Recording) -> Recording:
     return Recording(found.title, measured, predicted, found.planned_seconds)
 
 
-def _make_timeline(step: _Step, where: str, title: str) -> Timeline:
+def _make_earlier(found: _Recording) -> tuple[EarlierStep, ...]:
+    steps = []
+    for index, step in enumerate(found.earlier):
+        where = f"earlier[{index}]"
+        if step.seconds > _LONGEST:
+            raise TraceError(f"{where}.seconds is {step.seconds:g}, more than {_LONGEST:g} seconds")
+        steps.append(EarlierStep(step.seconds, _make_timeline(step.timeline, f"{where}.timeline", found.title)))
+    return tuple(steps)
+
+
+def _check_ops(ops: tuple[OpRun, ...], known: Mapping[tuple[Action, int], int], where: str) -> tuple[OpRun, ...]:
+    """Return the ops; raise TraceError unless each is of a known action, at a plausible time."""
+    for index, op in enumerate(ops):
+        if (op.action, op.replica) not in known:
+            raise TraceError(
+                f"{where}[{index}] is of {op.action} of replica {op.replica}, which is no action of the step"
+            )
+        if op.start + op.seconds > _LONGEST:
+            raise TraceError(f"{where}[{index}] ends after more than {_LONGEST:g} seconds")
+    return ops
+
+
+def _check_curves(curves: Sequence[MemoryCurve]) -> None:
+    """Raise TraceError unless each curve has as many times as values, in order and within a plausible time."""
+    for index, curve in enumerate(curves):
+        where = f"memory_curves[{index}]"
+        if len(curve.times) != len(curve.values) or not curve.times:
+            raise TraceError(f"{where} has {len(curve.times)} times and {len(curve.values)} values: give one of each")
+        if list(curve.times) != sorted(curve.times) or max(map(abs, curve.times)) > _LONGEST:
+            raise TraceError(f"{where}.times are not ascending, or beyond {_LONGEST:g} seconds")
+
+
+def _make_timeline(step: _Step, where: str, title: str, recording: _Recording | None = None) -> Timeline:
+    """Return the timeline of ``step``; of the measured one, with the other steps and memory of ``recording``."""
     _check_spans(step.actions, f"{where}.actions")
     _check_spans(step.transfers, f"{where}.transfers")
     _check_spans(step.stage_events, f"{where}.stage_events")
@@ -135,7 +181,7 @@ def _make_timeline(step: _Step, where: str, title: str) -> Timeline:
     )
     if not events:
         raise TraceError(f"{where}.actions is empty: a step has at least one action")
-    actions = read_old_splits(event.action for event in events)
+    actions = name_input_halves(event.action for event in events)
     events = tuple(replace(event, action=action) for event, action in zip(events, actions, strict=True))
     known: dict[tuple[Action, int], int] = {}
     for index, event in enumerate(events):
@@ -181,7 +227,17 @@ def _make_timeline(step: _Step, where: str, title: str) -> Timeline:
     if step.window is not None:
         window = _make_window(step.window, where)
         _check_window(window, events, stage_events, where)
-    timeline = Timeline(events, step.transfers, stage_events, title=title, together=step.together, window=window)
+    timeline = Timeline(
+        events,
+        step.transfers,
+        stage_events,
+        title=title,
+        together=step.together,
+        window=window,
+        earlier=() if recording is None else _make_earlier(recording),
+        memory_curves=() if recording is None else recording.memory_curves,
+        ops=_check_ops(step.ops, known, f"{where}.ops"),
+    )
     if not timeline.step_seconds:
         raise TraceError(f"{where} has no duration: all its events end at 0")
     return timeline

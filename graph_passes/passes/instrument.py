@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from dapple_tf.graph_passes.ir.graph import Control, Graph, Node, Value, attributes, tensor
@@ -40,7 +40,8 @@ def timed_nodes(graph: Graph) -> tuple[Node, ...]:
 def stamp_nodes(graph: Graph) -> Graph:
     """Return the graph with a ``timestamp`` before each timed node, when it could start, and one after it.
 
-    A call in parts starts with its first part.
+    A call in parts starts with its first part. All nodes that follow a timed node directly wait for its last time stamp
+    too, so whatever depends on it, even through nodes that are not timed, starts after it has ended.
     """
     nodes: list[Node] = []
     timed = tuple(node for node in graph.nodes if node.op in _TIMED)
@@ -54,7 +55,9 @@ def stamp_nodes(graph: Graph) -> Graph:
             start = _stamp(starting[node.name], _START, *waits)
             nodes += [start, node.after(start.name, "time: the start is taken before")]
         else:
-            nodes.append(node)
+            ended = [name for name in dict.fromkeys(node.predecessors()) if graph.node(name).op in _TIMED]
+            controls = (Control(name + _END, "time: the end is taken before") for name in ended)
+            nodes.append(replace(node, controls=(*node.controls, *controls)))
         if node.op in _TIMED:
             nodes.append(_stamp(node, _END, Control(node.name, "time: it has ended")))
     stamps = [Value(node.name + what) for node in timed for what in (_START, _END)]

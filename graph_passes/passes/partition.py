@@ -123,7 +123,7 @@ def balance(
     the cost of sending the tensors that cross at ``positions[i]``, added to the stage that sends them. Of equal maxima
     the cut with the least sum of squares is taken. Raises PartitionError if there are fewer positions than cuts; its
     message has some of the ``problems``, the reasons why the model cannot be cut elsewhere.
-    ``dapple_tf.planner.search.balanced_cuts.even_starts`` is a Numba version without crossing costs;
+    ``dapple_tf.planner.search.balanced_cuts.even_starts`` is a faster version without crossing costs;
     test_balanced_cuts.py asserts that the largest stages of both are equal.
     """
     if stages - 1 > len(positions):

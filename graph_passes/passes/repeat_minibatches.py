@@ -57,7 +57,7 @@ def repeat_minibatches(graph: Graph, window: Window, aux: Sequence[MergeKind] = 
     micro-batches than one minibatch of the window.
     """
     found = replica_counts(graph), micro_batch_count(graph)
-    wanted = (1,) * window.stages if window.in_turn else window.replicas, window.micro_batches
+    wanted = window.sharing, window.micro_batches
     if found != wanted:
         raise GraphError(f"a minibatch of the window has (replicas, micro-batches) {wanted}, the graph {found}")
     nodes = [node for node in graph.nodes if node.op == OpName.INPUT]

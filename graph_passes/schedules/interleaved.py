@@ -2,7 +2,8 @@
 
 Section 2.2. Each of p workers holds v chunks of the model, looped. Micro-batches go in groups: a worker runs a group's
 forwards on its first chunk, then on its second, and so on. After its warm-up it runs one forward and one backward
-alternately. With M a multiple of p, and chunks that take f and b, the bubble is (p - 1) (f + b): 1/v of that of 1F1B.
+alternately. If M is a multiple of p, and a chunk's forward takes f and its backward b, the bubble is (p - 1) (f + b),
+which is 1/v of 1F1B's bubble.
 """
 
 from __future__ import annotations
@@ -10,14 +11,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from dapple_tf.graph_passes.schedules.schedule import Action, Schedule, check
+from dapple_tf.graph_passes.schedules.schedule import Action, Schedule, checked_schedule
 from dapple_tf.graph_passes.schedules.worker_map import WorkerMap
 
 
 def interleaved_1f1b(workers: int, chunks: int, micro_batches: int) -> Schedule:
     """Return the schedule of ``workers`` devices with ``chunks`` stages each.
 
-    The paper has groups of p micro-batches, and M a multiple of p. Of any other M, groups have p to 2 p - 1
+    In the paper M is a multiple of p, and each group has p micro-batches. For any other M, groups have p to 2 p - 1
     micro-batches, as equal as possible, and the warm-up is as long as the largest group needs.
     """
     groups = micro_batch_groups(workers, micro_batches)
@@ -27,9 +28,7 @@ def interleaved_1f1b(workers: int, chunks: int, micro_batches: int) -> Schedule:
     for worker, stages in enumerate(WorkerMap.looped(workers, chunks).stages_of):
         ahead = 2 * (workers - worker - 1) + (chunks - 1) * max(map(len, groups)) + 1
         rows.append(_alternate(stages, forwards, backwards, min(ahead, len(forwards))))
-    schedule = Schedule(tuple(rows))
-    check(schedule)
-    return schedule
+    return checked_schedule(rows)
 
 
 def micro_batch_groups(workers: int, micro_batches: int) -> list[range]:
@@ -58,17 +57,17 @@ def _alternate(
 
 
 # --- Interleaved zero bubble: interleaved 1F1B whose gradients of weights fill idle time, as in ZB-H1
-# Each of p workers holds v chunks of the model, looped (Narayanan et al., 2021, section 2.2), and computes gradients of
-# weights later than those of inputs (Qi et al., "Zero Bubble Pipeline Parallelism", 2023). With M a multiple of p, and
-# chunks whose halves of backward take t_i >= t_f and t_w = t_f, the bubble is (p - 1) (t_f + t_i - t_w): 1/v of
-# ZB-H1's.
+# Each of p workers holds v chunks of the model, looped (Narayanan et al., 2021, section 2.2), and computes the
+# gradients of weights later than the gradients of inputs (Qi et al., "Zero Bubble Pipeline Parallelism", 2023). If M is
+# a multiple of p, and F, I and W of a chunk take t_f, t_i >= t_f and t_w = t_f, the bubble is
+# (p - 1) (t_f + t_i - t_w), which is 1/v of ZB-H1's bubble.
 
 
 def interleaved_zero_bubble(workers: int, chunks: int, micro_batches: int) -> Schedule:
     """Return the schedule of ``workers`` devices with ``chunks`` stages each.
 
-    Worker w starts w forwards less than worker 0 (interleaved 1F1B: 2 w less) and runs each W after the I of w calls
-    later, so all workers hold as many stashes as worker 0.
+    In its warm-up worker w runs w forwards fewer than worker 0 (in interleaved 1F1B, 2 w fewer). It runs each W after
+    w further I. So all workers hold as many stashes as worker 0.
     """
     groups = micro_batch_groups(workers, micro_batches)
     forwards = order_calls(groups, range(chunks))
@@ -86,16 +85,14 @@ def interleaved_zero_bubble(workers: int, chunks: int, micro_batches: int) -> Sc
                 following, n = forwards[ahead + index]
                 actions.append(Action(stages[following], "F", n))
         rows.append((*actions, *weights[max(0, len(weights) - worker) :]))
-    schedule = Schedule(tuple(rows))
-    check(schedule)
-    return schedule
+    return checked_schedule(rows)
 
 
 # --- Looped breadth-first schedule (Lamy-Poirier, "Breadth-First Pipeline Parallelism", 2022, section 4)
-# Each of p workers holds v chunks of the model, looped. It runs all micro-batches through a chunk before the next one,
-# and backwards in the same way, the last chunk first. AllReduce of a chunk can start when its last backward has ended.
-# With M >= p, and chunks that take f and b, the bubble is (p - 1) (f + b). All M micro-batches are in flight on all
-# chunks.
+# Each of p workers holds v chunks of the model, looped. It runs all forwards of a chunk before the first one of the
+# next chunk, and then the backwards in the same way, the last chunk first. AllReduce of a chunk can start when the
+# chunk's last backward has ended. If M >= p, and a chunk's forward takes f and its backward b, the bubble is
+# (p - 1) (f + b). All M micro-batches are in flight on all chunks.
 
 
 def looped_breadth_first(workers: int, chunks: int, micro_batches: int) -> Schedule:
@@ -105,6 +102,4 @@ def looped_breadth_first(workers: int, chunks: int, micro_batches: int) -> Sched
         forwards = [Action(stage, "F", m) for stage in stages for m in range(micro_batches)]
         backwards = [Action(stage, "B", m) for stage in reversed(stages) for m in range(micro_batches)]
         rows.append((*forwards, *backwards))
-    schedule = Schedule(tuple(rows))
-    check(schedule)
-    return schedule
+    return checked_schedule(rows)

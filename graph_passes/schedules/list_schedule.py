@@ -21,8 +21,9 @@ from dapple_tf.graph_passes.schedules.worker_map import WorkerMap
 class StageTimes:
     """Seconds of a micro-batch's actions and transfers on a stage, and its ``stash`` in bytes (or any unit).
 
-    ``backward``: the whole, of which ``weights`` are gradients of weights. ``send_forward`` and ``send_backward``: both
-    directions of the boundary to the next stage; between stages on one worker nothing is sent.
+    ``backward``: seconds of the whole backward, including ``weights``, the seconds of the gradients of weights.
+    ``send_forward`` and ``send_backward``: seconds of a transfer to the next stage, and of one from it; between stages
+    on one worker nothing is sent.
     """
 
     forward: float = 1.0
@@ -39,11 +40,11 @@ class StageTimes:
 
 @dataclass(frozen=True)
 class ListRule:
-    """The priorities and limits by which a worker takes one of the actions that are ready.
+    """The priorities and limits by which a worker chooses one of the actions that are ready.
 
-    ``split``: backwards are I and W, else B. ``most``: the most stash of each worker, in the unit of
-    ``StageTimes.stash``. ``alternate``: after a backward a worker first runs a forward, where one is ready.
-    ``wait_share``: the share of a W's seconds for which a worker rather waits for a result that is on its way.
+    ``split``: a backward is the two actions I and W, else it is B. ``most``: the most stash that each worker may hold,
+    in the unit of ``StageTimes.stash``. ``alternate``: after a backward a worker runs a forward first, if one is ready.
+    ``wait_share``: a worker does not start a W if a result will arrive within this share of the W's seconds.
     """
 
     split: bool
@@ -60,7 +61,7 @@ class ListRule:
 def list_schedule(
     worker_map: WorkerMap, micro_batches: int, times: Sequence[StageTimes], rule: ListRule
 ) -> Schedule | None:
-    """Return the schedule that the rule gives; None where its limits leave an action that can never run.
+    """Return the schedule that follows from the rule; None where its limits prevent an action from ever running.
 
     ``times``: of each stage. The forwards and the backwards of a stage run in micro-batch order.
     """
@@ -125,13 +126,13 @@ class _Worker:
     def __post_init__(self) -> None:
         self.free = 0.0
         self.held = 0.0
-        self.arrivals: list[tuple[float, Action]] = []  # a heap of what is ready from a time on
+        self.arrivals: list[tuple[float, Action]] = []  # a heap of actions, each with the time from which it is ready
         self.forwards: dict[int, deque[int]] = {stage: deque() for stage in reversed(self.stages)}
         self.backwards: list[tuple[int, int]] = []  # a heap of (micro-batch, -stage)
         self.weights: deque[tuple[int, int]] = deque()
         self.ended: Counter[int] = Counter()  # stages of each micro-batch whose stash is free again
         self.whole = sum(self.times[stage].stash for stage in self.stages)  # stash of a micro-batch on all stages
-        # Of each micro-batch in flight, the oldest first: the stash that it will still need, and what it holds.
+        # For each micro-batch in flight, the oldest first: the stash that it will still need, and the stash it holds.
         self.in_flight: dict[int, tuple[float, float]] = {}
 
     @property
@@ -140,7 +141,7 @@ class _Worker:
         return len(self.stages) * self.micro_batches * (3 if self.rule.split else 2)
 
     def receive(self, time: float, action: Action) -> None:
-        """Note that what ``action`` takes is there from ``time`` on."""
+        """Note that the results which ``action`` takes have arrived at ``time``."""
         heapq.heappush(self.arrivals, (time, action))
 
     def choose(self, now: float) -> Action | None:
@@ -168,7 +169,7 @@ class _Worker:
         return forward or self._choose_weights(now)
 
     def _choose_weights(self, now: float) -> Action | None:
-        """Return the oldest W, unless the worker rather waits for a result that is on its way."""
+        """Return the oldest W, or None where there is none, or a result will arrive soon: see ``ListRule``."""
         if not self.weights:
             return None
         stage, m = self.weights[0]
@@ -205,8 +206,8 @@ class _Worker:
     def _admits(self, stage: int, m: int) -> bool:
         """Return whether a forward may run: with it, the micro-batches in flight can still end one after the other.
 
-        This is the banker's algorithm. Each micro-batch needs memory for its later stages on this worker, and gives
-        back all that it holds.
+        This is the banker's algorithm. Each micro-batch needs memory for its later stages on this worker, and returns
+        all that it holds when it ends.
         """
         most, own = self.rule.most[self.index] * (1 + 1e-12), self.times[stage].stash
         held = self.held + own

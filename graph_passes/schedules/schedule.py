@@ -2,10 +2,11 @@
 
 A worker is the group of devices that run the same stages: one device, or r replicas. It has one stage or several
 (chunks of the model). An action prints as ``2F0`` (stage 2, forward, micro-batch 0). The backward of a stage and
-micro-batch is either one action, B, or two: I gives the gradients of the stage's inputs, and W those of its weights, at
-any later time (Qi et al., "Zero Bubble Pipeline Parallelism", 2023). ``2F0+ 2F1`` are two actions whose results travel
-together, once both are there (AutoPipe, section III.C). Letters as in the DAPPLE paper: S stages, M micro-batches, K_i
-warm-up forwards of stage i, D the most micro-batches that the device's memory holds.
+micro-batch is either one action, B, or two: I computes the gradients of the stage's inputs, and W, at any later time,
+the gradients of its weights (Qi et al., "Zero Bubble Pipeline Parallelism", 2023). ``2F0+ 2F1`` are two actions whose
+results travel to the next stage together, once both results exist (AutoPipe, section III.C). The letters are the DAPPLE
+paper's: S stages, M micro-batches, K_i warm-up forwards of stage i, D the most micro-batches that the device's memory
+holds.
 """
 
 from __future__ import annotations
@@ -35,14 +36,15 @@ KIND_OF_CALL: Mapping[str, Kind] = MappingProxyType({call: kind for kind, call i
 """The reverse of ``CALL_OF_KIND``."""
 
 FREEING: tuple[Kind, ...] = ("B", "W")
-"""The kinds of action that are the last to need a micro-batch's stash on their stage."""
+"""The kinds of action after which their stage no longer needs the micro-batch's stash."""
 
-# What an action of each kind gives: activations, gradients of inputs, or gradients of weights.
+# The result of an action of each kind: activations, gradients of inputs, or gradients of weights.
 _Result = Literal["activations", "gradients", "weights"]
 _RESULT: Mapping[Kind, _Result] = MappingProxyType(
     {"F": "activations", "B": "gradients", "I": "gradients", "W": "weights"}
 )
-# The results that each kind of action takes, for the same micro-batch: which, and offset to the own stage.
+# The results that each kind of action takes, for the same micro-batch: the kind of result, and the number of its stage
+# less that of the action's own stage.
 _OF_BACKWARD: tuple[tuple[_Result, int], ...] = (("activations", 0), ("gradients", 1))
 _NEEDS: Mapping[Kind, tuple[tuple[_Result, int], ...]] = MappingProxyType(
     {"F": (("activations", -1),), "B": _OF_BACKWARD, "I": _OF_BACKWARD, "W": (("gradients", 0),)}
@@ -68,8 +70,8 @@ class Action:
 class Schedule:
     """The actions of each worker, in the order in which its devices run them.
 
-    ``together``: actions whose result travels to another worker with that of the next action, which is the same for the
-    next micro-batch.
+    ``together``: actions whose result travels to another worker with the result of the next action. That is an action
+    of the same stage and kind on the next micro-batch.
     """
 
     workers: tuple[tuple[Action, ...], ...]
@@ -79,7 +81,7 @@ class Schedule:
         return "\n".join(" ".join(map(self.print_action, actions)) for actions in self.workers)
 
     def print_action(self, action: Action) -> str:
-        """Return the action as the schedule's text has it: ``2F0``, or ``2F0+`` if it is in ``together``."""
+        """Return the action as it stands in the schedule's text: ``2F0``, or ``2F0+`` if it is in ``together``."""
         return f"{action}{'+' * (action in self.together)}"
 
     @cached_property
@@ -141,11 +143,14 @@ def most_in_flight(kinds: Iterable[Kind]) -> int:
 
 
 def of_kind(kind: Kind, forward: _Number, backward: _Number, weights: _Number) -> _Number:
-    """Return what an action of this kind takes, such as seconds; ``weights`` is the part of ``backward`` that W is."""
+    """Return the amount (of seconds, or another unit) for an action of this kind.
+
+    ``forward`` is the amount for F, and ``backward`` for B, of which ``weights`` is the amount for W.
+    """
     return {"F": forward, "B": backward, "I": backward - weights, "W": weights}[kind]
 
 
-def read_old_splits(actions: Iterable[Action]) -> tuple[Action, ...]:
+def name_input_halves(actions: Iterable[Action]) -> tuple[Action, ...]:
     """Return the actions with I in place of each B that has a W of the same stage and micro-batch.
 
     Texts and traces of earlier versions write B for the half of backward that gives gradients of inputs.
@@ -161,8 +166,8 @@ def read_old_splits(actions: Iterable[Action]) -> tuple[Action, ...]:
 def dependencies(action: Action, stages: int) -> tuple[Action, ...]:
     """Return the actions whose results ``action`` may take, in a pipeline of ``stages`` stages.
 
-    F takes the result of the stage before's F; B and I that of their own F, and of the next stage's B or I, of which a
-    schedule has one; W that of its own I.
+    F takes the activations of the previous stage. B and I take the activations of their own stage, and the gradients
+    that the next stage computes, either by B or by I: both are returned. W takes the result of its own stage's I.
     """
     found = [
         Action(action.stage + offset, kind, action.micro_batch)
@@ -170,11 +175,11 @@ def dependencies(action: Action, stages: int) -> tuple[Action, ...]:
         for kind, result in _RESULT.items()
         if result == needed and 0 <= action.stage + offset < stages
     ]
-    return tuple(a for a in found if (a.kind, a.stage) != ("B", action.stage))  # W needs its I: a whole B has no W
+    return tuple(a for a in found if (a.kind, a.stage) != ("B", action.stage))  # a stage with a B has no W
 
 
 class ActionTimes(NamedTuple):
-    """When an action ran, and when its result travelled to the stage that takes it; equal where nothing is sent."""
+    """When an action ran, and when its result travelled to the stage that takes it; ``end`` where nothing is sent."""
 
     start: float
     end: float
@@ -185,21 +190,21 @@ class ActionTimes(NamedTuple):
 def run_schedule(
     schedule: Schedule, seconds: Callable[[Action], float], send_seconds: Callable[[Action], float] = lambda action: 0.0
 ) -> tuple[tuple[float, ...], ...]:
-    """Return when each action ends: ``ends[worker][i]`` is that of the worker's i-th action; see ``time_actions``."""
+    """Return when each action ends, ``[worker][i]`` for the worker's i-th action; see ``time_actions``."""
     return tuple(tuple(times.end for times in row) for row in time_actions(schedule, seconds, send_seconds))
 
 
 def time_actions(
     schedule: Schedule, seconds: Callable[[Action], float], send_seconds: Callable[[Action], float]
 ) -> tuple[tuple[ActionTimes, ...], ...]:
-    """Return the times of each action: ``times[worker][i]`` are those of the worker's i-th action.
+    """Return the times of each action, ``[worker][i]`` for the worker's i-th action.
 
     Each worker runs its actions strictly in order, each for ``seconds(action)``, as soon as the results that it takes
-    have arrived (see ``dependencies``). To a stage on another worker a result travels for ``send_seconds(action)`` of
-    the action that made it; a channel (one boundary, one direction) moves one result at a time, first in first out. On
-    the same worker it is there when it is made. Results that travel together leave when the last of them is made, and
-    are there when the last of them has arrived. A worker that has fewer times than actions is blocked at the next one:
-    the schedule deadlocks.
+    have arrived (see ``dependencies``). The result of an action travels to a stage on another worker for
+    ``send_seconds(action)``; a channel (one boundary, one direction) moves one result at a time, first in first out. A
+    stage on the same worker has the result when the action ends. Results that travel together leave when the last of
+    their actions ends, and arrive together. A worker for which fewer times than actions are returned is blocked at its
+    next action: the schedule deadlocks.
     """
     stages, kinds, results = range(schedule.worker_map.stages), tuple(CALL_OF_KIND), set(_RESULT.values())
     worker_of = schedule.worker_map.worker_of
@@ -250,12 +255,19 @@ def time_actions(
     return tuple(map(tuple, times))
 
 
+def checked_schedule(workers: Iterable[tuple[Action, ...]], together: Iterable[Action] = ()) -> Schedule:
+    """Return the schedule with these actions of each worker; raises ScheduleError as ``check`` does."""
+    schedule = Schedule(tuple(workers), frozenset(together))
+    check(schedule)
+    return schedule
+
+
 def check(schedule: Schedule) -> None:
     """Raise ScheduleError unless the schedule is complete, and runs to its end.
 
-    Each stage is on one worker, which runs F, and B or both I and W, of each micro-batch. Results that travel together
-    go to another worker, and are of consecutive actions. For a deadlock the message has the worker x step grid, in
-    which the blocked actions are marked ``!``.
+    Complete: each stage is on one worker, which runs F, and B or both I and W, of each micro-batch. Results that travel
+    together must go to another worker, and belong to consecutive actions. If the schedule deadlocks, the message shows
+    the worker x step grid, in which the blocked actions are marked ``!``.
     """
     if not schedule.workers or not all(schedule.workers):
         raise ScheduleError("each worker of a schedule must have at least one action")
@@ -297,7 +309,7 @@ def groups_together(schedule: Schedule) -> Iterator[tuple[Action, ...]]:
 
 
 def _check_together(action: Action, following: Action | None, who: str, worker_map: WorkerMap) -> None:
-    """Raise ScheduleError unless the result of ``action`` leaves its worker, with that of the ``following`` action."""
+    """Raise ScheduleError unless the results of ``action`` and of the ``following`` one leave their worker together."""
     stage, result = action.stage, _RESULT[action.kind]
     taker = stage + {"activations": 1, "gradients": -1, "weights": 0}[result]
     if result == "weights":
@@ -318,7 +330,7 @@ def _check_together(action: Action, following: Action | None, who: str, worker_m
 
 
 def _grid(schedule: Schedule, heads: Sequence[int]) -> str:
-    """Return a row for each worker, with its blocked action marked; of a long row only the actions around that."""
+    """Return a row for each worker, with its blocked action marked; a long row is cut to the actions around it."""
     rows, what = [], "stage" if schedule.worker_map.has_one_stage_per_worker else "worker"
     for worker, actions in enumerate(schedule.workers):
         cells = [f"{schedule.print_action(a)}{'!' if i == heads[worker] else ''}" for i, a in enumerate(actions)]

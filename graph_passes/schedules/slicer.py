@@ -1,9 +1,10 @@
 """AutoPipe's Slicer: 1F1B whose first micro-batches are run as two halves (AutoPipe, section III.C).
 
-The last stage starts when half a micro-batch has passed the stages before it: the start-up is halved. A half is a
-micro-batch of its own here, with half the samples. The backward of a sliced micro-batch is scheduled as one action: two
-calls in a row, ``2B0+ 2B1``, whose gradients travel together. The activations of both halves of a stage's last warm-up
-forward travel together too, for the next stage, whose warm-up is shorter, is busy when the first half is ready.
+The last stage starts when half a micro-batch has passed the stages before it: the start-up is halved. In the schedule
+each half is a micro-batch of its own, with half the samples. The backwards of both halves are calls in a row,
+``2B0+ 2B1``, whose gradients travel together, so they count as one action. The activations of both halves of a stage's
+last warm-up forward travel together too: the next stage has a shorter warm-up, and is still busy when the first half is
+ready.
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dapple_tf.errors import ScheduleError
-from dapple_tf.graph_passes.schedules.schedule import Action, Kind, Schedule, check
+from dapple_tf.graph_passes.schedules.schedule import Action, Kind, Schedule, checked_schedule
 
 
 def sliced_1f1b(stages: int, micro_batches: int, sliced: int) -> Schedule:
-    """Return 1F1B (dapple-a) of ``micro_batches``, the first ``sliced`` of which are two halves each.
+    """Return 1F1B (dapple-a) of ``micro_batches`` micro-batches, where the first ``sliced`` ones are two halves each.
 
-    The schedule's micro-batches are those and the halves: ``micro_batches`` + ``sliced``, in the order of the samples.
-    Its ``together`` are the first halves whose results travel with those of the second ones.
+    The schedule has ``micro_batches`` + ``sliced`` micro-batches, in the order of the samples: both halves count. Its
+    ``together`` are actions on first halves, whose results travel with the results of the second halves.
     Raises ScheduleError for a number of sliced micro-batches that the warm-up of stage 0 does not have.
     """
     warm_up = min(stages, micro_batches)
@@ -44,9 +45,7 @@ def sliced_1f1b(stages: int, micro_batches: int, sliced: int) -> Schedule:
             actions += run(stage, "B", m)
             actions += run(stage, "F", m + ahead) if m + ahead < micro_batches else []
         rows.append(tuple(actions))
-    schedule = Schedule(tuple(rows), frozenset(together))
-    check(schedule)
-    return schedule
+    return checked_schedule(rows, together)
 
 
 def slice_sizes(sizes: Sequence[int], sliced: int) -> tuple[int, ...]:
@@ -66,18 +65,18 @@ def slice_sizes(sizes: Sequence[int], sliced: int) -> tuple[int, ...]:
 
 
 def count_slices(forward: Sequence[float], backward: Sequence[float], send: float) -> int:
-    """Return how many micro-batches to slice (AutoPipe, Algorithm 2); 0 for two stages or one, which do not gain.
+    """Return how many micro-batches to slice (AutoPipe, Algorithm 2); 0 for one or two stages, where nothing is gained.
 
-    ``forward``, ``backward``: seconds of each stage; ``send``: seconds of one transfer. Slices are enough when the
-    first unsliced micro-batch can start on stage 0 after the second half of the last sliced one, and still reach the
-    stage on which it is the first forward behind a backward in time. (This follows the paper's text, not the printed
-    sign. The printed algorithm also adds the previous stage's seconds to the end of a half.)
+    ``forward``, ``backward``: seconds of each stage; ``send``: seconds of one transfer. Enough micro-batches are sliced
+    when the first whole one, which starts on stage 0 after the last half, still arrives in time at the stage where it
+    is the first forward after a backward. (This follows the paper's text. In the printed algorithm a sign is different,
+    and the previous stage's seconds are added to the end of a half.)
     """
     stages = len(forward)
     if stages <= 2:
         return 0
     starts = _starts_behind_first_backward(forward, backward, send)
-    ends = [[0.0, 0.0] for _ in range(stages + 1)]  # of both halves of the last sliced micro-batch on each stage
+    ends = [[0.0, 0.0] for _ in range(stages + 1)]  # when both halves of the last sliced micro-batch end on each stage
     for sliced in range(1, stages):
         for stage in range(stages - sliced + 1):
             for half in (0, 1):
@@ -94,7 +93,7 @@ def count_slices(forward: Sequence[float], backward: Sequence[float], send: floa
 
 
 def _starts_behind_first_backward(forward: Sequence[float], backward: Sequence[float], send: float) -> list[float]:
-    """Return when each stage, the last one first, may start its first forward behind a backward."""
+    """Return when each stage, the last one first, may start its first forward that follows a backward."""
     now = sum(f + send for f in forward[:-1]) / 2 + forward[-1] / 2
     found = []
     for stage in reversed(range(len(forward))):

@@ -1,8 +1,8 @@
-"""Schedules as options and files give them: a policy with its option, K_i of each stage, or all actions.
+"""Schedules as options and files name them: a policy with its option, K_i of each stage, or all actions.
 
-The text also says which stages share a worker: policies of ``CHUNKED`` say how many stages each worker has, the other
-policies give it one. All actions are written as ``0F0 0F1 0B0 0B1; 1F0 1B0 1F1 1B1``, a worker a line or between
-semicolons; ``0F0+`` stands for an action whose result travels with that of the next one.
+The text also determines which stages share a worker: the policies in ``CHUNKED`` put several stages on each worker, the
+other policies one. All actions are written as ``0F0 0F1 0B0 0B1; 1F0 1B0 1F1 1B1``, with a line for each worker, or
+semicolons between workers; ``0F0+`` stands for an action whose result travels with the result of the next action.
 """
 
 from __future__ import annotations
@@ -17,13 +17,20 @@ from types import MappingProxyType
 
 from dapple_tf.errors import ScheduleError
 from dapple_tf.graph_passes.schedules.interleaved import interleaved_1f1b, interleaved_zero_bubble, looped_breadth_first
-from dapple_tf.graph_passes.schedules.schedule import CALL_OF_KIND, Action, Kind, Schedule, check, read_old_splits
+from dapple_tf.graph_passes.schedules.schedule import (
+    CALL_OF_KIND,
+    Action,
+    Kind,
+    Schedule,
+    checked_schedule,
+    name_input_halves,
+)
 from dapple_tf.graph_passes.schedules.v_shaped import dualpipe_v, hanayo, zero_bubble_v
 from dapple_tf.graph_passes.schedules.worker_map import WorkerMap
 from dapple_tf.graph_passes.schedules.zero_bubble import ZERO_BUBBLE_AUTO, zero_bubble, zero_bubble_auto
 
 HANDCRAFTED_ZERO_BUBBLE = ("zb-h1", "zb-h2")
-"""The handcrafted schedules of the Zero Bubble paper: one stage per worker, and weight gradients as own actions."""
+"""The handcrafted schedules of the Zero Bubble paper: one stage per worker, and actions for gradients of weights."""
 
 _MOST_CHUNKS = 1024  # stages of a worker
 LONGEST_NUMBER = 9
@@ -38,12 +45,13 @@ _EXPLICIT = re.compile(rf"K=({_COUNT}(?:,{_COUNT})*)")
 
 @dataclass(frozen=True)
 class ChunkedPolicy:
-    """A policy that says how many stages each worker holds.
+    """A policy that determines how many stages each worker holds.
 
-    ``option``: the letter of the option that gives the number of stages per worker, in units of ``unit`` stages, and
-    its ``default``; without a letter the number is always the same. ``build`` takes the number of workers, the option's
-    value and the number of micro-batches, and returns the schedule. ``worker_map`` takes the numbers of workers and of
-    stages per worker, and returns the worker map. ``splits``: whether gradients of weights are actions of their own.
+    ``option``: the letter of the option that sets the number of stages per worker, in units of ``unit`` stages;
+    ``default``: its value where it is not given. Without a letter the number cannot be set. ``build`` takes the number
+    of workers, the option's value and the number of micro-batches, and returns the schedule. ``worker_map`` takes the
+    numbers of workers and of stages per worker, and returns the worker map. ``splits``: whether gradients of weights
+    are actions of their own.
     """
 
     option: str | None
@@ -65,7 +73,7 @@ CHUNKED: Mapping[str, ChunkedPolicy] = MappingProxyType(
         ZERO_BUBBLE_AUTO: ChunkedPolicy("v", 1, WorkerMap.waves, zero_bubble_auto, splits=True),
     }
 )
-"""Policies with several stages per worker, by name."""
+"""The policies that put several stages on each worker, by name."""
 
 NAMES: Mapping[str, str] = MappingProxyType(
     {
@@ -86,15 +94,15 @@ NAMES: Mapping[str, str] = MappingProxyType(
         "0F0 0B0; 1F0 1B0": "the actions of each worker",
     }
 )
-"""The forms that a schedule's name may have, with their meaning."""
+"""The forms that the text of a schedule may have, with their meaning."""
 
 
 def warm_up(policy: str, stages: int, micro_batches: int, limit: int | None = None) -> tuple[int, ...]:
     """Return K_i of each stage (DAPPLE, section V.C; BaPipe, Table 2, whose stages count from 1).
 
-    ``gpipe``: K_i = M. ``dapple-a``, which is also called ``1f1b``, and ``1f1b-sno`` in BaPipe: K_i = min(S - i, D),
-    and so is ``zb-h1`` (see ``zero_bubble``). ``dapple-b``: K_i = min(2 (S - i) - 1, D), and so is ``zb-h2``. BaPipe's
-    ``1f1b-so`` holds one more: K_i = min(2 (S - i), D). All are at most M.
+    K_i = M for ``gpipe``; min(S - i, D) for ``dapple-a``, which is also called ``1f1b``, and ``1f1b-sno`` in BaPipe,
+    and for ``zb-h1`` (see ``zero_bubble``); min(2 (S - i) - 1, D) for ``dapple-b`` and ``zb-h2``; min(2 (S - i), D) for
+    BaPipe's ``1f1b-so``, which holds one micro-batch more. Each K_i is at most M.
 
     Raises ScheduleError for an unknown policy or a D below 1.
     """
@@ -122,7 +130,7 @@ def warm_up(policy: str, stages: int, micro_batches: int, limit: int | None = No
 def early_backward(warm: Sequence[int], micro_batches: int) -> Schedule:
     """Return the schedule of K_i forwards, then one backward and one forward alternately, then the other backwards.
 
-    DAPPLE, section III.B; with K_i = M it is GPipe's schedule. Raises ScheduleError for a K_i out of range.
+    See DAPPLE, section III.B. With K_i = M it is GPipe's schedule. Raises ScheduleError for a K_i out of range.
     """
     _check_range(warm, micro_batches)
     stages = []
@@ -133,16 +141,14 @@ def early_backward(warm: Sequence[int], micro_batches: int) -> Schedule:
             if k + m < micro_batches:
                 actions.append(Action(stage, "F", k + m))
         stages.append(tuple(actions))
-    schedule = Schedule(tuple(stages))
-    check(schedule)
-    return schedule
+    return checked_schedule(stages)
 
 
 def forward_only(workers: WorkerMap, micro_batches: int) -> Schedule:
     """Return the schedule of a pipeline that does not train: each stage runs the forwards in micro-batch order.
 
-    A worker with several stages takes p micro-batches at a time, where there are p workers, and runs this group through
-    all of its stages in turn.
+    If there are p workers, a worker with several stages takes p micro-batches at a time, and runs this group through
+    each of its stages in turn.
     """
     rows = []
     for stages in workers.stages_of:
@@ -152,7 +158,7 @@ def forward_only(workers: WorkerMap, micro_batches: int) -> Schedule:
 
 
 class ScheduleSpec(ABC):
-    """A schedule as an option or a file gives it: for any number of stages and micro-batches, or for given ones.
+    """A schedule as an option or a file names it: for any number of stages and micro-batches, or for certain ones.
 
     ``ScheduleSpec.parse`` reads the text. The kinds are ``PolicySpec``, ``WarmUpSpec``, ``ChunkedSpec`` and
     ``ActionsSpec``. ``str`` gives the text back.
@@ -161,17 +167,19 @@ class ScheduleSpec(ABC):
     @staticmethod
     @lru_cache(maxsize=256)  # one text is read in many places
     def parse(text: str) -> ScheduleSpec:
-        """Return the schedule that ``text`` gives: a policy, ``K=3,2,1``, or the actions of every worker.
+        """Return the schedule that ``text`` names: a policy, ``K=3,2,1``, or the actions of every worker.
 
-        Raises ScheduleError that says what is wrong with the text.
+        Raises ScheduleError if the text is wrong; the message says where.
         """
         if is_text(text):
             return ActionsSpec(text, parse_schedule(text))
         if explicit := _EXPLICIT.fullmatch(text):
             return WarmUpSpec(tuple(map(int, explicit[1].split(","))))
-        match = _POLICY.fullmatch(text)
+        name, colon, option = text.partition(":")
+        known = f"{name.lower()}{colon}{option}"  # 1F1B and GPipe are written so
+        match = _POLICY.fullmatch(known)
         if match is not None and match[1] in CHUNKED:
-            return ChunkedSpec(text, match[1], _read_chunks(text, match[1], match[2], match[3]))
+            return ChunkedSpec(known, match[1], _read_chunks(text, match[1], match[2], match[3]))
         if match is None or match[2] not in (None, "D"):
             raise ScheduleError(f"{text[:200]!r} is not a schedule such as 'dapple-a', 'dapple-b:D=4' or 'K=3,2,1'")
         limit = None if match[3] is None else int(match[3])
@@ -185,8 +193,8 @@ class ScheduleSpec(ABC):
     def build(self, stages: int, micro_batches: int) -> Schedule:
         """Return the actions of every worker for this number of stages and of micro-batches.
 
-        Raises ScheduleError for a schedule that cannot run, for another number of stages or micro-batches than the
-        actions have, and for a number of stages that a policy cannot divide among workers.
+        Raises ScheduleError if the schedule cannot run, if written actions are for another number of stages or
+        micro-batches, and if a policy cannot divide the stages among workers.
         """
 
     def check(self, stages: int, micro_batches: int) -> None:
@@ -194,41 +202,41 @@ class ScheduleSpec(ABC):
         self.build(stages, micro_batches)
 
     def warm_up(self, stages: int, micro_batches: int) -> tuple[int, ...] | None:
-        """Return K_i of each stage, or None where K_i alone do not determine the schedule.
+        """Return K_i of each stage, or None where these numbers alone do not determine the schedule.
 
-        Raises ScheduleError for K_i of another number of stages, out of range, or that deadlock.
+        Raises ScheduleError if K_i are given for another number of stages, are out of range, or lead to a deadlock.
         """
         return None
 
     def worker_map(self, stages: int) -> WorkerMap:
-        """Return which of ``stages`` stages share a worker. Raises ScheduleError for a number it is not for."""
+        """Return which of ``stages`` stages share a worker. Raises ScheduleError if it is for another number."""
         return WorkerMap.one_per_stage(stages)
 
     def truncate(self, micro_batches: int) -> ScheduleSpec:
         """Return the schedule for a batch of fewer micro-batches: each K_i is at most ``micro_batches``.
 
-        Actions keep their order, without those of the micro-batches from there on.
+        Written actions keep their order; the actions of the micro-batches from ``micro_batches`` on are left out.
         """
         return self
 
     @property
     def stages(self) -> int | None:
-        """The number of stages that it is for; None for a policy, which is for many."""
+        """The number of stages that it is for; None for a policy, which is for any number."""
         return None
 
     @property
     def micro_batches(self) -> int | None:
-        """The number of micro-batches that it is for; None where it is for many."""
+        """The number of micro-batches that it is for; None where it is for any number."""
         return None
 
     def micro_batches_within(self, possible: Collection[int]) -> int:
-        """Return the number of micro-batches that it is for, or the largest ``possible`` one if it is for others."""
+        """Return the number of micro-batches that it is for, or the largest ``possible`` one if that is impossible."""
         own = self.micro_batches
         return own if own is not None and own in possible else max(possible)
 
     @property
     def chunks(self) -> int | None:
-        """The number of stages of each worker, of a policy that says so; else None."""
+        """The number of stages of each worker if the policy determines it; else None."""
         return None
 
     @property
@@ -248,7 +256,7 @@ class ScheduleSpec(ABC):
 
     @property
     def together(self) -> frozenset[Action]:
-        """``Schedule.together``: only written actions have such."""
+        """See ``Schedule.together``; empty unless the actions are written."""
         return frozenset()
 
     @property
@@ -258,7 +266,7 @@ class ScheduleSpec(ABC):
 
     @property
     def short(self) -> str:
-        """The text for a line of output: of written actions only the first."""
+        """The text for a line of output; of many written actions only the first ones."""
         return str(self)
 
     def ends_split(self, stages: int, micro_batches: int) -> frozenset[int]:
@@ -349,7 +357,7 @@ class WarmUpSpec(ScheduleSpec):
 
 @dataclass(frozen=True)
 class ChunkedSpec(ScheduleSpec):
-    """A policy of ``CHUNKED`` with its number of stages per worker; ``text``: as it was given."""
+    """A policy of ``CHUNKED`` with its number of stages per worker; ``text``: the option as it was given."""
 
     text: str
     policy: str
@@ -457,7 +465,7 @@ class ActionsSpec(ScheduleSpec):
 
 
 def is_text(schedule: str) -> bool:
-    """Return whether this is the text of a schedule (perhaps an invalid one) and not a name: it has an action."""
+    """Return whether this is the text of actions (perhaps an invalid one), and not a name: it contains an action."""
     return any(_ACTION.fullmatch(word) for word in re.split(r"[\s;]+", schedule))
 
 
@@ -465,9 +473,9 @@ def is_text(schedule: str) -> bool:
 def parse_schedule(text: str) -> Schedule:
     """Return the schedule that ``str(schedule)`` printed; empty lines are skipped.
 
-    A B beside a W of the same stage and micro-batch is read as I: texts of earlier versions write it so.
+    A B beside a W of the same stage and micro-batch is read as I: the zero-bubble paper calls that half B.
 
-    Raises ScheduleError that names the word, the stage or the worker that is wrong, or shows the deadlock.
+    Raises ScheduleError; the message names the word, the stage or the worker that is wrong, or shows the deadlock.
     """
     workers: list[tuple[Action, ...]] = []
     together: set[Action] = set()
@@ -479,11 +487,9 @@ def parse_schedule(text: str) -> Schedule:
                 raise ScheduleError(f"{word[:60]!r} is not an action such as 2F0")
             actions.append(Action(int(match[1]), _KINDS[match[2]], int(match[3])))
             marks.append(match[4])
-        workers.append(read_old_splits(actions))
+        workers.append(name_input_halves(actions))
         together.update(itertools.compress(workers[-1], marks))
-    schedule = Schedule(tuple(workers), frozenset(together))
-    check(schedule)
-    return schedule
+    return checked_schedule(workers, together)
 
 
 def _read_chunks(text: str, name: str, letter: str | None, value: str | None) -> int:

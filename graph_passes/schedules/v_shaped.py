@@ -1,4 +1,7 @@
-"""Schedules of two stages per worker in the shape of a V, whose rows are written for enough micro-batches."""
+"""Schedules of two or more stages per worker in the shape of a V, or of several.
+
+The rows of ZB-V and DualPipe-V are written for a least number of micro-batches. For fewer, some are left out.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,14 @@ from dapple_tf.graph_passes.schedules.schedule import Action, Kind, Schedule, ch
 from dapple_tf.graph_passes.schedules.worker_map import WorkerMap
 
 RowOfWorker = Callable[[int, int, tuple[int, ...], int], tuple[Action, ...]]
-"""Returns the actions of a worker: of the number of workers, its own number, its two stages, and M."""
+"""Takes the number of workers, the number of one worker, its two stages, and M; returns this worker's actions."""
 
 
 def v_shaped(workers: int, micro_batches: int, least: int, row: RowOfWorker) -> Schedule:
-    """Return the schedule of ``workers`` devices, where ``row`` is for ``least`` micro-batches or more.
+    """Return the schedule of ``workers`` devices; ``row`` can be called for ``least`` micro-batches or more.
 
-    Of fewer the order is that of ``least``, without those that are missing. Raises ScheduleError for a schedule that
-    cannot run.
+    For fewer micro-batches the order is the one of ``least``, without the actions of the others. Raises ScheduleError
+    if the schedule cannot run.
     """
     planned = max(micro_batches, least)
     stages_of = WorkerMap.waves(workers, 2).stages_of
@@ -30,15 +33,15 @@ def v_shaped(workers: int, micro_batches: int, least: int, row: RowOfWorker) -> 
 
 # --- ZB-V: no bubble at the memory of 1F1B, with two stages per worker in the shape of a V
 # Qi et al., "Pipeline Parallelism with Controllable Memory", 2024 (V-ZB), and "Zero Bubble Pipeline Parallelism", 2023,
-# section 6. Worker w of p has the stages w and 2 p - 1 - w. With stages whose F, I and W take equally long, and M >= 2
-# p - 1, no worker waits between its first and last action; each holds 2 p stashes, which is the stash of p
-# micro-batches on all of its layers, as on the first worker of 1F1B.
+# section 6. Worker w of p has the stages w and 2 p - 1 - w. If F, I and W of all stages take equally long, and M >=
+# 2 p - 1, no worker waits between its first and last action. Each holds 2 p stashes: the stash of p micro-batches on
+# all of its layers, as the first worker of 1F1B does.
 
 
 def zero_bubble_v(workers: int, micro_batches: int) -> Schedule:
     """Return the schedule of ``workers`` devices with two stages each.
 
-    Of fewer than 2 p - 1 micro-batches the order is that of 2 p - 1, without those that are missing.
+    For fewer than 2 p - 1 micro-batches the order is the one of 2 p - 1, without the actions of the others.
     """
     return v_shaped(workers, micro_batches, 2 * workers - 1, _zero_bubble_row)
 
@@ -47,7 +50,7 @@ def _zero_bubble_row(workers: int, worker: int, stages: tuple[int, ...], micro_b
     """Return the actions of a worker with the stages ``down`` the V and ``up`` again, for M >= 2 p - 1."""
     down, up = stages
     onwards = workers - worker  # the workers from this one to the last, at which the V turns
-    later = micro_batches - workers  # forwards of ``up`` behind the first p
+    later = micro_batches - workers  # forwards of ``up`` after the first p
     calls = _CallSequence()
     calls.repeat(2 * onwards - 1, (down, "F"))
     calls.repeat(worker, (up, "F"), (down, "F"))
@@ -63,16 +66,16 @@ def _zero_bubble_row(workers: int, worker: int, stages: tuple[int, ...], micro_b
 
 # --- Hanayo: waves over the workers and back (Liu et al., "Hanayo: Harnessing Wave-like Pipeline Parallelism", 2023)
 # With w waves each of p workers has 2 w stages: the model runs from the first worker to the last and back, w times. At
-# each turn two stages follow each other on one worker, and nothing is sent. The paper's runtime lists the actions by
-# their times where a forward of a stage takes 1 and a backward 2; so does this generator. With M = p and w = 1 a worker
-# idles for at most 4 (p - 1) of these units, where 1F1B, whose two stages per worker are one, idles for 6 (p - 1).
+# each turn two stages follow each other on one worker, and nothing is sent. The paper's runtime orders the actions by
+# their start, if a forward of a stage takes 1 unit of time and a backward 2; so does this generator. With M = p and
+# w = 1 a worker is idle for at most 4 (p - 1) units; in 1F1B, where a worker's two stages are one, for 6 (p - 1).
 
 
 def hanayo(workers: int, waves: int, micro_batches: int) -> Schedule:
     """Return the schedule of ``workers`` devices with 2 ``waves`` stages each.
 
-    A worker runs forwards and backwards alternately, where both are ready. It holds at most (2 w + 1) p stashes: those
-    of p micro-batches, as 1F1B's first worker does, and p for the wave that has begun.
+    A worker runs forwards and backwards alternately, where both are ready. It holds at most (2 w + 1) p stashes: 2 w p
+    for p micro-batches, as many as 1F1B's first worker holds, and p for the wave that has begun.
     """
     worker_map = WorkerMap.waves(workers, 2 * waves)
     rule = ListRule(split=False, most=((2 * waves + 1) * workers,) * workers, alternate=True)
@@ -81,20 +84,20 @@ def hanayo(workers: int, waves: int, micro_batches: int) -> Schedule:
 
 # --- DualPipe-V: forwards of one micro-batch beside backwards of another, in the shape of a V
 # DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 3.2.1, and the DualPipe repository's "cut-in-half" of it.
-# In the steady state a worker runs the forward on one of its stages and the backward on the other as a pair, so that
-# one's communication can pass behind the other's computation. Here a pair is two actions, one after the other, and
-# costs their sum.
+# In the steady state a worker runs the forward of one of its stages and the backward of the other as a pair, so that
+# each one's communication can overlap the other's computation. Here a pair is two actions, one after the other, and
+# takes the sum of their seconds.
 #
-# With M >= 2 p, t_I <= t_F, and results that leave when their own action ends, the bubble is (p - 1) (t_F + t_B - 2
-# t_W), where t_B = t_I + t_W. The repository gives (p - 1) (t_FB + t_B - 3 t_W), where the results of a pair leave when
-# all of it ends, after t_FB; with t_F = t_I and t_FB = t_F + t_B that is longer by (p - 1) t_I. At most 2 p + 1
-# stashes.
+# If M >= 2 p, t_I <= t_F, and each result leaves when its own action ends, the bubble is (p - 1) (t_F + t_B - 2 t_W),
+# where t_B = t_I + t_W. The repository says (p - 1) (t_FB + t_B - 3 t_W), since there the results of a pair leave when
+# the whole pair ends, after t_FB; with t_F = t_I and t_FB = t_F + t_B that is longer by (p - 1) t_I. A worker holds at
+# most 2 p + 1 stashes.
 
 
 def dualpipe_v(workers: int, micro_batches: int) -> Schedule:
     """Return the schedule of ``workers`` devices with two stages each.
 
-    Of fewer than 2 p micro-batches the order is that of 2 p, without those that are missing.
+    For fewer than 2 p micro-batches the order is the one of 2 p, without the actions of the others.
     """
     return v_shaped(workers, micro_batches, 2 * workers, _dualpipe_row)
 
@@ -102,14 +105,14 @@ def dualpipe_v(workers: int, micro_batches: int) -> Schedule:
 def _dualpipe_row(workers: int, worker: int, stages: tuple[int, ...], micro_batches: int) -> tuple[Action, ...]:
     """Return the actions of a worker with the stages ``down`` the V and ``up`` again, for M >= 2 p."""
     down, up = stages
-    after = workers - worker - 1  # the workers behind this one, to the last, at which the V turns
+    after = workers - worker - 1  # the workers after this one, up to the last, at which the V turns
     calls = _CallSequence()
     calls.repeat(2 * after, (down, "F"))
     calls.repeat(worker + 1, (down, "F"), (up, "F"))
     calls.repeat(after, (up, "I"), (up, "W"), (up, "F"))
     calls.repeat(micro_batches - 2 * workers + worker + 1, (down, "F"), (up, "B"), (up, "F"), (down, "B"))
     calls.repeat(after, (up, "B"), (up, "F"), (down, "B"))
-    # The second half of these backwards leaves its weights for the end, where the worker would wait.
+    # The second half of these backwards computes the gradients of weights at the end, where the worker would wait.
     for index, stage in enumerate([up, down] * (worker + 1)):
         calls.repeat(1, (stage, "I" if index > worker else "B"))
     for _ in range(after):
@@ -119,7 +122,7 @@ def _dualpipe_row(workers: int, worker: int, stages: tuple[int, ...], micro_batc
     return tuple(calls.actions)
 
 
-# --- The actions of one worker, written down without numbers of micro-batches: each stage counts its own
+# --- Collect the actions of one worker without numbering micro-batches: each stage counts its own
 
 
 @dataclass
@@ -131,7 +134,7 @@ class _CallSequence:
     _waiting: list[Action] = field(default_factory=list)  # the W of each I that has run, the oldest first
 
     def repeat(self, times: int, *calls: tuple[int, Kind]) -> None:
-        """Append the calls, each a stage and a kind of action, ``times`` times. A W is the oldest of its stage."""
+        """Append the calls, each a stage and a kind of action, ``times`` times; W is the oldest one of its stage."""
         for _ in range(times):
             for stage, kind in calls:
                 if kind == "W":
@@ -140,11 +143,11 @@ class _CallSequence:
                     self._append(stage, kind)
 
     def append_oldest_weights(self) -> None:
-        """Append the W of the I that ran first among those whose W has not run."""
+        """Append the W that waits longest."""
         self._append_weights(self._waiting[0])
 
     def append_remaining_weights(self) -> None:
-        """Append all W that have not run, the oldest first."""
+        """Append each W that waits, the oldest first."""
         while self._waiting:
             self.append_oldest_weights()
 

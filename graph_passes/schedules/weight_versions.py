@@ -1,8 +1,8 @@
 """The version of a stage's weights that each forward and backward of an asynchronous window uses.
 
-Version v of a stage's weights is what it has after v of its updates in the window; version 0 is what the window begins
-with. With *weight stashing* a backward uses the version that its forward used (PipeDream, section 3.3), so a replica
-keeps several versions at once.
+Version v of a stage's weights is their value after v updates of this stage in the window; version 0 is the value at
+the beginning. With *weight stashing* a backward uses the version that its forward used (PipeDream, section 3.3), so a
+replica keeps several versions at once.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from dapple_tf.graph_passes.schedules.schedule import Action
 from dapple_tf.graph_passes.schedules.window import Window
 
 WeightPolicy = Literal["stash", "vertical-sync", "2bw", "latest"]
-"""The weights of a forward and its backward.
+"""The weights that a forward and its backward use.
 
-``stash``: the newest ones at the forward. ``vertical-sync``: the version that stage 0 had when the minibatch entered.
-``2bw``: those before the update of the previous minibatch, so that two versions are enough. ``latest``: the newest ones
-at the forward, and the newest ones at the backward, which then is not the gradient of any loss.
+``stash``: both use the newest weights at the time of the forward. ``vertical-sync``: both use the version that stage 0
+had when the minibatch entered. ``2bw``: both use the weights before the update of the previous minibatch, so that two
+versions are enough. ``latest``: each uses the newest weights at its own time; then the backward does not compute the
+gradient of any loss.
 """
 
 POLICIES: tuple[str, ...] = get_args(WeightPolicy)
@@ -30,7 +31,7 @@ POLICIES: tuple[str, ...] = get_args(WeightPolicy)
 
 @dataclass(frozen=True)
 class Versions:
-    """The versions of the weights in a window. ``used``: that of each stage's forward and backward (Action).
+    """The versions of the weights in a window. ``used``: the version that each forward and backward (Action) uses.
 
     ``slots``: how many versions a replica of each stage keeps at once; 0 where every action uses the newest one.
     """
@@ -44,9 +45,9 @@ class Versions:
 def weight_versions(window: Window, policy: WeightPolicy) -> Versions:
     """Return the versions that ``policy`` gives each action of ``window``.
 
-    A forward of micro-batch m on a stage with r_s replicas that take minibatches in turn sees the newest version
-    max(0, floor(m / r_s) - K_s + 1), the number of updates that it waits for. Raises ScheduleError for an unknown
-    policy, and where a replica would need a version that does not exist yet.
+    On a stage with r_s replicas that take minibatches in turn, the newest version at the forward of micro-batch m is
+    max(0, floor(m / r_s) - K_s + 1), the number of updates that the forward waits for. Raises ScheduleError for an
+    unknown policy, and where a replica would need a version that does not exist yet.
     """
     if policy not in POLICIES:
         raise ScheduleError(f"weights={policy!r}: give one of {', '.join(map(repr, POLICIES))}")
@@ -79,9 +80,10 @@ def weight_versions(window: Window, policy: WeightPolicy) -> Versions:
 
 
 def _newest(window: Window) -> Iterator[tuple[Action, int]]:
-    """Yield each action with the updates of its stage that are done before it: those of the backwards before it.
+    """Yield each action with the number of updates of its stage that precede it.
 
-    A forward waits for the updates of its replica's earlier backwards. So does a backward under "latest".
+    They are the updates of the earlier backwards of its replica, for which a forward waits. So does a backward under
+    "latest".
     """
     for actions in window.rows.values():
         done = 0
@@ -101,7 +103,8 @@ def _count_slots(window: Window, used: Mapping[Action, int], newest: Mapping[Act
     most = 1
     for actions in rows:
         versions = [used[action] for action in actions]
-        oldest = [*itertools.accumulate(reversed(versions), min)][::-1]  # that this action or a later one uses
+        # The oldest version that each action, or a later one, uses.
+        oldest = [*itertools.accumulate(reversed(versions), min)][::-1]
         for action, needed in zip(actions, oldest, strict=True):
             most = max(most, min(newest[action], versions[-1]) - needed + 1)
     return most

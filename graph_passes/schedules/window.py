@@ -1,9 +1,9 @@
 """Asynchronous windows: the order in which each replica runs the minibatches of a window, without a flush between them.
 
-A *window* is W minibatches, each of which updates the weights (PipeDream, section 3.2). In the start-up a replica of
-stage s runs K_s forwards; then it alternates one backward and one forward (1F1B). A stage of r_s replicas takes
-minibatch m on replica m mod r_s, forward and backward (1F1B-RR), and updates its weights once for each *group* of r_s
-consecutive minibatches. That update follows the backwards of all of them, and a replica's next forward waits for it.
+A *window* is W minibatches; each updates the weights (PipeDream, section 3.2). In the start-up a replica of stage s
+runs K_s forwards; then it alternates one backward and one forward (1F1B). A stage of r_s replicas runs minibatch m on
+replica m mod r_s, forward and backward (1F1B-RR), and updates its weights once for each *group* of r_s consecutive
+minibatches. That update follows the backwards of the whole group, and a replica's next forward waits for it.
 
 Where a minibatch is cut into k micro-batches (PipeDream-2BW, Narayanan et al. 2021), a group is the micro-batches of
 one minibatch, and the replicas of a stage share each micro-batch as in synchronous training.
@@ -24,10 +24,10 @@ from dapple_tf.graph_passes.schedules.schedule import Action, dependencies
 class Window:
     """The order of a window of ``minibatches`` minibatches, of ``micro_batches`` micro-batches each.
 
-    ``replicas``: of each stage. ``warm_up``: K_s, the forwards that a replica of stage s runs before its first
-    backward, where the window has as many. ``in_turn``: replicas take whole minibatches in turn; else they share each
-    micro-batch. Micro-batch i of minibatch t has the number t k + i in actions. Raises ScheduleError where the
-    minibatches cannot be dealt to the replicas, and where the order deadlocks.
+    ``replicas``: the number of replicas of each stage. ``warm_up``: K_s, the number of forwards that a replica of stage
+    s runs before its first backward, if the window has so many. ``in_turn``: replicas take whole minibatches in turn;
+    else they share each micro-batch. Micro-batch i of minibatch t has the number t k + i in actions. Raises
+    ScheduleError where the minibatches cannot be dealt to the replicas, and where the order deadlocks.
     """
 
     minibatches: int
@@ -64,26 +64,39 @@ class Window:
         """The number of micro-batches of the window."""
         return self.minibatches * self.micro_batches
 
+    @property
+    def sharing(self) -> tuple[int, ...]:
+        """How many replicas of each stage share a micro-batch."""
+        return sharing_replicas(self.replicas, in_turn=self.in_turn)
+
+    @property
+    def turns(self) -> tuple[int, ...]:
+        """How many replicas of each stage take minibatches in turn; 1 where they share each micro-batch."""
+        return self.replicas if self.in_turn else (1,) * self.stages
+
     def replicas_of(self, stage: int, m: int) -> tuple[int, ...]:
         """Return the replicas of ``stage`` that run micro-batch ``m``."""
         count = self.replicas[stage]
         return (m % count,) if self.in_turn else tuple(range(count))
 
+    def _group_size(self, stage: int) -> int:
+        """Return the number of micro-batches whose gradients one update of ``stage`` takes."""
+        return self.replicas[stage] if self.in_turn else self.micro_batches
+
     def update_of(self, stage: int, m: int) -> int:
-        """Return which of the updates of ``stage`` in this window has the gradients of micro-batch ``m``, from 0 on."""
-        return m // (self.replicas[stage] if self.in_turn else self.micro_batches)
+        """Return the number, from 0, of the update of ``stage`` that takes the gradients of micro-batch ``m``."""
+        return m // self._group_size(stage)
 
     @cached_property
     def updates(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
         """The micro-batches of each update, stage by stage."""
-        found = []
-        for replicas in self.replicas:
-            count = replicas if self.in_turn else self.micro_batches
-            found.append(tuple(tuple(range(first, first + count)) for first in range(0, self.size, count)))
-        return tuple(found)
+        sizes = map(self._group_size, range(self.stages))
+        return tuple(
+            tuple(tuple(range(first, first + count)) for first in range(0, self.size, count)) for count in sizes
+        )
 
     def last_minibatch(self, stage: int, update: int) -> int:
-        """Return the last minibatch of which an update of ``stage`` has gradients: its step is that of this update."""
+        """Return the last minibatch whose gradients an update of ``stage`` takes; the update counts as its step."""
         return self.updates[stage][update][-1] // self.micro_batches
 
     def ends_update(self, action: Action) -> bool:
@@ -110,6 +123,11 @@ class Window:
         return actions
 
 
+def sharing_replicas(replicas: Sequence[int], *, in_turn: bool) -> tuple[int, ...]:
+    """Return how many of the ``replicas`` of each stage share a micro-batch: all, or one where they take turns."""
+    return (1,) * len(replicas) if in_turn else tuple(replicas)
+
+
 def round_robin_warm_up(replicas: Sequence[int]) -> tuple[int, ...]:
     """Return K_s = ceil(sum of r_t for t >= s / r_s), of each replica (PipeDream, section 3.2; NOAM at stage 0)."""
     return tuple(math.ceil(sum(replicas[stage:]) / count) for stage, count in enumerate(replicas))
@@ -121,10 +139,10 @@ def depth_warm_up(stages: int, depth: int) -> tuple[int, ...]:
 
 
 def _check_runs(window: Window) -> None:
-    """Raise ScheduleError unless every action of the window runs: each after what it takes, and after its update.
+    """Raise ScheduleError unless every action of the window runs, each after the results and updates that it needs.
 
-    A forward of a replica that follows a backward waits for that backward's update, so for the backwards of the group
-    on all replicas of the stage.
+    A forward that follows a backward on its replica waits for that backward's update, and so for the backwards of the
+    whole group, on all replicas of the stage.
     """
     done: set[Action] = set()
     heads = dict.fromkeys(window.rows, 0)

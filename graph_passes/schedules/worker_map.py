@@ -1,4 +1,4 @@
-"""The map from workers to stages. A worker is the group of devices that run the same stages: one, or r replicas."""
+"""The map from workers to stages. A worker is the group of devices, one or r replicas, that run the same stages."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class WorkerMap:
 
     @staticmethod
     def waves(workers: int, chunks: int) -> WorkerMap:
-        """Return the map of ``chunks`` stages per worker whose order turns at each end: V-shaped for two chunks."""
+        """Return the map of ``chunks`` stages per worker, whose stages go to the last worker and back: a V for two."""
         turns = [(range(workers), reversed(range(workers)))[chunk % 2] for chunk in range(chunks)]
         return WorkerMap.of([worker for turn in turns for worker in turn])
 

@@ -1,9 +1,9 @@
 """ZB-H1 and ZB-H2: weight gradients fill the bubble (Qi et al., "Zero Bubble Pipeline Parallelism", 2023).
 
-A stage sends the gradients of its inputs as soon as it can, and computes those of its weights up to d_i micro-batches
-later. A stage near the end has a short warm-up and holds few micro-batches, so it may delay more weight gradients. It
-computes them while it would wait for the last backwards. With equal stages, M large enough, and T_W <= T_F and
-T_W <= T_B, the bubble of 1F1B, (S - 1) (T_F + T_B + T_W), becomes
+Stage i sends the gradients of its inputs as soon as it can, and computes the gradients of its weights up to d_i
+micro-batches later. A stage near the end has a short warm-up and holds few micro-batches, so it may delay more
+gradients of weights. It computes them when it would otherwise wait for the last backwards. If all stages take equally
+long, M is large enough, T_W <= T_F and T_W <= T_B, then the bubble of 1F1B, (S - 1) (T_F + T_B + T_W), becomes
 
 * (S - 1) (T_F + T_B - T_W) with ZB-H1, which holds S micro-batches as 1F1B does: K_i = S - i, d_i = i;
 * (S - 1) (T_F + T_B - 2 T_W) with ZB-H2, which holds 2 S - 1: K_i = 2 (S - i) - 1, d_i = 2 i.
@@ -15,15 +15,15 @@ from collections.abc import Sequence
 
 from dapple_tf.errors import ScheduleError
 from dapple_tf.graph_passes.schedules.list_schedule import ListRule, list_equal_stages
-from dapple_tf.graph_passes.schedules.schedule import Action, Schedule, check
+from dapple_tf.graph_passes.schedules.schedule import Action, Schedule, checked_schedule
 from dapple_tf.graph_passes.schedules.worker_map import WorkerMap
 
 
 def zero_bubble(warm: Sequence[int], delays: Sequence[int], micro_batches: int, most: int) -> Schedule:
-    """Return the schedule of K_i forwards, then alternately I, the W of d_i micro-batches earlier and F, then the rest.
+    """Return the schedule of K_i forwards, then I, the W of d_i micro-batches earlier and F in turn, then the rest.
 
-    ``warm``: K_i. ``most``: D, the most micro-batches that a stage holds (F has run and W has not). The delay is that
-    of ``delays``, or D - K_i where that is less. Raises ScheduleError for a K_i out of range or above D.
+    ``warm``: K_i. ``delays``: d_i; D - K_i counts instead where it is less. ``most``: D, the most micro-batches that a
+    stage holds, whose F has run and whose W has not. Raises ScheduleError for a K_i out of range or above D.
     """
     stages = []
     for stage, k in enumerate(warm):
@@ -39,14 +39,12 @@ def zero_bubble(warm: Sequence[int], delays: Sequence[int], micro_batches: int, 
                 actions.append(Action(stage, "F", k + m))
         actions += [Action(stage, "W", m) for m in range(max(0, micro_batches - delay), micro_batches)]
         stages.append(tuple(actions))
-    schedule = Schedule(tuple(stages))
-    check(schedule)
-    return schedule
+    return checked_schedule(stages)
 
 
-# --- ``zb-auto`` where nothing is known of the stages: list scheduling of stages that take equally long
-# Where seconds and bytes of the stages are known, a search finds a better order (Qi et al., "Zero Bubble Pipeline
-# Parallelism", 2023, section 4), and the plan holds it as a text of all actions.
+# --- ``zb-auto`` where nothing is known about the stages: list scheduling of stages that take equally long
+# Where the seconds and bytes of the stages are known, a search finds a better order (Qi et al., "Zero Bubble Pipeline
+# Parallelism", 2023, section 4), and the plan contains the actions of this order as text.
 
 
 ZERO_BUBBLE_AUTO = "zb-auto"

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,25 @@ from tests.dapple_tf.builders import executed_nodes
 from tests.paths import ROOT
 
 HERE, THERE = "/device:CPU:0", "/device:CPU:3"
+
+
+def test_the_profiler_names_ops_and_tells_their_times_by_the_systems_clock(tmp_path: Path) -> None:
+    @tf.function
+    def product(x: tf.Tensor) -> tf.Tensor:
+        with tf.name_scope("scope"):
+            return tf.linalg.matmul(x, x, name="product")
+
+    x = tf.ones([300, 300])
+    product(x)
+    before = time.time()
+    tf.profiler.experimental.start(str(tmp_path))
+    product(x)
+    tf.profiler.experimental.stop()
+    (path,) = tmp_path.rglob("*.xplane.pb")
+    runs = [run for run in internals.read_op_runs(str(path)) if run[0].startswith("scope/product:")]
+    ((name, start, end),) = runs
+    assert "MatMul" in name
+    assert before - 0.01 < start < end < time.time() + 0.01
 
 
 # --- tf.functions

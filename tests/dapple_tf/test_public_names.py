@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib.metadata
+import subprocess
+import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -28,3 +31,26 @@ def test_dir_lists_the_public_names() -> None:
 
 def test_the_version_is_that_of_the_installed_package() -> None:
     assert dapple.__version__ == importlib.metadata.version("dapple_tf")
+
+
+USES = """
+import dapple_tf as dapple
+
+def loss(x: object) -> object: ...
+
+reveal_type(dapple.pipeline(loss, optimizer="adam", stages=2))
+reveal_type(dapple.pipeline(optimizer="adam"))
+dapple.pipeline(loss, optimizer="adam", mode="sink")
+dapple.pipeline(loss, optimizer="adam", stage=3)
+"""
+
+
+def test_type_checkers_know_options_and_results(tmp_path: Path) -> None:
+    (tmp_path / "uses.py").write_text(USES)
+    command = [sys.executable, "-m", "mypy", "--no-error-summary", "--follow-imports=silent", str(tmp_path / "uses.py")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+    found = [line.partition(": ")[2] for line in done.stdout.splitlines()]
+    assert 'note: Revealed type is "dapple_tf.runtime.step.PipelinedStep"' in found
+    assert any(line.endswith('-> dapple_tf.runtime.step.PipelinedStep"') for line in found)
+    assert any('Unexpected keyword argument "stage"' in line for line in found)
+    assert sum("error: No overload variant" in line for line in found) == 2

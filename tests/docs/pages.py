@@ -16,10 +16,27 @@ DOCS = ROOT / "docs"
 
 @dataclass(frozen=True)
 class Block:
-    """A code block: its language (empty for an indented one) and its text."""
+    """A code block: its language (empty for an indented one), text and title (a file, or "prints")."""
 
     language: str
     text: str
+    title: str = ""
+
+    @property
+    def included(self) -> str:
+        """The text with the files that it includes, as mkdocs puts them in."""
+
+        def text(match: re.Match[str]) -> str:
+            source = read_source(match[1])
+            if match[2] is None:
+                return source
+            start, end = f"[start:{match[2]}]", f"[end:{match[2]}]"
+            assert start in source, f"{match[1]} has no section {match[2]}"
+            lines = source.partition(start)[2].partition(end)[0].splitlines()[1:-1]
+            margin = min((len(line) - len(line.lstrip()) for line in lines if line.strip()), default=0)
+            return "\n".join(line[margin:] for line in lines)
+
+        return _INCLUDE.sub(text, self.text)
 
 
 @dataclass(frozen=True)
@@ -37,9 +54,16 @@ class Page:
     @property
     def blocks(self) -> tuple[Block, ...]:
         """All code blocks, the fenced ones first."""
-        fenced = [Block(match["language"], match["text"]) for match in _FENCED.finditer(self.text)]
+        fenced = [
+            Block(match["language"], match["text"], match["title"] or "") for match in _FENCED.finditer(self.text)
+        ]
         outside = _FENCED.sub("", self.text)
         return (*fenced, *(Block("", match[0]) for match in _INDENTED.finditer(outside)))
+
+    @property
+    def files(self) -> dict[str, str]:
+        """The YAML files that the page shows with their names."""
+        return {block.title: block.included for block in self.blocks if block.language == "yaml" and block.title}
 
     @property
     def spans(self) -> tuple[str, ...]:
@@ -57,7 +81,10 @@ class Page:
         return frozenset(slug(heading) for heading in re.findall(r"^#+ +(.+)$", self.prose, re.MULTILINE))
 
 
-_FENCED = re.compile(r"^```(?P<language>\w*)[^\n]*\n(?P<text>.*?)^```", re.MULTILINE | re.DOTALL)
+_INCLUDE = re.compile(r"^--8<--\n([^:\n]+)(?::(\w+))?\n--8<--$", re.MULTILINE)
+_FENCED = re.compile(
+    r'^```(?P<language>\w*)(?: title="(?P<title>[^"\n]*)")?[^\n]*\n(?P<text>.*?)^```', re.MULTILINE | re.DOTALL
+)
 _INDENTED = re.compile(r"(?:(?<=\n\n)|\A)(?: {4}\S[^\n]*\n(?:\n(?= {4}))*)(?: {4}[^\n]*\n(?:\n(?= {4}))*)*")
 
 

@@ -11,13 +11,12 @@ import yaml
 
 from dapple_tf.cli import cli
 from dapple_tf.profiler.cluster import Cluster
-from tests.docs.pages import Block, Page, read_source, written
+from tests.docs.pages import Page, written
 from tests.paths import ROOT
 
 PAGES = list(written().values())
 CONTEXT = click.Context(cli)
 COMMANDS = {name: command for name in cli.list_commands(CONTEXT) if (command := cli.get_command(CONTEXT, name))}
-INCLUDE = re.compile(r"^--8<--\n([^:\n]+)(?::(\w+))?\n--8<--$", re.MULTILINE)
 
 
 def ids(page: Page) -> str:
@@ -28,14 +27,14 @@ def ids(page: Page) -> str:
 def test_python_blocks_compile(page: Page) -> None:
     for block in page.blocks:
         if block.language == "python":
-            compile(_include(block), page.path, "exec")
+            compile(block.included, page.path, "exec")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=ids)
 def test_yaml_blocks_load(page: Page) -> None:
     for block in page.blocks:
         if block.language == "yaml":
-            assert isinstance(yaml.safe_load(_include(block)), dict)
+            assert isinstance(yaml.safe_load(block.included), dict)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=ids)
@@ -54,22 +53,6 @@ def test_the_guide_shows_every_command() -> None:
 
 def test_the_example_cluster_is_one() -> None:
     assert Cluster.load(ROOT / "examples" / "cluster.yaml").devices == 16
-
-
-def _include(block: Block) -> str:
-    """The block's text with the files that it includes, as mkdocs puts them in."""
-
-    def text(match: re.Match[str]) -> str:
-        source = read_source(match[1])
-        if match[2] is None:
-            return source
-        start, end = f"[start:{match[2]}]", f"[end:{match[2]}]"
-        assert start in source, f"{match[1]} has no section {match[2]}"
-        lines = source.partition(start)[2].partition(end)[0].splitlines()[1:-1]
-        margin = min((len(line) - len(line.lstrip()) for line in lines if line.strip()), default=0)
-        return "\n".join(line[margin:] for line in lines)
-
-    return INCLUDE.sub(text, block.text)
 
 
 def _commands(page: Page) -> list[list[str]]:

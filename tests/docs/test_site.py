@@ -1,9 +1,13 @@
-"""The site builds without a warning."""
+"""The site builds without a warning, is searched when it is opened from the folder, and fits the window."""
 
 from __future__ import annotations
 
+import html
 import importlib.util
+import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,20 +20,91 @@ needs_mkdocs = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("mkdocs", "material", "mkdocstrings_handlers")),
     reason="mkdocs is not installed: make docs",
 )
+needs_chromium = pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not installed")
+
+# Loads one page after the other into a frame of each width, and lists those that are wider: a part of them is cut.
+WIDTHS = """<!DOCTYPE html><body><pre id="found"></pre><script>
+const pages = PAGES, found = [];
+async function load(page, width) {
+  const frame = document.createElement("iframe");
+  frame.style.cssText = `width:${width}px;height:900px;border:0`;
+  await new Promise((done) => { frame.onload = done; frame.src = page; document.body.append(frame); });
+  const inner = frame.contentDocument.scrollingElement;
+  if (inner.scrollWidth > width) found.push(`${page} is ${inner.scrollWidth} wide in ${width}`);
+  frame.remove();
+}
+(async () => {
+  for (const page of pages) for (const width of [1280, 400]) await load(page, width);
+  document.getElementById("found").textContent = JSON.stringify([pages.length, found]);
+})();
+</script></body>"""
 
 
-@needs_mkdocs
-def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the built site."""
+    folder = tmp_path_factory.mktemp("site")
     run = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)],
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)],
         cwd=ROOT,
-        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},  # a notice of the theme about its successor
+        # A notice of the theme about its successor; TensorFlow's log lines.
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1", "TF_CPP_MIN_LOG_LEVEL": "3"},
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
     )
-    assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
-    for page, text in [("architecture/ops.html", "forward"), ("reference/cli.html", "--micro-batches")]:
-        assert text in (tmp_path / page).read_text("utf-8")
-    assert "DappleWarning" in (tmp_path / "reference" / "api.html").read_text("utf-8")
+    warnings = [line for line in run.stderr.splitlines() if "absl::InitializeLog" not in line and "oneDNN" not in line]
+    assert (run.returncode, run.stdout, warnings) == (0, "", [])
+    return folder
+
+
+@needs_mkdocs
+def test_the_generated_pages_are_in_the_site(site: Path) -> None:
+    for page, text in [
+        ("architecture/ops.html", "forward"),
+        ("reference/cli.html", "--micro-batches"),
+        ("reference/api.html", "DappleWarning"),
+        ("tutorials/plan_simulate_launch.html", "analytic_profile"),
+    ]:
+        assert text in (site / page).read_text("utf-8")
+    assert (site / "tutorials" / "plan_simulate_launch.ipynb").exists()
+
+
+@needs_mkdocs
+def test_nothing_is_loaded_from_another_host(site: Path) -> None:
+    for path in site.rglob("*.html"):
+        loaded = re.findall(r"<(?:script|img|iframe)[^>]* src=\"?(https?:[^\s\">]+)", path.read_text("utf-8"))
+        loaded += re.findall(r"<link[^>]* rel=\"?stylesheet[^>]* href=\"?(https?:[^\s\">]+)", path.read_text("utf-8"))
+        assert not loaded, path
+
+
+@needs_mkdocs
+@needs_chromium
+def test_a_page_that_is_opened_from_the_folder_can_be_searched(site: Path, tmp_path: Path) -> None:
+    page = _show(f"{(site / 'index.html').as_uri()}?q=stash", tmp_path)
+    results = re.findall(r'<a href="([^"]+)" class="md-search-result__link"', page)
+    assert any("memory.html" in result for result in results)
+
+
+@needs_mkdocs
+@needs_chromium
+def test_no_page_is_wider_than_its_window(site: Path, tmp_path: Path) -> None:
+    pages = [path.as_uri() for path in sorted(site.rglob("*.html")) if path.name != "404.html"]
+    check = tmp_path / "check.html"
+    check.write_text(WIDTHS.replace("PAGES", json.dumps(pages)), encoding="utf-8")
+    shown = re.search(r'<pre id="found">(.*?)</pre>', _show(check.as_uri(), tmp_path), re.DOTALL)
+    assert shown is not None
+    assert json.loads(html.unescape(shown[1])) == [len(pages), []]
+
+
+def _show(url: str, folder: Path) -> str:
+    """Return a page as the browser has it after its scripts have run."""
+    options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files"]
+    return subprocess.run(
+        ["chromium", *options, f"--user-data-dir={folder}/profile", "--virtual-time-budget=60000", "--dump-dom", url],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    ).stdout

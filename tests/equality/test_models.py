@@ -12,8 +12,8 @@ import pytest
 import tensorflow as tf
 
 import dapple_tf as dapple
-from models.gpt import gpt
-from models.text import BYTE_VALUES
+from dapple_tf.examples.gpt import gpt
+from dapple_tf.examples.text import BYTE_VALUES
 from tests.equality.one_device import TOLERANCE, Problem, compare
 
 CLASSES, SIDE = 7, 32

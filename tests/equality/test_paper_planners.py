@@ -10,9 +10,9 @@ import pytest
 import tensorflow as tf
 
 import dapple_tf as dapple
+from dapple_tf.examples.gpt import gpt
 from dapple_tf.planner.systems.autopipe import sub_layer_blocks
 from dapple_tf.profiler.linearise import linearise
-from models.gpt import gpt
 from tests.dapple_tf.planner.builders import make_cluster
 from tests.equality.small_models import chain, data, sgd, weights
 

@@ -12,11 +12,11 @@ import pytest
 import tensorflow as tf
 
 import dapple_tf as dapple
-from models import text
-from models.gpt import build_gpt, gpt
-from models.images import labelled_images
-from models.resnet import build_resnet, resnet
-from models.vgg import build_vgg, vgg
+from dapple_tf.examples import text
+from dapple_tf.examples.gpt import build_gpt, gpt
+from dapple_tf.examples.images import labelled_images
+from dapple_tf.examples.resnet import build_resnet, resnet
+from dapple_tf.examples.vgg import build_vgg, vgg
 
 Build = Callable[..., dapple.Workload]
 

@@ -131,6 +131,17 @@ def test_the_installed_command_trains_a_model_file_outside_the_checkout(
     assert result["steps"] == 3
 
 
+def test_the_installed_command_trains_an_example_beside_files_named_like_our_folders(
+    environment: Environment, tmp_path: Path
+) -> None:
+    for name in ("profiler", "graph_passes", "examples", "models"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('the wrong file')")
+    sizes = ("--set", "layers=2", "--set", "width=16", "--set", "heads=2", "--set", "context=12")
+    options = (*sizes, "--batch-size", "8", "--stages", "2", "--micro-batches", "2", "--steps", "2", "--json")
+    done = environment.run("dapple", "train", "dapple_tf.examples:gpt", *options, folder=tmp_path, timeout=120)
+    assert json.loads(check(done).splitlines()[-1])["steps"] == 2
+
+
 def test_the_installed_command_prints_its_help_and_version(
     environment: Environment, wheel: Path, elsewhere: Path
 ) -> None:

@@ -53,7 +53,7 @@ def _first_errors(output: str) -> str:
 
 
 def main() -> int:
-    """Compile the library unless it is there, or say why that is not possible; return 0, for it is optional."""
+    """Compile the library unless it exists; if that fails, print why. Return 0: the library is optional."""
     path = library_path()
     if path.exists():
         return 0

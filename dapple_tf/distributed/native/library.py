@@ -23,14 +23,14 @@ _SOURCE_SUFFIXES = (".cc", ".h")
 class ExchangeLibrary:
     """The loaded library. ``ops``: its TensorFlow ops (``dapple_send``, ``dapple_receive``).
 
-    A process has one network of connections to its peers, which all ops use.
+    All ops of a process use the same connections to its peers.
     """
 
     ops: Any
     _functions: ctypes.CDLL
 
     def connect(self, peer: int, descriptor: int) -> bool:
-        """Hand a connected socket to the library, which closes it; return False if ``peer`` has one already."""
+        """Give a connected socket to the library, which will close it; return False if ``peer`` has one already."""
         return bool(self._functions.dapple_exchange_connect(peer, descriptor))
 
     def take_peak_bytes(self) -> int:
@@ -56,7 +56,7 @@ class ExchangeLibrary:
         return bool(self._functions.dapple_exchange_has_cancelled_waits(ctypes.c_double(seconds)))
 
     def abort(self) -> None:
-        """End what ops wait for at this moment: the step has failed, and they ignore its cancellation."""
+        """End all waits of ops at this moment: their step has failed, and the ops ignore its cancellation."""
         self._functions.dapple_exchange_abort()
 
     def close_in_child(self) -> None:
@@ -90,9 +90,9 @@ def find_obstacle() -> str:
 
 
 def load_library() -> ExchangeLibrary:
-    """Load the library; loading it twice gives the same one.
+    """Load the library; a second call returns the same library.
 
-    Raises OSError or tf.errors.NotFoundError where it is missing or does not fit this TensorFlow.
+    Raises OSError or tf.errors.NotFoundError if it is missing or was compiled for another TensorFlow.
     """
     path = str(library_path())
     ops = tf.load_op_library(path)

@@ -28,7 +28,7 @@ from dapple_tf.profiler.profile import Profile
 from dapple_tf.simulator.arrays import prefix_sums
 from dapple_tf.simulator.interrupts import check_stop, stop_flag
 from dapple_tf.simulator.memory import usable_bytes
-from dapple_tf.simulator.native.library import load_library
+from dapple_tf.simulator.native.library import address, load_library
 from dapple_tf.simulator.transfer import link_tables
 
 ANY_WARM_UP = -1
@@ -187,10 +187,10 @@ class Annealer:
         recompute, seconds, stop = np.zeros((most, width), np.uint8), np.zeros(most), stop_flag()
         results = (shape, starts, owner, order, recompute, in_flight, rows, seconds)
         count = self.library.dapple_search(
-            *(ctypes.byref(self.tables), self.work.ctypes.data_as(_POINTER), self.speeds.ctypes.data_as(_POINTER)),
+            *(ctypes.byref(self.tables), address(self.work), address(self.speeds)),
             *(min(count_cores(), _MOST_THREADS), ctypes.c_int64(work), ctypes.c_uint64(seed)),
             *(searches, most, width),
-            *(each.ctypes.data_as(_POINTER) for each in (*results, stop)),
+            *map(address, (*results, stop)),
         )
         check_stop()
         if count < 0:
@@ -217,7 +217,7 @@ class Annealer:
         step = self.library.dapple_step
         step.restype = ctypes.c_double
         arrays = (shape, starts, owner, order, recompute, np.zeros(self._width, np.int32))
-        return float(step(ctypes.byref(self.tables), self._width, *(a.ctypes.data_as(_POINTER) for a in arrays)))
+        return float(step(ctypes.byref(self.tables), self._width, *map(address, arrays)))
 
     @property
     def _width(self) -> int:

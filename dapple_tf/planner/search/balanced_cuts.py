@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from dapple_tf.simulator.arrays import Floats, Integers
+from dapple_tf.simulator.arrays import Floats, Integers, prefix_sums
+from dapple_tf.simulator.native.library import address, load_library
 
 
 def even_starts(costs: Floats, stages: int) -> Integers:
@@ -49,23 +50,18 @@ def even_sums(costs: Floats, more: Floats, factors: Floats, worker_of: Integers,
     workers are taken. In rounds x stages x blocks^2 steps.
     """
     stages, n = len(worker_of), len(costs)
-    sums, more_sums = np.zeros(n + 1), np.zeros(n + 1)
-    sums[1:], more_sums[1:] = np.cumsum(costs), np.cumsum(more)
+    sums, more_sums = prefix_sums(costs), prefix_sums(more)
     own = np.full(stages, (sums[n] + factors.mean() * more_sums[n]) / stages)
     starts: Integers = np.arange(stages)
     least = np.inf
     for _ in range(rounds):
-        load = np.zeros(worker_of.max() + 1)
-        for s in range(stages):
-            load[worker_of[s]] += own[s]
+        load = np.bincount(worker_of, own)
         cut = least_squares(sums, more_sums, factors, load[worker_of] - own)
-        load[:] = 0.0
-        for s in range(stages):
-            end = cut[s + 1] if s + 1 < stages else n
-            own[s] = sums[end] - sums[cut[s]] + factors[s] * (more_sums[end] - more_sums[cut[s]])
-            load[worker_of[s]] += own[s]
-        if load.max() < least * (1 - 1e-12):
-            starts, least = cut, load.max()
+        ends = np.append(cut[1:], n)
+        own = sums[ends] - sums[cut] + factors * (more_sums[ends] - more_sums[cut])
+        most = float(np.bincount(worker_of, own).max())
+        if most < least * (1 - 1e-12):
+            starts, least = cut, most
     return starts
 
 
@@ -74,6 +70,17 @@ def least_squares(sums: Floats, more_sums: Floats, factors: Floats, beside: Floa
 
     ``sums``, ``more_sums``: of the first 0, 1 ... blocks.
     """
+    library = load_library()
+    if library is None:
+        return least_squares_in_python(sums, more_sums, factors, beside)
+    starts = np.zeros(len(beside), np.int64)
+    arrays = [np.ascontiguousarray(each, np.float64) for each in (sums, more_sums, factors, beside)]
+    library.dapple_least_squares(len(sums) - 1, len(beside), *map(address, (*arrays, starts)))
+    return starts
+
+
+def least_squares_in_python(sums: Floats, more_sums: Floats, factors: Floats, beside: Floats) -> Integers:
+    """Return what ``least_squares`` does."""
     stages, n = len(beside), len(sums) - 1
     best = np.full(n + 1, np.inf)  # best[i]: the least sum of squares with the first i blocks in the stages so far
     best[0] = 0.0

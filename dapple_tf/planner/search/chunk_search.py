@@ -21,7 +21,7 @@ from dapple_tf.planner.planning_problem import Candidate, PlannerResult, Plannin
 from dapple_tf.planner.search.chunk_shapes import ChunkShape, list_shapes
 from dapple_tf.planner.search.chunk_simulation import CostSource, CutResult, CutSimulator
 from dapple_tf.simulator.arrays import Floats, Integers
-from dapple_tf.simulator.named_orders import is_interleaved
+from dapple_tf.simulator.order import is_interleaved
 
 # The work of one search: plans simulated to improve the cuts, of one shape at one size and in all, cuts looked at,
 # simulated events, and actions of the schedules built.
@@ -181,7 +181,7 @@ def _improve(entry: _Entry, blocks: int, fastest: float, budget: _Budget) -> Non
         _take_if_better(other, starts, budget)
         _descend(other, blocks, budget)
         if other.result and entry.result and other.result.beats(entry.result):
-            entry.starts, entry.bound, entry.result = other.starts, other.bound, other.result
+            entry.starts, entry.result = other.starts, other.result
 
 
 def _descend(entry: _Entry, blocks: int, budget: _Budget) -> None:
@@ -205,8 +205,8 @@ def _take_if_better(entry: _Entry, starts: Integers, budget: _Budget, ceiling: f
     simulator, result = entry.simulator, entry.result
     budget.cuts -= 1
     costs = simulator.costs(starts)
-    bound = simulator.bound(costs)
-    if bound >= min(ceiling, result.seconds if result else math.inf) * _ALMOST:
+    limit = min(ceiling, result.seconds if result else math.inf) * _ALMOST
+    if limit < math.inf and simulator.bound(costs) >= limit:
         return False
     found = simulator.simulate(costs)
     if not found.lacking_bytes:
@@ -214,7 +214,7 @@ def _take_if_better(entry: _Entry, starts: Integers, budget: _Budget, ceiling: f
         budget.events -= _events(entry)
     if result is not None and not found.beats(result):
         return False
-    entry.starts, entry.bound, entry.result = starts, bound, found
+    entry.starts, entry.result = starts, found
     return True
 
 

@@ -13,22 +13,16 @@ import numpy as np
 from dapple_tf.graph_passes.schedules.spec import ScheduleSpec
 from dapple_tf.graph_passes.schedules.worker_map import WorkerMap
 from dapple_tf.planner.planning_problem import PlanningProblem
-from dapple_tf.planner.search.balanced_cuts import even_sums, least_squares
+from dapple_tf.planner.search.balanced_cuts import even_sums
 from dapple_tf.planner.search.chunk_shapes import ChunkShape, Groups, list_worker_placements
 from dapple_tf.planner.step_simulation import StageCostArrays, order_seconds
 from dapple_tf.plans import StagePlan
 from dapple_tf.simulator.arrays import Floats, Integers, prefix_sums
-from dapple_tf.simulator.compiled import call_from_compiled, compiled
-from dapple_tf.simulator.costs import exposed_of
-from dapple_tf.simulator.held_stash import row_peak, worker_peaks
+from dapple_tf.simulator.costs import exposed_seconds
 from dapple_tf.simulator.interrupts import check_stop
-from dapple_tf.simulator.link_costs import LinkCosts
 from dapple_tf.simulator.memory import usable_bytes
-from dapple_tf.simulator.named_orders import Ordered, named_order
-from dapple_tf.simulator.transfer import ring_seconds
-
-call_from_compiled(exposed_of, ring_seconds, row_peak, least_squares)
-_even_sums, _worker_peaks = compiled(even_sums), compiled(worker_peaks)  # called thousands of times
+from dapple_tf.simulator.order import HeldStash, Ordered, named_order
+from dapple_tf.simulator.transfer import LinkCosts
 
 _ROUNDS = 4  # of even_sums
 _NOTHING = 1e-300  # replaces a sum of 0 as a divisor
@@ -116,7 +110,7 @@ class CostSource:
         """Return cuts that make the seconds of the profile's batch nearly even over stages and workers."""
         forward, backward = self.problem.chain.block_seconds(self.problem.profile.batch_size)
         worker_of, nothing = np.array(workers.worker_of, np.int64), np.zeros(len(forward))
-        return _even_sums(forward + backward, nothing, np.zeros(workers.stages), worker_of, _ROUNDS)
+        return even_sums(forward + backward, nothing, np.zeros(workers.stages), worker_of, _ROUNDS)
 
     def placements(self, shape: ChunkShape) -> Sequence[Groups]:
         """Return the placements of a shape: the devices of each worker; see ``list_worker_placements``."""
@@ -160,6 +154,10 @@ class CutSimulator:
     def _ordered(self) -> Ordered:
         return named_order(self.shape.schedule, self.shape.workers.stages, self.micro_batches)
 
+    @cached_property
+    def _held(self) -> HeldStash:
+        return HeldStash.of(self._ordered.order)
+
     def costs(self, starts: Integers) -> StageCostArrays:
         """Return the costs of the stages."""
         check_stop()
@@ -167,7 +165,7 @@ class CutSimulator:
 
     def bound(self, costs: StageCostArrays) -> float:
         """Return a lower bound of the seconds of a step."""
-        return float(_bound(costs, self._links.worker_of, self.micro_batches))
+        return _bound(costs, self._links.worker_of, self.micro_batches)
 
     def simulate(self, costs: StageCostArrays) -> CutResult:
         """Return the result for stages with these costs. Raises ScheduleError if the schedule cannot have M."""
@@ -183,7 +181,7 @@ class CutSimulator:
 
     def peaks(self, costs: StageCostArrays) -> Floats:
         """Return the most bytes that a device of each worker holds."""
-        return _worker_peaks(self._ordered.order, costs.fixed_bytes, costs.stash_bytes, costs.working_bytes)
+        return self._held.peaks(costs.fixed_bytes, costs.stash_bytes, costs.working_bytes)
 
     def load(self, costs: StageCostArrays, *, lacking: bool) -> Floats:
         """Return what each worker should have less of: bytes where memory is ``lacking``, else seconds of a step."""
@@ -201,7 +199,7 @@ class CutSimulator:
         seconds, fixed, stash = np.diff(b.forward + b.backward), np.diff(b.fixed_bytes), np.diff(b.stash_bytes)
         by_time = (1 - share) / max(seconds.sum(), _NOTHING)
         by_bytes = share / max(fixed.sum() + in_flight.mean() * stash.sum(), _NOTHING)
-        return _even_sums(
+        return even_sums(
             seconds * by_time + fixed * by_bytes, stash * by_bytes, in_flight, self._links.worker_of, _ROUNDS
         )
 
@@ -238,56 +236,57 @@ def _block_costs(problem: PlanningProblem, size: int, replicas: int, splits: boo
     )
 
 
-@compiled
 def _stage_costs(b: BlockCosts, links: WorkerLinks, starts: Integers) -> StageCostArrays:
     """Return the costs of stages from sums over blocks; they are those of ``simulator.costs.stage_costs``.
 
     There is one difference: with ``overlap``, every stage of a schedule that splits backwards is assumed to end with W.
     Under ``dualpipe-v`` some do not.
     """
-    stages, blocks = len(starts), len(b.working_bytes)
-    rows = np.zeros((8, stages))
-    costs = StageCostArrays(rows[0], rows[1], rows[2], rows[3], rows[4], rows[5], rows[6], rows[7])
-    for s in range(stages):
-        first, end = starts[s], starts[s + 1] if s + 1 < stages else blocks
-        costs.forward_seconds[s] = b.forward[end] - b.forward[first]
-        costs.backward_seconds[s] = b.backward[end] - b.backward[first]
-        costs.weights_seconds[s] = b.weights[end] - b.weights[first]
-        costs.send_seconds[s] = links.latency[s] + links.per_byte[s] * b.boundary_bytes[end]
-        parameters = b.parameter_bytes[b.positions[first] : b.positions[end]]
-        latency, per_byte = links.allreduce_latency[s], links.allreduce_per_byte[s]
-        if len(b.gradients):
-            gradients = b.gradients[b.positions[first] : b.positions[end]]
-            rings = np.where(parameters > 0, latency + per_byte * parameters, 0.0)
-            costs.exposed_seconds[s] = exposed_of(gradients, rings, 0, len(rings))
-        else:
-            costs.exposed_seconds[s] = ring_seconds(latency, per_byte, parameters.sum())
-        stash = b.stash_bytes[end] - b.stash_bytes[first]
-        costs.fixed_bytes[s] = b.fixed_bytes[end] - b.fixed_bytes[first]
-        costs.working_bytes[s] = b.working_bytes[first:end].max()
-        costs.stash_bytes[s] = stash
-        if b.recompute:
-            costs.stash_bytes[s] = b.boundary_bytes[first] * b.fullest
-            costs.working_bytes[s] += stash
-    return costs
+    ends = np.append(starts[1:], len(b.working_bytes))
+    stash, working = b.stash_bytes[ends] - b.stash_bytes[starts], np.maximum.reduceat(b.working_bytes, starts)
+    if b.recompute:
+        stash, working = b.boundary_bytes[starts] * b.fullest, working + stash
+    return StageCostArrays(
+        forward_seconds=b.forward[ends] - b.forward[starts],
+        backward_seconds=b.backward[ends] - b.backward[starts],
+        send_seconds=links.latency + links.per_byte * b.boundary_bytes[ends],
+        exposed_seconds=_exposed_seconds(b, links, starts, ends),
+        fixed_bytes=b.fixed_bytes[ends] - b.fixed_bytes[starts],
+        stash_bytes=stash,
+        working_bytes=working,
+        weights_seconds=b.weights[ends] - b.weights[starts],
+    )
 
 
-@compiled
+def _exposed_seconds(b: BlockCosts, links: WorkerLinks, starts: Integers, ends: Integers) -> Floats:
+    """Return the seconds of AllReduce of each stage after its last gradients."""
+    latency, per_byte = links.allreduce_latency, links.allreduce_per_byte
+    if not len(b.gradients):
+        parameters = np.add.reduceat(b.parameter_bytes, b.positions[starts])
+        return np.where(parameters > 0, latency + per_byte * parameters, 0.0)
+    first, end = b.positions[starts], b.positions[ends]
+    stage_of = np.repeat(np.arange(len(starts)), end - first)
+    rings = np.where(b.parameter_bytes > 0, latency[stage_of] + per_byte[stage_of] * b.parameter_bytes, 0.0)
+    layers = zip(first.tolist(), end.tolist(), strict=True)
+    return np.array([exposed_seconds(b.gradients[low:high], rings[low:high]) for low, high in layers])
+
+
 def _bound(c: StageCostArrays, worker_of: Integers, micro_batches: int) -> float:
     """Return a lower bound of a step: of each worker the time before its first action, its work, and what must follow.
 
     Before a stage's first forward, micro-batch 0 runs through all stages before it. After its last gradients comes its
     AllReduce. Where backwards are not split, the stages before it then still run a backward each.
     """
-    stages, workers = len(worker_of), worker_of.max() + 1
-    splits = c.weights_seconds.any()
-    before, load, after = np.full(workers, np.inf), np.zeros(workers), np.full(workers, np.inf)
+    workers, splits = int(worker_of.max()) + 1, bool(c.weights_seconds.any())
+    before, load, after = [np.inf] * workers, [0.0] * workers, [np.inf] * workers
     there, back = 0.0, 0.0  # seconds of micro-batch 0 up to a stage, and of the last one from it
-    for s in range(stages):
-        w = worker_of[s]
+    columns = (c.forward_seconds, c.backward_seconds, c.weights_seconds, c.send_seconds, c.exposed_seconds)
+    for w, forward, backward, weights, send, exposed in zip(
+        worker_of.tolist(), *(column.tolist() for column in columns), strict=True
+    ):
         before[w] = min(before[w], there)
-        load[w] += micro_batches * (c.forward_seconds[s] + c.backward_seconds[s])
-        after[w] = min(after[w], c.exposed_seconds[s] if splits else max(c.exposed_seconds[s], back))
-        there += c.forward_seconds[s] + c.send_seconds[s]
-        back += c.backward_seconds[s] - c.weights_seconds[s] + c.send_seconds[s]
-    return float(max((before + load + after).max(), there + back))
+        load[w] += micro_batches * (forward + backward)
+        after[w] = min(after[w], exposed if splits else max(exposed, back))
+        there += forward + send
+        back += backward - weights + send
+    return max(*map(sum, zip(before, load, after, strict=True)), there + back)

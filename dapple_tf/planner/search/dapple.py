@@ -14,18 +14,18 @@ from dapple_tf.planner.micro_batch_sizes import promising_sizes
 from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem
 from dapple_tf.planner.registration import planner
 from dapple_tf.planner.row_shares import share_rows
-from dapple_tf.planner.search.dynamic_program import search_by_formula
-from dapple_tf.planner.search.latency import pipeline_latency
-from dapple_tf.planner.search.unequal_cuts import ORIGIN as UNEQUAL
-from dapple_tf.planner.search.unequal_cuts import SizedStages, find_unequal_stages
+from dapple_tf.planner.search.fit_cuts import ORIGIN as UNEQUAL
+from dapple_tf.planner.search.fit_cuts import SizedStages, find_unequal_stages
+from dapple_tf.planner.search.formula_search import search_by_formula
 from dapple_tf.plans import StagePlan
+from dapple_tf.simulator.arrays import Floats
 
 _SEARCH_STEPS = 2_000_000  # labels times what may follow them
 _MAX_WIDTH = 512
 _KNOWN = 3
 
 
-@planner("dapple", unequal=True)
+@planner("dapple", unequal=True, native=True)
 def plan_dapple(problem: PlanningProblem) -> PlannerResult | None:
     """Return the plan with the least latency by formulas 1 to 3; None if nothing fits the memory.
 
@@ -126,3 +126,48 @@ def formula_latency(problem: PlanningProblem, stages: Sequence[StagePlan], micro
         rows.insert(2 * index + 1, network)
     forward, backward, allreduce = np.array(rows).T.copy()
     return pipeline_latency(forward, backward, allreduce, plan.micro_batches)
+
+
+# --- The pipeline latency, formulas 1 to 3. Arrays have an entry for each stage in pipeline order: compute stages at
+# even indices, and between them network stages at odd indices, whose AllReduce is 0 (section IV.A). The search has the
+# same in C++ (formula.h); a test holds both equal.
+
+
+def pivot_stage(forward: Floats, backward: Floats, micro_batches: int) -> int:
+    """Return Q, the stage with the fewest bubbles, by formula 3: from the last stage to the first.
+
+    A stage takes over from Q if its steady phase, (M - 1)(F + B), is longer than that of Q and the F + B between them.
+    The comparison has a tolerance for rounding errors, so of stages with equal F + B the last one is Q: their sums over
+    layers may differ in the last digits.
+    """
+    last = len(forward) - 1
+    pivot, steady, between = last, (micro_batches - 1) * (forward[last] + backward[last]), 0.0
+    for stage in range(last - 1, -1, -1):
+        both = forward[stage] + backward[stage]
+        if (micro_batches - 1) * both > (steady + between) * (1 + 1e-12):
+            pivot, steady, between = stage, (micro_batches - 1) * both, 0.0
+        else:
+            between += both
+    return pivot
+
+
+def pipeline_latency(forward: Floats, backward: Floats, allreduce: Floats, micro_batches: int) -> float:
+    """Return L = Tw + Ts + Te, the seconds of one step (formulas 1 and 2).
+
+    As printed, formula 2 subtracts the backward of the pivot stage from its own AllReduce (its case s >= Q includes
+    s = Q). With one stage that would lose the last backward, so here s = Q belongs to the other case, as in Fig. 4.
+    """
+    pivot = pivot_stage(forward, backward, micro_batches)
+    warm_up = 0.0
+    for stage in range(pivot + 1):
+        warm_up += forward[stage]
+    steady = (micro_batches - 1) * (forward[pivot] + backward[pivot])
+    ending, backwards = 0.0, 0.0
+    for stage in range(pivot, -1, -1):
+        backwards += backward[stage]
+        ending = max(ending, allreduce[stage] + backwards)
+    backwards = backward[pivot]
+    for stage in range(pivot + 1, len(forward)):
+        backwards += backward[stage]
+        ending = max(ending, allreduce[stage] - backwards)
+    return float(warm_up + steady + ending)

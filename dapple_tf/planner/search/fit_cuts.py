@@ -1,122 +1,226 @@
-"""The best cuts for given devices of each stage: the busiest stage is as fast as possible."""
+"""Stages whose busiest one is as fast as possible, by dynamic programming: for given devices, and for an order of them.
+
+The seconds of a stage are M (F + B) and its AllReduce; a boundary takes those of M transfers, for M micro-batches. Rows
+are shared by speed, so the seconds of a micro-batch are 1 / sum over its devices of 1 / t, where t is a device's
+seconds for the whole micro-batch. A stage fits if each device holds one micro-batch in flight.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from dapple_tf.planner.costs import ChainCosts, make_stages, runs
+from dapple_tf.planner.partition import Partition, Way, Ways, partition
 from dapple_tf.planner.planning_problem import PlanningProblem
+from dapple_tf.planner.search.search_space import coarsen
 from dapple_tf.plans import StagePlan
-from dapple_tf.simulator.arrays import Floats, Integers
-from dapple_tf.simulator.compiled import compiled
+from dapple_tf.profiler.cluster import Cluster
+from dapple_tf.profiler.device_costs import profile_on
+from dapple_tf.profiler.profile import Profile
+from dapple_tf.simulator.arrays import Floats, prefix_sums
 from dapple_tf.simulator.memory import usable_bytes
-from dapple_tf.simulator.transfer import allreduce_cost, link_tables, transfer_cost
+from dapple_tf.simulator.transfer import LinkCosts
+
+_MOST_BLOCKS = 32
+_MOST_GROUPS = 16  # of consecutive devices, which belong to one stage
 
 
-class _CutCosts(NamedTuple):
-    """Costs of N blocks in S stages with given devices: seconds of the step, bytes of one micro-batch."""
+class _Table:
+    """The seconds of stages on groups of devices, as rows of a table that has each composition of kinds once."""
 
-    compute: Floats  # [replica counts, N] seconds of forward and backward
-    row: Integers  # [S] row of each stage's replica count
-    replicas: Integers  # [S]
-    allreduce: Floats  # [S, 2] latency (seconds) and seconds per byte
-    transfer: Floats  # [S, 2] latency (seconds) and seconds per byte of the transfer into each stage
-    parameter_bytes: Floats  # [N]
-    boundary_bytes: Floats  # [N] that cross the cut before each block
-    stash_bytes: Floats  # [N]
-    working_bytes: Floats  # [N]
-    splittable: NDArray[np.bool_]  # [N] whether stages of unequal replica counts can meet before each block
-    micro_batches: int
-    fixed_bytes_per_parameter_byte: float
-    memory_bytes: float
-    recompute: bool
+    def __init__(self, costs: ChainCosts) -> None:
+        self.costs = costs
+        kinds = costs.problem.cluster.device_kinds
+        self._like = [kinds.index(kind) for kind in kinds]  # of each device the first one of its kind
+        self._links = LinkCosts(costs.problem.cluster)
+        self._rows = dict[frozenset[tuple[int, int]], int]()
+        self.seconds = list[Floats]()
+
+    def row(self, devices: Sequence[int]) -> int:
+        """Return the row of a stage on these devices: seconds of all micro-batches, infinite where it does not fit."""
+        counts = Counter(self._like[device] for device in devices)
+        key = frozenset(counts.items())
+        if key not in self._rows:
+            self._rows[key] = len(self.seconds)
+            self.seconds.append(self._of_kinds(counts))
+        return self._rows[key]
+
+    def _of_kinds(self, counts: Counter[int]) -> Floats:
+        """Return the seconds of stages on so many devices like each of these."""
+        costs, number = self.costs, sum(counts.values())
+        alone = dict[int, Floats]()  # seconds of all micro-batches, as if a device ran the rows of all of them
+        for device in counts:
+            both = np.add(*costs.block_seconds(costs.size / number, device))
+            alone[device] = runs(prefix_sums(both)) * (costs.micro_batches * number)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            taken: Floats = 1 / np.sum([count / alone[device] for device, count in counts.items()], axis=0)
+            shares = {device: np.where(own > 0, taken / own, 1 / number) for device, own in alone.items()}
+        for device, share in shares.items():
+            taken[costs.needed_bytes(1, share) > usable_bytes(costs.problem.cluster.memory_of(device))] = np.inf
+        return np.where(np.isnan(taken), 0.0, taken)
+
+    def ring(self, devices: Sequence[int]) -> tuple[float, float]:
+        """Return the latency (seconds) and the seconds per byte of an AllReduce."""
+        return self._links.allreduce(self._homes(devices))
+
+    def link(self, senders: Sequence[int], receivers: Sequence[int]) -> tuple[float, float]:
+        """Return the latency (seconds) and the seconds per byte of all micro-batches' transfers."""
+        latency, per_byte = self._links.transfer(self._homes(senders), self._homes(receivers))
+        return latency * self.costs.micro_batches, per_byte * self.costs.micro_batches
+
+    def partition(self, states: int, ways: Sequence[Way]) -> Partition:
+        """Return the least values of the busiest stage or boundary."""
+        return partition(
+            np.array(self.seconds),
+            Ways.of(states, ways),
+            boundary_bytes=self.costs.boundary_bytes,
+            parameter_bytes=self.costs.parameter_bytes,
+            splittable=self.costs.splittable,
+            latest=False,
+        )
+
+    def _homes(self, devices: Sequence[int]) -> tuple[int, ...]:
+        return tuple(self.costs.problem.cluster.homes[device] for device in devices)
 
 
 def fit_cuts(
     problem: PlanningProblem, devices: Sequence[Sequence[int]], micro_batch_size: int
 ) -> tuple[StagePlan, ...] | None:
-    """Return stages on these ``devices``, cut so that the largest of M (F + B) + AllReduce and M transfers is least.
+    """Return the stages on these ``devices`` of which the busiest is fastest; None if none fit the memory.
 
-    M is the number of micro-batches. None if no cut fits the memory with one micro-batch in flight, or if there are
-    more stages than blocks of layers.
+    None also if there are more stages than blocks of layers.
     """
-    chain = problem.chain
-    if len(devices) > len(chain.parameter_bytes):
+    costs = ChainCosts(problem, problem.chain, micro_batch_size)
+    table, ways = _Table(costs), list[Way]()
+    for stage, own in enumerate(devices):
+        before = devices[stage - 1] if stage else own
+        link = table.link(before, own) if stage else (0.0, 0.0)
+        ways.append(Way(stage + 1, stage, table.row(own), link, table.ring(own), len(before) == len(own)))
+    found = table.partition(len(devices) + 1, ways)
+    if not np.isfinite(found.values[len(devices), -1]):
         return None
-    starts = _fit(_cut_costs(problem, devices, micro_batch_size))
-    if len(starts) == 0:
-        return None
-    bounds = [chain.positions[start] for start in starts] + [len(problem.profile.layers)]
-    return tuple(
-        StagePlan(first, end - 1, tuple(stage)) for first, end, stage in zip(bounds, bounds[1:], devices, strict=False)
-    )
+    return make_stages(costs.chain, [0, *(stage.end for stage in found.stages(len(devices)))], devices)
 
 
-def _cut_costs(problem: PlanningProblem, devices: Sequence[Sequence[int]], micro_batch_size: int) -> _CutCosts:
-    chain, homes, links = problem.chain, problem.cluster.homes, link_tables(problem.cluster)
-    servers = [[homes[d] for d in stage] for stage in devices]
-    replicas = np.array([len(stage) for stage in devices], np.int64)
-    counts, row = np.unique(replicas, return_inverse=True)
-    compute = []
-    for r in counts:
-        forward, backward = chain.block_seconds(micro_batch_size / r)
-        compute.append(forward + backward + forward if problem.recompute else forward + backward)
-    scale = micro_batch_size / problem.profile.batch_size
-    return _CutCosts(
-        compute=np.array(compute),
-        row=row,
-        replicas=replicas,
-        allreduce=np.array([allreduce_cost(stage, links) for stage in servers]),
-        transfer=np.array([(0.0, 0.0), *(transfer_cost(a, b, links) for a, b in itertools.pairwise(servers))]),
-        parameter_bytes=chain.parameter_bytes,
-        boundary_bytes=chain.boundary_bytes[:-1] * scale,
-        stash_bytes=chain.stash_bytes * scale,
-        working_bytes=chain.working_bytes * scale,
-        splittable=np.concatenate([[True], chain.splittable]),
-        micro_batches=problem.global_batch_size // micro_batch_size,
-        fixed_bytes_per_parameter_byte=problem.values_per_weight,
-        memory_bytes=usable_bytes(problem.cluster.least_memory),
-        recompute=bool(problem.recompute),
-    )
+# --- Stages of devices that follow each other in an order, cut both at once: for devices of different kinds
 
 
-@compiled
-def _fit(c: _CutCosts) -> Integers:
-    """Return the first block of each stage; empty if nothing fits. By dynamic programming over (stages, blocks)."""
-    stages, n = len(c.row), len(c.parameter_bytes)
-    best = np.full(n + 1, np.inf)  # best[i]: the busiest stage (seconds) with the first i blocks in the stages so far
-    best[0] = 0.0
-    choice = np.zeros((stages, n + 1), np.int64)
-    for s in range(stages):
-        following = np.full(n + 1, np.inf)
-        r = c.replicas[s]
-        for start in range(s, n):
-            if best[start] == np.inf or (s and r != c.replicas[s - 1] and not c.splittable[start]):
-                continue
-            entering = c.boundary_bytes[start]
-            moved = c.micro_batches * (c.transfer[s, 0] + c.transfer[s, 1] * entering) if s else 0.0
-            busy, fixed, stash, work = 0.0, 0.0, 0.0, 0.0
-            for end in range(start + 1, n + 1 - (stages - 1 - s)):
-                parameters = c.parameter_bytes[end - 1]
-                if fixed == 0.0 and parameters > 0:
-                    busy += c.allreduce[s, 0]
-                busy += c.micro_batches * c.compute[c.row[s], end - 1] + c.allreduce[s, 1] * parameters
-                fixed += parameters * c.fixed_bytes_per_parameter_byte
-                stash += c.stash_bytes[end - 1] / r
-                work = max(work, c.working_bytes[end - 1] / r)
-                if fixed + stash + work + (entering / r if c.recompute else 0.0) > c.memory_bytes:
-                    break
-                largest = max(best[start], moved, busy)
-                if largest < following[end]:
-                    following[end], choice[s, end] = largest, start
-        best = following
-    starts = np.zeros(stages if best[n] < np.inf else 0, np.int64)
-    end = n
-    for s in range(len(starts) - 1, -1, -1):
-        end = choice[s, end]
-        starts[s] = end
-    return starts
+class UnequalStages(NamedTuple):
+    """Stages without shares, and the seconds of the busiest stage or boundary."""
+
+    seconds: float
+    stages: tuple[StagePlan, ...]
+
+
+def unequal_stages(table: _Table, order: Sequence[int], *, straight: bool) -> list[UnequalStages]:
+    """Return the best stages found for every number of stages; ``order``: the devices, of which the last may be unused.
+
+    ``straight``: one device a stage. Otherwise stages are not cut where tensors cannot be split. A boundary has the
+    link between the two devices that meet there.
+    """
+    costs = table.costs
+    step = 1 if straight else -(-len(order) // _MOST_GROUPS)
+    bounds = [*range(0, len(order), step), len(order)]
+    groups = len(bounds) - 1
+    most = min(groups, costs.blocks)
+    ways = list[Way]()  # state s U + u: s + 1 stages on the first u of U groups
+    for group, until in itertools.combinations(range(groups + 1), 2):
+        if straight and until > group + 1:
+            continue
+        devices = order[bounds[group] : bounds[until]]
+        row, ring = table.row(devices), table.ring(devices)
+        if group == 0:
+            ways.append(Way(until, 0, row, ring=ring, alike=straight))
+            continue
+        link = table.link(order[bounds[group] - 1 : bounds[group]], devices[:1])
+        for stage in range(1, min(group, most - 1) + 1):
+            ways.append(Way(stage * groups + until, (stage - 1) * groups + group, row, link, ring, straight))
+    found = table.partition(most * groups + 1, ways)
+    fitting = list[UnequalStages]()
+    for stage in range(most):
+        values = found.values[stage * groups + 1 : (stage + 1) * groups + 1, -1]
+        until = int(np.argmin(values)) + 1
+        if np.isfinite(values[until - 1]):
+            stages = found.stages(stage * groups + until)
+            ends = [0, *((int(found.state[s.way]) - 1) % groups + 1 for s in stages)]
+            own = [order[bounds[a] : bounds[b]] for a, b in itertools.pairwise(ends)]
+            starts = [*(s.first for s in stages), costs.blocks]
+            fitting.append(UnequalStages(float(values[until - 1]), make_stages(costs.chain, starts, own)))
+    return fitting
+
+
+# --- Orders of unequal devices: a stage gets devices that follow each other in one of them
+
+
+_MOST_KIND_ORDERS = 6  # those of three kinds
+_MOST_FIRST_SERVERS = 4
+_FEW_DEVICES = 16  # with more, rotated orders make the search 1.5 times as long and rarely change the plan
+
+
+def device_orders(profile: Profile, cluster: Cluster) -> tuple[tuple[int, ...], ...]:
+    """Return orders of the devices to try: as given, by speed, grouped by kind, interleaved by kind, and rotated.
+
+    By speed of the whole model: falling and rising. By kind: for up to six orders of the kinds, all devices of one kind
+    after another, and one device of each kind in turn. Rotated, on at most 16 devices: as given, but starting at the
+    second, third or fourth server. (The last devices of an order may be unused, so what comes first matters.) Equally
+    fast devices stay in their order. Raises ProfileError for a kind without costs.
+    """
+    given = tuple(range(cluster.devices))
+    seconds = {
+        kind: _seconds(profile_on(profile, cluster, cluster.device_kinds.index(kind)))
+        for kind in dict.fromkeys(cluster.device_kinds)
+    }
+    orders = [given, *(tuple(sorted(given, key=lambda d: sign * seconds[cluster.kind_of(d)])) for sign in (1, -1))]
+    of_kind = {kind: [device for device in given if cluster.kind_of(device) == kind] for kind in seconds}
+    for kinds in itertools.islice(itertools.permutations(seconds), _MOST_KIND_ORDERS):
+        turns = itertools.zip_longest(*(of_kind[kind] for kind in kinds))
+        orders.append(tuple(device for turn in turns for device in turn if device is not None))
+        orders.append(tuple(device for kind in kinds for device in of_kind[kind]))
+    servers = len(cluster.servers)
+    for first in range(1, min(servers, _MOST_FIRST_SERVERS)) if cluster.devices <= _FEW_DEVICES else ():
+        orders.append(tuple(sorted(given, key=lambda d: (cluster.homes[d] - first) % servers)))
+    return tuple(dict.fromkeys(orders))
+
+
+def _seconds(profile: Profile) -> float:
+    size = profile.batch_size
+    return float(profile.forward_seconds(size).sum() + profile.backward_seconds(size).sum())
+
+
+# --- The best few stages of every number, over all orders: for planner "dapple"
+
+
+ORIGIN = "unequal devices"
+_MOST = 4  # stages of each number, for one micro-batch size
+
+SizedStages = tuple[int, UnequalStages]
+"""A micro-batch size (samples), and stages for it."""
+
+
+def find_unequal_stages(problem: PlanningProblem) -> list[SizedStages]:
+    """Return stages for every micro-batch size, of every number: those whose busiest stage takes the fewest seconds.
+
+    Each stage has devices that follow each other in one of ``device_orders``. Raises ProfileError for a kind without
+    costs.
+    """
+    return [(size, entry) for size in problem.micro_batch_sizes for entry in _stages_of_size(problem, size)]
+
+
+def _stages_of_size(problem: PlanningProblem, size: int) -> Iterator[UnequalStages]:
+    """Yield the best few stages of every number, over all orders of the devices, each once."""
+    found = dict[tuple[StagePlan, ...], UnequalStages]()
+    table = _Table(ChainCosts(problem, coarsen(problem.chain, _MOST_BLOCKS), size))
+    for order in device_orders(problem.profile, problem.cluster):
+        for straight in (False, True):
+            for entry in unequal_stages(table, order, straight=straight):
+                found.setdefault(entry.stages, entry)
+    counts: dict[int, int] = {}
+    for entry in sorted(found.values(), key=lambda entry: (entry.seconds, len(entry.stages))):
+        counts[len(entry.stages)] = counts.get(len(entry.stages), 0) + 1
+        if counts[len(entry.stages)] <= _MOST:
+            yield entry

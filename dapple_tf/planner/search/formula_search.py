@@ -1,196 +1,237 @@
-"""The search by formulas 1 to 3 of DAPPLE; partial plans are ranked by formula 5 (all remaining layers as one stage).
+"""The planner's search by DAPPLE's formulas: the costs that it reads, and its call (DAPPLE, section IV.C).
 
-A partial plan cannot know its pivot stage Q, but it bounds the latency L of formulas 1 and 2 for every Q that it may
-get: with Q = s, L is at least (sum of F + B of stages 0 to s) + (M - 1)(F_s + B_s). Formula 3 goes from the last stage
-to the first, and a stage takes over from Q if its steady phase is longer than that of Q and the F + B between them. So
-a stage is pivot only if its steady phase reaches the *pivot threshold* of the stages before it.
+It is written in C++ (``simulator/native/formula.h``), which says how it goes.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import ctypes
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from dapple_tf.planner.search.complete_plans import CompletePlan, offer_plan
-from dapple_tf.planner.search.cost_tables import CostTables
-from dapple_tf.planner.search.labels import Labels, Limits, find_slot, is_kept, labels_of_state, placement_of, put_label
-from dapple_tf.planner.search.latency import pipeline_latency
-from dapple_tf.planner.search.table_lookups import (
-    StageSeconds,
-    can_follow,
-    compute_seconds,
-    exposed_seconds,
-    fits,
-    fixed_bytes,
-    least_later,
-    stage_seconds,
-    stash_bytes,
-    transfer_seconds,
-    working_bytes,
+from dapple_tf.errors import PlanError
+from dapple_tf.planner.search.search_space import SearchSpace
+from dapple_tf.simulator.arrays import Floats, Integers, prefix_sums
+from dapple_tf.simulator.interrupts import check_stop, stop_flag
+from dapple_tf.simulator.memory import usable_bytes, values_per_weight
+from dapple_tf.simulator.native.library import address, load_library
+from dapple_tf.simulator.transfer import ring_seconds
+
+
+class CostTables(NamedTuple):
+    """Arrays that the search reads: N blocks, P placements, R replica counts, E transitions.
+
+    A *transition* is a pair of placements that two consecutive stages can have. Seconds are those of one micro-batch;
+    bytes are those of one micro-batch over all replicas of a stage. Arrays marked "sums" are prefix sums over blocks,
+    so a stage costs the difference of two entries. The order of the fields is that of ``CostTables`` in C++.
+    """
+
+    micro_batches: int
+    micro_batch_size: int
+    memory_bytes: float  # usable bytes of one device
+    fixed_bytes_per_parameter_byte: float  # weights, gradients and optimizer slots
+    recompute: bool
+    overlap: bool
+    forward: Floats  # [R, N + 1] seconds, sums
+    backward: Floats  # [R, N + 1] seconds, sums; re-computed forwards included
+    least_remaining: Floats  # [N + 1] least device-seconds of the blocks from here on
+    parameter_bytes: Floats  # [N + 1] sums
+    trained: Integers  # [N + 1] sums: blocks with parameters
+    stash_bytes: Floats  # [N + 1] sums
+    working_bytes: Floats  # [N]
+    boundary_bytes: Floats  # [N + 1] bytes that cross the cut before each block; 0 at both ends
+    splittable: NDArray[np.bool_]  # [N + 1] whether stages of unequal replica counts can meet before each block
+    replicas: Integers  # [P]
+    seconds_row: Integers  # [P] the row of its replica count in forward and backward
+    allreduce_latency: Floats  # [P] seconds
+    allreduce_seconds_per_byte: Floats  # [P]
+    exposed: Floats  # [rows, N, N + 1] seconds of AllReduce after a stage's last gradients; of size 0 without overlap
+    exposed_row: Integers  # [P]
+    devices_left: Integers  # [P] devices unused after it
+    first_transition: Integers  # [P + 2] where each placement's transitions begin; row P is the start of the pipeline
+    next_placement: Integers  # [E]
+    same_replicas: NDArray[np.bool_]  # [E] whether both placements have as many replicas
+    rest_transition: Integers  # [P] the transition that gives all devices left to the next stage; -1 if none is left
+    transfer_latency: Floats  # [E] seconds
+    transfer_seconds_per_byte: Floats  # [E]
+
+    @property
+    def blocks(self) -> int:
+        """N."""
+        return len(self.working_bytes)
+
+
+_SCALARS: tuple[tuple[str, type[Any]], ...] = (
+    ("blocks", ctypes.c_int32),
+    ("placements", ctypes.c_int32),
+    ("micro_batches", ctypes.c_int64),
+    ("micro_batch_size", ctypes.c_int64),
+    ("memory_bytes", ctypes.c_double),
+    ("fixed_bytes_per_parameter_byte", ctypes.c_double),
+    ("recompute", ctypes.c_uint8),
+    ("overlap", ctypes.c_uint8),
 )
-from dapple_tf.simulator.arrays import Floats
-from dapple_tf.simulator.compiled import compiled_part
-
-# Bounds add up the same seconds in another order than formulas 1 and 2, so they are lowered by more than sums round.
-ROUNDING = 1 - 1e-12
 
 
-class Formula(NamedTuple):
-    """``round_trip``, ``pivot_threshold`` and ``bound`` of a partial plan, as in ``Labels``."""
+class _Tables(ctypes.Structure):
+    """``CostTables`` of formula.h."""
 
-    round_trip: float
-    pivot_threshold: float
-    bound: float
+    _fields_ = (*_SCALARS, *((name, ctypes.c_void_p) for name in CostTables._fields[len(_SCALARS) - 2 :]))
 
 
-@compiled_part
-def add_network(labels: Labels, label: int, transfer: float, m: int) -> Formula:
-    """Return the terms of a label and one more network stage, whose F and B are ``transfer`` each (section IV.A).
+def make_cost_tables(
+    space: SearchSpace,
+    global_batch_size: int,
+    micro_batch_size: int,
+    *,
+    optimizer_slots: int,
+    recompute: bool,
+    overlap: bool,
+    splits_backward: bool = False,
+) -> CostTables:
+    """Return the tables of ``space`` for micro-batches of ``micro_batch_size`` samples.
 
-    ``m``: micro-batches.
+    ``optimizer_slots``: values that the optimizer keeps of each weight. ``overlap``: AllReduce runs during the last
+    backward. ``splits_backward``: the schedule runs gradients of weights as actions of their own.
     """
-    threshold, bound = labels.pivot_threshold[label], labels.bound[label]
-    round_trip, steady = labels.round_trip[label] + 2 * transfer, (m - 1) * 2 * transfer
-    if steady >= threshold:
-        bound = max(bound, (round_trip + steady) * ROUNDING)
-    return Formula(round_trip, max(steady, threshold - 2 * transfer), bound)
+    chain, replicas = space.chain, space.replicas
+    counts = np.unique(replicas)
+    seconds = [chain.block_seconds(micro_batch_size / r) for r in counts]
+    forward = np.array([f for f, _ in seconds])
+    backward = np.array([b for _, b in seconds]) + (forward if recompute else 0)
+    weights = np.array([chain.weights_seconds(micro_batch_size / r) for r in counts]) * splits_backward
+    device_seconds = (counts[:, None] * (forward + backward - weights)).min(axis=0)
+    row = np.searchsorted(counts, replicas)
+    profile, slices = chain.profile, micro_batch_size / counts
+    gradients = [profile.weights_seconds(n) if splits_backward else profile.backward_seconds(n) for n in slices]
+    exposed, exposed_row = _exposed_tables(space, np.array(gradients), row, overlap)
+    scale = micro_batch_size / chain.batch_size
+    return CostTables(
+        micro_batches=global_batch_size // micro_batch_size,
+        micro_batch_size=micro_batch_size,
+        memory_bytes=usable_bytes(space.cluster.least_memory),
+        fixed_bytes_per_parameter_byte=values_per_weight(optimizer_slots),
+        recompute=recompute,
+        overlap=overlap,
+        forward=prefix_sums(forward),
+        backward=prefix_sums(backward),
+        least_remaining=np.append(np.cumsum(device_seconds[::-1])[::-1], 0.0),
+        parameter_bytes=prefix_sums(chain.parameter_bytes),
+        trained=np.concatenate([[0], np.cumsum(chain.parameter_bytes > 0)]),
+        stash_bytes=prefix_sums(chain.stash_bytes) * scale,
+        working_bytes=chain.working_bytes * scale,
+        boundary_bytes=chain.boundary_bytes * scale,
+        splittable=np.concatenate([[True], chain.splittable, [True]]),
+        replicas=replicas,
+        seconds_row=row,
+        allreduce_latency=space.allreduce[:, 0],
+        allreduce_seconds_per_byte=space.allreduce[:, 1],
+        exposed=exposed,
+        exposed_row=exposed_row,
+        devices_left=space.devices_left,
+        **space.transitions._asdict(),
+    )
 
 
-@compiled_part
-def add_stage(before: Formula, stage: StageSeconds, m: int, later: float) -> Formula:
-    """Return the formula's terms with one more stage.
+def _exposed_tables(
+    space: SearchSpace, gradients: Floats, seconds_row: Integers, overlap: bool
+) -> tuple[Floats, Integers]:
+    """Return ``exposed`` and ``exposed_row``: a row for each distinct replica count, AllReduce latency and speed.
 
-    ``later``: F + B of the longest of the stages to come, at least.
+    ``gradients``: seconds of each layer's, by replica count. As in ``simulator.costs`` the ring of each layer with
+    parameters pays the latency, and starts as soon as the layer's gradients exist.
     """
-    both = stage.forward + stage.backward
-    round_trip = before.round_trip + stage.forward + stage.backward
-    steady = (m - 1) * both
-    threshold = max(steady, before.pivot_threshold - stage.forward - stage.backward)
-    bound = round_trip + steady if steady >= before.pivot_threshold else 0.0
-    if (m - 1) * later >= threshold:
-        bound = max(bound, round_trip + (m - 1) * later)
-    if m == 1:  # without a steady phase the last stage stays pivot, and all stages count
-        bound = max(bound, round_trip + later)
-    return Formula(round_trip, threshold, max(before.bound, bound * ROUNDING))
+    if not overlap:
+        return np.zeros((0, 0, 0)), np.zeros(len(seconds_row), np.int64)
+    keys = list(zip(seconds_row.tolist(), *space.allreduce.T.tolist(), strict=True))
+    rows = {key: index for index, key in enumerate(sorted(set(keys)))}
+    parameters, positions = space.chain.profile.parameter_bytes, space.chain.positions
+    rings = np.array(
+        [[ring_seconds(latency, per_byte, amount) for amount in parameters] for _, latency, per_byte in rows]
+    )
+    backward, blocks = gradients[[count for count, _, _ in rows]], len(positions) - 1
+    exposed = np.zeros((len(rows), blocks, blocks + 1))
+    ready, done = np.zeros((len(rows), blocks + 1)), np.zeros((len(rows), blocks + 1))  # of stages by their end
+    for first in range(blocks - 1, -1, -1):
+        later = np.s_[:, first + 1 :]
+        for layer in range(positions[first + 1] - 1, positions[first] - 1, -1):
+            ready[later] += backward[:, layer, None]
+            done[later] = np.maximum(done[later], ready[later]) + rings[:, layer, None]
+        exposed[:, first] = np.maximum(0.0, done - ready)
+    return exposed, np.array([rows[key] for key in keys], np.int64)
 
 
-@compiled_part
-def extend_by_formula(
-    t: CostTables,
-    labels: Labels,
-    heap: list[CompletePlan],
-    planned: int,
-    p: int,
-    limits: Limits,
-    ceiling: float,
-    unexplored: float,
-) -> tuple[float, float]:
-    """Extend every label of state (planned, p) by every stage that can follow; complete plans use all devices.
+@dataclass(frozen=True)
+class FoundPlan:
+    """A complete plan: the first block and the placement of each stage, and its score in seconds."""
 
-    Returns the new ``ceiling``, and the least bound of the labels dropped because a state was full, ``unexplored``.
+    score: float
+    starts: tuple[int, ...]
+    placements: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class SearchResult:
+    """Plans found, by rising score; complete for scores below both ``exhaustive_below`` and the ceiling.
+
+    ``scores``: seconds. ``stages``: number of stages of each plan. ``starts`` and ``placements`` [plans, stages]: first
+    block and placement of each stage, 0 after a plan's last stage.
     """
-    m, blocks = t.micro_batches, len(t.working_bytes)
-    scratch = np.empty((3, 2 * blocks + 1))
-    for label in range(*labels_of_state(labels, planned, p)):
-        if labels.bound[label] >= ceiling:
-            continue
-        stages = labels.stages[label] + 1
-        for transition in range(t.first_transition[p], t.first_transition[p + 1]):
-            if not can_follow(t, transition, planned):
-                continue
-            q, transfer = t.next_placement[transition], transfer_seconds(t, transition, planned)
-            before = add_network(labels, label, transfer, m)
-            if before.bound >= ceiling:
-                continue
-            largest = 0.0
-            for end in range(planned + 1, blocks + 1):
-                largest = max(largest, t.working_bytes[end - 1])
-                steady = (m - 1) * compute_seconds(t, planned, end, q)
-                too_long = steady >= before.pivot_threshold and before.round_trip + steady >= ceiling
-                if too_long or not fits(t, planned, end, q, largest):
-                    break  # with more blocks the stage needs even more memory and time
-                if (end < blocks) != (t.devices_left[q] > 0):
-                    continue
-                stage = stage_seconds(t, planned, end, q)
-                new = add_stage(before, stage, m, least_later(t, end, q))
-                if new.bound >= ceiling:
-                    continue
-                if end == blocks:
-                    if not limits.require_warm_up or holds_warm_up(t, labels, label, planned, q):
-                        latency = latency_with_rest(t, labels, label, transfer, stage, end, q, scratch)
-                        if latency < ceiling:
-                            ceiling = offer_plan(heap, (-latency, label, q, planned), limits.max_results, ceiling)
-                    continue
-                state = (end - 1) * labels.placements + q
-                slot, latency = find_slot(labels, state), new.bound
-                if is_kept(labels, state, slot, new.bound):
-                    latency = latency_with_rest(t, labels, label, transfer, stage, end, q, scratch)
-                if not is_kept(labels, state, slot, latency):
-                    unexplored = min(unexplored, new.bound)
-                    continue
-                evicted = put_label(labels, state, slot, label, planned, stages, new.bound, latency)
-                unexplored = min(unexplored, evicted)
-                labels.round_trip[slot], labels.pivot_threshold[slot] = new.round_trip, new.pivot_threshold
-                labels.forward[slot], labels.backward[slot] = stage.forward, stage.backward
-                labels.allreduce[slot], labels.transfer[slot] = stage.exposed, transfer
-    return ceiling, unexplored
+
+    scores: Floats
+    stages: Integers
+    starts: Integers
+    placements: Integers
+    exhaustive_below: float
+
+    def __len__(self) -> int:
+        return len(self.scores)
+
+    def plan(self, index: int) -> FoundPlan:
+        """Return one plan."""
+        s = int(self.stages[index])
+        starts, placements = self.starts[index, :s].tolist(), self.placements[index, :s].tolist()
+        return FoundPlan(float(self.scores[index]), tuple(starts), tuple(placements))
+
+    @property
+    def plans(self) -> tuple[FoundPlan, ...]:
+        """All plans."""
+        return tuple(self.plan(index) for index in range(len(self)))
 
 
-@compiled_part
-def latency_with_rest(
-    t: CostTables,
-    labels: Labels,
-    label: int,
-    transfer: float,
-    stage: StageSeconds,
-    end: int,
-    q: int,
-    scratch: Floats,
-) -> float:
-    """Return formula 5: the latency of the label's stages, the new stage, and all that is left as the last stage.
+def search_by_formula(
+    tables: CostTables, *, ceiling: float = np.inf, width: int, results: int = 16, require_warm_up: bool = False
+) -> SearchResult:
+    """Return plans on all devices with the least latency by formulas 1 to 3, below ``ceiling`` seconds.
 
-    ``transfer``: into the new stage. ``end``: the first block that is left. ``q``: the new stage's placement.
-    ``scratch`` [3, 2N + 1]: room for F, B and AllReduce of stages and networks, written from the last to the first.
+    DAPPLE, formulas 4 and 5. At most ``results`` plans, with at most ``width`` labels for each state. With
+    ``require_warm_up`` only plans whose stages can hold the warm-up of policy A, S - i micro-batches: a pipeline
+    without it does not run as the formulas say. Plans are sorted by latency, then by the number of stages, then by
+    their first blocks. Needs the C++ library. Raises PlanError where memory is lacking.
     """
-    blocks, column = len(t.working_bytes), scratch.shape[1]
-    if end < blocks:
-        transition = t.rest_transition[q]
-        last, move = t.next_placement[transition], transfer_seconds(t, transition, end)
-        row = t.seconds_row[last]
-        column -= 1
-        scratch[0, column] = t.forward[row, blocks] - t.forward[row, end]
-        scratch[1, column] = t.backward[row, blocks] - t.backward[row, end]
-        scratch[2, column] = exposed_seconds(t, end, blocks, last)
-        column -= 1
-        scratch[0, column], scratch[1, column], scratch[2, column] = move, move, 0.0
-    column -= 1
-    scratch[0, column], scratch[1, column], scratch[2, column] = stage.forward, stage.backward, stage.exposed
-    while label >= 0:
-        column -= 1
-        scratch[0, column], scratch[1, column], scratch[2, column] = transfer, transfer, 0.0
-        column -= 1
-        scratch[0, column], scratch[1, column] = labels.forward[label], labels.backward[label]
-        scratch[2, column] = labels.allreduce[label]
-        transfer = labels.transfer[label]
-        label = labels.parent[label]
-    return float(pipeline_latency(scratch[0, column:], scratch[1, column:], scratch[2, column:], t.micro_batches))
+    library = load_library()
+    assert library is not None, "the registry refuses planners that need it"
+    kept = list[NDArray[Any]]()
 
+    def field(value: Any) -> Any:
+        if not isinstance(value, np.ndarray):
+            return value
+        kinds = {"b": np.uint8, "i": np.int64, "f": np.float64}
+        kept.append(np.ascontiguousarray(value, kinds[value.dtype.kind]))
+        return kept[-1].ctypes.data
 
-@compiled_part
-def holds_warm_up(t: CostTables, labels: Labels, label: int, first: int, p: int) -> bool:
-    """Return whether each stage i of a complete plan can hold min(S - i, M) micro-batches (policy A, section V.C).
-
-    ``label``: the plan without its last stage, which begins at block ``first`` on placement ``p``.
-    """
-    end, warm_up = len(t.working_bytes), 1
-    while True:
-        in_flight = min(warm_up, t.micro_batches) * stash_bytes(t, first, end)
-        work = working_bytes(t, first, end, t.working_bytes[first:end].max())
-        if fixed_bytes(t, first, end) + (work + in_flight) / t.replicas[p] > t.memory_bytes:
-            return False
-        if label < 0:
-            return True
-        end, first, p = first, labels.first_block[label], placement_of(labels, label)
-        label = labels.parent[label]
-        warm_up += 1
+    given = _Tables(tables.blocks, len(tables.replicas), *map(field, tables))
+    latencies, stages, below = np.zeros(results), np.zeros(results, np.int32), np.zeros(1)
+    starts, placements = (np.zeros((results, tables.blocks), np.int32) for _ in range(2))
+    count = library.dapple_formula_search(
+        *(ctypes.byref(given), ctypes.c_int64(width), ctypes.c_double(ceiling), results, int(require_warm_up)),
+        *map(address, (latencies, stages, starts, placements, below, stop_flag())),
+    )
+    check_stop()
+    if count < 0:
+        raise PlanError("searching by DAPPLE's formulas needs more memory than this process can have: free some")
+    order = np.lexsort((*starts[:count].T[::-1], stages[:count], latencies[:count]))
+    return SearchResult(latencies[order], stages[order], starts[order], placements[order], float(below[0]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import math
 from dataclasses import dataclass, replace
@@ -16,17 +17,8 @@ from dapple_tf.planner.search.placement import Placements, append_first, find_al
 from dapple_tf.profiler.cluster import Cluster
 from dapple_tf.profiler.linearise import Chain, cut_chain
 from dapple_tf.simulator.arrays import Floats, Integers
-from dapple_tf.simulator.compiled import call_from_compiled, compiled
-from dapple_tf.simulator.transfer import (
-    LinkTables,
-    link_tables,
-    measure_allreduce,
-    measure_loads,
-    measure_shares,
-    measure_transfer,
-)
-
-call_from_compiled(measure_transfer, measure_shares, measure_loads)
+from dapple_tf.simulator.native.library import address, load_library
+from dapple_tf.simulator.transfer import LinkTables, allreduce_cost, link_tables
 
 # The steps of one search that takes some ten milliseconds.
 _MOST_SEARCH_STEPS = 30_000_000
@@ -94,7 +86,7 @@ class SearchSpace:
     def allreduce(self) -> Floats:
         """Latency (seconds) of an AllReduce and its seconds per byte of parameters, for each placement: [P, 2]."""
         offsets, servers = self.home_servers
-        return np.array([measure_allreduce(servers[a:b], self.links) for a, b in itertools.pairwise(offsets)])
+        return np.array([allreduce_cost(servers[a:b], self.links) for a, b in itertools.pairwise(offsets)])
 
     @cached_property
     def links(self) -> LinkTables:
@@ -109,18 +101,22 @@ class SearchSpace:
         return offsets, np.array([server for servers in lists for server in servers], np.int64)
 
 
-@compiled
 def _transfer_costs(
     first: Integers, following: Integers, offsets: Integers, servers: Integers, links: LinkTables
 ) -> tuple[Floats, Floats]:
     """Return latency (seconds) and seconds per byte of every transition; 0 for those of the start."""
+    library = load_library()
+    assert library is not None, "the registry refuses planners that need it"
     latency, per_byte = np.zeros(len(following)), np.zeros(len(following))
-    for p in range(len(first) - 2):
-        senders = servers[offsets[p] : offsets[p + 1]]
-        for transition in range(first[p], first[p + 1]):
-            q = following[transition]
-            receivers = servers[offsets[q] : offsets[q + 1]]
-            latency[transition], per_byte[transition] = measure_transfer(senders, receivers, links)
+    library.dapple_transfers(
+        len(first) - 2,
+        *map(address, (first, following, offsets, servers)),
+        len(links.inside),
+        *map(address, (links.inside, links.inside_latency)),
+        *(ctypes.c_double(links.interface), ctypes.c_double(links.interface_latency)),
+        *map(address, (links.own, links.own_latency)),
+        *(int(links.has_own), address(latency), address(per_byte)),
+    )
     return latency, per_byte
 
 
@@ -183,11 +179,13 @@ def _limit_steps(space: SearchSpace) -> SearchSpace:
     blocks = len(space.chain.parameter_bytes)
     transitions = max(1, space.search_steps // blocks**2)
     fewer = max(_LEAST_BLOCKS, math.isqrt(_MOST_SEARCH_STEPS // transitions))
-    return space if fewer >= blocks else replace(space, chain=coarsen(space.chain, fewer))
+    return replace(space, chain=coarsen(space.chain, fewer))
 
 
 def coarsen(chain: Chain, blocks: int) -> Chain:
-    """Return the chain with its blocks merged to ``blocks`` of nearly equal compute."""
+    """Return the chain with its blocks merged to ``blocks`` of nearly equal compute, if it has more."""
+    if len(chain.parameter_bytes) <= blocks:
+        return chain
     forward, backward = chain.block_seconds(chain.batch_size)
     starts = even_starts(forward + backward, blocks)
     return cut_chain(chain.profile, [chain.positions[start] for start in starts[1:]])

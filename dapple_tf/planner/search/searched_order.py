@@ -7,10 +7,9 @@ from collections.abc import Callable
 
 from dapple_tf.errors import ScheduleError
 from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem
-from dapple_tf.planner.ranking import rank_candidates
 from dapple_tf.planner.search.chunk_search import plan_chunked
 from dapple_tf.planner.step_simulation import find_substitutes
-from dapple_tf.planner.systems.simple import plan_gpipe
+from dapple_tf.planner.systems.straight import plan_gpipe
 from dapple_tf.plans import Plan
 from dapple_tf.simulator.costs import stage_costs
 from dapple_tf.simulator.memory_limit import fit_to_one_limit
@@ -48,7 +47,7 @@ def plan_searched(
         except ScheduleError:  # no order fits the memory
             continue
         found.append(dataclasses.replace(wanted, seconds=problem.simulate(with_order(bare, order)).step_seconds))
-    return rank_candidates(found)
+    return PlannerResult.ranked(found)
 
 
 def search_plan_order(problem: PlanningProblem, plan: Plan) -> FoundOrder:

@@ -5,27 +5,31 @@ Liu et al., "AutoPipe: A Fast Pipeline Parallelism Approach with Balanced Partit
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import itertools
 import math
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 
 from dapple_tf.errors import PlanError
 from dapple_tf.graph_passes.schedules.slicer import count_slices, slice_sizes, sliced_1f1b
+from dapple_tf.planner.costs import ChainCosts, make_stages, runs
+from dapple_tf.planner.partition import Partition, Way, Ways, partition
 from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem
 from dapple_tf.planner.registration import planner
 from dapple_tf.planner.search.search_space import coarsen
-from dapple_tf.planner.systems.autopipe_partition import Blocks, Simulated, search_scheme
-from dapple_tf.plans import StagePlan
 from dapple_tf.profiler.linearise import Chain, cut_chain
-from dapple_tf.simulator.arrays import prefix_sums
+from dapple_tf.simulator.arrays import Floats, prefix_sums
+from dapple_tf.simulator.native.library import address, load_library
 from dapple_tf.simulator.transfer import link_tables, transfer_cost
 
 _MOST_BLOCKS = 1000
 
 
-@planner("autopipe", candidate=True)
+@planner("autopipe", candidate=True, native=True)
 def plan_autopipe(problem: PlanningProblem, *, stages: int | None = None, sliced: bool = True) -> PlannerResult | None:
     """Return the plan of the heuristic search, sliced as Algorithm 2 says; None if nothing fits the memory.
 
@@ -37,8 +41,7 @@ def plan_autopipe(problem: PlanningProblem, *, stages: int | None = None, sliced
     ``recompute``. More than 1000 blocks are merged. Raises PlanError for a depth that does not divide the devices, or
     with fewer blocks.
     """
-    chain = sub_layer_blocks(problem.chain)
-    chain = chain if len(chain.parameter_bytes) <= _MOST_BLOCKS else coarsen(chain, _MOST_BLOCKS)
+    chain = coarsen(sub_layer_blocks(problem.chain), _MOST_BLOCKS)
     best: tuple[Candidate, Simulated, Blocks] | None = None
     unsliced = dataclasses.replace(problem, ceiling=math.inf)  # slicing may bring a step below the problem's ceiling
     for depth in _depths(problem, chain, stages):
@@ -46,10 +49,10 @@ def plan_autopipe(problem: PlanningProblem, *, stages: int | None = None, sliced
             replicas = problem.cluster.devices // depth
             if replicas > size:
                 continue
-            blocks = _make_blocks(problem, chain, depth, size)
+            blocks = _make_blocks(ChainCosts(problem, chain, size), depth)
             found = search_scheme(blocks, depth)
             schedule = "dapple-a" if problem.schedule == "auto" else problem.schedule
-            plans = _stage_plans(chain, found.scheme, replicas)
+            plans = make_stages(chain, found.scheme, [range(x * replicas, (x + 1) * replicas) for x in range(depth)])
             ceiling = math.inf if best is None else best[0].seconds
             candidate = unsliced.evaluate(plans, size, "AutoPipe's heuristic", schedule, ceiling=ceiling)
             best = best if candidate is None else (candidate, found, blocks)
@@ -77,32 +80,21 @@ def _depths(problem: PlanningProblem, chain: Chain, stages: int | None) -> list[
     return [stages]
 
 
-def _stage_plans(chain: Chain, scheme: tuple[int, ...], replicas: int) -> tuple[StagePlan, ...]:
-    """Return the stages with their layers and devices."""
-    return tuple(
-        StagePlan(chain.positions[first], chain.positions[end] - 1, tuple(range(x * replicas, (x + 1) * replicas)))
-        for x, (first, end) in enumerate(itertools.pairwise(scheme))
-    )
-
-
-def _make_blocks(problem: PlanningProblem, chain: Chain, depth: int, size: int) -> Blocks:
+def _make_blocks(costs: ChainCosts, depth: int) -> Blocks:
     """Return the blocks' seconds on one replica, and Comm.
 
     Comm is one figure for all boundaries: the median of the bytes that cross the cuts, over the slowest of the links
     between consecutive stages.
     """
-    replicas = problem.cluster.devices // depth
-    forward, backward = chain.block_seconds(size / replicas)
-    if problem.recompute:
-        backward = backward + forward
-    homes, comm = problem.cluster.homes, 0.0
+    cluster, comm = costs.problem.cluster, 0.0
+    replicas = cluster.devices // depth
     if depth > 1:
-        sent = float(np.median(chain.crossing_bytes)) * size / chain.batch_size
-        groups = [homes[x * replicas : (x + 1) * replicas] for x in range(depth)]
-        tables = link_tables(problem.cluster)
+        sent = float(np.median(costs.chain.crossing_bytes)) * costs.size / costs.chain.batch_size
+        groups = [cluster.homes[x * replicas : (x + 1) * replicas] for x in range(depth)]
+        tables = link_tables(cluster)
         pairs = {pair: transfer_cost(*pair, tables) for pair in set(itertools.pairwise(groups))}
         comm = max(latency + per_byte * sent for latency, per_byte in pairs.values())
-    return Blocks(forward, backward, comm, problem.global_batch_size // size)
+    return Blocks(*costs.block_seconds(costs.size / replicas), comm, costs.micro_batches)
 
 
 def _slice(problem: PlanningProblem, candidate: Candidate, found: Simulated, blocks: Blocks) -> Candidate:
@@ -148,3 +140,153 @@ def sub_layer_blocks(chain: Chain) -> Chain:
         before.append(index)
     inner = zip(chain.positions[1:-1], inside, strict=True)
     return cut_chain(chain.profile, [position for position, hidden in inner if not hidden])
+
+
+# --- Algorithm 1, and the heuristic that moves the master stage (AutoPipe, section III.B.2)
+
+
+Scheme = tuple[int, ...]
+"""A partition scheme: the first block of each stage, and the number of blocks."""
+
+_MOST_SCHEMES = 400  # of a search; after them the best one counts
+
+
+class Blocks(NamedTuple):
+    """f and b of each block (seconds of a micro-batch), Comm, and m."""
+
+    forward: Floats
+    backward: Floats
+    comm: float
+    micro_batches: int
+
+
+class Simulated(NamedTuple):
+    """A partition scheme with its iteration time (seconds) and its master stage."""
+
+    scheme: Scheme
+    seconds: float
+    master: int
+
+
+def search_scheme(blocks: Blocks, stages: int) -> Simulated:
+    """Return the fastest scheme that the heuristic finds for this number of stages, p.
+
+    1) The scheme of Algorithm 1. 2) The stages after the master stage i are cut so that inequality 1 holds where it
+    can. 3) Unless i is 0, its first block goes to stage i - 1 or its last one to stage i + 1, each with and without
+    Algorithm 1 for the stages before; what has its master at i or before it is taken up at 2). 4) The fastest of all
+    that were simulated.
+
+    The paper leaves open: how 2) adjusts (here one stage after the other, until the master changes, each with as many
+    blocks as the inequality allows, and one at least); which i counts in 3) after that (the adjusted scheme's); and
+    when the search ends (no scheme is taken up twice, and 400 are simulated at most).
+    """
+    return _Search(blocks, stages).run()
+
+
+def balanced_scheme(work: Floats, stages: int) -> Scheme:
+    """Return the scheme of Algorithm 1: the largest sum of ``work`` of a stage is the least possible."""
+    return _scheme(_balance(work, stages), len(work), stages)
+
+
+class _Search:
+    """The state of one search."""
+
+    def __init__(self, blocks: Blocks, stages: int) -> None:
+        self.blocks, self.stages = blocks, stages
+        self.forward = prefix_sums(blocks.forward)
+        self.backward = prefix_sums(blocks.backward)
+        self.balanced = _balance(blocks.forward + blocks.backward, stages)
+        self.known: dict[Scheme, Simulated] = {}
+
+    def run(self) -> Simulated:
+        """Return the fastest scheme."""
+        waiting = [self.simulate(_scheme(self.balanced, len(self.blocks.forward), self.stages))]
+        taken_up = {waiting[0].scheme}
+        while waiting and len(self.known) < _MOST_SCHEMES:
+            found = self.adjust(waiting.pop())
+            if found.master == 0:
+                continue
+            for scheme in self.shift(found):
+                moved = self.simulate(scheme)
+                if moved.master <= found.master and scheme not in taken_up:
+                    taken_up.add(scheme)
+                    waiting.append(moved)
+        return min(self.known.values(), key=lambda found: found.seconds)
+
+    def simulate(self, scheme: Scheme) -> Simulated:
+        """Return the scheme with its time and master stage."""
+        if scheme not in self.known:
+            bounds = np.array(scheme)
+            f, b = np.diff(self.forward[bounds]), np.diff(self.backward[bounds])
+            seconds, master = simulate_1f1b(f, b, self.blocks.comm, self.blocks.micro_batches)
+            self.known[scheme] = Simulated(scheme, float(seconds), int(master))
+        return self.known[scheme]
+
+    def adjust(self, found: Simulated) -> Simulated:
+        """Return the scheme after step 2: the sum of f_j + b_j of the stages i + 1 to s is at most (s - i) b_i."""
+        i, n = found.master, self.stages
+        total = self.forward + self.backward
+        bounds = list(found.scheme)
+        least = self.backward[bounds[i + 1]] - self.backward[bounds[i]]  # b_i
+        for s in range(i + 1, n - 1):
+            limit = total[bounds[i + 1]] + (s - i) * least
+            most = int(np.searchsorted(total, limit, side="right")) - 1
+            end = max(bounds[s] + 1, min(bounds[s + 1], most))
+            if end < bounds[s + 1]:
+                bounds[s + 1] = end
+                found = self.simulate(tuple(bounds))
+                if found.master != i:
+                    break
+        return found
+
+    def shift(self, found: Simulated) -> Iterator[Scheme]:
+        """Yield the schemes of step 3."""
+        i, scheme = found.master, found.scheme
+        if scheme[i + 1] - scheme[i] == 1:
+            return  # its only block cannot move
+        first = (*scheme[:i], scheme[i] + 1, *scheme[i + 1 :])
+        yield first
+        if i > 1:
+            yield (*_scheme(self.balanced, scheme[i - 1], i - 1), *first[i:])
+        if i + 1 < self.stages:
+            last = (*scheme[: i + 1], scheme[i + 1] - 1, *scheme[i + 2 :])
+            yield last
+            yield (*_scheme(self.balanced, scheme[i], i), *last[i + 1 :])
+
+
+def _balance(work: Floats, stages: int) -> Partition:
+    """Return time[i][j] of Algorithm 1, the largest stage of i blocks in j stages; state j is j stages."""
+    ways = [Way(stage + 1, stage) for stage in range(stages)]
+    return partition(runs(prefix_sums(work))[None], Ways.of(stages + 1, ways), latest=False)
+
+
+def _scheme(found: Partition, blocks: int, stages: int) -> Scheme:
+    """Return the scheme of Algorithm 1 for the first ``blocks`` blocks in ``stages`` stages."""
+    return (0, *(stage.end for stage in found.stages(stages, blocks)))
+
+
+# --- The pipeline simulator: iteration time, critical path and master stage (AutoPipe, section III.B.1)
+
+
+def simulate_1f1b(f: Floats, b: Floats, comm: float, micro_batches: int) -> tuple[float, int]:
+    """Return the iteration time (seconds) and the master stage.
+
+    Letters: n stages, m micro-batches, f_x and b_x the seconds of FP and BP on stage x, Comm those of one
+    communication. Each FP but those of stage 0, and each BP but those of stage n - 1, starts Comm after the later of
+    two: the end of the stage's operation before, and that of the same micro-batch's on the neighbour. (So printed for
+    the 1F1B and Cooldown phases: a stage communicates between two operations, it does not overlap that. The Warmup
+    phase, for which the paper estimates the first micro-batch's FP only, is computed in the same way.)
+
+    Of the longest paths the critical one is closest to the last stage: where both are equally late, it comes from the
+    stage nearer to that. The master stage is the one on which the critical path has most operations of the 1F1B phase;
+    if several have equally many, the last of them. Needs the C++ library.
+    """
+    library = load_library()
+    assert library is not None, "the registry refuses planners that need it"
+    simulate = library.dapple_one_forward_one_backward
+    simulate.restype, master = ctypes.c_double, ctypes.c_int32()
+    rows = [np.ascontiguousarray(row, np.float64) for row in (f, b)]
+    seconds = simulate(
+        len(f), ctypes.c_int64(micro_batches), *map(address, rows), ctypes.c_double(comm), ctypes.byref(master)
+    )
+    return float(seconds), master.value

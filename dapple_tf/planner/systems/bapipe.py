@@ -10,29 +10,19 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dapple_tf.planner.baselines import data_parallel
+from dapple_tf.planner.costs import ChainCosts, make_stages, runs
+from dapple_tf.planner.partition import Way, Ways, partition
 from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem
 from dapple_tf.planner.registration import planner
 from dapple_tf.planner.search.search_space import coarsen
-from dapple_tf.planner.systems.bapipe_partition import (
-    Accelerators,
-    Cuts,
-    balance,
-    coarse_cuts,
-    feature_threshold,
-    fits,
-    ideal_seconds,
-    intra_layer_seconds,
-    slowest,
-)
 from dapple_tf.plans import StagePlan
 from dapple_tf.profiler.cluster import Link
-from dapple_tf.profiler.device_costs import profile_on
-from dapple_tf.profiler.linearise import Chain, cut_chain
-from dapple_tf.simulator.arrays import Floats, Integers, prefix_sums
-from dapple_tf.simulator.compiled import compiled, compiled_part
-from dapple_tf.simulator.compiled_engine import step_seconds
+from dapple_tf.profiler.linearise import cut_chain
+from dapple_tf.simulator.arrays import Floats, Integers
+from dapple_tf.simulator.engine import step_seconds
 from dapple_tf.simulator.memory import usable_bytes
 from dapple_tf.simulator.order import early_backward_order
 
@@ -41,18 +31,30 @@ _SYNCHRONOUS = {"1F1B-SNO": "1f1b-sno", "1F1B-SO": "1f1b-so"}
 _MOST_BLOCKS = 400
 
 
-class _Network(NamedTuple):
-    """The blocks of a model on accelerators 0, 1 ... at a micro-batch size.
+Cuts = tuple[int, ...]
+"""The first layer of each stage, and the number of layers."""
 
-    ``forward``, ``backward`` [N, L + 1]: prefix sums of seconds on each accelerator. ``crossing_bytes`` [L - 1]: a of
-    each cut. ``links`` [N - 1]: those between neighbours.
+
+class _Network(NamedTuple):
+    """The blocks of a model on accelerators 0, 1 ...; ``links`` [N - 1]: those between neighbours.
+
+    ``forward``, ``backward`` [N, L + 1]: prefix sums of seconds on each accelerator.
     """
 
-    chain: Chain
+    costs: ChainCosts
     forward: Floats
     backward: Floats
-    crossing_bytes: Floats
     links: tuple[Link, ...]
+
+    @property
+    def seconds(self) -> Floats:
+        """Prefix sums of forward and backward on each accelerator."""
+        return self.forward + self.backward
+
+    @property
+    def crossing_bytes(self) -> Floats:
+        """The bytes a of each cut, [L - 1]."""
+        return self.costs.boundary_bytes[1:-1]
 
 
 class _Explored(NamedTuple):
@@ -86,7 +88,7 @@ def plan_bapipe(problem: PlanningProblem, *, pipelines_only: bool = False) -> Pl
         return PlannerResult(explored.candidate, formula_seconds=explored.seconds, formula=formula)
     found = list(_explore_synchronous(problem))
     found += [] if pipelines_only else problem.evaluate_all_sizes(data_parallel(problem), "DP")
-    return PlannerResult(min(found, key=lambda candidate: candidate.seconds)) if found else None
+    return PlannerResult.fastest(found)
 
 
 def _explore_synchronous(problem: PlanningProblem) -> Iterator[Candidate]:
@@ -112,7 +114,7 @@ def _explore_asynchronous(problem: PlanningProblem) -> Iterator[_Explored]:
             if candidate is not None:
                 forward, backward = (_of_stages(sums, cuts) for sums in (network.forward, network.backward))
                 if not is_bound:
-                    even = intra_layer_seconds(network.forward + network.backward)
+                    even = intra_layer_seconds(network.seconds)
                     both = np.where(forward + backward > 0, forward + backward, 1.0)
                     forward, backward = even * forward / both, even * backward / both
                 sending = np.array(
@@ -131,22 +133,17 @@ def _partition(problem: PlanningProblem, size: int, schedule: str) -> tuple[_Net
 
     None if no partition fits the memory.
     """
-    chain = (
-        problem.chain if len(problem.chain.parameter_bytes) <= _MOST_BLOCKS else coarsen(problem.chain, _MOST_BLOCKS)
-    )
-    network = _make_network(problem, chain, size)
-    accelerators = _make_accelerators(problem, network, size, schedule)
-    cuts = balance(accelerators, by_memory=False)
-    assert cuts is not None, "there is always a partition where memory does not count"
-    is_bound = _is_bound_by_communication(network, cuts, slowest(accelerators, cuts))
+    network = _make_network(ChainCosts(problem, coarsen(problem.chain, _MOST_BLOCKS), size))
+    cuts = balance(network.seconds)
+    is_bound = _is_bound_by_communication(network, cuts, slowest(network.seconds, cuts))
     if is_bound:
-        network = _coarsen_by_communication(problem, network, size)
-        accelerators = _make_accelerators(problem, network, size, schedule)
-        cuts = balance(accelerators, by_memory=False)
-        assert cuts is not None, "there is always a partition where memory does not count"
-    if not fits(accelerators, cuts):
-        cuts = balance(accelerators, by_memory=True)
-    return None if cuts is None else (network, cuts, is_bound)
+        network = _coarsen_by_communication(network)
+        cuts = balance(network.seconds)
+    fitting = _fitting(network, schedule)
+    if not fits(fitting, cuts):
+        found = balance_within(network.seconds, fitting)
+        return None if found is None else (network, found, is_bound)
+    return network, cuts, is_bound
 
 
 def _is_bound_by_communication(network: _Network, cuts: Cuts, seconds: float) -> bool:
@@ -155,61 +152,40 @@ def _is_bound_by_communication(network: _Network, cuts: Cuts, seconds: float) ->
     return any(link.latency + network.crossing_bytes[cut - 1] / link.bandwidth > seconds for cut, link in pairs)
 
 
-def _coarsen_by_communication(problem: PlanningProblem, network: _Network, size: int) -> _Network:
+def _coarsen_by_communication(network: _Network) -> _Network:
     """Return the coarse-grained network, whose features over the slowest link are sent within T.
 
     With fewer blocks than accelerators it is on the first of these. Where no cut is left, it has one block.
     """
-    ideal = ideal_seconds(network.forward[:, -1] + network.backward[:, -1])
+    ideal = ideal_seconds(network.seconds[:, -1])
     threshold = min(feature_threshold(ideal, link.bandwidth, link.latency) for link in network.links)
-    kept = coarse_cuts(network.crossing_bytes, threshold)
-    positions = network.chain.positions
-    return _make_network(problem, cut_chain(problem.profile, [positions[cut] for cut in kept]), size)
+    kept, chain = coarse_cuts(network.crossing_bytes, threshold), network.costs.chain
+    coarse = cut_chain(chain.profile, [chain.positions[cut] for cut in kept])
+    return _make_network(ChainCosts(network.costs.problem, coarse, network.costs.size))
 
 
-def _make_network(problem: PlanningProblem, chain: Chain, size: int) -> _Network:
-    """Return the blocks of ``chain`` on as many accelerators as can have a stage."""
-    cluster = problem.cluster
-    count = min(cluster.devices, len(chain.parameter_bytes))
-    by_kind = {}
-    for device, kind in enumerate(cluster.device_kinds[:count]):
-        if kind not in by_kind:
-            profile = profile_on(problem.profile, cluster, device)
-            rows = profile.forward_seconds(size), profile.backward_seconds(size)
-            forward, backward = (np.add.reduceat(row, chain.positions[:-1]) for row in rows)
-            backward = backward + forward if problem.recompute else backward
-            by_kind[kind] = tuple(prefix_sums(row) for row in (forward, backward))
-    sums = [by_kind[kind] for kind in cluster.device_kinds[:count]]
-    return _Network(
-        chain,
-        np.array([forward for forward, _ in sums]),
-        np.array([backward for _, backward in sums]),
-        chain.crossing_bytes * (size / chain.batch_size),
-        tuple(cluster.link(a, b) for a, b in itertools.pairwise(cluster.homes[:count])),
-    )
+def _make_network(costs: ChainCosts) -> _Network:
+    """Return the blocks on as many accelerators as can have a stage."""
+    cluster = costs.problem.cluster
+    count = min(cluster.devices, costs.blocks)
+    sums = [costs.second_sums(costs.size, device) for device in range(count)]
+    forward, backward = (np.array(rows) for rows in zip(*sums, strict=True))
+    links = tuple(cluster.link(a, b) for a, b in itertools.pairwise(cluster.homes[:count]))
+    return _Network(costs, forward, backward, links)
 
 
-def _make_accelerators(problem: PlanningProblem, network: _Network, size: int, schedule: str) -> Accelerators:
-    """Return what a partition of the network needs to know; re-computed layers have no stash."""
-    chain, scale = network.chain, size / network.chain.batch_size
-    stash = prefix_sums(chain.stash_bytes) * scale
-    count = len(network.forward)
-    return Accelerators(
-        network.forward + network.backward,
-        np.array([usable_bytes(memory) for memory in problem.cluster.memories[:count]]),
-        prefix_sums(chain.parameter_bytes) * problem.values_per_weight,
-        np.zeros_like(stash) if problem.recompute else stash,
-        chain.working_bytes * scale,
-        in_flight(schedule, count, problem.global_batch_size // size),
-    )
+def _fitting(network: _Network, schedule: str) -> NDArray[np.bool_]:
+    """Return whether each accelerator has the memory for a stage of each run of blocks, [N, L, L + 1]."""
+    costs, count = network.costs, len(network.forward)
+    memory = [usable_bytes(memory) for memory in costs.problem.cluster.memories[:count]]
+    held = in_flight(schedule, count, costs.micro_batches).tolist()
+    needed = {pair: costs.needed_bytes(pair[0]) <= pair[1] for pair in set(zip(held, memory, strict=True))}
+    return np.array([needed[pair] for pair in zip(held, memory, strict=True)])
 
 
 def _stages(network: _Network, cuts: Cuts) -> tuple[StagePlan, ...]:
     """Return the stages, each on the accelerator of its number."""
-    positions = network.chain.positions
-    return tuple(
-        StagePlan(positions[first], positions[end] - 1, (n,)) for n, (first, end) in enumerate(itertools.pairwise(cuts))
-    )
+    return make_stages(network.costs.chain, cuts, ((n,) for n in range(len(cuts) - 1)))
 
 
 def _of_stages(sums: Floats, cuts: Cuts) -> Floats:
@@ -246,60 +222,154 @@ def asynchronous_seconds(
         f, b = np.maximum(forward, np.maximum(before, behind)), np.maximum(backward, np.maximum(before, behind))
         nothing = np.zeros(len(f))
         order = early_backward_order(held, micro_batches)
-        return float(step_seconds(order, f, b, np.zeros(0), nothing, nothing, nothing))
+        return float(step_seconds(order, f, b, nothing, nothing, nothing, nothing))
     both = forward + backward
     waiting = np.maximum(2 * np.maximum(before, behind), both)
     longer = np.divide(waiting, both, out=np.ones(len(both)), where=both > 0)
     return float(two_lanes(forward * longer, backward * longer, held, micro_batches))
 
 
-@compiled
 def two_lanes(forward: Floats, backward: Floats, held: Integers, micro_batches: int) -> float:
     """Return the seconds of FBP-AS: each accelerator runs forwards in one lane and backwards in another.
 
     While both lanes are busy, a forward and a backward take F + B each; while one is, it has the accelerator to itself.
     ``held``: the micro-batches that a stage may have begun and not ended.
     """
-    n, m = len(forward), micro_batches
-    begun = np.zeros((2, n), np.int64)  # operations that a lane (forward 0, backward 1) has begun
-    ended = np.zeros((2, n), np.int64)
-    left = np.zeros((2, n))  # what is left of the operation in a lane, as a fraction
+    count = len(forward)
+    begun, ended = (np.zeros((2, count), np.int64) for _ in range(2))  # operations of a lane: forward 0, backward 1
+    left, alone = np.zeros((2, count)), np.array([forward, backward])  # of the operation in a lane, as a fraction
     now = 0.0
-    while ended[1, 0] < m:
-        for x in range(n):
-            arrived = m if x == 0 else ended[0, x - 1]
-            if begun[0, x] == ended[0, x] and begun[0, x] < arrived and begun[0, x] - ended[1, x] < held[x]:
-                begun[0, x] += 1
-                left[0, x] = 1.0
-            arrived = ended[0, x] if x == n - 1 else ended[1, x + 1]
-            if begun[1, x] == ended[1, x] and begun[1, x] < arrived:
-                begun[1, x] += 1
-                left[1, x] = 1.0
-        step = np.inf
-        for x in range(n):
-            for lane in range(2):
-                if begun[lane, x] > ended[lane, x]:
-                    step = min(step, left[lane, x] * _lane_seconds(forward, backward, begun, ended, lane, x))
+    while ended[1, 0] < micro_batches:
+        arrived = np.append(micro_batches, ended[0, :-1]), np.append(ended[1, 1:], 0)
+        idle = begun == ended
+        starts_forward = idle[0] & (begun[0] < arrived[0]) & (begun[0] - ended[1] < held)
+        begun[0] += starts_forward
+        arrived[1][-1] = ended[0, -1]
+        starts_backward = idle[1] & (begun[1] < arrived[1])
+        begun[1] += starts_backward
+        left[0, starts_forward] = left[1, starts_backward] = 1.0
+        busy = begun > ended
+        seconds = np.where(busy.all(axis=0), forward + backward, alone)
+        rest = left * seconds
+        step = float(rest[busy].min())
         now += step
-        for x in range(n):
-            seconds = (
-                _lane_seconds(forward, backward, begun, ended, 0, x),
-                _lane_seconds(forward, backward, begun, ended, 1, x),
-            )
-            done = np.zeros(2, np.bool_)
-            for lane in range(2):
-                if begun[lane, x] > ended[lane, x]:
-                    rest = left[lane, x] * seconds[lane] - step
-                    done[lane] = rest <= 1e-12 * seconds[lane]
-                    left[lane, x] = 0.0 if done[lane] else rest / seconds[lane]
-            for lane in range(2):
-                ended[lane, x] += done[lane]
+        rest -= step
+        done = busy & (rest <= 1e-12 * seconds)
+        left = np.divide(rest, seconds, out=np.zeros_like(rest), where=busy & ~done)
+        ended += done
     return now
 
 
-@compiled_part
-def _lane_seconds(forward: Floats, backward: Floats, begun: Integers, ended: Integers, lane: int, x: int) -> float:
-    """Return the seconds of a whole operation in a lane, as busy as its accelerator is now."""
-    if begun[1 - lane, x] > ended[1 - lane, x]:
-        return float(forward[x] + backward[x])
-    return float(forward[x]) if lane == 0 else float(backward[x])
+# --- The balanced partition over unequal accelerators (BaPipe, section 3.3)
+#
+# Letters: N accelerators in a daisy chain, of which accelerator n takes T_n for a micro-batch of the whole network of L
+# layers; T the ideal time of a stage; a the bytes of the features that cross a cut. ``seconds`` [N, L + 1] are prefix
+# sums of each layer's forward and backward of a micro-batch, on each accelerator.
+
+
+def ideal_seconds(whole: Floats) -> float:
+    """Return T (formula 1), in seconds; ``whole`` [N]: T_n. 0 where some accelerator takes no time."""
+    return float(1 / (1 / whole).sum()) if (whole > 0).all() else 0.0
+
+
+def partition_by_ideal(seconds: Floats) -> Cuts:
+    """Return the partition according to T: each cut where the accelerators before it have had T each, or nearly.
+
+    A cut is at the layer nearest to where the stage reaches T on its accelerator;
+    each stage has at least one layer.
+    """
+    count, layers = seconds.shape[0], seconds.shape[1] - 1
+    ideal = ideal_seconds(seconds[:, -1])
+    cuts = [0]
+    for n in range(count - 1):
+        first, most = cuts[-1], layers - (count - 1 - n)
+        reached = seconds[n] - seconds[n, first]
+        nearest = first + 1 + int(np.argmin(np.abs(reached[first + 1 : most + 1] - ideal)))
+        cuts.append(nearest)
+    return (*cuts, layers)
+
+
+def balance(seconds: Floats) -> Cuts:
+    """Return the inter-layer partition with the least slowest stage.
+
+    The paper iterates "to load balancing" from the partition according to T, without saying how: here the slowest stage
+    is the least possible. The partition according to T is taken if no other has a faster slowest stage.
+    """
+    ideal = partition_by_ideal(seconds)
+    least, cuts = _least_slowest(runs(seconds))
+    return cuts if least < slowest(seconds, ideal) else ideal
+
+
+def balance_within(seconds: Floats, fitting: NDArray[np.bool_]) -> Cuts | None:
+    """Return ``balance`` of the partitions that fit the memory, as the paper tunes stages "finely"; None without any.
+
+    ``fitting`` [N, L, L + 1]: whether an accelerator has the memory for a stage of layers.
+    """
+    ideal = partition_by_ideal(seconds)
+    least, cuts = _least_slowest(np.where(fitting, runs(seconds), np.inf))
+    if fits(fitting, ideal) and not least < slowest(seconds, ideal):
+        return ideal
+    return cuts if np.isfinite(least) else None
+
+
+def _least_slowest(stages: Floats) -> tuple[float, Cuts]:
+    """Return the least slowest stage, and the cuts that reach it; ``stages`` [N, L, L + 1]: seconds of each."""
+    count = len(stages)
+    found = partition(stages, Ways.of(count + 1, [Way(n + 1, n, n) for n in range(count)]))
+    least = float(found.values[count, -1])
+    return least, (0, *(stage.end for stage in found.stages(count))) if np.isfinite(least) else ()
+
+
+def slowest(seconds: Floats, cuts: Cuts) -> float:
+    """Return the seconds of the slowest stage."""
+    return float(_of_stages(seconds, cuts).max())
+
+
+def fits(fitting: NDArray[np.bool_], cuts: Cuts) -> bool:
+    """Return whether each stage fits the memory of its accelerator."""
+    return all(fitting[n, first, end] for n, (first, end) in enumerate(itertools.pairwise(cuts)))
+
+
+def feature_threshold(seconds: float, bandwidth: float, latency: float) -> float:
+    """Return a_th (section 3.3.3): the bytes that are sent within ``seconds``; below 0 where latency takes longer."""
+    return (seconds - latency) * bandwidth
+
+
+def coarse_cuts(crossing_bytes: Floats, threshold: float) -> NDArray[np.int64]:
+    """Return the cuts of the coarse-grained network: those that at most a_th bytes cross.
+
+    ``crossing_bytes`` [L - 1]: a of the cut before layers 1, 2 ..., for a micro-batch.
+    """
+    return np.flatnonzero(crossing_bytes <= threshold) + 1
+
+
+def intra_layer_seconds(seconds: Floats) -> float:
+    """Return the seconds of each stage where layers are divided between neighbours (section 3.3.2).
+
+    Each accelerator then takes as long: the T of formula 1 for layers that are not uniform. What dividing a layer adds
+    to communication is left out.
+    """
+    low, high = 0.0, float(seconds[:, -1].min())
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        if _reach(seconds, middle) >= seconds.shape[1] - 1:
+            high = middle
+        else:
+            low = middle
+    return high
+
+
+_HALVINGS = 60  # to the last digits of a double
+
+
+def _reach(seconds: Floats, limit: float) -> float:
+    """Return how many layers, a fraction of the last one included, accelerators finish that take ``limit`` each."""
+    layers = np.arange(seconds.shape[1], dtype=np.float64)
+    finished = 0.0  # layers
+    for row in seconds:
+        until = float(np.interp(finished, layers, row)) + limit
+        last = int(np.searchsorted(row, until, side="right")) - 1  # behind layers that take no time, too
+        if last >= len(row) - 1:
+            return float(len(row) - 1)
+        finished = last + (until - row[last]) / (row[last + 1] - row[last])
+    return finished

@@ -10,6 +10,7 @@ import numpy as np
 
 from dapple_tf.errors import PlanError
 from dapple_tf.graph_passes.schedules.worker_map import WorkerMap
+from dapple_tf.planner.costs import make_stages
 from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem
 from dapple_tf.planner.registration import planner
 from dapple_tf.planner.search.chunk_shapes import ChunkShape, list_shapes
@@ -84,13 +85,10 @@ def _list_shapes(problem: PlanningProblem, pipeline_size: int | None, chunks: Se
 
 def _even_stages(problem: PlanningProblem, shape: ChunkShape) -> tuple[StagePlan, ...]:
     """Return stages of equally many blocks, the first ones with one more where they do not divide."""
-    positions, count, d = problem.chain.positions, shape.workers.stages, shape.replicas
-    least, more = divmod(len(positions) - 1, count)
-    bounds = [positions[stage * least + min(stage, more)] for stage in range(count + 1)]
-    return tuple(
-        StagePlan(first, end - 1, tuple(range(worker * d, (worker + 1) * d)))
-        for worker, (first, end) in zip(shape.workers.worker_of, itertools.pairwise(bounds), strict=True)
-    )
+    count, d = shape.workers.stages, shape.replicas
+    least, more = divmod(len(problem.chain.parameter_bytes), count)
+    bounds = [stage * least + min(stage, more) for stage in range(count + 1)]
+    return make_stages(problem.chain, bounds, (range(w * d, (w + 1) * d) for w in shape.workers.worker_of))
 
 
 def _least_seconds(problem: PlanningProblem, shape: ChunkShape, stages: Sequence[StagePlan], size: int) -> float:

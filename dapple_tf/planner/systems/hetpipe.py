@@ -5,21 +5,19 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from dataclasses import replace
 
 import numpy as np
 
 from dapple_tf.errors import PlanError
+from dapple_tf.planner.costs import ChainCosts, make_stages, runs
+from dapple_tf.planner.partition import Way, Ways, partition
 from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem
 from dapple_tf.planner.registration import planner
-from dapple_tf.plans import StagePlan
 from dapple_tf.profiler.cluster import Cluster
 from dapple_tf.profiler.device_costs import profile_on
-from dapple_tf.profiler.linearise import Chain
-from dapple_tf.profiler.profile import Profile
 from dapple_tf.profiler.units import format_samples
-from dapple_tf.simulator.arrays import Floats, Integers, prefix_sums
-from dapple_tf.simulator.compiled import compiled
+from dapple_tf.simulator.arrays import prefix_sums
 from dapple_tf.simulator.memory import usable_bytes
 from dapple_tf.simulator.virtual_workers import simulate_workers
 
@@ -141,18 +139,16 @@ def _plan_workers(problem: PlanningProblem, workers: Sequence[Worker], size: int
         order, bounds = found[key]
         pipelines.append((tuple(worker[index] for index in order), bounds))
     schedule = "dapple-a" if problem.schedule == "auto" else problem.schedule
-    positions = problem.chain.positions
     kinds = {(tuple(map(problem.cluster.kind_of, devices)), bounds) for devices, bounds in pipelines}
     if len(kinds) == 1:
-        stages = tuple(
-            StagePlan(positions[begin], positions[end] - 1, tuple(sorted(devices[index] for devices, _ in pipelines)))
-            for index, (begin, end) in enumerate(itertools.pairwise(pipelines[0][1]))
+        together = zip(*(devices for devices, _ in pipelines), strict=True)
+        return problem.evaluate(
+            make_stages(problem.chain, pipelines[0][1], map(sorted, together)), size, "hetpipe", schedule
         )
-        return problem.evaluate(stages, size, "hetpipe", schedule)
     stages = tuple(
-        StagePlan(positions[begin], positions[end] - 1, (device,), worker=index)
+        replace(stage, worker=index)
         for index, (devices, bounds) in enumerate(pipelines)
-        for device, (begin, end) in zip(devices, itertools.pairwise(bounds), strict=True)
+        for stage in make_stages(problem.chain, bounds, ((device,) for device in devices))
     )
     plan = problem.make_plan(stages, samples, schedule, "hetpipe")
     steps = simulate_workers(plan, problem.profile, problem.cluster, optimizer_slots=problem.optimizer_slots)
@@ -173,8 +169,9 @@ def _partition_worker(
 ) -> tuple[Worker, tuple[int, ...]] | None:
     """Return the worker's devices in the best order of their kinds, and the bounds of their stages in blocks."""
     best: tuple[float, Worker, tuple[int, ...]] | None = None
+    costs = ChainCosts(problem, problem.chain, samples)
     for order in _orders(problem, worker):
-        found = partition(stage_tables(problem, order, samples, micro_batches))
+        found = partition_worker(costs, order, micro_batches)
         if found is not None and (best is None or found[0] < best[0]):
             best = found[0], order, found[1]
     return None if best is None else best[1:]
@@ -205,96 +202,31 @@ def _arrange(kinds: tuple[str | None, ...]) -> Iterator[tuple[str | None, ...]]:
         yield from ((kind, *others) for others in _arrange(tuple(rest)))
 
 
-def stage_tables(problem: PlanningProblem, order: Worker, samples: int, micro_batches: int) -> StageTables:
-    """Return the costs of a worker's stages for micro-batches of ``samples``, in the ``order`` of its devices."""
-    chain, cluster, scale = problem.chain, problem.cluster, samples / problem.profile.batch_size
-    again = bool(problem.recompute)
-    crossing = chain.boundary_bytes * scale
-    links = [cluster.link(cluster.homes[a], cluster.homes[b]) for a, b in itertools.pairwise(order)]
-    sent = [link.latency + crossing / link.bandwidth for link in links]
-    nothing = np.zeros(len(crossing))
-    return StageTables(
-        seconds=np.array([_block_sums(chain, profile_on(problem.profile, cluster, d), samples, again) for d in order]),
-        received_forward=np.array([nothing, *sent]),
-        received_backward=np.array([*sent, nothing]),
-        fixed_bytes=prefix_sums(chain.parameter_bytes) * problem.values_per_weight,
-        stash_bytes=prefix_sums(chain.stash_bytes) * scale,
-        input_bytes=crossing,
-        working_bytes=chain.working_bytes * scale,
-        held=np.array([min(len(order) - index, micro_batches) for index in range(len(order))], np.float64),
-        memory_bytes=np.array([usable_bytes(cluster.memory_of(device)) for device in order]),
-        recompute=again,
-    )
-
-
-def _block_sums(chain: Chain, profile: Profile, samples: int, again: bool) -> Floats:
-    """Return the seconds of the first 0, 1 ... blocks on a device."""
-    seconds = profile.forward_seconds(samples) * (2 if again else 1) + profile.backward_seconds(samples)
-    return prefix_sums(np.add.reduceat(seconds, chain.positions[:-1]))
-
-
 # --- HetPipe's partition of layers over the devices of a virtual worker (Park et al., USENIX ATC 2020, section 7)
 
 
-class StageTables(NamedTuple):
-    """Costs of a worker's k stages, of which each is some of N blocks, for a micro-batch.
-
-    ``seconds`` [k, N + 1]: of the first 0 to N blocks on the stage's device. ``received_forward`` and
-    ``received_backward`` [k, N + 1]: of receiving activations where the stage begins, and gradients where it ends.
-    ``fixed_bytes`` and ``stash_bytes`` [N + 1]: of the first blocks. ``input_bytes`` [N + 1]: before each block.
-    ``working_bytes`` [N]. ``held`` [k]: micro-batches in flight. ``memory_bytes`` [k]. ``recompute``: stages stash only
-    their inputs.
-    """
-
-    seconds: Floats
-    received_forward: Floats
-    received_backward: Floats
-    fixed_bytes: Floats
-    stash_bytes: Floats
-    input_bytes: Floats
-    working_bytes: Floats
-    held: Floats
-    memory_bytes: Floats
-    recompute: bool
-
-
-def partition(tables: StageTables) -> tuple[float, tuple[int, ...]] | None:
+def partition_worker(costs: ChainCosts, order: Worker, micro_batches: int) -> tuple[float, tuple[int, ...]] | None:
     """Return the least largest time of a stage, and the k + 1 bounds of the stages in blocks; None if nothing fits.
 
-    Every stage has at least one block. Of equal times the earlier stages have as few blocks as possible.
+    ``costs``: of the worker's micro-batches, of which it runs ``micro_batches``. ``order``: its k devices; every one
+    has a stage of at least one block. A stage's time counts receiving activations where it begins, and gradients where
+    it ends. Of equal times the earlier stages have as few blocks as possible.
     """
-    best, begin = _fill(tables)
-    stages, blocks = len(tables.held), len(tables.working_bytes)
-    if not np.isfinite(best[stages, blocks]):
+    cluster, count = costs.problem.cluster, len(order)
+    links = [cluster.link(cluster.homes[a], cluster.homes[b]) for a, b in itertools.pairwise(order)]
+    sent = [link.latency + costs.boundary_bytes / link.bandwidth for link in links]
+    nothing = np.zeros(costs.blocks + 1)
+    of_kind = {
+        cluster.kind_of(device): runs(prefix_sums(np.add(*costs.block_seconds(costs.size, device)))) for device in order
+    }
+    seconds = np.empty((count, costs.blocks, costs.blocks + 1))
+    for index, device in enumerate(order):
+        activations, gradients = [nothing, *sent][index][:-1, None], [*sent, nothing][index][None, :]
+        needed = costs.needed_bytes(min(count - index, micro_batches))
+        fits = needed <= usable_bytes(cluster.memory_of(device))
+        seconds[index] = np.where(fits, of_kind[cluster.kind_of(device)] + (activations + gradients), np.inf)
+    found = partition(seconds, Ways.of(count + 1, [Way(index + 1, index, index) for index in range(count)]))
+    least = float(found.values[count, -1])
+    if not math.isfinite(least):
         return None
-    bounds = [blocks]
-    for stage in range(stages, 0, -1):
-        bounds.append(int(begin[stage, bounds[-1]]))
-    return float(best[stages, blocks]), tuple(reversed(bounds))
-
-
-@compiled
-def _fill(t: StageTables) -> tuple[Floats, Integers]:
-    """Return the least largest time of the first s stages with the first j blocks, and where the last begins."""
-    stages, blocks = len(t.held), len(t.working_bytes)
-    best = np.full((stages + 1, blocks + 1), np.inf)
-    begin = np.zeros((stages + 1, blocks + 1), np.int64)
-    best[0, 0] = 0.0
-    for s in range(1, stages + 1):
-        for j in range(s, blocks - (stages - s) + 1):
-            working = 0.0
-            for i in range(j - 1, s - 2, -1):
-                working = max(working, t.working_bytes[i])
-                stash = t.stash_bytes[j] - t.stash_bytes[i]
-                held = t.held[s - 1] * (t.input_bytes[i] if t.recompute else stash)
-                more = stash if t.recompute else 0.0
-                if t.fixed_bytes[j] - t.fixed_bytes[i] + working + held + more > t.memory_bytes[s - 1]:
-                    if t.recompute:
-                        continue  # a longer stage may have smaller inputs
-                    break
-                seconds = t.seconds[s - 1, j] - t.seconds[s - 1, i]
-                seconds += t.received_forward[s - 1, i] + t.received_backward[s - 1, j]
-                largest = max(best[s - 1, i], seconds)
-                if largest < best[s, j]:
-                    best[s, j], begin[s, j] = largest, i
-    return best, begin
+    return least, (0, *(stage.end for stage in found.stages(count)))

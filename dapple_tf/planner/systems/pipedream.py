@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
 
 from dapple_tf.errors import PlanError
+from dapple_tf.planner.costs import make_stages, runs
+from dapple_tf.planner.partition import Partition, Ways, partition
 from dapple_tf.planner.planning_problem import PlannerResult, PlanningProblem
 from dapple_tf.planner.registration import planner
 from dapple_tf.planner.search.search_space import coarsen
-from dapple_tf.planner.systems.hierarchy import Hierarchy, derive_hierarchy
-from dapple_tf.planner.systems.pipedream_formula import check_minibatch_size, predict_throughput
-from dapple_tf.planner.systems.pipedream_search import BlockCosts, count_steps, find_stages
+from dapple_tf.planner.systems.hierarchy import Hierarchy, Level, derive_hierarchy
+from dapple_tf.planner.systems.pipedream_formula import check_minibatch_size, predict_throughput, replicated_seconds
 from dapple_tf.plans import StagePlan
 from dapple_tf.profiler.linearise import Chain, without_unsplittable_cuts
+from dapple_tf.simulator.arrays import Floats, prefix_sums
 
 _MOST_DEVICES = 4096
 _MOST_STEPS = 4_000_000_000  # of the dynamic program: some seconds
@@ -52,21 +58,95 @@ def _find_stages(chain: Chain, hierarchy: Hierarchy, minibatch_size: int) -> tup
     """Return the stages of the dynamic program, with layers and devices."""
     forward, backward = chain.block_seconds(minibatch_size)
     activations = chain.crossing_bytes * (minibatch_size / chain.batch_size)
-    _, found = find_stages(BlockCosts(forward + backward, chain.parameter_bytes, activations), hierarchy)
-    return tuple(
-        StagePlan(
-            chain.positions[stage.first],
-            chain.positions[stage.last + 1] - 1,
-            tuple(sorted(hierarchy.devices[index] for index in stage.indices)),
-        )
-        for stage in found
-    )
+    _, found = find_stages(forward + backward, chain.parameter_bytes, activations, hierarchy)
+    bounds = [*(stage.first for stage in found), len(chain.parameter_bytes)]
+    devices = [sorted(hierarchy.devices[index] for index in stage.indices) for stage in found]
+    return make_stages(chain, bounds, devices)
 
 
 def _limit_blocks(chain: Chain, hierarchy: Hierarchy) -> Chain:
     """Return the chain with blocks merged until the dynamic program takes few enough steps."""
     blocks = len(chain.parameter_bytes)
-    fewer = blocks
-    while fewer > _LEAST_BLOCKS and count_steps(fewer, hierarchy.levels) > _MOST_STEPS:
-        fewer = max(_LEAST_BLOCKS, math.floor(fewer * 0.9))
-    return chain if fewer == blocks else coarsen(chain, fewer)
+    while blocks > _LEAST_BLOCKS and _count_steps(blocks, hierarchy.levels) > _MOST_STEPS:
+        blocks = max(_LEAST_BLOCKS, math.floor(blocks * 0.9))
+    return coarsen(chain, blocks)
+
+
+def _count_steps(blocks: int, levels: Sequence[Level]) -> int:
+    """Return the most stages that ``find_stages`` tries for this many blocks, over all levels."""
+    rows = [1 if number == len(levels) else blocks for number in range(1, len(levels) + 1)]
+    return sum(row * blocks**2 * level.count**2 for row, level in zip(rows, levels, strict=True))
+
+
+# --- The dynamic program over the levels of a cluster, innermost first
+
+
+@dataclass(frozen=True)
+class FoundStage:
+    """A stage: blocks ``first`` to ``end`` (exclusive) on these ``indices`` of the hierarchy's device order."""
+
+    first: int
+    end: int
+    indices: tuple[int, ...]
+
+
+def find_stages(
+    seconds: Floats, parameter_bytes: Floats, activation_bytes: Floats, hierarchy: Hierarchy
+) -> tuple[float, tuple[FoundStage, ...]]:
+    """Return A^L(0 -> N, m_L) in seconds, and the stages of a plan that reaches it, in order.
+
+    ``seconds`` [N]: forward and backward of a minibatch (T_l). ``parameter_bytes`` [N]: w_l. ``activation_bytes``
+    [N - 1]: of a minibatch, those that cross the cut after each block but the last (a_s).
+
+    A^k(i -> j, m) is the least of T^k(i -> j, m), one stage on all m components, and of what section 3.1 prints, a
+    pipeline before one last stage. (Printed is only the second, by which no level could be one stage: PipeDream's data
+    parallelism, section 4.) Of equally fast plans the single stage is taken, else the one with the fewest components
+    for the last stage, then the latest cut. A stage that is a pipeline within each of its components becomes several
+    stages, each with replicas in every component. All devices are used; memory and latency have no part in it.
+    """
+    blocks, parameters = len(seconds), runs(prefix_sums(parameter_bytes))
+    inner = runs(prefix_sums(seconds))
+    solved = list[list[Partition]]()  # of each level, those of the pipelines that begin with each block
+    for number, level in enumerate(hierarchy.levels, 1):
+        counts = np.arange(1, level.count + 1)
+        rows = np.array([replicated_seconds(inner, parameters, level.bandwidth, int(m)) for m in counts])
+        send = np.concatenate([[0.0], 2 * activation_bytes / level.bandwidth, [0.0]])
+        first_blocks = blocks if number < len(hierarchy.levels) else 1  # the last level has pipelines from block 0 only
+        ways = _level_ways(level.count)
+        solved.append([partition(rows, ways, boundary_bytes=send, begin=first) for first in range(first_blocks)])
+        inner = np.array([found.values[level.count] for found in solved[-1]])
+    indices = tuple(range(len(hierarchy.devices)))
+    return float(inner[0, -1]), tuple(_unwind(solved, hierarchy, len(solved), 0, blocks, (indices,)))
+
+
+def _level_ways(count: int) -> Ways:
+    """Return the ways to end with a stage on some of m components: on all as the only one, or behind a pipeline."""
+    m, last = (part + 1 for part in np.nonzero(np.tri(count, dtype=np.bool_)))
+    alone = m == last
+    order = np.lexsort((last, ~alone, m))
+    link = np.stack([np.zeros(len(m)), np.where(alone, 0.0, 1.0)], axis=1)  # what crosses a cut is given in seconds
+    return Ways.of_arrays(count + 1, m[order], (m - last)[order], last[order] - 1, link=link[order])
+
+
+def _unwind(
+    solved: Sequence[Sequence[Partition]],
+    hierarchy: Hierarchy,
+    level: int,
+    first: int,
+    end: int,
+    components: Sequence[tuple[int, ...]],
+) -> Iterator[FoundStage]:
+    """Yield the stages of A^level of the blocks ``first`` to ``end``, which runs in each of these ``components``."""
+    if level == 0:
+        yield FoundStage(first, end, tuple(sorted(index for component in components for index in component)))
+        return
+    size, high = hierarchy.sizes[level - 1], hierarchy.levels[level - 1].count
+    groups = list[tuple[int, int, int, int]]()  # first block and end, first component and the one after the last
+    table = solved[level - 1][first]
+    for stage in reversed(table.stages(high, end)):
+        low = int(table.before[stage.way])
+        groups.append((stage.first, stage.end, low, high))
+        high = low
+    for begin, stop, low, high in reversed(groups):
+        parts = [whole[c * size : (c + 1) * size] for whole in components for c in range(low, high)]
+        yield from _unwind(solved, hierarchy, level - 1, begin, stop, parts)

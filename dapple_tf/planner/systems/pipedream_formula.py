@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from dapple_tf.errors import PlanError
 from dapple_tf.planner.systems.hierarchy import Hierarchy
 from dapple_tf.plans import StagePlan
 from dapple_tf.profiler.profile import Profile
-from dapple_tf.simulator.arrays import prefix_sums
-from dapple_tf.simulator.compiled import compiled
+from dapple_tf.simulator.arrays import Floats, prefix_sums
 
 
 @dataclass(frozen=True)
@@ -72,8 +73,7 @@ def check_minibatch_size(size: object) -> int:
     return size
 
 
-@compiled
-def replicated_seconds(inner: float, parameter_bytes: float, bandwidth: float, m: int) -> float:
+def replicated_seconds(inner: Floats | float, parameter_bytes: Floats | float, bandwidth: float, m: int) -> Floats:
     """Return T^k as printed in section 3.1: max(inner, 2 (m - 1) bytes / B_k) / m, in seconds per minibatch.
 
     ``inner``: A^(k-1) of the stage's layers. ``m``: components of level k - 1. The text on the profiler disagrees with
@@ -81,7 +81,7 @@ def replicated_seconds(inner: float, parameter_bytes: float, bandwidth: float, m
     are computed, 2 (m - 1) / m x bytes / B_k, which is m times less than the second term of the printed maximum. The
     printed formula is used.
     """
-    return max(inner, 2 * (m - 1) * parameter_bytes / bandwidth) / m
+    return np.maximum(inner, 2 * (m - 1) * parameter_bytes / bandwidth) / m
 
 
 def _check_devices(stages: Sequence[StagePlan], known: Container[int]) -> None:
@@ -129,7 +129,7 @@ class _Costs:
             components = sorted({i // size for i in group[0].indices})
             inner = [self.slowest(level - 1, [_within(part, c, size) for part in group]) for c in components]
             parameters = self.parameters[last + 1] - self.parameters[first]
-            found.append(replicated_seconds(max(inner), parameters, bandwidth, len(components)))
+            found.append(float(replicated_seconds(max(inner), parameters, bandwidth, len(components))))
             if first > parts[0].first_layer:
                 found.append(2 * self.crossing[first] / bandwidth)
         return max(found)

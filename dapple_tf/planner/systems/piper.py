@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dapple_tf.errors import PlanError
+from dapple_tf.planner.costs import ChainCosts, from_the_end, make_stages, runs
+from dapple_tf.planner.partition import Ways, partition
 from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem
 from dapple_tf.planner.registration import planner
 from dapple_tf.planner.search.search_space import coarsen
 from dapple_tf.planner.systems.hierarchy import derive_hierarchy
-from dapple_tf.planner.systems.piper_search import PiperCosts, PiperStage, count_steps, find_configuration, largest_load
-from dapple_tf.plans import StagePlan
 from dapple_tf.profiler.cluster import Cluster
 from dapple_tf.profiler.linearise import Chain, without_unsplittable_cuts
-from dapple_tf.simulator.arrays import prefix_sums
-from dapple_tf.simulator.memory import usable_bytes
+from dapple_tf.simulator.arrays import Floats
 
 _MOST_DEVICES = 4096
-_MOST_STEPS = 1_000_000_000  # of one dynamic program: some seconds
+_MOST_LOADS = 30_000_000  # of stages that one dynamic program may tabulate: some hundred megabytes
 _LEAST_BLOCKS = 32
+
+
+class PiperStage(NamedTuple):
+    """A stage: blocks ``first`` to ``end`` (exclusive), its data-parallel degree d, and whether it re-computes."""
+
+    first: int
+    end: int
+    degree: int
+    recompute: bool
 
 
 @planner("piper", candidate=True)
@@ -43,48 +54,67 @@ def plan_piper(problem: PlanningProblem) -> PlannerResult | None:
             f"the cluster has {problem.cluster.devices} devices; planner 'piper' is for at most {_MOST_DEVICES}: use "
             "planner 'best'"
         )
-    chain = _limit_blocks(without_unsplittable_cuts(problem.chain), problem.cluster.devices)
+    chain = without_unsplittable_cuts(problem.chain)
     found = []
     for size in problem.micro_batch_sizes:
-        stages = find_piper(problem, chain, size)
-        if stages:
-            found.append(_evaluate(problem, chain, stages, size))
+        costs = ChainCosts(problem, _limit_blocks(chain, problem, size), size)
+        if stages := find_configuration(costs):
+            found.append(_evaluate(costs, stages))
     return PlannerResult.fastest(found)
 
 
-def find_piper(problem: PlanningProblem, chain: Chain, size: int) -> tuple[PiperStage, ...]:
-    """Return the configuration of the chain's blocks; one of merged blocks, if there are many, is a ceiling for it."""
-    costs, devices, ceiling = piper_costs(problem, chain, size), problem.cluster.devices, math.inf
-    if len(chain.parameter_bytes) >= 2 * _LEAST_BLOCKS:
-        merged = coarsen(chain, _LEAST_BLOCKS)
-        index_of = {position: index for index, position in enumerate(chain.positions)}
-        known = tuple(
-            stage._replace(first=index_of[merged.positions[stage.first]], end=index_of[merged.positions[stage.end]])
-            for stage in find_configuration(piper_costs(problem, merged, size), devices)
-        )
-        ceiling = largest_load(costs, known)
-    return find_configuration(costs, devices, ceiling)
+def find_configuration(costs: ChainCosts) -> tuple[PiperStage, ...]:
+    """Return the stages with the least maximum load on at most all devices; empty where none fits the memory.
+
+    dp[j][s] is the least maximum load of the blocks from j on (what is left of a downset) on exactly s devices. With
+    t = 1 the paper's two parameters, devices and sum of data-parallel degrees, are one. Of equal loads the fewest
+    devices are used, then the fewest replicas of the earliest stage, and activations are kept rather than re-computed.
+    """
+    devices, blocks, bandwidth = costs.problem.cluster.devices, costs.blocks, _least_bandwidth(costs.problem.cluster)
+    most_held = _most_held(costs.problem, costs.size)
+    tables = [_loads(costs, d, most, bandwidth) for d, most in enumerate(most_held, 1)]
+    loads, again = (np.concatenate(parts) for parts in zip(*tables, strict=True))
+    counts = np.array([len(table) for table, _ in tables])
+    s, d = (part + 1 for part in np.nonzero(np.tri(devices, len(tables), dtype=np.bool_)))
+    row = np.cumsum(counts)[d - 1] - counts[d - 1] + np.minimum(-(-s // d), counts[d - 1]) - 1
+    ways = Ways.of_arrays(devices + 1, s, s - d, row)
+    found = partition(from_the_end(loads), ways)
+    used = int(np.argmin(found.values[1:, blocks])) + 1
+    if not np.isfinite(found.values[used, blocks]):
+        return ()
+    stages = []
+    for stage in reversed(found.stages(used)):
+        first, end = blocks - stage.end, blocks - stage.first
+        recompute = bool(again[ways.row[stage.way], first, end])
+        stages.append(PiperStage(first, end, int(ways.state[stage.way] - ways.before[stage.way]), recompute))
+    return tuple(stages)
 
 
-def piper_costs(problem: PlanningProblem, chain: Chain, size: int) -> PiperCosts:
-    """Return the costs of the chain's blocks for micro-batches of ``size`` samples."""
-    devices, scale = problem.cluster.devices, size / chain.batch_size
-    most = min(devices, size)  # each replica needs a sample
-    rows = [chain.block_seconds(size / d) for d in range(1, most + 1)]
-    crossing = chain.boundary_bytes * scale
-    return PiperCosts(
-        forward=np.array([prefix_sums(forward) for forward, _ in rows]),
-        backward=np.array([prefix_sums(backward) for _, backward in rows]),
-        crossing_bytes=crossing,
-        parameter_bytes=prefix_sums(chain.parameter_bytes),
-        stash_bytes=prefix_sums(chain.stash_bytes * scale),
-        working_bytes=chain.working_bytes * scale,
-        values_per_weight=problem.values_per_weight,
-        bandwidth=_least_bandwidth(problem.cluster),
-        micro_batches=problem.global_batch_size // size,
-        memory_bytes=usable_bytes(problem.cluster.least_memory),
-        must_recompute=bool(problem.recompute),
-    )
+def _most_held(problem: PlanningProblem, size: int) -> list[int]:
+    """Return the most micro-batches in flight on a stage of each degree d; there are degrees up to the samples."""
+    devices, micro_batches = problem.cluster.devices, problem.global_batch_size // size
+    return [min(-(-devices // d), micro_batches) for d in range(1, min(devices, size) + 1)]
+
+
+def _loads(costs: ChainCosts, d: int, most: int, bandwidth: float) -> tuple[Floats, NDArray[np.bool_]]:
+    """Return the loads of stages of degree ``d``, and whether they re-compute; infinite where they do not fit.
+
+    Both are [rows, N, N + 1]: a row for each number of micro-batches in flight up to ``most``, or one for all numbers
+    where all blocks together hold as many without re-computation.
+    """
+    memory, must = costs.memory_bytes, bool(costs.problem.recompute)
+    forward_sums, backward_sums = costs.second_sums(costs.size / d)
+    forward, boundary = runs(forward_sums), costs.boundary_bytes
+    seconds = forward + backward_sums - backward_sums[:-1, None]
+    seconds += 2 * (boundary[:-1, None] + boundary) / d / bandwidth
+    seconds += 2 * (d - 1) / d * costs.parameter_runs / bandwidth / costs.micro_batches
+    always, each = costs.held_bytes(1 / d, recompute=False)
+    if not must and always[0, -1] + most * each[0, -1] <= memory:
+        return seconds[None], np.zeros((1, *seconds.shape), np.bool_)
+    held = np.arange(1, most + 1)[:, None, None]
+    keeps = (always + held * each <= memory) & (not must)
+    fits = costs.needed_bytes(held, 1 / d, recompute=True) <= memory
+    return np.where(keeps, seconds, np.where(fits, seconds if must else seconds + forward, np.inf)), ~keeps
 
 
 def _least_bandwidth(cluster: Cluster) -> float:
@@ -93,23 +123,21 @@ def _least_bandwidth(cluster: Cluster) -> float:
     return float(min((level.bandwidth for level in levels), default=math.inf))
 
 
-def _limit_blocks(chain: Chain, devices: int) -> Chain:
-    """Return the chain with blocks merged until a dynamic program takes few enough steps."""
-    blocks = fewer = len(chain.parameter_bytes)
-    while fewer > _LEAST_BLOCKS and count_steps(fewer, devices) > _MOST_STEPS:
-        fewer = max(_LEAST_BLOCKS, int(fewer * 0.9))
-    return chain if fewer == blocks else coarsen(chain, fewer)
+def _limit_blocks(chain: Chain, problem: PlanningProblem, size: int) -> Chain:
+    """Return the chain with blocks merged until there are few enough loads to tabulate."""
+    return coarsen(chain, max(_LEAST_BLOCKS, math.isqrt(_MOST_LOADS // sum(_most_held(problem, size)))))
 
 
-def _evaluate(problem: PlanningProblem, chain: Chain, found: tuple[PiperStage, ...], size: int) -> Candidate | None:
+def _evaluate(costs: ChainCosts, found: tuple[PiperStage, ...]) -> Candidate | None:
     """Return the stages on the devices in their order, simulated."""
-    stages, layers, first = list[StagePlan](), list[int](), 0
-    for stage in found:
-        begin, end = chain.positions[stage.first], chain.positions[stage.end]
-        stages.append(StagePlan(begin, end - 1, tuple(range(first, first + stage.degree))))
-        first += stage.degree
-        layers += range(begin, end) if stage.recompute else ()
+    problem, positions = costs.problem, costs.chain.positions
+    ends = itertools.accumulate(stage.degree for stage in found)
+    devices = [range(end - stage.degree, end) for stage, end in zip(found, ends, strict=True)]
+    stages = make_stages(costs.chain, [*(stage.first for stage in found), costs.blocks], devices)
+    layers = [
+        layer for stage in found if stage.recompute for layer in range(positions[stage.first], positions[stage.end])
+    ]
     everything = len(layers) == len(problem.profile.layers)
     schedule = "dapple-a" if problem.schedule == "auto" else problem.schedule
     recompute = everything or (tuple(layers) if layers else False)
-    return problem.evaluate(stages, size, "piper", schedule, recompute)
+    return problem.evaluate(stages, costs.size, "piper", schedule, recompute)

@@ -5,29 +5,29 @@ Luo et al., "Efficient Pipeline Planning for Expedited Distributed DNN Training"
 
 from __future__ import annotations
 
+import itertools
 import math
-from dataclasses import replace
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dapple_tf.errors import PlanError
+from dapple_tf.graph_passes.schedules.schedule import Action, Schedule
+from dapple_tf.planner.costs import ChainCosts, make_stages, runs
+from dapple_tf.planner.partition import Partition, Ways, partition
 from dapple_tf.planner.planning_problem import PlannerResult, PlanningProblem
 from dapple_tf.planner.registration import planner
 from dapple_tf.planner.search.search_space import coarsen
 from dapple_tf.planner.systems.device_order import device_bandwidths, order_by_cuts
-from dapple_tf.planner.systems.spp_execution import makespan, schedule_name
-from dapple_tf.planner.systems.spp_partition import (
-    LeastBandwidths,
-    SppCosts,
-    SppStage,
-    find_partitions,
-    least_bandwidths,
-    stage_seconds,
-)
 from dapple_tf.plans import StagePlan
-from dapple_tf.profiler.linearise import Chain
-from dapple_tf.simulator.arrays import Floats, prefix_sums
+from dapple_tf.simulator.arrays import Floats, Integers
+from dapple_tf.simulator.engine import step_seconds
+from dapple_tf.simulator.order import early_backward_order
 
 _MOST_DEVICES = 64  # the minimum cuts of more would take minutes
 _MOST_BLOCKS = 400
@@ -62,16 +62,16 @@ def plan_spp(problem: PlanningProblem) -> PlannerResult | None:
     bandwidths = device_bandwidths(cluster)
     order = order_by_cuts(bandwidths)
     least = least_bandwidths(bandwidths[np.ix_(order, order)])
-    chain = (
-        problem.chain if len(problem.chain.parameter_bytes) <= _MOST_BLOCKS else coarsen(problem.chain, _MOST_BLOCKS)
-    )
+    chain = coarsen(problem.chain, _MOST_BLOCKS)
     choices: list[_Choice] = []
     for size in problem.micro_batch_sizes:
-        costs = _make_costs(problem, chain, least, size)
+        costs = _make_costs(ChainCosts(problem, chain, size), least)
         for _, stages in find_partitions(costs):
             seconds = makespan(stage_seconds(costs, stages), costs.micro_batches)
             name = schedule_name(len(stages), costs.micro_batches)
-            choices.append(_Choice(seconds, size, _stage_plans(chain, stages, order), name))
+            bounds = [*(stage.first for stage in stages), costs.layers]
+            devices = [order[stage.low : stage.high] for stage in stages]
+            choices.append(_Choice(seconds, size, make_stages(chain, bounds, devices), name))
     unbounded = replace(problem, ceiling=math.inf)  # None must mean that a choice does not fit
     for choice in sorted(choices, key=lambda choice: choice.seconds):
         schedule = choice.schedule if problem.schedule == "auto" else problem.schedule
@@ -82,34 +82,245 @@ def plan_spp(problem: PlanningProblem) -> PlannerResult | None:
     return None
 
 
-def _stage_plans(chain: Chain, stages: tuple[SppStage, ...], order: tuple[int, ...]) -> tuple[StagePlan, ...]:
-    """Return the stages with their layers and devices."""
-    return tuple(StagePlan(chain.positions[s.first], chain.positions[s.end] - 1, order[s.low : s.high]) for s in stages)
+# --- The dynamic program W(l, xi, r, i): partition, replication and mapping, PRM (SPP, section IV.B.2, appendix A)
 
 
-def _make_costs(problem: PlanningProblem, chain: Chain, least: LeastBandwidths, size: int) -> SppCosts:
-    """Return the costs of the blocks for micro-batches of ``size`` samples.
+class LeastBandwidths(NamedTuple):
+    """The least bandwidths between V devices, which are numbered in their order.
+
+    ``among`` [V + 1, V + 1]: between the devices low to high (exclusive). ``between`` [V + 1, V + 1, V + 1]: from low
+    to middle and those from there to high.
+    """
+
+    among: Floats
+    between: Floats
+
+
+class SppCosts(NamedTuple):
+    """Costs of L layers on V devices in their order, and M micro-batches.
+
+    ``forward``, ``backward`` [R, L + 1]: prefix sums of p_l^f and p_l^b on each of r replicas, in row r - 1, for r up
+    to R, the most replicas that a stage may have. ``parameter_bytes`` [L + 1]: prefix sums of alpha_l. ``sent_bytes``
+    [L + 1]: d^f_{l,l+1} of a micro-batch, at l; d^b is as much. ``equal_only`` [L + 1]: whether stages with different
+    replicas cannot meet behind layer l. ``least``: the bandwidths.
+    """
+
+    forward: Floats
+    backward: Floats
+    parameter_bytes: Floats
+    sent_bytes: Floats
+    equal_only: NDArray[np.bool_]
+    least: LeastBandwidths
+    micro_batches: int
+
+    @property
+    def layers(self) -> int:
+        """L."""
+        return len(self.parameter_bytes) - 1
+
+    @property
+    def devices(self) -> int:
+        """V."""
+        return len(self.least.among) - 1
+
+
+@dataclass(frozen=True)
+class SppStage:
+    """A stage: layers ``first`` to ``end`` (exclusive), on the devices ``low`` to ``high`` (exclusive) of the order."""
+
+    first: int
+    end: int
+    low: int
+    high: int
+
+    @property
+    def replicas(self) -> int:
+        """|F(s)|."""
+        return self.high - self.low
+
+
+class Mapped(NamedTuple):
+    """W(|S|) in seconds, and stages that reach it."""
+
+    seconds: float
+    stages: tuple[SppStage, ...]
+
+
+def _make_costs(costs: ChainCosts, least: LeastBandwidths) -> SppCosts:
+    """Return the costs of the blocks.
 
     A replica of r has the seconds of 1/r of the samples (the paper's footnote 2), which are 1/r of the seconds where
     the profile has one batch size.
     """
-    replicas = min(len(least.among) - 1, size)
-    seconds = [chain.block_seconds(size / r) for r in range(1, replicas + 1)]
-    forward, backward = (np.array([entry[i] for entry in seconds]) for i in (0, 1))
-    if problem.recompute:
-        backward = backward + forward
-    sent = chain.crossing_bytes * (size / chain.batch_size)
-    return SppCosts(
-        _rows_from_1(forward),
-        _rows_from_1(backward),
-        prefix_sums(chain.parameter_bytes),
-        np.concatenate([[0.0], sent, [0.0]]),
-        np.concatenate([[False], ~chain.splittable, [False]]),
-        least,
-        problem.global_batch_size // size,
+    replicas = min(len(least.among) - 1, costs.size)
+    sums = [costs.second_sums(costs.size / r) for r in range(1, replicas + 1)]
+    forward, backward = (np.array(rows) for rows in zip(*sums, strict=True))
+    sent, equal_only = costs.boundary_bytes, ~costs.splittable
+    return SppCosts(forward, backward, costs.parameter_bytes, sent, equal_only, least, costs.micro_batches)
+
+
+def find_partitions(costs: SppCosts) -> tuple[Mapped, ...]:
+    """Return the stages with the least W for each number of stages xi from 1 on that there are any for (lines 5 to 8).
+
+    All devices are used, in their order. W is the longest time of a stage (all micro-batches and the AllReduce) or of a
+    channel (both directions together). ``r`` beyond the samples of a micro-batch is left out.
+    """
+    ways, last = _prm_ways(costs)
+    found = partition(
+        costs.micro_batches * runs(costs.forward + costs.backward),
+        ways,
+        boundary_bytes=costs.sent_bytes,
+        parameter_bytes=costs.parameter_bytes,
+        splittable=~costs.equal_only,
     )
+    mapped = []
+    for states in last:
+        state = int(states[np.argmin(found.values[states, -1])]) if len(states) else 0
+        if np.isfinite(found.values[state, -1]):
+            mapped.append(Mapped(float(found.values[state, -1]), _mapped_stages(found, ways, state, costs.devices)))
+    return tuple(mapped)
 
 
-def _rows_from_1(rows: Floats) -> Floats:
-    """Return the prefix sums of rows 1, 2 ..., and a row 0 that is not used."""
-    return np.concatenate([np.zeros((1, rows.shape[1] + 1)), prefix_sums(rows)])
+def _prm_ways(costs: SppCosts) -> tuple[Ways, list[Integers]]:
+    """Return the ways of the states (xi, i, r), and of each xi the states with all devices, by rising r.
+
+    i devices are used by xi stages, the last of which has r replicas.
+    """
+    devices, replicas, m = costs.devices, len(costs.forward), costs.micro_batches
+    i, r = (part + 1 for part in np.indices((devices, replicas)))
+    numbers, count = np.full((devices + 1, replicas + 1), -1), 0  # by i and r, of the states of the xi before
+    numbers[0, 0] = 0
+    fields, last = list[tuple[NDArray[np.generic], ...]](), list[Integers]()
+    for xi in range(1, min(costs.layers, devices) + 1):
+        used, own = (each[r <= i - xi + 1] for each in (i, r))
+        state, middle = count + 1 + np.arange(len(used)), used - own
+        entry, r_before = np.nonzero(numbers[middle] >= 0)
+        before = numbers[middle[entry], r_before]
+        slowest = costs.least.between[middle[entry] - r_before, middle[entry], used[entry]]  # infinite if xi = 1
+        per_byte = 2 * m / (np.maximum(r_before, 1) * own[entry] * slowest)
+        ring = 2 * (own - 1) / (own * costs.least.among[middle, used])
+        fields.append((state[entry], before, own[entry] - 1, per_byte, ring[entry], r_before == own[entry]))
+        numbers[:], count = -1, count + len(used)
+        numbers[used, own] = state
+        last.append(state[used == devices])
+    state, before, row, per_byte, ring, alike = (np.concatenate(column) for column in zip(*fields, strict=True))
+    link, ring = (np.stack([np.zeros(len(each)), each], axis=1) for each in (per_byte, ring))
+    return Ways.of_arrays(count + 1, state, before, row, link, ring, alike), last
+
+
+def _mapped_stages(found: Partition, ways: Ways, state: int, devices: int) -> tuple[SppStage, ...]:
+    """Return the stages of a state with their devices."""
+    stages, high = list[SppStage](), devices
+    for stage in reversed(found.stages(state)):
+        low = high - int(ways.row[stage.way]) - 1
+        stages.append(SppStage(stage.first, stage.end, low, high))
+        high = low
+    return tuple(reversed(stages))
+
+
+def stage_seconds(costs: SppCosts, stages: Sequence[SppStage]) -> StageSeconds:
+    """Return the seconds of the stages, of the transfers between them, and of their AllReduces (equation 1)."""
+    sends = [_send_seconds(costs, a, b) for a, b in itertools.pairwise(stages)]
+    forward, backward = (
+        np.array([sums[s.replicas - 1, s.end] - sums[s.replicas - 1, s.first] for s in stages])
+        for sums in (costs.forward, costs.backward)
+    )
+    reduced = np.array([_allreduce_seconds(costs, stage) for stage in stages])
+    return StageSeconds(forward, backward, np.array(sends, np.float64), reduced)
+
+
+def least_bandwidths(bandwidths: Floats) -> LeastBandwidths:
+    """Return the least bandwidths; ``bandwidths`` [V, V]: of the devices in their order."""
+    count = len(bandwidths)
+    among, between = np.full((count + 1,) * 2, np.inf), np.full((count + 1,) * 3, np.inf)
+    later = np.where(np.tri(count, dtype=np.bool_), np.inf, bandwidths)  # of each device with those behind it
+    for low in range(count):
+        among[low, low + 1 :] = np.minimum.accumulate(later[low:].min(axis=0)[low:])
+        for middle in range(low + 1, count):
+            nearest = bandwidths[low:middle].min(axis=0)[middle:]
+            between[low, middle, middle + 1 :] = np.minimum.accumulate(nearest)
+    return LeastBandwidths(among, between)
+
+
+def _allreduce_seconds(costs: SppCosts, s: SppStage) -> float:
+    """Return A_s (equation 1): 2 (k - 1) / k x bytes over the least bandwidth between any two of the k replicas."""
+    k, total = s.replicas, costs.parameter_bytes[s.end] - costs.parameter_bytes[s.first]
+    return float(2 * (k - 1) * total / (k * costs.least.among[s.low, s.high])) if k > 1 else 0.0
+
+
+def _send_seconds(costs: SppCosts, s: SppStage, after: SppStage) -> float:
+    """Return c^f (and c^b) behind a stage: d / (|F(s_n)| |F(s_{n+1})|) over the least bandwidth between them.
+
+    In section III.B the bandwidth stands behind the fraction; Algorithm 4 divides by it.
+    """
+    pairs = s.replicas * after.replicas
+    return float(costs.sent_bytes[s.end] / (pairs * costs.least.between[s.low, s.high, after.high]))
+
+
+# --- The pipeline execution scheduler, PE (SPP, section IV.A and Algorithm 1)
+
+
+class StageSeconds(NamedTuple):
+    """Seconds of each stage, arrays [|S|]: of a micro-batch's forward and backward, and A_s of the AllReduce.
+
+    ``send`` [|S| - 1]: c^f_{s_n, s_{n+1}}, and as much for c^b_{s_{n+1}, s_n}.
+    """
+
+    forward: Floats
+    backward: Floats
+    send: Floats
+    allreduce: Floats
+
+
+def execution_order(stages: int, micro_batches: int) -> Schedule:
+    """Return the execution order queues U_s (Algorithm 1, lines 1 to 8) as a schedule.
+
+    Blocks J = 1 ... 4 |S| - 3 are the computation and communication blocks of a micro-batch, from the first stage's
+    forward to its backward; forward and backward of the last stage are one block. Each pass over the blocks pops a
+    micro-batch of each queue Q_j that held one when the pass began. (Printed is a loop over the j whose Q_j is not
+    empty. Read as one that sees what was pushed in the same pass, it would run one micro-batch after the other; the
+    text has "at most one microbatch to be processed by each block" that can run "about simultaneously", as in Fig. 4.)
+    """
+    last = 2 * (stages - 1)  # the last stage's block; even blocks compute, odd ones communicate
+    blocks = 2 * last + 1
+    queues: list[deque[int]] = [deque(range(micro_batches)), *(deque[int]() for _ in range(blocks - 1))]
+    found: list[list[Action]] = [[] for _ in range(stages)]
+    while any(queues):
+        for block in [j for j in range(blocks) if queues[j]]:
+            micro_batch = queues[block].popleft()
+            if block + 1 < blocks:
+                queues[block + 1].append(micro_batch)
+            if block % 2:
+                continue
+            if block <= last:
+                found[block // 2].append(Action(block // 2, "F", micro_batch))
+            if block >= last:
+                found[(blocks - 1 - block) // 2].append(Action((blocks - 1 - block) // 2, "B", micro_batch))
+    return Schedule(tuple(map(tuple, found)))
+
+
+@lru_cache(maxsize=4096)
+def warm_up_of_queues(stages: int, micro_batches: int) -> tuple[int, ...]:
+    """Return K of each stage, of which ``execution_order`` is the early-backward schedule ``K=9,5,1``.
+
+    Queues are first in, first out, so micro-batch m is in block j in pass m + j, however many there are: stage n (from
+    1) runs K = min(4 (|S| - n) + 1, M) forwards before its first backward, then a backward and a forward in turn.
+    """
+    return execution_order(stages, min(micro_batches, 4 * stages - 3)).warm_up  # that of more is the same
+
+
+def schedule_name(stages: int, micro_batches: int) -> str:
+    """Return the name of the schedule that ``execution_order`` returns."""
+    return "K=" + ",".join(map(str, warm_up_of_queues(stages, micro_batches)))
+
+
+def makespan(seconds: StageSeconds, micro_batches: int) -> float:
+    """Return T_PE (Algorithm 1, lines 9 to 26), in seconds.
+
+    A stage runs the first action of U_s as soon as it is ready, and its AllReduce once all backwards are done. Each
+    communication block is a channel of its own: both directions of a boundary can send at a time.
+    """
+    warm = np.array(warm_up_of_queues(len(seconds.forward), micro_batches), np.int64)
+    order = early_backward_order(warm, micro_batches)
+    send, no_weights = np.append(seconds.send, 0.0), np.zeros(0)
+    return float(step_seconds(order, seconds.forward, seconds.backward, no_weights, send, send, seconds.allreduce))

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "engine.h"
+#include "transfer.h"
 
 namespace dapple {
 
@@ -119,9 +120,9 @@ class Evaluator {
   std::vector<double> room_;                // [workers] rows' bytes that fit: (memory - fixed) / rows, the least device
   std::vector<int> warm_up_, kinds_in_;
   std::vector<double> now_, free_forward_, free_backward_, arrival_;
-  std::vector<double> leaving_, entering_, kind_rows_;
+  std::vector<double> kind_rows_;
   std::vector<double> moving_;              // [servers] seconds in which its interface moves a micro-batch, each way
-  std::vector<int> touched_;
+  Transfer transfer_;
   struct Load { int direction; double demand; };
   std::vector<std::vector<Load>> loads_;
   std::vector<int> direction_count_, direction_index_;
@@ -130,8 +131,11 @@ class Evaluator {
   std::vector<int> seen_;
 };
 
-inline Evaluator::Evaluator(const Problem& problem) : p_(problem) {
-  leaving_.assign(p_.servers, 0), entering_.assign(p_.servers, 0), kind_rows_.assign(p_.kinds, 0);
+inline Evaluator::Evaluator(const Problem& problem)
+    : p_(problem),
+      transfer_({p_.servers, p_.inside, p_.inside_latency, p_.interface_, p_.interface_latency, p_.own, p_.own_latency,
+                 p_.own_links != 0}) {
+  kind_rows_.assign(p_.kinds, 0);
   moving_.assign(p_.servers, 0);
 }
 
@@ -281,45 +285,13 @@ inline bool Evaluator::share(const Layout& layout, int w) {
   return true;
 }
 
-// Measure the loads of a transfer between two workers: its latency and seconds per byte alone. Leaves the part of the
-// bytes that leaves and enters each server's interface in leaving_ and entering_, for the servers in touched_.
+// Measure the loads of a transfer between two workers: its latency and seconds per byte alone. They stay in transfer_.
 inline void Evaluator::transfer(int from, int to, double* latency, double* per_byte) {
-  for (const int server : touched_) leaving_[server] = entering_[server] = 0;
-  touched_.clear();
-  const int n = offsets_[from + 1] - offsets_[from], n_next = offsets_[to + 1] - offsets_[to];
-  const int64_t *cut = &cuts_[offsets_[from] + from], *cut_next = &cuts_[offsets_[to] + to];
-  const int64_t whole = whole_[from], whole_next = whole_[to];
-  const double total = static_cast<double>(whole) * static_cast<double>(whole_next);
-  double slowest = 0, wait = 0, sent = 0, most_leaving = 0, most_entering = 0;
-  std::vector<double> received(n_next, 0);
-  std::vector<double> pair(p_.own_links ? p_.servers * p_.servers : 0, 0);
-  int i = 0, j = 0;
-  while (i < n && j < n_next) {
-    const int64_t left = std::max(cut[i] * whole_next, cut_next[j] * whole);
-    const int64_t right = std::min(cut[i + 1] * whole_next, cut_next[j + 1] * whole);
-    const double part = static_cast<double>(right - left) / total;
-    const int a = p_.server[devices_[offsets_[from] + i]], b = p_.server[devices_[offsets_[to] + j]];
-    if (a == b) {
-      sent += part, received[j] += part;
-      wait = std::max(wait, p_.inside_latency[a]);
-      slowest = std::max(slowest, std::max(sent, received[j]) * p_.inside[a]);
-    } else if (p_.own_links && p_.own[a * p_.servers + b] > 0) {
-      double& moved = pair[a * p_.servers + b];
-      moved += part;
-      wait = std::max(wait, p_.own_latency[a * p_.servers + b]);
-      slowest = std::max(slowest, moved * p_.own[a * p_.servers + b]);
-    } else {
-      leaving_[a] += part, entering_[b] += part;
-      touched_.push_back(a), touched_.push_back(b);
-      most_leaving = std::max(most_leaving, leaving_[a]), most_entering = std::max(most_entering, entering_[b]);
-      wait = std::max(wait, p_.interface_latency);
-    }
-    const bool ends = right == cut[i + 1] * whole_next;
-    if (right == cut_next[j + 1] * whole) ++j;
-    if (ends) ++i, sent = 0;
-  }
-  *latency = wait;
-  *per_byte = std::max(slowest, std::max(most_leaving, most_entering) * p_.interface_);
+  const int *senders = &devices_[offsets_[from]], *receivers = &devices_[offsets_[to]];
+  transfer_.measure(
+      offsets_[from + 1] - offsets_[from], [&](int i) { return p_.server[senders[i]]; }, &cuts_[offsets_[from] + from],
+      offsets_[to + 1] - offsets_[to], [&](int j) { return p_.server[receivers[j]]; }, &cuts_[offsets_[to] + to]);
+  *latency = transfer_.latency, *per_byte = transfer_.per_byte;
 }
 
 // Return the latency of an AllReduce on the devices of worker w, and its seconds per byte.
@@ -451,10 +423,10 @@ inline double Evaluator::fill(const Layout& layout) {
     const int from = s % workers, to = (s + 1) % workers;
     transfer(from, to, &latency, &per_byte);
     const double bytes = p_.boundary[layout.starts[s + 1]] * scale;
-    for (const int server : touched_) {  // a server that is there more than once counts once: it is 0 afterwards
+    for (const int server : transfer_.touched) {  // a server that is there more than once counts once: it is 0 afterwards
       // What enters with the forward leaves with the backward.
-      if (p_.contention) moving_[server] += (leaving_[server] + entering_[server]) * p_.interface_ * bytes;
-      leaving_[server] = entering_[server] = 0;
+      if (p_.contention) moving_[server] += (transfer_.leaving[server] + transfer_.entering[server]) * p_.interface_ * bytes;
+      transfer_.leaving[server] = transfer_.entering[server] = 0;
     }
     if (!p_.splittable[layout.starts[s + 1]]) {
       const int n = offsets_[from + 1] - offsets_[from];
@@ -734,11 +706,11 @@ inline const Flows& Evaluator::flows(const Layout& layout) {
   const auto add_transfer = [&](int flow, int from, int to) {
     double alone = 0;
     transfer(from, to, &flows_.latency[flow], &alone);
-    std::sort(touched_.begin(), touched_.end());
-    touched_.erase(std::unique(touched_.begin(), touched_.end()), touched_.end());
-    for (const int server : touched_) {
-      if (leaving_[server] > 0) add(flow, 2 * server, leaving_[server] * p_.interface_ / alone);
-      if (entering_[server] > 0) add(flow, 2 * server + 1, entering_[server] * p_.interface_ / alone);
+    std::sort(transfer_.touched.begin(), transfer_.touched.end());
+    transfer_.touched.erase(std::unique(transfer_.touched.begin(), transfer_.touched.end()), transfer_.touched.end());
+    for (const int server : transfer_.touched) {
+      if (transfer_.leaving[server] > 0) add(flow, 2 * server, transfer_.leaving[server] * p_.interface_ / alone);
+      if (transfer_.entering[server] > 0) add(flow, 2 * server + 1, transfer_.entering[server] * p_.interface_ / alone);
     }
   };
   for (int s = 0; s < stages; ++s) {

@@ -10,25 +10,26 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import hashlib
+import logging
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
+from typing import Any
 
 FOLDER = Path(__file__).parent
 SOURCE = FOLDER / "planner.cc"
-HEADERS = tuple(FOLDER / name for name in ("engine.h", "costs.h", "search.h"))
+HEADERS = tuple(sorted(FOLDER.glob("*.h")))
 # Reason for -ffp-contract=off: a fused multiply-add rounds once, so the same plan would take other seconds on another
 # processor, and the search would end elsewhere.
 COMPILE_OPTIONS = ("-std=c++17", "-O2", "-ffp-contract=off")
 LINK_OPTIONS = ("-pthread",)
 DIGEST_MACRO = "DAPPLE_SOURCE_DIGEST"
-_NOTICE = "dapple: compiling the planner's C++ search, once (about 10 seconds) ..."
+_NOTICE = "compiles the planner's C++ search, once (about 10 seconds) ..."
 
 
 def source_digest() -> str:
@@ -50,13 +51,18 @@ def load_library() -> ctypes.CDLL | None:
     compiler = shutil.which(os.environ.get("CXX") or "g++") or shutil.which("c++")
     if compiler is None:
         return None
-    print(_NOTICE, file=sys.stderr, flush=True)
+    logging.getLogger("dapple_tf").info(_NOTICE)  # setup.py runs this file without dapple_tf.messages
     with contextlib.suppress(OSError):
         if (library := _compile(compiler, _user_cache(digest), digest)) is not None:
             return library
     with contextlib.suppress(OSError), tempfile.TemporaryDirectory(prefix="dapple_tf-") as folder:
         return _compile(compiler, Path(folder) / SOURCE.stem, digest)  # once loaded, it needs no file
     return None
+
+
+def address(array: Any) -> ctypes.c_void_p:
+    """Return the address of a contiguous NumPy array, which must live until the call has returned."""
+    return ctypes.c_void_p(array.ctypes.data)
 
 
 def _places(digest: str) -> Iterator[Path]:

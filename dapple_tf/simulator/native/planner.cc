@@ -1,6 +1,10 @@
-// The C interface, for dapple_tf/planner/search/annealer.py.
+// The C interface, for annealer.py and partition.py of dapple_tf/planner, and the engine.
 #include <new>
 
+#include "autopipe.h"
+#include "formula.h"
+#include "order_moves.h"
+#include "partition.h"
 #include "search.h"
 
 using namespace dapple;
@@ -213,6 +217,93 @@ double dapple_step(const Problem* problem, int width, const int32_t* shape, cons
   const Step alone = evaluator.alone(l, kInfinity, true);
   for (size_t s = 0; s < evaluator.warm_up().size(); ++s) in_flight[s] = evaluator.warm_up()[s];
   return problem->contention ? evaluator.shared(l, alone, kInfinity, true).seconds : alone.seconds;
+}
+
+// Cut a chain of blocks into stages: see partition.h.
+void dapple_partition(int blocks, int64_t count, int sum, int latest, double limit, const double* seconds,
+                      const double* boundary, const double* parameters, const uint8_t* splittable,
+                      const int32_t* state, const int32_t* before, const int32_t* row, const double* link,
+                      const double* ring, const uint8_t* alike, double* best, int32_t* way, int32_t* first) {
+  const ChainOfBlocks chain{blocks, seconds, boundary, parameters, splittable};
+  partition(chain, Ways{count, state, before, row, link, ring, alike}, sum, latest, limit, best, way, first);
+}
+
+// Cut stages evenly beside what their workers have: see partition.h.
+void dapple_least_squares(int blocks, int stages, const double* sums, const double* more_sums, const double* factors,
+                          const double* beside, int64_t* starts) {
+  least_squares(blocks, stages, sums, more_sums, factors, beside, starts);
+}
+
+// Return AutoPipe's iteration time of a pipeline, and write its master stage.
+double dapple_one_forward_one_backward(int stages, int64_t micro_batches, const double* forward,
+                                       const double* backward, double comm, int32_t* master) {
+  OneForwardOneBackward pipeline(stages, micro_batches);
+  const double seconds = pipeline.run(forward, backward, comm);
+  *master = pipeline.master_stage();
+  return seconds;
+}
+
+// Measure the transfers between placements of stages, whose rows are shared equally. `first` [count + 1]: where the
+// transitions of each placement begin, which go to the placements `following`. `offsets` [placements + 1]: where the
+// servers of each begin.
+void dapple_transfers(int count, const int64_t* first, const int64_t* following, const int64_t* offsets,
+                      const int64_t* servers, int server_count, const double* inside, const double* inside_latency,
+                      double interface_, double interface_latency, const double* own, const double* own_latency,
+                      int has_own, double* latency, double* per_byte) {
+  Transfer transfer({server_count, inside, inside_latency, interface_, interface_latency, own, own_latency,
+                     has_own != 0});
+  std::vector<int64_t> cuts(offsets[count] + 1);
+  for (size_t i = 0; i < cuts.size(); ++i) cuts[i] = static_cast<int64_t>(i);
+  for (int p = 0; p < count; ++p) {
+    for (int64_t k = first[p]; k < first[p + 1]; ++k) {
+      const int64_t q = following[k];
+      const auto sender = [&](int i) { return static_cast<int>(servers[offsets[p] + i]); };
+      const auto receiver = [&](int j) { return static_cast<int>(servers[offsets[q] + j]); };
+      transfer.measure(static_cast<int>(offsets[p + 1] - offsets[p]), sender, cuts.data(),
+                       static_cast<int>(offsets[q + 1] - offsets[q]), receiver, cuts.data());
+      latency[k] = transfer.latency, per_byte[k] = transfer.per_byte;
+    }
+  }
+}
+
+// Search by DAPPLE's formulas; return how many plans there are, at most `results`, -1 where memory is lacking. `starts` and
+// `placements` [results, blocks]: first blocks and placements of the stages, of which a plan has `stages`.
+int dapple_formula_search(const CostTables* tables, int64_t width, double ceiling, int results, int require_warm_up,
+                          double* latencies, int32_t* stages, int32_t* starts, int32_t* placements,
+                          double* exhaustive_below, const volatile uint8_t* stop) try {
+  FormulaSearch search(*tables, width, ceiling, results, require_warm_up);
+  const auto plans = search.run(stop);
+  for (size_t i = 0; i < plans.size(); ++i) {
+    latencies[i] = plans[i].latency, stages[i] = static_cast<int32_t>(plans[i].starts.size());
+    std::copy(plans[i].starts.begin(), plans[i].starts.end(), starts + i * tables->blocks);
+    std::copy(plans[i].placements.begin(), plans[i].placements.end(), placements + i * tables->blocks);
+  }
+  *exhaustive_below = search.unexplored();
+  return static_cast<int>(plans.size());
+} catch (const std::bad_alloc&) {
+  return -1;
+}
+
+// Improve an order in place: see order_moves.h. Seconds are of each stage, with one AllReduce after the last gradients.
+double dapple_improve(int stages, int workers, int64_t micro_batches, int64_t length, int64_t* actions,
+                      const int64_t* worker_of, const double* forward, const double* backward, const double* weights,
+                      const double* send_forward, const double* send_backward, const double* exposed,
+                      const double* stash, const double* most, int64_t moves, const volatile uint8_t* stop) try {
+  Order order;
+  order.workers = workers, order.stages = stages, order.micro_batches = micro_batches, order.length = length;
+  order.actions.assign(actions, actions + workers * length);
+  order.worker_of.assign(worker_of, worker_of + stages);
+  Seconds seconds;
+  seconds.forward = forward, seconds.backward = backward, seconds.weights = weights;
+  seconds.send_forward = send_forward, seconds.send_backward = send_backward;
+  Rings rings;
+  rings.exposed.assign(exposed, exposed + stages);
+  for (const double ring : rings.exposed) rings.of_stage.push_back({{0, ring}});
+  const double found = OrderMoves(order, seconds, rings, stash, most).run(moves, stop);
+  std::copy(order.actions.begin(), order.actions.end(), actions);
+  return found;
+} catch (const std::bad_alloc&) {
+  return -1;
 }
 
 // Execute an order; return the end of the step. `flow_first` null: nothing shares an interface. `times`: 10 arrays

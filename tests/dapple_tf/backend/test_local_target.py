@@ -7,7 +7,8 @@ import pytest
 import tensorflow as tf
 
 from dapple_tf.backend.build_times import BuildTimes
-from dapple_tf.compiler import StepVariant
+from dapple_tf.backend.program import Program
+from dapple_tf.compiler import PlannedModel, StepVariant
 from dapple_tf.errors import PlanError
 from dapple_tf.frontend.capture import capture
 from dapple_tf.graph_passes.analysis.layers import find_layers
@@ -32,9 +33,13 @@ def plan_of(micro_batches: int, devices: tuple[int, int] = (0, 1)) -> Plan:
     return make_plan((0, 0, (devices[0],)), (1, 3, (devices[1],)), micro_batches=micro_batches)
 
 
+def build(target: LocalTarget, model: StagedModel, plan: Plan) -> Program:
+    return target.build(PlannedModel(model, plan, len(X)), StepVariant.PLAIN, BuildTimes())
+
+
 def test_a_program_trains_on_the_devices_of_the_plan(model: StagedModel) -> None:
     target = LocalTarget(DEVICES, DEVICES[0])
-    program = target.build(model, plan_of(2, (2, 1)), StepVariant.PLAIN, BuildTimes())
+    program = build(target, model, plan_of(2, (2, 1)))
     losses = [float(program.run([tf.constant(X)])[0]) for _ in range(3)]
     assert losses == sorted(losses, reverse=True)
     assert losses[0] > losses[-1]
@@ -43,7 +48,7 @@ def test_a_program_trains_on_the_devices_of_the_plan(model: StagedModel) -> None
 
 def test_programs_of_one_target_share_their_buffers(model: StagedModel) -> None:
     target = LocalTarget(DEVICES, DEVICES[0])
-    programs = [target.build(model, plan_of(m), StepVariant.PLAIN, BuildTimes()) for m in (2, 4)]
+    programs = [build(target, model, plan_of(m)) for m in (2, 4)]
     handles = [{id(outside) for outside, _ in program.function.graph.captures} for program in programs]
     owned = {id(variable.handle) for variable in model.variables.values()}
     assert handles[0] == handles[1]
@@ -53,7 +58,7 @@ def test_programs_of_one_target_share_their_buffers(model: StagedModel) -> None:
 def test_a_plan_for_more_devices_is_refused(model: StagedModel) -> None:
     target = LocalTarget(DEVICES[:2], DEVICES[0])
     with pytest.raises(PlanError, match=r"the plan uses devices \[0, 2\], but there are only 2"):
-        target.build(model, plan_of(2, (0, 2)), StepVariant.PLAIN, BuildTimes())
+        build(target, model, plan_of(2, (0, 2)))
 
 
 def test_work_on_all_ranks_is_work_of_this_process() -> None:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 
 import pytest
 
 from dapple_tf.cli import main
+from dapple_tf.messages import LOGGER
 from tests.dapple_tf.commands.command_line import Outcome, Run
 
 
 @pytest.fixture
-def run_here(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
-    """Run ``dapple`` with these words in this process: exit code, stdout and stderr."""
+def run_here(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Iterator[Run]:
+    """Run ``dapple`` with these words in this process: exit code, stdout and stderr. The logger keeps its level."""
+    level = LOGGER.level
 
     def run(*words: object) -> Outcome:
         monkeypatch.setattr(sys, "argv", ["dapple", *map(str, words)])
@@ -23,4 +26,5 @@ def run_here(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str])
             code = int(stop.code or 0)
         return Outcome(code, *capfd.readouterr())
 
-    return run
+    yield run
+    LOGGER.setLevel(level)

@@ -190,12 +190,12 @@ def test_a_failure_is_one_line_with_exit_code_2_and_leaves_no_file(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((*PLAN, "--planner", "bets"), "--planner: no planner is called 'bets' (did you mean 'best'?)"),
-        ((*PLAN, "--planner", "pipdream"), "--planner: no planner is called 'pipdream' (did you mean 'pipedream'?)"),
+        ((*PLAN, "--planner", "bets"), "'--planner': no planner is called 'bets' (did you mean 'best'?)"),
+        ((*PLAN, "--planner", "pipdream"), "'--planner': no planner is called 'pipdream' (did you mean 'pipedream'?)"),
         ((*PLAN, "-o", "."), "error: --output: . is a folder"),
         ((*PLAN, "-o", ""), "error: --output: the path of the file to write is empty"),
         ((*PLAN, "-o", "p" * 300), "cannot be written: File name too long"),
-        ((*PLAN, "--planner", "bets", "-o", "absent/plan.json"), "--planner: no planner is called 'bets'"),
+        ((*PLAN, "--planner", "bets", "-o", "absent/plan.json"), "'--planner': no planner is called 'bets'"),
         ((*SIMULATE, "-o", ""), "error: --output: the path of the file to write is empty"),
         ((*SIMULATE, "-o", "step.txt"), "error: --output: step.txt: a timeline is saved as .png, .html or .json"),
     ],

@@ -28,7 +28,7 @@ def test_units_of_time_are_those_given(run_here: Run) -> None:
 def test_weight_gradients_are_a_part_of_the_backward(run_here: Run) -> None:
     """F0 and F1 take 1, I0 1 of the backward's 3 and W0 2, and B1 all 3."""
     text = "0F0 0F1 0I0 0B1 0W0"
-    run = run_here("schedules", text, "--backward", "3", "--weights", "2", "--json")
+    run = run_here("schedules", text, "--backward", "3", "--weight-gradients", "2", "--json")
     lines = run.stdout.splitlines()
     assert lines[0] == "stage 0  0F0 0F1 0I0 0B1-------- 0W0----"
     assert lines[1] == "worker 0: stage 0; works 8 of 8 units, bubble 0 (0.0%); at most 2 stashes"
@@ -45,7 +45,7 @@ def test_b_beside_w_in_a_text_is_shown_as_i(run_here: Run) -> None:
 
 
 def test_units_of_weight_gradients_do_not_matter_where_no_backward_is_split(run_here: Run) -> None:
-    assert "works 4 of 4 units" in run_here("schedules", "0F0 0B0", "--backward", "3", "--weights", "3").stdout
+    assert "works 4 of 4 units" in run_here("schedules", "0F0 0B0", "--backward", "3", "--weight-gradients", "3").stdout
 
 
 def test_a_text_says_its_own_stages_and_micro_batches(run_here: Run) -> None:
@@ -69,7 +69,7 @@ def test_a_picture_is_saved(run_here: Run, tmp_path: Path, schedule: str, suffix
 
 def test_a_picture_shows_the_times_of_the_grid(run_here: Run, tmp_path: Path) -> None:
     path = tmp_path / "grid.json"
-    run_here("schedules", "0F0 0F1 0I0 0B1 0W0", "--backward", "3", "--weights", "2", "-o", str(path))
+    run_here("schedules", "0F0 0F1 0I0 0B1 0W0", "--backward", "3", "--weight-gradients", "2", "-o", str(path))
     spans = {str(e.action): (e.start, e.end) for e in read_recording(path).shown.events}
     assert spans == {"0F0": (0, 1), "0F1": (1, 2), "0I0": (2, 3), "0B1": (3, 6), "0W0": (6, 8)}
 
@@ -81,13 +81,16 @@ def test_a_picture_shows_the_times_of_the_grid(run_here: Run, tmp_path: Path) ->
         (["looped-bfs:v=3"], "gives each worker 3 stages, but there are 4 in all"),
         (["gpipe", "-o", "grid.pdf"], "error: --output: grid.pdf: a timeline is saved as"),
         (["-o", "absent/grid.png"], "--output draws a SCHEDULE: name one"),
-        (["zb-h1", "--backward", "2", "--weights", "2"], "--weights 2 is part of --backward 2: it must be less"),
-        (["0F0 0F1 0B0 0I1 0W1", "--backward", "1"], "--weights 1 is part of --backward 1: it must be less"),
+        (
+            ["zb-h1", "--backward", "2", "--weight-gradients", "2"],
+            "--weight-gradients 2 is part of --backward 2: it",
+        ),
+        (["0F0 0F1 0B0 0I1 0W1", "--backward", "1"], "--weight-gradients 1 is part of --backward 1: it must be less"),
         (
             ["0F0 0I0"],
             "stage 0 must run F, and B or both I and W, of each micro-batch once; missing or unexpected: 0W0",
         ),
-        (["gpipe", "--weights", "0"], "Invalid value for '--weights'"),
+        (["gpipe", "--weight-gradients", "0"], "Invalid value for '--weight-gradients'"),
         (["gpipe", "--stages", "0"], "Invalid value for '--stages'"),
     ],
 )

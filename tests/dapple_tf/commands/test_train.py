@@ -52,7 +52,7 @@ def test_train_prints_results_to_stdout_and_progress_to_stderr(trained: Outcome,
 def test_train_saves_a_timeline_of_every_action(trace: Path) -> None:
     rows = json.loads(trace.read_text())["traceEvents"]
     processes = {row["pid"]: row["args"]["name"] for row in rows if row["name"] == "process_name"}
-    assert processes == {0: "predicted: stages", 1: "measured: stages"}
+    assert processes == {1: "predicted: stages", 2: "measured: stages"}
     for pid in processes:
         names = [row["name"] for row in rows if row["ph"] == "X" and row["pid"] == pid]
         actions = [name for name in names if name != "update"]
@@ -105,6 +105,16 @@ def test_a_saved_trace_can_be_read_and_drawn(trained: Outcome, trace: Path, tmp_
 
 def test_a_saved_trace_is_read_in_a_process_of_its_own(trained: Outcome, trace: Path) -> None:
     assert run_process("timeline", trace, "--json").json == trained.json["timeline"]
+
+
+def test_a_trace_with_ops_says_why_an_action_was_slow(run_here: Run, tmp_path: Path) -> None:
+    options = ("--stages", 2, "--steps", 2, "--micro-batches", 4, "--set", "width=200", "--batch-size", 200)
+    run = run_here("train", TINY_MODEL, *options, "--trace", tmp_path / "t.json", "--trace-ops")
+    assert run.code == 0, run.stderr
+    read = run_here("timeline", tmp_path / "t.json", "--json")
+    (first, *_) = read.json["slowest"]
+    assert first["ops"]
+    assert re.search(rf"^{first['action']}: .* \(usually ", read.stdout, re.MULTILINE)
 
 
 def test_a_trace_that_cannot_be_saved_in_the_end_leaves_the_report(run_here: Run, tmp_path: Path) -> None:
@@ -223,7 +233,7 @@ def test_an_interrupted_run_says_what_is_saved(
     run = run_here("train", TINY_MODEL, "--stages", 2, "--set", "interrupted=True", "--steps", 9, *options)
     assert run.code == 130
     last, stopped = [line for line in run.stderr.splitlines() if line][-2:]
-    assert last.startswith(told)
+    assert last.startswith(f"dapple: {told}")
     assert stopped == "stopped"
 
 
@@ -246,7 +256,7 @@ def test_compare_times_the_un_pipelined_model_first(run_here: Run, monkeypatch: 
         return subprocess.CompletedProcess(command, 0, stdout='a note\n{"samples_per_second": 50.0}\n')
 
     monkeypatch.setattr("dapple_tf.commands.plain.subprocess.run", run)
-    found = run_here(*TRAIN, "--stages", 2, "--steps", 2, "--compare", 3, "--seed", 4, "--set", "width=5", "--json")
+    found = run_here(*TRAIN, "--stages", 2, "--steps", 2, "--baseline", 3, "--seed", 4, "--set", "width=5", "--json")
     assert found.json["plain_samples_per_second"] == 50
     assert "the same model un-pipelined on the same cores: 50.0 samples/s (" in found.stdout
     (command,) = commands
@@ -262,13 +272,13 @@ def test_the_un_pipelined_model_is_timed(run_here: Run) -> None:
 def test_a_failed_comparison_is_an_error(run_here: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     failed = subprocess.CompletedProcess([], 1, stdout="")
     monkeypatch.setattr("dapple_tf.commands.plain.subprocess.run", lambda *_, **__: failed)
-    run = run_here(*TRAIN, "--stages", 2, "--steps", 1, "--compare", 1)
+    run = run_here(*TRAIN, "--stages", 2, "--steps", 1, "--baseline", 1)
     assert run.code == 1
-    assert "tiny failed (see above): leave --compare out" in run.stderr
+    assert "tiny failed (see above): leave --baseline out" in run.stderr
 
 
 def test_compare_in_real_processes(run_here: Run) -> None:
-    run = run_here(*TRAIN, "--stages", 2, "--steps", 2, "--compare", 2, "--json")
+    run = run_here(*TRAIN, "--stages", 2, "--steps", 2, "--baseline", 2, "--json")
     assert run.json["plain_samples_per_second"] > 0
     assert run.stderr.index("un-pipelined 1: loss") < run.stderr.index("training 1: loss")
 

@@ -134,7 +134,7 @@ def test_compare_times_the_un_pipelined_model_on_the_same_minibatches(
         return subprocess.CompletedProcess(command, 0, stdout='{"samples_per_second": 50.0}\n')
 
     monkeypatch.setattr("dapple_tf.commands.plain.subprocess.run", run)
-    found = run_here(*TRAIN, *ASYNC, "--steps", 2, "--compare", 3, "--json")
+    found = run_here(*TRAIN, *ASYNC, "--steps", 2, "--baseline", 3, "--json")
     assert found.json["plain_samples_per_second"] == 50
     (command,) = commands
     assert command[1:] == ["-m", "dapple_tf", "plain", TINY_MODEL, "--steps", "3", "--minibatches", "4"]

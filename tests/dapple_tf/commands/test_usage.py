@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from tests.dapple_tf.commands.command_line import TINY_MODEL, Run, run_process
+from tests.paths import ROOT
 
 
 def other_model(name: str) -> str:
@@ -40,9 +45,18 @@ def test_help_and_version(run_here: Run, words: tuple[str, ...]) -> None:
         ),
         (("train", TINY_MODEL, "--replicas", "\u00b2"), "--replicas \u00b2: give one whole number for each stage"),
         (("train", TINY_MODEL, "--replicas", "2;1"), "--replicas 2;1: give one whole number for each stage, such as"),
+        (("train", TINY_MODEL, "--devices", 0), "Invalid value for '--devices': 0 is not in the range"),
         (("train", TINY_MODEL, "--steps", 0), "--steps must be at least 1"),
         (("train", TINY_MODEL, "--checkpoint-every", 0), "--checkpoint-every must be at least 1"),
         (("train", TINY_MODEL, "--trace", ""), "--trace is empty: name a path, or leave the option out"),
+        (("train", TINY_MODEL, "--trace-steps", 9), "--trace-steps must be from 1 to 8"),
+        (("train", TINY_MODEL, "--trace-steps", 0), "--trace-steps must be from 1 to 8"),
+        (
+            ("train", TINY_MODEL, "--trace-ops"),
+            "--trace-ops: ops are recorded for a trace only: give",
+        ),
+        (("train", TINY_MODEL, "--trace-ops", "--trace", "t.png"), "--trace-ops: ops are recorded for a trace only"),
+        (("train", TINY_MODEL, "--record", ""), "--record is empty: name a path, or leave the option out"),
         (("train", TINY_MODEL, "--tensorboard", ""), "--tensorboard is empty"),
         (("train", TINY_MODEL, "--checkpoint-dir", ""), "--checkpoint-dir is empty"),
         (("train", TINY_MODEL, "--check-numerics", "--trace", "t.png"), "--trace and --check-numerics: a step that"),
@@ -85,10 +99,10 @@ def test_wrong_usage_exits_with_2(run_here: Run, words: tuple[object, ...], mess
         ((TINY_MODEL, "--cluster", "absent.yaml"), "absent.yaml: ", 2),
         ((TINY_MODEL, "--stages", 2, "--schedule", "gpipe", "--cluster", "config-a:2"), "but everything is given", 2),
         ((TINY_MODEL, "--plan", "absent.json"), "absent.json: not a readable JSON file", 2),
-        ((TINY_MODEL, "--devices", 0), "devices=0: at least one is needed", 2),
         ((TINY_MODEL, "--devices", 3), "TensorFlow has already started with 8 devices", 1),
         ((TINY_MODEL, "--trace", "t.gif"), "--trace: t.gif: a timeline is saved as .png, .html or .json", 2),
         ((TINY_MODEL, "--trace", "setup.py/t.png"), "setup.py/t.png: its folder cannot be made", 2),
+        ((TINY_MODEL, "--record", "setup.py/r.jsonl"), "--record: setup.py/r.jsonl: its folder cannot be made", 2),
         (
             (TINY_MODEL, "--tensorboard", "setup.py"),
             "--tensorboard: setup.py cannot hold TensorBoard's events",
@@ -152,3 +166,60 @@ def test_an_interrupted_run_prints_stopped(run_here: Run, monkeypatch: pytest.Mo
     run = run_here("train", TINY_MODEL)
     assert run.code == 130
     assert run.stderr.strip().endswith("stopped")
+
+
+def test_a_former_name_of_an_option_works_and_says_the_new_one(run_here: Run) -> None:
+    run = run_here("schedules", "zb-h1", "--backward", 3, "--weights=2", "--stages", 2, "--micro-batches", 2)
+    assert run.code == 0
+    assert run.stderr == "dapple: --weights is now --weight-gradients; the old name will go in version 0.3\n"
+    assert (
+        run.stdout
+        == run_here(
+            *("schedules", "zb-h1", "--backward", 3, "--weight-gradients", 2, "--stages", 2, "--micro-batches", 2)
+        ).stdout
+    )
+
+
+def test_quiet_shows_results_only_and_verbose_more_than_usual() -> None:
+    words = ("train", TINY_MODEL, "--stages", 2, "--micro-batches", 2, "--steps", 2)
+    usual, quiet, verbose = (run_process(*words, *more) for more in ((), ("-q",), ("--verbose",)))
+    assert (quiet.code, usual.code, verbose.code) == (0, 0, 0)
+    assert quiet.stderr == ""
+    assert quiet.stdout.splitlines()[0] == usual.stdout.splitlines()[0]
+    assert "dapple: loads" in usual.stderr
+    assert "dapple: traces and classifies the loss took" not in usual.stderr
+    assert "dapple: traces and classifies the loss took" in verbose.stderr
+
+
+def test_quiet_and_verbose_exclude_each_other(run_here: Run) -> None:
+    run = run_here("schedules", "gpipe", "-q", "-v")
+    assert (run.code, run.stdout) == (2, "")
+    assert "--quiet and --verbose exclude each other: give one of them" in run.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        ("tr", "train"),
+        ("plan --planner pi", "pipedream"),
+        ("plan --schedule zb", "zb-h1"),
+        ("plan --cluster con", "config-a"),
+        ("compare --planners b", "bapipe"),
+        ("train --batch-norm s", "sync"),
+        ("train --base", "--baseline"),
+    ],
+)
+def test_the_shell_completes_commands_options_and_values(words: str, wanted: str) -> None:
+    text = f"dapple {words}"
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "_DAPPLE_COMPLETE": "bash_complete",
+        "COMP_WORDS": text,
+        "COMP_CWORD": str(len(text.split()) - 1),
+    }
+    program = "import sys; sys.argv[0] = 'dapple'; from dapple_tf.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert f"plain,{wanted}" in done.stdout.splitlines(), done.stderr

@@ -87,6 +87,7 @@ LAUNCHES: Mapping[str, JobLaunch] = {
             ("verified", QUICK_VERIFIED),
             ("asynchronous", ["1:1, 2bw", "dropout"]),
             ("window_members", []),
+            ("deferred", []),
         ],
     ),
     "two ranks that save a scaled loss": JobLaunch(2, [("scaled_checkpoint", ["{folder}/saved"])]),

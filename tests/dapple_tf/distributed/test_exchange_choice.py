@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from dapple_tf.devices import Offer, combine_offers, prefers_alltoall, read_way
+from dapple_tf.distributed.exchange_network import Offer, combine_offers, prefers_alltoall, read_way
 from dapple_tf.errors import UsageError
 from tests.dapple_tf.distributed.native.peers import needs_library
 from tests.processes import RanksError, needs_horovod, run_ranks

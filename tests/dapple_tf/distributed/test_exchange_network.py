@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from dapple_tf.distributed.exchange_network import ExchangeNetwork, barrier_rounds, exchanging_pairs
+from dapple_tf.distributed.exchange_network import ExchangeNetwork
+from dapple_tf.distributed.native_collectives import barrier_rounds, exchanging_pairs
 from dapple_tf.errors import JobError
 from dapple_tf.graph_passes.ir.graph import OTHER, Graph, Node, attributes, tensor
 from tests.dapple_tf.distributed.test_membership import ThreadJob, on_three_ranks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 
-from dapple_tf.distributed.host_addresses import choose_addresses, own_addresses
+from dapple_tf.distributed.places import choose_addresses, own_addresses
 
 HOST = ("10.0.0.1", "127.0.0.1", "::1", "fd00::1")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -236,28 +236,34 @@ def test_a_rank_that_fails_before_a_nested_call_is_named_there() -> None:
     def work(job: ThreadJob) -> Any:
         if job.rank == 1:
             raise KeyError("layer")
-        job.compare({"layers": 3})
+        job.agree("layers", 3)
         return "not reached"
 
     errors = on_three_ranks(lambda job: job.run_on_all(lambda: work(job)))
     assert [type(error) for error in errors] == [JobError, KeyError, JobError]
 
 
-FACTS: Mapping[int, Mapping[str, Any]] = {0: {"plan": "a", "batch": 8}, 1: {"plan": "a", "batch": 8}, 2: {"plan": "a"}}
+def test_values_on_which_all_ranks_agree_are_returned() -> None:
+    assert on_three_ranks(lambda job: job.agree("batch", 8)) == [8] * 3
 
 
-def test_equal_facts_pass() -> None:
-    assert on_three_ranks(lambda job: job.compare({"plan": "a", "batch": 8})) == [None] * 3
-
-
-def test_facts_that_differ_are_named_with_the_ranks_on_every_rank() -> None:
-    errors = on_three_ranks(lambda job: job.compare(FACTS[job.rank]))
-    text = "the ranks differ in their batch: ranks [0, 1] have 8, rank 2 has nothing. Start the same script"
+@pytest.mark.parametrize(
+    ("call", "third"),
+    [
+        (lambda job: job.agree("batch", 8 if job.rank < 2 else 6), "6"),
+        (lambda job: job.agree("batch" if job.rank < 2 else "plan", 8), "nothing"),
+        (lambda job: job.agree("batch", 8) if job.rank < 2 else job.run_on_all(lambda: None), "nothing"),
+    ],
+)
+def test_values_that_differ_are_named_with_their_ranks(call: Callable[[ThreadJob], Any], third: str) -> None:
+    """A rank that compares another value, or waits for the others' work, has nothing to compare."""
+    errors = on_three_ranks(call)
+    text = f"the ranks differ in their batch: ranks [0, 1] have 8, rank 2 has {third}. Start the same script"
     assert all(isinstance(error, JobError) and str(error).startswith(text) for error in errors)
 
 
-def test_a_long_fact_is_quoted_around_the_first_difference() -> None:
-    errors = on_three_ranks(lambda job: job.compare({"text": "a" * 900 + "xyz"[job.rank] + "b" * 900}))
+def test_a_long_value_is_quoted_around_the_first_difference() -> None:
+    errors = on_three_ranks(lambda job: job.agree("text", "a" * 900 + "xyz"[job.rank] + "b" * 900))
     for error in errors:
         assert "rank 0 has ... aaa" in str(error)
         assert "aaaxbbb" in str(error)

@@ -105,9 +105,9 @@ def test_only_one_rank_explains_the_usage() -> None:
 @needs_horovod
 def test_options_that_a_job_does_not_support_are_refused_before_it_starts() -> None:
     with pytest.raises(RanksError) as caught:
-        run_ranks(train_arguments("1,1", 1, "--compare", "2"), 2)
+        run_ranks(train_arguments("1,1", 1, "--baseline", "2"), 2)
     assert caught.value.exit_code == 2
-    message = "--compare: the waiting processes of a job would disturb the timing; compare in one process"
+    message = "--baseline: the waiting processes of a job would disturb the timing; measure in one process"
     assert message in caught.value.ranks[0].stderr
     assert not any("Traceback" in rank.stderr for rank in caught.value.ranks)
 

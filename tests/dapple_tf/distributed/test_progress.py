@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dapple_tf.distributed.call_order_check import RankCall
-from dapple_tf.distributed.failure_messages import name_rank
+from dapple_tf.distributed.process_exit import name_rank
 from dapple_tf.distributed.progress import Progress, RankStatus
 
 

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
+from dapple_tf.commands.run_file import read_run
 from dapple_tf.graph_passes.schedules.spec import ScheduleSpec
 from dapple_tf.timeline.trace_file import read_recording
 from tests.dapple_tf.commands.test_tensorboard import read_curves
 from tests.dapple_tf.distributed.launches import Launches
+from tests.dapple_tf.timeline.test_trace import Viewer
 from tests.processes import RanksError, needs_horovod, run_ranks
 
 pytestmark = needs_horovod
@@ -94,7 +96,8 @@ MODEL = "tests/dapple_tf/distributed/programs/checkpoint_model.py:chain"
 @pytest.mark.filterwarnings("ignore")  # TensorFlow calls its only reader of events deprecated
 def test_rank_0_writes_curves_and_a_trace_for_all(tmp_path: Path) -> None:
     options = ["--stages", "2", "--micro-batches", "2", "--steps", "6", "--json"]
-    options += ["--trace", str(tmp_path / "t.json"), "--tensorboard", str(tmp_path / "curves")]
+    options += ["--trace", str(tmp_path / "t.json"), "--trace-ops", "--tensorboard", str(tmp_path / "curves")]
+    options += ["--record", str(tmp_path / "r.jsonl")]
     first, second = run_ranks(["-m", "dapple_tf", "train", MODEL, *options], 2)
     assert second.stdout == ""
     found = json.loads(first.stdout.splitlines()[-1])
@@ -106,6 +109,14 @@ def test_rank_0_writes_curves_and_a_trace_for_all(tmp_path: Path) -> None:
         *((1, 0, m) for m in range(2)),
     }
     assert recording.to_json() == found["timeline"]
+    assert [curve.device for curve in recording.measured.memory_curves] == ["rank:0", "rank:1"]
+    assert {(op.stage, op.kind) for op in recording.measured.ops} == {(s, kind) for s in range(2) for kind in "FB"}
+    viewer = Viewer(json.loads((tmp_path / "t.json").read_text()))
+    assert {first for first, _ in viewer.flows} >= {"0F0", "0>1 F0", "1B1", "1>0 B1"}
+    run = read_run(tmp_path / "r.jsonl")
+    assert [step.loss for step in run.steps] == found["losses"]
+    assert (run.start.processes, set(run.start.versions) >= {"Horovod"}) == (2, True)
+    assert all(run.end.measured), "each rank measures its own stage"
     curves = read_curves(tmp_path / "curves")
     assert [number for number, _ in curves["loss"]] == list(range(1, 7))
     assert [loss for _, loss in curves["loss"]] == pytest.approx(found["losses"])

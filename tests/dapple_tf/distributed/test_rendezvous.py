@@ -13,7 +13,7 @@ import pytest
 
 from dapple_tf.distributed.handshake import prove_rank
 from dapple_tf.distributed.links import Link
-from dapple_tf.distributed.rendezvous import _accept_ranks, _connect, _Server
+from dapple_tf.distributed.rendezvous import accept_ranks, connect_to
 from dapple_tf.errors import JobError
 
 SECRET = "5ec7e7"
@@ -31,8 +31,14 @@ def pool() -> Iterator[ThreadPoolExecutor]:
         yield made
 
 
-def server_at(listener: socket.socket, secret: str = SECRET) -> _Server:
-    return _Server([listener.getsockname()], secret)
+def accept(pool: ThreadPoolExecutor, listener: socket.socket, size: int, seconds: float) -> Future[list[Link]]:
+    """Rank 0's links to all other ranks of a job of ``size``, once they have connected."""
+    return pool.submit(accept_ranks, [listener], SECRET, range(1, size), 0, seconds)
+
+
+def connect(rank: int, listener: socket.socket, secret: str = SECRET, seconds: float = 30.0) -> Link:
+    """The link of a rank to rank 0."""
+    return connect_to(0, [listener.getsockname()], secret, rank, "a test needs it", seconds)
 
 
 def stranger(listener: socket.socket, data: bytes = b"") -> socket.socket:
@@ -45,8 +51,8 @@ def connect_all(
     listener: socket.socket, pool: ThreadPoolExecutor, size: int, seconds: float = 10
 ) -> tuple[Sequence[Link], Sequence[Link]]:
     """Return rank 0's links and those of the other ranks."""
-    accepted: Future[list[Link]] = pool.submit(_accept_ranks, [listener], SECRET, size, seconds)
-    connected = [pool.submit(_connect, rank, server_at(listener)) for rank in range(1, size)]
+    accepted = accept(pool, listener, size, seconds)
+    connected = [pool.submit(connect, rank, listener) for rank in range(1, size)]
     return accepted.result(20), [link.result(20) for link in connected]
 
 
@@ -110,10 +116,10 @@ def test_a_rank_that_gives_up_and_comes_again_has_its_last_connection(
     listener: socket.socket, pool: ThreadPoolExecutor
 ) -> None:
     """Rank 0 must not take the dead connection for good."""
-    accepted: Future[list[Link]] = pool.submit(_accept_ranks, [listener], SECRET, 3, 10)
-    first = pool.submit(_connect, 1, server_at(listener)).result(10)
+    accepted = accept(pool, listener, 3, 10)
+    first = pool.submit(connect, 1, listener).result(10)
     first.connection.close()
-    links = [pool.submit(_connect, rank, server_at(listener)).result(10) for rank in (1, 2)]
+    links = [pool.submit(connect, rank, listener).result(10) for rank in (1, 2)]
     ends = accepted.result(10), links
     assert_connected(ends)
     close(ends)
@@ -121,7 +127,7 @@ def test_a_rank_that_gives_up_and_comes_again_has_its_last_connection(
 
 def test_a_rank_that_does_not_confirm_is_no_link(listener: socket.socket, pool: ThreadPoolExecutor) -> None:
     """It has proven itself, but does not know that it is connected: it may have gone."""
-    accepted: Future[list[Link]] = pool.submit(_accept_ranks, [listener], SECRET, 2, 1.0)
+    accepted = accept(pool, listener, 2, 1.0)
 
     class Silent(socket.socket):
         def sendall(self, data: bytes, *flags: int) -> None:  # type: ignore[override]  # the socket takes any buffer
@@ -139,17 +145,17 @@ def test_a_rank_that_does_not_confirm_is_no_link(listener: socket.socket, pool: 
 def test_a_rank_of_an_impossible_number_is_no_link(
     listener: socket.socket, pool: ThreadPoolExecutor, rank: int
 ) -> None:
-    accepted: Future[list[Link]] = pool.submit(_accept_ranks, [listener], SECRET, 2, 1.0)
-    link = _connect(rank, server_at(listener))
+    accepted = accept(pool, listener, 2, 1.0)
+    link = connect(rank, listener)
     with pytest.raises(JobError, match=r"rank\(s\) \[1\] have not connected"):
         accepted.result(10)
     link.connection.close()
 
 
 def test_a_rank_of_another_job_is_no_link(listener: socket.socket, pool: ThreadPoolExecutor) -> None:
-    accepted: Future[list[Link]] = pool.submit(_accept_ranks, [listener], SECRET, 2, 1.0)
+    accepted = accept(pool, listener, 2, 1.0)
     with pytest.raises(JobError, match=r"rank 1 cannot connect to rank 0 at any of its addresses \(127\.0\.0\.1 port"):
-        _connect(1, server_at(listener, "another"), seconds=3.1)
+        connect(1, listener, "another", seconds=3.1)
     with pytest.raises(JobError, match="have not connected"):
         accepted.result(10)
 
@@ -167,7 +173,7 @@ def test_a_slow_sender_is_cut_off_in_time(listener: socket.socket, pool: ThreadP
                     return
 
     slow = pool.submit(drip)
-    accepted: Future[list[Link]] = pool.submit(_accept_ranks, [listener], SECRET, 2, 4.0)
+    accepted = accept(pool, listener, 2, 4.0)
     try:
         with pytest.raises(JobError):
             accepted.result(6)
@@ -195,7 +201,7 @@ def test_a_rank_gives_up_on_what_is_not_rank_0(pool: ThreadPoolExecutor) -> None
         dripping = pool.submit(drip)
         begin = time.monotonic()
         with pytest.raises(JobError, match="timed out"):
-            _connect(1, _Server([other.getsockname()], SECRET), seconds=3.0)
+            connect(1, other, seconds=3.0)
         assert time.monotonic() - begin < 5
         stop.set()
         dripping.exception(5)
@@ -216,7 +222,7 @@ def test_the_secret_is_not_sent(listener: socket.socket, pool: ThreadPoolExecuto
             return seen
 
         seen = pool.submit(relay)
-        accepted: Future[list[Link]] = pool.submit(_accept_ranks, [listener], SECRET, 2, 5)
-        link = _connect(1, _Server([between.getsockname()], SECRET))
+        accepted = accept(pool, listener, 2, 5)
+        link = connect(1, between)
         close((accepted.result(5), [link]))
         assert SECRET.encode() not in seen.result(5)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dapple_tf.distributed.ring_chunks import Piece, cut_chunks, ring_neighbours, ring_rounds
+from dapple_tf.distributed.native_collectives import Piece, cut_chunks, ring_neighbours, ring_rounds
 
 
 def test_tensors_are_cut_where_their_memory_is_aligned() -> None:

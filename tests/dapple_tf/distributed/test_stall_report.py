@@ -15,7 +15,7 @@ from tests.dapple_tf.distributed.native.peers import connect_pair, needs_library
 
 def test_the_report_names_exchanges_by_the_rank_that_has_not_sent_them() -> None:
     text = describe_stall(2, {3: ["c"], 1: ["a", "b"]}, 10)
-    assert text == "dapple: rank 2 has waited for tensors for 10 s. Missing ranks:\n1: [a, b]\n3: [c]"
+    assert text == "rank 2 has waited for tensors for 10 s. Missing ranks:\n1: [a, b]\n3: [c]"
 
 
 class RecordedWaits:

@@ -8,11 +8,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
-from dapple_tf.distributed.startup_watch import StartupWatch, State, find_rank_processes, state_of, watching_start
+from dapple_tf.distributed.failure_detector import ProcessState
+from dapple_tf.distributed.startup_watch import StartupWatch, find_rank_processes, state_of, watching_start
 from tests.dapple_tf.distributed.failing_jobs import assert_ended
 from tests.processes import (
     HOROVODRUN,
@@ -48,7 +49,7 @@ def process() -> Iterator[subprocess.Popen[bytes]]:
         made.kill()
 
 
-def wait_for(state: State, process: subprocess.Popen[bytes]) -> None:
+def wait_for(state: ProcessState, process: subprocess.Popen[bytes]) -> None:
     end = time.monotonic() + 5
     while state_of([process.pid]) != state:
         assert time.monotonic() < end
@@ -68,62 +69,62 @@ def test_processes_of_horovodrun_are_found_by_the_place_where_they_meet() -> Non
 
 
 def test_what_a_process_does_is_told(process: subprocess.Popen[bytes]) -> None:
-    assert state_of([process.pid]) == State.RUNS
+    assert state_of([process.pid]) == ProcessState.RUNS
     process.send_signal(signal.SIGSTOP)
-    wait_for(State.STOPPED, process)
-    assert state_of([os.getpid(), process.pid]) == State.STOPPED
+    wait_for(ProcessState.STOPPED, process)
+    assert state_of([os.getpid(), process.pid]) == ProcessState.STOPPED
     process.send_signal(signal.SIGCONT)
-    wait_for(State.RUNS, process)
+    wait_for(ProcessState.RUNS, process)
     process.kill()
-    wait_for(State.ENDED, process)
+    wait_for(ProcessState.ENDED, process)
     process.wait()
-    assert state_of([process.pid]) == State.ENDED
+    assert state_of([process.pid]) == ProcessState.ENDED
 
 
 # --- the watch
 
 
-def watch_of(process: subprocess.Popen[bytes], size: int = 2) -> StartupWatch:
-    return StartupWatch(0, size, 10.0, lambda: {0: [os.getpid()], 1: [process.pid]} if size else {})
+def watch_of(process: subprocess.Popen[bytes], size: int = 2) -> Callable[[float], str]:
+    """What a watch, which has begun just now, finds after so many seconds."""
+    watch, begin = StartupWatch(0, size, 10.0, lambda: {0: [os.getpid()], 1: [process.pid]}), time.monotonic()
+    return lambda seconds: watch.examine(begin + seconds)
 
 
 def test_a_rank_that_runs_is_waited_for_and_named_once(
     process: subprocess.Popen[bytes], capfd: pytest.CaptureFixture[str]
 ) -> None:
     watch = watch_of(process, size=3)
-    assert [watch.examine(now, now) for now in range(0, 99, 3)] == [""] * 33
+    assert [watch(seconds) for seconds in range(0, 99, 3)] == [""] * 33
     assert capfd.readouterr().err == (
         "dapple: rank 0 has waited in dapple.init for 12 s: not all ranks have called it. Ranks [1] run on this host; "
         "ranks [2] are on other hosts.\n"
     )
-    assert watch.examine(100.0, 100.0) == (
-        "after 100 s not all of the ranks [2] have joined, which are not on this host"
-    )
+    assert watch(100.0) == ("after 100 s not all of the ranks [2] have joined, which are not on this host")
 
 
 def test_a_rank_that_stays_stopped_has_failed_and_one_that_goes_on_has_not(process: subprocess.Popen[bytes]) -> None:
     watch = watch_of(process)
     process.send_signal(signal.SIGSTOP)
-    wait_for(State.STOPPED, process)
-    assert watch.examine(20.0, 0.0) == ""
+    wait_for(ProcessState.STOPPED, process)
+    assert watch(0.0) == ""
     process.send_signal(signal.SIGCONT)
-    wait_for(State.RUNS, process)
-    assert watch.examine(27.0, 7.0) == ""
+    wait_for(ProcessState.RUNS, process)
+    assert watch(7.0) == ""
     process.send_signal(signal.SIGSTOP)
-    wait_for(State.STOPPED, process)
-    assert watch.examine(29.0, 9.0) == ""
-    assert watch.examine(36.0, 16.0) == ""
-    said = watch.examine(37.5, 17.5)
+    wait_for(ProcessState.STOPPED, process)
+    assert watch(9.0) == ""
+    assert watch(16.0) == ""
+    said = watch(17.5)
     assert said == f"rank 1 (process {process.pid}) has been stopped for 8.5 s (SIGSTOP, Ctrl-Z or a debugger)"
 
 
 def test_a_rank_that_has_ended_has_failed(process: subprocess.Popen[bytes]) -> None:
     watch = watch_of(process)
-    assert watch.examine(20.0, 0.0) == ""
+    assert watch(0.0) == ""
     process.kill()
     process.wait()
-    assert watch.examine(21.0, 1.0) == ""
-    assert "was killed or has ended before all ranks had joined" in watch.examine(23.5, 3.5)
+    assert watch(1.0) == ""
+    assert "was killed or has ended before all ranks had joined" in watch(3.5)
 
 
 def test_without_a_job_nothing_is_watched() -> None:

@@ -15,7 +15,8 @@ from matplotlib.image import imread
 
 from dapple_tf.drawing.chart import COLOURS, LABELS, Chart, Curve, Row, Span, stack_charts
 from dapple_tf.drawing.html import make_page
-from dapple_tf.drawing.save import save_chart, trace_events
+from dapple_tf.drawing.save import save_chart
+from dapple_tf.drawing.trace import trace_events
 from tests.dapple_tf.timeline.test_picture import chunks
 
 CHART = Chart(
@@ -56,7 +57,7 @@ def test_charts_are_stacked_on_one_axis() -> None:
     names = [e["args"]["name"] for e in trace_events(stacked)["traceEvents"] if e["name"] == "process_name"]
     assert names == ["predicted: stages", "measured: stages", "measured: network"]
     places = [(e["pid"], e["tid"]) for e in trace_events(stacked)["traceEvents"] if e["ph"] == "X"]
-    assert places == [(0, 0), (1, 1), (2, 2), (1, 3), (1, 3)]
+    assert places == [(1, 4), (2, 5), (3, 6), (2, 7), (2, 7)]
     page = Page(make_page(stacked))
     (idle,) = [rect for rect in page.named("rect") if rect.get("class") == "idle"]
     assert (float(idle["x"] or 1), float(idle["width"] or 0)) == (0, 250)
@@ -69,25 +70,25 @@ def test_a_trace_has_processes_threads_spans_and_counters() -> None:
     assert trace["displayTimeUnit"] == "ms"
     named = [(e["name"], e["pid"], e["tid"], e["args"]) for e in events if e["ph"] == "M"]
     assert [entry for entry in named if "sort" not in entry[0]] == [
-        ("process_name", 0, 0, {"name": "stages"}),
-        ("process_name", 1, 0, {"name": "network"}),
-        ("thread_name", 0, 0, {"name": "stage 0 (devices 0-1)"}),
-        ("thread_name", 1, 1, {"name": "0 to 1 (activations)"}),
-        ("thread_name", 0, 2, {"name": "stage 1"}),
+        ("process_name", 1, 0, {"name": "stages"}),
+        ("process_name", 2, 0, {"name": "network"}),
+        ("thread_name", 1, 3, {"name": "stage 0 (devices 0-1)"}),
+        ("thread_name", 2, 4, {"name": "0 to 1 (activations)"}),
+        ("thread_name", 1, 5, {"name": "stage 1"}),
     ]
     assert [
         (e["name"], e["cat"], e["pid"], e["tid"], e["ts"], e["dur"], e["args"]) for e in events if e["ph"] == "X"
     ] == [
-        ("0F0", "forward", 0, 0, 0, 1e6, {"micro_batch": 0, "critical": True}),
-        ("0>1 F0", "send-forward", 1, 1, 1e6, 5e5, {"micro_batch": 0}),
-        ("1B0", "backward", 0, 2, 1.5e6, 2e6, {"micro_batch": 0}),
-        ("1 AllReduce", "allreduce", 0, 2, 3.5e6, 5e5, {}),
+        ("0F0", "forward", 1, 3, 0, 1e6, {"kind": "forward", "micro_batch": 0, "critical": True}),
+        ("0>1 F0", "send-forward", 2, 4, 1e6, 5e5, {"kind": "send forward", "micro_batch": 0}),
+        ("1B0", "backward", 1, 5, 1.5e6, 2e6, {"kind": "backward", "micro_batch": 0}),
+        ("1 AllReduce", "allreduce", 1, 5, 3.5e6, 5e5, {"kind": "AllReduce"}),
     ]
     assert [(e["name"], e["pid"], e["ts"], e["args"]) for e in events if e["ph"] == "C"] == [
-        ("memory stage 0", 0, 0, {"bytes": 1e6}),
-        ("memory stage 0", 0, 1e6, {"bytes": 3e6}),
-        ("memory stage 1", 0, 0, {"bytes": 1e6}),
-        ("memory stage 1", 0, 1.5e6, {"bytes": 2e6}),
+        ("memory stage 0", 1, 0, {"bytes": 1e6}),
+        ("memory stage 0", 1, 1e6, {"bytes": 3e6}),
+        ("memory stage 1", 1, 0, {"bytes": 1e6}),
+        ("memory stage 1", 1, 1.5e6, {"bytes": 2e6}),
     ]
 
 

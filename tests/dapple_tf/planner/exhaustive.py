@@ -19,9 +19,8 @@ from dapple_tf.graph_passes.schedules.spec import early_backward
 from dapple_tf.profiler.cluster import Cluster
 from dapple_tf.profiler.profile import Profile
 from dapple_tf.simulator.contention import Flows, find_flows
-from dapple_tf.simulator.engine import run, uniform_seconds
+from dapple_tf.simulator.engine import Rings, run, uniform_seconds
 from dapple_tf.simulator.order import Order, encode
-from dapple_tf.simulator.rings import Rings
 from dapple_tf.simulator.transfer import link_tables
 
 Devices = tuple[int, ...]

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 import dapple_tf as dapple
 from dapple_tf.errors import PlanError
 from dapple_tf.planner.api import make_problem
-from dapple_tf.planner.systems.alpa_inter import list_submeshes, mesh_costs
-from dapple_tf.planner.systems.alpa_search import MeshCosts, slice_operators
+from dapple_tf.planner.costs import ChainCosts
+from dapple_tf.planner.systems.alpa import MeshCosts, MeshStage, list_submeshes, mesh_costs, slice_operators
 from dapple_tf.plans import Plan
 from dapple_tf.profiler.cluster import Cluster
 from tests.dapple_tf.planner.builders import figures, make_cluster, make_profile
@@ -48,20 +48,20 @@ class Instance(NamedTuple):
     @staticmethod
     def _runs(rows: list[list[float]]) -> np.ndarray:
         k = len(rows[0])
-        found = np.zeros((len(rows), k, k))
-        for c, i, j in itertools.product(range(len(rows)), range(k), range(k)):
-            found[c, i, j] = sum(rows[c][i : j + 1])
+        found = np.zeros((len(rows), k, k + 1))
+        for c, i, j in itertools.product(range(len(rows)), range(k), range(k + 1)):
+            found[c, i, j] = sum(rows[c][i:j])
         return found
 
-    def latency(self, stages: tuple[tuple[int, int, int], ...]) -> float:
-        """Return T of stages (first, last, submesh); infinity where memory or the number of devices is wrong."""
+    def latency(self, stages: tuple[MeshStage, ...]) -> float:
+        """Return T of stages; infinity where memory or the number of devices is wrong."""
         if sum(self.sizes[c] for _, _, c in stages) != self.devices:
             return float("inf")
         for index, (i, j, c) in enumerate(stages):
             held = min(len(stages) - index, self.micro_batches)
-            if sum(self.fixed[c][i : j + 1]) + held * sum(self.stash[c][i : j + 1]) > self.memory:
+            if sum(self.fixed[c][i:j]) + held * sum(self.stash[c][i:j]) > self.memory:
                 return float("inf")
-        t = [sum(self.seconds[c][i : j + 1]) for i, j, c in stages]
+        t = [sum(self.seconds[c][i:j]) for i, j, c in stages]
         return sum(t) + (self.micro_batches - 1) * max(t)
 
     def least(self) -> float:
@@ -71,7 +71,7 @@ class Instance(NamedTuple):
             for bounds in all_bounds(k, s):
                 for meshes in itertools.product(range(len(self.sizes)), repeat=s):
                     cut = itertools.pairwise(bounds)
-                    found.append(self.latency(tuple((a, b - 1, c) for (a, b), c in zip(cut, meshes, strict=True))))
+                    found.append(self.latency(tuple(MeshStage(a, b, c) for (a, b), c in zip(cut, meshes, strict=True))))
         return min(found)
 
 
@@ -91,9 +91,9 @@ def drawn_instances(draw: st.DrawFn) -> Instance:
 def test_no_slicing_has_a_smaller_latency(instance: Instance) -> None:
     found, least = slice_operators(instance.arrays()), instance.least()
     if found:
-        assert found[0][0] == 0
-        assert all(a[1] + 1 == b[0] for a, b in itertools.pairwise(found))
-        assert found[-1][1] == len(instance.seconds[0]) - 1
+        assert found[0].first == 0
+        assert all(a.end == b.first for a, b in itertools.pairwise(found))
+        assert found[-1].end == len(instance.seconds[0])
     assert (instance.latency(found) if found else float("inf")) == pytest.approx(least, rel=1e-9, abs=1e-9)
 
 
@@ -113,16 +113,16 @@ def test_costs_of_a_run_on_two_devices_by_hand() -> None:
     # Two micro-batches of 4 samples: each device has 2, half of the profile's batch.
     profile = make_profile((1, 3, 2, 4, 10), (2, 4, 0, 6, 20))
     problem = make_problem(profile, make_cluster(2), global_batch_size=8, micro_batch_size=4)
-    costs = mesh_costs(problem, problem.chain, list_submeshes(problem), 4)
+    costs = mesh_costs(ChainCosts(problem, problem.chain, 4), list_submeshes(problem))
     # Half of 10 s, and AllReduce of 30 bytes at 10 bytes/s, 2 (2 - 1) / 2 x 3 s, divided among two micro-batches.
-    assert costs.seconds[1, 0, 1] == pytest.approx(5 + 1.5)
-    assert costs.fixed_bytes[1, 0, 1] == pytest.approx(30 * 4 + 2 / 2)
-    assert costs.stash_bytes[1, 0, 1] == pytest.approx(10 / 2)
+    assert costs.seconds[1, 0, 2] == pytest.approx(5 + 1.5)
+    assert costs.fixed_bytes[1, 0, 2] == pytest.approx(30 * 4 + 2 / 2)
+    assert costs.stash_bytes[1, 0, 2] == pytest.approx(10 / 2)
     again = make_problem(profile, make_cluster(2), global_batch_size=8, micro_batch_size=4, recompute=True)
-    costs = mesh_costs(again, again.chain, list_submeshes(again), 4)
-    assert costs.seconds[1, 1, 1] == pytest.approx((2 + 2 + 4) / 2 + 20 / 10 / 2)
-    assert costs.stash_bytes[1, 1, 1] == pytest.approx(2 / 2)
-    assert costs.fixed_bytes[1, 1, 1] == pytest.approx(20 * 4 + (2 + 6) / 2)
+    costs = mesh_costs(ChainCosts(again, again.chain, 4), list_submeshes(again))
+    assert costs.seconds[1, 1, 2] == pytest.approx((2 + 2 + 4) / 2 + 20 / 10 / 2)
+    assert costs.stash_bytes[1, 1, 2] == pytest.approx(2 / 2)
+    assert costs.fixed_bytes[1, 1, 2] == pytest.approx(20 * 4 + (2 + 6) / 2)
 
 
 def test_weights_are_not_replicated_where_links_are_slow_by_hand() -> None:

@@ -13,9 +13,7 @@ import dapple_tf as dapple
 from dapple_tf.errors import PlanError
 from dapple_tf.graph_passes.schedules.slicer import count_slices, sliced_1f1b
 from dapple_tf.planner.api import make_problem, run_planner
-from dapple_tf.planner.systems.autopipe import sub_layer_blocks
-from dapple_tf.planner.systems.autopipe_partition import Blocks, balanced_scheme, search_scheme
-from dapple_tf.planner.systems.autopipe_simulator import simulate_1f1b
+from dapple_tf.planner.systems.autopipe import Blocks, balanced_scheme, search_scheme, simulate_1f1b, sub_layer_blocks
 from dapple_tf.plans import Plan
 from dapple_tf.profiler.linearise import linearise
 from dapple_tf.profiler.profile import Profile

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -15,15 +15,15 @@ from hypothesis import strategies as st
 import dapple_tf as dapple
 from dapple_tf.errors import PlanError, ProfileError
 from dapple_tf.planner.api import make_problem, run_planner
-from dapple_tf.planner.systems.bapipe import asynchronous_seconds, in_flight
-from dapple_tf.planner.systems.bapipe_partition import (
-    Accelerators,
+from dapple_tf.planner.systems.bapipe import (
     Cuts,
+    asynchronous_seconds,
     balance,
+    balance_within,
     coarse_cuts,
     feature_threshold,
-    fits,
     ideal_seconds,
+    in_flight,
     intra_layer_seconds,
     partition_by_ideal,
     slowest,
@@ -38,18 +38,42 @@ from tests.settings import by_the_paper
 # --- partitions
 
 
+class Accelerators(NamedTuple):
+    """Seconds of each layer on each accelerator, its memory, bytes of layers, and micro-batches held."""
+
+    rows: list[list[float]]
+    memory: list[float]
+    fixed: list[float]
+    stash: list[float]
+    working: list[float]
+    held: list[int]
+
+    @property
+    def seconds(self) -> np.ndarray:
+        return np.array([[0.0, *itertools.accumulate(row)] for row in self.rows])
+
+    def fits(self, n: int, first: int, end: int) -> bool:
+        needed = sum(self.fixed[first:end]) + self.held[n] * sum(self.stash[first:end]) + max(self.working[first:end])
+        return needed <= self.memory[n]
+
+    @property
+    def fitting(self) -> np.ndarray:
+        count, layers = len(self.rows), len(self.rows[0])
+        found = np.zeros((count, layers, layers + 1), np.bool_)
+        for n, (first, end) in itertools.product(range(count), itertools.combinations(range(layers + 1), 2)):
+            found[n, first, end] = self.fits(n, first, end)
+        return found
+
+
 @st.composite
-def accelerators(draw: st.DrawFn) -> tuple[Accelerators, list[list[float]]]:
+def accelerators(draw: st.DrawFn) -> Accelerators:
     """Draw up to four accelerators and eight layers, each with seconds of its own on each accelerator."""
     count = draw(st.integers(1, 4))
     layers = draw(st.integers(count, 8))
     rows = [draw(st.lists(figures(10), min_size=layers, max_size=layers)) for _ in range(count)]
     fixed, stash, working = (draw(st.lists(figures(9), min_size=layers, max_size=layers)) for _ in range(3))
     memory = draw(st.lists(figures(90), min_size=count, max_size=count))
-    held = np.array([draw(st.integers(1, 4)) for _ in range(count)])
-    sums = [np.concatenate([[0.0], np.cumsum(row)]) for row in (*rows, fixed, stash)]
-    found = Accelerators(np.array(sums[:count]), np.array(memory), sums[-2], sums[-1], np.array(working), held)
-    return found, rows
+    return Accelerators(rows, memory, fixed, stash, working, [draw(st.integers(1, 4)) for _ in range(count)])
 
 
 def partitions(layers: int, count: int) -> Iterator[Cuts]:
@@ -61,37 +85,29 @@ def slowest_of(rows: list[list[float]], cuts: Cuts) -> float:
     return max(sum(rows[n][first:end]) for n, (first, end) in enumerate(itertools.pairwise(cuts)))
 
 
-def fits_all(found: Accelerators, cuts: Cuts) -> bool:
-    fixed, stash = np.diff(found.fixed_bytes).tolist(), np.diff(found.stash_bytes).tolist()
-    return all(
-        sum(fixed[first:end]) + found.in_flight[n] * sum(stash[first:end]) + max(found.working_bytes[first:end])
-        <= found.memory[n] * (1 + 1e-12)
-        for n, (first, end) in enumerate(itertools.pairwise(cuts))
-    )
-
-
 @by_the_paper
 @given(accelerators())
-def test_the_slowest_stage_is_the_least_of_all_partitions(case: tuple[Accelerators, list[list[float]]]) -> None:
-    found, rows = case
-    cuts = balance(found, by_memory=False)
+def test_the_slowest_stage_is_the_least_of_all_partitions(found: Accelerators) -> None:
+    rows = found.rows
+    cuts = balance(found.seconds)
     assert cuts in set(partitions(len(rows[0]), len(rows)))
     least = min(slowest_of(rows, other) for other in partitions(len(rows[0]), len(rows)))
-    assert slowest(found, cuts) == pytest.approx(least, rel=1e-12, abs=1e-12)
+    assert slowest(found.seconds, cuts) == pytest.approx(least, rel=1e-12, abs=1e-12)
 
 
 @by_the_paper
 @given(accelerators())
-def test_tuned_by_memory_it_is_the_least_of_those_that_fit(case: tuple[Accelerators, list[list[float]]]) -> None:
-    found, rows = case
-    cuts = balance(found, by_memory=True)
-    fitting = [other for other in partitions(len(rows[0]), len(rows)) if fits_all(found, other)]
+def test_tuned_by_memory_it_is_the_least_of_those_that_fit(found: Accelerators) -> None:
+    rows = found.rows
+    cuts = balance_within(found.seconds, found.fitting)
+    every = partitions(len(rows[0]), len(rows))
+    fitting = [cuts for cuts in every if all(found.fits(n, *pair) for n, pair in enumerate(itertools.pairwise(cuts)))]
     if cuts is None:
-        assert not [other for other in fitting if fits(found, other)]
+        assert not fitting
         return
-    assert fits_all(found, cuts)
+    assert cuts in fitting
     least = min(slowest_of(rows, other) for other in fitting)
-    assert slowest(found, cuts) == pytest.approx(least, rel=1e-9, abs=1e-9)
+    assert slowest(found.seconds, cuts) == pytest.approx(least, rel=1e-9, abs=1e-9)
 
 
 def test_the_partition_according_to_formula_1() -> None:
@@ -113,17 +129,13 @@ def test_layers_divided_between_neighbours_take_formula_1s_time() -> None:
 
 @by_the_paper
 @given(accelerators())
-def test_layers_divided_between_neighbours_are_as_fast_as_any_partition(
-    case: tuple[Accelerators, list[list[float]]],
-) -> None:
-    found, rows = case
+def test_layers_divided_between_neighbours_are_as_fast_as_any_partition(found: Accelerators) -> None:
     seconds = intra_layer_seconds(found.seconds)
-    assert seconds <= slowest(found, balance(found, by_memory=False) or ()) * (1 + 1e-9)
+    assert seconds <= slowest(found.seconds, balance(found.seconds)) * (1 + 1e-9)
     # Each layer cut into 40 parts: no partition of these is faster, nor much slower than a part.
-    parts = [np.repeat(np.array(row) / 40, 40) for row in rows]
-    fine = found._replace(seconds=np.array([np.concatenate([[0.0], np.cumsum(row)]) for row in parts]))
-    cuts = balance(fine, by_memory=False)
-    assert cuts is not None
+    parts = [np.repeat(np.array(row) / 40, 40) for row in found.rows]
+    fine = np.array([np.concatenate([[0.0], np.cumsum(row)]) for row in parts])
+    cuts = balance(fine)
     largest = max(float(row.max()) for row in parts)
     assert slowest(fine, cuts) - 2 * largest - 1e-9 <= seconds <= slowest(fine, cuts) * (1 + 1e-9)
 

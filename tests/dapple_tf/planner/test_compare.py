@@ -150,6 +150,17 @@ def test_saved_as_a_page(comparison: Comparison, tmp_path: Path) -> None:
     assert [row[-1] for row in page.rows[1:]] == [row.reason for row in comparison.rows]
 
 
+def test_the_page_has_the_cluster_and_each_different_plan_once(comparison: Comparison, tmp_path: Path) -> None:
+    comparison.save(tmp_path / "c.html")
+    text = (tmp_path / "c.html").read_text()
+    plans = {row.plan.stages for row in comparison.rows if row.plan is not None}
+    assert text.count('<svg class="plan"') == 1 + len(plans)
+    assert "<h2>The cluster</h2>" in text
+    headings = [line for line in text.splitlines() if line.startswith("<h2>")][1:]
+    named = [name for line in headings for name in line.removeprefix("<h2>").partition(":")[0].split(", ")]
+    assert sorted(named) == sorted(row.planner for row in comparison.rows if row.plan is not None)
+
+
 def test_names_in_a_page_are_escaped(tmp_path: Path) -> None:
     profile = make_profile(*LAYERS, model="<script>")
     found = dapple.compare(profile, make_cluster(1), global_batch_size=8, planners=["dp"])

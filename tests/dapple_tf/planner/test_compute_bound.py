@@ -14,7 +14,7 @@ from dapple_tf.planner.best import least_compute_seconds
 from dapple_tf.profiler.cluster import Cluster, Link
 from dapple_tf.profiler.profile import Profile, Timing
 from dapple_tf.profiler.servers import DeviceKind, Server
-from dapple_tf.simulator.slowest_replica import ReplicaSeconds
+from dapple_tf.simulator.costs import ReplicaSeconds
 from tests.dapple_tf.planner.builders import Case, cases, make_cluster, make_profile
 
 

@@ -18,9 +18,10 @@ from dapple_tf.autoplan.options import Options, check_contradictions
 from dapple_tf.errors import PlanError
 from dapple_tf.planner.api import make_problem, predict_plan
 from dapple_tf.planner.best import comparator_candidates
+from dapple_tf.planner.costs import ChainCosts
 from dapple_tf.planner.planning_problem import PlanningProblem
 from dapple_tf.planner.registry import find_result
-from dapple_tf.planner.systems.hetpipe import allocate, partition, stage_tables
+from dapple_tf.planner.systems.hetpipe import allocate, partition_worker
 from dapple_tf.plans import Plan, StagePlan
 from dapple_tf.profiler.cluster import Cluster, DeviceKind, Link, Server
 from tests.dapple_tf.planner.builders import AMPLE, Case, cases, make_profile
@@ -88,7 +89,7 @@ def test_no_partition_of_a_worker_is_faster(case: Case, kinds: str) -> None:
     order = tuple(range(cluster.devices))
     for size in problem.micro_batch_sizes:
         micro_batches = case.batch // size
-        found = partition(stage_tables(problem, order, size, micro_batches))
+        found = partition_worker(ChainCosts(problem, problem.chain, size), order, micro_batches)
         wanted = least_time(problem, order, size, micro_batches)
         assert (found[0] if found else math.inf) == pytest.approx(wanted, rel=1e-9, abs=1e-9)
 

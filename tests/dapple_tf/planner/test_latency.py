@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dapple_tf.planner.search.latency import pipeline_latency, pivot_stage
+from dapple_tf.planner.search.dapple import pipeline_latency, pivot_stage
 from tests.dapple_tf.planner.builders import figures
 from tests.dapple_tf.planner.exhaustive import latency
 

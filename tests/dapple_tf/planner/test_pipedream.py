@@ -14,12 +14,12 @@ import dapple_tf as dapple
 from dapple_tf.errors import PlanError
 from dapple_tf.planner.api import make_problem, run_planner
 from dapple_tf.planner.systems.hierarchy import Hierarchy, Level, derive_hierarchy
+from dapple_tf.planner.systems.pipedream import FoundStage, find_stages
 from dapple_tf.planner.systems.pipedream_formula import (
     count_active_minibatches,
     predict_throughput,
     replicated_seconds,
 )
-from dapple_tf.planner.systems.pipedream_search import BlockCosts, FoundStage, find_stages
 from dapple_tf.plans import Plan, StagePlan
 from dapple_tf.profiler.cluster import Cluster
 from dapple_tf.profiler.profile import Profile
@@ -35,7 +35,7 @@ def make_hierarchy(*levels: tuple[int, float]) -> Hierarchy:
 
 def search(instance: Instance) -> tuple[float, tuple[FoundStage, ...]]:
     arrays = (np.array(values, float) for values in (instance.compute, instance.weights, instance.activations[:-1]))
-    return find_stages(BlockCosts(*arrays), make_hierarchy(*instance.levels))
+    return find_stages(*arrays, make_hierarchy(*instance.levels))
 
 
 def to_profile(instance: Instance) -> Profile:
@@ -45,7 +45,7 @@ def to_profile(instance: Instance) -> Profile:
 
 
 def to_plan(found: tuple[FoundStage, ...]) -> list[StagePlan]:
-    return [StagePlan(stage.first, stage.last, stage.indices) for stage in found]
+    return [StagePlan(stage.first, stage.end - 1, stage.indices) for stage in found]
 
 
 def plan(profile: Profile, cluster: Cluster, batch: int = 8, **options: Any) -> Plan:
@@ -74,8 +74,8 @@ def test_the_optimum_is_that_of_all_pipelines_and_the_stages_reach_it(instance: 
     seconds, found = search(instance)
     assert seconds == pytest.approx(wanted, rel=1e-12, abs=1e-12)
     # The stages hold every block once, in order, and every device once.
-    assert [stage.first for stage in found] == [0, *(stage.last + 1 for stage in found[:-1])]
-    assert found[-1].last == len(instance.compute) - 1
+    assert [stage.first for stage in found] == [0, *(stage.end for stage in found[:-1])]
+    assert found[-1].end == len(instance.compute)
     hierarchy = make_hierarchy(*instance.levels)
     assert sorted(itertools.chain.from_iterable(stage.indices for stage in found)) == list(hierarchy.devices)
     # The formula for given stages sees the same seconds in them.
@@ -107,13 +107,13 @@ def test_no_plan_of_one_level_has_a_higher_predicted_throughput(instance: Instan
 def test_a_straight_a_replicated_and_a_data_parallel_optimum_by_hand() -> None:
     even = Instance((3, 3), (10, 10), (1, 0), [(2, 1.0)])
     # One stage: max(6, 2 x 1 x 20 / 1) / 2 = 20. Two stages: 3 s each, 2 x 1 / 1 = 2 s between them.
-    assert search(even) == (3, (FoundStage(0, 0, (0,)), FoundStage(1, 1, (1,))))
+    assert search(even) == (3, (FoundStage(0, 1, (0,)), FoundStage(1, 2, (1,))))
     light = even._replace(weights=(1, 1), activations=(4, 0))
     # Two stages: 2 x 4 / 1 = 8. One stage: max(6, 2 x 1 x 2) / 2 = 3.
-    assert search(light) == (3, (FoundStage(0, 1, (0, 1)),))
+    assert search(light) == (3, (FoundStage(0, 2, (0, 1)),))
     uneven = Instance((8, 2), (1, 100), (1, 0), [(3, 1.0)])
     # 2-1: max(8, 2 x 1 x 1) / 2 = 4, and 2 x 1 = 2 between. 3: 2 x 2 x 101 / 3 = 134.7. 1-2: 8 and more.
-    assert search(uneven) == (4, (FoundStage(0, 0, (0, 1)), FoundStage(1, 1, (2,))))
+    assert search(uneven) == (4, (FoundStage(0, 1, (0, 1)), FoundStage(1, 2, (2,))))
 
 
 def test_two_levels_by_hand() -> None:
@@ -122,11 +122,11 @@ def test_two_levels_by_hand() -> None:
     # In a server: straight max(3, 2 x 20 / 10) = 4; one stage max(6, 2 x 20 / 10) / 2 = 3, which is better.
     # Over the servers: one stage max(3, 2 x 20 / 1) / 2 = 20; a cut between servers takes 2 x 20 / 1 = 40.
     found = search(Instance((3, 3), (10, 10), (20, 0), levels))
-    assert found == (20, (FoundStage(0, 1, (0, 1, 2, 3)),))
+    assert found == (20, (FoundStage(0, 2, (0, 1, 2, 3)),))
     # One stage over the servers: 2 x 60 / 2 = 60. A cut: 2 x 5 = 10, and its stages in a server
     # max(3, 2 x 50 / 10) / 2 = 5 and max(3, 2 x 10 / 10) / 2 = 1.5.
     found = search(Instance((3, 3), (50, 10), (5, 0), levels))
-    assert found == (10, (FoundStage(0, 0, (0, 1)), FoundStage(1, 1, (2, 3))))
+    assert found == (10, (FoundStage(0, 1, (0, 1)), FoundStage(1, 2, (2, 3))))
 
 
 def test_a_pipeline_inside_each_server_is_replicated_over_the_servers_by_hand() -> None:
@@ -134,7 +134,7 @@ def test_a_pipeline_inside_each_server_is_replicated_over_the_servers_by_hand() 
     # In a server: straight max(6, 2 x 1 / 1) = 6; one stage max(12, 2 x 100 / 1) / 2 = 100. Over the servers: that
     # pipeline twice, max(6, 2 x 100 / 100) / 2 = 3; a cut has stages of max(6, 2 x 50 / 1) / 2 = 50.
     found = search(Instance((6, 6), (50, 50), (1, 0), [(2, 1.0), (2, 100.0)]))
-    assert found == (3, (FoundStage(0, 0, (0, 2)), FoundStage(1, 1, (1, 3))))
+    assert found == (3, (FoundStage(0, 1, (0, 2)), FoundStage(1, 2, (1, 3))))
 
 
 def test_formula_of_a_pipeline_that_is_replicated_over_two_servers_by_hand() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import random
 from typing import Any
 
 import pytest
@@ -14,9 +13,9 @@ from hypothesis import strategies as st
 import dapple_tf as dapple
 from dapple_tf.errors import PlanError
 from dapple_tf.planner.api import make_problem, run_planner
+from dapple_tf.planner.costs import ChainCosts
 from dapple_tf.planner.planning_problem import PlanningProblem
-from dapple_tf.planner.systems.piper import find_piper, piper_costs, plan_piper
-from dapple_tf.planner.systems.piper_search import PiperStage, find_configuration, largest_load
+from dapple_tf.planner.systems.piper import PiperStage, find_configuration, plan_piper
 from dapple_tf.plans import Plan
 from dapple_tf.profiler.linearise import without_unsplittable_cuts
 from tests.dapple_tf.planner.builders import AMPLE, Case, cases, make_cluster, make_profile
@@ -87,7 +86,7 @@ def test_no_configuration_has_a_smaller_maximum_load(case: Case, data: st.DataOb
     problem = make_problem(case.profile, case.cluster, global_batch_size=case.batch, **case.options)
     size = data.draw(st.sampled_from(problem.micro_batch_sizes))
     reference, chain = Reference(problem, size), without_unsplittable_cuts(problem.chain)
-    found = find_configuration(piper_costs(problem, chain, size), case.cluster.devices)
+    found = find_configuration(ChainCosts(problem, chain, size))
     if found:
         assert [stage.first for stage in found] == [0, *(stage.end for stage in found[:-1])]
         assert found[-1].end == len(reference.positions) - 1
@@ -141,15 +140,3 @@ def test_a_model_that_does_not_fit_has_no_plan() -> None:
 def test_more_devices_than_it_is_for_are_refused() -> None:
     with refused(PlanError, "4097 devices", "planner 'best'"):
         plan(*[1] * 4097)
-
-
-@given(st.integers(64, 80), st.integers(0, 10**6), st.sampled_from([AMPLE, 2000.0]))
-def test_many_blocks_are_planned_as_without_a_ceiling(blocks: int, seed: int, memory: float) -> None:
-    """A configuration of merged blocks only leaves out what is worse."""
-    draw = random.Random(seed)
-    layers = [(draw.random(), draw.random(), 10 * draw.random(), 5.0, 10 * draw.random()) for _ in range(blocks)]
-    problem = make_problem(make_profile(*layers), make_cluster(2, 2, memory=memory), global_batch_size=8)
-    for size in problem.micro_batch_sizes:
-        costs = piper_costs(problem, problem.chain, size)
-        slow, found = find_configuration(costs, 4), find_piper(problem, problem.chain, size)
-        assert largest_load(costs, found) == pytest.approx(largest_load(costs, slow), rel=1e-12)

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from dapple_tf.planner.api import make_problem
 from dapple_tf.planner.planning_problem import PlanningProblem
-from dapple_tf.planner.search.cost_tables import CostTables
-from dapple_tf.planner.search.dynamic_program import search_by_formula
+from dapple_tf.planner.search.formula_search import CostTables, search_by_formula
 from dapple_tf.planner.search.search_space import SearchSpace
 from dapple_tf.planner.step_simulation import stage_cost_arrays
 from dapple_tf.simulator.costs import stage_costs

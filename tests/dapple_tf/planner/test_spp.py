@@ -16,13 +16,17 @@ from dapple_tf.errors import PlanError
 from dapple_tf.graph_passes.schedules.spec import ScheduleSpec
 from dapple_tf.planner.api import make_problem, run_planner
 from dapple_tf.planner.systems.device_order import device_bandwidths, order_by_cuts
-from dapple_tf.planner.systems.spp_execution import execution_order, makespan, schedule_name
-from dapple_tf.planner.systems.spp_partition import (
-    Partition,
+from dapple_tf.planner.systems.spp import (
+    Mapped as Partition,
+)
+from dapple_tf.planner.systems.spp import (
     SppCosts,
     SppStage,
+    execution_order,
     find_partitions,
     least_bandwidths,
+    makespan,
+    schedule_name,
     stage_seconds,
 )
 from dapple_tf.plans import Plan
@@ -55,9 +59,9 @@ def instances(draw: st.DrawFn, most_layers: int = 5, most_devices: int = 4) -> I
 
 def to_costs(instance: Instance, order: Sequence[int]) -> SppCosts:
     devices = len(order)
-    replicas = np.arange(devices + 1)[:, None]
+    replicas = np.arange(1, devices + 1)[:, None]
     sums = [np.concatenate([[0.0], np.cumsum(row)]) for row in (instance.forward, instance.backward, instance.alpha)]
-    forward, backward = (np.array(row / np.maximum(replicas, 1), float) for row in sums[:2])
+    forward, backward = (np.array(row / replicas, float) for row in sums[:2])
     ordered = np.array([[instance.bandwidths[v][w] for w in order] for v in order], float)
     return SppCosts(
         forward,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import dapple_tf as dapple
 from dapple_tf.errors import PlanError
 from dapple_tf.planner.api import make_problem
-from dapple_tf.planner.systems.torchgpipe import plan_torchgpipe
+from dapple_tf.planner.systems.straight import plan_torchgpipe
 from dapple_tf.plans import Plan
 from tests.dapple_tf.planner.builders import AMPLE, Case, cases, make_cluster, make_profile
 from tests.dapple_tf.planner.comparators import all_bounds, instances

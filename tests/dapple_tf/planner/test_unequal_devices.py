@@ -17,7 +17,7 @@ from dapple_tf.planner.api import make_problem, run_planner
 from dapple_tf.planner.explain import describe_plan
 from dapple_tf.planner.planning_problem import PlanningProblem
 from dapple_tf.planner.row_shares import cut_rows, share_by_kind, share_rows
-from dapple_tf.planner.search.unequal_cuts import device_orders
+from dapple_tf.planner.search.fit_cuts import device_orders
 from dapple_tf.plans import StagePlan
 from dapple_tf.profiler.cluster import Cluster, DeviceKind, Link, Server
 from dapple_tf.profiler.profile import KindSeconds, LayerCost, Profile

@@ -14,10 +14,10 @@ import tensorflow as tf
 from dapple_tf.autoplan.autoplan import Autoplan
 from dapple_tf.autoplan.options import Options
 from dapple_tf.backend.build_times import BuildTimes
+from dapple_tf.backend.handler import ChooseCompiled
 from dapple_tf.backend.program import Program
-from dapple_tf.compiler import StepVariant
+from dapple_tf.compiler import PlannedModel, StepVariant
 from dapple_tf.errors import BatchError, UsageError
-from dapple_tf.plans import Plan
 from dapple_tf.runtime.compile_step import (
     MOST_TRACES,
     CompiledStep,
@@ -27,7 +27,6 @@ from dapple_tf.runtime.compile_step import (
     compile_step,
     read_batch,
 )
-from dapple_tf.staged_model import StagedModel
 from tests.dapple_tf.backend.builders import DEVICES
 from tests.dapple_tf.builders import X, chain, step_of
 
@@ -43,9 +42,11 @@ class RecordingTarget(LocalTarget):
     def announce(self, what: str, batch_size: int, signature: Sequence[tf.TensorSpec]) -> None:
         self.announced.append(what)
 
-    def build(self, model: StagedModel, plan: Plan, variant: StepVariant, times: BuildTimes, **options: Any) -> Program:
-        self.built.append((plan.micro_batches, plan.replicas, variant))
-        return super().build(model, plan, variant, times, **options)
+    def build(
+        self, planned: PlannedModel, variant: StepVariant, times: BuildTimes, choose: ChooseCompiled | None = None
+    ) -> Program:
+        self.built.append((planned.plan.micro_batches, planned.plan.replicas, variant))
+        return super().build(planned, variant, times, choose)
 
 
 class Compiler:

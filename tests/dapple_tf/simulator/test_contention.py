@@ -17,10 +17,9 @@ from dapple_tf.graph_passes.schedules.spec import ScheduleSpec, parse_schedule
 from dapple_tf.profiler.cluster import Cluster, Link, Server
 from dapple_tf.simulator.contention import Flows, find_flows
 from dapple_tf.simulator.costs import exposed_seconds, overlapped_rings
-from dapple_tf.simulator.engine import run, run_in_python, uniform_seconds
+from dapple_tf.simulator.engine import make_rings, run, run_in_python, uniform_seconds
 from dapple_tf.simulator.execution import Execution, execute
 from dapple_tf.simulator.order import encode
-from dapple_tf.simulator.rings import make_rings
 from dapple_tf.simulator.simulate import simulate
 from dapple_tf.simulator.transfer import allreduce_cost, link_tables, ring_seconds, transfer_cost
 from dapple_tf.timeline.critical_path import sum_by_kind

@@ -15,13 +15,17 @@ from dapple_tf.errors import ScheduleError
 from dapple_tf.graph_passes.schedules.interleaved import interleaved_1f1b
 from dapple_tf.graph_passes.schedules.schedule import Action, Kind, Schedule, run_schedule
 from dapple_tf.graph_passes.schedules.spec import ScheduleSpec, early_backward, parse_schedule
-from dapple_tf.simulator.compiled_engine import step_seconds
-from dapple_tf.simulator.engine import run, uniform_seconds
+from dapple_tf.simulator.engine import make_rings, run, step_seconds, uniform_seconds
 from dapple_tf.simulator.execution import execute
-from dapple_tf.simulator.held_stash import count_in_flight, worker_peaks
 from dapple_tf.simulator.memory import peak_bytes
-from dapple_tf.simulator.order import decode_order, early_backward_order, encode, has_weights, interleaved_order
-from dapple_tf.simulator.rings import make_rings
+from dapple_tf.simulator.order import (
+    HeldStash,
+    decode_order,
+    early_backward_order,
+    encode,
+    has_weights,
+    interleaved_order,
+)
 from dapple_tf.timeline.stage_costs import StageCosts
 from tests.dapple_tf.simulator.builders import arrays, cost, order_of, runs, schedules, seconds, step_of
 from tests.dapple_tf.simulator.reference import longest_paths
@@ -78,9 +82,9 @@ def test_compiled_and_plain_interleaved_orders_are_equal(workers: int, chunks: i
 @given(schedules())
 def test_the_most_that_stages_hold_is_counted_from_orders(schedule: Schedule) -> None:
     order, stages = encode(schedule), len(schedule.stages)
-    assert tuple(count_in_flight(order)) == schedule.in_flight
+    assert tuple(HeldStash.of(order).in_flight()) == schedule.in_flight
     nothing = np.zeros(stages)
-    assert tuple(worker_peaks(order, nothing, np.ones(stages), nothing)) == schedule.stashes
+    assert tuple(HeldStash.of(order).peaks(nothing, np.ones(stages), nothing)) == schedule.stashes
 
 
 @given(runs(), st.lists(st.tuples(seconds, seconds, seconds), min_size=9, max_size=9))
@@ -90,7 +94,7 @@ def test_the_peaks_of_workers_are_those_of_memory_over_time(
     schedule, costs = drawn
     names = ("fixed_bytes", "stash_bytes", "working_bytes")
     sized = [replace(c, **dict(zip(names, size, strict=True))) for c, size in zip(costs, sizes, strict=False)]
-    peaks = worker_peaks(encode(schedule), *(np.array([getattr(c, name) for c in sized]) for name in names))
+    peaks = HeldStash.of(encode(schedule)).peaks(*(np.array([getattr(c, name) for c in sized]) for name in names))
     wanted = peak_bytes(execute(encode(schedule), sized))
     for worker, stages in enumerate(schedule.worker_map.stages_of):
         assert [wanted[stage] for stage in stages] == pytest.approx([peaks[worker]] * len(stages), rel=1e-12)

@@ -16,8 +16,7 @@ from dapple_tf.graph_passes.schedules.schedule import Schedule
 from dapple_tf.graph_passes.schedules.spec import ScheduleSpec, parse_schedule
 from dapple_tf.simulator.execution import Execution, execute
 from dapple_tf.simulator.memory import memory_over_time, peak_bytes
-from dapple_tf.simulator.named_orders import named_order
-from dapple_tf.simulator.order import encode
+from dapple_tf.simulator.order import encode, named_order
 from dapple_tf.simulator.simulate import simulate
 from dapple_tf.timeline.critical_path import sum_by_kind
 from dapple_tf.timeline.events import Transfer

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dapple_tf.drawing.table import format_ranges
 from dapple_tf.errors import OutputError
 from dapple_tf.simulator.simulate import simulate
 from dapple_tf.timeline.stage_costs import StageCosts
-from dapple_tf.timeline.stage_summary import format_ranges
 from dapple_tf.timeline.timeline import SimulatedTimeline
 from tests.dapple_tf.simulator.builders import (
     cost,

@@ -66,7 +66,7 @@ def test_the_bubble_and_the_utilisation_are_those_of_devices() -> None:
     timeline = interleaved((0,), (1,), (0,), (1,))
     busy = 6 / timeline.step_seconds
     assert timeline.bubble == pytest.approx(1 - busy)
-    assert timeline.utilisation("device:0") == timeline.utilisation("device:1") == pytest.approx(busy)
+    assert timeline.device_utilisation["device:0"] == timeline.device_utilisation["device:1"] == pytest.approx(busy)
     assert timeline.stage_utilisation == pytest.approx([busy / 2] * 4)
 
 

@@ -96,7 +96,7 @@ def test_a_trace_file_is_json(tmp_path: Path) -> None:
     TWO.save(tmp_path / "t.json")
     rows = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
     names = {row["tid"]: row["args"]["name"] for row in rows if row["name"] == "thread_name"}
-    assert names == {0: "stage 0 (/device:CPU:0)", 1: "stage 1 (/device:CPU:1)"}
+    assert names == {2: "stage 0 (/device:CPU:0)", 3: "stage 1 (/device:CPU:1)"}
     assert [(row["name"], row["ts"], row["dur"]) for row in rows if row["ph"] == "X"] == [
         ("0F0", 0, 1e6),
         ("1F0", 1e6, 1e6),

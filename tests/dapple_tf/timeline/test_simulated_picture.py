@@ -8,7 +8,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dapple_tf.drawing.save import trace_events
+from dapple_tf.drawing.trace import trace_events
 from dapple_tf.timeline.picture import make_chart
 from dapple_tf.timeline.stage_costs import StageCosts
 from tests.dapple_tf.simulator.builders import cost, make_timeline, stage_costs

@@ -42,7 +42,7 @@ def test_seconds_and_bubble() -> None:
 
 def test_utilisation_is_by_stage_and_by_device() -> None:
     assert TWO.utilisation == TWO.stage_utilisation == (0.5, 0.5)
-    assert TWO.utilisation("/device:CPU:1") == 0.5
+    assert TWO.device_utilisation["/device:CPU:1"] == 0.5
 
 
 def test_recorded_and_simulated_steps_are_timelines() -> None:
@@ -55,7 +55,7 @@ def test_recorded_and_simulated_steps_are_timelines() -> None:
         assert sum(part.seconds for part in timeline.critical_path) == seconds
         assert {"step_seconds", "bubble", "critical_stage", "critical_path", "stages"} <= set(timeline.to_json())
     assert simulated.devices == ("device:0", "device:1")
-    assert simulated.utilisation("device:1") == simulated.utilisation[1] == pytest.approx(6 / 9)
+    assert simulated.device_utilisation["device:1"] == simulated.utilisation[1] == pytest.approx(6 / 9)
 
 
 def test_the_stages_of_a_recorded_step_have_median_seconds() -> None:
@@ -187,7 +187,7 @@ def test_times_of_several_ranks_become_one_timeline() -> None:
         ("update", None, 6, 6.5),
     ]
     assert found.seconds == 6.5
-    assert found.utilisation("rank:1") == pytest.approx(0.5 / 6.5)
+    assert found.device_utilisation["rank:1"] == pytest.approx(0.5 / 6.5)
     assert found.bubble == pytest.approx(1 - 1.5 / 13)
 
 
@@ -222,10 +222,10 @@ def test_a_recorded_step_of_one_process_knows_what_travels_together() -> None:
 
 
 def test_a_timeline_can_be_copied() -> None:
-    assert TWO.utilisation("/device:CPU:0") == 0.5  # computed before it is copied
+    assert TWO.device_utilisation["/device:CPU:0"] == 0.5  # computed before it is copied
     copied = pickle.loads(pickle.dumps(TWO))
     assert copied == TWO
-    assert copied.utilisation("/device:CPU:0") == 0.5
+    assert copied.device_utilisation["/device:CPU:0"] == 0.5
 
 
 def test_a_transfer_has_started_before_the_first_of_its_receivers_goes_on() -> None:

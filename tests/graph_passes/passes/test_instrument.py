@@ -46,6 +46,28 @@ def test_a_call_is_stamped_when_its_inputs_are_there_and_when_it_has_run() -> No
     )
 
 
+def test_what_follows_a_call_through_other_nodes_starts_after_the_end_of_the_call() -> None:
+    """The end of a call and the start of the exchange behind a ``together`` node were once taken at the same time."""
+    before = """
+        %x = input() -> (float32[?])
+        %stage0/replica0/mb0/forward = forward(%x:0) {micro_batch=0, replica=0, stage=0} -> (float32[?])
+        %stage0/together = together(%stage0/replica0/mb0/forward:0) {replica=0, stage=0} -> (float32[?])
+        %stage0/slice = slice(%stage0/together:0) -> (float32[?])
+        %stage1/replica0/mb0/forward = forward(%stage0/slice:0) {micro_batch=0, replica=0, stage=1} -> (float32[?])
+        outputs %stage1/replica0/mb0/forward:0
+    """
+    after = Instrument()(graph(before))
+    seen, end = [], "stage0/replica0/mb0/forward/end"
+    waiting = ["stage1/replica0/mb0/forward/start"]
+    while waiting:
+        seen.append(waiting.pop())
+        waiting += after.node(seen[-1]).predecessors()
+    assert end in seen
+    (control,) = after.node("stage0/together").controls
+    assert (control.source, control.reason) == (end, "time: the end is taken before")
+    assert after.node("stage0/slice").controls == ()
+
+
 def test_timed_nodes_are_calls_exchanges_reductions_and_updates_in_order() -> None:
     halves = "".join(f"%stage0/replica0/mb1/{op} = {op}() {{micro_batch=1, replica=0, stage=0}}\n" for op in HALVES)
     found = timed_nodes(Instrument()(graph(CALLS + halves)))

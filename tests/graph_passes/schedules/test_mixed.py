@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dapple_tf.errors import ScheduleError
-from dapple_tf.graph_passes.schedules.schedule import Action, Kind, Schedule, check, read_old_splits, run_schedule
+from dapple_tf.graph_passes.schedules.schedule import Action, Kind, Schedule, check, name_input_halves, run_schedule
 from dapple_tf.graph_passes.schedules.spec import ScheduleSpec, parse_schedule
 from tests.graph_passes.builders import refused
 from tests.graph_passes.schedules.mixed import mixed
@@ -94,7 +94,7 @@ def test_b_beside_w_is_read_as_i() -> None:
 
 
 def test_actions_that_are_in_no_order_are_read_alike() -> None:
-    found = read_old_splits([Action(0, "W", 1), Action(0, "B", 0), Action(0, "B", 1), Action(1, "B", 1)])
+    found = name_input_halves([Action(0, "W", 1), Action(0, "B", 0), Action(0, "B", 1), Action(1, "B", 1)])
     assert list(map(str, found)) == ["0W1", "0B0", "0I1", "1B1"]
 
 

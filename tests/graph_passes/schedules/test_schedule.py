@@ -584,3 +584,8 @@ def test_the_error_of_wrong_actions_names_only_some() -> None:
     with pytest.raises(ScheduleError) as caught:
         parse_schedule(" ".join(f"0F{number}" for number in range(10_000)))
     assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize(("written", "known"), [("GPipe", "gpipe"), ("1F1B:D=2", "1f1b:D=2"), ("ZB-V", "zb-v")])
+def test_a_name_may_be_written_in_any_case(written: str, known: str) -> None:
+    assert ScheduleSpec.parse(written) == ScheduleSpec.parse(known)

@@ -11,9 +11,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from dapple_tf.examples.gpt import gpt
 from dapple_tf.graph_passes.schedules.spec import ScheduleSpec
 from dapple_tf.plans import Plan, StagePlan
-from models.gpt import gpt
 from tests.dapple_tf.distributed.programs.embedding_cases import clipping_adam, embedding, id_batches
 from tests.dapple_tf.distributed.programs.text_cases import (
     batches_of_lengths,

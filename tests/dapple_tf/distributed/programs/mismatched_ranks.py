@@ -141,7 +141,7 @@ def batch_too_small_for_the_replicas() -> None:
 
 
 def long_texts() -> None:
-    job().compare({"text": "a" * 900 + ("one" if is_last() else "another") + "b" * 900})
+    job().agree("text", "a" * 900 + ("one" if is_last() else "another") + "b" * 900)
 
 
 CASES: Mapping[str, Callable[[], None]] = {

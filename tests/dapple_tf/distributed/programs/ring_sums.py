@@ -8,9 +8,8 @@ import numpy as np
 import tensorflow as tf
 
 from dapple_tf import internals
-from dapple_tf.distributed.exchange_network import exchanging_pairs
 from dapple_tf.distributed.membership import current
-from dapple_tf.distributed.ring_all_reduce import RingAllReduce
+from dapple_tf.distributed.native_collectives import NativeCollectives, exchanging_pairs
 from dapple_tf.graph_passes.ir.graph import Graph, Node, attributes, tensor
 
 SHAPES: tuple[tuple[int, ...], ...] = ((), (1,), (0, 5), (7, 11), (129,), (2,), (64, 3), (100_003,))
@@ -42,7 +41,7 @@ def run() -> dict[str, Any]:
         for name, of in (("every", kinds), ("empty", [tensor("float32", 0, 3)]), ("same", [tensor("float32", 1000)]))
     }
     job.exchange_network.connect(exchanging_pairs([Graph("rank", tuple(nodes.values()))] * job.size))
-    ring = RingAllReduce(job.exchange_network.library, PROGRAM, job.rank)
+    ring = NativeCollectives(job.exchange_network.library, PROGRAM, job.rank)
     built = {name: build(ring, node) for name, node in nodes.items()}
     found: dict[str, list[Any]] = {dtype: [] for dtype in DTYPES}
     for step in range(STEPS):
@@ -58,11 +57,11 @@ def run() -> dict[str, Any]:
     return {"sums": found, "nothing": list(nothing.shape), "bytes": tokens}
 
 
-def build(ring: RingAllReduce, node: Node) -> Any:
+def build(ring: NativeCollectives, node: Node) -> Any:
     """Return the function that sums the tensors of ``node`` and returns the token last, as a step's graph does."""
 
     def total(*values: Any) -> Any:
-        sums, token = ring.build(node, values)
+        sums, token = ring.all_reduce(node, values)
         return [*sums, token]
 
     specs = [tf.TensorSpec(kind.shape.dims, kind.dtype.name) for kind in node.outputs[:-1]]

@@ -1,0 +1,215 @@
+"""Models larger than a process: what each rank holds of a model that is made in ``dapple.scope()``.
+
+The dense model is that of the memory table: 24 layers of 2048 x 2048 with Adam, on four ranks. The GPT has at least 450
+million parameters (7 GB of weights, gradients and slots with Adam); each of its ranks runs under a limit on its data
+(RLIMIT_DATA) that one process could not keep. It is saved after three steps, and jobs of two and of three ranks go on
+from there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import Row, run_on_cores, run_ranks
+from benchmarks.needs import find_missing_for_ranks
+
+LAYERS, WIDTH, RANKS = 24, 2048, 4
+GPT = {"layers": 36, "width": 1024, "heads": 16, "context": 32, "batch_size": 4}
+GPT_PARAMETERS = 12 * GPT["layers"] * GPT["width"] ** 2
+LIMIT = 3 * 10**9  # bytes of data of each process
+# The resident set follows what is held: see the guide to memory.
+_RETURNED = {
+    "TF_ENABLE_ONEDNN_OPTS": "0",
+    "MALLOC_MMAP_THRESHOLD_": "1000000",
+    "MALLOC_TRIM_THRESHOLD_": "1000000",
+}
+
+
+def run() -> Iterator[Row]:
+    """Yield the rows of the dense model, of the GPT, and of the profiles of the papers' sizes."""
+    if (missing := find_missing_for_ranks()) is not None:
+        yield Row("ranks", "run", missing, False)
+        return
+    yield from compare_peaks()
+    yield from train_gpt()
+    yield from profile_large_models()
+
+
+def compare_peaks() -> Iterator[Row]:
+    """Yield the resident set of the ranks of the dense model at its peak, and after the first step."""
+    found = {way: run_ranks("benchmarks.large", RANKS, "dense", way, variables=_RETURNED) for way in ("scope", "plain")}
+    for rank, (scope, plain) in enumerate(zip(found["scope"], found["plain"], strict=True)):
+        most = scope["start"] + 1.25 * scope["predicted"]
+        yield Row(
+            f"dense, rank {rank}: peak resident set, its stage predicted at {_mb(scope['predicted'])}",
+            f"at most {_mb(most)}: {_mb(scope['start'])} before the model + 1.25 x predicted",
+            f"{_mb(scope['peak'])} (made outside of the scope: {_mb(plain['peak'])})",
+            scope["peak"] <= most,
+        )
+        after = scope["start"] + 1.1 * scope["predicted"]
+        yield Row(
+            f"dense, rank {rank}: resident set after four steps",
+            f"at most {_mb(after)}",
+            f"{_mb(scope['after'])} (outside of the scope: {_mb(plain['after'])})",
+            scope["after"] <= after,
+        )
+    same = found["scope"][0]["losses"] == found["plain"][0]["losses"]
+    yield Row("dense: losses of both", "equal", "equal" if same else "differ", same)
+    builds = [max(each["build"] for each in found[way]) for way in ("scope", "plain")]
+    yield Row(
+        "dense: first step in the scope over outside of it",
+        "at most 105%",
+        f"{builds[0] / builds[1]:.0%} ({builds[0]:.1f} s, {builds[1]:.1f} s)",
+        builds[0] <= 1.05 * builds[1],
+    )
+
+
+def train_gpt() -> Iterator[Row]:
+    """Yield the rows of the GPT: trained by limited ranks, resumed by others, refused in one limited process."""
+    with tempfile.TemporaryDirectory() as folder:
+        begin = time.perf_counter()
+        first = run_ranks("benchmarks.large", RANKS, "gpt", folder, "3", str(LIMIT), variables=_RETURNED, timeout=3000)
+        yield Row(
+            f"gpt of {GPT_PARAMETERS / 1e6:.0f} M parameters, {RANKS} ranks of {LIMIT / 1e9:g} GB: three steps, saved",
+            "runs",
+            f"losses {_listed(first)}, {time.perf_counter() - begin:.0f} s",
+            len(first) == 3,
+        )
+        for ranks in (3, 2):
+            resumed = run_ranks("benchmarks.large", ranks, "gpt", folder, "5", "0", variables=_RETURNED, timeout=3000)
+            yield Row(
+                f"gpt: goes on as {ranks} ranks",
+                "runs",
+                f"losses {_listed(resumed)}",
+                len(resumed) == 2,
+            )
+    try:
+        run_on_cores("benchmarks.large", [0, 1], "gpt", "", "1", str(LIMIT), timeout=3000)
+        text = "trains"
+    except RuntimeError as error:
+        text = str(error).strip().splitlines()[-1]
+    yield Row("gpt: one process with the same limit", "NoFitError before it allocates", text, "NoFitError" in text)
+
+
+def profile_large_models() -> Iterator[Row]:
+    """Yield the time and memory of the profiles of two models for a device that is not there."""
+    for name, sizes in (("GPT-2 1.3 B", (24, 2048, 16)), ("BERT-Large's size", (24, 1024, 16))):
+        found = run_on_cores("benchmarks.large", [0, 1], "profile", *map(str, sizes), timeout=1200)
+        yield Row(
+            f"profile of {name} for a V100 ({found['parameters'] / 1e6:.0f} M parameters)",
+            "at most 60 s and 1.5 GB",
+            f"{found['seconds']:.0f} s, {found['peak'] / 1e9:.2f} GB",
+            found["seconds"] <= 60 and found["peak"] <= 1.5e9,
+        )
+
+
+def _mb(size: float) -> str:
+    return f"{size / 1e6:.0f} MB"
+
+
+def _listed(losses: list[float]) -> str:
+    return ", ".join(f"{loss:.4f}" for loss in losses)
+
+
+# --- What the processes run
+
+
+def _resident(field: str) -> int:
+    """Return VmRSS (now) or VmHWM (the peak) of this process in bytes."""
+    lines = Path("/proc/self/status").read_text("utf-8").splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
+
+
+def train_dense(way: str) -> Any:
+    """Return the memory, the losses and the seconds of the first step of each rank."""
+    import contextlib
+
+    import keras
+    import numpy as np
+    import tensorflow as tf
+
+    import dapple_tf as dapple
+    from dapple_tf.distributed import membership
+
+    dapple.init()
+    start = _resident("VmRSS")
+    keras.utils.set_random_seed(1)
+    with dapple.scope() if way == "scope" else contextlib.nullcontext():
+        layers = [keras.layers.Dense(WIDTH, "relu", name=f"dense{i}") for i in range(LAYERS)]
+        model = keras.Sequential([keras.Input((WIDTH,)), *layers])
+    cuts = [f"dense{i}" for i in range(LAYERS // RANKS, LAYERS, LAYERS // RANKS)]
+    step = dapple.pipeline(
+        lambda x, y: tf.reduce_mean((model(x) - y) ** 2),
+        optimizer=keras.optimizers.Adam(),
+        stages=cuts,
+        micro_batches=4,
+        schedule="dapple-a",
+    )
+    x = np.random.default_rng(0).normal(size=(16, WIDTH)).astype("float32")
+    begin = time.perf_counter()
+    losses = [float(step(x, x))]
+    build = time.perf_counter() - begin
+    losses += [float(step(x, x)) for _ in range(3)]
+    predicted = step.report.stages[dapple.rank()].predicted.peak
+    own = {"start": start, "peak": _resident("VmHWM"), "after": _resident("VmRSS"), "predicted": predicted}
+    job = membership.current()
+    assert job is not None
+    return job.gather({**own, "losses": losses, "build": build})
+
+
+def train_limited(folder: str, steps: int, limit: int) -> list[float]:
+    """Train the GPT up to this number of steps under a limit on the data; save and resume in ``folder`` where given."""
+    import dapple_tf as dapple
+    from dapple_tf.examples import gpt
+
+    if limit:
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    dapple.init(2)
+    with dapple.scope():
+        workload = gpt(**GPT)
+    stages = max(2, dapple.size())
+    step = dapple.pipeline(workload.loss_fn, optimizer=workload.optimizer, stages=stages, micro_batches=2)
+    batches = iter(workload.dataset)
+    step.build(*next(iter(workload.dataset)))
+    checkpoints = dapple.Checkpoints(folder, step) if folder else None
+    done = 0 if checkpoints is None else checkpoints.restore().steps
+    for _ in range(done):
+        next(batches)
+    losses = [float(step(*next(batches))) for _ in range(steps - done)]
+    if checkpoints is not None and done == 0:
+        checkpoints.save(steps)
+    return losses
+
+
+def profile_gpt(layers: int, width: int, heads: int) -> dict[str, float]:
+    """Return the seconds, the peak of the resident set and the parameters of an analytic profile."""
+    import dapple_tf as dapple
+    from dapple_tf.examples import gpt
+
+    begin = time.perf_counter()
+    dapple.init(1)
+    with dapple.scope():
+        workload = gpt(layers=layers, width=width, heads=heads, context=512, batch_size=4)
+    found = dapple.analytic_profile(workload.loss_fn, next(iter(workload.dataset)), "V100")
+    parameters = sum(layer.parameter_bytes for layer in found.layers) / 4
+    return {"seconds": time.perf_counter() - begin, "peak": float(_resident("VmHWM")), "parameters": parameters}
+
+
+if __name__ == "__main__":
+    kind, *arguments = sys.argv[1:]
+    if kind == "dense":
+        result = train_dense(*arguments)
+    elif kind == "gpt":
+        result = train_limited(arguments[0], int(arguments[1]), int(arguments[2]))
+    else:
+        result = profile_gpt(*map(int, arguments))
+    if os.environ.get("OMPI_COMM_WORLD_RANK", "0") == "0":
+        print(json.dumps(result))

@@ -1,0 +1,238 @@
+"""The record of a training run, format ``dapple-run/1``: a line of JSON for its start, for each step, and for its end.
+
+A line is written when its step is done, so a run that is killed leaves what it has. A run that is resumed goes on in
+the same file. ``dapple report`` reads it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+from dapple_tf.errors import PlanError, RunError
+from dapple_tf.plans import Plan
+from dapple_tf.profiler.read_files import naming_file, parse_json, read_text
+from dapple_tf.profiler.records import Count, Figure, Name, read_record
+
+FORMAT = "dapple-run/1"
+NAME = "run.jsonl"
+"""The file in the folder of a run's checkpoints."""
+
+_LARGEST_FILE = 64 * 2**20  # bytes: about 800,000 steps
+_LAST_TIME = 253_402_300_799  # seconds since 1970
+_ADVICE = "train with --checkpoint-dir DIR or --record FILE"
+
+
+@dataclass(frozen=True)
+class StageBytes:
+    """Predicted bytes of a device of a stage: ``fixed`` between steps, and at most ``in_step`` more during one."""
+
+    fixed: Figure
+    in_step: Figure
+
+
+@dataclass(frozen=True)
+class RunStart:
+    """What a run, or the part of it after step ``done``, began with.
+
+    ``steps``: the number of the last step. ``time``: seconds since 1970. ``processes``: of the job. ``options``: those
+    of the command line that were given. ``memory``: of each stage.
+    """
+
+    model: Name
+    steps: Count
+    done: Count
+    time: Figure
+    processes: Count
+    versions: Mapping[str, Name]
+    options: Mapping[str, Name]
+    plan: Any
+    layer_names: tuple[Name, ...]
+    memory: tuple[StageBytes, ...]
+
+
+@dataclass(frozen=True)
+class RunStep:
+    """A step: its number from 1, loss, seconds and samples; ``bubble``: of a recorded step.
+
+    A loss that is not finite is None.
+    """
+
+    number: Count
+    seconds: Figure
+    samples: Count
+    loss: float | None = None
+    bubble: float | None = None
+
+
+@dataclass(frozen=True)
+class RunEnd:
+    """What is known at the end of a run of which steps were recorded.
+
+    ``simulated_bubble``: of the last one. ``measured``: the bytes that a device of each stage held during a step,
+    beyond those between steps; None where they were not measured one by one. ``together``: predicted and measured bytes
+    of all stages, where these share one allocator.
+    """
+
+    simulated_bubble: float | None = None
+    measured: tuple[Figure | None, ...] = ()
+    together: tuple[Figure, Figure] | None = None
+
+
+@dataclass(frozen=True)
+class _Line:
+    """A line of the file: one of the three."""
+
+    start: RunStart | None = None
+    step: RunStep | None = None
+    end: RunEnd | None = None
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run as it was recorded: its last start, all steps in order, and its end, if it came to that.
+
+    ``resumed``: the steps after which it was resumed. ``first_steps``: the first step of each part, which also builds.
+    """
+
+    start: RunStart
+    plan: Plan
+    steps: tuple[RunStep, ...]
+    end: RunEnd = field(default_factory=RunEnd)
+    resumed: tuple[int, ...] = ()
+    first_steps: tuple[int, ...] = ()
+
+
+def find_run(path: str | os.PathLike[str]) -> Path:
+    """Return the file of a run, which is at ``path`` or in the folder there; RunError where there is none."""
+    file = Path(path)
+    if file.is_dir():
+        file /= NAME
+    if not file.exists():
+        raise RunError(f"{file}: there is no such record of a run: {_ADVICE}")
+    return file
+
+
+def read_run(path: str | os.PathLike[str]) -> Run:
+    """Return the run recorded in the file, or in the folder, at ``path``.
+
+    Steps that a resumed run repeated are those of the repetition. A last line without an end, of a run that was killed
+    while writing, is left out. Raises RunError naming the file, the line and the field that is wrong.
+    """
+    file = find_run(path)
+    start, end, steps = None, RunEnd(), dict[int, RunStep]()
+    resumed, first_steps = [], set[int]()
+    with naming_file(file, RunError):
+        *lines, _ = read_text(file, RunError, "JSON", _LARGEST_FILE).split("\n")
+        for number, text in enumerate(lines, 1):
+            with naming_file(f"line {number}", RunError):
+                line = _read_line(text, first=number == 1)
+            if line.start is not None:
+                start, end, plan_line = line.start, RunEnd(), number
+                steps = {key: step for key, step in steps.items() if key <= start.done}
+                resumed += [start.done] * bool(start.done)
+                first_steps.add(start.done + 1)
+            elif line.step is not None:
+                steps[line.step.number] = line.step
+            elif line.end is not None:
+                end = line.end
+        if start is None:
+            raise RunError(f"it holds no run: {_ADVICE}")
+        with naming_file(f"line {plan_line}: start.plan", RunError):
+            plan = _read_plan(start.plan)
+    return Run(start, plan, tuple(steps[key] for key in sorted(steps)), end, tuple(resumed), tuple(sorted(first_steps)))
+
+
+def _read_line(text: str, *, first: bool) -> _Line:
+    data = parse_json(text, RunError)
+    begins = first or (isinstance(data, dict) and "start" in data)
+    line = read_record(data, _Line, RunError, file_format=FORMAT if begins else None)
+    if begins and line.start is None:
+        raise RunError("start is missing")
+    if line.start is not None and line.start.time > _LAST_TIME:
+        raise RunError(f"start.time is {line.start.time:g}, beyond the year 9999")
+    if (line.start, line.step, line.end).count(None) != 2:
+        raise RunError("it has not one of start, step and end")
+    return line
+
+
+def _read_plan(data: Any) -> Plan:
+    try:
+        return Plan.from_json(data)
+    except PlanError as error:
+        raise RunError(str(error)) from error
+
+
+class RunFile:
+    """Writes the record of a run, or of a part of it that begins with ``start``, to ``path``.
+
+    A run from step 1 replaces the file, a resumed one goes on in it. Raises RunError where a resumed run finds another
+    file, or it cannot be written. A line that cannot be written later ends the record, and ``tell`` says so.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], start: RunStart, tell: Callable[[str], None]) -> None:
+        self._path = Path(path)
+        self._tell = tell
+        self._stream: FileIO | None = None
+        try:
+            goes_on = bool(start.done) and self._path.exists()
+            if goes_on:
+                _check_and_mend(self._path)
+            self._stream = FileIO(self._path, "a" if goes_on else "w")
+        except OSError as error:
+            raise RunError(f"{self._path} cannot be written: {error.strerror}") from error
+        self._write({"format": FORMAT, "start": dataclasses.asdict(start)})
+
+    def __enter__(self) -> RunFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._stream is not None:
+            self._stream.close()
+
+    def add_step(self, step: RunStep) -> None:
+        """Write a step that is done."""
+        self._write({"step": _without_none(step)})
+
+    def end(self, end: RunEnd) -> None:
+        """Write the end."""
+        self._write({"end": _without_none(end)})
+
+    def _write(self, data: Mapping[str, Any]) -> None:
+        if self._stream is None:
+            return
+        try:
+            self._stream.write(f"{json.dumps(data)}\n".encode())
+        except OSError as error:
+            self._stream.close()
+            self._stream = None
+            self._tell(f"warning: {self._path} cannot be written ({error.strerror}): the record of the run ends here")
+
+
+def finite_or_none(number: float) -> float | None:
+    """Return the number, or None where it is NaN or infinite, which JSON has not."""
+    return number if math.isfinite(number) else None
+
+
+def _without_none(record: RunStep | RunEnd) -> dict[str, Any]:
+    return {key: value for key, value in dataclasses.asdict(record).items() if value is not None}
+
+
+def _check_and_mend(path: Path) -> None:
+    """Raise RunError unless the file is the record of a run; remove a last line that was not written to its end."""
+    read_run(path)
+    with path.open("rb+") as stream:
+        data = stream.read()
+        stream.truncate(data.rfind(b"\n") + 1)
+
+
+def bytes_of_stages(memory: Sequence[Mapping[str, Any]]) -> tuple[StageBytes, ...]:
+    """Return the predicted bytes of each stage from the JSON values of ``memory.report.Report``."""
+    return tuple(StageBytes(stage["peak"] - stage["in_step"], stage["in_step"]) for stage in memory)

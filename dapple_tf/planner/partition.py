@@ -1,0 +1,219 @@
+"""Cut a chain of blocks into stages by dynamic programming: one program for the planners of all systems.
+
+What systems differ in are the states and the costs. A *state* is what the stages so far use: a number of stages or of
+devices, or both. A *way* is how a stage leads from one state to another: on which devices, whose seconds are a row of
+a table, with what AllReduce, and over which link its input comes. The least value of a state with the first j blocks is
+
+    min over its ways and over first blocks i < j of
+        combine(value of the way's state before, with i blocks; seconds of entering at i; seconds of blocks i to j)
+
+where ``combine`` is the largest of the three (the busiest stage or link) or their sum.
+
+``partition`` runs in C++ (``simulator/native/partition.h``) where that library is there, else in NumPy; the tests hold
+both equal.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dapple_tf.simulator.arrays import Floats, Integers
+from dapple_tf.simulator.native.library import address, load_library
+
+_FREE = (0.0, 0.0)
+
+
+class Way(NamedTuple):
+    """A stage that leads from state ``before`` to ``state``; states are numbered so that ``before`` is the smaller.
+
+    ``row``: of the table of seconds. ``link``: latency (seconds) and seconds per byte of what enters the stage;
+    ``ring``: those of its AllReduce. ``alike``: whether the stage may begin at any cut, not only at one where stages
+    with different replica counts can meet.
+    """
+
+    state: int
+    before: int
+    row: int = 0
+    link: tuple[float, float] = _FREE
+    ring: tuple[float, float] = _FREE
+    alike: bool = True
+
+
+class Stage(NamedTuple):
+    """Blocks ``first`` to ``end`` (exclusive) as a stage, and the index of its way."""
+
+    first: int
+    end: int
+    way: int
+
+
+@dataclass(frozen=True, eq=False)
+class Partition:
+    """The least ``values`` [states, N + 1] of each state with the first 0, 1 ... N blocks; infinite where none exists.
+
+    ``ways`` and ``firsts`` [states, N + 1]: the way of the last stage, and its first block. ``state``, ``before``: of
+    each way.
+    """
+
+    values: Floats
+    ways: Integers
+    firsts: Integers
+    state: Integers
+    before: Integers
+
+    def stages(self, state: int, blocks: int | None = None) -> tuple[Stage, ...]:
+        """Return the stages of a state's least value with the first ``blocks`` blocks, by default with all."""
+        found, end = list[Stage](), self.values.shape[1] - 1 if blocks is None else blocks
+        while state:
+            way, first = int(self.ways[state, end]), int(self.firsts[state, end])
+            found.append(Stage(first, end, way))
+            state, end = int(self.before[way]), first
+        return tuple(reversed(found))
+
+
+@dataclass(frozen=True, eq=False)
+class Ways:
+    """Ways as arrays [W] (``link`` and ``ring``: [W, 2]), by rising state."""
+
+    states: int
+    state: Integers
+    before: Integers
+    row: Integers
+    link: Floats
+    ring: Floats
+    alike: Integers
+
+    @staticmethod
+    def of_arrays(
+        states: int,
+        state: Integers,
+        before: Integers,
+        row: Integers,
+        link: Floats | None = None,
+        ring: Floats | None = None,
+        alike: Integers | None = None,
+    ) -> Ways:
+        """Return the ways with these fields, sorted by state; those of one state keep their order."""
+        order = np.argsort(state, kind="stable")
+        free = np.zeros((len(state), 2))
+        same = np.ones(len(state), np.uint8) if alike is None else alike[order]
+        link, ring = (free if pair is None else pair[order] for pair in (link, ring))
+        return Ways._make(states, state[order], before[order], row[order], link, ring, same)
+
+    @staticmethod
+    def of(states: int, ways: Sequence[Way]) -> Ways:
+        """Return the ``ways``, sorted by state; those of one state keep their order."""
+        state, before, row, link, ring, alike = zip(*sorted(ways, key=lambda way: way.state), strict=True)
+        return Ways._make(states, state, before, row, link, ring, alike)
+
+    @staticmethod
+    def _make(states: int, state: Any, before: Any, row: Any, link: Any, ring: Any, alike: Any) -> Ways:
+        return Ways(
+            states,
+            np.ascontiguousarray(state, np.int32),
+            np.ascontiguousarray(before, np.int32),
+            np.ascontiguousarray(row, np.int32),
+            np.ascontiguousarray(link, np.float64),
+            np.ascontiguousarray(ring, np.float64),
+            np.ascontiguousarray(alike, np.uint8),
+        )
+
+
+def partition(
+    seconds: Floats,
+    ways: Ways,
+    *,
+    boundary_bytes: Floats | None = None,
+    parameter_bytes: Floats | None = None,
+    splittable: NDArray[np.bool_] | None = None,
+    add: bool = False,
+    latest: bool = True,
+    begin: int = 0,
+    limit: float = np.inf,
+) -> Partition:
+    """Return the least values; those of state 0, without stages, are 0 at block ``begin`` and infinite elsewhere.
+
+    ``seconds`` [rows, N, N + 1]: of blocks i to j (exclusive) as a stage; infinite if they may not be one.
+    ``boundary_bytes`` [N + 1]: those that enter at each block. ``parameter_bytes`` [N + 1]: prefix sums.
+    ``splittable`` [N + 1]: of the cut before each block. ``add``: values are sums, not the largest. Of equal values the
+    first way is taken, with the ``latest`` first block or the earliest; of ways that differ only in the state before
+    and the link, the first way for each first block. ``limit``: stages that take longer are left out.
+    """
+    blocks = seconds.shape[1]
+    nothing = np.zeros(blocks + 1)
+    boundary = nothing if boundary_bytes is None else boundary_bytes
+    parameters = nothing if parameter_bytes is None else parameter_bytes
+    may_split = np.ones(blocks + 1, np.bool_) if splittable is None else splittable
+    values = np.full((ways.states, blocks + 1), np.inf)
+    values[0, begin] = 0.0
+    chosen, firsts = (np.zeros(values.shape, np.int32) for _ in range(2))
+    library = load_library()
+    if library is None:
+        _fill(seconds, ways, boundary, parameters, may_split, add, latest, limit, values, chosen, firsts)
+    else:
+        arrays: list[NDArray[Any]] = [
+            *(np.ascontiguousarray(each, np.float64) for each in (seconds, boundary, parameters)),
+            np.ascontiguousarray(may_split, np.uint8),
+            *(ways.state, ways.before, ways.row, ways.link, ways.ring, ways.alike),
+        ]
+        library.dapple_partition(
+            blocks,
+            ctypes.c_int64(len(ways.state)),
+            int(add),
+            int(latest),
+            ctypes.c_double(limit),
+            *map(address, (*arrays, values, chosen, firsts)),
+        )
+    return Partition(values, chosen, firsts, ways.state, ways.before)
+
+
+def _fill(
+    seconds: Floats,
+    ways: Ways,
+    boundary: Floats,
+    parameters: Floats,
+    splittable: NDArray[np.bool_],
+    add: bool,
+    latest: bool,
+    limit: float,
+    values: Floats,
+    chosen: Integers,
+    firsts: Integers,
+) -> None:
+    """Fill in the values, ways and first blocks as the C++ program does."""
+    blocks = seconds.shape[1]
+    combine = np.add if add else np.maximum
+    starts, ends = np.arange(blocks)[:, None], np.arange(blocks + 1)
+    bytes_of = parameters[None, :] - parameters[:-1, None]
+    order = np.arange(blocks)[:: -1 if latest else 1]
+    for group in _same_stages(ways):
+        sent = ways.link[group, :1] + ways.link[group, 1:] * boundary[None, :blocks]
+        entering = combine(values[ways.before[group], :blocks], sent)
+        entering[(ways.alike[group, None] == 0) & ~splittable[None, :blocks]] = np.inf
+        first_way = np.argmin(entering, axis=0)
+        latency, per_byte = ways.ring[group.start]
+        own = seconds[ways.row[group.start]] + np.where(bytes_of > 0, latency + per_byte * bytes_of, 0.0)
+        found = combine(entering[first_way, np.arange(blocks)][:, None], own)
+        found[(ends <= starts) | (own > limit)] = np.inf
+        first = order[np.argmin(found[order], axis=0)]
+        least, state = found[first, ends], ways.state[group.start]
+        better = least < values[state]
+        values[state, better] = least[better]
+        chosen[state, better], firsts[state, better] = group.start + first_way[first[better]], first[better]
+
+
+def _same_stages(ways: Ways) -> Iterator[slice]:
+    """Yield the ways that follow each other and differ only in the state before and the link."""
+    keys = zip(ways.state.tolist(), ways.row.tolist(), *ways.ring.T.tolist(), strict=True)
+    begin = 0
+    for _, group in groupby(keys):
+        end = begin + sum(1 for _ in group)
+        yield slice(begin, end)
+        begin = end

@@ -1,0 +1,74 @@
+// The cost of a transfer over the boundary between two stages; `measure_loads` of transfer.py is the same in Python.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+namespace dapple {
+
+// `LinkTables` of dapple_tf/simulator/transfer.py.
+struct Links {
+  int servers;
+  const double *inside, *inside_latency;  // [servers] seconds per byte, seconds
+  double interface_, interface_latency;
+  const double *own, *own_latency;  // [servers, servers] of links of single pairs; 0: none
+  bool has_own;
+};
+
+class Transfer {
+ public:
+  explicit Transfer(const Links& links)
+      : leaving(links.servers, 0), entering(links.servers, 0), links_(links) {}
+
+  // Measure a transfer from n to n_next replicas, which hold the rows between two cut points. `sender`, `receiver`: the
+  // server of a replica.
+  template <class Sender, class Receiver>
+  void measure(int n, const Sender& sender, const int64_t* cut, int n_next, const Receiver& receiver,
+               const int64_t* cut_next) {
+    for (const int server : touched) leaving[server] = entering[server] = 0;
+    touched.clear();
+    const int servers = links_.servers;
+    const int64_t whole = cut[n], whole_next = cut_next[n_next];
+    const double total = static_cast<double>(whole) * static_cast<double>(whole_next);
+    double slowest = 0, sent = 0, most_leaving = 0, most_entering = 0;
+    latency = 0;
+    received_.assign(n_next, 0), pair_.assign(links_.has_own ? servers * servers : 0, 0);
+    int i = 0, j = 0;
+    while (i < n && j < n_next) {
+      const int64_t left = std::max(cut[i] * whole_next, cut_next[j] * whole);
+      const int64_t right = std::min(cut[i + 1] * whole_next, cut_next[j + 1] * whole);
+      const double part = static_cast<double>(right - left) / total;
+      const int a = sender(i), b = receiver(j);
+      if (a == b) {
+        sent += part, received_[j] += part;
+        latency = std::max(latency, links_.inside_latency[a]);
+        slowest = std::max(slowest, std::max(sent, received_[j]) * links_.inside[a]);
+      } else if (links_.has_own && links_.own[a * servers + b] > 0) {
+        double& moved = pair_[a * servers + b];
+        moved += part;
+        latency = std::max(latency, links_.own_latency[a * servers + b]);
+        slowest = std::max(slowest, moved * links_.own[a * servers + b]);
+      } else {
+        leaving[a] += part, entering[b] += part;
+        touched.push_back(a), touched.push_back(b);
+        most_leaving = std::max(most_leaving, leaving[a]), most_entering = std::max(most_entering, entering[b]);
+        latency = std::max(latency, links_.interface_latency);
+      }
+      const bool ends = right == cut[i + 1] * whole_next;
+      if (right == cut_next[j + 1] * whole) ++j;
+      if (ends) ++i, sent = 0;
+    }
+    per_byte = std::max(slowest, std::max(most_leaving, most_entering) * links_.interface_);
+  }
+
+  double latency = 0, per_byte = 0;        // alone
+  std::vector<double> leaving, entering;   // [servers] the parts of the bytes that pass each interface
+  std::vector<int> touched;                // the servers for which they are not 0
+
+ private:
+  Links links_;
+  std::vector<double> received_, pair_;
+};
+
+}  // namespace dapple

@@ -1,0 +1,122 @@
+#!/usr/bin/env python3
+"""Print the size of the source as a Markdown table: lines and modules by folder, importers, circles, window branches.
+
+    python scripts/source_figures.py [COMMIT]
+
+With a commit it measures that commit's tree, which it unpacks into a temporary folder, so that two outputs compare.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
+from io import BytesIO
+from pathlib import Path
+
+import networkx as nx
+
+ROOT = Path(__file__).parent.parent
+SOURCE = ("dapple_tf", "graph_passes", "profiler")
+USERS = ("models", "examples", "benchmarks", "tests")
+ALONE_LINES = 100
+WINDOW_WORDS = {"window", "in_turn"}
+
+
+def main() -> int:
+    """Print the table of this tree, or of the commit that is named."""
+    if len(sys.argv) == 1:
+        print_figures(ROOT)
+        return 0
+    done = subprocess.run(["git", "archive", sys.argv[1]], cwd=ROOT, capture_output=True, check=False)
+    if done.returncode:
+        print(f"there is no commit {sys.argv[1]}", file=sys.stderr)
+        return 2
+    with tempfile.TemporaryDirectory() as folder:
+        with tarfile.open(fileobj=BytesIO(done.stdout)) as archive:
+            archive.extractall(folder, filter="data")
+        print_figures(Path(folder))
+    return 0
+
+
+def print_figures(root: Path) -> None:
+    """Print the table of the tree at ``root``."""
+    files = {path: path.read_text("utf-8") for folder in SOURCE for path in _python_files(root / folder)}
+    modules = {_module(root, path): text for path, text in files.items()}
+    graph = nx.DiGraph((a, b) for a, text in modules.items() for b in _imports(text, modules) if a != b)
+    small = [
+        name
+        for name, text in modules.items()
+        if len(text.splitlines()) <= ALONE_LINES and name in graph and graph.in_degree(name) == 1
+    ]
+    circles = [part for part in nx.strongly_connected_components(graph) if len(part) > 1 and "dapple_tf" not in part]
+    rows = [("figure", "value"), ("---", "---")]
+    rows.append(("source: lines of Python, modules", f"{_lines(files.values()):,}, {len(files)}"))
+    folders = Counter[str]()
+    for path, text in files.items():
+        parts = path.relative_to(root).parts
+        folders["/".join(parts[: 2 if parts[0] != "profiler" and len(parts) > 2 else 1])] += len(text.splitlines())
+    rows += [(f"lines in {folder}", f"{lines:,}") for folder, lines in sorted(folders.items())]
+    native = [p for folder in SOURCE for pattern in ("*.cc", "*.h") for p in (root / folder).rglob(pattern)]
+    rows.append(("source: lines of C++", f"{_lines(p.read_text('utf-8') for p in native):,}"))
+    for folder in USERS:
+        found = [path.read_text("utf-8") for path in _python_files(root / folder)]
+        rows.append((f"{folder}: lines of Python, files", f"{_lines(found):,}, {len(found)}"))
+    rows.append((f"modules of at most {ALONE_LINES} lines with one importer", str(len(small))))
+    rows.append(("circles of files", str(len(circles))))
+    branches = sum(_window_branches(text) for path, text in files.items() if "window" not in path.name)
+    rows.append(("branches on the window in files without it in their name", str(branches)))
+    for left, right in rows:
+        print(f"| {left} | {right} |")
+
+
+def _python_files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*.py") if not path.is_symlink())
+
+
+def _lines(texts: Iterable[str]) -> int:
+    return sum(len(text.splitlines()) for text in texts)
+
+
+def _module(root: Path, path: Path) -> str:
+    return ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
+
+
+def _imports(text: str, modules: Collection[str]) -> Iterator[str]:
+    """Yield the project's modules that a file imports, by their paths in the tree."""
+    for node in ast.walk(ast.parse(text)):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        for name in names:
+            linked = name.startswith(("dapple_tf.graph_passes", "dapple_tf.profiler"))
+            if (home := name.removeprefix("dapple_tf.") if linked else name) in modules:
+                yield home
+
+
+def _window_branches(text: str) -> int:
+    """Return how many tests ask for a window: of if, while, and, or, conditional expressions and comprehensions."""
+    tests: list[ast.AST] = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.If | ast.IfExp | ast.While):
+            tests.append(node.test)
+        elif isinstance(node, ast.comprehension):
+            tests += node.ifs
+        elif isinstance(node, ast.match_case) and node.guard is not None:
+            tests.append(node.guard)
+    return sum(any(_names_window(part) for part in ast.walk(test)) for test in tests)
+
+
+def _names_window(node: ast.AST) -> bool:
+    name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+    return name in WINDOW_WORDS
+
+
+if __name__ == "__main__":
+    sys.exit(main())

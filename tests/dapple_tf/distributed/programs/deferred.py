@@ -1,0 +1,59 @@
+"""On two ranks: a model made in ``dapple.scope()``, of which each rank makes only the values of its stage."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import dapple_tf as dapple
+
+WIDTH = 48
+X = np.random.default_rng(0).normal(size=(8, WIDTH)).astype("float32")
+
+
+def make_model() -> keras.Model:
+    """Return four dense layers, the first of which is used again at the end (tied)."""
+    inputs = keras.Input((WIDTH,))
+    layers = [keras.layers.Dense(WIDTH, "tanh", name=f"layer{i}") for i in range(4)]
+    y = inputs
+    for layer in (*layers, layers[0]):
+        y = layer(y)
+    return keras.Model(inputs, y)
+
+
+def run() -> dict[str, Any]:
+    """Return the results of a job whose ranks have one seed, of one where rank 1 reads a weight, and with two seeds."""
+    return {
+        "made by owners": train(seed=5),
+        "read early": train(seed=5, reads=True),
+        "two seeds": train(seed=dapple.rank()),
+    }
+
+
+def train(*, seed: int, reads: bool = False) -> dict[str, Any]:
+    """Return losses, final weights, and what had memory after the build; ``reads``: rank 1 reads a weight before."""
+    keras.utils.set_random_seed(seed)
+    with dapple.scope():
+        model = make_model()
+    if reads and dapple.rank() == 1:
+        model.layers[2].kernel.numpy()
+    optimizer = keras.optimizers.Adam(0.01)
+    step = dapple.pipeline(
+        lambda x: tf.reduce_mean((model(x) - x) ** 2),
+        optimizer=optimizer,
+        stages=["layer2"],
+        micro_batches=2,
+        example_batch=(X,),
+    )
+    held = [w.path for w in (*model.weights, *optimizer.variables) if w.shape.rank == 2 and has_memory(w.value)]
+    losses = [float(step(X)) for _ in range(3)]
+    step.gather()
+    return {"held": held, "losses": losses, "weights": [w.numpy().tolist() for w in model.weights]}
+
+
+def has_memory(variable: tf.Variable) -> bool:
+    """Return whether the variable holds a value here."""
+    return bool(tf.raw_ops.VarIsInitializedOp(resource=variable._handle))

@@ -1,0 +1,234 @@
+"""Variables made in ``dapple.scope()`` have no memory until they are needed, and then the values of eager building."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import dapple_tf as dapple
+from dapple_tf import internals
+from tests.dapple_tf.builders import step_of
+
+WIDTH = 48  # a kernel of 9 KB
+X = np.random.default_rng(0).normal(size=(12, WIDTH)).astype("float32")
+
+
+def sequential() -> keras.Model:
+    layers = [keras.layers.Dense(WIDTH, "relu", name=f"layer{i}") for i in range(4)]
+    return keras.Sequential([keras.Input((WIDTH,)), *layers])
+
+
+def functional() -> keras.Model:
+    """A tied layer, a skip connection, layer norm, an embedding, and initialisers of several kinds."""
+    initialisers = ["he_normal", keras.initializers.TruncatedNormal(seed=4), keras.initializers.Orthogonal()]
+    inputs = keras.Input((WIDTH,))
+    table = keras.layers.Embedding(60, WIDTH, name="table")(tf.range(3))
+    tied = keras.layers.Dense(WIDTH, name="tied", kernel_initializer="random_uniform")
+    y = tied(inputs) + keras.ops.sum(table)
+    for i, initialiser in enumerate(initialisers):
+        y = keras.layers.LayerNormalization()(y)
+        y = keras.layers.Dense(WIDTH, "tanh", name=f"dense{i}", kernel_initializer=initialiser)(y)
+    return keras.Model(inputs, tied(y) + inputs)
+
+
+class Subclassed(keras.Model):
+    """Builds its layers at its first call, and a weight of its own with a seeded initialiser."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers_of_mine = [keras.layers.Dense(WIDTH, name=f"own{i}") for i in range(3)]
+
+    def build(self, shape: Sequence[Any]) -> None:
+        self.gain = self.add_weight(shape=(WIDTH, WIDTH), initializer=keras.initializers.RandomNormal(seed=7))
+        for layer in self.layers_of_mine:
+            layer.build(shape)
+
+    def call(self, x: Any) -> Any:
+        for layer in self.layers_of_mine:
+            x = layer(x)
+        return x @ self.gain
+
+
+def subclassed() -> keras.Model:
+    model = Subclassed()
+    model.build((None, WIDTH))
+    return model
+
+
+def from_configuration() -> keras.Model:
+    model = keras.Model.from_config(functional().get_config())
+    assert isinstance(model, keras.Model)
+    return model
+
+
+def build(make: Callable[[], keras.Model], *, deferred: bool) -> keras.Model:
+    keras.utils.set_random_seed(11)
+    if not deferred:
+        return make()
+    with dapple.scope():
+        return make()
+
+
+def has_memory(variable: tf.Variable) -> bool:
+    return bool(tf.raw_ops.VarIsInitializedOp(resource=variable._handle))
+
+
+MODELS = [sequential, functional, subclassed, from_configuration]
+
+
+@pytest.mark.parametrize("make", MODELS)
+def test_values_are_those_of_eager_building_in_any_order(make: Callable[[], keras.Model]) -> None:
+    eager, deferred = build(make, deferred=False), build(make, deferred=True)
+    large = [w for w in deferred.weights if w.shape.num_elements() >= WIDTH * WIDTH]
+    assert len(large) >= 4
+    assert not any(has_memory(w.value) for w in large)
+    pairs = list(zip(eager.weights, deferred.weights, strict=True))
+    random.Random(5).shuffle(pairs)
+    for one, other in pairs:
+        np.testing.assert_array_equal(one.numpy(), other.numpy())
+    assert all(has_memory(w.value) for w in deferred.weights)
+
+
+@pytest.mark.parametrize("make", MODELS)
+def test_training_equals_that_of_a_model_built_eagerly_and_no_value_is_made_at_home(
+    make: Callable[[], keras.Model],
+) -> None:
+    eager, deferred = build(make, deferred=False), build(make, deferred=True)
+    results = []
+    for model in (eager, deferred):
+        optimizer = keras.optimizers.Adam(0.01)
+
+        def loss(x: tf.Tensor, model: keras.Model = model) -> tf.Tensor:
+            return tf.reduce_mean((model(x) - x) ** 2)
+
+        step = step_of(loss, optimizer=optimizer, stages=3, micro_batches=3, schedule="dapple-a")
+        losses = [float(step(X)) for _ in range(3)]
+        values = [w.numpy() for w in model.weights] + [v.numpy() for v in optimizer.variables]
+        results.append((losses, values, [w.value.device for w in model.weights]))
+    assert results[0][0] == results[1][0]
+    for one, other in zip(results[0][1], results[1][1], strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert results[0][2] == results[1][2]
+    assert len(set(results[1][2])) > 1
+
+
+READERS: dict[str, Callable[[keras.Model, Path], Any]] = {
+    "numpy": lambda model, _: model.weights[0].numpy(),
+    "get_weights": lambda model, _: model.get_weights()[0],
+    "a call": lambda model, _: model(X).numpy(),
+    "predict": lambda model, _: model.predict(X, verbose=0),
+    "a function": lambda model, _: tf.function(lambda: model.weights[0].value * 2.0)().numpy(),
+    "repr": lambda model, _: repr(model.weights[0].value),
+    "assign_add": lambda model, _: model.weights[0].value.assign_add(tf.ones((WIDTH, WIDTH))).numpy(),
+    "a file": lambda model, folder: (
+        (model.save(folder / "m.keras"), keras.models.load_model(folder / "m.keras"))[1].weights[0].numpy()
+    ),
+    "a checkpoint": lambda model, folder: tf.train.load_variable(
+        tf.train.Checkpoint(w=model.weights[0].value).save(str(folder / "c")), "w/.ATTRIBUTES/VARIABLE_VALUE"
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy")  # Keras's own
+@pytest.mark.parametrize("reader", READERS)
+def test_who_reads_early_gets_the_value_of_eager_building(reader: str, tmp_path: Path) -> None:
+    found = []
+    for deferred in (False, True):
+        folder = tmp_path / str(deferred)
+        folder.mkdir()
+        found.append(READERS[reader](build(sequential, deferred=deferred), folder))
+    if reader == "repr":
+        assert found[0].partition("numpy=")[2] == found[1].partition("numpy=")[2]
+    else:
+        np.testing.assert_array_equal(found[0], found[1])
+
+
+def test_summary_and_set_weights_make_no_first_value(tmp_path: Path) -> None:
+    model = build(sequential, deferred=True)
+    model.summary(print_fn=lambda text: None)
+    assert not has_memory(model.layers[0].kernel.value)
+    wanted = [np.full(w.shape, i, "float32") for i, w in enumerate(model.weights)]
+    model.set_weights(wanted)
+    for weight, value in zip(model.weights, wanted, strict=True):
+        np.testing.assert_array_equal(weight.numpy(), value)
+
+
+def test_a_failed_assignment_leaves_the_first_value_to_be_made() -> None:
+    eager, deferred = (build(sequential, deferred=d).layers[0].kernel.value for d in (False, True))
+    with pytest.raises(ValueError, match="shape"):
+        deferred.assign(tf.zeros((3, 3)))
+    assert not has_memory(deferred)
+    np.testing.assert_array_equal(eager.numpy(), deferred.numpy())
+
+
+def test_functions_are_called_once() -> None:
+    calls = []
+
+    def value() -> tf.Tensor:
+        calls.append(1)
+        return tf.zeros((WIDTH, WIDTH))
+
+    with dapple.scope():
+        variable = tf.Variable(value)
+    assert not has_memory(variable)
+    assert variable.numpy().sum() == 0
+    assert calls == [1]
+
+
+def test_values_that_another_order_would_change_are_made_at_once() -> None:
+    def make() -> list[tf.Variable]:
+        tf.random.set_seed(3)
+        np.random.seed(4)  # what users write
+        generator = tf.random.Generator.from_seed(5)
+        shape = (WIDTH, WIDTH)
+        first = tf.Variable(lambda: tf.random.normal(shape))
+        return [
+            first,
+            tf.Variable(lambda: generator.normal(shape)),
+            tf.Variable(lambda: tf.constant(np.random.normal(size=shape))),
+            tf.Variable(lambda: first * 2.0),
+            tf.Variable(tf.random.normal(shape)),
+            tf.Variable(np.ones(shape)),
+            tf.Variable(lambda: tf.random.uniform(shape, seed=8)),
+        ]
+
+    eager = make()
+    with dapple.scope():
+        at_once = make()
+    assert all(map(has_memory, at_once))
+    for one, other in zip(eager, at_once, strict=True):
+        np.testing.assert_array_equal(one.numpy(), other.numpy())
+
+
+def test_a_function_that_fails_raises_its_error_where_the_variable_is_made() -> None:
+    def broken() -> tf.Tensor:
+        raise ZeroDivisionError("the user's mistake")
+
+    with dapple.scope(), pytest.raises(ZeroDivisionError, match="the user's mistake"):
+        tf.Variable(broken)
+
+
+def test_a_variable_that_is_released_before_it_had_a_value_says_so_when_it_is_read() -> None:
+    variable = build(sequential, deferred=True).layers[0].kernel.value
+    internals.release_variables([variable], "ask for it")
+    with pytest.raises(tf.errors.FailedPreconditionError, match="ask for it"):
+        variable.numpy()
+
+
+def test_slots_are_made_where_their_variables_are() -> None:
+    model, optimizer = build(sequential, deferred=True), keras.optimizers.Adam()
+    step = step_of(lambda x: tf.reduce_mean(model(x) ** 2), optimizer=optimizer, stages=2, micro_batches=2)
+    step.build(X)
+    places = {w.path: w.value.device for w in model.weights}
+    slots = [v for v in optimizer.variables if v.shape.rank == 2]
+    assert len(slots) == 8
+    for slot in slots:
+        (path,) = (p for p in places if p.replace("/", "_") in slot.path)
+        assert slot.value.device == places[path]
