@@ -62,7 +62,7 @@ class _Table:
             shares = {device: np.where(own > 0, taken / own, 1 / number) for device, own in alone.items()}
         for device, share in shares.items():
             taken[costs.needed_bytes(1, share) > usable_bytes(costs.problem.cluster.memory_of(device))] = np.inf
-        return np.where(np.isnan(taken), 0.0, taken)
+        return _rounded(np.where(np.isnan(taken), 0.0, taken))
 
     def ring(self, devices: Sequence[int]) -> tuple[float, float]:
         """Return the latency (seconds) and the seconds per byte of an AllReduce."""
@@ -86,6 +86,13 @@ class _Table:
 
     def _homes(self, devices: Sequence[int]) -> tuple[int, ...]:
         return tuple(self.costs.problem.cluster.homes[device] for device in devices)
+
+
+def _rounded(seconds: Floats) -> Floats:
+    """Return the seconds to 40 bits, so that equal stages are equally fast: of these the first cut is taken."""
+    mantissa, exponent = np.frexp(seconds)
+    rounded: Floats = np.ldexp(np.round(np.ldexp(mantissa, 40)), exponent - 40)
+    return rounded
 
 
 def fit_cuts(
