@@ -13,9 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dapple_tf.planner import partition as program
+from dapple_tf.planner.api import make_problem
 from dapple_tf.planner.costs import from_the_end
 from dapple_tf.planner.partition import Stage, Way, Ways, partition
-from tests.dapple_tf.planner.builders import figures
+from dapple_tf.planner.search.fit_cuts import fit_cuts
+from tests.dapple_tf.planner.builders import figures, make_cluster, make_profile
 
 
 @st.composite
@@ -108,3 +110,13 @@ def test_a_program_from_the_end_sees_the_blocks_in_reverse() -> None:
     seconds = np.array([[0.0, 1.0, 2.0], [0.0, 0.0, 4.0]])  # block 0 takes 1 s, both 2 s, block 1 takes 4 s
     np.testing.assert_array_equal(from_the_end(seconds)[0], [np.inf, 4.0, 2.0])
     assert from_the_end(seconds)[1, 2] == 1.0
+
+
+@pytest.mark.parametrize("seconds", [0.1, 1 / 3, 0.7])
+def test_of_equally_fast_cuts_the_first_is_taken_whatever_sums_are_rounded_to(seconds: float) -> None:
+    """Ten equal layers on four devices: the last stages have 3, which leaves 2 for each of the others."""
+    profile = make_profile(*[(seconds, 2 * seconds)] * 10)
+    problem = make_problem(profile, make_cluster(4), global_batch_size=16)
+    stages = fit_cuts(problem, [[0], [1], [2], [3]], 4)
+    assert stages is not None
+    assert [stage.first_layer for stage in stages] == [0, 2, 4, 7]
