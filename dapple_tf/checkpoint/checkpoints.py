@@ -25,14 +25,14 @@ from typing import Any
 import tensorflow as tf
 
 from dapple_tf.checkpoint.file import CheckpointFile, DamagedError, can_store, open_checkpoint, write_checkpoint
+from dapple_tf.checkpoint.names import NAME, list_checkpoints, steps_of
 from dapple_tf.distributed import membership
 from dapple_tf.distributed.variable_transfer import load_values, stream_values
 from dapple_tf.errors import CheckpointError, warn_user
 from dapple_tf.profiler.quote import quote
 from dapple_tf.runtime.step import PipelinedStep
 
-_NAME = re.compile(r"checkpoint-(?:0|[1-9][0-9]*)\.safetensors")
-_PART = re.compile(_NAME.pattern + r"\.[0-9]+\.part")
+_PART = re.compile(NAME.pattern + r"\.[0-9]+\.part")
 _COUNT = re.compile(r"[0-9]{1,18}")
 _KEPT = 2
 
@@ -130,7 +130,7 @@ class Checkpoints:
 
     def _check_names(self, names: list[str]) -> None:
         others = sorted(name for name in names if re.fullmatch(r"ckpt-\d+\.index", name))
-        if others and not any(map(_NAME.fullmatch, names)):
+        if others and not any(map(NAME.fullmatch, names)):
             raise CheckpointError(
                 f"{self._folder} holds checkpoints of tf.train.Checkpoint ({others[-1]}), which have other names for "
                 "variables: give another folder"
@@ -144,7 +144,7 @@ class Checkpoints:
 
     def _find_last(self) -> tuple[CheckpointFile, Position] | None:
         """Return the last good checkpoint and its position; rename later ones, which are damaged."""
-        paths = self._files()
+        paths = list_checkpoints(self._folder)
         damaged: list[DamagedError] = []
         for path in reversed(paths):
             try:
@@ -170,7 +170,7 @@ class Checkpoints:
         path = self._folder / f"checkpoint-{position.steps}.safetensors"
         metadata = {"steps": str(position.steps), "batches": str(position.batches)}
         try:
-            known = sorted({*self._files(), path}, key=_steps_of)
+            known = sorted({*list_checkpoints(self._folder), path}, key=steps_of)
             if known[-1] != path:
                 raise CheckpointError(
                     f"{self._folder} already has {known[-1].name}, of a later step than {position.steps}: restore it "
@@ -184,12 +184,6 @@ class Checkpoints:
         finally:
             _consume(values)  # the other ranks send all of them
         return path
-
-    def _files(self) -> list[Path]:
-        """Return the paths of the checkpoints in the folder, sorted by steps."""
-        return sorted(
-            (self._folder / name for name in os.listdir(self._folder) if _NAME.fullmatch(name)), key=_steps_of
-        )
 
 
 def _read_position(found: CheckpointFile) -> Position:
@@ -213,10 +207,6 @@ def _read_value(found: CheckpointFile, name: str) -> Any:
             f"{name!r} cannot be read from {found.path} any more ({error}). SOME VARIABLES HAVE CHANGED, others have "
             "not: restore again, or start from the beginning"
         ) from error
-
-
-def _steps_of(path: Path) -> int:
-    return int(path.name.removeprefix("checkpoint-").removesuffix(".safetensors"))
 
 
 def _check_variables(found: CheckpointFile, variables: Mapping[str, tf.Variable]) -> None:
@@ -256,7 +246,7 @@ def _list_nearest(names: list[str], others: Any, most: int = 3) -> str:
 # The lock is the kernel's, on a file in the folder: it ends with the process that took it, however that ends.
 
 
-NAME = "lock"
+_LOCK = "lock"
 
 # By device and inode of the file: all users of a folder in this process share one lock, released with the last of them.
 # Like the kernel's locks these belong to the process.
@@ -276,7 +266,7 @@ def lock_folder(folder: Path) -> _FolderLock | None:
     Raises CheckpointError naming the process that holds the lock and its host, or where the lock is no regular file (a
     link's target would be overwritten), OSError if the folder cannot be written.
     """
-    descriptor = _open_lock(folder / NAME)
+    descriptor = _open_lock(folder / _LOCK)
     found = os.fstat(descriptor)
     key = found.st_dev, found.st_ino
     held = _LOCKS.get(key)

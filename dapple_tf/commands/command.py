@@ -94,6 +94,11 @@ class Completed(click.ParamType):  # type: ignore[type-arg]  # generic only from
         return value if self.read is None or not isinstance(value, str) else self.read(value)
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        """Return the words that begin so, or where none does the mark that asks the shell for files."""
-        found = [CompletionItem(word) for word in self.words if word.startswith(incomplete)]
+        """Return the words that begin so, or where none does the mark that asks the shell for files.
+
+        After a comma the next word of a list begins. Words with spaces are not offered: a shell would part them.
+        """
+        before, comma, begun = incomplete.rpartition(",")
+        words = [word for word in self.words if word.startswith(begun) and " " not in word]
+        found = [CompletionItem(f"{before}{comma}{word}") for word in words]
         return found if found or not self.files else [CompletionItem(incomplete, type="file")]

@@ -18,7 +18,7 @@ from dapple_tf.errors import NoFitError
 from dapple_tf.profiler.importers import read_profile
 
 
-@command()
+@command(short_help="Compare the plans of all planners.")
 @PROFILE_ARGUMENT
 @batch_options(
     cloup.option("--planners", type=PLANNERS, help="Planners to compare, such as best,dapple,piper (default: all).")
@@ -50,7 +50,7 @@ def compare(
         costs,
         load_cluster(cluster),
         planners=planners,
-        progress=lambda name: print_progress(f"planning with {name}"),
+        progress=lambda name: print_progress(f"plans with planner {name} ..."),
         **options,
     )
     print_result(str(comparison))

@@ -86,7 +86,8 @@ def check_model_exists(name: str) -> None:
         return
     defined = _defined_names(tree)
     if "*" not in defined and attribute not in defined:
-        near = difflib.get_close_matches(attribute, defined, n=3) or _functions(tree)[:6]
+        callables = _functions(tree)
+        near = difflib.get_close_matches(attribute, callables, n=3) or callables[:6]
         raise ModelError(f"{place} has no callable {attribute!r}; it has {', '.join(near) or 'none'}")
 
 
@@ -94,7 +95,7 @@ def _near_files(path: Path) -> str:
     folder = path.parent
     names = [entry.name for entry in folder.glob("*.py")] if folder.is_dir() else []
     near = difflib.get_close_matches(path.name, names, n=3)
-    return f"; there is {', '.join(str(folder / name) for name in near)}" if near else ""
+    return f"; did you mean {', '.join(str(folder / name) for name in near)}?" if near else ""
 
 
 def _functions(tree: ast.Module) -> list[str]:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from dapple_tf.plans import Plan
 
 
-@command()
+@command(short_help="Make a plan for a cluster.")
 @PROFILE_ARGUMENT
 @batch_options(
     cloup.option(

@@ -21,7 +21,8 @@ def cost_options(*more: Decorator) -> Decorator:
             "--cluster",
             required=True,
             type=CLUSTER,
-            help="A cluster file, or a preset: config-a, config-b:8, config-c:32 (devices).",
+            help="A cluster file, or a preset of DAPPLE's paper with its number of devices: config-a (16), config-b:8, "
+            "config-c:32.",
         ),
         cloup.option(
             "--optimizer-slots",

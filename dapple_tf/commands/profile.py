@@ -22,7 +22,7 @@ from dapple_tf.profiler.profile import LayerCost, Profile
 from dapple_tf.profiler.units import format_samples, format_seconds
 
 
-@command()
+@command(short_help="Find the cost of each layer.")
 @MODEL_ARGUMENT
 @MODEL_OPTIONS
 @cloup.option_group(

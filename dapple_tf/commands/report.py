@@ -13,7 +13,7 @@ from dapple_tf.commands.output import check_output_path, print_result
 from dapple_tf.errors import OutputError
 
 
-@command()
+@command(short_help="Make a page about a run.")
 @click.argument("run", type=FILE)
 @result_options(cloup.option("-o", "--output", type=FILE, help="Save the report as a web page (.html)."))
 def report(run: str, output: str | None, as_json: bool) -> None:

@@ -41,7 +41,7 @@ def _is_schedule(value: str) -> bool:
     return True
 
 
-SCHEDULE = Completed("schedule", ["auto", *map(str, NAMES)], read_schedule)
+SCHEDULE = Completed("schedule", ["auto", "1f1b", *NAMES], read_schedule)
 """The type of a schedule, which the shell completes with the names and with files."""
 
 SCHEDULE_OPTION = cloup.option(

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from dapple_tf.timeline.stage_costs import StageCosts
 
 
-@command(former_names={"--weights": "--weight-gradients"})
-@click.argument("schedule", required=False, type=Completed("schedule", list(NAMES)))
+@command(short_help="Print a schedule as a grid.", former_names={"--weights": "--weight-gradients"})
+@click.argument("schedule", required=False, type=Completed("schedule", ["1f1b", *NAMES]))
 @cloup.option_group(
     "The pipeline",
     cloup.option("--stages", type=click.IntRange(1, 4096), help="Stages in all (default: 4, or those of the text)."),

@@ -14,7 +14,7 @@ from dapple_tf.commands.planning_options import cost_options
 from dapple_tf.profiler.importers import read_profile
 
 
-@command()
+@command(short_help="Simulate a step of a plan.")
 @click.argument("plan", type=FILE)
 @cost_options(
     cloup.option("--profile", required=True, type=FILE, help="A dapple-profile JSON, or a PipeDream graph.txt.")

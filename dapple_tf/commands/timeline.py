@@ -11,7 +11,7 @@ from dapple_tf.commands.command import FILE, command, result_options
 from dapple_tf.commands.output import check_chart_path, check_output_path, print_result
 
 
-@command()
+@command(short_help="Describe a saved trace.")
 @click.argument("trace", type=FILE)
 @result_options(cloup.option("-o", "--output", type=FILE, help="Draw it: .png, .html, or .json (Perfetto)."))
 def timeline(trace: str, output: str | None, as_json: bool) -> None:

@@ -10,17 +10,18 @@ import cloup
 from click.core import ParameterSource
 
 from dapple_tf.autoplan.options import Options
+from dapple_tf.checkpoint.names import last_steps
 from dapple_tf.commands.command import FILE, command, result_options
 from dapple_tf.commands.model_loading import check_model_exists
 from dapple_tf.commands.options import MODEL_ARGUMENT, MODEL_OPTIONS, PLAN_OPTIONS, read_options
 from dapple_tf.commands.run_file import NAME
 from dapple_tf.commands.startup import start_tensorflow
-from dapple_tf.commands.train_settings import TrainSettings
+from dapple_tf.commands.train_settings import TrainSettings, check_unfinished
 from dapple_tf.commands.window_options import check_window_usage, window_options
 from dapple_tf.profiler.detect import job_size
 
 
-@command(former_names={"--compare": "--baseline"})
+@command(short_help="Train a model over a pipeline.", former_names={"--compare": "--baseline"})
 @MODEL_ARGUMENT
 @MODEL_OPTIONS
 @PLAN_OPTIONS
@@ -85,6 +86,8 @@ def train(
         given_options(click.get_current_context()),
     )
     check_usage(settings)
+    if settings.checkpoint_dir:
+        check_unfinished(settings.checkpoint_dir, last_steps(settings.checkpoint_dir), settings.steps)
     check_window_usage(check_numerics=check_numerics, **options)
     check_model_exists(options["model"])
     given = Options(**read_options(options))

@@ -6,6 +6,8 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import click
+
 from dapple_tf.commands.run_file import NAME
 
 
@@ -52,3 +54,9 @@ class TrainSettings:
     def records_steps(self) -> bool:
         """Whether any step is recorded: for the trace or for curves."""
         return self.trace is not None or self.records_curves
+
+
+def check_unfinished(folder: str, done: int, steps: int) -> None:
+    """Raise ClickException where the checkpoints in ``folder`` have as many steps ``done`` as are wanted."""
+    if done >= steps:
+        raise click.ClickException(f"{folder} has {done} steps already: ask for more with --steps")

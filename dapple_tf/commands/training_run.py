@@ -28,7 +28,7 @@ from dapple_tf.commands.plain import time_plain_model
 from dapple_tf.commands.ranks import Ranks
 from dapple_tf.commands.run_file import RunEnd, RunFile, RunStart, bytes_of_stages
 from dapple_tf.commands.tensorboard import Scalars
-from dapple_tf.commands.train_settings import TrainSettings
+from dapple_tf.commands.train_settings import TrainSettings, check_unfinished
 from dapple_tf.commands.training_loop import RunResult, StepResult, repeat_batches, run_steps
 from dapple_tf.distributed import membership
 from dapple_tf.distributed.shared_errors import share_error
@@ -123,16 +123,11 @@ def _resume(
         return None, 0, batches
     checkpoints = Checkpoints(folder, step)
     position = checkpoints.restore()
-    ranks.run_on_all(lambda: _check_unfinished(folder, position.steps, settings.steps))
+    ranks.run_on_all(lambda: check_unfinished(folder, position.steps, settings.steps))
     if not position.steps:
         return checkpoints, 0, batches
     ranks.print_result(f"resumed after {_words_of(step.plan).unit} {position.steps} from {folder}")
     return checkpoints, position.steps, itertools.islice(batches, position.batches, None)
-
-
-def _check_unfinished(folder: str, done: int, steps: int) -> None:
-    if done >= steps:
-        raise click.ClickException(f"{folder} has {done} steps already: ask for more with --steps")
 
 
 def _save_after(

@@ -20,7 +20,7 @@ from dapple_tf.commands.workload import Workload
 from dapple_tf.distributed import membership
 
 
-@command()
+@command(short_help="Compare a step with one device.")
 @MODEL_ARGUMENT
 @MODEL_OPTIONS
 @PLAN_OPTIONS

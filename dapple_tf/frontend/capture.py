@@ -258,7 +258,8 @@ def _read_step(
     calls = [call for call in calls if call.graph is func_graph]
     if not calls:
         raise CaptureError(
-            f"{name} takes no gradient of a variable with tf.GradientTape (tape.gradient), so there is nothing to train"
+            f"{name} takes no gradient of a variable with tf.GradientTape (tape.gradient), so there is nothing to "
+            "train; a loss needs optimizer=..."
         )
     inputs = _read_inputs(func_graph, len(specs), name)
     _add_gradients(inputs, calls)
@@ -430,7 +431,10 @@ def _loss_and_aux(concrete: Any, name: str) -> tuple[list[Any], Any]:
     result = concrete.structured_outputs
     loss, aux = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
     if not isinstance(loss, tf.TensorSpec | tf.Tensor):
-        raise LossError(f"{name} must return a scalar loss, or (loss, aux), but returns {type(loss).__name__}")
+        raise LossError(
+            f"{name} must return a scalar loss, or (loss, aux), but returns {type(loss).__name__}; a whole training "
+            "step, which takes gradients by itself, is for dapple.train_step"
+        )
     if loss.shape.rank != 0:
         raise LossError(
             f"the loss of {name} has shape {loss.shape}, not (): return its mean over the batch (tf.reduce_mean)"

@@ -50,6 +50,15 @@ class Difference:
         return f"{self.kind} {self.name!r}, " + (self.why or f"error {self.error:.1e} (allowed {self.tolerance:.0e})")
 
 
+_WORDS = {
+    "loss": "loss",
+    "aux": "returned values",
+    "gradient": "gradients",
+    "variable": "variables after the step",
+}
+"""The kinds of differences in the order of a report, with their words."""
+
+
 @dataclass(frozen=True)
 class Comparison:
     """All differences of a pipelined step from a step on one device."""
@@ -87,15 +96,12 @@ class Comparison:
 
     @property
     def errors(self) -> dict[str, float]:
-        """The largest relative errors of the loss, the gradients and the variables after the step."""
-        return {kind: self.largest(kind) for kind in ("loss", "gradient", "variable")}
+        """The largest relative error of each kind that was compared: loss, returned values, gradients, variables."""
+        compared = {difference.kind for difference in self.differences}
+        return {kind: self.largest(kind) for kind in _WORDS if kind in compared}
 
     def __str__(self) -> str:
-        loss, gradient, variable = self.errors.values()
-        return (
-            f"largest relative errors: loss {loss:.1e}, gradients {gradient:.1e}, "
-            f"variables after the step {variable:.1e}"
-        )
+        return "largest relative errors: " + ", ".join(f"{_WORDS[k]} {error:.1e}" for k, error in self.errors.items())
 
 
 def compare(

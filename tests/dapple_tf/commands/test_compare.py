@@ -37,8 +37,8 @@ def test_all_planners_are_compared_and_progress_goes_to_stderr(run_here: Run) ->
     assert run.json["rows"][0]["planner"] == run.json["fastest"]
     assert run.json["rows"][0]["step_seconds"] == pytest.approx(12 + 1.5 + 0.2)
     assert "net on 2 devices, a batch of 8 samples" in run.stdout
-    assert all(f"planning with {name}" in run.stderr for name in PLANNERS)
-    assert "planning with" not in run.stdout
+    assert all(f"plans with planner {name}" in run.stderr for name in PLANNERS)
+    assert "plans with" not in run.stdout
 
 
 @pytest.mark.parametrize(("suffix", "start"), [("png", b"\x89PNG"), ("html", b"<!DOCTYPE"), ("json", b"{")])
@@ -79,7 +79,7 @@ def test_wrong_usage_is_told_before_any_planner_runs(run_here: Run, words: tuple
     run = run_here(*words)
     assert run.code == 2
     assert told in run.stderr
-    assert "planning with" not in run.stderr
+    assert "plans with" not in run.stderr
     assert not run.stdout
 
 

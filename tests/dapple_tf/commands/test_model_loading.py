@@ -169,7 +169,7 @@ def test_a_model_that_is_surely_not_there_is_refused_unread(file: Path) -> None:
     check_model_exists(f"{file}:constant")  # loading it tells that it is not callable
     check_model_exists("tests.dapple_tf.commands.tiny_model:no_such_name")  # a module is not read
     assert file.stem not in sys.modules
-    with pytest.raises(ModelError, match=f"there is no file {file.parent}/{file.stem}s.py; there is {file}"):
+    with pytest.raises(ModelError, match=f"there is no file {file.parent}/{file.stem}s.py; did you mean {file}"):
         check_model_exists(f"{file.parent}/{file.stem}s.py:make")
     with pytest.raises(ModelError, match=r"there is no file no/such\.py$"):
         check_model_exists("no/such.py:make")
@@ -201,4 +201,4 @@ for command, *options in (["train"], ["verify"], ["profile", "-o", "p.json"]):
 """
     run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
     assert run.stdout.splitlines() == ["train 2 False", "verify 2 False", "profile 2 False"]
-    assert run.stderr.count("there is no file models/gtp.py; there is models/gpt.py") == 3
+    assert run.stderr.count("there is no file models/gtp.py; did you mean models/gpt.py") == 3

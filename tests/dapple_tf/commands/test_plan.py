@@ -180,7 +180,7 @@ def test_a_failure_is_one_line_with_exit_code_2_and_leaves_no_file(
     assert run_here(*PLAN, "-o", "plan.json").code == 0
     before = {path.name: path.read_bytes() for path in Path().iterdir()}
     more = () if "-o" in arguments else ("-o", "new.json")
-    run = run_here(*arguments, *more)
+    run = run_here(*arguments, *more, "-q")
     assert (run.code, run.stdout) == (2, "")
     assert run.stderr.startswith(message)
     assert len(run.stderr.splitlines()) == 1

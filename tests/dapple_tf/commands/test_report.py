@@ -76,7 +76,9 @@ def test_the_first_part_of_a_run_has_measured_memory_and_a_simulated_bubble(line
     (tmp_path / NAME).write_text("".join(f"{line}\n" for line in lines[:8]))
     end = read_run(tmp_path).end
     assert end.together is not None
-    assert all(count > 0 for count in end.together)
+    predicted, measured = end.together
+    assert predicted > 0
+    assert measured >= 0  # a model this small may fit into memory that was freed before
     assert end.simulated_bubble is not None
 
 

@@ -205,6 +205,8 @@ def test_quiet_and_verbose_exclude_each_other(run_here: Run) -> None:
         ("plan --schedule zb", "zb-h1"),
         ("plan --cluster con", "config-a"),
         ("compare --planners b", "bapipe"),
+        ("compare --planners best,pip", "best,pipedream"),
+        ("schedules 1", "1f1b"),
         ("train --batch-norm s", "sync"),
         ("train --base", "--baseline"),
     ],

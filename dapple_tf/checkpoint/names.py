@@ -1,0 +1,38 @@
+"""Names of checkpoint files, which tell how many steps were done: read before TensorFlow has started."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+NAME = re.compile(r"checkpoint-(?:0|[1-9][0-9]*)\.safetensors")
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Return the paths of the checkpoints in the folder, sorted by steps. Raises OSError as ``os.listdir`` does."""
+    return sorted((folder / name for name in os.listdir(folder) if NAME.fullmatch(name)), key=steps_of)
+
+
+def steps_of(path: Path) -> int:
+    """Return the number of steps that the name of a checkpoint gives."""
+    return int(path.name.removeprefix("checkpoint-").removesuffix(".safetensors"))
+
+
+def last_steps(folder: str) -> int:
+    """Return the steps of the last checkpoint in the folder, by its name; 0 where there is none, or it is cut off."""
+    try:
+        found = list_checkpoints(Path(folder))
+        return steps_of(found[-1]) if found and _is_whole(found[-1]) else 0
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return 0
+
+
+def _is_whole(path: Path) -> bool:
+    """Return whether a file of safetensors is as long as its head says: its length, the head, then the values."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        head = json.loads(file.read(length))
+    end = max(described["data_offsets"][1] for name, described in head.items() if name != "__metadata__")
+    return bool(path.stat().st_size == 8 + length + end)
