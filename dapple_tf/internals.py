@@ -348,18 +348,21 @@ class DeferredVariable(resource_variable_ops.ResourceVariable):  # type: ignore[
         ordinary = resource_variable_ops.ResourceVariable
         if not context.executing_eagerly():
             return ordinary.assign(self, value, *options, **named)
-        make = _settle(self)
-        try:
-            return ordinary.assign(self, value, *options, **named)
-        except BaseException:
-            self.__class__, self._make_value = DeferredVariable, make
-            raise
+        with _MAKING_VALUES:
+            tensor = tf.convert_to_tensor(value, self.dtype)  # reads it, which may be a deferred variable itself
+            with without_values():
+                result = ordinary.assign(self, tensor, *options, **named)
+            _settle(self)
+        return result
 
     @property
     def device(self) -> str:
         """The device that the value will be on."""
         return str(self._handle.device)
 
+
+_MAKING_VALUES = threading.RLock()
+"""Held while values are made: another thread that asks for one waits, and finds it."""
 
 _without_values: ContextVar[bool] = ContextVar("without_values", default=False)
 
@@ -382,7 +385,8 @@ def deferring_variables() -> Iterator[None]:
     """In the block, variables whose first value a function of the user's makes are deferred, if that changes no value.
 
     Their values are those that they would have got: the function is called once, in a scratch graph, which is run
-    later. Values that come from a generator's state, from other variables, or from arrays are made at once.
+    later. Small values, and those that come from arrays or other tensors, are made by that graph at once. Where the
+    graph has effects, or is none, the function is called again, by TensorFlow.
     """
     with tf.variable_creator_scope(_create_deferred):
         yield
@@ -398,6 +402,8 @@ def _create_deferred(next_creator: Callable[..., tf.Variable], **settings: Any) 
         random.setstate(states[0])  # the value is made again, from the same numbers
         np.random.set_state(states[1])
         return next_creator(**settings)
+    if not _is_worth_deferring(make):  # the function is not called again: it may count its calls, or keep a generator
+        return next_creator(**settings | {"initial_value": lambda: _run_as_written(make)})
     (value,) = make.outputs
     names = ("trainable", "caching_device", "name", "constraint", "synchronization", "aggregation")
     variable = resource_variable_ops.UninitializedVariable(
@@ -409,18 +415,27 @@ def _create_deferred(next_creator: Callable[..., tf.Variable], **settings: Any) 
 
 
 def _trace_value(make: Callable[[], Any], dtype: Any) -> Any:
-    """Return a function of TensorFlow that makes the value; None where it would be another one, or is small."""
+    """Return a function of TensorFlow that makes the value; None where it would be another one."""
     try:
         found = tf.function(lambda: tf.convert_to_tensor(make(), dtype), autograph=False).get_concrete_function()
     except Exception:  # whatever it is, making the value at once raises it where the user sees it
         return None
-    (value,) = found.outputs
+    return None if any(op.op_def.is_stateful for op in found.graph.get_operations()) else found
+
+
+def _is_worth_deferring(make: Any) -> bool:
+    """Return whether the value that ``make`` makes is large, and is not kept in memory by ``make`` itself."""
+    (value,) = make.outputs
     elements = value.shape.num_elements()
-    operations = found.graph.get_operations()
-    constants = sum(len(op.get_attr("value").SerializeToString()) for op in operations if op.type == "Const")
-    same = not found.graph.captures and not any(op.op_def.is_stateful for op in operations)
-    worth = elements is not None and elements * value.dtype.size >= _SMALLEST_DEFERRED
-    return found if same and worth and constants <= _MOST_CONSTANT_BYTES else None
+    constants = [op.get_attr("value") for op in make.graph.get_operations() if op.type == "Const"]
+    kept = make.graph.captures or sum(len(c.SerializeToString()) for c in constants) > _MOST_CONSTANT_BYTES
+    return elements is not None and elements * value.dtype.size >= _SMALLEST_DEFERRED and not kept
+
+
+def _run_as_written(make: Any) -> Any:
+    """Return the value that ``make`` makes, each op by itself: Grappler would replace ``x / 3`` by ``x * (1 / 3)``."""
+    with _rewriter_options(disable_meta_optimizer=True):
+        return make()
 
 
 def is_deferred(variable: tf.Variable) -> bool:
@@ -431,18 +446,20 @@ def is_deferred(variable: tf.Variable) -> bool:
 def make_values(variables: Iterable[tf.Variable]) -> None:
     """Make the values of those variables that are deferred, one after the other, each on its device."""
     for variable in variables:
-        if is_deferred(variable):
-            with tf.init_scope(), tf.device(variable._handle.device):
-                value = _settle(variable)()
+        if not is_deferred(variable):
+            continue
+        with _MAKING_VALUES, tf.init_scope(), tf.device(variable._handle.device):
+            if is_deferred(variable):  # no other thread has made it
+                value = _run_as_written(variable._make_value)
                 tf.raw_ops.AssignVariableOp(resource=variable._handle, value=value)
+                _settle(variable)
 
 
-def _settle(variable: DeferredVariable) -> Callable[[], Any]:
-    """Make a deferred variable an ordinary one that has no value; return the function that makes its first one."""
-    make = variable._make_value
-    del variable._make_value
-    variable.__class__ = resource_variable_ops.ResourceVariable
-    return make
+def _settle(variable: tf.Variable) -> None:
+    """Make a deferred variable an ordinary one, once it has a value or needs none."""
+    if is_deferred(variable):
+        del variable._make_value
+        variable.__class__ = resource_variable_ops.ResourceVariable
 
 
 # --- Move variables, and free their memory
@@ -454,12 +471,16 @@ def move_variables(moves: Sequence[tuple[tf.Variable, str]]) -> None:
     ``moves`` pairs each variable with its new device, on which the value of a deferred one is made.
     """
     handles = []
-    for variable, device in moves:
-        with tf.init_scope(), tf.device(device):
-            value = _settle(variable)() if is_deferred(variable) else variable.read_value()
-            new = tf.Variable(value, trainable=variable.trainable, name=variable_name(variable))
-        handles.append((variable, new._handle))
-    _replace_handles(handles)
+    with _MAKING_VALUES:
+        for variable, device in moves:
+            with tf.init_scope(), tf.device(device):
+                deferred = is_deferred(variable)
+                value = _run_as_written(variable._make_value) if deferred else variable.read_value()
+                new = tf.Variable(value, trainable=variable.trainable, name=variable_name(variable))
+            handles.append((variable, new._handle))
+        _replace_handles(handles)
+        for variable, _ in moves:
+            _settle(variable)
 
 
 def release_variables(variables: Sequence[tf.Variable], advice: str) -> None:
@@ -478,7 +499,7 @@ def release_variables(variables: Sequence[tf.Variable], advice: str) -> None:
         for variable in variables:
             tf.raw_ops.DestroyResourceOp(resource=variable.handle, ignore_lookup_error=True)
         unnamed = [v for v in variables if is_deferred(v) or bool(v.is_initialized())]
-        for variable in filter(is_deferred, variables):
+        for variable in variables:
             _settle(variable)
         _replace_handles([(variable, _named_handle(variable, advice)) for variable in unnamed])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -205,6 +206,67 @@ def test_values_that_another_order_would_change_are_made_at_once() -> None:
     assert all(map(has_memory, at_once))
     for one, other in zip(eager, at_once, strict=True):
         np.testing.assert_array_equal(one.numpy(), other.numpy())
+
+
+class Counted:
+    """An initialiser whose values depend on how often it was called before, and on its own generator of numbers."""
+
+    def __init__(self) -> None:
+        self.calls, self.generator = 0, np.random.default_rng(3)
+
+    def __call__(self, shape: Sequence[int], dtype: Any = None) -> Any:
+        self.calls += 1
+        return tf.constant(self.generator.normal(size=shape), dtype) * self.calls
+
+
+@pytest.mark.parametrize("rows", [1, WIDTH])
+def test_an_initialiser_with_state_of_its_own_is_called_once_for_each_variable(rows: int) -> None:
+    def make() -> list[np.ndarray]:
+        initialiser = Counted()
+        return [tf.Variable(lambda: initialiser((rows, WIDTH), "float32")).numpy() for _ in range(3)]
+
+    eager = make()
+    with dapple.scope():
+        deferred = make()
+    np.testing.assert_array_equal(eager, deferred)
+
+
+def test_values_too_large_to_be_folded_are_rounded_as_in_eager_building() -> None:
+    def make() -> tf.Variable:
+        return tf.Variable(lambda: tf.random.stateless_normal((400, 400), [1, 2]) / 3.0 * 1.7)
+
+    eager = make()
+    with dapple.scope():
+        deferred, moved = make(), make()
+    internals.move_variables([(moved, tf.config.list_logical_devices("CPU")[1].name)])
+    np.testing.assert_array_equal(eager.numpy(), deferred.numpy())
+    np.testing.assert_array_equal(eager.numpy(), moved.numpy())
+
+
+def test_threads_that_ask_for_a_value_together_all_get_it() -> None:
+    eager, deferred = build(functional, deferred=False), build(functional, deferred=True)
+    start, found = threading.Barrier(8), []
+
+    def ask() -> None:
+        start.wait()
+        found.append([weight.numpy() for weight in deferred.weights])
+
+    threads = [threading.Thread(target=ask) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 8
+    for values in found:
+        for one, other in zip(eager.get_weights(), values, strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+def test_a_deferred_variable_takes_the_value_of_another_one() -> None:
+    with dapple.scope():
+        one, other = (tf.Variable(lambda i=i: tf.fill((WIDTH, WIDTH), float(i))) for i in range(2))
+    one.assign(other)
+    assert one.numpy().sum() == WIDTH * WIDTH
 
 
 def test_a_function_that_fails_raises_its_error_where_the_variable_is_made() -> None:
