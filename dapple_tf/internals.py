@@ -276,7 +276,7 @@ def variables_of_handles(handles: Sequence[Any]) -> list[tf.Variable]:
     """Return the live variables that have these handles: of one that a trace only writes, TensorFlow tells no more."""
     wanted = {id(handle) for handle in handles}
     kinds = (resource_variable_ops.BaseResourceVariable,)
-    return [v for v in _live_instances(*kinds) if id(getattr(v, "_handle", None)) in wanted] if wanted else []
+    return [v for v in _live_instances(*kinds) if id(vars(v).get("_handle")) in wanted] if wanted else []
 
 
 @contextlib.contextmanager
@@ -341,7 +341,17 @@ class DeferredVariable(resource_variable_ops.ResourceVariable):  # type: ignore[
         """The handle of the resource, which holds a value, except inside of ``without_values``."""
         if not _without_values.get():
             make_values([self])
-        return self._handle
+        return raw_handle(self)
+
+    @property
+    def _handle(self) -> Any:
+        """What TensorFlow's fast path of eager ops reads by: it asks for no ``handle``."""
+        self._make_value_if_read_now()
+        return raw_handle(self)
+
+    @_handle.setter
+    def _handle(self, handle: Any) -> None:
+        vars(self)["_handle"] = handle
 
     def assign(self, value: Any, *options: Any, **named: Any) -> Any:
         """Assign a value, in place of the first one, which is not made."""
@@ -355,10 +365,32 @@ class DeferredVariable(resource_variable_ops.ResourceVariable):  # type: ignore[
             _settle(self)
         return result
 
+    def _read_variable_op(self, *options: Any, **named: Any) -> Any:
+        self._make_value_if_read_now()
+        return resource_variable_ops.ResourceVariable._read_variable_op(self, *options, **named)
+
+    def sparse_read(self, *options: Any, **named: Any) -> Any:
+        self._make_value_if_read_now()
+        return resource_variable_ops.ResourceVariable.sparse_read(self, *options, **named)
+
+    def gather_nd(self, *options: Any, **named: Any) -> Any:
+        self._make_value_if_read_now()
+        return resource_variable_ops.ResourceVariable.gather_nd(self, *options, **named)
+
+    def _make_value_if_read_now(self) -> None:
+        """Make the value if it is read now, also while a step is traced: TensorFlow reads an empty tensor otherwise."""
+        if context.executing_eagerly():
+            make_values([self])
+
     @property
     def device(self) -> str:
         """The device that the value will be on."""
-        return str(self._handle.device)
+        return str(raw_handle(self).device)
+
+
+def raw_handle(variable: tf.Variable) -> Any:
+    """Return a variable's handle (``_handle``) as it is: that of a deferred variable may hold no value."""
+    return vars(variable)["_handle"]
 
 
 _MAKING_VALUES = threading.RLock()
@@ -372,12 +404,31 @@ _MOST_CONSTANT_BYTES = 1024  # in the graph that makes a value; an array that th
 
 @contextlib.contextmanager
 def without_values() -> Iterator[None]:
-    """In the block, asking for the handle of a deferred variable makes no value: for tracing and moving it."""
-    token = _without_values.set(True)
+    """In the block, asking for the handle of a deferred variable makes no value: for tracing and moving it.
+
+    A variable made in the block has values of others to be made from: its first value is computed at the trace's end.
+    """
+    with _set_without_values(True), tf.variable_creator_scope(_create_from_values):
+        yield
+
+
+@contextlib.contextmanager
+def _set_without_values(setting: bool) -> Iterator[None]:
+    token = _without_values.set(setting)
     try:
         yield
     finally:
         _without_values.reset(token)
+
+
+def _create_from_values(next_creator: Callable[..., tf.Variable], **settings: Any) -> tf.Variable:
+    given = settings.get("initial_value")
+
+    def make() -> Any:
+        with _set_without_values(False):
+            return given()
+
+    return next_creator(**settings | ({"initial_value": make} if callable(given) else {}))
 
 
 @contextlib.contextmanager
@@ -448,11 +499,22 @@ def make_values(variables: Iterable[tf.Variable]) -> None:
     for variable in variables:
         if not is_deferred(variable):
             continue
-        with _MAKING_VALUES, tf.init_scope(), tf.device(variable._handle.device):
+        handle = raw_handle(variable)
+        with _MAKING_VALUES, tf.init_scope(), tf.device(handle.device):
             if is_deferred(variable):  # no other thread has made it
-                value = _run_as_written(variable._make_value)
-                tf.raw_ops.AssignVariableOp(resource=variable._handle, value=value)
+                if not tf.raw_ops.VarIsInitializedOp(resource=handle):
+                    tf.raw_ops.AssignVariableOp(resource=handle, value=_first_value(variable))
                 _settle(variable)
+
+
+def _first_value(variable: DeferredVariable) -> Any:
+    """Return the value that a deferred variable is to have: one that a checkpoint has restored in place of its first.
+
+    Keras's optimizers restore slots while they build them, and so while a step is traced.
+    """
+    if tf.raw_ops.VarIsInitializedOp(resource=raw_handle(variable)):
+        return tf.raw_ops.ReadVariableOp(resource=raw_handle(variable), dtype=variable.dtype)
+    return _run_as_written(variable._make_value)
 
 
 def _settle(variable: tf.Variable) -> None:
@@ -474,8 +536,7 @@ def move_variables(moves: Sequence[tuple[tf.Variable, str]]) -> None:
     with _MAKING_VALUES:
         for variable, device in moves:
             with tf.init_scope(), tf.device(device):
-                deferred = is_deferred(variable)
-                value = _run_as_written(variable._make_value) if deferred else variable.read_value()
+                value = _first_value(variable) if is_deferred(variable) else variable.read_value()
                 new = tf.Variable(value, trainable=variable.trainable, name=variable_name(variable))
             handles.append((variable, new._handle))
         _replace_handles(handles)
@@ -517,7 +578,7 @@ def make_releaser(variables: Sequence[tf.Variable]) -> Callable[[], None]:
 
 
 def _named_handle(variable: tf.Variable, advice: str) -> Any:
-    old = variable._handle
+    old = raw_handle(variable)
     name = f"{variable_name(variable)} ({advice}) {uuid.uuid4().hex}"  # shared by the whole process, so unique
     options = {"dtype": variable.dtype, "shape": variable.shape, "shared_name": name}
     with tf.device(old.device):
@@ -548,7 +609,7 @@ def _replace_handles(handles: Sequence[tuple[tf.Variable, Any]]) -> None:
         return
     replaced: dict[int, tuple[Any, Any]] = {}
     for variable, new in handles:
-        old = variable._handle
+        old = raw_handle(variable)
         replaced[id(old)] = (old, new)
         variable._handle = new
 
