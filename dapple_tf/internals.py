@@ -351,7 +351,7 @@ class DeferredVariable(resource_variable_ops.ResourceVariable):  # type: ignore[
 
     @_handle.setter
     def _handle(self, handle: Any) -> None:
-        vars(self)["_handle"] = handle
+        self.__dict__["_handle"] = handle
 
     def assign(self, value: Any, *options: Any, **named: Any) -> Any:
         """Assign a value, in place of the first one, which is not made."""
@@ -423,12 +423,14 @@ def _set_without_values(setting: bool) -> Iterator[None]:
 
 def _create_from_values(next_creator: Callable[..., tf.Variable], **settings: Any) -> tf.Variable:
     given = settings.get("initial_value")
+    if not callable(given):
+        return next_creator(**settings)
 
     def make() -> Any:
         with _set_without_values(False):
             return given()
 
-    return next_creator(**settings | ({"initial_value": make} if callable(given) else {}))
+    return next_creator(**settings | {"initial_value": make})
 
 
 @contextlib.contextmanager
