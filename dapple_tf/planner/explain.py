@@ -113,12 +113,9 @@ def describe_moves(problem: PlanningProblem, plan: Plan, timeline: SimulatedTime
         lines.append(describe(f"one more device, for stage {index},", changed))
     if not plan.recompute:
         changed = problem.simulate(dataclasses.replace(plan, recompute=True))
-        held, before = max(changed.peak_memory_bytes), max(timeline.peak_memory_bytes)
-        lines.append(
-            describe(
-                "re-computation", changed, f", and hold {format_bytes(held)} on a device, not {format_bytes(before)}"
-            )
-        )
+        held, before = (format_bytes(max(found.peak_memory_bytes)) for found in (changed, timeline))
+        memory = f", and hold {held} on a device, not {before}" if held != before else ""
+        lines.append(describe("re-computation", changed, memory))
     return lines
 
 

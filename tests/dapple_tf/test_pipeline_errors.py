@@ -121,7 +121,7 @@ def test_impossible_options_are_refused(
 def test_errors_have_one_base_and_are_value_or_runtime_errors() -> None:
     names = [name for name in dapple.errors.__all__ if name not in ("DappleError", "DappleWarning")]
     kinds = [getattr(dapple.errors, name) for name in names]
-    assert len(kinds) == 21
+    assert len(kinds) == 22
     assert all(issubclass(kind, dapple.errors.DappleError) for kind in kinds)
     assert all(issubclass(kind, ValueError | RuntimeError) for kind in kinds)
 

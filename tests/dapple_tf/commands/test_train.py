@@ -107,6 +107,7 @@ def test_a_saved_trace_is_read_in_a_process_of_its_own(trained: Outcome, trace: 
     assert run_process("timeline", trace, "--json").json == trained.json["timeline"]
 
 
+@pytest.mark.filterwarnings("ignore:layer .* seems to hold most of the work")
 def test_a_trace_with_ops_says_why_an_action_was_slow(run_here: Run, tmp_path: Path) -> None:
     options = ("--stages", 2, "--steps", 2, "--micro-batches", 4, "--set", "width=200", "--batch-size", 200)
     run = run_here("train", TINY_MODEL, *options, "--trace", tmp_path / "t.json", "--trace-ops")
