@@ -276,7 +276,7 @@ def variables_of_handles(handles: Sequence[Any]) -> list[tf.Variable]:
     """Return the live variables that have these handles: of one that a trace only writes, TensorFlow tells no more."""
     wanted = {id(handle) for handle in handles}
     kinds = (resource_variable_ops.BaseResourceVariable,)
-    return [v for v in _live_instances(*kinds) if id(getattr(v, "_handle", None)) in wanted] if wanted else []
+    return [v for v in _live_instances(*kinds) if id(vars(v).get("_handle")) in wanted] if wanted else []
 
 
 @contextlib.contextmanager
@@ -341,25 +341,60 @@ class DeferredVariable(resource_variable_ops.ResourceVariable):  # type: ignore[
         """The handle of the resource, which holds a value, except inside of ``without_values``."""
         if not _without_values.get():
             make_values([self])
-        return self._handle
+        return raw_handle(self)
+
+    @property
+    def _handle(self) -> Any:
+        """What TensorFlow's fast path of eager ops reads by: it asks for no ``handle``."""
+        self._make_value_if_read_now()
+        return raw_handle(self)
+
+    @_handle.setter
+    def _handle(self, handle: Any) -> None:
+        self.__dict__["_handle"] = handle
 
     def assign(self, value: Any, *options: Any, **named: Any) -> Any:
         """Assign a value, in place of the first one, which is not made."""
         ordinary = resource_variable_ops.ResourceVariable
         if not context.executing_eagerly():
             return ordinary.assign(self, value, *options, **named)
-        make = _settle(self)
-        try:
-            return ordinary.assign(self, value, *options, **named)
-        except BaseException:
-            self.__class__, self._make_value = DeferredVariable, make
-            raise
+        with _MAKING_VALUES:
+            tensor = tf.convert_to_tensor(value, self.dtype)  # reads it, which may be a deferred variable itself
+            with without_values():
+                result = ordinary.assign(self, tensor, *options, **named)
+            _settle(self)
+        return result
+
+    def _read_variable_op(self, *options: Any, **named: Any) -> Any:
+        self._make_value_if_read_now()
+        return resource_variable_ops.ResourceVariable._read_variable_op(self, *options, **named)
+
+    def sparse_read(self, *options: Any, **named: Any) -> Any:
+        self._make_value_if_read_now()
+        return resource_variable_ops.ResourceVariable.sparse_read(self, *options, **named)
+
+    def gather_nd(self, *options: Any, **named: Any) -> Any:
+        self._make_value_if_read_now()
+        return resource_variable_ops.ResourceVariable.gather_nd(self, *options, **named)
+
+    def _make_value_if_read_now(self) -> None:
+        """Make the value if it is read now, also while a step is traced: TensorFlow reads an empty tensor otherwise."""
+        if context.executing_eagerly():
+            make_values([self])
 
     @property
     def device(self) -> str:
         """The device that the value will be on."""
-        return str(self._handle.device)
+        return str(raw_handle(self).device)
 
+
+def raw_handle(variable: tf.Variable) -> Any:
+    """Return a variable's handle (``_handle``) as it is: that of a deferred variable may hold no value."""
+    return vars(variable)["_handle"]
+
+
+_MAKING_VALUES = threading.RLock()
+"""Held while values are made: another thread that asks for one waits, and finds it."""
 
 _without_values: ContextVar[bool] = ContextVar("without_values", default=False)
 
@@ -369,12 +404,33 @@ _MOST_CONSTANT_BYTES = 1024  # in the graph that makes a value; an array that th
 
 @contextlib.contextmanager
 def without_values() -> Iterator[None]:
-    """In the block, asking for the handle of a deferred variable makes no value: for tracing and moving it."""
-    token = _without_values.set(True)
+    """In the block, asking for the handle of a deferred variable makes no value: for tracing and moving it.
+
+    A variable made in the block has values of others to be made from: its first value is computed at the trace's end.
+    """
+    with _set_without_values(True), tf.variable_creator_scope(_create_from_values):
+        yield
+
+
+@contextlib.contextmanager
+def _set_without_values(setting: bool) -> Iterator[None]:
+    token = _without_values.set(setting)
     try:
         yield
     finally:
         _without_values.reset(token)
+
+
+def _create_from_values(next_creator: Callable[..., tf.Variable], **settings: Any) -> tf.Variable:
+    given = settings.get("initial_value")
+    if not callable(given):
+        return next_creator(**settings)
+
+    def make() -> Any:
+        with _set_without_values(False):
+            return given()
+
+    return next_creator(**settings | {"initial_value": make})
 
 
 @contextlib.contextmanager
@@ -382,7 +438,8 @@ def deferring_variables() -> Iterator[None]:
     """In the block, variables whose first value a function of the user's makes are deferred, if that changes no value.
 
     Their values are those that they would have got: the function is called once, in a scratch graph, which is run
-    later. Values that come from a generator's state, from other variables, or from arrays are made at once.
+    later. Small values, and those that come from arrays or other tensors, are made by that graph at once. Where the
+    graph has effects, or is none, the function is called again, by TensorFlow.
     """
     with tf.variable_creator_scope(_create_deferred):
         yield
@@ -398,6 +455,8 @@ def _create_deferred(next_creator: Callable[..., tf.Variable], **settings: Any) 
         random.setstate(states[0])  # the value is made again, from the same numbers
         np.random.set_state(states[1])
         return next_creator(**settings)
+    if not _is_worth_deferring(make):  # the function is not called again: it may count its calls, or keep a generator
+        return next_creator(**settings | {"initial_value": lambda: _run_as_written(make)})
     (value,) = make.outputs
     names = ("trainable", "caching_device", "name", "constraint", "synchronization", "aggregation")
     variable = resource_variable_ops.UninitializedVariable(
@@ -409,18 +468,27 @@ def _create_deferred(next_creator: Callable[..., tf.Variable], **settings: Any) 
 
 
 def _trace_value(make: Callable[[], Any], dtype: Any) -> Any:
-    """Return a function of TensorFlow that makes the value; None where it would be another one, or is small."""
+    """Return a function of TensorFlow that makes the value; None where it would be another one."""
     try:
         found = tf.function(lambda: tf.convert_to_tensor(make(), dtype), autograph=False).get_concrete_function()
     except Exception:  # whatever it is, making the value at once raises it where the user sees it
         return None
-    (value,) = found.outputs
+    return None if any(op.op_def.is_stateful for op in found.graph.get_operations()) else found
+
+
+def _is_worth_deferring(make: Any) -> bool:
+    """Return whether the value that ``make`` makes is large, and is not kept in memory by ``make`` itself."""
+    (value,) = make.outputs
     elements = value.shape.num_elements()
-    operations = found.graph.get_operations()
-    constants = sum(len(op.get_attr("value").SerializeToString()) for op in operations if op.type == "Const")
-    same = not found.graph.captures and not any(op.op_def.is_stateful for op in operations)
-    worth = elements is not None and elements * value.dtype.size >= _SMALLEST_DEFERRED
-    return found if same and worth and constants <= _MOST_CONSTANT_BYTES else None
+    constants = [op.get_attr("value") for op in make.graph.get_operations() if op.type == "Const"]
+    kept = make.graph.captures or sum(len(c.SerializeToString()) for c in constants) > _MOST_CONSTANT_BYTES
+    return elements is not None and elements * value.dtype.size >= _SMALLEST_DEFERRED and not kept
+
+
+def _run_as_written(make: Any) -> Any:
+    """Return the value that ``make`` makes, each op by itself: Grappler would replace ``x / 3`` by ``x * (1 / 3)``."""
+    with _rewriter_options(disable_meta_optimizer=True):
+        return make()
 
 
 def is_deferred(variable: tf.Variable) -> bool:
@@ -431,18 +499,31 @@ def is_deferred(variable: tf.Variable) -> bool:
 def make_values(variables: Iterable[tf.Variable]) -> None:
     """Make the values of those variables that are deferred, one after the other, each on its device."""
     for variable in variables:
-        if is_deferred(variable):
-            with tf.init_scope(), tf.device(variable._handle.device):
-                value = _settle(variable)()
-                tf.raw_ops.AssignVariableOp(resource=variable._handle, value=value)
+        if not is_deferred(variable):
+            continue
+        handle = raw_handle(variable)
+        with _MAKING_VALUES, tf.init_scope(), tf.device(handle.device):
+            if is_deferred(variable):  # no other thread has made it
+                if not tf.raw_ops.VarIsInitializedOp(resource=handle):
+                    tf.raw_ops.AssignVariableOp(resource=handle, value=_first_value(variable))
+                _settle(variable)
 
 
-def _settle(variable: DeferredVariable) -> Callable[[], Any]:
-    """Make a deferred variable an ordinary one that has no value; return the function that makes its first one."""
-    make = variable._make_value
-    del variable._make_value
-    variable.__class__ = resource_variable_ops.ResourceVariable
-    return make
+def _first_value(variable: DeferredVariable) -> Any:
+    """Return the value that a deferred variable is to have: one that a checkpoint has restored in place of its first.
+
+    Keras's optimizers restore slots while they build them, and so while a step is traced.
+    """
+    if tf.raw_ops.VarIsInitializedOp(resource=raw_handle(variable)):
+        return tf.raw_ops.ReadVariableOp(resource=raw_handle(variable), dtype=variable.dtype)
+    return _run_as_written(variable._make_value)
+
+
+def _settle(variable: tf.Variable) -> None:
+    """Make a deferred variable an ordinary one, once it has a value or needs none."""
+    if is_deferred(variable):
+        del variable._make_value
+        variable.__class__ = resource_variable_ops.ResourceVariable
 
 
 # --- Move variables, and free their memory
@@ -454,12 +535,15 @@ def move_variables(moves: Sequence[tuple[tf.Variable, str]]) -> None:
     ``moves`` pairs each variable with its new device, on which the value of a deferred one is made.
     """
     handles = []
-    for variable, device in moves:
-        with tf.init_scope(), tf.device(device):
-            value = _settle(variable)() if is_deferred(variable) else variable.read_value()
-            new = tf.Variable(value, trainable=variable.trainable, name=variable_name(variable))
-        handles.append((variable, new._handle))
-    _replace_handles(handles)
+    with _MAKING_VALUES:
+        for variable, device in moves:
+            with tf.init_scope(), tf.device(device):
+                value = _first_value(variable) if is_deferred(variable) else variable.read_value()
+                new = tf.Variable(value, trainable=variable.trainable, name=variable_name(variable))
+            handles.append((variable, new._handle))
+        _replace_handles(handles)
+        for variable, _ in moves:
+            _settle(variable)
 
 
 def release_variables(variables: Sequence[tf.Variable], advice: str) -> None:
@@ -478,7 +562,7 @@ def release_variables(variables: Sequence[tf.Variable], advice: str) -> None:
         for variable in variables:
             tf.raw_ops.DestroyResourceOp(resource=variable.handle, ignore_lookup_error=True)
         unnamed = [v for v in variables if is_deferred(v) or bool(v.is_initialized())]
-        for variable in filter(is_deferred, variables):
+        for variable in variables:
             _settle(variable)
         _replace_handles([(variable, _named_handle(variable, advice)) for variable in unnamed])
 
@@ -496,7 +580,7 @@ def make_releaser(variables: Sequence[tf.Variable]) -> Callable[[], None]:
 
 
 def _named_handle(variable: tf.Variable, advice: str) -> Any:
-    old = variable._handle
+    old = raw_handle(variable)
     name = f"{variable_name(variable)} ({advice}) {uuid.uuid4().hex}"  # shared by the whole process, so unique
     options = {"dtype": variable.dtype, "shape": variable.shape, "shared_name": name}
     with tf.device(old.device):
@@ -527,7 +611,7 @@ def _replace_handles(handles: Sequence[tuple[tf.Variable, Any]]) -> None:
         return
     replaced: dict[int, tuple[Any, Any]] = {}
     for variable, new in handles:
-        old = variable._handle
+        old = raw_handle(variable)
         replaced[id(old)] = (old, new)
         variable._handle = new
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -77,7 +78,7 @@ def build(make: Callable[[], keras.Model], *, deferred: bool) -> keras.Model:
 
 
 def has_memory(variable: tf.Variable) -> bool:
-    return bool(tf.raw_ops.VarIsInitializedOp(resource=variable._handle))
+    return bool(tf.raw_ops.VarIsInitializedOp(resource=internals.raw_handle(variable)))
 
 
 MODELS = [sequential, functional, subclassed, from_configuration]
@@ -125,6 +126,8 @@ READERS: dict[str, Callable[[keras.Model, Path], Any]] = {
     "a call": lambda model, _: model(X).numpy(),
     "predict": lambda model, _: model.predict(X, verbose=0),
     "a function": lambda model, _: tf.function(lambda: model.weights[0].value * 2.0)().numpy(),
+    "an op of TensorFlow": lambda model, _: tf.square(model.weights[0].value).numpy(),
+    "a product": lambda model, _: tf.matmul(model.weights[0].value, model.weights[0].value).numpy(),
     "repr": lambda model, _: repr(model.weights[0].value),
     "assign_add": lambda model, _: model.weights[0].value.assign_add(tf.ones((WIDTH, WIDTH))).numpy(),
     "a file": lambda model, folder: (
@@ -207,6 +210,67 @@ def test_values_that_another_order_would_change_are_made_at_once() -> None:
         np.testing.assert_array_equal(one.numpy(), other.numpy())
 
 
+class Counted:
+    """An initialiser whose values depend on how often it was called before, and on its own generator of numbers."""
+
+    def __init__(self) -> None:
+        self.calls, self.generator = 0, np.random.default_rng(3)
+
+    def __call__(self, shape: Sequence[int], dtype: Any = None) -> Any:
+        self.calls += 1
+        return tf.constant(self.generator.normal(size=shape), dtype) * self.calls
+
+
+@pytest.mark.parametrize("rows", [1, WIDTH])
+def test_an_initialiser_with_state_of_its_own_is_called_once_for_each_variable(rows: int) -> None:
+    def make() -> list[np.ndarray]:
+        initialiser = Counted()
+        return [tf.Variable(lambda: initialiser((rows, WIDTH), "float32")).numpy() for _ in range(3)]
+
+    eager = make()
+    with dapple.scope():
+        deferred = make()
+    np.testing.assert_array_equal(eager, deferred)
+
+
+def test_values_too_large_to_be_folded_are_rounded_as_in_eager_building() -> None:
+    def make() -> tf.Variable:
+        return tf.Variable(lambda: tf.random.stateless_normal((400, 400), [1, 2]) / 3.0 * 1.7)
+
+    eager = make()
+    with dapple.scope():
+        deferred, moved = make(), make()
+    internals.move_variables([(moved, tf.config.list_logical_devices("CPU")[1].name)])
+    np.testing.assert_array_equal(eager.numpy(), deferred.numpy())
+    np.testing.assert_array_equal(eager.numpy(), moved.numpy())
+
+
+def test_threads_that_ask_for_a_value_together_all_get_it() -> None:
+    eager, deferred = build(functional, deferred=False), build(functional, deferred=True)
+    start, found = threading.Barrier(8), []
+
+    def ask() -> None:
+        start.wait()
+        found.append([weight.numpy() for weight in deferred.weights])
+
+    threads = [threading.Thread(target=ask) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 8
+    for values in found:
+        for one, other in zip(eager.get_weights(), values, strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+def test_a_deferred_variable_takes_the_value_of_another_one() -> None:
+    with dapple.scope():
+        one, other = (tf.Variable(lambda i=i: tf.fill((WIDTH, WIDTH), float(i))) for i in range(2))
+    one.assign(other)
+    assert one.numpy().sum() == WIDTH * WIDTH
+
+
 def test_a_function_that_fails_raises_its_error_where_the_variable_is_made() -> None:
     def broken() -> tf.Tensor:
         raise ZeroDivisionError("the user's mistake")
@@ -232,3 +296,61 @@ def test_slots_are_made_where_their_variables_are() -> None:
     for slot in slots:
         (path,) = (p for p in places if p.replace("/", "_") in slot.path)
         assert slot.value.device == places[path]
+
+
+@pytest.mark.parametrize("scope", [False, True])
+def test_a_checkpoint_restored_before_the_step_is_built_restores_slots(scope: bool, tmp_path: Path) -> None:
+    def make() -> tuple[tf.train.Checkpoint, Any]:
+        model, optimizer = build(sequential, deferred=scope), keras.optimizers.Adam(0.01)
+        step = step_of(lambda x: tf.reduce_mean((model(x) - x) ** 2), optimizer=optimizer, stages=2, micro_batches=3)
+        return tf.train.Checkpoint(model=model, optimizer=optimizer), step
+
+    checkpoint, step = make()
+    step(X)
+    path = checkpoint.save(str(tmp_path / "c"))
+    wanted = [float(step(X)) for _ in range(2)]
+    checkpoint, step = make()
+    checkpoint.restore(path)
+    assert [float(step(X)) for _ in range(2)] == wanted
+
+
+class HalfOf(keras.layers.Layer):
+    """Multiplies by half of the kernel that another layer had when this one was built."""
+
+    def __init__(self, other: keras.layers.Dense) -> None:
+        super().__init__()
+        self.others = [other]
+
+    def build(self, shape: Sequence[Any]) -> None:
+        self.half = self.add_weight(shape=(WIDTH, WIDTH), initializer=lambda *_, **__: self.others[0].kernel * 0.5)
+
+    def call(self, x: Any) -> Any:
+        return x @ self.half
+
+
+class MadeFromOthers(keras.Model):
+    """While it is traced first, it reads a weight, and makes another one from it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = keras.layers.Dense(WIDTH)
+        self.first.build((None, WIDTH))
+        self.last = HalfOf(self.first)
+
+    def call(self, x: Any) -> Any:
+        with tf.init_scope():
+            norm = float(np.linalg.norm(self.first.kernel.numpy()))
+        return self.last(self.first(x)) / norm
+
+
+def test_values_that_a_trace_reads_are_made() -> None:
+    losses = []
+    for deferred in (False, True):
+        model = build(MadeFromOthers, deferred=deferred)
+        optimizer = keras.optimizers.SGD(0.1)
+        step = step_of(
+            lambda x, model=model: tf.reduce_mean((model(x) - x) ** 2), optimizer=optimizer, stages=2, micro_batches=3
+        )
+        losses.append([float(step(X)) for _ in range(2)])
+    assert losses[0] == losses[1]
+    assert np.isfinite(losses[0]).all()
