@@ -115,7 +115,7 @@ def test_json_has_both_comparisons_and_no_infinite_number() -> None:
     assert found["max_errors"] == found["in_turn"]["max_errors"] == SAME.errors
     assert found["plain"] == {
         "ok": False,
-        "max_errors": {"gradient": None},
+        "max_errors": {"loss": 0.0, "gradient": None},
         "first_to_diverge": "gradient 'w', the pipeline has none",
     }
     assert found["exactness"] == [
