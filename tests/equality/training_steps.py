@@ -469,7 +469,7 @@ def dropout_and_regularizer() -> Made:
             keras.Input([4]),
             keras.layers.Dense(6, "relu", kernel_regularizer="l2"),
             keras.layers.Dropout(0.3, seed=4),
-            keras.layers.Dense(5, "relu", activity_regularizer="l1"),
+            keras.layers.Dense(5, "relu", activity_regularizer=lambda x: 0.01 * tf.reduce_sum(tf.abs(x))),
             keras.layers.Dense(1),
         ]
     )
