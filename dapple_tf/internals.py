@@ -23,6 +23,7 @@ from typing import Any, Protocol
 import keras
 import numpy as np
 import tensorflow as tf
+from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 from tensorflow.core.framework import function_pb2, op_def_pb2
 from tensorflow.core.protobuf import config_pb2, rewriter_config_pb2
 from tensorflow.python.client import pywrap_tf_session
@@ -333,13 +334,17 @@ def variable_name(variable: tf.Variable) -> str:
 class DeferredVariable(resource_variable_ops.ResourceVariable):  # type: ignore[misc]  # TensorFlow has no types
     """A variable whose first value is made when something asks for its ``handle``; it is then an ordinary variable.
 
-    Relies on ``UninitializedVariable``, and on every method of variables that reads or writes to use ``handle``.
+    Relies on ``UninitializedVariable``, on every method of variables that reads or writes to use ``handle``, and on
+    Keras's ``in_symbolic_scope``.
     """
 
     @property
     def handle(self) -> Any:
-        """The handle of the resource, which holds a value, except inside of ``without_values``."""
-        if not _without_values.get():
+        """The handle of the resource, which holds a value, except inside of ``without_values``.
+
+        Keras calls a layer of the user's in a scratch graph to learn the shape of its result: that graph never runs.
+        """
+        if not _without_values.get() and not in_symbolic_scope():
             make_values([self])
         return raw_handle(self)
 

@@ -81,7 +81,25 @@ def has_memory(variable: tf.Variable) -> bool:
     return bool(tf.raw_ops.VarIsInitializedOp(resource=internals.raw_handle(variable)))
 
 
-MODELS = [sequential, functional, subclassed, from_configuration]
+class Scaled(keras.layers.Layer):
+    """A layer whose result's shape Keras learns by calling it."""
+
+    def build(self, shape: Sequence[Any]) -> None:
+        self.matrix = self.add_weight(shape=(WIDTH, WIDTH), initializer="glorot_uniform", name="matrix")
+
+    def call(self, x: Any) -> Any:
+        return tf.function(lambda: keras.ops.tanh(x @ self.matrix))() + x
+
+
+def of_own_layers() -> keras.Model:
+    inputs = keras.Input((WIDTH,))
+    y = inputs
+    for i in range(4):
+        y = Scaled(name=f"scaled{i}")(y)
+    return keras.Model(inputs, y)
+
+
+MODELS = [sequential, functional, subclassed, from_configuration, of_own_layers]
 
 
 @pytest.mark.parametrize("make", MODELS)
