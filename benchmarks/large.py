@@ -47,20 +47,15 @@ def compare_peaks() -> Iterator[Row]:
     """Yield the resident set of the ranks of the dense model at its peak, and after the first step."""
     found = {way: run_ranks("benchmarks.large", RANKS, "dense", way, variables=_RETURNED) for way in ("scope", "plain")}
     for rank, (scope, plain) in enumerate(zip(found["scope"], found["plain"], strict=True)):
-        most = scope["start"] + 1.25 * scope["predicted"]
-        yield Row(
-            f"dense, rank {rank}: peak resident set, its stage predicted at {_mb(scope['predicted'])}",
-            f"at most {_mb(most)}: {_mb(scope['start'])} before the model + 1.25 x predicted",
-            f"{_mb(scope['peak'])} (made outside of the scope: {_mb(plain['peak'])})",
-            scope["peak"] <= most,
-        )
-        after = scope["start"] + 1.1 * scope["predicted"]
-        yield Row(
-            f"dense, rank {rank}: resident set after four steps",
-            f"at most {_mb(after)}",
-            f"{_mb(scope['after'])} (outside of the scope: {_mb(plain['after'])})",
-            scope["after"] <= after,
-        )
+        predicted = scope["predicted"]
+        for when, field, factor in (("at its peak", "peak", 1.25), ("after four steps", "after", 1.1)):
+            most = scope["start"] + factor * predicted
+            yield Row(
+                f"dense, rank {rank}: resident set {when}, its stage predicted at {_mb(predicted)}",
+                f"at most {_mb(most)}: {_mb(scope['start'])} before the model + {factor} x predicted",
+                f"{_mb(scope[field])} (made outside of the scope: {_mb(plain[field])})",
+                scope[field] <= most,
+            )
     same = found["scope"][0]["losses"] == found["plain"][0]["losses"]
     yield Row("dense: losses of both", "equal", "equal" if same else "differ", same)
     builds = [max(each["build"] for each in found[way]) for way in ("scope", "plain")]

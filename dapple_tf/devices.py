@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import tensorflow as tf
 
-from dapple_tf import internals
+from dapple_tf import variable_values
 from dapple_tf.distributed import membership
 from dapple_tf.distributed.exchange_network import start_exchanges
 from dapple_tf.distributed.exit_reporting import start_exit_reporting
@@ -159,5 +159,5 @@ def scope() -> Iterator[None]:
     have got at once. Asking for it earlier (``numpy()``, a call of the model) makes it here. Variables that are made
     from arrays, from a generator's state or from other variables get their values at once, on the host.
     """
-    with tf.device(home_device()), internals.deferring_variables():
+    with tf.device(home_device()), variable_values.deferring_variables():
         yield

@@ -264,7 +264,7 @@ class Plan:
 
     @property
     def sharing(self) -> tuple[int, ...]:
-        """How many replicas of each stage share a micro-batch: all, unless they take whole minibatches in turn."""
+        """The number of replicas of each stage that share a micro-batch: all, or 1 if they take minibatches in turn."""
         return sharing_replicas(self.replicas, in_turn=self.runs_whole_minibatches)
 
     @property

@@ -16,7 +16,7 @@ from pathlib import Path
 import grimp
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("dapple_tf", "models", "benchmarks")
+PACKAGES = ("dapple_tf", "benchmarks")
 _SECTION = re.compile(r"^### (\w+)$", re.MULTILINE)
 _COMMIT = re.compile(r"Measured on commit `([0-9a-f]{7,40})`")
 
@@ -36,8 +36,8 @@ def list_changes(commit: str, modules: set[str]) -> list[str] | None:
     if found.returncode:
         return None
     changed = {
-        Path("dapple_tf" if name.startswith(("graph_passes/", "profiler/")) else "", name)  # links of the package
-        for name in found.stdout.splitlines()
+        Path(re.sub("^models/", "dapple_tf/examples/", re.sub("^(?=(graph_passes|profiler)/)", "dapple_tf/", name)))
+        for name in found.stdout.splitlines()  # the package has links to these folders
     }
     own = {Path(*module.split(".")) for module in modules}
     native = {path.parent for path in own if path.name == "library"}  # C++ beside the module that loads it

@@ -49,7 +49,7 @@ Mode = Literal["sync", "async"]
 """Whether weights change once a step, or after each minibatch of a window."""
 
 SparseGradients = Literal["exact", "dense"]
-"""What the optimizer gets of a variable that is used by its rows."""
+"""The form of the gradient of an embedding, or another variable that is read by rows, that the optimizer gets."""
 
 _OF_WINDOWS = ("minibatches", "weights", "depth")
 _NOT_OF_WINDOWS = ("schedule", "slice", "batch_loss", "batch_norm")

@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from dapple_tf import internals
+from dapple_tf import internals, variable_values
 from dapple_tf.backend.bindings import Buffers, StepVariables
 from dapple_tf.backend.handler import Bindings, ChooseCompiled, Compiled, RankCommunication
 from dapple_tf.backend.operations import Operations
@@ -292,7 +292,7 @@ def move_to_device(graph: Graph, variables: Mapping[str, tf.Variable], device: s
     calls = [node for node in graph.nodes if node.has("function") and node.has("stage")]
     used = dict.fromkeys(name for node in calls for name in _variables_of(graph, node) if name in resident)
     _move((variables[name], device) for name in used)
-    internals.make_values(variables.values())
+    variable_values.make_values(variables.values())
 
 
 def move_to_stages(graph: Graph, variables: Mapping[str, tf.Variable]) -> None:
@@ -311,7 +311,7 @@ def move_to_stages(graph: Graph, variables: Mapping[str, tf.Variable]) -> None:
         if node.has("stage"):
             devices |= {name: node.device for name in names if uses[name] == 1 and name not in devices}
     _move((variables[name], device) for name, device in devices.items())
-    internals.make_values(variables.values())
+    variable_values.make_values(variables.values())
 
 
 def _variables_of(graph: Graph, node: Node) -> dict[str, None]:
@@ -321,7 +321,9 @@ def _variables_of(graph: Graph, node: Node) -> dict[str, None]:
 
 
 def _move(moves: Iterable[tuple[tf.Variable, str]]) -> None:
-    internals.move_variables([(variable, device) for variable, device in moves if not _same(variable.device, device)])
+    variable_values.move_variables(
+        [(variable, device) for variable, device in moves if not _same(variable.device, device)]
+    )
 
 
 def _same(first: str, second: str) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import tensorflow as tf
 
-from dapple_tf import internals
+from dapple_tf import variable_values
 from dapple_tf.errors import NoFitError
 from dapple_tf.graph_passes.ir.graph import Graph
 from dapple_tf.graph_passes.ir.names import nodes_of
@@ -21,7 +21,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True)
 class Room:
-    """How many ``bytes`` this process may still allocate, and the ``limit`` that says so, in words."""
+    """The memory, in ``bytes``, that this process may still allocate; ``limit`` describes what restricts it."""
 
     bytes: int
     limit: str
@@ -33,7 +33,7 @@ def check_room(graph: Graph, variables: Mapping[str, tf.Variable], held: Collect
     ``graph``: the process's pipelined graph. ``where``: the process or rank, for the message. Variables on GPUs are not
     counted. Nothing is checked where no variable is deferred: those that have a value are in memory already.
     """
-    deferred = [name for name in held if internals.is_deferred(variables[name])]
+    deferred = [name for name in held if variable_values.is_deferred(variables[name])]
     if not deferred or tf.config.list_logical_devices("GPU"):
         return
     weights = sum(map(_size, (variables[name] for name in deferred)))

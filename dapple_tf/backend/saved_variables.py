@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 
 import tensorflow as tf
 
-from dapple_tf import internals
+from dapple_tf import variable_values
 
 
 @contextlib.contextmanager
@@ -18,11 +18,13 @@ def unchanged_variables(variables: Iterable[tf.Variable]) -> Iterator[None]:
     a rank of a job, pass only the variables that the rank's stage owns.
     """
     variables = list(variables)
-    internals.make_values(variables)
+    variable_values.make_values(variables)
     saved = [(variable, variable.numpy(), variable.device) for variable in variables]
     try:
         yield
     finally:
-        internals.move_variables([(variable, device) for variable, _, device in saved if variable.device != device])
+        variable_values.move_variables(
+            [(variable, device) for variable, _, device in saved if variable.device != device]
+        )
         for variable, value, _ in saved:
             variable.assign(value)

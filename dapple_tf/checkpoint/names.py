@@ -1,4 +1,4 @@
-"""Names of checkpoint files, which tell how many steps were done: read before TensorFlow has started."""
+"""Read from the names of checkpoint files how many steps were done, without starting TensorFlow."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def steps_of(path: Path) -> int:
 
 
 def last_steps(folder: str) -> int:
-    """Return the steps of the last checkpoint in the folder, by its name; 0 where there is none, or it is cut off."""
+    """Return the steps in the last checkpoint's name; 0 if there is no checkpoint, or the file is truncated."""
     try:
         found = list_checkpoints(Path(folder))
         return steps_of(found[-1]) if found and _is_whole(found[-1]) else 0

@@ -1,4 +1,4 @@
-"""What all commands have: options in groups, --quiet and --verbose, former names of options, and shell completion."""
+"""Define what all commands share: --json, --quiet and --verbose, renamed options, and shell completion."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from dapple_tf.messages import LOGGER
 
 Decorator = Callable[..., Any]
 
-FILE = click.Path()  # the shell completes names of files; each command says itself what is wrong with one
+FILE = click.Path()  # for completion only: each command checks its files itself
 
 
 class Command(cloup.Command):
-    """A command; ``former_names``: former names of its options, which still work, with a warning."""
+    """A command. ``former_names`` maps old names of its options, which still work with a warning, to the new ones."""
 
     def __init__(self, *args: Any, former_names: Mapping[str, str] | None = None, **settings: Any) -> None:
         super().__init__(*args, **settings)
         self.former_names = former_names or {}
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Read the words of the command line, former names of options as the present ones."""
+        """Parse the words of the command line, after replacing old names of options by the new ones."""
         return super().parse_args(ctx, [self._present_name(word) for word in args])
 
     def _present_name(self, word: str) -> str:
@@ -43,28 +43,24 @@ def command(**settings: Any) -> Decorator:
 
 
 def result_options(*options: Decorator) -> Decorator:
-    """Return the group of the options that say what is written and shown: those of the command, and those of all."""
+    """Return the group of output options: the given ones of the command, then --json, --quiet and --verbose."""
     return cloup.option_group(
         "Results and messages",
         *options,
         cloup.option("--json", "as_json", is_flag=True, help="Print one JSON object as the last line of stdout."),
-        cloup.option(
-            "-q",
-            "--quiet",
-            is_flag=True,
-            expose_value=False,
-            callback=_set_level(logging.WARNING),
-            help="Show no progress: only results, warnings and errors.",
-        ),
-        cloup.option(
+        _level_option("-q", "--quiet", logging.WARNING, "Show no progress: only results, warnings and errors."),
+        _level_option(
             "-v",
             "--verbose",
-            is_flag=True,
-            expose_value=False,
-            callback=_set_level(logging.DEBUG),
-            help="Show also the seconds of each part of a build, and what TensorFlow prints when it starts.",
+            logging.DEBUG,
+            "Show also the seconds of each part of a build, and what TensorFlow prints when it starts.",
         ),
     )
+
+
+def _level_option(short: str, name: str, level: int, meaning: str) -> Decorator:
+    """Return an option that sets the level of the package's logger."""
+    return cloup.option(short, name, is_flag=True, expose_value=False, callback=_set_level(level), help=meaning)
 
 
 def _set_level(level: int) -> Callable[[click.Context, click.Parameter, bool], None]:
@@ -79,9 +75,9 @@ def _set_level(level: int) -> Callable[[click.Context, click.Parameter, bool], N
 
 
 class Completed(click.ParamType):  # type: ignore[type-arg]  # generic only from click 8.5 on
-    """Text that the shell completes with ``words``, and where ``files`` is set with names of files.
+    """A type of text, for which the shell offers ``words`` and, if ``files`` is set, names of files.
 
-    ``read``: returns what the text states; raises an error that says what is wrong with it.
+    ``read`` converts the text, and raises an error that says what is wrong with it.
     """
 
     def __init__(
@@ -94,9 +90,10 @@ class Completed(click.ParamType):  # type: ignore[type-arg]  # generic only from
         return value if self.read is None or not isinstance(value, str) else self.read(value)
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        """Return the words that begin so, or where none does the mark that asks the shell for files.
+        """Return the words that start with ``incomplete``; if there are none, ask the shell to complete file names.
 
-        After a comma the next word of a list begins. Words with spaces are not offered: a shell would part them.
+        In a list, only the text after the last comma is completed. Words with spaces are not offered: a shell would
+        split them.
         """
         before, comma, begun = incomplete.rpartition(",")
         words = [word for word in self.words if word.startswith(begun) and " " not in word]

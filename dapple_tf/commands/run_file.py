@@ -40,7 +40,7 @@ class StageBytes:
 
 @dataclass(frozen=True)
 class RunStart:
-    """What a run, or the part of it after step ``done``, began with.
+    """The settings with which a run starts, or resumes after step ``done``.
 
     ``steps``: the number of the last step. ``time``: seconds since 1970. ``processes``: of the job. ``options``: those
     of the command line that were given. ``memory``: of each stage.
@@ -74,11 +74,11 @@ class RunStep:
 
 @dataclass(frozen=True)
 class RunEnd:
-    """What is known at the end of a run of which steps were recorded.
+    """Figures from the recorded steps of a run, written at its end.
 
-    ``simulated_bubble``: of the last one. ``measured``: the bytes that a device of each stage held during a step,
-    beyond those between steps; None where they were not measured one by one. ``together``: predicted and measured bytes
-    of all stages, where these share one allocator.
+    ``simulated_bubble``: of the last recorded step. ``measured``: the bytes that a device of each stage held during a
+    step, beyond those between steps; None where they were not measured one by one. ``together``: predicted and measured
+    bytes of all stages, where these share one allocator.
     """
 
     simulated_bubble: float | None = None

@@ -134,7 +134,7 @@ def _plot(name: str, label: str, points: Sequence[tuple[float, float]], y: Axis)
 
 
 def _thin(points: Sequence[tuple[float, float]]) -> Sequence[tuple[float, float]]:
-    """Return at most so many points as are drawn: of each part of the curve the least and the largest."""
+    """Reduce a curve to the number of points that are drawn: the minimum and the maximum of each section."""
     size = -(-len(points) // (_MOST_POINTS // 2))
     if size <= 2:
         return points

@@ -36,7 +36,7 @@ from dapple_tf.profiler.detect import job_size
         "--baseline",
         default=0,
         metavar="STEPS",
-        help="First time so many steps of the un-pipelined model, and print the speed beside it; with --async, windows "
+        help="First time this number of steps of the un-pipelined model, for comparison; with --async, windows "
         "of as many minibatches one after the other.",
     ),
 )

@@ -277,7 +277,7 @@ def _report(
 
 @dataclass(frozen=True)
 class _Words:
-    """What a call of the step is called in texts, one and several; what it does; its loss; and the plan's order."""
+    """The words of a report for a step or for a window: singular, plural, verb, name of its loss, name of its order."""
 
     unit: str
     units: str

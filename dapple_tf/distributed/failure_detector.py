@@ -21,7 +21,7 @@ TIMEOUT = "DAPPLE_TIMEOUT_SECONDS"
 DEFAULT_TIMEOUT = 30.0
 
 _ENDED_SECONDS = 2.0  # launchers end the job by themselves when a process has failed
-_OTHER_HOSTS = 10  # after so many timeouts a rank of another host that has not connected has failed
+_OTHER_HOSTS = 10  # a rank of another host that has not connected within this number of timeouts has failed
 
 
 def read_timeout(environment: Mapping[str, str]) -> float:

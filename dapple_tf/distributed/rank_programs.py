@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import tensorflow as tf
 
-from dapple_tf import internals
+from dapple_tf import internals, variable_values
 from dapple_tf.backend.bindings import Buffers
 from dapple_tf.backend.build_times import BuildTimes
 from dapple_tf.backend.handler import Bindings, ChooseCompiled, Compiled
@@ -237,7 +237,7 @@ def _place_variables(job: Job, needs: VariableNeeds, *, synchronize: bool = Fals
     if locations.placed_for is needs and not synchronize:
         if locations.release is None:
             others = [v for v, _ in needs.ranks if job.rank not in (locations.ranks_of(v) or ())]
-            locations.release = internals.make_releaser(others)
+            locations.release = variable_values.make_releaser(others)
         locations.release()
         return
     deferred = _find_deferred(job, needs)
@@ -255,7 +255,7 @@ def _place_variables(job: Job, needs: VariableNeeds, *, synchronize: bool = Fals
             if job.rank not in wanted:
                 dropped.append(variable)
     send_values(job, transfers)
-    internals.release_variables(dropped, _ADVICE)
+    variable_values.release_variables(dropped, _ADVICE)
     locations.placed_for, locations.release = needs, None
 
 
@@ -264,7 +264,7 @@ def _find_deferred(job: Job, needs: VariableNeeds) -> list[bool]:
 
     Where a rank has a value, rank 0's is sent, as of all variables.
     """
-    of_ranks = job.gather([internals.is_deferred(variable) for variable, _ in needs.ranks])
+    of_ranks = job.gather([variable_values.is_deferred(variable) for variable, _ in needs.ranks])
     return [all(on_each) for on_each in zip(*of_ranks, strict=True)]
 
 

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 import tensorflow as tf
 
-from dapple_tf import internals
+from dapple_tf import variable_values
 from dapple_tf.distributed.membership import Job
 from dapple_tf.distributed.variable_locations import Ranks
 from dapple_tf.staged_model import StagedModel
@@ -66,7 +66,7 @@ def send_values(job: Job, transfers: Sequence[Transfer]) -> None:
         for group in _group_by_bytes(from_source, lambda transfer: transfer.variable):
             variables = [transfer.variable for transfer in group]
             if job.rank == source:
-                internals.make_values(variables)
+                variable_values.make_values(variables)
             own = [variable.numpy() for variable in variables] if job.rank == source else None
             receives = own is None and any(job.rank in transfer.receivers for transfer in group)
             values = _broadcast_values(job, variables, source, own, keep=receives)

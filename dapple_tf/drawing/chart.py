@@ -196,8 +196,8 @@ def stack_charts(title: str, parts: Sequence[tuple[str, Chart]]) -> Chart:
 def chain_charts(last: Chart, earlier: Sequence[tuple[float, Chart]]) -> Chart:
     """Return the chart ``last`` with the spans of ``earlier`` ones on the same rows, all at their own times.
 
-    Each of ``earlier`` began so many seconds before ``last``. Time 0 is the beginning of the first of all. A row that
-    ``last`` does not have is added below.
+    ``earlier`` gives for each earlier step how many seconds before ``last`` it began. Time 0 is the beginning of the
+    first step. A row that ``last`` does not have is added below.
     """
     begin = max((seconds for seconds, _ in earlier), default=0.0)
     rows = list(last.rows)

@@ -1,4 +1,4 @@
-"""What all web pages share: one self-contained file, light or dark as the reader's system, and drawings with axes."""
+"""Write self-contained web pages, in the light or dark theme of the reader's system, and drawings with axes."""
 
 from __future__ import annotations
 

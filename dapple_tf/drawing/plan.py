@@ -10,7 +10,8 @@ _WIDE = 900.0  # pixels, of the layers and of a line of servers
 _LETTER = 5.6  # pixels, of a text of 11 pixels
 _LAYER = 40.0  # height of the layers
 _GAP = 12.0
-_BOXES = ((64, (98.0, 36.0)), (256, (30.0, 20.0)), (10**9, (9.0, 9.0)))  # size of a device where there are so many
+# The largest number of devices, and the width and height in pixels of each.
+_BOXES = ((64, (98.0, 36.0)), (256, (30.0, 20.0)), (10**9, (9.0, 9.0)))
 _MOST_SEPARATE = 200  # layers that are drawn one by one
 
 
@@ -39,7 +40,7 @@ class DrawnServer:
 
 @dataclass(frozen=True)
 class PlanDrawing:
-    """What is drawn of a plan; of a cluster alone there are no ``stages``.
+    """The parts of a plan's drawing; the drawing of a cluster alone has no ``stages``.
 
     ``layers``: the names of all layers; empty where they are not known. ``seconds``: those that each layer computes, in
     proportion to which it is drawn; empty for layers of one width. ``recomputed``: numbers of layers. ``notes``: lines
@@ -102,7 +103,7 @@ def _text(x: float, y: float, text: str, kind: str = "", anchor: str = "start") 
 
 
 def _fitting(room: float, *texts: str) -> str:
-    """Return the first of the texts that has room in so many pixels; "" if none has."""
+    """Return the first of the texts that fits a width in pixels; "" if none fits."""
     return next((text for text in texts if _LETTER * len(text) + 6 <= room), "")
 
 

@@ -202,7 +202,7 @@ def capture(
     ):
         try:
             concrete, recorder, specs = _trace(function, name, batch, specs, sized=sized)
-        except Exception as error:
+        except Exception as error:  # the user's code and AutoGraph raise any type; a training step's gets its line
             if calls is None:
                 raise
             raise calls.refused or _error_of_step(name, error) from error

@@ -12,7 +12,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from dapple_tf import internals
+from dapple_tf import internals, variable_values
 from dapple_tf.errors import PlanError
 from dapple_tf.frontend.conditions import open_conditions
 from dapple_tf.frontend.names import unique_name
@@ -121,7 +121,7 @@ def build_optimizer(optimizer: Any, variables: Sequence[Any]) -> None:
     with tf.init_scope():
         if all(internals.is_of_keras(getattr(optimizer, name)) for name in own):
             # The optimizer's name is part of the paths of its variables.
-            with keras.name_scope(optimizer.name, caller=optimizer), internals.deferring_variables():
+            with keras.name_scope(optimizer.name, caller=optimizer), variable_values.deferring_variables():
                 optimizer.build(list(variables))
             optimizer.built = True
             return

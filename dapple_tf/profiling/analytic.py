@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from dapple_tf import internals
+from dapple_tf import variable_values
 from dapple_tf.frontend.batch import as_arguments, batch_size
 from dapple_tf.frontend.trace import trace_loss
 from dapple_tf.profiler.measure import Floats
@@ -27,7 +27,7 @@ def analytic_profile(
     peak = find_peak(device) if isinstance(device, str) else device
     arguments = as_arguments(batch)
     size = batch_size(arguments)
-    with internals.without_values():
+    with variable_values.without_values():
         facts = examine_layers(trace_loss(loss_fn, arguments, size, "allow"), size)
     return make_profile(
         facts,

@@ -22,7 +22,7 @@ import tensorflow as tf
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from dapple_tf import internals
+from dapple_tf import variable_values
 from dapple_tf.backend.saved_variables import unchanged_variables
 from dapple_tf.devices import home_device, list_devices
 from dapple_tf.errors import CaptureError, ProfileError, warn_user
@@ -92,7 +92,7 @@ def profile(
     other_sizes = [n for n in sizes if n != size]
     with _progress_bar(3 + repeats * (1 + len(other_sizes))) as show:
         show("tracing", 0)
-        with internals.without_values():
+        with variable_values.without_values():
             facts = examine_layers(_trace(loss_fn, arguments, batch_loss, other_sizes), size)
         _warn_of_lists(facts)
         plain = PlainModel(loss_fn, arguments, list_devices()[0])
@@ -115,7 +115,7 @@ def profile_layers(loss_fn: Traced, batch: Sequence[Any], batch_sizes: Sequence[
     other_sizes = [n for n in batch_sizes if n != size]
     with _progress_bar(3 + _TO_PLAN.rounds * (1 + len(other_sizes))) as show:
         show("tracing", 0)
-        with internals.without_values():
+        with variable_values.without_values():
             facts = examine_layers(_trace(loss_fn, batch, batch_loss, other_sizes), size)
         _warn_of_lists(facts)
         show("tracing", 1)

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from dapple_tf import internals
+from dapple_tf import variable_values
 
 _COMPILING = threading.RLock()
 """Held while a step is compiled: variables move to their stages, and an optimizer makes its variables."""
@@ -21,7 +21,7 @@ _MAKING = threading.Lock()
 @contextlib.contextmanager
 def compiling() -> Iterator[None]:
     """Compile one step at a time; tracing makes no values of deferred variables, which are made at their stages."""
-    with _COMPILING, internals.without_values():
+    with _COMPILING, variable_values.without_values():
         yield
 
 

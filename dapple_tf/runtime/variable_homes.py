@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from dapple_tf import internals
+from dapple_tf import internals, variable_values
 from dapple_tf.frontend.names import unique_name
 from dapple_tf.runtime.exclusive import exclusive
 from dapple_tf.staged_model import StagedModel
@@ -35,14 +35,14 @@ class VariableHomes:
         with exclusive(variable for variable, _ in self._homes.values()):
             away = [(variable, home) for variable, home in self._homes.values() if variable.device != home]
             self._stages |= {id(variable): variable.device for variable, _ in away}
-            internals.move_variables(away)
+            variable_values.move_variables(away)
 
     def return_to_stages(self, variables: Iterable[tf.Variable]) -> None:
         """Move the ``variables`` that were released to their stages again; no other thread may use them."""
         if not self._stages:
             return
         released = {id(variable): variable for variable in variables if id(variable) in self._stages}
-        internals.move_variables([(variable, self._stages.pop(key)) for key, variable in released.items()])
+        variable_values.move_variables([(variable, self._stages.pop(key)) for key, variable in released.items()])
 
 
 # --- Names of variables that are the same under every plan, in every process

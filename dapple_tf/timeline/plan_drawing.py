@@ -1,4 +1,4 @@
-"""What is drawn of a plan, its model and its cluster."""
+"""Choose what the drawing of a plan shows of its model and its cluster."""
 
 from __future__ import annotations
 

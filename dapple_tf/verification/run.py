@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 from typing_extensions import Unpack
 
-from dapple_tf import internals
+from dapple_tf import variable_values
 from dapple_tf.autoplan.option_help import document_options, make_options
 from dapple_tf.autoplan.options import WINDOW_NOT_VERIFIED, OptionTypes
 from dapple_tf.backend.saved_variables import unchanged_variables
@@ -97,7 +97,7 @@ def _compare(one: OneDevice | StepOnOneDevice, planned: PlannedModel, batch: Seq
 
     def undone(work: Callable[[], Any]) -> Any:
         with unchanged_variables(one.variables.values()):
-            internals.move_variables([(variable, one.device) for variable in one.variables.values()])
+            variable_values.move_variables([(variable, one.device) for variable in one.variables.values()])
             return work()
 
     def apply(gradients: Mapping[str, Any]) -> Mapping[str, Any]:

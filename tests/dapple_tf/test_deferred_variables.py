@@ -14,7 +14,7 @@ import pytest
 import tensorflow as tf
 
 import dapple_tf as dapple
-from dapple_tf import internals
+from dapple_tf import variable_values
 from tests.dapple_tf.builders import step_of
 
 WIDTH = 48  # a kernel of 9 KB
@@ -78,7 +78,7 @@ def build(make: Callable[[], keras.Model], *, deferred: bool) -> keras.Model:
 
 
 def has_memory(variable: tf.Variable) -> bool:
-    return bool(tf.raw_ops.VarIsInitializedOp(resource=internals.raw_handle(variable)))
+    return bool(tf.raw_ops.VarIsInitializedOp(resource=variable_values.raw_handle(variable)))
 
 
 class Scaled(keras.layers.Layer):
@@ -258,7 +258,7 @@ def test_values_too_large_to_be_folded_are_rounded_as_in_eager_building() -> Non
     eager = make()
     with dapple.scope():
         deferred, moved = make(), make()
-    internals.move_variables([(moved, tf.config.list_logical_devices("CPU")[1].name)])
+    variable_values.move_variables([(moved, tf.config.list_logical_devices("CPU")[1].name)])
     np.testing.assert_array_equal(eager.numpy(), deferred.numpy())
     np.testing.assert_array_equal(eager.numpy(), moved.numpy())
 
@@ -299,7 +299,7 @@ def test_a_function_that_fails_raises_its_error_where_the_variable_is_made() -> 
 
 def test_a_variable_that_is_released_before_it_had_a_value_says_so_when_it_is_read() -> None:
     variable = build(sequential, deferred=True).layers[0].kernel.value
-    internals.release_variables([variable], "ask for it")
+    variable_values.release_variables([variable], "ask for it")
     with pytest.raises(tf.errors.FailedPreconditionError, match="ask for it"):
         variable.numpy()
 

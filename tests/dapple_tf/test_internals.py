@@ -20,7 +20,7 @@ from tensorflow.core.protobuf import config_pb2, rewriter_config_pb2
 from tensorflow.python.eager import context
 from tensorflow.python.ops import gradients_util, handle_data_util
 
-from dapple_tf import internals
+from dapple_tf import internals, variable_values
 from tests.dapple_tf.builders import executed_nodes
 from tests.paths import ROOT
 
@@ -228,7 +228,7 @@ def test_a_moved_variable_keeps_its_value_and_is_on_the_other_device() -> None:
     with tf.device(HERE):
         variable = tf.Variable([1.0, 2.0], name="w", trainable=False)
     holder = variable
-    internals.move_variables([(variable, THERE)])
+    variable_values.move_variables([(variable, THERE)])
     assert holder.device.endswith(THERE)
     assert holder.handle.device.endswith(THERE)
     assert holder.numpy().tolist() == [1, 2]
@@ -256,7 +256,7 @@ def test_functions_traced_before_a_move_see_the_variable_where_it_is() -> None:
     x = tf.constant(3.0)
     assert (inner(x), outer(x)) == (6, 16)
     write()
-    internals.move_variables([(variable, THERE)])
+    variable_values.move_variables([(variable, THERE)])
     variable.assign(5.0)
 
     assert inner(x) == 15
@@ -281,7 +281,7 @@ def test_a_gradient_through_a_function_traced_before_a_move_is_right() -> None:
         return float(tape.gradient(result, variable))
 
     assert slope() == 4
-    internals.move_variables([(variable, THERE)])
+    variable_values.move_variables([(variable, THERE)])
     variable.assign(5.0)
     assert slope() == 10
 
@@ -291,7 +291,7 @@ def test_a_moved_keras_variable_is_saved_restored_and_predicted_with(tmp_path: P
     x = np.ones((2, 2), np.float32)
     model.predict(x, verbose=0)
     kernel = model.layers[0].kernel
-    internals.move_variables([(kernel.value, THERE)])
+    variable_values.move_variables([(kernel.value, THERE)])
     kernel.assign([[1.0], [2.0]])
     assert kernel.value.device.endswith(THERE)
     assert model.predict(x, verbose=0).tolist() == [[3], [3]]
@@ -310,7 +310,7 @@ def test_the_old_memory_is_freed_after_a_move() -> None:
     traced()
     graph = traced.get_concrete_function().graph  # outlives its function
     old = weakref.ref(variable.handle)
-    internals.move_variables([(variable, THERE)])
+    variable_values.move_variables([(variable, THERE)])
     gc.collect()
     assert old() is None
     assert internals.capture_of(graph, variable.handle) is graph.captures[0][1]
@@ -324,21 +324,21 @@ def no_search(monkeypatch: pytest.MonkeyPatch) -> None:
     def search(*kinds: type) -> list[object]:
         raise AssertionError(f"searched the process for {kinds}")
 
-    monkeypatch.setattr(internals, "_live_instances", search)
+    monkeypatch.setattr(internals, "live_instances", search)
 
 
 @pytest.mark.usefixtures("no_search")
 def test_moving_no_variables_skips_the_search_and_changes_no_handle() -> None:
     variable = tf.Variable(2.0)
     handle = variable.handle
-    internals.move_variables([])
+    variable_values.move_variables([])
     assert variable.handle is handle
     assert variable.numpy() == 2
 
 
 def test_moving_a_variable_searches_the_process(no_search: None) -> None:
     with pytest.raises(AssertionError, match="searched the process for"):
-        internals.move_variables([(tf.Variable(2.0), THERE)])
+        variable_values.move_variables([(tf.Variable(2.0), THERE)])
 
 
 # --- releasing variables
@@ -357,7 +357,7 @@ def test_a_released_variable_cannot_be_read_until_it_is_assigned() -> None:
     outer()
     wrapped = tf.compat.v1.wrap_function(lambda: 2 * variable, [])  # a ConcreteFunction of another class
     for value in ([3.0, 4.0], [5.0, 6.0]):
-        internals.release_variables([variable], ADVICE)
+        variable_values.release_variables([variable], ADVICE)
         for read in (variable.numpy, variable.read_value, double, outer, wrapped):
             with pytest.raises(tf.errors.FailedPreconditionError, match=r"w \(ask for it\)"):
                 read()
@@ -374,10 +374,10 @@ def test_a_released_variable_cannot_be_read_until_it_is_assigned() -> None:
 def test_a_variable_that_is_released_again_keeps_its_handle() -> None:
     """So no search for functions that captured the old handle is needed."""
     variable = tf.Variable([1.0, 2.0])
-    internals.release_variables([variable], ADVICE)
+    variable_values.release_variables([variable], ADVICE)
     variable.assign([3.0, 4.0])
     handle = variable.handle
-    internals.release_variables([variable], ADVICE)
+    variable_values.release_variables([variable], ADVICE)
     assert variable.handle is handle
     assert not variable.is_initialized()
 
@@ -387,14 +387,14 @@ def test_a_released_variable_of_keras_is_trained_saved_and_restored_again(tmp_pa
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, use_bias=False)])
     kernel, x = model.layers[0].kernel, np.ones((2, 2), np.float32)
     model.predict(x, verbose=0)
-    internals.release_variables([kernel.value], ADVICE)
+    variable_values.release_variables([kernel.value], ADVICE)
     for read in (kernel.numpy, lambda: model.predict(x, verbose=0), lambda: model.save(tmp_path / "model.keras")):
         with pytest.raises(tf.errors.FailedPreconditionError, match="ask for it"):
             read()
     kernel.assign([[1.0], [2.0]])
     assert model.predict(x, verbose=0).tolist() == [[3], [3]]
     saved = tf.train.Checkpoint(kernel=kernel.value).save(tmp_path / "c")
-    internals.release_variables([kernel.value], ADVICE)
+    variable_values.release_variables([kernel.value], ADVICE)
     tf.train.Checkpoint(kernel=kernel.value).restore(saved).assert_consumed()
     assert kernel.numpy().tolist() == [[1], [2]]
     model.export(tmp_path / "saved", verbose=False)
@@ -406,14 +406,14 @@ def test_the_memory_of_a_released_variable_is_freed() -> None:
     traced = tf.function(lambda: variable + 1.0)
     traced()
     old = weakref.ref(variable.handle)
-    internals.release_variables([variable], ADVICE)
+    variable_values.release_variables([variable], ADVICE)
     gc.collect()
     assert old() is None
 
 
 def test_a_released_and_assigned_variable_is_freed_when_it_is_garbage() -> None:
     variable = tf.Variable(tf.ones(4))
-    internals.release_variables([variable], ADVICE)
+    variable_values.release_variables([variable], ADVICE)
     variable.assign(tf.zeros(4))
     same = tf.identity(variable.handle)  # does not keep the resource alive
     assert tf.raw_ops.VarIsInitializedOp(resource=same)
@@ -427,7 +427,7 @@ def test_a_released_and_assigned_variable_is_freed_when_it_is_garbage() -> None:
 @pytest.mark.usefixtures("no_search")
 def test_releasing_no_variables_skips_the_search_and_frees_no_value() -> None:
     variable = tf.Variable(2.0)
-    internals.release_variables([], ADVICE)
+    variable_values.release_variables([], ADVICE)
     assert variable.is_initialized()
     assert variable.numpy() == 2
 
@@ -843,7 +843,7 @@ def test_a_function_of_tensorflow_that_a_user_gives_as_gradient_has_no_module() 
 def test_the_start_of_tensorflow_is_noticed() -> None:
     """In a process of its own: here it has started long ago."""
     program = """
-from dapple_tf import internals
+from dapple_tf import internals, variable_values
 import tensorflow as tf
 assert not internals.tensorflow_has_started()
 tf.constant(1)

@@ -51,7 +51,7 @@ class _Table:
         return self._rows[key]
 
     def _of_kinds(self, counts: Counter[int]) -> Floats:
-        """Return the seconds of stages on so many devices like each of these."""
+        """Return the seconds of every possible stage on these devices, given as the number of devices of each kind."""
         costs, number = self.costs, sum(counts.values())
         alone = dict[int, Floats]()  # seconds of all micro-batches, as if a device ran the rows of all of them
         for device in counts:

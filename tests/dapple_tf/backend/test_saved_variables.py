@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from dapple_tf import internals
+from dapple_tf import variable_values
 from dapple_tf.backend.saved_variables import unchanged_variables
 
 
@@ -19,7 +19,7 @@ def test_values_and_devices_come_back_at_the_end_of_the_block() -> None:
         step = tf.Variable(3, dtype=tf.int64)
     home = weights.device
     with unchanged_variables([weights, step]):
-        internals.move_variables([(weights, second)])
+        variable_values.move_variables([(weights, second)])
         weights.assign_add([10.0, 10.0])
         step.assign_add(1)
         assert weights.device != home
@@ -36,7 +36,7 @@ def test_values_and_devices_come_back_after_a_failure() -> None:
 
     def move_assign_and_fail() -> None:
         with unchanged_variables([weights]):
-            internals.move_variables([(weights, second)])
+            variable_values.move_variables([(weights, second)])
             weights.assign([0.0, 0.0])
             raise RuntimeError("the block failed")
 
@@ -61,7 +61,7 @@ def test_functions_traced_before_see_the_restored_value() -> None:
     double = tf.function(lambda: 2 * weights)
     assert float(double()) == 4.0
     with unchanged_variables([weights]):
-        internals.move_variables([(weights, second)])
+        variable_values.move_variables([(weights, second)])
         weights.assign(5.0)
         assert float(double()) == 10.0
     assert float(double()) == 4.0

@@ -6,7 +6,7 @@ import keras
 import pytest
 import tensorflow as tf
 
-from dapple_tf import internals
+from dapple_tf import variable_values
 from dapple_tf.backend.program import move_to_device, move_to_stages
 from dapple_tf.compiler import pipeline_graph, rank_graphs
 from dapple_tf.frontend.capture import capture
@@ -40,7 +40,7 @@ def devices(model: StagedModel) -> dict[str, str]:
 
 
 def move_home(model: StagedModel) -> None:
-    internals.move_variables([(variable, DEVICES[3]) for variable in model.variables.values()])
+    variable_values.move_variables([(variable, DEVICES[3]) for variable in model.variables.values()])
 
 
 def test_variables_and_slots_move_to_their_stage_and_tied_ones_to_the_first(tied: tuple[StagedModel, Plan]) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 import dapple_tf as dapple
-from dapple_tf import internals
+from dapple_tf import variable_values
 
 WIDTH = 48
 X = np.random.default_rng(0).normal(size=(8, WIDTH)).astype("float32")
@@ -57,4 +57,4 @@ def train(*, seed: int, reads: bool = False) -> dict[str, Any]:
 
 def has_memory(variable: tf.Variable) -> bool:
     """Return whether the variable holds a value here."""
-    return bool(tf.raw_ops.VarIsInitializedOp(resource=internals.raw_handle(variable)))
+    return bool(tf.raw_ops.VarIsInitializedOp(resource=variable_values.raw_handle(variable)))

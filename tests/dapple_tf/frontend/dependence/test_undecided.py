@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import tensorflow as tf
 
-from dapple_tf import internals
+from dapple_tf import variable_values
 from dapple_tf.frontend.dependence.experiment import Limits, Operand, decide
 from dapple_tf.frontend.dependence.kinds import Form
 from dapple_tf.frontend.dependence.undecided import Experiments
@@ -130,7 +130,7 @@ def test_a_sum_that_ends_at_the_value_of_a_variable_is_not_taken_for_a_sum() -> 
 
 def test_a_variable_that_another_rank_holds_is_replaced_by_drawn_values() -> None:
     scale = tf.Variable(3.0, dtype=tf.float64, trainable=False)
-    internals.release_variables([scale], "another rank holds it")
+    variable_values.release_variables([scale], "another rank holds it")
     assert kind_of(lambda b: tf.map_fn(lambda row: row * scale, b.z)).rows
 
 
