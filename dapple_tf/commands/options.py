@@ -149,7 +149,9 @@ _READERS: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
         "slice": parse_slice,
         "plan": lambda path: Plan.load(path) if path else None,
         "cluster": lambda name: load_cluster(name) if name else None,
-        **dict.fromkeys(("schedule", "batch_norm", "jit_compile", "minibatches", "weights", "depth"), _as_it_is),
+        **dict.fromkeys(
+            ("schedule", "batch_norm", "jit_compile", "elastic", "minibatches", "weights", "depth"), _as_it_is
+        ),
     }
 )
 """For each option, a function that reads its text on the command line."""
