@@ -73,18 +73,20 @@ def cli() -> None:
 
 
 def main() -> None:
-    """Run the command line, and exit with its code.
+    """Run the command line, and exit with its code; without any words show the help, and exit with 2.
 
     An error of dapple_tf, a ValueError or an OSError is one line on stderr, not a traceback. In a job the other ranks
     are notified; an error that every rank has is printed by one of them, and only rank 0 explains the usage.
     """
     try:
-        cli(standalone_mode=False)
+        cli(sys.argv[1:] or ["--help"], standalone_mode=False)
+        if not sys.argv[1:]:
+            sys.exit(2)
     except click.ClickException as error:
-        if job_rank(os.environ):
-            _print_error(error, error.format_message())
-        else:
-            error.show()
+        context = error.ctx if isinstance(error, click.UsageError) else None
+        if context is not None and not job_rank(os.environ):
+            click.echo(f"{context.get_usage()}\nTry '{context.command_path} --help' for help.\n", err=True)
+        _print_error(error, error.format_message())
         _end_failed(error, 2 if isinstance(error, click.UsageError) else 1)
     except click.exceptions.Exit as error:
         sys.exit(error.exit_code)

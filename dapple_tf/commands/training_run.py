@@ -23,7 +23,6 @@ from dapple_tf.autoplan.options import Options
 from dapple_tf.checkpoint.checkpoints import Checkpoints
 from dapple_tf.commands.model_loading import load_model
 from dapple_tf.commands.observation import LossWatch, Observer
-from dapple_tf.commands.output import check_chart_path, check_folder_path
 from dapple_tf.commands.plain import time_plain_model
 from dapple_tf.commands.ranks import Ranks
 from dapple_tf.commands.run_file import RunEnd, RunFile, RunStart, bytes_of_stages
@@ -32,9 +31,7 @@ from dapple_tf.commands.train_settings import TrainSettings, check_unfinished
 from dapple_tf.commands.training_loop import RunResult, StepResult, repeat_batches, run_steps
 from dapple_tf.distributed import membership
 from dapple_tf.distributed.shared_errors import share_error
-from dapple_tf.errors import OutputError
 from dapple_tf.plans import Plan
-from dapple_tf.profiler.files import find_write_problem
 from dapple_tf.profiler.units import format_seconds
 from dapple_tf.runtime.step import PipelinedStep
 from dapple_tf.timeline.picture import save_recording
@@ -50,7 +47,6 @@ def run_training(settings: TrainSettings, given: Options, options: Mapping[str, 
     became NaN or infinite.
     """
     ranks = Ranks(membership.current())
-    _check_output_paths(settings, ranks)
     plain_speed = time_plain_model(settings.baseline, given.window, **options) if settings.baseline else None
     step, first, batches = ranks.run_on_all(lambda: _make_step(given, options))
     _build(step, first, settings, ranks)
@@ -80,19 +76,6 @@ def run_training(settings: TrainSettings, given: Options, options: Mapping[str, 
         save_recording(recording, settings.trace)  # after the report, which is not lost where this fails
     if losses.problem:
         raise share_error(click.ClickException(losses.problem), 0)
-
-
-def _check_output_paths(settings: TrainSettings, ranks: Ranks) -> None:
-    """Raise OutputError on every rank, before the model is made, for what rank 0 cannot write."""
-
-    def check() -> None:
-        check_chart_path("--trace", settings.trace)
-        if settings.record is not None and (problem := find_write_problem(settings.record)):
-            raise OutputError(f"--record: {problem}")
-        check_folder_path("--tensorboard", settings.tensorboard, "TensorBoard's events")
-        check_folder_path("--checkpoint-dir", settings.checkpoint_dir, "checkpoints")
-
-    ranks.check_on_first(check)
 
 
 def _make_step(given: Options, options: Mapping[str, Any]) -> tuple[PipelinedStep, tuple[Any, ...], Batches]:
@@ -289,7 +272,7 @@ class _Words:
 def _words_of(plan: Plan) -> _Words:
     """Return the words for steps, or for the windows of asynchronous training."""
     if plan.window is None:
-        return _Words("step", "steps", "training", "loss", f"{plan.spec.short}, M = {plan.micro_batches}")
+        return _Words("step", "steps", "training", "loss", f"{plan.short_schedule}, M = {plan.whole_micro_batches}")
     count = f"{plan.window.minibatches} minibatches"
     order = f"asynchronous, weights {plan.window.weights}, {count}"
     return _Words("window", f"windows of {count}", "training window", "mean loss", order)

@@ -99,7 +99,7 @@ def test_only_one_rank_explains_the_usage() -> None:
         run_ranks(["-m", "dapple_tf", "train", MODEL, "--steps", "0"], 2)
     assert caught.value.exit_code == 2
     first, last = caught.value.ranks
-    assert "rror: --steps must be at least 1\n" in first.stderr + last.stderr
+    assert "error: --steps must be at least 1\n" in first.stderr + last.stderr
     assert last.stderr in ("", "error: --steps must be at least 1\n")
 
 
