@@ -42,6 +42,9 @@ _LONGEST_SCHEDULE = 4_000_000  # characters
 
 _NAMED_SIZES = 16  # in a description of a plan
 
+MORE_DEVICES = "make more with dapple.init(devices=n), on the command line with --devices n"
+"""What to do where a process has fewer logical devices than are wanted."""
+
 RecomputeLevel = bool | Literal["all", "none"]
 """Whether backward computes the activations of all layers again: True or "all", False or "none"."""
 

@@ -6,9 +6,13 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import os
 import platform
+import shlex
+import signal
+import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
@@ -21,6 +25,7 @@ import tensorflow as tf
 import dapple_tf
 from dapple_tf.autoplan.options import Options
 from dapple_tf.checkpoint.checkpoints import Checkpoints
+from dapple_tf.checkpoint.names import checkpoint_name
 from dapple_tf.commands.model_loading import load_model
 from dapple_tf.commands.observation import LossWatch, Observer
 from dapple_tf.commands.plain import time_plain_model
@@ -30,6 +35,7 @@ from dapple_tf.commands.tensorboard import Scalars
 from dapple_tf.commands.train_settings import TrainSettings, check_unfinished
 from dapple_tf.commands.training_loop import RunResult, StepResult, repeat_batches, run_steps
 from dapple_tf.distributed import membership
+from dapple_tf.distributed.process_exit import print_line
 from dapple_tf.distributed.shared_errors import share_error
 from dapple_tf.plans import Plan
 from dapple_tf.profiler.units import format_seconds
@@ -52,16 +58,16 @@ def run_training(settings: TrainSettings, given: Options, options: Mapping[str, 
     _build(step, first, settings, ranks)
     checkpoints, done, batches = _resume(step, batches, settings, ranks)
     losses = LossWatch(step, ranks, ranks.print_warning)
-    saved = [done] if done else []
+    saver = _Saver(checkpoints, settings, losses, done)
     with contextlib.ExitStack() as opened:
         record = _open_record(step, settings, ranks, done, options["model"])
         if record is not None:
             opened.enter_context(record)
+        opened.callback(saver.end)
         try:
-            save = _save_after(checkpoints, settings, losses, saved)
-            run = _train(step, batches, settings, ranks, done, save, record)
+            run = _train(step, batches, settings, ranks, done, saver, record)
         except KeyboardInterrupt:
-            ranks.print_warning(_describe_stop(settings.checkpoint_dir, saved))
+            ranks.print_warning(_describe_stop(settings.checkpoint_dir, saver.saved, _words_of(step.plan).unit))
             raise
         ranks.wait_for_all()
         if record is not None and settings.records_steps:
@@ -113,31 +119,61 @@ def _resume(
     return checkpoints, position.steps, itertools.islice(batches, position.batches, None)
 
 
-def _save_after(
-    checkpoints: Checkpoints | None, settings: TrainSettings, losses: LossWatch, saved: list[int]
-) -> Callable[[StepResult], None]:
-    """Return a function that notes the loss of a step, and saves a checkpoint if one is due and no loss was NaN.
+class _Saver:
+    """Saves the checkpoints of a run: of each step where one is due, and of the step after which Ctrl-C stops the run.
 
-    The numbers of the steps after which one was saved are added to ``saved``.
+    Ctrl-C stops at once before the first step is done, without checkpoints, and in a job, whose ranks may be in
+    different steps. Else the run stops between two steps, where its variables belong together, and the second Ctrl-C
+    stops at once. ``saved``: the last step that is saved; 0 for none.
     """
 
-    def save(done: StepResult) -> None:
-        losses.note(done)
-        due = done.number % settings.checkpoint_interval == 0 or done.number == settings.steps
-        if checkpoints is not None and due and losses.may_save():
-            checkpoints.save(done.number)
-            saved.append(done.number)
+    def __init__(
+        self, checkpoints: Checkpoints | None, settings: TrainSettings, losses: LossWatch, resumed: int
+    ) -> None:
+        self._checkpoints, self._settings, self._losses = checkpoints, settings, losses
+        self._interrupted = False
+        self.saved = resumed
 
-    return save
+    def note(self, done: StepResult) -> None:
+        """Note the loss of a step that is done, and save a checkpoint if one is due."""
+        self._losses.note(done)
+        if done.number % self._settings.checkpoint_interval == 0 or done.number == self._settings.steps:
+            self._save(done.number)
+        # A job has a handler of its own, and in the background a shell lets a process ignore Ctrl-C.
+        if self._checkpoints is not None and signal.getsignal(signal.SIGINT) == signal.default_int_handler:
+            signal.signal(signal.SIGINT, self._note_interrupt)
+
+    def stop_if_interrupted(self, done: StepResult) -> None:
+        """Save the step, and raise KeyboardInterrupt, where Ctrl-C was pressed before the last step was done."""
+        if self._interrupted and done.number < self._settings.steps:
+            if self.saved < done.number:
+                self._save(done.number)
+            raise KeyboardInterrupt
+
+    def end(self) -> None:
+        """Let Ctrl-C stop at once again."""
+        if signal.getsignal(signal.SIGINT) == self._note_interrupt:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def _save(self, number: int) -> None:
+        if self._checkpoints is not None and self._losses.may_save():
+            self._checkpoints.save(number)
+            self.saved = number
+
+    def _note_interrupt(self, *_: object) -> None:
+        self.end()
+        self._interrupted = True
+        print_line("stops after this step and saves it; Ctrl-C again stops at once")
 
 
-def _describe_stop(folder: str | None, saved: Sequence[int]) -> str:
+def _describe_stop(folder: str | None, saved: int, unit: str) -> str:
     """Return what a run that Ctrl-C has stopped leaves, and how to go on."""
     if not folder:
         return "nothing was saved: give --checkpoint-dir DIR, and a stopped run goes on from its last checkpoint"
+    command = f"{click.get_current_context().find_root().info_name} {shlex.join(sys.argv[1:])}"
     if not saved:
-        return f"{folder} has no checkpoint yet: save more often with --checkpoint-every"
-    return f"step {saved[-1]} is saved in {folder}: the same command goes on from there"
+        return f"{folder} has no checkpoint yet; to start again: {command}"
+    return f"{unit} {saved} is saved as {os.path.join(folder, checkpoint_name(saved))}; to go on: {command}"
 
 
 def _train(
@@ -146,7 +182,7 @@ def _train(
     settings: TrainSettings,
     ranks: Ranks,
     done: int,
-    save_after: Callable[[StepResult], None],
+    saver: _Saver,
     record: RunFile | None,
 ) -> RunResult:
     """Train until the last step, recording steps for the trace and the curves."""
@@ -165,6 +201,11 @@ def _train(
         job=ranks.job,
         tell=ranks.print_result,
     )
+
+    def observe(done: StepResult) -> None:
+        observer.observe(done)
+        saver.stop_if_interrupted(done)
+
     try:
         return run_steps(
             observer.run,
@@ -172,8 +213,8 @@ def _train(
             settings.steps - done,
             words.training,
             done=done,
-            after=save_after,
-            observe=observer.observe,
+            after=saver.note,
+            observe=observe,
             shown=ranks.is_first,
             loss_name=words.loss,
         )

@@ -20,7 +20,7 @@ DIFFER = "JobError: the ranks differ in their "
 @pytest.mark.parametrize(
     ("case", "parts"),
     [
-        ("too few stages", ["PlanError: the plan is for 1 ranks, [0], but the job has 2: start as many processes"]),
+        ("too few stages", ["PlanError: the plan is for 1 ranks, [0], but the job has 2: start one process for each"]),
         ("too many stages", ["PlanError: 3 stages with replicas [1, 1, 1] need 3 devices, but there are 2"]),
         ("a plan for fewer ranks", ["PlanError: the plan is for 1 ranks, [0], but the job has 2"]),
         ("a plan for other devices", ["PlanError: the plan is for 2 ranks, [0, 2], but the job has 2"]),
