@@ -8,6 +8,7 @@ from enum import Enum
 
 import tensorflow as tf
 
+from dapple_tf.drawing.table import format_ranges
 from dapple_tf.errors import PlanError
 from dapple_tf.exactness import Exactness
 from dapple_tf.graph_passes.analysis.variable_use import find_variables
@@ -48,7 +49,8 @@ from dapple_tf.graph_passes.passes.verify_ranks import verify_ranks
 from dapple_tf.graph_passes.passes.verify_window import VerifyWindow
 from dapple_tf.graph_passes.passes.write_statistics import WriteStatistics
 from dapple_tf.graph_passes.schedules.spec import forward_only
-from dapple_tf.plans import Plan, check_workers
+from dapple_tf.plans import MORE_DEVICES, Plan, check_workers
+from dapple_tf.profiler.units import format_devices
 from dapple_tf.staged_model import StagedModel
 from dapple_tf.window_check import check_window_model
 
@@ -202,7 +204,10 @@ def _place_stages(plan: Plan, devices: Sequence[str]) -> tuple[tuple[str, ...], 
         return tuple(tuple(devices[d] for d in stage.devices) for stage in plan.stages)
     except IndexError:
         wanted = sorted({d for stage in plan.stages for d in stage.devices})
-        raise PlanError(f"the plan uses devices {wanted}, but there are only {len(devices)}: {list(devices)}") from None
+        raise PlanError(
+            f"the plan uses devices {format_ranges(wanted)}, but there are only {len(devices)}, from 0: "
+            f"{MORE_DEVICES}, or make a plan for {format_devices(len(devices))} (dapple plan --cluster)"
+        ) from None
 
 
 def pipeline_graph(
@@ -257,7 +262,8 @@ def rank_graphs(
     used = sorted({device for stage in plan.stages for device in stage.devices})
     if used != list(range(size)):
         raise PlanError(
-            f"the plan is for {len(used)} ranks, {used}, but the job has {size}: start as many processes, one a device"
+            f"the plan is for {len(used)} ranks, {used}, but the job has {size}: start one process for each "
+            f"device of the plan, or make a plan that uses {format_devices(size)} (dapple plan --cluster)"
         )
     # A rank's exchanges are timed too, so time stamps are added after the projection.
     timed = variant is StepVariant.TIMED

@@ -30,7 +30,7 @@ from dapple_tf.errors import PlanError, ScheduleError
 from dapple_tf.exactness import BatchLoss, BatchNorm, Inexact, check_batch_loss, check_batch_norm, check_inexact
 from dapple_tf.graph_passes.schedules.spec import ScheduleSpec
 from dapple_tf.graph_passes.schedules.weight_versions import WeightPolicy
-from dapple_tf.plans import Plan
+from dapple_tf.plans import Plan, as_flag
 from dapple_tf.profiler.cluster import Cluster
 from dapple_tf.simulator.order import check_plannable
 from dapple_tf.window_plan import USUAL_MINIBATCHES, WindowPlan
@@ -217,7 +217,7 @@ class Options:
         default=False,
         metadata=_about(
             "Layers whose activations backward computes again instead of keeping them.",
-            more="Give True (all), one flag for each stage, or the names of layers.",
+            more='Give True or "all", one flag for each stage, or the names of layers.',
             page="memory.md",
             flag="--recompute",
             check=check_recompute,
@@ -372,6 +372,7 @@ class Options:
     def __post_init__(self) -> None:
         for declared in fields(self):
             given = _as_python(getattr(self, declared.name))
+            given = as_flag(given) if declared.name == "recompute" else given
             object.__setattr__(self, declared.name, given)
             if (check := declared.metadata["check"]) is not None:
                 check(given)

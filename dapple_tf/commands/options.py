@@ -18,7 +18,7 @@ from dapple_tf.commands.cluster_option import CLUSTER, load_cluster
 from dapple_tf.commands.command import FILE, Decorator
 from dapple_tf.commands.schedule_option import SCHEDULE_OPTION
 from dapple_tf.exactness import BatchNorm
-from dapple_tf.plans import Plan
+from dapple_tf.plans import RECOMPUTE_WORDS, Plan
 
 MODEL_ARGUMENT = click.argument("model", type=FILE)
 
@@ -120,8 +120,8 @@ def parse_recompute(text: str) -> Recompute:
 
     Raises UsageError for stages that are no numbers.
     """
-    if text in ("all", "none"):
-        return text == "all"
+    if text in RECOMPUTE_WORDS:
+        return RECOMPUTE_WORDS[text]
     kind, colon, numbers = text.partition(":")
     if colon and kind == "stages":
         problem = f"--recompute {text}: give numbers of stages, such as stages:0,1"

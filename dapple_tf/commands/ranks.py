@@ -51,13 +51,6 @@ class Ranks:
         """Return what ``work`` returns on rank 0, and None on the others; an error there fails every rank."""
         return self.run_on_all(lambda: work() if self.is_first else None)
 
-    def check_on_first(self, check: Callable[[], None]) -> None:
-        """Call ``check`` on rank 0, and raise its error, if it raises one, on every rank."""
-        if self.job is None:
-            check()
-        else:
-            self.job.run_on_rank_0(check)
-
     def ask_first(self, question: Callable[[], bool]) -> bool:
         """Return, on every rank, the answer that ``question`` gives on rank 0."""
         return question() if self.job is None else bool(self.job.run_on_rank_0(question))

@@ -14,11 +14,12 @@ from dapple_tf.checkpoint.names import last_steps
 from dapple_tf.commands.command import FILE, command, result_options
 from dapple_tf.commands.model_loading import check_model_exists
 from dapple_tf.commands.options import MODEL_ARGUMENT, MODEL_OPTIONS, PLAN_OPTIONS, plan_option, read_options
+from dapple_tf.commands.output import check_chart_path, check_folder_path, check_output_path
 from dapple_tf.commands.run_file import NAME
 from dapple_tf.commands.startup import start_tensorflow
 from dapple_tf.commands.train_settings import TrainSettings, check_unfinished
 from dapple_tf.commands.window_options import check_window_usage, window_options
-from dapple_tf.profiler.detect import job_size
+from dapple_tf.profiler.detect import job_rank, job_size
 
 
 @command(short_help="Train a model over a pipeline.", former_names={"--compare": "--baseline"})
@@ -94,10 +95,20 @@ def train(
     check_window_usage(check_numerics=check_numerics, **options)
     check_model_exists(options["model"])
     given = Options(**read_options(options))
+    if not job_rank(os.environ):
+        check_output_paths(settings)
     start_tensorflow(options["devices"])
     from dapple_tf.commands.training_run import run_training
 
     run_training(settings, given, options)
+
+
+def check_output_paths(settings: TrainSettings) -> None:
+    """Raise OutputError for what cannot be written. Makes the folders of checkpoints and curves; rank 0 calls it."""
+    check_chart_path("--trace", settings.trace)
+    check_output_path("--record", settings.record)
+    check_folder_path("--tensorboard", settings.tensorboard, "TensorBoard's events")
+    check_folder_path("--checkpoint-dir", settings.checkpoint_dir, "checkpoints")
 
 
 def given_options(context: click.Context) -> dict[str, str]:

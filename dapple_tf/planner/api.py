@@ -17,7 +17,7 @@ from dapple_tf.planner.registry import check_flags, check_sizes, find_result
 from dapple_tf.planner.search.chunk_shapes import least_stages
 from dapple_tf.planner.search.searched_order import search_plan_order, with_order
 from dapple_tf.planner.systems.pipedream_formula import PipedreamPrediction
-from dapple_tf.plans import Plan
+from dapple_tf.plans import Plan, RecomputeLevel, as_flag
 from dapple_tf.profiler.cluster import Cluster
 from dapple_tf.profiler.device_costs import profiles_on
 from dapple_tf.profiler.profile import Profile
@@ -38,7 +38,7 @@ def plan(
     micro_batch_size: int | None = None,
     planner: str = "best",
     schedule: str = "auto",
-    recompute: bool = False,
+    recompute: RecomputeLevel = False,
     overlap: bool = False,
     optimizer_slots: int = 2,
     mode: str = "sync",
@@ -130,7 +130,7 @@ def make_problem(
     global_batch_size: int,
     micro_batch_size: int | None = None,
     schedule: str = "auto",
-    recompute: bool = False,
+    recompute: RecomputeLevel = False,
     overlap: bool = False,
     optimizer_slots: int = 2,
     contention: bool = True,
@@ -145,7 +145,8 @@ def make_problem(
     check_sizes(global_batch_size=global_batch_size)
     if micro_batch_size is not None:
         check_sizes(micro_batch_size=micro_batch_size)
-    check_flags(recompute=recompute, overlap=overlap, contention=contention, whole_rows=whole_rows)
+    recomputes: bool = as_flag(recompute)
+    check_flags(recompute=recomputes, overlap=overlap, contention=contention, whole_rows=whole_rows)
     check_optimizer_slots(optimizer_slots)
     if not isinstance(schedule, str):
         raise PlanError(f"schedule is {quote(schedule)}, not a string: give 'auto' or the name of a schedule")
@@ -164,7 +165,7 @@ def make_problem(
         global_batch_size,
         micro_batch_sizes,
         schedule,
-        recompute,
+        recomputes,
         optimizer_slots,
         overlap,
         contention,

@@ -63,6 +63,11 @@ def test_invalid_arguments_are_refused(options: dict[str, Any], message: str) ->
         plan(**options)
 
 
+def test_recompute_takes_the_words_of_the_command_line() -> None:
+    assert plan(planner="dp", recompute="all") == plan(planner="dp", recompute=True)
+    assert plan(planner="dp", recompute="none") == plan(planner="dp", recompute=False)
+
+
 def test_gpipe_refuses_more_stages_than_blocks_of_layers() -> None:
     profile = make_profile((1, 1), (1, 1), (0, 0, 5), (1, 1), uncuttable=(1,))
     with pytest.raises(PlanError, match=r"stages=3: .* its 4 layers form 2 blocks that can be a stage"):
