@@ -52,7 +52,7 @@ SparseGradients = Literal["exact", "dense"]
 """The form of the gradient of an embedding, or another variable that is read by rows, that the optimizer gets."""
 
 _OF_WINDOWS = ("minibatches", "weights", "depth")
-_NOT_OF_WINDOWS = ("schedule", "slice", "batch_loss", "batch_norm")
+_NOT_OF_WINDOWS = ("schedule", "slice", "batch_loss", "batch_norm", "shard_optimizer")
 
 Stages = int | Sequence[str] | Literal["auto"]
 """The number of stages, the names of the layers that start one, or "auto"."""
@@ -80,6 +80,7 @@ class OptionTypes(TypedDict, total=False):
     weights: WeightPolicy | None
     depth: int | None
     sparse_gradients: SparseGradients
+    shard_optimizer: bool
     devices: Sequence[str | int] | None
     cluster: Cluster | None
 
@@ -139,6 +140,11 @@ def _check_sparse_gradients(given: object) -> None:
             f"sparse_gradients={given!r}: give 'exact' (the optimizer gets an embedding's gradient as on one device) "
             "or 'dense' (it gets a dense tensor)"
         )
+
+
+def _check_shard_optimizer(given: object) -> None:
+    if given not in (True, False):
+        raise PlanError(f"shard_optimizer={given!r}: give True or False")
 
 
 def _check_plan(given: object) -> None:
@@ -331,6 +337,18 @@ class Options:
             'tf.IndexedSlices of one device ("exact"), or a tensor of the variable\'s shape ("dense").',
             page="exactness.md#sparse-gradients",
             check=_check_sparse_gradients,
+        ),
+    )
+    shard_optimizer: bool = field(
+        default=False,
+        metadata=_about(
+            "Whether the replicas of a stage share the optimizer's slots out among them: each updates some of the "
+            "stage's variables, and the others get their new values (ZeRO, stage 1).",
+            more="A step computes the same and moves the same bytes. Whole variables are shared out, so shares are as "
+            "even as their sizes allow.",
+            page="memory.md#sharded-optimizer",
+            flag="--shard-optimizer",
+            check=_check_shard_optimizer,
         ),
     )
     devices: Sequence[str | int] | None = field(
