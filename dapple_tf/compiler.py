@@ -120,12 +120,12 @@ def passes(model: StagedModel, plan: Plan, devices: Sequence[str], home: str, va
         _call_stages(model, plan.micro_batches, plan.sizes, schedule.split),
         SplitConcat(plan.replicas, facts.shared, plan.shares),  # before anything that has one node a replica
         *([SendTogether(schedule)] if schedule.together else []),  # needs the tensors of every replica
-        CopyVariables(),  # needs the replicas
+        CopyVariables(shares=facts.shares),  # needs the replicas
         Accumulate(),  # needs every replica's backward, and its weights' part
         *([Overlap()] if plan.overlap else []),  # cuts the sums that AllReduce will take
-        AllReduce(),  # needs every replica's sum
+        AllReduce(facts.shares),  # needs every replica's sum
         *([RoundGradients(facts.narrow)] if _sums_gradients(plan) and facts.narrow else []),  # the complete sums
-        *([GatherSlices(facts.sparse)] if facts.sparse else []),  # needs every replica's backward, and weights' part
+        *([GatherSlices(facts.sparse, facts.shares)] if facts.sparse else []),  # needs every replica's backward
         *([WriteStatistics()] if facts.statistics else []),  # needs every replica's forward; AllReduce takes other sums
         Order(schedule),  # needs all calls; before timing, which repeats its edges
     ]
@@ -137,7 +137,7 @@ def passes(model: StagedModel, plan: Plan, devices: Sequence[str], home: str, va
         order.append(CheckNumerics(gradients=not facts.skips))  # needs what AllReduce left, and the loss
     if variant is StepVariant.TIMED:
         order.append(Instrument())  # last of the rewrites: stamps what the others made
-    order += [Place(placed, home), VerifyPipeline(schedule)]
+    order += [Place(placed, home), VerifyPipeline(schedule, facts.shares)]
     return tuple(order)
 
 
@@ -190,11 +190,11 @@ def _forward_passes(model: StagedModel, plan: Plan, placed: tuple[tuple[str, ...
     return (
         _call_stages(model, plan.micro_batches, plan.sizes),
         SplitConcat(plan.replicas, facts.shared, plan.shares),
-        CopyVariables(),
+        CopyVariables(shares=facts.shares),
         *([WriteStatistics()] if facts.statistics else []),
         Order(schedule),
         Place(placed, home),
-        VerifyPipeline(schedule),
+        VerifyPipeline(schedule, facts.shares),
     )
 
 
@@ -273,11 +273,13 @@ def rank_graphs(
     if plan.window is None:
         whole = run_passes(whole, [CombineStatistics(), ShareStatistics()], observers)
     types = tuple((name, _value_type(variable)) for name, variable in sorted(model.variables.items()))
-    ranks = tuple(stage.devices for stage in plan.stages)
+    ranks, shares = tuple(stage.devices for stage in plan.stages), model.for_passes.shares
+    sharded = find_variables(model.graph, shares).sharded
     # RankVariables needs the copies that CopyVariables made; Project then finds the values that ranks exchange.
     last: list[Pass] = [*([LocalInput()] if local else []), *([Instrument()] if timed else [])]
     graphs = tuple(
-        run_passes(whole, [RankVariables(types, ranks), Project(ranks, rank), *last], observers) for rank in range(size)
+        run_passes(whole, [RankVariables(types, ranks, shares), Project(ranks, rank, sharded), *last], observers)
+        for rank in range(size)
     )
     verify_ranks(graphs)
     return graphs

@@ -109,9 +109,10 @@ class Plan:
     AllReduce starts during the last backward, layer by layer, not after it. ``micro_batch_sizes``: the samples of each
     micro-batch of a whole batch, where they were given; ``micro_batch_size`` is then the largest. A batch of another
     size is cut in their proportion (see ``graph_passes.analysis.row_bounds``). ``window``: for asynchronous training;
-    the batch is then a window, and micro-batches are those of all its minibatches. Where stages have a ``worker``, each
-    virtual worker is a pipeline of all layers, which runs ``micro_batches`` micro-batches of its own, an equal part of
-    the batch. Raises PlanError naming the field that is wrong.
+    the batch is then a window, and micro-batches are those of all its minibatches. ``shard_optimizer``: each replica
+    of a stage keeps the optimizer's slots of some of its variables, and updates these. Where stages have a ``worker``,
+    each virtual worker is a pipeline of all layers, which runs ``micro_batches`` micro-batches of its own, an equal
+    part of the batch. Raises PlanError naming the field that is wrong.
     """
 
     model: Name
@@ -126,6 +127,7 @@ class Plan:
     overlap: bool = False
     micro_batch_sizes: tuple[Count, ...] | None = None
     window: WindowPlan | None = None
+    shard_optimizer: bool = False
 
     @property
     def spec(self) -> ScheduleSpec:
@@ -148,6 +150,11 @@ class Plan:
             raise PlanError(f"micro_batches is {self.micro_batches}; it must be at least 1")
         if self.window is not None and self.stages and self.micro_batches != (size := self.versions.window.size):
             raise PlanError(f"micro_batches is {self.micro_batches}, but the window has {size} in all its minibatches")
+        if self.window is not None and self.shard_optimizer:
+            raise PlanError(
+                "shard_optimizer is true, but the plan is for asynchronous windows, whose replicas each store weights "
+                "of their own: leave out shard_optimizer, or window"
+            )
         if self.micro_batch_sizes is not None:
             _check_sizes(self, self.micro_batch_sizes)
         check_virtual_workers(self.stages)
@@ -234,6 +241,7 @@ class Plan:
         return (
             f"plan {self.notation}, layers {layers}, {self.describe_micro_batches()}, schedule {self.short_schedule}"
             f"{self.describe_recompute()}{', AllReduce overlaps backward' if self.overlap else ''}"
+            f"{', sharded optimizer' if self.shard_optimizer else ''}"
         )
 
     def describe_recompute(self) -> str:
@@ -249,7 +257,8 @@ class Plan:
         how = f"{self.describe_micro_batches()}, schedule {self.short_schedule}"
         if self.window is not None:
             how = self._describe_windows(self.window)
-        lines = [f"{len(self.stages)} stage{'s' * (len(self.stages) > 1)}, {how}{self.describe_recompute()}"]
+        sharded = ", sharded optimizer" if self.shard_optimizer else ""
+        lines = [f"{len(self.stages)} stage{'s' * (len(self.stages) > 1)}, {how}{self.describe_recompute()}{sharded}"]
         for i, stage in enumerate(self.stages):
             devices = f"device{'s' * (stage.replicas > 1)} {', '.join(map(str, stage.devices))}"
             first, last = (layer_names[i] if layer_names else i for i in (stage.first_layer, stage.last_layer))
@@ -290,6 +299,10 @@ class Plan:
     def replicas(self) -> tuple[int, ...]:
         """Replicas of each stage."""
         return tuple(stage.replicas for stage in self.stages)
+
+    def slot_replicas(self, stage: StagePlan) -> int:
+        """Return the number of replicas of a stage that share the optimizer's slots out among them."""
+        return stage.replicas if self.shard_optimizer else 1
 
     @property
     def runs_whole_minibatches(self) -> bool:
@@ -394,6 +407,8 @@ class Plan:
         data = {"format": FORMAT, **asdict(self)}
         if not self.overlap:
             del data["overlap"]  # the default is not written
+        if not self.shard_optimizer:
+            del data["shard_optimizer"]
         if self.micro_batch_sizes is None:
             del data["micro_batch_sizes"]
         if self.window is None:

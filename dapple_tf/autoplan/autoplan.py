@@ -242,6 +242,13 @@ class Autoplan:
         window = self._options.window
         if window is not None and (decision.plan.window, decision.plan.global_batch_size) != (window, samples):
             decision = PlanDecision(window_plan(decision.plan, window, samples))
+        if self._options.shard_optimizer:
+            decision = dataclasses.replace(decision, plan=dataclasses.replace(decision.plan, shard_optimizer=True))
+        if decision.plan.shard_optimizer and max(decision.plan.replicas) == 1:
+            warn_user(
+                "shard_optimizer=True changes nothing: no stage of the plan has replicas, over which the optimizer's "
+                "slots could be shared out. Give replicas, or leave it out"
+            )
         _check_plan_fits(decision.plan, layers, samples)
         if len(decision.plan.stages) > 1:
             _warn_of_dominant_layer(names, costs)

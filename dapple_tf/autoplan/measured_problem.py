@@ -103,6 +103,7 @@ def measure_problem(inputs: PlanningInputs, cluster: Cluster, replicas: Sequence
         schedule="auto" if options.spec is None else str(options.spec),
         recompute=options.recompute is True,
         optimizer_slots=inputs.optimizer_slots,
+        shard_optimizer=options.shard_optimizer,
     )
 
 

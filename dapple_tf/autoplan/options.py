@@ -52,7 +52,7 @@ SparseGradients = Literal["exact", "dense"]
 """The form of the gradient of an embedding, or another variable that is read by rows, that the optimizer gets."""
 
 _OF_WINDOWS = ("minibatches", "weights", "depth")
-_NOT_OF_WINDOWS = ("schedule", "slice", "batch_loss", "batch_norm")
+_NOT_OF_WINDOWS = ("schedule", "slice", "batch_loss", "batch_norm", "shard_optimizer")
 
 Stages = int | Sequence[str] | Literal["auto"]
 """The number of stages, the names of the layers that start one, or "auto"."""
@@ -81,6 +81,7 @@ class OptionTypes(TypedDict, total=False):
     depth: int | None
     sparse_gradients: SparseGradients
     elastic: bool
+    shard_optimizer: bool
     devices: Sequence[str | int] | None
     cluster: Cluster | None
 
@@ -142,9 +143,14 @@ def _check_sparse_gradients(given: object) -> None:
         )
 
 
-def _check_elastic(given: object) -> None:
-    if not isinstance(given, bool):
-        raise PlanError(f"elastic={given!r}: give True or False")
+def _check_flag(name: str) -> Callable[[Any], None]:
+    """Return a check that an option is True or False."""
+
+    def check(given: object) -> None:
+        if not isinstance(given, bool):
+            raise PlanError(f"{name}={given!r}: give True or False")
+
+    return check
 
 
 def _check_plan(given: object) -> None:
@@ -347,7 +353,19 @@ class Options:
             more="For jobs that are started again with the ranks that are left.",
             page="elastic.md",
             flag="--elastic",
-            check=_check_elastic,
+            check=_check_flag("elastic"),
+        ),
+    )
+    shard_optimizer: bool = field(
+        default=False,
+        metadata=_about(
+            "Whether the replicas of a stage share the optimizer's slots out among them: each updates some of the "
+            "stage's variables, and the others get their new values (ZeRO, stage 1).",
+            more="A step computes the same and moves the same bytes. Whole variables are shared out, so shares are as "
+            "even as their sizes allow.",
+            page="memory.md#sharded-optimizer",
+            flag="--shard-optimizer",
+            check=_check_flag("shard_optimizer"),
         ),
     )
     devices: Sequence[str | int] | None = field(

@@ -61,6 +61,7 @@ PLAN_OPTIONS = cloup.option_group(
     plan_option("batch_norm", "  [default: micro-batch]", type=click.Choice(get_args(BatchNorm))),
     plan_option("jit_compile"),
     plan_option("slice"),
+    plan_option("shard_optimizer", is_flag=True, flag_value=True),
     plan_option("plan", "  [a file]", type=FILE),
     DEVICES_OPTION,
 )
@@ -150,7 +151,8 @@ _READERS: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
         "plan": lambda path: Plan.load(path) if path else None,
         "cluster": lambda name: load_cluster(name) if name else None,
         **dict.fromkeys(
-            ("schedule", "batch_norm", "jit_compile", "elastic", "minibatches", "weights", "depth"), _as_it_is
+            ("schedule", "batch_norm", "jit_compile", "elastic", "shard_optimizer", "minibatches", "weights", "depth"),
+            _as_it_is,
         ),
     }
 )

@@ -51,7 +51,7 @@ def plan(
     costs = read_profile(profile, options.pop("profile_batch_size"), options.pop("size_scale"))
     devices = load_cluster(cluster)
     if asynchronous or minibatches is not None:
-        given = {name: options[name] for name in ("micro_batch_size", "schedule", "overlap")}
+        given = {name: options[name] for name in ("micro_batch_size", "schedule", "overlap", "shard_optimizer")}
         window = make_window("async" if asynchronous else "sync", minibatches, given)
         options["micro_batch_size"] = check_window_batch(options["global_batch_size"], window.minibatches)
         with showing(f"plans with planner {planner}"):

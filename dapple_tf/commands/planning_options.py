@@ -79,5 +79,10 @@ def batch_options(*more: Decorator) -> Decorator:
             metavar="[all|none]",
         ),
         cloup.option("--overlap", is_flag=True, help="Run AllReduce during the last backward."),
+        cloup.option(
+            "--shard-optimizer",
+            is_flag=True,
+            help="Let the replicas of a stage share the optimizer's slots out among them.",
+        ),
         *more,
     )
