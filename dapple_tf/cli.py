@@ -48,7 +48,19 @@ _WRONG_OPTION = (
 )
 
 
-_COMMANDS = ("compare", "plain", "plan", "profile", "report", "schedules", "simulate", "timeline", "train", "verify")
+_COMMANDS = (
+    "compare",
+    "launch",
+    "plain",
+    "plan",
+    "profile",
+    "report",
+    "schedules",
+    "simulate",
+    "timeline",
+    "train",
+    "verify",
+)
 
 
 class _Group(click.Group):

@@ -24,7 +24,7 @@ from dapple_tf.autoplan.batch_fit import (
     check_given_sizes,
     count_samples,
 )
-from dapple_tf.autoplan.recompute_option import Recompute, check_recompute
+from dapple_tf.autoplan.recompute_option import Recompute, StageNumbers, check_recompute
 from dapple_tf.autoplan.slice_option import SLICED_SCHEDULES, Slice, check_slice
 from dapple_tf.errors import PlanError, ScheduleError
 from dapple_tf.exactness import BatchLoss, BatchNorm, Inexact, check_batch_loss, check_batch_norm, check_inexact
@@ -81,6 +81,7 @@ class OptionTypes(TypedDict, total=False):
     depth: int | None
     sparse_gradients: SparseGradients
     shard_optimizer: bool
+    elastic: bool
     devices: Sequence[str | int] | None
     cluster: Cluster | None
 
@@ -142,9 +143,12 @@ def _check_sparse_gradients(given: object) -> None:
         )
 
 
-def _check_shard_optimizer(given: object) -> None:
-    if given not in (True, False):
-        raise PlanError(f"shard_optimizer={given!r}: give True or False")
+def _flag_check(name: str) -> Callable[[Any], None]:
+    def check(given: object) -> None:
+        if not isinstance(given, bool):
+            raise PlanError(f"{name}={given!r}: give True or False")
+
+    return check
 
 
 def _check_plan(given: object) -> None:
@@ -348,7 +352,18 @@ class Options:
             "even as their sizes allow.",
             page="memory.md#sharded-optimizer",
             flag="--shard-optimizer",
-            check=_check_shard_optimizer,
+            check=_flag_check("shard_optimizer"),
+        ),
+    )
+    elastic: bool = field(
+        default=False,
+        metadata=_about(
+            "Whether to plan anew where the job has another number of ranks than the stages or the plan ask for, "
+            "instead of refusing it.",
+            more="For jobs that are started again with the ranks that are left.",
+            page="elastic.md",
+            flag="--elastic",
+            check=_flag_check("elastic"),
         ),
     )
     devices: Sequence[str | int] | None = field(
@@ -445,6 +460,30 @@ class Options:
         if self.plan is not None and self.plan.window is not None:
             return dataclasses.replace(self.plan.window, **given)
         return WindowPlan(**{"minibatches": USUAL_MINIBATCHES, **given})
+
+    def planned_anew(self) -> Options:
+        """Return the options with stages, replicas and schedule left to the planner, and what results depend on kept.
+
+        M stays, since batch norm takes its statistics of each micro-batch, and so do the settings of windows.
+        """
+        wanted: MicroBatches | None = self.plan.micro_batches if self.plan is not None else self.wanted_micro_batches
+        settings: dict[str, Any] = {"micro_batches": len(self.given_sizes) if self.given_sizes else wanted}
+        if (window := self.window) is not None:
+            names = ("micro_batches", "minibatches", "weights")
+            settings = {name: getattr(window, name) for name in names} | {"depth": None}
+        recompute = bool(self.plan.recompute) if self.plan is not None else self.recompute
+        if isinstance(recompute, StageNumbers) or (not isinstance(recompute, bool) and not _is_list_of(str, recompute)):
+            recompute = False  # it names stages that there may not be
+        return dataclasses.replace(
+            self,
+            stages="auto",
+            replicas=None,
+            plan=None,
+            schedule="auto",
+            slice=None,
+            recompute=recompute,
+            **settings,
+        )
 
     def forward_only(self) -> Options:
         """Return the options of a function that only runs forward: without those of training and of planning."""
@@ -612,7 +651,7 @@ _CONTRADICTIONS: tuple[tuple[_Predicate, str], ...] = (
         "stages (and replicas), or M as a number",
     ),
     (
-        lambda o: o.cluster is not None and _leaves_nothing_to_plan(o),
+        lambda o: o.cluster is not None and not o.elastic and _leaves_nothing_to_plan(o),
         "a cluster is used for planning, but everything is given: leave the cluster out, or set stages, micro_batches "
         'or schedule to "auto"',
     ),

@@ -151,7 +151,8 @@ _READERS: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
         "plan": lambda path: Plan.load(path) if path else None,
         "cluster": lambda name: load_cluster(name) if name else None,
         **dict.fromkeys(
-            ("schedule", "batch_norm", "jit_compile", "shard_optimizer", "minibatches", "weights", "depth"), _as_it_is
+            ("schedule", "batch_norm", "jit_compile", "shard_optimizer", "elastic", "minibatches", "weights", "depth"),
+            _as_it_is,
         ),
     }
 )

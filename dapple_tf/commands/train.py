@@ -13,7 +13,7 @@ from dapple_tf.autoplan.options import Options
 from dapple_tf.checkpoint.names import last_steps
 from dapple_tf.commands.command import FILE, command, result_options
 from dapple_tf.commands.model_loading import check_model_exists
-from dapple_tf.commands.options import MODEL_ARGUMENT, MODEL_OPTIONS, PLAN_OPTIONS, read_options
+from dapple_tf.commands.options import MODEL_ARGUMENT, MODEL_OPTIONS, PLAN_OPTIONS, plan_option, read_options
 from dapple_tf.commands.run_file import NAME
 from dapple_tf.commands.startup import start_tensorflow
 from dapple_tf.commands.train_settings import TrainSettings, check_unfinished
@@ -31,6 +31,7 @@ from dapple_tf.profiler.detect import job_size
     cloup.option("--steps", default=100, show_default=True, help="Training steps, or with --async windows."),
     cloup.option("--checkpoint-dir", type=FILE, help="Save checkpoints here, and resume from the last."),
     cloup.option("--checkpoint-every", type=int, help="Steps between checkpoints (default: a tenth of all)."),
+    plan_option("elastic", is_flag=True),
     cloup.option("--check-numerics", is_flag=True, help="Fail a step whose loss or gradients are NaN or infinite."),
     cloup.option(
         "--baseline",
@@ -88,6 +89,8 @@ def train(
     check_usage(settings)
     if settings.checkpoint_dir:
         check_unfinished(settings.checkpoint_dir, last_steps(settings.checkpoint_dir), settings.steps)
+    if options["elastic"] and not settings.checkpoint_dir:
+        raise click.UsageError("--elastic: a job that is started again goes on from checkpoints: give --checkpoint-dir")
     check_window_usage(check_numerics=check_numerics, **options)
     check_model_exists(options["model"])
     given = Options(**read_options(options))

@@ -26,6 +26,7 @@ from dapple_tf.commands.observation import LossWatch, Observer
 from dapple_tf.commands.output import check_chart_path, check_folder_path
 from dapple_tf.commands.plain import time_plain_model
 from dapple_tf.commands.ranks import Ranks
+from dapple_tf.commands.restart_report import find_restart
 from dapple_tf.commands.run_file import RunEnd, RunFile, RunStart, bytes_of_stages
 from dapple_tf.commands.tensorboard import Scalars
 from dapple_tf.commands.train_settings import TrainSettings, check_unfinished
@@ -33,6 +34,7 @@ from dapple_tf.commands.training_loop import RunResult, StepResult, repeat_batch
 from dapple_tf.distributed import membership
 from dapple_tf.distributed.shared_errors import share_error
 from dapple_tf.errors import OutputError
+from dapple_tf.launcher.restart import CONTINUE, more_ranks_possible
 from dapple_tf.plans import Plan
 from dapple_tf.profiler.files import find_write_problem
 from dapple_tf.profiler.units import format_seconds
@@ -55,6 +57,9 @@ def run_training(settings: TrainSettings, given: Options, options: Mapping[str, 
     step, first, batches = ranks.run_on_all(lambda: _make_step(given, options))
     _build(step, first, settings, ranks)
     checkpoints, done, batches = _resume(step, batches, settings, ranks)
+    restart = ranks.run_on_first(lambda: find_restart(settings.record_path, step.plan, ranks.size, done))
+    if restart is not None:
+        ranks.print_result(str(restart))
     losses = LossWatch(step, ranks, ranks.print_warning)
     saved = [done] if done else []
     with contextlib.ExitStack() as opened:
@@ -62,7 +67,7 @@ def run_training(settings: TrainSettings, given: Options, options: Mapping[str, 
         if record is not None:
             opened.enter_context(record)
         try:
-            save = _save_after(checkpoints, settings, losses, saved)
+            save = _save_after(checkpoints, settings, losses, saved, ranks if given.elastic else None)
             run = _train(step, batches, settings, ranks, done, save, record)
         except KeyboardInterrupt:
             ranks.print_warning(_describe_stop(settings.checkpoint_dir, saved))
@@ -75,7 +80,8 @@ def run_training(settings: TrainSettings, given: Options, options: Mapping[str, 
     report = _report(found, step, settings, recording)
     ranks.print_result(str(report))
     if options["as_json"]:
-        ranks.print_result(json.dumps({"steps": settings.steps, **report.fields}))
+        restarted = {} if restart is None else {"restart": dataclasses.asdict(restart)}
+        ranks.print_result(json.dumps({"steps": settings.steps, **report.fields, **restarted}))
     if settings.trace and recording is not None:
         save_recording(recording, settings.trace)  # after the report, which is not lost where this fails
     if losses.problem:
@@ -131,11 +137,16 @@ def _resume(
 
 
 def _save_after(
-    checkpoints: Checkpoints | None, settings: TrainSettings, losses: LossWatch, saved: list[int]
+    checkpoints: Checkpoints | None,
+    settings: TrainSettings,
+    losses: LossWatch,
+    saved: list[int],
+    elastic: Ranks | None,
 ) -> Callable[[StepResult], None]:
     """Return a function that notes the loss of a step, and saves a checkpoint if one is due and no loss was NaN.
 
-    The numbers of the steps after which one was saved are added to ``saved``.
+    The numbers of the steps after which one was saved are added to ``saved``. ``elastic``: the ranks of a job that ends
+    after a checkpoint, to be started again with more ranks, where its launcher has found more.
     """
 
     def save(done: StepResult) -> None:
@@ -144,6 +155,9 @@ def _save_after(
         if checkpoints is not None and due and losses.may_save():
             checkpoints.save(done.number)
             saved.append(done.number)
+            if elastic is not None and done.number < settings.steps and elastic.ask_first(more_ranks_possible):
+                elastic.print_result(f"step {done.number} is saved: the job ends, to go on with more ranks")
+                raise SystemExit(CONTINUE)
 
     return save
 
