@@ -516,6 +516,14 @@ def capture_of(graph: Any, tensor: Any) -> Any:
     return graph.capture(tensor)
 
 
+def replace_tensor(tensor: Any, other: Any) -> None:
+    """Let every op of a trace that takes ``tensor`` take ``other`` in its place (``Operation._update_input``)."""
+    for operation in tensor.consumers():
+        for place, taken in enumerate(operation.inputs):
+            if taken is tensor:
+                operation._update_input(place, other)
+
+
 @contextlib.contextmanager
 def without_specialisation(*, optimise_caller: bool = True) -> Iterator[None]:
     """In the block, this thread calls functions without Grappler's specialisation of their callees for each call.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal
 
 import keras
@@ -14,17 +15,18 @@ from dapple_tf.errors import CaptureError, PartitionError
 from dapple_tf.exactness import Exactness, Inexactness
 from dapple_tf.frontend.after_gradients import AfterGradients, trace_of
 from dapple_tf.frontend.backward_writes import find_write_reasons
-from dapple_tf.frontend.capture import Captured, Serves, UnexpectedGradientsError
+from dapple_tf.frontend.capture import Captured, PhaseOfStep, Serves, UnexpectedGradientsError
 from dapple_tf.frontend.deferred_statistics import trace_statistics
 from dapple_tf.frontend.gradients import differentiate
 from dapple_tf.frontend.optimizer_update import TracedUpdate, trace_update
+from dapple_tf.frontend.phases import HANDED_OVER
 from dapple_tf.frontend.read_graph import read_graph, read_value
 from dapple_tf.graph_passes.analysis.layers import Layers
 from dapple_tf.graph_passes.analysis.loss_head import LossHeadInput
 from dapple_tf.graph_passes.analysis.variable_use import find_variables
 from dapple_tf.graph_passes.ir.extract import extract_function
 from dapple_tf.graph_passes.ir.graph import Function, Graph, Node, Port, Role, Value, ancestors, attributes
-from dapple_tf.graph_passes.ir.names import Site, at
+from dapple_tf.graph_passes.ir.names import OWNED, Site, at
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.passes.backward import (
     StageGradients,
@@ -64,7 +66,7 @@ class Interface:
     combined. ``loss``: whether the losses of the micro-batches are averaged or summed. ``exactness``: the reasons why a
     step differs from a step on one device. ``uncut``: whether the model is only for steps of one micro-batch on one
     replica (see ``BatchDependence``). ``serves``: whether it serves other lengths (see ``Captured``). ``returns``: what
-    a training step returns; None where the model is a loss.
+    a training step returns; None where the model is a loss. ``phase``: see ``Captured``.
     """
 
     signature: tuple[tf.TensorSpec, ...]
@@ -76,6 +78,7 @@ class Interface:
     uncut: bool
     serves: Serves | None
     returns: Returns | None = None
+    phase: PhaseOfStep | None = None
 
     @staticmethod
     def of(captured: Captured) -> Interface:
@@ -91,6 +94,7 @@ class Interface:
             uncut=captured.uncut,
             serves=captured.serves,
             returns=None if captured.after is None else _returns(captured.after),
+            phase=captured.phase,
         )
 
 
@@ -190,12 +194,14 @@ def stage_model(
     sparse: bool = True,
     windows: bool = False,
     sharding: Sharding | None = None,
+    owners: Mapping[int, int] = MappingProxyType({}),
 ) -> StagedModel:
     """Cut the captured graph before the layers ``starts``, differentiate each stage, trace the optimizer's update.
 
     ``recompute``: the layers to re-compute in backward. ``sparse``: gradients of embeddings stay sparse. ``windows``:
     the model is for asynchronous windows, which repeat what runs once a step for every minibatch. ``sharding``: how the
-    update of stages is shared out to replicas; None where each stage has one update. Without an optimizer
+    update of stages is shared out to replicas; None where each stage has one update. ``owners``: the stages that own
+    variables, by the identity of the variable, whichever stage uses them first. Without an optimizer
     the pipelined graph computes gradients, and writes only the state that forward writes. Raises PartitionError where
     the graph cannot be cut there, CaptureError where it cannot be differentiated, PlanError for an unsuitable
     optimizer.
@@ -210,6 +216,8 @@ def stage_model(
     if loss_head := build_loss_head(stages, joint, pruned[-1]):
         functions[-1] = (*functions[-1], loss_head)
     graph = stage_graph(captured, functions, build_once(stages, joint, functions, repeated=windows))
+    given = {name: owners[id(variable)] for name, variable in captured.variables.items() if id(variable) in owners}
+    graph = graph.replace(functions=(*graph.functions, *_owned_functions(captured.graph, given)))
     reached = {name for stage in gradients for name in stage.trained}
     trained = tuple(name for name in captured.trainable if name in reached)
     indices = _index_types(gradients)
@@ -226,6 +234,8 @@ def stage_model(
     own_of_optimizer = frozenset() if update is None else update.own - state
     users = {name: users[0] for name, users in use.users if name not in own_of_optimizer}
     owner = dict.fromkeys(captured.trainable, 0) | at_end | users
+    if update is not None:
+        owner |= _owners_of_phase(captured, update, owner, owners, own_of_optimizer)
     readers = {name: users[0] for name, users in use.users if name in own_of_optimizer and captured.after is not None}
     shares = {} if update is None or sharding is None else share_update(update, owner, readers, state, sharding)
     own = () if scale is None else (scale.function,)
@@ -267,6 +277,52 @@ def stage_model(
         ),
         counter="" if update is None else update.counter,
     )
+
+
+def _owners_of_phase(
+    captured: Captured,
+    update: TracedUpdate,
+    owner: Mapping[str, int],
+    owners: Mapping[int, int],
+    own_of_optimizer: Collection[str],
+) -> dict[str, int]:
+    """Return the owners of variables that only the ``update`` uses, as far as phases of the step decide them.
+
+    These are the variables that an earlier phase has placed (``owners``, by identity), and those that hold what is
+    handed over, which live where it is computed.
+    """
+    if captured.phase is None:
+        return {}
+    found = {
+        name: owners[id(variable)]
+        for name, variable in update.variables.items()
+        if id(variable) in owners and name not in owner and name not in own_of_optimizer
+    }
+    known = {**owner, **found}
+    for node in update.graph.nodes:
+        if not node.name.startswith(HANDED_OVER) or node.op != "AssignVariableOp":
+            continue
+        names = ancestors(update.graph, [value.node for value in node.inputs[1:]])
+        nodes = [update.graph.node(name) for name in names]
+        sources = [source.string("port") if source.op == "arg" else source.name for source in nodes]
+        stages = {known[source] for source in sources if source in known}
+        if len(stages) == 1:
+            found |= dict.fromkeys(node.strings("writes"), stages.pop())
+    return found
+
+
+def _owned_functions(graph: Graph, owners: Mapping[str, int]) -> list[Function]:
+    """Return functions that take the variables which stages own, and compute nothing: see ``names.OWNED``."""
+    found = []
+    for stage in sorted(set(owners.values())):
+        name = at(stage, what=OWNED)
+        ports = [Port("variable", label, graph.type_of(Value(label))) for label, of in owners.items() if of == stage]
+        nodes = [
+            Node(f"variable/{i}", "variable", (), (port.type,), attributes({"port": port.name}))
+            for i, port in enumerate(ports)
+        ]
+        found.append(Function(name, Graph(name, tuple(nodes), tuple(n.name for n in nodes)), tuple(ports), ()))
+    return found
 
 
 def _returns(after: AfterGradients) -> Returns:

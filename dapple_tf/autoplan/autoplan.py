@@ -83,6 +83,10 @@ class Autoplan:
         self._estimates: tuple[EstimatedCosts, Mapping[str, Sequence[Shape]]] | None = None
         self.layer_names: tuple[str, ...] = ()
 
+    def train(self, loss_fn: Traced) -> None:
+        """Plan for this function, before the first trace, in place of the one that was given: a phase of it."""
+        self._loss_fn = loss_fn
+
     @property
     def plan(self) -> Plan:
         """The plan; UsageError before there is one."""

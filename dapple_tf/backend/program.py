@@ -26,6 +26,9 @@ from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.passes.project import TOKENS_NAME
 from dapple_tf.staged_model import StagedModel
 
+UNCHANGED = "All variables are as they were before the step."
+"""How the error of a failed step begins that has changed no variable."""
+
 
 @dataclass(frozen=True)
 class Program:
@@ -76,7 +79,7 @@ class Program:
                     "to the last checkpoint."
                 )
             return "SOME VARIABLES HAVE CHANGED, others have not: go back to the last checkpoint."
-        return "All variables are as they were before the step."
+        return UNCHANGED
 
 
 def build_program(

@@ -68,11 +68,13 @@ def part_step(
     variables: Mapping[str, tf.Variable],
     constants: Mapping[str, tf.Tensor],
     place_of: Callable[[str], str],
+    handed_over: Set[str] = frozenset(),
 ) -> AfterGradients:
     """Return the part of the trace ``graph`` after the gradients of ``target``.
 
-    ``first_op``: the number of ops before the gradients were taken; ``numbers``: of each op in the trace. Raises
-    CaptureError where the target depends on a gradient.
+    ``first_op``: the number of ops before the gradients were taken; ``numbers``: of each op in the trace.
+    ``handed_over``: the nodes that read what earlier phases give: values of the whole batch, so micro-batches use only
+    those that the target needs. Raises CaptureError where the target depends on a gradient.
     """
     needed = ancestors(graph, [target.node])
 
@@ -89,12 +91,13 @@ def part_step(
         of_state = node.effect is Effect.READ and any(value.node in state for value in node.inputs)
         sunk = is_sunk(node) or (of_state and node.name not in needed and numbers[node.name] >= first_op)
         is_gradient = node.op == "arg" and node.has("role")
-        if sunk or is_gradient or any(source in after for source in node.predecessors()):
+        of_whole = node.name in handed_over and node.name not in needed
+        if sunk or is_gradient or of_whole or any(source in after for source in node.predecessors()):
             after.add(node.name)
     if late := sorted(after & needed, key=lambda name: numbers[name]):
         raise CaptureError(
-            f"{place_of(late[0])}: the loss depends on a gradient that the step has taken before: a training step has "
-            "one loss so far, and what needs its gradients comes after it"
+            f"{place_of(late[0])}: the target of tape.gradient depends on what the step computes from its gradients, or "
+            "on what it does after taking them: compute the target before"
         )
     acting = [name for name in after if graph.node(name).effect in _ACTING]
     after &= ancestors(graph, [*acting, *(value.node for value in returned if value is not None)])

@@ -7,6 +7,7 @@ argument is unknown, so that the same graph serves every micro-batch.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import nullcontext
@@ -26,6 +27,7 @@ from dapple_tf.frontend.dependence.result import BatchDependence
 from dapple_tf.frontend.joined_moments import join_moments
 from dapple_tf.frontend.names import tensor_name, unique_name
 from dapple_tf.frontend.node_attributes import read_attribute
+from dapple_tf.frontend.phases import HANDED_OVER, Asked, HandOver, cut_phases
 from dapple_tf.frontend.read_graph import read_graph, read_value, skip_identities
 from dapple_tf.frontend.rows import ROWS_NAME, ROWS_OP
 from dapple_tf.frontend.tables import find_misuse
@@ -47,15 +49,41 @@ Without it all trainable variables that the function uses are trained, in the or
 class TrainingStep:
     """A function of a batch that trains: it takes gradients with tf.GradientTape and changes variables itself.
 
-    ``certain``: let TensorFlow tell which gradients there are (see ``tape_calls``).
+    ``certain``: let TensorFlow tell which gradients there are (see ``tape_calls``). ``phase``: the number of the phase
+    to capture, of a step of several, and ``hand_over``: what its phases share.
     """
 
     function: Callable[..., Any]
     certain: bool = False
+    phase: int | None = None
+    hand_over: HandOver | None = None
 
 
 class UnexpectedGradientsError(Exception):
     """Raised where a training step was traced for other gradients than it has: it must be traced as ``certain``."""
+
+
+class SeveralPhasesError(Exception):
+    """Raised where a training step has ``count`` phases, and is to be captured phase by phase."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(f"the step has {count} phases")
+        self.count = count
+
+
+@dataclass(frozen=True)
+class PhaseOfStep:
+    """A captured phase of a training step: its ``number`` of ``count``, and how it fits to others.
+
+    ``trace``: of the whole step, equal for all its phases. ``taken`` and ``given``: the names of the variables through
+    which values are handed over to it, and by it to later phases.
+    """
+
+    number: int
+    count: int
+    trace: str
+    taken: frozenset[str]
+    given: frozenset[str]
 
 
 Traced = Callable[..., Any] | TrainingStep
@@ -86,8 +114,8 @@ class Captured:
     longer has.
 
     ``after``: of a training step, the part after the gradients, or None; ``certain``: whether its gradients are known;
-    ``left_out``: names of ops of the trace that
-    are not part of its loss; ``unrecorded``: names of nodes through which no gradient passes.
+    ``left_out``: names of ops of the trace that are not part of its loss; ``unrecorded``: names of nodes through which
+    no gradient passes; ``phase``: of a training step of several phases.
     """
 
     graph: Graph
@@ -108,6 +136,7 @@ class Captured:
     certain: bool = True
     left_out: frozenset[str] = frozenset()
     unrecorded: frozenset[str] = frozenset()
+    phase: PhaseOfStep | None = None
 
     @property
     def uncut(self) -> bool:
@@ -210,7 +239,7 @@ def capture(
         captured = _read_loss(concrete, recorder, specs, example, name, user, trains=trains)
     else:
         assert isinstance(loss_fn, TrainingStep), "only for such there are calls"
-        captured = _read_step(concrete, recorder, specs, example, name, calls.calls, certain=loss_fn.certain)
+        captured = _read_step(concrete, recorder, specs, example, name, calls.calls, loss_fn)
     return replace(captured, batch_norms=tuple(norms.calls), joined=batch_norm == "sync")
 
 
@@ -247,12 +276,12 @@ def _read_step(
     example: tuple[tf.TensorSpec, ...],
     name: str,
     calls: Sequence[TapeCall],
-    *,
-    certain: bool,
+    step: TrainingStep,
 ) -> Captured:
     """Return the captured loss of the trace of a training step, with the part after its gradients.
 
-    Raises CaptureError where it takes no gradients of variables, or those of several targets.
+    Of a step that takes gradients of several targets it is one phase (see ``phases``). Raises CaptureError where it
+    takes no gradients of variables, and SeveralPhasesError where ``step`` does not say which phase.
     """
     func_graph = concrete.graph
     calls = [call for call in calls if call.graph is func_graph]
@@ -261,16 +290,26 @@ def _read_step(
             f"{name} takes no gradient of a variable with tf.GradientTape (tape.gradient), so there is nothing to "
             "train; a loss needs optimizer=..."
         )
-    inputs = _read_inputs(func_graph, len(specs), name)
-    _add_gradients(inputs, calls)
-    left_out = frozenset().union(*(call.left_out for call in calls))
-    graph = recorder.mark_layers(read_graph(func_graph, inputs.nodes, name, left_out), func_graph)
-    target = read_value(calls[0].target, inputs.nodes)
-    unrecorded = _check_one_loss(calls, ancestors(graph, [target.node]))
-    operations = func_graph.get_operations()
-    node_of = {op.name: inputs.nodes[op.name].name if op.name in inputs.nodes else op.name for op in operations}
-    of_node = {node_of[op.name]: op for op in operations}
+    groups: dict[int, list[TapeCall]] = {}
+    for call in calls:
+        groups.setdefault(id(call.target), []).append(call)
+    if len(groups) > 1 and step.phase is None:
+        raise SeveralPhasesError(len(groups))
     returned, structure = _returned(concrete, name)
+    trace = _Trace(func_graph, recorder, len(specs), name, calls)
+    phase, handed_over = None, frozenset[str]()
+    left_out = frozenset().union(*(call.left_out for call in calls))
+    if step.phase is not None:
+        assert step.hand_over is not None, "phases share it"
+        phase, handed_over, left_out, returned = _hand_over(
+            trace, list(groups.values()), left_out, returned, step.phase, step.hand_over
+        )
+        calls = list(groups.values())[step.phase]
+    inputs, graph = trace.read(left_out)
+    target = read_value(calls[0].target, inputs.nodes)
+    unrecorded = _unrecorded_of(calls, ancestors(graph, [target.node]))
+    operations = func_graph.get_operations()
+    node_of = trace.node_of(inputs)
     after = part_step(
         graph,
         target,
@@ -280,7 +319,8 @@ def _read_step(
         structure,
         inputs.variables,
         inputs.constants,
-        lambda node: _place_of(node, of_node) or name,
+        trace.place_of(inputs),
+        handed_over,
     )
     if not after.trained:
         raise CaptureError(f"{name} uses none of the gradients that it takes, so there is nothing to train")
@@ -300,10 +340,110 @@ def _read_step(
         specs,
         example,
         after=after,
-        certain=certain,
+        certain=step.certain,
         left_out=frozenset(op.name for op in operations if node_of[op.name] not in members),
         unrecorded=unrecorded,
+        phase=phase,
     )
+
+
+@dataclass(frozen=True)
+class _Trace:
+    """The trace of a training step, as it is read into the IR. ``arguments``: the number of the batch's tensors."""
+
+    func_graph: Any
+    recorder: _LayerRecorder
+    arguments: int
+    name: str
+    calls: Sequence[TapeCall]
+
+    def read(self, left_out: frozenset[str]) -> tuple[_Inputs, Graph]:
+        """Return the inputs, gradients included, and the graph, without the ops ``left_out``."""
+        inputs = _read_inputs(self.func_graph, self.arguments, self.name)
+        _add_gradients(inputs, self.calls)
+        graph = read_graph(self.func_graph, inputs.nodes, self.name, left_out)
+        return inputs, self.recorder.mark_layers(graph, self.func_graph)
+
+    def node_of(self, inputs: _Inputs) -> dict[str, str]:
+        """Return the name of the node of each op."""
+        names = (op.name for op in self.func_graph.get_operations())
+        return {name: inputs.nodes[name].name if name in inputs.nodes else name for name in names}
+
+    def place_of(self, inputs: _Inputs) -> Callable[[str], str]:
+        """Return the function that returns the file and line of a node."""
+        node_of = self.node_of(inputs)
+        of_node = {node_of[op.name]: op for op in self.func_graph.get_operations()}
+        return lambda node: _place_of(node, of_node) or self.name
+
+
+def _hand_over(
+    trace: _Trace,
+    groups: Sequence[Sequence[TapeCall]],
+    left_out: frozenset[str],
+    returned: Sequence[Any],
+    number: int,
+    shared: HandOver,
+) -> tuple[PhaseOfStep, frozenset[str], frozenset[str], list[Any]]:
+    """Change the trace so that it takes and gives what the phase ``number`` takes of others and gives to others.
+
+    ``groups``: the calls of each phase. Return the phase, the names of the ops that read what it takes, those of all
+    ops that are not part of it, and what it gives of the tensors ``returned``, the others as None.
+    """
+    func_graph = trace.func_graph
+    inputs, graph = trace.read(left_out)
+    operations, node_of = func_graph.get_operations(), trace.node_of(inputs)
+    names = {id(variable.handle): label for label, variable in inputs.variables.items()}
+    asked = [
+        Asked(
+            read_value(calls[0].target, inputs.nodes),
+            frozenset(node_of[p.op.name] for call in calls for g in call.gradients for _, p in g.placeholders),
+            frozenset(names[id(gradient.variable.handle)] for call in calls for gradient in call.gradients),
+            calls[0].first_op,
+            frozenset.intersection(*(call.unrecorded for call in calls)),
+            calls[0].place,
+        )
+        for calls in groups
+    ]
+    values = [None if tensor is None else read_value(tensor, inputs.nodes) for tensor in returned]
+    places = {node_of[op.name]: i for i, op in enumerate(operations)}
+    phases = cut_phases(graph, asked, places, values, trace.place_of(inputs))
+    phase = phases[number]
+    arguments = {tensor.op.name for tensor in func_graph.inputs[: trace.arguments]}
+    others = left_out | {op.name for op in operations if node_of[op.name] not in phase.kept} - arguments
+    inside = {node.name: op for op, node in inputs.nodes.items()}
+
+    def tensor_of(value: Value) -> Any:
+        return func_graph.get_tensor_by_name(tensor_name(Value(inside.get(value.node, value.node), value.index)))
+
+    def variables_of(values: Sequence[Value]) -> list[tuple[Any, tf.Variable]]:
+        return [(tensor, shared.variable_of(tensor)) for tensor in map(tensor_of, values)]
+
+    taken, given = variables_of(phase.taken), variables_of(phase.given)
+    reads: set[str] = set()
+    with func_graph.as_default(), tf.name_scope(f"{HANDED_OVER}/"):
+        for tensor, variable in taken:
+            func_graph.watch_variable(variable)
+            read = tf.raw_ops.ReadVariableOp(
+                resource=internals.capture_of(func_graph, variable.handle), dtype=variable.dtype
+            )
+            read.set_shape(tensor.shape)
+            reads.add(read.op.name)
+            internals.replace_tensor(tensor, read)
+        for tensor, variable in given:
+            func_graph.watch_variable(variable)
+            handle = internals.capture_of(func_graph, variable.handle)
+            tf.raw_ops.AssignVariableOp(resource=handle, value=tensor)
+    trace_text = "\n".join(f"{op.name} {op.type}" for op in operations)
+    handed = {id(variable): key for key, variable in shared.variables.items()}
+    of_step = PhaseOfStep(
+        number,
+        len(phases),
+        hashlib.sha256(trace_text.encode()).hexdigest(),
+        frozenset(handed[id(variable)] for _, variable in taken),
+        frozenset(handed[id(variable)] for _, variable in given),
+    )
+    own = [tensor if i in phase.returned else None for i, tensor in enumerate(returned)]
+    return of_step, frozenset(reads), others, own
 
 
 def _place_of(node: str, operations: Mapping[str, Any]) -> str:
@@ -324,18 +464,13 @@ def _error_of_step(name: str, error: Exception) -> Exception:
     )
 
 
-def _check_one_loss(calls: Sequence[TapeCall], needed: Set[str]) -> frozenset[str]:
-    """Return the nodes of ``needed``, what the one target needs, through which no gradient passes.
+def _unrecorded_of(calls: Sequence[TapeCall], needed: Set[str]) -> frozenset[str]:
+    """Return the nodes of ``needed``, what the target of all ``calls`` needs, through which no gradient passes.
 
-    Raises CaptureError where there are several targets, or the tapes have recorded different ops.
+    Raises CaptureError where the tapes have recorded different ops.
     """
     first = calls[0]
     for call in calls[1:]:
-        if call.target is not first.target:
-            raise CaptureError(
-                f"{call.place}: the step takes gradients of another target than at {first.place}: a training step has "
-                "one loss so far; take the gradients of all variables from one target"
-            )
         if call.unrecorded & needed != first.unrecorded & needed:
             raise CaptureError(
                 f"{call.place}: the step takes gradients of one target from tapes that have recorded different ops "

@@ -17,14 +17,16 @@ from dapple_tf.backend.handler import ChooseCompiled
 from dapple_tf.backend.program import Program, build_program
 from dapple_tf.backend.room import check_room
 from dapple_tf.compiler import PlannedModel, StepVariant, local_graph
-from dapple_tf.errors import BatchError, CaptureError, LossError, UsageError, warn_user
+from dapple_tf.errors import BatchError, CaptureError, LossError, PlanError, UsageError, warn_user
 from dapple_tf.exactness import Inexact
 from dapple_tf.frontend.batch import Batch, BatchForm, Key, batch_form
 from dapple_tf.frontend.capture import Captured, Traced, TrainingStep, UnexpectedGradientsError
 from dapple_tf.frontend.composite import as_rows
+from dapple_tf.frontend.phases import HandOver
 from dapple_tf.frontend.shapes import infer_batch_axes
 from dapple_tf.frontend.trace import report_exactness, trace_batch, trace_uncut
-from dapple_tf.graph_passes.analysis.layers import Layers, find_layers
+from dapple_tf.graph_passes.analysis.layers import Layers, find_layers, written_variables
+from dapple_tf.graph_passes.analysis.variable_use import find_variables
 from dapple_tf.graph_passes.ir.graph import Shape
 from dapple_tf.plans import Plan
 from dapple_tf.profiler.units import format_samples
@@ -296,10 +298,21 @@ def _find_model(
             kinds = {"sparse": autoplan.keeps_slices, "windows": autoplan.window is not None}
             plan, known = autoplan.plan, compiled.homes.shares
             sharding = Sharding(plan.replicas, known) if plan.shard_optimizer else None
+            shared = function.hand_over if isinstance(function, TrainingStep) else None
+            owners = {} if shared is None else _stages_of(shared, captured, plan)
             model = stage_model(
-                captured, to_run.layers, cuts.starts, optimizer, cuts.recomputed, sharding=sharding, **kinds
+                captured,
+                to_run.layers,
+                cuts.starts,
+                optimizer,
+                cuts.recomputed,
+                sharding=sharding,
+                owners=owners,
+                **kinds,
             )
             compiled.homes.share(model)
+            if shared is not None:
+                _note_owners(shared, model, plan)
         autoplan.choose_schedule(model, size)
         return model
 
@@ -317,6 +330,33 @@ def _find_model(
     if note := model.interface.exactness.note:
         times.note(f"{model.graph.name}: {note}")
     return model
+
+
+def _stages_of(shared: HandOver, captured: Captured, plan: Plan) -> dict[int, int]:
+    """Return the stages that own the variables which earlier phases of a step have placed, by identity.
+
+    Raises PlanError where a variable that the phase uses lives on a device on which none of its stages begins.
+    """
+    stages = {stage.devices[0]: number for number, stage in reversed(list(enumerate(plan.stages)))}
+    for name, variable in captured.variables.items():
+        device = shared.owners.get(id(variable))
+        if device is not None and device not in stages:
+            raise PlanError(
+                f"{captured.graph.name}: variable {name!r} lives on device {device} for the gradients taken earlier in "
+                f"the step, and the plan for the later ones has no stage there ({plan.headline}): give stages=n, "
+                "without a plan"
+            )
+    return {key: stages[device] for key, device in shared.owners.items() if device in stages}
+
+
+def _note_owners(shared: HandOver, model: StagedModel, plan: Plan) -> None:
+    """Note on which devices a phase of a step has placed variables."""
+    found = {name: stages[0] for name, stages in find_variables(model.graph).users}
+    for stage, function in () if model.updates is None else model.updates.stages:
+        for name in written_variables(function.graph):
+            found.setdefault(name, stage)
+    for name, stage in found.items():
+        shared.owners.setdefault(id(model.variables[name]), plan.stages[stage].devices[0])
 
 
 def trace_loss_of(

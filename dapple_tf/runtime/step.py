@@ -19,16 +19,18 @@ from dapple_tf.autoplan.option_help import document_options, make_options
 from dapple_tf.autoplan.options import Options, OptionTypes
 from dapple_tf.autoplan.schedule_auto import ScheduleChoice
 from dapple_tf.backend.build_times import BuildTimes
+from dapple_tf.backend.program import UNCHANGED
 from dapple_tf.compiler import PlannedModel, StepVariant
 from dapple_tf.devices import home_device, list_devices
 from dapple_tf.distributed import membership
 from dapple_tf.distributed.rank_programs import RankTarget
 from dapple_tf.distributed.variable_transfer import gather_arrays, gather_variables
-from dapple_tf.errors import PlanError, UsageError
+from dapple_tf.errors import CaptureError, ExactnessError, PlanError, StepError, UsageError
 from dapple_tf.exactness import Exactness
 from dapple_tf.frontend.batch import Batch
-from dapple_tf.frontend.capture import Traced, TrainingStep, plain_function
+from dapple_tf.frontend.capture import SeveralPhasesError, Traced, TrainingStep, plain_function
 from dapple_tf.frontend.optimizers import as_keras_optimizer
+from dapple_tf.frontend.phases import HandOver
 from dapple_tf.graph_passes.analysis.input_needs import InputNeeds
 from dapple_tf.graph_passes.ir.graph import Graph
 from dapple_tf.graph_passes.ir.text import print_graph
@@ -75,6 +77,52 @@ def check_window_variant(variant: StepVariant) -> None:
         )
 
 
+def check_phases(compiled: Sequence[CompiledStep]) -> None:
+    """Raise an error where the compiled phases of a training step do not fit together.
+
+    CaptureError where they are not of one trace, ExactnessError for ops that were tried by experiment.
+    """
+    if len(compiled) == 1:
+        return
+    given: set[str] = set()
+    traces = set()
+    for step in compiled:
+        model = step.planned.model
+        phase = model.interface.phase
+        assert phase is not None, "each is one of several"
+        traces.add((phase.trace, phase.count))
+        if len(traces) > 1 or phase.count != len(compiled) or not phase.taken <= given:
+            raise CaptureError(
+                f"{model.graph.name} does other things each time that it is traced, and a step that takes gradients "
+                "of several targets is traced once for each: let it depend on its arguments and on variables only"
+            )
+        given |= phase.given
+        if step.planned.exactness.tried:
+            raise ExactnessError(
+                f"{model.graph.name} takes gradients of several targets, and holds ops that are only known by "
+                f"experiment ({step.planned.exactness.tried}): such a step is not compared with one device at its "
+                "first run, so it is refused"
+            )
+
+
+def check_options_of_phases(options: Options, job: Any) -> None:
+    """Raise PlanError for options that a training step of several phases does not have."""
+    refused = {
+        "plan": options.plan is not None,
+        f"batch_norm={options.batch_norm!r}": options.batch_norm != "micro-batch",
+    }
+    for name, given in refused.items():
+        if given:
+            raise PlanError(
+                f"{name}: the step takes gradients of several targets, and has a plan for each: leave it out"
+            )
+    if job is not None:
+        raise PlanError(
+            "the step takes gradients of several targets, which runs in one process so far: start one process, or give "
+            "each target a step of its own"
+        )
+
+
 class PipelinedStep:
     """A training step over a pipeline: call it with a batch, it trains and returns the loss (and aux).
 
@@ -93,6 +141,7 @@ class PipelinedStep:
         optimizer: Any,
         options: Options,
         example_batch: Sequence[Any] | None = None,
+        homes: VariableHomes | None = None,
     ) -> None:
         if not isinstance(loss_fn, TrainingStep):
             optimizer = as_keras_optimizer(optimizer)
@@ -104,7 +153,9 @@ class PipelinedStep:
         self._job = membership.current()
         self._autoplan = Autoplan(loss_fn, optimizer, options, self._job)
         rank = 0 if self._job is None else self._job.rank
-        self._homes = VariableHomes()
+        self._options = options
+        self._homes = VariableHomes() if homes is None else homes
+        self._later: tuple[PipelinedStep, ...] = ()
         self._times = BuildTimes(silent=rank != 0)
         self._compiled = CompiledSteps(
             times=self._times, homes=self._homes, xla=make_xla(options.jit_compile, plain_function(loss_fn))
@@ -177,11 +228,27 @@ class PipelinedStep:
         """Names of the model's layers, in the plan's order; empty before the first batch."""
         return self._autoplan.layer_names
 
+    @property
+    def phases(self) -> tuple[PipelinedStep, ...]:
+        """The steps that run in turn, one for the gradients of each target: this one, then the later ones.
+
+        A loss, and a training step of one target, have one phase. Each has its own plan, graph, timeline and report;
+        those of the step itself are the first phase's. UsageError before the first batch.
+        """
+        self._compiled_last()
+        return (self, *self._later)
+
     def summary(self) -> str:
         """Return the plan with the names of layers, why its schedule was chosen, and the predicted memory, as text.
 
-        UsageError before the first batch.
+        Those of several phases follow each other. UsageError before the first batch.
         """
+        if self._later:
+            parts = [phase._summary() for phase in self.phases]
+            return "\n".join(f"phase {i} of {len(parts)}:\n{part}" for i, part in enumerate(parts, 1))
+        return self._summary()
+
+    def _summary(self) -> str:
         plan = self.plan.describe(self.layer_names)
         return "\n".join([plan, *([str(self.choice)] if self.choice is not None else []), str(self.report)])
 
@@ -211,12 +278,21 @@ class PipelinedStep:
         """The variables of the model and of the optimizer, by names that are the same under every plan."""
         self._compiled_last()
         if self._variables is None:
-            self._variables = name_variables(self._compiled.all_models(), self._optimizer)
+            models = [model for phase in self.phases for model in phase._compiled.all_models()]
+            held = () if self._hand_over is None else self._hand_over.variables.values()
+            between = {id(variable) for variable in held}
+            found = name_variables(models, self._optimizer).items()
+            self._variables = {name: variable for name, variable in found if id(variable) not in between}
         return self._variables
 
     def model(self, batch: Sequence[Any]) -> StagedModel:
         """Return the stages for batches like this one, before they are called on micro-batches."""
         return self._compile(read_batch(batch), StepVariant.PLAIN).planned.model
+
+    @property
+    def planned(self) -> PlannedModel:
+        """The model and the plan of the step, or the phase, that ran or was built last; UsageError before that."""
+        return self._compiled_last().planned
 
     def build_exposed(self, *batch: Any) -> PlannedModel:
         """Compile the step that ``run_exposed`` runs for batches like this one; return its planned model."""
@@ -243,8 +319,29 @@ class PipelinedStep:
         the step was not built from a whole batch before, BatchError on all ranks if the rows of all ranks are not one
         batch.
         """
-        step, outputs = self._run(batch, self._variant, local)
-        return step.planned.model.pack(self._keep_losses(step, outputs))
+        with self._lock:  # no other step comes between two phases
+            step, outputs = self._run(batch, self._variant, local)
+            returned = step.planned.model.pack(self._keep_losses(step, outputs))
+            return self._with_later(returned, lambda phase: phase(*batch, local=local))
+
+    def _with_later(self, returned: Any, run: Callable[[PipelinedStep], Any]) -> Any:
+        """Run the later phases of the step, and return what they all return; ``returned`` by the first phase.
+
+        Raises StepError where one fails.
+        """
+        for number, phase in enumerate(self._later, 2):
+            phase.check_numerics = self.check_numerics
+            try:
+                more = run(phase)
+            except StepError as error:
+                cause = str(error).removeprefix(UNCHANGED).lstrip()
+                raise StepError(
+                    "SOME VARIABLES HAVE CHANGED, by the gradients that the step has taken before: go back to the last "
+                    f"checkpoint. In phase {number} of {len(self._later) + 1}: {cause}"
+                ) from error
+            leaves = zip(tf.nest.flatten(returned), tf.nest.flatten(more), strict=True)
+            returned = tf.nest.pack_sequence_as(returned, [b if a is None else a for a, b in leaves])
+        return returned
 
     @property
     def losses(self) -> Any:
@@ -302,6 +399,10 @@ class PipelinedStep:
 
     def expose(self, *batch: Any, local: bool = False) -> ExposedOutputs:
         """Train on one batch as ``run_exposed`` does, and also return the aux outputs."""
+        if self._later:
+            raise UsageError(
+                "the gradients of a training step of several phases: let the step return those that you want to see"
+            )
         step, tensors = self._run(batch, StepVariant.WITH_GRADIENTS, local)
         names = exposed_gradients(step.program.graph)
         loss, *values = (tensor.numpy() for tensor in tensors)
@@ -347,7 +448,13 @@ class PipelinedStep:
 
     @property
     def _models(self) -> list[StagedModel]:
-        return [*self._compiled.all_models(), *(model for forward in self._forwards for model in forward.models)]
+        later = [model for phase in self._later for model in phase._models]
+        forwards = [model for forward in self._forwards for model in forward.models]
+        return [*self._compiled.all_models(), *forwards, *later]
+
+    @property
+    def _hand_over(self) -> HandOver | None:
+        return self._loss_fn.hand_over if isinstance(self._loss_fn, TrainingStep) else None
 
     # --- recorded steps
 
@@ -375,7 +482,8 @@ class PipelinedStep:
             plan, simulated = dataclasses.replace(fit_plan(plan, size), predicted=None), None
         memory = self._memory.curves(compiled.planned)
         self._recorder.keep(compiled.program.graph, times, plan, simulated, note=note, memory=memory, runs=runs)
-        return compiled.planned.model.pack(self._keep_losses(compiled, outputs))
+        returned = compiled.planned.model.pack(self._keep_losses(compiled, outputs))
+        return self._with_later(returned, lambda phase: phase.record(*batch, local=local, ops=ops))
 
     @property
     def timeline(self) -> Timeline:
@@ -456,11 +564,30 @@ class PipelinedStep:
         check_not_forked()
         if self._autoplan.window is not None:
             check_window_variant(variant)
+        try:
+            last = self._compile_phase(batch, variant)
+        except SeveralPhasesError as several:
+            self._divide(several.count)
+            last = self._compile_phase(batch, variant)
+        check_phases([last, *(phase._compile_phase(batch, variant) for phase in self._later)])
+        return last
+
+    def _compile_phase(self, batch: Batch, variant: StepVariant) -> CompiledStep:
         with compiling():
             self._last = compile_step(
                 self._loss_fn, batch, self._optimizer, self._autoplan, self._target, variant, self._compiled
             )
         return self._last
+
+    def _divide(self, count: int) -> None:
+        """Make this step the first of ``count`` phases. Raises PlanError where options do not allow several."""
+        check_options_of_phases(self._options, self._job)
+        assert isinstance(self._loss_fn, TrainingStep), "only such have phases"
+        whole = dataclasses.replace(self._loss_fn, certain=True, hand_over=HandOver())
+        self._loss_fn = dataclasses.replace(whole, phase=0)
+        self._autoplan.train(self._loss_fn)
+        later = [dataclasses.replace(whole, phase=number) for number in range(1, count)]
+        self._later = tuple(PipelinedStep(phase, None, self._options, homes=self._homes) for phase in later)
 
 
 @overload
@@ -526,12 +653,13 @@ def train_step(
 
     Without ``function`` it returns a decorator. What the target of ``tape.gradient`` needs runs in stages and
     micro-batches; the gradients that the function gets are those of the whole batch; and what comes after them
-    (clipping, optimizers, averages, metrics) runs once a step, each part on the stage of its variables.
+    (clipping, optimizers, averages, metrics) runs once a step, each part on the stage of its variables. Where it takes
+    gradients of several targets, such as a critic and a generator, each of them is a phase, and phases run in turn.
 
     Args:
-        function: A tf.function or callable of the batch's tensors, each batched on axis 0. It takes the gradients of
-            one loss with tf.GradientTape and changes variables with them. The step returns what it returns: tensors of
-            the whole batch.
+        function: A tf.function or callable of the batch's tensors, each batched on axis 0. It takes gradients with
+            tf.GradientTape and changes variables with them. The step returns what it returns: tensors of the whole
+            batch.
         example_batch: A batch like those to come: the plan is made and the step built now, not at the first call.
         {options}
 

@@ -17,6 +17,7 @@ from dapple_tf.compiler import PlannedModel
 from dapple_tf.devices import list_devices
 from dapple_tf.distributed import membership
 from dapple_tf.errors import PlanError
+from dapple_tf.exactness import Exactness
 from dapple_tf.frontend.capture import TrainingStep
 from dapple_tf.graph_passes.analysis.variable_use import find_variables
 from dapple_tf.runtime.step import PipelinedStep
@@ -65,25 +66,25 @@ def verify(
     made = make_options("dapple.verify", options)
     if made.window is not None:
         raise PlanError(f"mode='async': {WINDOW_NOT_VERIFIED}")
-    step = PipelinedStep(TrainingStep(loss_fn) if optimizer is None else loss_fn, optimizer, made)
-    planned = step.build_exposed(*batch)
-    variables = planned.model.variables
-    step.gather()
-    with unchanged_variables(variables.values()):
-        outputs = step.expose(*batch)
-        step.gather()
-        values = values_of(variables)
     device = list_devices(made.devices)[0]
     one: OneDevice | StepOnOneDevice
     if optimizer is None:
-        returned = tf.nest.flatten(planned.model.pack([outputs.loss, *outputs.aux]))
-        found = Outcome(None, arrays_of(returned), {}, values)
+        step = PipelinedStep(TrainingStep(loss_fn), None, made)
+        step.build(*batch)
+        variables: Mapping[str, tf.Variable] = step.variables
+        returned, values = _run(step, variables, lambda: step(*batch))
+        found = Outcome(None, arrays_of(tf.nest.flatten(returned)), {}, values)
         one = StepOnOneDevice(loss_fn, variables, device)
     else:
+        step = PipelinedStep(loss_fn, optimizer, made)
+        model = step.build_exposed(*batch).model
+        variables = model.variables
+        outputs, values = _run(step, variables, lambda: step.expose(*batch))
         found = Outcome(outputs.loss, outputs.aux, outputs.gradients, values)
-        trained = dict(zip(planned.model.trained, planned.model.trained_objects, strict=True))
-        one = OneDevice(loss_fn, step.optimizer, trained, variables, device)
-    report = functools.partial(_compare, one, planned, batch, found)
+        one = OneDevice(
+            loss_fn, step.optimizer, dict(zip(model.trained, model.trained_objects, strict=True)), variables, device
+        )
+    report = functools.partial(_compare, one, [phase.planned for phase in step.phases], batch, found)
     job = membership.current()
     result: Report = report() if job is None else job.run_on_rank_0(report)
     if job is None:
@@ -91,8 +92,25 @@ def verify(
     return result
 
 
-def _compare(one: OneDevice | StepOnOneDevice, planned: PlannedModel, batch: Sequence[Any], found: Outcome) -> Report:
-    """Train on one device and compare ``found``; all variables have their old values afterwards."""
+def _run(
+    step: PipelinedStep, variables: Mapping[str, tf.Variable], run: Callable[[], Any]
+) -> tuple[Any, dict[str, Any]]:
+    """Return what ``run`` returns, and the values of ``variables`` after it; they have their old values afterwards."""
+    step.gather()
+    with unchanged_variables(variables.values()):
+        outputs = run()
+        step.gather()
+        return outputs, dict(values_of(variables))
+
+
+def _compare(
+    one: OneDevice | StepOnOneDevice, phases: Sequence[PlannedModel], batch: Sequence[Any], found: Outcome
+) -> Report:
+    """Train on one device and compare ``found``; all variables have their old values afterwards.
+
+    ``phases``: the planned models of the step's phases; a loss has one.
+    """
+    planned, *_ = phases
     model, plan = planned.model, planned.plan
 
     def undone(work: Callable[[], Any]) -> Any:
@@ -106,32 +124,37 @@ def _compare(one: OneDevice | StepOnOneDevice, planned: PlannedModel, batch: Seq
         return values_of(one.variables)
 
     def compare_with(wanted: Outcome) -> Any:
-        state = find_variables(model.graph).state
+        state = frozenset().union(*(find_variables(phase.model.graph).state for phase in phases))
         update = (lambda g: undone(lambda: apply(g))) if isinstance(one, OneDevice) else None
-        return compare(found, wanted, update, state, _coarsest_tolerance(model))
+        return compare(found, wanted, update, state, max(_coarsest_tolerance(phase.model) for phase in phases))
 
     plain = compare_with(undone(lambda: one.train(batch)))
-    exactness = planned.exactness
-    has_loss_head = bool(model.for_passes.head_inputs)  # parts of the batch have no loss then
+    exactness = Exactness(tuple(reason for phase in phases for reason in phase.exactness.reasons))
+    has_loss_head = any(phase.model.for_passes.head_inputs for phase in phases)  # parts of the batch have no loss then
     if has_loss_head or len(exactness.reasons) == len(exactness.undocumented):
         return Report(plan, plain, exactness)
     if model.for_passes.statistics or isinstance(one, StepOnOneDevice):
         deferred = model.for_passes.statistics
-        divided = compare_with(undone(lambda: one.train_divided(batch, _find_pieces(planned), deferred=deferred)))
+        divided = compare_with(undone(lambda: one.train_divided(batch, _find_pieces(phases), deferred=deferred)))
         return Report(plan, plain, exactness, divided, NORMALISED_IN_TURN)
     parts = cut_samples(planned.batch_size, plan.micro_batches, plan.sizes)
     in_turn = compare_with(undone(lambda: one.train_in_turn(batch, parts)))
     if not in_turn.ok:  # dropout and counts are the whole batch's in the pipeline: divide only batch norm's batch
-        divided = compare_with(undone(lambda: one.train_divided(batch, _find_pieces(planned))))
+        divided = compare_with(undone(lambda: one.train_divided(batch, _find_pieces(phases))))
         if divided.ok:
             return Report(plan, plain, exactness, divided, NORMALISED_IN_TURN)
     return Report(plan, plain, exactness, in_turn)
 
 
-def _find_pieces(planned: PlannedModel) -> SizesOf:
+def _find_pieces(phases: Sequence[PlannedModel]) -> SizesOf:
     """Return a function that returns how a batch norm layer's stage cuts the batch: see ``divide_batch_norm``."""
+    planned, *_ = phases
     model, plan = planned.model, planned.plan
-    owners = {id(model.variables[name]): stages[0] for name, stages in find_variables(model.graph).users}
+    owners = {
+        id(phase.model.variables[name]): stages[0]
+        for phase in phases
+        for name, stages in find_variables(phase.model.graph).users
+    }
 
     def sizes_of(layer: Any) -> list[list[int]]:
         owner = owners.get(id(layer.moving_mean.value))

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from dapple_tf.graph_passes.analysis.layers import written_variables
 from dapple_tf.graph_passes.ir.graph import Graph
-from dapple_tf.graph_passes.ir.names import BACKWARD_OPS, SHARED_STATISTICS, Site, at
+from dapple_tf.graph_passes.ir.names import BACKWARD_OPS, OWNED, SHARED_STATISTICS, Site, at
 from dapple_tf.graph_passes.ir.ops import OpName
 
 
@@ -16,7 +16,8 @@ from dapple_tf.graph_passes.ir.ops import OpName
 class Variables:
     """The use of variables by stages.
 
-    ``users``: for each variable the stages that use it, the owner first. ``state``: the variables that forward writes.
+    ``users``: for each variable the stages that use it, the owner first, which may not use it itself. ``state``: the
+    variables that forward writes.
     ``once``: the variables of ``state`` that are written only once a step, with the same value on all replicas.
     ``summed``: the variables to which every write adds a sum over its samples, so the values that the replicas add are
     added up. ``at_end``: variables that only ``write_statistics`` uses, after all other calls. ``shares``: the
@@ -40,7 +41,7 @@ class Variables:
         return tuple(name for name, stages in self.users if stage in stages)
 
     def owner(self, name: str) -> int:
-        """Return the stage that keeps and updates the variable: the first stage that uses it."""
+        """Return the stage that keeps and updates the variable: the first one that uses it, or the one that must."""
         return dict(self.users)[name][0]
 
     def home(self, name: str) -> Site:
@@ -93,6 +94,11 @@ def find_variables(graph: Graph, shares: tuple[tuple[str, int], ...] = ()) -> Va
             per_micro_batch |= writes.keys() if function.name in of_micro_batches else set()
             for name, nodes in writes.items():
                 (added if all(node.has("adds") for node in nodes) else assigned).add(name)
+    for stage in range(count):
+        owned = graph.function_by_name.get(at(stage, what=OWNED))
+        for name in (port.name for _, port in owned.input_ports("variable")) if owned else ():
+            if name in users:
+                users[name] = [stage, *(other for other in users[name] if other != stage)]
     at_end: dict[str, list[int]] = {}
     for stage in range(count):
         end = graph.function_by_name.get(at(stage, what=OpName.WRITE_STATISTICS))

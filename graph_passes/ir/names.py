@@ -13,6 +13,9 @@ BATCH_SIZE_NAME = "batch/size"
 SHARED_STATISTICS = "batch_statistics"
 """The last part of the names of calls and functions by which one replica computes the statistics of its stage."""
 
+OWNED = "owned"
+"""The last part of the names of functions that take the variables which their stage owns, whichever stage uses them."""
+
 
 _MINIBATCH = "minibatch"
 

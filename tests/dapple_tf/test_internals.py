@@ -49,6 +49,19 @@ def test_the_profiler_names_ops_and_tells_their_times_by_the_systems_clock(tmp_p
 # --- tf.functions
 
 
+def test_ops_of_a_trace_take_another_tensor() -> None:
+    @tf.function
+    def f(x: tf.Tensor) -> tf.Tensor:
+        return 2 * (x + 1) + (x + 1)
+
+    graph = f.get_concrete_function(tf.TensorSpec([], tf.float32)).graph
+    (added, other) = (op.outputs[0] for op in graph.get_operations() if op.type == "AddV2" and op.name != "add_2")
+    assert added.consumers()
+    internals.replace_tensor(added, other)
+    assert not added.consumers()
+    assert len(other.consumers()) == 2
+
+
 def test_a_clone_keeps_the_options_and_shares_no_trace() -> None:
     traces = []
 

@@ -108,15 +108,6 @@ def norm_after_the_update(model: Any, optimizer: Any, x: Any, y: Any) -> Any:
     return tf.linalg.global_norm([v.value for v in model.trainable_variables])  # here
 
 
-def two_losses(model: Any, optimizer: Any, x: Any, y: Any) -> None:
-    with tf.GradientTape(persistent=True) as tape:
-        found = model(x)
-        one, other = mse(y, found), tf.reduce_mean(tf.abs(found))
-    first = tape.gradient(one, model.trainable_variables)
-    second = tape.gradient(other, model.trainable_variables)  # here
-    optimizer.apply([g + h for g, h in zip(first, second, strict=True)], model.trainable_variables)
-
-
 def no_gradient(model: Any, optimizer: Any, x: Any, y: Any) -> Any:
     return mse(y, model(x))
 
@@ -128,7 +119,6 @@ REFUSED: list[tuple[Callable[..., Any], type[DappleError], str]] = [
     (by_python, CaptureError, r"let no Python code depend on them"),
     (hidden_draw, CaptureError, r"draws from a hidden state after the gradients"),
     (norm_after_the_update, PartitionError, r"after its own write"),
-    (two_losses, CaptureError, r"gradients of another target"),
     (no_gradient, CaptureError, r"takes no gradient of a variable with tf.GradientTape"),
 ]
 

@@ -1,0 +1,302 @@
+"""Cut the trace of a training step that takes gradients of several targets into phases, which run in turn.
+
+The gradients of one target, what the target needs, and what the step does with these gradients before it takes the next
+ones are a phase. Each phase is a training step of one loss. A phase computes what it needs from the batch and from
+variables by itself, also what an earlier phase has computed too: its operations and its operands are the same. It does
+not compute again what depends on a gradient of an earlier phase, what an earlier phase has written or drawn, and what
+has been read from a variable that was written since. Such values are *handed over*: the earlier phase stores them in
+variables of their own, and the later one reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+
+import tensorflow as tf
+
+from dapple_tf.errors import CaptureError
+from dapple_tf.graph_passes.analysis.layers import CAPTURED_INPUTS, variables_of
+from dapple_tf.graph_passes.ir.graph import Effect, Graph, Node, Value
+
+HANDED_OVER = "handed_over"
+"""The scope of the ops by which phases store and read what they hand over."""
+
+_ACTING = (Effect.WRITE, Effect.SIDE, Effect.RANDOM)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The gradients of one ``target``: their ``arguments`` in the graph, by name, and their ``variables``.
+
+    ``first_op``: the number of ops in the trace before they were first asked for. ``unrecorded``: the names of nodes
+    through which no gradient passes. ``place``: file and line.
+    """
+
+    target: Value
+    arguments: frozenset[str]
+    variables: frozenset[str]
+    first_op: int
+    unrecorded: frozenset[str]
+    place: str
+
+
+@dataclass(frozen=True)
+class Phase:
+    """The part of a step from the gradients of one target to those of the next one.
+
+    ``kept``: the names of its nodes. ``taken``: the values that earlier phases hand over to it; ``given``: those that
+    it hands over to later ones. ``returned``: the positions of what it gives of the results of the step.
+    """
+
+    kept: frozenset[str]
+    taken: tuple[Value, ...]
+    given: tuple[Value, ...]
+    returned: frozenset[int]
+
+
+@dataclass(eq=False)
+class HandOver:
+    """What the phases of a step share while they are built.
+
+    ``variables``: those that hold what is handed over, by the name, dtype and shape of the value. ``owners``: the
+    device on which each variable lives, by the identity of the variable.
+    """
+
+    variables: dict[str, tf.Variable] = field(default_factory=dict)
+    owners: dict[int, int] = field(default_factory=dict)
+
+    def variable_of(self, tensor: tf.Tensor) -> tf.Variable:
+        """Return the variable that holds a tensor of the trace between two phases."""
+        dims = None if tensor.shape.rank is None else tensor.shape.as_list()
+        key = f"{tensor.name} {tensor.dtype.name} {dims}"
+        if key not in self.variables:
+            with tf.init_scope():
+                first = tf.zeros([] if dims is None else [dim or 0 for dim in dims], tensor.dtype)
+                self.variables[key] = tf.Variable(first, shape=tensor.shape, trainable=False, name=HANDED_OVER)
+        return self.variables[key]
+
+
+def cut_phases(
+    graph: Graph,
+    asked: Sequence[Asked],
+    numbers: Mapping[str, int],
+    returned: Sequence[Value | None],
+    place_of: Callable[[str], str],
+) -> tuple[Phase, ...]:
+    """Return the phases of the trace ``graph``, one for each target, in the order in which gradients were ``asked``.
+
+    ``numbers``: of each op in the trace; ``returned``: what the step returns. ``place_of``: returns the file and line
+    of a node. Raises CaptureError where a phase needs what it cannot compute and what cannot be handed over to it.
+    """
+    facts = _Facts.of(graph, asked, numbers)
+    roots = [
+        [
+            asked[i].target.node,
+            *(node.name for node in graph.nodes if node.effect in _ACTING and facts.phases[node.name] == i),
+            *(value.node for value in returned if value is not None and facts.home(value.node) == i),
+        ]
+        for i in range(len(asked))
+    ]
+    given: list[dict[Value, None]] = [{} for _ in asked]
+    found: list[Phase] = []
+    for i in reversed(range(len(asked))):  # what a phase takes, an earlier one must compute
+        names = [*roots[i], *(value.node for value in given[i])]
+        kept, taken = _PhaseNodes(graph, facts, asked[i], i, place_of).find(names)
+        for value in taken:
+            given[facts.home(value.node)][value] = None
+        here = {k for k, value in enumerate(returned) if value is not None and facts.home(value.node) == i}
+        found.append(Phase(frozenset(kept), tuple(taken), tuple(given[i]), frozenset(here)))
+    return tuple(reversed(found))
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What is known of the nodes of a step before it is cut.
+
+    ``phases``: the phase before whose end each node can be computed, -1 where any phase can compute it; a node that
+    acts belongs to this phase. ``losses``: for each phase the nodes that its target is computed from. ``of_batch``: the
+    nodes that depend on the batch. ``writers``: the nodes that write each variable, and ``written_before``, for each
+    node, those that run before it.
+    """
+
+    phases: Mapping[str, int]
+    losses: tuple[frozenset[str], ...]
+    of_batch: frozenset[str]
+    writers: Mapping[str, Sequence[str]]
+    written_before: Mapping[str, Set[str]]
+
+    @staticmethod
+    def of(graph: Graph, asked: Sequence[Asked], numbers: Mapping[str, int]) -> _Facts:
+        """Return the facts; see ``cut_phases``."""
+        losses = tuple(_data_ancestors(graph, item.target.node) for item in asked)
+        own = {name: i for i, item in enumerate(asked) for name in item.arguments}
+        phases: dict[str, int] = {}
+        of_batch: set[str] = set()
+        of_gradient: set[str] = set(own)
+        writers: dict[str, list[str]] = {}
+        written_before: dict[str, frozenset[str]] = {}
+        none = frozenset[str]()
+        for node in graph.nodes:  # in topological order
+            sources = {value.node for value in node.inputs}
+            before = [source for source in node.predecessors() if source in phases]
+            is_row = node.name not in own and (node.op == "arg" or node.effect is Effect.RANDOM)
+            if is_row or sources & of_batch:
+                of_batch.add(node.name)
+            if sources & of_gradient:
+                of_gradient.add(node.name)
+            found = max((phases[source] for source in before), default=-1)
+            if node.op in CAPTURED_INPUTS:
+                found = own.get(node.name, -1)
+            elif node.name in of_batch and node.name not in of_gradient:
+                found = max(found, next((i for i, names in enumerate(losses) if node.name in names), -1))
+            if node.effect in _ACTING:
+                found = max(0, found, sum(item.first_op <= numbers[node.name] for item in asked) - 1)
+            earlier = {written_before[source] for source in before}
+            written = none.union(*earlier) if len(earlier) != 1 else next(iter(earlier))
+            if node.effect is Effect.WRITE:
+                for target in node.strings("writes"):
+                    writers.setdefault(target, []).append(node.name)
+                written |= {node.name}
+            phases[node.name], written_before[node.name] = found, written
+        return _Facts(phases, losses, frozenset(of_batch), writers, written_before)
+
+    def home(self, node: str) -> int:
+        """Return the first phase that computes a node."""
+        return max(0, self.phases[node])
+
+
+class _PhaseNodes:
+    """Finds the nodes of one phase, and the values that it takes from earlier ones."""
+
+    def __init__(self, graph: Graph, facts: _Facts, asked: Asked, number: int, place_of: Callable[[str], str]) -> None:
+        self._graph, self._facts, self._asked, self._number = graph, facts, asked, number
+        self._place_of = place_of
+        self._loss = facts.losses[number]
+        self._foreign = self._find_foreign()
+        self._differentiated = _reached_by_gradients(graph, asked)
+
+    def find(self, roots: Collection[str]) -> tuple[set[str], list[Value]]:
+        """Return the names of the nodes that compute ``roots``, and the values to take."""
+        kept: set[str] = set()
+        taken: dict[Value, None] = {}
+        pending = list(roots)
+        while pending:
+            node = self._graph.node(pending.pop())
+            if node.name in kept:
+                continue
+            kept.add(node.name)
+            self._check_time(node, node)
+            for control in node.controls:
+                if control.source in self._graph.by_name:
+                    self._check_time(self._graph.node(control.source), node)
+            for value in node.inputs:
+                if self._is_taken(value):
+                    self._check_taken(value)
+                    taken[value] = None
+                else:
+                    pending.append(value.node)
+        return kept, list(taken)
+
+    def _find_foreign(self) -> set[str]:
+        """Return the nodes that this phase does not compute from the batch and the variables as it finds them."""
+        facts, number = self._facts, self._number
+        found: set[str] = set()
+        for node in self._graph.nodes:
+            earlier = facts.phases[node.name] < number
+            if node.op in CAPTURED_INPUTS:
+                foreign = facts.phases[node.name] >= 0 and earlier
+            elif node.effect in _ACTING and earlier:
+                foreign = True
+            else:
+                foreign = self._overwritten(node) != "" or any(value.node in found for value in node.inputs)
+            if foreign:
+                found.add(node.name)
+        return found
+
+    def _overwritten(self, node: Node) -> str:
+        """Return the variable that a node reads, and that an earlier phase writes after it; "" where there is none."""
+        if node.effect is not Effect.READ:
+            return ""
+        facts = self._facts
+        for name in variables_of(self._graph, node):
+            for writer in facts.writers.get(name, ()):
+                if facts.phases[writer] < self._number and writer not in facts.written_before[node.name]:
+                    return name
+        return ""
+
+    def _is_taken(self, value: Value) -> bool:
+        name, facts = value.node, self._facts
+        node = self._graph.node(name)
+        if facts.home(name) >= self._number or (node.op in CAPTURED_INPUTS and name not in self._foreign):
+            return False
+        of_batch = name in facts.of_batch
+        if name not in self._loss:
+            return name in self._foreign or (of_batch and facts.phases[name] >= 0)
+        if name not in self._foreign:
+            return False
+        can_be_kept = node.effect is Effect.PURE and node.op not in CAPTURED_INPUTS
+        if can_be_kept and name in self._differentiated:
+            return False
+        if not (can_be_kept and of_batch):
+            return True
+        kind = self._graph.type_of(value)  # a length may be the batch's, which is another one in each micro-batch
+        return kind.dtype.differentiable and kind.shape.dims is not None and None not in kind.shape.dims
+
+    def _check_time(self, source: Node, node: Node) -> None:
+        """Raise CaptureError where this phase would need what the step computes after a later phase's loss."""
+        if self._facts.phases[source.name] > self._number:
+            raise CaptureError(
+                f"{self._place_of(node.name) or self._place_of(source.name)}: what the step computes for the gradients "
+                f"at {self._asked.place} needs what comes after later gradients ({source.name!r}): take the gradients "
+                "of one loss after those of the other, in the order in which their losses are computed"
+            )
+
+    def _check_taken(self, value: Value) -> None:
+        """Raise CaptureError where an earlier phase cannot hand over a value."""
+        node, kind = self._graph.node(value.node), self._graph.type_of(value)
+        where = f"{self._place_of(value.node) or self._asked.place}: the gradients at {self._asked.place}"
+        if kind.dtype.handle:
+            raise CaptureError(
+                f"{where} need a {kind.dtype.name} ({value}) that comes before the gradients taken earlier, and that "
+                "cannot be handed over: compute it again after these"
+            )
+        if value.node not in self._loss:
+            return
+        if value.node in self._differentiated:
+            variable = self._overwritten(node)
+            why = f"reads {variable!r} before the step changes it" if variable else "runs once, for earlier gradients"
+            raise CaptureError(
+                f"{where} pass through {value.node!r} ({node.op}), which {why}: take all gradients of a forward before "
+                "the step changes variables, or compute the forward again"
+            )
+        if kind.shape.dims is None or None in kind.shape.dims:
+            raise CaptureError(
+                f"{where} need {value.node!r} ({node.op}), which has a row for each sample and runs once, for the "
+                "gradients taken earlier, so it cannot be handed to micro-batches: draw with a seed "
+                "(tf.random.Generator, keras.random with a SeedGenerator, tf.random.stateless_*), or pass it as an "
+                "argument"
+            )
+
+
+def _data_ancestors(graph: Graph, root: str) -> frozenset[str]:
+    found: set[str] = set()
+    pending = [root]
+    while pending:
+        name = pending.pop()
+        if name not in found:
+            found.add(name)
+            pending += [value.node for value in graph.node(name).inputs]
+    return frozenset(found)
+
+
+def _reached_by_gradients(graph: Graph, asked: Asked) -> set[str]:
+    """Return the nodes through which gradients for the variables pass, as far as the tape has recorded them."""
+    found = set(asked.variables)
+    for node in graph.nodes:
+        if node.name in asked.unrecorded or node.op == "StopGradient":
+            continue
+        kinds = (graph.type_of(value).dtype for value in node.inputs if value.node in found)
+        if any(kind.differentiable or kind.handle for kind in kinds):
+            found.add(node.name)
+    return found

@@ -1,0 +1,270 @@
+"""Training steps of several phases, and others of ``examples/steps/``, compute what one device computes."""
+
+from __future__ import annotations
+
+import runpy
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import dapple_tf as dapple
+from dapple_tf.errors import CaptureError, PlanError, StepError, UsageError
+from tests.equality.test_training_steps import assert_equal
+from tests.equality.training_steps import in_float64, mlp, mse, tokens, values_of, word_model
+from tests.paths import ROOT
+
+STEPS = {
+    path.stem: path for path in sorted((ROOT / "examples" / "steps").glob("*.py")) if path.stem != "beside_one_device"
+}
+PHASES = {
+    "actor_critic": 2,
+    "adversarial": 1,
+    "cyclegan": 4,
+    "dcgan": 2,
+    "distillation": 1,
+    "gan": 2,
+    "masked_lm": 1,
+    "pcgrad": 2,
+    "sam": 2,
+    "vae": 1,
+    "wgan": 3,
+    "wgan_gp": 3,
+}
+
+
+@pytest.fixture(autouse=True)
+def float64() -> Iterator[None]:
+    with in_float64():
+        yield
+
+
+def check(name: str, **options: Any) -> None:
+    example = runpy.run_path(str(STEPS[name]))
+    (plain, wanted), (function, found) = example["make"](), example["make"]()
+    whole = plain if hasattr(plain, "get_concrete_function") else tf.function(plain)
+    step = dapple.train_step(function, **options)
+    for batch in example["batches"]():
+        assert_equal(step(*batch), whole(*batch))
+    step.gather()
+    assert len(step.phases) == PHASES[name]
+    for ours, theirs in zip(values_of(found), values_of(wanted), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_two_stages_and_three_micro_batches_train_as_one_device(name: str) -> None:
+    check(name, stages=2, micro_batches=3)
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_one_stage_and_one_micro_batch_train_as_one_device(name: str) -> None:
+    check(name, stages=1, micro_batches=1)
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_three_stages_and_a_micro_batch_for_each_sample_train_as_one_device(name: str) -> None:
+    check(name, stages=3, micro_batches=12)
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_replicas_train_as_one_device(name: str) -> None:
+    check(name, stages=2, replicas=[2, 1], micro_batches=3)
+
+
+def batch() -> tuple[Any, ...]:
+    rng = np.random.default_rng(0)
+    return tf.constant(rng.normal(size=(12, 4))), tf.constant(rng.normal(size=(12, 1)))
+
+
+def check_step(make: Any, **options: Any) -> Any:
+    (plain, wanted), (function, found) = make(), make()
+    whole = tf.function(plain)
+    step = dapple.train_step(function, **({"stages": 2, "micro_batches": 3} | options))
+    for _ in range(3):
+        assert_equal(step(*batch()), whole(*batch()))
+    for ours, theirs in zip(values_of(found), values_of(wanted), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-12, atol=1e-12)
+    return step
+
+
+def restored_weights() -> Any:
+    """The weights of before are put back after the second gradient; rows of the first forward are used at the end."""
+    model, optimizer, error = mlp(), keras.optimizers.Adam(0.02), keras.metrics.MeanAbsoluteError()
+
+    def train_step(x: Any, y: Any) -> Any:
+        variables = model.trainable_variables
+        before = [tf.identity(variable.value) for variable in variables]
+        with tf.GradientTape() as tape:
+            found = model(x, training=True)
+            loss = mse(y, found)
+        for variable, gradient in zip(variables, tape.gradient(loss, variables), strict=True):
+            variable.assign_sub(0.2 * gradient)
+        with tf.GradientTape() as tape:
+            ahead = mse(y, model(x, training=True))
+        gradients = tape.gradient(ahead, variables)
+        for variable, value in zip(variables, before, strict=True):
+            variable.assign(value)
+        optimizer.apply_gradients(zip(gradients, variables, strict=True))
+        rows = found + tf.cast(ahead, found.dtype)
+        error.update_state(y, rows)
+        return loss, ahead, rows, error.result()
+
+    return train_step, [model, optimizer, error]
+
+
+def weighed_by_the_first_loss() -> Any:
+    """The second loss is weighed by the first one's gradient, by its value, and by a running mean."""
+    model, optimizer, mean = mlp(), keras.optimizers.SGD(0.1), tf.Variable(1.0, dtype=tf.float64, trainable=False)
+
+    def train_step(x: Any, y: Any) -> Any:
+        variables = model.trainable_variables
+        with tf.GradientTape() as tape:
+            loss = mse(y, model(x, training=True))
+        gradients = tape.gradient(loss, variables)
+        weight = loss / (1 + tf.linalg.global_norm(gradients))
+        mean.assign(0.9 * mean + 0.1 * weight)
+        with tf.GradientTape() as tape:
+            other = tf.reduce_mean(tf.abs(model(x, training=True))) * weight * mean
+        more = tape.gradient(other, variables)
+        optimizer.apply_gradients(zip([g + h for g, h in zip(gradients, more, strict=True)], variables, strict=True))
+        return loss, other, mean
+
+    return train_step, [model, optimizer, mean]
+
+
+@pytest.mark.parametrize("make", [restored_weights, weighed_by_the_first_loss])
+def test_values_are_handed_over_to_later_phases(make: Any) -> None:
+    check_step(make)
+
+
+def test_words_and_sparse_gradients_are_handed_over() -> None:
+    (plain, wanted), (function, found) = two_losses_of_words(), two_losses_of_words()
+    step, whole = dapple.train_step(function, stages=2, micro_batches=3), tf.function(plain)
+    for words in tokens():
+        assert_equal(step(*words), whole(*words))
+    for ours, theirs in zip(values_of(found), values_of(wanted), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+def two_losses_of_words() -> Any:
+    model, optimizer = word_model(), keras.optimizers.Adam(0.02)
+
+    def train_step(x: Any, y: Any) -> Any:
+        variables = model.trainable_variables
+        with tf.GradientTape(persistent=True) as tape:
+            logits = model(x, training=True)
+            losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels=y, logits=logits)
+            one, other = tf.reduce_mean(losses), tf.reduce_mean(tf.square(logits))
+        first, second = tape.gradient(one, variables), tape.gradient(other, variables)
+        optimizer.apply_gradients(zip(first, variables, strict=True))
+        optimizer.apply_gradients(zip(second, variables, strict=True))
+        return one, other
+
+    return train_step, [model, optimizer]
+
+
+def test_phases_are_verified_recorded_and_described() -> None:
+    example = runpy.run_path(str(STEPS["gan"]))
+    function, objects = example["make"]()
+    (first, *_) = example["batches"]()
+    report = dapple.verify(function, batch=first, stages=2, micro_batches=3)
+    assert report.ok, str(report)
+    step = dapple.train_step(function, stages=2, micro_batches=3)
+    before = values_of(objects)
+    returned = step.record(*first)
+    assert all(phase.timeline.step_seconds > 0 for phase in step.phases)
+    assert "phase 1 of 2:" in step.summary()
+    assert "phase 2 of 2:" in step.summary()
+    assert not any("handed_over" in name for name in step.variables)
+    assert any(not np.array_equal(a, b) for a, b in zip(before, values_of(objects), strict=True))
+    assert set(returned) == {"critic", "generator", "mean", "made"}
+    with pytest.raises(UsageError, match="let the step return those"):
+        step.run_exposed(*first)
+
+
+def test_a_phase_that_fails_says_that_variables_have_changed() -> None:
+    model, optimizer = mlp(), keras.optimizers.SGD(0.1)
+
+    def train_step(x: Any, y: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = mse(y, model(x))
+        optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+        with tf.GradientTape() as tape:
+            other = mse(y, tf.debugging.check_numerics(tf.math.log(model(x) - 1e6), "a logarithm"))
+        optimizer.apply(tape.gradient(other, model.trainable_variables), model.trainable_variables)
+        return loss
+
+    step = dapple.train_step(train_step, stages=2, micro_batches=3)
+    with pytest.raises(StepError, match=r"SOME VARIABLES HAVE CHANGED, .* In phase 2 of 2: [^$]*logarithm"):
+        step(*batch())
+
+
+# --- what is refused, at the user's line
+
+
+def updated_between(model: Any, optimizer: Any, x: Any, y: Any) -> None:
+    with tf.GradientTape(persistent=True) as tape:
+        found = model(x)
+        one, other = mse(y, found), tf.reduce_mean(tf.abs(found))
+    optimizer.apply(tape.gradient(one, model.trainable_variables), model.trainable_variables)
+    optimizer.apply(tape.gradient(other, model.trainable_variables), model.trainable_variables)  # here
+
+
+def drawn_once(model: Any, optimizer: Any, x: Any, y: Any) -> None:
+    with tf.GradientTape(persistent=True) as tape:
+        found = model(x + tf.random.normal(tf.shape(x), dtype=x.dtype))
+        one, other = mse(y, found), tf.reduce_mean(tf.abs(found))
+    first = tape.gradient(one, model.trainable_variables)
+    second = tape.gradient(other, model.trainable_variables)  # here
+    optimizer.apply([g + h for g, h in zip(first, second, strict=True)], model.trainable_variables)
+
+
+REFUSED = [
+    (updated_between, r"reads '.*' before the step changes it: take all gradients of a forward before"),
+    (drawn_once, r"has a row for each sample and runs once"),
+]
+
+
+@pytest.mark.filterwarnings("ignore:.*does not train as on one device")
+@pytest.mark.parametrize(("body", "why"), REFUSED, ids=[body.__name__ for body, _ in REFUSED])
+def test_what_phases_cannot_hand_over_is_refused_at_the_users_line(body: Any, why: str) -> None:
+    model, optimizer = mlp(), keras.optimizers.SGD(0.1)
+    before = values_of([model])
+    step = dapple.train_step(lambda x, y: body(model, optimizer, x, y), stages=2, micro_batches=3)
+    with pytest.raises(CaptureError, match=why) as caught:
+        step(*batch())
+    lines = (ROOT / "tests" / "equality" / "test_phases.py").read_text(encoding="utf-8").splitlines()
+    start = body.__code__.co_firstlineno
+    here = next(i for i, line in enumerate(lines, 1) if "# here" in line and i > start)
+    assert f"test_phases.py:{here}" in str(caught.value)
+    for ours, theirs in zip(values_of([model]), before, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_a_step_that_is_traced_differently_each_time_is_refused() -> None:
+    model, optimizer, times = mlp(), keras.optimizers.SGD(0.1), []
+
+    def train_step(x: Any, y: Any) -> Any:
+        times.append(len(times))
+        with tf.GradientTape() as tape:
+            loss = mse(y, model(x))
+        optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+        with tf.GradientTape() as tape:
+            other = tf.reduce_mean(tf.abs(model(x)))
+            for _ in times:
+                other = other + 1
+        optimizer.apply(tape.gradient(other, model.trainable_variables), model.trainable_variables)
+
+    with pytest.raises(CaptureError, match="does other things each time that it is traced"):
+        dapple.train_step(train_step, stages=2, micro_batches=3)(*batch())
+
+
+@pytest.mark.parametrize("options", [{"batch_norm": "deferred"}, {"batch_norm": "sync", "replicas": [2, 1]}], ids=str)
+def test_options_that_phases_do_not_have_are_refused(options: Any) -> None:
+    function, _ = weighed_by_the_first_loss()
+    with pytest.raises(PlanError, match="gradients of several targets, and has a plan for each: leave it out"):
+        dapple.train_step(function, **({"stages": 2, "micro_batches": 3} | options))(*batch())
