@@ -148,14 +148,15 @@ class Experts(keras.layers.Layer):
         weights, numbers = ops.top_k(ratings, chosen)  # each [batch, context, chosen]
         weights /= ops.sum(weights, axis=-1, keepdims=True)
         # All first choices come before all second ones: [batch, chosen x context, experts].
-        choices = ops.one_hot(ops.transpose(numbers, (0, 2, 1)), experts, dtype=self.compute_dtype)
+        choices = ops.one_hot(ops.transpose(numbers, (0, 2, 1)), experts, dtype="int32")
         queue = ops.reshape(choices, (-1, chosen * context, experts))
         places = ops.sum((ops.cumsum(queue, axis=1) - queue) * queue, axis=-1)
-        places = ops.one_hot(ops.cast(places, "int32"), self.room, dtype=self.compute_dtype)  # 0 where there is no room
+        places = ops.one_hot(places, self.room, dtype=self.compute_dtype)  # zeros where there is no room
         places = ops.reshape(places, (-1, chosen, context, self.room))
+        choices = ops.cast(choices, self.compute_dtype)
         dispatch = ops.einsum("bkse,bksr->bser", choices, places)
         combine = ops.einsum("bkse,bksr,bsk->bser", choices, places, weights)
-        return dispatch, combine, ops.mean(queue, axis=1)
+        return dispatch, combine, ops.mean(ops.cast(queue, self.compute_dtype), axis=1)
 
     def _imbalance(self, ratings: tf.Tensor, load: tf.Tensor) -> tf.Tensor:
         """Return a scalar: 1 if all experts get as many tokens and as high ratings, and more otherwise."""

@@ -28,11 +28,11 @@ def tiny_gpt(**options: object) -> dapple.Workload:
 
 
 def tiny_vgg(**options: object) -> dapple.Workload:
-    return vgg(**{"width": 4, "hidden": 16, "classes": 3, "batch_size": 6, **options})
+    return vgg(**{"scale": "tiny", "batch_size": 6, **options})
 
 
 def tiny_resnet(**options: object) -> dapple.Workload:
-    return resnet(**{"width": 4, "classes": 3, "image_size": 16, "batch_size": 6, **options})
+    return resnet(**{"scale": "tiny", "batch_size": 6, **options})
 
 
 BUILDS = [
