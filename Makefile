@@ -27,6 +27,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: train test test-all lint bench docs hosts matrix release horovod clean
 
 train: .venv/installed
+	@mkdir -p out
 	@$(BIN)/dapple train models/gpt.py:gpt --stages 2 --micro-batches 8 --batch-size 64 --steps 100 \
 	    --baseline 10 --trace out/gpt-timeline.png
 

@@ -6,21 +6,25 @@ codes: 0 done, 2 a wrong option, MODEL, or file that an option names, 130 stoppe
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import sys
 import threading
-from typing import NoReturn
+import warnings
+from collections.abc import Iterator
+from typing import NoReturn, TextIO
 
 import click
 
-from dapple_tf.commands.output import print_error
+from dapple_tf.commands.output import print_error, print_warning
 from dapple_tf.distributed import membership
 from dapple_tf.distributed.exit_reporting import prints_error_in_full, report_failure
 from dapple_tf.distributed.watchdog import INTERRUPTED
 from dapple_tf.errors import (
     ClusterError,
     DappleError,
+    DappleWarning,
     DeviceError,
     ModelError,
     NoFitError,
@@ -48,7 +52,19 @@ _WRONG_OPTION = (
 )
 
 
-_COMMANDS = ("compare", "plain", "plan", "profile", "report", "schedules", "simulate", "timeline", "train", "verify")
+_COMMANDS = (
+    "compare",
+    "launch",
+    "plain",
+    "plan",
+    "profile",
+    "report",
+    "schedules",
+    "simulate",
+    "timeline",
+    "train",
+    "verify",
+)
 
 
 class _Group(click.Group):
@@ -73,18 +89,21 @@ def cli() -> None:
 
 
 def main() -> None:
-    """Run the command line, and exit with its code.
+    """Run the command line, and exit with its code; without any words show the help, and exit with 2.
 
     An error of dapple_tf, a ValueError or an OSError is one line on stderr, not a traceback. In a job the other ranks
     are notified; an error that every rank has is printed by one of them, and only rank 0 explains the usage.
     """
     try:
-        cli(standalone_mode=False)
+        with _warnings_as_lines():
+            cli(sys.argv[1:] or ["--help"], standalone_mode=False)
+        if not sys.argv[1:]:
+            sys.exit(2)
     except click.ClickException as error:
-        if job_rank(os.environ):
-            _print_error(error, error.format_message())
-        else:
-            error.show()
+        context = error.ctx if isinstance(error, click.UsageError) else None
+        if context is not None and not job_rank(os.environ):
+            click.echo(f"{context.get_usage()}\nTry '{context.command_path} --help' for help.\n", err=True)
+        _print_error(error, error.format_message())
         _end_failed(error, 2 if isinstance(error, click.UsageError) else 1)
     except click.exceptions.Exit as error:
         sys.exit(error.exit_code)
@@ -98,6 +117,32 @@ def main() -> None:
         _print_error(error, str(error))
         wrong = isinstance(error, _WRONG_OPTION) and not isinstance(error, NoFitError)
         _end_failed(error, 2 if wrong else 1)
+
+
+@contextlib.contextmanager
+def _warnings_as_lines() -> Iterator[None]:
+    """Print a DappleWarning as a line of the command line, with its place if a line of the user's led to it."""
+    usual = warnings.showwarning
+
+    def show(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        if not issubclass(category, DappleWarning):
+            usual(message, category, filename, lineno, file, line)
+            return
+        place = "" if filename == getattr(sys.modules["__main__"], "__file__", "") else f"{filename}:{lineno}: "
+        print_warning(f"warning: {place}{message}")
+
+    warnings.showwarning = show
+    try:
+        yield
+    finally:
+        warnings.showwarning = usual
 
 
 def _end_failed(error: Exception, exit_code: int) -> NoReturn:

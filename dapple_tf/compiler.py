@@ -8,6 +8,7 @@ from enum import Enum
 
 import tensorflow as tf
 
+from dapple_tf.drawing.table import format_ranges
 from dapple_tf.errors import PlanError
 from dapple_tf.exactness import Exactness
 from dapple_tf.graph_passes.analysis.variable_use import find_variables
@@ -48,7 +49,8 @@ from dapple_tf.graph_passes.passes.verify_ranks import verify_ranks
 from dapple_tf.graph_passes.passes.verify_window import VerifyWindow
 from dapple_tf.graph_passes.passes.write_statistics import WriteStatistics
 from dapple_tf.graph_passes.schedules.spec import forward_only
-from dapple_tf.plans import Plan, check_workers
+from dapple_tf.plans import MORE_DEVICES, Plan, check_workers
+from dapple_tf.profiler.units import format_devices
 from dapple_tf.staged_model import StagedModel
 from dapple_tf.window_check import check_window_model
 
@@ -118,12 +120,12 @@ def passes(model: StagedModel, plan: Plan, devices: Sequence[str], home: str, va
         _call_stages(model, plan.micro_batches, plan.sizes, schedule.split),
         SplitConcat(plan.replicas, facts.shared, plan.shares),  # before anything that has one node a replica
         *([SendTogether(schedule)] if schedule.together else []),  # needs the tensors of every replica
-        CopyVariables(),  # needs the replicas
+        CopyVariables(shares=facts.shares),  # needs the replicas
         Accumulate(),  # needs every replica's backward, and its weights' part
         *([Overlap()] if plan.overlap else []),  # cuts the sums that AllReduce will take
-        AllReduce(),  # needs every replica's sum
+        AllReduce(facts.shares),  # needs every replica's sum
         *([RoundGradients(facts.narrow)] if _sums_gradients(plan) and facts.narrow else []),  # the complete sums
-        *([GatherSlices(facts.sparse)] if facts.sparse else []),  # needs every replica's backward, and weights' part
+        *([GatherSlices(facts.sparse, facts.shares)] if facts.sparse else []),  # needs every replica's backward
         *([WriteStatistics()] if facts.statistics else []),  # needs every replica's forward; AllReduce takes other sums
         Order(schedule),  # needs all calls; before timing, which repeats its edges
     ]
@@ -135,7 +137,7 @@ def passes(model: StagedModel, plan: Plan, devices: Sequence[str], home: str, va
         order.append(CheckNumerics(gradients=not facts.skips))  # needs what AllReduce left, and the loss
     if variant is StepVariant.TIMED:
         order.append(Instrument())  # last of the rewrites: stamps what the others made
-    order += [Place(placed, home), VerifyPipeline(schedule)]
+    order += [Place(placed, home), VerifyPipeline(schedule, facts.shares)]
     return tuple(order)
 
 
@@ -188,11 +190,11 @@ def _forward_passes(model: StagedModel, plan: Plan, placed: tuple[tuple[str, ...
     return (
         _call_stages(model, plan.micro_batches, plan.sizes),
         SplitConcat(plan.replicas, facts.shared, plan.shares),
-        CopyVariables(),
+        CopyVariables(shares=facts.shares),
         *([WriteStatistics()] if facts.statistics else []),
         Order(schedule),
         Place(placed, home),
-        VerifyPipeline(schedule),
+        VerifyPipeline(schedule, facts.shares),
     )
 
 
@@ -202,7 +204,10 @@ def _place_stages(plan: Plan, devices: Sequence[str]) -> tuple[tuple[str, ...], 
         return tuple(tuple(devices[d] for d in stage.devices) for stage in plan.stages)
     except IndexError:
         wanted = sorted({d for stage in plan.stages for d in stage.devices})
-        raise PlanError(f"the plan uses devices {wanted}, but there are only {len(devices)}: {list(devices)}") from None
+        raise PlanError(
+            f"the plan uses devices {format_ranges(wanted)}, but there are only {len(devices)}, from 0: "
+            f"{MORE_DEVICES}, or make a plan for {format_devices(len(devices))} (dapple plan --cluster)"
+        ) from None
 
 
 def pipeline_graph(
@@ -257,7 +262,8 @@ def rank_graphs(
     used = sorted({device for stage in plan.stages for device in stage.devices})
     if used != list(range(size)):
         raise PlanError(
-            f"the plan is for {len(used)} ranks, {used}, but the job has {size}: start as many processes, one a device"
+            f"the plan is for {len(used)} ranks, {used}, but the job has {size}: start one process for each "
+            f"device of the plan, or make a plan that uses {format_devices(size)} (dapple plan --cluster)"
         )
     # A rank's exchanges are timed too, so time stamps are added after the projection.
     timed = variant is StepVariant.TIMED
@@ -267,11 +273,13 @@ def rank_graphs(
     if plan.window is None:
         whole = run_passes(whole, [CombineStatistics(), ShareStatistics()], observers)
     types = tuple((name, _value_type(variable)) for name, variable in sorted(model.variables.items()))
-    ranks = tuple(stage.devices for stage in plan.stages)
+    ranks, shares = tuple(stage.devices for stage in plan.stages), model.for_passes.shares
+    sharded = find_variables(model.graph, shares).sharded
     # RankVariables needs the copies that CopyVariables made; Project then finds the values that ranks exchange.
     last: list[Pass] = [*([LocalInput()] if local else []), *([Instrument()] if timed else [])]
     graphs = tuple(
-        run_passes(whole, [RankVariables(types, ranks), Project(ranks, rank), *last], observers) for rank in range(size)
+        run_passes(whole, [RankVariables(types, ranks, shares), Project(ranks, rank, sharded), *last], observers)
+        for rank in range(size)
     )
     verify_ranks(graphs)
     return graphs

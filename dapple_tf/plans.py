@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any
+from types import MappingProxyType
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -19,6 +20,7 @@ from dapple_tf.errors import PlanError, ScheduleError
 from dapple_tf.graph_passes.analysis.row_bounds import least_rows, share_bounds, whole_shares
 from dapple_tf.graph_passes.passes.recompute import find_runs
 from dapple_tf.graph_passes.schedules.schedule import Schedule
+from dapple_tf.graph_passes.schedules.slicer import sliced_1f1b
 from dapple_tf.graph_passes.schedules.spec import ScheduleSpec
 from dapple_tf.graph_passes.schedules.weight_versions import Versions
 from dapple_tf.graph_passes.schedules.window import sharing_replicas
@@ -39,6 +41,20 @@ _MOST_LAYERS = 1_000_000
 _LONGEST_SCHEDULE = 4_000_000  # characters
 
 _NAMED_SIZES = 16  # in a description of a plan
+
+MORE_DEVICES = "make more with dapple.init(devices=n), on the command line with --devices n"
+"""What to do where a process has fewer logical devices than are wanted."""
+
+RecomputeLevel = bool | Literal["all", "none"]
+"""Whether backward computes the activations of all layers again: True or "all", False or "none"."""
+
+RECOMPUTE_WORDS: Mapping[str, bool] = MappingProxyType({"all": True, "none": False})
+"""The words for all layers and for none, of the options ``recompute`` and ``--recompute``."""
+
+
+def as_flag(recompute: Any) -> Any:
+    """Return True or False for a word of RECOMPUTE_WORDS, and any other value as it is."""
+    return RECOMPUTE_WORDS.get(recompute, recompute) if isinstance(recompute, str) else recompute
 
 
 @dataclass(frozen=True)
@@ -93,9 +109,10 @@ class Plan:
     AllReduce starts during the last backward, layer by layer, not after it. ``micro_batch_sizes``: the samples of each
     micro-batch of a whole batch, where they were given; ``micro_batch_size`` is then the largest. A batch of another
     size is cut in their proportion (see ``graph_passes.analysis.row_bounds``). ``window``: for asynchronous training;
-    the batch is then a window, and micro-batches are those of all its minibatches. Where stages have a ``worker``, each
-    virtual worker is a pipeline of all layers, which runs ``micro_batches`` micro-batches of its own, an equal part of
-    the batch. Raises PlanError naming the field that is wrong.
+    the batch is then a window, and micro-batches are those of all its minibatches. ``shard_optimizer``: each replica
+    of a stage keeps the optimizer's slots of some of its variables, and updates these. Where stages have a ``worker``,
+    each virtual worker is a pipeline of all layers, which runs ``micro_batches`` micro-batches of its own, an equal
+    part of the batch. Raises PlanError naming the field that is wrong.
     """
 
     model: Name
@@ -110,6 +127,7 @@ class Plan:
     overlap: bool = False
     micro_batch_sizes: tuple[Count, ...] | None = None
     window: WindowPlan | None = None
+    shard_optimizer: bool = False
 
     @property
     def spec(self) -> ScheduleSpec:
@@ -132,6 +150,11 @@ class Plan:
             raise PlanError(f"micro_batches is {self.micro_batches}; it must be at least 1")
         if self.window is not None and self.stages and self.micro_batches != (size := self.versions.window.size):
             raise PlanError(f"micro_batches is {self.micro_batches}, but the window has {size} in all its minibatches")
+        if self.window is not None and self.shard_optimizer:
+            raise PlanError(
+                "shard_optimizer is true, but the plan is for asynchronous windows, whose replicas each store weights "
+                "of their own: leave out shard_optimizer, or window"
+            )
         if self.micro_batch_sizes is not None:
             _check_sizes(self, self.micro_batch_sizes)
         check_virtual_workers(self.stages)
@@ -185,11 +208,29 @@ class Plan:
             text += f", {most if least == most else f'{least} to {most}'} stages per device"
         return text
 
+    @cached_property
+    def sliced(self) -> int:
+        """How many first micro-batches AutoPipe's Slicer runs in two halves; ``micro_batches`` counts each half."""
+        try:
+            together = self.spec.together
+        except ScheduleError:  # of a plan that is only shown
+            return 0
+        halves = len({action.micro_batch for action in together if action.kind == "B"})
+        whole = self.micro_batches - halves
+        if not 0 < halves <= min(len(self.stages), whole):
+            return 0
+        return halves if self.schedule == str(sliced_1f1b(len(self.stages), whole, halves)) else 0
+
     @property
-    def _short_schedule(self) -> str:
+    def whole_micro_batches(self) -> int:
+        """The number of micro-batches, where those in two halves count once."""
+        return self.micro_batches - self.sliced
+
+    @property
+    def short_schedule(self) -> str:
         """The schedule as it is shown; the text itself where it is no schedule, so that such a plan can be shown."""
         try:
-            return self.spec.short
+            return "dapple-a, sliced" if self.sliced else self.spec.short
         except ScheduleError:
             return quote(self.schedule)
 
@@ -198,8 +239,9 @@ class Plan:
         """The plan in a line: replicas, layers of each stage, micro-batches and schedule."""
         layers = ":".join(str(stage.last_layer - stage.first_layer + 1) for stage in self.stages)
         return (
-            f"plan {self.notation}, layers {layers}, {self.describe_micro_batches()}, schedule {self._short_schedule}"
+            f"plan {self.notation}, layers {layers}, {self.describe_micro_batches()}, schedule {self.short_schedule}"
             f"{self.describe_recompute()}{', AllReduce overlaps backward' if self.overlap else ''}"
+            f"{', sharded optimizer' if self.shard_optimizer else ''}"
         )
 
     def describe_recompute(self) -> str:
@@ -212,10 +254,11 @@ class Plan:
 
         ``layer_names``: of all layers; without them layers are numbered.
         """
-        how = f"{self.describe_micro_batches()}, schedule {self._short_schedule}"
+        how = f"{self.describe_micro_batches()}, schedule {self.short_schedule}"
         if self.window is not None:
             how = self._describe_windows(self.window)
-        lines = [f"{len(self.stages)} stage{'s' * (len(self.stages) > 1)}, {how}{self.describe_recompute()}"]
+        sharded = ", sharded optimizer" if self.shard_optimizer else ""
+        lines = [f"{len(self.stages)} stage{'s' * (len(self.stages) > 1)}, {how}{self.describe_recompute()}{sharded}"]
         for i, stage in enumerate(self.stages):
             devices = f"device{'s' * (stage.replicas > 1)} {', '.join(map(str, stage.devices))}"
             first, last = (layer_names[i] if layer_names else i for i in (stage.first_layer, stage.last_layer))
@@ -256,6 +299,10 @@ class Plan:
     def replicas(self) -> tuple[int, ...]:
         """Replicas of each stage."""
         return tuple(stage.replicas for stage in self.stages)
+
+    def slot_replicas(self, stage: StagePlan) -> int:
+        """Return the number of replicas of a stage that share the optimizer's slots out among them."""
+        return stage.replicas if self.shard_optimizer else 1
 
     @property
     def runs_whole_minibatches(self) -> bool:
@@ -320,12 +367,22 @@ class Plan:
             return tuple(range(self.stages[-1].last_layer + 1)) if self.recompute else ()
         return self.recompute
 
+    def _without_slices(self) -> Plan:
+        """Return the plan whose first micro-batches are whole."""
+        cut, sizes = 2 * self.sliced, self.sizes
+        whole = (*map(sum, zip(sizes[:cut:2], sizes[1:cut:2], strict=True)), *sizes[cut:])
+        return replace(self, schedule="dapple-a", micro_batches=len(whole), micro_batch_sizes=whole)
+
     def describe_micro_batches(self) -> str:
         """Return M and the samples of each, such as ``3 micro-batches of 2 or 3 samples`` for a batch of 8.
 
         Given sizes are named in order, ``3 micro-batches of 2, 2 and 4 samples``; of many only the range. Of a window:
-        ``64 minibatches of 8 samples``, or ``8 minibatches of 4 micro-batches of 2 samples``.
+        ``64 minibatches of 8 samples``, or ``8 minibatches of 4 micro-batches of 2 samples``. Sliced ones are counted
+        whole: ``8 micro-batches of 4 samples, the first 2 in two halves``.
         """
+        if self.sliced:
+            halves = f"the first {self.sliced}" if self.sliced > 1 else "the first one"
+            return f"{self._without_slices().describe_micro_batches()}, {halves} in two halves"
         sizes = self._describe_parts(self.micro_batches)
         if len(set(self.sizes)) > 1:
             sizes = f"{_list_sizes(self.sizes)} samples"
@@ -350,6 +407,8 @@ class Plan:
         data = {"format": FORMAT, **asdict(self)}
         if not self.overlap:
             del data["overlap"]  # the default is not written
+        if not self.shard_optimizer:
+            del data["shard_optimizer"]
         if self.micro_batch_sizes is None:
             del data["micro_batch_sizes"]
         if self.window is None:

@@ -24,7 +24,7 @@ from dapple_tf.graph_passes.analysis.loss_head import LossHeadInput
 from dapple_tf.graph_passes.analysis.variable_use import find_variables
 from dapple_tf.graph_passes.ir.extract import extract_function
 from dapple_tf.graph_passes.ir.graph import Function, Graph, Node, Port, Role, Value, ancestors, attributes
-from dapple_tf.graph_passes.ir.names import at
+from dapple_tf.graph_passes.ir.names import Site, at
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.passes.backward import (
     StageGradients,
@@ -43,6 +43,7 @@ from dapple_tf.graph_passes.passes.recompute import find_runs
 from dapple_tf.graph_passes.passes.round_gradients import Narrow, find_narrow
 from dapple_tf.graph_passes.passes.split_update import Updates, cut_updates
 from dapple_tf.graph_passes.passes.stage_calls import LOSS_SCALE_NAME
+from dapple_tf.sharding import Sharding, share_update
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,7 @@ class ForPasses:
     ``lookups``, their ops (see ``LookUpRows``). ``narrow``: the gradients to round (see ``RoundGradients``). ``skips``:
     whether the optimizer itself skips steps whose gradients are not finite. ``backward_writes``: the stages whose
     backward writes variables, each with the reason why that is inexact with several micro-batches or replicas.
+    ``shares``: the replica that updates each variable of the stages whose update is sharded (see ``Variables``).
     """
 
     shared: frozenset[str]
@@ -115,6 +117,7 @@ class ForPasses:
     narrow: tuple[Narrow, ...] = ()
     skips: bool = False
     backward_writes: tuple[tuple[int, Inexactness], ...] = ()
+    shares: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -186,11 +189,13 @@ def stage_model(
     *,
     sparse: bool = True,
     windows: bool = False,
+    sharding: Sharding | None = None,
 ) -> StagedModel:
     """Cut the captured graph before the layers ``starts``, differentiate each stage, trace the optimizer's update.
 
     ``recompute``: the layers to re-compute in backward. ``sparse``: gradients of embeddings stay sparse. ``windows``:
-    the model is for asynchronous windows, which repeat what runs once a step for every minibatch. Without an optimizer
+    the model is for asynchronous windows, which repeat what runs once a step for every minibatch. ``sharding``: how the
+    update of stages is shared out to replicas; None where each stage has one update. Without an optimizer
     the pipelined graph computes gradients, and writes only the state that forward writes. Raises PartitionError where
     the graph cannot be cut there, CaptureError where it cannot be differentiated, PlanError for an unsuitable
     optimizer.
@@ -222,6 +227,7 @@ def stage_model(
     users = {name: users[0] for name, users in use.users if name not in own_of_optimizer}
     owner = dict.fromkeys(captured.trainable, 0) | at_end | users
     readers = {name: users[0] for name, users in use.users if name in own_of_optimizer and captured.after is not None}
+    shares = {} if update is None or sharding is None else share_update(update, owner, readers, state, sharding)
     own = () if scale is None else (scale.function,)
     graph = graph.replace(functions=(*graph.functions, *statistics.functions, *own))
     return StagedModel(
@@ -238,8 +244,9 @@ def stage_model(
             narrow=find_narrow(joint, gradients[: len(stages.stages)]),
             skips=isinstance(optimizer, keras.optimizers.LossScaleOptimizer),
             backward_writes=writes,
+            shares=tuple(shares.items()),
         ),
-        updates=None if update is None else _cut_updates(captured, update, owner, readers, state),
+        updates=None if update is None else _cut_updates(captured, update, owner, readers, state, shares),
         global_clipnorm=None if update is None else update.global_clipnorm,
         variables=dict(captured.variables) if update is None else update.variables,
         model_variables=captured.variables,
@@ -314,11 +321,17 @@ def _cut_updates(
     owner: Mapping[str, int],
     readers: Mapping[str, int],
     state: frozenset[str],
+    shares: Mapping[str, int],
 ) -> Updates:
     """Return what ``cut_updates`` does; its errors name the line of a training step."""
+    owners, first_readers = (
+        {name: Site(stage, shares.get(name, 0)) for name, stage in stages.items()} for stages in (owner, readers)
+    )
     try:
-        return cut_updates(update.graph, owner, readers, state)
+        return cut_updates(update.graph, owners, first_readers, state)
     except PartitionError as error:
+        if shares:
+            raise PartitionError(f"{error}; or leave shard_optimizer out", error.node) from None
         if captured.after is None or not error.node:
             raise
         place = captured.after.place_of(error.node)

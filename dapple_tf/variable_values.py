@@ -248,6 +248,11 @@ def move_variables(moves: Sequence[tuple[tf.Variable, str]]) -> None:
             _settle(variable)
 
 
+def variable_bytes(variable: tf.Variable) -> int:
+    """Return the bytes of a variable's value, which need not have been made."""
+    return int(variable.shape.num_elements() or 0) * int(variable.dtype.size)
+
+
 def release_variables(variables: Sequence[tf.Variable], advice: str) -> None:
     """Free the variables' memory; reading one then raises FailedPreconditionError, whose message has the ``advice``.
 

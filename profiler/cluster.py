@@ -176,6 +176,26 @@ class Cluster:
         devices = tuple(device for device, home in enumerate(self.homes) if home != server)
         return replace(self, servers=kept, links=links), devices
 
+    def on_hosts(self, hosts: Sequence[tuple[str, int]]) -> Cluster:
+        """Return the cluster of some ``hosts``, each with its number of devices, in their order.
+
+        A host is the server of its name, or else the next server that no host is named like. Raises ClusterError for
+        more hosts than servers, and for a host with more devices than its server.
+        """
+        named = {server.name: server for server in self.servers}
+        others = [server for server in self.servers if server.name not in dict(hosts)]
+        if len([name for name, _ in hosts if name not in named]) > len(others):
+            raise ClusterError(f"the job runs on {len(hosts)} hosts, but the cluster has {len(self.servers)} servers")
+        chosen = []
+        for name, count in hosts:
+            server = named[name] if name in named else others.pop(0)
+            if count > server.devices:
+                raise ClusterError(f"{count} ranks run on {name}, but {server.name} has {server.devices} devices")
+            chosen.append(server.first_devices(count))
+        names = {server.name for server in chosen}
+        links = {pair: link for pair, link in self.links.items() if names.issuperset(pair)}
+        return replace(self, servers=tuple(chosen), links=links)
+
     def with_faster_links(self, times: float) -> Cluster:
         """Return this cluster with links of ``times`` the bandwidth, and the same latency."""
 

@@ -38,9 +38,10 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def find_write_problem(path: str | os.PathLike[str]) -> str:
-    """Make the folder of ``path``, and return why a file cannot be written there; "" if it can.
+    """Return why a file cannot be written at ``path``; "" if it can.
 
-    Called before any work whose result would be lost. An existing file stays as it is.
+    Called before any work whose result would be lost. An existing file stays as it is. A missing folder is not made:
+    its name is probably mistyped.
     """
     if not os.fspath(path):
         return "the path of the file to write is empty"  # such as a shell variable that is not set
@@ -79,11 +80,12 @@ def describe_reason(error: OSError | ValueError) -> str:
 
 
 def _find_parent_problem(path: Path) -> str:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        return f"{path}: its folder cannot be made: {error.strerror}"
-    return "" if os.access(path.parent, os.W_OK) else f"the folder of {path} cannot be written"
+    folder = path.parent
+    if not folder.exists():
+        return f"{path}: its folder is missing: make {folder}, or correct the path"
+    if not folder.is_dir():
+        return f"{path}: {folder} is a file, not a folder"
+    return "" if os.access(folder, os.W_OK) else f"the folder of {path} cannot be written"
 
 
 def _resolve(path: Path) -> Path:

@@ -71,6 +71,11 @@ def format_samples(count: int) -> str:
     return f"{count} sample{'' if count == 1 else 's'}"
 
 
+def format_devices(count: int) -> str:
+    """Return ``1 device``, ``3 devices``."""
+    return f"{count} device{'' if count == 1 else 's'}"
+
+
 def format_seconds(seconds: float) -> str:
     """Return ``seconds`` with a unit that suits it, to four significant digits: ``12.3 ms``."""
     factor, unit = scale_time(seconds)
@@ -99,6 +104,11 @@ def format_megabytes(count: float) -> str:
     if value == 0:
         return "0"
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 1 else f"{value:.2g}"
+
+
+def format_difference(fraction: float) -> str:
+    """Return the size of a relative difference: ``1.3%``, or ``less than 0.1%`` where it would be rounded to none."""
+    return "less than 0.1%" if 0 < abs(fraction) < 5e-4 else f"{abs(fraction):.1%}"
 
 
 def scale_time(seconds: float) -> tuple[float, str]:

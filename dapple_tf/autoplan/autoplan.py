@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import socket
+import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -34,6 +37,7 @@ from dapple_tf.frontend.batch import batch_size
 from dapple_tf.frontend.capture import Captured, Traced
 from dapple_tf.graph_passes.analysis.layers import Layers
 from dapple_tf.graph_passes.ir.graph import Shape
+from dapple_tf.messages import LOGGER
 from dapple_tf.plan_check import check_shares
 from dapple_tf.planner.planning_problem import Candidate
 from dapple_tf.planner.window_stages import check_window_size, window_plan
@@ -229,6 +233,8 @@ class Autoplan:
             self._job.agree("call of dapple.pipeline", self._options)
             self._job.agree("plan", None if self._options.plan is None else self._options.plan.to_json())
             self._job.agree("layers of the model", names)
+        if self._options.elastic:
+            self._options, self._decision = self._fit_devices(layers, costs, samples)
         decision = self._decision
         if decision is None:
             make = partial(self._make_decision, captured, layers, costs, batch)
@@ -236,6 +242,13 @@ class Autoplan:
         window = self._options.window
         if window is not None and (decision.plan.window, decision.plan.global_batch_size) != (window, samples):
             decision = PlanDecision(window_plan(decision.plan, window, samples))
+        if self._options.shard_optimizer:
+            decision = dataclasses.replace(decision, plan=dataclasses.replace(decision.plan, shard_optimizer=True))
+        if decision.plan.shard_optimizer and max(decision.plan.replicas) == 1:
+            warn_user(
+                "shard_optimizer=True changes nothing: no stage of the plan has replicas, over which the optimizer's "
+                "slots could be shared out. Give replicas, or leave it out"
+            )
         _check_plan_fits(decision.plan, layers, samples)
         if len(decision.plan.stages) > 1:
             _warn_of_dominant_layer(names, costs)
@@ -243,6 +256,26 @@ class Autoplan:
         unknown = self._options.spec is None or self._options.spec.is_searched
         if self._options.plan is None and decision.choice is None and unknown and decision.plan.window is None:
             self._estimates = costs, shapes
+
+    def _fit_devices(self, layers: Layers, costs: EstimatedCosts, samples: int) -> tuple[Options, PlanDecision | None]:
+        """Return the options, and the plan that is given, as far as they fit the devices that there are.
+
+        In a job stages and plan must use every rank. Those that ask for other devices are left to the planner, and of
+        the cluster only the hosts of the ranks are kept.
+        """
+        options, decision, job = self._options, self._decision, self._job
+        devices = len(list_devices(options.devices)) if job is None else job.size
+        if decision is not None or not options.stages_are_auto:
+            plan = self.plan if decision else plan_requested_stages(options, layers, costs, samples, sys.maxsize)
+            if plan.device_count != devices if job is not None else plan.device_count > devices:
+                have = f"{devices} {'devices' if job is None else 'ranks'}"
+                if job is None or job.rank == 0:
+                    LOGGER.info("elastic: there are %s, and %d were asked for: plans anew", have, plan.device_count)
+                options, decision = options.planned_anew(), None
+        if options.cluster is not None and options.cluster.devices != devices:
+            hosts = [] if job is None else list(Counter(job.gather(socket.gethostname())).items())
+            options = dataclasses.replace(options, cluster=options.cluster.on_hosts(hosts) if hosts else None)
+        return options, decision
 
     def _make_decision(
         self, captured: Captured, layers: Layers, costs: EstimatedCosts, batch: Sequence[Any]

@@ -17,6 +17,7 @@ from dapple_tf.frontend.capture import Traced
 from dapple_tf.planner.api import check_schedule, make_problem
 from dapple_tf.planner.micro_batch_sizes import list_micro_batch_sizes
 from dapple_tf.planner.planning_problem import PlanningProblem
+from dapple_tf.plans import MORE_DEVICES
 from dapple_tf.profiler.cluster import Cluster
 from dapple_tf.profiler.cores import count_cores
 from dapple_tf.profiling.measured import profile_layers
@@ -59,8 +60,8 @@ def check_cluster(inputs: PlanningInputs, cluster: Cluster) -> None:
         )
     if cluster.devices > inputs.devices:
         raise PlanError(
-            f"the cluster has {cluster.devices} devices, but this process has {inputs.devices}: make as many with "
-            "dapple.init(devices=n), or plan for a smaller cluster"
+            f"the cluster has {cluster.devices} devices, but this process has {inputs.devices}: "
+            f"{MORE_DEVICES}, or plan for a smaller cluster (cluster=, --cluster)"
         )
 
 
@@ -102,6 +103,7 @@ def measure_problem(inputs: PlanningInputs, cluster: Cluster, replicas: Sequence
         schedule="auto" if options.spec is None else str(options.spec),
         recompute=options.recompute is True,
         optimizer_slots=inputs.optimizer_slots,
+        shard_optimizer=options.shard_optimizer,
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from dapple_tf.autoplan.options import Options
 
 _INDENT = 8 * " "  # of an argument in a docstring
+_SIMILAR = 0.8  # of a name that a user may have meant: "optimizer" is another option than "shard_optimizer"
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
@@ -20,7 +21,7 @@ def make_options(caller: str, given: Mapping[str, Any]) -> Options:
     known = [declared.name for declared in fields(Options)]
     for name in given:
         if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
+            near = difflib.get_close_matches(name, known, 1, _SIMILAR)
             hint = f". Did you mean {near[0]!r}?" if near else ""
             raise TypeError(f"{caller}() got an unexpected keyword argument {name!r}{hint}")
     return Options(**given)

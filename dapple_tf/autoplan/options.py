@@ -24,13 +24,13 @@ from dapple_tf.autoplan.batch_fit import (
     check_given_sizes,
     count_samples,
 )
-from dapple_tf.autoplan.recompute_option import Recompute, check_recompute
+from dapple_tf.autoplan.recompute_option import Recompute, StageNumbers, check_recompute
 from dapple_tf.autoplan.slice_option import SLICED_SCHEDULES, Slice, check_slice
 from dapple_tf.errors import PlanError, ScheduleError
 from dapple_tf.exactness import BatchLoss, BatchNorm, Inexact, check_batch_loss, check_batch_norm, check_inexact
 from dapple_tf.graph_passes.schedules.spec import ScheduleSpec
 from dapple_tf.graph_passes.schedules.weight_versions import WeightPolicy
-from dapple_tf.plans import Plan
+from dapple_tf.plans import Plan, as_flag
 from dapple_tf.profiler.cluster import Cluster
 from dapple_tf.simulator.order import check_plannable
 from dapple_tf.window_plan import USUAL_MINIBATCHES, WindowPlan
@@ -52,7 +52,7 @@ SparseGradients = Literal["exact", "dense"]
 """The form of the gradient of an embedding, or another variable that is read by rows, that the optimizer gets."""
 
 _OF_WINDOWS = ("minibatches", "weights", "depth")
-_NOT_OF_WINDOWS = ("schedule", "slice", "batch_loss", "batch_norm")
+_NOT_OF_WINDOWS = ("schedule", "slice", "batch_loss", "batch_norm", "shard_optimizer")
 
 Stages = int | Sequence[str] | Literal["auto"]
 """The number of stages, the names of the layers that start one, or "auto"."""
@@ -80,6 +80,8 @@ class OptionTypes(TypedDict, total=False):
     weights: WeightPolicy | None
     depth: int | None
     sparse_gradients: SparseGradients
+    elastic: bool
+    shard_optimizer: bool
     devices: Sequence[str | int] | None
     cluster: Cluster | None
 
@@ -139,6 +141,16 @@ def _check_sparse_gradients(given: object) -> None:
             f"sparse_gradients={given!r}: give 'exact' (the optimizer gets an embedding's gradient as on one device) "
             "or 'dense' (it gets a dense tensor)"
         )
+
+
+def _check_flag(name: str) -> Callable[[Any], None]:
+    """Return a check that an option is True or False."""
+
+    def check(given: object) -> None:
+        if not isinstance(given, bool):
+            raise PlanError(f"{name}={given!r}: give True or False")
+
+    return check
 
 
 def _check_plan(given: object) -> None:
@@ -211,7 +223,7 @@ class Options:
         default=False,
         metadata=_about(
             "Layers whose activations backward computes again instead of keeping them.",
-            more="Give True (all), one flag for each stage, or the names of layers.",
+            more='Give True or "all", one flag for each stage, or the names of layers.',
             page="memory.md",
             flag="--recompute",
             check=check_recompute,
@@ -333,6 +345,29 @@ class Options:
             check=_check_sparse_gradients,
         ),
     )
+    elastic: bool = field(
+        default=False,
+        metadata=_about(
+            "Whether to plan anew where the job has another number of ranks than the stages or the plan ask for, "
+            "instead of refusing it.",
+            more="For jobs that are started again with the ranks that are left.",
+            page="elastic.md",
+            flag="--elastic",
+            check=_check_flag("elastic"),
+        ),
+    )
+    shard_optimizer: bool = field(
+        default=False,
+        metadata=_about(
+            "Whether the replicas of a stage share the optimizer's slots out among them: each updates some of the "
+            "stage's variables, and the others get their new values (ZeRO, stage 1).",
+            more="A step computes the same and moves the same bytes. Whole variables are shared out, so shares are as "
+            "even as their sizes allow.",
+            page="memory.md#sharded-optimizer",
+            flag="--shard-optimizer",
+            check=_check_flag("shard_optimizer"),
+        ),
+    )
     devices: Sequence[str | int] | None = field(
         default=None,
         metadata=_about(
@@ -355,6 +390,7 @@ class Options:
     def __post_init__(self) -> None:
         for declared in fields(self):
             given = _as_python(getattr(self, declared.name))
+            given = as_flag(given) if declared.name == "recompute" else given
             object.__setattr__(self, declared.name, given)
             if (check := declared.metadata["check"]) is not None:
                 check(given)
@@ -427,6 +463,30 @@ class Options:
         if self.plan is not None and self.plan.window is not None:
             return dataclasses.replace(self.plan.window, **given)
         return WindowPlan(**{"minibatches": USUAL_MINIBATCHES, **given})
+
+    def planned_anew(self) -> Options:
+        """Return the options with stages, replicas and schedule left to the planner, and what results depend on kept.
+
+        M stays, since batch norm takes its statistics of each micro-batch, and so do the settings of windows.
+        """
+        wanted: MicroBatches | None = self.plan.micro_batches if self.plan is not None else self.wanted_micro_batches
+        settings: dict[str, Any] = {"micro_batches": len(self.given_sizes) if self.given_sizes else wanted}
+        if (window := self.window) is not None:
+            names = ("micro_batches", "minibatches", "weights")
+            settings = {name: getattr(window, name) for name in names} | {"depth": None}
+        recompute = bool(self.plan.recompute) if self.plan is not None else self.recompute
+        if isinstance(recompute, StageNumbers) or (not isinstance(recompute, bool) and not _is_list_of(str, recompute)):
+            recompute = False  # it names stages that there may not be
+        return dataclasses.replace(
+            self,
+            stages="auto",
+            replicas=None,
+            plan=None,
+            schedule="auto",
+            slice=None,
+            recompute=recompute,
+            **settings,
+        )
 
     def forward_only(self) -> Options:
         """Return the options of a function that only runs forward: without those of training and of planning."""
@@ -594,7 +654,7 @@ _CONTRADICTIONS: tuple[tuple[_Predicate, str], ...] = (
         "stages (and replicas), or M as a number",
     ),
     (
-        lambda o: o.cluster is not None and _leaves_nothing_to_plan(o),
+        lambda o: o.cluster is not None and not o.elastic and _leaves_nothing_to_plan(o),
         "a cluster is used for planning, but everything is given: leave the cluster out, or set stages, micro_batches "
         'or schedule to "auto"',
     ),

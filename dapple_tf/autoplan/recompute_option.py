@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from dapple_tf.errors import PlanError
 from dapple_tf.graph_passes.analysis.layers import Layers
-from dapple_tf.plans import StagePlan
+from dapple_tf.plans import RecomputeLevel, StagePlan
 
 
 @dataclass(frozen=True)
@@ -17,8 +17,8 @@ class StageNumbers:
     numbers: tuple[int, ...]
 
 
-Recompute = bool | Sequence[bool] | Sequence[str] | StageNumbers
-"""All layers (True) or none; one flag for each stage; names of layers; or numbers of stages."""
+Recompute = RecomputeLevel | Sequence[bool] | Sequence[str] | StageNumbers
+"""All layers or none; one flag for each stage; names of layers; or numbers of stages."""
 
 
 def check_recompute(wanted: object) -> None:
@@ -28,8 +28,8 @@ def check_recompute(wanted: object) -> None:
     items = wanted if isinstance(wanted, Sequence) and not isinstance(wanted, str) else [None]
     if not any(all(isinstance(item, kind) for item in items) for kind in (bool, str)):
         raise PlanError(
-            f"recompute={wanted!r}: give True or False, one of these for each stage, such as [True, False], or layer "
-            "names, such as ['block_2']"
+            f"recompute={wanted!r}: give True ('all') or False ('none'), one flag for each stage, such as "
+            "[True, False], or layer names, such as ['block_2']"
         )
 
 

@@ -10,8 +10,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-import tensorflow as tf
-
+from dapple_tf import variable_values
 from dapple_tf.autoplan.layer_estimates import BACKWARD_OVER_FORWARD, EstimatedCosts
 from dapple_tf.autoplan.schedule_auto import ScheduleChoice, choose_schedule, with_found_order
 from dapple_tf.compiler import PlannedModel
@@ -23,6 +22,7 @@ from dapple_tf.planner.step_simulation import POLICIES
 from dapple_tf.plans import Plan
 from dapple_tf.profiler.cluster import Cluster, Link
 from dapple_tf.simulator.contention import plan_flows
+from dapple_tf.simulator.memory import values_per_weight
 from dapple_tf.simulator.transfer import allreduce_cost, link_tables, ring_seconds, transfer_cost
 from dapple_tf.staged_model import StagedModel
 from dapple_tf.timeline.stage_costs import StageCosts
@@ -101,7 +101,8 @@ def _estimate_stage_costs(
         stashed = [port for _, port in backward_function.input_ports("stash", "boundary")]
         stash = sum(port_bytes(port) for port in stashed) / stage.replicas
         owned = variables.owned(index)
-        trained = sum(_variable_bytes(model.variables[name]) for name in owned if name in model.trained)
+        sizes = {name: variable_values.variable_bytes(model.variables[name]) for name in owned}
+        held, trained = sum(sizes.values()), sum(size for name, size in sizes.items() if name in model.trained)
         allreduce = ring_seconds(*allreduce_cost(homes[index], tables), trained)
         found.append(
             StageCosts(
@@ -111,7 +112,7 @@ def _estimate_stage_costs(
                 send_backward_seconds=send,
                 allreduce_seconds=allreduce,
                 exposed_seconds=allreduce,
-                fixed_bytes=sum(_variable_bytes(model.variables[name]) for name in owned) + (1 + slots) * trained,
+                fixed_bytes=held + (values_per_weight(slots, plan.slot_replicas(stage)) - 1) * trained,
                 stash_bytes=stash,
                 working_bytes=stash,
             )
@@ -139,7 +140,3 @@ def _count_port_bytes(port: Port, shapes: Mapping[str, Sequence[Shape]], samples
     if index.isdecimal() and int(index) < len(known):
         return port.type.dtype.size * known[int(index)].elements(samples)
     return port.type.bytes(samples)
-
-
-def _variable_bytes(variable: tf.Variable) -> float:
-    return float(variable.shape.num_elements() or 0) * float(variable.dtype.size)

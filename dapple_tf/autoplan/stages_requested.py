@@ -14,10 +14,9 @@ from dapple_tf.errors import PlanError
 from dapple_tf.graph_passes.analysis.layers import Layers
 from dapple_tf.graph_passes.passes.partition import balance
 from dapple_tf.graph_passes.schedules.worker_map import WorkerMap
-from dapple_tf.plans import Plan, StagePlan
+from dapple_tf.plans import MORE_DEVICES, Plan, StagePlan
 from dapple_tf.profiler.detect import job_size
 
-_MORE_DEVICES = "make more with dapple.init(devices=n), or dapple train --devices n"
 _MORE_RANKS = "start more processes, one for each device (mpirun -np n)"
 
 
@@ -42,7 +41,7 @@ def plan_requested_stages(
     if sum(replicas) > devices:
         raise PlanError(
             f"{count} stages with replicas {list(replicas)} need {sum(replicas)} devices, but there are "
-            f"{devices}: ask for fewer, or {_MORE_RANKS if job_size(os.environ) > 1 else _MORE_DEVICES}"
+            f"{devices}: ask for fewer, or {_MORE_RANKS if job_size(os.environ) > 1 else MORE_DEVICES}"
         )
     micro_batches = options.count_micro_batches(global_batch_size, max(replicas))
     sizes = options.sizes(global_batch_size)

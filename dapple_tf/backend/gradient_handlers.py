@@ -155,6 +155,7 @@ HANDLERS: Mapping[OpName, Handler] = MappingProxyType(
         OpName.ACCUMULATE: _accumulate,
         OpName.GRADIENTS: _gradients,
         OpName.ALLREDUCE: _allreduce,
+        OpName.REDUCE: _sum,
         OpName.TIED_SUM: _sum,
         OpName.SUM_STATISTICS: _sum,
         OpName.ROUND: _round,

@@ -21,7 +21,7 @@ from dapple_tf.graph_passes.analysis.input_needs import RankInputs, whole_batch
 from dapple_tf.graph_passes.analysis.resident_variables import resident_variables
 from dapple_tf.graph_passes.analysis.variable_use import find_variables
 from dapple_tf.graph_passes.ir.graph import Graph, Node, Value
-from dapple_tf.graph_passes.ir.names import BATCH_SIZE_NAME, find_minibatch, nodes_of
+from dapple_tf.graph_passes.ir.names import BATCH_SIZE_NAME, find_minibatch, nodes_of, site_of
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.passes.project import TOKENS_NAME
 from dapple_tf.staged_model import StagedModel
@@ -87,7 +87,7 @@ def build_program(
     ``inline``: TensorFlow may inline stage functions where each is called once, as in a step of one micro-batch.
     ``choose`` returns the functions that XLA compiles; without it, none.
     """
-    move_to_stages(graph, model.variables)
+    move_to_stages(graph, model.variables, model.for_passes.shares)
     bindings = StepVariables(graph, model.variables, buffers)
     compiled = {} if choose is None else choose(graph, bindings, graph.functions)
     operations = Operations(graph, bindings, model.constants, model.library, inline, compiled=compiled)
@@ -295,17 +295,21 @@ def move_to_device(graph: Graph, variables: Mapping[str, tf.Variable], device: s
     variable_values.make_values(variables.values())
 
 
-def move_to_stages(graph: Graph, variables: Mapping[str, tf.Variable]) -> None:
-    """Move each variable to the device that writes it: weights to their owner's, slots to their update's.
+def move_to_stages(
+    graph: Graph, variables: Mapping[str, tf.Variable], shares: tuple[tuple[str, int], ...] = ()
+) -> None:
+    """Move each variable to the device that writes it: weights to the one that keeps them, slots to their update's.
 
-    Variables that the updates of several stages share (the step counter, the learning rate) stay where they are.
+    ``shares``: see ``Variables``. Variables that the updates of several places share (the step counter, the learning
+    rate) stay where they are.
     """
-    first_replica = {n.integer("stage"): n.device for n in nodes_of(graph, OpName.FORWARD) if n.integer("replica") == 0}
-    devices = {name: first_replica[stages[0]] for name, stages in find_variables(graph).users}
+    device_of = {site_of(node): node.device for node in nodes_of(graph, OpName.FORWARD)}
+    used_by_stages = find_variables(graph, shares)
+    devices = {name: device_of[used_by_stages.home(name)] for name, _ in used_by_stages.users}
     updates = nodes_of(graph, OpName.UPDATE)
     used = [_variables_of(graph, node) for node in updates]
-    stages = [node.attr("stage") if node.has("stage") else None for node in updates]
-    places = {(stage, name) for stage, names in zip(stages, used, strict=True) for name in names}
+    of_updates = [site_of(node) if node.has("stage") else None for node in updates]
+    places = {(place, name) for place, names in zip(of_updates, used, strict=True) for name in names}
     uses = Counter(name for _, name in places)
     for node, names in zip(updates, used, strict=True):
         if node.has("stage"):

@@ -36,8 +36,8 @@ def check_room(graph: Graph, variables: Mapping[str, tf.Variable], held: Collect
     deferred = [name for name in held if variable_values.is_deferred(variables[name])]
     if not deferred or tf.config.list_logical_devices("GPU"):
         return
-    weights = sum(map(_size, (variables[name] for name in deferred)))
-    buffers = sum(map(_size, (variables[name] for name in _buffered(graph))))
+    weights = sum(map(variable_values.variable_bytes, (variables[name] for name in deferred)))
+    buffers = sum(map(variable_values.variable_bytes, (variables[name] for name in _buffered(graph))))
     room = find_room()
     needed = weights + buffers
     if room is not None and needed > room.bytes:
@@ -83,10 +83,6 @@ def _buffered(graph: Graph) -> Iterator[str]:
         for node in nodes_of(graph, op):
             if op != OpName.GRADIENTS or not node.inputs:
                 yield from node.strings("variables")
-
-
-def _size(variable: tf.Variable) -> int:
-    return int(variable.shape.num_elements() or 0) * int(variable.dtype.size)
 
 
 def _read_kilobytes(path: Path) -> dict[str, int]:

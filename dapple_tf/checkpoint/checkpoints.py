@@ -25,7 +25,7 @@ from typing import Any
 import tensorflow as tf
 
 from dapple_tf.checkpoint.file import CheckpointFile, DamagedError, can_store, open_checkpoint, write_checkpoint
-from dapple_tf.checkpoint.names import NAME, list_checkpoints, steps_of
+from dapple_tf.checkpoint.names import NAME, checkpoint_name, list_checkpoints, steps_of
 from dapple_tf.distributed import membership
 from dapple_tf.distributed.variable_transfer import load_values, stream_values
 from dapple_tf.errors import CheckpointError, warn_user
@@ -167,7 +167,7 @@ class Checkpoints:
         return None
 
     def _write(self, position: Position, values: Iterator[Any]) -> Path:
-        path = self._folder / f"checkpoint-{position.steps}.safetensors"
+        path = self._folder / checkpoint_name(position.steps)
         metadata = {"steps": str(position.steps), "batches": str(position.batches)}
         try:
             known = sorted({*list_checkpoints(self._folder), path}, key=steps_of)

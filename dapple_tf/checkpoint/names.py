@@ -10,6 +10,11 @@ from pathlib import Path
 NAME = re.compile(r"checkpoint-(?:0|[1-9][0-9]*)\.safetensors")
 
 
+def checkpoint_name(steps: int) -> str:
+    """Return the name of the checkpoint after ``steps`` steps."""
+    return f"checkpoint-{steps}.safetensors"
+
+
 def list_checkpoints(folder: Path) -> list[Path]:
     """Return the paths of the checkpoints in the folder, sorted by steps. Raises OSError as ``os.listdir`` does."""
     return sorted((folder / name for name in os.listdir(folder) if NAME.fullmatch(name)), key=steps_of)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -26,8 +27,34 @@ class Command(cloup.Command):
         self.former_names = former_names or {}
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the words of the command line, after replacing old names of options by the new ones."""
-        return super().parse_args(ctx, [self._present_name(word) for word in args])
+        """Parse the words of the command line, after replacing old names of options by the new ones.
+
+        Raises UsageError where an option whose value may be left out took the argument that is missing.
+        """
+        words = [self._present_name(word) for word in args]
+        try:
+            return super().parse_args(ctx, list(words))
+        except click.MissingParameter as error:
+            if isinstance(error.param, click.Argument):
+                self._check_taken(words, error.param, ctx)
+            raise
+
+    def _check_taken(self, words: Sequence[str], missing: click.Argument, ctx: click.Context) -> None:
+        """Raise UsageError where the ``missing`` argument was taken as the value of an option that may have one."""
+        may_have_value = {
+            name: option.flag_value
+            for option in self.params
+            if isinstance(option, click.Option) and not option.is_flag and isinstance(option.flag_value, str)
+            for name in option.opts
+        }
+        for name, value in itertools.pairwise(words):
+            if name in may_have_value and not value.startswith("-"):
+                argument, usual = missing.make_metavar(ctx), may_have_value[name]
+                raise click.UsageError(
+                    f"{name} took {value} as its value, so that {argument} is missing: give {argument} first, or write "
+                    f"{name}={usual} {value}",
+                    ctx,
+                )
 
     def _present_name(self, word: str) -> str:
         name, equals, value = word.partition("=")

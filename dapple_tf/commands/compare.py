@@ -11,7 +11,7 @@ import cloup
 
 from dapple_tf.commands.cluster_option import load_cluster
 from dapple_tf.commands.command import FILE, command, result_options
-from dapple_tf.commands.output import check_chart_path, check_output_path, print_progress, print_result
+from dapple_tf.commands.output import check_chart_path, print_progress, print_result
 from dapple_tf.commands.planner_option import PLANNERS
 from dapple_tf.commands.planning_options import PROFILE_ARGUMENT, batch_options, cost_options
 from dapple_tf.errors import NoFitError
@@ -43,7 +43,6 @@ def compare(
 
     if not cluster.startswith("config-") and not Path(cluster).exists():
         raise click.UsageError(f"--cluster {cluster}: there is no such file; presets are such as config-a:8")
-    check_output_path("--output", output)
     check_chart_path("--output", output, "a comparison")
     costs = read_profile(profile, profile_batch_size, size_scale)
     comparison = run(

@@ -18,7 +18,7 @@ from dapple_tf.commands.cluster_option import CLUSTER, load_cluster
 from dapple_tf.commands.command import FILE, Decorator
 from dapple_tf.commands.schedule_option import SCHEDULE_OPTION
 from dapple_tf.exactness import BatchNorm
-from dapple_tf.plans import Plan
+from dapple_tf.plans import RECOMPUTE_WORDS, Plan
 
 MODEL_ARGUMENT = click.argument("model", type=FILE)
 
@@ -61,6 +61,7 @@ PLAN_OPTIONS = cloup.option_group(
     plan_option("batch_norm", "  [default: micro-batch]", type=click.Choice(get_args(BatchNorm))),
     plan_option("jit_compile"),
     plan_option("slice"),
+    plan_option("shard_optimizer", is_flag=True, flag_value=True),
     plan_option("plan", "  [a file]", type=FILE),
     DEVICES_OPTION,
 )
@@ -120,8 +121,8 @@ def parse_recompute(text: str) -> Recompute:
 
     Raises UsageError for stages that are no numbers.
     """
-    if text in ("all", "none"):
-        return text == "all"
+    if text in RECOMPUTE_WORDS:
+        return RECOMPUTE_WORDS[text]
     kind, colon, numbers = text.partition(":")
     if colon and kind == "stages":
         problem = f"--recompute {text}: give numbers of stages, such as stages:0,1"
@@ -149,7 +150,10 @@ _READERS: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
         "slice": parse_slice,
         "plan": lambda path: Plan.load(path) if path else None,
         "cluster": lambda name: load_cluster(name) if name else None,
-        **dict.fromkeys(("schedule", "batch_norm", "jit_compile", "minibatches", "weights", "depth"), _as_it_is),
+        **dict.fromkeys(
+            ("schedule", "batch_norm", "jit_compile", "elastic", "shard_optimizer", "minibatches", "weights", "depth"),
+            _as_it_is,
+        ),
     }
 )
 """For each option, a function that reads its text on the command line."""

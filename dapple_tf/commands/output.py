@@ -62,25 +62,17 @@ def printable(text: str) -> str:
 
 
 def check_output_path(option: str, path: str | None) -> None:
-    """Raise OutputError if the file at ``path``, given as ``option``, cannot be written; call it before any work.
-
-    Its folder must exist: one that does not is probably mistyped. (A long training run makes the folders of its files.)
-    """
-    if path is None:
-        return
-    folder = os.path.dirname(path) or "."
-    if path and not os.path.isdir(folder):
-        raise OutputError(f"{option}: {path}: its folder is missing: make {folder}, or correct the path")
-    if problem := find_write_problem(path):
+    """Raise OutputError if the file at ``path``, given as ``option``, cannot be written; call it before any work."""
+    if path is not None and (problem := find_write_problem(path)):
         raise OutputError(f"{option}: {problem}")
 
 
 def check_chart_path(option: str, path: str | None, content: str = "a timeline") -> None:
     """Raise OutputError if ``content`` cannot be saved at ``path``, given as ``option``; call it before any work."""
-    from dapple_tf.drawing.save import check_path
-
     if path is None:
         return
+    from dapple_tf.drawing.save import check_path
+
     try:
         check_path(path, content)
     except OutputError as error:

@@ -49,23 +49,24 @@ def plan(
 
     check_output_path("--output", output)
     costs = read_profile(profile, options.pop("profile_batch_size"), options.pop("size_scale"))
+    devices = load_cluster(cluster)
     if asynchronous or minibatches is not None:
-        given = {name: options[name] for name in ("micro_batch_size", "schedule", "overlap")}
+        given = {name: options[name] for name in ("micro_batch_size", "schedule", "overlap", "shard_optimizer")}
         window = make_window("async" if asynchronous else "sync", minibatches, given)
         options["micro_batch_size"] = check_window_batch(options["global_batch_size"], window.minibatches)
         with showing(f"plans with planner {planner}"):
-            choices = plan_windows(make_problem(costs, load_cluster(cluster), **options), planner, window)
-        print_result(describe_plan(choices[0].plan, costs, choices[0].timeline))
+            choices = plan_windows(make_problem(costs, devices, **options), planner, window)
+        print_result(describe_plan(choices[0].plan, costs, devices, choices[0].timeline))
         for line in describe_runners_up(choices, [choice.plan.notation for choice in choices]):
             print_result(line)
         _hand_over(choices[0].plan, output, as_json)
         return
-    problem = make_problem(costs, load_cluster(cluster), **options)
+    problem = make_problem(costs, devices, **options)
     with showing(f"plans with planner {planner}"):
         result = run_planner(problem, planner)
     chosen = predict_plan(problem, result.chosen, planner, pipedream=result.pipedream)
     others = [predict_plan(problem, candidate, planner) for candidate in result.runners_up]
-    print_result(describe_plan(chosen[0], costs, chosen[1]))
+    print_result(describe_plan(chosen[0], costs, devices, chosen[1]))
     print_result(describe_result(problem, result, chosen, others))
     for line in describe_moves(problem, *chosen):
         print_result(line)

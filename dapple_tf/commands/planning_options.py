@@ -6,8 +6,16 @@ import click
 import cloup
 
 from dapple_tf.commands.cluster_option import CLUSTER
-from dapple_tf.commands.command import FILE, Decorator
+from dapple_tf.commands.command import FILE, Completed, Decorator
 from dapple_tf.commands.schedule_option import SCHEDULE_OPTION
+from dapple_tf.plans import RECOMPUTE_WORDS
+
+
+def _read_level(text: str) -> bool:
+    if text not in RECOMPUTE_WORDS:
+        raise click.BadParameter(f"{text!r} is neither all nor none; before PROFILE write --recompute=all")
+    return RECOMPUTE_WORDS[text]
+
 
 PROFILE_ARGUMENT = click.argument("profile", type=FILE)
 
@@ -64,13 +72,17 @@ def batch_options(*more: Decorator) -> Decorator:
         cloup.option(
             "--recompute",
             default="none",
-            type=click.Choice(["all", "none"]),
-            callback=lambda context, parameter, value: value == "all",
+            type=Completed("level", list(RECOMPUTE_WORDS), _read_level, files=False),
             help="Whether stages keep only their inputs, and backward runs their forward again; alone: all.",
             is_flag=False,
             flag_value="all",
             metavar="[all|none]",
         ),
         cloup.option("--overlap", is_flag=True, help="Run AllReduce during the last backward."),
+        cloup.option(
+            "--shard-optimizer",
+            is_flag=True,
+            help="Let the replicas of a stage share the optimizer's slots out among them.",
+        ),
         *more,
     )

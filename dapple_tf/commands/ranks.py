@@ -23,6 +23,11 @@ class Ranks:
         """Whether this process prints and writes files: rank 0, or the only process."""
         return self.job is None or self.job.rank == 0
 
+    @property
+    def size(self) -> int:
+        """The number of ranks; 1 without a job."""
+        return 1 if self.job is None else self.job.size
+
     def print_result(self, text: str) -> None:
         """Print a result on stdout, on rank 0 only."""
         if self.is_first:
@@ -46,12 +51,9 @@ class Ranks:
         """Return what ``work`` returns on rank 0, and None on the others; an error there fails every rank."""
         return self.run_on_all(lambda: work() if self.is_first else None)
 
-    def check_on_first(self, check: Callable[[], None]) -> None:
-        """Call ``check`` on rank 0, and raise its error, if it raises one, on every rank."""
-        if self.job is None:
-            check()
-        else:
-            self.job.run_on_rank_0(check)
+    def ask_first(self, question: Callable[[], bool]) -> bool:
+        """Return, on every rank, the answer that ``question`` gives on rank 0."""
+        return question() if self.job is None else bool(self.job.run_on_rank_0(question))
 
     def all_of(self, value: bool) -> bool:
         """Return whether ``value`` is True on every rank; every rank must call this."""

@@ -12,7 +12,7 @@ import click
 import cloup
 
 from dapple_tf.commands.command import FILE, Completed, command, result_options
-from dapple_tf.commands.output import check_chart_path, check_output_path, print_result
+from dapple_tf.commands.output import check_chart_path, print_result
 from dapple_tf.commands.schedule_option import read_schedule
 from dapple_tf.errors import ScheduleError
 from dapple_tf.graph_passes.schedules.schedule import Action, Schedule, of_kind, run_schedule
@@ -61,7 +61,6 @@ def schedules(
         for name, meaning in NAMES.items():
             print_result(f"{name:20}  {meaning}")
         return
-    check_output_path("--output", output)
     check_chart_path("--output", output)
     spec = ScheduleSpec.parse(read_schedule(schedule))
     stages = stages or spec.stages or 4

@@ -9,7 +9,7 @@ import cloup
 
 from dapple_tf.commands.cluster_option import load_cluster
 from dapple_tf.commands.command import FILE, command, result_options
-from dapple_tf.commands.output import check_chart_path, check_output_path, print_result
+from dapple_tf.commands.output import check_chart_path, print_result
 from dapple_tf.commands.planning_options import cost_options
 from dapple_tf.profiler.importers import read_profile
 
@@ -37,18 +37,18 @@ def simulate(
     from dapple_tf.plans import Plan
     from dapple_tf.simulator.simulate import simulate as run
 
-    check_output_path("--output", output)
     check_chart_path("--output", output)
     planned, costs = Plan.load(plan), read_profile(profile, profile_batch_size, size_scale)
+    devices = load_cluster(cluster)
     timeline = run(
         planned,
         costs,
-        load_cluster(cluster),
+        devices,
         optimizer_slots=optimizer_slots,
         contention=contention,
         whole_rows=whole_rows,
     )
-    print_result(describe_plan(planned, costs, timeline))
+    print_result(describe_plan(planned, costs, devices, timeline))
     if not whole_rows:
         print_result(FRACTIONS)
     if output:

@@ -8,7 +8,7 @@ import click
 import cloup
 
 from dapple_tf.commands.command import FILE, command, result_options
-from dapple_tf.commands.output import check_chart_path, check_output_path, print_result
+from dapple_tf.commands.output import check_chart_path, print_result
 
 
 @command(short_help="Describe a saved trace.")
@@ -20,7 +20,6 @@ def timeline(trace: str, output: str | None, as_json: bool) -> None:
     from dapple_tf.timeline.picture import save_recording
     from dapple_tf.timeline.trace_file import read_recording
 
-    check_output_path("--output", output)
     check_chart_path("--output", output)
     recording = read_recording(trace)
     print_result(recording.headline)

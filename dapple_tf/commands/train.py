@@ -13,12 +13,13 @@ from dapple_tf.autoplan.options import Options
 from dapple_tf.checkpoint.names import last_steps
 from dapple_tf.commands.command import FILE, command, result_options
 from dapple_tf.commands.model_loading import check_model_exists
-from dapple_tf.commands.options import MODEL_ARGUMENT, MODEL_OPTIONS, PLAN_OPTIONS, read_options
+from dapple_tf.commands.options import MODEL_ARGUMENT, MODEL_OPTIONS, PLAN_OPTIONS, plan_option, read_options
+from dapple_tf.commands.output import check_chart_path, check_folder_path, check_output_path
 from dapple_tf.commands.run_file import NAME
 from dapple_tf.commands.startup import start_tensorflow
 from dapple_tf.commands.train_settings import TrainSettings, check_unfinished
 from dapple_tf.commands.window_options import check_window_usage, window_options
-from dapple_tf.profiler.detect import job_size
+from dapple_tf.profiler.detect import job_rank, job_size
 
 
 @command(short_help="Train a model over a pipeline.", former_names={"--compare": "--baseline"})
@@ -31,6 +32,7 @@ from dapple_tf.profiler.detect import job_size
     cloup.option("--steps", default=100, show_default=True, help="Training steps, or with --async windows."),
     cloup.option("--checkpoint-dir", type=FILE, help="Save checkpoints here, and resume from the last."),
     cloup.option("--checkpoint-every", type=int, help="Steps between checkpoints (default: a tenth of all)."),
+    plan_option("elastic", is_flag=True),
     cloup.option("--check-numerics", is_flag=True, help="Fail a step whose loss or gradients are NaN or infinite."),
     cloup.option(
         "--baseline",
@@ -88,13 +90,25 @@ def train(
     check_usage(settings)
     if settings.checkpoint_dir:
         check_unfinished(settings.checkpoint_dir, last_steps(settings.checkpoint_dir), settings.steps)
+    if options["elastic"] and not settings.checkpoint_dir:
+        raise click.UsageError("--elastic: a job that is started again goes on from checkpoints: give --checkpoint-dir")
     check_window_usage(check_numerics=check_numerics, **options)
     check_model_exists(options["model"])
     given = Options(**read_options(options))
+    if not job_rank(os.environ):
+        check_output_paths(settings)
     start_tensorflow(options["devices"])
     from dapple_tf.commands.training_run import run_training
 
     run_training(settings, given, options)
+
+
+def check_output_paths(settings: TrainSettings) -> None:
+    """Raise OutputError for what cannot be written. Makes the folders of checkpoints and curves; rank 0 calls it."""
+    check_chart_path("--trace", settings.trace)
+    check_output_path("--record", settings.record)
+    check_folder_path("--tensorboard", settings.tensorboard, "TensorBoard's events")
+    check_folder_path("--checkpoint-dir", settings.checkpoint_dir, "checkpoints")
 
 
 def given_options(context: click.Context) -> dict[str, str]:

@@ -6,9 +6,13 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import os
 import platform
+import shlex
+import signal
+import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
@@ -21,20 +25,21 @@ import tensorflow as tf
 import dapple_tf
 from dapple_tf.autoplan.options import Options
 from dapple_tf.checkpoint.checkpoints import Checkpoints
+from dapple_tf.checkpoint.names import checkpoint_name
 from dapple_tf.commands.model_loading import load_model
 from dapple_tf.commands.observation import LossWatch, Observer
-from dapple_tf.commands.output import check_chart_path, check_folder_path
 from dapple_tf.commands.plain import time_plain_model
 from dapple_tf.commands.ranks import Ranks
+from dapple_tf.commands.restart_report import find_restart
 from dapple_tf.commands.run_file import RunEnd, RunFile, RunStart, bytes_of_stages
 from dapple_tf.commands.tensorboard import Scalars
 from dapple_tf.commands.train_settings import TrainSettings, check_unfinished
 from dapple_tf.commands.training_loop import RunResult, StepResult, repeat_batches, run_steps
 from dapple_tf.distributed import membership
+from dapple_tf.distributed.process_exit import print_line
 from dapple_tf.distributed.shared_errors import share_error
-from dapple_tf.errors import OutputError
+from dapple_tf.launcher.restart import CONTINUE, more_ranks_possible
 from dapple_tf.plans import Plan
-from dapple_tf.profiler.files import find_write_problem
 from dapple_tf.profiler.units import format_seconds
 from dapple_tf.runtime.step import PipelinedStep
 from dapple_tf.timeline.picture import save_recording
@@ -50,22 +55,24 @@ def run_training(settings: TrainSettings, given: Options, options: Mapping[str, 
     became NaN or infinite.
     """
     ranks = Ranks(membership.current())
-    _check_output_paths(settings, ranks)
     plain_speed = time_plain_model(settings.baseline, given.window, **options) if settings.baseline else None
     step, first, batches = ranks.run_on_all(lambda: _make_step(given, options))
     _build(step, first, settings, ranks)
     checkpoints, done, batches = _resume(step, batches, settings, ranks)
+    restart = ranks.run_on_first(lambda: find_restart(settings.record_path, step.plan, ranks.size, done))
+    if restart is not None:
+        ranks.print_result(str(restart))
     losses = LossWatch(step, ranks, ranks.print_warning)
-    saved = [done] if done else []
+    saver = _Saver(checkpoints, settings, losses, done, ranks if given.elastic else None)
     with contextlib.ExitStack() as opened:
         record = _open_record(step, settings, ranks, done, options["model"])
         if record is not None:
             opened.enter_context(record)
+        opened.callback(saver.end)
         try:
-            save = _save_after(checkpoints, settings, losses, saved)
-            run = _train(step, batches, settings, ranks, done, save, record)
+            run = _train(step, batches, settings, ranks, done, saver, record)
         except KeyboardInterrupt:
-            ranks.print_warning(_describe_stop(settings.checkpoint_dir, saved))
+            ranks.print_warning(_describe_stop(settings.checkpoint_dir, saver.saved, _words_of(step.plan).unit))
             raise
         ranks.wait_for_all()
         if record is not None and settings.records_steps:
@@ -75,24 +82,12 @@ def run_training(settings: TrainSettings, given: Options, options: Mapping[str, 
     report = _report(found, step, settings, recording)
     ranks.print_result(str(report))
     if options["as_json"]:
-        ranks.print_result(json.dumps({"steps": settings.steps, **report.fields}))
+        restarted = {} if restart is None else {"restart": dataclasses.asdict(restart)}
+        ranks.print_result(json.dumps({"steps": settings.steps, **report.fields, **restarted}))
     if settings.trace and recording is not None:
         save_recording(recording, settings.trace)  # after the report, which is not lost where this fails
     if losses.problem:
         raise share_error(click.ClickException(losses.problem), 0)
-
-
-def _check_output_paths(settings: TrainSettings, ranks: Ranks) -> None:
-    """Raise OutputError on every rank, before the model is made, for what rank 0 cannot write."""
-
-    def check() -> None:
-        check_chart_path("--trace", settings.trace)
-        if settings.record is not None and (problem := find_write_problem(settings.record)):
-            raise OutputError(f"--record: {problem}")
-        check_folder_path("--tensorboard", settings.tensorboard, "TensorBoard's events")
-        check_folder_path("--checkpoint-dir", settings.checkpoint_dir, "checkpoints")
-
-    ranks.check_on_first(check)
 
 
 def _make_step(given: Options, options: Mapping[str, Any]) -> tuple[PipelinedStep, tuple[Any, ...], Batches]:
@@ -130,31 +125,74 @@ def _resume(
     return checkpoints, position.steps, itertools.islice(batches, position.batches, None)
 
 
-def _save_after(
-    checkpoints: Checkpoints | None, settings: TrainSettings, losses: LossWatch, saved: list[int]
-) -> Callable[[StepResult], None]:
-    """Return a function that notes the loss of a step, and saves a checkpoint if one is due and no loss was NaN.
+class _Saver:
+    """Saves the checkpoints of a run: of each step where one is due, and of the step after which Ctrl-C stops the run.
 
-    The numbers of the steps after which one was saved are added to ``saved``.
+    Ctrl-C stops at once before the first step is done, without checkpoints, and in a job, whose ranks may be in
+    different steps. Else the run stops between two steps, where its variables belong together, and the second Ctrl-C
+    stops at once. ``saved``: the last step that is saved; 0 for none.
     """
 
-    def save(done: StepResult) -> None:
-        losses.note(done)
-        due = done.number % settings.checkpoint_interval == 0 or done.number == settings.steps
-        if checkpoints is not None and due and losses.may_save():
-            checkpoints.save(done.number)
-            saved.append(done.number)
+    def __init__(
+        self,
+        checkpoints: Checkpoints | None,
+        settings: TrainSettings,
+        losses: LossWatch,
+        resumed: int,
+        elastic: Ranks | None,
+    ) -> None:
+        self._checkpoints, self._settings, self._losses, self._elastic = checkpoints, settings, losses, elastic
+        self._interrupted = False
+        self.saved = resumed
 
-    return save
+    def note(self, done: StepResult) -> None:
+        """Note the loss of a step that is done, and save a checkpoint if one is due."""
+        self._losses.note(done)
+        if done.number % self._settings.checkpoint_interval == 0 or done.number == self._settings.steps:
+            self._save(done.number)
+        # A job has a handler of its own, and in the background a shell lets a process ignore Ctrl-C.
+        if self._checkpoints is not None and signal.getsignal(signal.SIGINT) == signal.default_int_handler:
+            signal.signal(signal.SIGINT, self._note_interrupt)
+
+    def stop_if_asked(self, done: StepResult) -> None:
+        """Stop before the last step where Ctrl-C was pressed, after saving, or where the launcher has more ranks.
+
+        Raises KeyboardInterrupt, or SystemExit with ``CONTINUE`` after a step that is saved.
+        """
+        if done.number == self._settings.steps:
+            return
+        if self._elastic is not None and self.saved == done.number and self._elastic.ask_first(more_ranks_possible):
+            self._elastic.print_result(f"step {done.number} is saved: the job ends, to go on with more ranks")
+            raise SystemExit(CONTINUE)
+        if self._interrupted:
+            if self.saved < done.number:
+                self._save(done.number)
+            raise KeyboardInterrupt
+
+    def end(self) -> None:
+        """Let Ctrl-C stop at once again."""
+        if signal.getsignal(signal.SIGINT) == self._note_interrupt:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def _save(self, number: int) -> None:
+        if self._checkpoints is not None and self._losses.may_save():
+            self._checkpoints.save(number)
+            self.saved = number
+
+    def _note_interrupt(self, *_: object) -> None:
+        self.end()
+        self._interrupted = True
+        print_line("stops after this step and saves it; Ctrl-C again stops at once")
 
 
-def _describe_stop(folder: str | None, saved: Sequence[int]) -> str:
+def _describe_stop(folder: str | None, saved: int, unit: str) -> str:
     """Return what a run that Ctrl-C has stopped leaves, and how to go on."""
     if not folder:
         return "nothing was saved: give --checkpoint-dir DIR, and a stopped run goes on from its last checkpoint"
+    command = f"{click.get_current_context().find_root().info_name} {shlex.join(sys.argv[1:])}"
     if not saved:
-        return f"{folder} has no checkpoint yet: save more often with --checkpoint-every"
-    return f"step {saved[-1]} is saved in {folder}: the same command goes on from there"
+        return f"{folder} has no checkpoint yet; to start again: {command}"
+    return f"{unit} {saved} is saved as {os.path.join(folder, checkpoint_name(saved))}; to go on: {command}"
 
 
 def _train(
@@ -163,7 +201,7 @@ def _train(
     settings: TrainSettings,
     ranks: Ranks,
     done: int,
-    save_after: Callable[[StepResult], None],
+    saver: _Saver,
     record: RunFile | None,
 ) -> RunResult:
     """Train until the last step, recording steps for the trace and the curves."""
@@ -182,6 +220,11 @@ def _train(
         job=ranks.job,
         tell=ranks.print_result,
     )
+
+    def observe(done: StepResult) -> None:
+        observer.observe(done)
+        saver.stop_if_asked(done)
+
     try:
         return run_steps(
             observer.run,
@@ -189,8 +232,8 @@ def _train(
             settings.steps - done,
             words.training,
             done=done,
-            after=save_after,
-            observe=observer.observe,
+            after=saver.note,
+            observe=observe,
             shown=ranks.is_first,
             loss_name=words.loss,
         )
@@ -289,7 +332,7 @@ class _Words:
 def _words_of(plan: Plan) -> _Words:
     """Return the words for steps, or for the windows of asynchronous training."""
     if plan.window is None:
-        return _Words("step", "steps", "training", "loss", f"{plan.spec.short}, M = {plan.micro_batches}")
+        return _Words("step", "steps", "training", "loss", f"{plan.short_schedule}, M = {plan.whole_micro_batches}")
     count = f"{plan.window.minibatches} minibatches"
     order = f"asynchronous, weights {plan.window.weights}, {count}"
     return _Words("window", f"windows of {count}", "training window", "mean loss", order)

@@ -6,12 +6,13 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from dapple_tf import variable_values
 from dapple_tf.compiler import PlannedModel, pipeline_graph
 from dapple_tf.graph_passes.analysis.op_costs import value_bytes
 from dapple_tf.graph_passes.analysis.row_bounds import micro_batch_sizes
 from dapple_tf.graph_passes.analysis.variable_use import Variables, find_variables
 from dapple_tf.graph_passes.ir.graph import Function, Graph, Value
-from dapple_tf.graph_passes.ir.names import at, micro_batch_count, replica_counts, replica_shares
+from dapple_tf.graph_passes.ir.names import Site, at, micro_batch_count, replica_counts, replica_shares
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.passes.gather_slices import SparsePart, slice_ports
 from dapple_tf.graph_passes.schedules.schedule import Schedule
@@ -27,9 +28,9 @@ _LOOPS = frozenset({"While", "StatelessWhile"})
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Predicted bytes of one device of a stage (the replica with the most memory: it owns the weights).
+    """Predicted bytes of one device of a stage: of the replica with the most memory.
 
-    Between steps: ``weights`` that the stage owns; ``gradients``, the accumulated sums of several micro-batches (the
+    Between steps: ``weights`` that the device keeps; ``gradients``, the accumulated sums of several micro-batches (the
     gradients of a single one count in ``working``, and sparse ones in ``slices``); ``slots`` of the optimizer;
     ``copies`` of variables that other devices own or that forward writes; ``versions``, the ``version_count`` versions
     of its weights that a window stores. A stored version shares its memory with the weights until their next update,
@@ -151,7 +152,7 @@ def predict_memory(
         -(-largest * (max(own) if own else 1) // (sum(own) or r)) for r, own in zip(replicas, shares, strict=True)
     ]
     bytes_of = infer_sizes(graph, model, samples)
-    variables = find_variables(graph)
+    variables = find_variables(graph, model.for_passes.shares)
     functions = [
         {kind: bytes_of[f.name] for kind, f in stage_functions(graph, stage).items()} for stage in range(len(replicas))
     ]
@@ -219,8 +220,16 @@ def _predict_stage(
         _variable_bytes(model, [port.name for _, port in sizes.function.output_ports("variable")])
         for sizes in one_backward.values()
     )
-    update = dict(model.updates.stages).get(stage) if model.updates is not None else None
-    update_bytes = _update_bytes(model, update, gradients, slices, micro_batches, replicas)
+    site = _fullest_site(stage, model, variables, replicas)
+    update = dict(model.updates.stages).get(site) if model.updates is not None else None
+    kept = [name for name in variables.owned(stage) if variables.home(name) == site or name not in variables.keepers]
+    copied = variables.copied(stage, site.replica if stage in variables.sharded else 0)
+    reduced = gradients
+    if stage in variables.sharded:
+        reduced = _variable_bytes(model, [name for name in kept if name in model.trained])
+    update_bytes = _update_bytes(model, update, gradients, reduced, slices, micro_batches, replicas, ranks)
+    # As a step starts, a rank receives the values of variables that other ranks keep, before it stores them.
+    received = _variable_bytes(model, [name for name in copied if name in variables.keepers]) * ranks
     in_step, waiting, in_flight = 0, 0, 0
     for state in states:
         if state.action.stage == stage:
@@ -232,17 +241,17 @@ def _predict_stage(
             waiting = max(waiting, sum(tensor.bytes * state.queued(tensor.origin) for tensor in stashed))
     return StageMemory(
         stage=stage,
-        weights=_variable_bytes(model, variables.owned(stage)),
+        weights=_variable_bytes(model, kept),
         gradients=gradients if micro_batches > 1 else 0,
         slots=_slot_bytes(model, update),
-        copies=_variable_bytes(model, variables.copied(stage, 0)),
+        copies=_variable_bytes(model, copied),
         in_flight=in_flight,
         stashed=stashed,
         waiting=waiting,
         transit=transit,
         working=working,
         update=update_bytes,
-        in_step=max(in_step, update_bytes),
+        in_step=max(in_step, update_bytes, received),
         loops=sum(node.op in _LOOPS for sizes in one_backward.values() for node in sizes.function.graph.nodes),
         slices=slices.per_micro_batch,
     )
@@ -265,6 +274,14 @@ def _working_bytes(sizes: FunctionSizes, kind: str, stashed: Sequence[StashedTen
     return max(0, peak_bytes(sizes.function.graph, sizes.bytes_of) - own)
 
 
+def _fullest_site(stage: int, model: StagedModel, variables: Variables, replicas: int) -> Site:
+    """Return the replica with most slots: replica 0 where the stage's update is not sharded."""
+    if model.updates is None or stage not in variables.sharded:
+        return Site(stage)
+    updates = dict(model.updates.stages)
+    return max((Site(stage, r) for r in range(replicas)), key=lambda site: _slot_bytes(model, updates.get(site)))
+
+
 def _slot_bytes(model: StagedModel, update: Function | None) -> int:
     """Return the bytes of the optimizer's variables that only this stage's update uses."""
     if update is None or model.updates is None:
@@ -276,26 +293,35 @@ def _slot_bytes(model: StagedModel, update: Function | None) -> int:
 
 
 def _update_bytes(
-    model: StagedModel, update: Function | None, gradients: int, slices: _StageSlices, micro_batches: int, replicas: int
+    model: StagedModel,
+    update: Function | None,
+    gradients: int,
+    reduced: int,
+    slices: _StageSlices,
+    micro_batches: int,
+    replicas: int,
+    ranks: bool,
 ) -> int:
     """Return the bytes of the update: its own tensors, and copies of the gradients outside the accumulation buffers.
 
     There is one such copy each where a single micro-batch has no buffers, for the sum over replicas, and for the
-    clipped gradients. Slices are there as they come and gathered, before the update; clipped ones are dense.
+    clipped gradients. ``reduced``: bytes of the gradients of the variables that the device updates; where these are
+    fewer, a rank receives them from all other replicas. Slices are there as they come and gathered, before the update;
+    clipped ones are dense.
     """
     gathering = slices.pieces + slices.complete
     if update is None:
         return gradients * (micro_batches == 1) + gathering
     clips = model.global_clipnorm is not None
-    gradient_copies = (micro_batches == 1) + (replicas > 1) + clips
+    received = max(1, replicas - 1) if ranks and reduced < gradients else 1
+    copies = gradients * (micro_batches == 1) + reduced * (received * (replicas > 1) + clips)
     sparse = slices.complete + clips * _variable_bytes(model, slices.variables)
     own = peak_bytes(update.graph, lambda value: value_bytes(update.graph, value, {}, slices.rows))
-    return gradients * gradient_copies + max(gathering, sparse + own)
+    return copies + max(gathering, sparse + own)
 
 
 def _variable_bytes(model: StagedModel, names: Sequence[str]) -> int:
-    kinds = [(model.variables[name].shape, model.variables[name].dtype) for name in dict.fromkeys(names)]
-    return sum(int(shape.num_elements() or 0) * dtype.size for shape, dtype in kinds)
+    return sum(variable_values.variable_bytes(model.variables[name]) for name in dict.fromkeys(names))
 
 
 # --- Bytes of sparse gradients: the slices of all micro-batches stay until they are gathered for the update

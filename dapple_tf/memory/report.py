@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -81,8 +82,9 @@ class Report:
     measured: MeasuredMemory | None = None
 
     def __str__(self) -> str:
-        header = self._with_versions(_HEAD, _VERSIONS_HEAD)
-        lines = [_describe_plan(self.plan), *format_table(header, [self._row(stage) for stage in self.stages])]
+        rows = [self._row(stage) for stage in self.stages]
+        header, rows = _without_empty_columns(self._with_versions(_HEAD, _VERSIONS_HEAD), rows)
+        lines = [_describe_plan(self.plan), *format_table(header, rows)]
         if self.plan.worker_map.is_chunked:
             lines += ["devices that run several stages, with all of these:"]
             lines += format_table(_WORKER_HEAD, list(map(_worker_row, self.workers)))
@@ -178,9 +180,15 @@ def observed_in_flight(timeline: Timeline, stage: int) -> int:
     return most
 
 
+def _without_empty_columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> tuple[list[str], list[list[str]]]:
+    """Return a table's columns whose cells are not all 0 or "-"; the first column always stays."""
+    kept = [not i or any(row[i] not in ("0", "-") for row in rows) for i in range(len(header))]
+    return list(itertools.compress(header, kept)), [list(itertools.compress(row, kept)) for row in rows]
+
+
 def _describe_plan(plan: Plan) -> str:
     replicas = "" if max(plan.replicas) == 1 else f" on {', '.join(map(str, plan.replicas))} devices"
-    order = f"schedule {plan.spec.short}"
+    order = f"schedule {plan.short_schedule}"
     if plan.window is not None:
         order += f", V versions by weights {plan.window.weights!r}"
     return (

@@ -17,7 +17,7 @@ from dapple_tf.planner.registry import check_flags, check_sizes, find_result
 from dapple_tf.planner.search.chunk_shapes import least_stages
 from dapple_tf.planner.search.searched_order import search_plan_order, with_order
 from dapple_tf.planner.systems.pipedream_formula import PipedreamPrediction
-from dapple_tf.plans import Plan
+from dapple_tf.plans import Plan, RecomputeLevel, as_flag
 from dapple_tf.profiler.cluster import Cluster
 from dapple_tf.profiler.device_costs import profiles_on
 from dapple_tf.profiler.profile import Profile
@@ -38,8 +38,9 @@ def plan(
     micro_batch_size: int | None = None,
     planner: str = "best",
     schedule: str = "auto",
-    recompute: bool = False,
+    recompute: RecomputeLevel = False,
     overlap: bool = False,
+    shard_optimizer: bool = False,
     optimizer_slots: int = 2,
     mode: str = "sync",
     minibatches: int | None = None,
@@ -53,7 +54,8 @@ def plan(
     the divisors of the global batch that make at most 16384 micro-batches. ``schedule``: a name, or "auto" for the
     fastest of dapple-a, dapple-b and gpipe; under "auto" planner "best" also chooses any K_i that memory allows, and
     interleaved 1F1B. ``recompute``: stages stash only their inputs. ``overlap``: AllReduce runs during the last
-    backward. ``optimizer_slots``: values that the optimizer keeps of each weight (Adam: 2). ``mode``: "sync", or
+    backward. ``shard_optimizer``: the replicas of a stage share the optimizer's slots out among them.
+    ``optimizer_slots``: values that the optimizer keeps of each weight (Adam: 2). ``mode``: "sync", or
     "async", where ``global_batch_size`` is the samples of a whole window of ``minibatches`` minibatches (by default
     64); see ``plan_windows``.
     ``contention``, ``whole_rows``: as in ``dapple.simulate``.
@@ -63,7 +65,12 @@ def plan(
     """
     window = None
     if mode != "sync" or minibatches is not None:
-        others = {"micro_batch_size": micro_batch_size, "schedule": schedule, "overlap": overlap}
+        others = {
+            "micro_batch_size": micro_batch_size,
+            "schedule": schedule,
+            "overlap": overlap,
+            "shard_optimizer": shard_optimizer,
+        }
         window = make_window(mode, minibatches, others)
         micro_batch_size = check_window_batch(global_batch_size, window.minibatches)
     problem = make_problem(
@@ -74,6 +81,7 @@ def plan(
         schedule=schedule,
         recompute=recompute,
         overlap=overlap,
+        shard_optimizer=shard_optimizer,
         optimizer_slots=optimizer_slots,
         contention=contention,
         whole_rows=whole_rows,
@@ -116,7 +124,7 @@ def make_window(mode: str, minibatches: int | None, others: Mapping[str, object]
         raise PlanError(f"mode={mode!r}: give 'sync' or 'async'")
     if mode == "sync":
         raise PlanError(f"minibatches={minibatches!r} is for asynchronous windows: give mode='async' too")
-    defaults = {"schedule": "auto", "overlap": False}
+    defaults = {"schedule": "auto", "overlap": False, "shard_optimizer": False}
     for name, value in others.items():
         if value != defaults.get(name):
             raise PlanError(f"{name}={value!r} with mode='async': the window's order is its own; leave it out")
@@ -130,8 +138,9 @@ def make_problem(
     global_batch_size: int,
     micro_batch_size: int | None = None,
     schedule: str = "auto",
-    recompute: bool = False,
+    recompute: RecomputeLevel = False,
     overlap: bool = False,
+    shard_optimizer: bool = False,
     optimizer_slots: int = 2,
     contention: bool = True,
     whole_rows: bool = True,
@@ -145,7 +154,14 @@ def make_problem(
     check_sizes(global_batch_size=global_batch_size)
     if micro_batch_size is not None:
         check_sizes(micro_batch_size=micro_batch_size)
-    check_flags(recompute=recompute, overlap=overlap, contention=contention, whole_rows=whole_rows)
+    recomputes: bool = as_flag(recompute)
+    check_flags(
+        recompute=recomputes,
+        overlap=overlap,
+        shard_optimizer=shard_optimizer,
+        contention=contention,
+        whole_rows=whole_rows,
+    )
     check_optimizer_slots(optimizer_slots)
     if not isinstance(schedule, str):
         raise PlanError(f"schedule is {quote(schedule)}, not a string: give 'auto' or the name of a schedule")
@@ -164,11 +180,12 @@ def make_problem(
         global_batch_size,
         micro_batch_sizes,
         schedule,
-        recompute,
+        recomputes,
         optimizer_slots,
         overlap,
         contention,
         whole_rows=whole_rows,
+        shard_optimizer=shard_optimizer,
     )
     _check_blocks(problem)
     return problem

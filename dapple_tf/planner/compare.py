@@ -16,11 +16,11 @@ from dapple_tf.drawing.save import check_path
 from dapple_tf.drawing.table import format_table
 from dapple_tf.errors import ClusterError, PlanError, ProfileError, ScheduleError
 from dapple_tf.planner.api import make_problem, predict_plan
-from dapple_tf.planner.explain import describe_loss, step_parts
+from dapple_tf.planner.explain import describe_loss, describe_task, step_parts
 from dapple_tf.planner.planning_problem import PlanningProblem
 from dapple_tf.planner.refusal import describe_other_reason, lacks_memory
 from dapple_tf.planner.registry import PLANNERS, check_planner, find_result, may_fit
-from dapple_tf.plans import Plan
+from dapple_tf.plans import Plan, RecomputeLevel
 from dapple_tf.profiler.cluster import Cluster
 from dapple_tf.profiler.files import atomic_replacement, write_atomically
 from dapple_tf.profiler.profile import Profile
@@ -92,8 +92,8 @@ class ComparedPlan:
             return {"planned in": format_seconds_fixed(self.planner_seconds)}
         values = (
             self.notation,
-            f"{self.plan.micro_batches} of {format_samples(self.plan.micro_batch_size)}",
-            self.plan.spec.short + self.plan.describe_recompute(),
+            _micro_batches(self.plan),
+            self.plan.short_schedule + self.plan.describe_recompute(),
             format_seconds_fixed(self.step_seconds),
             f"{self.bubble:.1%}",
             f"{self.acr:.3f}",
@@ -127,7 +127,7 @@ class Comparison:
     @property
     def title(self) -> str:
         """The model, the devices and the batch."""
-        return f"{self.model} on {self.devices} devices, a batch of {format_samples(self.global_batch_size)}"
+        return describe_task(self.model, self.devices, self.global_batch_size)
 
     def __str__(self) -> str:
         cells = [row.cells() for row in self.rows]
@@ -180,10 +180,16 @@ class Comparison:
         return BarChart(self.title, tuple(map(_bar, self.rows)), self.device_memory)
 
 
+def _micro_batches(plan: Plan) -> str:
+    """Return the micro-batches for a cell: ``16 of 4 samples``, or ``16 of 4 samples, 2 in halves`` if sliced."""
+    halves = f", {plan.sliced} in halves" if plan.sliced else ""
+    return f"{plan.whole_micro_batches} of {format_samples(plan.micro_batch_size)}{halves}"
+
+
 def _bar(row: ComparedPlan) -> Bar:
     if row.plan is None:
         return Bar(row.planner, "", row.reason)
-    label = f"{format_seconds_fixed(row.step_seconds)}   {row.notation}, {row.plan.spec.short}"
+    label = f"{format_seconds_fixed(row.step_seconds)}   {row.notation}, {row.plan.short_schedule}"
     return Bar(row.planner, label, row.reason, row.parts, row.peak_memory_bytes or 0.0)
 
 
@@ -195,8 +201,9 @@ def compare(
     micro_batch_size: int | None = None,
     planners: Sequence[str] | None = None,
     schedule: str = "auto",
-    recompute: bool = False,
+    recompute: RecomputeLevel = False,
     overlap: bool = False,
+    shard_optimizer: bool = False,
     optimizer_slots: int = 2,
     contention: bool = True,
     whole_rows: bool = True,
@@ -223,6 +230,7 @@ def compare(
         schedule=schedule,
         recompute=recompute,
         overlap=overlap,
+        shard_optimizer=shard_optimizer,
         optimizer_slots=optimizer_slots,
         contention=contention,
         whole_rows=whole_rows,

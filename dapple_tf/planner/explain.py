@@ -10,14 +10,30 @@ from dapple_tf.errors import PlanError
 from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem
 from dapple_tf.planner.systems.pipedream_formula import PipedreamPrediction
 from dapple_tf.plans import Plan, StagePlan
+from dapple_tf.profiler.cluster import Cluster
 from dapple_tf.profiler.profile import Profile
-from dapple_tf.profiler.units import format_bytes, format_samples, format_seconds_fixed
+from dapple_tf.profiler.units import (
+    format_bytes,
+    format_devices,
+    format_difference,
+    format_samples,
+    format_seconds_fixed,
+)
 from dapple_tf.timeline.timeline import SimulatedTimeline, Timeline
 
 
-def describe_plan(plan: Plan, profile: Profile, timeline: Timeline) -> str:
-    """Return the plan and its predicted step in a few lines."""
+def describe_task(model: str, devices: int, samples: int) -> str:
+    """Return what is planned for: the model, the devices and the batch of ``samples``."""
+    return f"{model} on {format_devices(devices)}, a batch of {format_samples(samples)}"
+
+
+def describe_plan(plan: Plan, profile: Profile, cluster: Cluster, timeline: Timeline) -> str:
+    """Return what was planned for, the plan and its predicted step in a few lines."""
+    task = describe_task(profile.model, cluster.devices, plan.global_batch_size)
+    if plan.device_count < cluster.devices:
+        task += f"; the plan uses {plan.device_count} of the devices"
     lines = [
+        task,
         plan.headline,
         str(timeline),
     ]
@@ -65,7 +81,9 @@ def describe_result(
     least, seconds = result.least_seconds, result.chosen.seconds
     if least > 0 and seconds > least * (1 + 1e-6):
         computing = format_seconds_fixed(least)
-        lines.append(f"at most {seconds / least - 1:.1%} above any plan: devices must compute for {computing}")
+        lines.append(
+            f"at most {format_difference(seconds / least - 1)} above any plan: devices must compute for {computing}"
+        )
     elif least > 0:
         lines.append("proven: no plan is faster, because the devices compute all the time")
     batch_size, plan = problem.profile.batch_size, chosen[0]
@@ -130,7 +148,7 @@ def _name(candidate: Candidate, plan: Plan) -> str:
     """Return a runner-up's notation, origin, micro-batches and schedule."""
     kind = plan.notation
     origin = "" if candidate.origin in (kind, "search", "two stages", "one device") else f" ({candidate.origin})"
-    return f"runner-up {kind}{origin}, {plan.micro_batches} micro-batches, {plan.spec.short}"
+    return f"runner-up {kind}{origin}, {plan.whole_micro_batches} micro-batches, {plan.short_schedule}"
 
 
 def _difference(chosen: tuple[Plan, Timeline], other: tuple[Plan, Timeline]) -> str:
@@ -145,7 +163,9 @@ def describe_loss(chosen: tuple[Plan, Timeline], other: tuple[Plan, Timeline]) -
     if seconds - least <= least * 1e-6:
         return "as fast"
     part = max(other_parts, key=lambda name: other_parts[name] - parts[name])
-    more = f"{seconds / least - 1:.1%} " if least else ""  # the step of a model whose layers take no time can be 0 s
+    more = (
+        f"{format_difference(seconds / least - 1)} " if least else ""
+    )  # the step of a model whose layers take no time can be 0 s
     loss = f"{_PARTS[part]} takes {format_seconds_fixed(other_parts[part])} against {format_seconds_fixed(parts[part])}"
     return f"{more}slower: {loss}"
 

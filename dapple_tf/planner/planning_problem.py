@@ -38,9 +38,9 @@ class PlanningProblem:
     ``schedule``: a name, or "auto" for the fastest of dapple-a, dapple-b and gpipe. ``recompute``: as in ``Plan``, but
     the searches re-compute all layers or none. ``optimizer_slots``: values that the optimizer keeps of each weight.
     ``overlap``: AllReduce runs during the last backward. ``contention``: steps are simulated with contention for the
-    servers' network interfaces. ``ceiling``: seconds; only plans with a shorter step are wanted, and ``evaluate``
-    returns None for the others. ``whole_rows``: as in ``dapple.simulate``. ``least_rows``: of a micro-batch that every
-    replica must get on average.
+    servers' network interfaces. ``shard_optimizer``: as in ``Plan``. ``ceiling``: seconds; only plans with a shorter
+    step are wanted, and ``evaluate`` returns None for the others. ``whole_rows``: as in ``dapple.simulate``.
+    ``least_rows``: of a micro-batch that every replica must get on average.
     """
 
     profile: Profile
@@ -55,6 +55,7 @@ class PlanningProblem:
     ceiling: float = math.inf
     whole_rows: bool = True
     least_rows: int = 1
+    shard_optimizer: bool = False
 
     @cached_property
     def chain(self) -> Chain:
@@ -89,6 +90,7 @@ class PlanningProblem:
             self.global_batch_size,
             micro_batch_size,
             optimizer_slots=self.optimizer_slots,
+            shard_optimizer=self.shard_optimizer,
             recompute=bool(self.recompute),
             overlap=self.overlap,
             splits_backward=self.schedule != "auto" and self.spec.splits_backward,
@@ -126,6 +128,7 @@ class PlanningProblem:
             recompute=self.recompute or recompute,
             stages=tuple(stages),
             overlap=self.overlap,
+            shard_optimizer=self.shard_optimizer,
         )
 
     def plan_of(self, candidate: Candidate, planner: str) -> Plan:
@@ -227,8 +230,16 @@ class PlanningProblem:
 
     @property
     def values_per_weight(self) -> float:
-        """The number of values that a device stores for a weight: the weight, its gradient, the optimizer's slots."""
-        return values_per_weight(self.optimizer_slots)
+        """The number of values that a device stores for a weight: the weight, its gradient, the optimizer's slots.
+
+        Where replicas share the slots out, those of a stage on all devices: no stage has fewer. ``evaluate`` counts
+        those of each stage.
+        """
+        return self.values_on(self.cluster.devices)
+
+    def values_on(self, replicas: int) -> float:
+        """Return ``values_per_weight`` of a stage with this number of replicas."""
+        return values_per_weight(self.optimizer_slots, replicas if self.shard_optimizer else 1)
 
     def evaluate_all_sizes(
         self, stages: Sequence[StagePlan], origin: str, recompute: bool | tuple[int, ...] = False

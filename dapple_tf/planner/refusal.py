@@ -13,7 +13,7 @@ from dapple_tf.planner.micro_batch_sizes import list_micro_batch_sizes
 from dapple_tf.planner.planning_problem import PlanningProblem
 from dapple_tf.planner.registry import PLANNERS
 from dapple_tf.planner.search.balanced_cuts import even_starts
-from dapple_tf.profiler.units import format_bytes, format_samples
+from dapple_tf.profiler.units import format_bytes, format_devices, format_samples
 from dapple_tf.simulator.interrupts import interruptible
 
 _AMPLE = 1e30  # bytes of a device that holds any model
@@ -55,8 +55,8 @@ def describe_other_reason(problem: PlanningProblem, **options: Any) -> str:
         given.append(f"schedule {problem.spec.short!r}")
     given.append(f"micro-batches of at most {format_samples(max(problem.micro_batch_sizes))}")
     return (
-        f"has no plan on {problem.cluster.devices} devices with {', '.join(given)}, in which each replica gets at "
-        "least one sample"
+        f"has no plan on {format_devices(problem.cluster.devices)} with {', '.join(given)}, in which each replica gets "
+        "at least one sample"
     )
 
 
@@ -89,8 +89,8 @@ def describe_shortage(problem: PlanningProblem) -> str:
     layers = problem.profile.layers
     memory = problem.cluster.least_memory
     text = (
-        f"{problem.profile.model!r} does not fit {problem.cluster.devices} devices of {format_bytes(memory)}: with "
-        f"stages balanced by memory and one micro-batch of {format_samples(size)} in flight, the stage of layers "
+        f"{problem.profile.model!r} does not fit {format_devices(problem.cluster.devices)} of {format_bytes(memory)}: "
+        f"with stages balanced by memory and one micro-batch of {format_samples(size)} in flight, the stage of layers "
         f"{first} to {last} ({layers[first].name} .. {layers[last].name}) needs {format_bytes(need)} and lacks "
         f"{format_bytes(need - memory)}"
     )
@@ -114,13 +114,13 @@ def _remedies(problem: PlanningProblem, size: int) -> list[str]:
     count = devices_needed(problem, size)
     found = [] if less is None else [f"micro-batches of {format_samples(less)}"]
     if count is not None:
-        found.append(f"{count} devices")
+        found.append(format_devices(count))
     kept = devices_needed(replace(problem, recompute=False), size) if problem.recompute else None
     if kept is not None and kept <= devices:
         found.append("no recompute")  # the stashed input of a stage, beside all that is computed again, is too much
     if less is None and count is not None:
         fewer = [(n, -b) for b, n in needed.items() if n is not None and n < count]
-        found += [f"micro-batches of {format_samples(-b)} and {n} devices" for n, b in sorted(fewer)[:1]]
+        found += [f"micro-batches of {format_samples(-b)} and {format_devices(n)}" for n, b in sorted(fewer)[:1]]
     return found
 
 

@@ -17,7 +17,7 @@ from dapple_tf.backend.handler import ChooseCompiled
 from dapple_tf.backend.program import Program, build_program
 from dapple_tf.backend.room import check_room
 from dapple_tf.compiler import PlannedModel, StepVariant, local_graph
-from dapple_tf.errors import CaptureError, LossError, UsageError, warn_user
+from dapple_tf.errors import BatchError, CaptureError, LossError, UsageError, warn_user
 from dapple_tf.exactness import Inexact
 from dapple_tf.frontend.batch import Batch, BatchForm, Key, batch_form
 from dapple_tf.frontend.capture import Captured, Traced, TrainingStep, UnexpectedGradientsError
@@ -30,6 +30,7 @@ from dapple_tf.plans import Plan
 from dapple_tf.profiler.units import format_samples
 from dapple_tf.runtime.exclusive import exclusive
 from dapple_tf.runtime.variable_homes import VariableHomes
+from dapple_tf.sharding import Sharding
 from dapple_tf.staged_model import StagedModel, stage_model
 from dapple_tf.xla.choice import Xla
 
@@ -293,7 +294,12 @@ def _find_model(
             cuts = autoplan.decide(captured, to_run.layers, to_run.shapes, batch.arguments)
         with times.phase("differentiate"):
             kinds = {"sparse": autoplan.keeps_slices, "windows": autoplan.window is not None}
-            model = stage_model(captured, to_run.layers, cuts.starts, optimizer, cuts.recomputed, **kinds)
+            plan, known = autoplan.plan, compiled.homes.shares
+            sharding = Sharding(plan.replicas, known) if plan.shard_optimizer else None
+            model = stage_model(
+                captured, to_run.layers, cuts.starts, optimizer, cuts.recomputed, sharding=sharding, **kinds
+            )
+            compiled.homes.share(model)
         autoplan.choose_schedule(model, size)
         return model
 
@@ -456,7 +462,15 @@ class LocalTarget:
         return work()
 
     def check_plan(self, plan: Plan, fitted: Plan, batch_size: int) -> None:
-        """Accept every plan: in one process a batch may be too small for all replicas."""
+        """Raise BatchError if a batch is too small for all replicas of a stage whose update is sharded over them.
+
+        In one process a batch may be too small for all replicas of other stages.
+        """
+        if plan.shard_optimizer and fitted.replicas != plan.replicas:
+            raise BatchError(
+                f"the batch has {format_samples(batch_size)}, too few for the {max(plan.replicas)} replicas of a "
+                "stage, over which shard_optimizer=True shards the update: leave it out, or join it to another"
+            )
 
     def build(
         self, planned: PlannedModel, variant: StepVariant, times: BuildTimes, choose: ChooseCompiled | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -126,16 +126,17 @@ class Forward:
                 plan = without_cuts(plan)
             if max(plan.replicas) > 1:
                 report_exactness(traced.captured.graph.name, dependence.exactness.undocumented, autoplan.user_inexact)
-        return _stage_forward(traced.captured, traced.layers, plan.starts), plan
+        return _stage_forward(traced.captured, traced.layers, plan.starts, self.homes.shares), plan
 
 
 # --- Cut a captured function into stages that only run forward: without gradients, stashes or an optimizer
 
 
-def _stage_forward(captured: Captured, layers: Layers, starts: Sequence[int]) -> StagedModel:
+def _stage_forward(captured: Captured, layers: Layers, starts: Sequence[int], shares: Mapping[int, int]) -> StagedModel:
     """Cut the captured graph before the layers ``starts``; forward writes its variables, and nothing is trained.
 
-    Raises PartitionError if the graph cannot be cut there.
+    ``shares``: the replica that updates each variable in training, by the identity of the variable, where the update is
+    sharded. Raises PartitionError if the graph cannot be cut there.
     """
     stages = partition(layers, starts)
     graph, none = stages.graph, StageGradients()
@@ -155,6 +156,7 @@ def _stage_forward(captured: Captured, layers: Layers, starts: Sequence[int]) ->
             runs=((),) * len(stages.stages),
             head_inputs=stages.head_inputs,
             statistics=bool(statistics.functions),
+            shares=tuple((name, shares[id(v)]) for name, v in captured.variables.items() if id(v) in shares),
         ),
         updates=None,
         global_clipnorm=None,

@@ -19,11 +19,17 @@ class VariableHomes:
     """The variables that the programs of one step, and of its forward pipelines, may have moved.
 
     ``_homes``: each variable with its first device. ``_stages``: the device of the stage of each variable that has
-    moved back. Both by the identity of the variable.
+    moved back. ``shares``: the replica that updates each variable of a stage whose update is sharded. All by the
+    identity of the variable.
     """
 
     _homes: dict[int, tuple[tf.Variable, str]] = field(default_factory=dict)
     _stages: dict[int, str] = field(default_factory=dict)
+    shares: dict[int, int] = field(default_factory=dict)
+
+    def share(self, model: StagedModel) -> None:
+        """Note which replicas update the variables of ``model``: further models of these variables must agree."""
+        self.shares |= {id(model.variables[name]): replica for name, replica in model.for_passes.shares}
 
     def remember(self, variables: Iterable[tf.Variable]) -> None:
         """Note the devices of variables, before a program is built that may move them."""

@@ -94,7 +94,7 @@ class CostModel:
                     send_backward_seconds=send,
                     allreduce_seconds=total,
                     exposed_seconds=exposed_seconds(gradients, np.array(rings)) if plan.overlap else total,
-                    fixed_bytes=trained * values_per_weight(optimizer_slots),
+                    fixed_bytes=trained * values_per_weight(optimizer_slots, plan.slot_replicas(stage)),
                     stash_bytes=stashed * scale / parts,
                     working_bytes=work * scale / parts,
                     weights_seconds=float(backward.weights.sum()) if splits else 0.0,

@@ -41,9 +41,12 @@ def memory_over_time(execution: Execution, stage: int) -> tuple[Floats, Floats]:
     return np.array(times), base + in_flight.cumsum(axis=0) @ np.array([stash for _, stash in columns])
 
 
-def values_per_weight(optimizer_slots: int) -> float:
-    """Return the number of values that a device stores for a weight: itself, its gradient, the optimizer's slots."""
-    return 2.0 + optimizer_slots
+def values_per_weight(optimizer_slots: int, replicas: int = 1) -> float:
+    """Return the number of values that a device stores for a weight: itself, its gradient, the optimizer's slots.
+
+    ``replicas``: those that share the slots out among them (``Plan.slot_replicas``).
+    """
+    return 2.0 + optimizer_slots / replicas
 
 
 def usable_bytes(device_memory: float) -> float:

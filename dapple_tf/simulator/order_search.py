@@ -20,7 +20,7 @@ from dapple_tf.graph_passes.schedules.list_schedule import ListRule, StageTimes,
 from dapple_tf.graph_passes.schedules.schedule import Schedule
 from dapple_tf.graph_passes.schedules.spec import CHUNKED, ScheduleSpec
 from dapple_tf.graph_passes.schedules.worker_map import WorkerMap
-from dapple_tf.profiler.units import format_seconds
+from dapple_tf.profiler.units import format_difference, format_seconds
 from dapple_tf.simulator.arrays import Floats
 from dapple_tf.simulator.engine import step_seconds
 from dapple_tf.simulator.interrupts import check_stop, interruptible, stop_flag
@@ -52,7 +52,7 @@ class FoundOrder:
         named = ""
         if self.named is not None:
             name, seconds = self.named
-            named = f"; {name}, the best with a name, takes {seconds / self.seconds - 1:.1%} longer"
+            named = f"; {name}, the best with a name, takes {format_difference(seconds / self.seconds - 1)} longer"
         return f"zb-auto: {self.distance:.1%} above the lower bound of {format_seconds(self.bound)}{named}"
 
     @property

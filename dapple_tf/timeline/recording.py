@@ -7,7 +7,7 @@ from typing import Any
 
 from dapple_tf.errors import UsageError
 from dapple_tf.plans import Plan
-from dapple_tf.profiler.units import format_seconds
+from dapple_tf.profiler.units import format_difference, format_seconds
 from dapple_tf.timeline.describe import SlowAction, describe_path, explain_slow, find_slowest, timeline_json
 from dapple_tf.timeline.figures import StepFigures
 
@@ -120,7 +120,7 @@ def plan_title(plan: Plan) -> str:
     """Return the title of a step of ``plan``: model, schedule and micro-batches, or minibatches of a window."""
     if plan.window is not None:
         return f"{plan.model}: window of {plan.window.minibatches} minibatches, weights {plan.window.weights!r}"
-    return f"{plan.model}: {plan.spec.short}, M = {plan.micro_batches}"
+    return f"{plan.model}: {plan.short_schedule}, M = {plan.whole_micro_batches}"
 
 
 def planned_seconds(plan: Plan) -> float | None:
@@ -131,4 +131,4 @@ def planned_seconds(plan: Plan) -> float | None:
 
 def describe_error(error: float) -> str:
     """Return a relative error in words: ``12.0% more than measured``."""
-    return f"{abs(error):.1%} {'more' if error > 0 else 'less'} than measured"
+    return f"{format_difference(error)} {'more' if error > 0 else 'less'} than measured"

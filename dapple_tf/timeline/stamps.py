@@ -128,7 +128,7 @@ def _transfers(stamps: Sequence[Stamp]) -> list[Transfer]:
 
 
 def _stage_events(stamps: Iterable[Stamp], window: Window | None) -> list[StageEvent]:
-    kinds: dict[str, StageEventKind] = {"allreduce": "allreduce", "update": "update"}
+    kinds: dict[str, StageEventKind] = {"allreduce": "allreduce", "reduce": "allreduce", "update": "update"}
     return [
         StageEvent(
             kinds[stamp.op],

@@ -76,7 +76,7 @@ class Report:
         plan = self.plan
         cut = plan.describe_micro_batches() if plan.sizes else f"{plan.micro_batches} micro-batches"
         head = f"{len(plan.stages)} stages, replicas {list(plan.replicas)}, {cut}"
-        lines = [f"{head}, {plan.spec.short}: {self._outcome}"]
+        lines = [f"{head}, {plan.short_schedule}: {self._outcome}"]
         because = [] if self.plain.ok else [f"because of {reason}" for reason in self.exactness.reasons]
         if self.in_turn is None or self.plain.ok:
             return "\n".join([*lines, *_describe(self.plain), *because])

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from dapple_tf.errors import PartitionError
 from dapple_tf.graph_passes.ir.conditions import is_marker
 from dapple_tf.graph_passes.ir.graph import Effect, Graph, Node, Value, ancestors
+from dapple_tf.graph_passes.ir.names import Site
 
 _HOISTED = (Effect.PURE, Effect.READ)
 
@@ -20,27 +21,28 @@ _HOISTED = (Effect.PURE, Effect.READ)
 class UpdateTerms:
     """The terms of an update.
 
-    ``combining``: the nodes that combine terms of several stages. ``partial``: the values that they take, each with the
-    stage that computes it. ``combined``: the values that other nodes take of them. ``needs``: for each node with an
-    effect, all nodes that it depends on, itself included, as far as none combines stages. ``slots``: for each variable
-    that is not trained, the stages whose updates read it.
+    ``combining``: the nodes that combine terms of several stages (or of several replicas that update variables of one
+    stage: see ``shard_optimizer``). ``partial``: the values that they take, each with the site that computes it.
+    ``combined``: the values that other nodes take of them. ``needs``: for each node with an effect, all nodes that it
+    depends on, itself included, as far as none combines stages. ``slots``: for each variable that is not trained, the
+    sites whose updates read it.
     """
 
     combining: frozenset[str] = frozenset()
-    partial: tuple[tuple[Value, int], ...] = ()
+    partial: tuple[tuple[Value, Site], ...] = ()
     combined: tuple[Value, ...] = ()
     needs: Mapping[str, Set[str]] = field(default_factory=dict)
-    slots: Mapping[str, Set[int]] = field(default_factory=dict)
+    slots: Mapping[str, Set[Site]] = field(default_factory=dict)
 
 
 def find_terms(
     graph: Graph,
-    owner: Mapping[str, int],
+    owner: Mapping[str, Site],
     returned: Sequence[Value] = (),
     read_by_model: Set[str] = frozenset(),
     state: Set[str] = frozenset(),
 ) -> UpdateTerms:
-    """Return the terms of the update ``graph``, whose conditions are open; ``owner``: the stage of each variable.
+    """Return the terms of the update ``graph``, whose conditions are open; ``owner``: the site of each variable.
 
     ``returned``: values that are given to all stages, as combined terms are. ``read_by_model``: variables that all
     stages share, whichever updates read them. ``state``: variables that forward writes, which are written only after
@@ -50,24 +52,24 @@ def find_terms(
     """
     # Slots may be combined too, and belong to stages. What meets the gradients of others first says to which.
     meeting = frozenset(name for name, kind in _kinds(graph, owner, follow=False).items() if kind is None)
-    slots = _slot_stages(graph, owner, _find_needs(graph, meeting)) if meeting or returned else {}
+    slots = _slot_sites(graph, owner, _find_needs(graph, meeting)) if meeting or returned else {}
     of_slots = {n: next(iter(found)) for n, found in slots.items() if len(found) == 1 and n not in read_by_model}
     kinds = _kinds(graph, {**of_slots, **owner}, follow=True)
     combining = frozenset(name for name, kind in kinds.items() if kind is None)
     needs = _find_needs(graph, combining)
-    slots = _slot_stages(graph, owner, needs)
-    partial: dict[Value, int] = {}
+    slots = _slot_sites(graph, owner, needs)
+    partial: dict[Value, Site] = {}
     combined: dict[Value, None] = {}
     for node in graph.nodes:
         for value in node.inputs:
             kind = kinds[value.node]
-            if node.name in combining and isinstance(kind, int):
+            if node.name in combining and isinstance(kind, Site):
                 partial[value] = kind
             elif node.name not in combining and kind is None:
                 combined[value] = None
     for value in returned:
         kind = kinds[value.node]
-        if isinstance(kind, int):
+        if isinstance(kind, Site):
             partial[value] = kind
         combined[value] = None
     terms = UpdateTerms(combining, tuple(partial.items()), tuple(combined), needs, slots)
@@ -75,27 +77,27 @@ def find_terms(
     return terms
 
 
-def _kinds(graph: Graph, stage_of: Mapping[str, int], *, follow: bool) -> dict[str, int | str | None]:
-    """Return for each node the stage that must compute it, "any", or None where it combines several stages' values.
+def _kinds(graph: Graph, site_of: Mapping[str, Site], *, follow: bool) -> dict[str, Site | str | None]:
+    """Return for each node the site that must compute it, "any", or None where it combines several sites' values.
 
-    A node that takes values of one stage and combined ones belongs to the stage. ``follow``: a node that takes combined
-    values and none of a stage combines too.
+    A node that takes values of one site and combined ones belongs to the site. ``follow``: a node that takes combined
+    values and none of a site combines too.
     """
-    kinds: dict[str, int | str | None] = {}
+    kinds: dict[str, Site | str | None] = {}
     for node in graph.nodes:
         if node.op == "arg":
             whole = node.has("role") and node.string("role") == "whole"
-            kinds[node.name] = "any" if whole else stage_of.get(node.string("port"), "any")
+            kinds[node.name] = "any" if whole else site_of.get(node.string("port"), "any")
         elif node.op == "variable":
-            kinds[node.name] = stage_of.get(node.name, "any")
+            kinds[node.name] = site_of.get(node.name, "any")
         else:
             found = {kinds[value.node] for value in node.inputs}
-            stages = [kind for kind in found if isinstance(kind, int)]
-            mixed = len(stages) > 1 or (follow and not stages and None in found)
+            sites = [kind for kind in found if isinstance(kind, Site)]
+            mixed = len(sites) > 1 or (follow and not sites and None in found)
             if mixed and node.effect in _HOISTED and not is_marker(node):
                 kinds[node.name] = None
             else:
-                kinds[node.name] = stages[0] if len(stages) == 1 else "any"
+                kinds[node.name] = sites[0] if len(sites) == 1 else "any"
     return kinds
 
 
@@ -112,16 +114,16 @@ def _find_needs(graph: Graph, combining: Set[str]) -> dict[str, set[str]]:
     return needs
 
 
-def _slot_stages(graph: Graph, owner: Mapping[str, int], needs: Mapping[str, Set[str]]) -> dict[str, set[int]]:
-    """Return, for each variable that is not trained, the stages whose updates read it."""
-    stages: dict[str, set[int]] = {}
+def _slot_sites(graph: Graph, owner: Mapping[str, Site], needs: Mapping[str, Set[str]]) -> dict[str, set[Site]]:
+    """Return, for each variable that is not trained, the sites whose updates read it."""
+    sites: dict[str, set[Site]] = {}
     for name, needed_by in needs.items():
         node = graph.node(name)
         updated = {owner[t] for t in node.strings("writes") if t in owner} if node.effect == Effect.WRITE else set()
         for needed in needed_by:
             if graph.node(needed).op == "variable" and needed not in owner:
-                stages.setdefault(needed, set()).update(updated)
-    return stages
+                sites.setdefault(needed, set()).update(updated)
+    return sites
 
 
 def term_nodes(graph: Graph, values: list[Value], stop: Set[str]) -> set[str]:
@@ -141,11 +143,11 @@ def term_nodes(graph: Graph, values: list[Value], stop: Set[str]) -> set[str]:
 
 def _check(graph: Graph, terms: UpdateTerms, state: Set[str]) -> None:
     advice = "use an optimizer whose conditions and norms over all variables are computed from the gradients"
-    for value, stage in terms.partial:
+    for value, site in terms.partial:
         for name in sorted(term_nodes(graph, [value], set())):
             if name in terms.combining:
                 raise PartitionError(
-                    f"the optimizer combines {value} of stage {stage} with other stages', but {value} depends on such "
+                    f"the optimizer combines {value} of {site} with other stages', but {value} depends on such "
                     f"a combination itself ({name!r}), which would take another round over the stages: {advice}",
                     name,
                 )

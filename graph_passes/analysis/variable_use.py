@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from dapple_tf.graph_passes.analysis.layers import written_variables
 from dapple_tf.graph_passes.ir.graph import Graph
-from dapple_tf.graph_passes.ir.names import BACKWARD_OPS, SHARED_STATISTICS, at
+from dapple_tf.graph_passes.ir.names import BACKWARD_OPS, SHARED_STATISTICS, Site, at
 from dapple_tf.graph_passes.ir.ops import OpName
 
 
@@ -17,7 +19,9 @@ class Variables:
     ``users``: for each variable the stages that use it, the owner first. ``state``: the variables that forward writes.
     ``once``: the variables of ``state`` that are written only once a step, with the same value on all replicas.
     ``summed``: the variables to which every write adds a sum over its samples, so the values that the replicas add are
-    added up. ``at_end``: variables that only ``write_statistics`` uses, after all other calls.
+    added up. ``at_end``: variables that only ``write_statistics`` uses, after all other calls. ``shares``: the
+    variables whose update is sharded, each with the replica of its owner that keeps and updates it (see
+    ``shard_optimizer``); replica 0 keeps the others.
     """
 
     users: tuple[tuple[str, tuple[int, ...]], ...]
@@ -25,6 +29,7 @@ class Variables:
     once: frozenset[str] = frozenset()
     summed: frozenset[str] = frozenset()
     at_end: frozenset[str] = frozenset()
+    shares: tuple[tuple[str, int], ...] = ()
 
     def owned(self, stage: int) -> tuple[str, ...]:
         """Return the variables that ``stage`` owns."""
@@ -38,21 +43,35 @@ class Variables:
         """Return the stage that keeps and updates the variable: the first stage that uses it."""
         return dict(self.users)[name][0]
 
+    def home(self, name: str) -> Site:
+        """Return the replica of the variable's owner that keeps it."""
+        return Site(self.owner(name), self.keepers.get(name, 0))
+
+    @cached_property
+    def keepers(self) -> Mapping[str, int]:
+        """The ``shares`` by variable."""
+        return dict(self.shares)
+
+    @cached_property
+    def sharded(self) -> frozenset[int]:
+        """The stages whose update is sharded."""
+        return frozenset(map(self.owner, self.keepers))
+
     def copied(self, stage: int, replica: int) -> tuple[str, ...]:
         """Return the variables of which this replica uses a copy.
 
-        These are the variables owned elsewhere (by another device, or by another stage: tied weights) and those that
+        These are the variables kept elsewhere (by another device, or by another stage: tied weights) and those that
         forward writes, whose copies are committed only if the step succeeds.
         """
         return tuple(
             name
             for name in self.used(stage)
-            if (name in self.state or replica > 0 or self.owner(name) != stage) and name not in self.at_end
+            if (name in self.state or self.home(name) != (stage, replica)) and name not in self.at_end
         )
 
 
-def find_variables(graph: Graph) -> Variables:
-    """Return the use of variables by the stage functions of ``graph``."""
+def find_variables(graph: Graph, shares: tuple[tuple[str, int], ...] = ()) -> Variables:
+    """Return the use of variables by the stage functions of ``graph``; ``shares``: see ``Variables``."""
     users: dict[str, list[int]] = {}
     state: set[str] = set()
     per_micro_batch: set[str] = set()
@@ -86,4 +105,5 @@ def find_variables(graph: Graph) -> Variables:
         frozenset(state - per_micro_batch),
         frozenset(added - assigned),
         frozenset(at_end),
+        tuple((name, replica) for name, replica in shares if name in users | at_end),
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from dapple_tf.graph_passes.ir.graph import Attr, Graph, Node
 from dapple_tf.graph_passes.ir.ops import OpName
 
@@ -13,6 +15,30 @@ SHARED_STATISTICS = "batch_statistics"
 
 
 _MINIBATCH = "minibatch"
+
+
+class Site(NamedTuple):
+    """A replica of a stage; replica 0 stands for the stage where its replicas do the same."""
+
+    stage: int
+    replica: int = 0
+
+    def __str__(self) -> str:
+        return f"stage {self.stage}" + (f", replica {self.replica}" if self.replica else "")
+
+    @property
+    def attrs(self) -> dict[str, Attr]:
+        """The attributes of a node that runs there."""
+        return {"replica": self.replica, "stage": self.stage}
+
+    def at(self, what: str) -> str:
+        """Return the name of a node or function of the step: ``stage0/update``, ``stage0/replica1/update``."""
+        return at(self.stage, self.replica or None, what=what)
+
+
+def site_of(node: Node) -> Site:
+    """Return the stage and the replica of a node that has them."""
+    return Site(node.integer("stage"), node.integer("replica"))
 
 
 def at(stage: int, replica: int | None = None, micro_batch: int | None = None, what: str = "") -> str:

@@ -49,6 +49,7 @@ class OpName(StrEnum):
     ACCUMULATE = "accumulate"
     GRADIENTS = "gradients"
     ALLREDUCE = "allreduce"
+    REDUCE = "reduce"
     TIED_SUM = "tied_sum"
     ROUND = "round"
     REDUCED_GRADIENTS = "reduced_gradients"
@@ -366,6 +367,14 @@ _TABLE = (
         (*_PLACED, _VARIABLES, _REPLICAS, _BUCKET, _RANKS, Attribute("average", "bool", required=False)),
     ),
     Op(
+        OpName.REDUCE,
+        "Sum gradients over the replicas of a stage on the one replica that updates their variables (a stage whose "
+        "update is sharded: see `shard_optimizer`).",
+        Operands("the tensors of every replica"),
+        Operands("the sums", "variables"),
+        (*_PLACED, _VARIABLES, _BUCKET),
+    ),
+    Op(
         OpName.TIED_SUM,
         "Add the gradients of a variable that several stages use.",
         Operands("the gradient from each stage"),
@@ -382,7 +391,8 @@ _TABLE = (
     ),
     Op(
         OpName.REDUCED_GRADIENTS,
-        "The complete gradients of the variables that a stage owns; with `check`, the step fails if one is not finite.",
+        "The complete gradients of the variables that a stage, or a replica of it, updates; with `check`, the step "
+        "fails if one is not finite.",
         Operands("the gradients of `variables`", "variables"),
         Operands("the same", "variables"),
         (*_PLACED, _VARIABLES, _CHECK),
@@ -513,8 +523,8 @@ _TABLE = (
     ),
     Op(
         OpName.REFRESH,
-        "Set a replica's copies of variables, before its first call, to the values of their owners; copies of the "
-        "variables in `summed` are set to 0.",
+        "Set a replica's copies of variables, before its first call, to the values that their owners keep; copies of "
+        "the variables in `summed` are set to 0.",
         Operands("values of the first variables, where their owner is another rank; the others are read"),
         NOTHING,
         (*_PLACED, _VARIABLES, _SUMMED),

@@ -2,6 +2,7 @@
 
 Each slice's gradient already has its share of the batch as a factor, so the sum is the gradient of the mean over the
 whole batch (DAPPLE, section V.A.3, Fig. 10). The update takes the sum on the first device of the variable's owner.
+Where the update of a stage is sharded, the sum is only made on the device that updates the variable.
 """
 
 from __future__ import annotations
@@ -10,35 +11,41 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from dapple_tf.graph_passes.analysis.variable_use import find_variables
+from dapple_tf.graph_passes.analysis.variable_use import Variables, find_variables
 from dapple_tf.graph_passes.ir.graph import Attr, Graph, Node, TensorType, Value, attributes
-from dapple_tf.graph_passes.ir.names import at, nodes_of, replica_counts
+from dapple_tf.graph_passes.ir.names import Site, at, nodes_of, replica_counts
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.passes.base import Contract
 
 
 @dataclass(frozen=True)
 class AllReduce:
-    """Add ``allreduce`` (replicated stages), ``tied_sum`` (shared variables) and ``reduced_gradients`` (each owner)."""
+    """Add ``allreduce`` (replicated stages), ``tied_sum`` (shared variables) and ``reduced_gradients`` (each owner).
 
+    ``shares``: see ``Variables``; stages whose update is sharded get ``reduce`` in place of ``allreduce``.
+    """
+
+    shares: tuple[tuple[str, int], ...] = ()
     name: str = "allreduce"
     contract: ClassVar[Contract] = Contract(
         requires=frozenset({OpName.FORWARD}),
         requires_if_trained=frozenset({OpName.GRADIENTS}),
-        forbids=frozenset({OpName.ALLREDUCE, OpName.TIED_SUM, OpName.REDUCED_GRADIENTS, OpName.BARRIER}),
-        may_produce=frozenset({OpName.ALLREDUCE, OpName.TIED_SUM, OpName.REDUCED_GRADIENTS}),
+        forbids=frozenset({OpName.ALLREDUCE, OpName.REDUCE, OpName.TIED_SUM, OpName.REDUCED_GRADIENTS, OpName.BARRIER}),
+        may_produce=frozenset({OpName.ALLREDUCE, OpName.REDUCE, OpName.TIED_SUM, OpName.REDUCED_GRADIENTS}),
     )
 
     def __call__(self, graph: Graph) -> Graph:
-        return reduce_gradients(graph)
+        return reduce_gradients(graph, self.shares)
 
 
-def reduce_gradients(graph: Graph) -> Graph:
-    """Return the graph with a ``reduced_gradients`` node for each stage: all gradients of the variables that it owns.
+def reduce_gradients(graph: Graph, shares: tuple[tuple[str, int], ...] = ()) -> Graph:
+    """Return the graph with ``reduced_gradients`` for each stage, of all variables that it owns.
+
+    A stage whose update is sharded has such a node for each replica.
 
     Gradients in buckets (see ``Overlap``) are reduced bucket by bucket.
     """
-    replicas = replica_counts(graph)
+    replicas, variables = replica_counts(graph), find_variables(graph, shares)
     gradients: dict[tuple[int, int], list[Node]] = {}
     for node in nodes_of(graph, OpName.GRADIENTS):
         gradients.setdefault((node.integer("stage"), node.integer("replica")), []).append(node)
@@ -48,20 +55,27 @@ def reduce_gradients(graph: Graph) -> Graph:
     types: dict[str, TensorType] = {}
     for stage, count in enumerate(replicas):
         for of_replicas in zip(*(gradients.get((stage, r), []) for r in range(count)), strict=True):
-            node = of_replicas[0] if count == 1 else _allreduce(stage, of_replicas)
-            added += [node] if count > 1 else []
-            for name, value, kind in zip(node.strings("variables"), node.values(), node.outputs, strict=True):
-                stage_sums[stage, name] = value
-                types[name] = kind
+            sums: Sequence[Node] = of_replicas[:1]
+            if count > 1:
+                sums = [_allreduce(stage, of_replicas)]
+                if stage in variables.sharded:
+                    sums = _reduce(stage, of_replicas, variables)
+                added += sums
+            for node in sums:
+                for name, value, kind in zip(node.strings("variables"), node.values(), node.outputs, strict=True):
+                    stage_sums[stage, name] = value
+                    types[name] = kind
     for node in nodes_of(graph, OpName.LOSS_HEAD):  # it runs once, on one replica
         for i, port in graph.function(node.string("function")).output_ports("variable"):
             stage_sums[len(replicas), port.name] = node.values()[i]
             types[port.name] = port.type
-    variables = find_variables(graph)
+    of_homes: dict[Site, list[str]] = {}
     for stage in range(len(replicas)):
-        names = tuple(name for name in variables.owned(stage) if name in types)
-        if names:
-            added += _sum_over_stages(stage, names, stage_sums, types)
+        for name in variables.owned(stage):
+            if name in types:
+                of_homes.setdefault(variables.home(name), []).append(name)
+    for home, names in sorted(of_homes.items()):
+        added += _sum_over_stages(home, names, stage_sums, types)
     return graph.replace(nodes=(*graph.nodes, *added))
 
 
@@ -82,20 +96,42 @@ def _allreduce(stage: int, of_replicas: Sequence[Node]) -> Node:
     return Node(name, OpName.ALLREDUCE, inputs, first.outputs, attributes(attrs))
 
 
+def _reduce(stage: int, of_replicas: Sequence[Node], variables: Variables) -> list[Node]:
+    """Return the sums of the same gradients of each replica of a stage, each where its variable is updated.
+
+    The gradient of a variable that another stage owns is summed on one of the replicas, and goes there from it.
+    """
+    first, count = of_replicas[0], len(of_replicas)
+    bucket, suffix = dict[str, Attr](), ""
+    if first.has("bucket"):
+        bucket, suffix = {"bucket": first.integer("bucket")}, f"/bucket{first.integer('bucket')}"
+    at_replica: dict[int, list[int]] = {}
+    for i, name in enumerate(first.strings("variables")):
+        at_replica.setdefault(variables.home(name).replica % count, []).append(i)
+    nodes = []
+    for replica, own in sorted(at_replica.items()):
+        names = tuple(first.strings("variables")[i] for i in own)
+        attrs = attributes({"replica": replica, "stage": stage, "variables": names, **bucket})
+        name = at(stage, replica, what=f"{OpName.REDUCE}{suffix}")
+        inputs = tuple(node.values()[i] for node in of_replicas for i in own)
+        nodes.append(Node(name, OpName.REDUCE, inputs, tuple(first.outputs[i] for i in own), attrs))
+    return nodes
+
+
 def _sum_over_stages(
-    stage: int, names: tuple[str, ...], stage_sums: dict[tuple[int, str], Value], types: dict[str, TensorType]
+    home: Site, names: Sequence[str], stage_sums: dict[tuple[int, str], Value], types: dict[str, TensorType]
 ) -> list[Node]:
-    """Return the ``reduced_gradients`` of a stage, and a ``tied_sum`` for each variable that has several gradients."""
+    """Return the ``reduced_gradients`` of a site, and a ``tied_sum`` for each variable that has several gradients."""
     nodes: list[Node] = []
     inputs: list[Value] = []
     for name in names:
         parts = tuple(value for (_, variable), value in sorted(stage_sums.items()) if variable == name)
         if len(parts) > 1:
-            attrs = attributes({"replica": 0, "stage": stage, "variable": name})
-            nodes.append(Node(at(stage, what=f"tied_sum_{len(nodes)}"), OpName.TIED_SUM, parts, (types[name],), attrs))
+            attrs = attributes({**home.attrs, "variable": name})
+            nodes.append(Node(home.at(f"tied_sum_{len(nodes)}"), OpName.TIED_SUM, parts, (types[name],), attrs))
             parts = nodes[-1].values()
         inputs += parts
-    attrs = attributes({"replica": 0, "stage": stage, "variables": names})
+    attrs = attributes({**home.attrs, "variables": tuple(names)})
     kinds = tuple(types[name] for name in names)
     op = OpName.REDUCED_GRADIENTS
-    return [*nodes, Node(at(stage, what=op), op, tuple(inputs), kinds, attrs)]
+    return [*nodes, Node(home.at(op), op, tuple(inputs), kinds, attrs)]

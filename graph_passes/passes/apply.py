@@ -19,7 +19,7 @@ from dapple_tf.graph_passes.ir.graph import (
     attributes,
     tensor,
 )
-from dapple_tf.graph_passes.ir.names import at, nodes_of
+from dapple_tf.graph_passes.ir.names import Site, nodes_of, site_of
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.passes.base import Contract
 from dapple_tf.graph_passes.passes.gather_slices import dense_type
@@ -97,8 +97,8 @@ def apply_updates(graph: Graph, updates: Updates, global_clipnorm: float | None 
         last = added[-1].name
     ends = []
     start = Control(last, "barrier: nothing is half-updated by a failure")
-    for stage, function in updates.stages:
-        update = _update(function, stage, gradients, start)
+    for site, function in updates.stages:
+        update = _update(function, site, gradients, start)
         for name in commits:
             update = update.after(name, "update: the optimizer steps from what forward wrote")
         for node in statistics:
@@ -146,17 +146,16 @@ def _clip(reduced: Sequence[Node], gathered: Sequence[Node], gradients: Gradient
     """
     squares, clips = [], []
     norm = "update/global_norm"
-    for stage in sorted({node.integer("stage") for node in (*reduced, *gathered)}):
-        place: dict[str, Attr] = {"replica": 0, "stage": stage}
-        dense = [node for node in reduced if node.integer("stage") == stage]
-        sparse = [node for node in gathered if node.integer("stage") == stage]
+    for site in sorted({site_of(node) for node in (*reduced, *gathered)}):
+        dense = [node for node in reduced if site_of(node) == site]
+        sparse = [node for node in gathered if site_of(node) == site]
         measured = (*(value for node in dense for value in node.values()), *(node.values()[0] for node in sparse))
-        name = at(stage, what=OpName.SQUARE_NORM)
-        squares.append(Node(name, OpName.SQUARE_NORM, measured, (_NORM,), attributes(place)))
+        name = site.at(OpName.SQUARE_NORM)
+        squares.append(Node(name, OpName.SQUARE_NORM, measured, (_NORM,), attributes(site.attrs)))
         inputs = (Value(norm), *(value for node in (*dense, *sparse) for value in node.values()))
         kinds = (*(kind for node in dense for kind in node.outputs), *map(dense_type, sparse))
-        attrs = place | {"limit": limit} | ({"slices": len(sparse)} if sparse else {})
-        clip = Node(at(stage, what=OpName.CLIP), OpName.CLIP, inputs, kinds, attributes(attrs))
+        attrs = site.attrs | {"limit": limit} | ({"slices": len(sparse)} if sparse else {})
+        clip = Node(site.at(OpName.CLIP), OpName.CLIP, inputs, kinds, attributes(attrs))
         clips.append(clip)
         names = [name for node in dense for name in node.strings("variables")]
         names += [node.string("variable") for node in sparse]
@@ -168,8 +167,8 @@ def _clip(reduced: Sequence[Node], gathered: Sequence[Node], gradients: Gradient
 def _terms(updates: Updates, gradients: Gradients) -> list[Node]:
     """Return the calls that compute and combine the stages' terms, and put their results in ``gradients``."""
     calls: list[Node] = []
-    for stage, function in updates.terms:
-        attrs = attributes({"function": function.name, "replica": 0, "stage": stage})
+    for site, function in updates.terms:
+        attrs = attributes({**site.attrs, "function": function.name})
         kinds = tuple(port.type for port in function.outputs)
         calls.append(Node(function.name, OpName.UPDATE_TERMS, update_inputs(function, gradients), kinds, attrs))
         gradients |= _results(function, calls[-1])
@@ -196,10 +195,10 @@ def update_inputs(function: Function, gradients: Gradients) -> tuple[Value, ...]
     return tuple(gradients[port.role, port.name] for port in taken)
 
 
-def _update(function: Function, stage: int | None, gradients: Gradients, after: Control) -> Node:
+def _update(function: Function, site: Site | None, gradients: Gradients, after: Control) -> Node:
     inputs = update_inputs(function, gradients)
     attrs: dict[str, Attr] = {"function": function.name}
-    if stage is not None:
-        attrs |= {"replica": 0, "stage": stage}
+    if site is not None:
+        attrs |= site.attrs
     name = function.name.replace("optimizer", "update")
     return Node(name, OpName.UPDATE, inputs, tuple(port.type for port in function.outputs), attributes(attrs), (after,))

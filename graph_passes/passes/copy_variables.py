@@ -1,11 +1,11 @@
 """Copies of variables: refreshed before a replica's first call, committed when the step has succeeded.
 
-A variable has one owner. Once a step its value is sent to the other devices that use it: other replicas, and other
-stages for tied weights. What forward writes (batch norm, counters, seed states) is written to a copy, in micro-batch
-order; ``commit`` stores the result at the owner: floats averaged over the replicas, other values from replica 0. A
-variable to which forward only adds sums over samples starts from 0 on all replicas but the first, and the copies are
-added up. What is written once a step has the same value on all replicas, and each commits its own. A step that fails
-before its barrier thus changes no variable.
+A variable has one owner, and there one replica that keeps it. Once a step its value is sent to the other devices that
+use it: other replicas, and other stages for tied weights. What forward writes (batch norm, counters, seed states) is
+written to a copy, in micro-batch order; ``commit`` stores the result at the owner: floats averaged over the replicas,
+other values from replica 0. A variable to which forward only adds sums over samples starts from 0 on all replicas but
+the first, and the copies are added up. What is written once a step has the same value on all replicas, and each commits
+its own. A step that fails before its barrier thus changes no variable.
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ from dapple_tf.graph_passes.passes.base import Contract
 class CopyVariables:
     """Add a ``refresh`` for each replica that uses copies, and a ``commit`` where a stage owns what forward writes.
 
-    ``versioned``: variables of which replicas store versions instead (see ``UseVersions``).
+    ``versioned``: variables of which replicas store versions instead (see ``UseVersions``). ``shares``: see
+    ``Variables``.
     """
 
     versioned: frozenset[str] = frozenset()
+    shares: tuple[tuple[str, int], ...] = ()
     name: str = "copy_variables"
     contract: ClassVar[Contract] = Contract(
         requires=frozenset({OpName.FORWARD}),
@@ -37,16 +39,16 @@ class CopyVariables:
     )
 
     def __call__(self, graph: Graph) -> Graph:
-        return copy_variables(graph, self.versioned)
+        return copy_variables(graph, self.versioned, self.shares)
 
 
-def copy_variables(graph: Graph, versioned: Set[str] = frozenset()) -> Graph:
+def copy_variables(graph: Graph, versioned: Set[str] = frozenset(), shares: tuple[tuple[str, int], ...] = ()) -> Graph:
     """Return the graph with ``refresh`` and ``commit`` nodes, and control edges from a refresh to its replica's calls.
 
     Each call has an edge of its own, since a schedule may begin with any micro-batch, and since backward's reads of a
     copy do not wait for forward where TensorFlow inlines the calls.
     """
-    variables = find_variables(graph)
+    variables = find_variables(graph, shares)
     refreshes: dict[tuple[int, int], Node] = {}
     commits: list[Node] = []
     for stage, replicas in enumerate(replica_counts(graph)):

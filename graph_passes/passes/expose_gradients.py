@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from dapple_tf.errors import GraphError
 from dapple_tf.graph_passes.ir.graph import Graph, Node, attributes
-from dapple_tf.graph_passes.ir.names import at, nodes_of
+from dapple_tf.graph_passes.ir.names import at, nodes_of, site_of
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.passes.base import Contract
 from dapple_tf.graph_passes.passes.gather_slices import dense_type
@@ -44,10 +44,10 @@ def expose_gradients(graph: Graph) -> Graph:
 
 
 def _densify(gathered: Node) -> Node:
-    variable, stage = gathered.string("variable"), gathered.integer("stage")
-    attrs = attributes({"replica": 0, "stage": stage, "variable": variable})
+    variable, site = gathered.string("variable"), site_of(gathered)
+    attrs = attributes({**site.attrs, "variable": variable})
     op = OpName.DENSIFY
-    return Node(at(stage, what=f"{op}/{variable}"), op, gathered.values(), (dense_type(gathered),), attrs)
+    return Node(at(site.stage, what=f"{op}/{variable}"), op, gathered.values(), (dense_type(gathered),), attrs)
 
 
 def exposed_gradients(graph: Graph) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from typing import ClassVar, Literal
 from dapple_tf.errors import GraphError
 from dapple_tf.graph_passes.analysis.variable_use import find_variables
 from dapple_tf.graph_passes.ir.graph import OTHER, DType, Function, Graph, Node, Shape, TensorType, Value, attributes
-from dapple_tf.graph_passes.ir.names import at, micro_batch_count, nodes_of, replica_counts, weight_gradient_op
+from dapple_tf.graph_passes.ir.names import Site, at, micro_batch_count, nodes_of, replica_counts, weight_gradient_op
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.passes.base import Contract
 
@@ -49,9 +49,13 @@ class SparsePart:
 
 @dataclass(frozen=True)
 class GatherSlices:
-    """Add a ``gather_slices`` for each variable whose gradient is sparse; ``parts``: its uses, in order."""
+    """Add a ``gather_slices`` for each variable whose gradient is sparse; ``parts``: its uses, in order.
+
+    ``shares``: see ``Variables``.
+    """
 
     parts: tuple[SparsePart, ...]
+    shares: tuple[tuple[str, int], ...] = ()
     name: str = "gather_slices"
     contract: ClassVar[Contract] = Contract(
         requires=frozenset({OpName.FORWARD}),
@@ -60,11 +64,11 @@ class GatherSlices:
     )
 
     def __call__(self, graph: Graph) -> Graph:
-        return gather_slices(graph, self.parts)
+        return gather_slices(graph, self.parts, self.shares)
 
 
-def gather_slices(graph: Graph, parts: Iterable[SparsePart]) -> Graph:
-    """Return the graph with a ``gather_slices`` for each variable of ``parts``, on the first device of its owner.
+def gather_slices(graph: Graph, parts: Iterable[SparsePart], shares: tuple[tuple[str, int], ...] = ()) -> Graph:
+    """Return the graph with a ``gather_slices`` for each variable of ``parts``, on the device that keeps it.
 
     Raises GraphError if a stage gives slices that no part names, or the other way round.
     """
@@ -72,12 +76,12 @@ def gather_slices(graph: Graph, parts: Iterable[SparsePart]) -> Graph:
     for part in parts:
         of_variable.setdefault(part.variable, []).append(part)
     _check_parts(graph, [part for own in of_variable.values() for part in own])
-    variables = find_variables(graph)
+    variables = find_variables(graph, shares)
     added = []
     for name, own in of_variable.items():
-        owner = variables.owner(name)
-        node = at(owner, what=f"{OpName.GATHER_SLICES}/{name}")
-        added.append(gather_node(graph, node, owner, own, lambda part: _pieces(graph, part)))
+        home = variables.home(name)
+        node = at(home.stage, what=f"{OpName.GATHER_SLICES}/{name}")
+        added.append(gather_node(graph, node, home, own, lambda part: _pieces(graph, part)))
     return graph.replace(nodes=(*graph.nodes, *added)).sorted()
 
 
@@ -110,8 +114,8 @@ Pieces = Callable[[SparsePart], Sequence[tuple[Value, Value]]]
 """Returns the slices and indices of a use, from each of the calls that give them, in sample order."""
 
 
-def gather_node(graph: Graph, name: str, owner: int, parts: Sequence[SparsePart], pieces_of: Pieces) -> Node:
-    """Return the node called ``name`` that gathers the slices of one variable; ``parts``: its uses.
+def gather_node(graph: Graph, name: str, site: Site, parts: Sequence[SparsePart], pieces_of: Pieces) -> Node:
+    """Return the node called ``name`` that gathers the slices of one variable at a site; ``parts``: its uses.
 
     Raises GraphError where several stages look up the same rows and do not add them.
     """
@@ -130,10 +134,9 @@ def gather_node(graph: Graph, name: str, owner: int, parts: Sequence[SparsePart]
     outputs = (TensorType(slices.dtype, Shape((OTHER, *row))), TensorType(index_type, Shape((OTHER,))))
     attrs = attributes(
         {
+            **site.attrs,
             "pieces": tuple(map(len, pieces)),
-            "replica": 0,
             "rows": parts[0].rows,
-            "stage": owner,
             "uses": tuple(str(same[0].combine) for same in uses.values()),
             "variable": parts[0].variable,
         }

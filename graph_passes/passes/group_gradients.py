@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from dapple_tf.graph_passes.ir.graph import Attr, Graph, Node, Value, attributes
-from dapple_tf.graph_passes.ir.names import at, of_minibatch
+from dapple_tf.graph_passes.ir.names import Site, at, of_minibatch
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.passes.base import Contract
 from dapple_tf.graph_passes.passes.gather_slices import SparsePart, gather_node, slice_ports
@@ -96,5 +96,5 @@ def _gather(
         return [(Value(call, slices), Value(call, indices)) for call in calls]
 
     name = of_minibatch(last, at(stage, what=f"{OpName.GATHER_SLICES}/{parts[0].variable}"))
-    node = gather_node(graph, name, stage, parts, pieces_of)
+    node = gather_node(graph, name, Site(stage), parts, pieces_of)
     return node.with_attrs(averaged=averaged) if averaged > 1 else node

@@ -13,7 +13,7 @@ from dapple_tf.graph_passes.passes.join_replicas import first_part
 
 _STAMP = tensor("float64")
 _START, _END = "/start", "/end"
-_TIMED = frozenset({OpName.FORWARD, *BACKWARD_OPS, OpName.EXCHANGE, OpName.ALLREDUCE, OpName.UPDATE})
+_TIMED = frozenset({OpName.FORWARD, *BACKWARD_OPS, OpName.EXCHANGE, OpName.ALLREDUCE, OpName.REDUCE, OpName.UPDATE})
 
 
 @dataclass(frozen=True)

@@ -2,21 +2,22 @@
 
 A rank is one process with one device, which runs one stage or several (those of its worker). Tensors between two stages
 of one rank stay there. Nodes without a stage (inputs, loss, barrier, the optimizer's shared steps) run on every rank. A
-stage's reduction and update run on each of its ranks, from equal gradients.
+stage's reduction and update run on each of its ranks, from equal gradients; where its update is sharded, each of its
+ranks reduces and updates its own variables.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import ClassVar, NamedTuple
 
 from dapple_tf.errors import GraphError
 from dapple_tf.graph_passes.ir.graph import Attr, Graph, Node, TensorType, Value, attributes, tensor
-from dapple_tf.graph_passes.ir.names import find_minibatch, of_minibatch, replica_counts
+from dapple_tf.graph_passes.ir.names import find_minibatch, of_minibatch, replica_counts, site_of
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.passes.base import Contract
 from dapple_tf.graph_passes.passes.join_replicas import of_replica
@@ -29,10 +30,9 @@ TOKENS_NAME = "tokens"
 OPS_WITH_TOKEN = frozenset({OpName.EXCHANGE, OpName.ALLREDUCE, OpName.BARRIER})
 """Ops that have a token as their last output on a rank."""
 
-# Ops that run on every rank of a stage, with equal inputs on all.
-_ON_EVERY_REPLICA = frozenset(
+# Ops that run on every rank of a stage, with equal inputs on all, unless the stage's update is sharded.
+_OF_UPDATE = frozenset(
     {
-        OpName.ALLREDUCE,
         OpName.TIED_SUM,
         OpName.ROUND,
         OpName.REDUCED_GRADIENTS,
@@ -42,6 +42,12 @@ _ON_EVERY_REPLICA = frozenset(
         OpName.CLIP,
         OpName.UPDATE_TERMS,
         OpName.UPDATE,
+    }
+)
+# Ops that always do.
+_ON_EVERY_REPLICA = frozenset(
+    {
+        OpName.ALLREDUCE,
         OpName.COUNT_UPDATE,
         OpName.WRITE_STATISTICS,
         OpName.COMMIT,
@@ -56,11 +62,12 @@ _REDUCTIONS = frozenset({OpName.ALLREDUCE, OpName.MERGE_STATE})
 class Project:
     """Reduce the graph to that of ``rank``; ``ranks[s][r]`` is the rank of replica r of stage s.
 
-    Stages of one worker have the same ranks.
+    Stages of one worker have the same ranks. ``sharded``: the stages whose update is sharded.
     """
 
     ranks: tuple[tuple[int, ...], ...]
     rank: int
+    sharded: frozenset[int] = frozenset()
     name: str = "project"
     contract: ClassVar[Contract] = Contract(
         requires=frozenset({OpName.FORWARD}),
@@ -69,10 +76,10 @@ class Project:
     )
 
     def __call__(self, graph: Graph) -> Graph:
-        return project(graph, self.ranks, self.rank)
+        return project(graph, self.ranks, self.rank, self.sharded)
 
 
-def project(graph: Graph, ranks: Sequence[Sequence[int]], rank: int) -> Graph:
+def project(graph: Graph, ranks: Sequence[Sequence[int]], rank: int, sharded: Set[int] = frozenset()) -> Graph:
     """Return the graph of ``rank``, from a graph that ``rank_variables`` returned.
 
     An ``exchange`` has the same name on each rank that takes part in it (``ranks``). Its inputs are the tensors that
@@ -84,7 +91,7 @@ def project(graph: Graph, ranks: Sequence[Sequence[int]], rank: int) -> Graph:
     Raises GraphError unless any two stages have the same ranks, in the same order, or no rank in common.
     """
     _check_ranks(graph, ranks)
-    placement = _Placement(graph, ranks)
+    placement = _Placement(graph, ranks, sharded)
     received: dict[Value, Value] = {}
     nodes: list[Node] = []
     for exchange in _find_exchanges(graph, placement).values():
@@ -125,12 +132,14 @@ class _Placement:
 
     graph: Graph
     ranks: Sequence[Sequence[int]]
+    sharded: Set[int]
 
     def ranks_of(self, node: Node) -> tuple[int, ...]:
         if not node.has("stage"):
             return self.every_rank
-        stage = self.ranks[node.integer("stage")]
-        return tuple(stage) if node.op in _ON_EVERY_REPLICA else (stage[node.integer("replica")],)
+        stage, replica = site_of(node)
+        shared = node.op in _ON_EVERY_REPLICA or (node.op in _OF_UPDATE and stage not in self.sharded)
+        return tuple(self.ranks[stage]) if shared else (self.ranks[stage][replica],)
 
     @cached_property
     def every_rank(self) -> tuple[int, ...]:
@@ -254,7 +263,8 @@ def _exchange_name(graph: Graph, node: Node, value: Value) -> str:
         return f"exchange/{producer.op}/stage{producer.integer('stage')}"
     minibatch = find_minibatch(node.name)
     name = "exchange" if minibatch is None else of_minibatch(minibatch, "exchange")
-    return f"{name}/{node.op}" + (f"/stage{node.integer('stage')}" if node.has("stage") else "")
+    name = f"{name}/{node.op}" + (f"/stage{node.integer('stage')}" if node.has("stage") else "")
+    return f"{name}/bucket{node.integer('bucket')}" if node.op == OpName.REDUCE and node.has("bucket") else name
 
 
 class StageExchange(NamedTuple):

@@ -2,8 +2,8 @@
 
 Each rank of a stage keeps the stage's variables and updates them from equal gradients, so replicas need no copies, and
 neither does another stage of the same ranks (tied weights). Two kinds of copies remain: of variables that forward
-writes, since a failed step must change no variable, and of variables that a stage of other ranks owns, which sends
-their values as the step starts.
+writes, since a failed step must change no variable, and of variables that other ranks keep, which send their values as
+the step starts: those of a stage of other ranks, and those of a stage whose update is sharded.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import ClassVar
 
 from dapple_tf.graph_passes.analysis.variable_use import Variables, find_variables
 from dapple_tf.graph_passes.ir.graph import Graph, Node, TensorType, Value, attributes
-from dapple_tf.graph_passes.ir.names import WRITING_OPS, at, nodes_of
+from dapple_tf.graph_passes.ir.names import WRITING_OPS, at, nodes_of, site_of
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.passes.base import Contract
 
@@ -26,11 +26,13 @@ _ADDED = frozenset({OpName.READ_VARIABLE, OpName.READ_STATE, OpName.MERGE_STATE}
 class RankVariables:
     """Change the copies of variables to those that ranks need.
 
-    ``types``: the type of each variable's value. ``ranks``: of each stage, as for ``Project``.
+    ``types``: the type of each variable's value. ``ranks``: of each stage, as for ``Project``. ``shares``: see
+    ``Variables``.
     """
 
     types: tuple[tuple[str, TensorType], ...]
     ranks: tuple[tuple[int, ...], ...]
+    shares: tuple[tuple[str, int], ...] = ()
     name: str = "rank_variables"
     contract: ClassVar[Contract] = Contract(
         requires=frozenset({OpName.FORWARD}),
@@ -39,12 +41,17 @@ class RankVariables:
     )
 
     def __call__(self, graph: Graph) -> Graph:
-        return rank_variables(graph, dict(self.types), self.ranks)
+        return rank_variables(graph, dict(self.types), self.ranks, self.shares)
 
 
-def rank_variables(graph: Graph, types: Mapping[str, TensorType], ranks: Sequence[Sequence[int]]) -> Graph:
+def rank_variables(
+    graph: Graph,
+    types: Mapping[str, TensorType],
+    ranks: Sequence[Sequence[int]],
+    shares: tuple[tuple[str, int], ...] = (),
+) -> Graph:
     """Return the graph with variables read at owners, refreshed from there, and state merged before ``commit``."""
-    variables = find_variables(graph)
+    variables = find_variables(graph, shares)
     nodes: list[Node] = []
     reads: dict[str, Node] = {}
     removed: set[str] = set()
@@ -74,19 +81,26 @@ def _rank_refresh(
 ) -> Node | None:
     """Return the refresh of the copies that a rank needs, or None if it needs none.
 
-    It takes the values of variables that a stage of other ranks owns (a ``read_variable`` there is added to ``reads``),
-    and reads those that forward writes itself.
+    It takes the values of variables that other ranks keep (a ``read_variable`` there is added to ``reads``), and reads
+    those that forward writes itself.
     """
-    own = tuple(ranks[node.integer("stage")])
-    foreign = [name for name in node.strings("variables") if tuple(ranks[variables.owner(name)]) != own]
+    stage, replica = site_of(node)
+
+    def is_kept_here(name: str) -> bool:
+        home = variables.home(name)
+        if name in variables.keepers:
+            return ranks[home.stage][home.replica] == ranks[stage][replica]
+        return tuple(ranks[home.stage]) == tuple(ranks[stage])
+
+    foreign = [name for name in node.strings("variables") if not is_kept_here(name)]
     state = [name for name in node.strings("variables") if name in variables.state and name not in foreign]
     if not foreign and not state:
         return None
     op = OpName.READ_VARIABLE
     for name in foreign:
-        owner = variables.owner(name)
-        attrs = attributes({"replica": 0, "stage": owner, "variables": (name,)})
-        reads.setdefault(name, Node(at(owner, what=f"{op}/{name}"), op, (), (types[name],), attrs))
+        home = variables.home(name)
+        attrs = attributes({**home.attrs, "variables": (name,)})
+        reads.setdefault(name, Node(at(home.stage, what=f"{op}/{name}"), op, (), (types[name],), attrs))
     inputs = tuple(Value(reads[name].name) for name in foreign)
     return dataclasses.replace(node, inputs=inputs).with_attrs(variables=(*foreign, *state))
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from dapple_tf.graph_passes.ir.graph import Graph, Node, Value, attributes
-from dapple_tf.graph_passes.ir.names import at, nodes_of
+from dapple_tf.graph_passes.ir.names import Site, nodes_of, site_of
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.passes.backward import StageGradients
 from dapple_tf.graph_passes.passes.base import Contract
@@ -93,15 +93,15 @@ def round_gradients(graph: Graph, narrow: Sequence[Narrow]) -> Graph:
 
 
 def _round(graph: Graph, chosen: Mapping[Value, str]) -> tuple[list[Node], dict[Value, Value]]:
-    """Return a node for each stage, and the rounded value of each of the values ``chosen``."""
-    stages: dict[int, list[Value]] = {}
+    """Return a node for each site, and the rounded value of each of the values ``chosen``."""
+    sites: dict[Site, list[Value]] = {}
     for value in chosen:
-        stages.setdefault(graph.node(value.node).integer("stage"), []).append(value)
+        sites.setdefault(site_of(graph.node(value.node)), []).append(value)
     added: list[Node] = []
     rounded: dict[Value, Value] = {}
-    for stage, values in sorted(stages.items()):
-        attrs = attributes({"dtypes": tuple(chosen[value] for value in values), "replica": 0, "stage": stage})
+    for site, values in sorted(sites.items()):
+        attrs = attributes({**site.attrs, "dtypes": tuple(chosen[value] for value in values)})
         kinds = tuple(graph.type_of(value) for value in values)
-        added.append(Node(at(stage, what=OpName.ROUND), OpName.ROUND, tuple(values), kinds, attrs))
+        added.append(Node(site.at(OpName.ROUND), OpName.ROUND, tuple(values), kinds, attrs))
         rounded |= dict(zip(values, added[-1].values(), strict=True))
     return added, rounded

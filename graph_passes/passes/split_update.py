@@ -1,4 +1,6 @@
-"""Cut the traced update of an optimizer into a function for each stage, and functions that all stages share.
+"""Cut the traced update of an optimizer into a function for each site, and functions that all sites share.
+
+A site (``Site``) is a stage, or a replica of a stage whose update is sharded (see ``dapple_tf.sharding``).
 
 Any optimizer can be cut: its ``apply`` is traced once, on all variables, so that it steps once for any number of
 stages. A write belongs to the stage of the variable that it updates, a slot to the stage whose updates read it. What
@@ -10,7 +12,7 @@ the stages and their combination (see ``analysis.update_terms``), which all upda
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -19,7 +21,7 @@ from dapple_tf.graph_passes.analysis.layers import written_variables
 from dapple_tf.graph_passes.analysis.update_terms import UpdateTerms, find_terms, term_nodes
 from dapple_tf.graph_passes.ir.extract import extract_function
 from dapple_tf.graph_passes.ir.graph import Effect, Function, Graph, Node, Port, Role, Value, ancestors
-from dapple_tf.graph_passes.ir.names import at
+from dapple_tf.graph_passes.ir.names import Site
 from dapple_tf.graph_passes.ir.ops import OpName
 
 _ALONE = "use an optimizer that updates each variable by itself"
@@ -34,16 +36,16 @@ _ARGUMENT_ROLES: Mapping[str, Role] = {
 
 @dataclass(frozen=True)
 class Updates:
-    """The update functions of the stages, by stage, and the shared ones that run before and after them, or None.
+    """The update functions of the stages, by site, and the shared ones that run before and after them, or None.
 
-    ``terms``: the functions of the stages' terms, by stage; ``combine``: the function that combines them, or None.
+    ``terms``: the functions of the stages' terms, by site; ``combine``: the function that combines them, or None.
     ``returned``: the role and the name of the ports whose values the step returns.
     """
 
     before: Function | None
-    stages: tuple[tuple[int, Function], ...]
+    stages: tuple[tuple[Site, Function], ...]
     after: Function | None
-    terms: tuple[tuple[int, Function], ...] = ()
+    terms: tuple[tuple[Site, Function], ...] = ()
     combine: Function | None = None
     returned: tuple[tuple[Role, str], ...] = ()
 
@@ -57,8 +59,8 @@ class Updates:
 
 def cut_updates(
     graph: Graph,
-    owner: Mapping[str, int],
-    readers: Mapping[str, int] = MappingProxyType({}),
+    owner: Mapping[str, Site],
+    readers: Mapping[str, Site] = MappingProxyType({}),
     state: Set[str] = frozenset(),
 ) -> Updates:
     """Cut ``graph`` by the ``owner`` of each variable of the model.
@@ -66,10 +68,10 @@ def cut_updates(
     Its arguments are gradients: the attribute ``port`` names the variable; ``role`` is slices or indices, and may be
     left out for a dense gradient. Arguments whose role is whole are outputs of the step, by number. Its outputs are
     what the step returns. Conditions that write variables are open (see ``ir.conditions``). ``readers``: the first
-    stage that reads each variable that belongs to the update, and that the model reads too. ``state``: the variables
+    site that reads each variable that belongs to the update, and that the model reads too. ``state``: the variables
     that forward writes.
 
-    Raises PartitionError if one op updates the variables of several stages, if what a stage writes depends on a
+    Raises PartitionError if one op updates the variables of several sites, if what a site writes depends on a
     variable of another one, or if terms cannot be cut (see ``find_terms``).
     """
     graph = _remove_identity_n(graph)
@@ -81,28 +83,26 @@ def cut_updates(
     before = {name for name in shared if any(name in terms.needs[w] for group in writes.values() for w in group)}
     after = shared - before
     handed = _handed_over(graph, before)
-    places = {value: _place_of_returned(graph, value, writes, shared) for value in late}
+    sites = {value: _site_of_returned(graph, value, writes, shared) for value in late}
 
-    def update_function(name: str, own: set[str], stage: int | None) -> Function:
-        results = [value for value, place in places.items() if place == stage]
+    def update_function(name: str, own: set[str], site: Site | None) -> Function:
+        results = [value for value, of in sites.items() if of == site]
         return _update_function(name, graph, own, all_writes - own, terms, results, handed)
 
-    at_stages = sorted({*writes, *(place for place in places.values() if place is not None)})
-    stages = tuple(
-        (stage, update_function(at(stage, what=OpName.UPDATE), writes.get(stage, set()), stage)) for stage in at_stages
-    )
-    for stage, function in stages:
-        _check_order(graph, function, before, f"stage {stage}'s part of the optimizer")
-    last = update_function("optimizer/after", after, None) if after or None in places.values() else None
+    used = sorted({*writes, *(site for site in sites.values() if site is not None)})
+    stages = tuple((site, update_function(site.at(OpName.UPDATE), writes.get(site, set()), site)) for site in used)
+    for site, function in stages:
+        _check_order(graph, function, before, f"the part of the optimizer of {site}")
+    last = update_function("optimizer/after", after, None) if after or None in sites.values() else None
     taken = {port.name for function in (*(f for _, f in stages), *filter(None, [last])) for port in function.inputs}
     given = [value for name in sorted(handed) for value in graph.node(name).values() if str(value) in taken]
     updates = Updates(
         _update_function("optimizer/before", graph, before, all_writes - before, terms, given) if before else None,
         stages,
         last,
-        tuple((stage, _terms_function(graph, terms, stage)) for stage in sorted({s for _, s in terms.partial})),
+        tuple((site, _terms_function(graph, terms, site)) for site in sorted({of for _, of in terms.partial})),
         _combine_function(graph, terms) if terms.combined else None,
-        tuple(_returned_port(value, places) for value in graph.outputs),
+        tuple(_returned_port(value, sites) for value in graph.outputs),
     )
     if updates.after is not None:
         _check_order(graph, updates.after, all_writes - after, "what the stages share of the optimizer")
@@ -120,10 +120,10 @@ def _sort_returned(graph: Graph) -> tuple[list[Value], list[Value]]:
     return early, late
 
 
-def _owned_by_readers(graph: Graph, owner: Mapping[str, int], readers: Mapping[str, int]) -> dict[str, int]:
-    """Return those of ``readers`` whose variable is written with a value that some stage computes.
+def _owned_by_readers(graph: Graph, owner: Mapping[str, Site], readers: Mapping[str, Site]) -> dict[str, Site]:
+    """Return those of ``readers`` whose variable is written with a value that some site computes.
 
-    Such a variable lives on the stage that reads it. All stages can write what they share.
+    Such a variable lives where it is read. All sites can write what they share.
     """
     if not readers:
         return {}
@@ -134,44 +134,48 @@ def _owned_by_readers(graph: Graph, owner: Mapping[str, int], readers: Mapping[s
         targets = [
             target for target in (node.strings("writes") if node.effect == Effect.WRITE else ()) if target in readers
         ]
-        if targets and any(_stage_of(graph, owner, source) is not None for source in needs):
+        if targets and any(_site_of(graph, owner, source) is not None for source in needs):
             found.update({target: readers[target] for target in targets})
     return found
 
 
-def _stage_of(graph: Graph, owner: Mapping[str, int], name: str) -> int | None:
-    """Return the stage of a variable or a gradient; None for any other node."""
+def _site_of(graph: Graph, owner: Mapping[str, Site], name: str) -> Site | None:
+    """Return the site of a variable or a gradient; None for any other node."""
     node = graph.node(name)
     if node.op == "arg":
         return owner.get(node.string("port")) if _role(node) != "whole" else None
     return owner.get(name) if node.op == "variable" else None
 
 
-def _place_of_returned(graph: Graph, value: Value, writes: Mapping[int, Set[str]], shared: Set[str]) -> int | None:
-    """Return the stage whose update gives a returned value, None for the update that all stages share."""
+def _site_of_returned(graph: Graph, value: Value, writes: Mapping[Site, Set[str]], shared: Set[str]) -> Site | None:
+    """Return the site whose update gives a returned value, None for the update that all sites share."""
     needed = ancestors(graph, [value.node])
-    stages = [stage for stage, names in writes.items() if needed & names]
-    if len(stages) > 1 or (stages and needed & shared):
+    sites = [site for site, names in writes.items() if needed & names]
+    if len(sites) > 1 or (sites and needed & shared):
         raise PartitionError(
-            f"the step returns {value}, which it computes from variables of stages {sorted(stages)} after it has "
+            f"the step returns {value}, which it computes from variables of {_name_sites(sites)} after it has "
             "updated them: compute it from the variables after the step",
             value.node,
         )
-    return stages[0] if stages else None
+    return sites[0] if sites else None
 
 
-def _returned_port(value: Value, places: Mapping[Value, int | None]) -> tuple[Role, str]:
-    return ("partial" if places.get(value) is not None else "combined"), str(value)
+def _name_sites(sites: Iterable[Site]) -> str:
+    return " and ".join(map(str, sorted(sites)))
+
+
+def _returned_port(value: Value, sites: Mapping[Value, Site | None]) -> tuple[Role, str]:
+    return ("partial" if sites.get(value) is not None else "combined"), str(value)
 
 
 def _sort_writes(
-    graph: Graph, owner: Mapping[str, int], terms: UpdateTerms, read_by_model: Set[str]
-) -> tuple[dict[int, set[str]], set[str]]:
-    """Return the nodes with effects that belong to each stage, and those that the stages share.
+    graph: Graph, owner: Mapping[str, Site], terms: UpdateTerms, read_by_model: Set[str]
+) -> tuple[dict[Site, set[str]], set[str]]:
+    """Return the nodes with effects that belong to each site, and those that the sites share.
 
-    ``read_by_model``: variables that stages share, since forward reads them too.
+    ``read_by_model``: variables that sites share, since forward reads them too.
     """
-    writes: dict[int, set[str]] = {}
+    writes: dict[Site, set[str]] = {}
     shared: set[str] = set()
     for name, needs in terms.needs.items():
         node = graph.node(name)
@@ -179,12 +183,12 @@ def _sort_writes(
         owners = {owner[target] for target in targets if target in owner}
         if len(owners) > 1:
             raise PartitionError(
-                f"the optimizer's op {name!r} ({node.op}) updates variables of stages {sorted(owners)} at once, so "
+                f"the optimizer's op {name!r} ({node.op}) updates variables of {_name_sites(owners)} at once, so "
                 f"it cannot run where they live: {_CONDITION if node.op == 'If' else _ALONE}",
                 name,
             )
         if not owners:
-            found = {stage for target in targets for stage in terms.slots.get(target, set())}
+            found = {site for target in targets for site in terms.slots.get(target, set())}
             read = {owner[n] for n in needs if graph.node(n).op == "variable" and n in owner}
             owners = set() if read_by_model & set(targets) else found or read
         if len(owners) == 1:
@@ -195,20 +199,20 @@ def _sort_writes(
         for group in writes.values():
             group -= moved
         shared |= moved
-    return {stage: group for stage, group in writes.items() if group}, shared
+    return {site: group for site, group in writes.items() if group}, shared
 
 
 def _needed_by_shared(
-    graph: Graph, owner: Mapping[str, int], terms: UpdateTerms, writes: Mapping[int, Set[str]], shared: Set[str]
+    graph: Graph, owner: Mapping[str, Site], terms: UpdateTerms, writes: Mapping[Site, Set[str]], shared: Set[str]
 ) -> set[str]:
-    """Return the writes of stages, of variables that what they share reads, which all stages can do themselves."""
+    """Return the writes of sites, of variables that what they share reads, which all sites can do themselves."""
     read = {source for name in shared for source in terms.needs[name] if graph.node(source).op == "variable"}
     return {
         name
         for group in writes.values()
         for name in group
         if read.intersection(graph.node(name).strings("writes") if graph.node(name).effect == Effect.WRITE else ())
-        and all(_stage_of(graph, owner, source) is None for source in terms.needs[name])
+        and all(_site_of(graph, owner, source) is None for source in terms.needs[name])
     }
 
 
@@ -292,12 +296,12 @@ def _role(node: Node) -> str:
     return node.string("role") if node.has("role") else "gradient"
 
 
-def _terms_function(graph: Graph, terms: UpdateTerms, stage: int) -> Function:
-    """Return the function that computes the terms of one stage which all stages need."""
-    values = [value for value, of in terms.partial if of == stage]
+def _terms_function(graph: Graph, terms: UpdateTerms, site: Site) -> Function:
+    """Return the function that computes the terms of one site which all sites need."""
+    values = [value for value, of in terms.partial if of == site]
     members = term_nodes(graph, values, set())
     ports = [Port("partial", str(value), graph.type_of(value)) for value in values]
-    name = at(stage, what=OpName.UPDATE_TERMS)
+    name = site.at(OpName.UPDATE_TERMS)
     return extract_function(name, _unguarded(graph), members, lambda value: _input_port(graph, value), ports, values)
 
 
@@ -323,19 +327,19 @@ def _unguarded(graph: Graph) -> Graph:
     )
 
 
-def _check_variables(updates: Updates, owner: Mapping[str, int]) -> None:
-    """Raise PartitionError where a function uses a variable that lives on a stage on which it does not run."""
-    at_stage = {function.name: stage for stage, function in (*updates.stages, *updates.terms)}
-    owner = {name: stage for stage, function in updates.stages for name in written_variables(function.graph)} | dict(
+def _check_variables(updates: Updates, owner: Mapping[str, Site]) -> None:
+    """Raise PartitionError where a function uses a variable that lives at a site where it does not run."""
+    at_site = {function.name: site for site, function in (*updates.stages, *updates.terms)}
+    owner = {name: site for site, function in updates.stages for name in written_variables(function.graph)} | dict(
         owner
     )
     for function in updates.functions:
         for _, port in function.input_ports("variable"):
-            here = at_stage.get(function.name)
+            here = at_site.get(function.name)
             if owner.get(port.name, here) != here:
-                place = "an update that all stages share" if here is None else f"an update of stage {here}"
+                where = "an update that all stages share" if here is None else f"an update of {here}"
                 raise PartitionError(
-                    f"the optimizer uses the variable {port.name!r}, which stage {owner[port.name]} holds, in {place}: "
+                    f"the optimizer uses the variable {port.name!r}, which {owner[port.name]} holds, in {where}: "
                     "use an optimizer that updates each variable by itself, or by numbers that it computes from the "
                     "gradients or variables of all stages before it writes any",
                     _user_of(function, port.name),

@@ -57,7 +57,7 @@ def update_groups(graph: Graph, window: Window, updates: Updates, counter: str) 
     check_updates(updates, counter)
     begin = _begin(graph)
     gradients = _gradients(graph)
-    functions = dict(updates.stages)
+    functions = {place.stage: function for place, function in updates.stages}
     added: list[Node] = [begin]
     ends: list[Control] = []
     for stage, groups in enumerate(window.updates):

@@ -22,9 +22,13 @@ from dapple_tf.graph_passes.schedules.schedule import Action, Schedule, groups_t
 
 @dataclass(frozen=True)
 class VerifyPipeline:
-    """Check the order of calls on each device, the path of each gradient, and that each node has a device."""
+    """Check the order of calls on each device, the path of each gradient, and that each node has a device.
+
+    ``shares``: see ``Variables``.
+    """
 
     schedule: Schedule
+    shares: tuple[tuple[str, int], ...] = ()
     name: str = "verify_pipeline"
     contract: ClassVar[Contract] = Contract(
         requires=frozenset({OpName.FORWARD}),
@@ -33,11 +37,11 @@ class VerifyPipeline:
     )
 
     def __call__(self, graph: Graph) -> Graph:
-        verify_pipeline(graph, self.schedule)
+        verify_pipeline(graph, self.schedule, self.shares)
         return graph
 
 
-def verify_pipeline(graph: Graph, schedule: Schedule) -> None:
+def verify_pipeline(graph: Graph, schedule: Schedule, shares: tuple[tuple[str, int], ...] = ()) -> None:
     """Raise GraphError unless the graph is acyclic, ordered as ``schedule``, complete, and on devices."""
     edges: nx.DiGraph[str] = nx.DiGraph()
     edges.add_nodes_from(node.name for node in graph.nodes)
@@ -51,7 +55,7 @@ def verify_pipeline(graph: Graph, schedule: Schedule) -> None:
     verify_sums(graph)
     verify_statistics(graph)
     verify_inlined(graph)
-    verify_copies(graph)
+    verify_copies(graph, shares)
     verify_writers(graph, edges)
     for node in graph.nodes:
         if not node.device:
@@ -106,9 +110,9 @@ def _print_together(micro_batches: Sequence[int]) -> str:
     return f"micro-batches {', '.join(map(str, micro_batches))} together"
 
 
-def verify_copies(graph: Graph) -> None:
+def verify_copies(graph: Graph, shares: tuple[tuple[str, int], ...] = ()) -> None:
     """Raise GraphError unless each call waits for the ``refresh`` of the copies of variables that its replica uses."""
-    variables = find_variables(graph)
+    variables = find_variables(graph, shares)
     refreshed = {(node.integer("stage"), node.integer("replica")): node for node in nodes_of(graph, OpName.REFRESH)}
     for node in nodes_of(graph, *STAGE_OPS):
         stage, replica = node.integer("stage"), node.integer("replica")
@@ -134,7 +138,7 @@ def verify_writers(graph: Graph, edges: nx.DiGraph[str]) -> None:
 
 
 def verify_gradients(graph: Graph, edges: nx.DiGraph[str]) -> None:
-    """Raise GraphError unless each gradient that a backward call computes reaches an update, and its AllReduce."""
+    """Raise GraphError unless each gradient of a backward call reaches an update, summed over its replicas."""
     updates = {node.name for node in nodes_of(graph, OpName.UPDATE)}
     if not updates:
         return
@@ -151,7 +155,7 @@ def verify_gradients(graph: Graph, edges: nx.DiGraph[str]) -> None:
                 raise GraphError(f"the gradient of {port.name!r} from {node.name!r} reaches no update")
     for stage, count in enumerate(replica_counts(graph)):
         for name in (n.name for n in nodes_of(graph, OpName.GRADIENTS) if n.integer("stage") == stage):
-            if count > 1 and not any(user.op == OpName.ALLREDUCE for user in consumers[name]):
+            if count > 1 and not any(user.op in (OpName.ALLREDUCE, OpName.REDUCE) for user in consumers[name]):
                 raise GraphError(f"{name!r} is not all-reduced over the {count} replicas of its stage")
 
 

@@ -73,8 +73,12 @@ def matrix(name: str = "w") -> tf.Variable:
         ({"schedule": "dapple-a:4"}, ScheduleError, "'dapple-a:4' is not a schedule such as"),
         ({"schedule": "dapple-a:D=0"}, ScheduleError, "D=0: a stage must hold at least one micro-batch"),
         ({"schedule": "gpipe:D=1"}, ScheduleError, "gpipe holds all M=2 micro-batches, but D=1: use dapple-a"),
-        ({"recompute": "all"}, PlanError, "recompute='all': give True or False, one of these for each stage, such as"),
-        ({"recompute": [True, "layer_0"]}, PlanError, r"recompute=\[True, 'layer_0'\]: give True or False"),
+        (
+            {"recompute": "every"},
+            PlanError,
+            r"recompute='every': give True \('all'\) or False \('none'\), one flag for",
+        ),
+        ({"recompute": [True, "layer_0"]}, PlanError, r"recompute=\[True, 'layer_0'\]: give True"),
         ({"recompute": [True] * 3}, PlanError, r"recompute=\[True, True, True\] is for 3 stages, but there are 2"),
         ({"recompute": ["nosuch"]}, PartitionError, "no layer is called 'nosuch'; the nearest are "),
         ({"cluster": "cluster.yaml"}, PlanError, r"cluster is a str: read a file with dapple.Cluster.load\(path\)"),
@@ -86,7 +90,7 @@ def matrix(name: str = "w") -> tf.Variable:
         (
             {"cluster": config("a", 9), "stages": "auto"},
             PlanError,
-            "the cluster has 9 devices, but this process has 8: make as many with dapple.init",
+            "the cluster has 9 devices, but this process has 8: make more with dapple.init",
         ),
         (
             {"plan": make_plan((0, 4, (0,))), "stages": 2},
@@ -193,7 +197,7 @@ def test_an_impossible_plan_is_refused(
 
 
 def test_a_plan_for_more_devices_is_refused(loss: Loss) -> None:
-    with pytest.raises(PlanError, match=r"the plan uses devices \[0, 11\], but there are only 8: \['/device:CPU:0', "):
+    with pytest.raises(PlanError, match="the plan uses devices 0,11, but there are only 8, from 0: make more with"):
         step_of(loss, plan=make_plan((0, 1, (0,)), (2, 4, (11,))))(X)
 
 

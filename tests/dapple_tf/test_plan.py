@@ -13,6 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dapple_tf.errors import PlanError
+from dapple_tf.graph_passes.analysis.row_bounds import micro_batch_bounds
+from dapple_tf.graph_passes.schedules.slicer import slice_sizes, sliced_1f1b
 from dapple_tf.plans import Plan, StagePlan
 from tests.dapple_tf.builders import make_plan
 from tests.quick import at_most
@@ -85,6 +87,37 @@ def test_micro_batches_are_described_with_their_samples(change: dict[str, Any], 
     if sizes := change.get("micro_batch_sizes"):
         change |= {"micro_batches": len(sizes), "global_batch_size": sum(sizes), "micro_batch_size": max(sizes)}
     assert make_plan((0, 1, (0,)), **change).describe_micro_batches() == text
+
+
+@pytest.mark.parametrize(
+    ("samples", "sliced", "text"),
+    [
+        (16, 2, "4 micro-batches of 4 samples, the first 2 in two halves"),
+        (16, 1, "4 micro-batches of 4 samples, the first one in two halves"),
+        (18, 1, "4 micro-batches of 4, 5, 4 and 5 samples, the first one in two halves"),
+    ],
+)
+def test_sliced_micro_batches_are_counted_whole(samples: int, sliced: int, text: str) -> None:
+    rows = [end - begin for begin, end in (micro_batch_bounds(samples, m, 4) for m in range(4))]
+    sizes = slice_sizes(rows, sliced)
+    plan = make_plan(
+        *((stage, stage, (stage,)) for stage in range(3)),
+        global_batch_size=samples,
+        micro_batches=4 + sliced,
+        micro_batch_size=max(sizes),
+        micro_batch_sizes=sizes,
+        schedule=str(sliced_1f1b(3, 4, sliced)),
+    )
+    assert (plan.sliced, plan.whole_micro_batches, plan.short_schedule) == (sliced, 4, "dapple-a, sliced")
+    assert plan.describe_micro_batches() == text
+    assert plan.headline == f"plan straight, layers 1:1:1, {text}, schedule dapple-a, sliced"
+
+
+def test_results_that_travel_together_in_another_order_are_not_called_sliced() -> None:
+    text = "0F0 0F1 0B0 0B1; 1F0 1F1 1B0+ 1B1"
+    plan = make_plan((0, 0, (0,)), (1, 1, (1,)), global_batch_size=8, micro_batches=2, schedule=text)
+    assert (plan.sliced, plan.whole_micro_batches) == (0, 2)
+    assert plan.describe_micro_batches() == "2 micro-batches of 4 samples"
 
 
 def test_a_plan_is_saved_in_the_documented_format(tmp_path: Path) -> None:

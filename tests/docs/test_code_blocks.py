@@ -63,6 +63,10 @@ def _commands(page: Page) -> list[list[str]]:
         match = re.match(r"(?:\$ )?(?:mpirun .*?)?(?:\.venv/bin/)?dapple ([a-z].*)", text.strip())
         if match:
             words = shlex.split(match[1], comments=True)
+            if "--" in words:  # the command that dapple launch starts
+                rest = words[words.index("--") + 1 :]
+                found += [rest[1:]] if rest[0] == "dapple" else []
+                words = words[: words.index("--")]
             if words[0] in COMMANDS or len(words) > 1:
                 found.append(words)
     return found

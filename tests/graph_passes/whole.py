@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from hypothesis import strategies as st
 
 from dapple_tf.graph_passes.ir.graph import Function, Graph
+from dapple_tf.graph_passes.ir.names import Site
 from dapple_tf.graph_passes.ir.text import parse_type
 from dapple_tf.graph_passes.passes.accumulate import Accumulate
 from dapple_tf.graph_passes.passes.allreduce import AllReduce
@@ -135,7 +136,7 @@ def kinds(draw: st.DrawFn, *, shared: bool = False) -> Kind:
 def passes_of(kind: Kind) -> list[Pass]:
     """The passes that build such a pipeline, in the order of the compiler."""
     stages = len(kind.replicas)
-    updates = Updates(None, tuple((s, _update(s, kind)) for s in range(stages)), function("step", "variable t"))
+    updates = Updates(None, tuple((Site(s), _update(s, kind)) for s in range(stages)), function("step", "variable t"))
     schedule = kind.build_schedule()
     return [
         Microbatch(stages, kind.micro_batches, split=schedule.split),

@@ -10,6 +10,7 @@ from functools import cached_property
 from hypothesis import strategies as st
 
 from dapple_tf.graph_passes.ir.graph import Function, Graph
+from dapple_tf.graph_passes.ir.names import Site
 from dapple_tf.graph_passes.ir.text import parse_type
 from dapple_tf.graph_passes.passes.accumulate import Accumulate
 from dapple_tf.graph_passes.passes.base import Pass, run_passes
@@ -89,7 +90,7 @@ class WindowKind:
     @property
     def updates(self) -> Updates:
         stages = range(len(self.replicas))
-        found = tuple((s, self._update(s)) for s in stages if s not in self.frozen or (self.sparse and not s))
+        found = tuple((Site(s), self._update(s)) for s in stages if s not in self.frozen or (self.sparse and not s))
         return Updates(None, found, function("optimizer/after", "variable t"))
 
     def _update(self, stage: int) -> Function:

@@ -230,3 +230,13 @@ def test_a_cluster_with_faster_links_and_one_with_another_device() -> None:
     assert (faster.intra_server, faster.inter_server, faster.link(0, 1)) == (Link(20, 1), Link(10, 2), Link(6, 4))
     larger, device = cluster.with_another_device()
     assert (device, larger.devices, larger.device_kinds) == (3, 4, ("x", "x", "y", "y"))
+
+
+def test_the_cluster_of_some_hosts_has_their_servers_and_links() -> None:
+    assert READ.on_hosts([("b", 2)]) == Cluster((Server("b", 2),), 16e9, READ.intra_server, READ.inter_server)
+    assert READ.on_hosts([("b", 4), ("other", 8)]).servers == (Server("b", 4), Server("a", 8))
+    assert READ.on_hosts([("x", 1), ("y", 1)]).links == READ.links
+    with pytest.raises(ClusterError, match=r"the job runs on 3 hosts, but the cluster has 2 servers"):
+        READ.on_hosts([("x", 1), ("y", 1), ("z", 1)])
+    with pytest.raises(ClusterError, match=r"5 ranks run on b, but b has 4 devices"):
+        READ.on_hosts([("b", 5)])

@@ -100,7 +100,8 @@ def test_the_longest_name_can_be_written(tmp_path: Path) -> None:
     [
         ("", "the path of the file to write is empty"),
         ("folder", "folder is a folder"),
-        ("file/a", "file/a: its folder cannot be made: File exists"),
+        ("file/a", "file/a: file is a file, not a folder"),
+        ("absent/b/a", "absent/b/a: its folder is missing: make absent/b, or correct the path"),
         ("n" * 256, "n cannot be written: File name too long"),
         ("a\0b", "cannot be written: embedded null byte"),
         ("loop", "loop cannot be written: Too many levels of symbolic links"),

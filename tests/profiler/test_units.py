@@ -15,6 +15,7 @@ from dapple_tf.profiler.units import (
     BYTES_A_SECOND,
     SECONDS,
     format_bytes,
+    format_difference,
     format_quantity,
     format_samples,
     format_seconds,
@@ -108,6 +109,11 @@ def test_the_unit_for_bytes(most: float, wanted: tuple[float, str]) -> None:
 def test_seconds_are_written_with_their_unit(seconds: float, text: str, fixed: str) -> None:
     assert format_seconds(seconds) == text
     assert format_seconds_fixed(seconds) == fixed
+
+
+def test_a_difference_that_would_be_rounded_to_none_is_told_in_words() -> None:
+    differences = (0.013, -0.013, 0.0005, 0.0004, -1e-9, 0.0)
+    assert [*map(format_difference, differences)] == ["1.3%", "1.3%", "0.1%", *2 * ["less than 0.1%"], "0.0%"]
 
 
 def test_bytes_are_written_with_their_unit_and_the_digits_asked_for() -> None:

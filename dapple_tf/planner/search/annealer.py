@@ -27,7 +27,7 @@ from dapple_tf.profiler.cores import count_cores
 from dapple_tf.profiler.profile import Profile
 from dapple_tf.simulator.arrays import prefix_sums
 from dapple_tf.simulator.interrupts import check_stop, stop_flag
-from dapple_tf.simulator.memory import usable_bytes
+from dapple_tf.simulator.memory import usable_bytes, values_per_weight
 from dapple_tf.simulator.native.library import address, load_library
 from dapple_tf.simulator.transfer import link_tables
 
@@ -56,6 +56,7 @@ class _Problem(ctypes.Structure):
         *((name, _POINTER) for name in ("own", "own_latency", "size", "micro_batches")),
         ("batch", ctypes.c_double),
         ("fixed_factor", ctypes.c_double),
+        ("shared_factor", ctypes.c_double),
         *((name, ctypes.c_uint8) for name in _FLAGS),
         *((name, ctypes.c_int32) for name in ("slope", "workers", "least_rows", "most_chunks")),
         ("may_have", _POINTER),
@@ -154,7 +155,8 @@ class Annealer:
             array(sizes, np.int64),
             array(problem.global_batch_size // sizes, np.int64),
             float(profile.batch_size),
-            problem.values_per_weight,
+            values_per_weight(0 if problem.shard_optimizer else problem.optimizer_slots),
+            float(problem.optimizer_slots * problem.shard_optimizer),
             *(problem.overlap, problem.contention, problem.whole_rows, bool(problem.recompute)),
             *(may_recompute and not problem.recompute, links.has_own),
             *(slope, stages or 0, problem.least_rows, len(may_have) - 1),

@@ -224,7 +224,7 @@ def _block_costs(problem: PlanningProblem, size: int, replicas: int, splits: boo
         forward=prefix_sums(forward),
         backward=prefix_sums(backward + forward if recompute else backward),
         weights=prefix_sums(weights),
-        fixed_bytes=prefix_sums(chain.parameter_bytes * problem.values_per_weight),
+        fixed_bytes=prefix_sums(chain.parameter_bytes * problem.values_on(replicas)),
         stash_bytes=prefix_sums(chain.stash_bytes * samples / profile.batch_size),
         working_bytes=chain.working_bytes * samples / profile.batch_size,
         boundary_bytes=chain.boundary_bytes * scale,

@@ -32,7 +32,8 @@ class CostTables(NamedTuple):
     micro_batches: int
     micro_batch_size: int
     memory_bytes: float  # usable bytes of one device
-    fixed_bytes_per_parameter_byte: float  # weights, gradients and optimizer slots
+    fixed_bytes_per_parameter_byte: float  # weights and gradients; optimizer slots, where each replica has all
+    shared_bytes_per_parameter_byte: float  # optimizer slots, where the replicas of a stage share them out
     recompute: bool
     overlap: bool
     forward: Floats  # [R, N + 1] seconds, sums
@@ -71,6 +72,7 @@ _SCALARS: tuple[tuple[str, type[Any]], ...] = (
     ("micro_batch_size", ctypes.c_int64),
     ("memory_bytes", ctypes.c_double),
     ("fixed_bytes_per_parameter_byte", ctypes.c_double),
+    ("shared_bytes_per_parameter_byte", ctypes.c_double),
     ("recompute", ctypes.c_uint8),
     ("overlap", ctypes.c_uint8),
 )
@@ -88,13 +90,15 @@ def make_cost_tables(
     micro_batch_size: int,
     *,
     optimizer_slots: int,
+    shard_optimizer: bool = False,
     recompute: bool,
     overlap: bool,
     splits_backward: bool = False,
 ) -> CostTables:
     """Return the tables of ``space`` for micro-batches of ``micro_batch_size`` samples.
 
-    ``optimizer_slots``: values that the optimizer keeps of each weight. ``overlap``: AllReduce runs during the last
+    ``optimizer_slots``: values that the optimizer keeps of each weight. ``shard_optimizer``: the replicas of a stage
+    share these out. ``overlap``: AllReduce runs during the last
     backward. ``splits_backward``: the schedule runs gradients of weights as actions of their own.
     """
     chain, replicas = space.chain, space.replicas
@@ -113,7 +117,8 @@ def make_cost_tables(
         micro_batches=global_batch_size // micro_batch_size,
         micro_batch_size=micro_batch_size,
         memory_bytes=usable_bytes(space.cluster.least_memory),
-        fixed_bytes_per_parameter_byte=values_per_weight(optimizer_slots),
+        fixed_bytes_per_parameter_byte=values_per_weight(0 if shard_optimizer else optimizer_slots),
+        shared_bytes_per_parameter_byte=optimizer_slots * shard_optimizer,
         recompute=recompute,
         overlap=overlap,
         forward=prefix_sums(forward),

@@ -26,7 +26,8 @@ struct Problem {
   double interface_, interface_latency;
   const double *own, *own_latency;  // [servers, servers] of links of single pairs; 0: none
   const int64_t *size, *micro_batches;  // [sizes] rows of a micro-batch, and how many a step has
-  double batch, fixed_factor;           // rows of the profile's batch; bytes held for each byte of parameters
+  double batch;                         // rows of the profile's batch
+  double fixed_factor, shared_factor;   // bytes held for each byte of parameters: by each replica; by all of them
   uint8_t overlap, contention, whole_rows, recompute_all, may_recompute, own_links;
   int32_t slope;        // K_i of all layouts: see Layout::slope; kAnySlope: a part of the layout; above kMostSlope: M
   int32_t workers;      // of all layouts; 0: any number
@@ -404,7 +405,7 @@ inline double Evaluator::fill(const Layout& layout) {
       work /= p_.batch;
       stash_[s] = again ? p_.boundary[first] / p_.batch : stash;
       work_[s] = again ? work + stash : work;
-      fixed_[s] = (p_.parameters[stop] - p_.parameters[first]) * p_.fixed_factor;
+      fixed_[s] = (p_.parameters[stop] - p_.parameters[first]) * (p_.fixed_factor + p_.shared_factor / r);
       all_fixed += fixed_[s], least_stash += stash_[s], most_work = std::max(most_work, work_[s]);
       rings_of(layout, s, w, slowest, kind_rows_[slowest], latency, per_byte);
     }

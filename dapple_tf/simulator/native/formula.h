@@ -23,7 +23,7 @@ namespace dapple {
 struct CostTables {
   int32_t blocks, placements;
   int64_t micro_batches, micro_batch_size;
-  double memory, fixed_factor;
+  double memory, fixed_factor, shared_factor;
   uint8_t recompute, overlap;
   const double *forward, *backward, *least_remaining, *parameters;
   const int64_t* trained;
@@ -145,9 +145,9 @@ class FormulaSearch {
 
   // Return the bytes of a replica of a stage with micro-batches in flight, of which one is being computed.
   bool holds(int first, int end, int p, double largest, double in_flight) const {
-    const double fixed = (t_.parameters[end] - t_.parameters[first]) * t_.fixed_factor;
     const double work = largest + (t_.recompute ? t_.stash[end] - t_.stash[first] : 0.0);
     const double held = in_flight * stash_bytes(first, end), replicas = static_cast<double>(t_.replicas[p]);
+    const double fixed = (t_.parameters[end] - t_.parameters[first]) * (t_.fixed_factor + t_.shared_factor / replicas);
     return fixed + (work + held) / replicas <= t_.memory;
   }
 

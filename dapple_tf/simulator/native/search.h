@@ -798,7 +798,8 @@ inline std::vector<Run> Search::plan_stages(const std::vector<int>& cuts, const 
             if (seconds > limit && j > i + 1) break;
             const double bytes = p_.parameters[cuts[j]] - p_.parameters[cuts[i]];
             const double stash = (p_.stash[cuts[j]] - p_.stash[cuts[i]]) * scale / divided;
-            if (bytes * p_.fixed_factor + stash > least_memory && !p_.may_recompute && !p_.recompute_all) break;
+            const double fixed = bytes * (p_.fixed_factor + p_.shared_factor / devices);
+            if (fixed + stash > least_memory && !p_.may_recompute && !p_.recompute_all) break;
             if (seconds + per_byte * bytes / m > limit) continue;
             if (send_limit < kInfinity) {
               const Sending out = j < n && at < units ? sending(j, at) : Sending{};

@@ -46,9 +46,12 @@ from tests.dapple_tf.builders import make_plan
             "micro-batch 1 has 1 sample, too few for 2 replicas: make it larger, or use fewer replicas",
         ),
         ({"schedule": None}, "schedule=None: give a name, such as 'dapple-a'"),
-        ({"recompute": "block"}, "recompute='block': give True or False, one of these for each stage, such as"),
-        ({"recompute": 1}, "recompute=1: give True or False"),
-        ({"recompute": [1, 0]}, r"recompute=\[1, 0\]: give True or False"),
+        (
+            {"recompute": "block"},
+            r"recompute='block': give True \('all'\) or False \('none'\), one flag for each stage",
+        ),
+        ({"recompute": 1}, "recompute=1: give True"),
+        ({"recompute": [1, 0]}, r"recompute=\[1, 0\]: give True"),
         ({"sparse_gradients": "sparse"}, r"sparse_gradients='sparse': give 'exact' \(.*\) or 'dense' \("),
         ({"jit_compile": "auto"}, "jit_compile='auto': give True, False, or None to follow the loss function"),
         ({"sparse_gradients": True}, "sparse_gradients=True: give 'exact'"),
@@ -104,6 +107,11 @@ def test_sizes_exclude_planners_and_plans() -> None:
 )
 def test_the_largest_micro_batch_of_a_batch(given: Any, samples: int, largest: int) -> None:
     assert Options(micro_batches=given).largest_micro_batch(samples) == largest
+
+
+@pytest.mark.parametrize(("word", "flag"), [("all", True), ("none", False)])
+def test_recompute_takes_the_words_of_the_command_line(word: str, flag: bool) -> None:
+    assert Options(recompute=word) == Options(recompute=flag)
 
 
 def test_a_plan_excludes_stages_replicas_recompute_and_a_cluster() -> None:
@@ -213,3 +221,17 @@ def test_every_option_with_a_flag_is_one_of_the_command_line() -> None:
 
 def test_a_step_shows_the_optimizer_that_was_given_by_its_name() -> None:
     assert isinstance(dapple.pipeline(lambda x: x, optimizer="sgd", stages=1).optimizer, keras.optimizers.SGD)
+
+
+def test_planning_anew_keeps_what_results_depend_on() -> None:
+    given = Options(stages=4, replicas=[2, 1, 1, 1], schedule="zb-h1", recompute=[True, False, False, False])
+    assert given.planned_anew() == Options(micro_batches=8)
+    sizes = Options(stages=2, micro_batches=[2, 6], recompute=["a"])
+    assert sizes.planned_anew() == Options(micro_batches=2, recompute=["a"])
+    windows = Options(stages=2, mode="async", minibatches=6, weights="2bw", micro_batches=3, depth=None)
+    assert windows.planned_anew() == dataclasses.replace(windows, stages="auto")
+
+
+def test_elastic_is_true_or_false() -> None:
+    with pytest.raises(PlanError, match=r"elastic='yes': give True or False"):
+        Options(elastic="yes")  # type: ignore[arg-type]

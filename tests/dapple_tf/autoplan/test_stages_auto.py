@@ -10,6 +10,7 @@ import tensorflow as tf
 
 import dapple_tf as dapple
 from dapple_tf.errors import DappleWarning, PlanError
+from dapple_tf.plans import Plan, StagePlan
 from dapple_tf.profiler.cluster import Cluster, Link, Server, config
 from dapple_tf.timeline.recording import BY_PROFILE, BY_TIMES
 from tests.equality.small_models import chain, data, sgd, values, weights
@@ -115,3 +116,20 @@ def test_m_is_chosen_with_the_stages_where_it_is_not_given() -> None:
     assert step.plan.micro_batches == 1
     fixed = dapple.pipeline(chain(weights(4)), optimizer=sgd(), stages=1, example_batch=data(64))
     assert fixed.plan.micro_batches == 8
+
+
+def test_an_elastic_step_is_planned_anew_for_the_devices_that_there_are() -> None:
+    matrices, batch = weights(3), data(16)
+    stages = StagePlan(0, 4, tuple(range(8))), StagePlan(5, 9, tuple(range(8, 16)))
+    many = Plan("net", "given", 16, 16, 1, "dapple-a", recompute=False, stages=stages)
+    loss = chain(matrices)(*batch)
+    step = dapple.pipeline(chain(matrices), optimizer=sgd(), plan=many, elastic=True, cluster=config("a", 4))
+    np.testing.assert_allclose(step(*batch), loss, rtol=1e-12)
+    assert step.plan.device_count <= 8
+    assert step.plan.micro_batches == 1
+
+
+def test_an_elastic_step_keeps_a_plan_that_fits() -> None:
+    step = dapple.pipeline(chain(weights(4)), optimizer=sgd(), stages=2, replicas=[2, 1], elastic=True)
+    step(*data(16))
+    assert (step.plan.planner, step.plan.replicas) == ("requested", (2, 1))

@@ -57,7 +57,10 @@ def test_programs_of_one_target_share_their_buffers(model: StagedModel) -> None:
 
 def test_a_plan_for_more_devices_is_refused(model: StagedModel) -> None:
     target = LocalTarget(DEVICES[:2], DEVICES[0])
-    with pytest.raises(PlanError, match=r"the plan uses devices \[0, 2\], but there are only 2"):
+    with pytest.raises(
+        PlanError,
+        match=r"the plan uses devices 0,2, but there are only 2, from 0: make more with dapple\.init",
+    ):
         build(target, model, plan_of(2, (0, 2)))
 
 

@@ -79,7 +79,7 @@ def test_an_unknown_option_of_the_model_exits_with_2(run_here: Run, tmp_path: Pa
 def test_a_path_that_cannot_be_written_fails_before_the_model_is_made(run_here: Run) -> None:
     run = run_here(*PROFILE, "-o", "setup.py/p.json", "--set", "depth=3")
     assert (run.code, run.stdout) == (2, "")
-    assert "error: --output: setup.py/p.json: its folder is missing: make setup.py" in run.stderr
+    assert "error: --output: setup.py/p.json: setup.py is a file, not a folder" in run.stderr
 
 
 def test_a_model_that_fails_leaves_no_file(run_here: Run, tmp_path: Path) -> None:

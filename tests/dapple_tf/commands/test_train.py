@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import math
 import re
+import shlex
+import signal
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +27,7 @@ TRAIN = ("train", TINY_MODEL, "--micro-batches", 2)
 
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("trace") / "deep" / "t.json"
+    return tmp_path_factory.mktemp("trace") / "t.json"
 
 
 @pytest.fixture(scope="module")
@@ -221,23 +224,46 @@ def test_a_run_resumed_from_a_checkpoint_has_the_losses_of_one_run(run_here: Run
     assert again.stderr.splitlines()[-1].endswith(f"{tmp_path} has 6 steps already: ask for more with --steps")
 
 
+@pytest.fixture
+def usual_interrupts() -> Iterator[None]:
+    """Ctrl-C as in the foreground: a shell starts jobs in the background with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("usual_interrupts")
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("times", "options", "told"),
     [
-        (("--checkpoint-dir", "saved", "--checkpoint-every", 3), "step 3 is saved in saved: the same command goes on"),
-        (("--checkpoint-dir", "saved", "--checkpoint-every", 5), "saved has no checkpoint yet: save more often with"),
-        ((), "nothing was saved: give --checkpoint-dir DIR"),
+        (1, ("--checkpoint-dir", "saved"), "step 5 is saved as saved/checkpoint-5.safetensors; to go on: "),
+        (2, ("--checkpoint-dir", "saved"), "step 3 is saved as saved/checkpoint-3.safetensors; to go on: "),
+        (1, (), "nothing was saved: give --checkpoint-dir DIR"),
     ],
 )
-def test_an_interrupted_run_says_what_is_saved(
-    run_here: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[object, ...], told: str
+def test_an_interrupted_run_saves_its_last_step_and_says_how_to_go_on(
+    run_here: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int, options: tuple[object, ...], told: str
 ) -> None:
+    """The first Ctrl-C lets the fifth step end, the second one does not."""
     monkeypatch.chdir(tmp_path)
-    run = run_here("train", TINY_MODEL, "--stages", 2, "--set", "interrupted=True", "--steps", 9, *options)
+    words = ("train", TINY_MODEL, "--stages", 2, "--steps", 9, "--checkpoint-every", 3, "--seed", 1, *options)
+    run = run_here(*words, "--set", f"interrupted={times}")
     assert run.code == 130
     last, stopped = [line for line in run.stderr.splitlines() if line][-2:]
     assert last.startswith(f"dapple: {told}")
     assert stopped == "stopped"
+    assert ("Ctrl-C again stops at once" in run.stderr) == bool(options)
+    assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
+    if options:
+        assert last.endswith(shlex.join(map(str, ["train", *words[1:], "--set", f"interrupted={times}"])))
+
+
+@pytest.mark.usefixtures("usual_interrupts")
+def test_an_interrupted_run_goes_on_as_if_it_had_not_been(run_here: Run, tmp_path: Path) -> None:
+    options = ("train", TINY_MODEL, "--stages", 2, "--steps", 8, "--json")
+    saved = (*options, "--checkpoint-dir", tmp_path)
+    assert run_here(*saved, "--set", "interrupted=1").code == 130
+    assert run_here(*saved).json["losses"] == run_here(*options).json["losses"][5:]
 
 
 def test_a_run_resumed_in_another_process_has_the_losses_of_one_run(trained: Outcome, tmp_path: Path) -> None:

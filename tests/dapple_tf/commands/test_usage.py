@@ -61,6 +61,15 @@ def test_help_and_version(run_here: Run, words: tuple[str, ...]) -> None:
         (("train", TINY_MODEL, "--checkpoint-dir", ""), "--checkpoint-dir is empty"),
         (("train", TINY_MODEL, "--check-numerics", "--trace", "t.png"), "--trace and --check-numerics: a step that"),
         (("train", TINY_MODEL, "--recompute", "stages:a"), "--recompute stages:a: give numbers of stages, such as"),
+        (
+            ("train", "--recompute", "model.py:f"),
+            "--recompute took model.py:f as its value, so that MODEL is missing: give MODEL first, or write "
+            "--recompute=all model.py:f",
+        ),
+        (
+            ("plan", "--recompute", "gpt.json", "--cluster", "config-a", "--global-batch-size", 8),
+            "Invalid value for '--recompute': 'gpt.json' is neither all nor none; before PROFILE write --recompute=all",
+        ),
         (("verify", TINY_MODEL, "--replicas", "two"), "--replicas two: give one whole number for each stage"),
     ],
 )
@@ -68,7 +77,16 @@ def test_wrong_usage_exits_with_2(run_here: Run, words: tuple[object, ...], mess
     run = run_here(*words)
     assert (run.code, run.stdout) == (2, "")
     assert message in run.stderr
+    *usage, line = run.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert not usage or usage[0].startswith("Usage: ")
     assert "Traceback" not in run.stderr
+
+
+def test_without_a_command_the_help_is_shown(run_here: Run) -> None:
+    run = run_here()
+    assert (run.code, run.stderr) == (2, "")
+    assert run.stdout == run_here("--help").stdout
 
 
 @pytest.mark.parametrize(
@@ -101,8 +119,8 @@ def test_wrong_usage_exits_with_2(run_here: Run, words: tuple[object, ...], mess
         ((TINY_MODEL, "--plan", "absent.json"), "absent.json: not a readable JSON file", 2),
         ((TINY_MODEL, "--devices", 3), "TensorFlow has already started with 8 devices", 1),
         ((TINY_MODEL, "--trace", "t.gif"), "--trace: t.gif: a timeline is saved as .png, .html or .json", 2),
-        ((TINY_MODEL, "--trace", "setup.py/t.png"), "setup.py/t.png: its folder cannot be made", 2),
-        ((TINY_MODEL, "--record", "setup.py/r.jsonl"), "--record: setup.py/r.jsonl: its folder cannot be made", 2),
+        ((TINY_MODEL, "--trace", "setup.py/t.png"), "--trace: setup.py/t.png: setup.py is a file, not a folder", 2),
+        ((TINY_MODEL, "--record", "setup.py/r.jsonl"), "--record: setup.py/r.jsonl: setup.py is a file, not", 2),
         (
             (TINY_MODEL, "--tensorboard", "setup.py"),
             "--tensorboard: setup.py cannot hold TensorBoard's events",
@@ -115,8 +133,8 @@ def test_wrong_usage_exits_with_2(run_here: Run, words: tuple[object, ...], mess
             2,
         ),
         (
-            (TINY_MODEL, "--set", "absent=1", "--trace", "setup.py/t.png"),
-            "setup.py/t.png: its folder cannot be made",
+            (TINY_MODEL, "--set", "absent=1", "--trace", "absent/t.png"),
+            "--trace: absent/t.png: its folder is missing: make absent, or correct the path",
             2,
         ),
         (

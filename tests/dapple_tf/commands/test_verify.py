@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
-from dapple_tf.errors import DappleWarning
 from tests.dapple_tf.commands.command_line import TINY_MODEL, Run, run_process
 
 VERIFY = ("verify", TINY_MODEL, "--stages", 2, "--json")
@@ -58,9 +58,10 @@ def test_the_option_of_batch_norm_reaches_the_pipeline(run_here: Run) -> None:
     assert run_here(*VERIFY, "--batch-norm", "whole").code == 2
 
 
-def test_the_option_of_xla_reaches_the_pipeline(run_here: Run) -> None:
-    with pytest.warns(DappleWarning, match="stage0/forward: it draws random numbers"):
-        run_here(*VERIFY, "--micro-batches", 2, "--jit-compile", "--set", "noisy=True")
+@pytest.mark.filterwarnings("default::dapple_tf.errors.DappleWarning")
+def test_the_option_of_xla_reaches_the_pipeline_whose_warnings_are_lines_of_the_command(run_here: Run) -> None:
+    run = run_here(*VERIFY, "--micro-batches", 2, "--jit-compile", "--set", "noisy=True")
+    assert re.search(r"^dapple: warning: .*XLA compiles 4 of .*\n  stage0/forward: it draws", run.stderr, re.MULTILINE)
     assert run_here(*VERIFY, "--micro-batches", 2, "--jit-compile").json["ok"] is True
 
 

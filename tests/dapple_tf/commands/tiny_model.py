@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,12 +22,13 @@ def tiny(
     empty: bool = False,
     infinite: bool = False,
     fails: bool = False,
-    interrupted: bool = False,
+    interrupted: int = 0,
 ) -> dapple.Workload:
     """Return two dense layers on four batches of random numbers.
 
     ``noisy``: the loss draws numbers that no other run draws. ``empty``: there are no batches. ``infinite``: the third
-    batch is infinite. ``fails``: the loss cannot be computed. ``interrupted``: Ctrl-C is pressed after four batches.
+    batch is infinite. ``fails``: the loss cannot be computed. ``interrupted``: how often Ctrl-C is
+    pressed after four batches.
     """
     keras.utils.set_random_seed(seed)
     layers = [keras.layers.Dense(width, "tanh", name="one"), keras.layers.Dense(1, name="two")]
@@ -37,7 +40,9 @@ def tiny(
 
     def interrupt() -> Iterator[Any]:
         yield from data
-        raise KeyboardInterrupt
+        for _ in range(interrupted):
+            os.kill(os.getpid(), signal.SIGINT)
+        yield from data
 
     def loss(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
         if fails:

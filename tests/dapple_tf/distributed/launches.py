@@ -36,6 +36,7 @@ QUICK_CASES: Mapping[int, Sequence[str]] = {
     2: (
         *("1:1 float64", "DP 2 float64", "embedding, zb-h1", "sums written by replicas"),
         *("batch norm, sync, DP", "loss scaling", "interleaved", "given sizes", "weights of odd sizes, DP 2"),
+        *("sharded, DP 2", "sharded, DP 2, global norm"),
     ),
     3: (
         *("1:1:1 float64", "tied, user replicated", "integers and booleans, split", "2:1, overlap, zb-h1", "sliced"),

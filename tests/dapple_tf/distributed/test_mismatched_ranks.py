@@ -20,7 +20,7 @@ DIFFER = "JobError: the ranks differ in their "
 @pytest.mark.parametrize(
     ("case", "parts"),
     [
-        ("too few stages", ["PlanError: the plan is for 1 ranks, [0], but the job has 2: start as many processes"]),
+        ("too few stages", ["PlanError: the plan is for 1 ranks, [0], but the job has 2: start one process for each"]),
         ("too many stages", ["PlanError: 3 stages with replicas [1, 1, 1] need 3 devices, but there are 2"]),
         ("a plan for fewer ranks", ["PlanError: the plan is for 1 ranks, [0], but the job has 2"]),
         ("a plan for other devices", ["PlanError: the plan is for 2 ranks, [0, 2], but the job has 2"]),
@@ -99,7 +99,7 @@ def test_only_one_rank_explains_the_usage() -> None:
         run_ranks(["-m", "dapple_tf", "train", MODEL, "--steps", "0"], 2)
     assert caught.value.exit_code == 2
     first, last = caught.value.ranks
-    assert "rror: --steps must be at least 1\n" in first.stderr + last.stderr
+    assert "error: --steps must be at least 1\n" in first.stderr + last.stderr
     assert last.stderr in ("", "error: --steps must be at least 1\n")
 
 

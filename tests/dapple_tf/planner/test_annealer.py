@@ -51,11 +51,12 @@ def clusters(draw: st.DrawFn) -> Cluster:
     return Cluster(named, AMPLE, Link(*inside), Link(*between), {}, kinds)
 
 
-@given(profiles(), clusters(), st.booleans(), st.booleans(), st.data())
+@given(profiles(), clusters(), st.booleans(), st.booleans(), st.booleans(), st.data())
 def test_a_step_takes_what_the_simulator_says(
-    profile: Profile, cluster: Cluster, overlap: bool, contention: bool, data: st.DataObject
+    profile: Profile, cluster: Cluster, overlap: bool, contention: bool, sharded: bool, data: st.DataObject
 ) -> None:
-    problem = make_problem(profile, cluster, global_batch_size=24, overlap=overlap, contention=contention)
+    options = {"overlap": overlap, "contention": contention, "shard_optimizer": sharded}
+    problem = make_problem(profile, cluster, global_batch_size=24, **options)
     positions = problem.chain.positions[1:-1]
     count = data.draw(st.integers(1, min(cluster.devices, len(positions) + 1)))
     cuts = sorted(data.draw(st.permutations(positions))[: count - 1])

@@ -29,6 +29,29 @@ def plan(profile: Profile = PROFILE, cluster: Cluster | None = None, batch: int 
     return dapple.plan(profile, cluster or make_cluster(4), global_batch_size=batch, **options)
 
 
+def test_a_sharded_optimizer_makes_room_where_memory_binds() -> None:
+    """Of 40 bytes a layer (weight, gradient, two slots of 10) two replicas hold 30 each, or 40 without sharing."""
+    layer = make_profile((1, 2, 8, 4, 10))
+    cluster = make_cluster(2, memory=38)
+    with refused(PlanError, "does not fit"):
+        plan(layer, cluster)
+    found = plan(layer, cluster, shard_optimizer=True)
+    assert (found.replicas, found.shard_optimizer) == ((2,), True)
+    assert found.predicted is not None
+    assert 30 < found.predicted["peak_memory_bytes"][0] <= 38
+    assert dapple.Plan.from_json(found.to_json()) == found
+    assert "sharded optimizer" in found.headline
+
+
+@pytest.mark.parametrize("planner", ["dapple", "best", "gpipe", "spp", "alpa-inter", "piper"])
+def test_planners_that_search_find_stages_that_only_fit_with_a_sharded_optimizer(planner: str) -> None:
+    """Two stages of two replicas each hold two layers: 60 bytes of weights, gradients and shared slots."""
+    cluster = make_cluster(4, memory=76)
+    found = plan(make_profile(*[(1, 2, 1, 1, 10)] * 4), cluster, planner=planner, shard_optimizer=True)
+    assert found.predicted is not None
+    assert max(found.predicted["peak_memory_bytes"]) <= 76
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -61,6 +84,11 @@ def plan(profile: Profile = PROFILE, cluster: Cluster | None = None, batch: int 
 def test_invalid_arguments_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(PlanError, match=message):
         plan(**options)
+
+
+def test_recompute_takes_the_words_of_the_command_line() -> None:
+    assert plan(planner="dp", recompute="all") == plan(planner="dp", recompute=True)
+    assert plan(planner="dp", recompute="none") == plan(planner="dp", recompute=False)
 
 
 def test_gpipe_refuses_more_stages_than_blocks_of_layers() -> None:

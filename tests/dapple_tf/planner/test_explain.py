@@ -54,13 +54,21 @@ def test_a_plan_is_described_in_a_few_lines() -> None:
         PROFILE, make_cluster(2), global_batch_size=8, micro_batch_size=4, recompute=True, overlap=True
     )
     plan, timeline = predict_plan(problem, run_planner(problem, "dp").chosen, "dp")
-    head, *table, stage = describe_plan(plan, PROFILE, timeline).splitlines()
+    task, head, *table, stage = describe_plan(plan, PROFILE, problem.cluster, timeline).splitlines()
+    assert task == "net on 2 devices, a batch of 8 samples"
     assert head == (
         "plan DP, layers 3, 2 micro-batches of 4 samples, schedule dapple-a, recompute of all layers, AllReduce "
         "overlaps backward"
     )
     assert "\n".join(table) == str(timeline)
     assert stage == "stage 0: layer0 .. layer2"
+
+
+def test_devices_that_a_plan_leaves_idle_are_told() -> None:
+    problem = make_problem(PROFILE, make_cluster(2), global_batch_size=8)
+    plan, timeline = predict_plan(problem, run_planner(problem, "gpipe", stages=1).chosen, "gpipe")
+    task = describe_plan(plan, PROFILE, problem.cluster, timeline).splitlines()[0]
+    assert task == "net on 2 devices, a batch of 8 samples; the plan uses 1 of the devices"
 
 
 def test_long_layer_names_are_shortened() -> None:
@@ -73,7 +81,7 @@ def test_long_layer_names_are_shortened() -> None:
 
 def _described(problem: Any, profile: Profile) -> tuple[Any, ...]:
     plan, timeline = predict_plan(problem, run_planner(problem, "best").chosen, "best")
-    return plan, profile, timeline
+    return plan, profile, problem.cluster, timeline
 
 
 def test_runners_up_are_listed_with_how_much_slower_they_are_and_why() -> None:

@@ -265,7 +265,7 @@ def test_a_kind_without_costs_is_named(planner: str) -> None:
 
 def test_the_description_has_the_rows_of_each_device() -> None:
     plan = dapple.plan(PROFILE, MIXED, global_batch_size=16, micro_batch_size=16, planner="dp")
-    text = describe_plan(plan, PROFILE, dapple.simulate(plan, PROFILE, MIXED))
+    text = describe_plan(plan, PROFILE, MIXED, dapple.simulate(plan, PROFILE, MIXED))
     assert "stage 0: layer0 .. layer3, rows 8:4:4 on devices 0, 1, 2" in text
 
 

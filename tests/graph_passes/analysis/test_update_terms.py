@@ -5,9 +5,10 @@ from __future__ import annotations
 from dapple_tf.errors import PartitionError
 from dapple_tf.graph_passes.analysis.update_terms import UpdateTerms, find_terms
 from dapple_tf.graph_passes.ir.graph import Value
+from dapple_tf.graph_passes.ir.names import Site
 from tests.graph_passes.builders import graph, refused
 
-OWNER = {"w": 0, "u": 0, "v": 1}
+OWNER = {"w": Site(0), "u": Site(0), "v": Site(1)}
 
 INPUTS = """
     %gw = arg() {port='w'} -> (float32[4])
@@ -39,7 +40,7 @@ def find(text: str) -> UpdateTerms:
 def test_a_norm_is_cut_where_values_of_two_stages_meet() -> None:
     terms = find(NORM)
     assert terms.combining == {"all", "norm"}
-    assert terms.partial == ((Value("of0"), 0), (Value("nv"), 1))
+    assert terms.partial == ((Value("of0"), Site(0)), (Value("nv"), Site(1)))
     assert terms.combined == (Value("norm"),)
 
 
@@ -53,15 +54,15 @@ def test_values_of_no_stage_are_computed_where_they_are_needed() -> None:
     scaled = NORM.replace("Sum(%all:0)", "Div(%all:0, %s:0)")
     terms = find("%s = ReadVariableOp(%scale:0) -> (float32[]) !read" + scaled)
     assert terms.combining == {"all", "norm"}
-    assert terms.partial == ((Value("of0"), 0), (Value("nv"), 1))
+    assert terms.partial == ((Value("of0"), Site(0)), (Value("nv"), Site(1)))
 
 
 def test_a_slot_is_of_the_stage_whose_update_reads_it() -> None:
     """Stage 0 sums its gradients in a slot, and the norm is that of the slot."""
     slot = NORM.replace("Norm(%gw:0)", "Norm(%sum:0)").replace("Mul(%gw:0, %norm:0)", "Mul(%sum:0, %norm:0)")
     terms = find("%sum = ReadVariableOp(%slot:0) -> (float32[4]) !read" + slot)
-    assert terms.slots["slot"] == {0}
-    assert terms.partial == ((Value("of0"), 0), (Value("nv"), 1))
+    assert terms.slots["slot"] == {Site(0)}
+    assert terms.partial == ((Value("of0"), Site(0)), (Value("nv"), Site(1)))
 
 
 def test_terms_of_terms_are_refused() -> None:
@@ -97,4 +98,4 @@ def test_what_a_predicate_needs_is_needed_by_all_that_it_guards() -> None:
         """
     )
     assert terms.needs == {"uw": {"uw", "w", "gw", "if", "s", "scale"}}
-    assert terms.slots == {"scale": {0}}
+    assert terms.slots == {"scale": {Site(0)}}

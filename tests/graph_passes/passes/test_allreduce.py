@@ -40,6 +40,27 @@ def test_replicas_are_reduced_and_a_tied_variable_is_summed_at_its_owner() -> No
     )
 
 
+def test_where_the_update_is_sharded_a_gradient_is_summed_on_the_replica_that_updates_its_variable() -> None:
+    assert_graph(
+        AllReduce((("u", 1), ("table", 0)))(calls(SUMS, *FUNCTIONS)),
+        SUMS
+        + """
+        %stage0/replica0/reduce = reduce(%stage0/replica0/gradients:1, %stage0/replica1/gradients:1)
+        | {replica=0, stage=0, variables=['table']} -> (float32[9])
+        %stage0/replica1/reduce = reduce(%stage0/replica0/gradients:0, %stage0/replica1/gradients:0)
+        | {replica=1, stage=0, variables=['u']} -> (float32[4])
+        %stage0/tied_sum_0 = tied_sum(%stage0/replica0/reduce:0, %stage1/replica0/gradients:0)
+        | {replica=0, stage=0, variable='table'} -> (float32[9])
+        %stage0/reduced_gradients = reduced_gradients(%stage0/tied_sum_0:0)
+        | {replica=0, stage=0, variables=['table']} -> (float32[9])
+        %stage0/replica1/reduced_gradients = reduced_gradients(%stage0/replica1/reduce:0)
+        | {replica=1, stage=0, variables=['u']} -> (float32[4])
+        %stage1/reduced_gradients = reduced_gradients(%stage1/replica0/gradients:1)
+        | {replica=0, stage=1, variables=['w']} -> (float32[4])
+        """,
+    )
+
+
 def test_one_replica_needs_no_allreduce_and_a_stage_without_gradients_has_none() -> None:
     functions = (
         function("stage0/forward", "arg x, variable frozen", "boundary h"),

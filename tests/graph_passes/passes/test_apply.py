@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dapple_tf.errors import GraphError
+from dapple_tf.graph_passes.ir.names import Site
 from dapple_tf.graph_passes.passes.apply import Apply
 from dapple_tf.graph_passes.passes.split_update import Updates
 from tests.graph_passes.builders import assert_graph, calls, function, refused
@@ -16,8 +17,8 @@ GRADIENTS = """
 """
 
 STAGES = (
-    (0, function("stage0/update", "gradient w float32[2], gradient u, variable u, variable w")),
-    (1, function("stage1/update", "gradient v, variable v")),
+    (Site(0), function("stage0/update", "gradient w float32[2], gradient u, variable u, variable w")),
+    (Site(1), function("stage1/update", "gradient v, variable v")),
 )
 SHARED = function("optimizer/before", "variable step"), function("optimizer/after", "variable step")
 
@@ -34,7 +35,7 @@ BEGIN = """
 
 
 def test_an_update_whose_gradient_is_missing_is_refused() -> None:
-    stages = ((0, function("stage0/update", "gradient lost, variable lost")),)
+    stages = ((Site(0), function("stage0/update", "gradient lost, variable lost")),)
     with refused(GraphError, "'stage0/update' updates 'lost', but no backward gives its gradient"):
         Apply(Updates(None, stages, None))(calls(GRADIENTS))
 
@@ -146,7 +147,7 @@ SPARSE_BARRIER = BARRIER.replace(
 
 def test_an_update_takes_slices_and_their_indices() -> None:
     ports = "gradient v, slices table float32[_,4], indices table int64[_], variable v, variable table"
-    stages = ((1, function("stage1/update", ports)),)
+    stages = ((Site(1), function("stage1/update", ports)),)
     assert_graph(
         Apply(Updates(None, stages, None))(calls(SPARSE)),
         f"""
@@ -163,7 +164,9 @@ def test_an_update_takes_slices_and_their_indices() -> None:
 
 
 def test_the_global_norm_is_that_of_slices_as_they_are_and_what_is_clipped_is_dense() -> None:
-    stages = ((1, function("stage1/update", "gradient v, gradient table float32[9,4], variable v, variable table")),)
+    stages = (
+        (Site(1), function("stage1/update", "gradient v, gradient table float32[9,4], variable v, variable table")),
+    )
     assert_graph(
         Apply(Updates(None, stages, None), global_clipnorm=1.5)(calls(SPARSE)),
         f"""
@@ -189,20 +192,20 @@ def test_the_global_norm_is_that_of_slices_as_they_are_and_what_is_clipped_is_de
 
 
 def test_an_update_that_takes_slices_of_a_dense_gradient_is_refused() -> None:
-    stages = ((1, function("stage1/update", "slices v float32[_,4], indices v int64[_], variable v")),)
+    stages = ((Site(1), function("stage1/update", "slices v float32[_,4], indices v int64[_], variable v")),)
     with refused(GraphError, "'stage1/update' updates 'v', but no backward gives its slices (its gradient is dense)"):
         Apply(Updates(None, stages, None))(calls(GRADIENTS))
 
 
 def test_terms_of_the_stages_are_combined_before_the_barrier_and_taken_by_the_updates() -> None:
     terms = (
-        (0, function("stage0/update_terms", "gradient w float32[2]", "partial a bool[]")),
-        (1, function("stage1/update_terms", "gradient v", "partial b bool[]")),
+        (Site(0), function("stage0/update_terms", "gradient w float32[2]", "partial a bool[]")),
+        (Site(1), function("stage1/update_terms", "gradient v", "partial b bool[]")),
     )
     combine = function("optimizer/combine", "partial a bool[], partial b bool[]", "combined c bool[]")
     stages = (
-        (0, function("stage0/update", "gradient w float32[2], gradient u, combined c bool[]")),
-        (1, function("stage1/update", "gradient v, combined c bool[]")),
+        (Site(0), function("stage0/update", "gradient w float32[2], gradient u, combined c bool[]")),
+        (Site(1), function("stage1/update", "gradient v, combined c bool[]")),
     )
     result = Apply(Updates(None, stages, None, terms, combine))(calls(GRADIENTS))
     assert [str(value) for value in result.node("update/combine").inputs] == [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dapple_tf.graph_passes.analysis.variable_use import Variables, find_variables
 from dapple_tf.graph_passes.ir.graph import ancestors
+from dapple_tf.graph_passes.ir.names import Site
 from dapple_tf.graph_passes.passes.copy_variables import CopyVariables
 from dapple_tf.graph_passes.passes.microbatch import call_stages
 from dapple_tf.graph_passes.passes.order import Order
@@ -46,6 +47,15 @@ def test_copies_are_of_variables_owned_elsewhere_and_of_those_that_forward_write
     variables = find_variables(calls("", *TIED))
     assert variables.copied(0, 0) == ("mean",)
     assert variables.copied(0, 1) == ("table", "mean")
+    assert variables.copied(1, 0) == ("table",)
+    assert variables.copied(1, 1) == ("table", "w")
+
+
+def test_where_the_update_is_sharded_each_replica_copies_what_another_one_keeps() -> None:
+    variables = find_variables(calls("", *TIED), (("table", 1), ("w", 0)))
+    assert (variables.sharded, variables.home("table"), variables.home("mean")) == ({0, 1}, Site(0, 1), Site(0))
+    assert variables.copied(0, 0) == ("table", "mean")
+    assert variables.copied(0, 1) == ("mean",)
     assert variables.copied(1, 0) == ("table",)
     assert variables.copied(1, 1) == ("table", "w")
 

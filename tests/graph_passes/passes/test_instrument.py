@@ -108,7 +108,8 @@ def test_exposed_gradients_are_the_last_outputs() -> None:
 
 SPARSE = """
     %loss = merge() -> (float32[])
-    %stage0/gather_slices/table = gather_slices() {rows=9, stage=0, variable='table'} -> (float32[_,4], int64[_])
+    %stage0/gather_slices/table = gather_slices()
+    |  {replica=0, rows=9, stage=0, variable='table'} -> (float32[_,4], int64[_])
     %stage1/reduced_gradients = reduced_gradients() {variables=['v']} -> (float32[4])
     outputs %loss:0
 """

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dapple_tf.errors import PartitionError
 from dapple_tf.graph_passes.ir.graph import Function, Value
+from dapple_tf.graph_passes.ir.names import Site
 from dapple_tf.graph_passes.ir.text import print_graph
 from dapple_tf.graph_passes.passes.split_update import Updates, cut_updates
 from tests.graph_passes.builders import functions_of, graph, refused
 
-OWNER = {"w": 0, "v": 1}
+OWNER = {"w": Site(0), "v": Site(1)}
 
 INPUTS = """
     %gw = arg() {port='w'} -> (float32[4])
@@ -48,7 +49,7 @@ def assert_function(result: Function | None, text: str) -> None:
 def test_each_variable_is_updated_by_the_stage_that_owns_it() -> None:
     updates = cut(UPDATES)
     assert (updates.before, updates.after) == (None, None)
-    assert [stage for stage, _ in updates.stages] == [0, 1]
+    assert [site for site, _ in updates.stages] == [Site(0), Site(1)]
     assert_function(
         updates.stages[0][1],
         """
@@ -79,8 +80,8 @@ def test_a_counter_that_every_update_reads_steps_once_after_them() -> None:
     )
     assert updates.before is None
     assert [(stage, ops(function)) for stage, function in updates.stages] == [
-        (0, ["t", "dw", "uw"]),
-        (1, ["t", "dv", "uv"]),
+        (Site(0), ["t", "dw", "uw"]),
+        (Site(1), ["t", "dv", "uv"]),
     ]
     assert_function(
         updates.after,
@@ -110,8 +111,8 @@ def test_a_counter_that_steps_before_the_updates_steps_once_before_them() -> Non
     )
     assert ops(updates.before) == ["one", "tick"]
     assert [(stage, ops(function)) for stage, function in updates.stages] == [
-        (0, ["t", "dw", "uw"]),
-        (1, ["t", "dv", "uv"]),
+        (Site(0), ["t", "dw", "uw"]),
+        (Site(1), ["t", "dv", "uv"]),
     ]
     assert updates.after is None
     read = updates.stages[0][1].graph.node("t")
@@ -128,31 +129,37 @@ def test_a_slot_belongs_to_the_stage_whose_update_reads_it() -> None:
         """
     )
     assert (updates.before, updates.after) == (None, None)
-    assert [(stage, ops(function)) for stage, function in updates.stages] == [(0, ["uw"]), (1, ["put", "m", "uv"])]
+    assert [(stage, ops(function)) for stage, function in updates.stages] == [
+        (Site(0), ["uw"]),
+        (Site(1), ["put", "m", "uv"]),
+    ]
 
 
 def test_a_side_effect_runs_in_the_stage_whose_variable_it_reads() -> None:
     updates = cut(UPDATES + "%seen = ReadVariableOp(%v:0) -> (float32[4]) !read\n%print = Print(%seen:0) !side")
-    assert [(stage, ops(function)) for stage, function in updates.stages] == [(0, ["uw"]), (1, ["uv", "seen", "print"])]
+    assert [(stage, ops(function)) for stage, function in updates.stages] == [
+        (Site(0), ["uw"]),
+        (Site(1), ["uv", "seen", "print"]),
+    ]
 
 
 def test_nodes_that_wait_for_updates_by_control_edges_do_not_repeat_them() -> None:
     updates = cut(
         UPDATES + "%tick = AssignAddVariableOp(%step:0, %one:0) {writes=['step']} !write ^%uw 'auto' ^%uv 'auto'"
     )
-    assert [(stage, ops(function)) for stage, function in updates.stages] == [(0, ["uw"]), (1, ["uv"])]
+    assert [(stage, ops(function)) for stage, function in updates.stages] == [(Site(0), ["uw"]), (Site(1), ["uv"])]
     assert ops(updates.after) == ["one", "tick"]
 
 
 def test_an_update_that_waits_for_another_stage_s_does_not_repeat_it() -> None:
     updates = cut(UPDATES.replace("{writes=['v']} !write", "{writes=['v']} !write ^%uw 'auto'"))
-    assert [(stage, ops(function)) for stage, function in updates.stages] == [(0, ["uw"]), (1, ["uv"])]
+    assert [(stage, ops(function)) for stage, function in updates.stages] == [(Site(0), ["uw"]), (Site(1), ["uv"])]
 
 
 def test_an_op_that_updates_the_variables_of_two_stages_is_refused() -> None:
     with refused(
         PartitionError,
-        "the optimizer's op 'both' (FusedUpdate) updates variables of stages [0, 1] at once, so it cannot",
+        "the optimizer's op 'both' (FusedUpdate) updates variables of stage 0 and stage 1 at once, so it cannot",
     ):
         cut("%both = FusedUpdate(%w:0, %v:0, %gw:0, %gv:0) {writes=['w', 'v']} !write")
 
@@ -269,11 +276,15 @@ def test_terms_that_read_what_forward_writes_are_refused() -> None:
 
 def test_a_variable_that_the_model_reads_is_written_where_it_is_read() -> None:
     updates = cut_updates(
-        graph(INPUTS + UPDATES + "%us = AssignVariableOp(%slot:0, %gw:0) {writes=['slot']} !write"), OWNER, {"slot": 1}
+        graph(INPUTS + UPDATES + "%us = AssignVariableOp(%slot:0, %gw:0) {writes=['slot']} !write"),
+        OWNER,
+        {"slot": Site(1)},
     )
     assert ("variable", "slot") in ports(updates.stages[1][1])
     updates = cut_updates(
-        graph(INPUTS + UPDATES + "%us = AssignVariableOp(%slot:0, %one:0) {writes=['slot']} !write"), OWNER, {"slot": 1}
+        graph(INPUTS + UPDATES + "%us = AssignVariableOp(%slot:0, %one:0) {writes=['slot']} !write"),
+        OWNER,
+        {"slot": Site(1)},
     )
     assert ops(updates.after) == ["us", "one"] or ops(updates.after) == ["one", "us"]
 
@@ -318,19 +329,19 @@ def test_a_condition_over_all_gradients_is_cut_behind_a_shared_predicate() -> No
     assert updates.before is None
     terms = [(s, roles(f), ops(f), [p.name for p in f.outputs]) for s, f in updates.terms]
     assert terms == [
-        (0, [("gradient", "w")], ["fw"], ["%fw:0"]),
-        (1, [("gradient", "v")], ["fv"], ["%fv:0"]),
+        (Site(0), [("gradient", "w")], ["fw"], ["%fw:0"]),
+        (Site(1), [("gradient", "v")], ["fv"], ["%fv:0"]),
     ]
     assert roles(updates.combine) == [("partial", "%fw:0"), ("partial", "%fv:0")]
     assert ops(updates.combine) == ["all"]
     assert [(s, roles(f), ops(f)) for s, f in updates.stages] == [
         (
-            0,
+            Site(0),
             [("gradient", "w"), ("variable", "slot"), ("variable", "w"), ("combined", "%all:0")],
             ["if", "s", "dw", "uw"],
         ),
         (
-            1,
+            Site(1),
             [("gradient", "v"), ("variable", "slot"), ("variable", "v"), ("combined", "%all:0")],
             ["if", "s", "dv", "uv"],
         ),
@@ -363,7 +374,9 @@ def test_what_a_shared_write_overwrites_is_read_before_it_for_the_stages() -> No
 
 
 def test_a_read_in_a_condition_of_what_a_shared_write_before_it_overwrites_is_refused() -> None:
-    with refused(PartitionError, "stage 0's part of the optimizer reads 'step' ('t') before the optimizer writes it"):
+    with refused(
+        PartitionError, "the part of the optimizer of stage 0 reads 'step' ('t') before the optimizer writes it"
+    ):
         cut("%if = If(%flag:0) {open=True}\n" + READS_TWICE.replace("GUARD", "guard=['if', 'then_branch']"))
 
 

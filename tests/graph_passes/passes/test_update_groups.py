@@ -6,6 +6,7 @@ import pytest
 
 from dapple_tf.errors import GraphError
 from dapple_tf.graph_passes.ir.graph import Function
+from dapple_tf.graph_passes.ir.names import Site
 from dapple_tf.graph_passes.passes.split_update import Updates
 from dapple_tf.graph_passes.passes.update_groups import UpdateGroups, check_updates, last_backwards, update_name
 from dapple_tf.graph_passes.schedules.window import Window
@@ -18,7 +19,9 @@ UPDATES = (
 
 
 def updates(*stages: int) -> Updates:
-    return Updates(None, tuple((stage, UPDATES[stage]) for stage in stages), function("optimizer/after", "variable t"))
+    return Updates(
+        None, tuple((Site(stage), UPDATES[stage]) for stage in stages), function("optimizer/after", "variable t")
+    )
 
 
 DENSE = """
@@ -139,7 +142,7 @@ def test_an_update_waits_for_the_last_backward_of_each_replica() -> None:
     ]
 
 
-TERMS = ((0, function("stage0/update_terms", "gradient w", "partial p")),)
+TERMS = ((Site(0), function("stage0/update_terms", "gradient w", "partial p")),)
 COMBINE = function("optimizer/combine", "partial p", "combined c")
 
 

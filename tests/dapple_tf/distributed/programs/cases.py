@@ -66,6 +66,7 @@ def shared(schedule: str, *replicas: int, micro_batches: int = 2, stages: int = 
     return layout(*replicas, micro_batches=micro_batches, schedule=schedule, **{"stages": CUTS[stages], **more})
 
 
+SHARDED: Mapping[str, Any] = {"shard_optimizer": True}
 V_SHAPED = "0F0 0F1 3F0 3B0 3F1 3B1 0B0 0B1; 1F0 1F1 2F0 2F1 2B0 2B1 1B0 1B1"
 WITH_WEIGHTS = "0F0 2F0 2B0 2W0 0B0 0W0; 1F0 3F0 3B0 3W0 1B0 1W0"
 
@@ -125,6 +126,10 @@ def overflowing() -> Batches:
 
 def adam() -> Any:
     return keras.optimizers.Adam(0.01, global_clipnorm=0.5)  # small enough to clip
+
+
+def plain_adam() -> Any:
+    return keras.optimizers.Adam(0.01)
 
 
 def momentum() -> Any:
@@ -541,6 +546,29 @@ CASES: dict[str, Case] = {
         for r, cut in (((2,), {}), ((2, 1), {"stages": ["second"]}))
         for kind, tolerance in WEIGHTS.items()
     },
+    "sharded, DP 2": Case(Chain(make_optimizer=plain_adam), batches(), layout(2, **SHARDED)),
+    "sharded, DP 2, global norm": Case(Chain(), batches(), layout(2, **SHARDED)),
+    "sharded, DP 2, overlap": Case(
+        Chain(width=WIDE), batches(width=WIDE), {**overlapped(2, micro_batches=3, ends=[11]), **SHARDED}
+    ),
+    "sharded, odd sizes, DP 2": Case(weights_of_odd_sizes, batches(), layout(2, **SHARDED), FLOAT32),
+    "sharded, embedding, DP 2": Case(
+        embedding(again=True, make_optimizer=clipping_adam), id_batches, layout(2, stages=1, **SHARDED)
+    ),
+    "sharded, batch norm, DP 2": Case(
+        normalized, batches((12, 7, 12)), layout(2, batch_norm="sync", **SHARDED), in_turn=2
+    ),
+    "sharded, 2:1": Case(Chain(tied={3: 0}, aux=True), batches(), layout(2, 1, **SHARDED)),
+    "sharded, 1:2, tied": Case(Chain(tied={3: 0}), batches(), layout(1, 2, **SHARDED)),
+    "sharded, DP 3, a constant": Case(weights_of_odd_sizes, batches(), layout(3, **SHARDED), FLOAT32),
+    "sharded, 2:2, tied": Case(Chain(tied={3: 0}, regularized=True), batches(), layout(2, 2, **SHARDED)),
+    "sharded, interleaved": Case(Chain(tied={3: 0}), batches(), shared("interleaved-1f1b", 2, 2, **SHARDED)),
+    "sharded, every condition, 2:2": Case(
+        Chain(make_optimizer=all_conditions), overflowing, layout(2, 2, **SHARDED), unused=OUTER
+    ),
+    "sharded, mixed_float16, 2:1": Case(
+        mixed, batches([12] * 9, "float32"), layout(2, 1, stages=["dense_1"], **SHARDED), tolerance=2e-2, unused=OUTER
+    ),
     "two unknown axes": Case(cut_to_the_longest, with_lengths, layout(1, 1, stages=["second"])),
     "two unknown axes, replicated": Case(cut_to_the_longest, with_lengths, layout(2, 2, stages=["second"])),
     "nothing in a row": Case(nothing_in_a_row, batches(), layout(1, 1, stages=["second"])),

@@ -1,0 +1,64 @@
+"""``dapple launch``: run a job by mpirun, and start it again on the hosts that are left when it fails."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+
+import click
+import cloup
+
+from dapple_tf.commands.command import FILE, command
+from dapple_tf.commands.output import print_progress
+from dapple_tf.distributed.failure_detector import read_timeout
+from dapple_tf.errors import JobError
+from dapple_tf.launcher.supervisor import LaunchSettings, Supervisor
+
+
+@command(short_help="Run a job, and start it again on the hosts that are left when it fails.")
+@cloup.option(
+    "--hosts",
+    required=True,
+    type=FILE,
+    help="A list of hosts, with lines such as node1 slots=8, or a script that prints it; read again at each start.",
+)
+@cloup.option("-np", "most", required=True, type=click.IntRange(1), help="Ranks to start, if so many slots answer.")
+@cloup.option(
+    "--min-np", "least", default=1, show_default=True, type=click.IntRange(1), help="Fewer ranks end the job."
+)
+@cloup.option(
+    "--restarts", default=3, show_default=True, type=click.IntRange(0), help="How many failures start the job again."
+)
+@cloup.option("--mpirun", "options", default="", metavar="OPTIONS", help="More options for mpirun, in one word.")
+@cloup.option(
+    "--check-every",
+    default=15.0,
+    show_default=True,
+    metavar="SECONDS",
+    type=click.FloatRange(0.5),
+    help="Seconds between two looks at the hosts while the job runs.",
+)
+@click.argument("words", nargs=-1, required=True, metavar="-- COMMAND")
+def launch(
+    hosts: str, most: int, least: int, restarts: int, options: str, check_every: float, words: tuple[str, ...]
+) -> None:
+    """Run COMMAND as the ranks of a job, by mpirun, on the hosts that answer.
+
+    A job that fails is started again on the hosts that are left. The command must go on from what it has saved, as
+    dapple train does with --checkpoint-dir; with --elastic that plans anew for the number of ranks. When hosts come
+    back, an elastic job saves and goes on with more ranks.
+    """
+    if least > most:
+        raise click.UsageError(f"--min-np {least} is more than -np {most}: start more ranks, or ask for fewer")
+    if shutil.which("mpirun") is None:
+        raise click.UsageError("mpirun is not on the PATH: install Open MPI (make horovod)")
+    try:
+        timeout, more = read_timeout(os.environ), tuple(shlex.split(options))
+    except JobError as error:
+        raise click.UsageError(str(error)) from error
+    except ValueError as error:
+        raise click.UsageError(f"--mpirun {options!r}: {error}") from error
+    settings = LaunchSettings(hosts, most, least, restarts, words, more, check_every, timeout)
+    sys.exit(Supervisor(settings, lambda text: print_progress(f"launch: {text}")).run())

@@ -1,0 +1,130 @@
+"""Read which hosts a job may use, and find those that answer."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import socket
+import subprocess
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from dapple_tf.errors import ClusterError
+from dapple_tf.profiler.quote import quote
+
+# "node1 slots=8" of an Open MPI hostfile, "node1:8" of Horovod's discovery scripts, or a name alone: one slot.
+_LINE = re.compile(r"(?P<name>[\w.-]+)(?::(?P<count>\d{1,6})|(?:\s+slots\s*=\s*(?P<slots>\d{1,6}))?)")
+_LOCAL = ("localhost", "127.0.0.1")
+_AGENT = "ssh -o BatchMode=yes -o ConnectTimeout=5"  # asks for no password: a host that wants one does not answer
+
+
+@dataclass(frozen=True)
+class Host:
+    """A host by its name or address, and its ``slots``: how many ranks it may run, one for each device."""
+
+    name: str
+    slots: int
+
+    def __str__(self) -> str:
+        return f"{self.name}:{self.slots}"
+
+
+def read_hosts(path: str | os.PathLike[str], seconds: float = 30) -> tuple[Host, ...]:
+    """Return the hosts that the file at ``path`` lists or, where it is executable, that it prints.
+
+    Each line is ``name slots=n`` or ``name:n``; ``#`` begins a comment. Raises ClusterError for a file that cannot be
+    read, a script that fails or takes longer than ``seconds``, a line that names no host, a host that is named twice,
+    and where no host has a slot; the message names the line.
+    """
+    file = Path(path)
+    source = f"the output of {file}" if os.access(file, os.X_OK) and file.is_file() else str(file)
+    text = _run_script(file, seconds) if source != str(file) else _read_file(file)
+    hosts: dict[str, Host] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.partition("#")[0].strip()
+        if not words:
+            continue
+        found = _LINE.fullmatch(words)
+        if found is None:
+            raise ClusterError(f"{source}, line {number}: {quote(words)} names no host: write name slots=n, or name:n")
+        host = Host(found["name"], int(found["count"] or found["slots"] or 1))
+        if host.name in hosts:
+            raise ClusterError(
+                f"{source}, line {number}: host {host.name} is named twice: add up its slots in one line"
+            )
+        hosts[host.name] = host
+    if not any(host.slots for host in hosts.values()):
+        raise ClusterError(f"{source} names no host with a slot: write name slots=n, or name:n, on a line")
+    return tuple(host for host in hosts.values() if host.slots)
+
+
+def _read_file(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ClusterError(f"the file of hosts {file} cannot be read: {reason}") from error
+
+
+def _run_script(file: Path, seconds: float) -> str:
+    try:
+        ran = subprocess.run(
+            [str(file.absolute())],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            stdin=subprocess.DEVNULL,
+            timeout=seconds,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ClusterError(f"{file} has not named the hosts after {seconds:g} s: it must print them and end") from error
+    except OSError as error:
+        raise ClusterError(
+            f"{file} is executable but cannot be run ({error.strerror}): begin a script with #!, or take away its "
+            "right to be executed if it is a list of hosts"
+        ) from error
+    if ran.returncode:
+        last = (ran.stderr.strip().splitlines() or ["it printed no error"])[-1]
+        raise ClusterError(f"{file} failed with exit code {ran.returncode}: {quote(last)}")
+    return ran.stdout
+
+
+def find_answering(
+    hosts: Sequence[Host], environment: Mapping[str, str] = os.environ, seconds: float = 10
+) -> tuple[Host, ...]:
+    """Return those of the ``hosts`` on which a command can be run within ``seconds``, in their order.
+
+    This host needs no connection. Others are reached as mpirun reaches them: by OMPI_MCA_plm_rsh_agent if it is set,
+    else by ssh.
+    """
+    agent = shlex.split(environment.get("OMPI_MCA_plm_rsh_agent", "") or _AGENT)
+
+    def answers(host: Host) -> bool:
+        return is_local(host.name) or _runs_commands(agent, host.name, seconds)
+
+    with ThreadPoolExecutor(max_workers=min(32, len(hosts)) or 1) as threads:
+        return tuple(host for host, answered in zip(hosts, threads.map(answers, hosts), strict=True) if answered)
+
+
+def is_local(name: str) -> bool:
+    """Return whether ``name`` is one of this host's own names."""
+    return name in (*_LOCAL, socket.gethostname())
+
+
+def _runs_commands(agent: Sequence[str], name: str, seconds: float) -> bool:
+    try:
+        ran = subprocess.run(
+            [*agent, name, "true"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            timeout=seconds,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return ran.returncode == 0

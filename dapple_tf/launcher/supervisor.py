@@ -1,0 +1,245 @@
+"""Run a job by mpirun, and start it again on the hosts that are left when a rank or a host is lost.
+
+mpirun cannot replace a process of a running job. So a job that has lost a rank ends as a whole, and the next one goes
+on from what the last has saved; ``dapple train --elastic`` plans for the ranks that there are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from dapple_tf.errors import ClusterError
+from dapple_tf.launcher.hosts import Host, find_answering, is_local, read_hosts
+from dapple_tf.launcher.restart import CONTINUE, MORE_RANKS, VARIABLE, Start
+
+_USAGE = 2  # the exit code of a command with a wrong option: another start ends in the same way
+_INTERRUPTED = 130
+_TERMINATED = 143
+_POLL_SECONDS = 0.2
+_PASSED_ON = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
+
+
+@dataclass(frozen=True)
+class LaunchSettings:
+    """What to run, and on how many ranks.
+
+    ``hosts``: path of the list of hosts, or of a script that prints it. ``most`` and ``least``: numbers of ranks.
+    ``restarts``: how many times the job may be started again after a failure. ``command``: of each rank.
+    ``mpirun_options``: more words for mpirun. ``check_seconds``: time between two looks at the hosts while the job
+    runs. ``timeout_seconds``: after this time without an answer from a host, the ranks of other hosts have ended.
+    """
+
+    hosts: str
+    most: int
+    least: int
+    restarts: int
+    command: tuple[str, ...]
+    mpirun_options: tuple[str, ...] = ()
+    check_seconds: float = 15.0
+    timeout_seconds: float = 30.0
+
+
+class Supervisor:
+    """Starts the job of ``settings``, watches it, and starts it again; ``tell`` gets a line for each event."""
+
+    def __init__(
+        self, settings: LaunchSettings, tell: Callable[[str], None], environment: Mapping[str, str] = os.environ
+    ) -> None:
+        self._settings = settings
+        self._tell = tell
+        self._environment = dict(environment)
+        self._stopped_by: int | None = None
+
+    def run(self) -> int:
+        """Run until the job has ended for good; return its exit code: 1 where too few ranks are left.
+
+        Raises ClusterError where the hosts cannot be read, or give too few slots, before anything starts.
+        """
+        settings = self._settings
+        hosts = self._choose_hosts(read_hosts(settings.hosts))
+        if _count_slots(hosts) < settings.least:
+            raise ClusterError(
+                f"{settings.hosts}: {_count_slots(hosts)} slots on hosts that answer, but --min-np asks for "
+                f"{settings.least} ranks: add hosts, or lower --min-np"
+            )
+        with self._passing_signals_on():
+            failures, start = 0, Start(0)
+            while True:
+                began = time.monotonic()
+                code = self._run_once(hosts, start)
+                start = Start(start.number + 1, time.time())
+                if self._stopped_by is not None:
+                    return _INTERRUPTED if self._stopped_by == signal.SIGINT else _TERMINATED
+                if code in (0, _USAGE):
+                    return code
+                if code == CONTINUE:
+                    self._tell("the job has saved, to go on with more ranks")
+                else:
+                    failures += 1
+                    self._tell(f"the job failed with {_describe_code(code)} after {time.monotonic() - began:.0f} s")
+                    if failures > settings.restarts:
+                        self._tell(f"it has been started again {settings.restarts} times (--restarts): it ends here")
+                        return 1
+                hosts = self._find_next_hosts(hosts)
+                if _count_slots(hosts) < settings.least:
+                    self._tell(
+                        f"{_count_slots(hosts)} ranks are possible, fewer than --min-np {settings.least}: it ends "
+                        "here; what was saved stays"
+                    )
+                    return 1
+
+    def _choose_hosts(self, named: Sequence[Host]) -> tuple[Host, ...]:
+        """Return the hosts that answer, with no more slots than the job may have ranks."""
+        answering = find_answering(named, self._environment)
+        for host in named:
+            if host not in answering:
+                self._tell(f"host {host.name} does not answer: its {host.slots} slots are left out")
+        chosen: list[Host] = []
+        left = self._settings.most
+        for host in answering:
+            if left:
+                chosen.append(Host(host.name, min(host.slots, left)))
+                left -= chosen[-1].slots
+        return tuple(chosen)
+
+    def _find_next_hosts(self, before: Sequence[Host]) -> tuple[Host, ...]:
+        """Return the hosts for the next start; wait until ranks on a host that does not answer must have ended."""
+        try:
+            hosts = self._choose_hosts(read_hosts(self._settings.hosts))
+        except ClusterError as error:
+            self._tell(f"{error}; the hosts of the last start are used")
+            hosts = self._choose_hosts(before)
+        answering = {host.name for host in find_answering(before, self._environment)}
+        if any(host.name not in answering for host in before):
+            self._wait(self._settings.timeout_seconds)
+        return hosts
+
+    def _run_once(self, hosts: Sequence[Host], start: Start) -> int:
+        """Run the job on the hosts; return mpirun's exit code."""
+        ranks = _count_slots(hosts)
+        again = f"again (number {start.number}) " if start.number else ""
+        self._tell(f"starts the job {again}with {ranks} rank{'s' * (ranks > 1)} on {', '.join(map(str, hosts))}")
+        environment = {**self._environment, VARIABLE: start.to_text()}
+        process = subprocess.Popen(
+            self._words(hosts, environment),
+            env=environment,
+            stdin=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # signals of the terminal are passed on once, by this process
+        )
+        try:
+            return self._watch(process, hosts)
+        finally:
+            _end(process, self._settings.timeout_seconds)
+
+    def _words(self, hosts: Sequence[Host], environment: Mapping[str, str]) -> list[str]:
+        """Return the command line of mpirun, whose ranks are numbered host by host."""
+        passed = [name for name in environment if name in _PASSED_ON or name.startswith(("DAPPLE_", "HOROVOD_"))]
+        return [
+            *("mpirun", "--quiet", "-np", str(_count_slots(hosts)), "--map-by", "slot"),
+            *("--host", ",".join(map(str, hosts))),
+            *(word for name in sorted(passed) for word in ("-x", name)),
+            *self._settings.mpirun_options,
+            *self._settings.command,
+        ]
+
+    def _watch(self, process: subprocess.Popen[str], hosts: Sequence[Host]) -> int:
+        """Wait for the job's end; end mpirun where a host is lost, and offer more ranks where there are more slots."""
+        settings, offered = self._settings, False
+        check = time.monotonic() + settings.check_seconds
+        while (code := process.poll()) is None:
+            if self._stopped_by is not None:
+                process.send_signal(self._stopped_by)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(settings.timeout_seconds)
+                return _end(process, settings.timeout_seconds)
+            if time.monotonic() >= check:
+                lost = self._find_lost(hosts)
+                if lost:
+                    return self._give_up(process, lost)
+                offered = offered or self._offer_ranks(process, _count_slots(hosts))
+                check = time.monotonic() + settings.check_seconds
+            self._wait(_POLL_SECONDS)
+        return code
+
+    def _find_lost(self, hosts: Sequence[Host]) -> list[str]:
+        """Return the names of hosts that do not answer, asked twice."""
+        others = [host for host in hosts if not is_local(host.name)]
+        for _ in range(2):
+            if others:
+                answering = find_answering(others, self._environment)
+                others = [host for host in others if host not in answering]
+        return [host.name for host in others]
+
+    def _give_up(self, process: subprocess.Popen[str], lost: Sequence[str]) -> int:
+        """Let the ranks name the lost hosts and end; then end mpirun, which may wait for a quarter of an hour."""
+        self._tell(f"host {', '.join(lost)} does not answer any more")
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(self._settings.timeout_seconds)
+        return _end(process, self._settings.timeout_seconds) or 1
+
+    def _offer_ranks(self, process: subprocess.Popen[str], ranks: int) -> bool:
+        """Ask the job to save and to end if more ranks are possible; return whether it was asked."""
+        if ranks >= self._settings.most or process.stdin is None:
+            return False
+        try:
+            named = read_hosts(self._settings.hosts)
+        except ClusterError:  # said at the next start, if it stays so
+            return False
+        possible = min(_count_slots(find_answering(named, self._environment)), self._settings.most)
+        if possible <= ranks:
+            return False
+        self._tell(
+            f"{possible} ranks are possible now, {ranks} run: an elastic job goes on with them when it has saved"
+        )
+        with contextlib.suppress(OSError):  # it has just ended
+            process.stdin.write(MORE_RANKS)
+            process.stdin.flush()
+        return True
+
+    @contextlib.contextmanager
+    def _passing_signals_on(self) -> Iterator[None]:
+        """Note Ctrl-C and SIGTERM meanwhile, which ``_watch`` sends to mpirun."""
+
+        def note(number: int, _: object) -> None:
+            self._stopped_by = number
+
+        before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _wait(self, seconds: float) -> None:
+        """Sleep, but not on after a signal."""
+        end = time.monotonic() + seconds
+        while self._stopped_by is None and (left := end - time.monotonic()) > 0:
+            time.sleep(min(left, _POLL_SECONDS))
+
+
+def _count_slots(hosts: Sequence[Host]) -> int:
+    return sum(host.slots for host in hosts)
+
+
+def _end(process: subprocess.Popen[str], seconds: float) -> int:
+    """End mpirun, by SIGKILL if SIGTERM does not; return its exit code."""
+    if process.poll() is None:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(seconds)
+        process.kill()
+    return process.wait()
+
+
+def _describe_code(code: int) -> str:
+    """Return the exit code in words; mpirun gives 128 + n, and Popen -n, for signal n."""
+    number = -code if code < 0 else code - 128
+    names = {member.value: member.name for member in signal.Signals}
+    return f"exit code {code}" + (f" ({names[number]})" if number in names else "")

@@ -1,0 +1,74 @@
+"""The hosts of a job: lists and scripts that name them, and which of them answer."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from dapple_tf.errors import ClusterError
+from dapple_tf.launcher.hosts import Host, find_answering, read_hosts
+
+
+def write(path: Path, text: str, *, executable: bool = False) -> Path:
+    path.write_text(text)
+    path.chmod(0o755 if executable else 0o644)
+    return path
+
+
+def test_a_list_of_hosts_is_read_in_its_order(tmp_path: Path) -> None:
+    text = "# two forms\nnode1 slots=8\n\nnode2.example.org:4  # of Horovod\n10.0.0.3\nnode4 slots = 0\n"
+    hosts = read_hosts(write(tmp_path / "hosts", text))
+    assert hosts == (Host("node1", 8), Host("node2.example.org", 4), Host("10.0.0.3", 1))
+
+
+def test_a_script_prints_the_hosts(tmp_path: Path) -> None:
+    script = write(tmp_path / "discover.sh", "#!/bin/sh\necho node1:2\necho node2:3\n", executable=True)
+    assert read_hosts(script) == (Host("node1", 2), Host("node2", 3))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("node1 slots=two\n", r"hosts, line 1: 'node1 slots=two' names no host: write name slots=n, or name:n"),
+        ("node1\nnode1:2\n", r"line 2: host node1 is named twice: add up its slots in one line"),
+        ("# nobody\n", r"hosts names no host with a slot: write name slots=n"),
+        ("node1 slots=0\n", r"names no host with a slot"),
+        ("-oProxyCommand=x:1\n", r"line 1: .* names no host"),
+    ],
+)
+def test_a_list_that_is_wrong_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ClusterError, match=message):
+        read_hosts(write(tmp_path / "hosts", text))
+
+
+def test_a_list_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ClusterError, match=r"nowhere cannot be read: No such file"):
+        read_hosts(tmp_path / "nowhere")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ClusterError, match=r"binary cannot be read: it is not UTF-8 text"):
+        read_hosts(tmp_path / "binary")
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        ("#!/bin/sh\necho 'no such queue' >&2\nexit 3\n", r"discover failed with exit code 3: 'no such queue'"),
+        ("#!/bin/sh\necho '<html>'\n", r"the output of .*discover, line 1: '<html>' names no host"),
+        ("#!/bin/sh\nsleep 30\n", r"discover has not named the hosts after 0.5 s: it must print them and end"),
+        ("node1:2\n", r"discover is executable but cannot be run \(Exec format error\): begin a script with #!"),
+    ],
+)
+def test_a_script_that_fails_is_refused(tmp_path: Path, script: str, message: str) -> None:
+    with pytest.raises(ClusterError, match=message):
+        read_hosts(write(tmp_path / "discover", script, executable=True), seconds=0.5)
+
+
+def test_a_host_answers_if_a_command_runs_there(tmp_path: Path) -> None:
+    agent = write(tmp_path / "agent", '#!/bin/sh\n[ "$1" = up ] && shift && "$@"\n', executable=True)
+    silent = write(tmp_path / "silent", "#!/bin/sh\nsleep 30\n", executable=True)
+    hosts = (Host("down", 1), Host("up", 2), Host("localhost", 3), Host(socket.gethostname(), 4))
+    answering = find_answering(hosts, {"OMPI_MCA_plm_rsh_agent": str(agent)})
+    assert [host.slots for host in answering] == [2, 3, 4]
+    assert find_answering(hosts[:2], {"OMPI_MCA_plm_rsh_agent": str(silent)}, seconds=0.3) == ()

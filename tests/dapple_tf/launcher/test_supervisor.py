@@ -1,0 +1,184 @@
+"""Jobs under ``dapple launch``, with real mpirun: what is started again, with how many ranks, and what is not."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from tests.paths import ROOT
+from tests.processes import MPIRUN, environment_without_launchers, needs_horovod
+
+pytestmark = needs_horovod
+
+# The ranks write a line each time they start; what they do then is the test's own code.
+_BEGIN = """
+import os, select, signal, sys, time
+rank, size = int(os.environ["OMPI_COMM_WORLD_RANK"]), int(os.environ["OMPI_COMM_WORLD_SIZE"])
+start = int(os.environ["DAPPLE_LAUNCH"].split()[0])
+with open("started", "a") as file:
+    file.write(f"{start} {rank} {size}\\n")
+"""
+
+
+@dataclass
+class Launch:
+    """A folder with a list of hosts, and programs that are launched on them."""
+
+    folder: Path
+    processes: list[subprocess.Popen[str]] = field(default_factory=list)
+
+    def hosts(self, text: str) -> None:
+        (self.folder / "hosts").write_text(text)
+
+    def begin(self, program: str, *options: str, ranks: int = 2) -> subprocess.Popen[str]:
+        """Start ``dapple launch`` of a program."""
+        (self.folder / "program.py").write_text(_BEGIN + program)
+        mpirun = " ".join(MPIRUN.command(self.folder, ranks)[1:-2])
+        command = [sys.executable, "-m", "dapple_tf", "launch", "--hosts", "hosts", "-np", str(ranks), *options]
+        process = subprocess.Popen(
+            [*command, "--check-every", "0.5", "--mpirun", mpirun, "--", sys.executable, "program.py"],
+            cwd=self.folder,
+            env=environment_without_launchers() | {"PYTHONPATH": str(ROOT), "DAPPLE_TIMEOUT_SECONDS": "2"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.processes.append(process)
+        return process
+
+    def run(self, program: str, *options: str, ranks: int = 2) -> tuple[int, str]:
+        """Return the exit code of ``dapple launch``, and what it writes to stderr."""
+        process = self.begin(program, *options, ranks=ranks)
+        _, stderr = process.communicate(timeout=60)
+        return process.returncode, stderr
+
+    @property
+    def starts(self) -> list[tuple[int, ...]]:
+        """The number of the start, the rank and the number of ranks, of all ranks that were started."""
+        path = self.folder / "started"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return sorted(tuple(map(int, line.split())) for line in lines)
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Launch]:
+    launched = Launch(tmp_path)
+    launched.hosts("localhost slots=2\n")
+    yield launched
+    for process in launched.processes:
+        process.kill()
+        process.wait()
+
+
+def test_a_job_whose_rank_is_killed_is_started_again(launch: Launch) -> None:
+    code, told = launch.run("if start == 0 and rank == 1: os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(0.5)")
+    assert code == 0, told
+    assert launch.starts == [(0, 0, 2), (0, 1, 2), (1, 0, 2), (1, 1, 2)]
+    assert "starts the job with 2 ranks on localhost:2" in told
+    assert "the job failed with exit code 137 (SIGKILL) after" in told
+    assert "starts the job again (number 1) with 2 ranks on localhost:2" in told
+
+
+def test_it_is_started_again_on_the_slots_that_are_left_then(launch: Launch) -> None:
+    launch.hosts("localhost slots=3\n")
+    code, told = launch.run("if start == 0: open('hosts', 'w').write('localhost slots=1'); sys.exit(9)", ranks=3)
+    assert code == 0, told
+    assert (1, 0, 1) in launch.starts
+    assert "starts the job again (number 1) with 1 rank on localhost:1" in told
+
+
+def test_a_job_that_fails_each_time_ends_after_the_restarts(launch: Launch) -> None:
+    code, told = launch.run("sys.exit(9)", "--restarts", "2")
+    assert code == 1
+    assert {start for start, _, _ in launch.starts} == {0, 1, 2}
+    assert "it has been started again 2 times (--restarts): it ends here" in told
+
+
+def test_fewer_ranks_than_the_least_end_the_job(launch: Launch) -> None:
+    code, told = launch.run("open('hosts', 'w').write('localhost slots=1'); sys.exit(9)", "--min-np", "2")
+    assert code == 1
+    assert {start for start, _, _ in launch.starts} == {0}
+    assert "1 ranks are possible, fewer than --min-np 2: it ends here; what was saved stays" in told
+
+
+def test_a_wrong_option_of_the_command_is_not_tried_again(launch: Launch) -> None:
+    code, _ = launch.run("sys.exit(2)")
+    assert code == 2
+    assert {start for start, _, _ in launch.starts} == {0}
+
+
+def test_a_job_is_asked_to_go_on_with_more_ranks(launch: Launch) -> None:
+    launch.hosts("localhost slots=1\n")
+    program = """
+if size == 1:
+    open('hosts', 'w').write('localhost slots=2')
+    select.select([sys.stdin], [], [], 50)
+    sys.exit(75 if sys.stdin.readline() == "dapple: more ranks are possible\\n" else 1)
+"""
+    code, told = launch.run(program, "--restarts", "0")
+    assert code == 0, told
+    assert launch.starts == [(0, 0, 1), (1, 0, 2), (1, 1, 2)]
+    assert "2 ranks are possible now, 1 run: an elastic job goes on with them when it has saved" in told
+
+
+@pytest.mark.parametrize(("sent", "wanted"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_the_job_for_good(launch: Launch, sent: int, wanted: int) -> None:
+    process = launch.begin("time.sleep(50)")
+    wait_until(lambda: len(launch.starts) == 2)
+    process.send_signal(sent)
+    _, told = process.communicate(timeout=30)
+    assert process.returncode == wanted, told
+    assert "again" not in told
+
+
+def test_a_host_that_does_not_answer_is_left_out(launch: Launch) -> None:
+    launch.hosts("localhost slots=1\nnobody.invalid slots=1\n")
+    code, told = launch.run("")
+    assert code == 0, told
+    assert launch.starts == [(0, 0, 1)]
+    assert "host nobody.invalid does not answer: its 1 slots are left out" in told
+
+
+def test_too_few_slots_are_refused_before_anything_starts(launch: Launch) -> None:
+    code, told = launch.run("", "--min-np", "2", "--restarts", "9", ranks=4)
+    assert code == 0, told  # two of four
+    launch.hosts("localhost slots=1\n")
+    code, told = launch.run("", "--min-np", "2")
+    assert code == 2
+    assert "hosts: 1 slots on hosts that answer, but --min-np asks for 2 ranks: add hosts, or lower --min-np" in told
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--min-np", "3"), "--min-np 3 is more than -np 2: start more ranks, or ask for fewer"),
+        (("--mpirun", "'"), '--mpirun "\'": No closing quotation'),
+        (("--restarts", "-1"), "Invalid value for '--restarts'"),
+    ],
+)
+def test_wrong_options_are_refused(tmp_path: Path, options: tuple[str, ...], message: str) -> None:
+    (tmp_path / "hosts").write_text("localhost slots=2\n")
+    command = [sys.executable, "-m", "dapple_tf", "launch", "--hosts", "hosts", "-np", "2", *options, "--", "true"]
+    environment = environment_without_launchers() | {"PYTHONPATH": str(ROOT)}
+    ran = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ran.returncode == 2
+    assert message in ran.stderr
+
+
+def wait_until(happened: object, seconds: float = 30) -> None:
+    """Wait until a function returns True; fail after some seconds."""
+    assert callable(happened)
+    end = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < end, f"not within {seconds} s"
+        time.sleep(0.1)
