@@ -70,7 +70,7 @@ class Size:
 
 SCALES = {
     "36": Size(cells=36, filters=512),  # DAPPLE's
-    "tiny": Size(cells=2, filters=16, groups=1, image_size=32, classes=5),
+    "tiny": Size(cells=2, filters=32, groups=1, image_size=32, classes=5),
 }
 
 
