@@ -96,8 +96,8 @@ def part_step(
             after.add(node.name)
     if late := sorted(after & needed, key=lambda name: numbers[name]):
         raise CaptureError(
-            f"{place_of(late[0])}: the target of tape.gradient depends on what the step computes from its gradients, or "
-            "on what it does after taking them: compute the target before"
+            f"{place_of(late[0])}: the target of tape.gradient depends on what the step computes from its gradients, "
+            "or on what it does after taking them: compute the target before"
         )
     acting = [name for name in after if graph.node(name).effect in _ACTING]
     after &= ancestors(graph, [*acting, *(value.node for value in returned if value is not None)])
