@@ -263,7 +263,15 @@ def test_a_step_that_is_traced_differently_each_time_is_refused() -> None:
         dapple.train_step(train_step, stages=2, micro_batches=3)(*batch())
 
 
-@pytest.mark.parametrize("options", [{"batch_norm": "deferred"}, {"batch_norm": "sync", "replicas": [2, 1]}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"batch_norm": "deferred"},
+        {"batch_norm": "sync", "replicas": [2, 1]},
+        {"shard_optimizer": True, "replicas": [2, 1]},
+    ],
+    ids=str,
+)
 def test_options_that_phases_do_not_have_are_refused(options: Any) -> None:
     function, _ = weighed_by_the_first_loss()
     with pytest.raises(PlanError, match="gradients of several targets, and has a plan for each: leave it out"):
