@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
 
 from dapple_tf.drawing.table import format_table
@@ -51,7 +51,7 @@ class Inexactness:
     ``layer``: the layer or op that causes it; ``why``: what it does; ``remedy``: what the user can do. ``documented``:
     a training step is allowed to differ for this reason (batch norm in training mode, draws without a seed); any other
     reason is an error unless the user allows it. ``uncut``: the step differs also where one micro-batch is the whole
-    batch, unless it is traced for that.
+    batch, unless it is traced for that. ``node``: the name of the op in the captured graph, "" where it is ``layer``.
     """
 
     layer: str
@@ -59,6 +59,7 @@ class Inexactness:
     remedy: str
     documented: bool = False
     uncut: bool = False
+    node: str = field(default="", compare=False)
 
     def __str__(self) -> str:
         return f"{self.layer}: {self.why}. {self.remedy}"
@@ -130,7 +131,10 @@ class Exactness:
 
     def to_json(self) -> list[dict[str, Any]]:
         """Return the reasons as JSON objects."""
-        return [{key: value for key, value in asdict(reason).items() if key != "uncut"} for reason in self.reasons]
+        return [
+            {key: value for key, value in asdict(reason).items() if key not in ("uncut", "node")}
+            for reason in self.reasons
+        ]
 
     def __str__(self) -> str:
         return "\n".join(filter(None, (self._table(), self.note)))

@@ -193,15 +193,15 @@ def stage_model(
     *,
     sparse: bool = True,
     windows: bool = False,
-    sharding: Sharding | None = None,
     owners: Mapping[int, int] = MappingProxyType({}),
+    sharding: Sharding | None = None,
 ) -> StagedModel:
     """Cut the captured graph before the layers ``starts``, differentiate each stage, trace the optimizer's update.
 
     ``recompute``: the layers to re-compute in backward. ``sparse``: gradients of embeddings stay sparse. ``windows``:
-    the model is for asynchronous windows, which repeat what runs once a step for every minibatch. ``sharding``: how the
-    update of stages is shared out to replicas; None where each stage has one update. ``owners``: the stages that own
-    variables, by the identity of the variable, whichever stage uses them first. Without an optimizer
+    the model is for asynchronous windows, which repeat what runs once a step for every minibatch. ``owners``: the
+    stages that own variables, by the identity of the variable, whichever stage uses them first. ``sharding``: how the
+    update of stages is shared out to replicas; None where each stage has one update. Without an optimizer
     the pipelined graph computes gradients, and writes only the state that forward writes. Raises PartitionError where
     the graph cannot be cut there, CaptureError where it cannot be differentiated, PlanError for an unsuitable
     optimizer.

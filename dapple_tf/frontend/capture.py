@@ -433,17 +433,26 @@ def _hand_over(
             func_graph.watch_variable(variable)
             handle = internals.capture_of(func_graph, variable.handle)
             tf.raw_ops.AssignVariableOp(resource=handle, value=tensor)
-    trace_text = "\n".join(f"{op.name} {op.type}" for op in operations)
     handed = {id(variable): key for key, variable in shared.variables.items()}
     of_step = PhaseOfStep(
         number,
         len(phases),
-        hashlib.sha256(trace_text.encode()).hexdigest(),
+        _digest(operations),
         frozenset(handed[id(variable)] for _, variable in taken),
         frozenset(handed[id(variable)] for _, variable in given),
     )
     own = [tensor if i in phase.returned else None for i, tensor in enumerate(returned)]
     return of_step, frozenset(reads), others, own
+
+
+def _digest(operations: Sequence[Any]) -> str:
+    """Return a digest of a trace: the names and types of its ops, and its constants."""
+    digest = hashlib.sha256()
+    for op in operations:
+        digest.update(f"{op.name} {op.type}\n".encode())
+        if op.type == "Const":
+            digest.update(op.get_attr("value").SerializeToString(deterministic=True))
+    return digest.hexdigest()
 
 
 def _place_of(node: str, operations: Mapping[str, Any]) -> str:

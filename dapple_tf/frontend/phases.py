@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from dapple_tf.errors import CaptureError
 from dapple_tf.graph_passes.analysis.layers import CAPTURED_INPUTS, variables_of
-from dapple_tf.graph_passes.ir.graph import Effect, Graph, Node, Value
+from dapple_tf.graph_passes.ir.graph import Effect, Graph, Node, Value, ancestors
 
 HANDED_OVER = "handed_over"
 """The scope of the ops by which phases store and read what they hand over."""
@@ -115,14 +115,17 @@ class _Facts:
     """What is known of the nodes of a step before it is cut.
 
     ``phases``: the phase before whose end each node can be computed, -1 where any phase can compute it; a node that
-    acts belongs to this phase. ``losses``: for each phase the nodes that its target is computed from. ``of_batch``: the
-    nodes that depend on the batch. ``writers``: the nodes that write each variable, and ``written_before``, for each
+    acts belongs to this phase. ``losses``: for each phase the nodes that its target is computed from, and
+    ``differentiated``: the nodes through which its gradients pass. ``of_batch``: the nodes that depend on the batch,
+    and ``of_gradient`` on a gradient. ``writers``: the nodes that write each variable, and ``written_before``, for each
     node, those that run before it.
     """
 
     phases: Mapping[str, int]
     losses: tuple[frozenset[str], ...]
+    differentiated: tuple[Set[str], ...]
     of_batch: frozenset[str]
+    of_gradient: frozenset[str]
     writers: Mapping[str, Sequence[str]]
     written_before: Mapping[str, Set[str]]
 
@@ -130,7 +133,9 @@ class _Facts:
     def of(graph: Graph, asked: Sequence[Asked], numbers: Mapping[str, int]) -> _Facts:
         """Return the facts; see ``cut_phases``."""
         losses = tuple(_data_ancestors(graph, item.target.node) for item in asked)
+        differentiated = tuple(_reached_by_gradients(graph, item) for item in asked)
         own = {name: i for i, item in enumerate(asked) for name in item.arguments}
+        last_read: dict[str, int] = {}  # by variable, the last phase whose gradients pass through a read so far
         phases: dict[str, int] = {}
         of_batch: set[str] = set()
         of_gradient: set[str] = set(own)
@@ -154,12 +159,19 @@ class _Facts:
                 found = max(0, found, sum(item.first_op <= numbers[node.name] for item in asked) - 1)
             earlier = {written_before[source] for source in before}
             written = none.union(*earlier) if len(earlier) != 1 else next(iter(earlier))
+            if node.effect is Effect.READ:
+                for name in variables_of(graph, node):
+                    taking = [i for i, names in enumerate(losses) if node.name in names & differentiated[i]]
+                    last_read[name] = max([last_read.get(name, -1), *taking])
             if node.effect is Effect.WRITE:
                 for target in node.strings("writes"):
                     writers.setdefault(target, []).append(node.name)
+                    found = max(found, last_read.get(target, -1))  # a later phase repeats the forward of before
                 written |= {node.name}
             phases[node.name], written_before[node.name] = found, written
-        return _Facts(phases, losses, frozenset(of_batch), writers, written_before)
+        return _Facts(
+            phases, losses, differentiated, frozenset(of_batch), frozenset(of_gradient), writers, written_before
+        )
 
     def home(self, node: str) -> int:
         """Return the first phase that computes a node."""
@@ -173,11 +185,15 @@ class _PhaseNodes:
         self._graph, self._facts, self._asked, self._number = graph, facts, asked, number
         self._place_of = place_of
         self._loss = facts.losses[number]
+        self._earlier = {
+            node.name for node in graph.nodes if node.effect in _ACTING and facts.phases[node.name] < number
+        }
         self._foreign = self._find_foreign()
-        self._differentiated = _reached_by_gradients(graph, asked)
+        self._differentiated = facts.differentiated[number]
 
     def find(self, roots: Collection[str]) -> tuple[set[str], list[Value]]:
         """Return the names of the nodes that compute ``roots``, and the values to take."""
+        self._check_order()
         kept: set[str] = set()
         taken: dict[Value, None] = {}
         pending = list(roots)
@@ -251,6 +267,18 @@ class _PhaseNodes:
                 f"at {self._asked.place} needs what comes after later gradients ({source.name!r}): take the gradients "
                 "of one loss after those of the other, in the order in which their losses are computed"
             )
+
+    def _check_order(self) -> None:
+        """Raise CaptureError where the target needs variables both before and after the step changes them."""
+        facts = self._facts
+        for name in ancestors(self._graph, [self._asked.target.node], stop=self._earlier):
+            node = self._graph.node(name)
+            if node.effect is Effect.WRITE and name in facts.of_gradient:
+                raise CaptureError(
+                    f"{self._place_of(name) or self._asked.place}: the gradients at {self._asked.place} pass through a "
+                    "forward that the step has computed before it changes variables here, and through what it computes "
+                    "after that: take the gradients of each by themselves, and add them"
+                )
 
     def _check_taken(self, value: Value) -> None:
         """Raise CaptureError where an earlier phase cannot hand over a value."""

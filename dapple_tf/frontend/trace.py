@@ -139,7 +139,7 @@ def trace_loss(
     if analysed[0].dependence.mixed and not analysed[0].dependence.exactness.undocumented:
         analysed.append(analyse(weigh_terms(captured, analysed[0].dependence)))
     captured, dependence = analysed[-1].captured, analysed[-1].dependence
-    _report(captured.graph.name, dependence, inexact, trains=trains, is_step=captured.after is not None)
+    _report(captured, dependence, inexact, trains=trains)
     graph = use_rows(_mark(captured.graph, dependence), dependence)
     if dependence.loss_head:
         graph = mark_loss_head(graph, dependence.loss_head.own, dependence.loss_head.head_inputs)
@@ -262,21 +262,25 @@ def _mark(graph: Graph, dependence: BatchDependence) -> Graph:
     return graph.replace(nodes=tuple(nodes))
 
 
-def report_exactness(name: str, reasons: Sequence[Inexactness], inexact: Inexact) -> None:
+def report_exactness(name: str, reasons: Sequence[Inexactness], inexact: Inexact, places: str = "") -> None:
     """React to undocumented ``reasons`` for which a step of the loss ``name`` would differ from one device's.
 
-    Raises ExactnessError, warns, or does nothing, as ``inexact`` says.
+    ``places``: the files and lines of a training step that they are about. Raises ExactnessError, warns, or does
+    nothing, as ``inexact`` says.
     """
+    prefix = f"{places}: " if places else ""
     if reasons and inexact == "error":
         table = Exactness(tuple(reasons))
-        raise ExactnessError(f"a pipelined step of {name} would not equal one device's step:\n{table}")
+        raise ExactnessError(f"{prefix}a pipelined step of {name} would not equal one device's step:\n{table}")
     if reasons and inexact == "warn":
-        message = f"a pipelined step of {name} does not equal one device's step:\n{Exactness(tuple(reasons))}"
-        warn_user(message)
+        table = Exactness(tuple(reasons))
+        warn_user(f"{prefix}a pipelined step of {name} does not equal one device's step:\n{table}")
 
 
-def _report(name: str, dependence: BatchDependence, inexact: Inexact, *, trains: bool, is_step: bool) -> None:
-    report_exactness(name, dependence.exactness.undocumented, inexact)
-    if dependence.grows and trains and not is_step:
+def _report(captured: Captured, dependence: BatchDependence, inexact: Inexact, *, trains: bool) -> None:
+    name, reasons, after = captured.graph.name, dependence.exactness.undocumented, captured.after
+    found = [] if after is None else [after.place_of(reason.node or reason.layer) for reason in reasons]
+    report_exactness(name, reasons, inexact, ", ".join(dict.fromkeys(found)))
+    if dependence.grows and trains and after is None:
         message = f"the loss of {name} is a sum over the batch: its gradient grows with the batch size"
         warn_user(message)

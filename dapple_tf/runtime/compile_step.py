@@ -295,7 +295,6 @@ def _find_model(
                 autoplan.decide(to_plan.captured, to_plan.layers, to_plan.shapes, batch.arguments)
             cuts = autoplan.decide(captured, to_run.layers, to_run.shapes, batch.arguments)
         with times.phase("differentiate"):
-            kinds = {"sparse": autoplan.keeps_slices, "windows": autoplan.window is not None}
             plan, known = autoplan.plan, compiled.homes.shares
             sharding = Sharding(plan.replicas, known) if plan.shard_optimizer else None
             shared = function.hand_over if isinstance(function, TrainingStep) else None
@@ -306,9 +305,10 @@ def _find_model(
                 cuts.starts,
                 optimizer,
                 cuts.recomputed,
-                sharding=sharding,
+                sparse=autoplan.keeps_slices,
+                windows=autoplan.window is not None,
                 owners=owners,
-                **kinds,
+                sharding=sharding,
             )
             compiled.homes.share(model)
             if shared is not None:

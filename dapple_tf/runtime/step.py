@@ -109,6 +109,7 @@ def check_options_of_phases(options: Options, job: Any) -> None:
     """Raise PlanError for options that a training step of several phases does not have."""
     refused = {
         "plan": options.plan is not None,
+        "shard_optimizer": options.shard_optimizer,
         f"batch_norm={options.batch_norm!r}": options.batch_norm != "micro-batch",
         "shard_optimizer": options.shard_optimizer,
     }

@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 import dapple_tf as dapple
-from dapple_tf.errors import CaptureError, DappleError, PartitionError, PlanError, UsageError
+from dapple_tf.errors import CaptureError, DappleError, ExactnessError, PartitionError, PlanError, UsageError
 from tests.equality.test_training_steps import assert_equal, check
 from tests.equality.training_steps import CASES, in_float64, mlp, mse, regression, values_of
 
@@ -108,6 +108,13 @@ def norm_after_the_update(model: Any, optimizer: Any, x: Any, y: Any) -> Any:
     return tf.linalg.global_norm([v.value for v in model.trainable_variables])  # here
 
 
+def log_of_the_mean(model: Any, optimizer: Any, x: Any, y: Any) -> None:
+    with tf.GradientTape() as tape:
+        error = mse(y, model(x))
+        loss = tf.math.log(1 + error)  # here
+    optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+
+
 def no_gradient(model: Any, optimizer: Any, x: Any, y: Any) -> Any:
     return mse(y, model(x))
 
@@ -119,6 +126,7 @@ REFUSED: list[tuple[Callable[..., Any], type[DappleError], str]] = [
     (by_python, CaptureError, r"let no Python code depend on them"),
     (hidden_draw, CaptureError, r"draws from a hidden state after the gradients"),
     (norm_after_the_update, PartitionError, r"after its own write"),
+    (log_of_the_mean, ExactnessError, r"would not equal one device's step"),
     (no_gradient, CaptureError, r"takes no gradient of a variable with tf.GradientTape"),
 ]
 

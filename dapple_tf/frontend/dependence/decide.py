@@ -165,7 +165,8 @@ class _Decision:
             if nested or node.name in self.live:
                 why = f"draws from a generator's hidden state ({node.op}), so not the numbers that one device draws"
                 # A draw that runs once a step runs in each stage that uses it, and each stage draws other numbers.
-                self._add(Inexactness(_layer(node), why, _DRAW, documented=True, uncut=node.name in self.once))
+                own = node.name in self.once
+                self._add(Inexactness(_layer(node), why, _DRAW, documented=True, uncut=own, node=node.name))
         merges = tuple(self._aux(i, value) for i, value in enumerate(aux))
         self._check_writes()
         self._check_reads()
@@ -317,7 +318,7 @@ class _Decision:
         layer = _layer(node) if node is not None else kind.node
         op = f" ({kind.node!r}, {node.op})" if node is not None and layer != kind.node else ""
         why = f"{what} is no sum or mean over samples: this op{op} {kind.why}"
-        self._add(Inexactness(layer, why, remedy, kind.documented))
+        self._add(Inexactness(layer, why, remedy, kind.documented, node=kind.node))
 
     def _aux(self, index: int, value: Value) -> MergeKind | None:
         """Return how to merge an aux output; None for its type to decide."""
@@ -367,7 +368,7 @@ class _Decision:
             layer = _layer(node)
             why = f"writes {', '.join(names)} once for each micro-batch, with a value that depends on its samples"
             documented = any(kind.documented for kind in kinds)
-            self._add(Inexactness(layer, why, _WRITE, documented))
+            self._add(Inexactness(layer, why, _WRITE, documented, node=node.name))
 
     def _is_read(self, names: Sequence[str]) -> bool:
         reads = [n for n in self.graph.nodes if n.effect is Effect.READ and n.name in self.live]
@@ -409,14 +410,14 @@ class _Decision:
                 node = self.graph.node(value.node)
                 why = f"computes a statistic of the whole batch ({value}) and values of samples in one op ({node.op})"
                 remedy = "compute the statistic by an op of its own, or pass inexact='allow'"
-                self._add(Inexactness(_layer(node), why, remedy))
+                self._add(Inexactness(_layer(node), why, remedy, node=node.name))
 
     def _check_reads(self) -> None:
         """Add a reason for each read before a write that runs once a step: micro-batches would read the new value."""
         for _, node, name in self._read_too_early(self.once):
             why = f"reads {name} before the loss writes it; micro-batches run after that write"
             remedy = f"read {name} after it is written, or write it outside of the loss"
-            self._add(Inexactness(_layer(node), why, remedy, uncut=True))
+            self._add(Inexactness(_layer(node), why, remedy, uncut=True, node=node.name))
 
     def _read_too_early(self, once: Set[str]) -> list[tuple[Node, Node, str]]:
         """Return each write of ``once`` before which stages read its variable, with the read and the variable."""
