@@ -111,7 +111,6 @@ def check_options_of_phases(options: Options, job: Any) -> None:
         "plan": options.plan is not None,
         "shard_optimizer": options.shard_optimizer,
         f"batch_norm={options.batch_norm!r}": options.batch_norm != "micro-batch",
-        "shard_optimizer": options.shard_optimizer,
     }
     for name, given in refused.items():
         if given:
