@@ -7,6 +7,7 @@ codes: 0 done, 2 a wrong option, MODEL, or file that an option names, 130 stoppe
 from __future__ import annotations
 
 import contextlib
+import difflib
 import importlib
 import os
 import sys
@@ -73,6 +74,15 @@ class _Group(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names of all commands."""
         return list(_COMMANDS)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Return the command that the first word names; UsageError with the nearest names where there is none."""
+        near = difflib.get_close_matches(args[0], _COMMANDS)
+        if args[0] not in _COMMANDS and near:
+            ctx.fail(f"There is no command {args[0]!r}; did you mean {' or '.join(near)}?")
+        return super().resolve_command(ctx, args)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Return the command of this name, None if there is none."""

@@ -14,6 +14,7 @@ from dapple_tf.distributed.exchange_network import start_exchanges
 from dapple_tf.distributed.exit_reporting import start_exit_reporting
 from dapple_tf.distributed.startup_watch import watching_start
 from dapple_tf.errors import DeviceError, UsageError, warn_user
+from dapple_tf.memory.meter import resident_bytes
 from dapple_tf.profiler.cores import count_cores
 from dapple_tf.profiler.detect import job_rank, job_size
 
@@ -41,6 +42,7 @@ def init(devices: int | None = None) -> None:
         if job is not None:
             start_exit_reporting(job)
             start_exchanges(job)
+            job.base_bytes = resident_bytes()
 
 
 def _make_devices(devices: int | None, job: membership.Job | None) -> None:

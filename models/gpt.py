@@ -6,12 +6,12 @@ import os
 import random
 
 import keras
-import numpy as np
 import tensorflow as tf
 from keras import ops
 
 import dapple_tf as dapple
 from dapple_tf.examples.text import BYTE_VALUES, read_corpus, windows
+from dapple_tf.examples.transformer import Block, BlockOptions, TiedHead, check_heads, normal
 
 INITIAL_STDDEV = 0.06
 """Standard deviation of every weight matrix and embedding; at a width of 128 it learns faster than the usual 0.02."""
@@ -69,97 +69,51 @@ def build_gpt(
     Its layers are named embed, block_0, block_1, ..., norm and head. With `tied` the head is the transpose of
     the token embedding and has no variable of its own.
     """
-    if width % heads:
-        raise ValueError(f"a width of {width} is not a multiple of {heads} heads: change width or heads")
+    check_heads(width, heads)
     seeds = random.Random(seed)
+    options = BlockOptions(
+        width=width,
+        heads=heads,
+        hidden=4 * width,
+        dropout=dropout,
+        causal=True,
+        stddev=INITIAL_STDDEV,
+        # Each block adds two terms to the residual stream; scaled so, its variance at the top is the same at any depth.
+        residual_stddev=INITIAL_STDDEV / (2 * layers) ** 0.5,
+    )
 
     tokens = keras.Input([context], dtype="int32", name="tokens")
-    embed = Embed(width, context, seeds, name="embed", dtype=dtype)
+    embed = Embed(BYTE_VALUES, width, context, INITIAL_STDDEV, seeds, name="embed", dtype=dtype)
     x = embed(tokens)
     for i in range(layers):
-        x = Block(width, heads, layers, dropout, seeds, name=f"block_{i}", dtype=dtype)(x)
+        x = Block(options, seeds, name=f"block_{i}", dtype=dtype)(x)
     x = keras.layers.LayerNormalization(name="norm", dtype=dtype)(x)
     if tied:
         logits = TiedHead(embed.token, name="head", dtype=dtype)(x)
     else:
         logits = keras.layers.Dense(
-            BYTE_VALUES, use_bias=False, kernel_initializer=_normal(seeds), name="head", dtype=dtype
+            BYTE_VALUES, use_bias=False, kernel_initializer=normal(seeds, INITIAL_STDDEV), name="head", dtype=dtype
         )(x)
     return keras.Model(tokens, logits, name="gpt")
 
 
 class Embed(keras.layers.Layer):
-    """Sum of the embeddings of each byte and its position: int32 [batch, context] to [batch, context, width]."""
-
-    def __init__(self, width: int, context: int, seeds: random.Random, *, name: str, dtype: str) -> None:
-        super().__init__(name=name, dtype=dtype)
-        self.token = keras.layers.Embedding(BYTE_VALUES, width, _normal(seeds), name="token", dtype=dtype)
-        self.position = keras.layers.Embedding(context, width, _normal(seeds), name="position", dtype=dtype)
-
-    def call(self, tokens: tf.Tensor) -> tf.Tensor:
-        return self.token(tokens) + self.position(ops.arange(tokens.shape[1]))
-
-
-class Block(keras.layers.Layer):
-    """Attention, then an MLP, each on normalized input and with a residual connection; [batch, context, width]."""
+    """Sum of the embeddings of each token and its position: int32 [batch, context] to [batch, context, width]."""
 
     def __init__(
         self,
+        vocabulary: int,
         width: int,
-        heads: int,
-        layers: int,
-        dropout: float,
+        context: int,
+        stddev: float,
         seeds: random.Random,
         *,
         name: str,
         dtype: str,
     ) -> None:
         super().__init__(name=name, dtype=dtype)
-        # Each block adds two terms to the residual stream; scaled so, its variance at the top is the same at any depth.
-        residual = INITIAL_STDDEV / (2 * layers) ** 0.5
-        self.attention_norm = keras.layers.LayerNormalization(name="attention_norm", dtype=dtype)
-        self.attention = CausalSelfAttention(width, heads, residual, seeds, name="attention", dtype=dtype)
-        self.mlp_norm = keras.layers.LayerNormalization(name="mlp_norm", dtype=dtype)
-        self.up = keras.layers.Dense(4 * width, "gelu", kernel_initializer=_normal(seeds), name="up", dtype=dtype)
-        self.down = keras.layers.Dense(width, kernel_initializer=_normal(seeds, residual), name="down", dtype=dtype)
-        self.dropout = keras.layers.Dropout(dropout, seed=seeds.getrandbits(31), name="dropout", dtype=dtype)
+        self.token = keras.layers.Embedding(vocabulary, width, normal(seeds, stddev), name="token", dtype=dtype)
+        self.position = keras.layers.Embedding(context, width, normal(seeds, stddev), name="position", dtype=dtype)
 
-    def call(self, x: tf.Tensor, training: bool = False) -> tf.Tensor:
-        x += self.dropout(self.attention(self.attention_norm(x)), training=training)
-        x += self.dropout(self.down(self.up(self.mlp_norm(x))), training=training)
-        return x
-
-
-class CausalSelfAttention(keras.layers.Layer):
-    """Attention of each position to itself and those before it; [batch, context, width]."""
-
-    def __init__(self, width: int, heads: int, residual: float, seeds: random.Random, *, name: str, dtype: str) -> None:
-        super().__init__(name=name, dtype=dtype)
-        self.width, self.heads = width, heads
-        self.qkv = keras.layers.Dense(3 * width, kernel_initializer=_normal(seeds), name="qkv", dtype=dtype)
-        self.out = keras.layers.Dense(width, kernel_initializer=_normal(seeds, residual), name="out", dtype=dtype)
-
-    def call(self, x: tf.Tensor) -> tf.Tensor:
-        context, per_head = x.shape[1], self.width // self.heads
-        qkv = ops.reshape(self.qkv(x), (-1, context, 3, self.heads, per_head))
-        q, k, v = ops.unstack(ops.transpose(qkv, (2, 0, 3, 1, 4)), 3)  # each [batch, heads, context, per_head]
-
-        future = np.triu(np.full((context, context), -1e9, x.dtype.as_numpy_dtype), 1)
-        scores = ops.matmul(q * per_head**-0.5, ops.transpose(k, (0, 1, 3, 2))) + future
-        mixed = ops.matmul(ops.softmax(scores), v)
-        return self.out(ops.reshape(ops.transpose(mixed, (0, 2, 1, 3)), (-1, context, self.width)))
-
-
-class TiedHead(keras.layers.Layer):
-    """Logits as products with the token embeddings: [batch, context, width] to [batch, context, 256]."""
-
-    def __init__(self, embedding: keras.layers.Embedding, *, name: str, dtype: str) -> None:
-        super().__init__(name=name, dtype=dtype)
-        self.embedding = embedding
-
-    def call(self, x: tf.Tensor) -> tf.Tensor:
-        return ops.matmul(x, ops.transpose(self.embedding.embeddings))
-
-
-def _normal(seeds: random.Random, stddev: float = INITIAL_STDDEV) -> keras.Initializer:
-    return keras.initializers.RandomNormal(stddev=stddev, seed=seeds.getrandbits(31))
+    def call(self, tokens: tf.Tensor) -> tf.Tensor:
+        return self.token(tokens) + self.position(ops.arange(tokens.shape[1]))

@@ -21,12 +21,13 @@ def labelled_images(
     `noise`: its standard deviation, as a multiple of that of the images.
     """
     coarse = np.random.default_rng(seed).standard_normal((classes, 4, 4, 3))
-    class_images = tf.cast(tf.image.resize(coarse, (image_size, image_size), method="bicubic"), dtype)
+    coarse = tf.constant(coarse)
 
     def draw(number: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         stream = tf.stack([tf.constant(seed, tf.int64), number])
         labels = tf.random.stateless_uniform([batch_size], stream, maxval=classes, dtype=tf.int32)
-        grain = tf.random.stateless_normal([batch_size, image_size, image_size, 3], stream, dtype=class_images.dtype)
-        return tf.gather(class_images, labels) + noise * grain, labels
+        smooth = tf.image.resize(tf.gather(coarse, labels), (image_size, image_size), method="bicubic")
+        grain = tf.random.stateless_normal([batch_size, image_size, image_size, 3], stream, dtype=dtype)
+        return tf.cast(smooth, dtype) + noise * grain, labels
 
     return tf.data.Dataset.counter().map(draw).prefetch(2)

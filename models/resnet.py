@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
+from dataclasses import dataclass
 
 import keras
 import tensorflow as tf
 
 import dapple_tf as dapple
 from dapple_tf.examples.images import labelled_images
+from dapple_tf.examples.scales import choose_size
 
 BLOCKS = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3)}
 """Residual blocks in each of the four groups, by the number of layers with weights."""
@@ -17,12 +20,30 @@ LARGE_IMAGE = 96
 """From this size on, the stem reduces height and width to a quarter; smaller images keep their size."""
 
 
+@dataclass(frozen=True)
+class Size:
+    """Sizes of a ResNet: see `build_resnet`."""
+
+    depth: int = 18
+    width: int = 64
+    classes: int = 10
+    image_size: int = 32
+
+
+SCALES = {
+    "50": Size(depth=50, classes=1000, image_size=224),
+    "small": Size(),
+    "tiny": Size(width=4, classes=3, image_size=16),
+}
+
+
 def resnet(
     *,
-    depth: int = 18,
-    width: int = 64,
-    classes: int = 10,
-    image_size: int = 32,
+    scale: str = "small",
+    depth: int | None = None,
+    width: int | None = None,
+    classes: int | None = None,
+    image_size: int | None = None,
     dtype: str = "float32",
     batch_size: int = 32,
     learning_rate: float = 0.01,
@@ -30,13 +51,16 @@ def resnet(
 ) -> dapple.Workload:
     """Return a ResNet with generated images and its optimizer.
 
+    `scale`: "50" (that of the paper), "small" or "tiny"; the four options that follow change it.
+
     The loss takes images, `dtype` [batch, image_size, image_size, 3], and labels, int32 [batch], and returns
     a scalar of `dtype`: the mean cross entropy in nats. Batch normalization is in training mode: it
     normalizes by the moments of the batch, and every call updates the moving averages.
 
-    Raises ValueError if `depth` is not 18, 34, 50 or 101.
+    Raises ValueError for an unknown scale, or if `depth` is not 18, 34, 50 or 101.
     """
-    model = build_resnet(depth=depth, width=width, classes=classes, image_size=image_size, dtype=dtype, seed=seed)
+    size = choose_size(SCALES, scale, depth=depth, width=width, classes=classes, image_size=image_size)
+    model = build_resnet(**dataclasses.asdict(size), dtype=dtype, seed=seed)
 
     def loss_fn(images: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
         logits = model(images, training=True)
@@ -45,7 +69,9 @@ def resnet(
     return dapple.Workload(
         loss_fn=loss_fn,
         optimizer=keras.optimizers.SGD(learning_rate, momentum=0.9),
-        dataset=labelled_images(classes=classes, image_size=image_size, batch_size=batch_size, seed=seed, dtype=dtype),
+        dataset=labelled_images(
+            classes=size.classes, image_size=size.image_size, batch_size=batch_size, seed=seed, dtype=dtype
+        ),
     )
 
 
@@ -76,7 +102,16 @@ def build_resnet(*, depth: int, width: int, classes: int, image_size: int, dtype
 class ConvNorm(keras.layers.Layer):
     """A convolution and its batch norm: [batch, h, w, c] to [batch, h / stride, w / stride, channels]."""
 
-    def __init__(self, channels: int, kernel: int, stride: int, seeds: random.Random, *, name: str, dtype: str) -> None:
+    def __init__(
+        self,
+        channels: int,
+        kernel: int | tuple[int, int],
+        stride: int | tuple[int, int],
+        seeds: random.Random,
+        *,
+        name: str,
+        dtype: str,
+    ) -> None:
         super().__init__(name=name, dtype=dtype)
         he_normal = keras.initializers.HeNormal(seed=seeds.getrandbits(31))
         self.convolution = keras.layers.Conv2D(

@@ -1,10 +1,12 @@
-"""Text as windows of bytes; by default the source files of Python's standard library, which every machine has."""
+"""Text as windows of bytes or words; by default the sources of Python's standard library, which every machine has."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import sysconfig
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,17 +14,21 @@ import numpy as np
 import tensorflow as tf
 
 BYTE_VALUES = 256
-"""The size of the vocabulary: a token is a byte."""
+"""The size of the vocabulary where a token is a byte."""
+
+PAD, UNKNOWN, CLASSIFY, SEPARATOR, MASK, FIRST_WORD = range(6)
+"""Where a token is a word: five tokens that are no words, and the most frequent word."""
 
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """Text to train on: `data` is uint8 [bytes], `source` the file or folder that it was read from."""
+    """Text to train on: `data` has its tokens, uint8 bytes or int32 words; `source` is its file or folder."""
 
     source: Path
     data: np.ndarray
+    unit: str = "bytes"
 
 
 def read_corpus(path: str | os.PathLike[str] | None = None, *, max_bytes: int = 4_000_000) -> Corpus:
@@ -54,19 +60,41 @@ def read_corpus(path: str | os.PathLike[str] | None = None, *, max_bytes: int = 
     return Corpus(source, np.frombuffer(bytes(text), np.uint8))
 
 
-def windows(corpus: Corpus, *, context: int, batch_size: int, seed: int = 0) -> tf.data.Dataset:
-    """Return an endless data set of random windows; iterating again gives the same batches again.
+def words(corpus: Corpus, vocabulary: int) -> Corpus:
+    """Return a text of bytes as one of words and punctuation marks, numbered by falling frequency from FIRST_WORD.
 
-    Each element is (x, y), both int32 [batch_size, context]; y is x shifted by one byte.
+    Those that the vocabulary has no room for are UNKNOWN. The same text gives the same numbers.
+    """
+    found = re.findall(rb"\w+|[^\w\s]", corpus.data.tobytes())
+    counts = Counter(found)
+    ranked = sorted(counts, key=lambda word: (-counts[word], word))[: vocabulary - FIRST_WORD]
+    numbers = {word: number for number, word in enumerate(ranked, FIRST_WORD)}
+    tokens = np.fromiter((numbers.get(word, UNKNOWN) for word in found), np.int32, len(found))
+    return Corpus(corpus.source, tokens, "words")
 
-    Raises ValueError if the corpus is shorter than one window of `context + 1` bytes.
+
+def count_starts(corpus: Corpus, context: int) -> int:
+    """Return the number of positions at which a window of `context` + 1 tokens may start.
+
+    Raises ValueError if there is none.
     """
     starts = len(corpus.data) - context
     if starts < 1:
         raise ValueError(
-            f"the corpus {corpus.source} has {len(corpus.data)} bytes, but a context of {context} needs "
+            f"the corpus {corpus.source} has {len(corpus.data)} {corpus.unit}, but a context of {context} needs "
             f"{context + 1} or more: use a smaller context, or a longer text with corpus=PATH"
         )
+    return starts
+
+
+def windows(corpus: Corpus, *, context: int, batch_size: int, seed: int = 0) -> tf.data.Dataset:
+    """Return an endless data set of random windows; iterating again gives the same batches again.
+
+    Each element is (x, y), both int32 [batch_size, context]; y is x shifted by one token.
+
+    Raises ValueError if the corpus is shorter than one window of `context + 1` tokens.
+    """
+    starts = count_starts(corpus, context)
     data = tf.constant(corpus.data)
     offsets = tf.range(context + 1, dtype=tf.int64)
 

@@ -2,26 +2,50 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
+from dataclasses import dataclass
 
 import keras
 import tensorflow as tf
 
 import dapple_tf as dapple
 from dapple_tf.examples.images import labelled_images
+from dapple_tf.examples.scales import choose_size
 
 CONVOLUTIONS = {11: (1, 1, 2, 2, 2), 13: (2, 2, 2, 2, 2), 16: (2, 2, 3, 3, 3), 19: (2, 2, 4, 4, 4)}
 """Convolutions in each of the five stacks, by the number of layers with weights."""
 
 
+@dataclass(frozen=True)
+class Size:
+    """Sizes of a VGG: see `build_vgg`."""
+
+    depth: int = 11
+    width: int = 64
+    hidden: int = 512
+    classes: int = 10
+    image_size: int = 32
+    dropout: float = 0.0
+
+
+SCALES = {
+    "19": Size(depth=19, hidden=4096, classes=1000, image_size=224, dropout=0.5),
+    "16": Size(depth=16, hidden=4096, classes=1000, image_size=224, dropout=0.5),
+    "small": Size(),
+    "tiny": Size(width=4, hidden=16, classes=3),
+}
+
+
 def vgg(
     *,
-    depth: int = 11,
-    width: int = 64,
-    hidden: int = 512,
-    classes: int = 10,
-    image_size: int = 32,
-    dropout: float = 0.0,
+    scale: str = "small",
+    depth: int | None = None,
+    width: int | None = None,
+    hidden: int | None = None,
+    classes: int | None = None,
+    image_size: int | None = None,
+    dropout: float | None = None,
     dtype: str = "float32",
     batch_size: int = 32,
     learning_rate: float = 1e-4,
@@ -29,22 +53,25 @@ def vgg(
 ) -> dapple.Workload:
     """Return a VGG with generated images and its optimizer.
 
-    The loss takes images, `dtype` [batch, image_size, image_size, 3], and labels, int32 [batch], and returns
-    a scalar of `dtype`: the mean cross entropy in nats. VGG-16 of the paper has depth 16, hidden 4096,
-    classes 1000, image_size 224 and dropout 0.5.
+    `scale`: "19" or "16" (those of the paper), "small" or "tiny"; the six options that follow change it.
 
-    Raises ValueError if `depth` is not 11, 13, 16 or 19, or if the images are smaller than 32 x 32.
+    The loss takes images, `dtype` [batch, image_size, image_size, 3], and labels, int32 [batch], and returns
+    a scalar of `dtype`: the mean cross entropy in nats.
+
+    Raises ValueError for an unknown scale, if `depth` is not 11, 13, 16 or 19, or if the images are smaller than
+    32 x 32.
     """
-    model = build_vgg(
+    size = choose_size(
+        SCALES,
+        scale,
         depth=depth,
         width=width,
         hidden=hidden,
         classes=classes,
         image_size=image_size,
         dropout=dropout,
-        dtype=dtype,
-        seed=seed,
     )
+    model = build_vgg(**dataclasses.asdict(size), dtype=dtype, seed=seed)
 
     def loss_fn(images: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
         logits = model(images, training=True)
@@ -53,7 +80,9 @@ def vgg(
     return dapple.Workload(
         loss_fn=loss_fn,
         optimizer=keras.optimizers.Adam(learning_rate),
-        dataset=labelled_images(classes=classes, image_size=image_size, batch_size=batch_size, seed=seed, dtype=dtype),
+        dataset=labelled_images(
+            classes=size.classes, image_size=size.image_size, batch_size=batch_size, seed=seed, dtype=dtype
+        ),
     )
 
 

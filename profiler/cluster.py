@@ -526,7 +526,7 @@ def config(letter: str, devices: int = 16) -> Cluster:
         case "c":
             size, between = 1, _ETHERNET_10
         case _:
-            raise ClusterError(f"there is no config {letter!r}; there are a, b, c")
+            raise ClusterError(f"there is no config-{letter}; there are config-a, config-b and config-c")
     counts = [min(size, devices - first) for first in range(0, devices, size)]
     servers = tuple(Server(f"server{index}", count) for index, count in enumerate(counts))
     return Cluster(servers, _V100_MEMORY, intra_server=_NVLINK if size > 1 else between, inter_server=between)

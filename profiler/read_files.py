@@ -49,6 +49,8 @@ def read_text(
         if len(data) > largest:
             raise error(f"not a readable {kind} file: it has more than {largest} bytes")
         return data.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
+    except FileNotFoundError as found:
+        raise error("there is no such file") from found
     except OSError as found:
         raise error(f"not a readable {kind} file: {found.strerror}") from found
     except UnicodeDecodeError as found:

@@ -275,7 +275,8 @@ class Autoplan:
                 have = f"{devices} {'devices' if job is None else 'ranks'}"
                 if job is None or job.rank == 0:
                     LOGGER.info("elastic: there are %s, and %d were asked for: plans anew", have, plan.device_count)
-                options, decision = options.planned_anew(), None
+                sharded = options.shard_optimizer or plan.shard_optimizer
+                options, decision = dataclasses.replace(options.planned_anew(), shard_optimizer=sharded), None
         if options.cluster is not None and options.cluster.devices != devices:
             hosts = [] if job is None else list(Counter(job.gather(socket.gethostname())).items())
             options = dataclasses.replace(options, cluster=options.cluster.on_hosts(hosts) if hosts else None)

@@ -184,7 +184,7 @@ class Options:
     replicas: Sequence[int] | None = field(
         default=None,
         metadata=_about(
-            "The number of devices of each stage; where devices run several stages, of each worker.",
+            "How many devices share each stage; where devices run several stages, how many share each group of stages.",
             more="Such as [2, 1].",
             page="wrap.md#replicas",
             flag="--replicas",
@@ -194,8 +194,8 @@ class Options:
     micro_batches: MicroBatches | None = field(
         default=None,
         metadata=_about(
-            'M, the number of micro-batches of a step, or "auto" (the default where the stages are "auto", else 8); or '
-            "the samples, or the share of the samples, of each.",
+            'Into how many micro-batches, M, each batch is cut, or "auto" (the default where the stages are "auto", '
+            "else 8); or how many samples each has, or its share of them.",
             more="Such as [2, 2, 4] of a first batch of 8, or [0.25, 0.25, 0.5]. Batches of another size are cut in "
             "the same proportion, or into equal micro-batches where one would be too small. Sizes need ``stages`` (or "
             '``replicas``). With ``mode="async"`` only for "2bw": how many a minibatch is cut into, by default the '
@@ -222,7 +222,7 @@ class Options:
     recompute: Recompute = field(
         default=False,
         metadata=_about(
-            "Layers whose activations backward computes again instead of keeping them.",
+            "Layers whose activations are not kept: backward computes them again, which saves memory and takes time.",
             more='Give True or "all", one flag for each stage, or the names of layers.',
             page="memory.md",
             flag="--recompute",
@@ -264,9 +264,9 @@ class Options:
     batch_norm: BatchNorm = field(
         default="micro-batch",
         metadata=_about(
-            "Of which samples batch norm takes statistics in training: each replica's of a micro-batch (micro-batch); "
-            "the same, and moving statistics of the whole batch (deferred); those of a micro-batch on all replicas "
-            "(sync).",
+            "Over which samples batch norm takes statistics in training: those of a micro-batch on one replica "
+            "(micro-batch); the same, with moving statistics of the whole batch (deferred); those of a micro-batch on "
+            "all replicas (sync).",
             more='With "micro-batch" each micro-batch moves the moving statistics in turn, and replicas are averaged; '
             'with "deferred" they move once a step, by mean and variance over the whole batch.',
             page="exactness.md#batch-norm",
@@ -277,8 +277,8 @@ class Options:
     jit_compile: bool | None = field(
         default=None,
         metadata=_about(
-            "Whether XLA compiles each stage function that it can compile; by default where the loss is a tf.function "
-            "with jit_compile=True.",
+            "Whether XLA compiles the functions of the stages, as far as it can; by default if the loss is a "
+            "tf.function with jit_compile=True.",
             more="A warning names the functions that run without it.",
             page="wrap.md#xla",
             flag="--jit-compile/--no-jit-compile",
@@ -311,7 +311,7 @@ class Options:
     minibatches: int | None = field(
         default=None,
         metadata=_about(
-            f"W, the minibatches of a window (by default {USUAL_MINIBATCHES}): each has N / W samples of a batch of N.",
+            f"How many minibatches, W, a window has (by default {USUAL_MINIBATCHES}): each has N / W of its N samples.",
             more="Minibatch m has the rows [N m / W, N (m + 1) / W). A multiple of each stage's replicas.",
             page="asynchronous.md",
             flag="--minibatches",
@@ -320,9 +320,10 @@ class Options:
     weights: WeightPolicy | None = field(
         default=None,
         metadata=_about(
-            "What weights a backward uses in a window: those of its forward, the newest then (stash, the default); "
-            "the version that the first stage had (vertical-sync); two versions, each minibatch cut into "
-            "micro-batches (2bw); the newest, which gives no valid gradient (latest).",
+            "Which version of the weights a minibatch uses: on each stage the newest at its forward, in backward too "
+            "(stash, the default); on all stages the one that the first stage had (vertical-sync); one of two "
+            "versions, with minibatches cut into micro-batches (2bw); the newest at any time, which gives no valid "
+            "gradient (latest).",
             page="asynchronous.md",
             flag="--weights",
         ),
@@ -378,7 +379,7 @@ class Options:
     cluster: Cluster | None = field(
         default=None,
         metadata=_about(
-            'What to plan for: the simulator chooses what is "auto" for these servers and links.',
+            'The servers and links for which is planned what is "auto": stages, micro-batches, schedule.',
             more="It does so from a profile measured now, and ``step.choice`` says why.",
             page="plan.md",
             flag="--cluster",

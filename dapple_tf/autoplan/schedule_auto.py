@@ -17,7 +17,13 @@ from dapple_tf.graph_passes.schedules.worker_map import WorkerMap
 from dapple_tf.graph_passes.schedules.zero_bubble import ZERO_BUBBLE_AUTO
 from dapple_tf.plan_check import check_plan
 from dapple_tf.planner.planning_problem import PlanningProblem
-from dapple_tf.planner.step_simulation import POLICIES, fastest_schedule, make_network, stage_cost_arrays
+from dapple_tf.planner.step_simulation import (
+    POLICIES,
+    WORTH_MEMORY,
+    fastest_schedule,
+    make_network,
+    stage_cost_arrays,
+)
 from dapple_tf.plans import StagePlan
 from dapple_tf.profiler.units import format_bytes
 from dapple_tf.simulator.contention import Flows
@@ -30,9 +36,6 @@ from dapple_tf.simulator.order_search import FoundOrder, search_order
 from dapple_tf.simulator.simulated_figures import activation_communication_ratio
 from dapple_tf.timeline.stage_costs import StageCosts
 
-# What holds more stashes, or computes backwards in two calls, must be faster by more than this share of the step. Costs
-# are not known to a percent, and two calls of a stage's functions take a little longer than one.
-_MIN_GAIN = 0.02
 # Steps of other M, and of schedules with as many stashes, are as fast where they differ by less than this share.
 _ALIKE = 1e-3
 
@@ -111,7 +114,7 @@ def choose_schedule(
         if not seconds:
             continue
         least = min(seconds.values())
-        name = next(name for name, value in seconds.items() if value <= least * (1 + _MIN_GAIN))
+        name = next(name for name, value in seconds.items() if value <= least * (1 + WORTH_MEMORY))
         if best is None or seconds[name] < best.seconds[best.schedule] * (1 - _ALIKE):
             acr = activation_communication_ratio(stages)
             best = ScheduleChoice(name, m, acr, seconds, measured, memory, max_in_flight)
@@ -229,8 +232,9 @@ def _with_split_backward(
         found = search_order(WorkerMap.one_per_stage(len(costs[m])), m, costs[m], choice.memory)
         seconds[ZERO_BUBBLE_AUTO] = _seconds_of(found, costs[m], flows)
     split = {name: value for name, value in seconds.items() if name not in choice.seconds}
+    # Reason for the same share: two calls of a stage's functions take a little longer than one.
     least = min(split.values(), default=float("inf"))
-    if least > choice.seconds[choice.schedule] * (1 - _MIN_GAIN):
+    if least > choice.seconds[choice.schedule] * (1 - WORTH_MEMORY):
         return dataclasses.replace(choice, seconds=seconds)
     name = next(name for name, value in split.items() if value <= least * (1 + _ALIKE))
     found = found if name == ZERO_BUBBLE_AUTO else None

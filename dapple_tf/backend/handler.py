@@ -85,6 +85,7 @@ class Context:
     functions: dict[str, Any]
     ranks: RankCommunication | None
     accumulators: dict[tuple[int, int | None, bool], Any] = field(default_factory=dict)
+    copiers: dict[tuple[Any, ...], Any] = field(default_factory=dict)
     not_inlined: Collection[str] = frozenset()
 
     @property

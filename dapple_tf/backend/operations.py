@@ -6,12 +6,13 @@ The same handlers build the step's graph (``emit``) and run it node by node to l
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import tensorflow as tf
 
+from dapple_tf import internals
 from dapple_tf.backend import batch_handlers, gradient_handlers
 from dapple_tf.backend.branches import build_branches
 from dapple_tf.backend.handler import (
@@ -50,10 +51,33 @@ def _refresh(context: Context, node: Node, inputs: list[Any]) -> Outcome:
 
 
 def _store_version(context: Context, node: Node, inputs: list[Any]) -> Outcome:
-    names = node.strings("variables")
-    values = [read_variable(context.bindings.owner(name)) for name in names]
-    stored = [context.bindings.variable(node, name) for name in names]
-    return [], [assign_variable(copy, value) for copy, value in zip(stored, values, strict=True)]
+    owners = [context.bindings.owner(name) for name in node.strings("variables")]
+    stored = [context.bindings.variable(node, name) for name in node.strings("variables")]
+    dtypes = tuple(variable.dtype for variable in owners)
+    if dtypes not in context.copiers:
+        with tf.init_scope():
+            context.copiers[dtypes] = _build_copier(dtypes)
+    handles = [variable.handle for variable in (*owners, *stored)]
+    return call(context.copiers[dtypes], handles, not_inlined=True)
+
+
+def _build_copier(dtypes: Sequence[tf.DType]) -> Any:
+    """Return a function (sources, targets) that gives variables of these dtypes the values of others.
+
+    A window stores a version for each of its minibatches. As two ops a variable that takes 0.4 MB of memory for eight
+    variables, whatever their size; as a call 0.15 MB.
+    """
+
+    def copy(*handles: Any) -> None:
+        count = len(dtypes)
+        for source, target, dtype in zip(handles[:count], handles[count:], dtypes, strict=True):
+            value = tf.raw_ops.ReadVariableOp(resource=source, dtype=dtype)
+            tf.raw_ops.AssignVariableOp(resource=target, value=value)
+
+    specs = [tf.TensorSpec([], tf.resource)] * (2 * len(dtypes))
+    attributes = {internals.NO_INLINE: True}
+    traced = tf.function(copy, autograph=False, input_signature=specs, experimental_attributes=attributes)
+    return traced.get_concrete_function()
 
 
 def _commit(context: Context, node: Node, inputs: list[Any]) -> Outcome:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from dapple_tf.commands.command import Completed
+from dapple_tf.errors import ClusterError
 from dapple_tf.profiler.cluster import Cluster, load_preset
 
 CLUSTER = Completed("cluster", [f"config-{letter}" for letter in "abc"])
@@ -12,7 +13,12 @@ CLUSTER = Completed("cluster", [f"config-{letter}" for letter in "abc"])
 
 
 def load_cluster(name: str) -> Cluster:
-    """Return the cluster in the file ``name``, or the preset (``config-a:8``) if there is no such file."""
-    if name.startswith("config-") and not Path(name).exists():
+    """Return the cluster in the file ``name``, or the preset (``config-a:8``) if there is no such file.
+
+    Raises ClusterError where there is neither.
+    """
+    if Path(name).exists():
+        return Cluster.load(name)
+    if name.startswith("config-"):
         return load_preset(name)
-    return Cluster.load(name)
+    raise ClusterError(f"--cluster {name}: there is no such file; presets are such as config-a:8")

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
-import click
 import cloup
 
 from dapple_tf.commands.cluster_option import load_cluster
@@ -41,8 +39,6 @@ def compare(
     """
     from dapple_tf.planner.compare import compare as run
 
-    if not cluster.startswith("config-") and not Path(cluster).exists():
-        raise click.UsageError(f"--cluster {cluster}: there is no such file; presets are such as config-a:8")
     check_chart_path("--output", output, "a comparison")
     costs = read_profile(profile, profile_batch_size, size_scale)
     comparison = run(

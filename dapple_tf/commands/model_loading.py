@@ -7,6 +7,7 @@ import difflib
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -71,7 +72,8 @@ def check_model_exists(name: str) -> None:
 
     Importing a model starts TensorFlow, which takes seconds: a mistyped name is found before.
     """
-    place, attribute = _split(name)
+    alone = name.endswith(".py") and os.path.isfile(name)  # without a callable
+    place, attribute = (name, "") if alone else _split(name)
     if not place.endswith(".py"):
         package = place.partition(".")[0]
         if importlib.util.find_spec(package) is None:
@@ -84,6 +86,9 @@ def check_model_exists(name: str) -> None:
         tree = ast.parse(path.read_text("utf-8"))
     except (SyntaxError, ValueError):  # importing it tells more
         return
+    if alone:
+        names = ", ".join(_functions(tree)[:6]) or "none at its top level"
+        raise ModelError(f"{place} is a file: name the callable too, as in {place}:NAME; it has {names}")
     defined = _defined_names(tree)
     if "*" not in defined and attribute not in defined:
         callables = _functions(tree)

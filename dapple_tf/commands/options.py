@@ -24,9 +24,19 @@ MODEL_ARGUMENT = click.argument("model", type=FILE)
 
 MODEL_OPTIONS = cloup.option_group(
     "The model",
-    cloup.option("--batch-size", type=click.IntRange(1), help="Samples of a batch (the model's option batch_size)."),
-    cloup.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="An option of the model's callable."),
-    cloup.option("--seed", default=None, type=int, help="Seed of the weights and the data (the model's option seed)."),
+    cloup.option(
+        "--batch-size", type=click.IntRange(1), help="Samples of each batch: the callable's argument batch_size."
+    ),
+    cloup.option(
+        "--set",
+        "settings",
+        multiple=True,
+        metavar="KEY=VALUE",
+        help="An argument of the callable, such as width=64; may be repeated.",
+    ),
+    cloup.option(
+        "--seed", default=None, type=int, help="Seed of the weights and the data: the callable's argument seed."
+    ),
 )
 """The options of MODEL_ARGUMENT, for commands that run a model."""
 
@@ -62,7 +72,7 @@ PLAN_OPTIONS = cloup.option_group(
     plan_option("jit_compile"),
     plan_option("slice"),
     plan_option("shard_optimizer", is_flag=True, flag_value=True),
-    plan_option("plan", "  [a file]", type=FILE),
+    plan_option("plan", "  [a file that dapple plan -o has written]", type=FILE),
     DEVICES_OPTION,
 )
 """Options that say how to pipeline the model."""

@@ -29,15 +29,15 @@ def cost_options(*more: Decorator) -> Decorator:
             "--cluster",
             required=True,
             type=CLUSTER,
-            help="A cluster file, or a preset of DAPPLE's paper with its number of devices: config-a (16), config-b:8, "
-            "config-c:32.",
+            help="A cluster file, or a cluster of DAPPLE's paper with a number of devices: config-a:8, config-b:16, "
+            "config-c:32 (without a number: 16).",
         ),
         cloup.option(
             "--optimizer-slots",
             default=2,
             show_default=True,
             type=click.IntRange(0),
-            help="Values that the optimizer keeps of each weight.",
+            help="How many values the optimizer keeps for each weight (Adam: 2).",
         ),
         cloup.option(
             "--contention/--no-contention",
@@ -52,9 +52,13 @@ def cost_options(*more: Decorator) -> Decorator:
             "its rows, as in the papers.",
         ),
         cloup.option(
-            "--profile-batch-size", type=click.IntRange(1), help="Samples of a graph.txt whose name has no -pbs-N."
+            "--profile-batch-size",
+            type=click.IntRange(1),
+            help="The batch size that a graph.txt was measured with, if its name has no -pbs-N.",
         ),
-        cloup.option("--size-scale", default=1.0, show_default=True, help="Factor for the bytes in a graph.txt."),
+        cloup.option(
+            "--size-scale", default=1.0, show_default=True, help="Multiply the bytes in a graph.txt by this factor."
+        ),
     )
 
 
@@ -62,7 +66,12 @@ def batch_options(*more: Decorator) -> Decorator:
     """Return the options of the batch and the schedule, of commands that make plans."""
     return cloup.option_group(
         "What to plan",
-        cloup.option("--global-batch-size", required=True, type=click.IntRange(1), help="Samples of a training step."),
+        cloup.option(
+            "--global-batch-size",
+            required=True,
+            type=click.IntRange(1),
+            help="Samples of a training step, on all devices together.",
+        ),
         cloup.option(
             "--micro-batch-size",
             type=click.IntRange(1),
@@ -73,12 +82,14 @@ def batch_options(*more: Decorator) -> Decorator:
             "--recompute",
             default="none",
             type=Completed("level", list(RECOMPUTE_WORDS), _read_level, files=False),
-            help="Whether stages keep only their inputs, and backward runs their forward again; alone: all.",
+            help="all: stages keep only their inputs, and backward runs their forward again. Without a value: all.",
             is_flag=False,
             flag_value="all",
             metavar="[all|none]",
         ),
-        cloup.option("--overlap", is_flag=True, help="Run AllReduce during the last backward."),
+        cloup.option(
+            "--overlap", is_flag=True, help="Let the AllReduce of gradients run during the last backward, not after it."
+        ),
         cloup.option(
             "--shard-optimizer",
             is_flag=True,

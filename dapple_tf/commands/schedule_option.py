@@ -48,7 +48,8 @@ SCHEDULE_OPTION = cloup.option(
     "--schedule",
     default="auto",
     show_default=True,
-    help="gpipe, dapple-a (1f1b), dapple-b, zb-h1, zb-h2 (:D=n), interleaved-1f1b, interleaved-zb, looped-bfs, zb-auto "
-    "(:v=n), zb-v, dualpipe-v, hanayo (:w=n), K=3,2,1, auto; the actions, '0F0 0B0; 1F0 1B0', or a file of them.",
+    help="The order of forwards and backwards: gpipe, dapple-a (1f1b), dapple-b, zb-h1, zb-h2 (:D=n), "
+    "interleaved-1f1b, interleaved-zb, looped-bfs, zb-auto (:v=n), zb-v, dualpipe-v, hanayo (:w=n), K=3,2,1, "
+    "auto; the actions, '0F0 0B0; 1F0 1B0', or a file of them.",
     type=SCHEDULE,
 )

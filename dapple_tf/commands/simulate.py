@@ -32,7 +32,7 @@ def simulate(
     output: str | None,
     as_json: bool,
 ) -> None:
-    """Simulate a step of PLAN (dapple-plan JSON) action by action."""
+    """Predict a training step of PLAN (a file that dapple plan -o has written): its time, idle time and memory."""
     from dapple_tf.planner.explain import FRACTIONS, describe_plan
     from dapple_tf.plans import Plan
     from dapple_tf.simulator.simulate import simulate as run

@@ -29,8 +29,12 @@ from dapple_tf.profiler.detect import job_rank, job_size
 @window_options()
 @cloup.option_group(
     "The run",
-    cloup.option("--steps", default=100, show_default=True, help="Training steps, or with --async windows."),
-    cloup.option("--checkpoint-dir", type=FILE, help="Save checkpoints here, and resume from the last."),
+    cloup.option("--steps", default=100, show_default=True, help="How many steps to train; with --async, windows."),
+    cloup.option(
+        "--checkpoint-dir",
+        type=FILE,
+        help="Save checkpoints in this folder, and go on from the last one there. Ctrl-C saves one too.",
+    ),
     cloup.option("--checkpoint-every", type=int, help="Steps between checkpoints (default: a tenth of all)."),
     plan_option("elastic", is_flag=True),
     cloup.option("--check-numerics", is_flag=True, help="Fail a step whose loss or gradients are NaN or infinite."),
@@ -38,8 +42,8 @@ from dapple_tf.profiler.detect import job_rank, job_size
         "--baseline",
         default=0,
         metavar="STEPS",
-        help="First time this number of steps of the un-pipelined model, for comparison; with --async, windows "
-        "of as many minibatches one after the other.",
+        help="Before the run, measure the speed of the model without a pipeline in this number of steps; with --async, "
+        "in windows of as many minibatches one after the other.",
     ),
 )
 @result_options(
@@ -49,13 +53,18 @@ from dapple_tf.profiler.detect import job_rank, job_size
         default=1,
         show_default=True,
         metavar="N",
-        help="Last steps in a .json trace, up to 8.",
+        help="How many of the last steps a .json trace shows, up to 8.",
     ),
-    cloup.option("--trace-ops", is_flag=True, help="Record TensorFlow's ops inside of each action of a .json trace."),
+    cloup.option("--trace-ops", is_flag=True, help="Show in a .json trace also TensorFlow's ops inside each action."),
     cloup.option(
-        "--record", type=FILE, help=f"Record the run, for dapple report.  [default: {NAME} in --checkpoint-dir]"
+        "--record",
+        type=FILE,
+        help=f"Write the run's losses, times and plan to this file, for dapple report.  [default: {NAME} in "
+        "--checkpoint-dir]",
     ),
-    cloup.option("--tensorboard", metavar="DIR", help="Write curves for TensorBoard: loss, bubble, stages."),
+    cloup.option(
+        "--tensorboard", metavar="DIR", help="Write curves for TensorBoard to this folder: loss, bubble, stages."
+    ),
 )
 def train(
     steps: int,

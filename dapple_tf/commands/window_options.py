@@ -21,8 +21,9 @@ def window_options(*, hidden: bool = False) -> Decorator:
             "--async",
             "asynchronous",
             is_flag=True,
-            help="Train in windows of minibatches, each of which updates the weights, without a flush in between "
-            "(PipeDream). A batch is a window then: --batch-size and --steps count windows.",
+            help="Train asynchronously (PipeDream): every minibatch updates the weights, and the pipeline is not "
+            "emptied in between. Each batch is then a window of minibatches: --batch-size gives its samples, --steps "
+            "counts windows.",
         ),
         plan_option("minibatches", type=click.IntRange(1)),
         plan_option("weights", type=click.Choice(POLICIES)),

@@ -42,7 +42,8 @@ class Job:
 
     It holds the state of this process as a rank: its progress, the locations of variables, and the watchdog and the
     ``exchange_network``, which ``dapple.init`` starts. ``exchange_way``: "native", or "horovod", which needs no
-    network. ``process``: the process id of this rank; a forked child is not a rank.
+    network. ``process``: the process id of this rank; a forked child is not a rank. ``base_bytes``: the resident set of
+    the process at the end of ``dapple.init``, before any model; 0 where the system does not say.
     """
 
     size: int
@@ -55,6 +56,7 @@ class Job:
     exchange_way: str = field(default="", repr=False)
     exchange_network: Network | None = field(default=None, repr=False)
     process: int = field(default_factory=os.getpid, repr=False)
+    base_bytes: int = field(default=0, repr=False)
 
     def announce_call(self, what: str) -> None:
         """Announce a call that every rank must make, as an imperative ("gather the variables"); does not wait."""

@@ -6,11 +6,11 @@ from html import escape
 from string import Template
 
 from dapple_tf.drawing.chart import COLOURS, CRITICAL, HEADING, IDLE, LABELS, MARK, Chart
-from dapple_tf.drawing.page import Axis, Plot, build_page, draw_axis
+from dapple_tf.drawing.page import PAGE_WIDTH, Axis, Plot, build_page, draw_axis
 from dapple_tf.drawing.plan import draw_plan
 from dapple_tf.profiler.units import format_bytes, format_seconds
 
-_WIDTHS = (1000.0, 10_000.0)  # least and largest width of the time axis, in pixels
+_LARGEST = 10_000.0  # width of the time axis, in pixels
 _DIGIT = 7.0  # pixels
 _GAP = 0.1  # of a row's height, above and below its spans
 
@@ -33,7 +33,7 @@ def make_page(chart: Chart) -> str:
         legend.append(
             '<span><i style="height: 4px; vertical-align: 3px; background: var(--critical)"></i>critical path</span>'
         )
-    wide = chart.width_for_numbers(_DIGIT, 2, _WIDTHS)
+    wide = chart.width_for_numbers(_DIGIT, 2, (PAGE_WIDTH - 8 - _left(chart), _LARGEST))
     plots = [_draw_rows(chart, wide)]
     if chart.curves:
         plots.append(_draw_memory(chart, wide))

@@ -37,11 +37,11 @@ svg .ticks text { text-anchor: middle; }
 table { border-collapse: collapse; }
 th, td { padding: 4px 10px 4px 0; text-align: right; vertical-align: top; border-bottom: 1px solid var(--faint);
   white-space: nowrap; }
-th { font-weight: 600; }
+th { font-weight: 600; white-space: normal; vertical-align: bottom; }
 th:first-child, td:first-child, td.text, th.text { text-align: left; }
-td.text { white-space: normal; min-width: 17em; overflow-wrap: anywhere; }
-td.bar { min-width: 180px; padding-right: 16px; }
-td.bar ~ td:nth-child(-n + 5) { white-space: normal; min-width: 6em; }
+td.text { white-space: normal; min-width: 12em; overflow-wrap: anywhere; }
+td.bar { min-width: 120px; padding-right: 16px; }
+td.bar ~ td:nth-child(-n + 5) { white-space: normal; min-width: 6em; overflow-wrap: anywhere; }
 td.bar div { display: flex; height: 15px; }
 td.bar i { display: block; height: 100%; }
 $style
@@ -54,6 +54,10 @@ $body
 </html>
 """
 )
+
+
+PAGE_WIDTH = 1050.0
+"""Pixels that a window of 1100 has for a drawing, beside its margins and its scroll bar."""
 
 
 def build_page(
@@ -141,7 +145,7 @@ class Plot:
     limit: float | None = None
     stepped: bool = False
     left: float = 80.0
-    wide: float = 1000.0
+    wide: float = PAGE_WIDTH - 90.0
     height: float = 220.0
 
     def draw(self) -> str:

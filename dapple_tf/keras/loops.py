@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
@@ -153,7 +154,10 @@ class _MetricsUpdate:
 
     def __init__(self, model: keras.Model) -> None:
         self._model = model
-        self._update = tf.function(self._update_metrics, reduce_retracing=True, autograph=False)
+        # A callable of its own for each model: TensorFlow counts the traces of a method over all its objects, and
+        # would warn at the fifth model that one function is traced again and again.
+        update = functools.partial(self._update_metrics)
+        self._update = tf.function(update, reduce_retracing=True, autograph=False)
 
     def __call__(self, batch: tuple[Any, Any, Any], loss: Any, aux: dict[str, Any], samples: int | None) -> Any:
         """Update the metrics by ``batch`` (x, y, sample_weight), its ``loss``, and the aux outputs of its step.

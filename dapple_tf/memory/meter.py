@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
@@ -30,6 +31,7 @@ class MeasuredMemory:
     Python's objects included. ``heap``: everything that the process has allocated, for any use. Sources with the heap
     are sampled, so a short peak may be missed. ``samples``: each time (seconds of the system's clock) at which the
     bytes beyond those live at the start were found changed, and these bytes; empty where nothing was sampled.
+    ``base_bytes``: what the process held before any model (code, libraries, TensorFlow's own), in a job; else 0.
     """
 
     device: str
@@ -37,6 +39,7 @@ class MeasuredMemory:
     start_bytes: int
     peak_bytes: int
     samples: tuple[tuple[float, int], ...] = field(default=(), repr=False, compare=False)
+    base_bytes: int = 0
 
     @property
     def above_start(self) -> int:
@@ -65,6 +68,15 @@ class MemoryMeter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.measured = tuple(meter.stop() for meter in self._running)
+
+
+def resident_bytes() -> int:
+    """Return the resident set of this process in bytes; 0 where the system has no ``/proc``."""
+    try:
+        status = Path("/proc/self/status").read_text(encoding="utf-8")
+    except OSError:
+        return 0
+    return 1024 * next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS:"))
 
 
 def has_statistics(device: str) -> bool:

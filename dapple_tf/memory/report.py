@@ -72,7 +72,8 @@ class Report:
     ``predicted``: the peak of all stages together, beyond what they hold between steps, with the actions at the times
     of the recorded step. ``measured``: the same, measured. Both are None where devices are measured one by one; they
     are set where the devices share one allocator (logical CPU devices). ``workers``: the predicted memory of a device
-    of each worker, with all stages that it runs.
+    of each worker, with all stages that it runs. ``bases``: of each rank of a job, what its process held before any
+    model; empty before a step was recorded.
     """
 
     plan: Plan
@@ -80,6 +81,7 @@ class Report:
     workers: tuple[_WorkerMemory, ...]
     predicted: int | None = None
     measured: MeasuredMemory | None = None
+    bases: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         rows = [self._row(stage) for stage in self.stages]
@@ -96,6 +98,9 @@ class Report:
                 f"the loss runs once, on the rows of all micro-batches: {format_megabytes(memory.tail)} MB on stage "
                 f"{memory.stage}, while all micro-batches are stashed (batch_loss)"
             )
+        if any(self.bases):
+            each = ", ".join(f"{format_megabytes(size)} MB (rank {rank})" for rank, size in enumerate(self.bases))
+            lines.append(f"before any model each process held, beside the above: {each}")
         if self.measured is not None and self.predicted is not None:
             ratio = self.predicted / max(1, self.measured.above_start)
             lines.append(
@@ -138,6 +143,7 @@ class Report:
                 for stage in self.stages
             ],
             "workers": [{**dataclasses.asdict(worker), "peak": worker.peak} for worker in self.workers],
+            "before_model": list(self.bases),
             "together": self.predicted,
             "measured": _measured_json(self.measured),
         }
@@ -158,11 +164,12 @@ def make_report(
         stages.append(StageReport(memory, seen, highest))
     shared = next((found for device, found in measured if device is None), None)
     peak = predict_process_peak(predicted, timeline) if timeline is not None and shared is not None else None
+    bases = tuple(found.base_bytes for _, found in measured if found.base_bytes)
     if plan.window is not None:
         workers = tuple(_WorkerMemory((m.stage,), m.in_flight, m.fixed, m.in_step) for m in predicted)
-        return Report(plan, tuple(stages), workers, peak, shared)
+        return Report(plan, tuple(stages), workers, peak, shared, bases)
     schedule = plan.build_schedule()
-    return Report(plan, tuple(stages), _predict_workers(predicted, schedule), peak, shared)
+    return Report(plan, tuple(stages), _predict_workers(predicted, schedule), peak, shared, bases)
 
 
 def observed_in_flight(timeline: Timeline, stage: int) -> int:

@@ -8,7 +8,6 @@ from functools import partial
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dapple_tf.errors import PlanError, warn_user
 from dapple_tf.planner.baselines import leading_baselines
@@ -23,13 +22,14 @@ from dapple_tf.planner.systems.even import plan_even
 from dapple_tf.planner.systems.straight import plan_gpipe
 from dapple_tf.plans import StagePlan
 from dapple_tf.profiler.profile import Profile
+from dapple_tf.simulator.arrays import Floats
 
-# The work of each search on up to 16 devices, half a second on a core, and what each further device adds.
-_WORK, _WORK_OF_A_DEVICE = 60_000_000, 2_000_000
+# The work of each search on up to 16 devices, a fifth of a second on a core, and what each further device adds.
+_WORK, _WORK_OF_A_DEVICE = 20_000_000, 700_000
 # With other random numbers each: which plan a search ends at depends on chance, more so where devices or links differ.
 # On many devices one takes seconds.
-_SEARCHES, _MORE_SEARCHES, _MANY_DEVICES = 3, 9, 128
-_MOST_WORK = 160_000_000
+_SEARCHES, _MORE_SEARCHES, _MANY_DEVICES = 4, 9, 128
+_MOST_WORK = 60_000_000
 _SMALL, _MANY_BLOCKS = 128, 64  # blocks times devices below which, and blocks above which, the work is in proportion
 # K_i = slope (S - 1 - i) + 1 of the search for stages of a given schedule; so large a slope stands for K_i = M.
 _SLOPES = {"auto": ANY_WARM_UP, "dapple-a": 1, "dapple-b": 2, "gpipe": 1 << 20}
@@ -72,7 +72,7 @@ def plan_best(problem: PlanningProblem, *, chunks: Sequence[int] = (2, 4)) -> Pl
         candidates += _annealed(problem, annealer)
     if problem.schedule not in (*POLICIES, "auto"):
         candidates += [move_singly(problem, candidate, _MOVES) for candidate in _fastest_few(candidates)]
-    return PlannerResult.ranked(candidates, least_compute_seconds(problem))
+    return PlannerResult.ranked(candidates)
 
 
 def _annealed(problem: PlanningProblem, annealer: Annealer) -> list[Candidate]:
@@ -211,37 +211,65 @@ def _with_fastest_policy(problem: PlanningProblem, chosen: Candidate) -> list[Ca
     return [chosen] if faster is None else [chosen, faster]
 
 
-# --- A lower bound of the step of every plan: what the devices must compute
+# --- A lower bound of the step of every plan: what its devices, and the stage with the largest layer, must compute
 
 
-def least_compute_seconds(problem: PlanningProblem) -> float:
-    """Return a lower bound (seconds) of the step of any plan of this problem, under any schedule.
+def least_plan_seconds(problem: PlanningProblem) -> float:
+    """Return a lower bound (seconds) of the step of any plan without virtual workers, under any schedule.
 
-    A device that computes x samples of a micro-batch in a layer needs, for each sample, the layer's seconds for x
-    samples divided by x. On equal devices the busiest computes at least as long as the mean of all. On devices of
-    several kinds each second of a device of kind k is weighted by w_k, where the weights of all devices add up to 1:
-    the step is at least the weighted sum of all devices' seconds, and each sample of a layer costs at least the least
-    of w_k times its seconds there. The weights are the speeds of the kinds for the whole model.
+    The larger one of ``least_compute_seconds``, and the least over the micro-batch sizes of ``_least_layer_seconds``.
     """
-    cluster, sizes = problem.cluster, problem.micro_batch_sizes
-    kinds = list(dict.fromkeys(cluster.device_kinds))
-    seconds = np.array(
-        [
-            _seconds_of_a_sample(problem.profile.of_kind(kind, cluster.kind_speed(kind)), sizes, cluster.devices)
-            for kind in kinds
-        ]
-    )
+    kinds = list(dict.fromkeys(problem.cluster.device_kinds))
+    forward, both = (np.array(rows) for rows in zip(*(_of_a_sample(problem, kind) for kind in kinds), strict=True))
+    of_sizes = [_least_layer_seconds(problem, size, kinds, forward, both) for size in problem.micro_batch_sizes]
+    return max(_least_compute_seconds(problem, kinds, both), min(of_sizes))
+
+
+def _least_compute_seconds(problem: PlanningProblem, kinds: list[str | None], seconds: Floats) -> float:
+    """Return a lower bound (seconds) by what all devices compute together.
+
+    ``seconds`` [kinds, layers]: the least of forward and backward for a sample. A device that computes x samples of a
+    micro-batch in a layer needs, for each sample, the layer's seconds for x samples divided by x. On equal devices the
+    busiest computes at least as long as the mean of all. On devices of several kinds each second of a device of kind k
+    is weighted by w_k, where the weights of all devices add up to 1: the step is at least the weighted sum of all
+    devices' seconds, and each sample of a layer costs at least the least of w_k times its seconds there. The weights
+    are the speeds of the kinds for the whole model.
+    """
     speeds = 1 / np.maximum(seconds.sum(axis=1), 1e-300)
-    total = sum(speeds[kinds.index(kind)] for kind in cluster.device_kinds)
+    total = sum(speeds[kinds.index(kind)] for kind in problem.cluster.device_kinds)
     weighted = seconds * (speeds / total)[:, None]
     return float(weighted.min(axis=0).sum()) * problem.global_batch_size
 
 
-def _seconds_of_a_sample(profile: Profile, sizes: tuple[int, ...], devices: int) -> NDArray[np.float64]:
-    """Return the least seconds of forward and backward of each layer for one sample, at any number of samples."""
+def _least_layer_seconds(
+    problem: PlanningProblem, size: int, kinds: list[str | None], forward: Floats, both: Floats
+) -> float:
+    """Return a lower bound (seconds) by one layer, the one for which it is largest, on micro-batches of ``size``.
+
+    The stage of the layer computes all micro-batches. No more devices share one than it has rows. Before its first
+    forward, a micro-batch has been through the layers before. ``forward``, ``both`` [kinds, layers]: the least seconds
+    of forward, and of forward and backward, for a sample.
+    """
+    replicas = min(problem.cluster.devices, size)
+    rows = -(-size // replicas) if problem.whole_rows and problem.cluster.is_uniform else size / replicas
+    of_devices = [kinds.index(kind) for kind in problem.cluster.device_kinds]
+
+    def together(seconds: Floats) -> Floats:
+        """Return the least seconds of each layer for a micro-batch, shared by the fastest devices in any parts."""
+        with np.errstate(divide="ignore"):  # a layer that takes no time
+            shared: Floats = rows * replicas / (1 / np.sort(seconds[of_devices], axis=0)[:replicas]).sum(axis=0)
+        return shared
+
+    before = np.cumsum(np.append(0.0, together(forward)[:-1]))
+    return float((before + together(both) * (problem.global_batch_size // size)).max())
+
+
+def _of_a_sample(problem: PlanningProblem, kind: str | None) -> tuple[Floats, Floats]:
+    """Return the least seconds of each layer for a sample, at any number of samples: of forward, and with backward."""
+    profile: Profile = problem.profile.of_kind(kind, problem.cluster.kind_speed(kind))
     # Seconds are linear in the samples between measured sizes, so seconds / x is least at one of them or at an end.
-    least, most = min(sizes) / devices, float(max(sizes))
+    least, most = min(problem.micro_batch_sizes) / problem.cluster.devices, float(max(problem.micro_batch_sizes))
     points = [least, most, *(float(size) for size in profile.measured_sizes if least < size < most)]
-    rows = [(profile.forward_seconds(x) + profile.backward_seconds(x)) / x for x in points]
-    least_seconds: NDArray[np.float64] = np.array(rows).min(axis=0)
-    return least_seconds
+    forward = np.array([profile.forward_seconds(x) / x for x in points])
+    both = forward + np.array([profile.backward_seconds(x) / x for x in points])
+    return forward.min(axis=0), both.min(axis=0)

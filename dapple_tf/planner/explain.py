@@ -7,7 +7,9 @@ import dataclasses
 from collections.abc import Sequence
 
 from dapple_tf.errors import PlanError
+from dapple_tf.planner.best import least_plan_seconds
 from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem
+from dapple_tf.planner.step_simulation import POLICIES, WORTH_MEMORY
 from dapple_tf.planner.systems.pipedream_formula import PipedreamPrediction
 from dapple_tf.plans import Plan, StagePlan
 from dapple_tf.profiler.cluster import Cluster
@@ -78,14 +80,8 @@ def describe_result(
         lines.append("recompute was chosen, not asked for: in this memory no plan was found without it that is as fast")
     if not problem.whole_rows:
         lines.append(FRACTIONS)
-    least, seconds = result.least_seconds, result.chosen.seconds
-    if least > 0 and seconds > least * (1 + 1e-6):
-        computing = format_seconds_fixed(least)
-        lines.append(
-            f"at most {format_difference(seconds / least - 1)} above any plan: devices must compute for {computing}"
-        )
-    elif least > 0:
-        lines.append("proven: no plan is faster, because the devices compute all the time")
+    if not chosen[0].virtual_workers:
+        lines += _compare_with_bound(least_plan_seconds(problem), chosen[1].step_seconds)
     batch_size, plan = problem.profile.batch_size, chosen[0]
     if not problem.profile.timings and plan.micro_batch_size < batch_size * max(plan.replicas):
         lines.append(
@@ -95,11 +91,22 @@ def describe_result(
     return "\n".join(lines)
 
 
+def _compare_with_bound(least: float, seconds: float) -> list[str]:
+    """Return how far a step is above the lower bound of all plans' steps; nothing where layers take no time."""
+    if least <= 0:
+        return []
+    computing = format_seconds_fixed(least)
+    if seconds <= least * (1 + 1e-6):
+        return [f"proven: no plan is faster, because devices must compute for {computing}"]
+    return [f"at most {format_difference(seconds / least - 1)} above any plan: devices must compute for {computing}"]
+
+
 def describe_moves(problem: PlanningProblem, plan: Plan, timeline: SimulatedTimeline) -> list[str]:
     """Return a line for each change that may help most: the simulated step of the same stages with it.
 
     The changes: links twice as fast, a device more for the stage that gains most from it, and re-computation where
-    nothing is re-computed. A plan of virtual workers has none.
+    nothing is re-computed; and where the plan has other K_i, policy A or B, if it holds less memory for at most 2% more
+    time. A plan of virtual workers has none.
     """
     if plan.virtual_workers:
         return []
@@ -129,11 +136,20 @@ def describe_moves(problem: PlanningProblem, plan: Plan, timeline: SimulatedTime
     if trials:
         _, index, changed = min(trials, key=lambda trial: trial[:2])
         lines.append(describe(f"one more device, for stage {index},", changed))
+
+    def memory(changed: SimulatedTimeline) -> str:
+        held, before = (format_bytes(max(found.peak_memory_bytes)) for found in (changed, timeline))
+        return f", and hold {held} on a device, not {before}" if held != before else ""
+
     if not plan.recompute:
         changed = problem.simulate(dataclasses.replace(plan, recompute=True))
-        held, before = (format_bytes(max(found.peak_memory_bytes)) for found in (changed, timeline))
-        memory = f", and hold {held} on a device, not {before}" if held != before else ""
-        lines.append(describe("re-computation", changed, memory))
+        lines.append(describe("re-computation", changed, memory(changed)))
+    for policy in POLICIES[:2] if plan.schedule.startswith("K=") else ():
+        changed = problem.simulate(dataclasses.replace(plan, schedule=policy))
+        saves = max(changed.peak_memory_bytes) < max(timeline.peak_memory_bytes)
+        if saves and changed.step_seconds < now * (1 + WORTH_MEMORY):
+            lines.append(describe(f"schedule {policy}", changed, memory(changed)))
+            break
     return lines
 
 

@@ -278,15 +278,12 @@ class Candidate:
 class PlannerResult:
     """The plan that a planner chose, and the fastest candidate with other stages of each origin, by rising seconds.
 
-    ``least_seconds``: no plan has a shorter simulated step, whatever its stages, devices and schedule (a lower bound; 0
-    where the planner has none).
     ``formula_seconds``: of the step by the paper's own costs, if the planner chose by them; ``formula`` says whose.
     ``pipedream``: the prediction of PipeDream's formulas, if the planner chose by them.
     """
 
     chosen: Candidate
     runners_up: tuple[Candidate, ...] = ()
-    least_seconds: float = 0.0
     formula_seconds: float | None = None
     formula: str = "latency by the paper's formulas 1 to 3"
     pipedream: PipedreamPrediction | None = None
@@ -298,7 +295,7 @@ class PlannerResult:
         return None if fastest is None else PlannerResult(fastest)
 
     @staticmethod
-    def ranked(candidates: Iterable[Candidate], least_seconds: float = 0.0) -> PlannerResult | None:
+    def ranked(candidates: Iterable[Candidate]) -> PlannerResult | None:
         """Return the fastest candidate, and the fastest with other stages of each origin as runners-up.
 
         Of equally fast candidates the one with fewest stages, then fewest devices, is chosen. None without any.
@@ -310,4 +307,4 @@ class PlannerResult:
         for candidate in order[1:]:
             if candidate.stages != order[0].stages:
                 by_origin.setdefault(candidate.origin, candidate)
-        return PlannerResult(order[0], tuple(by_origin.values()), least_seconds=least_seconds)
+        return PlannerResult(order[0], tuple(by_origin.values()))

@@ -17,6 +17,8 @@ from dapple_tf.simulator.engine import Rings, make_rings, run, uniform_seconds, 
 from dapple_tf.simulator.order import HeldStash, Order, early_backward_order, named_order
 from dapple_tf.timeline.stage_costs import StageCosts
 
+# What holds more stashes must be faster by more than this share of the step. Costs are not known to a percent.
+WORTH_MEMORY = 0.02
 POLICIES = ("dapple-a", "dapple-b", "gpipe")  # of equally fast policies the first is taken: it stashes least
 # Schedules that are simulated in place of ``zb-auto`` while planning, by the stages of a device: one, or two in a V.
 _SUBSTITUTES = {1: HANDCRAFTED_ZERO_BUBBLE, 2: ("zb-v", "dualpipe-v")}

@@ -119,7 +119,8 @@ def attribute(
     ``devices``: names of the plan's devices. In a job every rank must call this.
     """
     if job is not None:
-        return tuple((rank, memory) for rank, own in enumerate(job.gather(tuple(measured))) for memory in own)
+        found = tuple(replace(memory, base_bytes=job.base_bytes) for memory in measured)
+        return tuple((rank, memory) for rank, own in enumerate(job.gather(found)) for memory in own)
     indices = {name.rpartition("device:")[2]: i for i, name in enumerate(devices)}
     # All CPU devices are measured together: the plan has only one, or the memory belongs to no single device.
     only = 0 if len(devices) == 1 else None

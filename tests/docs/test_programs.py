@@ -26,8 +26,7 @@ from dapple_tf.planner import registration
 from tests.docs.pages import Block, Page, written
 from tests.paths import ROOT
 
-# Other tests run the programs of README. That of the other page is not whole yet.
-ELSEWHERE = {"README.md", "docs/guide/timelines.md"}
+ELSEWHERE = {"README.md"}  # other tests run its programs
 
 
 def _from_examples(block: Block) -> bool:

@@ -2,42 +2,22 @@
 
 from __future__ import annotations
 
-import html
 import importlib.util
-import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.browser import find_cut_pages, needs_chromium, show_page
 from tests.paths import ROOT
 
 needs_mkdocs = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("mkdocs", "material", "mkdocstrings_handlers")),
     reason="mkdocs is not installed: make docs",
 )
-needs_chromium = pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not installed")
-
-# Loads one page after the other into a frame of each width, and lists those that are wider: a part of them is cut.
-WIDTHS = """<!DOCTYPE html><body><pre id="found"></pre><script>
-const pages = PAGES, found = [];
-async function load(page, width) {
-  const frame = document.createElement("iframe");
-  frame.style.cssText = `width:${width}px;height:900px;border:0`;
-  await new Promise((done) => { frame.onload = done; frame.src = page; document.body.append(frame); });
-  const inner = frame.contentDocument.scrollingElement;
-  if (inner.scrollWidth > width) found.push(`${page} is ${inner.scrollWidth} wide in ${width}`);
-  frame.remove();
-}
-(async () => {
-  for (const page of pages) for (const width of [1280, 400]) await load(page, width);
-  document.getElementById("found").textContent = JSON.stringify([pages.length, found]);
-})();
-</script></body>"""
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +62,7 @@ def test_nothing_is_loaded_from_another_host(site: Path) -> None:
 @needs_mkdocs
 @needs_chromium
 def test_a_page_that_is_opened_from_the_folder_can_be_searched(site: Path, tmp_path: Path) -> None:
-    page = _show(f"{(site / 'index.html').as_uri()}?q=stash", tmp_path)
+    page = show_page(f"{(site / 'index.html').as_uri()}?q=stash", tmp_path)
     results = re.findall(r'<a href="([^"]+)" class="md-search-result__link"', page)
     assert any("memory.html" in result for result in results)
 
@@ -90,21 +70,5 @@ def test_a_page_that_is_opened_from_the_folder_can_be_searched(site: Path, tmp_p
 @needs_mkdocs
 @needs_chromium
 def test_no_page_is_wider_than_its_window(site: Path, tmp_path: Path) -> None:
-    pages = [path.as_uri() for path in sorted(site.rglob("*.html")) if path.name != "404.html"]
-    check = tmp_path / "check.html"
-    check.write_text(WIDTHS.replace("PAGES", json.dumps(pages)), encoding="utf-8")
-    shown = re.search(r'<pre id="found">(.*?)</pre>', _show(check.as_uri(), tmp_path), re.DOTALL)
-    assert shown is not None
-    assert json.loads(html.unescape(shown[1])) == [len(pages), []]
-
-
-def _show(url: str, folder: Path) -> str:
-    """Return a page as the browser has it after its scripts have run."""
-    options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files"]
-    return subprocess.run(
-        ["chromium", *options, f"--user-data-dir={folder}/profile", "--virtual-time-budget=60000", "--dump-dom", url],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    ).stdout
+    pages = [path for path in sorted(site.rglob("*.html")) if path.name != "404.html"]
+    assert find_cut_pages(pages, [1280, 400], tmp_path) == []

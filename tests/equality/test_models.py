@@ -15,6 +15,7 @@ import dapple_tf as dapple
 from dapple_tf.examples.gpt import gpt
 from dapple_tf.examples.text import BYTE_VALUES
 from tests.equality.one_device import TOLERANCE, Problem, compare
+from tests.models.zoo import model_of
 
 CLASSES, SIDE = 7, 32
 
@@ -106,12 +107,6 @@ def test_the_gpt_equals_one_device(dtype: str, optimizer: Callable[[], Any], tie
     batches = list(itertools.islice(workload.dataset, 3))
     comparison = compare(problem, batches, stages=["block_1", "block_2"], replicas=[1, 2, 1], micro_batches=3)
     comparison.check(TOLERANCE[dtype])
-
-
-def model_of(workload: Any) -> keras.Model:
-    """Return the model that the workload's loss closes over."""
-    cells = (cell.cell_contents for cell in workload.loss_fn.__closure__)
-    return next(value for value in cells if isinstance(value, keras.Model))
 
 
 def small(*layers: keras.layers.Layer) -> keras.Model:

@@ -5,7 +5,6 @@ Batch norm is frozen, as in fine-tuning: in training mode it is a documented exc
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -18,22 +17,12 @@ NAMES = ["MobileNetV2", "VGG16", "ResNet50", "DenseNet121", "EfficientNetB0", "C
 CLASSES, SAMPLES, SIZE = 5, 8, 32
 
 
-@pytest.fixture
-def _float64() -> Iterator[None]:
-    policy, floatx = keras.config.dtype_policy(), keras.config.floatx()
-    keras.config.set_dtype_policy("float64")
-    keras.config.set_floatx("float64")
-    yield
-    keras.config.set_floatx(floatx)
-    keras.config.set_dtype_policy(policy)
-
-
 def images() -> tuple[Any, Any]:
     random = np.random.default_rng(0)
     return random.normal(size=(SAMPLES, SIZE, SIZE, 3)), random.integers(0, CLASSES, SAMPLES)
 
 
-@pytest.mark.usefixtures("_float64")
+@pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("name", NAMES)
 def test_fit_of_an_application_equals_plain_keras(name: str) -> None:
     def make() -> keras.Model:

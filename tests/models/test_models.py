@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from dapple_tf.examples.gpt import build_gpt, gpt
 from dapple_tf.examples.images import labelled_images
 from dapple_tf.examples.resnet import build_resnet, resnet
 from dapple_tf.examples.vgg import build_vgg, vgg
+from tests.models.zoo import NAMES, tiny
 
 Build = Callable[..., dapple.Workload]
 
@@ -26,11 +28,19 @@ def tiny_gpt(**options: object) -> dapple.Workload:
 
 
 def tiny_vgg(**options: object) -> dapple.Workload:
-    return vgg(**{"width": 4, "hidden": 16, "classes": 3, "batch_size": 6, **options})
+    return vgg(**{"scale": "tiny", "batch_size": 6, **options})
 
 
 def tiny_resnet(**options: object) -> dapple.Workload:
-    return resnet(**{"width": 4, "classes": 3, "image_size": 16, "batch_size": 6, **options})
+    return resnet(**{"scale": "tiny", "batch_size": 6, **options})
+
+
+BUILDS = [
+    tiny_gpt,
+    tiny_vgg,
+    tiny_resnet,
+    *(pytest.param(functools.partial(tiny, name), id=f"tiny_{name}") for name in NAMES),
+]
 
 
 @dataclass(frozen=True)
@@ -41,7 +51,7 @@ class Traced:
     loss: tf.types.experimental.ConcreteFunction
 
 
-@pytest.fixture(scope="module", params=[tiny_gpt, tiny_vgg, tiny_resnet])
+@pytest.fixture(scope="module", params=BUILDS)
 def traced(request: pytest.FixtureRequest) -> Traced:
     """Each model, built and traced once for all tests that only read it; float64 shows small differences."""
     workload = request.param(dtype="float64")
@@ -93,16 +103,12 @@ def test_iterating_again_gives_the_same_batches_and_never_ends(traced: Traced) -
     assert dataset.cardinality() == tf.data.INFINITE_CARDINALITY
 
 
-# The resnet and the vgg take longer, and share their data and most of their code.
-each_model = pytest.mark.parametrize(
-    "build",
-    [tiny_gpt, tiny_vgg, tiny_resnet],
-)
+each_model = pytest.mark.parametrize("build", BUILDS)
 
 
 @each_model
 def test_the_loss_falls(build: Build) -> None:
-    losses = train(build(batch_size=16, learning_rate=0.01), steps=12)
+    losses = train(build(batch_size=16, learning_rate=0.01), steps=20)
     assert np.mean(losses[-3:]) < 0.9 * losses[0]
 
 
@@ -168,6 +174,16 @@ def test_images_of_a_class_are_one_image_plus_noise() -> None:
     one = images.numpy()[labels.numpy() == 1]
     assert len(one) > 50
     np.testing.assert_allclose(one.std(axis=0).mean(), 0.1, rtol=0.1)
+
+
+def test_words_are_numbered_by_their_frequency(tmp_path: Path) -> None:
+    corpus = text.read_corpus(write(tmp_path / "words.txt", b"b a, a rare b a one"))
+    found = text.words(corpus, text.FIRST_WORD + 3)  # room for a, b and the comma
+    a, b, comma = range(text.FIRST_WORD, text.FIRST_WORD + 3)
+    assert found.data.tolist() == [b, a, comma, a, text.UNKNOWN, b, a, text.UNKNOWN]
+    assert found.data.dtype == np.int32
+    with pytest.raises(ValueError, match="has 8 words, but a context of 8 needs 9 or more"):
+        text.windows(found, context=8, batch_size=1)
 
 
 def test_windows_are_text_and_targets_are_shifted_by_one_byte(tmp_path: Path) -> None:

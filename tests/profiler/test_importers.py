@@ -196,8 +196,9 @@ def test_an_impossible_size_scale_is_refused(tmp_path: Path, scale: float) -> No
 
 def test_a_file_that_is_not_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a-pbs-1.txt").write_bytes(b"\xff\xfe")
-    for path in (tmp_path / "a-pbs-1.txt", tmp_path / "absent-pbs-1.txt"):
-        with pytest.raises(ProfileError, match=f"^{path}: not a readable text file"):
+    for name, problem in (("a-pbs-1.txt", "not a readable text file"), ("absent-pbs-1.txt", "there is no such file")):
+        path = tmp_path / name
+        with pytest.raises(ProfileError, match=f"^{path}: {problem}"):
             read_profile(path)
 
 

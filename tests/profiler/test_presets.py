@@ -36,7 +36,7 @@ def test_presets_are_loaded_by_name() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("config-d", "there is no config 'd'; there are a, b, c"),
+        ("config-d", "there is no config-d; there are config-a, config-b and config-c"),
         ("config-a:0", "devices=0: a cluster needs at least one device"),
         ("config-a:x", "no cluster is called 'config-a:x'; there are config-a"),
         ("config-a:" + "9" * 5000, "no cluster is called 'config-a:99"),

@@ -183,7 +183,7 @@ class Annealer:
         result depends on these and on ``seed``, not on the threads. Raises PlanError where memory is lacking.
         """
         devices, width, most = self.problem.cluster.devices, self._width, _RESULTS
-        shape, rows = np.zeros((most, 4), np.int32), np.zeros((most, devices), np.int64)
+        shape, rows = np.zeros((most, 3), np.int32), np.zeros((most, devices), np.int64)
         starts, in_flight = (np.zeros((most, width), np.int32) for _ in range(2))
         owner, order = (np.zeros((most, devices), np.int32) for _ in range(2))
         recompute, seconds, stop = np.zeros((most, width), np.uint8), np.zeros(most), stop_flag()
@@ -215,7 +215,7 @@ class Annealer:
         recompute = np.zeros(self._width, np.uint8)
         for index in range(len(plan.stages)):
             recompute[index] = bool(plan.runs(index))
-        shape = np.array([np.searchsorted(self.sizes, plan.micro_batch_size), len(plan.stages), 1, 2], np.int32)
+        shape = np.array([np.searchsorted(self.sizes, plan.micro_batch_size), len(plan.stages), 1], np.int32)
         step = self.library.dapple_step
         step.restype = ctypes.c_double
         arrays = (shape, starts, owner, order, recompute, np.zeros(self._width, np.int32))
@@ -236,7 +236,7 @@ class Annealer:
         rows: NDArray[np.int64],
         seconds: float,
     ) -> Layout:
-        size, workers, chunks, _ = shape.tolist()
+        size, workers, chunks = shape.tolist()
         sets: list[list[int]] = [[] for _ in range(workers)]
         for worker, device in zip(owner.tolist(), order.tolist(), strict=True):
             if worker >= 0 and rows[device]:

@@ -29,27 +29,28 @@ struct Problem {
   double batch;                         // rows of the profile's batch
   double fixed_factor, shared_factor;   // bytes held for each byte of parameters: by each replica; by all of them
   uint8_t overlap, contention, whole_rows, recompute_all, may_recompute, own_links;
-  int32_t slope;        // K_i of all layouts: see Layout::slope; kAnySlope: a part of the layout; above kMostSlope: M
+  int32_t slope;        // Layout::ahead of all stages; kAnySlope: a part of the layout; above kMostSlope: K_i = M
   int32_t workers;      // of all layouts; 0: any number
   int32_t least_rows;   // of a micro-batch, that each device of a worker must get on average
   int32_t most_chunks;  // stages of a worker
   const uint8_t* may_have;  // [most_chunks + 1] whether a worker may have so many stages
 };
 
-constexpr int kAnySlope = -1, kMostSlope = 8;
+constexpr int kAnySlope = -1, kMostSlope = 8, kAllAhead = 1 << 20;  // K_i = M
 
 constexpr int kIdleDevice = -1;
-constexpr int kPeriods = 4;  // a long steady phase is measured from `settled` micro-batches to 4 times as many
+constexpr int kPeriods = 2;  // a long steady phase is measured from `settled` micro-batches to twice as many
 constexpr double kUnfit = 1e12;  // seconds of a layout that does not fit, and more for each byte that it lacks
 
 // Stages and their devices. Worker w of W runs the stages w, W + w, 2 W + w ... of `chunks` W.
 struct Layout {
   int size = 0, workers = 1, chunks = 1;
-  int slope = 2;  // K_i = slope (S - 1 - i) + 1 as far as memory allows: 1 is policy A, 2 policy B
   std::vector<int> starts;         // [most stages + 1] first block of each stage; the number of blocks after the last
   std::vector<int> owner;          // [devices] the worker of each device, in the device order, or kIdleDevice
   std::vector<int> device_at;      // [devices] the device order
   std::vector<uint8_t> recompute;  // [most stages]
+  // [most stages] K_i - K_(i + 1) as far as memory and M allow; of the last stage: 0. All 1: policy A, all 2: policy B.
+  std::vector<int> ahead;
   int stages() const { return workers * chunks; }
 };
 
@@ -93,14 +94,14 @@ class Evaluator {
   void ring(int w, double* latency, double* per_byte) const;
   void rings_of(const Layout& layout, int s, int w, int kind, double rows, double latency, double per_byte);
   double bound(int stages, int64_t micro_batches) const;
-  bool set_warm_up(int slope, int stages, int64_t micro_batches);
+  bool set_warm_up(const Layout& layout, int64_t micro_batches);
   double recurrence(const std::vector<int>& warm_up, int64_t micro_batches, double ceiling, double* period);
   const Order& early_backward(const std::vector<int>& warm_up, int64_t micro_batches);
   const Order& interleaved(int workers, int chunks, int64_t micro_batches);
   double interleaved_lacking(const Layout& layout, const Order& order) const;
   const Flows& flows(const Layout& layout);
   double run(const Order& order, const Flows* flows, double ceiling);
-  double least_period() const;
+  double least_period(const Layout& layout) const;
   int64_t settled() const;
   int64_t shorter(const Layout& layout, int64_t micro_batches) const;
 
@@ -456,11 +457,17 @@ inline double Evaluator::bound(int stages, int64_t micro_batches) const {
   return found;
 }
 
-// Write K_i of a slope into warm_up_, on each stage as many as its memory holds; return false where one holds none.
-inline bool Evaluator::set_warm_up(int slope, int stages, int64_t micro_batches) {
+// Write K_i into warm_up_, on each stage as many as its memory holds; return false where one holds none.
+inline bool Evaluator::set_warm_up(const Layout& layout, int64_t micro_batches) {
+  const int stages = layout.stages();
   warm_up_.resize(stages);
+  int64_t wanted = 1;
+  for (int s = stages - 1; s >= 0; --s) {
+    if (s + 1 < stages) wanted = std::min(wanted + (p_.slope == kAnySlope ? layout.ahead[s] : p_.slope), micro_batches);
+    warm_up_[s] = static_cast<int>(wanted);
+  }
   for (int s = 0; s < stages; ++s) {
-    int64_t k = std::min<int64_t>(int64_t{slope} * (stages - 1 - s) + 1, micro_batches);
+    int64_t k = warm_up_[s];
     const double room = room_[s] * (1 + 1e-12) - work_[s];
     if (room < k * stash_[s]) k = room > 0 ? static_cast<int64_t>(room / stash_[s]) : 0;
     if (s) k = std::min<int64_t>(k, warm_up_[s - 1]);
@@ -581,9 +588,16 @@ inline double Evaluator::interleaved_lacking(const Layout& layout, const Order& 
 
 // Seconds that no steady phase can spend less on a micro-batch, of the stages that `fill` saw last. Early in a step some
 // stages may be faster, while micro-batches gather before the slowest one.
-inline double Evaluator::least_period() const {
+inline double Evaluator::least_period(const Layout& layout) const {
   double found = 0;
-  for (size_t s = 0; s < forward_.size(); ++s) found = std::max({found, forward_[s] + backward_[s], send_[s]});
+  for (int w = 0; w < layout.workers; ++w) {
+    double busy = 0;
+    for (int s = w; s < layout.stages(); s += layout.workers) {
+      busy += forward_[s] + backward_[s];
+      found = std::max(found, send_[s]);
+    }
+    found = std::max(found, busy);
+  }
   for (const double moving : moving_) found = std::max(found, moving);
   return found;
 }
@@ -617,32 +631,26 @@ inline Step Evaluator::alone(const Layout& layout, double ceiling, bool exact) {
   const int64_t all = p_.micro_batches[layout.size];
   if (layout.chunks > 1) {
     const int64_t m = exact ? all : shorter(layout, all);
-    double least = 0;
-    for (int w = 0; w < layout.workers; ++w) {
-      double busy = 0;
-      for (int s = w; s < stages; s += layout.workers) busy += forward_[s] + backward_[s];
-      least = std::max(least, busy * all);
-    }
-    if (least >= ceiling) return found;
+    const double period = least_period(layout);
+    if (period * all >= ceiling) return found;
     const Order& order = interleaved(layout.workers, layout.chunks, m);
     const double more = interleaved_lacking(layout, order);
     if (more > 0) {
       found.seconds = kUnfit * (1 + std::min(more / p_.memory[0], 1e6));
       return found;
     }
-    double end = run(order, nullptr, m == all ? ceiling : kInfinity);
-    found.work += 8 * stages * m;
+    double end = run(order, nullptr, ceiling - (all - m) * period);
+    found.work += 4 * engine_.done();
     if (m < all && end < kInfinity) {
       const double before = run(interleaved(layout.workers, layout.chunks, m - layout.workers), nullptr, kInfinity);
-      found.work += 8 * stages * m;
-      end += (all - m) * (end - before) / layout.workers;
+      found.work += 4 * engine_.done();
+      end += (all - m) * std::max(period, (end - before) / layout.workers);
     }
     found.fits = true;
     if (end < ceiling) found.seconds = end;
     return found;
   }
-  const int slope = p_.slope == kAnySlope ? layout.slope : p_.slope;
-  if (slope > kMostSlope) {  // GPipe, whose K_i memory must not limit
+  if (p_.slope > kMostSlope) {  // GPipe, whose K_i memory must not limit
     double short_of = 0;
     for (int s = 0; s < stages; ++s)
       short_of += std::max(0.0, (all * stash_[s] + work_[s] - room_[s] * (1 + 1e-12)) * most_rows_[s]);
@@ -651,12 +659,13 @@ inline Step Evaluator::alone(const Layout& layout, double ceiling, bool exact) {
       return found;
     }
   }
-  if (bound(stages, all) >= ceiling || !set_warm_up(slope, stages, all)) return found;
+  if (bound(stages, all) >= ceiling || !set_warm_up(layout, all)) return found;
   const int64_t m = exact ? all : shorter(layout, all);
+  const double least = least_period(layout);
   double period = 0;
-  double end = recurrence(warm_up_, m, m == all ? ceiling : kInfinity, &period);
+  double end = recurrence(warm_up_, m, ceiling - (all - m) * least, &period);
   found.work += 2 * stages * m;
-  if (m < all) end += (all - m) * std::max(period, least_period());
+  if (m < all) end += (all - m) * std::max(period, least);
   end = std::max(end, all * *std::max_element(moving_.begin(), moving_.end()));  // at least, with contention
   found.fits = true;
   if (end < ceiling) found.seconds = end;
@@ -678,8 +687,8 @@ inline Step Evaluator::estimate(const Layout& layout, double ceiling) {
     found.seconds = kUnfit * (1 + std::min(lacking / p_.memory[0], 1e6));
     return found;
   }
-  if (!set_warm_up(p_.slope == kAnySlope ? kMostSlope : p_.slope, stages, m)) return found;
-  double seconds = std::max(bound(stages, m), m * least_period()), stay = 0;
+  if (!set_warm_up(layout, m)) return found;
+  double seconds = std::max(bound(stages, m), m * least_period(layout)), stay = 0;
   for (int s = stages - 1; s >= 0; --s) {
     stay += forward_[s] + backward_[s] + (s + 1 < stages ? 2 * send_[s] : 0);
     seconds = std::max(seconds, stay * m / warm_up_[s] + exposed_[s]);
@@ -771,15 +780,16 @@ inline Step Evaluator::shared(const Layout& layout, const Step& step, double cei
   const auto order_of = [&](int64_t count) -> const Order& {
     return layout.chunks > 1 ? interleaved(layout.workers, layout.chunks, count) : early_backward(warm_up_, count);
   };
-  double end = run(order_of(m), &shared_flows, m == all ? ceiling : kInfinity);
-  found.work += 25 * 2 * layout.stages() * m;
+  const double period = least_period(layout);
+  double end = run(order_of(m), &shared_flows, ceiling - (all - m) * period);
+  found.work += 25 * engine_.done();
   if (m < all && end < kInfinity) {
     if (layout.chunks > 1) {
       const double before = run(order_of(m - layout.workers), &shared_flows, kInfinity);
-      found.work += 25 * 2 * layout.stages() * m;
-      end += (all - m) * (end - before) / layout.workers;
+      found.work += 25 * engine_.done();
+      end += (all - m) * std::max(period, (end - before) / layout.workers);
     } else {
-      end += (all - m) * std::max(engine_.steady_period(), least_period());
+      end += (all - m) * std::max(engine_.steady_period(), period);
     }
   }
   found.seconds = end < ceiling ? end : kInfinity;

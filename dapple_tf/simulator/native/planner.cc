@@ -72,6 +72,13 @@ std::vector<Run> distinct(const std::vector<Run>& runs, size_t most, int alike) 
   return kept;
 }
 
+// Those that take less than `factor` times the fastest, of sorted runs.
+std::vector<Run> near(std::vector<Run> runs, double factor) {
+  const auto far = [&](const Run& run) { return run.seconds > factor * runs.front().seconds; };
+  runs.erase(std::find_if(runs.begin(), runs.end(), far), runs.end());
+  return runs;
+}
+
 // One search from the given layouts: by an estimate with devices in order, then freely with contention, with fewer and
 // fewer layouts at falling temperatures. `groups`: layouts that do not compete with those of the other group at first.
 std::vector<Run> anneal_starts(const Search& search, const Problem& p, const std::vector<std::vector<Run>>& groups,
@@ -117,7 +124,7 @@ void write(const Run& run, const std::vector<int>& warm_up, const std::vector<in
            int devices, int32_t* shape, int32_t* starts, int32_t* owner, int32_t* device_at, uint8_t* recompute,
            int32_t* in_flight, int64_t* rows, double* seconds) {
   const Layout& l = run.layout;
-  shape[4 * row] = l.size, shape[4 * row + 1] = l.workers, shape[4 * row + 2] = l.chunks, shape[4 * row + 3] = l.slope;
+  shape[3 * row] = l.size, shape[3 * row + 1] = l.workers, shape[3 * row + 2] = l.chunks;
   for (int s = 0; s <= l.stages(); ++s) starts[row * width + s] = l.starts[s];
   for (int s = 0; s < l.stages(); ++s) recompute[row * width + s] = l.recompute[s];
   for (size_t s = 0; s < warm_up.size(); ++s) in_flight[row * width + s] = warm_up[s];
@@ -131,9 +138,9 @@ void write(const Run& run, const std::vector<int>& warm_up, const std::vector<in
 Layout read(int width, int devices, const int32_t* shape, const int32_t* starts, const int32_t* owner,
             const int32_t* device_at, const uint8_t* recompute) {
   Layout l;
-  l.size = shape[0], l.workers = shape[1], l.chunks = shape[2], l.slope = shape[3];
+  l.size = shape[0], l.workers = shape[1], l.chunks = shape[2];
   l.starts.assign(starts, starts + width);
-  l.recompute.assign(recompute, recompute + width);
+  l.recompute.assign(recompute, recompute + width), l.ahead.assign(width, 2);
   l.owner.assign(owner, owner + devices);
   l.device_at.assign(device_at, device_at + devices);
   return l;
@@ -157,10 +164,10 @@ int dapple_search(const Problem* problem, const double* work, const double* spee
   const Search search(p, sums, speed, threads, stop);
   const bool contention = p.contention;
   std::vector<std::vector<Run>> groups;
-  for (auto& runs : {search.starts(), search.planned_starts()}) {
-    std::vector<Run> ranked = runs;
-    search.rank_starts(ranked);
-    groups.push_back(distinct(ranked, 24, 1));
+  for (const bool planned : {false, true}) {
+    std::vector<Run> runs = planned ? search.planned_starts() : search.starts();
+    search.rank_starts(runs);
+    groups.push_back(distinct(runs, 24, 1));
   }
   std::vector<Run> last;
   for (int k = 0; k < searches; ++k) add(last, anneal_starts(search, p, groups, amount, seed + k, contention));
@@ -171,9 +178,9 @@ int dapple_search(const Problem* problem, const double* work, const double* spee
     add(last, search.anneal(few, amount * searches / 4, 0.015, 0.0003, model, Search::kFree, seed * 10 + 7));
     sort(last);
   }
-  last = distinct(last, 12 + 4 * (searches - 1), 2);
+  last = distinct(near(last, 1.1), 12 + 4 * (searches - 1), 2);
   search.descend(last, amount * searches / 5, contention);
-  last = distinct(last, 6 + 2 * (searches - 1), 2);
+  last = distinct(near(last, 1.03), 6 + 2 * (searches - 1), 2);
   std::vector<std::vector<int>> warm_ups(last.size());
   std::vector<std::vector<int64_t>> rows_of(last.size());
   search.each(last.size(), [&](size_t i, Evaluator& evaluator) {

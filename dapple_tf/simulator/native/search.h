@@ -48,6 +48,7 @@ class Moves {
   bool gather(Layout& l, int w, Random& random) const;
   bool cut_again(Layout& l, Random& random) const;
   bool change_chunks(Layout& l, Random& random) const;
+  bool change_ahead(Layout& l, Random& random) const;
   int place(int device) const { return p_.server[device] * p_.kinds + p_.kind[device]; }
   double speed(int device) const { return speed_[p_.kind[device]]; }
 
@@ -166,7 +167,7 @@ inline bool Moves::split(Layout& l, int w, Random& random) const {
     ++l.workers;
   } else {
     const int first = l.starts[w], end = l.starts[w + 1];
-    for (int s = stages; s > w; --s) l.starts[s + 1] = l.starts[s], l.recompute[s] = l.recompute[s - 1];
+    for (int s = stages; s > w; --s) l.starts[s + 1] = l.starts[s], l.recompute[s] = l.recompute[s - 1], l.ahead[s] = l.ahead[s - 1];
     l.starts[w + 1] = first + 1 + random.draw(end - first - 1);
     ++l.workers;
   }
@@ -206,7 +207,7 @@ inline void Moves::merge(Layout& l, int w, bool drop) const {
   }
   for (int s = w + 1; s < stages; ++s) {
     l.starts[s] = l.starts[s + 1];
-    if (s + 1 < stages) l.recompute[s] = l.recompute[s + 1];
+    if (s + 1 < stages) l.recompute[s] = l.recompute[s + 1], l.ahead[s] = l.ahead[s + 1];
   }
   --l.workers;
 }
@@ -334,6 +335,17 @@ inline bool Moves::change_chunks(Layout& l, Random& random) const {
   return true;
 }
 
+inline bool Moves::change_ahead(Layout& l, Random& random) const {
+  const int stages = l.stages(), ahead = random.draw(kMostSlope + 1);
+  if (p_.slope != kAnySlope || l.chunks > 1 || stages < 2) return false;
+  if (random.draw(3) == 0) {
+    std::fill(l.ahead.begin(), l.ahead.end(), std::max(ahead, 1));
+  } else {
+    l.ahead[random.draw(stages - 1)] = random.draw(4) ? ahead : kAllAhead;
+  }
+  return true;
+}
+
 inline bool Moves::at_random(Layout& l, Random& random) const {
   const int stages = l.stages(), workers = l.workers, devices = static_cast<int>(l.owner.size());
   const int kind = random.draw(100), w = random.draw(workers), s = random.draw(stages);
@@ -392,12 +404,7 @@ inline bool Moves::at_random(Layout& l, Random& random) const {
     return random.draw(3) > 0 || cut_again(l, random);
   }
   if (kind < 72) return change_chunks(l, random);
-  if (kind < 74) {
-    const int slope = 1 + random.draw(kMostSlope);
-    if (p_.slope != kAnySlope || slope == l.slope) return false;
-    l.slope = slope;
-    return true;
-  }
+  if (kind < 74) return change_ahead(l, random);
   if (kind < 80) {
     if (p_.sizes < 2) return false;
     const int z = random.draw(4) ? l.size + (random.draw(2) ? 1 : -1) : random.draw(p_.sizes);
@@ -425,7 +432,7 @@ inline bool Moves::at_random(Layout& l, Random& random) const {
     even_cuts(l, std::min(s, other), std::max(s, other));
     return s != other;
   }
-  if (!p_.may_recompute) return any_cut();
+  if (!p_.may_recompute || random.draw(2)) return change_ahead(l, random) || any_cut();
   l.recompute[s] = !l.recompute[s];
   return true;
 }
@@ -560,17 +567,29 @@ inline void Search::rank(std::vector<Run>& runs, bool contention) const {
   std::stable_sort(runs.begin(), runs.end(), [](const Run& a, const Run& b) { return a.seconds < b.seconds; });
 }
 
-// Give each layout the slope under which it takes least, without contention, and sort them.
+// Give each layout the slope under which it takes least, without contention, and sort them. What takes long is left out
+// where a layout is far slower than the others: slopes other than 2, and several stages a worker.
 inline void Search::rank_starts(std::vector<Run>& runs) const {
+  constexpr double kFar = 1.5;
   each(runs.size(), [&](size_t i, Evaluator& evaluator) {
-    Layout trial = runs[i].layout;
-    for (const int slope : {2, 1, 3, 4, 6, kMostSlope}) {
-      if (slope != 2 && (p_.slope != kAnySlope || trial.stages() == 1 || trial.chunks > 1)) break;
-      if (p_.slope == kAnySlope) trial.slope = slope;
-      const double seconds = evaluator.alone(trial, runs[i].seconds, false).seconds;
-      if (seconds < runs[i].seconds * (1 - 1e-9)) runs[i].layout = trial, runs[i].seconds = seconds;
+    if (runs[i].layout.chunks == 1) runs[i].seconds = evaluator.alone(runs[i].layout, kInfinity, false).seconds;
+  });
+  double least = kInfinity;
+  for (const Run& run : runs) least = std::min(least, run.seconds);
+  const bool any_slope = p_.slope == kAnySlope;
+  each(runs.size(), [&](size_t i, Evaluator& evaluator) {
+    Run& run = runs[i];
+    Layout trial = run.layout;
+    if (trial.chunks > 1) run.seconds = evaluator.alone(trial, kFar * least, false).seconds;
+    for (const int slope : {1, 3, 4, 6, kMostSlope}) {
+      if (!any_slope || trial.stages() == 1 || trial.chunks > 1 || run.seconds > kFar * least) break;
+      std::fill(trial.ahead.begin(), trial.ahead.end(), slope);
+      const double seconds = evaluator.alone(trial, run.seconds, false).seconds;
+      if (seconds < run.seconds * (1 - 1e-9)) run.layout = trial, run.seconds = seconds;
     }
   });
+  const auto left_out = [](const Run& run) { return run.seconds == kInfinity; };
+  runs.erase(std::remove_if(runs.begin(), runs.end(), left_out), runs.end());
   std::stable_sort(runs.begin(), runs.end(), [](const Run& a, const Run& b) { return a.seconds < b.seconds; });
 }
 
@@ -624,8 +643,8 @@ inline void Search::descend(std::vector<Run>& runs, int64_t work, bool contentio
       }
       for (int slope = 1; slope <= kMostSlope && p_.slope == kAnySlope && best.chunks == 1 && left > 0; ++slope) {
         Layout trial = best;
-        trial.slope = slope;
-        changed = (slope != best.slope && attempt(trial)) || changed;
+        std::fill(trial.ahead.begin(), trial.ahead.end(), slope);
+        changed = (trial.ahead != best.ahead && attempt(trial)) || changed;
       }
     }
     runs[i].seconds = seconds;
@@ -637,8 +656,8 @@ inline void Search::descend(std::vector<Run>& runs, int64_t work, bool contentio
 inline Layout Search::empty(int z, int workers, int chunks) const {
   Layout l;
   const int room = std::min(p_.blocks, std::min(p_.devices, p_.blocks) * p_.most_chunks) + 1;
-  l.size = z, l.workers = workers, l.chunks = chunks, l.slope = p_.slope == kAnySlope ? 2 : p_.slope;
-  l.starts.assign(room, 0), l.recompute.assign(room, 0);
+  l.size = z, l.workers = workers, l.chunks = chunks;
+  l.starts.assign(room, 0), l.recompute.assign(room, 0), l.ahead.assign(room, 2);
   l.owner.resize(p_.devices), l.device_at.resize(p_.devices);
   for (int d = 0; d < p_.devices; ++d) l.device_at[d] = d;
   l.starts[l.stages()] = p_.blocks;
@@ -742,7 +761,7 @@ inline std::vector<Run> Search::planned_starts() const {
 // The planned stages of one device order and micro-batch size, under rising limits until longer stages cannot pay.
 inline std::vector<Run> Search::plan_stages(const std::vector<int>& cuts, const std::vector<int>& order, int z) const {
   constexpr int kMostUnits = 64;  // of devices, which are given to stages as a whole
-  constexpr int kFineCells = 3000;  // cuts times units up to which limits rise by 1%
+  constexpr int kFineCells = 3000;  // cuts times units up to which limits rise by 2%
   constexpr double kWorse = 1.5;  // by an estimate; stages that are so much slower than others are no good start
   const int n = static_cast<int>(cuts.size()) - 1, unit = (p_.devices + kMostUnits - 1) / kMostUnits;
   const int units = p_.devices / unit;
@@ -821,7 +840,7 @@ inline std::vector<Run> Search::plan_stages(const std::vector<int>& cuts, const 
   };
   const double equal_share = work_[p_.blocks] * rows / std::max(speed[units], 1e-300);
   double least = kInfinity;
-  const double fine = m >= 16 && n * units <= kFineCells ? 1.01 : 1.04;
+  const double fine = m >= 16 && n * units <= kFineCells ? 1.02 : 1.04;
   for (double factor = 1; factor <= 2 * units; factor *= factor < 1.4 ? fine : factor < 2 ? 1.1 : 1.4) {
     const double limit = equal_share * factor;
     if ((m - 1) * limit > least * kWorse) break;

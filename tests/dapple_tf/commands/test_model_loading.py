@@ -178,7 +178,12 @@ def test_a_model_that_is_surely_not_there_is_refused_unread(file: Path) -> None:
     with pytest.raises(ModelError, match=r"module 'nowhere.models' cannot be imported: there is no module 'nowhere'"):
         check_model_exists("nowhere.models:make")
     with pytest.raises(ModelError, match="is not a MODEL such as"):
-        check_model_exists("models/gpt.py")
+        check_model_exists("models/gpt")
+
+
+def test_a_file_without_a_callable_is_refused_with_those_that_it_has() -> None:
+    with pytest.raises(ModelError, match=r"models/gpt\.py is a file: name the callable too, .*:NAME; it has gpt"):
+        check_model_exists(str(ROOT / "models" / "gpt.py"))
 
 
 def test_names_that_a_file_imports_or_makes_otherwise_may_be_there(file: Path) -> None:

@@ -161,8 +161,11 @@ def test_a_graph_file_and_a_preset_can_be_planned(run_here: Run) -> None:
     ("arguments", "message"),
     [
         (("plan", "none.json", *PLAN[2:]), "error: none.json: "),
-        ((*PLAN[:2], "--cluster", "none.yaml", *PLAN[4:]), "error: none.yaml: "),
-        ((*PLAN[:2], "--cluster", "config-z:4", *PLAN[4:]), "error: there is no config 'z'"),
+        (
+            (*PLAN[:2], "--cluster", "none.yaml", *PLAN[4:]),
+            "error: --cluster none.yaml: there is no such file; presets are such as config-a:8",
+        ),
+        ((*PLAN[:2], "--cluster", "config-z:4", *PLAN[4:]), "error: there is no config-z"),
         (
             (*PLAN, "--planner", "pipedream", "--schedule", "looped-bfs:v=2"),
             "error: schedule 'looped-bfs:v=2' runs several stages on a device, and planner 'pipedream'",

@@ -240,6 +240,7 @@ def usual_interrupts() -> Iterator[None]:
         (2, ("--checkpoint-dir", "saved"), "step 3 is saved as saved/checkpoint-3.safetensors; to go on: "),
         (1, (), "nothing was saved: give --checkpoint-dir DIR"),
     ],
+    ids=["once", "twice", "without checkpoints"],
 )
 def test_an_interrupted_run_saves_its_last_step_and_says_how_to_go_on(
     run_here: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int, options: tuple[object, ...], told: str

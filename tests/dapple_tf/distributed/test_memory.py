@@ -38,6 +38,13 @@ def test_the_memory_of_each_rank_is_predicted_within_a_tenth(reports: list[dict[
         assert stage["in_step"] == pytest.approx(stage["measured"]["above_start"], rel=0.1)
 
 
+def test_the_report_says_what_each_process_held_before_any_model(reports: list[dict[str, Any]]) -> None:
+    bases = reports[0]["before_model"]
+    assert len(bases) == 2
+    assert all(100e6 < size < 2e9 for size in bases)  # TensorFlow alone takes some hundred MB
+    assert f"before any model each process held, beside the above: {round(bases[0] / 1e6)}" in reports[0]["text"]
+
+
 @needs_library
 def test_messages_in_flight_are_bounded_by_the_schedule(launches: Launches) -> None:
     """Stage 0 is at most K_0 = 9 micro-batches ahead, so at most 9 activations and 9 gradients are in flight."""

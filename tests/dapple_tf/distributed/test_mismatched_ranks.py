@@ -89,7 +89,7 @@ def test_a_wrong_file_ends_a_job_before_tensorflow_starts() -> None:
     assert caught.value.exit_code == 2
     printed = {rank.stderr.strip() for rank in caught.value.ranks} - {""}
     (message,) = printed
-    assert message.startswith("error: absent.json: not a readable JSON file")
+    assert message.startswith("error: absent.json: there is no such file")
 
 
 @needs_horovod

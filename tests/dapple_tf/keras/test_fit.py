@@ -217,3 +217,12 @@ def test_mixed_precision_equals_plain_keras(policy: str) -> None:
     scaled = [isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer) for model in made]
     assert scaled == [policy == "mixed_float16"] * 2
     assert made[1].layers[0].compute_dtype == policy.removeprefix("mixed_")
+
+
+def test_the_fifth_model_does_not_bring_tensorflows_warning_of_retracing(caplog: pytest.LogCaptureFixture) -> None:
+    """TensorFlow counts the traces of a method over all its objects: those of all models would be added up."""
+    for _ in range(5):
+        model = models.sequential(metrics=["mae"])
+        dapple.keras.pipeline(model, stages=2, micro_batches=2)
+        model.fit(X, Y, batch_size=8, verbose=0)
+    assert not [record for record in caplog.records if "retracing" in record.getMessage()]

@@ -89,7 +89,13 @@ def test_a_job_whose_rank_is_killed_is_started_again(launch: Launch) -> None:
 
 def test_it_is_started_again_on_the_slots_that_are_left_then(launch: Launch) -> None:
     launch.hosts("localhost slots=3\n")
-    code, told = launch.run("if start == 0: open('hosts', 'w').write('localhost slots=1'); sys.exit(9)", ranks=3)
+    program = """
+if start == 0 and rank == 0:
+    open("hosts", "w").write("localhost slots=1")
+    sys.exit(9)
+time.sleep(0 if start else 50)
+"""
+    code, told = launch.run(program, ranks=3)
     assert code == 0, told
     assert (1, 0, 1) in launch.starts
     assert "starts the job again (number 1) with 1 rank on localhost:1" in told
@@ -103,7 +109,13 @@ def test_a_job_that_fails_each_time_ends_after_the_restarts(launch: Launch) -> N
 
 
 def test_fewer_ranks_than_the_least_end_the_job(launch: Launch) -> None:
-    code, told = launch.run("open('hosts', 'w').write('localhost slots=1'); sys.exit(9)", "--min-np", "2")
+    program = """
+if rank == 0:
+    open("hosts", "w").write("localhost slots=1")
+    sys.exit(9)
+time.sleep(50)
+"""
+    code, told = launch.run(program, "--min-np", "2")
     assert code == 1
     assert {start for start, _, _ in launch.starts} == {0}
     assert "1 ranks are possible, fewer than --min-np 2: it ends here; what was saved stays" in told

@@ -88,6 +88,26 @@ def test_a_plan_that_is_found_takes_no_longer_than_any_straight_pipeline() -> No
     assert layout.seconds <= min(candidate.seconds for candidate in known)
 
 
+def test_stages_before_a_slow_link_may_run_all_forwards_first() -> None:
+    """No K_i in proportion to the number of later stages are nearly as fast: only the first two should run M."""
+    rows = [(2 - i / 13, 5 - i / 5.2, 44e2 * 0.784**i, 8e3 * 0.784**i, 83 * 1.5**i) for i in range(18)]
+    cluster = make_cluster(8, 8, 8, inside=(13000, 0.05), between=(312.5, 0.05))
+    problem = make_problem(make_profile(*rows, batch_size=8), cluster, global_batch_size=64)
+    annealer = Annealer.of(problem)
+    assert annealer is not None
+    firsts, ends = (0, 3, 7, 10, 14, 16), (4, 8, 12, 16, 20, 22)
+    stages = [
+        StagePlan(first, end - 1, tuple(range(begin, until)))
+        for first, end, begin, until in zip(firsts, (*firsts[1:], 18), (0, *ends[:-1]), ends, strict=True)
+    ]
+    known = problem.evaluate(stages, 4, "known", "K=16,15,4,3,1,1")
+    in_proportion = [",".join(str(min(16, slope * (5 - s) + 1)) for s in range(6)) for slope in (1, 2, 3, 4, 8)]
+    lines = [problem.evaluate(stages, 4, "line", f"K={warm_up}") for warm_up in in_proportion]
+    assert known is not None
+    assert min(line.seconds for line in lines if line is not None) > known.seconds * 1.05
+    assert annealer.search(2 * 10**7)[0].seconds <= known.seconds * 1.01
+
+
 def test_the_same_search_finds_the_same_plan_whatever_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     profile = make_profile(*[(1 + i % 3, 2 + i % 5, 3, 1, 50) for i in range(12)])
     problem = make_problem(profile, make_cluster(2, 2), global_batch_size=16)
@@ -111,10 +131,10 @@ from dapple_tf.profiler.cluster import config
 from dapple_tf.profiler.profile import LayerCost, Profile
 
 layers = tuple(LayerCost(f"layer{i}", 1e-3, 2e-3, 4e6, 2e7, 5e7) for i in range(100))
-problem = make_problem(Profile("net", 1, "none", layers), config("a", 1024), global_batch_size=1024)
+problem = make_problem(Profile("net", 1, "none", layers), config("a", 4096), global_batch_size=4096)
 annealer = Annealer.of(problem)
 pages = int(open("/proc/self/statm").read().split()[0])
-resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 30_000_000,) * 2)
+resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 12_000_000,) * 2)
 annealer.search(1)
 """
 
@@ -124,6 +144,6 @@ def test_a_search_without_enough_memory_is_a_plan_error() -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 1
     assert (
-        "PlanError: searching for a plan of 'net' on 1024 devices needs more memory than this process can"
+        "PlanError: searching for a plan of 'net' on 4096 devices needs more memory than this process can"
         in done.stderr
     )

@@ -9,7 +9,7 @@ import pytest
 
 from dapple_tf.planner.api import make_problem, predict_plan, run_planner
 from dapple_tf.planner.explain import describe_moves, describe_plan, describe_result
-from dapple_tf.plans import Plan
+from dapple_tf.plans import Plan, StagePlan
 from dapple_tf.profiler.cluster import Cluster
 from dapple_tf.profiler.profile import Profile, Timing
 from tests.dapple_tf.planner.builders import make_cluster, make_profile
@@ -157,3 +157,15 @@ def test_a_stage_gets_no_further_device_where_what_crosses_its_cuts_cannot_be_sp
     for unsplittable, gaining in (((1, 2), 0), ((1,), 1)):
         found = moves(replace(profile, unsplittable=unsplittable), make_cluster(3), "gpipe", micro_batch_size=4)
         assert sum(line.startswith("with one more device, for stage 2,") for line in found) == gaining
+
+
+def test_a_policy_that_holds_less_and_takes_little_longer_is_a_move() -> None:
+    """Without transfers eight forwards ahead gain nothing; transfers of 5 s between stages of 3 s need five ahead."""
+    stages = (StagePlan(0, 0, (0,)), StagePlan(1, 1, (1,)))
+    for activation, offered in ((0, True), (50, False)):
+        profile = make_profile(*[(4, 8, activation, 40, 10)] * 2)
+        problem = make_problem(profile, make_cluster(2), global_batch_size=16, micro_batch_size=1)
+        ahead = problem.make_plan(stages, 1, "K=8,1", "test")
+        last = describe_moves(problem, ahead, problem.simulate(ahead))[-1]
+        held = ", and hold 60 B on a device, not 120 B"
+        assert last.startswith("with schedule dapple-a these stages would take 51.000 s, as long" + held) is offered

@@ -1,7 +1,8 @@
-"""The bound by what devices compute, against plans in the simulator."""
+"""The lower bound of every plan, against plans in the simulator."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,8 @@ from hypothesis import strategies as st
 
 from dapple_tf.planner.api import make_problem
 from dapple_tf.planner.baselines import baseline_candidates, leading_baselines
-from dapple_tf.planner.best import least_compute_seconds
+from dapple_tf.planner.best import least_plan_seconds
+from dapple_tf.plans import StagePlan
 from dapple_tf.profiler.cluster import Cluster, Link
 from dapple_tf.profiler.profile import Profile, Timing
 from dapple_tf.profiler.servers import DeviceKind, Server
@@ -25,21 +27,24 @@ def with_timings(profile: Profile, seconds: list[float]) -> Profile:
     return replace(profile, timings=tuple(found))
 
 
+def of_kinds(cluster: Cluster) -> Cluster:
+    """The cluster, each of whose servers has devices of a kind of its own."""
+    servers = tuple(replace(s, kinds=(f"k{i}",) * s.devices) for i, s in enumerate(cluster.servers))
+    kinds = {f"k{i}": DeviceKind(speed=1.0 + i) for i in range(len(servers))}
+    return replace(cluster, servers=servers, kinds=kinds)
+
+
 @given(cases(5), st.lists(st.floats(0.1, 9), min_size=2, max_size=2), st.booleans())
 def test_no_plan_is_faster_than_what_its_devices_compute(case: Case, seconds: list[float], timed: bool) -> None:
     profile = with_timings(case.profile, seconds) if timed else case.profile
     problem = make_problem(profile, case.cluster, global_batch_size=case.batch, **case.options)
-    least = least_compute_seconds(problem)
+    least = least_plan_seconds(problem)
     assert all(least <= candidate.seconds * (1 + 1e-9) for candidate in baseline_candidates(problem))
 
 
 @given(cases(5), st.booleans())
 def test_a_stage_computes_no_longer_than_its_costs_say(case: Case, unequal: bool) -> None:
-    cluster = case.cluster
-    if unequal:
-        servers = tuple(replace(s, kinds=(f"k{i}",) * s.devices) for i, s in enumerate(cluster.servers))
-        kinds = {f"k{i}": DeviceKind(speed=1.0 + i) for i in range(len(servers))}
-        cluster = replace(cluster, servers=servers, kinds=kinds)
+    cluster = of_kinds(case.cluster) if unequal else case.cluster
     problem = make_problem(case.profile, cluster, global_batch_size=case.batch)
     seconds = ReplicaSeconds(case.profile, cluster)
     for found in baseline_candidates(problem):
@@ -69,7 +74,7 @@ def test_leading_baselines_are_the_fastest_of_each_origin_and_size(case: Case) -
 def test_dp_of_layers_alike_takes_as_long_as_its_bound() -> None:
     profile = make_profile((4, 8, 0, 0, 0), (4, 8, 0, 0, 0))  # of a batch of 4
     problem = make_problem(profile, make_cluster(2), global_batch_size=8)
-    least = least_compute_seconds(problem)
+    least = least_plan_seconds(problem)
     assert least == pytest.approx(8 * (12 + 12) / 4 / 2)
     assert min(c.seconds for c in baseline_candidates(problem)) == pytest.approx(least)
 
@@ -80,5 +85,36 @@ def test_devices_of_two_kinds_compute_no_less_than_the_bound_and_reach_it() -> N
     kinds = {"slow": DeviceKind(speed=1.0), "fast": DeviceKind(speed=2.0)}
     cluster = Cluster(servers, 1e9, Link(1e9, 0), Link(1e9, 0), {}, kinds)
     problem = make_problem(make_profile((16, 32, 0, 0, 0)), cluster, global_batch_size=3)
-    assert least_compute_seconds(problem) == pytest.approx(12)
+    assert least_plan_seconds(problem) == pytest.approx(12)
     assert min(c.seconds for c in baseline_candidates(problem)) == pytest.approx(12)
+
+
+SCHEDULES = ("dapple-a", "dapple-b", "gpipe", "zb-h2", "interleaved-1f1b:v=2")
+
+
+@given(cases(4), st.booleans())
+def test_no_plan_of_all_is_faster_than_the_bound(case: Case, unequal: bool) -> None:
+    """All cuts, all numbers of devices in order, all micro-batch sizes, under schedules of every sort."""
+    cluster = of_kinds(case.cluster) if unequal else case.cluster
+    problem = make_problem(case.profile, cluster, global_batch_size=case.batch, **case.options)
+    least, blocks, total = least_plan_seconds(problem), len(problem.chain.positions) - 1, cluster.devices
+    bounds = problem.chain.positions
+    for count in range(1, min(blocks, 4) + 1):
+        for cuts in itertools.combinations(range(1, blocks), count - 1):
+            first = [bounds[cut] for cut in (0, *cuts)]
+            ends = [*first[1:], len(case.profile.layers)]
+            for workers in {count, count // 2} - {0}:
+                for splits in itertools.combinations(range(1, total + 1), workers):
+                    devices = [tuple(range(a, b)) for a, b in itertools.pairwise((0, *splits))]
+                    stages = [StagePlan(first[s], ends[s] - 1, devices[s % workers]) for s in range(count)]
+                    for size, schedule in itertools.product(problem.micro_batch_sizes, SCHEDULES):
+                        found = problem.evaluate(stages, size, "all", schedule)
+                        assert found is None or least <= found.seconds * (1 + 1e-9)
+
+
+def test_a_layer_that_few_rows_share_is_in_the_bound() -> None:
+    """One sample at a time: the second layer, of 8 s a sample, has one device, and starts after the first's forward."""
+    problem = make_problem(make_profile((4, 4, 0, 0, 0), (8, 24, 0, 0, 0)), make_cluster(4), global_batch_size=8)
+    one = replace(problem, micro_batch_sizes=(1,))
+    assert least_plan_seconds(one) == pytest.approx(1 + 8 * 8)
+    assert min(c.seconds for c in baseline_candidates(one)) >= least_plan_seconds(one)
