@@ -4,13 +4,14 @@ Each variable has one replica that keeps its slots: the other replicas send thei
 updates it, and all others get its new value as the next step starts. A step moves the bytes of an AllReduce, which is a
 reduction followed by a distribution. Variables are not cut, so whatever an optimizer computes from a whole variable
 (clipping by its norm, trust ratios, factored slots) is exact. In return the shares are only as even as the sizes of the
-variables allow: a variable larger than all others together has a replica of its own.
+variables allow: a variable larger than all others together has a replica of its own. To be cut by rows it would need an
+optimizer that is known to work element by element.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dapple_tf import variable_values
@@ -69,8 +70,7 @@ def share_out(sizes: Mapping[str, int], replicas: int, known: Mapping[str, int])
     held = [0] * replicas
     for name, replica in found.items():
         held[replica] += sizes[name]
-    order: Sequence[str] = sorted((name for name in sizes if name not in found), key=lambda name: -sizes[name])
-    for name in order:
+    for name in sorted((name for name in sizes if name not in found), key=lambda name: -sizes[name]):
         found[name] = held.index(min(held))
         held[found[name]] += sizes[name]
     return {name: found[name] for name in sizes}

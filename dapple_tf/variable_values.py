@@ -11,7 +11,7 @@ import random
 import threading
 import uuid
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -24,6 +24,7 @@ from tensorflow.python.framework import func_graph
 from tensorflow.python.ops import resource_variable_ops
 
 from dapple_tf import internals
+from dapple_tf.errors import UsageError
 
 # --- Deferred variables: they have a shape, a dtype and a way to make their first value, but no memory until then
 
@@ -156,9 +157,9 @@ def _create_deferred(next_creator: Callable[..., tf.Variable], **settings: Any) 
     if make is None:
         random.setstate(states[0])  # the value is made again, from the same numbers
         np.random.set_state(states[1])
-        return next_creator(**settings)
+        return next_creator(**settings | {"initial_value": lambda: _make_now(given, settings)})
     if not _is_worth_deferring(make):  # the function is not called again: it may count its calls, or keep a generator
-        return next_creator(**settings | {"initial_value": lambda: _run(make)})
+        return next_creator(**settings | {"initial_value": lambda: _make_now(lambda: _run(make), settings)})
     (value,) = make.outputs
     names = ("trainable", "caching_device", "name", "constraint", "synchronization", "aggregation")
     variable = resource_variable_ops.UninitializedVariable(
@@ -176,6 +177,25 @@ def _trace_value(make: Callable[[], Any], dtype: Any) -> Any:
     except Exception:  # an error of the user's function: TensorFlow calls it again, and raises it to the user
         return None
     return None if any(op.op_def.is_stateful for op in found.graph.get_operations()) else found
+
+
+def _make_now(make: Callable[[], Any], settings: Mapping[str, Any]) -> Any:
+    """Return the value that ``make`` makes for a variable with these settings.
+
+    Raises UsageError where it uses a tensor that the user's function made, and kept, in the trace for another variable.
+    """
+    try:
+        value = make()
+        if not tf.is_symbolic_tensor(value):
+            return value
+    except (TypeError, ValueError) as error:
+        if "out of scope" not in str(error):
+            raise
+    raise UsageError(
+        f"the initialiser of variable {settings.get('name') or 'Variable'!r} keeps a tensor that it made when it was "
+        "called for another variable. In dapple.scope() such a tensor has no value, since values are made later: make "
+        "the tensor before the scope, keep a NumPy array, or make it anew at every call"
+    )
 
 
 def _is_worth_deferring(make: Any) -> bool:

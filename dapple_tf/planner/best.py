@@ -28,7 +28,7 @@ from dapple_tf.simulator.arrays import Floats
 _WORK, _WORK_OF_A_DEVICE = 20_000_000, 700_000
 # With other random numbers each: which plan a search ends at depends on chance, more so where devices or links differ.
 # On many devices one takes seconds.
-_SEARCHES, _MORE_SEARCHES, _MANY_DEVICES = 3, 9, 128
+_SEARCHES, _MORE_SEARCHES, _MANY_DEVICES = 4, 9, 128
 _MOST_WORK = 60_000_000
 _SMALL, _MANY_BLOCKS = 128, 64  # blocks times devices below which, and blocks above which, the work is in proportion
 # K_i = slope (S - 1 - i) + 1 of the search for stages of a given schedule; so large a slope stands for K_i = M.

@@ -12,13 +12,16 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from dapple_tf.frontend.capture import Captured
+from dapple_tf.frontend.dependence.bodies import read_body
 from dapple_tf.frontend.gradients import differentiate
+from dapple_tf.frontend.inference import Shapes
 from dapple_tf.frontend.shapes import infer_shapes, mark_batch
 from dapple_tf.graph_passes.analysis.layers import SHAPE_OPS, Layers, find_layers, variables_of, written_variables
 from dapple_tf.graph_passes.analysis.op_costs import FREE_OPS, VIEW_OPS, flops, moved_bytes, value_bytes
-from dapple_tf.graph_passes.ir.graph import Effect, Function, Graph, Node, Shape, Value
+from dapple_tf.graph_passes.ir.graph import Effect, Function, FunctionRef, Graph, Node, Shape, Value
 from dapple_tf.graph_passes.passes.backward import StageGradients, prune_gradients, split_backward
 from dapple_tf.graph_passes.passes.partition import partition
+from dapple_tf.internals import LOOP_OPS
 from dapple_tf.profiler.measure import Floats
 from dapple_tf.profiler.peaks import Peak
 
@@ -46,7 +49,7 @@ class LayerFacts:
     parameter_bytes: tuple[float, ...]
     lists: tuple[str, ...]
     _joint: Graph
-    _shapes: Mapping[str, Sequence[Shape]]
+    _shapes: Shapes
     _backward_layers: Mapping[str, int]
 
     @property
@@ -70,8 +73,16 @@ class LayerFacts:
         return self._sum_seconds(layer_of, peak)
 
     def backward_seconds(self, peak: Peak) -> Floats:
-        """Return the seconds of each layer's backward by the roofline of its ops in the differentiated graph."""
-        return self._sum_seconds(self._backward_layers, peak)
+        """Return the seconds of each layer's backward by the roofline of its ops in the differentiated graph.
+
+        The loops of a layer's backward take twice as long as those of its forward, as the backward of a product does:
+        they take tensors from lists, whose shapes are not known.
+        """
+        loops = {node.name for node in self._joint.nodes if node.op in LOOP_OPS}
+        others = {name: layer for name, layer in self._backward_layers.items() if name not in loops}
+        with_loops = {self._backward_layers[name] for name in loops & self._backward_layers.keys()}
+        forward = {name: i for i in with_loops for name in self.layers.layers[i].nodes if name in loops}
+        return self._sum_seconds(others, peak) + 2 * self._sum_seconds(forward, peak)
 
     def _sum_seconds(self, layer_of: Mapping[str, int], peak: Peak) -> Floats:
         total = np.zeros(len(self.layers.layers))
@@ -81,11 +92,30 @@ class LayerFacts:
         return total
 
 
-def _op_seconds(graph: Graph, node: Node, shapes: Mapping[str, Sequence[Shape]], peak: Peak, batch_size: int) -> float:
-    """Return the roofline seconds of one op on a device of these ``peak`` figures."""
+def _op_seconds(graph: Graph, node: Node, shapes: Shapes, peak: Peak, batch_size: int) -> float:
+    """Return the roofline seconds of one op on a device of these ``peak`` figures.
+
+    A loop takes those of the ops in its body, as often as it runs.
+    """
     if node.op in FREE_OPS:
         return 0.0
-    return peak.seconds(flops(graph, node, shapes), moved_bytes(graph, node, shapes, batch_size))
+    name = node.attr("body") if node.op in LOOP_OPS else None
+    found = shapes.bodies.get((node.name, name.name)) if isinstance(name, FunctionRef) else None
+    if found is None or not isinstance(name, FunctionRef):
+        return peak.seconds(flops(graph, node, shapes), moved_bytes(graph, node, shapes, batch_size))
+    body = read_body(found, name.name)
+    rounds = _count_rounds(graph, node, shapes)
+    return rounds * sum(_op_seconds(body.graph, inner, body.shapes, peak, batch_size) for inner in body.graph.nodes)
+
+
+def _count_rounds(graph: Graph, loop: Node, shapes: Shapes) -> int:
+    """Return how often a loop runs: once for each element of the longest tensor that it takes as a list.
+
+    One that takes no such list, or of unknown length, counts as if it ran once.
+    """
+    lists = (graph.node(value.node) for value in loop.inputs)
+    tensors = [shapes.get(node.inputs[0].node, ()) for node in lists if node.op == "TensorListFromTensor"]
+    return max((outputs[0].dims[0] or 1 for outputs in tensors if outputs and outputs[0].dims), default=1)
 
 
 def examine_layers(captured: Captured, batch_size: int) -> LayerFacts:
@@ -101,7 +131,8 @@ def examine_layers(captured: Captured, batch_size: int) -> LayerFacts:
     joint = joint.replace(inputs=captured.graph.inputs)
     gradients = prune_gradients(joint, found)
     ((forward, backward),) = split_backward(stages, joint, gradients)
-    known = {**shapes, **infer_shapes(replace(captured, graph=joint), batch_size)}
+    of_joint = infer_shapes(replace(captured, graph=joint), batch_size)
+    known = Shapes({**shapes, **of_joint}, of_joint.bodies)
     forward_layers = {name: i for i, layer in enumerate(layers.layers) for name in layer.nodes}
     backward_layers = _assign_backward(joint, backward, forward_layers, gradients[0])
     stash, lists = _stash_bytes(joint, forward, backward, forward_layers, backward_layers, known, batch_size)

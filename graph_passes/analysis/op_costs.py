@@ -16,8 +16,16 @@ VIEW_OPS = frozenset(
 )
 """Ops whose outputs are their inputs under another shape or name: the same memory."""
 
-FREE_OPS = VIEW_OPS | CAPTURED_INPUTS | SHAPE_OPS | {"Const", "ReadVariableOp", "Placeholder", "BroadcastGradientArgs"}
-"""Ops that take no time worth counting: views, inputs, shapes, constants and reads of variables."""
+_LIST_OPS = frozenset({"TensorListGetItem", "TensorListPopBack", "TensorListPushBack", "TensorListSetItem"})
+
+FREE_OPS = (
+    VIEW_OPS
+    | CAPTURED_INPUTS
+    | SHAPE_OPS
+    | _LIST_OPS  # a list refers to its tensors: none is copied
+    | {"Const", "ReadVariableOp", "Placeholder", "BroadcastGradientArgs"}
+)
+"""Ops that take no time worth counting: views, inputs, shapes, constants, reads of variables, elements of lists."""
 
 
 def moved_bytes(graph: Graph, node: Node, shapes: Mapping[str, Sequence[Shape]], unknown: int = 1) -> int:

@@ -55,12 +55,11 @@ def reduce_gradients(graph: Graph, shares: tuple[tuple[str, int], ...] = ()) -> 
     types: dict[str, TensorType] = {}
     for stage, count in enumerate(replicas):
         for of_replicas in zip(*(gradients.get((stage, r), []) for r in range(count)), strict=True):
-            sums: Sequence[Node] = of_replicas[:1]
-            if count > 1:
-                sums = [_allreduce(stage, of_replicas)]
-                if stage in variables.sharded:
-                    sums = _reduce(stage, of_replicas, variables)
-                added += sums
+            if stage in variables.sharded:
+                sums = _reduce(stage, of_replicas, variables)
+            else:
+                sums = [*of_replicas] if count == 1 else [_allreduce(stage, of_replicas)]
+            added += sums if count > 1 else []
             for node in sums:
                 for name, value, kind in zip(node.strings("variables"), node.values(), node.outputs, strict=True):
                     stage_sums[stage, name] = value

@@ -15,6 +15,7 @@ import tensorflow as tf
 
 import dapple_tf as dapple
 from dapple_tf import variable_values
+from dapple_tf.errors import UsageError
 from tests.dapple_tf.builders import step_of
 
 WIDTH = 48  # a kernel of 9 KB
@@ -372,3 +373,35 @@ def test_values_that_a_trace_reads_are_made() -> None:
         losses.append([float(step(X)) for _ in range(2)])
     assert losses[0] == losses[1]
     assert np.isfinite(losses[0]).all()
+
+
+class Keeping(keras.initializers.Initializer):
+    """Makes a tensor at its first call, and uses it at all later ones, as it is or times a number."""
+
+    def __init__(self, factor: float | None) -> None:
+        self.kept: Any = None
+        self.factor = factor
+
+    def __call__(self, shape: Sequence[int], dtype: Any = None) -> Any:
+        if self.kept is None:
+            self.kept = tf.random.stateless_normal(shape, seed=[1, 2], dtype=dtype)
+        return self.kept if self.factor is None else self.kept * self.factor
+
+
+@pytest.mark.parametrize("factor", [None, 2.0])
+def test_an_initialiser_that_keeps_a_tensor_of_its_own_is_refused_with_what_to_do(factor: float | None) -> None:
+    initialiser = Keeping(factor)
+    layers = [keras.layers.Dense(WIDTH, kernel_initializer=initialiser, name=f"layer{i}") for i in range(2)]
+    message = (
+        r"'.*kernel' keeps a tensor that it made when it was called for another variable.*: make the tensor before"
+    )
+    with pytest.raises(UsageError, match=message), dapple.scope():
+        keras.Sequential([keras.Input((WIDTH,)), *layers])
+
+
+def test_a_tensor_that_is_made_before_the_scope_is_the_value() -> None:
+    outside = tf.random.stateless_normal((WIDTH, WIDTH), seed=[1, 2])
+    with dapple.scope():
+        layer = keras.layers.Dense(WIDTH, kernel_initializer=lambda shape, dtype: outside)
+        layer.build((None, WIDTH))
+    np.testing.assert_array_equal(layer.kernel.numpy(), outside.numpy())

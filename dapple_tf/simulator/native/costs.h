@@ -39,7 +39,7 @@ struct Problem {
 constexpr int kAnySlope = -1, kMostSlope = 8, kAllAhead = 1 << 20;  // K_i = M
 
 constexpr int kIdleDevice = -1;
-constexpr int kPeriods = 4;  // a long steady phase is measured from `settled` micro-batches to 4 times as many
+constexpr int kPeriods = 2;  // a long steady phase is measured from `settled` micro-batches to twice as many
 constexpr double kUnfit = 1e12;  // seconds of a layout that does not fit, and more for each byte that it lacks
 
 // Stages and their devices. Worker w of W runs the stages w, W + w, 2 W + w ... of `chunks` W.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -30,6 +31,26 @@ def test_seconds_are_flops_over_the_attainable_rate() -> None:
     assert [layer.activation_bytes for layer in found.layers] == [80, 80, 32, 0]
     assert [layer.parameter_bytes for layer in found.layers] == [60, 0, 40, 0]
     assert (found.whole, found.error, found.timings) == (None, None, ())
+
+
+def test_a_loop_takes_the_time_of_its_body_in_every_round() -> None:
+    rnn = keras.layers.SimpleRNN(4, name="rnn")
+    rnn.build((None, 5, 3))
+    found = dapple.analytic_profile(lambda x: tf.reduce_mean(rnn(x)), (tf.TensorSpec((2, 5, 3), tf.float32),), SLOW)
+    (loop,) = (layer for layer in found.layers if layer.forward_seconds)
+    assert loop.name.endswith("while")
+    assert loop.forward_seconds == 5 * 2 * 2 * (3 + 4) * 4 / 5  # five positions, two samples
+    assert loop.backward_seconds == 2 * loop.forward_seconds
+
+
+def test_a_loop_over_no_list_counts_as_one_round() -> None:
+    kernel = tf.Variable(tf.ones((3, 3)))
+
+    def loss(x: tf.Tensor) -> tf.Tensor:
+        return tf.reduce_mean(tf.while_loop(lambda i, _: i < 4, lambda i, y: (i + 1, y @ kernel), (0, x))[1])
+
+    found = dapple.analytic_profile(loss, (tf.TensorSpec((2, 3), tf.float32),), SLOW)
+    assert sum(layer.forward_seconds for layer in found.layers) == 2 * 2 * 3 * 3 / 5
 
 
 def test_arrays_and_specs_give_the_same_profile() -> None:

@@ -160,9 +160,9 @@ def test_consecutive_numbers_are_joined(numbers: tuple[int, ...], text: str) -> 
 
 @pytest.mark.parametrize(("name", "begins"), [("t.json", b'{"traceEvents"'), ("t.png", b"\x89PNG"), ("t.html", b"<!")])
 def test_a_simulated_step_is_saved_in_the_format_of_the_suffix(tmp_path: Path, name: str, begins: bytes) -> None:
-    simulate(PLAN, PROFILE, make_cluster()).save(tmp_path / "new" / name)
-    assert (tmp_path / "new" / name).read_bytes().startswith(begins)
-    assert [path.name for path in (tmp_path / "new").iterdir()] == [name]
+    simulate(PLAN, PROFILE, make_cluster()).save(tmp_path / name)
+    assert (tmp_path / name).read_bytes().startswith(begins)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
 def test_another_suffix_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
