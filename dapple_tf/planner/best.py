@@ -29,6 +29,7 @@ _WORK, _WORK_OF_A_DEVICE = 20_000_000, 700_000
 # With other random numbers each: which plan a search ends at depends on chance, more so where devices or links differ.
 # On many devices one takes seconds.
 _SEARCHES, _MORE_SEARCHES, _MANY_DEVICES = 4, 9, 128
+_MORE_WORK = 2  # times as much where devices or links differ
 _MOST_WORK = 60_000_000
 _SMALL, _MANY_BLOCKS = 128, 64  # blocks times devices below which, and blocks above which, the work is in proportion
 # K_i = slope (S - 1 - i) + 1 of the search for stages of a given schedule; so large a slope stands for K_i = M.
@@ -81,6 +82,8 @@ def _annealed(problem: PlanningProblem, annealer: Annealer) -> list[Candidate]:
     blocks = len(problem.chain.parameter_bytes)
     share = min(1.0, blocks * problem.cluster.devices / _SMALL) * max(1.0, blocks / _MANY_BLOCKS) ** 0.5
     alike = problem.cluster.is_uniform and not problem.cluster.links
+    if not alike:
+        work *= _MORE_WORK
     searches = _SEARCHES if alike else _MORE_SEARCHES
     if problem.cluster.devices > _MANY_DEVICES:
         searches = 1

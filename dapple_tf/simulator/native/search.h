@@ -404,7 +404,7 @@ inline bool Moves::at_random(Layout& l, Random& random) const {
     return random.draw(3) > 0 || cut_again(l, random);
   }
   if (kind < 72) return change_chunks(l, random);
-  if (kind < 74) return change_ahead(l, random);
+  if (kind < 76) return change_ahead(l, random);
   if (kind < 80) {
     if (p_.sizes < 2) return false;
     const int z = random.draw(4) ? l.size + (random.draw(2) ? 1 : -1) : random.draw(p_.sizes);
@@ -432,7 +432,7 @@ inline bool Moves::at_random(Layout& l, Random& random) const {
     even_cuts(l, std::min(s, other), std::max(s, other));
     return s != other;
   }
-  if (!p_.may_recompute || random.draw(2)) return change_ahead(l, random) || any_cut();
+  if (!p_.may_recompute) return change_ahead(l, random) || any_cut();
   l.recompute[s] = !l.recompute[s];
   return true;
 }

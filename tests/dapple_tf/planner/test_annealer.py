@@ -105,7 +105,7 @@ def test_stages_before_a_slow_link_may_run_all_forwards_first() -> None:
     lines = [problem.evaluate(stages, 4, "line", f"K={warm_up}") for warm_up in in_proportion]
     assert known is not None
     assert min(line.seconds for line in lines if line is not None) > known.seconds * 1.05
-    assert annealer.search(2 * 10**7)[0].seconds <= known.seconds * 1.01
+    assert annealer.search(2 * 10**7, searches=4)[0].seconds <= known.seconds * 1.01  # as planner "best" does
 
 
 def test_the_same_search_finds_the_same_plan_whatever_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
