@@ -277,6 +277,9 @@ def _find_settings(model: StagedModel) -> dict[str, tf.Variable]:
     """Return the scalar variables that the optimizer reads and does not write, by the name of their node."""
     functions = () if model.updates is None else model.updates.functions
     written = {name for function in functions for name in written_variables(function.graph)}
+    if model.interface.phase is not None:
+        changed = model.interface.phase.written
+        written |= {name for name, variable in model.variables.items() if id(variable) in changed}
     return {
         name: variable
         for name, variable in model.variables.items()

@@ -76,7 +76,8 @@ class PhaseOfStep:
     """A captured phase of a training step: its ``number`` of ``count``, and how it fits to others.
 
     ``trace``: of the whole step, equal for all its phases. ``taken`` and ``given``: the names of the variables through
-    which values are handed over to it, and by it to later phases.
+    which values are handed over to it, and by it to later phases. ``written``: the variables that any phase changes, by
+    identity.
     """
 
     number: int
@@ -84,6 +85,7 @@ class PhaseOfStep:
     trace: str
     taken: frozenset[str]
     given: frozenset[str]
+    written: frozenset[int]
 
 
 Traced = Callable[..., Any] | TrainingStep
@@ -440,6 +442,8 @@ def _hand_over(
         _digest(operations),
         frozenset(handed[id(variable)] for _, variable in taken),
         frozenset(handed[id(variable)] for _, variable in given),
+        frozenset(id(inputs.variables[name]) for name in written_variables(graph) if name in inputs.variables)
+        | handed.keys(),
     )
     own = [tensor if i in phase.returned else None for i, tensor in enumerate(returned)]
     return of_step, frozenset(reads), others, own

@@ -20,7 +20,7 @@ from dapple_tf.compiler import PlannedModel, StepVariant, local_graph
 from dapple_tf.errors import BatchError, CaptureError, LossError, PlanError, UsageError, warn_user
 from dapple_tf.exactness import Inexact
 from dapple_tf.frontend.batch import Batch, BatchForm, Key, batch_form
-from dapple_tf.frontend.capture import Captured, Traced, TrainingStep, UnexpectedGradientsError
+from dapple_tf.frontend.capture import Captured, SeveralPhasesError, Traced, TrainingStep, UnexpectedGradientsError
 from dapple_tf.frontend.composite import as_rows
 from dapple_tf.frontend.phases import HandOver
 from dapple_tf.frontend.shapes import infer_batch_axes
@@ -316,15 +316,19 @@ def _find_model(
         autoplan.choose_schedule(model, size)
         return model
 
-    def trace_all() -> StagedModel:
+    def trace_all() -> StagedModel | SeveralPhasesError:
         try:
             return trace(loss_fn)
         except UnexpectedGradientsError:
             assert isinstance(loss_fn, TrainingStep), "only such expect gradients"
             return trace(replace(loss_fn, certain=True))
+        except SeveralPhasesError as several:  # no failure, which each rank would report to the others
+            return several
 
     target.announce("trace the model", size, key[1])
     model = target.run_on_all(trace_all)
+    if isinstance(model, SeveralPhasesError):
+        raise model
     compiled.add(batch.sized_key if model.interface.uncut else key, model)
     _warn_of_untrained(model)
     if note := model.interface.exactness.note:

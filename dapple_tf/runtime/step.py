@@ -105,7 +105,7 @@ def check_phases(compiled: Sequence[CompiledStep]) -> None:
             )
 
 
-def check_options_of_phases(options: Options, job: Any) -> None:
+def check_options_of_phases(options: Options) -> None:
     """Raise PlanError for options that a training step of several phases does not have."""
     refused = {
         "plan": options.plan is not None,
@@ -117,11 +117,6 @@ def check_options_of_phases(options: Options, job: Any) -> None:
             raise PlanError(
                 f"{name}: the step takes gradients of several targets, and has a plan for each: leave it out"
             )
-    if job is not None:
-        raise PlanError(
-            "the step takes gradients of several targets, which runs in one process so far: start one process, or give "
-            "each target a step of its own"
-        )
 
 
 class PipelinedStep:
@@ -555,6 +550,10 @@ class PipelinedStep:
             rows = read_batch(batch)
             return self._compile(rows, variant), rows.tensors
         check_not_forked()
+        if isinstance(self._loss_fn, TrainingStep) and self._loss_fn.phase is not None:
+            raise UsageError(
+                "local=True: each phase of a training step needs other rows: give every rank the whole batch"
+            )
         with compiling():
             self._last, tensors = compile_local(
                 self._job, batch, self._last, self._autoplan, self._target, variant, self._compiled
@@ -582,7 +581,7 @@ class PipelinedStep:
 
     def _divide(self, count: int) -> None:
         """Make this step the first of ``count`` phases. Raises PlanError where options do not allow several."""
-        check_options_of_phases(self._options, self._job)
+        check_options_of_phases(self._options)
         assert isinstance(self._loss_fn, TrainingStep), "only such have phases"
         whole = dataclasses.replace(self._loss_fn, certain=True, hand_over=HandOver())
         self._loss_fn = dataclasses.replace(whole, phase=0)

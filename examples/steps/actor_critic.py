@@ -1,4 +1,7 @@
-"""An actor and a critic learn from given rollouts, each with its own optimizer."""
+"""An actor and a critic learn from given rollouts, each with its own optimizer.
+
+Run it with ``python examples/steps/actor_critic.py``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Adversarial training by the fast gradient sign method: a gradient of the inputs, then the loss on changed inputs."""
+"""Adversarial training by the fast gradient sign method: a gradient of the inputs, then the loss on changed inputs.
+
+Run it with ``python examples/steps/adversarial.py``.
+"""
 
 from __future__ import annotations
 

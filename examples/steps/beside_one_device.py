@@ -2,7 +2,8 @@
 
 The files beside this one each hold a training step as it is written for one device. ``make`` makes everything anew,
 from the same seeds: it returns the step and the objects that hold the variables it changes. ``batches`` returns the
-batches. Each runs with ``python examples/steps/NAME.py``, and prints the largest difference.
+batches. Run it with ``python examples/steps/NAME.py``, where NAME is one of these files: it prints by how much results
+and variables differ.
 """
 
 from __future__ import annotations

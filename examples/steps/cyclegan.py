@@ -1,4 +1,7 @@
-"""Two generators and two critics, as in CycleGAN: a persistent tape over both cycles, four gradients, four updates."""
+"""Two generators and two critics, as in CycleGAN: a persistent tape over both cycles, four gradients, four updates.
+
+Run it with ``python examples/steps/cyclegan.py``.
+"""
 
 from __future__ import annotations
 

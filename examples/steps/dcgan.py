@@ -1,4 +1,7 @@
-"""A DCGAN as TensorFlow's tutorial trains it: one forward under two tapes, then both updates."""
+"""A DCGAN as TensorFlow's tutorial trains it: one forward under two tapes, then both updates.
+
+Run it with ``python examples/steps/dcgan.py``.
+"""
 
 from __future__ import annotations
 

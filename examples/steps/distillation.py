@@ -1,4 +1,7 @@
-"""A student learns from a teacher, whose forward is outside of the tape: the ``train_step`` of a Keras model."""
+"""A student learns from a teacher, whose forward is outside of the tape: the ``train_step`` of a Keras model.
+
+Run it with ``python examples/steps/distillation.py``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A critic and a generator, one after the other: each sees the variables as the update before has left them."""
+"""A critic and a generator, one after the other: each sees the variables as the update before has left them.
+
+Run it with ``python examples/steps/gan.py``.
+"""
 
 from __future__ import annotations
 

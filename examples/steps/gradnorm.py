@@ -1,4 +1,7 @@
-"""Two losses of one forward, whose weights are learned from the norms of their gradients, as in GradNorm."""
+"""Two losses of one forward, whose weights are learned from the norms of their gradients, as in GradNorm.
+
+Run it with ``python examples/steps/gradnorm.py``.
+"""
 
 from __future__ import annotations
 

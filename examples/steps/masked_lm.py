@@ -1,4 +1,7 @@
-"""A masked language model, by the ``train_step`` of a Keras model: the loss counts only the words that were masked."""
+"""A masked language model, by the ``train_step`` of a Keras model: the loss counts only the words that were masked.
+
+Run it with ``python examples/steps/masked_lm.py``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Two losses of one forward, whose gradients are combined by hand: PCGrad removes what works against the other."""
+"""Two losses of one forward, whose gradients are combined by hand: PCGrad removes what works against the other.
+
+Run it with ``python examples/steps/pcgrad.py``.
+"""
 
 from __future__ import annotations
 

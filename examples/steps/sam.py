@@ -1,4 +1,7 @@
-"""Sharpness-aware minimization, by the ``train_step`` of a Keras model: two gradients a step, at two points."""
+"""Sharpness-aware minimization, by the ``train_step`` of a Keras model: two gradients a step, at two points.
+
+Run it with ``python examples/steps/sam.py``.
+"""
 
 from __future__ import annotations
 

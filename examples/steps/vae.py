@@ -1,4 +1,7 @@
-"""A variational autoencoder, by the ``train_step`` of a Keras model."""
+"""A variational autoencoder, by the ``train_step`` of a Keras model.
+
+Run it with ``python examples/steps/vae.py``.
+"""
 
 from __future__ import annotations
 

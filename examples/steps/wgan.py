@@ -1,4 +1,7 @@
-"""A Wasserstein GAN: two critic steps with clipped weights, then the generator."""
+"""A Wasserstein GAN: two critic steps with clipped weights, then the generator.
+
+Run it with ``python examples/steps/wgan.py``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A Wasserstein GAN with a gradient penalty, by the ``train_step`` of a Keras model: several critic steps a step."""
+"""A Wasserstein GAN with a gradient penalty, by the ``train_step`` of a Keras model: several critic steps a step.
+
+Run it with ``python examples/steps/wgan_gp.py``.
+"""
 
 from __future__ import annotations
 

@@ -1,0 +1,43 @@
+"""The training steps of ``examples/steps/``, run as users run them, equal one device; see also tests/equality."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.paths import ROOT
+
+HELPER = "beside_one_device"
+NAMES = (
+    "actor_critic",
+    "adversarial",
+    "cyclegan",
+    "dcgan",
+    "distillation",
+    "gan",
+    "gradnorm",
+    "masked_lm",
+    "pcgrad",
+    "sam",
+    "vae",
+    "wgan",
+    "wgan_gp",
+)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_step_prints_that_it_equals_one_device(name: str) -> None:
+    done = subprocess.run(
+        [sys.executable, f"examples/steps/{name}.py"],
+        cwd=ROOT,
+        env={"PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"},
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=True,
+    )
+    found = re.findall(r"^3 steps in \d phases differ from one device by at most (\S+)$", done.stdout, re.MULTILINE)
+    assert float(found[0]) < 1e-12
