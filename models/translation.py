@@ -28,7 +28,7 @@ def sentence_pairs(
         raise ValueError(f"sentences of length {length} have no room for a word and its end: use 2 or more")
     random = np.random.default_rng(seed)
     translations = random.permutation(words).astype(np.int32)
-    drawn = (words * random.random((sentences, length)) ** 2).astype(np.int32)
+    drawn = (words * random.random((sentences, length)) ** 3).astype(np.int32)
     lengths = random.integers(length // 2, length, sentences)
 
     def mark_end(numbers: np.ndarray) -> np.ndarray:

@@ -13,7 +13,6 @@ from typing import Any
 
 import keras
 import pytest
-import tensorflow as tf
 
 import dapple_tf as dapple
 from dapple_tf.examples.text import PAD
@@ -162,4 +161,4 @@ def test_a_model_trains_from_the_command_line(name: str) -> None:
     corpus = ("--set", f"corpus={CORPUS}") if name in TEXTS else ()
     pipeline = ("--stages", 2, "--micro-batches", 4, "--batch-size", 8, "--steps", 2)
     run = run_process("train", f"models/{name}.py:{name}", "--set", "scale=tiny", *corpus, *pipeline, "--json")
-    assert tf.math.is_finite(run.json["loss"])
+    assert all(map(math.isfinite, run.json["losses"]))
