@@ -159,7 +159,7 @@ def test_a_failure_is_one_line_on_stderr(
 
 def test_a_failure_in_a_process_of_its_own_is_one_line_on_stderr() -> None:
     run = run_process("train", TINY_MODEL, "--stages", "three")
-    assert (run.code, run.stdout) == (1, "")
+    assert (run.code, run.stdout) == (2, "")
     assert run.stderr.splitlines()[-1].startswith("error: no layer is called 'three'; the nearest are ")
     assert "Traceback" not in run.stderr
 
