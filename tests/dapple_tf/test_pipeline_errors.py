@@ -166,7 +166,7 @@ def test_an_optimizer_that_updates_variables_of_two_stages_in_one_op_is_refused(
             update()
 
     first, second = tf.Variable(1.0), tf.Variable(2.0)
-    message = r"op .* \(StatefulPartitionedCall\) updates variables of stage 0 and stage 1 at once, .* each variable by itself"
+    message = r"op .* \(StatefulPartitionedCall\) updates variables of stage 0 and stage 1 at once, .* by itself"
     with pytest.raises(PartitionError, match=message):
         step_of(lambda x: tf.reduce_mean(tf.tanh(x * first) * second), optimizer=OneOpOptimizer(), stages=["mul_1"])(X)
 
