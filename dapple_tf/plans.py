@@ -43,7 +43,7 @@ _LONGEST_SCHEDULE = 4_000_000  # characters
 _NAMED_SIZES = 16  # in a description of a plan
 
 MORE_DEVICES = "make more with dapple.init(devices=n), on the command line with --devices n"
-"""What to do where a process has fewer logical devices than are wanted."""
+"""The advice for a process that has too few logical devices."""
 
 RecomputeLevel = bool | Literal["all", "none"]
 """Whether backward computes the activations of all layers again: True or "all", False or "none"."""
@@ -210,7 +210,7 @@ class Plan:
 
     @cached_property
     def sliced(self) -> int:
-        """How many first micro-batches AutoPipe's Slicer runs in two halves; ``micro_batches`` counts each half."""
+        """The number of micro-batches that AutoPipe's Slicer runs in two halves; ``micro_batches`` counts each half."""
         try:
             together = self.spec.together
         except ScheduleError:  # of a plan that is only shown

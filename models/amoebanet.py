@@ -21,7 +21,7 @@ STEM_CHANNELS = 32
 
 @dataclass(frozen=True)
 class Genotype:
-    """What a cell computes.
+    """The operations of a cell and their inputs.
 
     State 0 is the result of the cell before, state 1 that of the cell before that one. Each of `sums` adds two
     operations on earlier states, and makes the next state. The result is the states of `joined`, side by side.

@@ -11,14 +11,14 @@ import tensorflow as tf
 from keras import ops
 
 HIDDEN = -1e9
-"""What is added to the score of a key that a query must not see."""
+"""The number that is added to the score of a masked key."""
 
 LONGEST_CONSTANT = 512
 
 
 @dataclass(frozen=True)
 class BlockOptions:
-    """What all blocks of one transformer share.
+    """The sizes and settings that all blocks of one transformer share.
 
     `stddev` is that of the initial weights; `residual_stddev` that of the two matrices whose products are added to
     the residual stream.

@@ -151,7 +151,7 @@ class QueryStart(keras.layers.Layer):
 
 
 class Masks(keras.layers.Layer):
-    """What each stream must not see, and where the queries stand, from order and positions.
+    """Make the attention masks of both streams and the positions of the queries, from order and positions.
 
     Two biases [batch, 1, context, context] for attention: the content of a position sees itself and those of lower
     order, its query only those of lower order. Then 0/1 [batch, positions, context]: 1 where a query stands.

@@ -27,7 +27,7 @@ from dapple_tf.graph_passes.passes.project import TOKENS_NAME
 from dapple_tf.staged_model import StagedModel
 
 UNCHANGED = "All variables are as they were before the step."
-"""How the error of a failed step begins that has changed no variable."""
+"""The first words of a step's error where the failed step has changed no variable."""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from dapple_tf.launcher.supervisor import LaunchSettings, Supervisor
     type=FILE,
     help="A list of hosts, with lines such as node1 slots=8, or a script that prints it; read again at each start.",
 )
-@cloup.option("-np", "most", required=True, type=click.IntRange(1), help="Ranks to start, if so many slots answer.")
+@cloup.option("-np", "most", required=True, type=click.IntRange(1), help="The largest number of ranks to start.")
 @cloup.option(
     "--min-np", "least", default=1, show_default=True, type=click.IntRange(1), help="Fewer ranks end the job."
 )

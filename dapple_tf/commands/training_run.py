@@ -30,15 +30,15 @@ from dapple_tf.commands.model_loading import load_model
 from dapple_tf.commands.observation import LossWatch, Observer
 from dapple_tf.commands.plain import time_plain_model
 from dapple_tf.commands.ranks import Ranks
-from dapple_tf.commands.restart_report import find_restart
-from dapple_tf.commands.run_file import RunEnd, RunFile, RunStart, bytes_of_stages
+from dapple_tf.commands.run_file import RunEnd, RunFile, RunStart, bytes_of_stages, read_run
 from dapple_tf.commands.tensorboard import Scalars
 from dapple_tf.commands.train_settings import TrainSettings, check_unfinished
 from dapple_tf.commands.training_loop import RunResult, StepResult, repeat_batches, run_steps
 from dapple_tf.distributed import membership
 from dapple_tf.distributed.process_exit import print_line
 from dapple_tf.distributed.shared_errors import share_error
-from dapple_tf.launcher.restart import CONTINUE, more_ranks_possible
+from dapple_tf.errors import RunError
+from dapple_tf.launcher.restart import CONTINUE, more_ranks_possible, read_start
 from dapple_tf.plans import Plan
 from dapple_tf.profiler.units import format_seconds
 from dapple_tf.runtime.step import PipelinedStep
@@ -59,7 +59,7 @@ def run_training(settings: TrainSettings, given: Options, options: Mapping[str, 
     step, first, batches = ranks.run_on_all(lambda: _make_step(given, options))
     _build(step, first, settings, ranks)
     checkpoints, done, batches = _resume(step, batches, settings, ranks)
-    restart = ranks.run_on_first(lambda: find_restart(settings.record_path, step.plan, ranks.size, done))
+    restart = ranks.run_on_first(lambda: _find_restart(settings.record_path, step.plan, ranks.size, done))
     if restart is not None:
         ranks.print_result(str(restart))
     losses = LossWatch(step, ranks, ranks.print_warning)
@@ -396,4 +396,70 @@ def _with_planner_error(report: _TrainReport, run: RunResult, plan: Plan) -> _Tr
         planned_step_seconds=planned,
         step_seconds=run.step_seconds,
         planner_error=error,
+    )
+
+
+# --- Compare a job that ``dapple launch`` has started again with the one before it
+
+
+@dataclass(frozen=True)
+class _Restart:
+    """A job that was started again, beside the one before it, of which less is known where it left no record.
+
+    ``start``: how many times it was started before. ``seconds``: since the job before it ended, until its state is
+    restored. ``ranks`` and ``ranks_before``. ``plan`` and ``plan_before``: in one line. ``done``: the step that it goes
+    on from. ``repeated``: the steps that the job before it had done after that. ``predicted_seconds``: of a step;
+    ``step_seconds_before``: the median step of the job before.
+    """
+
+    start: int
+    seconds: float
+    ranks: int
+    plan: str
+    done: int
+    predicted_seconds: float | None
+    ranks_before: int | None = None
+    plan_before: str | None = None
+    repeated: int | None = None
+    step_seconds_before: float | None = None
+
+    def __str__(self) -> str:
+        before = "" if self.ranks_before is None else f" ({self.ranks_before} before)"
+        lines = [
+            f"start {self.start + 1} of the job: {self.ranks} ranks{before}, back after {self.seconds:.0f} s, goes "
+            f"on from step {self.done}"
+        ]
+        if self.repeated is not None:
+            lines[0] += f", {self.repeated} steps are repeated"
+        if self.plan_before is not None:
+            lines.append(f"  plan before: {self.plan_before}; now: {self.plan}")
+        known = {"a step before": self.step_seconds_before, "predicted now": self.predicted_seconds}
+        times = [f"{what} {format_seconds(seconds)}" for what, seconds in known.items() if seconds is not None]
+        if times:
+            lines.append(f"  {', '.join(times)}")
+        return "\n".join(lines)
+
+
+def _find_restart(record: str | None, plan: Plan, ranks: int, done: int) -> _Restart | None:
+    """Return how this job was started again, after step ``done``; None for a first start, or without a launcher.
+
+    ``record``: the file in which the job before has recorded its steps, for what is said of it.
+    """
+    start = read_start()
+    if start is None or not start.number:
+        return None
+    restart = _Restart(start.number, time.time() - start.ended, ranks, plan.headline, done, planned_seconds(plan))
+    try:
+        before = read_run(record) if record is not None else None
+    except RunError:  # it failed before its first step
+        before = None
+    if before is None:
+        return restart
+    seconds = sorted(step.seconds for step in before.steps if step.number not in before.first_steps)
+    return dataclasses.replace(
+        restart,
+        ranks_before=before.start.processes,
+        plan_before=before.plan.headline,
+        repeated=max(0, (before.steps[-1].number if before.steps else done) - done),
+        step_seconds_before=seconds[len(seconds) // 2] if seconds else None,
     )

@@ -57,7 +57,7 @@ class Phase:
 
 @dataclass(eq=False)
 class HandOver:
-    """What the phases of a step share while they are built.
+    """The variables that the phases of a step share, and the devices on which variables live.
 
     ``variables``: those that hold what is handed over, by the name, dtype and shape of the value. ``owners``: the
     device on which each variable lives, by the identity of the variable.
@@ -112,7 +112,7 @@ def cut_phases(
 
 @dataclass(frozen=True)
 class _Facts:
-    """What is known of the nodes of a step before it is cut.
+    """The uses and dependences of a step's nodes, found before the step is cut into phases.
 
     ``phases``: the phase before whose end each node can be computed, -1 where any phase can compute it; a node that
     acts belongs to this phase. ``losses``: for each phase the nodes that its target is computed from, and

@@ -1,4 +1,4 @@
-"""What ``dapple launch`` and the job that it has started tell each other.
+"""Pass messages between ``dapple launch`` and the job that it has started.
 
 The launcher writes to the job's environment how often the job was started, and to rank 0's standard input that more
 ranks are possible. The job answers with its exit code.

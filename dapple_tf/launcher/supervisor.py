@@ -27,7 +27,7 @@ _PASSED_ON = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
 
 @dataclass(frozen=True)
 class LaunchSettings:
-    """What to run, and on how many ranks.
+    """The settings of ``dapple launch``: the command, the hosts and the numbers of ranks.
 
     ``hosts``: path of the list of hosts, or of a script that prints it. ``most`` and ``least``: numbers of ranks.
     ``restarts``: how many times the job may be started again after a failure. ``command``: of each rank.
@@ -218,9 +218,10 @@ class Supervisor:
                 signal.signal(number, handler)
 
     def _wait(self, seconds: float) -> None:
-        """Sleep, but not on after a signal."""
+        """Sleep for these seconds, and end early when a signal has arrived."""
         end = time.monotonic() + seconds
         while self._stopped_by is None and (left := end - time.monotonic()) > 0:
+            # In short parts, since a handler of a signal does not end time.sleep.
             time.sleep(min(left, _POLL_SECONDS))
 
 

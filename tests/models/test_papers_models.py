@@ -132,7 +132,7 @@ SPLITS: Mapping[str, Split] = {
     "vit": lambda x, y: (x, y),
     "xlnet": lambda t, o, p, labels: ((t, o, p), labels),
 }
-"""How a batch is split into inputs and targets. Batch norm would differ from plain Keras, so there is no AmoebaNet."""
+"""Functions that split a batch into inputs and targets; none for AmoebaNet, whose batch norm differs from Keras."""
 
 
 @pytest.mark.timeout(600)

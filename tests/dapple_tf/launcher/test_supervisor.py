@@ -93,7 +93,7 @@ def test_it_is_started_again_on_the_slots_that_are_left_then(launch: Launch) -> 
 if start == 0 and rank == 0:
     open("hosts", "w").write("localhost slots=1")
     sys.exit(9)
-time.sleep(0 if start else 50)
+time.sleep(0 if start else 50)  # mpirun ends the others when rank 0 has failed
 """
     code, told = launch.run(program, ranks=3)
     assert code == 0, told
@@ -113,7 +113,7 @@ def test_fewer_ranks_than_the_least_end_the_job(launch: Launch) -> None:
 if rank == 0:
     open("hosts", "w").write("localhost slots=1")
     sys.exit(9)
-time.sleep(50)
+time.sleep(50)  # mpirun ends the others when rank 0 has failed
 """
     code, told = launch.run(program, "--min-np", "2")
     assert code == 1
