@@ -112,7 +112,7 @@ def format_difference(fraction: float) -> str:
 
 
 def format_slower(ratio: float) -> str:
-    """Return how much slower something is that takes ``ratio`` times as long: ``1.3% slower``, ``14.5 times as long``."""
+    """Return how much slower it is to take ``ratio`` times as long: ``1.3% slower`` or ``14.5 times as long``."""
     return f"{ratio:.1f} times as long" if ratio >= 2 else f"{format_difference(ratio - 1)} slower"
 
 
