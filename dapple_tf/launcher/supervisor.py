@@ -172,7 +172,7 @@ class Supervisor:
 
         After SIGTERM, whose sender may not wait, the job has the timeout for it.
         """
-        self._tell("lets the job save the step that runs, and end; Ctrl-C again ends it at once")
+        self._tell("lets the job save the step that runs, and end; a second signal ends it at once")
         process.send_signal(signal.SIGUSR1)
         end = math.inf if number == signal.SIGINT else time.monotonic() + self._settings.timeout_seconds
         while process.poll() is None and self._signals == 1 and time.monotonic() < end:
