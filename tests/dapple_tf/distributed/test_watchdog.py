@@ -418,6 +418,23 @@ def test_a_second_signal_ends_all_ranks_at_once(
     assert "rank 1 (stage 1), after step 7, was terminated (SIGTERM)" in line_of(capfd, 2)
 
 
+def test_sigusr1_is_sigterm_where_no_stop_is_allowed(ranks: Ranks) -> None:
+    """The user may have a handler of SIGTERM, which ``dapple launch`` must not keep from running."""
+    seen = threading.Event()
+    receiver = ranks.watchdogs[1].signals
+    before = {
+        number: signal.signal(number, handler)
+        for number, handler in ((signal.SIGTERM, lambda *_: seen.set()), (signal.SIGUSR1, receiver.on_terminate))
+    }
+    try:
+        receiver.wake(signal.SIGUSR1)
+        assert seen.wait(5)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert ranks.ends.empty()
+
+
 class Alone(Job):
     """A job whose rank 0 needs no other ranks to decide."""
 
