@@ -109,9 +109,7 @@ def stream_values(job: Job | None, variables: Sequence[tf.Variable]) -> Iterator
             yield from _broadcast_values(job, group, source, own, keep=job.rank == 0)
 
 
-def lend_values(
-    job: Job, variables: Iterable[tf.Variable], work: Callable[[], Any], *, changes: bool = False
-) -> None:
+def lend_values(job: Job, variables: Iterable[tf.Variable], work: Callable[[], Any], *, changes: bool = False) -> None:
     """Call ``work`` on rank 0, where all ``variables`` can be read; raise its error on every rank.
 
     Of those that rank 0 does not hold, one at a time is in its memory: their ranks send each value when it is read.
@@ -124,7 +122,7 @@ def lend_values(
     lent = [variable for variable in distinct if 0 not in holders[id(variable)]]
     numbers = {id(variable): number for number, variable in enumerate(lent)}
 
-    def answer(number: int, *, returned: bool) -> Any:
+    def answer(number: int, returned: bool) -> Any:
         """Return the value of a variable, which its first holder sends to rank 0; if ``returned``, rank 0 to them."""
         variable = lent[number]
         source, receivers = 0, holders[id(variable)]
@@ -137,9 +135,9 @@ def lend_values(
         return value
 
     def ask(variable: tf.Variable, *, returned: bool = False) -> Any:
-        request = {"number": numbers[id(variable)], "returned": returned}
-        job.broadcast(request)
-        return answer(**request)
+        number = numbers[id(variable)]
+        job.broadcast((number, returned))
+        return answer(number, returned)
 
     def give_back(variable: tf.Variable) -> None:
         if changes:
@@ -155,7 +153,7 @@ def lend_values(
         job.broadcast(None)
     else:
         while (request := job.broadcast(None)) is not None:
-            answer(**request)
+            answer(*request)
     job.run_on_rank_0(partial(_raise, failure))
     if changes:
         kept = [variable for variable in distinct if id(variable) not in numbers]

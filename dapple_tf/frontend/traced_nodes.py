@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from dapple_tf.frontend.names import unique_name
 from dapple_tf.frontend.read_graph import read_graph, read_value
-from dapple_tf.graph_passes.ir.graph import OTHER, Node, Shape, TensorType, Value, ancestors
+from dapple_tf.graph_passes.ir.graph import OTHER, Graph, Node, Shape, TensorType, Value, ancestors
 
 _PLACE = ("layer", "within")
 

@@ -1005,7 +1005,9 @@ def test_saving_through_files_holds_no_copy_of_the_weights_in_memory(
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
     made: list[str] = []
     real = tempfile.NamedTemporaryFile
-    monkeypatch.setattr(tempfile, "NamedTemporaryFile", lambda **options: made.append(options["dir"]) or real(**options))
+    monkeypatch.setattr(
+        tempfile, "NamedTemporaryFile", lambda **options: made.append(options["dir"]) or real(**options)
+    )
     model.save(tmp_path / "in_memory.keras")
     assert made == []
     with internals.saving_through_files():
