@@ -51,9 +51,9 @@ def load_workload(name: str, options: Mapping[str, Any]) -> Workload:
         named = parameter.kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
         if named and parameter.default is inspect.Parameter.empty and key not in options:
             raise ModelError(f"{name} needs the option {key!r}: give it with --set {key}=VALUE")
-    from dapple_tf.devices import scope  # not at the top: it starts TensorFlow
+    from dapple_tf.devices import deferred_on_host  # not at the top: it starts TensorFlow
 
-    with scope():  # the model may be larger than this process
+    with deferred_on_host():  # the model may be larger than this process
         workload = function(**options)
     if not isinstance(workload, Workload):
         raise ModelError(
