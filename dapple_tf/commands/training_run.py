@@ -75,6 +75,10 @@ def run_training(settings: TrainSettings, given: Options, options: Mapping[str, 
             ranks.print_warning(_describe_stop(settings.checkpoint_dir, saver.saved, _words_of(step.plan).unit))
             raise
         ranks.wait_for_all()
+        if checkpoints is not None:
+            if checkpoints.snapshots:
+                ranks.print_result(checkpoints.snapshots)
+            checkpoints.close()
         if record is not None and settings.records_steps:
             record.end(_describe_end(step))
     found = _report_run(run, step.plan, plain_speed, losses.minibatch_losses)
@@ -121,7 +125,7 @@ def _resume(
     ranks.run_on_all(lambda: check_unfinished(folder, position.steps, settings.steps))
     if not position.steps:
         return checkpoints, 0, batches
-    ranks.print_result(f"resumed after {_words_of(step.plan).unit} {position.steps} from {folder}")
+    ranks.print_result(f"resumed after {_words_of(step.plan).unit} {position.steps} from {position.origin}")
     return checkpoints, position.steps, itertools.islice(batches, position.batches, None)
 
 

@@ -23,14 +23,18 @@ CONTINUE = 75
 
 @dataclass(frozen=True)
 class Start:
-    """A start of a job: ``number`` 0 for the first, and when the start before it ``ended``, in seconds since 1970."""
+    """A start of a job: ``number`` 0 for the first, and when the start before it ``ended``, in seconds since 1970.
+
+    ``launch``: a random text, the same for all starts by one ``dapple launch``.
+    """
 
     number: int
     ended: float = 0.0
+    launch: str = "0"
 
     def to_text(self) -> str:
         """Return the value of the environment variable."""
-        return f"{self.number} {self.ended}"
+        return f"{self.number} {self.ended} {self.launch}"
 
 
 def read_start(environment: Mapping[str, str] = os.environ) -> Start | None:
@@ -38,8 +42,8 @@ def read_start(environment: Mapping[str, str] = os.environ) -> Start | None:
     text = environment.get(VARIABLE)
     if text is None:
         return None
-    number, ended = text.split()
-    return Start(int(number), float(ended))
+    number, ended, launch = text.split()
+    return Start(int(number), float(ended), launch)
 
 
 def more_ranks_possible(environment: Mapping[str, str] = os.environ) -> bool:

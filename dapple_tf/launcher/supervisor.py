@@ -7,7 +7,9 @@ on from what the last has saved; ``dapple train --elastic`` plans for the ranks 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
+import secrets
 import signal
 import subprocess
 import time
@@ -69,11 +71,11 @@ class Supervisor:
                 f"{settings.least} ranks: add hosts, or lower --min-np"
             )
         with self._passing_signals_on():
-            failures, start = 0, Start(0)
+            failures, start = 0, Start(0, launch=secrets.token_hex(8))
             while True:
                 began = time.monotonic()
                 code = self._run_once(hosts, start)
-                start = Start(start.number + 1, time.time())
+                start = dataclasses.replace(start, number=start.number + 1, ended=time.time())
                 if self._stopped_by is not None:
                     return _INTERRUPTED if self._stopped_by == signal.SIGINT else _TERMINATED
                 if code in (0, _USAGE):
