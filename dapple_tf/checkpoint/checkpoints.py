@@ -7,6 +7,7 @@ a variable of the optimizer, so it is restored as it was saved.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -27,6 +28,8 @@ from dapple_tf.checkpoint.snapshots import Snapshots
 from dapple_tf.distributed import membership
 from dapple_tf.distributed.variable_transfer import load_values, stream_values
 from dapple_tf.errors import CheckpointError, warn_user
+from dapple_tf.launcher.restart import read_start
+from dapple_tf.messages import LOGGER
 from dapple_tf.runtime.step import PipelinedStep
 
 _PART = re.compile(NAME.pattern + r"\.[0-9]+\.part")
@@ -209,7 +212,8 @@ class Checkpoints:
                     f"{self._folder} already has {known[-1].name}, of a later step than {position.steps}: restore it "
                     "first, or give another folder"
                 )
-            write_checkpoint(path, self._step.variables, values, metadata)
+            check = None if self._lock is None else self._lock.check
+            write_checkpoint(path, self._step.variables, values, metadata, check)
             for old in known[:-_KEPT]:
                 old.unlink()
         except OSError as error:
@@ -229,6 +233,7 @@ def _consume(values: Iterator[Any]) -> None:
 
 
 _LOCK = "lock"
+_STARTED = re.compile(r", start (?P<number>[0-9]{1,9}) of launch (?P<launch>[0-9a-f]+)$")
 
 # By device and inode of the file: all users of a folder in this process share one lock, released with the last of them.
 # Like the kernel's locks these belong to the process.
@@ -236,43 +241,65 @@ _LOCKS: weakref.WeakValueDictionary[tuple[int, int], _FolderLock] = weakref.Weak
 
 
 class _FolderLock:
-    """The lock of a folder, held by this process until the object is deleted or the process ends."""
+    """The lock of the folder at ``path``, held by this process until the object is deleted or the process ends.
 
-    def __init__(self, descriptor: int) -> None:
+    ``holder``: what the file says while this process is the one that may write.
+    """
+
+    def __init__(self, path: Path, descriptor: int, holder: str) -> None:
+        self._path, self._holder = path, holder
         self.release = weakref.finalize(self, os.close, descriptor)
+
+    def check(self) -> None:
+        """Raise CheckpointError where another process has taken the folder over, while this one was away."""
+        with contextlib.suppress(OSError):
+            if (found := self._path.read_text(encoding="utf-8", errors="replace").strip()) != self._holder:
+                raise CheckpointError(
+                    f"{self._path.parent} was taken over by {found or 'another process'}, a later start of the job: "
+                    "this process was away for too long, and must not write there any more"
+                )
 
 
 def lock_folder(folder: Path) -> _FolderLock | None:
     """Lock ``folder`` for this process; return None, with a DappleWarning, if its file system has no locks.
 
-    Raises CheckpointError naming the process that holds the lock and its host, or where the lock is no regular file (a
-    link's target would be overwritten), OSError if the folder cannot be written.
+    A later start by the same ``dapple launch`` takes the lock over from a process that is away and still holds it, such
+    as one that is stopped, or whose host is cut off; that one writes no more when it is back. Raises CheckpointError
+    naming the process that holds the lock and its host, or where the lock is no regular file (a link's target would be
+    overwritten), OSError if the folder cannot be written.
     """
-    descriptor = _open_lock(folder / _LOCK)
+    path = folder / _LOCK
+    descriptor = _open_lock(path)
     found = os.fstat(descriptor)
     key = found.st_dev, found.st_ino
     held = _LOCKS.get(key)
     if held is not None:
         os.close(descriptor)
         return held
+    start = read_start()
+    launched = "" if start is None else f", start {start.number} of launch {start.launch}"
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         holder = os.pread(descriptor, 300, 0).decode(errors="replace").strip() or "another process"
-        os.close(descriptor)
-        raise CheckpointError(
-            f"{folder} is in use by another run, {holder}: two would overwrite each other's checkpoints. Wait for it, "
-            "end it, or give another folder"
-        ) from None
+        before = _STARTED.search(holder)
+        if start is None or before is None or before["launch"] != start.launch or int(before["number"]) >= start.number:
+            os.close(descriptor)
+            raise CheckpointError(
+                f"{folder} is in use by another run, {holder}: two would overwrite each other's checkpoints. Wait for "
+                "it, end it, or give another folder"
+            ) from None
+        LOGGER.warning("%s is taken over from %s, which is away", folder, holder)
     except OSError as error:
         os.close(descriptor)
         warn_user(
             f"the file system of {folder} has no locks ({error.strerror}): make sure that no other run saves there"
         )
         return None
+    holder = f"process {os.getpid()} on {socket.gethostname()}{launched}"
     os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-    lock = _FolderLock(descriptor)
+    os.pwrite(descriptor, f"{holder}\n".encode(), 0)
+    lock = _FolderLock(path, descriptor, holder)
     _LOCKS[key] = lock
     return lock
 
