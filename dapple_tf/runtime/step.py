@@ -178,6 +178,13 @@ class PipelinedStep:
         """The steps from a snapshot to the next; None where the step takes none."""
         return self._options.snapshot_every
 
+    def predict_on(self, hosts: Sequence[tuple[str, int]]) -> tuple[float, float] | None:
+        """Return the simulated seconds of a step of this plan, and on other ``hosts``, each with its number of ranks.
+
+        None where they are not known; see ``Autoplan.predict_on``.
+        """
+        return self._autoplan.predict_on(hosts)
+
     @property
     def optimizer(self) -> Any:
         """The Keras optimizer that trains, also if only its name or configuration was given."""

@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from dapple_tf.checkpoint.checkpoints import Checkpoints, lock_folder
 from dapple_tf.errors import CheckpointError, DappleWarning
+from dapple_tf.launcher.restart import Start
 from tests.dapple_tf.builders import X, step_of
 from tests.paths import ROOT
 
@@ -140,7 +141,12 @@ except dapple.errors.CheckpointError as error:
 @pytest.mark.always  # the only test of two writers
 def test_a_writer_that_was_away_is_fenced_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The later start takes the folder over, and what the earlier one then wants to write is refused."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "DAPPLE_LAUNCH": "0 0.0 ab12", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "DAPPLE_LAUNCH": Start(0, launch="ab12").to_text(),
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+    }
     with subprocess.Popen(
         [sys.executable, "-c", AWAY, str(tmp_path)],
         env=environment,
@@ -152,10 +158,10 @@ def test_a_writer_that_was_away_is_fenced_off(tmp_path: Path, monkeypatch: pytes
             assert away.stdout is not None
             assert away.stdout.readline() == "opened\n"
             away.send_signal(signal.SIGSTOP)
-            monkeypatch.setenv("DAPPLE_LAUNCH", "1 0.0 cd34")  # of another launch
+            monkeypatch.setenv("DAPPLE_LAUNCH", Start(1, launch="cd34").to_text())  # of another launch
             with pytest.raises(CheckpointError, match=r"in use by another run, .*, start 0 of launch ab12"):
                 lock_folder(tmp_path)
-            monkeypatch.setenv("DAPPLE_LAUNCH", "1 0.0 ab12")
+            monkeypatch.setenv("DAPPLE_LAUNCH", Start(1, launch="ab12").to_text())
             lock = lock_folder(tmp_path)
             assert lock is not None
             away.send_signal(signal.SIGCONT)

@@ -18,6 +18,7 @@ from dapple_tf.checkpoint.checkpoints import Checkpoints
 from dapple_tf.checkpoint.content import Position
 from dapple_tf.distributed.buddies import choose_buddies
 from dapple_tf.errors import CheckpointError, PlanError
+from dapple_tf.launcher.restart import Start
 from tests.dapple_tf.builders import X, step_of
 
 
@@ -195,12 +196,12 @@ def test_snapshots_of_a_folder_that_is_new_are_not_used_unasked(tmp_path: Path, 
 def test_snapshots_under_a_launcher_are_found_without_the_folder(
     tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("DAPPLE_LAUNCH", "0 0.0 abcdef")
+    monkeypatch.setenv("DAPPLE_LAUNCH", Start(0, launch="abcdef").to_text())
     run = make_step()
     Checkpoints(tmp_path / "run", run).restore()
     train(run, memory, 2)
     shutil.rmtree(tmp_path / "run")  # it was on the host of rank 0, which is lost
-    monkeypatch.setenv("DAPPLE_LAUNCH", "1 0.0 abcdef")
+    monkeypatch.setenv("DAPPLE_LAUNCH", Start(1, launch="abcdef").to_text())
     assert Checkpoints(tmp_path / "run", make_step()).restore() == Position(2, 2)
 
 
