@@ -24,7 +24,7 @@ from typing import Any
 from dapple_tf.checkpoint.content import Position, check_variables, read_position, read_value
 from dapple_tf.checkpoint.file import CheckpointFile, DamagedError, can_store, open_checkpoint, write_checkpoint
 from dapple_tf.checkpoint.names import NAME, checkpoint_name, list_checkpoints, steps_of
-from dapple_tf.checkpoint.snapshots import Snapshots
+from dapple_tf.checkpoint.snapshots import SnapshotCosts, Snapshots
 from dapple_tf.distributed import membership
 from dapple_tf.distributed.variable_transfer import load_values, stream_values
 from dapple_tf.errors import CheckpointError, warn_user
@@ -88,9 +88,9 @@ class Checkpoints:
             self._snapshots = None
 
     @property
-    def snapshots(self) -> str:
-        """What the snapshots of this run have cost so far, in words; "" where it takes none."""
-        return "" if self._snapshots is None else self._snapshots.describe_costs()
+    def snapshot_costs(self) -> SnapshotCosts | None:
+        """What the snapshots of this run have cost this rank so far; None where it takes none."""
+        return None if self._snapshots is None else self._snapshots.costs
 
     def restore(self) -> Position:
         """Load the last good checkpoint or snapshot, and return the position that it was saved at; (0, 0) without one.

@@ -66,17 +66,32 @@ class _Snapshot:
 
 @dataclass
 class SnapshotCosts:
-    """What snapshots cost this rank: how many were ``taken``, and ``left_out`` since the one before was not done.
+    """What snapshots ``every`` so many steps cost this rank.
 
-    ``waited``: seconds that each held up training. ``beside``: seconds of the thread that writes and sends them.
-    ``part_bytes``: of this rank's part.
+    ``taken``: how many. ``left_out``: how many were not taken, since the one before was not done. ``waited``: seconds
+    that each held up training. ``beside``: seconds in which each was written and sent beside it. ``part_bytes``: of
+    this rank's part.
     """
 
+    every: int
     taken: int = 0
     left_out: int = 0
     waited: list[float] = field(default_factory=list)
     beside: list[float] = field(default_factory=list)
     part_bytes: int = 0
+
+    def __str__(self) -> str:
+        text = f"snapshots every {self.every} steps: {self.taken} taken"
+        if self.waited:
+            text += f"; each held up training for {1e3 * sum(self.waited) / len(self.waited):.2g} ms"
+        if self.beside:
+            text += (
+                f", and was written and sent beside it in {1e3 * sum(self.beside) / len(self.beside):.2g} ms "
+                f"({self.part_bytes / 1e6:.3g} MB of this rank)"
+            )
+        if self.left_out:
+            text += f"; {self.left_out} left out, since the one before was not done: take them less often"
+        return text
 
 
 class Snapshots:
@@ -103,22 +118,7 @@ class Snapshots:
         self._problem = ""
         self._stopped = False
         self._remove_foreign(checkpoints, certain)
-        self.costs = SnapshotCosts()
-
-    def describe_costs(self) -> str:
-        """Return a line about the snapshots of a run, and what they cost."""
-        costs = self.costs
-        text = f"snapshots every {self._every} steps: {costs.taken} taken"
-        if costs.waited:
-            text += f"; each held up training for {1e3 * sum(costs.waited) / len(costs.waited):.2g} ms on rank 0"
-        if costs.beside:
-            text += (
-                f", and {costs.part_bytes / 1e6:.3g} MB were written and sent beside it in "
-                f"{1e3 * sum(costs.beside) / len(costs.beside):.2g} ms"
-            )
-        if costs.left_out:
-            text += f"; {costs.left_out} left out, since the one before was not done: take them less often"
-        return text
+        self.costs = SnapshotCosts(every)
 
     # --- restore
 

@@ -89,8 +89,8 @@ def run_training(settings: TrainSettings, given: Options, options: Mapping[str, 
             raise
         ranks.wait_for_all()
         if checkpoints is not None:
-            if checkpoints.snapshots:
-                ranks.print_result(checkpoints.snapshots)
+            if checkpoints.snapshot_costs is not None:
+                ranks.print_result(str(checkpoints.snapshot_costs))
             checkpoints.close()
         if record is not None and settings.records_steps:
             record.end(_describe_end(step))
