@@ -19,9 +19,9 @@ pytestmark = needs_horovod
 
 # The ranks write a line each time they start; what they do then is the test's own code.
 _BEGIN = """
-import os, select, signal, sys, time
+import json, os, select, signal, sys, time
 rank, size = int(os.environ["OMPI_COMM_WORLD_RANK"]), int(os.environ["OMPI_COMM_WORLD_SIZE"])
-start = int(os.environ["DAPPLE_LAUNCH"].split()[0])
+start = json.loads(os.environ["DAPPLE_LAUNCH"])["number"]
 with open("started", "a") as file:
     file.write(f"{start} {rank} {size}\\n")
 """
@@ -133,12 +133,12 @@ def test_a_job_is_asked_to_go_on_with_more_ranks(launch: Launch) -> None:
 if size == 1:
     open('hosts', 'w').write('localhost slots=2')
     select.select([sys.stdin], [], [], 50)
-    sys.exit(75 if sys.stdin.readline() == "dapple: more ranks are possible\\n" else 1)
+    sys.exit(75 if sys.stdin.readline() == "dapple: more ranks are possible: localhost:2\\n" else 1)
 """
     code, told = launch.run(program, "--restarts", "0")
     assert code == 0, told
     assert launch.starts == [(0, 0, 1), (1, 0, 2), (1, 1, 2)]
-    assert "2 ranks are possible now, 1 run: an elastic job goes on with them when it has saved" in told
+    assert "2 ranks are possible now, 1 run: an elastic job that has saved decides whether it goes on with them" in told
 
 
 @pytest.mark.parametrize(("sent", "wanted"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
