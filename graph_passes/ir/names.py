@@ -18,6 +18,7 @@ OWNED = "owned"
 
 
 _MINIBATCH = "minibatch"
+_ROUND = "round"
 
 
 class Site(NamedTuple):
@@ -64,6 +65,18 @@ def find_minibatch(name: str) -> int | None:
     first, _, rest = name.partition("/")
     number = first.removeprefix(_MINIBATCH)
     return int(number) if rest and first.startswith(_MINIBATCH) and number.isdecimal() else None
+
+
+def of_round(number: int, name: str) -> str:
+    """Return the name of a function or a call of the update in a round of it; the first round, 0, is not named."""
+    return f"{_ROUND}{number}/{name}" if number else name
+
+
+def find_round(name: str) -> int:
+    """Return the round of a name that ``of_round`` returned; 0 for other names."""
+    first, _, rest = name.partition("/")
+    number = first.removeprefix(_ROUND)
+    return int(number) if rest and first.startswith(_ROUND) and number.isdecimal() else 0
 
 
 def nodes_of(graph: Graph, *ops: OpName) -> tuple[Node, ...]:
