@@ -318,10 +318,11 @@ def _find_model(
 
     def trace_all() -> StagedModel | SeveralPhasesError:
         try:
-            return trace(loss_fn)
-        except UnexpectedGradientsError:
-            assert isinstance(loss_fn, TrainingStep), "only such expect gradients"
-            return trace(replace(loss_fn, certain=True))
+            try:
+                return trace(loss_fn)
+            except UnexpectedGradientsError:
+                assert isinstance(loss_fn, TrainingStep), "only such expect gradients"
+                return trace(replace(loss_fn, certain=True))
         except SeveralPhasesError as several:  # no failure, which each rank would report to the others
             return several
 
