@@ -246,11 +246,11 @@ def _make_template(graph: Graph, node: Node, operations: Operations) -> _Templat
     def handle(*inputs: Any) -> list[Any]:
         with tf.name_scope(_SCOPE), tf.device(node.device):
             outputs, ops = operations.run(as_template(node), list(inputs))
-        made.extend([outputs, ops or [tensor.op for tensor in outputs]])
+        made.append((outputs, ops or [tensor.op for tensor in outputs]))
         return outputs
 
     concrete = _trace(handle, [spec_of(graph.type_of(value)) for value in node.inputs])
-    outputs, ends = made
+    outputs, ends = made[-1]  # TensorFlow traces twice where the handler makes a variable
     places = {tensor.op.name: f"#{place}" for place, tensor in enumerate(concrete.inputs)}
 
     def name_of(name: str) -> str:
