@@ -37,6 +37,7 @@ from dapple_tf.frontend.batch import batch_size
 from dapple_tf.frontend.capture import Captured, Traced
 from dapple_tf.graph_passes.analysis.layers import Layers
 from dapple_tf.graph_passes.ir.graph import Shape
+from dapple_tf.graph_passes.ir.names import without_target
 from dapple_tf.messages import LOGGER
 from dapple_tf.plan_check import check_shares
 from dapple_tf.planner.planning_problem import Candidate
@@ -87,8 +88,9 @@ class Autoplan:
         self.layer_names: tuple[str, ...] = ()
 
     def train(self, loss_fn: Traced) -> None:
-        """Plan for this function, before the first trace, in place of the one that was given: a phase of it."""
+        """Plan for this function, in place of the one that was given: a phase of it."""
         self._loss_fn = loss_fn
+        self._decision = None
 
     @property
     def plan(self) -> Plan:
@@ -241,7 +243,7 @@ class Autoplan:
             return
         (costs, shapes), self._estimates = self._estimates, None
         planned = PlannedModel(model, self._decision.plan, samples)
-        slots = count_slots(self._optimizer, [model.variables[name] for name in model.trained])
+        slots = count_slots(self._optimizer, [model.variables[without_target(name)] for name in model.trained])
         choose = partial(_choose_by_estimate, planned, costs, shapes, slots, ranks=self._job is not None)
         try:
             choice = choose() if self._job is None else self._job.run_on_rank_0(choose)
@@ -313,11 +315,12 @@ class Autoplan:
     ) -> PlanDecision:
         """Return the plan for the options."""
         self._replicable = not captured.stateful and not (self._options.can_run_uncut and captured.needs_uncut)
+        trained = [captured.variables[without_target(name)] for name in captured.trainable]
         inputs = PlanningInputs(
             self._loss_fn,
             batch,
             self._options,
-            optimizer_slots=count_slots(self._optimizer, [captured.variables[name] for name in captured.trainable]),
+            optimizer_slots=count_slots(self._optimizer, trained),
             devices=len(list_devices(self._options.devices)) if self._job is None else self._job.size,
             cluster=self._options.cluster,
             replicable=self._replicable,

@@ -12,7 +12,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
@@ -47,6 +47,7 @@ from dapple_tf.commands.training_loop import RunResult, StepResult, repeat_batch
 from dapple_tf.distributed import membership
 from dapple_tf.distributed.process_exit import print_line
 from dapple_tf.distributed.shared_errors import share_error
+from dapple_tf.distributed.watchdog import INTERRUPTED
 from dapple_tf.errors import RunError
 from dapple_tf.launcher.restart import CONTINUE, read_start
 from dapple_tf.plans import Plan
@@ -76,7 +77,7 @@ def run_training(settings: TrainSettings, given: Options, options: Mapping[str, 
         ranks.print_result(str(restart))
     losses = LossWatch(step, ranks, ranks.print_warning)
     growth = Growth(step, ranks.job, ranks.print_result) if given.elastic else None
-    saver = _Saver(checkpoints, settings, losses, done, growth, ranks.print_result)
+    saver = _Saver(checkpoints, settings, losses, done, ranks, _words_of(step.plan).unit, growth)
     with contextlib.ExitStack() as opened:
         record = _open_record(step, settings, ranks, done, options["model"], restart)
         if record is not None:
@@ -85,7 +86,7 @@ def run_training(settings: TrainSettings, given: Options, options: Mapping[str, 
         try:
             run = _train(step, batches, settings, ranks, done, saver, record, restart)
         except KeyboardInterrupt:
-            ranks.print_warning(_describe_stop(settings.checkpoint_dir, saver.saved, _words_of(step.plan).unit))
+            ranks.print_warning(saver.describe_stop())
             raise
         ranks.wait_for_all()
         if checkpoints is not None:
@@ -154,11 +155,12 @@ def _resume(
 
 
 class _Saver:
-    """Saves the checkpoints of a run: of each step where one is due, and of the step after which Ctrl-C stops the run.
+    """Saves the checkpoints of a run: of each step where one is due, and of the last one before a signal stops the run.
 
-    Ctrl-C stops at once before the first step is done, without checkpoints, and in a job, whose ranks may be in
-    different steps. Else the run stops between two steps, where its variables belong together, and the second Ctrl-C
-    stops at once. ``saved``: the last step that is saved; 0 for none.
+    Ctrl-C stops at once before the first step is done, and without checkpoints. Else the run stops between two steps,
+    where its variables belong together, and the second Ctrl-C stops at once. In a job SIGTERM and SIGUSR1, of any rank,
+    do the same: launchers send the first to end a job, and pass the second on. ``saved``: the last step that is saved;
+    0 for none. ``unit``: "step" or "window".
     """
 
     def __init__(
@@ -167,11 +169,14 @@ class _Saver:
         settings: TrainSettings,
         losses: LossWatch,
         resumed: int,
+        ranks: Ranks,
+        unit: str,
         growth: Growth | None,
-        tell: Callable[[str], None],
     ) -> None:
-        self._tell = tell
         self._checkpoints, self._settings, self._losses, self._growth = checkpoints, settings, losses, growth
+        self._ranks, self._unit = ranks, unit
+        self._watchdog = None if ranks.job is None else ranks.job.watchdog
+        self._may_stop = False
         self._interrupted = False
         self.saved = resumed
 
@@ -182,30 +187,54 @@ class _Saver:
             self._growth.note_step(done.seconds)
         if done.number % self._settings.checkpoint_interval == 0 or done.number == self._settings.steps:
             self._save(done.number)
-        # A job has a handler of its own, and in the background a shell lets a process ignore Ctrl-C.
-        if self._checkpoints is not None and signal.getsignal(signal.SIGINT) == signal.default_int_handler:
-            signal.signal(signal.SIGINT, self._note_interrupt)
+        if self._checkpoints is not None and not self._may_stop:
+            self._may_stop = True
+            if self._watchdog is not None:
+                self._watchdog.allow_stops(self._tell_job)
+            # In the background a shell lets a process ignore Ctrl-C.
+            elif signal.getsignal(signal.SIGINT) == signal.default_int_handler:
+                signal.signal(signal.SIGINT, self._note_interrupt)
 
     def stop_if_asked(self, done: StepResult) -> None:
-        """Stop before the last step where Ctrl-C was pressed, after saving, or where the launcher has more ranks.
+        """Stop before the last step where a signal asks for it, after saving, or where the launcher has more ranks.
 
-        Raises KeyboardInterrupt, or SystemExit with ``CONTINUE`` after a step that is saved.
+        Raises KeyboardInterrupt; in a job, after a step that is saved, SystemExit with ``INTERRUPTED`` or ``CONTINUE``.
         """
         if done.number == self._settings.steps:
             return
         left = self._settings.steps - done.number
         if self._growth is not None and self.saved == done.number and self._growth.wants_more_ranks(left):
-            self._tell(f"step {done.number} is saved: the job ends, to go on with more ranks")
+            self._ranks.print_result(f"step {done.number} is saved: the job ends, to go on with more ranks")
             raise SystemExit(CONTINUE)
+        if self._watchdog is not None and self._may_stop:
+            self._interrupted = self._watchdog.agree_to_stop(done.number)
         if self._interrupted:
             if self.saved < done.number:
                 self._save(done.number)
-            raise KeyboardInterrupt
+            if self._watchdog is None:
+                raise KeyboardInterrupt
+            self._ranks.print_warning(self.describe_stop())
+            raise SystemExit(INTERRUPTED)
 
     def end(self) -> None:
         """Let Ctrl-C stop at once again."""
-        if signal.getsignal(signal.SIGINT) == self._note_interrupt:
+        if self._watchdog is not None:
+            self._watchdog.forbid_stops()
+        elif signal.getsignal(signal.SIGINT) == self._note_interrupt:
             signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def describe_stop(self) -> str:
+        """Return what a run that is stopped leaves, and how to go on."""
+        folder = self._settings.checkpoint_dir
+        if not folder:
+            return "nothing was saved: give --checkpoint-dir DIR, and a stopped run goes on from its last checkpoint"
+        command = f"{click.get_current_context().find_root().info_name} {shlex.join(sys.argv[1:])}"
+        if self._ranks.job is not None:
+            command = f"start the job again, whose ranks run {command}"
+        if not self.saved:
+            return f"{folder} has no checkpoint yet; to start again: {command}"
+        name = os.path.join(folder, checkpoint_name(self.saved))
+        return f"{self._unit} {self.saved} is saved as {name}; to go on: {command}"
 
     def _save(self, number: int) -> None:
         if self._checkpoints is not None and self._losses.may_save():
@@ -217,15 +246,12 @@ class _Saver:
         self._interrupted = True
         print_line("stops after this step and saves it; Ctrl-C again stops at once")
 
-
-def _describe_stop(folder: str | None, saved: int, unit: str) -> str:
-    """Return what a run that Ctrl-C has stopped leaves, and how to go on."""
-    if not folder:
-        return "nothing was saved: give --checkpoint-dir DIR, and a stopped run goes on from its last checkpoint"
-    command = f"{click.get_current_context().find_root().info_name} {shlex.join(sys.argv[1:])}"
-    if not saved:
-        return f"{folder} has no checkpoint yet; to start again: {command}"
-    return f"{unit} {saved} is saved as {os.path.join(folder, checkpoint_name(saved))}; to go on: {command}"
+    def _tell_job(self) -> None:
+        """Say on rank 0 what happens, and what is left if the launcher kills the ranks before."""
+        last = f"{self._unit} {self.saved} is saved" if self.saved else "nothing is saved"
+        print_line(
+            f"stops after the next {self._unit} and saves it, unless the launcher kills the ranks before: now {last}"
+        )
 
 
 def _train(

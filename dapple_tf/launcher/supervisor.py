@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import secrets
 import signal
@@ -57,6 +58,7 @@ class Supervisor:
         self._tell = tell
         self._environment = dict(environment)
         self._stopped_by: int | None = None
+        self._signals = 0
         self._lost: tuple[str, ...] = ()
 
     def run(self) -> int:
@@ -84,7 +86,7 @@ class Supervisor:
                     cause=self._describe_end(code),
                     lost=_ranks_on(hosts, self._lost),
                 )
-                if self._stopped_by is not None:
+                if self._stopped_by is not None and code != 0:
                     return _INTERRUPTED if self._stopped_by == signal.SIGINT else _TERMINATED
                 if code in (0, _USAGE):
                     return code
@@ -169,10 +171,7 @@ class Supervisor:
         check = time.monotonic() + settings.check_seconds
         while (code := process.poll()) is None:
             if self._stopped_by is not None:
-                process.send_signal(self._stopped_by)
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(settings.timeout_seconds)
-                return _end(process, settings.timeout_seconds)
+                return self._stop(process, self._stopped_by)
             if time.monotonic() >= check:
                 lost = self._find_lost(hosts)
                 if lost:
@@ -181,6 +180,22 @@ class Supervisor:
                 check = time.monotonic() + settings.check_seconds
             self._wait(_POLL_SECONDS)
         return code
+
+    def _stop(self, process: subprocess.Popen[str], number: int) -> int:
+        """Let the job save and end, by SIGUSR1, which mpirun passes on; end it at once at the second signal.
+
+        After SIGTERM, whose sender may not wait, the job has the timeout for it.
+        """
+        self._tell("lets the job save the step that runs, and end; a second signal ends it at once")
+        process.send_signal(signal.SIGUSR1)
+        end = math.inf if number == signal.SIGINT else time.monotonic() + self._settings.timeout_seconds
+        while process.poll() is None and self._signals == 1 and time.monotonic() < end:
+            time.sleep(_POLL_SECONDS)
+        if process.poll() is None:
+            process.send_signal(number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(self._settings.timeout_seconds)
+        return _end(process, self._settings.timeout_seconds)
 
     def _find_lost(self, hosts: Sequence[Host]) -> list[str]:
         """Return the names of hosts that do not answer, asked twice."""
@@ -228,10 +243,11 @@ class Supervisor:
 
     @contextlib.contextmanager
     def _passing_signals_on(self) -> Iterator[None]:
-        """Note Ctrl-C and SIGTERM meanwhile, which ``_watch`` sends to mpirun."""
+        """Note Ctrl-C and SIGTERM meanwhile, for which ``_watch`` stops the job."""
 
         def note(number: int, _: object) -> None:
             self._stopped_by = number
+            self._signals += 1
 
         before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
         try:

@@ -144,6 +144,8 @@ class PipelinedStep:
     ) -> None:
         if not isinstance(loss_fn, TrainingStep):
             optimizer = as_keras_optimizer(optimizer)
+        elif options.batch_loss:
+            loss_fn = dataclasses.replace(loss_fn, joined=False)  # a loss head has one target
         if options.window is not None:
             check_optimizer(optimizer)
         self._loss_fn = loss_fn
@@ -156,9 +158,7 @@ class PipelinedStep:
         self._homes = VariableHomes() if homes is None else homes
         self._later: tuple[PipelinedStep, ...] = ()
         self._times = BuildTimes(silent=rank != 0)
-        self._compiled = CompiledSteps(
-            times=self._times, homes=self._homes, xla=make_xla(options.jit_compile, plain_function(loss_fn))
-        )
+        self._compiled = self._nothing_compiled()
         self._forwards = [Forward(plain_function(loss_fn), self._autoplan, self._homes, self._times)]
         self._last: CompiledStep | None = None
         self._variables: dict[str, tf.Variable] | None = None
@@ -170,6 +170,10 @@ class PipelinedStep:
         self._losses: Any = None
         if example_batch is not None:
             self.build(*example_batch)
+
+    def _nothing_compiled(self) -> CompiledSteps:
+        xla = make_xla(self._options.jit_compile, plain_function(self._loss_fn))
+        return CompiledSteps(times=self._times, homes=self._homes, xla=xla)
 
     # --- the plan and the compiled step
 
@@ -422,9 +426,11 @@ class PipelinedStep:
 
     def expose(self, *batch: Any, local: bool = False) -> ExposedOutputs:
         """Train on one batch as ``run_exposed`` does, and also return the aux outputs."""
-        if self._later:
+        if not local:
+            self.build_exposed(*batch)
+        if self._later or self._compiled_last().planned.model.interface.targets > 1:
             raise UsageError(
-                "the gradients of a training step of several phases: let the step return those that you want to see"
+                "the gradients of a training step of several targets: let the step return those that you want to see"
             )
         step, tensors = self._run(batch, StepVariant.WITH_GRADIENTS, local)
         names = exposed_gradients(step.program.graph)
@@ -594,13 +600,14 @@ class PipelinedStep:
         check_not_forked()
         if self._autoplan.window is not None:
             check_window_variant(variant)
-        try:
-            last = self._compile_phase(batch, variant)
-        except SeveralPhasesError as several:
-            self._divide(several.count)
-            last = self._compile_phase(batch, variant)
-        check_phases([last, *(phase._compile_phase(batch, variant) for phase in self._later)])
-        return last
+        while True:
+            try:
+                compiled = [phase._compile_phase(batch, variant) for phase in (self, *self._later)]
+            except SeveralPhasesError as several:
+                self._divide(several)
+            else:
+                check_phases(compiled)
+                return compiled[0]
 
     def _compile_phase(self, batch: Batch, variant: StepVariant) -> CompiledStep:
         with compiling():
@@ -609,14 +616,15 @@ class PipelinedStep:
             )
         return self._last
 
-    def _divide(self, count: int) -> None:
-        """Make this step the first of ``count`` phases. Raises PlanError where options do not allow several."""
+    def _divide(self, several: SeveralPhasesError) -> None:
+        """Make this step the first of several phases. Raises PlanError where options do not allow several."""
         check_options_of_phases(self._options)
         assert isinstance(self._loss_fn, TrainingStep), "only such have phases"
-        whole = dataclasses.replace(self._loss_fn, certain=True, hand_over=HandOver())
+        whole = dataclasses.replace(self._loss_fn, certain=True, joined=several.joined, hand_over=HandOver())
         self._loss_fn = dataclasses.replace(whole, phase=0)
         self._autoplan.train(self._loss_fn)
-        later = [dataclasses.replace(whole, phase=number) for number in range(1, count)]
+        self._compiled = self._nothing_compiled()
+        later = [dataclasses.replace(whole, phase=number) for number in range(1, several.count)]
         self._later = tuple(PipelinedStep(phase, None, self._options, homes=self._homes) for phase in later)
 
 
