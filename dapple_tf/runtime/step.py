@@ -182,6 +182,11 @@ class PipelinedStep:
         """The steps from a snapshot to the next; None where the step takes none."""
         return self._options.snapshot_every
 
+    @property
+    def is_elastic(self) -> bool:
+        """Whether the step is planned anew where the job has another number of ranks."""
+        return self._options.elastic
+
     def predict_on(self, hosts: Sequence[tuple[str, int]]) -> tuple[float, float] | None:
         """Return the simulated seconds of a step of this plan, and on other ``hosts``, each with its number of ranks.
 
