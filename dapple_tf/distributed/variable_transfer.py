@@ -165,16 +165,17 @@ def _raise(failure: Exception | None) -> None:
         raise failure
 
 
-def load_values(job: Job, variables: Mapping[str, tf.Variable], read: Callable[[str], Any]) -> None:
-    """Assign to the variables, on the ranks that hold them, the values that ``read`` returns by name on rank 0.
+def load_values(job: Job, variables: Mapping[str, tf.Variable], read: Callable[[str], Any], source: int = 0) -> None:
+    """Assign to the variables, on the ranks that hold them, the values that ``read`` returns by name on a rank.
 
-    An error of ``read`` is raised on every rank. Every rank must call this, with variables in the same order.
+    ``source``: that rank. An error of ``read`` is raised on every rank. Every rank must call this, with variables in
+    the same order.
     """
     for group in _group_by_bytes(variables.items(), lambda item: item[1]):
         own: list[Any] = []
-        job.run_on_rank_0(partial(_read_into, own, read, [name for name, _ in group]))
+        job.run_on(source, partial(_read_into, own, read, [name for name, _ in group]))
         variables_of_group = [variable for _, variable in group]
-        values = _broadcast_values(job, variables_of_group, 0, own if job.rank == 0 else None, keep=True)
+        values = _broadcast_values(job, variables_of_group, source, own if job.rank == source else None, keep=True)
         for (_, variable), value in zip(group, values, strict=True):
             holders = job.variable_locations.ranks_of(variable)
             if holders is None or job.rank in holders:
@@ -182,7 +183,7 @@ def load_values(job: Job, variables: Mapping[str, tf.Variable], read: Callable[[
 
 
 def _read_into(values: list[Any], read: Callable[[str], Any], names: Sequence[str]) -> None:
-    """Append the values to a list, which stays on this rank: a result of ``run_on_rank_0`` is sent to all ranks."""
+    """Append the values to a list, which stays on this rank: a result of ``run_on`` is sent to all ranks."""
     values.extend(map(read, names))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from dapple_tf import variable_values
@@ -12,7 +12,14 @@ from dapple_tf.graph_passes.analysis.op_costs import value_bytes
 from dapple_tf.graph_passes.analysis.row_bounds import micro_batch_sizes
 from dapple_tf.graph_passes.analysis.variable_use import Variables, find_variables
 from dapple_tf.graph_passes.ir.graph import Function, Graph, Value
-from dapple_tf.graph_passes.ir.names import Site, at, micro_batch_count, replica_counts, replica_shares
+from dapple_tf.graph_passes.ir.names import (
+    Site,
+    at,
+    micro_batch_count,
+    replica_counts,
+    replica_shares,
+    without_target,
+)
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.passes.gather_slices import SparsePart, slice_ports
 from dapple_tf.graph_passes.schedules.schedule import Schedule
@@ -217,17 +224,18 @@ def _predict_stage(
     transit = transfer_bytes(one_backward, stashed) if ranks else 0
     working = {kind: _working_bytes(sizes, kind, stashed) for kind, sizes in functions.items()}
     gradients = sum(
-        _variable_bytes(model, [port.name for _, port in sizes.function.output_ports("variable")])
+        _variable_bytes(model, [without_target(name)])
         for sizes in one_backward.values()
+        for name in {port.name for _, port in sizes.function.output_ports("variable")}
     )
     site = _fullest_site(stage, model, variables, replicas)
-    update = dict(model.updates.stages).get(site) if model.updates is not None else None
+    updates = () if model.updates is None else model.updates.of_site(site)
     kept = [name for name in variables.owned(stage) if variables.home(name) == site or name not in variables.keepers]
     copied = variables.copied(stage, site.replica if stage in variables.sharded else 0)
     reduced = gradients
     if stage in variables.sharded:
         reduced = _variable_bytes(model, [name for name in kept if name in model.trained])
-    update_bytes = _update_bytes(model, update, gradients, reduced, slices, micro_batches, replicas, ranks)
+    update_bytes = _update_bytes(model, updates, gradients, reduced, slices, micro_batches, replicas, ranks)
     # As a step starts, a rank receives the values of variables that other ranks keep, before it stores them.
     received = _variable_bytes(model, [name for name in copied if name in variables.keepers]) * ranks
     in_step, waiting, in_flight = 0, 0, 0
@@ -243,7 +251,7 @@ def _predict_stage(
         stage=stage,
         weights=_variable_bytes(model, kept),
         gradients=gradients if micro_batches > 1 else 0,
-        slots=_slot_bytes(model, update),
+        slots=_slot_bytes(model, updates),
         copies=_variable_bytes(model, copied),
         in_flight=in_flight,
         stashed=stashed,
@@ -278,23 +286,23 @@ def _fullest_site(stage: int, model: StagedModel, variables: Variables, replicas
     """Return the replica with most slots: replica 0 where the stage's update is not sharded."""
     if model.updates is None or stage not in variables.sharded:
         return Site(stage)
-    updates = dict(model.updates.stages)
-    return max((Site(stage, r) for r in range(replicas)), key=lambda site: _slot_bytes(model, updates.get(site)))
+    of_site = model.updates.of_site
+    return max((Site(stage, r) for r in range(replicas)), key=lambda site: _slot_bytes(model, of_site(site)))
 
 
-def _slot_bytes(model: StagedModel, update: Function | None) -> int:
-    """Return the bytes of the optimizer's variables that only this stage's update uses."""
-    if update is None or model.updates is None:
+def _slot_bytes(model: StagedModel, updates: Sequence[Function]) -> int:
+    """Return the bytes of the optimizer's variables that only these updates use, those of one stage."""
+    if not updates or model.updates is None:
         return 0
-    others = [model.updates.before, model.updates.after, *(f for _, f in model.updates.stages if f is not update)]
-    shared = {port.name for function in others if function is not None for port in function.inputs}
-    own = [port.name for _, port in update.input_ports("variable") if port.name not in shared]
-    return _variable_bytes(model, [name for name in own if name not in model.model_variables])
+    own = {port.name for update in updates for _, port in update.input_ports("variable")}
+    others = (function for function in model.updates.functions if function not in updates)
+    shared = {port.name for function in others for port in function.inputs}
+    return _variable_bytes(model, sorted(name for name in own - shared if name not in model.model_variables))
 
 
 def _update_bytes(
     model: StagedModel,
-    update: Function | None,
+    updates: Sequence[Function],
     gradients: int,
     reduced: int,
     slices: _StageSlices,
@@ -310,14 +318,19 @@ def _update_bytes(
     clipped ones are dense.
     """
     gathering = slices.pieces + slices.complete
-    if update is None:
+    if not updates:
         return gradients * (micro_batches == 1) + gathering
     clips = model.global_clipnorm is not None
     received = max(1, replicas - 1) if ranks and reduced < gradients else 1
     copies = gradients * (micro_batches == 1) + reduced * (received * (replicas > 1) + clips)
     sparse = slices.complete + clips * _variable_bytes(model, slices.variables)
-    own = peak_bytes(update.graph, lambda value: value_bytes(update.graph, value, {}, slices.rows))
+    graphs = [update.graph for update in updates]
+    own = max(peak_bytes(graph, _sized(graph, slices.rows)) for graph in graphs)
     return copies + max(gathering, sparse + own)
+
+
+def _sized(graph: Graph, rows: int) -> Callable[[Value], int]:
+    return lambda value: value_bytes(graph, value, {}, rows)
 
 
 def _variable_bytes(model: StagedModel, names: Sequence[str]) -> int:

@@ -318,10 +318,11 @@ def _find_model(
 
     def trace_all() -> StagedModel | SeveralPhasesError:
         try:
-            return trace(loss_fn)
-        except UnexpectedGradientsError:
-            assert isinstance(loss_fn, TrainingStep), "only such expect gradients"
-            return trace(replace(loss_fn, certain=True))
+            try:
+                return trace(loss_fn)
+            except UnexpectedGradientsError:
+                assert isinstance(loss_fn, TrainingStep), "only such expect gradients"
+                return trace(replace(loss_fn, certain=True))
         except SeveralPhasesError as several:  # no failure, which each rank would report to the others
             return several
 
@@ -356,9 +357,10 @@ def _stages_of(shared: HandOver, captured: Captured, plan: Plan) -> dict[int, in
 def _note_owners(shared: HandOver, model: StagedModel, plan: Plan) -> None:
     """Note on which devices a phase of a step has placed variables."""
     found = {name: stages[0] for name, stages in find_variables(model.graph).users}
-    for site, function in () if model.updates is None else model.updates.stages:
-        for name in written_variables(function.graph):
-            found.setdefault(name, site.stage)
+    for part in () if model.updates is None else model.updates.rounds:
+        for site, function in part.stages:
+            for name in written_variables(function.graph):
+                found.setdefault(name, site.stage)
     for name, stage in found.items():
         shared.owners.setdefault(id(model.variables[name]), plan.stages[stage].devices[0])
 
