@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dapple_tf import variable_values
@@ -231,14 +231,14 @@ def _predict_stage(
         for name in {port.name for _, port in sizes.function.output_ports("variable")}
     )
     site = _fullest_site(stage, model, variables, replicas)
-    update = dict(model.updates.stages).get(site) if model.updates is not None else None
+    updates = () if model.updates is None else model.updates.of_site(site)
     kept = [name for name in variables.owned(stage) if variables.home(name) == site or name not in variables.keepers]
-    slots = _slot_names(model, update)
+    slots = _slot_names(model, updates)
     copied = variables.copied(stage, site.replica if stage in variables.sharded else 0)
     reduced = gradients
     if stage in variables.sharded:
         reduced = _variable_bytes(model, [name for name in kept if name in model.trained])
-    update_bytes = _update_bytes(model, update, gradients, reduced, slices, micro_batches, replicas, ranks)
+    update_bytes = _update_bytes(model, updates, gradients, reduced, slices, micro_batches, replicas, ranks)
     # As a step starts, a rank receives the values of variables that other ranks keep, before it stores them.
     received = _variable_bytes(model, [name for name in copied if name in variables.keepers]) * ranks
     in_step, waiting, in_flight = 0, 0, 0
@@ -290,24 +290,24 @@ def _fullest_site(stage: int, model: StagedModel, variables: Variables, replicas
     """Return the replica with most slots: replica 0 where the stage's update is not sharded."""
     if model.updates is None or stage not in variables.sharded:
         return Site(stage)
-    updates = dict(model.updates.stages)
+    of_site = model.updates.of_site
     sites = [Site(stage, r) for r in range(replicas)]
-    return max(sites, key=lambda site: _variable_bytes(model, _slot_names(model, updates.get(site))))
+    return max(sites, key=lambda site: _variable_bytes(model, _slot_names(model, of_site(site))))
 
 
-def _slot_names(model: StagedModel, update: Function | None) -> list[str]:
-    """Return the optimizer's variables that only this stage's update uses."""
-    if update is None or model.updates is None:
+def _slot_names(model: StagedModel, updates: Sequence[Function]) -> list[str]:
+    """Return the optimizer's variables that only these updates use, those of one stage."""
+    if not updates or model.updates is None:
         return []
-    others = [model.updates.before, model.updates.after, *(f for _, f in model.updates.stages if f is not update)]
-    shared = {port.name for function in others if function is not None for port in function.inputs}
-    own = [port.name for _, port in update.input_ports("variable") if port.name not in shared]
-    return [name for name in own if name not in model.model_variables]
+    own = {port.name for update in updates for _, port in update.input_ports("variable")}
+    others = (function for function in model.updates.functions if function not in updates)
+    shared = {port.name for function in others for port in function.inputs}
+    return sorted(name for name in own - shared if name not in model.model_variables)
 
 
 def _update_bytes(
     model: StagedModel,
-    update: Function | None,
+    updates: Sequence[Function],
     gradients: int,
     reduced: int,
     slices: _StageSlices,
@@ -323,14 +323,19 @@ def _update_bytes(
     clipped ones are dense.
     """
     gathering = slices.pieces + slices.complete
-    if update is None:
+    if not updates:
         return gradients * (micro_batches == 1) + gathering
     clips = model.global_clipnorm is not None
     received = max(1, replicas - 1) if ranks and reduced < gradients else 1
     copies = gradients * (micro_batches == 1) + reduced * (received * (replicas > 1) + clips)
     sparse = slices.complete + clips * _variable_bytes(model, slices.variables)
-    own = peak_bytes(update.graph, lambda value: value_bytes(update.graph, value, {}, slices.rows))
+    graphs = [update.graph for update in updates]
+    own = max(peak_bytes(graph, _sized(graph, slices.rows)) for graph in graphs)
     return copies + max(gathering, sparse + own)
+
+
+def _sized(graph: Graph, rows: int) -> Callable[[Value], int]:
+    return lambda value: value_bytes(graph, value, {}, rows)
 
 
 def _variable_bytes(model: StagedModel, names: Sequence[str]) -> int:

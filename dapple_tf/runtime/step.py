@@ -129,6 +129,9 @@ class PipelinedStep:
     With ``check_numerics = True`` (on every rank of a job) a step whose loss or gradients are not finite raises
     StepError, which names them, and changes no variable. Recorded steps are not checked. Asynchronous windows change
     variables after every minibatch, so they cannot be checked, and raise UsageError.
+
+    ``after_training`` is called after each step, or window, that has trained; ``dapple.Checkpoints`` sets it where the
+    step has the option ``snapshot_every``.
     """
 
     def __init__(
@@ -163,6 +166,7 @@ class PipelinedStep:
         self._recorder = Recorder(self._job)
         self._memory = MemoryRecorder(self._job)
         self.check_numerics = False
+        self.after_training: Callable[[], None] | None = None
         self._losses: Any = None
         if example_batch is not None:
             self.build(*example_batch)
@@ -172,6 +176,18 @@ class PipelinedStep:
         return CompiledSteps(times=self._times, homes=self._homes, xla=xla)
 
     # --- the plan and the compiled step
+
+    @property
+    def snapshot_every(self) -> int | None:
+        """The steps from a snapshot to the next; None where the step takes none."""
+        return self._options.snapshot_every
+
+    def predict_on(self, hosts: Sequence[tuple[str, int]]) -> tuple[float, float] | None:
+        """Return the simulated seconds of a step of this plan, and on other ``hosts``, each with its number of ranks.
+
+        None where they are not known; see ``Autoplan.predict_on``.
+        """
+        return self._autoplan.predict_on(hosts)
 
     @property
     def optimizer(self) -> Any:
@@ -328,7 +344,13 @@ class PipelinedStep:
         with self._lock:  # no other step comes between two phases
             step, outputs = self._run(batch, self._variant, local)
             returned = step.planned.model.pack(self._keep_losses(step, outputs))
-            return self._with_later(returned, lambda phase: phase(*batch, local=local))
+            returned = self._with_later(returned, lambda phase: phase(*batch, local=local))
+        self._note_training()
+        return returned
+
+    def _note_training(self) -> None:
+        if self.after_training is not None:
+            self.after_training()
 
     def _with_later(self, returned: Any, run: Callable[[PipelinedStep], Any]) -> Any:
         """Run the later phases of the step, and return what they all return; ``returned`` by the first phase.
@@ -420,6 +442,7 @@ class PipelinedStep:
             self._job.announce_call("gather the gradients")
             self._job.check_call_history()
             gradients = gather_arrays(self._job, gradients)
+        self._note_training()
         return ExposedOutputs(loss, tuple(values[:aux]), gradients)
 
     def gather(self) -> None:
@@ -491,7 +514,9 @@ class PipelinedStep:
         memory = self._memory.curves(compiled.planned)
         self._recorder.keep(compiled.program.graph, times, plan, simulated, note=note, memory=memory, runs=runs)
         returned = compiled.planned.model.pack(self._keep_losses(compiled, outputs))
-        return self._with_later(returned, lambda phase: phase.record(*batch, local=local, ops=ops))
+        returned = self._with_later(returned, lambda phase: phase.record(*batch, local=local, ops=ops))
+        self._note_training()
+        return returned
 
     @property
     def timeline(self) -> Any:

@@ -19,6 +19,7 @@ OWNED = "owned"
 
 
 _MINIBATCH = "minibatch"
+_ROUND = "round"
 _OF_TARGET = re.compile(r"target\d+>")
 
 
@@ -66,6 +67,18 @@ def find_minibatch(name: str) -> int | None:
     first, _, rest = name.partition("/")
     number = first.removeprefix(_MINIBATCH)
     return int(number) if rest and first.startswith(_MINIBATCH) and number.isdecimal() else None
+
+
+def of_round(number: int, name: str) -> str:
+    """Return the name of a function or a call of the update in a round of it; the first round, 0, is not named."""
+    return f"{_ROUND}{number}/{name}" if number else name
+
+
+def find_round(name: str) -> int:
+    """Return the round of a name that ``of_round`` returned; 0 for other names."""
+    first, _, rest = name.partition("/")
+    number = first.removeprefix(_ROUND)
+    return int(number) if rest and first.startswith(_ROUND) and number.isdecimal() else 0
 
 
 def of_target(target: int, name: str) -> str:
