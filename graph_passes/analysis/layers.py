@@ -153,8 +153,11 @@ def variables_of(graph: Graph, node: Node) -> tuple[str, ...]:
     return tuple(v.node for v in node.inputs if graph.node(v.node).op == "variable")
 
 
-def find_floating(graph: Graph) -> frozenset[str]:
-    """Return the names of the nodes that each stage may repeat: inputs, floating nodes and weight terms."""
+def find_floating(graph: Graph, roots: Set[str] = frozenset()) -> frozenset[str]:
+    """Return the names of the nodes that each stage may repeat: inputs, floating nodes and weight terms.
+
+    ``roots``: nodes that one stage computes, as if they took samples of the batch.
+    """
     written = written_variables(graph)
     floating = {node.name for node in graph.nodes if node.op in CAPTURED_INPUTS}
     once = find_once(graph)
@@ -162,7 +165,7 @@ def find_floating(graph: Graph) -> frozenset[str]:
     for node in graph.nodes:
         if node.op in CAPTURED_INPUTS or node.name in once or node.effect not in (Effect.PURE, Effect.READ):
             continue
-        if node.has(TAKES_ROWS):
+        if node.has(TAKES_ROWS) or node.name in roots:
             continue
         sources = set(node.predecessors())
         if sources & args and (node.op not in SHAPE_OPS or not sources <= args):
@@ -189,6 +192,9 @@ def find_layers(graph: Graph) -> Layers:
     """
     floating, once, live = find_floating(graph), find_once(graph), live_nodes(graph)
     in_layers = [node for node in graph.nodes if node.name in live and node.name not in floating]
+    if not in_layers:  # it may draw the samples itself, as a generator's loss does
+        floating = find_floating(graph, roots=_draws_of_rows(graph))
+        in_layers = [node for node in graph.nodes if node.name in live and node.name not in floating]
     if not in_layers:
         raise PartitionError(f"the function {graph.name!r} computes nothing from its arguments")
     layers = _group(in_layers)
@@ -199,6 +205,15 @@ def find_layers(graph: Graph) -> Layers:
     return Layers(
         graph, layers, cuts, floating - terms.keys(), frozenset(terms), once, find_loss_head(graph), head_inputs
     )
+
+
+def _draws_of_rows(graph: Graph) -> set[str]:
+    """Return the nodes that draw random numbers for the rows of a micro-batch."""
+    of_rows: set[str] = set()
+    for node in graph.nodes:
+        if node.op == "rows" or not of_rows.isdisjoint(value.node for value in node.inputs):
+            of_rows.add(node.name)
+    return {node.name for node in graph.nodes if node.op.startswith("Stateless") and node.name in of_rows}
 
 
 def _layer_of_nodes(layers: Sequence[Layer]) -> dict[str, int]:
