@@ -97,11 +97,12 @@ def check_phases(compiled: Sequence[CompiledStep]) -> None:
                 "of several targets is traced once for each: let it depend on its arguments and on variables only"
             )
         given |= phase.given
-        if step.planned.exactness.tried:
+        if tried := step.planned.exactness.tried:
+            ops = ", ".join(f"{item.op} of {item.layer}, which gives {item.gives}" for item in tried)
             raise ExactnessError(
                 f"{model.graph.name} takes gradients of several targets, and holds ops that are only known by "
-                f"experiment ({step.planned.exactness.tried}): such a step is not compared with one device at its "
-                "first run, so it is refused"
+                f"experiment ({ops}): such a step is not compared with one device at its first run, so it is refused: "
+                "compute it by other ops, or give micro_batches=1 (with one replica of each stage)"
             )
 
 
