@@ -85,9 +85,10 @@ def resume_by_hand(folder: Path, steps: int) -> list[float]:
     """Return the losses of the steps after the last checkpoint or snapshot of ``folder``, by one device."""
     workload = chain()
     step = step_of(workload.loss_fn, optimizer=workload.optimizer, stages=1, snapshot_every=1_000_000)
-    step.build(*next(iter(workload.dataset)))
-    done = Checkpoints(folder, step).restore()
-    return [float(step(*batch)) for batch in itertools.islice(workload.dataset, done.batches, done.batches + steps)]
+    batches = list(itertools.islice(workload.dataset, STEPS))  # once: every epoch is shuffled anew
+    step.build(*batches[0])
+    done = Checkpoints(folder, step).restore().batches
+    return [float(step(*batch)) for batch in batches[done : done + steps]]
 
 
 def test_the_loss_of_a_host_costs_few_steps(hosts: NamedHosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
