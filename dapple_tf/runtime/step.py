@@ -97,11 +97,12 @@ def check_phases(compiled: Sequence[CompiledStep]) -> None:
                 "of several targets is traced once for each: let it depend on its arguments and on variables only"
             )
         given |= phase.given
-        if step.planned.exactness.tried:
+        if tried := step.planned.exactness.tried:
+            ops = ", ".join(f"{item.op} of {item.layer}, which gives {item.gives}" for item in tried)
             raise ExactnessError(
                 f"{model.graph.name} takes gradients of several targets, and holds ops that are only known by "
-                f"experiment ({step.planned.exactness.tried}): such a step is not compared with one device at its "
-                "first run, so it is refused"
+                f"experiment ({ops}): such a step is not compared with one device at its first run, so it is refused: "
+                "compute it by other ops, or give micro_batches=1 (with one replica of each stage)"
             )
 
 
@@ -181,6 +182,11 @@ class PipelinedStep:
     def snapshot_every(self) -> int | None:
         """The steps from a snapshot to the next; None where the step takes none."""
         return self._options.snapshot_every
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether the step is planned anew where the job has another number of ranks."""
+        return self._options.elastic
 
     def predict_on(self, hosts: Sequence[tuple[str, int]]) -> tuple[float, float] | None:
         """Return the simulated seconds of a step of this plan, and on other ``hosts``, each with its number of ranks.

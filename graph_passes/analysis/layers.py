@@ -153,11 +153,8 @@ def variables_of(graph: Graph, node: Node) -> tuple[str, ...]:
     return tuple(v.node for v in node.inputs if graph.node(v.node).op == "variable")
 
 
-def find_floating(graph: Graph, roots: Set[str] = frozenset()) -> frozenset[str]:
-    """Return the names of the nodes that each stage may repeat: inputs, floating nodes and weight terms.
-
-    ``roots``: nodes that one stage computes, as if they took samples of the batch.
-    """
+def find_floating(graph: Graph) -> frozenset[str]:
+    """Return the names of the nodes that each stage may repeat: inputs, floating nodes and weight terms."""
     written = written_variables(graph)
     floating = {node.name for node in graph.nodes if node.op in CAPTURED_INPUTS}
     once = find_once(graph)
@@ -165,7 +162,7 @@ def find_floating(graph: Graph, roots: Set[str] = frozenset()) -> frozenset[str]
     for node in graph.nodes:
         if node.op in CAPTURED_INPUTS or node.name in once or node.effect not in (Effect.PURE, Effect.READ):
             continue
-        if node.has(TAKES_ROWS) or node.name in roots:
+        if node.has(TAKES_ROWS):
             continue
         sources = set(node.predecessors())
         if sources & args and (node.op not in SHAPE_OPS or not sources <= args):
@@ -173,6 +170,17 @@ def find_floating(graph: Graph, roots: Set[str] = frozenset()) -> frozenset[str]
         if sources <= floating | once and not any(name in written for name in variables_of(graph, node)):
             floating.add(node.name)
     return frozenset(floating)
+
+
+def _computed_of_rows(graph: Graph) -> set[str]:
+    """Return the nodes that depend both on variables and on the rows of the micro-batch, or on their number."""
+    of_rows = {node.name for node in graph.nodes if node.op in ("arg", "rows")}
+    of_variables = {node.name for node in graph.nodes if node.op == "variable"}
+    for node in graph.nodes:
+        for found in (of_rows, of_variables):
+            if any(value.node in found for value in node.inputs):
+                found.add(node.name)
+    return of_rows & of_variables
 
 
 def find_once(graph: Graph) -> frozenset[str]:
@@ -192,8 +200,8 @@ def find_layers(graph: Graph) -> Layers:
     """
     floating, once, live = find_floating(graph), find_once(graph), live_nodes(graph)
     in_layers = [node for node in graph.nodes if node.name in live and node.name not in floating]
-    if not in_layers:  # it may draw the samples itself, as a generator's loss does
-        floating = find_floating(graph, roots=_draws_of_rows(graph))
+    if not in_layers:  # its samples are drawn: it takes only their number from its arguments
+        floating -= _computed_of_rows(graph)
         in_layers = [node for node in graph.nodes if node.name in live and node.name not in floating]
     if not in_layers:
         raise PartitionError(f"the function {graph.name!r} computes nothing from its arguments")
@@ -205,15 +213,6 @@ def find_layers(graph: Graph) -> Layers:
     return Layers(
         graph, layers, cuts, floating - terms.keys(), frozenset(terms), once, find_loss_head(graph), head_inputs
     )
-
-
-def _draws_of_rows(graph: Graph) -> set[str]:
-    """Return the nodes that draw random numbers for the rows of a micro-batch."""
-    of_rows: set[str] = set()
-    for node in graph.nodes:
-        if node.op == "rows" or not of_rows.isdisjoint(value.node for value in node.inputs):
-            of_rows.add(node.name)
-    return {node.name for node in graph.nodes if node.op.startswith("Stateless") and node.name in of_rows}
 
 
 def _layer_of_nodes(layers: Sequence[Layer]) -> dict[str, int]:
