@@ -59,6 +59,7 @@ from benchmarks import (
     table7,
     table8,
     timeline,
+    train_step,
     unequal,
     window_memory,
     zero_bubble,
@@ -114,6 +115,7 @@ BENCHMARKS = {
     "all_reduce": all_reduce,
     "fit": fit,
     "first_step": first_step,
+    "train_step": train_step,
     "build_time": build_time,
     "random_programs": random_programs,
 }
