@@ -80,7 +80,7 @@ setup(
             "mkdocstrings[python]>=1,<2",  # so may a new one of this
         ],
         "test": [
-            "pytest>=9,<9.2",  # the newest that was tried
+            "pytest>=9,<9.1",  # 9.1 loses fixtures of a folder whose files are named before and after one of its parent
             "pytest-timeout>=2.3,<3",
             "pytest-xdist>=3.6,<4",
             "hypothesis>=6.100,<7",

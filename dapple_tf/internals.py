@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import keras
 import numpy as np
 import tensorflow as tf
+from keras.src.saving import saving_lib
 from tensorflow.core.framework import function_pb2, op_def_pb2
 from tensorflow.core.protobuf import config_pb2, rewriter_config_pb2
 from tensorflow.python.client import pywrap_tf_session
@@ -800,6 +801,20 @@ def global_seed() -> int | None:
     """Return the seed of ``tf.random.set_seed``, or None if it was not called (``context.global_seed``)."""
     seed = context.global_seed()
     return None if seed is None else int(seed)
+
+
+@contextlib.contextmanager
+def saving_through_files() -> Iterator[None]:
+    """In the block, Keras writes the weights of a ``.keras`` file to a file beside it first, and not to memory.
+
+    Replaces and restores ``is_memory_sufficient``, by which Keras decides it.
+    """
+    original = saving_lib.is_memory_sufficient
+    saving_lib.is_memory_sufficient = lambda model: False
+    try:
+        yield
+    finally:
+        saving_lib.is_memory_sufficient = original
 
 
 def backup_path(callback: keras.callbacks.BackupAndRestore) -> str:

@@ -37,6 +37,7 @@ from dapple_tf.profiler.detect import job_rank, job_size
     ),
     cloup.option("--checkpoint-every", type=int, help="Steps between checkpoints (default: a tenth of all)."),
     plan_option("elastic", is_flag=True),
+    plan_option("snapshot_every", type=int, metavar="STEPS"),
     cloup.option("--check-numerics", is_flag=True, help="Fail a step whose loss or gradients are NaN or infinite."),
     cloup.option(
         "--baseline",
@@ -101,6 +102,10 @@ def train(
         check_unfinished(settings.checkpoint_dir, last_steps(settings.checkpoint_dir), settings.steps)
     if options["elastic"] and not settings.checkpoint_dir:
         raise click.UsageError("--elastic: a job that is started again goes on from checkpoints: give --checkpoint-dir")
+    if options["snapshot_every"] is not None and not settings.checkpoint_dir:
+        raise click.UsageError(
+            "--snapshot-every: where two hosts are lost at once, a run goes on from checkpoints: give --checkpoint-dir"
+        )
     check_window_usage(check_numerics=check_numerics, **options)
     check_model_exists(options["model"])
     given = Options(**read_options(options))

@@ -12,7 +12,14 @@ from dapple_tf.graph_passes.analysis.op_costs import value_bytes
 from dapple_tf.graph_passes.analysis.row_bounds import micro_batch_sizes
 from dapple_tf.graph_passes.analysis.variable_use import Variables, find_variables
 from dapple_tf.graph_passes.ir.graph import Function, Graph, Value
-from dapple_tf.graph_passes.ir.names import Site, at, micro_batch_count, replica_counts, replica_shares
+from dapple_tf.graph_passes.ir.names import (
+    Site,
+    at,
+    micro_batch_count,
+    replica_counts,
+    replica_shares,
+    without_target,
+)
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.passes.gather_slices import SparsePart, slice_ports
 from dapple_tf.graph_passes.schedules.schedule import Schedule
@@ -217,8 +224,9 @@ def _predict_stage(
     transit = transfer_bytes(one_backward, stashed) if ranks else 0
     working = {kind: _working_bytes(sizes, kind, stashed) for kind, sizes in functions.items()}
     gradients = sum(
-        _variable_bytes(model, [port.name for _, port in sizes.function.output_ports("variable")])
+        _variable_bytes(model, [without_target(name)])
         for sizes in one_backward.values()
+        for name in {port.name for _, port in sizes.function.output_ports("variable")}
     )
     site = _fullest_site(stage, model, variables, replicas)
     updates = () if model.updates is None else model.updates.of_site(site)

@@ -130,6 +130,9 @@ class PipelinedStep:
     With ``check_numerics = True`` (on every rank of a job) a step whose loss or gradients are not finite raises
     StepError, which names them, and changes no variable. Recorded steps are not checked. Asynchronous windows change
     variables after every minibatch, so they cannot be checked, and raise UsageError.
+
+    ``after_training`` is called after each step, or window, that has trained; ``dapple.Checkpoints`` sets it where the
+    step has the option ``snapshot_every``.
     """
 
     def __init__(
@@ -142,6 +145,8 @@ class PipelinedStep:
     ) -> None:
         if not isinstance(loss_fn, TrainingStep):
             optimizer = as_keras_optimizer(optimizer)
+        elif options.batch_loss:
+            loss_fn = dataclasses.replace(loss_fn, joined=False)  # a loss head has one target
         if options.window is not None:
             check_optimizer(optimizer)
         self._loss_fn = loss_fn
@@ -154,9 +159,7 @@ class PipelinedStep:
         self._homes = VariableHomes() if homes is None else homes
         self._later: tuple[PipelinedStep, ...] = ()
         self._times = BuildTimes(silent=rank != 0)
-        self._compiled = CompiledSteps(
-            times=self._times, homes=self._homes, xla=make_xla(options.jit_compile, plain_function(loss_fn))
-        )
+        self._compiled = self._nothing_compiled()
         self._forwards = [Forward(plain_function(loss_fn), self._autoplan, self._homes, self._times)]
         self._last: CompiledStep | None = None
         self._variables: dict[str, tf.Variable] | None = None
@@ -164,11 +167,28 @@ class PipelinedStep:
         self._recorder = Recorder(self._job)
         self._memory = MemoryRecorder(self._job)
         self.check_numerics = False
+        self.after_training: Callable[[], None] | None = None
         self._losses: Any = None
         if example_batch is not None:
             self.build(*example_batch)
 
+    def _nothing_compiled(self) -> CompiledSteps:
+        xla = make_xla(self._options.jit_compile, plain_function(self._loss_fn))
+        return CompiledSteps(times=self._times, homes=self._homes, xla=xla)
+
     # --- the plan and the compiled step
+
+    @property
+    def snapshot_every(self) -> int | None:
+        """The steps from a snapshot to the next; None where the step takes none."""
+        return self._options.snapshot_every
+
+    def predict_on(self, hosts: Sequence[tuple[str, int]]) -> tuple[float, float] | None:
+        """Return the simulated seconds of a step of this plan, and on other ``hosts``, each with its number of ranks.
+
+        None where they are not known; see ``Autoplan.predict_on``.
+        """
+        return self._autoplan.predict_on(hosts)
 
     @property
     def optimizer(self) -> Any:
@@ -319,7 +339,13 @@ class PipelinedStep:
         with self._lock:  # no other step comes between two phases
             step, outputs = self._run(batch, self._variant, local)
             returned = step.planned.model.pack(self._keep_losses(step, outputs))
-            return self._with_later(returned, lambda phase: phase(*batch, local=local))
+            returned = self._with_later(returned, lambda phase: phase(*batch, local=local))
+        self._note_training()
+        return returned
+
+    def _note_training(self) -> None:
+        if self.after_training is not None:
+            self.after_training()
 
     def _with_later(self, returned: Any, run: Callable[[PipelinedStep], Any]) -> Any:
         """Run the later phases of the step, and return what they all return; ``returned`` by the first phase.
@@ -396,9 +422,11 @@ class PipelinedStep:
 
     def expose(self, *batch: Any, local: bool = False) -> ExposedOutputs:
         """Train on one batch as ``run_exposed`` does, and also return the aux outputs."""
-        if self._later:
+        if not local:
+            self.build_exposed(*batch)
+        if self._later or self._compiled_last().planned.model.interface.targets > 1:
             raise UsageError(
-                "the gradients of a training step of several phases: let the step return those that you want to see"
+                "the gradients of a training step of several targets: let the step return those that you want to see"
             )
         step, tensors = self._run(batch, StepVariant.WITH_GRADIENTS, local)
         names = exposed_gradients(step.program.graph)
@@ -409,6 +437,7 @@ class PipelinedStep:
             self._job.announce_call("gather the gradients")
             self._job.check_call_history()
             gradients = gather_arrays(self._job, gradients)
+        self._note_training()
         return ExposedOutputs(loss, tuple(values[:aux]), gradients)
 
     def gather(self) -> None:
@@ -480,7 +509,9 @@ class PipelinedStep:
         memory = self._memory.curves(compiled.planned)
         self._recorder.keep(compiled.program.graph, times, plan, simulated, note=note, memory=memory, runs=runs)
         returned = compiled.planned.model.pack(self._keep_losses(compiled, outputs))
-        return self._with_later(returned, lambda phase: phase.record(*batch, local=local, ops=ops))
+        returned = self._with_later(returned, lambda phase: phase.record(*batch, local=local, ops=ops))
+        self._note_training()
+        return returned
 
     @property
     def timeline(self) -> Timeline:
@@ -565,13 +596,14 @@ class PipelinedStep:
         check_not_forked()
         if self._autoplan.window is not None:
             check_window_variant(variant)
-        try:
-            last = self._compile_phase(batch, variant)
-        except SeveralPhasesError as several:
-            self._divide(several.count)
-            last = self._compile_phase(batch, variant)
-        check_phases([last, *(phase._compile_phase(batch, variant) for phase in self._later)])
-        return last
+        while True:
+            try:
+                compiled = [phase._compile_phase(batch, variant) for phase in (self, *self._later)]
+            except SeveralPhasesError as several:
+                self._divide(several)
+            else:
+                check_phases(compiled)
+                return compiled[0]
 
     def _compile_phase(self, batch: Batch, variant: StepVariant) -> CompiledStep:
         with compiling():
@@ -580,14 +612,15 @@ class PipelinedStep:
             )
         return self._last
 
-    def _divide(self, count: int) -> None:
-        """Make this step the first of ``count`` phases. Raises PlanError where options do not allow several."""
+    def _divide(self, several: SeveralPhasesError) -> None:
+        """Make this step the first of several phases. Raises PlanError where options do not allow several."""
         check_options_of_phases(self._options)
         assert isinstance(self._loss_fn, TrainingStep), "only such have phases"
-        whole = dataclasses.replace(self._loss_fn, certain=True, hand_over=HandOver())
+        whole = dataclasses.replace(self._loss_fn, certain=True, joined=several.joined, hand_over=HandOver())
         self._loss_fn = dataclasses.replace(whole, phase=0)
         self._autoplan.train(self._loss_fn)
-        later = [dataclasses.replace(whole, phase=number) for number in range(1, count)]
+        self._compiled = self._nothing_compiled()
+        later = [dataclasses.replace(whole, phase=number) for number in range(1, several.count)]
         self._later = tuple(PipelinedStep(phase, None, self._options, homes=self._homes) for phase in later)
 
 

@@ -340,6 +340,24 @@ def gradient_penalty() -> Made:
     return train_step, [model, optimizer]
 
 
+def inputs_changed_by_a_keras_loss() -> Made:
+    """Keras divides the sum over samples by their number: so is the gradient of the inputs."""
+    model, optimizer, loss_object = mlp(), keras.optimizers.Adam(0.01), keras.losses.MeanSquaredError()
+
+    def train_step(x: Any, y: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            loss = loss_object(y, model(x, training=True))
+        changed = x + tape.gradient(loss, x)
+        with tf.GradientTape() as tape:
+            loss = loss_object(y, model(changed, training=True))
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+        return loss
+
+    return train_step, [model, optimizer]
+
+
 # --- What comes after the gradients
 
 
@@ -757,6 +775,7 @@ CASES: Mapping[str, Callable[[], Made]] = MappingProxyType(
             teacher_outside_the_tape,
             stopped_recording,
             gradient_penalty,
+            inputs_changed_by_a_keras_loss,
             finite_or_skipped,
             centred_and_noisy,
             accumulated_by_hand,

@@ -8,7 +8,15 @@ from types import MappingProxyType
 
 from dapple_tf.frontend.dependence.elementwise import PAIRS_SHARED
 from dapple_tf.frontend.dependence.kinds import CONSTANT, SIZE, Form, Kind, rows, shared
-from dapple_tf.frontend.dependence.operands import ALL, CONSTANT_ROWS, Rule, data_operands, equal_rows, only_rows
+from dapple_tf.frontend.dependence.operands import (
+    ALL,
+    CONSTANT_ROWS,
+    Rule,
+    data_operands,
+    equal_rows,
+    only_rows,
+    whole_number,
+)
 from dapple_tf.frontend.dependence.scope import Scope, attr
 from dapple_tf.graph_passes.ir.graph import Node, Value
 
@@ -188,6 +196,9 @@ def _fill(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind | list[Kind]:
     if not dims.shared and dims.form is not Form.SIZE:
         return scope.couple(node, "makes a tensor whose shape depends on samples")
     if dims.form is Form.SIZE:
+        value = whole_number(scope, node, 1, value)
+        if value.coupled:
+            return value
         return (
             equal_rows(scope, node) if value.shared else scope.couple(node, "fills a tensor with a sum over the batch")
         )
