@@ -253,6 +253,28 @@ def test_a_function_that_computes_nothing_has_no_layers() -> None:
         find_layers(graph("inputs %x\n%x = arg() -> (float32[?])\n%c = Const() -> (float32[])\noutputs %c:0"))
 
 
+def test_a_function_that_draws_its_samples_has_the_layers_that_use_them() -> None:
+    layers = find_layers(
+        graph(
+            """
+            inputs %x
+            %rows = rows() -> (int64[3])
+            %x = arg() -> (float32[?])
+            %w = variable() -> (resource[])
+            %seed = variable() -> (resource[])
+            %s = ReadVariableOp(%seed:0) -> (int64[2]) !read
+            %z = Draw(%rows:0, %s:0) -> (float32[?,4])
+            %r = ReadVariableOp(%w:0) -> (float32[4,4]) !read
+            %h = MatMul(%z:0, %r:0) -> (float32[?,4])
+            %loss = Sum(%h:0) -> (float32[])
+            outputs %loss:0
+            """
+        )
+    )
+    assert [name for layer in layers.layers for name in layer.nodes] == ["z", "h", "loss"]
+    assert {"s", "r"} <= layers.floating
+
+
 NET = ("net/block1/conv", "net/block1/norm", "net/block2/conv", "net/block2/norm", "net/head", "")
 
 
