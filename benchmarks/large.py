@@ -22,7 +22,7 @@ from benchmarks.common import Row, median, run_on_cores, run_ranks, time_interle
 from benchmarks.needs import find_missing_for_ranks
 
 LAYERS, WIDTH, RANKS = 24, 2048, 4
-GPT = {"layers": 36, "width": 1024, "heads": 16, "context": 32, "batch_size": 4}
+GPT = {"layers": 8, "width": 2176, "heads": 17, "context": 32, "batch_size": 4}
 GPT_PARAMETERS = 12 * GPT["layers"] * GPT["width"] ** 2
 LIMIT = 3 * 10**9  # bytes of data of each process
 LARGEST, MESSAGE = 4 * WIDTH**2, 64 * 2**20  # bytes of a variable, and of a message by which ranks send values
