@@ -60,7 +60,7 @@ def send_values(graph: Graph, kinds: Kinds, place_of: Mapping[str, Site | None])
             if isinstance(there, Site) and here != there and not combines and not kind.dtype.handle:
                 if value not in made:
                     attrs = attributes({"port": str(value), "role": "partial"})
-                    made[value] = Node(f"sent/{len(made)}", "arg", outputs=(kind,), attrs=attrs)
+                    made[value] = Node(f"sent/{len(made)}", op="arg", outputs=(kind,), attrs=attrs)
                     nodes.append(made[value])
                     sent[made[value].name] = value, there
                 value = Value(made[value].name)
