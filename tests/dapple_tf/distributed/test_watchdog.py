@@ -438,7 +438,7 @@ def test_sigusr1_is_sigterm_where_no_stop_is_allowed(ranks: Ranks) -> None:
 class Alone(Job):
     """A job whose rank 0 needs no other ranks to decide."""
 
-    def broadcast(self, value: object) -> object:
+    def broadcast(self, value: object, *_: object) -> object:
         return value
 
 
