@@ -833,5 +833,8 @@ def set_initial_epoch(model: keras.Model, epoch: int | None) -> None:
     model._initial_epoch = epoch
 
 
+ITERATORS_OF_AN_EPOCH = 2
+"""How many iterators over a data set of known size ``fit`` makes in an epoch: one more when it has seen all batches."""
+
 BACKUP_LOAD, BACKUP_SAVE = "_load_model", "_save_model"
 """Methods of ``BackupAndRestore`` that load and save a backup."""

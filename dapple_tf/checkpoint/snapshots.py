@@ -106,7 +106,7 @@ class Snapshots:
         self._rank, self._size = (0, 1) if job is None else (job.rank, job.size)
         self._hosts = self._gather(socket.gethostname())
         self._first_on_host = self._hosts.index(self._hosts[self._rank]) == self._rank
-        place, self._runs, certain, writer = self._on_rank_0(lambda: _identify(checkpoints))
+        place, self._runs, certain, writer = self._on_rank_0(partial(_identify, checkpoints))
         self._run, self._writer = self._runs[-1], str(writer)
         self._folder = _memory_folder() / self._hosts[self._rank] / place
         self._run_on_all(self._make_folder)
@@ -115,7 +115,7 @@ class Snapshots:
         self._lock = threading.Lock()
         self._done = defaultdict[int, tuple[int, int]](lambda: (0, 0))
         self._begun = 0
-        self._problem = ""
+        self._failed = False
         self._stopped = False
         self._remove_foreign(checkpoints, certain)
         self.costs = SnapshotCosts(every)
@@ -222,6 +222,8 @@ class Snapshots:
         if self._thread is not None:
             self._thread.stop()
         if self._buddies is not None:
+            self._buddies.stop()
+            self._gather("stopped")
             self._buddies.close()
         self._gather("closed")
         if self._first_on_host:
@@ -233,7 +235,7 @@ class Snapshots:
         begin = time.perf_counter()
         with self._lock:
             states = [self._done[rank] for rank in (self._rank, *self._senders)]
-            failed = bool(self._problem)
+            failed = self._failed
         finished, good = (min(values) for values in zip(*states, strict=True))
         history = 0 if self._job is None else self._job.progress.call_history
         row = [history, finished < self._begun, good, failed]
@@ -272,6 +274,8 @@ class Snapshots:
                 self._buddies.send(path, position.steps)
             self._note_done(self._rank, position.steps, path is not None)
             self.costs.beside.append(time.perf_counter() - begin)
+        except ConnectionError:
+            self._fail("")
         except OSError as error:
             self._fail(f"rank {self._rank} cannot write or send a snapshot in {self._folder}: {error.strerror}")
 
@@ -300,8 +304,8 @@ class Snapshots:
 
     def _fail(self, problem: str) -> None:
         with self._lock:
-            first, self._problem = not self._problem, problem
-        if first:
+            first, self._failed = not self._failed, True
+        if first and problem:
             LOGGER.warning("snapshots: %s", problem)
 
     # --- the memory of the hosts
@@ -388,14 +392,17 @@ def _identify(checkpoints: Path) -> tuple[str, tuple[str, ...], bool, str]:
     the id of the launch, which is known even where the folder is gone.
     """
     path, start = checkpoints / RUN_ID, read_start()
-    before = path.read_text(encoding="utf-8").strip() if path.exists() else ""
+    before = path.read_text(encoding="utf-8", errors="replace").strip() if path.exists() else ""
     if not re.fullmatch(r"[0-9a-f]{1,64}", before):
         before = ""
     run = start.launch if start is not None else before or secrets.token_hex(8)
     place = hashlib.sha256(str(checkpoints.absolute()).encode()).hexdigest()[:16]
     certain = bool(before) or (start is not None and start.number > 0)
     if run != before:
-        write_atomically(path, f"{run}\n")
+        try:
+            write_atomically(path, f"{run}\n")
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be written: {error.strerror}") from error
     return place, tuple(dict.fromkeys([before or run, run])), certain, secrets.token_hex(4)
 
 

@@ -135,13 +135,18 @@ def _resume(
 ) -> tuple[Checkpoints | None, Position, Batches]:
     """Restore the last checkpoint; return the checkpoints, the position of the run, and the batches that follow.
 
-    Raises ClickException where all steps are done.
+    Raises ClickException where all steps are done, or SystemExit (0) where a job before, of the same launch, did them.
     """
     folder = settings.checkpoint_dir
     if not folder:
         return None, Position(0, 0), batches
     checkpoints = Checkpoints(folder, step)
     position = checkpoints.restore()
+    start = read_start()
+    if start is not None and start.number and position.steps >= settings.steps:
+        ranks.print_result(f"{folder} has all {position.steps} steps: the job before had saved the last one")
+        checkpoints.close()
+        raise SystemExit(0)
     ranks.run_on_all(lambda: check_unfinished(folder, position.steps, settings.steps))
     if not position.steps:
         return checkpoints, position, batches

@@ -48,7 +48,8 @@ class Buddies:
     """The connections of this rank to its buddy, and to the ranks whose buddy it is; every rank must make it.
 
     Files that arrive are written to ``folder``, as a whole or not at all, and ``arrived`` is called with the sender's
-    rank and the file's ``number``, on another thread; ``failed`` with what went wrong, after which nothing arrives.
+    rank, the file's ``number`` and whether there is one, on another thread. ``failed`` is called with what went wrong,
+    after which nothing arrives: "" where another rank has closed its connection, which the watchdog explains.
     """
 
     def __init__(
@@ -90,9 +91,12 @@ class Buddies:
             with path.open("rb") as stream:
                 connection.sendfile(stream)
 
-    def close(self) -> None:
-        """Close the connections, and wait for the threads."""
+    def stop(self) -> None:
+        """Note that all ranks will close their connections now."""
         self._closed = True
+
+    def close(self) -> None:
+        """Close the connections, and wait for the threads; every rank must have called ``stop`` before."""
         for link in self._links.values():
             with contextlib.suppress(OSError):  # the other end has closed it
                 link.connection.shutdown(2)
@@ -105,11 +109,13 @@ class Buddies:
             with BufferedReader(FileIO(link.connection.fileno(), closefd=False), _BLOCK_BYTES) as stream:
                 while line := stream.readline(_LONGEST_LINE):
                     self._receive(link.rank, json.loads(line), stream)
-            problem = "has closed its connection"
+            problem = ""
+        except ConnectionError:
+            problem = ""
         except (OSError, ValueError, KeyError, TypeError, JobError) as error:
-            problem = f"sends no more: {error}"
+            problem = f"a file of rank {link.rank} cannot be kept: {error}"
         if not self._closed:
-            self._failed(f"rank {link.rank} {problem}")
+            self._failed(problem)
 
     def _receive(self, sender: int, head: dict[str, object], stream: BufferedReader[FileIO]) -> None:
         name, number, size = str(head["name"]), int(str(head["number"])), int(str(head["bytes"]))

@@ -214,7 +214,7 @@ def join(environment: Mapping[str, str] = os.environ) -> Job | None:
     except ImportError as error:
         raise DeviceError(
             f"the launcher started {job_size(environment)} processes, but Horovod is not installed here ({error}): run "
-            "scripts/install_horovod.sh"
+            "python -m dapple_tf.distributed.horovod"
         ) from error
     if not hvd.is_initialized():
         hvd.init()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from dapple_tf import variable_values
 from dapple_tf.compiler import PlannedModel, pipeline_graph
@@ -49,7 +49,8 @@ class StageMemory:
     of one micro-batch, which stay until the update; ``update``, the weight update, which runs when the others are freed
     (in a window beside stashes), with all slices. ``in_step``: the peak of all these at one time. ``tail``: what the
     loss head takes (see ``batch_loss``), which runs on the whole batch while all micro-batches are stashed.
-    ``loops``: the number of While loops, whose insides are not counted.
+    ``loops``: the number of While loops, whose insides are not counted. ``held``: the bytes of each variable that
+    ``weights`` and ``slots`` count, by its identity.
     """
 
     stage: int
@@ -69,6 +70,7 @@ class StageMemory:
     tail: int = 0
     versions: int = 0
     version_count: int = 0
+    held: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def stash(self) -> int:
@@ -231,6 +233,7 @@ def _predict_stage(
     site = _fullest_site(stage, model, variables, replicas)
     updates = () if model.updates is None else model.updates.of_site(site)
     kept = [name for name in variables.owned(stage) if variables.home(name) == site or name not in variables.keepers]
+    slots = _slot_names(model, updates)
     copied = variables.copied(stage, site.replica if stage in variables.sharded else 0)
     reduced = gradients
     if stage in variables.sharded:
@@ -251,7 +254,7 @@ def _predict_stage(
         stage=stage,
         weights=_variable_bytes(model, kept),
         gradients=gradients if micro_batches > 1 else 0,
-        slots=_slot_bytes(model, updates),
+        slots=_variable_bytes(model, slots),
         copies=_variable_bytes(model, copied),
         in_flight=in_flight,
         stashed=stashed,
@@ -262,6 +265,7 @@ def _predict_stage(
         in_step=max(in_step, update_bytes, received),
         loops=sum(node.op in _LOOPS for sizes in one_backward.values() for node in sizes.function.graph.nodes),
         slices=slices.per_micro_batch,
+        held={id(v): variable_values.variable_bytes(v) for v in (model.variables[name] for name in (*kept, *slots))},
     )
 
 
@@ -287,17 +291,18 @@ def _fullest_site(stage: int, model: StagedModel, variables: Variables, replicas
     if model.updates is None or stage not in variables.sharded:
         return Site(stage)
     of_site = model.updates.of_site
-    return max((Site(stage, r) for r in range(replicas)), key=lambda site: _slot_bytes(model, of_site(site)))
+    sites = [Site(stage, r) for r in range(replicas)]
+    return max(sites, key=lambda site: _variable_bytes(model, _slot_names(model, of_site(site))))
 
 
-def _slot_bytes(model: StagedModel, updates: Sequence[Function]) -> int:
-    """Return the bytes of the optimizer's variables that only these updates use, those of one stage."""
+def _slot_names(model: StagedModel, updates: Sequence[Function]) -> list[str]:
+    """Return the optimizer's variables that only these updates use, those of one stage."""
     if not updates or model.updates is None:
-        return 0
+        return []
     own = {port.name for update in updates for _, port in update.input_ports("variable")}
     others = (function for function in model.updates.functions if function not in updates)
     shared = {port.name for function in others for port in function.inputs}
-    return _variable_bytes(model, sorted(name for name in own - shared if name not in model.model_variables))
+    return sorted(name for name in own - shared if name not in model.model_variables)
 
 
 def _update_bytes(

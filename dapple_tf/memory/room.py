@@ -13,7 +13,7 @@ from dapple_tf import variable_values
 from dapple_tf.compiler import PlannedModel
 from dapple_tf.errors import NoFitError
 from dapple_tf.graph_passes.ir.graph import Graph
-from dapple_tf.graph_passes.ir.names import nodes_of
+from dapple_tf.graph_passes.ir.names import nodes_of, without_target
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.memory.predict import predict_plan_memory
 from dapple_tf.memory.report import make_report
@@ -161,7 +161,7 @@ def _buffered(graph: Graph) -> Iterator[str]:
     for op in (OpName.REFRESH, OpName.STORE_VERSION, OpName.GRADIENTS):
         for node in nodes_of(graph, op):
             if op != OpName.GRADIENTS or not node.inputs:
-                yield from node.strings("variables")
+                yield from map(without_target, node.strings("variables"))
 
 
 def _read_kilobytes(path: Path) -> dict[str, int]:

@@ -35,7 +35,7 @@ from dapple_tf.graph_passes.analysis.input_needs import InputNeeds
 from dapple_tf.graph_passes.ir.graph import Graph
 from dapple_tf.graph_passes.ir.text import print_graph
 from dapple_tf.graph_passes.passes.expose_gradients import exposed_gradients
-from dapple_tf.memory.report import Report
+from dapple_tf.memory.report import PhasesReport, Report
 from dapple_tf.plans import Plan
 from dapple_tf.runtime.compile_step import CompiledStep, CompiledSteps, LocalTarget, Target, compile_step, read_batch
 from dapple_tf.runtime.exclusive import compiling, exclusive
@@ -49,7 +49,7 @@ from dapple_tf.runtime.rehearsal import can_rehearse, compare_first
 from dapple_tf.runtime.variable_homes import VariableHomes, name_variables
 from dapple_tf.staged_model import StagedModel
 from dapple_tf.timeline.recording import Recording
-from dapple_tf.timeline.timeline import Timeline
+from dapple_tf.timeline.timeline import PhasesTimeline, Timeline
 from dapple_tf.window_check import check_optimizer
 from dapple_tf.xla.choice import make_xla
 
@@ -97,11 +97,12 @@ def check_phases(compiled: Sequence[CompiledStep]) -> None:
                 "of several targets is traced once for each: let it depend on its arguments and on variables only"
             )
         given |= phase.given
-        if step.planned.exactness.tried:
+        if tried := step.planned.exactness.tried:
+            ops = ", ".join(f"{item.op} of {item.layer}, which gives {item.gives}" for item in tried)
             raise ExactnessError(
                 f"{model.graph.name} takes gradients of several targets, and holds ops that are only known by "
-                f"experiment ({step.planned.exactness.tried}): such a step is not compared with one device at its "
-                "first run, so it is refused"
+                f"experiment ({ops}): such a step is not compared with one device at its first run, so it is refused: "
+                "compute it by other ops, or give micro_batches=1 (with one replica of each stage)"
             )
 
 
@@ -182,6 +183,11 @@ class PipelinedStep:
         """The steps from a snapshot to the next; None where the step takes none."""
         return self._options.snapshot_every
 
+    @property
+    def is_elastic(self) -> bool:
+        """Whether the step is planned anew where the job has another number of ranks."""
+        return self._options.elastic
+
     def predict_on(self, hosts: Sequence[tuple[str, int]]) -> tuple[float, float] | None:
         """Return the simulated seconds of a step of this plan, and on other ``hosts``, each with its number of ranks.
 
@@ -245,13 +251,17 @@ class PipelinedStep:
         return self._autoplan.layer_names
 
     @property
-    def phases(self) -> tuple[PipelinedStep, ...]:
-        """The steps that run in turn, one for the gradients of each target: this one, then the later ones.
+    def phases(self) -> tuple[Phase, ...]:
+        """The phases of the step, which run in turn; one, where no gradient depends on what others have changed.
 
-        A loss, and a training step of one target, have one phase. Each has its own plan, graph, timeline and report;
-        those of the step itself are the first phase's. UsageError before the first batch.
+        Each has its own plan, graph, timeline and report. The plan and the graph of the step itself are the first
+        phase's. UsageError before the first batch.
         """
         self._compiled_last()
+        return tuple(map(Phase, self._in_turn))
+
+    @property
+    def _in_turn(self) -> tuple[PipelinedStep, ...]:
         return (self, *self._later)
 
     def summary(self) -> str:
@@ -260,13 +270,15 @@ class PipelinedStep:
         Those of several phases follow each other. UsageError before the first batch.
         """
         if self._later:
-            parts = [phase._summary() for phase in self.phases]
-            return "\n".join(f"phase {i} of {len(parts)}:\n{part}" for i, part in enumerate(parts, 1))
-        return self._summary()
+            parts = [phase._described_plan for phase in self._in_turn]
+            plans = [f"phase {i} of {len(parts)}:\n{part}" for i, part in enumerate(parts, 1)]
+            return "\n".join([*plans, str(self.report)])
+        return "\n".join([self._described_plan, str(self.report)])
 
-    def _summary(self) -> str:
+    @property
+    def _described_plan(self) -> str:
         plan = self.plan.describe(self.layer_names)
-        return "\n".join([plan, *([str(self.choice)] if self.choice is not None else []), str(self.report)])
+        return "\n".join([plan, *([str(self.choice)] if self.choice is not None else [])])
 
     def __repr__(self) -> str:
         function = plain_function(self._loss_fn)
@@ -294,7 +306,7 @@ class PipelinedStep:
         """The variables of the model and of the optimizer, by names that are the same under every plan."""
         self._compiled_last()
         if self._variables is None:
-            models = [model for phase in self.phases for model in phase._compiled.all_models()]
+            models = [model for phase in self._in_turn for model in phase._compiled.all_models()]
             held = () if self._hand_over is None else self._hand_over.variables.values()
             between = {id(variable) for variable in held}
             found = name_variables(models, self._optimizer).items()
@@ -513,12 +525,16 @@ class PipelinedStep:
         return returned
 
     @property
-    def timeline(self) -> Timeline:
+    def timeline(self) -> Any:
         """The timeline of the last recorded step; its ``str`` explains which events determine the step time.
 
-        Raises UsageError before ``record``.
+        A ``Timeline``; of a step of several phases a ``PhasesTimeline``. Raises UsageError before ``record``.
         """
-        return self._recorder.timeline
+        timelines = tuple(phase._recorder.timeline for phase in self._in_turn)
+        if len(timelines) == 1:
+            return timelines[0]
+        begins = [phase._recorder.begin for phase in self._in_turn]
+        return PhasesTimeline(timelines, tuple(begin - begins[0] for begin in begins))
 
     @property
     def recording(self) -> Recording:
@@ -531,11 +547,19 @@ class PipelinedStep:
         return self._recorder.cost_seconds
 
     @property
-    def report(self) -> Report:
-        """The memory of a step on every device: predicted, and measured if a step was recorded; ``str`` is a table."""
+    def report(self) -> Any:
+        """The memory of a step on every device: predicted, and measured if a step was recorded; ``str`` is a table.
+
+        A ``Report``; of a step of several phases a ``PhasesReport``.
+        """
+        reports = tuple(phase._report for phase in self._in_turn)
+        return reports[0] if len(reports) == 1 else PhasesReport(reports)
+
+    @property
+    def _report(self) -> Report:
         recorded = self._memory.planned
         if recorded is not None:
-            return self._memory.report(recorded, self.timeline)
+            return self._memory.report(recorded, self._recorder.timeline)
         return self._memory.report(self._compiled_last().planned, None)
 
     # --- compiling
@@ -621,6 +645,43 @@ class PipelinedStep:
         self._compiled = self._nothing_compiled()
         later = [dataclasses.replace(whole, phase=number) for number in range(1, several.count)]
         self._later = tuple(PipelinedStep(phase, None, self._options, homes=self._homes) for phase in later)
+
+
+@dataclass(frozen=True, eq=False)
+class Phase:
+    """A phase of a step: what one forward computes, its gradients, and what is done with them; see ``step.phases``."""
+
+    _step: PipelinedStep
+
+    @property
+    def plan(self) -> Plan:
+        """Its plan."""
+        return self._step.plan
+
+    @property
+    def planned(self) -> PlannedModel:
+        """Its model and plan, as they ran or were built last."""
+        return self._step.planned
+
+    @property
+    def graph(self) -> Graph:
+        """Its pipelined graph."""
+        return self._step.graph
+
+    @property
+    def timeline(self) -> Timeline:
+        """Its timeline in the last recorded step; UsageError before ``record``."""
+        return self._step._recorder.timeline
+
+    @property
+    def recording(self) -> Recording:
+        """Its timeline in the last recorded step beside its prediction; UsageError before ``record``."""
+        return self._step._recorder.recording
+
+    @property
+    def report(self) -> Report:
+        """Its memory on every device."""
+        return self._step._report
 
 
 @overload

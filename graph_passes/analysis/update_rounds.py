@@ -60,7 +60,7 @@ def send_values(graph: Graph, kinds: Kinds, place_of: Mapping[str, Site | None])
             if isinstance(there, Site) and here != there and not combines and not kind.dtype.handle:
                 if value not in made:
                     attrs = attributes({"port": str(value), "role": "partial"})
-                    made[value] = Node(f"sent/{len(made)}", "arg", outputs=(kind,), attrs=attrs)
+                    made[value] = Node(f"sent/{len(made)}", op="arg", outputs=(kind,), attrs=attrs)
                     nodes.append(made[value])
                     sent[made[value].name] = value, there
                 value = Value(made[value].name)
@@ -202,7 +202,7 @@ def part_rounds(
     now_outputs = dict.fromkeys([*(v for v in graph.outputs if v not in late_outputs), *handed])
     needed = ancestors(graph, [*first, *(value.node for value in now_outputs)]) | inputs
     now = graph.replace(nodes=tuple(n for n in graph.nodes if n.name in needed), outputs=tuple(now_outputs))
-    taken = {value: Value(f"handed/{i}") for i, value in enumerate(handed)}
+    taken = {value: Value(f"handed/{value.node}/{value.index}") for value in handed}
     arguments = [
         Node(
             taken[value].node,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import runpy
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -13,6 +14,7 @@ import tensorflow as tf
 
 import dapple_tf as dapple
 from dapple_tf.errors import CaptureError, PlanError, StepError, UsageError
+from dapple_tf.timeline.trace_file import read_recording
 from tests.equality.test_training_steps import assert_equal
 from tests.equality.training_steps import in_float64, mlp, mse, tokens, values_of, word_model
 from tests.paths import ROOT
@@ -289,7 +291,19 @@ def two_losses_of_words() -> Any:
     return train_step, [model, optimizer]
 
 
-def test_phases_are_verified_recorded_and_described() -> None:
+def check_memory_of_phases(report: Any) -> None:
+    """A device holds each variable once, and what one phase takes while it runs."""
+    stages = [[stage.predicted for stage in phase.stages] for phase in report.phases]
+    for device, memories in zip(report.devices, zip(*stages, strict=True), strict=True):
+        sums = sum(memory.peak for memory in memories)
+        assert max(memory.peak for memory in memories) <= device.peak < sums
+        assert device.in_step == max(memory.in_step for memory in memories)
+        assert device.in_step == memories[device.fullest].in_step
+    assert "all phases" in str(report)
+    assert report.to_json()["devices"][0]["peak"] == report.devices[0].peak
+
+
+def test_phases_are_verified_recorded_and_described(tmp_path: Path) -> None:
     example = runpy.run_path(str(STEPS["gan"]))
     function, objects = example["make"]()
     (first, *_) = example["batches"]()
@@ -298,9 +312,24 @@ def test_phases_are_verified_recorded_and_described() -> None:
     step = dapple.train_step(function, stages=2, micro_batches=3)
     before = values_of(objects)
     returned = step.record(*first)
-    assert all(phase.timeline.step_seconds > 0 for phase in step.phases)
+    first_phase, second = (phase.timeline for phase in step.phases)
+    whole = step.timeline
+    assert whole.step_seconds >= first_phase.step_seconds + second.step_seconds
+    assert whole.starts[1] >= first_phase.step_seconds
+    assert 0 < whole.bubble < 1
+    assert str(whole).count("critical path") == 2
+    for suffix in ("png", "html", "json"):
+        whole.save(tmp_path / f"step.{suffix}")
+    (earlier,) = read_recording(tmp_path / "step.json").shown.earlier
+    assert earlier.timeline.step_seconds == pytest.approx(first_phase.step_seconds)
+    assert earlier.seconds == pytest.approx(whole.starts[1])
+    assert [entry["step_seconds"] for entry in whole.to_json()["phases"]] == [
+        first_phase.step_seconds,
+        second.step_seconds,
+    ]
     assert "phase 1 of 2:" in step.summary()
     assert "phase 2 of 2:" in step.summary()
+    check_memory_of_phases(step.report)
     assert not any("handed_over" in name for name in step.variables)
     assert any(not np.array_equal(a, b) for a, b in zip(before, values_of(objects), strict=True))
     assert set(returned) == {"critic", "generator", "mean", "made"}

@@ -48,9 +48,13 @@ def _concat(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
         if len({kind.layout for kind in found if kind.outer}) > 1:
             return scope.couple(node, "concatenates rows of the batch that are in different orders")
         return dataclasses.replace(first, slope=_concat_slopes(scope, node, data, axes[0] == rank - 1))
-    if any(kind.origin or kind.inner != first.inner or kind.slope or not kind.outer for kind in found):
+    inner = first.inner if first.outer else 1
+    if any(
+        kind.origin or kind.slope or (kind.inner % inner if not kind.outer else kind.inner != inner) for kind in found
+    ):
         return scope.couple(node, "concatenates along the batch axis")
-    return dataclasses.replace(first, outer=sum(kind.outer for kind in found))
+    blocks = sum(kind.outer or kind.inner // inner for kind in found)  # equal rows fit any order
+    return dataclasses.replace(first, outer=blocks, inner=inner)
 
 
 def _concat_slopes(scope: Scope, node: Node, data: Sequence[Kind], last_axis: bool) -> tuple[int, ...]:

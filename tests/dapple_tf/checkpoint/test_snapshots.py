@@ -72,6 +72,7 @@ def expected_losses(count: int) -> list[float]:
     return [float(step(X)) for _ in range(count)]
 
 
+@pytest.mark.always  # the quick one of the runs that are resumed from a snapshot
 def test_a_run_goes_on_bit_by_bit_from_its_last_snapshot(tmp_path: Path, memory: Path) -> None:
     run = make_step()
     saving = Checkpoints(tmp_path / "run", run)

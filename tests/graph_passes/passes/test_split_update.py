@@ -339,6 +339,31 @@ def test_an_old_value_that_a_later_round_needs_is_kept_where_it_is_read() -> Non
     ]
 
 
+def test_values_that_are_handed_over_twice_stay_apart() -> None:
+    updates = cut(
+        """
+        %nw = Norm(%gw:0) -> (float32[])
+        %nv = Norm(%gv:0) -> (float32[])
+        %norm = Add(%nw:0, %nv:0) -> (float32[])
+        %cw = Mul(%gw:0, %norm:0) -> (float32[4])
+        %cv = Mul(%gv:0, %norm:0) -> (float32[4])
+        %n0 = Norm(%cw:0) -> (float32[])
+        %n1 = Norm(%cv:0) -> (float32[])
+        %again = Add(%n0:0, %n1:0) -> (float32[])
+        %old = ReadVariableOp(%w:0) -> (float32[4]) !read
+        %dw = Mul(%cw:0, %again:0) -> (float32[4])
+        %uw = AssignSubVariableOp(%w:0, %dw:0) {writes=['w']} !write ^%old 'auto'
+        %rw = ReadVariableOp(%w:0) -> (float32[4]) !read ^%uw 'auto'
+        %moved = Sub(%rw:0, %old:0, %norm:0) -> (float32[4])
+        %cs = AssignAddVariableOp(%v:0, %moved:0) {writes=['v']} !write
+        """
+    )
+    assert len(updates.rounds) == 3
+    assert [(sorted(roles(f)), ops(f)) for _, f in updates.rounds[2].terms] == [
+        ([("combined", "%norm:0"), ("partial", "%old:0"), ("variable", "w")], ["rw", "moved"])
+    ]
+
+
 def test_an_old_value_of_a_condition_cannot_be_kept() -> None:
     guard = "guard=['if', 'then_branch']"
     with refused(PartitionError, "the optimizer computes %old:0 in a condition, and needs it after it has updated"):
