@@ -1,7 +1,7 @@
 """Run the benchmarks and print their tables: ``python -m benchmarks [NAME ...]``.
 
-``build_time``, ``challenger``, ``exactness``, ``fuzz``, ``kills``, ``op_census``, ``programs`` and ``random_programs``
-take options: give ``--help`` after the name.
+``build_time``, ``challenger``, ``exactness``, ``fuzz``, ``kills``, ``op_census``, ``programs``, ``random_programs``
+and ``search_phases`` take options: give ``--help`` after the name.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ from benchmarks import (
     recompute,
     remainders,
     schedules,
+    search_phases,
     simulator_speed,
     slicer,
     sparse_gradients,
@@ -81,6 +82,7 @@ BENCHMARKS = {
     "compare": compare,
     "never_slower": never_slower,
     "challenger": challenger,
+    "search_phases": search_phases,
     "planner_speed": planner_speed,
     "simulator_speed": simulator_speed,
     "prediction": prediction,
@@ -126,6 +128,7 @@ OPTIONS: Mapping[str, Callable[[Sequence[str]], int]] = {
     "op_census": op_census.main,
     "programs": programs.main,
     "random_programs": random_programs.main,
+    "search_phases": search_phases.main,
 }
 
 
