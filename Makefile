@@ -106,8 +106,8 @@ FORCE:
 	@$(PIP) --editable ".[$(EXTRA),docs]" "$(TENSORFLOW)"
 	@touch $@
 
-.venv/installed-horovod: .venv/installed scripts/install_horovod.sh
-	@scripts/install_horovod.sh $(BIN)/python
+.venv/installed-horovod: .venv/installed dapple_tf/distributed/horovod/install.sh
+	@bash dapple_tf/distributed/horovod/install.sh $(BIN)/python
 	@touch $@
 
 # The native exchanges of jobs, which are optional: without a compiler the script says so and succeeds.

@@ -1,7 +1,7 @@
 """Run the benchmarks and print their tables: ``python -m benchmarks [NAME ...]``.
 
-``build_time``, ``challenger``, ``exactness``, ``fuzz``, ``kills``, ``op_census``, ``programs``, ``random_programs``
-and ``search_phases`` take options: give ``--help`` after the name.
+``build_time``, ``challenger``, ``elastic``, ``exactness``, ``fuzz``, ``kills``, ``op_census``, ``programs``,
+``random_programs`` and ``search_phases`` take options: give ``--help`` after the name.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from benchmarks import (
     challenger,
     compare,
     contention,
+    elastic,
     equality,
     exactness,
     exchange,
@@ -110,6 +111,7 @@ BENCHMARKS = {
     "fuzz": fuzz,
     "op_census": op_census,
     "kills": kills,
+    "elastic": elastic,
     "exchange": exchange,
     "all_reduce": all_reduce,
     "fit": fit,
@@ -122,6 +124,7 @@ BENCHMARKS = {
 OPTIONS: Mapping[str, Callable[[Sequence[str]], int]] = {
     "build_time": build_time.main,
     "challenger": challenger.main,
+    "elastic": elastic.main,
     "exactness": exactness.main,
     "fuzz": fuzz.main,
     "kills": kills.main,

@@ -101,14 +101,14 @@ def _checkpoint_seed() -> bytes:
 
 def _read_checkpoint(data: bytes, path: Path) -> None:
     """Read the data as it is, and with the checksum that belongs to it."""
-    from dapple_tf.checkpoint.checkpoints import _read_position
+    from dapple_tf.checkpoint.content import read_position
     from dapple_tf.checkpoint.file import DamagedError, open_checkpoint
 
     with contextlib.suppress(DamagedError):
-        _read_position(open_checkpoint(path))
+        read_position(open_checkpoint(path))
     path.write_bytes(data.replace(b"0" * 64, hashlib.sha256(data).hexdigest().encode(), 1))
     found = open_checkpoint(path)
-    _read_position(found)
+    read_position(found)
     for _ in found.read():
         pass
 

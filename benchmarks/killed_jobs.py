@@ -21,22 +21,26 @@ _RANK = re.compile(rb"(?:OMPI_COMM_WORLD_RANK|HOROVOD_RANK)=(\d+)")
 _STEPS = 400
 LAYOUTS: Mapping[int, Sequence[str]] = {2: ("1,1", "2"), 3: ("1,1,1", "2,1"), 4: ("1,1,1,1", "2,2")}
 """Replicas of each stage, by the number of ranks."""
+SHARDED_LAYOUTS: Mapping[int, Sequence[str]] = {2: ("2",), 3: ("2,1", "3"), 4: ("2,2",)}
+"""Those of a job whose replicas share the optimizer's slots out."""
 
 
 @dataclass(frozen=True)
 class Launch:
     """A job: how it is launched, the replicas of its stages, how tensors travel, and after how many steps it saves.
 
-    ``launcher``: "mpirun" or "gloo". ``exchange``: a value of DAPPLE_EXCHANGE.
+    ``launcher``: "mpirun" or "gloo". ``exchange``: a value of DAPPLE_EXCHANGE. ``sharded``: ``--shard-optimizer``.
     """
 
     launcher: str
     layout: str
     exchange: str
     every: int
+    sharded: bool = False
 
     def __str__(self) -> str:
-        return f"{self.launcher}, {self.exchange}, {self.layout}, saves every {self.every} steps"
+        sharded = ", sharded optimizer" * self.sharded
+        return f"{self.launcher}, {self.exchange}, {self.layout}{sharded}, saves every {self.every} steps"
 
 
 @dataclass(frozen=True)
@@ -163,7 +167,8 @@ def _command(launch: Launch, folder: Path) -> list[str]:
     model = str(Path(__file__).with_name("killed_model.py"))
     words = f"-m dapple_tf train {model}:chain --replicas {launch.layout} --stages {stages} --micro-batches 2"
     saving = ["--checkpoint-dir", str(folder), "--checkpoint-every", str(launch.every)]
-    return [sys.executable, *words.split(), "--steps", str(_STEPS), "--json", *saving]
+    sharded = ["--shard-optimizer"] * launch.sharded
+    return [sys.executable, *words.split(), *sharded, "--steps", str(_STEPS), "--json", *saving]
 
 
 def _losses(output: str) -> tuple[float, ...]:

@@ -1,10 +1,10 @@
 """Jobs that are killed at random moments end in time, name the rank that failed, and resume bit for bit.
 
-``python -m benchmarks kills [--jobs N] [--first NUMBER] [--seed S] [--launcher mpirun gloo] [--exchange native horovod]
-[--ranks 2 3 4] [--every STEPS]``. A job, which its number and the seed decide, is ``dapple train`` on 2 to 4 ranks,
-which saves every tenth step (``--every 1``: kills hit saves). At a random moment between its launch and its end one
-rank gets SIGKILL, SIGSTOP, SIGTERM or SIGINT, or the launcher SIGKILL, SIGTERM or SIGINT. Then the same command is run
-again to its end, and its losses are compared with those of a job that nothing happened to.
+``python -m benchmarks kills [--jobs N] [--first NUMBER] [--seed S] [--launcher mpirun gloo] [--exchange native
+horovod] [--ranks 2 3 4] [--every STEPS] [--sharded]``. A job, which its number and the seed decide, is ``dapple
+train`` on 2 to 4 ranks, which saves every tenth step (``--every 1``: kills hit saves). At a random moment between its
+launch and its end one rank gets SIGKILL, SIGSTOP, SIGTERM or SIGINT, or the launcher SIGKILL, SIGTERM or SIGINT. Then
+the same command is run again to its end, and its losses are compared with those of a job that nothing happened to.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.common import Row, print_table
-from benchmarks.killed_jobs import LAYOUTS, Ended, Kill, Launch, train
+from benchmarks.killed_jobs import LAYOUTS, SHARDED_LAYOUTS, Ended, Kill, Launch, train
 
 JOBS, SEED = 10, 0
 LAUNCHERS = ("mpirun", "gloo")
@@ -37,18 +37,22 @@ def run(
     exchanges: Sequence[str] = EXCHANGES,
     every: int = EVERY,
     first: int = 0,
+    *,
+    sharded: bool = False,
 ) -> Iterator[Row]:
     """Yield a row for each job, and one for all.
 
-    ``sizes``: numbers of ranks; ``every``: steps from save to save; ``first``: number of the first job.
+    ``sizes``: numbers of ranks; ``every``: steps from save to save; ``first``: number of the first job; ``sharded``:
+    replicas share the optimizer's slots out.
     """
+    layouts = SHARDED_LAYOUTS if sharded else LAYOUTS
     usable = [launcher for launcher in launchers if launcher == "mpirun" or _has_horovodrun()]
     references: dict[Launch, Ended] = {}
     missed = 0
     for job in range(first, first + jobs):
         numbers = random.Random(f"{seed}/{job}")
         launcher, ranks = numbers.choice(usable), numbers.choice(sizes)
-        launch = Launch(launcher, numbers.choice(LAYOUTS[ranks]), numbers.choice(exchanges), every)
+        launch = Launch(launcher, numbers.choice(layouts[ranks]), numbers.choice(exchanges), every, sharded)
         if launch not in references:
             references[launch] = _run_undisturbed(launch)
         reference = references[launch]
@@ -71,9 +75,10 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--ranks", nargs="+", type=int, choices=tuple(LAYOUTS), default=tuple(LAYOUTS))
     parser.add_argument("--exchange", nargs="+", choices=EXCHANGES, default=EXCHANGES)
     parser.add_argument("--every", type=int, default=EVERY, help="steps from save to save")
+    parser.add_argument("--sharded", action="store_true", help="replicas share the optimizer's slots out")
     options = parser.parse_args(arguments)
     chosen = options.launcher, options.ranks, options.exchange, options.every, options.first
-    return 1 if print_table(run(options.jobs, options.seed, *chosen)) else 0
+    return 1 if print_table(run(options.jobs, options.seed, *chosen, sharded=options.sharded)) else 0
 
 
 def _has_horovodrun() -> bool:

@@ -15,7 +15,8 @@ if __name__ == "__main__":  # before TensorFlow is imported
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from benchmarks.common import Row, available_cores, run_on_cores, run_ranks
@@ -23,6 +24,12 @@ from benchmarks.needs import find_missing_for_ranks
 
 STAGES, MICRO_BATCHES = 2, (4, 32)
 SAMPLES = {"dense": 512, "gpt": 4}  # of a micro-batch
+RANKS: Mapping[str, Mapping[str, Any]] = {
+    "GPipe": {"stages": STAGES, "schedule": "gpipe"},
+    "dapple-a": {"stages": STAGES, "schedule": "dapple-a"},
+    "re-computation": {"stages": STAGES, "schedule": "dapple-a", "recompute": True},
+    "replicas with a sharded optimizer": {"stages": 1, "replicas": [STAGES], "shard_optimizer": True},
+}
 RECORDED = 3  # recorded steps; the last counts
 
 
@@ -38,7 +45,7 @@ def run() -> Iterator[Row]:
         yield compare_seen(model, found)
         yield compare_predicted(f"{model}: one process, all stages at the recorded overlap", list(found.values()))
         if find_missing_for_ranks() is None:
-            yield compare_ranks(model)
+            yield from map(partial(compare_ranks, model), RANKS)
 
 
 def compare_slopes(model: str, found: dict[tuple[str, int], Any]) -> Iterator[Row]:
@@ -69,16 +76,18 @@ def compare_predicted(what: str, runs: list[Any]) -> Row:
     return Row(f"{what}: predicted peak over measured", "within 10%", measured, abs(worst) <= 0.1)
 
 
-def compare_ranks(model: str) -> Row:
-    """Return the row of two ranks, whose stages are measured separately."""
+def compare_ranks(model: str, way: str) -> Row:
+    """Return the row of a job of two ranks, which are measured separately; ``way``: one of ``RANKS``."""
     options = ("--mca", "mpi_yield_when_idle", "1")
-    found = run_ranks("benchmarks.memory", STAGES, model, "gpipe", "8", timeout=300, options=options)
-    stages = found["stages"]
-    return compare_predicted(f"{model}: two ranks, GPipe, M = 8, stage by stage", stages)
+    found = run_ranks("benchmarks.memory", STAGES, model, way, "8", timeout=600, options=options)
+    return compare_predicted(f"{model}: two ranks, {way}, M = 8, rank by rank", found["ranks"])
 
 
-def measure(model: str, schedule: str, micro_batches: int) -> dict[str, Any]:
-    """Return what a step of this process, or of this job, holds: bytes above the start of the step."""
+def measure(model: str, way: str, micro_batches: int) -> dict[str, Any]:
+    """Return what a step of this process, or of this job, holds: bytes above the start of the step.
+
+    ``way``: a schedule, or one of ``RANKS``.
+    """
     import dapple_tf as dapple
     from benchmarks.workloads import dense, small_gpt
 
@@ -87,9 +96,8 @@ def measure(model: str, schedule: str, micro_batches: int) -> dict[str, Any]:
     step = dapple.pipeline(
         timed.workload.loss_fn,
         optimizer=timed.workload.optimizer,
-        stages=STAGES,
         micro_batches=micro_batches,
-        schedule=schedule,
+        **RANKS.get(way, {"stages": STAGES, "schedule": way}),
     )
     for _ in range(RECORDED):
         step.record(*timed.batch)
@@ -97,7 +105,7 @@ def measure(model: str, schedule: str, micro_batches: int) -> dict[str, Any]:
     found: dict[str, Any] = {
         "seen": [stage.seen for stage in report.stages],
         "planned": [stage.predicted.in_flight for stage in report.stages],
-        "stages": [
+        "ranks": [
             {"predicted": stage.predicted.in_step, "measured": stage.measured.above_start}
             for stage in report.stages
             if stage.measured is not None

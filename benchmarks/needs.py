@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable, Mapping
 
 from benchmarks.emulated_hosts import find_missing_requirement
+from benchmarks.named_hosts import find_missing_for_names
 from dapple_tf.distributed.native.library import find_obstacle
 
 
@@ -32,9 +33,15 @@ def find_missing_for_hosts() -> str | None:
     return find_missing_for_native_exchanges() or find_missing_requirement()
 
 
+def find_missing_for_lost_hosts() -> str | None:
+    """Return why no job can run on hosts that are lost here, or None if one can."""
+    return find_missing_for_ranks() or find_missing_for_names()
+
+
 # By the benchmark's name.
 NEEDS: Mapping[str, Callable[[], str | None]] = {
     "kills": find_missing_for_ranks,
+    "elastic": find_missing_for_lost_hosts,
     "ranks": find_missing_for_ranks,
     "remainders": find_missing_for_ranks,
     "exchange": find_missing_for_native_exchanges,

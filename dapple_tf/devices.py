@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -160,6 +161,28 @@ def scope() -> Iterator[None]:
     device of its stage; in a job only the ranks that hold the stage make it. It is the value that the variable would
     have got at once. Asking for it earlier (``numpy()``, a call of the model) makes it here. Variables that are made
     from arrays, from a generator's state or from other variables get their values at once, on the host.
+
+    A DappleWarning says so where nothing is created: the model was made before, or its layers make their variables at
+    their first call.
     """
+    created = 0
+
+    def count(next_creator: Callable[..., tf.Variable], **settings: Any) -> tf.Variable:
+        nonlocal created
+        created += 1
+        return next_creator(**settings)
+
+    with deferred_on_host(), tf.variable_creator_scope(count):
+        yield
+    if not created:
+        warn_user(
+            "no variable was created in dapple.scope(): those that exist already keep their memory on every rank. Make "
+            "the model inside, and build it there (keras.Input, or model.build) if its layers do so at their first call"
+        )
+
+
+@contextlib.contextmanager
+def deferred_on_host() -> Iterator[None]:
+    """Create variables as in ``scope``; nothing is said where none are."""
     with tf.device(home_device()), variable_values.deferring_variables():
         yield

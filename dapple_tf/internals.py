@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import keras
 import numpy as np
 import tensorflow as tf
+from keras.src.saving import saving_lib
 from tensorflow.core.framework import function_pb2, op_def_pb2
 from tensorflow.core.protobuf import config_pb2, rewriter_config_pb2
 from tensorflow.python.client import pywrap_tf_session
@@ -802,6 +803,20 @@ def global_seed() -> int | None:
     return None if seed is None else int(seed)
 
 
+@contextlib.contextmanager
+def saving_through_files() -> Iterator[None]:
+    """In the block, Keras writes the weights of a ``.keras`` file to a file beside it first, and not to memory.
+
+    Replaces and restores ``is_memory_sufficient``, by which Keras decides it.
+    """
+    original = saving_lib.is_memory_sufficient
+    saving_lib.is_memory_sufficient = lambda model: False
+    try:
+        yield
+    finally:
+        saving_lib.is_memory_sufficient = original
+
+
 def backup_path(callback: keras.callbacks.BackupAndRestore) -> str:
     """Return the path of the weights that the callback writes (``_weights_path``)."""
     return str(callback._weights_path)
@@ -817,6 +832,9 @@ def set_initial_epoch(model: keras.Model, epoch: int | None) -> None:
     """Set the epoch at which ``fit`` is to go on (``_initial_epoch``)."""
     model._initial_epoch = epoch
 
+
+ITERATORS_OF_AN_EPOCH = 2
+"""How many iterators over a data set of known size ``fit`` makes in an epoch: one more when it has seen all batches."""
 
 BACKUP_LOAD, BACKUP_SAVE = "_load_model", "_save_model"
 """Methods of ``BackupAndRestore`` that load and save a backup."""

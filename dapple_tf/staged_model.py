@@ -26,7 +26,7 @@ from dapple_tf.graph_passes.analysis.loss_head import LossHeadInput
 from dapple_tf.graph_passes.analysis.variable_use import find_variables
 from dapple_tf.graph_passes.ir.extract import extract_function
 from dapple_tf.graph_passes.ir.graph import Function, Graph, Node, Port, Role, Value, ancestors, attributes
-from dapple_tf.graph_passes.ir.names import OWNED, Site, at
+from dapple_tf.graph_passes.ir.names import OWNED, Site, at, without_target
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.passes.backward import (
     StageGradients,
@@ -66,7 +66,8 @@ class Interface:
     combined. ``loss``: whether the losses of the micro-batches are averaged or summed. ``exactness``: the reasons why a
     step differs from a step on one device. ``uncut``: whether the model is only for steps of one micro-batch on one
     replica (see ``BatchDependence``). ``serves``: whether it serves other lengths (see ``Captured``). ``returns``: what
-    a training step returns; None where the model is a loss. ``phase``: see ``Captured``.
+    a training step returns; None where the model is a loss. ``targets``: the number of losses that gradients are taken
+    of. ``phase``: see ``Captured``.
     """
 
     signature: tuple[tf.TensorSpec, ...]
@@ -78,6 +79,7 @@ class Interface:
     uncut: bool
     serves: Serves | None
     returns: Returns | None = None
+    targets: int = 1
     phase: PhaseOfStep | None = None
 
     @staticmethod
@@ -94,6 +96,7 @@ class Interface:
             uncut=captured.uncut,
             serves=captured.serves,
             returns=None if captured.after is None else _returns(captured.after),
+            targets=len(captured.targets),
             phase=captured.phase,
         )
 
@@ -236,6 +239,7 @@ def stage_model(
     owner = dict.fromkeys(captured.trainable, 0) | at_end | users
     if update is not None:
         owner |= _owners_of_phase(captured, update, owner, owners, own_of_optimizer)
+    owner |= {name: owner[without_target(name)] for name in captured.trainable}
     readers = {name: users[0] for name, users in use.users if name in own_of_optimizer and captured.after is not None}
     shares = {} if update is None or sharding is None else share_update(update, owner, readers, state, sharding)
     own = () if scale is None else (scale.function,)

@@ -7,6 +7,7 @@ Relies on internals of TensorFlow's variables, as each function says; ``tests/da
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 import threading
 import uuid
@@ -246,6 +247,70 @@ def _settle(variable: tf.Variable) -> None:
     if is_deferred(variable):
         del variable._make_value
         variable.__class__ = resource_variable_ops.ResourceVariable
+
+
+# --- Borrow values: of many variables without a value here, one at a time has its value while it is used
+
+
+class _BorrowedVariable(DeferredVariable):
+    """A variable whose value ``_borrowing`` makes when it is read, and takes away when the next one is used."""
+
+    def assign(self, value: Any, *options: Any, **named: Any) -> Any:
+        tensor = tf.convert_to_tensor(value, self.dtype)  # reads it, which may be a borrowed variable itself
+        self._borrowing.use(self)
+        return super().assign(tensor, *options, **named)
+
+
+class _Borrowing:
+    """The one variable that has a value now. ``give_back`` gets it before it loses the value."""
+
+    def __init__(self, give_back: Callable[[tf.Variable], None]) -> None:
+        self._give_back = give_back
+        self._used: tf.Variable | None = None
+
+    def lend(self, variable: tf.Variable, make: Callable[[], Any]) -> None:
+        """Have the variable get what ``make`` returns whenever it is read."""
+
+        def make_alone() -> Any:
+            self.use(variable)
+            return make()
+
+        variable.__class__ = _BorrowedVariable
+        variable._make_value, variable._borrowing, variable._make_again = make_alone, self, make
+
+    def use(self, variable: tf.Variable | None) -> None:
+        """Take the value away from the variable that has one, before this one gets its own."""
+        used, self._used = self._used, variable
+        if used is None or used is variable or is_deferred(used):
+            return
+        self._give_back(used)
+        tf.raw_ops.DestroyResourceOp(resource=raw_handle(used), ignore_lookup_error=True)
+        self.lend(used, used._make_again)
+
+
+@contextlib.contextmanager
+def borrowing(
+    variables: Sequence[tf.Variable], make: Callable[[tf.Variable], Any], give_back: Callable[[tf.Variable], None]
+) -> Iterator[None]:
+    """In the block, ``variables`` that have been released can be read and assigned: one at a time is in memory.
+
+    ``make`` returns the value of one that is read. ``give_back`` gets each that was read or assigned, before its memory
+    is freed: when the next one is used, or at the end of the block. After the block all are released as before.
+    """
+    held = _Borrowing(give_back)
+    kinds = [type(variable) for variable in variables]
+    for variable in variables:
+        held.lend(variable, functools.partial(make, variable))
+    try:
+        yield
+        held.use(None)
+    finally:
+        for variable, kind in zip(variables, kinds, strict=True):
+            if not is_deferred(variable):  # the block has failed
+                tf.raw_ops.DestroyResourceOp(resource=raw_handle(variable), ignore_lookup_error=True)
+            for name in ("_make_value", "_borrowing", "_make_again"):
+                vars(variable).pop(name, None)
+            variable.__class__ = kind
 
 
 # --- Move variables, and free their memory

@@ -12,7 +12,7 @@ import tensorflow as tf
 from keras import ops
 
 import dapple_tf as dapple
-from dapple_tf.examples.images import labelled_images
+from dapple_tf.examples.images import image_workload
 from dapple_tf.examples.resnet import ConvNorm
 from dapple_tf.examples.scales import choose_size
 
@@ -98,17 +98,14 @@ def amoebanet(
     """
     size = choose_size(SCALES, scale, cells=cells, filters=filters, image_size=image_size)
     model = build_amoebanet(size, dropout=dropout, dtype=dtype, seed=seed)
-
-    def loss_fn(images: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
-        logits = model(images, training=True)
-        return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=logits))
-
-    return dapple.Workload(
-        loss_fn=loss_fn,
-        optimizer=keras.optimizers.RMSprop(learning_rate, rho=0.9, momentum=0.9, epsilon=1.0),
-        dataset=labelled_images(
-            classes=size.classes, image_size=size.image_size, batch_size=batch_size, seed=seed, dtype=dtype
-        ),
+    return image_workload(
+        model,
+        keras.optimizers.RMSprop(learning_rate, rho=0.9, momentum=0.9, epsilon=1.0),
+        classes=size.classes,
+        image_size=size.image_size,
+        batch_size=batch_size,
+        seed=seed,
+        dtype=dtype,
     )
 
 

@@ -11,7 +11,7 @@ from keras import ops
 
 import dapple_tf as dapple
 from dapple_tf.examples.scales import choose_size
-from dapple_tf.examples.translation import HiddenPadding, mean_of_words, sentence_pairs, shift_right
+from dapple_tf.examples.translation import HiddenPadding, translation_workload
 
 INITIAL_LIMIT = 0.1
 """Weights are drawn uniformly from -0.1 to 0.1."""
@@ -55,15 +55,13 @@ def gnmt(
     """
     size = choose_size(SCALES, scale, layers=layers, length=length)
     model = build_gnmt(size, dropout=dropout, dtype=dtype, seed=seed)
-
-    def loss_fn(source: tf.Tensor, target: tf.Tensor) -> tf.Tensor:
-        logits = model([source, shift_right(target)], training=True)
-        return mean_of_words(tf.nn.sparse_softmax_cross_entropy_with_logits(labels=target, logits=logits), target)
-
-    return dapple.Workload(
-        loss_fn=loss_fn,
-        optimizer=keras.optimizers.Adam(learning_rate),
-        dataset=sentence_pairs(vocabulary=size.vocabulary, length=size.length, batch_size=batch_size, seed=seed),
+    return translation_workload(
+        model,
+        keras.optimizers.Adam(learning_rate),
+        vocabulary=size.vocabulary,
+        length=size.length,
+        batch_size=batch_size,
+        seed=seed,
     )
 
 

@@ -7,12 +7,11 @@ import random
 from dataclasses import dataclass
 
 import keras
-import tensorflow as tf
 
 import dapple_tf as dapple
 from dapple_tf.examples.gpt import Embed
 from dapple_tf.examples.scales import choose_size
-from dapple_tf.examples.text import read_corpus, windows, words
+from dapple_tf.examples.text import word_workload
 from dapple_tf.examples.transformer import Block, BlockOptions, TiedHead, check_heads
 
 INITIAL_STDDEV = 0.02
@@ -63,16 +62,14 @@ def gpt2(
     """
     size = choose_size(SCALES, scale, layers=layers, context=context)
     model = build_gpt2(size, dropout=dropout, dtype=dtype, seed=seed)
-
-    def loss_fn(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
-        logits = model(x, training=True)
-        return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels=y, logits=logits))
-
-    text = words(read_corpus(corpus), size.vocabulary)
-    return dapple.Workload(
-        loss_fn=loss_fn,
-        optimizer=keras.optimizers.AdamW(learning_rate, weight_decay=0.01),
-        dataset=windows(text, context=size.context, batch_size=batch_size, seed=seed),
+    return word_workload(
+        model,
+        keras.optimizers.AdamW(learning_rate, weight_decay=0.01),
+        vocabulary=size.vocabulary,
+        context=size.context,
+        corpus=corpus,
+        batch_size=batch_size,
+        seed=seed,
     )
 
 

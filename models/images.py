@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import keras
 import numpy as np
 import tensorflow as tf
+
+import dapple_tf as dapple
 
 
 def labelled_images(
@@ -31,3 +34,26 @@ def labelled_images(
         return tf.cast(smooth, dtype) + noise * grain, labels
 
     return tf.data.Dataset.counter().map(draw).prefetch(2)
+
+
+def image_workload(
+    model: keras.Model,
+    optimizer: keras.optimizers.Optimizer,
+    *,
+    classes: int,
+    image_size: int,
+    batch_size: int,
+    seed: int,
+    dtype: str,
+) -> dapple.Workload:
+    """Return a model that classifies images, images in and logits out, with its optimizer and `labelled_images`.
+
+    The loss is the mean cross entropy, in nats.
+    """
+
+    def loss_fn(images: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
+        logits = model(images, training=True)
+        return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=logits))
+
+    data = labelled_images(classes=classes, image_size=image_size, batch_size=batch_size, seed=seed, dtype=dtype)
+    return dapple.Workload(loss_fn, optimizer, data)

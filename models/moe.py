@@ -15,7 +15,7 @@ import dapple_tf as dapple
 from dapple_tf.examples.llama import EPSILON, INITIAL_STDDEV, RMSNormBlock
 from dapple_tf.examples.llama import Size as LlamaSize
 from dapple_tf.examples.scales import choose_size
-from dapple_tf.examples.text import read_corpus, windows, words
+from dapple_tf.examples.text import word_workload
 from dapple_tf.examples.transformer import RMSNorm, check_heads, dense, normal
 
 BALANCE_WEIGHT = 0.02
@@ -67,17 +67,14 @@ def moe(
     """
     size = choose_size(SCALES, scale, layers=layers, context=context, experts=experts)
     model = build_moe(size, balance=balance, dtype=dtype, seed=seed)
-
-    def loss_fn(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
-        logits = model(x, training=True)
-        cross_entropy = tf.nn.sparse_softmax_cross_entropy_with_logits(labels=y, logits=logits)
-        return tf.reduce_mean(cross_entropy) + tf.add_n(model.losses)
-
-    text = words(read_corpus(corpus), size.vocabulary)
-    return dapple.Workload(
-        loss_fn=loss_fn,
-        optimizer=keras.optimizers.AdamW(learning_rate, weight_decay=0.1, beta_2=0.95),
-        dataset=windows(text, context=size.context, batch_size=batch_size, seed=seed),
+    return word_workload(
+        model,
+        keras.optimizers.AdamW(learning_rate, weight_decay=0.1, beta_2=0.95),
+        vocabulary=size.vocabulary,
+        context=size.context,
+        corpus=corpus,
+        batch_size=batch_size,
+        seed=seed,
     )
 
 

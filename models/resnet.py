@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 import dapple_tf as dapple
-from dapple_tf.examples.images import labelled_images
+from dapple_tf.examples.images import image_workload
 from dapple_tf.examples.scales import choose_size
 
 BLOCKS = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3)}
@@ -61,17 +61,14 @@ def resnet(
     """
     size = choose_size(SCALES, scale, depth=depth, width=width, classes=classes, image_size=image_size)
     model = build_resnet(**dataclasses.asdict(size), dtype=dtype, seed=seed)
-
-    def loss_fn(images: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
-        logits = model(images, training=True)
-        return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=logits))
-
-    return dapple.Workload(
-        loss_fn=loss_fn,
-        optimizer=keras.optimizers.SGD(learning_rate, momentum=0.9),
-        dataset=labelled_images(
-            classes=size.classes, image_size=size.image_size, batch_size=batch_size, seed=seed, dtype=dtype
-        ),
+    return image_workload(
+        model,
+        keras.optimizers.SGD(learning_rate, momentum=0.9),
+        classes=size.classes,
+        image_size=size.image_size,
+        batch_size=batch_size,
+        seed=seed,
+        dtype=dtype,
     )
 
 

@@ -13,7 +13,7 @@ from keras import ops
 import dapple_tf as dapple
 from dapple_tf.examples.scales import choose_size
 from dapple_tf.examples.transformer import RMSNorm, TiedHead, attend, dense, hidden_future, normal, split_heads
-from dapple_tf.examples.translation import HiddenPadding, mean_of_words, sentence_pairs, shift_right
+from dapple_tf.examples.translation import HiddenPadding, translation_workload
 
 EPSILON = 1e-6
 BUCKETS, FARTHEST = 32, 128
@@ -63,15 +63,13 @@ def t5(
     """
     size = choose_size(SCALES, scale, layers=layers, length=length)
     model = build_t5(size, dropout=dropout, dtype=dtype, seed=seed)
-
-    def loss_fn(source: tf.Tensor, target: tf.Tensor) -> tf.Tensor:
-        logits = model([source, shift_right(target)], training=True)
-        return mean_of_words(tf.nn.sparse_softmax_cross_entropy_with_logits(labels=target, logits=logits), target)
-
-    return dapple.Workload(
-        loss_fn=loss_fn,
-        optimizer=keras.optimizers.Adam(learning_rate),
-        dataset=sentence_pairs(vocabulary=size.vocabulary, length=size.length, batch_size=batch_size, seed=seed),
+    return translation_workload(
+        model,
+        keras.optimizers.Adam(learning_rate),
+        vocabulary=size.vocabulary,
+        length=size.length,
+        batch_size=batch_size,
+        seed=seed,
     )
 
 

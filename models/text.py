@@ -10,8 +10,11 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import keras
 import numpy as np
 import tensorflow as tf
+
+import dapple_tf as dapple
 
 BYTE_VALUES = 256
 """The size of the vocabulary where a token is a byte."""
@@ -122,3 +125,27 @@ def _all_files(path: Path) -> Iterator[Path]:
     for parent, folders, names in os.walk(path):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         yield from (Path(parent, name) for name in sorted(names) if not name.startswith("."))
+
+
+def word_workload(
+    model: keras.Model,
+    optimizer: keras.optimizers.Optimizer,
+    *,
+    vocabulary: int,
+    context: int,
+    corpus: str | os.PathLike[str] | None,
+    batch_size: int,
+    seed: int,
+) -> dapple.Workload:
+    """Return a model that predicts the next words, tokens in and logits out, with its optimizer and `windows` of words.
+
+    The loss is the mean cross entropy over all positions, in nats, plus the losses of the model's layers.
+    """
+
+    def loss_fn(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
+        logits = model(x, training=True)
+        loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels=y, logits=logits))
+        return loss + tf.add_n(model.losses) if model.losses else loss
+
+    data = windows(words(read_corpus(corpus), vocabulary), context=context, batch_size=batch_size, seed=seed)
+    return dapple.Workload(loss_fn, optimizer, data)

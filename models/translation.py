@@ -6,6 +6,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+import dapple_tf as dapple
 from dapple_tf.examples.text import FIRST_WORD, PAD, SEPARATOR
 from dapple_tf.examples.transformer import HIDDEN
 
@@ -41,6 +42,28 @@ def sentence_pairs(
     pairs = tf.data.Dataset.from_tensor_slices((source, target))
     shuffled = pairs.shuffle(sentences, seed=seed, reshuffle_each_iteration=False)
     return shuffled.repeat().batch(batch_size, drop_remainder=True).prefetch(2)
+
+
+def translation_workload(
+    model: keras.Model,
+    optimizer: keras.optimizers.Optimizer,
+    *,
+    vocabulary: int,
+    length: int,
+    batch_size: int,
+    seed: int,
+) -> dapple.Workload:
+    """Return a model that translates, [source, shifted target] in and logits out, with its optimizer and pairs.
+
+    The loss is the mean cross entropy over the positions of the target that are not PAD, in nats.
+    """
+
+    def loss_fn(source: tf.Tensor, target: tf.Tensor) -> tf.Tensor:
+        logits = model([source, shift_right(target)], training=True)
+        return mean_of_words(tf.nn.sparse_softmax_cross_entropy_with_logits(labels=target, logits=logits), target)
+
+    data = sentence_pairs(vocabulary=vocabulary, length=length, batch_size=batch_size, seed=seed)
+    return dapple.Workload(loss_fn, optimizer, data)
 
 
 def mean_of_words(losses: tf.Tensor, target: tf.Tensor) -> tf.Tensor:

@@ -7,10 +7,9 @@ import random
 from dataclasses import dataclass
 
 import keras
-import tensorflow as tf
 
 import dapple_tf as dapple
-from dapple_tf.examples.images import labelled_images
+from dapple_tf.examples.images import image_workload
 from dapple_tf.examples.scales import choose_size
 
 CONVOLUTIONS = {11: (1, 1, 2, 2, 2), 13: (2, 2, 2, 2, 2), 16: (2, 2, 3, 3, 3), 19: (2, 2, 4, 4, 4)}
@@ -72,17 +71,14 @@ def vgg(
         dropout=dropout,
     )
     model = build_vgg(**dataclasses.asdict(size), dtype=dtype, seed=seed)
-
-    def loss_fn(images: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
-        logits = model(images, training=True)
-        return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=logits))
-
-    return dapple.Workload(
-        loss_fn=loss_fn,
-        optimizer=keras.optimizers.Adam(learning_rate),
-        dataset=labelled_images(
-            classes=size.classes, image_size=size.image_size, batch_size=batch_size, seed=seed, dtype=dtype
-        ),
+    return image_workload(
+        model,
+        keras.optimizers.Adam(learning_rate),
+        classes=size.classes,
+        image_size=size.image_size,
+        batch_size=batch_size,
+        seed=seed,
+        dtype=dtype,
     )
 
 

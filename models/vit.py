@@ -10,7 +10,7 @@ import tensorflow as tf
 from keras import ops
 
 import dapple_tf as dapple
-from dapple_tf.examples.images import labelled_images
+from dapple_tf.examples.images import image_workload
 from dapple_tf.examples.scales import choose_size
 from dapple_tf.examples.transformer import Block, BlockOptions, check_heads, normal
 
@@ -60,17 +60,14 @@ def vit(
     """
     size = choose_size(SCALES, scale, layers=layers, image_size=image_size)
     model = build_vit(size, dropout=dropout, dtype=dtype, seed=seed)
-
-    def loss_fn(images: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
-        logits = model(images, training=True)
-        return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=logits))
-
-    return dapple.Workload(
-        loss_fn=loss_fn,
-        optimizer=keras.optimizers.AdamW(learning_rate, weight_decay=0.1),
-        dataset=labelled_images(
-            classes=size.classes, image_size=size.image_size, batch_size=batch_size, seed=seed, dtype=dtype
-        ),
+    return image_workload(
+        model,
+        keras.optimizers.AdamW(learning_rate, weight_decay=0.1),
+        classes=size.classes,
+        image_size=size.image_size,
+        batch_size=batch_size,
+        seed=seed,
+        dtype=dtype,
     )
 
 

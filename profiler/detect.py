@@ -21,10 +21,13 @@ _SLURM_COUNT = re.compile(r"([1-9]\d*)(?:\(x([1-9]\d*)\))?")
 
 
 def job_size(environment: Mapping[str, str]) -> int:
-    """Return how many processes the launcher started, 1 without a launcher.
+    """Return how many processes the launcher started, on hosts with any numbers of them; 1 without a launcher.
 
-    Raises ClusterError where the launcher's variables contradict each other.
+    Raises ClusterError for a variable of the launcher that holds no such number.
     """
+    for size_name, _ in _LAUNCHERS:
+        if size_name in environment:
+            return _count(environment, size_name)
     return max(1, sum(processes_per_server(environment)))
 
 

@@ -111,6 +111,11 @@ def format_difference(fraction: float) -> str:
     return "less than 0.1%" if 0 < abs(fraction) < 5e-4 else f"{abs(fraction):.1%}"
 
 
+def format_slower(ratio: float) -> str:
+    """Return how much slower it is to take ``ratio`` times as long: ``1.3% slower`` or ``14.5 times as long``."""
+    return f"{ratio:.1f} times as long" if ratio >= 2 else f"{format_difference(ratio - 1)} slower"
+
+
 def scale_time(seconds: float) -> tuple[float, str]:
     """Return the unit in which ``seconds`` reads well: units per second, and the unit's name (s, ms or µs)."""
     if seconds >= 1 or seconds == 0:

@@ -32,6 +32,7 @@ ALONE = {
     "dapple_tf.__main__": "Python runs it: python -m dapple_tf",
     "dapple_tf.cli": "the installed command",
     "dapple_tf.commands.*": "the command line imports a command when it is called",
+    "dapple_tf.distributed.horovod.*": "a script of the installation",
     "dapple_tf.distributed.native.build": "a script of the installation",
     "dapple_tf.examples.*": "models that users start from",
     "dapple_tf.frontend.tensorflow_version": "runs before TensorFlow is imported",

@@ -26,7 +26,7 @@ from dapple_tf.autoplan.options import Options, check_contradictions
 from dapple_tf.autoplan.recompute_option import choose_recompute
 from dapple_tf.autoplan.schedule_auto import ScheduleChoice, choose_profiled_schedule
 from dapple_tf.autoplan.schedule_estimated import choose_estimated_schedule, detect_cluster
-from dapple_tf.autoplan.stages_auto import check_enough_layers, choose_stages
+from dapple_tf.autoplan.stages_auto import check_enough_layers, choose_stages, predict_seconds
 from dapple_tf.autoplan.stages_requested import plan_requested_stages
 from dapple_tf.compiler import PlannedModel
 from dapple_tf.devices import list_devices
@@ -37,6 +37,7 @@ from dapple_tf.frontend.batch import batch_size
 from dapple_tf.frontend.capture import Captured, Traced
 from dapple_tf.graph_passes.analysis.layers import Layers
 from dapple_tf.graph_passes.ir.graph import Shape
+from dapple_tf.graph_passes.ir.names import without_target
 from dapple_tf.messages import LOGGER
 from dapple_tf.plan_check import check_shares
 from dapple_tf.planner.planning_problem import Candidate
@@ -45,6 +46,7 @@ from dapple_tf.plans import Plan
 from dapple_tf.profiler.cluster import Cluster
 from dapple_tf.profiler.units import format_samples
 from dapple_tf.staged_model import StagedModel
+from dapple_tf.timeline.recording import planned_seconds
 from dapple_tf.timeline.timeline import Timeline
 from dapple_tf.window_plan import WindowPlan
 
@@ -78,14 +80,17 @@ class Autoplan:
         self._loss_fn = loss_fn
         self._optimizer = optimizer
         self._options = options
+        self._wanted_cluster = options.cluster
+        self._replicable = True
         self._job = job
         self._decision = None if options.plan is None else PlanDecision(options.plan)
         self._estimates: tuple[EstimatedCosts, Mapping[str, Sequence[Shape]]] | None = None
         self.layer_names: tuple[str, ...] = ()
 
     def train(self, loss_fn: Traced) -> None:
-        """Plan for this function, before the first trace, in place of the one that was given: a phase of it."""
+        """Plan for this function, in place of the one that was given: a phase of it."""
         self._loss_fn = loss_fn
+        self._decision = None
 
     @property
     def plan(self) -> Plan:
@@ -108,6 +113,29 @@ class Autoplan:
     def simulated(self) -> Timeline | None:
         """The simulated step of the plan, where the plan was made from a profile."""
         return None if self._decision is None else self._decision.simulated
+
+    def predict_on(self, hosts: Sequence[tuple[str, int]]) -> tuple[float, float] | None:
+        """Return the simulated seconds of a step of this plan, and of the best one on other ``hosts``.
+
+        ``hosts``: each with its number of ranks. None where the plan was not made from a profile, no plan uses all
+        ranks, or the links between the hosts are not known.
+        """
+        problem = None if self._decision is None else self._decision.problem
+        now = None if problem is None else planned_seconds(self.plan)
+        if problem is None or now is None or self.window is not None:
+            return None
+        try:
+            if self._wanted_cluster is not None:
+                cluster = self._wanted_cluster.on_hosts(hosts)
+            elif len(hosts) == 1 and len(problem.cluster.servers) == 1:
+                cluster = problem.cluster
+                while cluster.devices < hosts[0][1]:
+                    cluster, _ = cluster.with_another_device()
+            else:
+                return None
+            return now, predict_seconds(problem, cluster, replicable=self._replicable)
+        except (ClusterError, PlanError):
+            return None
 
     @property
     def window(self) -> WindowPlan | None:
@@ -215,7 +243,7 @@ class Autoplan:
             return
         (costs, shapes), self._estimates = self._estimates, None
         planned = PlannedModel(model, self._decision.plan, samples)
-        slots = count_slots(self._optimizer, [model.variables[name] for name in model.trained])
+        slots = count_slots(self._optimizer, [model.variables[without_target(name)] for name in model.trained])
         choose = partial(_choose_by_estimate, planned, costs, shapes, slots, ranks=self._job is not None)
         try:
             choice = choose() if self._job is None else self._job.run_on_rank_0(choose)
@@ -286,14 +314,16 @@ class Autoplan:
         self, captured: Captured, layers: Layers, costs: EstimatedCosts, batch: Sequence[Any]
     ) -> PlanDecision:
         """Return the plan for the options."""
+        self._replicable = not captured.stateful and not (self._options.can_run_uncut and captured.needs_uncut)
+        trained = [captured.variables[without_target(name)] for name in captured.trainable]
         inputs = PlanningInputs(
             self._loss_fn,
             batch,
             self._options,
-            optimizer_slots=count_slots(self._optimizer, [captured.variables[name] for name in captured.trainable]),
+            optimizer_slots=count_slots(self._optimizer, trained),
             devices=len(list_devices(self._options.devices)) if self._job is None else self._job.size,
             cluster=self._options.cluster,
-            replicable=not captured.stateful and not (self._options.can_run_uncut and captured.needs_uncut),
+            replicable=self._replicable,
             ranks=self._job is not None,
         )
         if self._options.stages_are_auto:

@@ -17,12 +17,13 @@ class PlanDecision:
     """A plan and how it was decided.
 
     ``choice``: why the plan has its schedule and M, where the simulator chose them. ``simulated``: the simulated step
-    of the plan, where the plan was made from a profile.
+    of the plan, and ``problem``: what the planner was given, where the plan was made from a profile.
     """
 
     plan: Plan
     choice: ScheduleChoice | None = None
     simulated: Timeline | None = None
+    problem: PlanningProblem | None = None
 
     def with_schedule(self, choice: ScheduleChoice) -> PlanDecision:
         """Return this decision with the schedule of ``choice`` in its plan."""
@@ -52,7 +53,7 @@ def decide_on(
     """
     plan, simulated = predict_plan(problem, candidate, planner, sizes)
     if sizes is not None:
-        return PlanDecision(plan, choice, simulated)
+        return PlanDecision(plan, choice, simulated, problem)
     micro_batch_size = -(-samples // plan.micro_batches)
     plan = dataclasses.replace(plan, global_batch_size=samples, micro_batch_size=micro_batch_size)
-    return PlanDecision(plan, choice, simulated)
+    return PlanDecision(plan, choice, simulated, problem)

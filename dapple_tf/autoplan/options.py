@@ -81,6 +81,7 @@ class OptionTypes(TypedDict, total=False):
     depth: int | None
     sparse_gradients: SparseGradients
     elastic: bool
+    snapshot_every: int | None
     shard_optimizer: bool
     devices: Sequence[str | int] | None
     cluster: Cluster | None
@@ -96,6 +97,11 @@ def _about(
     value.
     """
     return {"meaning": meaning, "more": more, "page": page, "flag": flag, "check": check}
+
+
+def _check_interval(given: object) -> None:
+    if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 1):
+        raise PlanError(f"snapshot_every={given!r}: give a number of steps, at least 1, or None")
 
 
 def _check_stages(given: object) -> None:
@@ -355,6 +361,17 @@ class Options:
             page="elastic.md",
             flag="--elastic",
             check=_check_flag("elastic"),
+        ),
+    )
+    snapshot_every: int | None = field(
+        default=None,
+        metadata=_about(
+            "Copy the state of the run into the memory of its hosts after every so many steps, each stage's to two "
+            "hosts, so that the loss of one host costs about so many steps.",
+            more="While further steps run. ``dapple.Checkpoints`` of the step takes the snapshots and restores them.",
+            page="elastic.md#snapshots",
+            flag="--snapshot-every",
+            check=_check_interval,
         ),
     )
     shard_optimizer: bool = field(

@@ -44,12 +44,7 @@ def choose_stages(inputs: PlanningInputs) -> PlanDecision:
     problem = measure_problem(inputs, cluster, (2, cluster.devices) if inputs.replicable else ())
     if inputs.options.window is not None:
         return _choose_window(inputs, problem, inputs.options.window)
-    if problem.shares_devices:
-        candidates = _plan_shared_devices(problem, replicable=inputs.replicable, all_devices=inputs.ranks)
-    elif inputs.replicable:
-        candidates = _plan_with_replicas(problem)
-    else:
-        candidates = _plan_without_replicas(problem)
+    candidates = _list_candidates(problem, replicable=inputs.replicable, all_devices=inputs.ranks)
     chosen = _fastest_on_all_ranks(problem, candidates, inputs.replicable) if inputs.ranks else _fastest(candidates)
     if len(chosen.stages) == 1 and cluster.devices > 1:
         warn_user(_explain_one_stage(problem, chosen, candidates))
@@ -60,6 +55,22 @@ def choose_stages(inputs: PlanningInputs) -> PlanDecision:
     recomputing = dataclasses.replace(problem, recompute=chosen.recompute)
     choice = choose_profiled_schedule(recomputing, chosen.stages, (chosen.micro_batch_size,), chosen.schedule)
     return decide_on(problem, dataclasses.replace(chosen, schedule=choice.schedule), "best", inputs.samples, choice)
+
+
+def predict_seconds(problem: PlanningProblem, cluster: Cluster, *, replicable: bool) -> float:
+    """Return the simulated seconds of a step of the plan that ``choose_stages`` would choose for a job on ``cluster``.
+
+    Raises PlanError where no plan fits and uses all its devices.
+    """
+    problem = dataclasses.replace(problem, cluster=cluster)
+    candidates = _list_candidates(problem, replicable=replicable, all_devices=True)
+    return _fastest_on_all_ranks(problem, candidates, replicable).seconds
+
+
+def _list_candidates(problem: PlanningProblem, *, replicable: bool, all_devices: bool) -> list[Candidate]:
+    if problem.shares_devices:
+        return _plan_shared_devices(problem, replicable=replicable, all_devices=all_devices)
+    return _plan_with_replicas(problem) if replicable else _plan_without_replicas(problem)
 
 
 def _explain_one_stage(problem: PlanningProblem, chosen: Candidate, candidates: Sequence[Candidate]) -> str:

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
 import tensorflow as tf
 
-from dapple_tf.backend.handler import Context, Handler, Outcome, check_finite
+from dapple_tf import internals
+from dapple_tf.backend.handler import (
+    MICRO_BATCH,
+    Context,
+    Handler,
+    Outcome,
+    call,
+    check_finite,
+    micro_batch_in_minibatch,
+    number_constant,
+)
 from dapple_tf.graph_passes.analysis.row_bounds import (
     cut_at,
     cut_points,
     micro_batch_bounds,
-    replica_bounds,
     share_bounds,
 )
 from dapple_tf.graph_passes.ir.graph import Node
@@ -34,27 +43,60 @@ def _slice(context: Context, node: Node, inputs: list[Any]) -> Outcome:
     size, *tensors = inputs
     if node.integer("micro_batches") == 1 and node.integer("replicas") == 1:
         return [tf.ones([], tf.float64), *tensors], []
-    low, high = _bounds(size, node)
-    share = tf.cast(high - low, tf.float64) / tf.cast(size, tf.float64)
     local = node.integers("local") if node.has("local") else ()
-    first = _own_rows_before(size, node) if local else low
-    starts = [first if i in local else low for i in range(len(tensors))]
-    rows = [tensor[start : start + high - low] for tensor, start in zip(tensors, starts, strict=True)]
+
+    def find_bounds(size: Any, micro_batch: Any) -> list[Any]:
+        low, high = _bounds(size, node, micro_batch)
+        share = tf.cast(high - low, tf.float64) / tf.cast(size, tf.float64)
+        first = _own_rows_before(size, node, micro_batch) if local else low
+        return [share, *([place] for place in (low, high, first, first + high - low))]
+
+    share, low, high, first, end = _call_on_numbers(context, node, find_bounds, size)
+    one = tf.constant([1], tf.int64)
+    rows = [
+        tf.raw_ops.StridedSlice(input=tensor, begin=begin, end=stop, strides=one)
+        for i, tensor in enumerate(tensors)
+        for begin, stop in [(first, end) if i in local else (low, high)]
+    ]
     return [share, *rows], []
 
 
-def _own_rows_before(size: Any, node: Node) -> Any:
+def _own_rows_before(size: Any, node: Node, micro_batch: Any) -> Any:
     """Return how many rows the node's replica takes of all earlier micro-batches."""
-    points, m = cut_points(node.integer("micro_batches"), _sizes(node)), _micro_batch(node)
-    rows = cut_at(size, tf.constant(list(points[: m + 1]), tf.int64), points[-1])
+    points = cut_points(node.integer("micro_batches"), _sizes(node))
+    rows = cut_at(size, tf.constant(list(points), tf.int64)[: micro_batch + 1], points[-1])
     low, high = share_bounds(rows[:-1], rows[1:], *_replica(node), _shares(node))
     return tf.reduce_sum(high - low)
 
 
 def _rows(context: Context, node: Node, inputs: list[Any]) -> Outcome:
     (size,) = inputs
-    low, high = _bounds(size, node) if node.has("micro_batch") else (tf.zeros([], tf.int64), size)
-    return [tf.stack([low, high, size])], []
+    if not node.has("micro_batch"):
+        return [tf.stack([tf.zeros([], tf.int64), size, size])], []
+
+    def find_bounds(size: Any, micro_batch: Any) -> list[Any]:
+        return [tf.stack([*_bounds(size, node, micro_batch), size])]
+
+    return _call_on_numbers(context, node, find_bounds, size), []
+
+
+def _call_on_numbers(context: Context, node: Node, function: Callable[[Any, Any], list[Any]], size: Any) -> list[Any]:
+    """Return ``function`` of the batch size and the node's micro-batch, computed by one op.
+
+    Every micro-batch of every stage has its bounds, for which a dozen ops each would slow the build of the step.
+    """
+
+    def build() -> Any:
+        return tf.function(
+            function,
+            autograph=False,
+            input_signature=[tf.TensorSpec([], tf.int64)] * 2,
+            experimental_attributes={internals.NO_INLINE: True},
+        ).get_concrete_function()
+
+    attrs = tuple(item for item in node.attrs if item[0] != MICRO_BATCH)
+    outputs, _ = call(context.shared((node.op, attrs), build), [size, _micro_batch(node)], not_inlined=True)
+    return outputs
 
 
 def _loss_gradient(context: Context, node: Node, inputs: list[Any]) -> Outcome:
@@ -69,8 +111,8 @@ def _loss_gradient(context: Context, node: Node, inputs: list[Any]) -> Outcome:
 
 def _split(context: Context, node: Node, inputs: list[Any]) -> Outcome:
     size, *tensors = inputs
-    low, high = _bounds(size, node)
-    begin, end = micro_batch_bounds(size, _micro_batch(node), node.integer("micro_batches"), _sizes(node))
+    begin, end = _micro_batch_bounds(size, node, _micro_batch(node))
+    low, high = share_bounds(begin, end, *_replica(node), _shares(node))
     receivers, outputs = node.integer("of"), []
     of_shares = _shares(node, "of_shares")
     for tensor, axis in zip(tensors, node.integers("axes"), strict=True):
@@ -159,15 +201,24 @@ def _merge_minibatches(context: Context, node: Node, inputs: list[Any]) -> Outco
             return [_merge_values(kind, inputs, [])], []
 
 
-def _bounds(size: Any, node: Node) -> tuple[Any, Any]:
-    """Return the first and the end sample of the share of the node's micro-batch that its replica takes."""
-    cut = node.integer("micro_batches"), *_replica(node), _sizes(node), _shares(node)
-    return replica_bounds(size, _micro_batch(node), *cut)
+def _bounds(size: Any, node: Node, micro_batch: Any) -> tuple[Any, Any]:
+    """Return the first and the end sample of the share of the micro-batch that the node's replica takes."""
+    return share_bounds(*_micro_batch_bounds(size, node, micro_batch), *_replica(node), _shares(node))
 
 
-def _micro_batch(node: Node) -> int:
-    """Return the number of the micro-batch in its minibatch: micro-batches are numbered through a window of several."""
-    return node.integer("micro_batch") % node.integer("micro_batches")
+def _micro_batch_bounds(size: Any, node: Node, micro_batch: Any) -> tuple[Any, Any]:
+    """Return the first and the end sample of the micro-batch."""
+    sizes = _sizes(node)
+    points = cut_points(node.integer("micro_batches"), sizes)
+    first, end = micro_batch, micro_batch + 1
+    if sizes:
+        first, end = (tf.gather(tf.constant(list(points), tf.int64), place) for place in (first, end))
+    return cut_at(size, first, points[-1]), cut_at(size, end, points[-1])
+
+
+def _micro_batch(node: Node) -> Any:
+    """Return the number of the node's micro-batch in its minibatch, a tensor."""
+    return number_constant(node, MICRO_BATCH, lambda: micro_batch_in_minibatch(node), tf.int64)
 
 
 def _replica(node: Node) -> tuple[int, int]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import tensorflow as tf
 
 from dapple_tf.graph_passes.ir.graph import Graph, Node
-from dapple_tf.graph_passes.ir.names import STAGE_OPS, nodes_of
+from dapple_tf.graph_passes.ir.names import STAGE_OPS, nodes_of, without_target
 from dapple_tf.graph_passes.ir.ops import OpName
 
 # Ops that use a replica's copy of a variable, where it has one.
@@ -65,7 +65,9 @@ class StepVariables:
         for node in nodes_of(graph, OpName.GRADIENTS):
             stage, replica = _place(node)
             for name in node.strings("variables") if not node.inputs else ():
-                buffer = buffers.like(variables[name], node.device, f"sum of stage {stage}")
+                variable = without_target(name)
+                purpose = f"sum of stage {stage} {name.removesuffix(variable)}"
+                buffer = buffers.like(variables[variable], node.device, purpose)
                 self._accumulators[stage, replica, name] = buffer
 
     def variable(self, node: Node, name: str) -> tf.Variable:

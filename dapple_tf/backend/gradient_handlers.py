@@ -16,12 +16,10 @@ from dapple_tf.graph_passes.ir.ops import OpName
 
 def _accumulate(context: Context, node: Node, inputs: list[Any]) -> Outcome:
     first = bool(node.attr("first"))
-    key = (node.integer("stage"), node.integer("bucket") if node.has("bucket") else None, first)
-    if key not in context.accumulators:
-        with tf.init_scope():
-            context.accumulators[key] = _build_accumulator([value.dtype for value in inputs], first)
+    dtypes = tuple(value.dtype for value in inputs)
+    accumulate = context.shared((node.op, dtypes, first), lambda: _build_accumulator(dtypes, first))
     handles = [variable.handle for variable in context.bindings.accumulators(node)]
-    return call(context.accumulators[key], [*handles, *inputs], not_inlined=True)
+    return call(accumulate, [*handles, *inputs], not_inlined=True)
 
 
 def _build_accumulator(dtypes: Sequence[tf.DType], first: bool) -> Any:

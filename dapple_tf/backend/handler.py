@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import tensorflow as tf
@@ -56,6 +56,9 @@ class RankCommunication(Protocol):
     def barrier(self, node: Node) -> Any:
         """Return a token that is computed once all of the node's ranks have reached the barrier."""
 
+    def exchange_number(self, node: Node) -> int:
+        """Return the number that is noted once ``node`` is completed; see ``Progress.exchange_number``."""
+
     def guard_step(self, token: Any) -> Any:
         """Enable hang detection for the step until ``token``, computed after its last exchange; return ``token``."""
 
@@ -76,17 +79,22 @@ class Context:
     """The data that handlers have access to.
 
     ``functions``: the ConcreteFunctions of the graph's stage functions, by name; ``not_inlined``: the names of those
-    whose calls stay one op. ``ranks``: None where the whole graph runs in this process. ``accumulators``: functions
-    built so far that add gradients to buffers.
+    whose calls stay one op. ``ranks``: None where the whole graph runs in this process.
     """
 
     graph: Graph
     bindings: Bindings
     functions: dict[str, Any]
     ranks: RankCommunication | None
-    accumulators: dict[tuple[int, int | None, bool], Any] = field(default_factory=dict)
-    copiers: dict[tuple[Any, ...], Any] = field(default_factory=dict)
     not_inlined: Collection[str] = frozenset()
+    shared_functions: dict[Hashable, Any] = field(default_factory=dict)
+
+    def shared(self, key: Hashable, build: Callable[[], Any]) -> Any:
+        """Return the function that the ops of several nodes call, which ``build`` makes for the first of them."""
+        if key not in self.shared_functions:
+            with tf.init_scope():
+                self.shared_functions[key] = build()
+        return self.shared_functions[key]
 
     @property
     def communication(self) -> RankCommunication:
@@ -97,6 +105,29 @@ class Context:
 
 Handler = Callable[[Context, Node, list[Any]], Outcome]
 """Builds the TensorFlow ops of a node from the tensors of its inputs (or runs them, where TensorFlow is eager)."""
+
+
+TEMPLATE = "dapple.template"
+"""The name of a node whose ops are copied for other nodes; see ``dapple_tf.backend.emit``."""
+
+MICRO_BATCH, EXCHANGE_NUMBER = NUMBERS = ("micro_batch", "exchange_number")
+"""The numbers in which nodes may differ that have the same template; constants of these names hold them."""
+
+
+def as_template(node: Node) -> Node:
+    """Return ``node`` without what differs between the nodes of a template: a handler cannot read its micro-batch."""
+    node = replace(node, name=TEMPLATE)
+    return node.with_attrs(**{MICRO_BATCH: "any"}) if node.has(MICRO_BATCH) else node
+
+
+def number_constant(node: Node, name: str, find: Callable[[], int], dtype: tf.DType) -> Any:
+    """Return a constant of the number that ``find`` returns, or in a template one that is yet to get its number."""
+    return tf.constant(0 if node.name == TEMPLATE else find(), dtype, name=name)
+
+
+def micro_batch_in_minibatch(node: Node) -> int:
+    """Return the number of the node's micro-batch: through a window of several minibatches they are numbered on."""
+    return node.integer(MICRO_BATCH) % node.integer("micro_batches")
 
 
 def call(function: Any, arguments: Sequence[Any], *, not_inlined: bool = False) -> Outcome:

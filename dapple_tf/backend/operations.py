@@ -16,6 +16,8 @@ from dapple_tf import internals
 from dapple_tf.backend import batch_handlers, gradient_handlers
 from dapple_tf.backend.branches import build_branches
 from dapple_tf.backend.handler import (
+    EXCHANGE_NUMBER,
+    MICRO_BATCH,
     Bindings,
     Compiled,
     Context,
@@ -24,6 +26,7 @@ from dapple_tf.backend.handler import (
     RankCommunication,
     assign_variable,
     call,
+    micro_batch_in_minibatch,
     read_variable,
 )
 from dapple_tf.backend.stage_function import build_compiled_function, build_function
@@ -54,11 +57,9 @@ def _store_version(context: Context, node: Node, inputs: list[Any]) -> Outcome:
     owners = [context.bindings.owner(name) for name in node.strings("variables")]
     stored = [context.bindings.variable(node, name) for name in node.strings("variables")]
     dtypes = tuple(variable.dtype for variable in owners)
-    if dtypes not in context.copiers:
-        with tf.init_scope():
-            context.copiers[dtypes] = _build_copier(dtypes)
+    copy = context.shared((node.op, dtypes), lambda: _build_copier(dtypes))
     handles = [variable.handle for variable in (*owners, *stored)]
-    return call(context.copiers[dtypes], handles, not_inlined=True)
+    return call(copy, handles, not_inlined=True)
 
 
 def _build_copier(dtypes: Sequence[tf.DType]) -> Any:
@@ -168,6 +169,15 @@ class Operations:
     def run(self, node: Node, inputs: list[Any]) -> Outcome:
         """Build the TensorFlow ops of ``node``, or run them where TensorFlow is eager."""
         return HANDLERS[OpName(node.op)](self._context, node, inputs)
+
+    def numbers(self, node: Node) -> dict[str | None, int]:
+        """Return the numbers that constants in the ops of ``node`` hold, by the names of the constants."""
+        numbers: dict[str | None, int] = {}
+        if node.has("micro_batches") and node.has(MICRO_BATCH):
+            numbers[MICRO_BATCH] = micro_batch_in_minibatch(node)
+        if self._context.ranks is not None and node.has("ranks"):
+            numbers[EXCHANGE_NUMBER] = self._context.ranks.exchange_number(node)
+        return numbers
 
     def resources(self, node: Node) -> list[tf.Variable]:
         """Return the variables whose resources the ops of ``node`` take."""

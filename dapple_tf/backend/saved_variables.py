@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import tensorflow as tf
 
@@ -27,4 +28,15 @@ def unchanged_variables(variables: Iterable[tf.Variable]) -> Iterator[None]:
             [(variable, device) for variable, _, device in saved if variable.device != device]
         )
         for variable, value, _ in saved:
-            variable.assign(value)
+            variable.assign(_copy(value))
+
+
+def _copy(value: Any) -> Any:
+    """Return a tensor in memory of TensorFlow's own.
+
+    That of an array, where a step replaces the value, is freed only when Python calls TensorFlow again, after the step.
+    """
+    try:
+        return tf.raw_ops.DeepCopy(x=value)
+    except tf.errors.InvalidArgumentError:  # numbers of 8 bits have no such kernel
+        return value

@@ -10,7 +10,7 @@ import tensorflow as tf
 from dapple_tf import internals
 from dapple_tf.backend.foreign_reads import pass_values
 from dapple_tf.frontend.write_graph import import_graph, needed_library
-from dapple_tf.graph_passes.ir.graph import OTHER, Function, Port
+from dapple_tf.graph_passes.ir.graph import OTHER, Function, TensorType
 
 BODY = "body"
 """The name scope of a stage function's ops in the TensorFlow function that is made of it."""
@@ -51,7 +51,7 @@ def build_compiled_function(
     traced = tf.function(
         read_and_call,
         autograph=False,
-        input_signature=[_port_spec(port) for port in function.inputs],
+        input_signature=[spec_of(port.type) for port in function.inputs],
         experimental_attributes={internals.NO_INLINE: True},
     )
     return traced.get_concrete_function()
@@ -73,13 +73,14 @@ def _build(function: Function, constants: Constants, library: Library, *, whole:
         body,
         autograph=False,
         jit_compile=jit_compile,
-        input_signature=[_port_spec(port) for port in function.inputs],
+        input_signature=[spec_of(port.type) for port in function.inputs],
         experimental_attributes={internals.NO_INLINE: whole},
     )
     return traced.get_concrete_function()
 
 
-def _port_spec(port: Port) -> tf.TensorSpec:
-    dims = port.type.shape.dims
+def spec_of(kind: TensorType) -> tf.TensorSpec:
+    """Return the spec of a tensor of this type; dimensions that are not known to be the batch's are left open."""
+    dims = kind.shape.dims
     lengths = None if dims is None else [None if dim == OTHER else dim for dim in dims]
-    return tf.TensorSpec(lengths, tf.as_dtype(port.type.dtype.name))
+    return tf.TensorSpec(lengths, tf.as_dtype(kind.dtype.name))

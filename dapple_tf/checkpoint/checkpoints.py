@@ -7,7 +7,7 @@ a variable of the optimizer, so it is restored as it was saved.
 
 from __future__ import annotations
 
-import difflib
+import contextlib
 import errno
 import fcntl
 import os
@@ -16,33 +16,24 @@ import socket
 import stat
 import tempfile
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import tensorflow as tf
-
+from dapple_tf.checkpoint.content import Position, check_variables, read_position, read_value
 from dapple_tf.checkpoint.file import CheckpointFile, DamagedError, can_store, open_checkpoint, write_checkpoint
 from dapple_tf.checkpoint.names import NAME, checkpoint_name, list_checkpoints, steps_of
+from dapple_tf.checkpoint.snapshots import SnapshotCosts, Snapshots
 from dapple_tf.distributed import membership
 from dapple_tf.distributed.variable_transfer import load_values, stream_values
 from dapple_tf.errors import CheckpointError, warn_user
-from dapple_tf.profiler.quote import quote
+from dapple_tf.launcher.restart import read_start
+from dapple_tf.messages import LOGGER
 from dapple_tf.runtime.step import PipelinedStep
 
 _PART = re.compile(NAME.pattern + r"\.[0-9]+\.part")
-_COUNT = re.compile(r"[0-9]{1,18}")
 _KEPT = 2
-
-
-@dataclass(frozen=True)
-class Position:
-    """The position of a training run: ``steps`` done, and ``batches`` taken from the start of its data set."""
-
-    steps: int
-    batches: int
 
 
 class Checkpoints:
@@ -51,6 +42,11 @@ class Checkpoints:
     In a job rank 0 reads and writes the files, so only rank 0 needs the folder; every rank must make the same calls. A
     run that is killed at any moment leaves a good checkpoint: a file is written completely before it gets its name, and
     older files are removed after that. The folder is locked for this process as long as the object exists.
+
+    If the step has the option ``snapshot_every``, it takes snapshots after so many calls, into the memory of the hosts
+    (see ``snapshots``), and ``restore`` loads the last complete one if it is newer than the last file. Calls are
+    counted from the last ``restore`` or ``save``, as one batch each. ``close`` at the end of the run removes the
+    snapshots, or use the object as a context manager, which does so at the end of its block, but not after an error.
 
     Raises CheckpointError, on every rank, for a folder that cannot be written, that another run uses (the error names
     host and process) or that holds checkpoints of another kind, and for a variable of a dtype or shape that cannot be
@@ -70,25 +66,63 @@ class Checkpoints:
                 )
         self._announce("open a checkpoint folder")
         self._on_rank_0(self._open_folder)
+        self._position = Position(0, 0)
+        every = step.snapshot_every
+        self._snapshots = None if every is None else Snapshots(step, self._job, self._folder, every)
+        if self._snapshots is not None:
+            step.after_training = self._note_step
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+
+    def close(self) -> None:
+        """End the run, on every rank: remove its snapshots. The files of checkpoints stay."""
+        if self._snapshots is not None:
+            self._announce("remove the snapshots")
+            self._snapshots.close()
+            self._step.after_training = None
+            self._snapshots = None
+
+    @property
+    def snapshot_costs(self) -> SnapshotCosts | None:
+        """What the snapshots of this run have cost this rank so far; None where it takes none."""
+        return None if self._snapshots is None else self._snapshots.costs
 
     def restore(self) -> Position:
-        """Load the last good checkpoint, and return the position that it was saved at; (0, 0) without a checkpoint.
+        """Load the last good checkpoint or snapshot, and return the position that it was saved at; (0, 0) without one.
 
         A damaged file is renamed to ``*.damaged`` with a DappleWarning, and the one before it loaded. Raises
         CheckpointError if all files are damaged, or the last good one is of another model; then nothing has changed.
         """
         self._announce("restore a checkpoint")
         found: tuple[CheckpointFile, Position] | None = self._on_rank_0(self._choose_last)
-        if found is None:
-            return Position(0, 0)
-        file, position = found
+        self._position = Position(0, 0) if found is None else found[1]
+        if self._snapshots is not None:
+            newer = self._snapshots.restore(self._position.steps)
+            if newer is None and found is not None:
+                self._load(found[0])
+            self._position = newer or self._position
+            self._snapshots.begin(self._position)
+        elif found is not None:
+            self._load(found[0])
+        return self._position
+
+    def _load(self, file: CheckpointFile) -> None:
         variables = self._step.variables
         if self._job is not None:
-            load_values(self._job, variables, partial(_read_value, file))
+            load_values(self._job, variables, partial(read_value, file))
         else:
             for name, variable in variables.items():
-                variable.assign(_read_value(file, name))
-        return position
+                variable.assign(read_value(file, name))
+
+    def _note_step(self) -> None:
+        self._position = Position(self._position.steps + 1, self._position.batches + 1)
+        if self._snapshots is not None:
+            self._snapshots.note_step(self._position)
 
     def save(self, steps: int, batches: int | None = None) -> str:
         """Save after ``steps`` steps and ``batches`` batches (default: ``steps``); return the path of the checkpoint.
@@ -104,7 +138,9 @@ class Checkpoints:
         values = stream_values(self._job, list(self._step.variables.values()))
         if self._job is not None and self._job.rank != 0:
             _consume(values)
-        return str(self._on_rank_0(lambda: self._write(position, values)))
+        path = str(self._on_rank_0(lambda: self._write(position, values)))
+        self._position = position
+        return path
 
     def _announce(self, what: str) -> None:
         if self._job is not None:
@@ -149,11 +185,11 @@ class Checkpoints:
         for path in reversed(paths):
             try:
                 found = open_checkpoint(path)
-                position = _read_position(found)
+                position = read_position(found)
             except DamagedError as error:
                 damaged.append(error)
                 continue
-            _check_variables(found, self._step.variables)
+            check_variables(found, self._step.variables)
             for damage in damaged:
                 warn_user(f"{damage}. It is renamed to *.damaged; continuing from {path}")
             for later in paths[paths.index(path) + 1 :]:
@@ -168,7 +204,7 @@ class Checkpoints:
 
     def _write(self, position: Position, values: Iterator[Any]) -> Path:
         path = self._folder / checkpoint_name(position.steps)
-        metadata = {"steps": str(position.steps), "batches": str(position.batches)}
+        metadata = position.to_metadata()
         try:
             known = sorted({*list_checkpoints(self._folder), path}, key=steps_of)
             if known[-1] != path:
@@ -176,7 +212,8 @@ class Checkpoints:
                     f"{self._folder} already has {known[-1].name}, of a later step than {position.steps}: restore it "
                     "first, or give another folder"
                 )
-            write_checkpoint(path, self._step.variables, values, metadata)
+            check = None if self._lock is None else self._lock.check
+            write_checkpoint(path, self._step.variables, values, metadata, check)
             for old in known[:-_KEPT]:
                 old.unlink()
         except OSError as error:
@@ -186,60 +223,9 @@ class Checkpoints:
         return path
 
 
-def _read_position(found: CheckpointFile) -> Position:
-    counts = {key: found.metadata.get(key, "nothing") for key in ("steps", "batches")}
-    for key, text in counts.items():
-        if not _COUNT.fullmatch(text):
-            raise DamagedError(f"{found.path} is damaged: its {key} is {quote(text)}, not a count")
-    return Position(int(counts["steps"]), int(counts["batches"]))
-
-
 def _consume(values: Iterator[Any]) -> None:
     for _ in values:
         pass
-
-
-def _read_value(found: CheckpointFile, name: str) -> Any:
-    try:
-        return found.read_value(name)
-    except (OSError, ValueError) as error:  # the file was complete when it was opened
-        raise CheckpointError(
-            f"{name!r} cannot be read from {found.path} any more ({error}). SOME VARIABLES HAVE CHANGED, others have "
-            "not: restore again, or start from the beginning"
-        ) from error
-
-
-def _check_variables(found: CheckpointFile, variables: Mapping[str, tf.Variable]) -> None:
-    """Raise CheckpointError unless the file has exactly these variables, with their dtypes and shapes."""
-    missing = [name for name in variables if name not in found.entries]
-    unexpected = [name for name in found.entries if name not in variables]
-    if missing or unexpected:
-        differences = []
-        if missing:
-            differences.append(f"it lacks {_list_nearest(missing, unexpected or found.entries)}")
-        if unexpected:
-            differences.append(f"it has {_list_nearest(unexpected, missing or variables)}, which this model lacks")
-        raise CheckpointError(
-            f"{found.path} is of another model or optimizer: {', and '.join(differences)}. Give the model and "
-            "optimizer that it was saved from, or another folder"
-        )
-    for name, variable in variables.items():
-        entry = found.entries[name]
-        here, there = (variable.dtype.name, tuple(variable.shape)), (entry.dtype, entry.shape)
-        if here != there:
-            raise CheckpointError(
-                f"{found.path} has {name!r} as {there[0]} {list(there[1])}, but here it is {here[0]} {list(here[1])}: "
-                "give the model the options that it was saved with, or another folder"
-            )
-
-
-def _list_nearest(names: list[str], others: Any, most: int = 3) -> str:
-    """Return the first ``most`` of ``names``, each with the most similar of ``others``, as a text."""
-    texts = []
-    for name in names[:most]:
-        near = difflib.get_close_matches(name, list(others), n=1)
-        texts.append(repr(name) + (f" (nearest: {near[0]!r})" if near else ""))
-    return ", ".join(texts) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 # --- Lock a folder of checkpoints, so that one run at a time uses it
@@ -247,6 +233,7 @@ def _list_nearest(names: list[str], others: Any, most: int = 3) -> str:
 
 
 _LOCK = "lock"
+_STARTED = re.compile(r", start (?P<number>[0-9]{1,9}) of launch (?P<launch>[0-9a-f]+)$")
 
 # By device and inode of the file: all users of a folder in this process share one lock, released with the last of them.
 # Like the kernel's locks these belong to the process.
@@ -254,43 +241,65 @@ _LOCKS: weakref.WeakValueDictionary[tuple[int, int], _FolderLock] = weakref.Weak
 
 
 class _FolderLock:
-    """The lock of a folder, held by this process until the object is deleted or the process ends."""
+    """The lock of the folder at ``path``, held by this process until the object is deleted or the process ends.
 
-    def __init__(self, descriptor: int) -> None:
+    ``holder``: what the file says while this process is the one that may write.
+    """
+
+    def __init__(self, path: Path, descriptor: int, holder: str) -> None:
+        self._path, self._holder = path, holder
         self.release = weakref.finalize(self, os.close, descriptor)
+
+    def check(self) -> None:
+        """Raise CheckpointError where another process has taken the folder over, while this one was away."""
+        with contextlib.suppress(OSError):
+            if (found := self._path.read_text(encoding="utf-8", errors="replace").strip()) != self._holder:
+                raise CheckpointError(
+                    f"{self._path.parent} was taken over by {found or 'another process'}, a later start of the job: "
+                    "this process was away for too long, and must not write there any more"
+                )
 
 
 def lock_folder(folder: Path) -> _FolderLock | None:
     """Lock ``folder`` for this process; return None, with a DappleWarning, if its file system has no locks.
 
-    Raises CheckpointError naming the process that holds the lock and its host, or where the lock is no regular file (a
-    link's target would be overwritten), OSError if the folder cannot be written.
+    A later start by the same ``dapple launch`` takes the lock over from a process that is away and still holds it, such
+    as one that is stopped, or whose host is cut off; that one writes no more when it is back. Raises CheckpointError
+    naming the process that holds the lock and its host, or where the lock is no regular file (a link's target would be
+    overwritten), OSError if the folder cannot be written.
     """
-    descriptor = _open_lock(folder / _LOCK)
+    path = folder / _LOCK
+    descriptor = _open_lock(path)
     found = os.fstat(descriptor)
     key = found.st_dev, found.st_ino
     held = _LOCKS.get(key)
     if held is not None:
         os.close(descriptor)
         return held
+    start = read_start()
+    launched = "" if start is None else f", start {start.number} of launch {start.launch}"
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         holder = os.pread(descriptor, 300, 0).decode(errors="replace").strip() or "another process"
-        os.close(descriptor)
-        raise CheckpointError(
-            f"{folder} is in use by another run, {holder}: two would overwrite each other's checkpoints. Wait for it, "
-            "end it, or give another folder"
-        ) from None
+        before = _STARTED.search(holder)
+        if start is None or before is None or before["launch"] != start.launch or int(before["number"]) >= start.number:
+            os.close(descriptor)
+            raise CheckpointError(
+                f"{folder} is in use by another run, {holder}: two would overwrite each other's checkpoints. Wait for "
+                "it, end it, or give another folder"
+            ) from None
+        LOGGER.warning("%s is taken over from %s, which is away", folder, holder)
     except OSError as error:
         os.close(descriptor)
         warn_user(
             f"the file system of {folder} has no locks ({error.strerror}): make sure that no other run saves there"
         )
         return None
+    holder = f"process {os.getpid()} on {socket.gethostname()}{launched}"
     os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-    lock = _FolderLock(descriptor)
+    os.pwrite(descriptor, f"{holder}\n".encode(), 0)
+    lock = _FolderLock(path, descriptor, holder)
     _LOCKS[key] = lock
     return lock
 

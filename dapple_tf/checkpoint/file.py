@@ -13,7 +13,7 @@ import json
 import math
 import os
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -99,11 +99,16 @@ def can_store(variable: tf.Variable) -> bool:
 
 
 def write_checkpoint(
-    path: Path, variables: Mapping[str, tf.Variable], values: Iterable[Any], metadata: Mapping[str, str]
+    path: Path,
+    variables: Mapping[str, tf.Variable],
+    values: Iterable[Any],
+    metadata: Mapping[str, str],
+    check: Callable[[], None] | None = None,
 ) -> None:
     """Write the ``values`` (NumPy) of ``variables``, one at a time; a crash leaves the complete file or none.
 
-    Raises OSError if the file cannot be written; no part of it is left then.
+    ``check`` is called before the file gets its name, and may raise an error to prevent that. Raises OSError if the
+    file cannot be written; no part of it is left then.
     """
     header = _make_header(variables, {**metadata, "format": FORMAT, _CHECKSUM: _NO_CHECKSUM})
     # Reason: in a folder that others may write, a link must not choose which file is overwritten.
@@ -118,6 +123,8 @@ def write_checkpoint(
         stream.write(checksum.hexdigest().encode())
         stream.flush()
         os.fsync(stream.fileno())  # before the file is renamed: the disk might store the new name before the content
+        if check is not None:
+            check()
     _sync_folder(path.parent)
 
 

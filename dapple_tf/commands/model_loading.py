@@ -10,6 +10,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +51,9 @@ def load_workload(name: str, options: Mapping[str, Any]) -> Workload:
         named = parameter.kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
         if named and parameter.default is inspect.Parameter.empty and key not in options:
             raise ModelError(f"{name} needs the option {key!r}: give it with --set {key}=VALUE")
-    from dapple_tf.devices import scope  # not at the top: it starts TensorFlow
+    from dapple_tf.devices import deferred_on_host  # not at the top: it starts TensorFlow
 
-    with scope():  # the model may be larger than this process
+    with deferred_on_host():  # the model may be larger than this process
         workload = function(**options)
     if not isinstance(workload, Workload):
         raise ModelError(
@@ -78,8 +79,12 @@ def check_model_exists(name: str) -> None:
         package = place.partition(".")[0]
         if importlib.util.find_spec(package) is None:
             raise ModelError(f"module {place!r} cannot be imported: there is no module {package!r}")
-        return
-    path = Path(place)
+        source = _find_source(place)
+        if source is None:  # importing it tells more
+            return
+        path = source
+    else:
+        path = Path(place)
     if not path.is_file():
         raise ModelError(f"there is no file {path}{_near_files(path)}")
     try:
@@ -90,8 +95,8 @@ def check_model_exists(name: str) -> None:
         names = ", ".join(_functions(tree)[:6]) or "none at its top level"
         raise ModelError(f"{place} is a file: name the callable too, as in {place}:NAME; it has {names}")
     defined = _defined_names(tree)
-    if "*" not in defined and attribute not in defined:
-        callables = _functions(tree)
+    if defined.isdisjoint({"*", "__getattr__", attribute}):
+        callables = [*_functions(tree), *_imported_names(tree)]
         near = difflib.get_close_matches(attribute, callables, n=3) or callables[:6]
         raise ModelError(f"{place} has no callable {attribute!r}; it has {', '.join(near) or 'none'}")
 
@@ -103,18 +108,38 @@ def _near_files(path: Path) -> str:
     return f"; did you mean {', '.join(str(folder / name) for name in near)}?" if near else ""
 
 
+def _find_source(module: str) -> Path | None:
+    """Return the file of a module, without importing its packages; None where it is not an ordinary file."""
+    names = module.split(".")
+    spec = importlib.util.find_spec(names[0])
+    for end in range(2, len(names) + 1):
+        if spec is None:
+            return None
+        spec = PathFinder.find_spec(".".join(names[:end]), spec.submodule_search_locations)
+    origin = None if spec is None else spec.origin
+    return Path(origin) if origin is not None and origin.endswith(".py") else None
+
+
+def _imported_names(tree: ast.Module) -> list[str]:
+    """Return the names of a package's ``__init__.py`` that it imports from its modules."""
+    imports = [node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module != "__future__"]
+    return [alias.asname or alias.name for node in imports for alias in node.names]
+
+
 def _functions(tree: ast.Module) -> list[str]:
     return [node.name for node in tree.body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")]
 
 
 def _defined_names(tree: ast.Module) -> set[str]:
-    """Return every name that the file may define, wherever; "*" where it imports names that it does not tell."""
+    """Return every name that the file may define, wherever; "*" where it may have names that it does not tell."""
     found: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             found.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             found.add(node.id)
+        elif isinstance(node, ast.Name) and node.id in ("globals", "exec"):
+            found.add("*")
         elif isinstance(node, ast.Import | ast.ImportFrom):
             found |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
     return found

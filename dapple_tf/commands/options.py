@@ -161,7 +161,10 @@ _READERS: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
         "plan": lambda path: Plan.load(path) if path else None,
         "cluster": lambda name: load_cluster(name) if name else None,
         **dict.fromkeys(
-            ("schedule", "batch_norm", "jit_compile", "elastic", "shard_optimizer", "minibatches", "weights", "depth"),
+            (
+                *("schedule", "batch_norm", "jit_compile", "elastic", "snapshot_every", "shard_optimizer"),
+                *("minibatches", "weights", "depth"),
+            ),
             _as_it_is,
         ),
     }

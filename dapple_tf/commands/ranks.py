@@ -51,10 +51,6 @@ class Ranks:
         """Return what ``work`` returns on rank 0, and None on the others; an error there fails every rank."""
         return self.run_on_all(lambda: work() if self.is_first else None)
 
-    def ask_first(self, question: Callable[[], bool]) -> bool:
-        """Return, on every rank, the answer that ``question`` gives on rank 0."""
-        return question() if self.job is None else bool(self.job.run_on_rank_0(question))
-
     def all_of(self, value: bool) -> bool:
         """Return whether ``value`` is True on every rank; every rank must call this."""
         return value if self.job is None else all(self.job.gather(value))

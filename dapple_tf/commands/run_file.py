@@ -20,6 +20,7 @@ from dapple_tf.errors import PlanError, RunError
 from dapple_tf.plans import Plan
 from dapple_tf.profiler.read_files import naming_file, parse_json, read_text
 from dapple_tf.profiler.records import Count, Figure, Name, read_record
+from dapple_tf.profiler.units import format_seconds
 
 FORMAT = "dapple-run/1"
 NAME = "run.jsonl"
@@ -39,11 +40,56 @@ class StageBytes:
 
 
 @dataclass(frozen=True)
+class RunRestart:
+    """A new start of a run by ``dapple launch``, of which less is known where the job before has left no record.
+
+    ``number``: of the start, from 1. ``cause``: why the job before ended. ``lost``: its ranks that were lost with their
+    hosts, as stages with their layers, in words. ``seconds``: since it ended, until the state is restored. ``ranks``,
+    ``plan``: now, and ``ranks_before``, ``plan_before``; plans in one line. ``origin``: where the state comes from.
+    ``done``: the step that the run goes on from. ``repeated``: the steps that the job before had done after that.
+    ``predicted_seconds``: of a step; ``step_seconds_before``: the median step before.
+    """
+
+    number: Count
+    cause: Name
+    seconds: Figure
+    ranks: Count
+    plan: Name
+    done: Count
+    origin: str = ""
+    lost: str = ""
+    predicted_seconds: Figure | None = None
+    ranks_before: Count | None = None
+    plan_before: Name | None = None
+    repeated: Count | None = None
+    step_seconds_before: Figure | None = None
+
+    def __str__(self) -> str:
+        before = "" if self.ranks_before is None else f" ({self.ranks_before} before)"
+        origin = f" from {self.origin}" if self.origin else ""
+        lines = [
+            f"start {self.number + 1} of the job, since the one before ended ({self.cause}): {self.ranks} "
+            f"ranks{before}, back after {self.seconds:.0f} s, goes on from step {self.done}{origin}"
+        ]
+        if self.repeated is not None:
+            lines[0] += f", {self.repeated} steps are repeated"
+        if self.lost:
+            lines.append(f"  lost: {self.lost}")
+        if self.plan_before is not None:
+            lines.append(f"  plan before: {self.plan_before}; now: {self.plan}")
+        known = {"a step before": self.step_seconds_before, "predicted now": self.predicted_seconds}
+        times = [f"{what} {format_seconds(seconds)}" for what, seconds in known.items() if seconds is not None]
+        if times:
+            lines.append(f"  {', '.join(times)}")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
 class RunStart:
     """The settings with which a run starts, or resumes after step ``done``.
 
     ``steps``: the number of the last step. ``time``: seconds since 1970. ``processes``: of the job. ``options``: those
-    of the command line that were given. ``memory``: of each stage.
+    of the command line that were given. ``memory``: of each stage. ``restart``: where a launcher has started it again.
     """
 
     model: Name
@@ -56,6 +102,7 @@ class RunStart:
     plan: Any
     layer_names: tuple[Name, ...]
     memory: tuple[StageBytes, ...]
+    restart: RunRestart | None = None
 
 
 @dataclass(frozen=True)
@@ -100,6 +147,7 @@ class Run:
     """A run as it was recorded: its last start, all steps in order, and its end, if it came to that.
 
     ``resumed``: the steps after which it was resumed. ``first_steps``: the first step of each part, which also builds.
+    ``restarts``: the new starts by a launcher.
     """
 
     start: RunStart
@@ -108,6 +156,18 @@ class Run:
     end: RunEnd = field(default_factory=RunEnd)
     resumed: tuple[int, ...] = ()
     first_steps: tuple[int, ...] = ()
+    restarts: tuple[RunRestart, ...] = ()
+
+
+def describe_restarts(restarts: Sequence[RunRestart]) -> str:
+    """Return a line about all restarts of a run; "" for none."""
+    if not restarts:
+        return ""
+    repeated = sum(restart.repeated or 0 for restart in restarts)
+    away = sum(restart.seconds for restart in restarts)
+    ranks = ", ".join(str(restart.ranks) for restart in restarts)
+    times = "once" if len(restarts) == 1 else f"{len(restarts)} times"
+    return f"started again {times}: with {ranks} ranks; {repeated} steps were repeated, {away:.0f} s without training"
 
 
 def find_run(path: str | os.PathLike[str]) -> Path:
@@ -128,7 +188,7 @@ def read_run(path: str | os.PathLike[str]) -> Run:
     """
     file = find_run(path)
     start, end, steps = None, RunEnd(), dict[int, RunStep]()
-    resumed, first_steps = [], set[int]()
+    resumed, first_steps, restarts = [], set[int](), []
     with naming_file(file, RunError):
         *lines, _ = read_text(file, RunError, "JSON", _LARGEST_FILE).split("\n")
         for number, text in enumerate(lines, 1):
@@ -139,6 +199,7 @@ def read_run(path: str | os.PathLike[str]) -> Run:
                 steps = {key: step for key, step in steps.items() if key <= start.done}
                 resumed += [start.done] * bool(start.done)
                 first_steps.add(start.done + 1)
+                restarts += [start.restart] if start.restart is not None else []
             elif line.step is not None:
                 steps[line.step.number] = line.step
             elif line.end is not None:
@@ -147,7 +208,15 @@ def read_run(path: str | os.PathLike[str]) -> Run:
             raise RunError(f"it holds no run: {_ADVICE}")
         with naming_file(f"line {plan_line}: start.plan", RunError):
             plan = _read_plan(start.plan)
-    return Run(start, plan, tuple(steps[key] for key in sorted(steps)), end, tuple(resumed), tuple(sorted(first_steps)))
+    return Run(
+        start,
+        plan,
+        tuple(steps[key] for key in sorted(steps)),
+        end,
+        tuple(resumed),
+        tuple(sorted(first_steps)),
+        tuple(restarts),
+    )
 
 
 def _read_line(text: str, *, first: bool) -> _Line:
@@ -173,8 +242,9 @@ def _read_plan(data: Any) -> Plan:
 class RunFile:
     """Writes the record of a run, or of a part of it that begins with ``start``, to ``path``.
 
-    A run from step 1 replaces the file, a resumed one goes on in it. Raises RunError where a resumed run finds another
-    file, or it cannot be written. A line that cannot be written later ends the record, and ``tell`` says so.
+    A run from step 1 replaces the file; one that is resumed, or started again by a launcher, goes on in it. Raises
+    RunError where a resumed run finds another file, or it cannot be written. A line that cannot be written later ends
+    the record, and ``tell`` says so.
     """
 
     def __init__(self, path: str | os.PathLike[str], start: RunStart, tell: Callable[[str], None]) -> None:
@@ -182,13 +252,18 @@ class RunFile:
         self._tell = tell
         self._stream: FileIO | None = None
         try:
-            goes_on = bool(start.done) and self._path.exists()
+            goes_on = (bool(start.done) or start.restart is not None) and self._path.exists()
             if goes_on:
                 _check_and_mend(self._path)
             self._stream = FileIO(self._path, "a" if goes_on else "w")
         except OSError as error:
             raise RunError(f"{self._path} cannot be written: {error.strerror}") from error
-        self._write({"format": FORMAT, "start": dataclasses.asdict(start)})
+        fields = dataclasses.asdict(start)
+        if start.restart is None:
+            del fields["restart"]
+        else:
+            fields["restart"] = _without_none(start.restart)
+        self._write({"format": FORMAT, "start": fields})
 
     def __enter__(self) -> RunFile:
         return self
@@ -221,7 +296,7 @@ def finite_or_none(number: float) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def _without_none(record: RunStep | RunEnd) -> dict[str, Any]:
+def _without_none(record: RunStep | RunEnd | RunRestart) -> dict[str, Any]:
     return {key: value for key, value in dataclasses.asdict(record).items() if value is not None}
 
 

@@ -36,6 +36,12 @@ class Scalars:
         with self._writer.as_default():
             tf.summary.experimental.write_raw_pb(summary.SerializeToString(), step=step)
 
+    def write_text(self, step: int, name: str, text: str) -> None:
+        """Add a text at ``step``; it reaches the file at once."""
+        with self._writer.as_default():
+            tf.summary.text(name, text, step=step)
+        self._writer.flush()
+
     def close(self) -> None:
         """Write the points that are not in the file yet, and close it."""
         self._writer.close()

@@ -19,6 +19,7 @@ from dapple_tf.commands.run_file import NAME
 from dapple_tf.commands.startup import start_tensorflow
 from dapple_tf.commands.train_settings import TrainSettings, check_unfinished
 from dapple_tf.commands.window_options import check_window_usage, window_options
+from dapple_tf.launcher.restart import read_start
 from dapple_tf.profiler.detect import job_rank, job_size
 
 
@@ -37,6 +38,7 @@ from dapple_tf.profiler.detect import job_rank, job_size
     ),
     cloup.option("--checkpoint-every", type=int, help="Steps between checkpoints (default: a tenth of all)."),
     plan_option("elastic", is_flag=True),
+    plan_option("snapshot_every", type=int, metavar="STEPS"),
     cloup.option("--check-numerics", is_flag=True, help="Fail a step whose loss or gradients are NaN or infinite."),
     cloup.option(
         "--baseline",
@@ -97,10 +99,15 @@ def train(
         given_options(click.get_current_context()),
     )
     check_usage(settings)
-    if settings.checkpoint_dir:
+    start = read_start()
+    if settings.checkpoint_dir and (start is None or not start.number):
         check_unfinished(settings.checkpoint_dir, last_steps(settings.checkpoint_dir), settings.steps)
     if options["elastic"] and not settings.checkpoint_dir:
         raise click.UsageError("--elastic: a job that is started again goes on from checkpoints: give --checkpoint-dir")
+    if options["snapshot_every"] is not None and not settings.checkpoint_dir:
+        raise click.UsageError(
+            "--snapshot-every: where two hosts are lost at once, a run goes on from checkpoints: give --checkpoint-dir"
+        )
     check_window_usage(check_numerics=check_numerics, **options)
     check_model_exists(options["model"])
     given = Options(**read_options(options))

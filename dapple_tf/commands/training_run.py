@@ -25,22 +25,34 @@ import tensorflow as tf
 import dapple_tf
 from dapple_tf.autoplan.options import Options
 from dapple_tf.checkpoint.checkpoints import Checkpoints
+from dapple_tf.checkpoint.content import Position
 from dapple_tf.checkpoint.names import checkpoint_name
 from dapple_tf.commands.model_loading import load_model
 from dapple_tf.commands.observation import LossWatch, Observer
 from dapple_tf.commands.plain import time_plain_model
 from dapple_tf.commands.ranks import Ranks
-from dapple_tf.commands.run_file import RunEnd, RunFile, RunStart, bytes_of_stages, read_run
+from dapple_tf.commands.run_file import (
+    Run,
+    RunEnd,
+    RunFile,
+    RunRestart,
+    RunStart,
+    bytes_of_stages,
+    describe_restarts,
+    read_run,
+)
 from dapple_tf.commands.tensorboard import Scalars
 from dapple_tf.commands.train_settings import TrainSettings, check_unfinished
 from dapple_tf.commands.training_loop import RunResult, StepResult, repeat_batches, run_steps
 from dapple_tf.distributed import membership
 from dapple_tf.distributed.process_exit import print_line
 from dapple_tf.distributed.shared_errors import share_error
+from dapple_tf.distributed.watchdog import INTERRUPTED
 from dapple_tf.errors import RunError
-from dapple_tf.launcher.restart import CONTINUE, more_ranks_possible, read_start
+from dapple_tf.launcher.restart import CONTINUE, read_start
 from dapple_tf.plans import Plan
 from dapple_tf.profiler.units import format_seconds
+from dapple_tf.runtime.growth import Growth
 from dapple_tf.runtime.step import PipelinedStep
 from dapple_tf.timeline.picture import save_recording
 from dapple_tf.timeline.recording import Recording, describe_error, planned_seconds
@@ -58,32 +70,44 @@ def run_training(settings: TrainSettings, given: Options, options: Mapping[str, 
     plain_speed = time_plain_model(settings.baseline, given.window, **options) if settings.baseline else None
     step, first, batches = ranks.run_on_all(lambda: _make_step(given, options))
     _build(step, first, settings, ranks)
-    checkpoints, done, batches = _resume(step, batches, settings, ranks)
-    restart = ranks.run_on_first(lambda: _find_restart(settings.record_path, step.plan, ranks.size, done))
+    checkpoints, position, batches = _resume(step, batches, settings, ranks)
+    done = position.steps
+    restart = ranks.run_on_first(lambda: _find_restart(settings.record_path, step.plan, ranks.size, position))
     if restart is not None:
         ranks.print_result(str(restart))
     losses = LossWatch(step, ranks, ranks.print_warning)
-    saver = _Saver(checkpoints, settings, losses, done, ranks if given.elastic else None)
+    growth = Growth(step, ranks.job, ranks.print_result) if given.elastic else None
+    saver = _Saver(checkpoints, settings, losses, done, ranks, _words_of(step.plan).unit, growth)
     with contextlib.ExitStack() as opened:
-        record = _open_record(step, settings, ranks, done, options["model"])
+        record = _open_record(step, settings, ranks, done, options["model"], restart)
         if record is not None:
             opened.enter_context(record)
         opened.callback(saver.end)
         try:
-            run = _train(step, batches, settings, ranks, done, saver, record)
+            run = _train(step, batches, settings, ranks, done, saver, record, restart)
         except KeyboardInterrupt:
-            ranks.print_warning(_describe_stop(settings.checkpoint_dir, saver.saved, _words_of(step.plan).unit))
+            ranks.print_warning(saver.describe_stop())
             raise
         ranks.wait_for_all()
+        if checkpoints is not None:
+            if checkpoints.snapshot_costs is not None:
+                ranks.print_result(str(checkpoints.snapshot_costs))
+            checkpoints.close()
         if record is not None and settings.records_steps:
             record.end(_describe_end(step))
     found = _report_run(run, step.plan, plain_speed, losses.minibatch_losses)
     recording = _named_recording(step, options["model"], settings) if settings.trace and ranks.is_first else None
     report = _report(found, step, settings, recording)
+    restarts = ranks.run_on_first(lambda: _read_restarts(settings.record_path, restart)) or ()
+    if restarts:
+        report = report.extended(
+            describe_restarts(restarts),
+            restart=dataclasses.asdict(restarts[-1]),
+            restarts=[dataclasses.asdict(one) for one in restarts],
+        )
     ranks.print_result(str(report))
     if options["as_json"]:
-        restarted = {} if restart is None else {"restart": dataclasses.asdict(restart)}
-        ranks.print_result(json.dumps({"steps": settings.steps, **report.fields, **restarted}))
+        ranks.print_result(json.dumps({"steps": settings.steps, **report.fields}))
     if settings.trace and recording is not None:
         save_recording(recording, settings.trace)  # after the report, which is not lost where this fails
     if losses.problem:
@@ -108,29 +132,35 @@ def _build(step: PipelinedStep, first: tuple[Any, ...], settings: TrainSettings,
 
 def _resume(
     step: PipelinedStep, batches: Batches, settings: TrainSettings, ranks: Ranks
-) -> tuple[Checkpoints | None, int, Batches]:
-    """Restore the last checkpoint; return the checkpoints, the steps already done, and the batches that follow.
+) -> tuple[Checkpoints | None, Position, Batches]:
+    """Restore the last checkpoint; return the checkpoints, the position of the run, and the batches that follow.
 
-    Raises ClickException where all steps are done.
+    Raises ClickException where all steps are done, or SystemExit (0) where a job before, of the same launch, did them.
     """
     folder = settings.checkpoint_dir
     if not folder:
-        return None, 0, batches
+        return None, Position(0, 0), batches
     checkpoints = Checkpoints(folder, step)
     position = checkpoints.restore()
+    start = read_start()
+    if start is not None and start.number and position.steps >= settings.steps:
+        ranks.print_result(f"{folder} has all {position.steps} steps: the job before had saved the last one")
+        checkpoints.close()
+        raise SystemExit(0)
     ranks.run_on_all(lambda: check_unfinished(folder, position.steps, settings.steps))
     if not position.steps:
-        return checkpoints, 0, batches
-    ranks.print_result(f"resumed after {_words_of(step.plan).unit} {position.steps} from {folder}")
-    return checkpoints, position.steps, itertools.islice(batches, position.batches, None)
+        return checkpoints, position, batches
+    ranks.print_result(f"resumed after {_words_of(step.plan).unit} {position.steps} from {position.origin}")
+    return checkpoints, position, itertools.islice(batches, position.batches, None)
 
 
 class _Saver:
-    """Saves the checkpoints of a run: of each step where one is due, and of the step after which Ctrl-C stops the run.
+    """Saves the checkpoints of a run: of each step where one is due, and of the last one before a signal stops the run.
 
-    Ctrl-C stops at once before the first step is done, without checkpoints, and in a job, whose ranks may be in
-    different steps. Else the run stops between two steps, where its variables belong together, and the second Ctrl-C
-    stops at once. ``saved``: the last step that is saved; 0 for none.
+    Ctrl-C stops at once before the first step is done, and without checkpoints. Else the run stops between two steps,
+    where its variables belong together, and the second Ctrl-C stops at once. In a job SIGTERM and SIGUSR1, of any rank,
+    do the same: launchers send the first to end a job, and pass the second on. ``saved``: the last step that is saved;
+    0 for none. ``unit``: "step" or "window".
     """
 
     def __init__(
@@ -139,40 +169,72 @@ class _Saver:
         settings: TrainSettings,
         losses: LossWatch,
         resumed: int,
-        elastic: Ranks | None,
+        ranks: Ranks,
+        unit: str,
+        growth: Growth | None,
     ) -> None:
-        self._checkpoints, self._settings, self._losses, self._elastic = checkpoints, settings, losses, elastic
+        self._checkpoints, self._settings, self._losses, self._growth = checkpoints, settings, losses, growth
+        self._ranks, self._unit = ranks, unit
+        self._watchdog = None if ranks.job is None else ranks.job.watchdog
+        self._may_stop = False
         self._interrupted = False
         self.saved = resumed
 
     def note(self, done: StepResult) -> None:
         """Note the loss of a step that is done, and save a checkpoint if one is due."""
         self._losses.note(done)
+        if self._growth is not None:
+            self._growth.note_step(done.seconds)
         if done.number % self._settings.checkpoint_interval == 0 or done.number == self._settings.steps:
             self._save(done.number)
-        # A job has a handler of its own, and in the background a shell lets a process ignore Ctrl-C.
-        if self._checkpoints is not None and signal.getsignal(signal.SIGINT) == signal.default_int_handler:
-            signal.signal(signal.SIGINT, self._note_interrupt)
+        if self._checkpoints is not None and not self._may_stop:
+            self._may_stop = True
+            if self._watchdog is not None:
+                self._watchdog.allow_stops(self._tell_job)
+            # In the background a shell lets a process ignore Ctrl-C.
+            elif signal.getsignal(signal.SIGINT) == signal.default_int_handler:
+                signal.signal(signal.SIGINT, self._note_interrupt)
 
     def stop_if_asked(self, done: StepResult) -> None:
-        """Stop before the last step where Ctrl-C was pressed, after saving, or where the launcher has more ranks.
+        """Stop before the last step where a signal asks for it, after saving, or where the launcher has more ranks.
 
-        Raises KeyboardInterrupt, or SystemExit with ``CONTINUE`` after a step that is saved.
+        Raises KeyboardInterrupt; in a job, after a step that is saved, SystemExit with ``INTERRUPTED`` or ``CONTINUE``.
         """
         if done.number == self._settings.steps:
             return
-        if self._elastic is not None and self.saved == done.number and self._elastic.ask_first(more_ranks_possible):
-            self._elastic.print_result(f"step {done.number} is saved: the job ends, to go on with more ranks")
+        left = self._settings.steps - done.number
+        if self._growth is not None and self.saved == done.number and self._growth.wants_more_ranks(left):
+            self._ranks.print_result(f"step {done.number} is saved: the job ends, to go on with more ranks")
             raise SystemExit(CONTINUE)
+        if self._watchdog is not None and self._may_stop:
+            self._interrupted = self._watchdog.agree_to_stop(done.number)
         if self._interrupted:
             if self.saved < done.number:
                 self._save(done.number)
-            raise KeyboardInterrupt
+            if self._watchdog is None:
+                raise KeyboardInterrupt
+            self._ranks.print_warning(self.describe_stop())
+            raise SystemExit(INTERRUPTED)
 
     def end(self) -> None:
         """Let Ctrl-C stop at once again."""
-        if signal.getsignal(signal.SIGINT) == self._note_interrupt:
+        if self._watchdog is not None:
+            self._watchdog.forbid_stops()
+        elif signal.getsignal(signal.SIGINT) == self._note_interrupt:
             signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def describe_stop(self) -> str:
+        """Return what a run that is stopped leaves, and how to go on."""
+        folder = self._settings.checkpoint_dir
+        if not folder:
+            return "nothing was saved: give --checkpoint-dir DIR, and a stopped run goes on from its last checkpoint"
+        command = f"{click.get_current_context().find_root().info_name} {shlex.join(sys.argv[1:])}"
+        if self._ranks.job is not None:
+            command = f"start the job again, whose ranks run {command}"
+        if not self.saved:
+            return f"{folder} has no checkpoint yet; to start again: {command}"
+        name = os.path.join(folder, checkpoint_name(self.saved))
+        return f"{self._unit} {self.saved} is saved as {name}; to go on: {command}"
 
     def _save(self, number: int) -> None:
         if self._checkpoints is not None and self._losses.may_save():
@@ -184,15 +246,12 @@ class _Saver:
         self._interrupted = True
         print_line("stops after this step and saves it; Ctrl-C again stops at once")
 
-
-def _describe_stop(folder: str | None, saved: int, unit: str) -> str:
-    """Return what a run that Ctrl-C has stopped leaves, and how to go on."""
-    if not folder:
-        return "nothing was saved: give --checkpoint-dir DIR, and a stopped run goes on from its last checkpoint"
-    command = f"{click.get_current_context().find_root().info_name} {shlex.join(sys.argv[1:])}"
-    if not saved:
-        return f"{folder} has no checkpoint yet; to start again: {command}"
-    return f"{unit} {saved} is saved as {os.path.join(folder, checkpoint_name(saved))}; to go on: {command}"
+    def _tell_job(self) -> None:
+        """Say on rank 0 what happens, and what is left if the launcher kills the ranks before."""
+        last = f"{self._unit} {self.saved} is saved" if self.saved else "nothing is saved"
+        print_line(
+            f"stops after the next {self._unit} and saves it, unless the launcher kills the ranks before: now {last}"
+        )
 
 
 def _train(
@@ -203,10 +262,13 @@ def _train(
     done: int,
     saver: _Saver,
     record: RunFile | None,
+    restart: RunRestart | None,
 ) -> RunResult:
     """Train until the last step, recording steps for the trace and the curves."""
     tensorboard = settings.tensorboard
     scalars = ranks.run_on_first(lambda: Scalars(tensorboard)) if tensorboard else None
+    if scalars is not None and restart is not None:
+        scalars.write_text(done, "restart", str(restart))
     words = _words_of(step.plan)
     observer = Observer(
         step,
@@ -242,7 +304,9 @@ def _train(
             scalars.close()
 
 
-def _open_record(step: PipelinedStep, settings: TrainSettings, ranks: Ranks, done: int, model: str) -> RunFile | None:
+def _open_record(
+    step: PipelinedStep, settings: TrainSettings, ranks: Ranks, done: int, model: str, restart: RunRestart | None
+) -> RunFile | None:
     """Return the record of the run, on rank 0; None on others, and where none is wanted."""
     path = settings.record_path
     if path is None:
@@ -268,6 +332,7 @@ def _open_record(step: PipelinedStep, settings: TrainSettings, ranks: Ranks, don
             plan=step.plan.to_json(),
             layer_names=step.layer_names,
             memory=bytes_of_stages(step.report.to_json()["stages"]),
+            restart=restart,
         )
         return RunFile(path, start, ranks.print_warning)
 
@@ -402,64 +467,60 @@ def _with_planner_error(report: _TrainReport, run: RunResult, plan: Plan) -> _Tr
 # --- Compare a job that ``dapple launch`` has started again with the one before it
 
 
-@dataclass(frozen=True)
-class _Restart:
-    """A job that was started again, beside the one before it, of which less is known where it left no record.
-
-    ``start``: how many times it was started before. ``seconds``: since the job before it ended, until its state is
-    restored. ``ranks`` and ``ranks_before``. ``plan`` and ``plan_before``: in one line. ``done``: the step that it goes
-    on from. ``repeated``: the steps that the job before it had done after that. ``predicted_seconds``: of a step;
-    ``step_seconds_before``: the median step of the job before.
-    """
-
-    start: int
-    seconds: float
-    ranks: int
-    plan: str
-    done: int
-    predicted_seconds: float | None
-    ranks_before: int | None = None
-    plan_before: str | None = None
-    repeated: int | None = None
-    step_seconds_before: float | None = None
-
-    def __str__(self) -> str:
-        before = "" if self.ranks_before is None else f" ({self.ranks_before} before)"
-        lines = [
-            f"start {self.start + 1} of the job: {self.ranks} ranks{before}, back after {self.seconds:.0f} s, goes "
-            f"on from step {self.done}"
-        ]
-        if self.repeated is not None:
-            lines[0] += f", {self.repeated} steps are repeated"
-        if self.plan_before is not None:
-            lines.append(f"  plan before: {self.plan_before}; now: {self.plan}")
-        known = {"a step before": self.step_seconds_before, "predicted now": self.predicted_seconds}
-        times = [f"{what} {format_seconds(seconds)}" for what, seconds in known.items() if seconds is not None]
-        if times:
-            lines.append(f"  {', '.join(times)}")
-        return "\n".join(lines)
-
-
-def _find_restart(record: str | None, plan: Plan, ranks: int, done: int) -> _Restart | None:
-    """Return how this job was started again, after step ``done``; None for a first start, or without a launcher.
+def _find_restart(record: str | None, plan: Plan, ranks: int, position: Position) -> RunRestart | None:
+    """Return how this job was started again, at a ``position``; None for a first start, or without a launcher.
 
     ``record``: the file in which the job before has recorded its steps, for what is said of it.
     """
     start = read_start()
     if start is None or not start.number:
         return None
-    restart = _Restart(start.number, time.time() - start.ended, ranks, plan.headline, done, planned_seconds(plan))
+    restart = RunRestart(
+        start.number,
+        start.cause or "unknown",
+        time.time() - start.ended,
+        ranks,
+        plan.headline,
+        position.steps,
+        position.origin,
+        f"rank{'s' * (len(start.lost) > 1)} {', '.join(map(str, start.lost))}" if start.lost else "",
+        planned_seconds(plan),
+    )
     try:
         before = read_run(record) if record is not None else None
     except RunError:  # it failed before its first step
         before = None
     if before is None:
         return restart
+    done = position.steps
     seconds = sorted(step.seconds for step in before.steps if step.number not in before.first_steps)
     return dataclasses.replace(
         restart,
+        lost="; ".join(_describe_lost(rank, before) for rank in start.lost),
         ranks_before=before.start.processes,
         plan_before=before.plan.headline,
         repeated=max(0, (before.steps[-1].number if before.steps else done) - done),
         step_seconds_before=seconds[len(seconds) // 2] if seconds else None,
     )
+
+
+def _read_restarts(record: str | None, last: RunRestart | None) -> tuple[RunRestart, ...]:
+    """Return all restarts of the run that its record knows, or else the ``last`` one."""
+    if last is None:
+        return ()
+    try:
+        found = () if record is None else read_run(record).restarts
+    except RunError:  # the disk was full: said already
+        found = ()
+    return found if last in found else (last,)
+
+
+def _describe_lost(rank: int, before: Run) -> str:
+    """Return what a lost rank ran: its stages, with their layers."""
+    names = before.start.layer_names
+    stages = [
+        f"stage {number} ({names[stage.first_layer]} to {names[stage.last_layer]})"
+        for number, stage in enumerate(before.plan.stages)
+        if rank in stage.devices and stage.last_layer < len(names)
+    ]
+    return f"rank {rank}, {', '.join(stages)}" if stages else f"rank {rank}"

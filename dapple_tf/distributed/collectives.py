@@ -14,6 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from dapple_tf import internals
+from dapple_tf.backend.handler import EXCHANGE_NUMBER, number_constant
 from dapple_tf.distributed.native_collectives import NativeCollectives, is_native
 from dapple_tf.distributed.progress import Progress
 from dapple_tf.distributed.wire_types import (
@@ -110,6 +111,10 @@ class Collectives:
             node, mpi_ops._allreduce(arrived, name="meet", op=mpi_ops.Sum, process_set=process_set)
         )
 
+    def exchange_number(self, node: Node) -> int:
+        """Return the number that is noted once ``node`` is completed; see ``Progress.exchange_number``."""
+        return self._progress.exchange_number(node.name)
+
     def guard_step(self, token: Any) -> Any:
         """Let the hang detector observe the step; return ``token``, which is computed after all its exchanges."""
         return self._progress.hang_detector.guard(token)
@@ -119,7 +124,7 @@ class Collectives:
         variable = self._progress.exchange_variable
         with tf.device(variable.device):
             handle = internals.capture_of(tf.compat.v1.get_default_graph(), variable.handle)
-            number = tf.constant(self._progress.exchange_number(node.name))
+            number = number_constant(node, EXCHANGE_NUMBER, lambda: self.exchange_number(node), tf.int32)
             with tf.control_dependencies([result]):
                 write = tf.raw_ops.AssignVariableOp(resource=handle, value=number)
         with tf.control_dependencies([write]):

@@ -62,13 +62,13 @@ class Job:
         """Announce a call that every rank must make, as an imperative ("gather the variables"); does not wait."""
         self.progress.announce_call(what)
 
-    def broadcast(self, value: Any) -> Any:
-        """Return rank 0's ``value`` (any object that pickles) on every rank."""
+    def broadcast(self, value: Any, source: int = 0) -> Any:
+        """Return the ``value`` (any object that pickles) of the rank ``source`` on every rank."""
         import horovod.tensorflow as hvd
 
-        self.announce_call("receive a value from rank 0")
+        self.announce_call(f"receive a value from rank {source}")
         with self.progress.collective_call():
-            return hvd.broadcast_object(value, root_rank=0)
+            return hvd.broadcast_object(value, root_rank=source)
 
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's ``value``, by rank, on every rank."""
@@ -94,15 +94,19 @@ class Job:
 
     def run_on_rank_0(self, work: Callable[[], Any]) -> Any:
         """Call ``work`` on rank 0, and return its result, or raise its error, on every rank."""
+        return self.run_on(0, work)
+
+    def run_on(self, rank: int, work: Callable[[], Any]) -> Any:
+        """Call ``work`` on this ``rank``, and return its result, or raise its error, on every rank."""
         answer: tuple[Any, Exception | None] = None, None
-        if self.rank == 0:
+        if self.rank == rank:
             try:
                 answer = work(), None
             except Exception as raised:  # an error of any type: the other ranks wait for an answer
-                answer = None, make_picklable(raised)
-        value, failure = self.broadcast(answer)
+                answer = None, make_picklable(raised, rank)
+        value, failure = self.broadcast(answer, rank)
         if failure is not None:
-            raise share_error(failure, 0)
+            raise share_error(failure, rank)
         return value
 
     def run_on_all(self, work: Callable[[], T]) -> T:
@@ -210,7 +214,7 @@ def join(environment: Mapping[str, str] = os.environ) -> Job | None:
     except ImportError as error:
         raise DeviceError(
             f"the launcher started {job_size(environment)} processes, but Horovod is not installed here ({error}): run "
-            "scripts/install_horovod.sh"
+            "python -m dapple_tf.distributed.horovod"
         ) from error
     if not hvd.is_initialized():
         hvd.init()

@@ -69,7 +69,27 @@ class CallMismatch:
     what: str
 
 
-Message = Heartbeat | LeaveMessage | AgreementMessage | FinishedMessage | FailureReport | CallMessage | CallMismatch
+@dataclass(frozen=True)
+class StopMessage:
+    """A stop between two steps: ``rank`` asks rank 0 for it, or rank 0 says that all stop after step ``after``.
+
+    The ranks answer rank 0 with the same ``after``. 0: rank 0 has not chosen a step yet.
+    """
+
+    rank: int
+    after: int = 0
+
+
+Message = (
+    Heartbeat
+    | LeaveMessage
+    | AgreementMessage
+    | FinishedMessage
+    | FailureReport
+    | CallMessage
+    | CallMismatch
+    | StopMessage
+)
 
 _KINDS: Mapping[str, type[Message]] = {
     "heartbeat": Heartbeat,
@@ -79,6 +99,7 @@ _KINDS: Mapping[str, type[Message]] = {
     "failure": FailureReport,
     "call": CallMessage,
     "call mismatch": CallMismatch,
+    "stop": StopMessage,
 }
 _NAMES = {kind: name for name, kind in _KINDS.items()}
 

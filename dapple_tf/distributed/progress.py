@@ -175,6 +175,7 @@ class Progress:
     _running: bool = False
     _started: set[int] = field(default_factory=set)
     _exchanges: list[str] = field(default_factory=lambda: [""])
+    _exchange_numbers: dict[str, int] = field(default_factory=lambda: {"": 0})
     _exchange_variable: Any = None
 
     @property
@@ -189,9 +190,10 @@ class Progress:
 
     def exchange_number(self, exchange: str) -> int:
         """Return the number that stands for an exchange in ``exchange_variable``."""
-        if exchange not in self._exchanges:
+        if exchange not in self._exchange_numbers:
+            self._exchange_numbers[exchange] = len(self._exchanges)
             self._exchanges.append(exchange)
-        return self._exchanges.index(exchange)
+        return self._exchange_numbers[exchange]
 
     def status(self) -> RankStatus:
         """Return the progress at this moment; any thread may call this."""

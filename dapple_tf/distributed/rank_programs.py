@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import tensorflow as tf
@@ -14,7 +16,6 @@ from dapple_tf.backend.bindings import Buffers
 from dapple_tf.backend.build_times import BuildTimes
 from dapple_tf.backend.handler import Bindings, ChooseCompiled, Compiled
 from dapple_tf.backend.program import Program, build_rank_program
-from dapple_tf.backend.room import check_room
 from dapple_tf.compiler import PlannedModel, StepVariant, rank_graphs
 from dapple_tf.distributed.collectives import Collectives
 from dapple_tf.distributed.digest import digest_graphs, digest_tensors
@@ -32,6 +33,7 @@ from dapple_tf.graph_passes.ir.names import BATCH_SIZE_NAME
 from dapple_tf.graph_passes.passes.base import run_passes
 from dapple_tf.graph_passes.passes.place import PlaceRank
 from dapple_tf.graph_passes.passes.verify_ranks import collectives_of
+from dapple_tf.memory.room import check_room, find_need, predict_rank_step
 from dapple_tf.plans import Plan
 from dapple_tf.profiler.units import format_samples
 from dapple_tf.staged_model import StagedModel
@@ -147,7 +149,7 @@ class RankTarget:
         agree("tensors that the model closes over", digest_tensors(model.constants))
         needs = _find_variable_needs(model, graphs)
         self._settings.add(self._job, model)
-        self._job.run_on_all(lambda: self._check_room(plan, graphs[self._job.rank], needs, model))
+        self._check_room(planned, graphs[self._job.rank], needs)
         # When the processes made the model, each drew its own initial values.
         _place_variables(self._job, needs, synchronize=not self._synchronized)
         self._synchronized = True
@@ -177,13 +179,22 @@ class RankTarget:
             batch_types=_describe_types(model.interface.signature),
         )
 
-    def _check_room(self, plan: Plan, graph: Graph, needs: VariableNeeds, model: StagedModel) -> None:
-        """Raise NoFitError where the variables that this rank has yet to make do not fit its process."""
-        held = {id(variable) for variable, ranks in needs.ranks if self._job.rank in ranks}
-        names = [name for name, variable in model.variables.items() if id(variable) in held]
-        stages = [str(i) for i, stage in enumerate(plan.stages) if self._job.rank in stage.devices]
-        numbers = f"stage{'s' * (len(stages) > 1)} {', '.join(stages) or '-'}"
-        check_room(graph, model.variables, names, f"rank {self._job.rank} ({numbers})")
+    def _check_room(self, planned: PlannedModel, graph: Graph, needs: VariableNeeds) -> None:
+        """Raise NoFitError on every rank where what a rank has yet to allocate does not fit its process, or its host.
+
+        Every rank must call this.
+        """
+        rank, variables = self._job.rank, planned.model.variables
+        held = {id(variable) for variable, ranks in needs.ranks if rank in ranks}
+        names = [name for name, variable in variables.items() if id(variable) in held]
+        stages = [i for i, stage in enumerate(planned.plan.stages) if rank in stage.devices]
+        where = f"rank {rank} (stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages)) or '-'})"
+        predict = partial(predict_rank_step, planned, stages)
+        need = self._job.run_on_all(lambda: find_need(graph, variables, names, where, predict, self._job.local_size))
+        found = self._job.gather((socket.gethostname(), need))
+        own_host = found[rank][0]
+        others = [other for i, (host, other) in enumerate(found) if host == own_host and i != rank]
+        self._job.run_on_all(lambda: check_room(need, others))
 
     def _make_collectives(self, graphs: Sequence[Graph]) -> Collectives:
         """Return the builder of this rank's collectives; connect the ranks as the ``graphs`` of all ranks need it."""

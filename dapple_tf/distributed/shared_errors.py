@@ -25,12 +25,12 @@ def reporting_rank(error: BaseException) -> int | None:
     return getattr(error, _REPORTING_RANK, None)
 
 
-def make_picklable(error: Exception) -> Exception:
-    """Return the error of rank 0, or a JobError with the same text if the error cannot be pickled."""
+def make_picklable(error: Exception, rank: int) -> Exception:
+    """Return the error of a rank, or a JobError with the same text if the error cannot be pickled."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:  # pickling may run any code
-        return JobError(f"rank 0 failed with {type(error).__name__}: {error}")
+        return JobError(f"rank {rank} failed with {type(error).__name__}: {error}")
     return error
 
 

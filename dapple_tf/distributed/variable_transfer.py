@@ -109,16 +109,73 @@ def stream_values(job: Job | None, variables: Sequence[tf.Variable]) -> Iterator
             yield from _broadcast_values(job, group, source, own, keep=job.rank == 0)
 
 
-def load_values(job: Job, variables: Mapping[str, tf.Variable], read: Callable[[str], Any]) -> None:
-    """Assign to the variables, on the ranks that hold them, the values that ``read`` returns by name on rank 0.
+def lend_values(job: Job, variables: Iterable[tf.Variable], work: Callable[[], Any], *, changes: bool = False) -> None:
+    """Call ``work`` on rank 0, where all ``variables`` can be read; raise its error on every rank.
 
-    An error of ``read`` is raised on every rank. Every rank must call this, with variables in the same order.
+    Of those that rank 0 does not hold, one at a time is in its memory: their ranks send each value when it is read.
+    ``changes``: what ``work`` assigns is sent to the ranks that hold the variables. Every rank must call this, with the
+    same variables in the same order.
+    """
+    locations, everyone = job.variable_locations, frozenset(range(job.size))
+    holders = {id(variable): locations.ranks_of(variable) or everyone for variable in variables}
+    distinct = list({id(variable): variable for variable in variables}.values())
+    lent = [variable for variable in distinct if 0 not in holders[id(variable)]]
+    numbers = {id(variable): number for number, variable in enumerate(lent)}
+
+    def answer(number: int, returned: bool) -> Any:
+        """Return the value of a variable, which its first holder sends to rank 0; if ``returned``, rank 0 to them."""
+        variable = lent[number]
+        source, receivers = 0, holders[id(variable)]
+        if not returned:
+            source, receivers = min(receivers), frozenset({0})
+        own = [variable.numpy()] if job.rank == source else None
+        (value,) = _broadcast_values(job, [variable], source, own, keep=job.rank in receivers)
+        if returned and job.rank in receivers:
+            variable.assign(value)
+        return value
+
+    def ask(variable: tf.Variable, *, returned: bool = False) -> Any:
+        number = numbers[id(variable)]
+        job.broadcast((number, returned))
+        return answer(number, returned)
+
+    def give_back(variable: tf.Variable) -> None:
+        if changes:
+            ask(variable, returned=True)
+
+    failure: Exception | None = None
+    if job.rank == 0:
+        try:
+            with variable_values.borrowing(lent, ask, give_back):
+                work()
+        except Exception as raised:  # an error of any type: the other ranks wait for the end
+            failure = raised
+        job.broadcast(None)
+    else:
+        while (request := job.broadcast(None)) is not None:
+            answer(*request)
+    job.run_on_rank_0(partial(_raise, failure))
+    if changes:
+        kept = [variable for variable in distinct if id(variable) not in numbers]
+        send_values(job, [Transfer(variable, 0, holders[id(variable)]) for variable in kept])
+
+
+def _raise(failure: Exception | None) -> None:
+    if failure is not None:
+        raise failure
+
+
+def load_values(job: Job, variables: Mapping[str, tf.Variable], read: Callable[[str], Any], source: int = 0) -> None:
+    """Assign to the variables, on the ranks that hold them, the values that ``read`` returns by name on a rank.
+
+    ``source``: that rank. An error of ``read`` is raised on every rank. Every rank must call this, with variables in
+    the same order.
     """
     for group in _group_by_bytes(variables.items(), lambda item: item[1]):
         own: list[Any] = []
-        job.run_on_rank_0(partial(_read_into, own, read, [name for name, _ in group]))
+        job.run_on(source, partial(_read_into, own, read, [name for name, _ in group]))
         variables_of_group = [variable for _, variable in group]
-        values = _broadcast_values(job, variables_of_group, 0, own if job.rank == 0 else None, keep=True)
+        values = _broadcast_values(job, variables_of_group, source, own if job.rank == source else None, keep=True)
         for (_, variable), value in zip(group, values, strict=True):
             holders = job.variable_locations.ranks_of(variable)
             if holders is None or job.rank in holders:
@@ -126,7 +183,7 @@ def load_values(job: Job, variables: Mapping[str, tf.Variable], read: Callable[[
 
 
 def _read_into(values: list[Any], read: Callable[[str], Any], names: Sequence[str]) -> None:
-    """Append the values to a list, which stays on this rank: a result of ``run_on_rank_0`` is sent to all ranks."""
+    """Append the values to a list, which stays on this rank: a result of ``run_on`` is sent to all ranks."""
     values.extend(map(read, names))
 
 

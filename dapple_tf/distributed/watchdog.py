@@ -30,6 +30,7 @@ from dapple_tf.distributed.messages import (
     Heartbeat,
     LeaveMessage,
     Message,
+    StopMessage,
 )
 from dapple_tf.distributed.process_exit import ProcessExit, describe_failure, print_line
 from dapple_tf.distributed.progress import Progress
@@ -87,6 +88,7 @@ class Watchdog:
         self._left = False
         self._finished = False
         self._exchanges_aborted = False
+        self._stops = _Stops(rank, self._transport)
         self._thread = threading.Thread(target=self._run, name="dapple-watchdog", daemon=True)
 
     # --- called by the main thread
@@ -111,6 +113,30 @@ class Watchdog:
         """End this process since other ranks have ended: because of the failure that they report, or of ``what``."""
         self._run_in_thread(lambda: self._fail_self(what, _LOST_RANKS_SECONDS))
         self._thread.join(_OWN_EXIT_SECONDS)
+
+    def allow_stops(self, tell: Callable[[], None]) -> None:
+        """Let the first SIGUSR1, SIGTERM or Ctrl-C of any rank stop all of them between two steps.
+
+        From now on every rank must call ``agree_to_stop`` after each step. ``tell`` is called on rank 0 when it learns
+        of the signal, on the watchdog's thread. A second signal ends the job at once, as without this call.
+        """
+        self._stops.tell = tell
+        self.signals.spares_interrupt = True
+
+    def agree_to_stop(self, done: int) -> bool:
+        """Return whether all ranks stop after step ``done``, the last one that this rank has completed.
+
+        It costs nothing until a signal has arrived. Then rank 0 says after which step, the next one, and begins that
+        step only when all others know: no rank can complete it before rank 0 has begun it.
+        """
+        if self._stops.propose(done + 1):
+            self._wait_for_others(self._stops.known, "all ranks know after which step they stop")
+        return self._stops.after == done
+
+    def forbid_stops(self) -> None:
+        """Let each signal end the job at once again."""
+        self._stops.tell = None
+        self.signals.spares_interrupt = False
 
     def leave(self) -> None:
         """Report that this rank has left, wait until all ranks have left and made the same calls, and stop the thread.
@@ -206,11 +232,22 @@ class Watchdog:
                 self._calls.compare(message.rank, message.call)
             case CallMismatch():
                 self._note_different_calls(message.what)
+            case StopMessage():
+                self._stops.receive(message)
         passed_on = isinstance(message, LeaveMessage) or (isinstance(message, FailureReport) and message.raised)
         if self._rank == 0 and passed_on:
             self._transport.send(message, but=sender)
 
     def _handle_signal(self, number: int) -> None:
+        if self._detector.failure is None and not self._detector.error_reported and self._stops.ask():
+            if number != signal.SIGINT:  # whose handler counts it
+                self.signals.spares_interrupt = False
+            return
+        if (
+            number == signal.SIGUSR1
+        ):  # nothing can be saved: end as if by SIGTERM, for which the user may have a handler
+            os.kill(os.getpid(), signal.SIGTERM)
+            return
         if number == signal.SIGINT:
             self._interrupts += 1
             seconds = _OWN_EXIT_SECONDS if self._interrupts == 1 else 0.0
@@ -319,6 +356,65 @@ def end_horovod() -> None:
             hvd.shutdown()
 
 
+# --- Stop all ranks after the same step
+
+
+class _Stops:
+    """The stop of ``rank`` and all others between two steps, over the ``transport`` to the others.
+
+    ``tell``: called on rank 0 at the first signal; None where signals end the job at once. ``after``: the step after
+    which all stop, once rank 0 has chosen it. ``known``: is set on rank 0 when all ranks know it.
+    """
+
+    def __init__(self, rank: int, transport: Transport) -> None:
+        self._rank = rank
+        self._transport = transport
+        self._signalled = False
+        self._asked = False
+        self._unaware = set(transport.ranks)
+        self.tell: Callable[[], None] | None = None
+        self.after: int | None = None
+        self.known = threading.Event()
+
+    def ask(self) -> bool:
+        """Ask rank 0 for a stop because of a signal; return False for a later signal, or where stops are forbidden."""
+        if self.tell is None or self._signalled:
+            return False
+        self._signalled = True
+        if self._rank == 0:
+            self._note_asked()
+        else:
+            self._transport.send(StopMessage(self._rank))
+        return True
+
+    def propose(self, step: int) -> bool:
+        """On rank 0, where a stop was asked for, say once that all stop after ``step``; return whether it was said."""
+        if not self._asked or self.after is not None:
+            return False
+        self.after = step
+        if not self._unaware:
+            self.known.set()
+        self._transport.send(StopMessage(self._rank, step))
+        return True
+
+    def receive(self, message: StopMessage) -> None:
+        """Take a message of another rank."""
+        if self._rank != 0:
+            self.after = message.after
+            self._transport.send(StopMessage(self._rank, message.after))
+        elif message.after:
+            self._unaware.discard(message.rank)
+            if not self._unaware:
+                self.known.set()
+        else:
+            self._note_asked()
+
+    def _note_asked(self) -> None:
+        if not self._asked and self.tell is not None:
+            self._asked = True
+            self.tell()
+
+
 # --- Receive SIGTERM and Ctrl-C while the main thread is inside TensorFlow
 # Python runs signal handlers in the main thread, and only when TensorFlow returns to Python. But the interpreter writes
 # the number of each signal to a socket at once (``signal.set_wakeup_fd``), from which another thread can read it.
@@ -329,10 +425,10 @@ _NO_SIGNAL = 0
 
 
 class SignalReceiver:
-    """The socket, and the handlers of SIGTERM and SIGINT in this process.
+    """The socket, and the handlers of SIGTERM, SIGINT and SIGUSR1 in this process.
 
     ``reader`` becomes readable when a signal arrives, and after ``wake``. ``interrupted``: the main thread has raised
-    KeyboardInterrupt.
+    KeyboardInterrupt. ``spares_interrupt``: the next Ctrl-C raises nothing there.
     """
 
     def __init__(self) -> None:
@@ -340,6 +436,7 @@ class SignalReceiver:
         for end in (self.reader, self._writer):
             end.setblocking(False)
         self.interrupted = False
+        self.spares_interrupt = False
 
     def install(self) -> None:
         """Install the handlers, unless the user or another library has installed one; only the main thread can."""
@@ -349,8 +446,9 @@ class SignalReceiver:
         if previous != -1:  # another library uses it, and would no longer receive signals
             signal.set_wakeup_fd(previous)
             return
-        if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, self.on_terminate)
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            if signal.getsignal(number) == signal.SIG_DFL:
+                signal.signal(number, self.on_terminate)
         if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
             signal.signal(signal.SIGINT, self.on_interrupt)
 
@@ -358,8 +456,9 @@ class SignalReceiver:
         """Restore the handlers from before ``install``, except where the user has installed one since."""
         if threading.current_thread() is not threading.main_thread():
             return
-        if signal.getsignal(signal.SIGTERM) == self.on_terminate:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            if signal.getsignal(number) == self.on_terminate:
+                signal.signal(number, signal.SIG_DFL)
         if signal.getsignal(signal.SIGINT) == self.on_interrupt:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         installed = signal.set_wakeup_fd(-1)
@@ -377,7 +476,11 @@ class SignalReceiver:
             numbers = self.reader.recv(1024)
         except OSError:
             return []
-        handlers = {signal.SIGTERM: self.on_terminate, signal.SIGINT: self.on_interrupt}
+        handlers = {
+            signal.SIGTERM: self.on_terminate,
+            signal.SIGUSR1: self.on_terminate,
+            signal.SIGINT: self.on_interrupt,
+        }
         return [n for n in numbers if n in handlers and signal.getsignal(n) == handlers[signal.Signals(n)]]
 
     def close(self) -> None:
@@ -389,7 +492,10 @@ class SignalReceiver:
         """Do nothing: the thread has read the signal already."""
 
     def on_interrupt(self, number: int, frame: Any) -> None:
-        """Raise KeyboardInterrupt, as Python does by default."""
+        """Raise KeyboardInterrupt, as Python does by default, unless this one is spared."""
+        if self.spares_interrupt:
+            self.spares_interrupt = False
+            return
         self.interrupted = True
         signal.default_int_handler(number, frame)
 

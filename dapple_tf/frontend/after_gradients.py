@@ -19,6 +19,7 @@ from dapple_tf.errors import CaptureError
 from dapple_tf.frontend.conditions import open_conditions
 from dapple_tf.frontend.optimizer_update import TracedUpdate
 from dapple_tf.graph_passes.ir.graph import Effect, Graph, Node, Value, ancestors, attributes
+from dapple_tf.graph_passes.ir.names import without_target
 
 _ACTING = (Effect.WRITE, Effect.SIDE, Effect.RANDOM)
 WHOLE = "whole"
@@ -47,7 +48,7 @@ class AfterGradients:
 
     @property
     def trained(self) -> tuple[str, ...]:
-        """The variables whose gradients are used, in the order in which the step has asked for them."""
+        """The names of the gradients that are used, in the order in which the step has asked for them."""
         arguments = (node for node in self.graph.nodes if node.op == "arg" and node.name in self.nodes)
         return tuple(dict.fromkeys(node.string("port") for node in arguments))
 
@@ -216,7 +217,7 @@ def trace_of(part: AfterGradients, func_graph: Any, trained: Sequence[str]) -> T
         update,
         dict(part.variables),
         constants,
-        tuple(internals.keras_variables([part.variables[name] for name in trained])),
+        tuple(internals.keras_variables([part.variables[without_target(name)] for name in trained])),
         None,
         func_graph,
         "",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import re
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -27,13 +27,22 @@ from dapple_tf.frontend.dependence.result import BatchDependence
 from dapple_tf.frontend.joined_moments import join_moments
 from dapple_tf.frontend.names import tensor_name, unique_name
 from dapple_tf.frontend.node_attributes import read_attribute
-from dapple_tf.frontend.phases import HANDED_OVER, Asked, HandOver, cut_phases
+from dapple_tf.frontend.phases import (
+    HANDED_OVER,
+    Asked,
+    HandOver,
+    cut_phases,
+    join_asked,
+    join_targets,
+    unrecorded_of,
+)
 from dapple_tf.frontend.read_graph import read_graph, read_value, skip_identities
 from dapple_tf.frontend.rows import ROWS_NAME, ROWS_OP
 from dapple_tf.frontend.tables import find_misuse
 from dapple_tf.frontend.tape_calls import TapeCall, TapeCalls
 from dapple_tf.graph_passes.analysis.layers import written_variables
-from dapple_tf.graph_passes.ir.graph import Effect, Graph, Node, Value, ancestors, attributes
+from dapple_tf.graph_passes.ir.graph import Effect, Graph, Node, Value, attributes
+from dapple_tf.graph_passes.ir.names import of_target, without_target
 
 Serves = Callable[[tuple[tf.TensorSpec, ...]], bool]
 """Whether a trace may run batches whose flattened tensors have these specs, with all inner lengths known."""
@@ -50,11 +59,13 @@ class TrainingStep:
     """A function of a batch that trains: it takes gradients with tf.GradientTape and changes variables itself.
 
     ``certain``: let TensorFlow tell which gradients there are (see ``tape_calls``). ``phase``: the number of the phase
-    to capture, of a step of several, and ``hand_over``: what its phases share.
+    to capture, of a step of several, and ``hand_over``: what its phases share. ``joined``: let one phase have several
+    targets where it can (see ``phases.join_targets``).
     """
 
     function: Callable[..., Any]
     certain: bool = False
+    joined: bool = True
     phase: int | None = None
     hand_over: HandOver | None = None
 
@@ -64,11 +75,15 @@ class UnexpectedGradientsError(Exception):
 
 
 class SeveralPhasesError(Exception):
-    """Raised where a training step has ``count`` phases, and is to be captured phase by phase."""
+    """Raised where a training step has ``count`` phases, and is to be captured phase by phase.
 
-    def __init__(self, count: int) -> None:
+    ``joined``: see ``TrainingStep``.
+    """
+
+    def __init__(self, count: int, *, joined: bool) -> None:
         super().__init__(f"the step has {count} phases")
         self.count = count
+        self.joined = joined
 
 
 @dataclass(frozen=True)
@@ -98,6 +113,18 @@ def plain_function(function: Traced) -> Callable[..., Any]:
 
 
 @dataclass(frozen=True)
+class Target:
+    """A target of which a training step takes gradients: the ``value`` of the target, a scalar.
+
+    Where there are several, their sum is the loss, and ``value`` is a term of it that is the target. ``gradients``: the
+    name of the gradient of each variable (see ``names.of_target``).
+    """
+
+    value: Value
+    gradients: Mapping[str, str]
+
+
+@dataclass(frozen=True)
 class Captured:
     """A traced loss.
 
@@ -117,7 +144,8 @@ class Captured:
 
     ``after``: of a training step, the part after the gradients, or None; ``certain``: whether its gradients are known;
     ``left_out``: names of ops of the trace that are not part of its loss; ``unrecorded``: names of nodes through which
-    no gradient passes; ``phase``: of a training step of several phases.
+    no gradient passes; ``several``: its targets, where there are several; ``apart``: the number of targets of the whole
+    step; ``phase``: of a training step of several phases.
     """
 
     graph: Graph
@@ -138,7 +166,14 @@ class Captured:
     certain: bool = True
     left_out: frozenset[str] = frozenset()
     unrecorded: frozenset[str] = frozenset()
+    several: tuple[Target, ...] = ()
+    apart: int = 1
     phase: PhaseOfStep | None = None
+
+    @property
+    def targets(self) -> tuple[Target, ...]:
+        """The targets whose gradients are computed apart: the loss, or the ``several`` of a training step."""
+        return self.several or (Target(self.graph.outputs[0], {name: name for name in self.trainable}),)
 
     @property
     def uncut(self) -> bool:
@@ -295,27 +330,29 @@ def _read_step(
     groups: dict[int, list[TapeCall]] = {}
     for call in calls:
         groups.setdefault(id(call.target), []).append(call)
-    if len(groups) > 1 and step.phase is None:
-        raise SeveralPhasesError(len(groups))
     returned, structure = _returned(concrete, name)
     trace = _Trace(func_graph, recorder, len(specs), name, calls)
-    phase, handed_over = None, frozenset[str]()
     left_out = frozenset().union(*(call.left_out for call in calls))
+    phases = trace.phases([*groups.values()], left_out, joined=step.joined)
+    if len(phases) > 1 and step.phase is None:
+        raise SeveralPhasesError(len(phases), joined=step.joined)
+    phase, handed_over = None, frozenset[str]()
     if step.phase is not None:
         assert step.hand_over is not None, "phases share it"
         phase, handed_over, left_out, returned = _hand_over(
-            trace, list(groups.values()), left_out, returned, step.phase, step.hand_over
+            trace, phases, left_out, returned, step.phase, step.hand_over
         )
-        calls = list(groups.values())[step.phase]
-    inputs, graph = trace.read(left_out)
-    target = read_value(calls[0].target, inputs.nodes)
-    unrecorded = _unrecorded_of(calls, ancestors(graph, [target.node]))
+    of_targets = phases[step.phase or 0]
+    target, terms = _loss_of(func_graph, [calls[0].target for calls in of_targets])
+    inputs, graph = trace.read(left_out, of_targets)
+    loss = read_value(target, inputs.nodes)
+    values = [read_value(term, inputs.nodes) for term in terms]
     operations = func_graph.get_operations()
     node_of = trace.node_of(inputs)
     after = part_step(
         graph,
-        target,
-        calls[0].first_op,
+        loss,
+        of_targets[0][0].first_op,
         {node_of[op.name]: i for i, op in enumerate(operations)},
         [None if tensor is None else read_value(tensor, inputs.nodes) for tensor in returned],
         structure,
@@ -327,11 +364,15 @@ def _read_step(
     if not after.trained:
         raise CaptureError(f"{name} uses none of the gradients that it takes, so there is nothing to train")
     members = loss_nodes(after)
+    gradients = [{without_target(of): of for of in after.trained if of in names} for names in inputs.gradients.values()]
+    asked = [trace.asked(calls, inputs) for calls in of_targets]
+    unrecorded = [unrecorded_of(graph, item) for item in asked]
     graph = graph.replace(
         nodes=tuple(node for node in graph.nodes if node.name in members),
         inputs=tuple(inputs.nodes[tensor.op.name].name for tensor in func_graph.inputs[: len(specs)]),
         outputs=after.whole,
     )
+    several = [Target(value, of) for value, of in zip(values, gradients, strict=True)]
     return Captured(
         graph,
         func_graph,
@@ -344,9 +385,23 @@ def _read_step(
         after=after,
         certain=step.certain,
         left_out=frozenset(op.name for op in operations if node_of[op.name] not in members),
-        unrecorded=unrecorded,
+        unrecorded=frozenset().union(*unrecorded),
+        several=tuple(several) if len(of_targets) > 1 else (),
+        apart=len(groups),
         phase=phase,
     )
+
+
+def _loss_of(func_graph: Any, targets: Sequence[Any]) -> tuple[Any, list[Any]]:
+    """Return the loss from which backward starts, and the terms of it that are the targets.
+
+    A target may be part of another one. So a term is an op of its own, at which the gradients of the others end.
+    """
+    if len(targets) == 1:
+        return targets[0], [targets[0]]
+    with func_graph.as_default(), tf.name_scope("targets"):
+        terms = [tf.raw_ops.Mul(x=target, y=tf.ones([], target.dtype)) for target in targets]
+        return tf.raw_ops.AddN(inputs=terms), terms
 
 
 @dataclass(frozen=True)
@@ -359,12 +414,40 @@ class _Trace:
     name: str
     calls: Sequence[TapeCall]
 
-    def read(self, left_out: frozenset[str]) -> tuple[_Inputs, Graph]:
-        """Return the inputs, gradients included, and the graph, without the ops ``left_out``."""
+    def read(self, left_out: frozenset[str], of_targets: Sequence[Sequence[TapeCall]] = ()) -> tuple[_Inputs, Graph]:
+        """Return the inputs, gradients included, and the graph, without the ops ``left_out``.
+
+        ``of_targets``: the calls of the targets whose gradients are to be told apart.
+        """
         inputs = _read_inputs(self.func_graph, self.arguments, self.name)
-        _add_gradients(inputs, self.calls)
+        _add_gradients(inputs, of_targets or [self.calls])
         graph = read_graph(self.func_graph, inputs.nodes, self.name, left_out)
         return inputs, self.recorder.mark_layers(graph, self.func_graph)
+
+    def asked(self, calls: Sequence[TapeCall], inputs: _Inputs) -> Asked:
+        """Return the gradients that the ``calls`` with one target ask for."""
+        node_of, names = self.node_of(inputs), {id(v.handle): label for label, v in inputs.variables.items()}
+        _check_recorded(calls)
+        return Asked(
+            (read_value(calls[0].target, inputs.nodes),),
+            frozenset(node_of[p.op.name] for call in calls for g in call.gradients for _, p in g.placeholders),
+            frozenset(names[id(gradient.variable.handle)] for call in calls for gradient in call.gradients),
+            calls[0].first_op,
+            frozenset(calls[0].unrecorded),
+            calls[0].place,
+        )
+
+    def phases(
+        self, groups: Sequence[Sequence[TapeCall]], left_out: frozenset[str], *, joined: bool
+    ) -> list[list[Sequence[TapeCall]]]:
+        """Return the calls of each phase by target; ``groups``: those of each target."""
+        if len(groups) == 1 or not joined:
+            return [[calls] for calls in groups]
+        inputs, graph = self.read(left_out)
+        node_of = self.node_of(inputs)
+        numbers = {node_of[op.name]: i for i, op in enumerate(self.func_graph.get_operations())}
+        found = join_targets(graph, [self.asked(calls, inputs) for calls in groups], numbers)
+        return [[groups[i] for i in members] for members in found]
 
     def node_of(self, inputs: _Inputs) -> dict[str, str]:
         """Return the name of the node of each op."""
@@ -380,7 +463,7 @@ class _Trace:
 
 def _hand_over(
     trace: _Trace,
-    groups: Sequence[Sequence[TapeCall]],
+    groups: Sequence[Sequence[Sequence[TapeCall]]],
     left_out: frozenset[str],
     returned: Sequence[Any],
     number: int,
@@ -388,24 +471,13 @@ def _hand_over(
 ) -> tuple[PhaseOfStep, frozenset[str], frozenset[str], list[Any]]:
     """Change the trace so that it takes and gives what the phase ``number`` takes of others and gives to others.
 
-    ``groups``: the calls of each phase. Return the phase, the names of the ops that read what it takes, those of all
-    ops that are not part of it, and what it gives of the tensors ``returned``, the others as None.
+    ``groups``: the calls of each phase, by target. Return the phase, the names of the ops that read what it takes,
+    those of all ops that are not part of it, and what it gives of the tensors ``returned``, the others as None.
     """
     func_graph = trace.func_graph
     inputs, graph = trace.read(left_out)
     operations, node_of = func_graph.get_operations(), trace.node_of(inputs)
-    names = {id(variable.handle): label for label, variable in inputs.variables.items()}
-    asked = [
-        Asked(
-            read_value(calls[0].target, inputs.nodes),
-            frozenset(node_of[p.op.name] for call in calls for g in call.gradients for _, p in g.placeholders),
-            frozenset(names[id(gradient.variable.handle)] for call in calls for gradient in call.gradients),
-            calls[0].first_op,
-            frozenset.intersection(*(call.unrecorded for call in calls)),
-            calls[0].place,
-        )
-        for calls in groups
-    ]
+    asked = [join_asked([trace.asked(calls, inputs) for calls in of_targets]) for of_targets in groups]
     values = [None if tensor is None else read_value(tensor, inputs.nodes) for tensor in returned]
     places = {node_of[op.name]: i for i, op in enumerate(operations)}
     phases = cut_phases(graph, asked, places, values, trace.place_of(inputs))
@@ -477,29 +549,45 @@ def _error_of_step(name: str, error: Exception) -> Exception:
     )
 
 
-def _unrecorded_of(calls: Sequence[TapeCall], needed: Set[str]) -> frozenset[str]:
-    """Return the nodes of ``needed``, what the target of all ``calls`` needs, through which no gradient passes.
-
-    Raises CaptureError where the tapes have recorded different ops.
-    """
-    first = calls[0]
-    for call in calls[1:]:
+def _check_recorded(calls: Sequence[TapeCall]) -> None:
+    """Raise CaptureError where the tapes of ``calls`` with one target have recorded different ops before it."""
+    first, *others = calls
+    needed = _ops_before(first.target) if others else set()
+    for call in others:
         if call.unrecorded & needed != first.unrecorded & needed:
             raise CaptureError(
                 f"{call.place}: the step takes gradients of one target from tapes that have recorded different ops "
                 f"than the one at {first.place}: take them from one persistent tape"
             )
-    return frozenset(first.unrecorded & needed)
 
 
-def _add_gradients(inputs: _Inputs, calls: Sequence[TapeCall]) -> None:
-    """Add the placeholders of gradients to the inputs of a trace."""
-    names = {id(variable.handle): name for name, variable in inputs.variables.items()}
-    for gradient in (gradient for call in calls for gradient in call.gradients):
-        name = names[id(gradient.variable.handle)]
-        for role, placeholder in gradient.placeholders:
-            attrs = attributes({"port": name, "role": role})
-            inputs.nodes[placeholder.op.name] = Node(f"{role}/{placeholder.op.name}", "arg", attrs=attrs)
+def _ops_before(tensor: Any) -> set[str]:
+    """Return the names of the ops that compute a tensor."""
+    found: set[str] = set()
+    pending = [tensor.op]
+    while pending:
+        op = pending.pop()
+        if op.name not in found:
+            found.add(op.name)
+            pending += [value.op for value in op.inputs]
+            pending += op.control_inputs
+    return found
+
+
+def _add_gradients(inputs: _Inputs, of_targets: Sequence[Sequence[TapeCall]]) -> None:
+    """Add the placeholders of gradients to the inputs of a trace; ``of_targets``: the calls of each target."""
+    labels = {id(variable.handle): name for name, variable in inputs.variables.items()}
+    known: set[str] = set()
+    for number, calls in enumerate(of_targets):
+        own = inputs.gradients.setdefault(number, set())
+        for gradient in (gradient for call in calls for gradient in call.gradients):
+            variable = labels[id(gradient.variable.handle)]
+            name = of_target(number, variable) if variable in known else variable
+            own.add(name)
+            for role, placeholder in gradient.placeholders:
+                attrs = attributes({"port": name, "role": role})
+                inputs.nodes[placeholder.op.name] = Node(f"{role}/{placeholder.op.name}", "arg", attrs=attrs)
+        known |= own
 
 
 def _returned(concrete: Any, name: str) -> tuple[list[Any], Any]:
@@ -606,12 +694,16 @@ def _small_constants(func_graph: Any) -> list[tuple[str, Any]]:
 
 @dataclass
 class _Inputs:
-    """The inputs of a trace. ``nodes``: the input nodes by the name of the placeholder they replace."""
+    """The inputs of a trace. ``nodes``: the input nodes by the name of the placeholder they replace.
+
+    ``gradients``: the names of the gradients by each target.
+    """
 
     nodes: dict[str, Node] = field(default_factory=dict)
     variables: dict[str, tf.Variable] = field(default_factory=dict)
     trainable: list[str] = field(default_factory=list)
     constants: dict[str, tf.Tensor] = field(default_factory=dict)
+    gradients: dict[int, set[str]] = field(default_factory=dict)
 
 
 def _read_inputs(func_graph: Any, arguments: int, name: str) -> _Inputs:

@@ -7,11 +7,11 @@ of it where gradients are accumulated or weights are overwritten by their averag
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 from dapple_tf import internals
-from dapple_tf.frontend.read_graph import read_graph
+from dapple_tf.frontend.read_graph import read_graph, read_value
 from dapple_tf.graph_passes.ir.conditions import BRANCHES, guarded
 from dapple_tf.graph_passes.ir.graph import (
     Control,
@@ -26,57 +26,136 @@ from dapple_tf.graph_passes.ir.graph import (
 )
 
 _USES = (Effect.READ, Effect.WRITE)
+_PLAIN = (Effect.PURE, Effect.READ)
+_LOOPS = ("While", "StatelessWhile")  # one that ends in its branch may not end in the other case
 _ORDER = "effect: in the order of the trace"
 
 
 def open_conditions(graph: Graph, func_graph: Any) -> Graph:
     """Return ``graph``, read from ``func_graph``, with its conditions that write variables open, nested ones too.
 
-    A condition whose results are used stays as it is. Where one is opened, all ops that use a variable are
+    The results of an open condition are chosen by its predicate, from what both branches compute. A condition stays as
+    it is where its results are used and cannot be computed in both cases: they come from ops that act, from a loop, or
+    have other shapes in each branch. Where one is opened, all ops that use a variable are
     ordered as in the trace, variable by variable: a condition as a whole was ordered after all that it uses.
     """
     library = dict(graph.library)
-    nodes = _open(graph, func_graph, library)
+    nodes, results = _open(graph, func_graph, library)
     if not any(node.has("open") for node in nodes):
         return graph
-    return graph.replace(nodes=topological(_order(nodes)), library=tuple(sorted(library.items())))
+    outputs = tuple(results.get(value, value) for value in graph.outputs)
+    return graph.replace(nodes=topological(_order(nodes)), outputs=outputs, library=tuple(sorted(library.items())))
 
 
-def _open(graph: Graph, func_graph: Any, library: dict[str, bytes]) -> list[Node]:
+def _open(graph: Graph, func_graph: Any, library: dict[str, bytes]) -> tuple[list[Node], dict[Value, Value]]:
     """Return the nodes of ``graph``: each opened condition becomes a marker, followed by the nodes of its branches.
 
-    Nodes that only use its result, and that nothing needs, are left out. ``library`` gets what the branches call.
+    Nodes that only use its result, and that nothing needs, are left out. ``library`` gets what the branches call. The
+    mapping gives, for each result of an opened condition that is used, the value that has it.
     """
     acting = [node.name for node in graph.nodes if node.effect not in (Effect.PURE, Effect.READ)]
     live = ancestors(graph, [*(value.node for value in graph.outputs), *acting])
-    consumed = {value.node for node in graph.nodes if node.name in live for value in node.inputs}
-    opened = {n.name for n in graph.nodes if n.op == "If" and n.effect == Effect.WRITE and n.name not in consumed}
+    consumed = {value for node in graph.nodes if node.name in live for value in node.inputs} | set(graph.outputs)
+    opened: dict[str, list[Node]] = {}
+    results: dict[Value, Value] = {}
+    for node in graph.nodes:
+        if node.op == "If" and node.effect == Effect.WRITE:
+            used = [value for value in node.values() if value in consumed]
+            parts, chosen = _open_condition(graph, node, func_graph, library, used)
+            if len(chosen) == len(used):
+                opened[node.name] = parts
+                results |= chosen
     result: list[Node] = []
     unused = set(opened)  # nodes to leave out: they take a result of an opened condition, which has none
     for node in graph.nodes:
+        node = dataclasses.replace(node, inputs=tuple(results.get(value, value) for value in node.inputs))
         if node.name not in live and not unused.isdisjoint(value.node for value in node.inputs):
             unused.add(node.name)
             continue
         node = dataclasses.replace(node, controls=tuple(c for c in node.controls if c.source not in opened))
-        if node.name not in opened:
-            result.append(node)
-            continue
-        pred, *entering = node.inputs
-        attrs = {key: value for key, value in node.attrs if key != "writes"}
-        controls = tuple(c for c in node.controls if graph.node(c.source).effect == Effect.SIDE)
-        result.append(Node(node.name, "If", (pred,), (), attributes({**attrs, "open": True}), controls))
-        for side in BRANCHES:
-            reference = node.attr(side)
-            assert isinstance(reference, FunctionRef), "TensorFlow's If names its branches"
-            body = internals.function_graph(func_graph, reference.name)
-            result += _open_branch(graph, node.name, side, body, entering, library)
-    return result
+        result += opened.get(node.name, [node])
+    return result, results
+
+
+def _open_condition(
+    graph: Graph, node: Node, func_graph: Any, library: dict[str, bytes], used: Sequence[Value]
+) -> tuple[list[Node], dict[Value, Value]]:
+    """Return the marker of a condition and the nodes of its branches, and the values of those results that it can give.
+
+    What these are computed from is guarded by no condition.
+    """
+    pred, *entering = node.inputs
+    attrs = {key: value for key, value in node.attrs if key != "writes"}
+    controls = tuple(c for c in node.controls if graph.node(c.source).effect == Effect.SIDE)
+    branches = []
+    for side in BRANCHES:
+        reference = node.attr(side)
+        assert isinstance(reference, FunctionRef), "TensorFlow's If names its branches"
+        body = internals.function_graph(func_graph, reference.name)
+        branches.append(_open_branch(graph, node.name, side, body, entering, library, {value.index for value in used}))
+    inside = {part.name: part for nodes, _ in branches for part in nodes}
+    needed: set[str] = set()
+    selects: dict[Value, Node] = {}
+    for value in used:
+        sources = [outputs[value.index] for _, outputs in branches]
+        computing = _computing(inside, sources)
+        kind = node.outputs[value.index]
+        dims = kind.shape.dims
+        known = dims is not None and None not in dims and kind.dtype.name not in ("resource", "variant")
+        if known and all(_can_always_run(inside, inside[name]) for name in computing):
+            needed |= computing
+            attrs_of_select = attributes({"T": kind.dtype})
+            name = f"{node.name}/result{value.index}"
+            selects[value] = Node(name, "SelectV2", (pred, *sources), (kind,), attrs_of_select)
+    nodes = [_always(part, node.name) if part.name in needed else part for part in inside.values()]
+    marker = Node(node.name, "If", (pred,), (), attributes({**attrs, "open": True}), controls)
+    return [marker, *nodes, *selects.values()], {value: Value(select.name) for value, select in selects.items()}
+
+
+def _computing(inside: Mapping[str, Node], values: Sequence[Value]) -> set[str]:
+    """Return the names of the nodes ``inside`` that compute ``values``."""
+    found: set[str] = set()
+    pending = [value.node for value in values]
+    while pending:
+        name = pending.pop()
+        if name in inside and name not in found:
+            found.add(name)
+            pending += [value.node for value in inside[name].inputs]
+    return found
+
+
+def _can_always_run(inside: Mapping[str, Node], node: Node) -> bool:
+    """Return whether a node of a branch can run whatever the predicate is: before the branches' writes, or after."""
+    if node.effect not in _PLAIN or node.op in _LOOPS:
+        return False
+    read = {value.node for value in node.inputs} if node.effect is Effect.READ else set()
+    names = list(inside)
+    writes = [
+        i for i, part in enumerate(inside.values()) if part.effect is Effect.WRITE and read & {*part.strings("writes")}
+    ]
+    place = names.index(node.name)
+    return not writes or place < writes[0] or place > writes[-1]
+
+
+def _always(node: Node, marker: str) -> Node:
+    """Return the node of a branch as one that runs whatever the predicate is."""
+    attrs = tuple((key, value) for key, value in node.attrs if key != "guard")
+    return dataclasses.replace(node, attrs=attrs, controls=tuple(c for c in node.controls if c.source != marker))
 
 
 def _open_branch(
-    graph: Graph, marker: str, side: str, body: Any, entering: Sequence[Value], library: dict[str, bytes]
-) -> list[Node]:
-    """Return the nodes of a branch, read from the FuncGraph ``body``, under names of their own and guarded."""
+    graph: Graph,
+    marker: str,
+    side: str,
+    body: Any,
+    entering: Sequence[Value],
+    library: dict[str, bytes],
+    used: Set[int],
+) -> tuple[list[Node], list[Value]]:
+    """Return the nodes of a branch, read from the FuncGraph ``body``, under names of their own and guarded.
+
+    With them its results, of which those with the numbers ``used`` are needed.
+    """
     inputs: dict[str, Node] = {}
     values: dict[Value, Value] = {}
     for i, (tensor, value) in enumerate(zip(body.inputs, entering, strict=True)):
@@ -84,20 +163,26 @@ def _open_branch(
         inputs[tensor.op.name] = Node(value.node, "variable") if is_variable else Node(f"entering/{i}", "capture")
         values[Value(inputs[tensor.op.name].name)] = value
     branch = read_graph(body, inputs, marker)
+    outputs = tuple(read_value(tensor, inputs) for tensor in body.outputs)
+    branch = branch.replace(outputs=tuple(value for i, value in enumerate(outputs) if i in used))
     library.update(branch.library)
     taken = {node.name for node in inputs.values()}
 
     def rename(name: str) -> str:
         return name if name in taken else f"{marker}.{side}/{name}"
 
+    def renamed(value: Value) -> Value:
+        return values.get(value, Value(rename(value.node), value.index))
+
     result = []
-    for node in _open(branch, body, library):
+    nodes, chosen = _open(branch, body, library)
+    for node in nodes:
         if node.name in taken:
             continue
         copy = dataclasses.replace(
             node,
             name=rename(node.name),
-            inputs=tuple(values.get(v, Value(rename(v.node), v.index)) for v in node.inputs),
+            inputs=tuple(map(renamed, node.inputs)),
             controls=tuple(Control(rename(c.source), c.reason) for c in node.controls),
         )
         if node.has("guard"):  # by a condition inside of this one
@@ -105,7 +190,7 @@ def _open_branch(
             result.append(copy.with_attrs(guard=(rename(around), inner)))
         else:
             result.append(guarded(copy, marker, side))
-    return result
+    return result, [renamed(chosen.get(value, value)) for value in outputs]
 
 
 def _order(nodes: Sequence[Node]) -> list[Node]:

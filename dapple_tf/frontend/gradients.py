@@ -8,7 +8,7 @@ backward graph before all forward graphs; then backward graphs in reverse order.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,13 +18,14 @@ import tensorflow as tf
 from dapple_tf import internals
 from dapple_tf.errors import CaptureError
 from dapple_tf.frontend.backward_writes import check_backward_writes
-from dapple_tf.frontend.capture import Captured, CapturedTensors
+from dapple_tf.frontend.capture import Captured, CapturedTensors, Target
 from dapple_tf.frontend.deferred_statistics import drop_nodes
 from dapple_tf.frontend.joined_moments import mark_joins
 from dapple_tf.frontend.read_graph import read_graph
 from dapple_tf.frontend.rows import use_rows
 from dapple_tf.frontend.sparse_gradients import find_uses, read_uses
 from dapple_tf.graph_passes.ir.graph import Effect, FunctionRef, Graph, Value, ancestors
+from dapple_tf.graph_passes.ir.names import of_target, without_target
 from dapple_tf.graph_passes.passes.backward import StageGradients
 from dapple_tf.graph_passes.passes.combine_statistics import COMBINES
 from dapple_tf.graph_passes.passes.partition import Stage, StageGraph
@@ -45,9 +46,9 @@ def differentiate(
     ``check_backward_writes`` raises.
     """
     tensors = CapturedTensors(captured)
-    trained = _depend_on_training(captured)
+    trained = [_depend_on_training(captured, target) for target in captured.targets]
     for node in captured.graph.nodes:
-        if node.op == "EagerPyFunc" and node.name in trained and not captured.uncut:
+        if node.op == "EagerPyFunc" and any(node.name in of_target for of_target in trained) and not captured.uncut:
             raise CaptureError(
                 f"{node.name!r} is a tf.py_function between a variable and the loss. All its calls share one tape, so "
                 "micro-batches would take each other's gradients: write it in TensorFlow ops, or give "
@@ -57,7 +58,7 @@ def differentiate(
     differentiated: Collection[Value] = ()  # boundary tensors for which the next stage sends a gradient
     if stages.loss_head:
         with captured.func_graph.as_default(), tf.name_scope("loss_head_gradients"):
-            result = _differentiate_loss_head(captured, stages, tensors, trained, scaled)
+            result = _differentiate_loss_head(captured, stages, tensors, trained[0], scaled)
         found.append(result)
         differentiated = {value for value, _ in found[0].boundary}
     for stage in reversed(stages.stages):
@@ -68,6 +69,7 @@ def differentiate(
     found.reverse()
     with captured.func_graph.as_default():
         whole = None if _calls_functions(captured.graph) else partial(_differentiate_whole, captured, tensors)
+        variables = {name: captured.variables[without_target(name)] for name in captured.trainable}
         uses = find_uses([result.variables for result in found], captured.graph.by_name, whole) if sparse else {}
         dense = [
             [(name, tf.convert_to_tensor(gradient)) for name, gradient in result.variables if name not in uses]
@@ -76,7 +78,7 @@ def differentiate(
     joint = read_graph(captured.func_graph, tensors.inputs, captured.graph.name, captured.left_out)
     joint = use_rows(joint, captured.dependence)
     joint = mark_joins(drop_nodes(_described_as_in(captured.graph, joint), captured.dropped), captured.graph)
-    by_stage = [read_uses(joint, uses, i, captured.variables, tensors.value, stages.once) for i in range(len(found))]
+    by_stage = [read_uses(joint, uses, i, variables, tensors.value, stages.once) for i in range(len(found))]
     gradients = tuple(
         StageGradients(
             result.seeds,
@@ -97,8 +99,9 @@ def _calls_functions(graph: Graph) -> bool:
 
 
 def _differentiate_whole(captured: Captured, tensors: CapturedTensors, name: str) -> Any:
-    """Return the gradient of the whole loss for a variable: no stage uses its ops, they only tell an order."""
-    return tf.gradients(tensors[captured.graph.outputs[0]], tensors.handles[name], name="whole_gradient")[0]
+    """Return the gradient ``name`` of the whole loss: no stage uses its ops, they only tell an order."""
+    target = next(target for target in captured.targets if name in target.gradients.values())
+    return tf.gradients(tensors[target.value], tensors.handles[without_target(name)], name="whole_gradient")[0]
 
 
 def _described_as_in(captured: Graph, joint: Graph) -> Graph:
@@ -113,13 +116,13 @@ def _described_as_in(captured: Graph, joint: Graph) -> Graph:
     return joint.replace(nodes=tuple(nodes))
 
 
-def _depend_on_training(captured: Captured) -> set[str]:
-    """Return the names of the nodes that depend on a trainable variable: only these need gradients.
+def _depend_on_training(captured: Captured, target: Target) -> set[str]:
+    """Return the names of the nodes that depend on a variable with a gradient by ``target``: these need gradients.
 
     No gradient passes through integers, such as the shape of a random draw, nor through what a training step's tape did
     not record. The nodes that draw the rows of a micro-batch are not in the trace.
     """
-    found, graph = set(captured.trainable), captured.graph
+    found, graph = set(target.gradients), captured.graph
     for node in graph.nodes:
         if node.name in captured.unrecorded:
             continue
@@ -148,37 +151,68 @@ def _differentiate_stage(
     stage: Stage,
     differentiated: Collection[Value],
     tensors: CapturedTensors,
-    trained: Collection[str],
+    trained: Sequence[Collection[str]],
 ) -> _StageResult:
-    """Add the gradient ops of one stage to the trace.
+    """Add the gradient ops of one stage to the trace, for each target.
 
-    ``differentiated``: the boundary tensors whose gradient the next stage sends. ``trained``: see
-    ``_depend_on_training``.
+    ``differentiated``: the boundary tensors whose gradient the next stage sends (see ``of_target``). ``trained``: for
+    each target, see ``_depend_on_training``.
     """
-    targets = _targets(captured, stages, stage, differentiated)
-    entering = [v for v in stage.inputs if captured.graph.type_of(v).dtype.differentiable and v.node in trained]
     others = {name for other in stages.stages if other.index != stage.index for name in other.nodes}
-    needed = ancestors(captured.graph, [value.node for value in targets], stop=others)
-    names = [name for name in captured.trainable if name in needed]
-    sources = [tensors[value] for value in entering] + [tensors.handles[name] for name in names]
-    if not targets or not sources:
-        return _StageResult()
-    seeds = [
-        tf.compat.v1.placeholder(tensors[v].dtype, tensors[v].shape, name=f"seed{i}") for i, v in enumerate(targets)
-    ]
+    loss = captured.graph.outputs[0]
+    seeds: dict[Value, Any] = {}
+    boundary: list[tuple[Value, Any]] = []
+    variables: list[tuple[str, Any]] = []
     before = len(captured.func_graph.get_operations())
-    stops = [tensors[value] for value in (*entering, *_unrecorded(captured))]
-    with internals.stop_gradients_at_calls(stops):
-        gradients = tf.gradients(
-            [tensors[value] for value in targets], sources, grad_ys=seeds, stop_gradients=stops, name="gradients"
-        )
-    values = [None if g is None else tensors.value(tf.convert_to_tensor(g)) for g in gradients[: len(entering)]]
+    targets = captured.targets
+    for number, target in enumerate(targets):
+        terms = {other.value for other in targets if other is not target}
+        results = {_by_target(number, v): v for v in stage.outputs if _by_target(number, v) in differentiated}
+        results |= {loss: loss} if _gives_loss(captured, stages, stage) else {}
+        entering = [
+            v
+            for v in stage.inputs
+            if captured.graph.type_of(v).dtype.differentiable and v.node in trained[number] and v not in terms
+        ]
+        needed = ancestors(captured.graph, [value.node for value in results.values()], stop=others)
+        names = [name for name in target.gradients if name in needed]
+        sources = [tensors[value] for value in entering] + [tensors.handles[name] for name in names]
+        if not results or not sources:
+            continue
+        for key, value in results.items():
+            if key not in seeds:
+                place = tf.compat.v1.placeholder
+                seeds[key] = place(tensors[value].dtype, tensors[value].shape, name=f"seed{len(seeds)}")
+        stops = [tensors[value] for value in (*entering, *terms, *_unrecorded(captured))]
+        with internals.stop_gradients_at_calls(stops):
+            gradients = tf.gradients(
+                [tensors[value] for value in results.values()],
+                sources,
+                grad_ys=[seeds[key] for key in results],
+                stop_gradients=stops,
+                name="gradients",
+            )
+        of_boundary, of_variables = gradients[: len(entering)], gradients[len(entering) :]
+        boundary += [(_by_target(number, v), g) for v, g in zip(entering, of_boundary, strict=True) if g is not None]
+        variables += [(target.gradients[name], g) for name, g in zip(names, of_variables, strict=True) if g is not None]
+    values = [(key, tensors.value(tf.convert_to_tensor(g))) for key, g in boundary]
     return _StageResult(
-        tuple((v, tensors.value(seed).node) for v, seed in zip(targets, seeds, strict=True)),
-        tuple((v, g) for v, g in zip(entering, values, strict=True) if g is not None),
-        tuple((n, g) for n, g in zip(names, gradients[len(entering) :], strict=True) if g is not None),
+        tuple((key, tensors.value(seed).node) for key, seed in seeds.items()),
+        tuple(values),
+        tuple(variables),
         _added_since(captured, before),
     )
+
+
+def _by_target(number: int, value: Value) -> Value:
+    """Return the value whose name is that of the gradient of ``value`` by a target: see ``names.of_target``."""
+    return Value(of_target(number, value.node), value.index)
+
+
+def _gives_loss(captured: Captured, stages: StageGraph, stage: Stage) -> bool:
+    """Return whether the stage computes the loss from which backward starts."""
+    owner = stages.stage_of(captured.graph.outputs[0].node)
+    return not stages.loss_head and (len(stages.stages) - 1 if owner is None else owner) == stage.index
 
 
 def _differentiate_loss_head(
@@ -216,15 +250,3 @@ def _unrecorded(captured: Captured) -> list[Value]:
 def _added_since(captured: Captured, before: int) -> frozenset[str]:
     """Return the names of the ops that were added to the trace when it had ``before`` ops."""
     return frozenset(op.name for op in captured.func_graph.get_operations()[before:])
-
-
-def _targets(captured: Captured, stages: StageGraph, stage: Stage, differentiated: Collection[Value]) -> list[Value]:
-    """Return the values of a stage to differentiate: boundary tensors, and the loss on the stage that computes it."""
-    targets = [value for value in stage.outputs if value in differentiated]
-    if stages.loss_head:
-        return targets
-    loss = captured.graph.outputs[0]
-    owner = stages.stage_of(loss.node)
-    if (len(stages.stages) - 1 if owner is None else owner) == stage.index:
-        targets.append(loss)
-    return targets

@@ -1,11 +1,12 @@
 """Cut the trace of a training step that takes gradients of several targets into phases, which run in turn.
 
-The gradients of one target, what the target needs, and what the step does with these gradients before it takes the next
-ones are a phase. Each phase is a training step of one loss. A phase computes what it needs from the batch and from
-variables by itself, also what an earlier phase has computed too: its operations and its operands are the same. It does
-not compute again what depends on a gradient of an earlier phase, what an earlier phase has written or drawn, and what
-has been read from a variable that was written since. Such values are *handed over*: the earlier phase stores them in
-variables of their own, and the later one reads them.
+Targets that need nothing of each other's gradients, and that the step could all compute before it takes the first ones,
+are of one phase: one forward computes them all. What they need, their gradients, and what the step does with these
+before it takes the next ones are a phase. Each phase is a training step of one loss, or of several. A phase computes
+what it needs from the batch and from variables by itself, also what an earlier phase has computed too: its operations
+and its operands are the same. It does not compute again what depends on a gradient of an earlier phase, what an earlier
+phase has written or drawn, and what has been read from a variable that was written since. Such values are *handed
+over*: the earlier phase stores them in variables of their own, and the later one reads them.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ _ACTING = (Effect.WRITE, Effect.SIDE, Effect.RANDOM)
 
 @dataclass(frozen=True)
 class Asked:
-    """The gradients of one ``target``: their ``arguments`` in the graph, by name, and their ``variables``.
+    """The gradients of one or several ``targets``: their ``arguments`` in the graph, by name, and their ``variables``.
 
     ``first_op``: the number of ops in the trace before they were first asked for. ``unrecorded``: the names of nodes
     through which no gradient passes. ``place``: file and line.
     """
 
-    target: Value
+    targets: tuple[Value, ...]
     arguments: frozenset[str]
     variables: frozenset[str]
     first_op: int
@@ -77,6 +78,71 @@ class HandOver:
         return self.variables[key]
 
 
+def join_targets(graph: Graph, asked: Sequence[Asked], numbers: Mapping[str, int]) -> list[list[int]]:
+    """Return the positions in ``asked`` of the targets of each phase, in order; ``numbers``: see ``cut_phases``.
+
+    A target is of the phase of those before it if it depends on none of their gradients, directly or by what the step
+    does with them, and if the step changes no floating-point variable between them on which it depends. Both may take
+    counters and the seeds of draws one after the other.
+    """
+    found: list[list[int]] = []
+    for i, item in enumerate(asked):
+        group = [asked[j] for j in found[-1]] if found else []
+        if group and _can_join(graph, group, item, numbers):
+            found[-1].append(i)
+        else:
+            found.append([i])
+    return found
+
+
+def _can_join(graph: Graph, group: Sequence[Asked], item: Asked, numbers: Mapping[str, int]) -> bool:
+    taken = frozenset().union(*(other.arguments for other in group))
+    needed = ancestors(graph, [target.node for target in item.targets])
+    if taken & needed or len({graph.type_of(of.targets[0]).dtype for of in (*group, item)}) > 1:
+        return False
+    for node in (graph.node(name) for name in needed):
+        if node.effect is not Effect.WRITE or numbers[node.name] < group[0].first_op:
+            continue
+        if any(graph.type_of(value).dtype.differentiable for value in node.inputs):
+            return False
+    return all(_agree(graph, item, other) and _agree(graph, other, item) for other in group)
+
+
+def _agree(graph: Graph, item: Asked, other: Asked) -> bool:
+    """Return whether gradients of ``other`` pass through no node at which those of ``item`` end."""
+    ends = unrecorded_of(graph, item)
+    passed = (_data_ancestors(graph, other.targets) & _of_variables(graph, other)) - unrecorded_of(graph, other)
+    return ends.isdisjoint(passed)
+
+
+def unrecorded_of(graph: Graph, asked: Asked) -> frozenset[str]:
+    """Return the nodes at which the gradients ``asked`` for end, since no tape recorded them."""
+    return asked.unrecorded & _data_ancestors(graph, asked.targets) & _of_variables(graph, asked)
+
+
+def _of_variables(graph: Graph, asked: Asked) -> set[str]:
+    """Return the nodes that depend on the variables of ``asked`` by floating-point values."""
+    found = set(asked.variables)
+    for node in graph.nodes:
+        kinds = (graph.type_of(value).dtype for value in node.inputs if value.node in found)
+        if any(kind.differentiable or kind.handle for kind in kinds):
+            found.add(node.name)
+    return found
+
+
+def join_asked(asked: Sequence[Asked]) -> Asked:
+    """Return the gradients of all targets of a phase as one."""
+    first = asked[0]
+    return Asked(
+        tuple(target for item in asked for target in item.targets),
+        frozenset().union(*(item.arguments for item in asked)),
+        frozenset().union(*(item.variables for item in asked)),
+        first.first_op,
+        frozenset.intersection(*(item.unrecorded for item in asked)),
+        first.place,
+    )
+
+
 def cut_phases(
     graph: Graph,
     asked: Sequence[Asked],
@@ -84,7 +150,7 @@ def cut_phases(
     returned: Sequence[Value | None],
     place_of: Callable[[str], str],
 ) -> tuple[Phase, ...]:
-    """Return the phases of the trace ``graph``, one for each target, in the order in which gradients were ``asked``.
+    """Return the phases of the trace ``graph``, one for each item of ``asked``, in this order.
 
     ``numbers``: of each op in the trace; ``returned``: what the step returns. ``place_of``: returns the file and line
     of a node. Raises CaptureError where a phase needs what it cannot compute and what cannot be handed over to it.
@@ -92,7 +158,7 @@ def cut_phases(
     facts = _Facts.of(graph, asked, numbers)
     roots = [
         [
-            asked[i].target.node,
+            *(target.node for target in asked[i].targets),
             *(node.name for node in graph.nodes if node.effect in _ACTING and facts.phases[node.name] == i),
             *(value.node for value in returned if value is not None and facts.home(value.node) == i),
         ]
@@ -132,7 +198,7 @@ class _Facts:
     @staticmethod
     def of(graph: Graph, asked: Sequence[Asked], numbers: Mapping[str, int]) -> _Facts:
         """Return the facts; see ``cut_phases``."""
-        losses = tuple(_data_ancestors(graph, item.target.node) for item in asked)
+        losses = tuple(_data_ancestors(graph, item.targets) for item in asked)
         differentiated = tuple(_reached_by_gradients(graph, item) for item in asked)
         own = {name: i for i, item in enumerate(asked) for name in item.arguments}
         last_read: dict[str, int] = {}  # by variable, the last phase whose gradients pass through a read so far
@@ -271,7 +337,7 @@ class _PhaseNodes:
     def _check_order(self) -> None:
         """Raise CaptureError where the target needs variables both before and after the step changes them."""
         facts = self._facts
-        for name in ancestors(self._graph, [self._asked.target.node], stop=self._earlier):
+        for name in ancestors(self._graph, [target.node for target in self._asked.targets], stop=self._earlier):
             node = self._graph.node(name)
             if node.effect is Effect.WRITE and name in facts.of_gradient:
                 raise CaptureError(
@@ -307,9 +373,9 @@ class _PhaseNodes:
             )
 
 
-def _data_ancestors(graph: Graph, root: str) -> frozenset[str]:
+def _data_ancestors(graph: Graph, roots: Sequence[Value]) -> frozenset[str]:
     found: set[str] = set()
-    pending = [root]
+    pending = [value.node for value in roots]
     while pending:
         name = pending.pop()
         if name not in found:

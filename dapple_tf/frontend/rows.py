@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from dapple_tf.frontend.dependence.result import BatchDependence, WholeSize
 from dapple_tf.frontend.row_draws import draw_rows
-from dapple_tf.frontend.traced_nodes import replacement_nodes
+from dapple_tf.frontend.traced_nodes import TracedNodes, place_nodes, replacement_nodes, trace_nodes
 from dapple_tf.graph_passes.analysis.layers import TAKES_ROWS
 from dapple_tf.graph_passes.ir.graph import Graph, Node, Value, tensor
 
@@ -61,6 +63,7 @@ def _has_layer(node: Node) -> bool:
 
 def _use_whole_sizes(graph: Graph, dependence: BatchDependence) -> Graph:
     """Return the graph in which nodes that compute sizes of the whole batch replace those of the micro-batch."""
+    size_nodes = _SizeNodes(graph)
     by_node: dict[str, list[WholeSize]] = {}
     for size in dependence.sizes:
         by_node.setdefault(size.node, []).append(size)
@@ -68,7 +71,7 @@ def _use_whole_sizes(graph: Graph, dependence: BatchDependence) -> Graph:
     for node in graph.nodes:
         sizes = by_node.get(node.name, [])
         if any(size.operand is None for size in sizes):
-            nodes += _size_nodes(graph, node, sizes[0])
+            nodes += size_nodes.make(node, sizes[0])
             continue
         inputs = list(node.inputs)
         for size in sizes:
@@ -76,13 +79,13 @@ def _use_whole_sizes(graph: Graph, dependence: BatchDependence) -> Graph:
             kind = graph.type_of(node.inputs[size.operand])
             place = {key: value for key, value in node.attrs if key in ("layer", "within")}
             result = Node(f"{node.name}/batch_size{size.operand}", "Cast", (), (kind,)).with_attrs(**place)
-            nodes += _size_nodes(graph, result, size)
+            nodes += size_nodes.make(result, size)
             inputs[size.operand] = Value(result.name)
         nodes.append(dataclasses.replace(node, inputs=tuple(inputs)))
     for size in dependence.shapes:
         value = Value(size.node, size.operand or 0)
         name = f"{size.node}/of_batch{value.index}"
-        *added, last = _size_nodes(graph, Node(name, "Cast", (), (graph.type_of(value),)), size)
+        *added, last = size_nodes.make(Node(name, "Cast", (), (graph.type_of(value),)), size)
         nodes += [*added, last.with_attrs(stands_for=str(value))]
     return graph.replace(nodes=tuple(nodes)).sorted()
 
@@ -129,17 +132,35 @@ def _take_rows(whole: Any, rows: Any) -> Any:
     return whole[rows[0] : rows[1]]
 
 
-def _size_nodes(graph: Graph, result: Node, size: WholeSize) -> list[Node]:
-    """Return the nodes that compute a size of the whole batch; the last one has the name and type of ``result``."""
+class _SizeNodes:
+    """Makes the nodes that compute sizes of the whole batch; layers that are alike compute theirs by the same ops."""
 
-    def compute(rows: Any, *arguments: Any) -> Any:
-        scale, offset = size.scale, size.offset
-        for term, argument in zip(size.lengths, arguments, strict=True):
-            length = tf.shape(argument, tf.int64)[term.axis]
-            scale, offset = scale + term.scale * length, offset + term.offset * length
-        batch_size = rows[2]
-        return tf.cast(scale * batch_size + offset, result.outputs[0].dtype.name)
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        self._taken = set(graph.by_name)
+        self._traced: dict[Hashable, TracedNodes] = {}
 
-    values = [Value(ROWS_NAME), *(Value(term.argument) for term in size.lengths)]
-    types = [_ROWS, *map(graph.type_of, values[1:])]
-    return replacement_nodes(result, compute, list(zip(values, types, strict=True)), set(graph.by_name))
+    def make(self, result: Node, size: WholeSize) -> list[Node]:
+        """Return the nodes that compute the size; the last one has the name and type of ``result``."""
+        values = [Value(ROWS_NAME), *(Value(term.argument) for term in size.lengths)]
+        kinds = [_ROWS, *map(self._graph.type_of, values[1:])]
+        dtype = result.outputs[0].dtype.name
+        terms = [(term.axis, *_content(term.scale), *_content(term.offset)) for term in size.lengths]
+        key = (dtype, *kinds, *terms, *_content(size.scale), *_content(size.offset))
+        if key not in self._traced:
+            self._traced[key] = trace_nodes(partial(_compute_size, size, dtype), kinds)
+        return place_nodes(self._traced[key], result, values, self._taken)
+
+
+def _content(array: Any) -> tuple[Hashable, ...]:
+    """Return what tells the array from others."""
+    array = np.asarray(array)
+    return array.dtype.str, array.shape, array.tobytes()
+
+
+def _compute_size(size: WholeSize, dtype: str, rows: Any, *arguments: Any) -> Any:
+    scale, offset = size.scale, size.offset
+    for term, argument in zip(size.lengths, arguments, strict=True):
+        length = tf.shape(argument, tf.int64)[term.axis]
+        scale, offset = scale + term.scale * length, offset + term.offset * length
+    return tf.cast(scale * rows[2] + offset, dtype)

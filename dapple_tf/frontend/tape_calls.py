@@ -155,6 +155,7 @@ class TapeCalls:
         if gradients:
             operations = graph.get_operations()
             added = {op.name for op in operations[start:end]}
+            kept += (t for op in operations[:start] for t in op.inputs if t.op.name in added)  # loops keep lists for it
             self.calls.append(
                 TapeCall(
                     graph,
@@ -221,11 +222,11 @@ def expect_gradients(
         op = pending.pop()
         if op.name in passed or op.name not in recorded:
             continue
+        taken = [(t.op, i) for i, t in enumerate(op.inputs) if t.dtype == tf.resource or not t.dtype.is_integer]
         try:
-            differentiable = internals.has_gradient(op)
+            differentiable = bool(taken) and internals.has_gradient(op)
         except LookupError:
             return None
-        taken = [(t.op, i) for i, t in enumerate(op.inputs) if t.dtype == tf.resource or not t.dtype.is_integer]
         passed[op.name] = taken if differentiable else []
         pending += [source for source, _ in passed[op.name]]
     users: dict[str, list[tuple[Any, int]]] = {}

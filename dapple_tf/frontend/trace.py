@@ -17,7 +17,14 @@ from dapple_tf.frontend.affine_sizes import fit_sizes
 from dapple_tf.frontend.after_gradients import take_inputs_of
 from dapple_tf.frontend.batch import batch_signature
 from dapple_tf.frontend.batch_norm_calls import layer_of, statistics_writes
-from dapple_tf.frontend.capture import Captured, Traced, TrainingStep, capture, plain_function
+from dapple_tf.frontend.capture import (
+    Captured,
+    SeveralPhasesError,
+    Traced,
+    TrainingStep,
+    capture,
+    plain_function,
+)
 from dapple_tf.frontend.composite import takes_rows, taking_rows, unknown_lengths
 from dapple_tf.frontend.deferred_statistics import defer_statistics
 from dapple_tf.frontend.dependence.decide import find_dependence, find_uncut_dependence
@@ -279,6 +286,8 @@ def report_exactness(name: str, reasons: Sequence[Inexactness], inexact: Inexact
 
 def _report(captured: Captured, dependence: BatchDependence, inexact: Inexact, *, trains: bool) -> None:
     name, reasons, after = captured.graph.name, dependence.exactness.undocumented, captured.after
+    if reasons and inexact == "error" and captured.several:
+        raise SeveralPhasesError(captured.apart, joined=False)  # each target by itself may be exact
     found = [] if after is None else [after.place_of(reason.node or reason.layer) for reason in reasons]
     report_exactness(name, reasons, inexact, ", ".join(dict.fromkeys(found)))
     if dependence.grows and trains and after is None:

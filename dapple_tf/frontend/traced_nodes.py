@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
 
 from dapple_tf.frontend.names import unique_name
 from dapple_tf.frontend.read_graph import read_graph, read_value
-from dapple_tf.graph_passes.ir.graph import OTHER, Node, Shape, TensorType, Value, ancestors
+from dapple_tf.graph_passes.ir.graph import OTHER, Graph, Node, Shape, TensorType, Value, ancestors
 
 _PLACE = ("layer", "within")
 
@@ -27,14 +28,32 @@ def replacement_nodes(
     names ``node/...`` that are not in ``taken``; their unknown dimensions are recorded as ``OTHER``, not as the batch.
     All have the Keras layer, the device and the control edges of ``node``.
     """
+    traced = trace_nodes(function, [kind for _, kind in inputs])
+    return place_nodes(traced, node, [value for value, _ in inputs], taken)
+
+
+@dataclass(frozen=True)
+class TracedNodes:
+    """The ops of a Python function, whose inputs are the nodes ``0``, ``1`` and so on; ``last``: its result."""
+
+    body: Graph
+    last: Value
+
+
+def trace_nodes(function: Callable[..., Any], kinds: Sequence[TensorType]) -> TracedNodes:
+    """Return the ops of ``function`` of inputs of these ``kinds``."""
     with tf.Graph().as_default() as graph:
-        placeholders = [_placeholder(kind) for _, kind in inputs]
+        placeholders = [_placeholder(kind) for kind in kinds]
         last = function(*placeholders)
     holders = {tensor.op.name: Node(f"{i}", "arg") for i, tensor in enumerate(placeholders)}
-    body = read_graph(graph, holders, node.name)
-    last_value = read_value(last, holders)
+    return TracedNodes(read_graph(graph, holders, "replacement"), read_value(last, holders))
+
+
+def place_nodes(traced: TracedNodes, node: Node, inputs: Sequence[Value], taken: Iterable[str]) -> list[Node]:
+    """Return the traced nodes, in the place of ``node`` and with these ``inputs``; see ``replacement_nodes``."""
+    body, last_value = traced.body, traced.last
     needed = ancestors(body, [last_value.node])
-    values = {Value(f"{i}"): value for i, (value, _) in enumerate(inputs)}
+    values = {Value(f"{i}"): value for i, value in enumerate(inputs)}
     names = {last_value.node: node.name}
     used = set(taken)
     for new in body.nodes:

@@ -8,5 +8,6 @@ model.fit(x, y, epochs=3)
 from __future__ import annotations
 
 from dapple_tf.keras.install import pipeline, restore
+from dapple_tf.keras.resume import SaveAndResume
 
-__all__ = ["pipeline", "restore"]
+__all__ = ["SaveAndResume", "pipeline", "restore"]

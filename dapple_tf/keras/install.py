@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -41,14 +42,18 @@ def _read_ahead(model: keras.Model, check: Callable[[], None]) -> None:
     ``check`` is called before each.
     """
     for name in METHODS:
-        setattr(model, name, _reading_ahead(getattr(model, name), check))
+        setattr(model, name, _reading_ahead(model, getattr(model, name), check))
 
 
-def _reading_ahead(method: Callable[..., Any], check: Callable[[], None]) -> Callable[..., Any]:
+def _reading_ahead(model: keras.Model, method: Callable[..., Any], check: Callable[[], None]) -> Callable[..., Any]:
     @functools.wraps(method)
     def run(*args: Any, **options: Any) -> Any:
         check()
-        return method(*map(_prefetched, args), **{name: _prefetched(value) for name, value in options.items()})
+        args, options = tuple(map(_prefetched, args)), {name: _prefetched(value) for name, value in options.items()}
+        if method.__name__ == "fit":
+            given = inspect.signature(method).bind(*args, **options).arguments
+            installed_in(model).fit_data = given.get("x"), given.get("steps_per_epoch")
+        return method(*args, **options)
 
     return run
 
@@ -126,6 +131,7 @@ def pipeline(
         kind: OnOneDevice(model, kind, lambda: step.release() if step.built else None) for kind in own_steps - {"train"}
     }
     loops = Loops(model, names, step, test, predict, check, own_names, on_one_device)
+    installed.loops = loops
     for kind in _KINDS:
         function = getattr(loops, f"{kind}_function")
         setattr(model, f"{kind}_function", function)
@@ -145,10 +151,7 @@ def restore(model: keras.Model) -> None:
     Variables are back on the devices on which they were before the pipeline. In a job every rank must call it, and has
     all trained values afterwards. Raises UsageError for a model without a pipeline.
     """
-    if not _is_installed(model):
-        name = getattr(model, "name", type(model).__name__)
-        raise UsageError(f"{name} has no pipeline: dapple.keras.pipeline(model, ...) puts one under it")
-    installed: _Installed = getattr(model, _STEP)
+    installed = installed_in(model)
     if installed.step.built:
         installed.step.release()
     delattr(model, _STEP)
@@ -164,12 +167,13 @@ def restore(model: keras.Model) -> None:
 _REPLACED = (*(f"make_{kind}_function" for kind in _KINDS), *{*METHODS, *ranks.METHODS})
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Installed:
     """A pipeline under a model: its ``step``, the ``settings`` of the model at that time, and what it had of its own.
 
     ``own``: attributes of the model itself that were replaced, by name. ``built``: those of its layers and optimizer
     for which the step was built; none where ``fit`` builds it. ``own_steps``: see ``_own_steps``.
+    ``loops``: the functions that Keras calls. ``fit_data``: the data and ``steps_per_epoch`` of the ``fit`` that runs.
     """
 
     step: PipelinedStep
@@ -177,6 +181,8 @@ class _Installed:
     own: Mapping[str, Any]
     built: dict[str, Any]
     own_steps: frozenset[str]
+    loops: Loops | None = None
+    fit_data: tuple[Any, int | None] = (None, None)
 
 
 def _own_steps(model: keras.Model) -> frozenset[str]:
@@ -206,6 +212,15 @@ def _attributes(model: keras.Model) -> dict[str, Any]:
         own |= {name: getattr(owner, name) for name in ("trainable", "_learning_rate") if hasattr(owner, name)}
         found |= {f"{where}.{name.lstrip('_')}": value for name, value in own.items()}
     return found
+
+
+def installed_in(model: keras.Model) -> _Installed:
+    """Return the pipeline under the model; UsageError where there is none."""
+    if not _is_installed(model):
+        name = getattr(model, "name", type(model).__name__)
+        raise UsageError(f"{name} has no pipeline: dapple.keras.pipeline(model, ...) puts one under it")
+    installed: _Installed = getattr(model, _STEP)
+    return installed
 
 
 def _is_installed(model: Any) -> bool:

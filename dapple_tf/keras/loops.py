@@ -27,7 +27,8 @@ class Loops:
     """The three functions of one compiled model.
 
     ``train``, ``test``, ``predict``: the pipelined functions of a named batch (see ``functions``). ``check`` is called
-    with every batch.
+    with every batch. ``passed_over``: how many batches are taken at the next call to train, without
+    training; ``skipped``: the same of the batches that are given then, of this call and the next ones.
 
     ``own_names``: where ``train`` is the model's own ``train_step``, which returns the metrics, the names of what it
     gets. ``on_one_device``: makes functions that Keras runs in place of ``test`` and ``predict``, by kind.
@@ -54,11 +55,15 @@ class Loops:
         self._on_one_device = on_one_device
         self._update = _MetricsUpdate(model)
         self._warned = False
+        self.passed_over = self.skipped = 0
 
     def train_function(self, batches: Iterable[Any]) -> Any:
         """Train on the next batches, and return the metrics; StopIteration where there is none."""
         for function in self._on_one_device.values():
             function.trained()
+        for _ in range(self.passed_over):
+            next(iter(batches))
+        self.passed_over = 0
         try:
             return self._run(batches, self._train) if self._own_names is None else self._run_own(batches)
         except StopIteration:
@@ -85,20 +90,29 @@ class Loops:
     def _run(self, batches: Iterable[Any], step: Callable[[dict[str, Any]], Any]) -> Any:
         samples, logs = _fixed_samples(batches), None
         for data in _next_batches(iter(batches), self._model.steps_per_execution):
+            if step is self._train and self._skips():
+                continue
             named = self._name(data)
             loss, aux = step(named)
             logs = self._update(self._names.nest(named), loss, aux, samples)
-        return logs
+        return {} if logs is None else logs
+
+    def _skips(self) -> bool:
+        skips = self.skipped > 0
+        self.skipped -= skips
+        return skips
 
     def _run_own(self, batches: Iterable[Any]) -> Any:
         assert self._own_names is not None, "a step of the model's own has names"
         logs = None
         for data in _next_batches(iter(batches), self._model.steps_per_execution):
+            if self._skips():
+                continue
             named = self._own_names.name(data)
             if self._check is not None:
                 self._check(named)
             logs = self._train(named)
-        return logs
+        return {} if logs is None else logs
 
     def _name(self, data: Any, *, inputs_only: bool = False) -> dict[str, Any]:
         named = self._names.name(data, inputs_only=inputs_only)

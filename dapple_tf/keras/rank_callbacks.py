@@ -132,7 +132,7 @@ def _is_of_horovod(callback: Any) -> bool:
 def _reads(callback: Any) -> bool:
     if type(callback) is keras.callbacks.TensorBoard:
         return bool(callback.histogram_freq)
-    return type(callback) not in _NO_READERS
+    return type(callback) not in _NO_READERS and not getattr(callback, "reads_no_values", False)
 
 
 @contextlib.contextmanager

@@ -11,18 +11,20 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
+import tensorflow as tf
 
+from dapple_tf import internals
 from dapple_tf.distributed.membership import Job
-from dapple_tf.distributed.variable_transfer import share_variables
+from dapple_tf.distributed.variable_transfer import lend_values, share_variables
 from dapple_tf.errors import UsageError
 from dapple_tf.frontend.optimizer_update import build_optimizer
 from dapple_tf.keras.rank_batches import BatchCheck, align_randomness
 from dapple_tf.keras.rank_callbacks import GatherValues, adapted, check_callbacks, reads_values
 from dapple_tf.runtime.step import PipelinedStep
 
-_SAVING = ("save", "save_weights", "export")
+_SAVING = ("save", "save_weights")
 _RUNNING = ("fit", "evaluate", "predict")
-METHODS = (*_SAVING, *_RUNNING, "get_weights", "load_weights")
+METHODS = (*_SAVING, *_RUNNING, "export", "get_weights", "load_weights")
 """The methods that are replaced."""
 
 
@@ -50,13 +52,28 @@ class _RankMethods:
             self._step.gather()
 
     def save(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Rank 0 writes, the others wait; an error of rank 0 is raised on all."""
+        """Rank 0 writes, and gets the values of other ranks one at a time; an error of rank 0 is raised on all."""
 
         def save(*args: Any, **options: Any) -> None:
+            self._job.announce_call("save the model")
+            self._job.check_call_history()  # variables trained on different batches are no model
+
+            def write() -> None:
+                with internals.saving_through_files():
+                    original(*args, **options)
+
+            lend_values(self._job, self._variables(), write)
+
+        return save
+
+    def export(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Rank 0 writes all values, which it must hold at once; an error of rank 0 is raised on all."""
+
+        def export(*args: Any, **options: Any) -> None:
             self.gather()
             self._job.run_on_rank_0(lambda: original(*args, **options) and None)
 
-        return save
+        return export
 
     def get_weights(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def get_weights() -> Any:
@@ -66,18 +83,23 @@ class _RankMethods:
         return get_weights
 
     def load_weights(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Rank 0 reads the file, and sends the others the values."""
+        """Rank 0 reads the file, and sends each value to the ranks that hold the variable: all, before a step."""
 
         def load_weights(*args: Any, **options: Any) -> None:
-            self.gather()
-            model, optimizer = self._model, self._model.optimizer
-            self._job.run_on_rank_0(lambda: original(*args, **options) and None)
-            if self._job.broadcast(optimizer.built):
-                build_optimizer(optimizer, model.trainable_weights)
-            variables = [*model.variables, *(optimizer.variables if optimizer.built else [])]
-            share_variables(self._job, [variable.value for variable in variables])
+            self._job.announce_call("load weights")
+            optimizer = self._model.optimizer
+            lend_values(self._job, self._variables(), lambda: original(*args, **options), changes=True)
+            if self._job.broadcast(optimizer.built) and not self._step.built:  # by what the file has
+                build_optimizer(optimizer, self._model.trainable_weights)
+                share_variables(self._job, [variable.value for variable in optimizer.variables])
 
         return load_weights
+
+    def _variables(self) -> list[tf.Variable]:
+        """Return the variables of the model and of its optimizer, in the same order on every rank."""
+        optimizer = self._model.optimizer
+        found = [*self._model.variables, *(optimizer.variables if optimizer.built else [])]
+        return [variable.value for variable in found]
 
     def run(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap ``fit``, ``evaluate`` or ``predict``: only rank 0 shows progress, and callbacks are those of a job."""

@@ -7,7 +7,10 @@ on from what the last has saved; ``dapple train --elastic`` plans for the ranks 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import math
 import os
+import secrets
 import signal
 import subprocess
 import time
@@ -16,7 +19,7 @@ from dataclasses import dataclass
 
 from dapple_tf.errors import ClusterError
 from dapple_tf.launcher.hosts import Host, find_answering, is_local, read_hosts
-from dapple_tf.launcher.restart import CONTINUE, MORE_RANKS, VARIABLE, Start
+from dapple_tf.launcher.restart import CONTINUE, VARIABLE, Start, offer_ranks
 
 _USAGE = 2  # the exit code of a command with a wrong option: another start ends in the same way
 _INTERRUPTED = 130
@@ -55,6 +58,8 @@ class Supervisor:
         self._tell = tell
         self._environment = dict(environment)
         self._stopped_by: int | None = None
+        self._signals = 0
+        self._lost: tuple[str, ...] = ()
 
     def run(self) -> int:
         """Run until the job has ended for good; return its exit code: 1 where too few ranks are left.
@@ -69,12 +74,19 @@ class Supervisor:
                 f"{settings.least} ranks: add hosts, or lower --min-np"
             )
         with self._passing_signals_on():
-            failures, start = 0, Start(0)
+            failures, start = 0, Start(0, launch=secrets.token_hex(8))
             while True:
                 began = time.monotonic()
-                code = self._run_once(hosts, start)
-                start = Start(start.number + 1, time.time())
-                if self._stopped_by is not None:
+                self._lost = ()
+                code = self._run_once(hosts, dataclasses.replace(start, began=time.time()))
+                start = dataclasses.replace(
+                    start,
+                    number=start.number + 1,
+                    ended=time.time(),
+                    cause=self._describe_end(code),
+                    lost=_ranks_on(hosts, self._lost),
+                )
+                if self._stopped_by is not None and code != 0:
                     return _INTERRUPTED if self._stopped_by == signal.SIGINT else _TERMINATED
                 if code in (0, _USAGE):
                     return code
@@ -100,6 +112,10 @@ class Supervisor:
         for host in named:
             if host not in answering:
                 self._tell(f"host {host.name} does not answer: its {host.slots} slots are left out")
+        return self._limit(answering)
+
+    def _limit(self, answering: Sequence[Host]) -> tuple[Host, ...]:
+        """Return the hosts with no more slots than the job may have ranks."""
         chosen: list[Host] = []
         left = self._settings.most
         for host in answering:
@@ -151,22 +167,35 @@ class Supervisor:
 
     def _watch(self, process: subprocess.Popen[str], hosts: Sequence[Host]) -> int:
         """Wait for the job's end; end mpirun where a host is lost, and offer more ranks where there are more slots."""
-        settings, offered = self._settings, False
+        settings, offered = self._settings, _count_slots(hosts)
         check = time.monotonic() + settings.check_seconds
         while (code := process.poll()) is None:
             if self._stopped_by is not None:
-                process.send_signal(self._stopped_by)
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(settings.timeout_seconds)
-                return _end(process, settings.timeout_seconds)
+                return self._stop(process, self._stopped_by)
             if time.monotonic() >= check:
                 lost = self._find_lost(hosts)
                 if lost:
                     return self._give_up(process, lost)
-                offered = offered or self._offer_ranks(process, _count_slots(hosts))
+                offered = self._offer_ranks(process, _count_slots(hosts), offered)
                 check = time.monotonic() + settings.check_seconds
             self._wait(_POLL_SECONDS)
         return code
+
+    def _stop(self, process: subprocess.Popen[str], number: int) -> int:
+        """Let the job save and end, by SIGUSR1, which mpirun passes on; end it at once at the second signal.
+
+        After SIGTERM, whose sender may not wait, the job has the timeout for it.
+        """
+        self._tell("lets the job save the step that runs, and end; a second signal ends it at once")
+        process.send_signal(signal.SIGUSR1)
+        end = math.inf if number == signal.SIGINT else time.monotonic() + self._settings.timeout_seconds
+        while process.poll() is None and self._signals == 1 and time.monotonic() < end:
+            time.sleep(_POLL_SECONDS)
+        if process.poll() is None:
+            process.send_signal(number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(self._settings.timeout_seconds)
+        return _end(process, self._settings.timeout_seconds)
 
     def _find_lost(self, hosts: Sequence[Host]) -> list[str]:
         """Return the names of hosts that do not answer, asked twice."""
@@ -179,36 +208,46 @@ class Supervisor:
 
     def _give_up(self, process: subprocess.Popen[str], lost: Sequence[str]) -> int:
         """Let the ranks name the lost hosts and end; then end mpirun, which may wait for a quarter of an hour."""
+        self._lost = tuple(lost)
         self._tell(f"host {', '.join(lost)} does not answer any more")
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(self._settings.timeout_seconds)
         return _end(process, self._settings.timeout_seconds) or 1
 
-    def _offer_ranks(self, process: subprocess.Popen[str], ranks: int) -> bool:
-        """Ask the job to save and to end if more ranks are possible; return whether it was asked."""
-        if ranks >= self._settings.most or process.stdin is None:
-            return False
+    def _offer_ranks(self, process: subprocess.Popen[str], ranks: int, offered: int) -> int:
+        """Tell the job of ``ranks`` where more than were ``offered`` are possible; return how many are offered now."""
+        if offered >= self._settings.most or process.stdin is None:
+            return offered
         try:
             named = read_hosts(self._settings.hosts)
         except ClusterError:  # said at the next start, if it stays so
-            return False
-        possible = min(_count_slots(find_answering(named, self._environment)), self._settings.most)
-        if possible <= ranks:
-            return False
+            return offered
+        hosts = self._limit(find_answering(named, self._environment))
+        possible = _count_slots(hosts)
+        if possible <= offered:
+            return offered
         self._tell(
-            f"{possible} ranks are possible now, {ranks} run: an elastic job goes on with them when it has saved"
+            f"{possible} ranks are possible now, {ranks} run: an elastic job that has saved decides whether it goes on "
+            "with them"
         )
         with contextlib.suppress(OSError):  # it has just ended
-            process.stdin.write(MORE_RANKS)
+            process.stdin.write(offer_ranks([(host.name, host.slots) for host in hosts]))
             process.stdin.flush()
-        return True
+        return possible
+
+    def _describe_end(self, code: int) -> str:
+        """Return why the job has ended, in words: the hosts that were lost, or the exit code."""
+        if self._lost:
+            return f"host {', '.join(self._lost)} did not answer"
+        return "more ranks are possible" if code == CONTINUE else _describe_code(code)
 
     @contextlib.contextmanager
     def _passing_signals_on(self) -> Iterator[None]:
-        """Note Ctrl-C and SIGTERM meanwhile, which ``_watch`` sends to mpirun."""
+        """Note Ctrl-C and SIGTERM meanwhile, for which ``_watch`` stops the job."""
 
         def note(number: int, _: object) -> None:
             self._stopped_by = number
+            self._signals += 1
 
         before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
@@ -227,6 +266,12 @@ class Supervisor:
 
 def _count_slots(hosts: Sequence[Host]) -> int:
     return sum(host.slots for host in hosts)
+
+
+def _ranks_on(hosts: Sequence[Host], names: Sequence[str]) -> tuple[int, ...]:
+    """Return the ranks that run on the hosts with these names; ranks are numbered host by host."""
+    homes = [host.name for host in hosts for _ in range(host.slots)]
+    return tuple(rank for rank, name in enumerate(homes) if name in names)
 
 
 def _end(process: subprocess.Popen[str], seconds: float) -> int:

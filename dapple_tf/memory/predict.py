@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from dapple_tf import variable_values
 from dapple_tf.compiler import PlannedModel, pipeline_graph
@@ -12,7 +12,14 @@ from dapple_tf.graph_passes.analysis.op_costs import value_bytes
 from dapple_tf.graph_passes.analysis.row_bounds import micro_batch_sizes
 from dapple_tf.graph_passes.analysis.variable_use import Variables, find_variables
 from dapple_tf.graph_passes.ir.graph import Function, Graph, Value
-from dapple_tf.graph_passes.ir.names import Site, at, micro_batch_count, replica_counts, replica_shares
+from dapple_tf.graph_passes.ir.names import (
+    Site,
+    at,
+    micro_batch_count,
+    replica_counts,
+    replica_shares,
+    without_target,
+)
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.passes.gather_slices import SparsePart, slice_ports
 from dapple_tf.graph_passes.schedules.schedule import Schedule
@@ -42,7 +49,8 @@ class StageMemory:
     of one micro-batch, which stay until the update; ``update``, the weight update, which runs when the others are freed
     (in a window beside stashes), with all slices. ``in_step``: the peak of all these at one time. ``tail``: what the
     loss head takes (see ``batch_loss``), which runs on the whole batch while all micro-batches are stashed.
-    ``loops``: the number of While loops, whose insides are not counted.
+    ``loops``: the number of While loops, whose insides are not counted. ``held``: the bytes of each variable that
+    ``weights`` and ``slots`` count, by its identity.
     """
 
     stage: int
@@ -62,6 +70,7 @@ class StageMemory:
     tail: int = 0
     versions: int = 0
     version_count: int = 0
+    held: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def stash(self) -> int:
@@ -217,17 +226,19 @@ def _predict_stage(
     transit = transfer_bytes(one_backward, stashed) if ranks else 0
     working = {kind: _working_bytes(sizes, kind, stashed) for kind, sizes in functions.items()}
     gradients = sum(
-        _variable_bytes(model, [port.name for _, port in sizes.function.output_ports("variable")])
+        _variable_bytes(model, [without_target(name)])
         for sizes in one_backward.values()
+        for name in {port.name for _, port in sizes.function.output_ports("variable")}
     )
     site = _fullest_site(stage, model, variables, replicas)
-    update = dict(model.updates.stages).get(site) if model.updates is not None else None
+    updates = () if model.updates is None else model.updates.of_site(site)
     kept = [name for name in variables.owned(stage) if variables.home(name) == site or name not in variables.keepers]
+    slots = _slot_names(model, updates)
     copied = variables.copied(stage, site.replica if stage in variables.sharded else 0)
     reduced = gradients
     if stage in variables.sharded:
         reduced = _variable_bytes(model, [name for name in kept if name in model.trained])
-    update_bytes = _update_bytes(model, update, gradients, reduced, slices, micro_batches, replicas, ranks)
+    update_bytes = _update_bytes(model, updates, gradients, reduced, slices, micro_batches, replicas, ranks)
     # As a step starts, a rank receives the values of variables that other ranks keep, before it stores them.
     received = _variable_bytes(model, [name for name in copied if name in variables.keepers]) * ranks
     in_step, waiting, in_flight = 0, 0, 0
@@ -243,7 +254,7 @@ def _predict_stage(
         stage=stage,
         weights=_variable_bytes(model, kept),
         gradients=gradients if micro_batches > 1 else 0,
-        slots=_slot_bytes(model, update),
+        slots=_variable_bytes(model, slots),
         copies=_variable_bytes(model, copied),
         in_flight=in_flight,
         stashed=stashed,
@@ -254,6 +265,7 @@ def _predict_stage(
         in_step=max(in_step, update_bytes, received),
         loops=sum(node.op in _LOOPS for sizes in one_backward.values() for node in sizes.function.graph.nodes),
         slices=slices.per_micro_batch,
+        held={id(v): variable_values.variable_bytes(v) for v in (model.variables[name] for name in (*kept, *slots))},
     )
 
 
@@ -278,23 +290,24 @@ def _fullest_site(stage: int, model: StagedModel, variables: Variables, replicas
     """Return the replica with most slots: replica 0 where the stage's update is not sharded."""
     if model.updates is None or stage not in variables.sharded:
         return Site(stage)
-    updates = dict(model.updates.stages)
-    return max((Site(stage, r) for r in range(replicas)), key=lambda site: _slot_bytes(model, updates.get(site)))
+    of_site = model.updates.of_site
+    sites = [Site(stage, r) for r in range(replicas)]
+    return max(sites, key=lambda site: _variable_bytes(model, _slot_names(model, of_site(site))))
 
 
-def _slot_bytes(model: StagedModel, update: Function | None) -> int:
-    """Return the bytes of the optimizer's variables that only this stage's update uses."""
-    if update is None or model.updates is None:
-        return 0
-    others = [model.updates.before, model.updates.after, *(f for _, f in model.updates.stages if f is not update)]
-    shared = {port.name for function in others if function is not None for port in function.inputs}
-    own = [port.name for _, port in update.input_ports("variable") if port.name not in shared]
-    return _variable_bytes(model, [name for name in own if name not in model.model_variables])
+def _slot_names(model: StagedModel, updates: Sequence[Function]) -> list[str]:
+    """Return the optimizer's variables that only these updates use, those of one stage."""
+    if not updates or model.updates is None:
+        return []
+    own = {port.name for update in updates for _, port in update.input_ports("variable")}
+    others = (function for function in model.updates.functions if function not in updates)
+    shared = {port.name for function in others for port in function.inputs}
+    return sorted(name for name in own - shared if name not in model.model_variables)
 
 
 def _update_bytes(
     model: StagedModel,
-    update: Function | None,
+    updates: Sequence[Function],
     gradients: int,
     reduced: int,
     slices: _StageSlices,
@@ -310,14 +323,19 @@ def _update_bytes(
     clipped ones are dense.
     """
     gathering = slices.pieces + slices.complete
-    if update is None:
+    if not updates:
         return gradients * (micro_batches == 1) + gathering
     clips = model.global_clipnorm is not None
     received = max(1, replicas - 1) if ranks and reduced < gradients else 1
     copies = gradients * (micro_batches == 1) + reduced * (received * (replicas > 1) + clips)
     sparse = slices.complete + clips * _variable_bytes(model, slices.variables)
-    own = peak_bytes(update.graph, lambda value: value_bytes(update.graph, value, {}, slices.rows))
+    graphs = [update.graph for update in updates]
+    own = max(peak_bytes(graph, _sized(graph, slices.rows)) for graph in graphs)
     return copies + max(gathering, sparse + own)
+
+
+def _sized(graph: Graph, rows: int) -> Callable[[Value], int]:
+    return lambda value: value_bytes(graph, value, {}, rows)
 
 
 def _variable_bytes(model: StagedModel, names: Sequence[str]) -> int:

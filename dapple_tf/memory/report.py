@@ -149,6 +149,79 @@ class Report:
         }
 
 
+@dataclass(frozen=True)
+class PhasesReport:
+    """Memory of a training step whose ``phases`` run in turn; ``str`` prints their reports, and the peak of all.
+
+    Between phases a device holds what each of them needs between steps, and every variable once. Of what phases take
+    while they run, only one is there at a time.
+    """
+
+    phases: tuple[Report, ...]
+
+    @property
+    def devices(self) -> tuple[DeviceOfPhases, ...]:
+        """The predicted memory of each device that runs a stage."""
+        found: dict[int, list[dict[str, Any]]] = {}
+        for number, report in enumerate(self.phases):
+            for worker, stages in zip(report.workers, report.plan.worker_map.stages_of, strict=True):
+                memories = [report.stages[stage].predicted for stage in stages]
+                for device in report.plan.stages[stages[0]].devices:
+                    found.setdefault(device, []).append(
+                        {"phase": number, "memories": memories, "in_step": worker.in_step}
+                    )
+        return tuple(_device_of_phases(device, entries) for device, entries in sorted(found.items()))
+
+    def __str__(self) -> str:
+        parts = [f"phase {i} of {len(self.phases)}:\n{report}" for i, report in enumerate(self.phases, 1)]
+        rows = [
+            [
+                str(device.device),
+                format_megabytes(device.fixed),
+                f"{format_megabytes(device.in_step)} (phase {device.fullest + 1})",
+                format_megabytes(device.peak),
+            ]
+            for device in self.devices
+        ]
+        header = ("device", "between phases", "most in a phase", "peak")
+        return "\n".join([*parts, "all phases, in MB (10^6 bytes):", *format_table(header, rows)])
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the figures as JSON values."""
+        return {
+            "phases": [report.to_json() for report in self.phases],
+            "devices": [{**dataclasses.asdict(device), "peak": device.peak} for device in self.devices],
+        }
+
+
+@dataclass(frozen=True)
+class DeviceOfPhases:
+    """Predicted bytes of a device over all phases of a step: ``fixed`` between them, and ``in_step`` more in one.
+
+    ``fullest``: the number of the phase that takes most while it runs, counted from 0.
+    """
+
+    device: int
+    fixed: int
+    in_step: int
+    fullest: int
+
+    @property
+    def peak(self) -> int:
+        """Peak bytes."""
+        return self.fixed + self.in_step
+
+
+def _device_of_phases(device: int, entries: Sequence[Mapping[str, Any]]) -> DeviceOfPhases:
+    memories = [memory for entry in entries for memory in entry["memories"]]
+    held: dict[int, int] = {}
+    for memory in memories:
+        held |= memory.held
+    fixed = sum(held.values()) + sum(memory.gradients + memory.copies for memory in memories)
+    fullest = max(entries, key=lambda entry: entry["in_step"])
+    return DeviceOfPhases(device, fixed, fullest["in_step"], fullest["phase"])
+
+
 def make_report(
     plan: Plan,
     predicted: Sequence[StageMemory],

@@ -12,7 +12,7 @@ from dapple_tf.planner.planning_problem import Candidate, PlanningProblem
 from dapple_tf.planner.systems.pipedream import plan_pipedream
 from dapple_tf.planner.window_stages import window_plan
 from dapple_tf.plans import Plan
-from dapple_tf.profiler.units import format_difference, format_seconds_fixed
+from dapple_tf.profiler.units import format_seconds_fixed, format_slower
 from dapple_tf.timeline.timeline import Timeline
 from dapple_tf.window_plan import WindowPlan
 
@@ -106,7 +106,7 @@ def describe_runners_up(choices: Sequence[WindowChoice], names: Sequence[str]) -
     for choice, name in zip(choices, names, strict=True):
         if choice.origin not in seen:
             seen.add(choice.origin)
-            slower = f", {format_difference(choice.minibatch_seconds / least - 1)} slower" if least else ""
+            slower = f", {format_slower(choice.minibatch_seconds / least)}" if least else ""
             seconds = format_seconds_fixed(choice.minibatch_seconds)
             lines.append(f"runner-up {name} ({choice.origin}): {seconds} a minibatch{slower}")
     return lines

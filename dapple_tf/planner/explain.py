@@ -20,6 +20,7 @@ from dapple_tf.profiler.units import (
     format_difference,
     format_samples,
     format_seconds_fixed,
+    format_slower,
 )
 from dapple_tf.timeline.timeline import SimulatedTimeline, Timeline
 
@@ -179,11 +180,10 @@ def describe_loss(chosen: tuple[Plan, Timeline], other: tuple[Plan, Timeline]) -
     if seconds - least <= least * 1e-6:
         return "as fast"
     part = max(other_parts, key=lambda name: other_parts[name] - parts[name])
-    more = (
-        f"{format_difference(seconds / least - 1)} " if least else ""
-    )  # the step of a model whose layers take no time can be 0 s
+    # The step of a model whose layers take no time can be 0 s.
+    slower = format_slower(seconds / least) if least else "slower"
     loss = f"{_PARTS[part]} takes {format_seconds_fixed(other_parts[part])} against {format_seconds_fixed(parts[part])}"
-    return f"{more}slower: {loss}"
+    return f"{slower}: {loss}"
 
 
 def step_parts(plan: Plan, timeline: Timeline) -> dict[str, float]:

@@ -6,7 +6,8 @@ it computes, which assigns it to a layer.
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+import re
+from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,6 +20,7 @@ from dapple_tf.frontend.shapes import infer_shapes, mark_batch
 from dapple_tf.graph_passes.analysis.layers import SHAPE_OPS, Layers, find_layers, variables_of, written_variables
 from dapple_tf.graph_passes.analysis.op_costs import FREE_OPS, VIEW_OPS, flops, moved_bytes, value_bytes
 from dapple_tf.graph_passes.ir.graph import Effect, Function, FunctionRef, Graph, Node, Shape, Value
+from dapple_tf.graph_passes.ir.names import without_target
 from dapple_tf.graph_passes.passes.backward import StageGradients, prune_gradients, split_backward
 from dapple_tf.graph_passes.passes.partition import partition
 from dapple_tf.internals import LOOP_OPS
@@ -145,7 +147,7 @@ def examine_layers(captured: Captured, batch_size: int) -> LayerFacts:
             0.0,
         ),
         stash_bytes=stash,
-        parameter_bytes=_parameter_bytes(captured, layers, gradients[0].trained),
+        parameter_bytes=_parameter_bytes(captured, layers, {*map(without_target, gradients[0].trained)}),
         lists=tuple(layers.layers[i].name for i in lists),
         _joint=joint,
         _shapes=known,
@@ -163,13 +165,14 @@ def _assign_backward(
     """
     if not gradients.seeds:
         return {}
-    scope = gradients.seeds[0][1].rpartition("/")[0] + "/gradients/"
+    scope = re.compile(re.escape(gradients.seeds[0][1].rpartition("/")[0]) + r"/gradients(_\d+)?/")  # one a target
     layer_of: dict[str, int] = {}
     members = {node.name for node in backward.graph.nodes}
     for node in joint.nodes:
         if node.name not in members or node.name in forward_layers:
             continue
-        layer = _named_layer(node.name.removeprefix(scope), forward_layers) if node.name.startswith(scope) else None
+        of_gradient = scope.match(node.name)
+        layer = _named_layer(node.name[of_gradient.end() :], forward_layers) if of_gradient else None
         if layer is None:
             layer = min((layer_of[v.node] for v in node.inputs if v.node in layer_of), default=None)
         if layer is not None:
@@ -255,7 +258,7 @@ def _viewed_value(joint: Graph, value: Value) -> Value:
     return value
 
 
-def _parameter_bytes(captured: Captured, layers: Layers, trained: Sequence[str]) -> tuple[float, ...]:
+def _parameter_bytes(captured: Captured, layers: Layers, trained: Collection[str]) -> tuple[float, ...]:
     """Return the bytes of the ``trained`` variables, each at the first layer that reads it.
 
     A layer also reads the variables of nodes that belong to no layer (see ``Layers.floating``) and that it uses.

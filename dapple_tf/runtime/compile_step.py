@@ -15,7 +15,6 @@ from dapple_tf.backend.bindings import Buffers
 from dapple_tf.backend.build_times import BuildTimes
 from dapple_tf.backend.handler import ChooseCompiled
 from dapple_tf.backend.program import Program, build_program
-from dapple_tf.backend.room import check_room
 from dapple_tf.compiler import PlannedModel, StepVariant, local_graph
 from dapple_tf.errors import BatchError, CaptureError, LossError, PlanError, UsageError, warn_user
 from dapple_tf.exactness import Inexact
@@ -28,6 +27,7 @@ from dapple_tf.frontend.trace import report_exactness, trace_batch, trace_uncut
 from dapple_tf.graph_passes.analysis.layers import Layers, find_layers, written_variables
 from dapple_tf.graph_passes.analysis.variable_use import find_variables
 from dapple_tf.graph_passes.ir.graph import Shape
+from dapple_tf.memory.room import check_room, find_need, predict_process_step
 from dapple_tf.plans import Plan
 from dapple_tf.profiler.units import format_samples
 from dapple_tf.runtime.exclusive import exclusive
@@ -318,10 +318,11 @@ def _find_model(
 
     def trace_all() -> StagedModel | SeveralPhasesError:
         try:
-            return trace(loss_fn)
-        except UnexpectedGradientsError:
-            assert isinstance(loss_fn, TrainingStep), "only such expect gradients"
-            return trace(replace(loss_fn, certain=True))
+            try:
+                return trace(loss_fn)
+            except UnexpectedGradientsError:
+                assert isinstance(loss_fn, TrainingStep), "only such expect gradients"
+                return trace(replace(loss_fn, certain=True))
         except SeveralPhasesError as several:  # no failure, which each rank would report to the others
             return several
 
@@ -356,9 +357,10 @@ def _stages_of(shared: HandOver, captured: Captured, plan: Plan) -> dict[int, in
 def _note_owners(shared: HandOver, model: StagedModel, plan: Plan) -> None:
     """Note on which devices a phase of a step has placed variables."""
     found = {name: stages[0] for name, stages in find_variables(model.graph).users}
-    for site, function in () if model.updates is None else model.updates.stages:
-        for name in written_variables(function.graph):
-            found.setdefault(name, site.stage)
+    for part in () if model.updates is None else model.updates.rounds:
+        for site, function in part.stages:
+            for name in written_variables(function.graph):
+                found.setdefault(name, site.stage)
     for name, stage in found.items():
         shared.owners.setdefault(id(model.variables[name]), plan.stages[stage].devices[0])
 
@@ -521,13 +523,14 @@ class LocalTarget:
     ) -> Program:
         """Return the program that runs ``planned``; see ``Target``, and ``compiler.local_graph`` for what it raises.
 
-        Raises NoFitError where the variables that are yet to be made do not fit this process. One process takes all
+        Raises NoFitError where what is yet to be allocated does not fit this process. One process takes all
         rows of a batch, also where ``planned`` is local.
         """
         with times.phase("passes"):
             graph = local_graph(planned.model, planned.plan, self._devices, self._home, variant=variant)
         variables = planned.model.variables
         stages = len(planned.plan.stages)
-        check_room(graph, variables, variables, f"this process, which runs {stages} stage{'s' * (stages > 1)},")
+        where = f"this process, which runs {stages} stage{'s' * (stages > 1)},"
+        check_room(find_need(graph, variables, variables, where, lambda: predict_process_step(planned)))
         with times.phase("emit"):
             return build_program(graph, planned.model, self._buffers, choose=choose)

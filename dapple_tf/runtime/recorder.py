@@ -151,6 +151,11 @@ class Recorder:
         return self._timeline
 
     @property
+    def begin(self) -> float:
+        """The time of the first action of the last recorded step, in seconds by rank 0's clock."""
+        return first_start(self._recorded_step().filled())
+
+    @property
     def recording(self) -> Recording:
         """The last recorded step beside its prediction; raises UsageError where there is none."""
         last = self._recorded_step()

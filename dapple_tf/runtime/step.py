@@ -35,7 +35,7 @@ from dapple_tf.graph_passes.analysis.input_needs import InputNeeds
 from dapple_tf.graph_passes.ir.graph import Graph
 from dapple_tf.graph_passes.ir.text import print_graph
 from dapple_tf.graph_passes.passes.expose_gradients import exposed_gradients
-from dapple_tf.memory.report import Report
+from dapple_tf.memory.report import PhasesReport, Report
 from dapple_tf.plans import Plan
 from dapple_tf.runtime.compile_step import CompiledStep, CompiledSteps, LocalTarget, Target, compile_step, read_batch
 from dapple_tf.runtime.exclusive import compiling, exclusive
@@ -49,7 +49,7 @@ from dapple_tf.runtime.rehearsal import can_rehearse, compare_first
 from dapple_tf.runtime.variable_homes import VariableHomes, name_variables
 from dapple_tf.staged_model import StagedModel
 from dapple_tf.timeline.recording import Recording
-from dapple_tf.timeline.timeline import Timeline
+from dapple_tf.timeline.timeline import PhasesTimeline, Timeline
 from dapple_tf.window_check import check_optimizer
 from dapple_tf.xla.choice import make_xla
 
@@ -97,11 +97,12 @@ def check_phases(compiled: Sequence[CompiledStep]) -> None:
                 "of several targets is traced once for each: let it depend on its arguments and on variables only"
             )
         given |= phase.given
-        if step.planned.exactness.tried:
+        if tried := step.planned.exactness.tried:
+            ops = ", ".join(f"{item.op} of {item.layer}, which gives {item.gives}" for item in tried)
             raise ExactnessError(
                 f"{model.graph.name} takes gradients of several targets, and holds ops that are only known by "
-                f"experiment ({step.planned.exactness.tried}): such a step is not compared with one device at its "
-                "first run, so it is refused"
+                f"experiment ({ops}): such a step is not compared with one device at its first run, so it is refused: "
+                "compute it by other ops, or give micro_batches=1 (with one replica of each stage)"
             )
 
 
@@ -129,6 +130,9 @@ class PipelinedStep:
     With ``check_numerics = True`` (on every rank of a job) a step whose loss or gradients are not finite raises
     StepError, which names them, and changes no variable. Recorded steps are not checked. Asynchronous windows change
     variables after every minibatch, so they cannot be checked, and raise UsageError.
+
+    ``after_training`` is called after each step, or window, that has trained; ``dapple.Checkpoints`` sets it where the
+    step has the option ``snapshot_every``.
     """
 
     def __init__(
@@ -141,6 +145,8 @@ class PipelinedStep:
     ) -> None:
         if not isinstance(loss_fn, TrainingStep):
             optimizer = as_keras_optimizer(optimizer)
+        elif options.batch_loss:
+            loss_fn = dataclasses.replace(loss_fn, joined=False)  # a loss head has one target
         if options.window is not None:
             check_optimizer(optimizer)
         self._loss_fn = loss_fn
@@ -153,9 +159,7 @@ class PipelinedStep:
         self._homes = VariableHomes() if homes is None else homes
         self._later: tuple[PipelinedStep, ...] = ()
         self._times = BuildTimes(silent=rank != 0)
-        self._compiled = CompiledSteps(
-            times=self._times, homes=self._homes, xla=make_xla(options.jit_compile, plain_function(loss_fn))
-        )
+        self._compiled = self._nothing_compiled()
         self._forwards = [Forward(plain_function(loss_fn), self._autoplan, self._homes, self._times)]
         self._last: CompiledStep | None = None
         self._variables: dict[str, tf.Variable] | None = None
@@ -163,11 +167,33 @@ class PipelinedStep:
         self._recorder = Recorder(self._job)
         self._memory = MemoryRecorder(self._job)
         self.check_numerics = False
+        self.after_training: Callable[[], None] | None = None
         self._losses: Any = None
         if example_batch is not None:
             self.build(*example_batch)
 
+    def _nothing_compiled(self) -> CompiledSteps:
+        xla = make_xla(self._options.jit_compile, plain_function(self._loss_fn))
+        return CompiledSteps(times=self._times, homes=self._homes, xla=xla)
+
     # --- the plan and the compiled step
+
+    @property
+    def snapshot_every(self) -> int | None:
+        """The steps from a snapshot to the next; None where the step takes none."""
+        return self._options.snapshot_every
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether the step is planned anew where the job has another number of ranks."""
+        return self._options.elastic
+
+    def predict_on(self, hosts: Sequence[tuple[str, int]]) -> tuple[float, float] | None:
+        """Return the simulated seconds of a step of this plan, and on other ``hosts``, each with its number of ranks.
+
+        None where they are not known; see ``Autoplan.predict_on``.
+        """
+        return self._autoplan.predict_on(hosts)
 
     @property
     def optimizer(self) -> Any:
@@ -225,13 +251,17 @@ class PipelinedStep:
         return self._autoplan.layer_names
 
     @property
-    def phases(self) -> tuple[PipelinedStep, ...]:
-        """The steps that run in turn, one for the gradients of each target: this one, then the later ones.
+    def phases(self) -> tuple[Phase, ...]:
+        """The phases of the step, which run in turn; one, where no gradient depends on what others have changed.
 
-        A loss, and a training step of one target, have one phase. Each has its own plan, graph, timeline and report;
-        those of the step itself are the first phase's. UsageError before the first batch.
+        Each has its own plan, graph, timeline and report. The plan and the graph of the step itself are the first
+        phase's. UsageError before the first batch.
         """
         self._compiled_last()
+        return tuple(map(Phase, self._in_turn))
+
+    @property
+    def _in_turn(self) -> tuple[PipelinedStep, ...]:
         return (self, *self._later)
 
     def summary(self) -> str:
@@ -240,13 +270,15 @@ class PipelinedStep:
         Those of several phases follow each other. UsageError before the first batch.
         """
         if self._later:
-            parts = [phase._summary() for phase in self.phases]
-            return "\n".join(f"phase {i} of {len(parts)}:\n{part}" for i, part in enumerate(parts, 1))
-        return self._summary()
+            parts = [phase._described_plan for phase in self._in_turn]
+            plans = [f"phase {i} of {len(parts)}:\n{part}" for i, part in enumerate(parts, 1)]
+            return "\n".join([*plans, str(self.report)])
+        return "\n".join([self._described_plan, str(self.report)])
 
-    def _summary(self) -> str:
+    @property
+    def _described_plan(self) -> str:
         plan = self.plan.describe(self.layer_names)
-        return "\n".join([plan, *([str(self.choice)] if self.choice is not None else []), str(self.report)])
+        return "\n".join([plan, *([str(self.choice)] if self.choice is not None else [])])
 
     def __repr__(self) -> str:
         function = plain_function(self._loss_fn)
@@ -274,7 +306,7 @@ class PipelinedStep:
         """The variables of the model and of the optimizer, by names that are the same under every plan."""
         self._compiled_last()
         if self._variables is None:
-            models = [model for phase in self.phases for model in phase._compiled.all_models()]
+            models = [model for phase in self._in_turn for model in phase._compiled.all_models()]
             held = () if self._hand_over is None else self._hand_over.variables.values()
             between = {id(variable) for variable in held}
             found = name_variables(models, self._optimizer).items()
@@ -318,7 +350,13 @@ class PipelinedStep:
         with self._lock:  # no other step comes between two phases
             step, outputs = self._run(batch, self._variant, local)
             returned = step.planned.model.pack(self._keep_losses(step, outputs))
-            return self._with_later(returned, lambda phase: phase(*batch, local=local))
+            returned = self._with_later(returned, lambda phase: phase(*batch, local=local))
+        self._note_training()
+        return returned
+
+    def _note_training(self) -> None:
+        if self.after_training is not None:
+            self.after_training()
 
     def _with_later(self, returned: Any, run: Callable[[PipelinedStep], Any]) -> Any:
         """Run the later phases of the step, and return what they all return; ``returned`` by the first phase.
@@ -395,9 +433,11 @@ class PipelinedStep:
 
     def expose(self, *batch: Any, local: bool = False) -> ExposedOutputs:
         """Train on one batch as ``run_exposed`` does, and also return the aux outputs."""
-        if self._later:
+        if not local:
+            self.build_exposed(*batch)
+        if self._later or self._compiled_last().planned.model.interface.targets > 1:
             raise UsageError(
-                "the gradients of a training step of several phases: let the step return those that you want to see"
+                "the gradients of a training step of several targets: let the step return those that you want to see"
             )
         step, tensors = self._run(batch, StepVariant.WITH_GRADIENTS, local)
         names = exposed_gradients(step.program.graph)
@@ -408,6 +448,7 @@ class PipelinedStep:
             self._job.announce_call("gather the gradients")
             self._job.check_call_history()
             gradients = gather_arrays(self._job, gradients)
+        self._note_training()
         return ExposedOutputs(loss, tuple(values[:aux]), gradients)
 
     def gather(self) -> None:
@@ -479,15 +520,21 @@ class PipelinedStep:
         memory = self._memory.curves(compiled.planned)
         self._recorder.keep(compiled.program.graph, times, plan, simulated, note=note, memory=memory, runs=runs)
         returned = compiled.planned.model.pack(self._keep_losses(compiled, outputs))
-        return self._with_later(returned, lambda phase: phase.record(*batch, local=local, ops=ops))
+        returned = self._with_later(returned, lambda phase: phase.record(*batch, local=local, ops=ops))
+        self._note_training()
+        return returned
 
     @property
-    def timeline(self) -> Timeline:
+    def timeline(self) -> Any:
         """The timeline of the last recorded step; its ``str`` explains which events determine the step time.
 
-        Raises UsageError before ``record``.
+        A ``Timeline``; of a step of several phases a ``PhasesTimeline``. Raises UsageError before ``record``.
         """
-        return self._recorder.timeline
+        timelines = tuple(phase._recorder.timeline for phase in self._in_turn)
+        if len(timelines) == 1:
+            return timelines[0]
+        begins = [phase._recorder.begin for phase in self._in_turn]
+        return PhasesTimeline(timelines, tuple(begin - begins[0] for begin in begins))
 
     @property
     def recording(self) -> Recording:
@@ -500,11 +547,19 @@ class PipelinedStep:
         return self._recorder.cost_seconds
 
     @property
-    def report(self) -> Report:
-        """The memory of a step on every device: predicted, and measured if a step was recorded; ``str`` is a table."""
+    def report(self) -> Any:
+        """The memory of a step on every device: predicted, and measured if a step was recorded; ``str`` is a table.
+
+        A ``Report``; of a step of several phases a ``PhasesReport``.
+        """
+        reports = tuple(phase._report for phase in self._in_turn)
+        return reports[0] if len(reports) == 1 else PhasesReport(reports)
+
+    @property
+    def _report(self) -> Report:
         recorded = self._memory.planned
         if recorded is not None:
-            return self._memory.report(recorded, self.timeline)
+            return self._memory.report(recorded, self._recorder.timeline)
         return self._memory.report(self._compiled_last().planned, None)
 
     # --- compiling
@@ -564,13 +619,14 @@ class PipelinedStep:
         check_not_forked()
         if self._autoplan.window is not None:
             check_window_variant(variant)
-        try:
-            last = self._compile_phase(batch, variant)
-        except SeveralPhasesError as several:
-            self._divide(several.count)
-            last = self._compile_phase(batch, variant)
-        check_phases([last, *(phase._compile_phase(batch, variant) for phase in self._later)])
-        return last
+        while True:
+            try:
+                compiled = [phase._compile_phase(batch, variant) for phase in (self, *self._later)]
+            except SeveralPhasesError as several:
+                self._divide(several)
+            else:
+                check_phases(compiled)
+                return compiled[0]
 
     def _compile_phase(self, batch: Batch, variant: StepVariant) -> CompiledStep:
         with compiling():
@@ -579,15 +635,53 @@ class PipelinedStep:
             )
         return self._last
 
-    def _divide(self, count: int) -> None:
-        """Make this step the first of ``count`` phases. Raises PlanError where options do not allow several."""
+    def _divide(self, several: SeveralPhasesError) -> None:
+        """Make this step the first of several phases. Raises PlanError where options do not allow several."""
         check_options_of_phases(self._options)
         assert isinstance(self._loss_fn, TrainingStep), "only such have phases"
-        whole = dataclasses.replace(self._loss_fn, certain=True, hand_over=HandOver())
+        whole = dataclasses.replace(self._loss_fn, certain=True, joined=several.joined, hand_over=HandOver())
         self._loss_fn = dataclasses.replace(whole, phase=0)
         self._autoplan.train(self._loss_fn)
-        later = [dataclasses.replace(whole, phase=number) for number in range(1, count)]
+        self._compiled = self._nothing_compiled()
+        later = [dataclasses.replace(whole, phase=number) for number in range(1, several.count)]
         self._later = tuple(PipelinedStep(phase, None, self._options, homes=self._homes) for phase in later)
+
+
+@dataclass(frozen=True, eq=False)
+class Phase:
+    """A phase of a step: what one forward computes, its gradients, and what is done with them; see ``step.phases``."""
+
+    _step: PipelinedStep
+
+    @property
+    def plan(self) -> Plan:
+        """Its plan."""
+        return self._step.plan
+
+    @property
+    def planned(self) -> PlannedModel:
+        """Its model and plan, as they ran or were built last."""
+        return self._step.planned
+
+    @property
+    def graph(self) -> Graph:
+        """Its pipelined graph."""
+        return self._step.graph
+
+    @property
+    def timeline(self) -> Timeline:
+        """Its timeline in the last recorded step; UsageError before ``record``."""
+        return self._step._recorder.timeline
+
+    @property
+    def recording(self) -> Recording:
+        """Its timeline in the last recorded step beside its prediction; UsageError before ``record``."""
+        return self._step._recorder.recording
+
+    @property
+    def report(self) -> Report:
+        """Its memory on every device."""
+        return self._step._report
 
 
 @overload

@@ -24,12 +24,20 @@ _MEASURED = "measured"  # the group of rows
 _VISIBLE = 1e-4  # of the step time: in a recorded step a row whose transfers are all shorter is left out
 
 
-def save_recording(recording: Recording, path: str | os.PathLike[str]) -> None:
+def save_recording(recording: Recording, path: str | os.PathLike[str], *, with_earlier: bool = False) -> None:
     """Save a recording as the suffix of ``path`` says (.png, .html or .json); a trace (.json) can be read again.
 
-    Raises OutputError for another suffix or a path that cannot be written.
+    ``with_earlier``: a picture shows the steps that were recorded before too, as a trace does. Raises OutputError for
+    another suffix or a path that cannot be written.
     """
-    save_chart(draw_recording(recording), path, partial(_make_trace, recording))
+    chart = _draw_with_earlier(recording) if with_earlier else draw_recording(recording)
+    save_chart(chart, path, partial(_make_trace, recording))
+
+
+def _draw_with_earlier(recording: Recording) -> Chart:
+    chart = draw_trace(recording)
+    rows = tuple(replace(row, until=chart.seconds) if row.until else row for row in chart.rows)
+    return replace(chart, title=recording.title, rows=rows)
 
 
 def draw_recording(recording: Recording) -> Chart:

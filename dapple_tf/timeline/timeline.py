@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -14,9 +14,10 @@ from dapple_tf.graph_passes.schedules.schedule import Action
 from dapple_tf.graph_passes.schedules.window import Window
 from dapple_tf.profiler.cluster import Cluster
 from dapple_tf.profiler.profile import Profile
+from dapple_tf.profiler.units import format_seconds
 from dapple_tf.timeline.describe import describe_path, describe_stages, timeline_json
-from dapple_tf.timeline.events import Place, StepEvents
-from dapple_tf.timeline.figures import StageSummary, StepFigures
+from dapple_tf.timeline.events import MemoryCurve, Place, StepEvents
+from dapple_tf.timeline.figures import EarlierStep, StageSummary, StepFigures
 from dapple_tf.timeline.picture import save_recording
 from dapple_tf.timeline.plan_drawing import describe_plan_drawing
 from dapple_tf.timeline.recording import BY_PROFILE, Prediction, Recording
@@ -72,6 +73,70 @@ class Timeline(StepFigures):
 
     def _as_recording(self) -> Recording:
         return Recording(self.title, measured=self)
+
+
+@dataclass(frozen=True)
+class PhasesTimeline:
+    """The timelines of the ``phases`` of one training step, which run in turn.
+
+    ``starts``: for each phase the seconds from the first action of the first phase to its own.
+    """
+
+    phases: tuple[Timeline, ...]
+    starts: tuple[float, ...]
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds from the start of the first phase's first action to the end of the last phase's last event."""
+        return self.starts[-1] + self.phases[-1].step_seconds
+
+    @property
+    def bubble(self) -> float:
+        """The idle fraction of device time, between phases too."""
+        busy: dict[str, float] = {}
+        for phase in self.phases:
+            for device, share in phase.device_utilisation.items():
+                busy[device] = busy.get(device, 0.0) + share * phase.step_seconds
+        return 1 - sum(busy.values()) / (len(busy) * self.step_seconds)
+
+    @property
+    def summary(self) -> str:
+        """The seconds of the step and the bubble in one line."""
+        seconds = format_seconds(self.step_seconds)
+        return f"{len(self.phases)} phases, {seconds}, bubble {self.bubble:.1%}"
+
+    def __str__(self) -> str:
+        lines = [self.summary]
+        for number, (start, phase) in enumerate(zip(self.starts, self.phases, strict=True), 1):
+            lines.append(f"phase {number}, from {format_seconds(start)}: {phase}")
+        return "\n".join(lines)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the figures as JSON values; seconds, bytes, and fractions of the step."""
+        phases = [{"start": s, **phase.to_json()} for s, phase in zip(self.starts, self.phases, strict=True)]
+        return {"step_seconds": self.step_seconds, "bubble": self.bubble, "phases": phases}
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Save a picture (.png), a web page (.html), or a trace for Perfetto (.json), with all phases in turn.
+
+        Raises OutputError as ``Timeline.save`` does.
+        """
+        last = copy.copy(self.phases[-1])
+        pairs = zip(self.starts, self.phases[:-1], strict=False)
+        last.earlier = tuple(EarlierStep(self.starts[-1] - start, phase.with_earlier(0)) for start, phase in pairs)
+        last.memory_curves = self._memory_curves()
+        title = f"{last.title} · {self.summary}"
+        save_recording(Recording(title, measured=last), path, with_earlier=True)
+
+    def _memory_curves(self) -> tuple[MemoryCurve, ...]:
+        """Return the measured memory of all phases, with seconds since the last one's first action."""
+        found: dict[str, tuple[list[float], list[float]]] = {}
+        for start, phase in zip(self.starts, self.phases, strict=True):
+            for curve in phase.memory_curves:
+                times, values = found.setdefault(curve.device, ([], []))
+                times += [time + start - self.starts[-1] for time in curve.times]
+                values += curve.values
+        return tuple(MemoryCurve(device, tuple(times), tuple(values)) for device, (times, values) in found.items())
 
 
 class SimulatedTimeline(Timeline):

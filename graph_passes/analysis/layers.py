@@ -172,6 +172,17 @@ def find_floating(graph: Graph) -> frozenset[str]:
     return frozenset(floating)
 
 
+def _computed_of_rows(graph: Graph) -> set[str]:
+    """Return the nodes that depend both on variables and on the rows of the micro-batch, or on their number."""
+    of_rows = {node.name for node in graph.nodes if node.op in ("arg", "rows")}
+    of_variables = {node.name for node in graph.nodes if node.op == "variable"}
+    for node in graph.nodes:
+        for found in (of_rows, of_variables):
+            if any(value.node in found for value in node.inputs):
+                found.add(node.name)
+    return of_rows & of_variables
+
+
 def find_once(graph: Graph) -> frozenset[str]:
     """Return the names of the nodes that run once a step, on the whole batch."""
     return frozenset(node.name for node in graph.nodes if node.has("once"))
@@ -189,6 +200,9 @@ def find_layers(graph: Graph) -> Layers:
     """
     floating, once, live = find_floating(graph), find_once(graph), live_nodes(graph)
     in_layers = [node for node in graph.nodes if node.name in live and node.name not in floating]
+    if not in_layers:  # its samples are drawn: it takes only their number from its arguments
+        floating -= _computed_of_rows(graph)
+        in_layers = [node for node in graph.nodes if node.name in live and node.name not in floating]
     if not in_layers:
         raise PartitionError(f"the function {graph.name!r} computes nothing from its arguments")
     layers = _group(in_layers)

@@ -6,12 +6,11 @@ runs once for all stages. So the stages exchange a few numbers, and no gradients
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
-from dapple_tf.errors import PartitionError
 from dapple_tf.graph_passes.ir.conditions import is_marker
-from dapple_tf.graph_passes.ir.graph import Effect, Graph, Node, Value, ancestors
+from dapple_tf.graph_passes.ir.graph import Effect, Graph, Value, ancestors
 from dapple_tf.graph_passes.ir.names import Site
 
 _HOISTED = (Effect.PURE, Effect.READ)
@@ -21,6 +20,7 @@ _HOISTED = (Effect.PURE, Effect.READ)
 class UpdateTerms:
     """The terms of an update.
 
+    ``kinds``: for each node the site that must compute it, "any", or None where it combines several sites' values.
     ``combining``: the nodes that combine terms of several stages (or of several replicas that update variables of one
     stage: see ``shard_optimizer``). ``partial``: the values that they take, each with the site that computes it.
     ``combined``: the values that other nodes take of them. ``needs``: for each node with an effect, all nodes that it
@@ -28,6 +28,7 @@ class UpdateTerms:
     sites whose updates read it.
     """
 
+    kinds: Mapping[str, Site | str | None]
     combining: frozenset[str] = frozenset()
     partial: tuple[tuple[Value, Site], ...] = ()
     combined: tuple[Value, ...] = ()
@@ -40,25 +41,23 @@ def find_terms(
     owner: Mapping[str, Site],
     returned: Sequence[Value] = (),
     read_by_model: Set[str] = frozenset(),
-    state: Set[str] = frozenset(),
+    sent: Iterable[tuple[Value, Site]] = (),
 ) -> UpdateTerms:
     """Return the terms of the update ``graph``, whose conditions are open; ``owner``: the site of each variable.
 
     ``returned``: values that are given to all stages, as combined terms are. ``read_by_model``: variables that all
-    stages share, whichever updates read them. ``state``: variables that forward writes, which are written only after
-    the terms are computed.
-
-    Raises PartitionError if terms depend on what the update writes, or on other combined terms.
+    stages share, whichever updates read them. ``sent``: values that one site gives to others as they are, each with
+    this site.
     """
     # Slots may be combined too, and belong to stages. What meets the gradients of others first says to which.
     meeting = frozenset(name for name, kind in _kinds(graph, owner, follow=False).items() if kind is None)
-    slots = _slot_sites(graph, owner, _find_needs(graph, meeting)) if meeting or returned else {}
+    slots = _slot_sites(graph, owner, _find_needs(graph, meeting))
     of_slots = {n: next(iter(found)) for n, found in slots.items() if len(found) == 1 and n not in read_by_model}
     kinds = _kinds(graph, {**of_slots, **owner}, follow=True)
     combining = frozenset(name for name, kind in kinds.items() if kind is None)
     needs = _find_needs(graph, combining)
     slots = _slot_sites(graph, owner, needs)
-    partial: dict[Value, Site] = {}
+    partial = dict(sent)
     combined: dict[Value, None] = {}
     for node in graph.nodes:
         for value in node.inputs:
@@ -72,9 +71,7 @@ def find_terms(
         if isinstance(kind, Site):
             partial[value] = kind
         combined[value] = None
-    terms = UpdateTerms(combining, tuple(partial.items()), tuple(combined), needs, slots)
-    _check(graph, terms, state)
-    return terms
+    return UpdateTerms(kinds, combining, tuple(partial.items()), tuple(combined), needs, slots)
 
 
 def _kinds(graph: Graph, site_of: Mapping[str, Site], *, follow: bool) -> dict[str, Site | str | None]:
@@ -139,41 +136,3 @@ def term_nodes(graph: Graph, values: list[Value], stop: Set[str]) -> set[str]:
             found.add(name)
             pending += [value.node for value in graph.node(name).inputs]
     return found
-
-
-def _check(graph: Graph, terms: UpdateTerms, state: Set[str]) -> None:
-    advice = "use an optimizer whose conditions and norms over all variables are computed from the gradients"
-    for value, site in terms.partial:
-        for name in sorted(term_nodes(graph, [value], set())):
-            if name in terms.combining:
-                raise PartitionError(
-                    f"the optimizer combines {value} of {site} with other stages', but {value} depends on such "
-                    f"a combination itself ({name!r}), which would take another round over the stages: {advice}",
-                    name,
-                )
-    of_terms = term_nodes(graph, [*terms.combined, *(value for value, _ in terms.partial)], set())
-    for node in graph.nodes:
-        if node.name in of_terms:
-            _check_reads(graph, node, state, advice)
-
-
-def _check_reads(graph: Graph, node: Node, state: Set[str], advice: str) -> None:
-    for name in (value.node for value in node.inputs if value.node in state):
-        raise PartitionError(
-            f"the optimizer combines values of several stages with {name!r}, which forward writes too ({node.name!r}): "
-            "read it after the step",
-            node.name,
-        )
-    if node.effect not in _HOISTED:
-        raise PartitionError(
-            f"the optimizer combines values of several stages with what {node.name!r} ({node.op}) gives, which writes "
-            f"a variable: {advice}",
-            node.name,
-        )
-    for control in node.controls if node.effect == Effect.READ else ():
-        if graph.node(control.source).effect == Effect.WRITE:
-            raise PartitionError(
-                f"the optimizer combines values of several stages that it reads ({node.name!r}) after its own write "
-                f"{control.source!r}: {advice}",
-                node.name,
-            )

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from dapple_tf.graph_passes.analysis.layers import written_variables
 from dapple_tf.graph_passes.ir.graph import Graph
-from dapple_tf.graph_passes.ir.names import BACKWARD_OPS, OWNED, SHARED_STATISTICS, Site, at
+from dapple_tf.graph_passes.ir.names import BACKWARD_OPS, OWNED, SHARED_STATISTICS, Site, at, without_target
 from dapple_tf.graph_passes.ir.ops import OpName
 
 
@@ -41,12 +41,15 @@ class Variables:
         return tuple(name for name, stages in self.users if stage in stages)
 
     def owner(self, name: str) -> int:
-        """Return the stage that keeps and updates the variable: the first one that uses it, or the one that must."""
-        return dict(self.users)[name][0]
+        """Return the stage that keeps and updates the variable: the first one that uses it, or the one that must.
+
+        ``name``: of the variable, or of a gradient of it (see ``names.of_target``); so for ``home``.
+        """
+        return dict(self.users)[without_target(name)][0]
 
     def home(self, name: str) -> Site:
         """Return the replica of the variable's owner that keeps it."""
-        return Site(self.owner(name), self.keepers.get(name, 0))
+        return Site(self.owner(name), self.keepers.get(without_target(name), 0))
 
     @cached_property
     def keepers(self) -> Mapping[str, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 from dapple_tf.graph_passes.ir.graph import Attr, Graph, Node
@@ -18,6 +19,8 @@ OWNED = "owned"
 
 
 _MINIBATCH = "minibatch"
+_ROUND = "round"
+_OF_TARGET = re.compile(r"target\d+>")
 
 
 class Site(NamedTuple):
@@ -64,6 +67,31 @@ def find_minibatch(name: str) -> int | None:
     first, _, rest = name.partition("/")
     number = first.removeprefix(_MINIBATCH)
     return int(number) if rest and first.startswith(_MINIBATCH) and number.isdecimal() else None
+
+
+def of_round(number: int, name: str) -> str:
+    """Return the name of a function or a call of the update in a round of it; the first round, 0, is not named."""
+    return f"{_ROUND}{number}/{name}" if number else name
+
+
+def find_round(name: str) -> int:
+    """Return the round of a name that ``of_round`` returned; 0 for other names."""
+    first, _, rest = name.partition("/")
+    number = first.removeprefix(_ROUND)
+    return int(number) if rest and first.startswith(_ROUND) and number.isdecimal() else 0
+
+
+def of_target(target: int, name: str) -> str:
+    """Return the name of the gradient of a variable or a tensor by one of several targets, counted from 0.
+
+    The gradient of a variable by the first target that has one is called like the variable.
+    """
+    return f"target{target}>{name}" if target else name
+
+
+def without_target(name: str) -> str:
+    """Return the name of the variable or the tensor whose gradient has this name."""
+    return _OF_TARGET.sub("", name, count=1) if _OF_TARGET.match(name) else name
 
 
 def nodes_of(graph: Graph, *ops: OpName) -> tuple[Node, ...]:

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from dapple_tf.graph_passes.analysis.variable_use import Variables, find_variables
 from dapple_tf.graph_passes.ir.graph import Attr, Graph, Node, TensorType, Value, attributes
-from dapple_tf.graph_passes.ir.names import Site, at, nodes_of, replica_counts
+from dapple_tf.graph_passes.ir.names import Site, at, nodes_of, replica_counts, without_target
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.passes.base import Contract
 
@@ -69,9 +69,12 @@ def reduce_gradients(graph: Graph, shares: tuple[tuple[str, int], ...] = ()) -> 
             stage_sums[len(replicas), port.name] = node.values()[i]
             types[port.name] = port.type
     of_homes: dict[Site, list[str]] = {}
+    of_variables: dict[str, list[str]] = {}
+    for name in types:
+        of_variables.setdefault(without_target(name), []).append(name)
     for stage in range(len(replicas)):
-        for name in variables.owned(stage):
-            if name in types:
+        for variable in variables.owned(stage):
+            for name in of_variables.get(variable, ()):
                 of_homes.setdefault(variables.home(name), []).append(name)
     for home, names in sorted(of_homes.items()):
         added += _sum_over_stages(home, names, stage_sums, types)

@@ -57,7 +57,7 @@ def apply_updates(graph: Graph, updates: Updates, global_clipnorm: float | None 
     """Return the graph with a barrier, the calls ``stageN/update`` after it, and ``update/done`` after everything.
 
     Its outputs are followed by what the updates return. What the optimizer computes from the gradients of several
-    stages is computed before the barrier.
+    stages is computed before the barrier; of a later round, after the updates of the rounds before.
 
     No variable is written before the barrier, and the barrier waits for all gradients and for the loss: a step that
     fails in forward, backward or AllReduce leaves all variables as they were. Raises GraphError if an update takes the
@@ -87,31 +87,19 @@ def apply_updates(graph: Graph, updates: Updates, global_clipnorm: float | None 
         barrier = barrier.after(node.name, "barrier: no weight changes before the optimizer's terms are there")
     added = [barrier, *added, *terms]
     begin = Node("update/begin", OpName.SET_UPDATING, attrs=attributes({"updating": True}))
-    added.append(begin.after(BARRIER_NAME, "barrier: from here on a failure leaves the step half-applied"))
-    last = begin.name
-    commits = [node.name for node in nodes_of(graph, OpName.COMMIT)]
-    statistics = nodes_of(graph, OpName.WRITE_STATISTICS)
-    if updates.before is not None:
-        added.append(_update(updates.before, None, gradients, Control(last, "barrier: before all updates")))
-        gradients |= _results(updates.before, added[-1])
-        last = added[-1].name
-    ends = []
-    start = Control(last, "barrier: nothing is half-updated by a failure")
-    for site, function in updates.stages:
-        update = _update(function, site, gradients, start)
-        for name in commits:
-            update = update.after(name, "update: the optimizer steps from what forward wrote")
-        for node in statistics:
-            if _variables(graph.function(node.string("function"))) & _variables(function):
-                update = update.after(node.name, "update: it uses the statistics that forward wrote")
-        added.append(update)
-        gradients |= _results(function, update)
-        ends.append(Control(added[-1].name, "the optimizer steps once, after all updates"))
-    if updates.after is not None:
-        node = _update(updates.after, None, gradients, start)
-        gradients |= _results(updates.after, node)
-        added.append(dataclasses.replace(node, controls=(*node.controls, *ends)))
-        ends = [Control(node.name, "the step ends after the optimizer")]
+    begin = begin.after(BARRIER_NAME, "barrier: from here on a failure leaves the step half-applied")
+    added.append(begin)
+    start: tuple[Control, ...] = (Control(begin.name, "barrier: nothing is half-updated by a failure"),)
+    calls, ends = _round(graph, updates, gradients, start)
+    added += calls
+    states = [node.name for node in nodes_of(graph, OpName.COMMIT, OpName.WRITE_STATISTICS)]
+    for later in updates.rounds[1:]:
+        before = [*([control.source for control in ends] or [begin.name]), *states]
+        start = tuple(Control(name, "round: it reads what was written before") for name in before)
+        terms = [dataclasses.replace(node, controls=start) for node in _terms(later, gradients)]
+        calls, ends = _round(graph, later, gradients, start)
+        added += [*terms, *calls]
+        ends = ends or [Control(name, "the step ends after its last round") for name in before]
     nodes = []
     for node in graph.nodes:
         if node.op in (OpName.COMMIT, OpName.WRITE_STATISTICS):
@@ -133,6 +121,37 @@ def apply_updates(graph: Graph, updates: Updates, global_clipnorm: float | None 
     return graph.replace(
         nodes=(*nodes, *added), outputs=tuple(outputs), functions=(*graph.functions, *updates.functions)
     ).sorted()
+
+
+def _round(
+    graph: Graph, updates: Updates, gradients: Gradients, start: tuple[Control, ...]
+) -> tuple[list[Node], list[Control]]:
+    """Return the calls of a round's updates, and control edges from the last ones; put results in ``gradients``."""
+    added: list[Node] = []
+    commits = [node.name for node in nodes_of(graph, OpName.COMMIT)]
+    statistics = nodes_of(graph, OpName.WRITE_STATISTICS)
+    first = start
+    if updates.before is not None:
+        added.append(_update(updates.before, None, gradients, start))
+        gradients |= _results(updates.before, added[-1])
+        first = (Control(added[-1].name, "barrier: nothing is half-updated by a failure"),)
+    ends = []
+    for site, function in updates.stages:
+        update = _update(function, site, gradients, first)
+        for name in commits:
+            update = update.after(name, "update: the optimizer steps from what forward wrote")
+        for node in statistics:
+            if _variables(graph.function(node.string("function"))) & _variables(function):
+                update = update.after(node.name, "update: it uses the statistics that forward wrote")
+        added.append(update)
+        gradients |= _results(function, update)
+        ends.append(Control(update.name, "the optimizer steps once, after all updates"))
+    if updates.after is not None:
+        node = _update(updates.after, None, gradients, first)
+        gradients |= _results(updates.after, node)
+        added.append(dataclasses.replace(node, controls=(*node.controls, *ends)))
+        ends = [Control(node.name, "the step ends after the optimizer")]
+    return added, ends or list(first if updates.before is not None else ())
 
 
 def _variables(function: Function) -> set[str]:
@@ -176,7 +195,8 @@ def _terms(updates: Updates, gradients: Gradients) -> list[Node]:
         function = updates.combine
         kinds = tuple(port.type for port in function.outputs)
         attrs = attributes({"function": function.name})
-        calls.append(Node("update/combine", OpName.COMBINE_TERMS, update_inputs(function, gradients), kinds, attrs))
+        name = function.name.replace("optimizer", "update")
+        calls.append(Node(name, OpName.COMBINE_TERMS, update_inputs(function, gradients), kinds, attrs))
         gradients |= _results(function, calls[-1])
     return calls
 
@@ -195,10 +215,10 @@ def update_inputs(function: Function, gradients: Gradients) -> tuple[Value, ...]
     return tuple(gradients[port.role, port.name] for port in taken)
 
 
-def _update(function: Function, site: Site | None, gradients: Gradients, after: Control) -> Node:
+def _update(function: Function, site: Site | None, gradients: Gradients, after: tuple[Control, ...]) -> Node:
     inputs = update_inputs(function, gradients)
     attrs: dict[str, Attr] = {"function": function.name}
     if site is not None:
         attrs |= site.attrs
     name = function.name.replace("optimizer", "update")
-    return Node(name, OpName.UPDATE, inputs, tuple(port.type for port in function.outputs), attributes(attrs), (after,))
+    return Node(name, OpName.UPDATE, inputs, tuple(port.type for port in function.outputs), attributes(attrs), after)

@@ -14,7 +14,7 @@ from dapple_tf.errors import PartitionError
 from dapple_tf.graph_passes.analysis.layers import CAPTURED_INPUTS, SHAPE_OPS
 from dapple_tf.graph_passes.ir.extract import PortOf, extract_function
 from dapple_tf.graph_passes.ir.graph import Effect, Function, Graph, Port, Role, TensorType, Value, ancestors
-from dapple_tf.graph_passes.ir.names import at
+from dapple_tf.graph_passes.ir.names import at, without_target
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.passes.gather_slices import Combine, SparsePart
 from dapple_tf.graph_passes.passes.partition import Stage, StageGraph
@@ -54,8 +54,9 @@ class StageGradients:
 
     ``seeds``: (output of the stage, the placeholder of its gradient); ``boundary``: (tensor that enters the stage, its
     gradient); ``variables``: (variable, its gradient), where it is dense; ``slices``: the uses of variables whose
-    gradient is sparse. ``acting``: the nodes added by differentiation that write variables or act on the outside world
-    (prints and checks of a custom gradient).
+    gradient is sparse. Where there are several targets, gradients by the later ones have names of ``names.of_target``.
+    ``acting``: the nodes added by differentiation that write variables or act on the outside world (prints and checks
+    of a custom gradient).
     """
 
     seeds: tuple[tuple[Value, str], ...] = ()
@@ -192,7 +193,8 @@ def _split_stage(
     port_of = _port_of(name, joint, forward, stages, stage, {})
     forward_function = extract_function(name, joint, forward, port_of, forward_ports, [*results, *stash])
 
-    backward_ports = [Port("gradient", str(x), joint.type_of(x)) for x, _ in gradients.boundary]
+    of_tensors = ((x, Value(without_target(x.node), x.index)) for x, _ in gradients.boundary)
+    backward_ports = [Port("gradient", str(x), joint.type_of(value)) for x, value in of_tensors]
     backward_ports += [Port("variable", name, joint.type_of(g)) for name, g in gradients.variables]
     backward_ports += [port for use in gradients.slices for port in use.ports]
     entering: dict[Value, tuple[Role, str]] = {v: ("stash", str(v)) for v in stash}

@@ -17,7 +17,14 @@ from typing import ClassVar, NamedTuple
 
 from dapple_tf.errors import GraphError
 from dapple_tf.graph_passes.ir.graph import Attr, Graph, Node, TensorType, Value, attributes, tensor
-from dapple_tf.graph_passes.ir.names import find_minibatch, of_minibatch, replica_counts, site_of
+from dapple_tf.graph_passes.ir.names import (
+    find_minibatch,
+    find_round,
+    of_minibatch,
+    of_round,
+    replica_counts,
+    site_of,
+)
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.passes.base import Contract
 from dapple_tf.graph_passes.passes.join_replicas import of_replica
@@ -263,7 +270,9 @@ def _exchange_name(graph: Graph, node: Node, value: Value) -> str:
         return f"exchange/{producer.op}/stage{producer.integer('stage')}"
     minibatch = find_minibatch(node.name)
     name = "exchange" if minibatch is None else of_minibatch(minibatch, "exchange")
-    name = f"{name}/{node.op}" + (f"/stage{node.integer('stage')}" if node.has("stage") else "")
+    name = f"{of_round(find_round(node.name), name)}/{node.op}" + (
+        f"/stage{node.integer('stage')}" if node.has("stage") else ""
+    )
     return f"{name}/bucket{node.integer('bucket')}" if node.op == OpName.REDUCE and node.has("bucket") else name
 
 

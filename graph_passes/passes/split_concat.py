@@ -30,6 +30,7 @@ from dapple_tf.graph_passes.ir.names import (
     cut_attributes,
     replica_counts,
     share_attributes,
+    without_target,
 )
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.passes.base import Contract
@@ -260,7 +261,7 @@ class _Boundaries:
         if not producer.has("function"):
             return False
         port = self.graph.function(producer.string("function")).outputs[value.index]
-        return port.role in ("boundary", "gradient") and port.name in self.shared
+        return port.role in ("boundary", "gradient") and without_target(port.name) in self.shared
 
     def _axis(self, value: Value) -> int:
         axis = batch_axis(self.graph.type_of(value))

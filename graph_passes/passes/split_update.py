@@ -18,10 +18,11 @@ from types import MappingProxyType
 
 from dapple_tf.errors import PartitionError
 from dapple_tf.graph_passes.analysis.layers import written_variables
+from dapple_tf.graph_passes.analysis.update_rounds import Kinds, Sends, find_times, part_rounds, send_values
 from dapple_tf.graph_passes.analysis.update_terms import UpdateTerms, find_terms, term_nodes
 from dapple_tf.graph_passes.ir.extract import extract_function
 from dapple_tf.graph_passes.ir.graph import Effect, Function, Graph, Node, Port, Role, Value, ancestors
-from dapple_tf.graph_passes.ir.names import Site
+from dapple_tf.graph_passes.ir.names import Site, of_round
 from dapple_tf.graph_passes.ir.ops import OpName
 
 _ALONE = "use an optimizer that updates each variable by itself"
@@ -31,6 +32,8 @@ _ARGUMENT_ROLES: Mapping[str, Role] = {
     "slices": "slices",
     "indices": "indices",
     "whole": "whole",
+    "partial": "partial",
+    "combined": "combined",
 }
 
 
@@ -39,7 +42,8 @@ class Updates:
     """The update functions of the stages, by site, and the shared ones that run before and after them, or None.
 
     ``terms``: the functions of the stages' terms, by site; ``combine``: the function that combines them, or None.
-    ``returned``: the role and the name of the ports whose values the step returns.
+    ``returned``: the role and the name of the ports whose values the step returns. ``later``: the updates of the next
+    round, which runs when these are done (see ``analysis.update_rounds``); None where there is none.
     """
 
     before: Function | None
@@ -48,13 +52,42 @@ class Updates:
     terms: tuple[tuple[Site, Function], ...] = ()
     combine: Function | None = None
     returned: tuple[tuple[Role, str], ...] = ()
+    later: Updates | None = None
+
+    @property
+    def rounds(self) -> tuple[Updates, ...]:
+        """These updates, and those that run later, in order."""
+        return (self, *(() if self.later is None else self.later.rounds))
 
     @property
     def functions(self) -> tuple[Function, ...]:
         """All functions, in the order in which they run."""
-        shared = (self.combine, self.before, self.after)
-        combine, before, after = ((() if function is None else (function,)) for function in shared)
-        return (*(f for _, f in self.terms), *combine, *before, *(f for _, f in self.stages), *after)
+        found: list[Function] = []
+        for part in self.rounds:
+            shared = (part.combine, part.before, part.after)
+            combine, before, after = ((() if function is None else (function,)) for function in shared)
+            found += (*(f for _, f in part.terms), *combine, *before, *(f for _, f in part.stages), *after)
+        return tuple(found)
+
+    def of_site(self, site: Site) -> tuple[Function, ...]:
+        """Return the functions that update the variables of a site, in the order in which they run."""
+        return tuple(function for part in self.rounds for place, function in part.stages if place == site)
+
+
+@dataclass(frozen=True)
+class _Round:
+    """The facts about one round. ``graph``: its update, of which ``owner`` gives the site of each variable.
+
+    ``shared``: variables that all sites hold and write. ``state``: those that forward writes. ``handed``: what the
+    round gives to the next one, with the site that has it. ``number``: of the round, from 0.
+    """
+
+    graph: Graph
+    owner: Mapping[str, Site]
+    shared: Set[str]
+    state: Set[str] = frozenset()
+    handed: tuple[tuple[Value, Site | None], ...] = ()
+    number: int = 0
 
 
 def cut_updates(
@@ -71,53 +104,123 @@ def cut_updates(
     site that reads each variable that belongs to the update, and that the model reads too. ``state``: the variables
     that forward writes.
 
-    Raises PartitionError if one op updates the variables of several sites, if what a site writes depends on a
-    variable of another one, or if terms cannot be cut (see ``find_terms``).
+    Raises PartitionError if one op updates the variables of several sites, or if what a site writes depends on a
+    variable of another one that it cannot be given.
     """
     graph = _remove_identity_n(graph)
-    early, late = _sort_returned(graph)
     owner = dict(owner) | _owned_by_readers(graph, owner, readers)
-    terms = find_terms(graph, owner, early, readers.keys() - owner.keys(), state)
-    writes, shared = _sort_writes(graph, owner, terms, readers.keys() - owner.keys())
+    return _cut_rounds(_Round(graph, owner, readers.keys() - owner.keys(), state))
+
+
+def _cut_rounds(this: _Round) -> Updates:
+    """Return the updates of a round, and of those that must come after it."""
+    graph = this.graph
+    terms = find_terms(graph, this.owner, (), this.shared)
+    writes, shared = _sort_writes(graph, this.owner, terms, this.shared)
+    place_of: dict[str, Site | None] = {name: site for site, group in writes.items() for name in group}
+    place_of |= dict.fromkeys(shared)
+    sends = send_values(graph, terms.kinds, place_of)
+    terms = find_terms(sends.graph, this.owner, (), this.shared)
+    times = find_times(sends, terms.kinds, this.state)
+    before = _shared_before(sends.graph, terms, writes, shared)
+    kinds, late = terms.kinds, frozenset(times.late)
+    late_outputs = {
+        value for value in graph.outputs if value.node in late or _waits_for(graph, value, kinds, shared - before)
+    }
+    if not late_outputs and not late.intersection(place_of):
+        return _cut_round(this, sends, kinds, times.in_update, writes, shared)
+    rounds = part_rounds(graph, late, late_outputs, kinds, place_of)
+    targets = {name: graph.node(name).strings("writes") for name in place_of if graph.node(name).has("writes")}
+    owned = {
+        target: site for name, names in targets.items() for target in names if (site := place_of[name]) is not None
+    }
+    common = {target for name, names in targets.items() for target in names if place_of[name] is None}
+    owner, held = owned | dict(this.owner), this.shared | (common - this.owner.keys())
+    first = _cut_rounds(
+        dataclasses.replace(this, graph=rounds.now, owner=owner, shared=held, handed=(*this.handed, *rounds.handed))
+    )
+    of_handed = {str(value): site for value, site in rounds.handed if site is not None}
+    number = this.number + len(first.rounds)
+    rest = _cut_rounds(_Round(rounds.later, owner | of_handed, held, handed=this.handed, number=number))
+    returned = dict(zip(rounds.now.outputs, first.returned, strict=True))
+    returned |= dict(zip(rounds.later.outputs, rest.returned, strict=True))
+    given = tuple(returned[value] for value in graph.outputs)
+    return dataclasses.replace(_followed_by(first, rest), returned=given)
+
+
+def _followed_by(first: Updates, later: Updates) -> Updates:
+    rest = later if first.later is None else _followed_by(first.later, later)
+    return dataclasses.replace(first, later=rest)
+
+
+def _waits_for(graph: Graph, value: Value, kinds: Kinds, after: Set[str]) -> bool:
+    """Return whether a returned value of one site needs a write that all sites do after their own ones."""
+    return isinstance(kinds[value.node], Site) and bool(after & ancestors(graph, [value.node]))
+
+
+def _shared_before(
+    graph: Graph, terms: UpdateTerms, writes: Mapping[Site, Set[str]], shared: Set[str]
+) -> frozenset[str]:
+    """Return the shared writes that sites need, which run before theirs."""
+    return frozenset(name for name in shared if any(name in terms.needs[w] for group in writes.values() for w in group))
+
+
+def _cut_round(
+    this: _Round,
+    sends: Sends,
+    kinds: Kinds,
+    in_update: Set[str],
+    writes: Mapping[Site, set[str]],
+    shared: set[str],
+) -> Updates:
+    """Return the updates of one round, after which nothing is left to do. ``in_update``: see ``Times``."""
+    graph, owner = sends.graph, this.owner
+    handed = dict(this.handed)
+    early: list[Value] = []  # outputs that are given to all sites, as terms are
+    sites: dict[Value, Site | None] = {}  # the others, with the site whose update gives them; None: they all do
+    for value in graph.outputs:
+        kind = kinds[value.node]
+        if kind is not None and (value in handed or value.node in in_update):
+            place = handed.get(value, kind)
+            sites[value] = place if isinstance(place, Site) else None
+        else:
+            early.append(value)
+    terms = find_terms(graph, owner, early, this.shared, sends.sent.values())
     all_writes = set(terms.needs)
-    before = {name for name in shared if any(name in terms.needs[w] for group in writes.values() for w in group)}
+    before = set(_shared_before(graph, terms, writes, shared))
     after = shared - before
-    handed = _handed_over(graph, before)
-    sites = {value: _site_of_returned(graph, value, writes, shared) for value in late}
+    overwritten = _handed_over(graph, before)
 
-    def update_function(name: str, own: set[str], site: Site | None) -> Function:
-        results = [value for value, of in sites.items() if of == site]
-        return _update_function(name, graph, own, all_writes - own, terms, results, handed)
+    def update_function(name: str, own: set[str], site: Site | None, results: Sequence[Value]) -> Function:
+        role: Role = "combined" if site is None else "partial"
+        taken = frozenset() if own is before else overwritten
+        return _update_function(of_round(this.number, name), graph, own, all_writes - own, terms, role, results, taken)
 
+    results_of = {
+        site: [value for value, of in sites.items() if of == site] for site in (*sites.values(), *writes, None)
+    }
     used = sorted({*writes, *(site for site in sites.values() if site is not None)})
-    stages = tuple((site, update_function(site.at(OpName.UPDATE), writes.get(site, set()), site)) for site in used)
+    stages = tuple(
+        (site, update_function(site.at(OpName.UPDATE), writes.get(site, set()), site, results_of[site]))
+        for site in used
+    )
     for site, function in stages:
         _check_order(graph, function, before, f"the part of the optimizer of {site}")
-    last = update_function("optimizer/after", after, None) if after or None in sites.values() else None
+    last = update_function("optimizer/after", after, None, results_of[None]) if after or results_of[None] else None
     taken = {port.name for function in (*(f for _, f in stages), *filter(None, [last])) for port in function.inputs}
-    given = [value for name in sorted(handed) for value in graph.node(name).values() if str(value) in taken]
+    given = [value for name in sorted(overwritten) for value in graph.node(name).values() if str(value) in taken]
     updates = Updates(
-        _update_function("optimizer/before", graph, before, all_writes - before, terms, given) if before else None,
+        update_function("optimizer/before", before, None, given) if before else None,
         stages,
         last,
-        tuple((site, _terms_function(graph, terms, site)) for site in sorted({of for _, of in terms.partial})),
-        _combine_function(graph, terms) if terms.combined else None,
+        tuple((s, _terms_function(graph, terms, s, this.number)) for s in sorted({of for _, of in terms.partial})),
+        _combine_function(graph, terms, this.number) if terms.combined else None,
         tuple(_returned_port(value, sites) for value in graph.outputs),
     )
     if updates.after is not None:
         _check_order(graph, updates.after, all_writes - after, "what the stages share of the optimizer")
     _check_variables(updates, owner)
     return updates
-
-
-def _sort_returned(graph: Graph) -> tuple[list[Value], list[Value]]:
-    """Return the outputs of an update that depend on nothing that it writes, and the others."""
-    acting = {node.name for node in graph.nodes if node.effect in (Effect.WRITE, Effect.SIDE)}
-    early: list[Value] = []
-    late: list[Value] = []
-    for value in graph.outputs:
-        (late if acting & ancestors(graph, [value.node]) else early).append(value)
-    return early, late
 
 
 def _owned_by_readers(graph: Graph, owner: Mapping[str, Site], readers: Mapping[str, Site]) -> dict[str, Site]:
@@ -145,19 +248,6 @@ def _site_of(graph: Graph, owner: Mapping[str, Site], name: str) -> Site | None:
     if node.op == "arg":
         return owner.get(node.string("port")) if _role(node) != "whole" else None
     return owner.get(name) if node.op == "variable" else None
-
-
-def _site_of_returned(graph: Graph, value: Value, writes: Mapping[Site, Set[str]], shared: Set[str]) -> Site | None:
-    """Return the site whose update gives a returned value, None for the update that all sites share."""
-    needed = ancestors(graph, [value.node])
-    sites = [site for site, names in writes.items() if needed & names]
-    if len(sites) > 1 or (sites and needed & shared):
-        raise PartitionError(
-            f"the step returns {value}, which it computes from variables of {_name_sites(sites)} after it has "
-            "updated them: compute it from the variables after the step",
-            value.node,
-        )
-    return sites[0] if sites else None
 
 
 def _name_sites(sites: Iterable[Site]) -> str:
@@ -195,7 +285,7 @@ def _sort_writes(
             writes.setdefault(owners.pop(), set()).add(name)
         else:
             shared.add(name)
-    while moved := _needed_by_shared(graph, owner, terms, writes, shared):
+    while moved := _needed_by_shared(graph, owner, terms, writes, shared) | _of_several(graph, owner, writes, shared):
         for group in writes.values():
             group -= moved
         shared |= moved
@@ -213,6 +303,22 @@ def _needed_by_shared(
         for name in group
         if read.intersection(graph.node(name).strings("writes") if graph.node(name).effect == Effect.WRITE else ())
         and all(_site_of(graph, owner, source) is None for source in terms.needs[name])
+    }
+
+
+def _of_several(graph: Graph, owner: Mapping[str, Site], writes: Mapping[Site, Set[str]], shared: Set[str]) -> set[str]:
+    """Return the writes of sites, of variables that no site owns and that other sites, or all, write too."""
+    places: dict[str, set[Site | None]] = {}
+    for site, group in [*writes.items(), (None, shared)]:
+        for name in group:
+            for target in graph.node(name).strings("writes") if graph.node(name).effect == Effect.WRITE else ():
+                places.setdefault(target, set()).add(site)
+    several = {target for target, found in places.items() if len(found) > 1 and target not in owner}
+    return {
+        name
+        for group in writes.values()
+        for name in group
+        if graph.node(name).effect == Effect.WRITE and several.intersection(graph.node(name).strings("writes"))
     }
 
 
@@ -257,12 +363,14 @@ def _update_function(
     writes: set[str],
     done: set[str],
     terms: UpdateTerms,
+    role: Role,
     returned: Sequence[Value],
     handed: Set[str] = frozenset(),
 ) -> Function:
     """Return the function of the nodes ``writes`` and all that they need, but for the writes ``done`` before it.
 
-    ``returned``: values that it gives. ``handed``: nodes whose values it takes from the update before all others.
+    ``returned``: values that it gives, with this ``role``. ``handed``: nodes whose values it takes from the update
+    before all others.
     """
     roots = [*writes, *(value.node for value in returned)]
     members = ancestors(graph, roots, stop=done | terms.combining | handed)
@@ -279,7 +387,6 @@ def _update_function(
             )
         return found
 
-    role: Role = "combined" if name.startswith("optimizer/") else "partial"
     ports = [Port(role, str(value), graph.type_of(value)) for value in returned]
     return extract_function(name, graph, members, port_of, ports, returned)
 
@@ -296,16 +403,16 @@ def _role(node: Node) -> str:
     return node.string("role") if node.has("role") else "gradient"
 
 
-def _terms_function(graph: Graph, terms: UpdateTerms, site: Site) -> Function:
+def _terms_function(graph: Graph, terms: UpdateTerms, site: Site, number: int) -> Function:
     """Return the function that computes the terms of one site which all sites need."""
     values = [value for value, of in terms.partial if of == site]
     members = term_nodes(graph, values, set())
     ports = [Port("partial", str(value), graph.type_of(value)) for value in values]
-    name = site.at(OpName.UPDATE_TERMS)
+    name = of_round(number, site.at(OpName.UPDATE_TERMS))
     return extract_function(name, _unguarded(graph), members, lambda value: _input_port(graph, value), ports, values)
 
 
-def _combine_function(graph: Graph, terms: UpdateTerms) -> Function:
+def _combine_function(graph: Graph, terms: UpdateTerms, number: int) -> Function:
     """Return the function that combines the terms of the stages."""
     partial = {value for value, _ in terms.partial}
     members = term_nodes(graph, list(terms.combined), {value.node for value in partial})
@@ -314,7 +421,9 @@ def _combine_function(graph: Graph, terms: UpdateTerms) -> Function:
     def port_of(value: Value) -> tuple[Role, str] | None:
         return ("partial", str(value)) if value in partial else _input_port(graph, value)
 
-    return extract_function("optimizer/combine", _unguarded(graph), members, port_of, ports, terms.combined)
+    return extract_function(
+        of_round(number, "optimizer/combine"), _unguarded(graph), members, port_of, ports, terms.combined
+    )
 
 
 def _unguarded(graph: Graph) -> Graph:

@@ -89,7 +89,7 @@ def check_updates(updates: Updates, counter: str) -> None:
 
     The message says what the optimizer does, as the end of "the optimizer ...".
     """
-    if updates.terms or updates.combine is not None:
+    if updates.terms or updates.combine is not None or updates.later is not None:
         raise GraphError(
             "decides by the gradients of all stages at once (a global norm, or whether all are finite), which are of "
             "different minibatches at any time"

@@ -405,3 +405,56 @@ def test_a_tensor_that_is_made_before_the_scope_is_the_value() -> None:
         layer = keras.layers.Dense(WIDTH, kernel_initializer=lambda shape, dtype: outside)
         layer.build((None, WIDTH))
     np.testing.assert_array_equal(layer.kernel.numpy(), outside.numpy())
+
+
+def test_of_borrowed_variables_one_at_a_time_is_in_memory() -> None:
+    stored = {f"v{i}": np.full((WIDTH, WIDTH), float(i), "float32") for i in range(4)}
+    variables = {name: tf.Variable(value, name=name) for name, value in stored.items()}
+    variable_values.release_variables(list(variables.values()), "ask for it")
+    returned: list[str] = []
+
+    def name_of(variable: tf.Variable) -> str:
+        return next(name for name, other in variables.items() if other is variable)
+
+    def give_back(variable: tf.Variable) -> None:
+        returned.append(name_of(variable))
+        stored[returned[-1]] = variable.numpy()
+
+    def held() -> list[str]:
+        return [name for name, variable in variables.items() if has_memory(variable)]
+
+    with variable_values.borrowing(list(variables.values()), lambda v: stored[name_of(v)], give_back):
+        assert held() == []
+        assert variables["v1"].numpy()[0, 0] == 1
+        assert held() == ["v1"]
+        variables["v2"].assign(tf.fill((WIDTH, WIDTH), 20.0))
+        variables["v2"].assign_add(tf.ones((WIDTH, WIDTH)))
+        assert held() == ["v2"]
+        with pytest.raises(ValueError, match="shape"):
+            variables["v0"].assign(tf.zeros((3, 3)))
+        assert held() == []
+        assert tf.reduce_sum(variables["v1"]).numpy() == WIDTH * WIDTH
+        variables["v3"].assign(variables["v2"])
+        assert held() == ["v3"]
+    assert held() == []
+    assert returned == ["v1", "v2", "v1", "v2", "v3"]
+    assert [stored[name][0, 0] for name in sorted(stored)] == [0, 1, 21, 21]
+    with pytest.raises(tf.errors.FailedPreconditionError, match="ask for it"):
+        variables["v2"].numpy()
+
+
+def test_borrowed_variables_are_released_when_their_use_fails() -> None:
+    variable = tf.Variable(tf.ones((WIDTH, WIDTH)))
+    variable_values.release_variables([variable], "ask for it")
+
+    def use() -> None:
+        with variable_values.borrowing([variable], lambda v: np.zeros((WIDTH, WIDTH), "float32"), lambda v: None):
+            assert variable.numpy().sum() == 0
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        use()
+    assert not has_memory(variable)
+    assert not variable_values.is_deferred(variable)
+    variable.assign(tf.ones((WIDTH, WIDTH)))
+    assert variable.numpy().sum() == WIDTH * WIDTH

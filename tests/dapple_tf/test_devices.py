@@ -14,7 +14,7 @@ import dapple_tf as dapple
 from dapple_tf.devices import home_device, init, list_devices
 from dapple_tf.distributed import membership
 from dapple_tf.distributed.membership import Job
-from dapple_tf.errors import DeviceError, UsageError
+from dapple_tf.errors import DappleWarning, DeviceError, UsageError
 
 EIGHT = tuple(f"/device:CPU:{i}" for i in range(8))
 
@@ -192,6 +192,18 @@ def test_variables_created_in_a_scope_are_on_the_host() -> None:
     with tf.device("CPU:3"), dapple.scope():
         variable = tf.Variable(1.0)
     assert variable.device.endswith(home_device())
+
+
+def test_a_scope_that_is_entered_after_the_model_was_made_says_that_it_changes_nothing() -> None:
+    variable = tf.Variable(tf.ones((64, 64)))
+    with (
+        pytest.warns(
+            DappleWarning, match=r"no variable was created in dapple\.scope\(\): those .* Make the model inside"
+        ),
+        dapple.scope(),
+    ):
+        variable.assign_add(variable)
+    assert variable.numpy().sum() == 2 * 64 * 64
 
 
 def test_the_package_has_no_other_names() -> None:

@@ -6,6 +6,7 @@ import gc
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import weakref
@@ -995,6 +996,27 @@ def test_a_backup_is_loaded_and_saved_by_methods_of_the_callback(tmp_path: Path)
     internals.set_initial_epoch(model, 3)
     history = model.fit(np.ones([2, 2]), [np.ones([2, 1])] * 2, verbose=0, epochs=4)
     assert history.epoch == [3]
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy")  # Keras's own
+def test_saving_through_files_holds_no_copy_of_the_weights_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+    made: list[str] = []
+    real = tempfile.NamedTemporaryFile
+    monkeypatch.setattr(
+        tempfile, "NamedTemporaryFile", lambda **options: made.append(options["dir"]) or real(**options)
+    )
+    model.save(tmp_path / "in_memory.keras")
+    assert made == []
+    with internals.saving_through_files():
+        model.save(tmp_path / "through_file.keras")
+    assert made == [tmp_path]
+    model.save(tmp_path / "in_memory.keras")
+    assert len(made) == 1
+    saved = keras.models.load_model(tmp_path / "through_file.keras")
+    np.testing.assert_array_equal(saved.get_weights()[0], model.get_weights()[0])
 
 
 @pytest.mark.parametrize("jit_compile", [None, False, True])

@@ -13,7 +13,8 @@ import pytest
 import tensorflow as tf
 
 import dapple_tf as dapple
-from dapple_tf.checkpoint.checkpoints import Checkpoints, Position
+from dapple_tf.checkpoint.checkpoints import Checkpoints
+from dapple_tf.checkpoint.content import Position
 from dapple_tf.errors import PlanError, StepError
 from tests.equality.one_device import TOLERANCE, Problem, as_tf, compare, train_on_one_device
 

@@ -340,6 +340,24 @@ def gradient_penalty() -> Made:
     return train_step, [model, optimizer]
 
 
+def inputs_changed_by_a_keras_loss() -> Made:
+    """Keras divides the sum over samples by their number: so is the gradient of the inputs."""
+    model, optimizer, loss_object = mlp(), keras.optimizers.Adam(0.01), keras.losses.MeanSquaredError()
+
+    def train_step(x: Any, y: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            loss = loss_object(y, model(x, training=True))
+        changed = x + tape.gradient(loss, x)
+        with tf.GradientTape() as tape:
+            loss = loss_object(y, model(changed, training=True))
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+        return loss
+
+    return train_step, [model, optimizer]
+
+
 # --- What comes after the gradients
 
 
@@ -610,6 +628,133 @@ def computed_by_tensorflow_1() -> Made:
     return train_step, [model]
 
 
+# --- What follows weights of other stages
+
+
+def mean_teacher() -> Made:
+    """A teacher outside of the tape whose weights follow the student's, at a rate that the step counts."""
+    student, teacher = mlp(), mlp()
+    optimizer, count = keras.optimizers.Adam(0.01), tf.Variable(0.0, dtype="float64", trainable=False)
+
+    @tf.function
+    def train_step(x: Any, y: Any) -> Any:
+        wanted = teacher(x + 0.1)
+        with tf.GradientTape() as tape:
+            found = student(x, training=True)
+            loss = mse(y, found) + 0.3 * mse(wanted, found)
+        optimizer.apply_gradients(zip(tape.gradient(loss, student.trainable_variables), student.trainable_variables))
+        count.assign_add(1.0)
+        rate = 1.0 / (count + 1.0)
+        for old, new in zip(teacher.variables, student.variables):
+            old.assign((1.0 - rate) * old + rate * new)
+        return loss
+
+    return train_step, [student, teacher, optimizer, count]
+
+
+def target_network() -> Made:
+    """A network that takes over the weights of another one every second step."""
+    network, target = mlp(2), mlp(2)
+    optimizer, count = keras.optimizers.RMSprop(0.01), tf.Variable(0, dtype="int64", trainable=False)
+
+    @tf.function
+    def train_step(x: Any, y: Any) -> Any:
+        best = tf.reduce_max(target(-x), axis=1)
+        with tf.GradientTape() as tape:
+            error = y[:, 0] + 0.9 * best - network(x)[:, 0]
+            loss = tf.reduce_mean(tf.square(error))
+        optimizer.apply_gradients(zip(tape.gradient(loss, network.trainable_variables), network.trainable_variables))
+        count.assign_add(1)
+        if count % 2 == 0:
+            for old, new in zip(target.variables, network.variables):
+                old.assign(new)
+        return loss, tf.abs(error)
+
+    return train_step, [network, target, optimizer, count]
+
+
+def norms_of_new_weights() -> Made:
+    """Norms of all weights after their update, in results, a metric, and a limit of all weights."""
+    model, optimizer, largest = mlp(), keras.optimizers.SGD(0.1, momentum=0.9), keras.metrics.Mean()
+
+    def train_step(x: Any, y: Any) -> Any:
+        weights = model.trainable_variables
+        with tf.GradientTape() as tape:
+            loss = mse(y, model(x, training=True))
+        old = [tf.identity(weight) for weight in weights]
+        gradients, first = tf.clip_by_global_norm(tape.gradient(loss, weights), 1.0)
+        gradients, second = tf.clip_by_global_norm([tf.sign(g) * tf.sqrt(tf.abs(g)) for g in gradients], 0.5)
+        optimizer.apply_gradients(zip(gradients, weights))
+        moved = tf.linalg.global_norm([new - before for new, before in zip(weights, old)])
+        norm = tf.linalg.global_norm([weight.value for weight in weights])
+        for weight in weights:
+            weight.assign(weight * tf.minimum(tf.ones_like(norm), 2.0 / norm))
+        for weight in weights:
+            largest.update_state(tf.reduce_max(tf.abs(weight)))
+        return {"norms": (first, second, norm, moved), "largest": largest.result()}
+
+    return train_step, [model, optimizer, largest]
+
+
+def forward_with_new_weights() -> Made:
+    """What the new weights give for the batch, which the step returns."""
+    model, optimizer = mlp(), keras.optimizers.Adam(0.05)
+
+    def train_step(x: Any, y: Any) -> Any:
+        with tf.GradientTape() as tape:
+            found = model(x, training=True)
+            loss = mse(y, found)
+        optimizer.apply_gradients(zip(tape.gradient(loss, model.trainable_variables), model.trainable_variables))
+        return loss, mse(y, model(x)) - loss
+
+    return train_step, [model, optimizer]
+
+
+def results_of_conditions() -> Made:
+    """A condition that writes and returns, and one inside of it."""
+    model, optimizer = mlp(), keras.optimizers.Adam(0.01)
+    scale, skipped = (tf.Variable(v, dtype="float64", trainable=False) for v in (8.0, 0.0))
+
+    @tf.function
+    def train_step(x: Any, y: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = mse(y, model(x, training=True)) * scale
+        gradients = [gradient / scale for gradient in tape.gradient(loss, model.trainable_variables)]
+        norm = tf.linalg.global_norm(gradients)
+
+        def apply() -> Any:
+            optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+            grown = tf.cond(norm < 0.3, lambda: scale.assign(scale * 2.0) * 1.0, lambda: tf.constant(1.0, tf.float64))
+            return tf.constant(True), norm, grown
+
+        def skip() -> Any:
+            skipped.assign_add(1.0)
+            return tf.constant(False), 2.0 * skipped, tf.constant(0.0, tf.float64)
+
+        return tf.cond(norm < 1.0, apply, skip)
+
+    return train_step, [model, optimizer, scale, skipped]
+
+
+def loops_over_words() -> Made:
+    """Recurrent layers with masks: a loop over the words of a sentence."""
+    keras.utils.set_random_seed(8)
+    inputs = keras.Input([None], dtype="int64")
+    embedded = keras.layers.Embedding(9, 4, mask_zero=True)(inputs)
+    hidden = keras.layers.LSTM(4)(keras.layers.GRU(5, return_sequences=True)(embedded))
+    model, optimizer = keras.Model(inputs, keras.layers.Dense(3)(hidden)), keras.optimizers.Adam(0.01)
+
+    def train_step(words: Any, labels: Any) -> Any:
+        with tf.GradientTape() as tape:
+            found = model(words, training=True)
+            losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, found)
+            loss = tf.reduce_mean(tf.map_fn(tf.square, losses))
+        optimizer.apply_gradients(zip(tape.gradient(loss, model.trainable_variables), model.trainable_variables))
+        return loss
+
+    return train_step, [model, optimizer]
+
+
 CASES: Mapping[str, Callable[[], Made]] = MappingProxyType(
     {
         made.__name__: made
@@ -630,6 +775,7 @@ CASES: Mapping[str, Callable[[], Made]] = MappingProxyType(
             teacher_outside_the_tape,
             stopped_recording,
             gradient_penalty,
+            inputs_changed_by_a_keras_loss,
             finite_or_skipped,
             centred_and_noisy,
             accumulated_by_hand,
@@ -645,11 +791,17 @@ CASES: Mapping[str, Callable[[], Made]] = MappingProxyType(
             nested_arguments,
             minimized_by_tensorflow_1,
             computed_by_tensorflow_1,
+            mean_teacher,
+            target_network,
+            norms_of_new_weights,
+            forward_with_new_weights,
+            results_of_conditions,
+            loops_over_words,
         )
     }
 )
 
-_DATA = MappingProxyType({"accuracy_of_words": tokens, "sparse_gradients_clipped": tokens})
+_DATA = MappingProxyType(dict.fromkeys(("accuracy_of_words", "sparse_gradients_clipped", "loops_over_words"), tokens))
 
 
 def batches_of(name: str) -> list[tuple[Any, ...]]:

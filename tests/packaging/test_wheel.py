@@ -74,7 +74,7 @@ def test_the_wheel_contains_one_package_whole_and_nothing_else(wheel: Path) -> N
     expected = {
         path.relative_to(copied).as_posix()
         for path in (copied / "dapple_tf").rglob("*")
-        if path.suffix in (".py", ".h", ".cc") or path.name == "py.typed"
+        if path.suffix in (".py", ".h", ".cc", ".sh") or path.name == "py.typed"
     }
     (library,) = contained - expected  # the planner's search, compiled for this machine
     assert re.fullmatch(r"dapple_tf/simulator/native/planner\..*(so|pyd)", library)

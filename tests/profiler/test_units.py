@@ -20,6 +20,7 @@ from dapple_tf.profiler.units import (
     format_samples,
     format_seconds,
     format_seconds_fixed,
+    format_slower,
     parse_quantity,
     scale_bytes,
     scale_time,
@@ -143,3 +144,12 @@ def test_a_long_text_is_refused_at_once(text: str) -> None:
 
 def test_a_number_of_samples_has_the_noun_in_its_form() -> None:
     assert [format_samples(n) for n in (0, 1, 2)] == ["0 samples", "1 sample", "2 samples"]
+
+
+def test_what_takes_more_than_twice_as_long_has_no_percentage() -> None:
+    assert [*map(format_slower, (1.013, 1.996, 2.0, 14.529))] == [
+        "1.3% slower",
+        "99.6% slower",
+        "2.0 times as long",
+        "14.5 times as long",
+    ]

@@ -8,7 +8,15 @@ from types import MappingProxyType
 
 from dapple_tf.frontend.dependence.elementwise import PAIRS_SHARED
 from dapple_tf.frontend.dependence.kinds import CONSTANT, SIZE, Form, Kind, rows, shared
-from dapple_tf.frontend.dependence.operands import ALL, CONSTANT_ROWS, Rule, data_operands, equal_rows, only_rows
+from dapple_tf.frontend.dependence.operands import (
+    ALL,
+    CONSTANT_ROWS,
+    Rule,
+    data_operands,
+    equal_rows,
+    only_rows,
+    whole_number,
+)
 from dapple_tf.frontend.dependence.scope import Scope, attr
 from dapple_tf.graph_passes.ir.graph import Node, Value
 
@@ -40,9 +48,13 @@ def _concat(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
         if len({kind.layout for kind in found if kind.outer}) > 1:
             return scope.couple(node, "concatenates rows of the batch that are in different orders")
         return dataclasses.replace(first, slope=_concat_slopes(scope, node, data, axes[0] == rank - 1))
-    if any(kind.origin or kind.inner != first.inner or kind.slope or not kind.outer for kind in found):
+    inner = first.inner if first.outer else 1
+    if any(
+        kind.origin or kind.slope or (kind.inner % inner if not kind.outer else kind.inner != inner) for kind in found
+    ):
         return scope.couple(node, "concatenates along the batch axis")
-    return dataclasses.replace(first, outer=sum(kind.outer for kind in found))
+    blocks = sum(kind.outer or kind.inner // inner for kind in found)  # equal rows fit any order
+    return dataclasses.replace(first, outer=blocks, inner=inner)
 
 
 def _concat_slopes(scope: Scope, node: Node, data: Sequence[Kind], last_axis: bool) -> tuple[int, ...]:
@@ -184,6 +196,9 @@ def _fill(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind | list[Kind]:
     if not dims.shared and dims.form is not Form.SIZE:
         return scope.couple(node, "makes a tensor whose shape depends on samples")
     if dims.form is Form.SIZE:
+        value = whole_number(scope, node, 1, value)
+        if value.coupled:
+            return value
         return (
             equal_rows(scope, node) if value.shared else scope.couple(node, "fills a tensor with a sum over the batch")
         )

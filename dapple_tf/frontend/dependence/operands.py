@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
-from dapple_tf.frontend.dependence.elementwise import add_totals
+from dapple_tf.frontend.dependence.elementwise import add_totals, is_integer, whole_size
 from dapple_tf.frontend.dependence.kinds import SIZE, Form, Kind, rows, shared
 from dapple_tf.frontend.dependence.scope import Scope
 from dapple_tf.graph_passes.ir.graph import Node
@@ -42,6 +42,10 @@ def data_operands(count: int | None = 1) -> Callable[[Rule], Rule]:
                 if node.op == "PadV2":
                     return scope.couple(node, "pads a sum or mean over the batch with a constant")
                 return add_totals(scope, node, data) if len(data) > 1 else data[0]
+            if any(kind.form is Form.SIZE for kind in kinds[len(data) :]):
+                data = [whole_number(scope, node, i, kind) for i, kind in enumerate(data)]
+                if (stopped := next((kind for kind in data if kind.coupled), None)) is not None:
+                    return stopped
             if any(kind.form is Form.SIZE for kind in kinds):
                 return equal_rows(scope, node) if all(kind.shared for kind in data) else SIZE
             return shared()
@@ -49,6 +53,12 @@ def data_operands(count: int | None = 1) -> Callable[[Rule], Rule]:
         return full
 
     return wrap
+
+
+def whole_number(scope: Scope, node: Node, operand: int, kind: Kind) -> Kind:
+    """Return the kind of an operand whose entries are repeated: of a number made of the batch's size, the whole's."""
+    number = kind.form is Form.SIZE and not is_integer(scope.graph.type_of(node.inputs[operand]))
+    return whole_size(scope, node, operand) if number else kind
 
 
 def equal_rows(scope: Scope, node: Node) -> Kind:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import tensorflow as tf
@@ -60,7 +61,9 @@ class _Weighing:
             counts = tf.cast(self.rows, tf.float64)
             self.share = (counts[1] - counts[0]) / counts[2]
             loss = self._weighted(self.graph.outputs[0])
-        return read_again(self.captured, loss, self.rows)
+            several = self.captured.several
+            targets = [replace(target, value=self.tensors.value(self._weighted(target.value))) for target in several]
+        return replace(read_again(self.captured, loss, self.rows), several=tuple(targets))
 
     def _tensor(self, value: Value) -> Any:
         return self.tensors[value]

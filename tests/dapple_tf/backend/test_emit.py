@@ -12,9 +12,10 @@ import pytest
 import tensorflow as tf
 
 import dapple_tf as dapple
-from dapple_tf.backend.handler import call
+from dapple_tf.backend.emit import emit
+from dapple_tf.backend.handler import as_template, call
 from dapple_tf.backend.operations import Operations
-from dapple_tf.backend.program import emit
+from dapple_tf.errors import GraphError
 from dapple_tf.graph_passes.ir.graph import Graph, Node, Value, attributes, tensor
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.schedules.spec import ScheduleSpec
@@ -36,6 +37,59 @@ def emit_graph(nodes: Sequence[Node], outputs: Sequence[str], bindings: NamedVar
 def ops_of(function: Any, node: str) -> list[Any]:
     """Return the NodeDefs that were emitted for a node, in order."""
     return [op for op in function.graph.as_graph_def().node if op.name.startswith(f"{node}/")]
+
+
+# --- nodes that differ only in their micro-batch share a template
+
+SIZE = Node("size", OpName.BATCH_SIZE, (Value("x"),), (tensor("int64"),))
+ROWS = (tensor("float64"), tensor("float32", None))
+
+
+def slices(micro_batches: int) -> list[Node]:
+    """Return the nodes that cut the batch into micro-batches."""
+    cut = {"stage": 0, "replica": 0, "replicas": 1, "micro_batches": micro_batches}
+    return [
+        Node(f"s{m}", OpName.SLICE, (Value("size"), Value("x")), ROWS, attributes({**cut, "micro_batch": m}))
+        for m in range(micro_batches)
+    ]
+
+
+def test_each_copy_of_a_template_has_its_own_micro_batch() -> None:
+    nodes = slices(5)
+    graph = Graph("g", (X, SIZE, *nodes), ("x",), tuple(Value(node.name, 1) for node in nodes))
+    function = emit(graph, [tf.TensorSpec([None])], Operations(graph, NamedVariables(), {}, {}))
+    rows = [tensor.numpy().tolist() for tensor in function(tf.range(7.0))]
+    assert rows == [[0], [1], [2, 3], [4], [5, 6]]  # cut at the rows 7 m // 5
+
+
+def test_a_handler_of_a_template_cannot_read_the_micro_batch() -> None:
+    """What it made of that number would be copied for all other micro-batches."""
+    read = as_template(slices(1)[0])
+    assert read.has("micro_batch")
+    with pytest.raises(GraphError, match="not an integer"):
+        read.integer("micro_batch")
+
+
+def test_copies_wait_for_ops_without_outputs() -> None:
+    """An import cannot name such an op: a constant stands between."""
+    owner = tf.Variable(1.0)
+    copies = [tf.Variable(5.0), tf.Variable(7.0)]
+    bindings = NamedVariables({"v": owner, "w": owner}, {"w": copies})
+    place = {"stage": 0, "replica": 0}
+    commit = attributes({**place, "replicas": 2, "variables": ("w",)})
+    read = attributes({**place, "variables": ("v",)})
+    nodes = [Node("commit", OpName.COMMIT, attrs=commit)]
+    nodes += [
+        Node(f"read{i}", OpName.READ_VARIABLE, outputs=(tensor("float32"),), attrs=read).after("commit", "for the test")
+        for i in range(4)
+    ]
+    function = emit_graph(nodes, [f"read{i}" for i in range(4)], bindings)
+    assert [output.numpy() for output in function(tf.zeros([1]))] == [6] * 4
+    (done,) = (op for op in ops_of(function, "commit") if op.op == "Const" and op.name.endswith("done"))
+    assert [name.partition("/")[0] for name in done.input] == ["^commit"]
+    for i in range(4):
+        (reading,) = ops_of(function, f"read{i}")
+        assert f"^{done.name}" in reading.input
 
 
 # --- graphs written by hand

@@ -45,7 +45,7 @@ def test_micro_batches_share_one_accumulating_function() -> None:
     for m in range(4):
         attrs = {"micro_batch": m, "variables": ("w",), "first": m == 0}
         run(OpName.ACCUMULATE, np.float32(m), context=context, **attrs)
-    assert len(context.accumulators) == 2  # one assigns, one adds
+    assert len(context.shared_functions) == 2  # one assigns, one adds
 
 
 def test_buckets_of_a_stage_accumulate_separately() -> None:

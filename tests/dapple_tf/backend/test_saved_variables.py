@@ -65,3 +65,13 @@ def test_functions_traced_before_see_the_restored_value() -> None:
         weights.assign(5.0)
         assert float(double()) == 10.0
     assert float(double()) == 4.0
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "bfloat16", "bool", "string", "int64"])
+def test_values_of_any_dtype_come_back(dtype: str) -> None:
+    value = tf.constant(["a", ""]) if dtype == "string" else tf.cast(tf.constant([1.0, 0.0]), dtype)
+    variable = tf.Variable(value)
+    with unchanged_variables([variable]):
+        variable.assign(value[::-1] if dtype != "float8_e4m3fn" else tf.cast(tf.constant([0.0, 1.0]), dtype))
+        assert variable.numpy().tolist() == value.numpy().tolist()[::-1]
+    assert variable.numpy().tolist() == value.numpy().tolist()

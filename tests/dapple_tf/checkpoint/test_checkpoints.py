@@ -20,7 +20,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from dapple_tf.checkpoint.checkpoints import Checkpoints, Position, _read_value
+from dapple_tf.checkpoint.checkpoints import Checkpoints
+from dapple_tf.checkpoint.content import Position, read_value
 from dapple_tf.checkpoint.file import open_checkpoint, write_checkpoint
 from dapple_tf.errors import CheckpointError, DappleWarning, UsageError
 from tests.dapple_tf.builders import X, step_of
@@ -562,10 +563,10 @@ def test_a_file_that_changes_while_it_is_loaded_is_reported(tmp_path: Path, made
     name = next(iter(found.entries))
     found.path.write_bytes(found.path.read_bytes()[: found.entries[name].begin + 1])
     with pytest.raises(CheckpointError, match=rf"{name}.* cannot be read .* SOME VARIABLES HAVE CHANGED"):
-        _read_value(found, name)
+        read_value(found, name)
     found.path.unlink()
     with pytest.raises(CheckpointError, match=r"No such file.* SOME VARIABLES HAVE CHANGED"):
-        _read_value(found, name)
+        read_value(found, name)
 
 
 def test_a_missing_value_leaves_no_file(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from dapple_tf.checkpoint.checkpoints import Checkpoints, lock_folder
 from dapple_tf.errors import CheckpointError, DappleWarning
+from dapple_tf.launcher.restart import Start
 from tests.dapple_tf.builders import X, step_of
 from tests.paths import ROOT
 
@@ -117,3 +118,57 @@ def test_what_is_no_lock_is_refused_and_left_alone(tmp_path: Path, kind: str) ->
         lock_folder(path.parent)
     assert precious.read_text() == "keep"
     assert not (tmp_path / "made").exists()
+
+
+AWAY = """
+import sys
+import tensorflow as tf
+import dapple_tf as dapple
+dapple.init(1)
+weight = tf.Variable(tf.ones((4, 1)))
+step = dapple.pipeline(lambda x: tf.reduce_mean(tf.square(x @ weight)), optimizer="sgd", stages=1)
+step.build(tf.ones((8, 4)))
+checkpoints = dapple.Checkpoints(sys.argv[1], step)
+print("opened", flush=True)
+sys.stdin.readline()
+try:
+    checkpoints.save(7)
+except dapple.errors.CheckpointError as error:
+    print(error, flush=True)
+"""
+
+
+@pytest.mark.always  # the only test of two writers
+def test_a_writer_that_was_away_is_fenced_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The later start takes the folder over, and what the earlier one then wants to write is refused."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "DAPPLE_LAUNCH": Start(0, launch="ab12").to_text(),
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+    }
+    with subprocess.Popen(
+        [sys.executable, "-c", AWAY, str(tmp_path)],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as away:
+        try:
+            assert away.stdout is not None
+            assert away.stdout.readline() == "opened\n"
+            away.send_signal(signal.SIGSTOP)
+            monkeypatch.setenv("DAPPLE_LAUNCH", Start(1, launch="cd34").to_text())  # of another launch
+            with pytest.raises(CheckpointError, match=r"in use by another run, .*, start 0 of launch ab12"):
+                lock_folder(tmp_path)
+            monkeypatch.setenv("DAPPLE_LAUNCH", Start(1, launch="ab12").to_text())
+            lock = lock_folder(tmp_path)
+            assert lock is not None
+            away.send_signal(signal.SIGCONT)
+            told, _ = away.communicate("save\n", timeout=60)
+            assert f"{tmp_path} was taken over by process {os.getpid()} on" in told
+            assert "must not write there any more" in told
+            assert [path.name for path in tmp_path.iterdir()] == ["lock"]
+            lock.check()
+        finally:
+            away.kill()

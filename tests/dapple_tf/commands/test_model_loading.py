@@ -167,7 +167,8 @@ def test_an_option_of_another_form_is_refused(pair: str) -> None:
 def test_a_model_that_is_surely_not_there_is_refused_unread(file: Path) -> None:
     check_model_exists(f"{file}:make")
     check_model_exists(f"{file}:constant")  # loading it tells that it is not callable
-    check_model_exists("tests.dapple_tf.commands.tiny_model:no_such_name")  # a module is not read
+    check_model_exists("tests.dapple_tf.commands.tiny_model:tiny")
+    check_model_exists("importlib.machinery:PathFinder")  # made by other means than a definition
     assert file.stem not in sys.modules
     with pytest.raises(ModelError, match=f"there is no file {file.parent}/{file.stem}s.py; did you mean {file}"):
         check_model_exists(f"{file.parent}/{file.stem}s.py:make")
@@ -177,6 +178,10 @@ def test_a_model_that_is_surely_not_there_is_refused_unread(file: Path) -> None:
         check_model_exists(f"{file}:maek")
     with pytest.raises(ModelError, match=r"module 'nowhere.models' cannot be imported: there is no module 'nowhere'"):
         check_model_exists("nowhere.models:make")
+    with pytest.raises(ModelError, match=r"tests\.dapple_tf\.commands\.tiny_model has no callable 'tine'; it has tiny"):
+        check_model_exists("tests.dapple_tf.commands.tiny_model:tine")
+    with pytest.raises(ModelError, match=r"dapple_tf\.examples has no callable 'gtp'; it has gpt"):
+        check_model_exists("dapple_tf.examples:gtp")
     with pytest.raises(ModelError, match="is not a MODEL such as"):
         check_model_exists("models/gpt")
 

@@ -48,6 +48,15 @@ def test_help_and_version(run_here: Run, words: tuple[str, ...]) -> None:
         (("train", TINY_MODEL, "--devices", 0), "Invalid value for '--devices': 0 is not in the range"),
         (("train", TINY_MODEL, "--steps", 0), "--steps must be at least 1"),
         (("train", TINY_MODEL, "--checkpoint-every", 0), "--checkpoint-every must be at least 1"),
+        (
+            ("train", TINY_MODEL, "--elastic"),
+            "--elastic: a job that is started again goes on from checkpoints",
+        ),
+        (
+            ("train", TINY_MODEL, "--snapshot-every", 5),
+            "--snapshot-every: where two hosts are lost at once",
+        ),
+        (("train", TINY_MODEL, "--snapshot-every", "often"), "Invalid value for '--snapshot-every': 'often' is not"),
         (("train", TINY_MODEL, "--trace", ""), "--trace is empty: name a path, or leave the option out"),
         (("train", TINY_MODEL, "--trace-steps", 9), "--trace-steps must be from 1 to 8"),
         (("train", TINY_MODEL, "--trace-steps", 0), "--trace-steps must be from 1 to 8"),

@@ -44,3 +44,14 @@ def test_ranks_with_different_seeds_have_one_value_of_what_both_hold(launches: L
     assert first["losses"] == second["losses"]
     assert first["weights"] == second["weights"]
     assert first["losses"][2] < first["losses"][0]
+
+
+def test_files_of_keras_are_saved_and_loaded_while_each_rank_holds_its_stage_only(launches: Launches) -> None:
+    for result in launches.results("two ranks", "deferred"):
+        found = result["files"]
+        assert len(found["memory"][0]) >= 6
+        assert all(held == found["memory"][0] for held in found["memory"])
+        assert found["losses"][1:3] == [found["losses"][0]] * 2
+        for losses in found["losses"]:
+            np.testing.assert_allclose(losses, found["losses"][0], rtol=1e-5)
+        assert "missing.weights.h5" in found["error"]

@@ -78,6 +78,23 @@ def test_a_killed_rank_ends_the_job_and_other_ranks_resume_it(tmp_path: Path) ->
     assert ["timeline of one step" in rank.stdout + rank.stderr for rank in ranks] == [True, False]
 
 
+@pytest.mark.parametrize("how", ["launcher SIGUSR1", "SIGTERM", "SIGINT"])
+def test_a_job_that_is_asked_to_stop_saves_the_step_that_runs(tmp_path: Path, how: str) -> None:
+    """By mpirun, which passes SIGUSR1 on to all ranks, or by a signal of one rank, which is not rank 0."""
+    error = run_until_killed(tmp_path, "1,1", 2, 12, kill_rank=1, at_batch=8, how=how)
+    assert error.exit_code == 130
+    (last,) = set(saved_steps(tmp_path)) - {3, 6}
+    assert last in (8, 9)  # the step that was about to begin, or the one after it
+    stderr = error.ranks[0].stderr
+    assert "stops after the next step and saves it, unless the launcher kills the ranks before: now step" in stderr
+    saved = f"step {last} is saved as {tmp_path}/checkpoint-{last}.safetensors; to go on: start the job again, whose "
+    assert saved in stderr
+    assert [line for line in error.ranks[1].stderr.splitlines() if line.startswith("dapple: rank")] == []
+
+    ranks = run_ranks(train_arguments("1,1", 12, *saving_in(tmp_path)), 2)
+    np.testing.assert_allclose(printed_result(ranks)["losses"], losses_of_one_process(12)[last:], rtol=1e-12)
+
+
 def check_trace_of_two_stages(path: Path) -> None:
     """Assert that the trace shows a stage of each rank, predicted and measured."""
     rows = json.loads(path.read_text())["traceEvents"]

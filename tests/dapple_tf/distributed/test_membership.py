@@ -113,7 +113,9 @@ def test_without_horovod_the_error_says_how_to_install_it(
 ) -> None:
     monkeypatch.setitem(sys.modules, "horovod.tensorflow", None)  # importing it fails
     monkeypatch.setitem(sys.modules, "horovod", None)
-    with pytest.raises(DeviceError, match=r"started 2 processes, but Horovod is not.*run scripts/install_horovod\.sh"):
+    with pytest.raises(
+        DeviceError, match=r"started 2 processes, but Horovod is not.*run python -m dapple_tf\.distributed\.horovod"
+    ):
         membership.join(LAUNCHED)
 
 

@@ -147,4 +147,4 @@ def test_a_job_without_horovod_says_how_to_install_it() -> None:
     )
     start = "the launcher started 2 processes, but Horovod is not installed here (No module named 'horovod"
     assert done.stdout.startswith(start), done.stderr
-    assert "run scripts/install_horovod.sh" in done.stdout
+    assert "run python -m dapple_tf.distributed.horovod" in done.stdout

@@ -13,8 +13,9 @@ from dapple_tf.distributed.watchdog import SignalReceiver
 
 @pytest.fixture
 def receiver() -> Iterator[SignalReceiver]:
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     made = SignalReceiver()
     yield made
@@ -24,10 +25,11 @@ def receiver() -> Iterator[SignalReceiver]:
         signal.signal(number, handler)
 
 
-def test_installed_handlers_pass_signals_on(receiver: SignalReceiver) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_installed_handlers_pass_signals_on(receiver: SignalReceiver, number: signal.Signals) -> None:
     receiver.install()
-    os.kill(os.getpid(), signal.SIGTERM)  # which ends the process by default
-    assert receiver.receive() == [signal.SIGTERM]
+    os.kill(os.getpid(), number)  # which ends the process by default
+    assert receiver.receive() == [number]
 
 
 def test_ctrl_c_raises_in_the_main_thread_too(receiver: SignalReceiver) -> None:
@@ -36,6 +38,15 @@ def test_ctrl_c_raises_in_the_main_thread_too(receiver: SignalReceiver) -> None:
         os.kill(os.getpid(), signal.SIGINT)
     assert receiver.interrupted
     assert receiver.receive() == [signal.SIGINT]
+
+
+def test_the_first_ctrl_c_may_be_spared(receiver: SignalReceiver) -> None:
+    receiver.install()
+    receiver.spares_interrupt = True
+    os.kill(os.getpid(), signal.SIGINT)
+    assert receiver.receive() == [signal.SIGINT]
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
 
 
 def test_handlers_of_the_user_stay_and_their_signals_are_not_received(receiver: SignalReceiver) -> None:

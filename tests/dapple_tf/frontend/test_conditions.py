@@ -106,16 +106,47 @@ def test_uses_of_other_variables_are_not_ordered_by_a_condition() -> None:
     assert waits == {of_v}
 
 
-def test_a_condition_whose_results_are_used_or_that_writes_nothing_stays_closed() -> None:
-    v = tf.Variable(1.0)
+def test_results_of_an_open_condition_are_chosen_by_its_predicate() -> None:
+    v, w, seen = tf.Variable(1.0), tf.Variable(7.0), tf.Variable(0.0)
 
     def update(x: Any) -> None:
-        factor = tf.cond(x > 0.0, lambda: x * 2.0, lambda: x)
-        v.assign_add(factor + tf.cond(x > 0.0, lambda: v.assign_add(1.0) + 0.0, lambda: x))
+        def positive() -> Any:
+            before = v * 1.0
+            v.assign_add(x)
+            inner = tf.cond(x > 2.0, lambda: put((w, x)) or x * 10.0, lambda: put((w, 0.0)) or v * 1.0)
+            return before + inner
 
-    graph = traced(update, v=v)
-    assert not [node for node in graph.nodes if is_marker(node)]
-    assert len([node for node in graph.nodes if node.op in ("If", "StatelessIf")]) == 2
+        seen.assign(tf.cond(x > 0.0, positive, lambda: w * 1.0) + 0.5)
+
+    graph = traced(update, v=v, w=w, seen=seen)
+    verify(graph)
+    assert len([node for node in graph.nodes if is_marker(node)]) == 2
+    run(graph, 4.0, v=v, w=w, seen=seen)
+    assert (v.numpy(), w.numpy(), seen.numpy()) == (5.0, 4.0, 41.5)
+    run(graph, 1.0, v=v, w=w, seen=seen)
+    assert (v.numpy(), w.numpy(), seen.numpy()) == (6.0, 0.0, 11.5)
+    run(graph, -1.0, v=v, w=w, seen=seen)
+    assert (v.numpy(), w.numpy(), seen.numpy()) == (6.0, 0.0, 0.5)
+
+
+def test_a_condition_whose_results_cannot_be_computed_in_both_cases_stays_closed() -> None:
+    v = tf.Variable(1.0)
+
+    def looped(x: Any) -> Any:
+        v.assign_add(1.0)
+        return tf.while_loop(lambda y: y < 10.0, lambda y: (y * (1.0 + x),), (x,))[0]
+
+    def between(x: Any) -> Any:
+        v.assign_add(1.0)
+        found = v * 1.0
+        v.assign(x)
+        return found
+
+    for branch in (looped, between):
+        graph = traced(lambda x, branch=branch: v.assign_add(tf.cond(x > 0.0, lambda: branch(x), lambda: x)), v=v)
+        assert not [node for node in graph.nodes if is_marker(node)]
+    graph = traced(lambda x: v.assign_add(tf.cond(x > 0.0, lambda: x * 2.0, lambda: x)), v=v)
+    assert not [node for node in graph.nodes if is_marker(node)]  # it writes nothing
 
 
 def test_a_condition_whose_result_nobody_uses_is_open() -> None:

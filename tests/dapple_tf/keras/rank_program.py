@@ -1,8 +1,8 @@
 """Run the scripts as one rank of a job: ``rank_program FOLDER SCRIPT ...``; write what each returned.
 
-Besides those of ``scripts`` there are ``unseeded``, whose ranks begin with different random states, ``different``,
-whose ranks read different data, and ``refused``, whose ranks give ``fit`` what it refuses. ``shared SCRIPT`` runs a
-script with two stages on a rank.
+Besides those of ``scripts`` there are the models of ``step_models``, and ``unseeded``, whose ranks begin with different
+random states, ``different``, whose ranks read different data, and ``refused``, whose ranks give ``fit`` what it
+refuses. ``shared SCRIPT`` runs a script with two stages on a rank.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import dapple_tf as dapple
 from dapple_tf.errors import JobError, UsageError
 from tests.dapple_tf.keras import models
 from tests.dapple_tf.keras.scripts import run_script
+from tests.dapple_tf.keras.step_models import MODELS, train_model
 
 # Two stages a rank; and dropout alone on the second rank, of which nothing is left when the model is evaluated.
 INTERLEAVED: Mapping[str, Any] = {"stages": 4, "schedule": "interleaved-1f1b"}
@@ -57,6 +58,9 @@ def main(folder: Path, scripts: list[str]) -> None:
             found[name] = others[name](rank)
             continue
         (folder / name).mkdir(exist_ok=True)
+        if name in MODELS:
+            found[name] = train_model(name, folder / name, wrap)
+            continue
         os.chdir(folder / name)
         found[name] = run_script(name.rpartition(" ")[2], folder / name, wrap)
     (folder / f"{rank}.pickle").write_bytes(pickle.dumps(found))

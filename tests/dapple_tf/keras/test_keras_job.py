@@ -13,6 +13,7 @@ import pytest
 import dapple_tf as dapple
 from tests.dapple_tf.keras.plain import assert_close
 from tests.dapple_tf.keras.scripts import SCRIPTS, run_script
+from tests.dapple_tf.keras.step_models import MODELS, train_model
 from tests.processes import Rank, needs_horovod, run_ranks
 
 # Keras's own, where it saves a model.
@@ -23,12 +24,13 @@ Expected = Callable[[str], Any]
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> Expected:
-    """What plain Keras gives for a script, run once."""
+    """What plain Keras gives for a script, or a model with a step of its own, run once."""
     found: dict[str, Any] = {}
 
     def run(name: str) -> Any:
         if name not in found:
-            found[name] = run_script(name, tmp_path_factory.mktemp(name))
+            folder = tmp_path_factory.mktemp(name)
+            found[name] = run_script(name, folder) if name in SCRIPTS else train_model(name, folder, lambda model: None)
         return found[name]
 
     return run
@@ -56,10 +58,12 @@ def check_results(names: Sequence[str], expected: Expected, results: Sequence[An
 @needs_horovod
 @pytest.mark.always  # the only Keras fit in a job that `make test` runs
 def test_two_ranks_equal_plain_keras(expected: Expected, tmp_path: Path, subtests: pytest.Subtests) -> None:
-    ranks, results = launch(tmp_path, "callbacks")
+    ranks, results = launch(tmp_path, "callbacks", "gan")
     folder = tmp_path / "callbacks"
     with subtests.test("history, callbacks and variables are equal on both"):
         check_results(["callbacks"], expected, results)
+    with subtests.test("a model that trains by a step of its own, with two optimizers"):
+        check_results(["gan"], expected, results)
     with subtests.test("rank 0 alone prints"):
         assert "Epoch 1/5" in ranks[0].stdout
         assert "val_loss" in ranks[0].stdout
@@ -113,3 +117,11 @@ def test_two_ranks_equal_plain_keras_in_other_scripts(expected: Expected, tmp_pa
     check_results(names, expected, results)
     assert "Epoch 1/2" in ranks[0].stdout
     assert ranks[1].stdout == ""
+
+
+@needs_horovod
+def test_two_ranks_train_models_with_steps_of_their_own_as_plain_keras_does(expected: Expected, tmp_path: Path) -> None:
+    _, results = launch(tmp_path, *MODELS)
+    check_results(list(MODELS), expected, results)
+    for name in MODELS:
+        assert len((tmp_path / name / f"{name}.csv").read_text("utf-8").splitlines()) == 3

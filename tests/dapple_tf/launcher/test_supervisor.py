@@ -19,9 +19,9 @@ pytestmark = needs_horovod
 
 # The ranks write a line each time they start; what they do then is the test's own code.
 _BEGIN = """
-import os, select, signal, sys, time
+import json, os, select, signal, sys, time
 rank, size = int(os.environ["OMPI_COMM_WORLD_RANK"]), int(os.environ["OMPI_COMM_WORLD_SIZE"])
-start = int(os.environ["DAPPLE_LAUNCH"].split()[0])
+start = json.loads(os.environ["DAPPLE_LAUNCH"])["number"]
 with open("started", "a") as file:
     file.write(f"{start} {rank} {size}\\n")
 """
@@ -133,12 +133,12 @@ def test_a_job_is_asked_to_go_on_with_more_ranks(launch: Launch) -> None:
 if size == 1:
     open('hosts', 'w').write('localhost slots=2')
     select.select([sys.stdin], [], [], 50)
-    sys.exit(75 if sys.stdin.readline() == "dapple: more ranks are possible\\n" else 1)
+    sys.exit(75 if sys.stdin.readline() == "dapple: more ranks are possible: localhost:2\\n" else 1)
 """
     code, told = launch.run(program, "--restarts", "0")
     assert code == 0, told
     assert launch.starts == [(0, 0, 1), (1, 0, 2), (1, 1, 2)]
-    assert "2 ranks are possible now, 1 run: an elastic job goes on with them when it has saved" in told
+    assert "2 ranks are possible now, 1 run: an elastic job that has saved decides whether it goes on with them" in told
 
 
 @pytest.mark.parametrize(("sent", "wanted"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -148,7 +148,34 @@ def test_a_signal_ends_the_job_for_good(launch: Launch, sent: int, wanted: int) 
     process.send_signal(sent)
     _, told = process.communicate(timeout=30)
     assert process.returncode == wanted, told
-    assert "again" not in told
+    assert "starts the job again" not in told
+
+
+@pytest.mark.parametrize(("sent", "wanted"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_the_first_signal_lets_the_job_save(launch: Launch, sent: int, wanted: int) -> None:
+    """It takes longer than mpirun waits between SIGTERM and SIGKILL."""
+    process = launch.begin(
+        "def stop(*_): time.sleep(1.5); open(f'saved{rank}', 'w').close(); sys.exit(130)\n"
+        "signal.signal(signal.SIGUSR1, stop); open(f'ready{rank}', 'w').close(); time.sleep(50)"
+    )
+    wait_until(lambda: all((launch.folder / f"ready{rank}").exists() for rank in (0, 1)))
+    process.send_signal(sent)
+    _, told = process.communicate(timeout=30)
+    assert process.returncode == wanted, told
+    assert all((launch.folder / f"saved{rank}").exists() for rank in (0, 1))
+    assert "lets the job save the step that runs, and end; a second signal ends it at once" in told
+
+
+def test_the_second_signal_ends_the_job_at_once(launch: Launch) -> None:
+    process = launch.begin(
+        "signal.signal(signal.SIGUSR1, lambda *_: open(f'asked{rank}', 'w').close())\n"
+        "open(f'ready{rank}', 'w').close()\nwhile True: time.sleep(0.1)"
+    )
+    for name in ("ready", "asked"):
+        wait_until(lambda name=name: all((launch.folder / f"{name}{rank}").exists() for rank in (0, 1)))
+        process.send_signal(signal.SIGINT)
+    _, told = process.communicate(timeout=30)
+    assert process.returncode == 130, told
 
 
 def test_a_host_that_does_not_answer_is_left_out(launch: Launch) -> None:

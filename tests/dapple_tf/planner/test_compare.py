@@ -59,7 +59,7 @@ def test_a_row_has_the_plan_that_the_planner_makes(comparison: Comparison) -> No
     # 12 s for 4 samples; one of three devices has 3 of 8. 80 bytes through a ring with a link of 1 byte/s.
     assert row.parts["compute"] == pytest.approx(24 * 3 / 8)
     assert row.parts["allreduce"] == pytest.approx(2 * 2 / 3 * 80)
-    assert "slower: AllReduce after the last backward takes 1" in row.reason
+    assert "times as long: AllReduce after the last backward takes 1" in row.reason
 
 
 def test_plans_may_be_compared_without_contention() -> None:

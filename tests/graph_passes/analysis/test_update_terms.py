@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dapple_tf.errors import PartitionError
 from dapple_tf.graph_passes.analysis.update_terms import UpdateTerms, find_terms
 from dapple_tf.graph_passes.ir.graph import Value
 from dapple_tf.graph_passes.ir.names import Site
-from tests.graph_passes.builders import graph, refused
+from tests.graph_passes.builders import graph
 
 OWNER = {"w": Site(0), "u": Site(0), "v": Site(1)}
 
@@ -63,30 +62,6 @@ def test_a_slot_is_of_the_stage_whose_update_reads_it() -> None:
     terms = find("%sum = ReadVariableOp(%slot:0) -> (float32[4]) !read" + slot)
     assert terms.slots["slot"] == {Site(0)}
     assert terms.partial == ((Value("of0"), Site(0)), (Value("nv"), Site(1)))
-
-
-def test_terms_of_terms_are_refused() -> None:
-    twice = """
-        %n0 = Norm(%cw:0) -> (float32[])
-        %n1 = Norm(%cv:0) -> (float32[])
-        %again = Pack(%n0:0, %n1:0) -> (float32[2])
-        %log = Print(%again:0) !side
-    """
-    with refused(
-        PartitionError, "the optimizer combines %n0:0 of stage 0 with other stages', but %n0:0 depends on such"
-    ):
-        find(NORM + twice)
-
-
-def test_terms_of_what_the_update_writes_are_refused() -> None:
-    after = """
-        %sw = ReadVariableOp(%w:0) -> (float32[4]) !read ^%uw 'auto'
-        %sv = ReadVariableOp(%v:0) -> (float32[4]) !read ^%uv 'auto'
-        %both = Pack(%sw:0, %sv:0) -> (float32[2,4])
-        %log = Print(%both:0) !side
-    """
-    with refused(PartitionError, "values of several stages that it reads ('sw') after its own write 'uw'"):
-        find(NORM + after)
 
 
 def test_what_a_predicate_needs_is_needed_by_all_that_it_guards() -> None:

@@ -221,17 +221,23 @@ def test_a_result_of_a_write_in_a_condition_is_refused() -> None:
         )
 
 
-def test_terms_that_take_the_result_of_a_write_are_refused() -> None:
-    with refused(PartitionError, "combines values of several stages with what 'tick' (CountUpTo) gives, which writes"):
-        cut(
-            TICK
-            + """
-            %nw = Norm(%gw:0, %tick:0) -> (float32[])
-            %nv = Norm(%gv:0, %tick:0) -> (float32[])
-            %all = Add(%nw:0, %nv:0) -> (float32[])
-            %us = AssignVariableOp(%slot:0, %all:0) {writes=['slot']} !write
-            """
-        )
+def test_terms_that_take_the_result_of_a_write_belong_to_the_next_round() -> None:
+    updates = cut(
+        TICK
+        + """
+        %nw = Norm(%gw:0, %tick:0) -> (float32[])
+        %nv = Norm(%gv:0, %tick:0) -> (float32[])
+        %all = Add(%nw:0, %nv:0) -> (float32[])
+        %us = AssignVariableOp(%slot:0, %all:0) {writes=['slot']} !write
+        """
+    )
+    assert ports(updates.before, outputs=True) == [("combined", "%tick:0")]
+    assert updates.later is not None
+    assert [(s, roles(f), ops(f)) for s, f in updates.later.terms] == [
+        (Site(0), [("gradient", "w"), ("combined", "%tick:0")], ["nw"]),
+        (Site(1), [("gradient", "v"), ("combined", "%tick:0")], ["nv"]),
+    ]
+    assert (ops(updates.later.combine), ops(updates.later.after)) == (["all"], ["us"])
 
 
 RETURNED = """
@@ -262,16 +268,161 @@ def test_what_a_step_returns_is_given_by_the_part_that_computes_it() -> None:
     assert ports(updates.stages[0][1], outputs=True) == [("partial", "%rw:0")]
 
 
-def test_a_result_of_the_updated_variables_of_several_stages_is_refused() -> None:
+def test_a_result_of_the_updated_variables_of_several_stages_is_computed_after_them() -> None:
     update = graph(INPUTS + RETURNED + "%both = Add(%rw:0, %rv:0) -> (float32[4])")
-    with refused(PartitionError, "combines values of several stages that it reads ('rw') after its own write 'uw'"):
-        cut_updates(update.replace(outputs=(Value("both"),)), OWNER)
+    updates = cut_updates(update.replace(outputs=(Value("both"), Value("nw"))), OWNER)
+    assert updates.returned == (("combined", "%both:0"), ("combined", "%nw:0"))
+    assert [ops(f) for _, f in updates.stages] == [["uw"], ["uv"]]
+    assert updates.later is not None
+    assert [f.name for f in updates.later.functions] == [
+        "round1/stage0/update_terms",
+        "round1/stage1/update_terms",
+        "round1/optimizer/combine",
+    ]
+    assert [ops(f) for f in updates.later.functions] == [["rw"], ["rv"], ["both"]]
 
 
-def test_terms_that_read_what_forward_writes_are_refused() -> None:
-    update = graph(INPUTS + "%rs = ReadVariableOp(%slot:0) -> (float32[4]) !read\n" + UPDATES)
-    with refused(PartitionError, "combines values of several stages with 'slot', which forward writes too ('rs')"):
-        cut_updates(update.replace(outputs=(Value("rs"),)), OWNER, state={"slot"})
+def test_terms_that_read_what_forward_writes_are_computed_when_it_is_written() -> None:
+    update = graph(
+        INPUTS
+        + UPDATES
+        + """
+        %rs = ReadVariableOp(%slot:0) -> (float32[4]) !read
+        %rw = ReadVariableOp(%w:0) -> (float32[4]) !read ^%uw 'auto'
+        %both = Add(%rs:0, %rw:0) -> (float32[4])
+        """
+    )
+    updates = cut_updates(
+        update.replace(outputs=(Value("rs"), Value("both"))), {**OWNER, "slot": Site(1)}, {}, {"slot"}
+    )
+    assert ops(updates.stages[1][1]) == ["rs", "uv"] or ops(updates.stages[1][1]) == ["uv", "rs"]
+    assert updates.later is not None
+    assert [ops(f) for f in updates.later.functions] == [["rw"], ["rs"], ["both"]]
+
+
+AVERAGE = """
+    %uw = AssignSubVariableOp(%w:0, %gw:0) {writes=['w']} !write
+    %rw = ReadVariableOp(%w:0) -> (float32[4]) !read ^%uw 'auto'
+    %rv = ReadVariableOp(%v:0) -> (float32[4]) !read
+    %sum = AddV2(%rw:0, %rv:0) -> (float32[4])
+    %cv = AssignVariableOp(%v:0, %sum:0) {writes=['v']} !write ^%rv 'auto'
+"""
+
+
+def test_an_average_of_a_weight_of_another_stage_follows_it_in_the_next_round() -> None:
+    updates = cut(AVERAGE)
+    assert [(s, ops(f)) for s, f in updates.stages] == [(Site(0), ["uw"])]
+    assert (updates.terms, updates.combine, updates.after) == ((), None, None)
+    later = updates.later
+    assert later is not None
+    assert [(s, f.name, ops(f)) for s, f in later.terms] == [(Site(0), "round1/stage0/update_terms", ["rw"])]
+    assert later.combine is None  # what only one stage needs goes there alone
+    assert [(s, f.name, roles(f), ops(f)) for s, f in later.stages] == [
+        (Site(1), "round1/stage1/update", [("variable", "v"), ("partial", "%rw:0")], ["rv", "sum", "cv"])
+    ]
+
+
+def test_an_old_value_that_a_later_round_needs_is_kept_where_it_is_read() -> None:
+    updates = cut(
+        """
+        %old = ReadVariableOp(%w:0) -> (float32[4]) !read
+        %uw = AssignSubVariableOp(%w:0, %gw:0) {writes=['w']} !write ^%old 'auto'
+        %rw = ReadVariableOp(%w:0) -> (float32[4]) !read ^%uw 'auto'
+        %moved = Sub(%rw:0, %old:0) -> (float32[4])
+        %cv = AssignAddVariableOp(%v:0, %moved:0) {writes=['v']} !write
+        """
+    )
+    assert ports(updates.stages[0][1], outputs=True) == [("partial", "%old:0")]
+    assert updates.later is not None
+    assert [(roles(f), ops(f)) for _, f in updates.later.terms] == [
+        ([("variable", "w"), ("partial", "%old:0")], ["rw", "moved"])
+    ]
+
+
+def test_values_that_are_handed_over_twice_stay_apart() -> None:
+    updates = cut(
+        """
+        %nw = Norm(%gw:0) -> (float32[])
+        %nv = Norm(%gv:0) -> (float32[])
+        %norm = Add(%nw:0, %nv:0) -> (float32[])
+        %cw = Mul(%gw:0, %norm:0) -> (float32[4])
+        %cv = Mul(%gv:0, %norm:0) -> (float32[4])
+        %n0 = Norm(%cw:0) -> (float32[])
+        %n1 = Norm(%cv:0) -> (float32[])
+        %again = Add(%n0:0, %n1:0) -> (float32[])
+        %old = ReadVariableOp(%w:0) -> (float32[4]) !read
+        %dw = Mul(%cw:0, %again:0) -> (float32[4])
+        %uw = AssignSubVariableOp(%w:0, %dw:0) {writes=['w']} !write ^%old 'auto'
+        %rw = ReadVariableOp(%w:0) -> (float32[4]) !read ^%uw 'auto'
+        %moved = Sub(%rw:0, %old:0, %norm:0) -> (float32[4])
+        %cs = AssignAddVariableOp(%v:0, %moved:0) {writes=['v']} !write
+        """
+    )
+    assert len(updates.rounds) == 3
+    assert [(sorted(roles(f)), ops(f)) for _, f in updates.rounds[2].terms] == [
+        ([("combined", "%norm:0"), ("partial", "%old:0"), ("variable", "w")], ["rw", "moved"])
+    ]
+
+
+def test_an_old_value_of_a_condition_cannot_be_kept() -> None:
+    guard = "guard=['if', 'then_branch']"
+    with refused(PartitionError, "the optimizer computes %old:0 in a condition, and needs it after it has updated"):
+        cut(
+            f"""
+            %if = If(%flag:0) {{open=True}}
+            %old = ReadVariableOp(%w:0) {{{guard}}} -> (float32[4]) !read ^%if 'condition'
+            %uw = AssignSubVariableOp(%w:0, %gw:0) {{{guard}, writes=['w']}} !write ^%if 'condition' ^%old 'auto'
+            %rw = ReadVariableOp(%w:0) {{{guard}}} -> (float32[4]) !read ^%if 'condition' ^%uw 'auto'
+            %moved = Sub(%rw:0, %old:0) {{{guard}}} -> (float32[4])
+            %cv = AssignAddVariableOp(%v:0, %moved:0) {{{guard}, writes=['v']}} !write ^%if 'condition'
+            """
+        )
+
+
+def test_a_norm_of_what_a_norm_has_clipped_takes_another_round() -> None:
+    updates = cut(
+        """
+        %nw = Norm(%gw:0) -> (float32[])
+        %nv = Norm(%gv:0) -> (float32[])
+        %norm = Add(%nw:0, %nv:0) -> (float32[])
+        %cw = Mul(%gw:0, %norm:0) -> (float32[4])
+        %cv = Mul(%gv:0, %norm:0) -> (float32[4])
+        %n0 = Norm(%cw:0) -> (float32[])
+        %n1 = Norm(%cv:0) -> (float32[])
+        %again = Add(%n0:0, %n1:0) -> (float32[])
+        %dw = Mul(%cw:0, %again:0) -> (float32[4])
+        %dv = Mul(%cv:0, %again:0) -> (float32[4])
+        %uw = AssignSubVariableOp(%w:0, %dw:0) {writes=['w']} !write
+        %uv = AssignSubVariableOp(%v:0, %dv:0) {writes=['v']} !write
+        """
+    )
+    assert [(f.name, ops(f)) for f in updates.functions] == [
+        ("stage0/update_terms", ["nw"]),
+        ("stage1/update_terms", ["nv"]),
+        ("optimizer/combine", ["norm"]),
+        ("round1/stage0/update_terms", ["cw", "n0"]),
+        ("round1/stage1/update_terms", ["cv", "n1"]),
+        ("round1/optimizer/combine", ["again"]),
+        ("round1/stage0/update", ["cw", "dw", "uw"]),
+        ("round1/stage1/update", ["cv", "dv", "uv"]),
+    ]
+
+
+def test_each_new_dependence_of_one_stage_on_another_is_a_round() -> None:
+    updates = cut(
+        AVERAGE
+        + """
+        %nv = ReadVariableOp(%v:0) -> (float32[4]) !read ^%cv 'auto'
+        %aw = AssignVariableOp(%w:0, %nv:0) {writes=['w']} !write ^%rw 'auto' ^%uw 'auto'
+        """
+    )
+    assert [(f.name, ops(f)) for f in updates.functions] == [
+        ("stage0/update", ["uw"]),
+        ("round1/stage0/update_terms", ["rw"]),
+        ("round1/stage1/update", ["rv", "sum", "cv"]),
+        ("round2/stage1/update_terms", ["nv"]),
+        ("round2/stage0/update", ["aw"]),
+    ]
 
 
 def test_a_variable_that_the_model_reads_is_written_where_it_is_read() -> None:
@@ -352,9 +503,11 @@ def test_a_condition_over_all_gradients_is_cut_behind_a_shared_predicate() -> No
     assert [function.name for function in updates.functions] == [*names, "optimizer/after"]
 
 
-def test_a_condition_of_one_stage_is_no_term() -> None:
+def test_the_predicate_of_one_stage_is_sent_to_the_others() -> None:
     updates = cut(SKIPPED.replace("And(%fw:0, %fv:0)", "And(%fw:0)"))
-    assert (updates.terms, updates.combine) == ((), None)
+    assert [(s, roles(f), ops(f)) for s, f in updates.terms] == [(Site(0), [("gradient", "w")], ["fw", "all"])]
+    assert updates.combine is None
+    assert all(("partial", "%all:0") in roles(f) for f in (*(f for _, f in updates.stages), updates.after))
 
 
 READS_TWICE = """
@@ -380,31 +533,60 @@ def test_a_read_in_a_condition_of_what_a_shared_write_before_it_overwrites_is_re
         cut("%if = If(%flag:0) {open=True}\n" + READS_TWICE.replace("GUARD", "guard=['if', 'then_branch']"))
 
 
-def test_an_update_that_uses_a_variable_of_another_stage_is_refused() -> None:
-    copied = """
-    %rv = ReadVariableOp(%v:0) -> (float32[4]) !read
-    %cw = AssignVariableOp(%w:0, %rv:0) {writes=['w']} !write
-    %uv = AssignSubVariableOp(%v:0, %gv:0) {writes=['v']} !write
-    """
+def test_a_value_of_a_variable_is_sent_to_the_stages_that_write_it_elsewhere() -> None:
+    updates = cut(
+        """
+        %rv = ReadVariableOp(%v:0) -> (float32[4]) !read
+        %cw = AssignVariableOp(%w:0, %rv:0) {writes=['w']} !write
+        %uv = AssignSubVariableOp(%v:0, %gv:0) {writes=['v']} !write ^%rv 'auto'
+        """
+    )
+    assert [(s, ops(f)) for s, f in updates.terms] == [(Site(1), ["rv"])]
+    assert [(roles(f), ops(f)) for _, f in updates.stages] == [
+        ([("variable", "w"), ("partial", "%rv:0")], ["cw"]),
+        ([("gradient", "v"), ("variable", "v")], ["rv", "uv"]),
+    ]
+    shared = cut(
+        """
+        %rw = ReadVariableOp(%w:0) -> (float32[4]) !read
+        %cs = AssignVariableOp(%slot:0, %rw:0) {writes=['slot']} !write
+        %rs = ReadVariableOp(%slot:0) -> (float32[4]) !read ^%cs 'auto'
+        %uw = AssignSubVariableOp(%w:0, %rs:0) {writes=['w']} !write
+        %uv = AssignSubVariableOp(%v:0, %rs:0) {writes=['v']} !write
+        """
+    )
+    assert [(s, ops(f)) for s, f in shared.terms] == [(Site(0), ["rw"])]
+    assert (roles(shared.before), ops(shared.before)) == ([("variable", "slot"), ("partial", "%rw:0")], ["cs"])
+
+
+def test_an_op_that_reads_a_variable_of_another_stage_itself_is_refused() -> None:
     with refused(PartitionError, "uses the variable 'v', which stage 1 holds, in an update of stage 0"):
-        cut(copied)
-    shared = """
-    %rw = ReadVariableOp(%w:0) -> (float32[4]) !read
-    %cs = AssignVariableOp(%slot:0, %rw:0) {writes=['slot']} !write
-    %rs = ReadVariableOp(%slot:0) -> (float32[4]) !read ^%cs 'auto'
-    %uw = AssignSubVariableOp(%w:0, %rs:0) {writes=['w']} !write
-    %uv = AssignSubVariableOp(%v:0, %rs:0) {writes=['v']} !write
-    """
-    with refused(PartitionError, "uses the variable 'w', which stage 0 holds, in an update that all stages share"):
-        cut(shared)
+        cut("%call = StatefulPartitionedCall(%w:0, %v:0) {writes=['w']} !write")
 
 
-def test_a_shared_update_that_reads_what_a_stage_has_overwritten_is_refused() -> None:
-    late = """
-    %rs = ReadVariableOp(%slot:0) -> (float32[4]) !read
-    %uw = AssignSubVariableOp(%w:0, %rs:0) {writes=['w']} !write
-    %us = AssignVariableOp(%slot:0, %gw:0) {writes=['slot']} !write
-    %at = AssignVariableOp(%step:0, %rs:0) {writes=['step']} !write
-    """
-    with refused(PartitionError, "what the stages share of the optimizer reads 'slot' ('rs') before", "('us')"):
-        cut(late)
+def test_what_all_stages_write_of_the_old_value_of_one_is_sent_before_it_is_overwritten() -> None:
+    updates = cut(
+        """
+        %rs = ReadVariableOp(%slot:0) -> (float32[4]) !read
+        %uw = AssignSubVariableOp(%w:0, %rs:0) {writes=['w']} !write
+        %us = AssignVariableOp(%slot:0, %gw:0) {writes=['slot']} !write ^%rs 'auto'
+        %at = AssignVariableOp(%step:0, %rs:0) {writes=['step']} !write
+        """
+    )
+    assert [(s, ops(f)) for s, f in updates.terms] == [(Site(0), ["rs"])]
+    assert (roles(updates.after), ops(updates.after)) == ([("variable", "step"), ("partial", "%rs:0")], ["at"])
+
+
+def test_a_variable_that_two_stages_give_values_to_is_written_by_all() -> None:
+    updates = cut(
+        UPDATES
+        + """
+        %rw = ReadVariableOp(%w:0) -> (float32[4]) !read ^%uw 'auto'
+        %a = AssignAddVariableOp(%slot:0, %rw:0) {writes=['slot']} !write
+        %rv = ReadVariableOp(%v:0) -> (float32[4]) !read ^%uv 'auto'
+        %b = AssignAddVariableOp(%slot:0, %rv:0) {writes=['slot']} !write ^%a 'auto'
+        """
+    )
+    assert updates.later is not None
+    assert [(s, ops(f)) for s, f in updates.later.terms] == [(Site(0), ["rw"]), (Site(1), ["rv"])]
+    assert ops(updates.later.after) == ["a", "b"]

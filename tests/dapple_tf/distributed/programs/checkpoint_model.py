@@ -22,8 +22,8 @@ from dapple_tf.distributed import membership
 def chain(kill_rank: int = -1, at_batch: int = -1, in_save: str = "", how: str = "SIGKILL") -> dapple.Workload:
     """Return five dense layers, and batches in another order in every epoch.
 
-    The rank ``kill_rank`` gets the signal ``how`` (or raises) before batch ``at_batch``, or is killed while it writes a
-    file into the folder ``in_save``.
+    The rank ``kill_rank`` gets the signal ``how`` (or raises) before batch ``at_batch``, or its launcher gets it
+    ("launcher SIGINT"), or it is killed while it writes a file into the folder ``in_save``.
     """
     keras.utils.set_random_seed(1)
     random = np.random.default_rng(2)
@@ -89,7 +89,8 @@ def _fail(how: str) -> None:
     print(f"failing at {time.time()}", file=sys.stderr, flush=True)
     if how == "raise":
         raise KeyError("no such sample")
-    os.kill(os.getpid(), getattr(signal, how))
+    process = os.getppid() if how.startswith("launcher ") else os.getpid()
+    os.kill(process, getattr(signal, how.rpartition(" ")[2]))
 
 
 def _kill_in_window(job: membership.Job, number: int) -> None:

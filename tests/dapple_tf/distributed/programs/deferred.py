@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from typing import Any
 
 import keras
@@ -26,8 +27,12 @@ def make_model() -> keras.Model:
 
 
 def run() -> dict[str, Any]:
-    """Return the results of a job whose ranks have one seed, of one where rank 1 reads a weight, and with two seeds."""
+    """Return the results of a job whose ranks have one seed, of one where rank 1 reads a weight, and with two seeds.
+
+    And of one that saves and loads files of Keras's.
+    """
     return {
+        "files": use_files(),
         "made by owners": train(seed=5),
         "read early": train(seed=5, reads=True),
         "two seeds": train(seed=dapple.rank()),
@@ -53,6 +58,47 @@ def train(*, seed: int, reads: bool = False) -> dict[str, Any]:
     losses = [float(step(X)) for _ in range(3)]
     step.gather()
     return {"held": held, "losses": losses, "weights": [w.numpy().tolist() for w in model.weights]}
+
+
+def use_files() -> dict[str, Any]:
+    """Return what had memory before files were saved and loaded and after each, and losses that follow each load."""
+    keras.utils.set_random_seed(5)
+    with dapple.scope():
+        model = make_model()
+    model.compile(keras.optimizers.Adam(0.01), "mse")
+    dapple.keras.pipeline(model, stages=["layer2"], micro_batches=2, example_batch=(X, X))
+
+    def train() -> list[float]:
+        return [float(model.train_on_batch(X, X)) for _ in range(3)]
+
+    def held() -> list[str]:
+        return [
+            w.path for w in (*model.weights, *model.optimizer.variables) if w.shape.rank == 2 and has_memory(w.value)
+        ]
+
+    with tempfile.TemporaryDirectory() as folder:  # only rank 0 writes and reads
+        files = [f"{folder}/m.weights.h5", f"{folder}/m.keras"]
+        train()
+        memory = [held()]
+        for file, save in zip(files, (model.save_weights, model.save), strict=True):
+            save(file)
+            memory.append(held())
+        losses = [train()]
+        for file in files:
+            model.load_weights(file)
+            memory.append(held())
+            losses.append(train())
+        error = ""
+        try:
+            model.load_weights(f"{folder}/missing.weights.h5")
+        except OSError as raised:
+            error = str(raised)
+        memory.append(held())
+        if dapple.rank() == 0:
+            saved = keras.models.load_model(files[1])
+            losses.append([float(saved.train_on_batch(X, X)) for _ in range(3)])
+        train()  # the ranks are still in step
+    return {"memory": memory, "losses": losses, "error": error}
 
 
 def has_memory(variable: tf.Variable) -> bool:

@@ -31,6 +31,11 @@ ROWS: dict[str, tuple[Compute, tuple[int, int, int]]] = {
     "tf.slice of columns": (lambda b: tf.slice(b.z, [0, 1], [-1, 2]), (0, 1, 1)),
     "concat of columns": (lambda b: tf.concat([b.z, b.x], 1), (0, 1, 1)),
     "concat along the batch": (lambda b: tf.concat([b.z, b.x], 0), (0, 2, 1)),
+    "concat of ones and zeros": (lambda b: tf.concat([tf.ones([b.n, 2]), tf.zeros([b.n, 2])], 0), (0, 2, 1)),
+    "concat of rows and ones": (
+        lambda b: tf.concat([b.z, tf.ones_like(b.z), tf.ones([2 * b.n, 4], b.z.dtype)], 0),
+        (0, 4, 1),
+    ),
     "a half of a concat": (lambda b: tf.concat([b.z, b.x], 0)[: b.n], (0, 1, 1)),
     "the other half": (lambda b: tf.concat([b.z, b.x], 0)[b.n :], (0, 1, 1)),
     "tf.split of a concat": (lambda b: tf.split(tf.concat([b.z, b.x], 0), 2)[1], (0, 1, 1)),

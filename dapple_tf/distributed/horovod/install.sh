@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
 # Builds Horovod against the TensorFlow of a virtual environment; does nothing if Horovod already works there.
-# Usage: scripts/install_horovod.sh [PYTHON]          PYTHON: default .venv/bin/python
+# Usage: install.sh PYTHON; python -m dapple_tf.distributed.horovod runs it.
 #
 # `pip install horovod` alone fails: Horovod must be compiled in the environment of the TensorFlow that it will be used
-# with, and 0.28.1 includes XLA headers that TensorFlow 2.16 and later no longer contain. A build for CPUs uses nothing
-# from them, so the empty headers in horovod_shim replace them.
+# with, and 0.28.1 includes XLA headers (in xla_mpi_ops.cc) that TensorFlow 2.16 and later no longer contain. Only a build
+# for GPUs uses what they declared, so the empty headers of the folder shim come before TensorFlow's own.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
-python="${1:-.venv/bin/python}"
+python="$1"
+shim="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)/shim"
 packages=(cmake g++ make openmpi-bin libopenmpi-dev)
-requirement="$(sed -n 's/.*"\(horovod==[0-9.]*\)".*/\1/p' setup.py)"
+requirement="horovod==0.28.1" # setup.py reads it from here
 
 say() { echo "$*" >&2; }
 
@@ -76,19 +76,18 @@ fail() {
     exit 1
 }
 
-[ -n "$requirement" ] || { say "setup.py has no requirement \"horovod==VERSION\": add it to extras_require."; exit 1; }
 # Do not follow links (-s): the python of a virtual environment is a link to one that has none of its packages.
-command -v "$python" >/dev/null || { say "There is no $python: run make train or make test first."; exit 1; }
+command -v "$python" >/dev/null || { say "There is no $python."; exit 1; }
 python="$(realpath -s "$(command -v "$python")")"
 scratch="$(mktemp -d)"
 trap 'rm -rf "$scratch"' EXIT
 # A link, because CMake and g++ fail if a path in their flags contains a space.
-ln -s "$PWD/scripts/horovod_shim" "$scratch/shim"
+ln -s "$shim" "$scratch/shim"
 touch "$scratch/build.log"
 
 horovod_works && exit 0
 "$python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("tensorflow") is None)' || {
-    say "$python has no TensorFlow, and Horovod is built against it: run make train or make test first."
+    say "$python has no TensorFlow, and Horovod is built against it: install dapple_tf[cpu] or dapple_tf[gpu] first."
     exit 1
 }
 install_tools

@@ -1,0 +1,394 @@
+"""Jobs under ``dapple launch`` that lose ranks, hosts and the launcher at random moments, and what surviving costs.
+
+``python -m benchmarks elastic [--jobs N] [--first NUMBER] [--seed S]`` loses, in each of N jobs, a rank, a host (with
+its memory) or the launcher, while the job imports, builds, trains, takes a snapshot, saves or plans again. A job is
+``dapple train --elastic --snapshot-every`` on three ranks of two hosts, in float64. It must end with the losses of a
+job that nothing happened to, step by step, or with exit code 1 where fewer ranks than --min-np are left, with all
+saved; then, and after the loss of the launcher, the same command goes on to the end. ``--part``: which of the tables to
+print.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.common import Row, print_table
+from benchmarks.goodput import Inputs, goodput
+from benchmarks.named_hosts import NamedHosts, named_hosts
+
+JOBS, SEED = 6, 0
+PARTS = ("losses", "restart", "cost", "goodput")
+_STEPS, _SNAPSHOT, _SAVE = 300, 10, 50
+_SLOTS = {"nodea": 2, "nodeb": 1}
+_LEAST = 2
+_TIMEOUT = 10.0  # of the jobs
+_PATIENCE = 420.0  # for a job to end
+_TOLERANCE = 1e-6  # after up to 300 steps under other plans, whose sums have another order: each step adds to it
+_MOMENTS = ("import", "build", "step", "snapshot", "save", "re-planning")
+_KINDS = ("rank KILL", "rank STOP", "rank TERM", "host", "launcher KILL", "launcher TERM")
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What is lost, when, and the rank or host that is meant; ``after``: seconds later than the moment begins."""
+
+    kind: str
+    moment: str
+    rank: int
+    host: str
+    after: float
+
+    def __str__(self) -> str:
+        target = {"rank": f"rank {self.rank}", "host": self.host}.get(self.kind.split()[0], "")
+        return f"{self.kind} {target} at {self.moment} + {self.after:.1f} s".replace("  ", " ")
+
+
+@dataclass
+class Launch:
+    """A launch that runs, or has ended: when each line came, in seconds after 1970, and its text."""
+
+    process: subprocess.Popen[str]
+    lines: list[tuple[float, str]] = field(default_factory=list)
+    threads: list[threading.Thread] = field(default_factory=list)
+
+    def find(self, pattern: str, after: float = 0.0) -> float | None:
+        """Return when the first line with ``pattern`` came."""
+        return next((when for when, line in list(self.lines) if when > after and re.search(pattern, line)), None)
+
+    @property
+    def text(self) -> str:
+        """All lines."""
+        return "\n".join(line for _, line in self.lines)
+
+
+def launch(hosts: NamedHosts, folder: Path, *options: str) -> Launch:
+    """Start the job on all hosts."""
+    model = str(Path(__file__).with_name("killed_model.py"))
+    words = ["-m", "dapple_tf", "launch", "--hosts", str(hosts.write_list(_SLOTS)), "-np", "3", "--min-np", str(_LEAST)]
+    words += ["--restarts", "5", "--check-every", "2", "--mpirun", " ".join(hosts.mpirun_options), "--", sys.executable]
+    words += ["-m", "dapple_tf", "train", f"{model}:chain", "--stages", "3", "--replicas", "1,1,1", "--micro-batches"]
+    words += ["2", "--steps", str(_STEPS), "--json", "--elastic", "--snapshot-every", str(_SNAPSHOT)]
+    words += ["--checkpoint-dir", str(folder), "--checkpoint-every", str(_SAVE), *options]
+    environment = {n: v for n, v in os.environ.items() if not n.startswith(("OMPI_", "PMIX_", "HOROVOD_"))}
+    environment |= {"TF_CPP_MIN_LOG_LEVEL": "3", "DAPPLE_TIMEOUT_SECONDS": str(_TIMEOUT), "PYTHONUNBUFFERED": "1"}
+    started = Launch(
+        subprocess.Popen(
+            [sys.executable, *words],
+            env=environment | {"PYTHONPATH": str(Path(__file__).parents[1])} | hosts.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+    )
+
+    def read() -> None:
+        assert started.process.stdout is not None
+        for line in started.process.stdout:
+            started.lines.append((time.time(), line.rstrip()))
+
+    started.threads.append(threading.Thread(target=read, daemon=True))
+    started.threads[0].start()
+    return started
+
+
+def losses_in(folder: Path) -> dict[int, float]:
+    """Return the losses by step that the record of the run has."""
+    found: dict[int, float] = {}
+    with contextlib.suppress(OSError):
+        for line in (folder / "run.jsonl").read_text().splitlines():
+            with contextlib.suppress(ValueError):
+                step = json.loads(line).get("step")
+                if step:
+                    found[step["number"]] = step["loss"]
+    return found
+
+
+def _moment_has_come(moment: str, started: Launch, hosts: NamedHosts, folder: Path) -> bool:
+    match moment:
+        case "import":
+            return started.find("starts the job") is not None
+        case "build":
+            return started.find("starts TensorFlow") is not None
+        case "step":
+            return len(losses_in(folder)) > _STEPS // 6
+        case "snapshot":
+            return any(hosts.snapshots(name) for name in hosts.names) and any(hosts.memory.rglob("*.part"))
+        case "save":
+            return any(folder.glob("checkpoint-*"))
+        case _:
+            return started.find(r"starts the job again") is not None
+
+
+def lose(loss: Loss, started: Launch, hosts: NamedHosts) -> None:
+    """Send the signal, or lose the host."""
+    what, _, name = loss.kind.partition(" ")
+    if what == "host":
+        hosts.lose(loss.host)
+        return
+    number = started.process.pid if what == "launcher" else None
+    end = time.monotonic() + 20
+    while number is None and time.monotonic() < end and started.process.poll() is None:
+        number = hosts.rank_process(loss.rank)
+        time.sleep(0.02)  # nobody tells when a rank is started
+    if number is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(number, getattr(signal, f"SIG{name}"))
+
+
+def _wait(condition: Callable[[], bool], seconds: float, every: float = 0.02) -> bool:
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(every)  # other processes are watched, which tell nobody
+    return True
+
+
+def _has_ended_or(started: Launch, condition: Callable[[], bool]) -> bool:
+    return started.process.poll() is not None or condition()
+
+
+def _run_job(number: int, seed: int, reference: Mapping[int, float]) -> tuple[Row, Loss, str]:
+    numbers = random.Random(f"elastic/{seed}/{number}")
+    loss = Loss(
+        numbers.choice(_KINDS),
+        numbers.choice(_MOMENTS),
+        numbers.randrange(3),
+        numbers.choice(list(_SLOTS)),
+        numbers.uniform(0, 3),
+    )
+    problems: list[str] = []
+    ends: list[str] = []
+    with tempfile.TemporaryDirectory() as name, named_hosts(list(_SLOTS)) as hosts:
+        folder = Path(name)
+        started = launch(hosts, folder)
+        if loss.moment == "re-planning":  # an earlier loss, after which the job is started again
+            _wait(lambda: len(losses_in(folder)) > _STEPS // 6 or started.process.poll() is not None, _PATIENCE)
+            lose(Loss("rank KILL", "step", 1, "", 0.0), started, hosts)
+        come = _wait(
+            lambda: started.process.poll() is not None or _moment_has_come(loss.moment, started, hosts, folder),
+            _PATIENCE,
+        )
+        if come:
+            _wait(lambda: started.process.poll() is not None, loss.after)
+        begin = time.monotonic()
+        lose(loss, started, hosts)
+        for attempt in range(3):
+            if not _wait(partial(_has_ended_or, started, lambda: False), _PATIENCE, 0.2):
+                problems.append("HUNG")
+                break
+            code = started.process.returncode
+            if not _wait(lambda: not hosts.processes(), _TIMEOUT + 20):
+                problems.append("PROCESSES LEFT")
+            started.threads[0].join(5)
+            resumed = re.findall(r"resumed after step (\d+) from (the memory|\S+)", started.text)
+            where = ["memory" if place == "the memory" else "file" for _, place in resumed]
+            ends.append(f"code {code}" + (f", resumed from {' and '.join(where)}" if where else ""))
+            if code == 0:
+                break
+            few = "fewer than --min-np" in started.text
+            if few and code != 1:
+                problems.append("WRONG CODE")
+            if not few and not loss.kind.startswith("launcher"):
+                problems.append("GAVE UP")
+            for host in hosts.names:
+                hosts.return_host(host)
+            if attempt == 2:
+                problems.append("NEVER ENDED")
+            started = launch(hosts, folder)
+        found = losses_in(folder)
+        if sorted(found) != sorted(reference):
+            problems.append(f"{len(found)} OF {len(reference)} STEPS")
+        else:
+            errors = [abs(found[step] / reference[step] - 1) for step in reference]
+            ends.append(f"losses equal to {max(errors):.0e}")
+            if max(errors) > _TOLERANCE:
+                problems.append("OTHER LOSSES")
+        if any(hosts.memory.rglob("*.st")):
+            problems.append("MEMORY NOT FREED")
+        if problems:
+            Path(f"out/elastic-{number}.log").parent.mkdir(exist_ok=True)
+            Path(f"out/elastic-{number}.log").write_text(started.text)
+    seconds = time.monotonic() - begin
+    result = "went on" if not problems else ", ".join(problems)
+    measured = f"{'; '.join(ends)}; {seconds:.0f} s after the loss{''.join(f'; {text}' for text in problems)}"
+    wanted = "ends with the losses of an undisturbed run"
+    return Row(f"job {number}: {loss}", wanted, measured, not problems), loss, result
+
+
+def run_losses(jobs: int, first: int, seed: int) -> Iterator[Row]:
+    """Yield a row for each job, and one for each kind."""
+    with tempfile.TemporaryDirectory() as name, named_hosts(list(_SLOTS)) as hosts:
+        started = launch(hosts, Path(name))
+        if started.process.wait(_PATIENCE):
+            raise RuntimeError(f"the job that nothing happens to failed:\n{started.text[-3000:]}")
+        reference = losses_in(Path(name))
+    results: dict[str, Counter[str]] = {}
+    for number in range(first, first + jobs):
+        row, loss, result = _run_job(number, seed, reference)
+        yield row
+        results.setdefault(loss.kind, Counter())[result] += 1
+    for kind, counts in results.items():
+        text = ", ".join(f"{count} {what}" for what, count in counts.items())
+        yield Row(f"all: {kind}", "all went on", text, set(counts) == {"went on"})
+
+
+# --- where the seconds of a restart go
+
+_PHASES = (
+    ("a rank is killed: detection, and the end of all processes", r"the job failed"),
+    ("hosts are asked, mpirun starts", r"starts the job again"),
+    ("Python and TensorFlow start", r"starts TensorFlow"),
+    ("ranks join, the model is traced, planned and built", r"^plan "),
+    ("the state is restored", r"resumed after"),
+)
+
+
+def run_restart() -> Iterator[Row]:
+    """Yield where the seconds go from the kill of one of three ranks to the first new step, and the steps repeated."""
+    with tempfile.TemporaryDirectory() as name, named_hosts(list(_SLOTS)) as hosts:
+        folder = Path(name)
+        started = launch(hosts, folder)
+        _wait(lambda: len(losses_in(folder)) > _STEPS // 3, _PATIENCE)
+        victim = hosts.rank_process(1)
+        assert victim is not None, started.text[-2000:]
+        killed = before = time.time()
+        os.kill(victim, signal.SIGKILL)
+        lines = 0
+        _wait(lambda: started.find("resumed after", killed) is not None, _PATIENCE)
+        lines = len((folder / "run.jsonl").read_text().splitlines())
+        _wait(lambda: len((folder / "run.jsonl").read_text().splitlines()) > lines + 1, _PATIENCE)
+        first = time.time()
+        for label, pattern in _PHASES:
+            came = started.find(pattern, before) or before
+            yield Row(label, "-", f"{came - before:.1f} s", True)
+            before = came
+        yield Row("the first step, with its build", "-", f"{first - before:.1f} s", True)
+        yield Row("in all, 3 ranks", "at most 30 s on 2 cores", f"{first - killed:.1f} s", first - killed <= 30)
+        repeated = re.search(r"(\d+) steps are repeated", started.text)
+        count = int(repeated[1]) if repeated else -1
+        most = 2 * _SNAPSHOT
+        yield Row("steps repeated, a snapshot every 10", f"at most {most}", str(count), 0 <= count <= most)
+        started.process.send_signal(signal.SIGTERM)
+        started.process.wait(60)
+
+
+# --- what snapshots cost
+
+
+def run_cost() -> Iterator[Row]:
+    """Yield what snapshots every ten steps add to steps of the dense stack and the gpt, on two ranks of two hosts."""
+    for model in ("dense", "gpt"):
+        found = measure_cost(model)
+        share = found["waited"] / (_SNAPSHOT * found["step"])
+        processor = found["snapshot_processor"] / (_SNAPSHOT * found["step_processor"])
+        text = (
+            f"{100 * share:.2f}% of a step waiting ({1e3 * found['waited']:.1f} ms in ten steps of "
+            f"{1e3 * found['step']:.0f} ms; copying {found['bytes'] / 1e6:.1f} MB alone takes "
+            f"{1e3 * found['copy']:.1f} ms); with writing and sending beside training {100 * processor:.2f}% of the "
+            f"processor time ({found['snapshot_processor']:.2f} s in ten steps of {found['step_processor']:.2f} s)"
+        )
+        yield Row(f"{model}, Adam, 2 ranks: snapshots every 10 steps", "at most 3% of a step", text, share <= 0.03)
+
+
+def measure_cost(model: str) -> Mapping[str, float]:
+    """Run ``benchmarks.elastic_ranks`` on two emulated hosts; return what rank 0 prints."""
+    with named_hosts(["nodea", "nodeb"]) as hosts, tempfile.TemporaryDirectory() as folder:
+        words = ["mpirun", "-np", "2", "--host", "nodea:1,nodeb:1", *hosts.mpirun_options, "-x", "PYTHONPATH"]
+        words += ["-x", "DAPPLE_SNAPSHOT_DIR", sys.executable, "-m", "benchmarks.elastic_ranks", model, folder]
+        environment = {**os.environ, **hosts.environment, "TF_CPP_MIN_LOG_LEVEL": "3"}
+        environment["PYTHONPATH"] = str(Path(__file__).parents[1])
+        done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=900, check=False)
+        if done.returncode:
+            raise RuntimeError(f"{model} failed:\n{done.stderr[-3000:]}")
+        found = json.loads(done.stdout.strip().splitlines()[-1])
+        assert isinstance(found, dict)
+        return found
+
+
+# --- goodput
+
+
+def measure_write_rate(size: int = 200_000_000) -> float:
+    """Return the bytes a second at which a checkpoint's file is written, with its checksum and until it is on disk."""
+    import tensorflow as tf
+
+    from dapple_tf.checkpoint.file import write_checkpoint
+
+    values = [np.random.default_rng(0).normal(size=size // 40).astype("float32") for _ in range(10)]
+    variables = {f"v{i}": tf.Variable(value) for i, value in enumerate(values)}
+    taken = []
+    with tempfile.TemporaryDirectory() as folder:
+        for turn in range(3):
+            begin = time.perf_counter()
+            write_checkpoint(Path(folder, f"{turn}"), variables, values, {})
+            taken.append(time.perf_counter() - begin)
+    return size / min(taken)
+
+
+def run_goodput(restart_seconds: float, snapshot_share: float) -> Iterator[Row]:
+    """Yield the simulated goodput with measured inputs, and draw it."""
+    inputs = Inputs(restart_seconds, snapshot_share, measure_write_rate())
+    found, path = goodput(inputs)
+    about = (
+        f"a restart takes {restart_seconds:.0f} s, snapshots {100 * snapshot_share:.2f}%, files "
+        f"{inputs.write_rate / 1e6:.0f} MB/s (measured); a host is back after {inputs.repair_seconds / 60:.0f} min "
+        "(assumed)"
+    )
+    for hosts, shares in found.items():
+        text = ", ".join(f"{policy} {share:.2f}" for policy, share in shares.items())
+        best = shares["snapshots"] >= max(shares.values())
+        yield Row(f"goodput, {hosts} hosts: {about}", "snapshots are best", f"{text}; {path.name}", best)
+
+
+def run() -> Iterator[Row]:
+    """Yield all tables."""
+    restart = list(run_restart())
+    yield from restart
+    cost = list(run_cost())
+    yield from cost
+    seconds = float(next(row for row in restart if row.figure.startswith("in all")).measured.split()[0])
+    share = max(float(row.measured.partition("%")[0]) / 100 for row in cost)
+    yield from run_goodput(seconds, share)
+    yield from run_losses(JOBS, 0, SEED)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the tables for the ``arguments``; return 1 if a figure misses what is wanted."""
+    parser = argparse.ArgumentParser("python -m benchmarks elastic", description=__doc__)
+    parser.add_argument("--jobs", type=int, default=JOBS, help="jobs that lose something")
+    parser.add_argument("--first", type=int, default=0, help="number of the first job: parts of a long run")
+    parser.add_argument("--seed", type=int, default=SEED, help="of the random choices")
+    parser.add_argument("--part", choices=PARTS, nargs="+", default=PARTS)
+    parser.add_argument("--restart-seconds", type=float, default=30.0, help="measured by --part restart")
+    parser.add_argument("--snapshot-share", type=float, default=0.01, help="measured by --part cost")
+    given = parser.parse_args(arguments)
+    parts = {
+        "restart": run_restart,
+        "cost": run_cost,
+        "goodput": lambda: run_goodput(given.restart_seconds, given.snapshot_share),
+        "losses": lambda: run_losses(given.jobs, given.first, given.seed),
+    }
+    rows = itertools.chain.from_iterable(parts[part]() for part in given.part)
+    return 1 if print_table(rows) else 0

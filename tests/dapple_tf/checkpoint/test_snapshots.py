@@ -1,0 +1,257 @@
+"""Snapshots in the memory of a host: what is restored from them, when they are not used, and what is refused."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from dapple_tf.checkpoint import snapshots
+from dapple_tf.checkpoint.checkpoints import Checkpoints
+from dapple_tf.checkpoint.content import Position
+from dapple_tf.distributed.buddies import choose_buddies
+from dapple_tf.errors import CheckpointError, PlanError
+from dapple_tf.launcher.restart import Start
+from tests.dapple_tf.builders import X, step_of
+
+
+@pytest.fixture
+def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder in place of /dev/shm."""
+    folder = tmp_path / "memory"
+    folder.mkdir()
+    monkeypatch.setenv("DAPPLE_SNAPSHOT_DIR", str(folder))
+    return folder
+
+
+def make_step(every: int | None = 2, *, rows: int = 3, **options: Any) -> Any:
+    """Return a step that was built; without ``every`` it takes no snapshots."""
+    first = tf.Variable(tf.ones((4, rows)), name="first")
+    second = tf.Variable(tf.ones((rows, 1)), name="second")
+
+    def loss(x: tf.Tensor) -> tf.Tensor:
+        return tf.reduce_mean(tf.square(tf.tanh(x @ first) @ second))
+
+    step = step_of(loss, optimizer=keras.optimizers.Adam(0.1), snapshot_every=every, **options)
+    step.build(X)
+    return step
+
+
+def parts_in(memory: Path) -> list[int]:
+    """Return the steps of the snapshots in the memory."""
+    return sorted(int(path.name.split("-")[1]) for path in memory.rglob("snapshot-*.st"))
+
+
+def wait_for(memory: Path, steps: int) -> None:
+    """Wait for the snapshot after this number of steps, which a thread writes."""
+    end = time.monotonic() + 30
+    while steps not in parts_in(memory):
+        assert time.monotonic() < end, parts_in(memory)
+        time.sleep(0.01)
+
+
+def train(step: Any, memory: Path, count: int, done: int = 0, every: int = 2) -> list[float]:
+    """Return the losses of ``count`` steps, after each of which its snapshot has been written."""
+    losses = []
+    for number in range(done + 1, done + count + 1):
+        losses.append(float(step(X)))
+        if number % every == 0:
+            wait_for(memory, number)
+    return losses
+
+
+def expected_losses(count: int) -> list[float]:
+    step = make_step(None)
+    return [float(step(X)) for _ in range(count)]
+
+
+@pytest.mark.always  # the quick one of the runs that are resumed from a snapshot
+def test_a_run_goes_on_bit_by_bit_from_its_last_snapshot(tmp_path: Path, memory: Path) -> None:
+    run = make_step()
+    saving = Checkpoints(tmp_path / "run", run)
+    assert saving.restore() == Position(0, 0)
+    losses = train(run, memory, 2)
+    saving.save(2)
+    losses += train(run, memory, 3, done=2)
+    assert parts_in(memory) == [2, 4]  # not removed before the next one begins
+
+    again = make_step(stages=2)
+    resumed = Checkpoints(tmp_path / "run", again).restore()
+    assert resumed == Position(4, 4)
+    assert resumed.origin.startswith("the memory of ")
+    assert losses[:4] + train(again, memory, 3, done=4) == expected_losses(7)
+
+
+def test_a_file_that_is_newer_is_restored(tmp_path: Path, memory: Path) -> None:
+    run = make_step()
+    saving = Checkpoints(tmp_path / "run", run)
+    saving.restore()
+    train(run, memory, 3)
+    saving.save(3, batches=7)
+    resumed = Checkpoints(tmp_path / "run", make_step()).restore()
+    assert resumed == Position(3, 7)
+    assert resumed.origin == str(tmp_path / "run")
+
+
+def test_steps_are_counted_from_what_was_saved(tmp_path: Path, memory: Path) -> None:
+    run = make_step()
+    saving = Checkpoints(tmp_path / "run", run)
+    saving.restore()
+    run(X)
+    saving.save(11, batches=5)
+    run(X)
+    wait_for(memory, 12)
+    assert Checkpoints(tmp_path / "run", make_step()).restore() == Position(12, 6)
+
+
+def test_a_damaged_snapshot_is_left_out(tmp_path: Path, memory: Path, capsys: Any) -> None:
+    run = make_step()
+    Checkpoints(tmp_path / "run", run).restore()
+    train(run, memory, 4)
+    (last,) = memory.rglob("snapshot-4-*")
+    content = bytearray(last.read_bytes())
+    content[-1] ^= 1
+    last.write_bytes(content)
+    assert Checkpoints(tmp_path / "run", make_step()).restore() == Position(2, 2)
+    assert "snapshot after step 4: part 0 is damaged on a host" in capsys.readouterr().err
+
+
+def test_a_snapshot_whose_parts_are_not_all_there_is_left_out(tmp_path: Path, memory: Path) -> None:
+    run = make_step()
+    Checkpoints(tmp_path / "run", run).restore()
+    train(run, memory, 2)
+    (part,) = memory.rglob("snapshot-2-*")
+    part.rename(part.with_name(part.name.replace("-0-of-1", "-1-of-2")))
+    assert Checkpoints(tmp_path / "run", make_step()).restore() == Position(0, 0)
+
+
+def test_the_end_of_a_run_removes_its_snapshots(tmp_path: Path, memory: Path) -> None:
+    run = make_step()
+    with Checkpoints(tmp_path / "run", run) as saving:
+        saving.restore()
+        train(run, memory, 2)
+        assert str(saving.snapshot_costs).startswith("snapshots every 2 steps: 1 taken; each held up training for ")
+    assert not list(memory.rglob("*.st"))
+    run(X)  # takes none any more
+    with pytest.raises(ValueError, match="of the run"):
+        fail_in_run(tmp_path / "run", memory)
+    assert parts_in(memory) == [2]
+
+
+def fail_in_run(folder: Path, memory: Path) -> None:
+    run = make_step()
+    with Checkpoints(folder, run) as saving:
+        saving.restore()
+        train(run, memory, 2)
+        raise ValueError("of the run")
+
+
+def test_variables_that_are_not_finite_are_in_no_snapshot(tmp_path: Path, memory: Path) -> None:
+    run = make_step()
+    saving = Checkpoints(tmp_path / "run", run)
+    saving.restore()
+    train(run, memory, 2)
+    bad = tf.fill(X.shape, np.nan)
+    run(tf.cast(bad, X.dtype))
+    run(X)
+    run(X)
+    run(X)
+    time.sleep(0.2)  # for a thread that would write
+    assert parts_in(memory) == [2]
+    assert Checkpoints(tmp_path / "run", make_step()).restore() == Position(2, 2)
+
+
+def test_a_snapshot_of_another_model_is_refused(tmp_path: Path, memory: Path) -> None:
+    run = make_step()
+    Checkpoints(tmp_path / "run", run).restore()
+    train(run, memory, 2)
+    other = Checkpoints(tmp_path / "run", make_step(rows=5))
+    with pytest.raises(CheckpointError, match=r"the snapshot after step 2 has 'first' as float32 \[4, 3\], but here"):
+        other.restore()
+
+
+def test_snapshots_of_a_folder_that_is_new_are_not_used_unasked(tmp_path: Path, memory: Path) -> None:
+    folder = tmp_path / "run"
+    run = make_step()
+    Checkpoints(folder, run).restore()
+    train(run, memory, 2)
+    identity = (folder / "run-id").read_text()
+    shutil.rmtree(folder)
+    folder.mkdir()
+    with pytest.raises(CheckpointError, match=r"has snapshots of a run that saved in .*/run, where no file run-id nam"):
+        Checkpoints(folder, make_step())
+    (folder / "run-id").write_text(identity)
+    assert Checkpoints(folder, make_step()).restore() == Position(2, 2)
+    (folder / "run-id").write_text("0123456789abcdef\n")  # of another run that saves there now
+    assert Checkpoints(folder, make_step()).restore() == Position(0, 0)
+    assert not parts_in(memory)
+
+
+def test_snapshots_under_a_launcher_are_found_without_the_folder(
+    tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DAPPLE_LAUNCH", Start(0, launch="abcdef").to_text())
+    run = make_step()
+    Checkpoints(tmp_path / "run", run).restore()
+    train(run, memory, 2)
+    shutil.rmtree(tmp_path / "run")  # it was on the host of rank 0, which is lost
+    monkeypatch.setenv("DAPPLE_LAUNCH", Start(1, launch="abcdef").to_text())
+    assert Checkpoints(tmp_path / "run", make_step()).restore() == Position(2, 2)
+
+
+def test_a_memory_that_is_too_small_is_refused(tmp_path: Path, memory: Path) -> None:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(memory)], check=False, capture_output=True
+    ).returncode:
+        pytest.skip("mounting needs root")
+    try:
+        with pytest.raises(CheckpointError, match=r"snapshots need 0 MB .* leave snapshot_every out"):
+            Checkpoints(tmp_path / "run", make_step(rows=2000)).restore()
+    finally:
+        subprocess.run(["umount", str(memory)], check=True)
+
+
+@pytest.mark.parametrize("how", ["a file", "a link"])
+def test_a_folder_in_memory_that_is_not_the_users_own_is_refused(tmp_path: Path, memory: Path, how: str) -> None:
+    place = snapshots._memory_folder()
+    place.rmdir()
+    if how == "a file":
+        place.write_text("")
+    else:
+        place.symlink_to(tmp_path)
+    with pytest.raises(CheckpointError, match=r"cannot hold snapshots: File exists|belongs to another user"):
+        Checkpoints(tmp_path / "run", make_step())
+
+
+def test_a_missing_folder_in_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DAPPLE_SNAPSHOT_DIR", str(tmp_path / "nowhere"))
+    with pytest.raises(CheckpointError, match=r"nowhere cannot hold snapshots: No such file"):
+        Checkpoints(tmp_path / "run", make_step())
+
+
+@pytest.mark.parametrize("given", [0, -3, True, 2.5, "10"])
+def test_the_interval_is_a_number_of_steps(given: Any) -> None:
+    with pytest.raises(PlanError, match=r"snapshot_every=.*: give a number of steps, at least 1, or None"):
+        make_step(given)
+
+
+def test_each_rank_has_its_buddy_on_the_next_host() -> None:
+    assert choose_buddies(["a", "a"]) == (None, None)
+    assert choose_buddies(["a", "b"]) == (1, 0)
+    assert choose_buddies(["a", "a", "b", "b", "c"]) == (2, 3, 4, 4, 0)
+    for hosts in (["a", "b", "b", "b"], ["a", "a", "a", "b"], ["a", "b", "a", "c"]):
+        assert all(
+            hosts[one] != host for host, one in zip(hosts, choose_buddies(hosts), strict=True) if one is not None
+        )
+
+
+@pytest.fixture(autouse=True)
+def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DAPPLE_LAUNCH", raising=False)

@@ -1,0 +1,67 @@
+"""Random training steps compute what one device computes, or are refused by name: never a wrong number."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from hypothesis import Phase, given, settings
+
+import dapple_tf as dapple
+from dapple_tf.errors import DappleError
+from tests.equality.random_steps import RandomStep, make, random_steps
+from tests.equality.training_steps import BATCH, in_float64, values_of
+
+EXAMPLES = {"ci": 3, "thorough": 1000}
+
+
+@pytest.fixture(autouse=True)
+def float64() -> Iterator[None]:
+    with in_float64():
+        yield
+
+
+def batches() -> list[tuple[Any, Any]]:
+    rng = np.random.default_rng(1)
+    return [(tf.constant(rng.normal(size=(BATCH, 4))), tf.constant(rng.normal(size=(BATCH, 2)))) for _ in range(3)]
+
+
+def outcome(drawn: RandomStep) -> str:
+    """Return "equal", or "refused: " and why; raises AssertionError where a step gives other numbers."""
+    plain, wanted = make(drawn)
+    whole, expected = tf.function(plain), []
+    for batch in batches():
+        expected.append([np.asarray(value) for value in whole(*batch)])
+    function, found = make(drawn)
+    step = dapple.train_step(function, **drawn.options)
+    try:
+        results = [[np.asarray(value) for value in step(*batch)] for batch in batches()]
+    except DappleError as error:
+        return f"refused: {error}"
+    for ours, theirs in zip(results, expected, strict=True):
+        for mine, one in zip(ours, theirs, strict=True):
+            np.testing.assert_allclose(mine, one, rtol=1e-11, atol=1e-12)
+    for mine, one in zip(values_of(found), values_of(wanted), strict=True):
+        np.testing.assert_allclose(mine, one, rtol=1e-11, atol=1e-12)
+    return "equal"
+
+
+@pytest.mark.timeout(4 * 3600)
+def test_random_training_steps_are_equal_to_one_device_or_refused() -> None:
+    outcomes: collections.Counter[str] = collections.Counter()
+
+    @settings(
+        max_examples=EXAMPLES.get(settings.get_current_profile_name(), 20),
+        phases=(Phase.explicit, Phase.reuse, Phase.generate),
+        report_multiple_bugs=False,
+    )
+    @given(random_steps())
+    def check(drawn: RandomStep) -> None:
+        outcomes[outcome(drawn).partition(":")[0]] += 1
+
+    check()
+    assert outcomes["equal"] > outcomes["refused"], outcomes
