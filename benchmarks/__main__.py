@@ -1,7 +1,7 @@
 """Run the benchmarks and print their tables: ``python -m benchmarks [NAME ...]``.
 
-``build_time``, ``challenger``, ``elastic``, ``exactness``, ``fuzz``, ``kills``, ``op_census``, ``programs`` and
-``random_programs`` take options: give ``--help`` after the name.
+``build_time``, ``challenger``, ``elastic``, ``exactness``, ``fuzz``, ``kills``, ``op_census``, ``programs``,
+``random_programs`` and ``search_phases`` take options: give ``--help`` after the name.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ from benchmarks import (
     recompute,
     remainders,
     schedules,
+    search_phases,
     simulator_speed,
     slicer,
     sparse_gradients,
@@ -83,6 +84,7 @@ BENCHMARKS = {
     "compare": compare,
     "never_slower": never_slower,
     "challenger": challenger,
+    "search_phases": search_phases,
     "planner_speed": planner_speed,
     "simulator_speed": simulator_speed,
     "prediction": prediction,
@@ -131,6 +133,7 @@ OPTIONS: Mapping[str, Callable[[Sequence[str]], int]] = {
     "op_census": op_census.main,
     "programs": programs.main,
     "random_programs": random_programs.main,
+    "search_phases": search_phases.main,
 }
 
 

@@ -26,7 +26,7 @@ SOURCE = FOLDER / "planner.cc"
 HEADERS = tuple(sorted(FOLDER.glob("*.h")))
 # Reason for -ffp-contract=off: a fused multiply-add rounds once, so the same plan would take other seconds on another
 # processor, and the search would end elsewhere.
-COMPILE_OPTIONS = ("-std=c++17", "-O2", "-ffp-contract=off")
+COMPILE_OPTIONS = ("-std=c++17", "-O3", "-ffp-contract=off")
 LINK_OPTIONS = ("-pthread",)
 DIGEST_MACRO = "DAPPLE_SOURCE_DIGEST"
 _NOTICE = "compiles the planner's C++ search, once (about 10 seconds) ..."

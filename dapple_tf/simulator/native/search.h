@@ -7,6 +7,7 @@
 #include <mutex>
 #include <system_error>
 #include <thread>
+#include <tuple>
 
 #include "costs.h"
 
@@ -736,8 +737,9 @@ inline std::vector<Run> Search::starts() const {
 // Stages by dynamic programming, as starts: for each device order, micro-batch size and limit of a stage's seconds, the
 // contiguous stages on contiguous devices whose forwards, backwards and transfers take the fewest seconds together, with
 // and without their AllReduces, if no stage takes longer than the limit (Alpa, section 5.2, equation 3), and a third time
-// if no transfer, nor all that a server's interface moves of a micro-batch, does. Rows, links and memory are estimated
-// here; what comes out is evaluated as any other layout.
+// if no transfer, nor all that a server's interface moves of a micro-batch, does. The fourth time later stages are
+// shorter: what a stage takes for all micro-batches, and the stages before it to fill and drain the pipeline, is together
+// at most M times the limit. Rows, links and memory are estimated here; what comes out is evaluated as any other layout.
 inline std::vector<Run> Search::planned_starts() const {
   const int most_cuts = p_.devices > 32 ? 64 : 128;  // with more the stages take longer to plan than to search
   // Cuts with nearly equal work between them; all where there are few blocks.
@@ -792,7 +794,7 @@ inline std::vector<Run> Search::plan_stages(const std::vector<int>& cuts, const 
   std::vector<Run> runs;
   std::vector<double> best((n + 1) * (units + 1));
   std::vector<int> from_cut((n + 1) * (units + 1)), from_unit((n + 1) * (units + 1));
-  const auto solve = [&](double limit, bool rings, double send_limit) {
+  const auto solve = [&](double limit, bool rings, bool sends, bool tapers) {
     std::fill(best.begin(), best.end(), kInfinity);
     best[0] = 0;
     for (int i = 0; i < n; ++i) {
@@ -801,7 +803,8 @@ inline std::vector<Run> Search::plan_stages(const std::vector<int>& cuts, const 
         const double before = best[i * (units + 1) + a];
         if (before == kInfinity) continue;
         const Sending in = i ? sending(i, a) : Sending{};
-        if (in.seconds > send_limit) continue;
+        const double own = tapers ? limit - (before + 2 * in.seconds) / m : limit;
+        if (own <= 0 || (sends && in.seconds > own)) continue;
         double least_memory = kInfinity;
         int seen = a;
         for (const int count : counts) {
@@ -814,17 +817,17 @@ inline std::vector<Run> Search::plan_stages(const std::vector<int>& cuts, const 
           const int at = a + count;
           for (int j = i + 1; j <= n; ++j) {
             const double seconds = (work_[cuts[j]] - work_[cuts[i]]) * rows / divided;
-            if (seconds > limit && j > i + 1) break;
+            if (seconds > own && j > i + 1) break;
             const double bytes = p_.parameters[cuts[j]] - p_.parameters[cuts[i]];
             const double stash = (p_.stash[cuts[j]] - p_.stash[cuts[i]]) * scale / divided;
             const double fixed = bytes * (p_.fixed_factor + p_.shared_factor / devices);
             if (fixed + stash > least_memory && !p_.may_recompute && !p_.recompute_all) break;
-            if (seconds + per_byte * bytes / m > limit) continue;
-            if (send_limit < kInfinity) {
+            if (seconds + per_byte * bytes / m > own) continue;
+            if (sends) {
               const Sending out = j < n && at < units ? sending(j, at) : Sending{};
               // One interface moves what comes from the stage before and what goes to the next.
               const bool one_interface = p_.contention && x == y && in.between && out.between;
-              if (out.seconds + (one_interface ? in.seconds : 0) > send_limit) continue;
+              if (out.seconds + (one_interface ? in.seconds : 0) > own) continue;
             }
             const double found = before + seconds + 2 * in.seconds + (rings ? per_byte * bytes : 0);
             const int to = j * (units + 1) + at;
@@ -844,10 +847,15 @@ inline std::vector<Run> Search::plan_stages(const std::vector<int>& cuts, const 
   for (double factor = 1; factor <= 2 * units; factor *= factor < 1.4 ? fine : factor < 2 ? 1.1 : 1.4) {
     const double limit = equal_share * factor;
     if ((m - 1) * limit > least * kWorse) break;
-    for (const auto& [rings, sends] : {std::pair{false, false}, {true, false}, {true, true}}) {
-      const int end = rings && units == 1 ? -1 : solve(limit, rings, sends ? limit : kInfinity);
+    for (const auto& [rings, sends, tapers] :
+         {std::tuple{false, false, false}, {true, false, false}, {true, true, false}, {true, true, true}}) {
+      const int end = rings && units == 1 ? -1 : solve(limit, rings, sends, tapers);
       if (end < 0) continue;
-      if (rings || units == 1) least = std::min(least, best[n * (units + 1) + end] + (m - 1) * limit);
+      if (tapers) {
+        least = std::min(least, m * limit);
+      } else if (rings || units == 1) {
+        least = std::min(least, best[n * (units + 1) + end] + (m - 1) * limit);
+      }
       std::vector<std::pair<int, int>> stages;  // the first cut and the first unit of each stage, the last one first
       for (int j = n, u = end; j > 0;) {
         const int to = j * (units + 1) + u;
