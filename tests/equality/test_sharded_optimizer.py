@@ -215,14 +215,33 @@ def test_a_trained_variable_that_forward_writes_is_refused() -> None:
 
 
 class Coupled(keras.optimizers.SGD):
-    """Updates each variable by the sum of the first one, which belongs to one replica."""
+    """Updates each variable by the sum of the first one, as it is then, which belongs to one replica."""
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
         first = tf.reduce_sum(self._trainable_variables[0].value)
         self.assign_sub(variable, learning_rate * gradient * first)
 
 
-def test_an_optimizer_that_mixes_variables_is_refused_with_the_reason() -> None:
-    step = dapple.pipeline(loss_of(equal_layers()), optimizer=Coupled(0.1), replicas=[2], **SHARDED)
+@pytest.mark.parametrize("cut", [{}, {"replicas": [2, 2], "stages": ["dense_1"]}], ids=["one stage", "two stages"])
+def test_an_optimizer_that_mixes_variables_equals_one_device(cut: dict[str, Any]) -> None:
+    compare_sharded(problem(lambda: Coupled(0.1)), **cut)
+
+
+class Looped(keras.optimizers.SGD):
+    """Updates each variable and the first one in one loop, which can run on one replica only."""
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        first = self._trainable_variables[0]
+
+        def body(i: Any) -> Any:
+            self.assign_sub(variable, learning_rate * gradient)
+            self.assign_sub(first, learning_rate * tf.reduce_sum(gradient) * tf.ones_like(first.value))
+            return i + 1
+
+        tf.while_loop(lambda i: i < 1, body, [0])
+
+
+def test_an_optimizer_that_updates_variables_together_is_refused_with_the_reason() -> None:
+    step = dapple.pipeline(loss_of(equal_layers()), optimizer=Looped(0.1), replicas=[2], **SHARDED)
     with pytest.raises(ValueError, match=re.escape("or leave shard_optimizer out")):
         step(*a_batch())

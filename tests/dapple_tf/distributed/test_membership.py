@@ -148,8 +148,8 @@ class ThreadJob(Job):
         self.announce_call("gather")
         return self._exchange.gather(self.rank, value)
 
-    def broadcast(self, value: Any) -> Any:
-        return self.gather(value)[0]
+    def broadcast(self, value: Any, source: int = 0) -> Any:
+        return self.gather(value)[source]
 
 
 def on_three_ranks(call: Callable[[ThreadJob], Any]) -> list[Any]:
