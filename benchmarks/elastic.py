@@ -49,7 +49,7 @@ _KINDS = ("rank KILL", "rank STOP", "rank TERM", "host", "launcher KILL", "launc
 
 @dataclass(frozen=True)
 class Loss:
-    """What is lost, when, and the rank or host that is meant; ``after``: seconds later than the moment begins."""
+    """A loss of a rank or a host, ``after`` seconds into a moment of the run."""
 
     kind: str
     moment: str
@@ -150,7 +150,7 @@ def lose(loss: Loss, started: Launch, hosts: NamedHosts) -> None:
     end = time.monotonic() + 20
     while number is None and time.monotonic() < end and started.process.poll() is None:
         number = hosts.rank_process(loss.rank)
-        time.sleep(0.02)  # nobody tells when a rank is started
+        time.sleep(0.02)  # no event says that a rank has started
     if number is not None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(number, getattr(signal, f"SIG{name}"))
@@ -161,7 +161,7 @@ def _wait(condition: Callable[[], bool], seconds: float, every: float = 0.02) ->
     while not condition():
         if time.monotonic() > end:
             return False
-        time.sleep(every)  # other processes are watched, which tell nobody
+        time.sleep(every)  # watched processes send no event
     return True
 
 

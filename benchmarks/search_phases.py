@@ -1,4 +1,4 @@
-"""What each phase of planner "best" is worth: steps of its plans, and CPU seconds, with one phase taken out at a time.
+"""Measure each phase of planner "best": the steps of its plans and the CPU seconds without that phase.
 
 A phase is taken out by editing a copy of the package, in which the C++ is compiled again: the search has no options for
 this. A phase without which no plan gets slower by more than 0.1% should go.

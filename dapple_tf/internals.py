@@ -834,7 +834,7 @@ def set_initial_epoch(model: keras.Model, epoch: int | None) -> None:
 
 
 ITERATORS_OF_AN_EPOCH = 2
-"""How many iterators over a data set of known size ``fit`` makes in an epoch: one more when it has seen all batches."""
+"""The iterators over a data set of known size that ``fit`` makes in an epoch: a second one after the last batch."""
 
 BACKUP_LOAD, BACKUP_SAVE = "_load_model", "_save_model"
 """Methods of ``BackupAndRestore`` that load and save a backup."""

@@ -366,8 +366,8 @@ class Options:
     snapshot_every: int | None = field(
         default=None,
         metadata=_about(
-            "Copy the state of the run into the memory of its hosts after every so many steps, each stage's to two "
-            "hosts, so that the loss of one host costs about so many steps.",
+            "After each N steps, copy the state of the run into the memory of its hosts, each stage's state to two "
+            "hosts. The loss of one host then costs about N steps.",
             more="While further steps run. ``dapple.Checkpoints`` of the step takes the snapshots and restores them.",
             page="elastic.md#snapshots",
             flag="--snapshot-every",

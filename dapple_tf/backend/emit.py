@@ -24,7 +24,7 @@ from dapple_tf.backend.operations import Operations
 from dapple_tf.backend.stage_function import spec_of
 from dapple_tf.graph_passes.ir.graph import Graph, Node, Value
 
-_FEW = 3  # a template takes as long to make as the ops of so many nodes
+_FEW = 3  # making a template takes as long as making the ops of three to four nodes
 
 
 def emit(graph: Graph, signature: Sequence[tf.TensorSpec], operations: Operations) -> Any:

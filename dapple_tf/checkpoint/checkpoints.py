@@ -43,10 +43,10 @@ class Checkpoints:
     run that is killed at any moment leaves a good checkpoint: a file is written completely before it gets its name, and
     older files are removed after that. The folder is locked for this process as long as the object exists.
 
-    If the step has the option ``snapshot_every``, it takes snapshots after so many calls, into the memory of the hosts
-    (see ``snapshots``), and ``restore`` loads the last complete one if it is newer than the last file. Calls are
-    counted from the last ``restore`` or ``save``, as one batch each. ``close`` at the end of the run removes the
-    snapshots, or use the object as a context manager, which does so at the end of its block, but not after an error.
+    If the step has the option ``snapshot_every``, a snapshot is taken after each ``snapshot_every`` calls, into the
+    memory of the hosts (see ``snapshots``), and ``restore`` loads the last complete one if it is newer than the last
+    file. Calls are counted from the last ``restore`` or ``save``, as one batch each. ``close`` at the end of the run
+    removes the snapshots. As a context manager the object removes them at the end of its block, but not after an error.
 
     Raises CheckpointError, on every rank, for a folder that cannot be written, that another run uses (the error names
     host and process) or that holds checkpoints of another kind, and for a variable of a dtype or shape that cannot be
@@ -89,7 +89,7 @@ class Checkpoints:
 
     @property
     def snapshot_costs(self) -> SnapshotCosts | None:
-        """What the snapshots of this run have cost this rank so far; None where it takes none."""
+        """The cost so far of this run's snapshots for this rank; None if it takes no snapshots."""
         return None if self._snapshots is None else self._snapshots.costs
 
     def restore(self) -> Position:

@@ -1,4 +1,4 @@
-"""What a checkpoint says: the position of the run, and the variables, which must be those of the model."""
+"""The content of a checkpoint: the position of the run, and the variables, which must be those of the model."""
 
 from __future__ import annotations
 

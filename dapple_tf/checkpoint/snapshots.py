@@ -66,7 +66,7 @@ class _Snapshot:
 
 @dataclass
 class SnapshotCosts:
-    """What snapshots ``every`` so many steps cost this rank.
+    """The cost of snapshots for this rank, one after each ``every`` steps.
 
     ``taken``: how many. ``left_out``: how many were not taken, since the one before was not done. ``waited``: seconds
     that each held up training. ``beside``: seconds in which each was written and sent beside it. ``part_bytes``: of

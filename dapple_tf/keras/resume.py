@@ -20,7 +20,7 @@ from dapple_tf.runtime.growth import Growth
 
 
 class SaveAndResume(keras.callbacks.Callback):  # type: ignore[misc]  # keras is not typed
-    """Saves checkpoints in ``folder`` during ``fit``, at the end of each epoch and after ``every`` so many batches.
+    """Saves checkpoints in ``folder`` during ``fit``, at the end of each epoch and after each ``every`` batches.
 
     ``fit`` then begins with the epoch and the batch that follow the last checkpoint, or the last snapshot if the
     pipeline has the option ``snapshot_every``. Batches of that epoch that were trained on before are taken and passed

@@ -190,7 +190,7 @@ class Supervisor:
         process.send_signal(signal.SIGUSR1)
         end = math.inf if number == signal.SIGINT else time.monotonic() + self._settings.timeout_seconds
         while process.poll() is None and self._signals == 1 and time.monotonic() < end:
-            time.sleep(_POLL_SECONDS)
+            time.sleep(_POLL_SECONDS)  # a second signal ends the wait, too
         if process.poll() is None:
             process.send_signal(number)
             with contextlib.suppress(subprocess.TimeoutExpired):

@@ -697,7 +697,7 @@ def norms_of_new_weights() -> Made:
 
 
 def forward_with_new_weights() -> Made:
-    """What the new weights give for the batch, which the step returns."""
+    """A step that returns the model's outputs for the batch after the update."""
     model, optimizer = mlp(), keras.optimizers.Adam(0.05)
 
     def train_step(x: Any, y: Any) -> Any:

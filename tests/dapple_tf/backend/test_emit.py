@@ -63,7 +63,7 @@ def test_each_copy_of_a_template_has_its_own_micro_batch() -> None:
 
 
 def test_a_handler_of_a_template_cannot_read_the_micro_batch() -> None:
-    """What it made of that number would be copied for all other micro-batches."""
+    """Ops made with the number of one micro-batch would be copied for all others."""
     read = as_template(slices(1)[0])
     assert read.has("micro_batch")
     with pytest.raises(GraphError, match="not an integer"):

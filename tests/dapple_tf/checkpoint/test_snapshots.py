@@ -54,7 +54,7 @@ def wait_for(memory: Path, steps: int) -> None:
     end = time.monotonic() + 30
     while steps not in parts_in(memory):
         assert time.monotonic() < end, parts_in(memory)
-        time.sleep(0.01)
+        time.sleep(0.01)  # a thread writes the snapshot
 
 
 def train(step: Any, memory: Path, count: int, done: int = 0, every: int = 2) -> list[float]:

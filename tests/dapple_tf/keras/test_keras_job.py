@@ -24,7 +24,7 @@ Expected = Callable[[str], Any]
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> Expected:
-    """What plain Keras gives for a script, or a model with a step of its own, run once."""
+    """Run plain Keras once for a script, or for a model with its own train_step, and return its results."""
     found: dict[str, Any] = {}
 
     def run(name: str) -> Any:

@@ -72,7 +72,7 @@ def wait_for_snapshots(hosts: NamedHosts, steps: int) -> None:
     end = time.monotonic() + 300
     while not all(max([0, *hosts.snapshots(name)]) >= steps for name in hosts.names[:2]):
         assert time.monotonic() < end, {name: hosts.snapshots(name) for name in hosts.names}
-        time.sleep(0.01)
+        time.sleep(0.01)  # other processes write the snapshots
 
 
 def result(stdout: str) -> dict[str, Any]:
