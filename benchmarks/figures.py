@@ -30,9 +30,17 @@ def say_origin(figure: Figure, origin: Origin) -> None:
 
 
 def line_figure(
-    name: str, panels: Panels, origin: Origin, *, x: str, y: str, columns: int = 1, log_y: bool = False
+    name: str,
+    panels: Panels,
+    origin: Origin,
+    *,
+    x: str,
+    y: str,
+    columns: int = 1,
+    log_y: bool = False,
+    folder: Path = FOLDER,
 ) -> Path:
-    """Draw the panels, ``columns`` in a row, and return the path of the PNG.
+    """Draw the panels, ``columns`` in a row, and return the path of the PNG in ``folder``.
 
     The x axis is logarithmic (base 2) where x spans more than 8-fold. A line without points is named in its panel as
     one that does not fit the memory.
@@ -62,8 +70,8 @@ def line_figure(
     figure.legend(*handles, loc="upper center", ncols=len(handles[0]), fontsize=9, frameon=False)
     say_origin(figure, origin)
     canvas.draw()
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    path = FOLDER / name
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / name
     # 64 colours are enough, and make the file a third as large.
     Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB").quantize(64).save(path, optimize=True)
     return path

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from dapple_tf.errors import ProfileError
+from dapple_tf.graph_passes.analysis.op_costs import OpClass
 
 
 @dataclass(frozen=True)
@@ -12,7 +14,7 @@ class Peak:
     """A device's limits: FLOP per second of float32 training, bytes per second of its memory, and bytes of memory.
 
     ``attainable``: the fraction of both rates that large kernels reach in practice; an assumption, not a maker's
-    figure.
+    figure. ``by_class``: the fraction of a kind of op that has one of its own.
     """
 
     name: str
@@ -20,11 +22,12 @@ class Peak:
     bytes_per_second: float
     memory: float
     attainable: float
+    by_class: Mapping[OpClass, float] = field(default_factory=dict, hash=False)
 
-    def seconds(self, flops: float, moved: float) -> float:
+    def seconds(self, flops: float, moved: float, kind: OpClass = "other") -> float:
         """Return the seconds of a kernel by the roofline: the longer of its ``flops`` and its ``moved`` bytes."""
         arithmetic, memory = flops / self.flops_per_second, moved / self.bytes_per_second
-        return max(arithmetic, memory) / self.attainable
+        return max(arithmetic, memory) / self.by_class.get(kind, self.attainable)
 
 
 PEAKS = (

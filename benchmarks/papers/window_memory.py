@@ -34,7 +34,7 @@ def run() -> Iterator[Row]:
         return
     options = ("--mca", "mpi_yield_when_idle", "1")
     found = {
-        depth: run_ranks("benchmarks.window_memory", STAGES, str(depth), timeout=600, options=options)
+        depth: run_ranks("benchmarks.papers.window_memory", STAGES, str(depth), timeout=600, options=options)
         for depth in DEPTHS
     }
     for depth, stages in found.items():

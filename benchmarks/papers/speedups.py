@@ -8,9 +8,9 @@ from dataclasses import replace
 
 from benchmarks.common import Row
 from benchmarks.figures import line_figure
-from benchmarks.planning import fastest
-from benchmarks.published import AMOEBA, MODELS, Model, find_missing_profiles
-from benchmarks.table5 import FREE, WHOLE
+from benchmarks.papers.planning import fastest
+from benchmarks.papers.published import AMOEBA, MODELS, Model, find_missing_profiles
+from benchmarks.papers.table5 import FREE, WHOLE
 from dapple_tf.planner.baselines import data_parallel
 from dapple_tf.planner.best import plan_best
 from dapple_tf.planner.planning_problem import Candidate, PlanningProblem
@@ -39,7 +39,7 @@ def _over_batches() -> Iterator[Row]:
     for model in MODELS:
         for letter in "abc":
             points = [speedups(FREE.make_problem(model, letter, batch)) for batch in BATCHES]
-            panels[f"{model.title}, config {letter.upper()}"] = BATCHES, _by_line(points)
+            panels[f"{model.title}, config {letter.upper()}"] = BATCHES, by_line(points)
             ratios[letter, model] = [best / overlapped for best, overlapped, _ in points]
     path = line_figure(
         "speedups-batch.png", panels, "simulated", x="global batch (samples)", y="speed-up, 16 devices", columns=3
@@ -57,8 +57,8 @@ def _over_batches() -> Iterator[Row]:
 def _over_devices() -> Iterator[Row]:
     panels, ratios = {}, []
     for model in MODELS:
-        points = [speedups(_on(model, devices)) for devices in DEVICES]
-        panels[f"{model.title}, batch {SCALED[model]}"] = DEVICES, _by_line(points)
+        points = [speedups(on_devices(model, devices)) for devices in DEVICES]
+        panels[f"{model.title}, batch {SCALED[model]}"] = DEVICES, by_line(points)
         ratios.append([best / overlapped for best, overlapped, _ in points])
         text = ", ".join(f"{d}: {best:.1f}" for d, (best, _, _) in zip(DEVICES, points, strict=True))
         yield Row(f"Fig. 14, {model.title}, batch {SCALED[model]}, config A: best", "-", text, True)
@@ -76,7 +76,8 @@ def speedups(problem: PlanningProblem) -> tuple[float, float, float]:
     return best, overlapped, plain
 
 
-def _on(model: Model, devices: int) -> PlanningProblem:
+def on_devices(model: Model, devices: int) -> PlanningProblem:
+    """Return the problem of Fig. 14 on this number of devices of config A."""
     return replace(FREE.make_problem(model, "a", SCALED[model]), cluster=config("a", devices))
 
 
@@ -84,7 +85,8 @@ def _data_parallel(problem: PlanningProblem) -> Candidate | None:
     return fastest(problem.evaluate_all_sizes(data_parallel(problem), "DP"))
 
 
-def _by_line(points: Sequence[tuple[float, float, float]]) -> dict[str, list[float]]:
+def by_line(points: Sequence[tuple[float, float, float]]) -> dict[str, list[float]]:
+    """Return the points of each line."""
     return {name: [point[i] for point in points] for i, name in enumerate(LINES)}
 
 

@@ -14,7 +14,7 @@ from dapple_tf.plans import StagePlan
 from dapple_tf.profiler.importers import read_graph_file
 from dapple_tf.profiler.profile import Profile
 
-PROFILES = Path(__file__).parents[2] / "shared" / "profiles"
+PROFILES = Path(__file__).parents[3] / "shared" / "profiles"
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Model:
 
     ``units``: a pattern for the names of the layers that the paper counts. ``global_batch``: samples (Table V).
     ``slots``: values that the optimizer keeps per weight. ``memory``: bytes of one device that trains one batch of the
-    profile's size (Table II). ``size_scale``: see ``read_graph_file``.
+    profile's size (Table II). ``size_scale``, ``batch``: see ``read_graph_file``.
     """
 
     title: str
@@ -33,6 +33,12 @@ class Model:
     slots: int
     memory: float
     size_scale: float = 1.0
+    batch: int | None = None
+
+    @property
+    def profile_batch(self) -> int:
+        """Samples of the batch that the profile was measured with."""
+        return read_profile(self).batch_size
 
 
 VGG = Model("VGG-19", "vgg-19-pbs-32", r"Conv|FC|Prediction", 2048, 0, 5.6e9, size_scale=1.048576)
@@ -40,6 +46,8 @@ GNMT = Model("GNMT-16", "gnmt-16-pbs-64", r"(EmuBidir|node\d+ )?LSTM|RecurrentAt
 BERT = Model("BERT-48", "bert-48-pbs-2", r"layer_", 64, 2, 11.4e9)
 XLNET = Model("XLNet-36", "xlnet-36-pbs-1", r"Layer_", 128, 2, 12e9)
 AMOEBA = Model("AmoebaNet-36", "amoeba-36-pbs-1", r"cell_\d", 128, 2, 20e9)
+# DAPPLE's profiles have no ResNet-50; PipeDream's has one, with Table II's batch.
+RESNET = Model("ResNet-50", "pipedream/resnet50", r"Conv2d|Linear", 2048, 1, 1e9, batch=128)
 # Not in Table II, but its layers are BERT-48's: 5.4 GB of weights and slots, and as there 5.5 times the outputs.
 BERT_LARGE = Model("BERT-Large", "bert-24-pbs-6", r"layer_", 128, 2, 7.2e9)
 
@@ -84,6 +92,9 @@ TABLE_5 = (
     Published(AMOEBA, "a", "8:8", "24:12", 0.18),
     Published(AMOEBA, "b", "11:5", "27:9", 0.14),
     Published(AMOEBA, "c", "11:5", "27:9", 0.35),
+    Published(RESNET, "a", "DP"),
+    Published(RESNET, "b", "DP"),
+    Published(RESNET, "c", "DP"),
 )
 
 
@@ -113,14 +124,14 @@ TABLE_7 = (
 
 def find_missing_profiles() -> str:
     """Return why the benchmarks on the published profiles cannot run here; "" if they can."""
-    absent = [m.file for m in (*MODELS, BERT_LARGE) if not (PROFILES / f"{m.file}.txt").is_file()]
+    absent = [m.file for m in (*MODELS, BERT_LARGE, RESNET) if not (PROFILES / f"{m.file}.txt").is_file()]
     return f"skipped: ../shared/profiles lacks {', '.join(absent)}" if absent else ""
 
 
 @cache
 def read_profile(model: Model) -> Profile:
     """Return the profile in the model's file."""
-    return read_graph_file(PROFILES / f"{model.file}.txt", size_scale=model.size_scale)
+    return read_graph_file(PROFILES / f"{model.file}.txt", model.batch, model.size_scale)
 
 
 @cache

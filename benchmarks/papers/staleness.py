@@ -18,6 +18,7 @@ from typing import Any
 
 from benchmarks.common import Row, available_cores, run_on_cores
 from benchmarks.figures import say_origin
+from benchmarks.papers.figure import Exhibit, Figure, claim
 
 STAGES, MINIBATCHES, SAMPLES, HELD_OUT = 4, 64, 16, 512  # samples of a minibatch, and of the held-out ones
 GPT_WINDOWS, VGG_WINDOWS, CLASSES = 64, 24, 10
@@ -106,17 +107,47 @@ def train(trained: Trained, kind: str) -> list[float]:
     return losses
 
 
-def run() -> Iterator[Row]:
-    """Yield the loss of each kind of weights at equal samples, over that of synchronous training."""
+def train_all() -> dict[str, dict[str, list[float]]]:
+    """Return the losses of each model and kind of weights, after each window, and draw them."""
     found: dict[str, dict[str, list[float]]] = {}
     for name in models():
         found[name] = {}
         for kind in KINDS:
             found[name][kind] = run_on_cores(
-                "benchmarks.staleness", available_cores(), "--model", name, "--kind", kind, timeout=3600
+                "benchmarks.papers.staleness", available_cores(), "--model", name, "--kind", kind, timeout=3600
             )
             print(f"{name} {kind}: {found[name][kind][-1]:.4f}", file=sys.stderr)
     draw(found)
+    return found
+
+
+def exhibit() -> Exhibit:
+    """Return PipeDream's Fig. 11: the loss with weight stashing, and without, over that of synchronous training."""
+    return make_exhibit({name: {kind: each[-1] for kind, each in kinds.items()} for name, kinds in train_all().items()})
+
+
+def make_exhibit(last: Mapping[str, Mapping[str, float]]) -> Exhibit:
+    """Return the exhibit of the last losses of each model and kind of weights."""
+    figures = [
+        Figure(name.upper(), "with stashing", 1.0, each["stash"] / each["synchronous"], "x synchronous loss")
+        for name, each in last.items()
+    ]
+    worse = [each["latest"] > 1.02 * each["synchronous"] for each in last.values()]
+    figures.append(claim("without stashing the loss is more than 2% higher", worse))
+    return Exhibit(
+        "PipeDream, Fig. 11",
+        "Loss of held-out samples at equal samples, measured: a small GPT (64 windows of 64 minibatches) and a small "
+        "VGG (24 windows) on four stages, trained on the same minibatches as synchronously. See "
+        "`benchmarks/README.md`, section staleness. The paper shows that PipeDream needs as many epochs as data "
+        "parallelism.",
+        tuple(figures),
+        "python -m benchmarks.papers pipedream-figure-11",
+    )
+
+
+def run() -> Iterator[Row]:
+    """Yield the loss of each kind of weights at equal samples, over that of synchronous training."""
+    found = train_all()
     for name, trained in models().items():
         wanted = found[name]["synchronous"]
         for kind, losses in found[name].items():

@@ -34,7 +34,9 @@ CLOSE = 0.05  # of the predicted ratio
 def run() -> Iterator[Row]:
     """Yield for each case both policies, measured and predicted, and the choice of auto; then the gains by ACR."""
     with emulated_hosts(2, RATE, burst=0.001) as hosts:
-        found = json.loads(hosts.mpirun(["-m", "benchmarks.table4", "linked"], timeout=300).strip().splitlines()[-1])
+        found = json.loads(
+            hosts.mpirun(["-m", "benchmarks.papers.table4", "linked"], timeout=300).strip().splitlines()[-1]
+        )
     text = f"{found['overlapped']:.0%}"
     yield Row(
         "time of the exchanges, ACR 0.6, in which both hosts compute", "more than half", text, found["overlapped"] > 0.5
@@ -49,7 +51,7 @@ def run() -> Iterator[Row]:
         ", ".join(f"{gain:.2f} ({case.ratio:g})" for gain, case in zip(gains, LINKED, strict=True)),
         all(b > a - TIE for a, b in itertools.pairwise(gains)) and gains[-1] > gains[0] + TIE,
     )
-    (uneven,) = run_on_cores("benchmarks.table4", available_cores()[:2], "uneven")["seconds"]
+    (uneven,) = run_on_cores("benchmarks.papers.table4", available_cores()[:2], "uneven")["seconds"]
     yield from compare("stages of 2, 1, 1, 1 layers, one process", UNEVEN, uneven)
 
 

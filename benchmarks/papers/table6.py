@@ -25,7 +25,7 @@ ROUNDS = 5
 
 def run() -> Iterator[Row]:
     """Yield a row for each configuration and M, and then the targets."""
-    table = {m: run_on_cores("benchmarks.table6", available_cores()[:STAGES], str(m)) for m in MICRO_BATCHES}
+    table = {m: run_on_cores("benchmarks.papers.table6", available_cores()[:STAGES], str(m)) for m in MICRO_BATCHES}
     cap = (table[2]["GPipe"]["bytes"] + table[3]["GPipe"]["bytes"]) / 2
     for way in WAYS:
         for m in MICRO_BATCHES:

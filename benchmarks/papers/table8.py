@@ -3,9 +3,9 @@
 Assumptions: 16 bytes per parameter (Adam, as the table says); 16 GB per device, with NVLink (Config A); micro-batches
 of 2 samples (Tables II and VI) and a global batch of 64 (Table V), that is M = 32, for the "reasonable input size",
 which the paper does not state; policy A; stages of whole encoder layers, cut by compute and memory. Costs are those of
-``benchmarks.bert``: what TensorFlow's backward keeps of a layer, and the roofline's seconds. Nothing is fitted to the
-table. Utilisation is the simulator's: the compute of M micro-batches, with re-computation, over the step. One device
-has no bubble, so it is 100% here; the paper's 93% must be the utilisation of the GPU itself.
+``benchmarks.papers.bert``: what TensorFlow's backward keeps of a layer, and the roofline's seconds. Nothing is fitted
+to the table. Utilisation is the simulator's: the compute of M micro-batches, with re-computation, over the step. One
+device has no bubble, so it is 100% here; the paper's 93% must be the utilisation of the GPU itself.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from benchmarks.bert import profile_two_layers, repeat_layer
 from benchmarks.common import Row
+from benchmarks.papers.bert import profile_two_layers, repeat_layer
 from dapple_tf.planner.api import make_problem
 from dapple_tf.planner.search.fit_cuts import fit_cuts
 from dapple_tf.profiler.cluster import config

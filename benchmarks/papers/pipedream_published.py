@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-from benchmarks.published import PROFILES
+from benchmarks.papers.published import PROFILES
 from dapple_tf.profiler.cluster import Cluster, Link, Server
 from dapple_tf.profiler.importers import read_graph_file
 from dapple_tf.profiler.profile import Profile

@@ -19,7 +19,7 @@ STEPS = 5
 
 def run() -> Iterator[Row]:
     """Yield the rows of depths 4 and 8, and what is said of depth 2."""
-    yield from (Row(**row) for row in run_on_cores("benchmarks.slicer", available_cores(), timeout=600.0))
+    yield from (Row(**row) for row in run_on_cores("benchmarks.papers.slicer", available_cores(), timeout=600.0))
 
 
 def measure(depth: int, micro_batches: int, sliced: Any) -> tuple[float, float, float, int]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from benchmarks.published import Model, count_units
+from benchmarks.papers.published import Model, count_units
 from dapple_tf.planner.api import predict_plan
 from dapple_tf.planner.explain import describe_result
 from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem

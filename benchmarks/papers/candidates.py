@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from benchmarks.published import stages_of
+from benchmarks.papers.published import stages_of
 from dapple_tf.planner.baselines import data_parallel, even_pipeline
 from dapple_tf.planner.planning_problem import Candidate, PlanningProblem
 from dapple_tf.simulator.arrays import prefix_sums

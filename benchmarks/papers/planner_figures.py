@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from benchmarks.common import Row, median
-from benchmarks.pipedream_published import GNMT_8, RESNET_50, VGG_16, Profiled, find_missing_profiles
-from benchmarks.pipedream_published import read_profile as read_pipedream
-from benchmarks.published import PROFILES
-from benchmarks.transformer_profiles import (
+from benchmarks.papers.pipedream_published import GNMT_8, RESNET_50, VGG_16, Profiled, find_missing_profiles
+from benchmarks.papers.pipedream_published import read_profile as read_pipedream
+from benchmarks.papers.published import PROFILES
+from benchmarks.papers.transformer_profiles import (
     BERT_LARGE,
     GPT2_345M,
     GPT2_762M,
@@ -39,7 +39,7 @@ def run() -> Iterator[Row]:
     yield from map(measure_worst, MOST_SECONDS)
     for testbed, cluster in SPP_TESTBEDS.items():
         for row in SPP_TABLE_3:
-            yield compare_spp(row, testbed, cluster)
+            yield show_spp(row, testbed, cluster)
     for model, size, depths in AUTOPIPE_FIGURE_10:
         for depth in depths:
             yield compare_autopipe(model, size, depth)
@@ -48,7 +48,7 @@ def run() -> Iterator[Row]:
         yield Row("BaPipe, Table 3", "-", why, True)
         return
     for published in BAPIPE_TABLE_3:
-        yield compare_bapipe(published)
+        yield show_bapipe(published)
 
 
 # --- seconds of planning
@@ -148,30 +148,34 @@ SPP_TABLE_3 = (
 )
 
 
-def compare_spp(row: SppRow, testbed: str, cluster: Cluster) -> Row:
+def show_spp(row: SppRow, testbed: str, cluster: Cluster) -> Row:
     """Return by how much baselines are slower than SPP, beside the paper's figures."""
-    profile = read_graph_file(PROFILES / f"{row.file}.txt")
-    size = row.size[testbed]
+    found = compare_spp(read_graph_file(PROFILES / f"{row.file}.txt"), cluster, row.micro_batches, row.size[testbed])
     printed = row.speedups[testbed]
     wanted = ", ".join(f"{name} {'OOM' if more is None else f'{more:+.0%}'}" for name, more in printed.items())
-    common = partial(make_problem, profile, cluster, optimizer_slots=1, contention=False)
-    problem = common(global_batch_size=row.micro_batches * size, micro_batch_size=size)
-    spp = plan_or_none(problem, "spp")
+    spp = found.pop("spp")
     if spp is None:
         return Row(f"SPP, {row.title}, {testbed}", wanted, "SPP's plans do not fit the memory", False)
-    # Data parallelism runs the whole mini-batch at once; PipeDream has a barrier, and one forward after one backward.
-    whole = common(global_batch_size=row.micro_batches * size)
-    straight = common(global_batch_size=row.micro_batches * size, micro_batch_size=size, schedule="dapple-a")
-    found = {
-        "dp": whole.evaluate(data_parallel(whole), row.micro_batches * size, "DP", "gpipe"),
-        "gpipe": plan_or_none(problem, "gpipe"),
-        "pipedream": plan_or_none(straight, "pipedream"),
-    }
     more = {name: other and other.seconds / spp.seconds - 1 for name, other in found.items()}
     said = ", ".join(f"{name} {'OOM' if part is None else f'{part:+.0%}'}" for name, part in more.items())
     replicas = ":".join(str(stage.replicas) for stage in spp.stages)
     ok = all(part is None or part >= -1e-9 for part in more.values())
     return Row(f"SPP, {row.title}, {testbed}", wanted, f"{said}; SPP {replicas}", ok)
+
+
+def compare_spp(profile: Profile, cluster: Cluster, micro_batches: int, size: int) -> dict[str, Candidate | None]:
+    """Return the steps of SPP and its baselines, None where one does not fit; ``size``: samples of a micro-batch."""
+    common = partial(make_problem, profile, cluster, optimizer_slots=1, contention=False)
+    problem = common(global_batch_size=micro_batches * size, micro_batch_size=size)
+    # Data parallelism runs the whole mini-batch at once; PipeDream has a barrier, and one forward after one backward.
+    whole = common(global_batch_size=micro_batches * size)
+    straight = common(global_batch_size=micro_batches * size, micro_batch_size=size, schedule="dapple-a")
+    return {
+        "spp": plan_or_none(problem, "spp"),
+        "dp": whole.evaluate(data_parallel(whole), micro_batches * size, "DP", "gpipe"),
+        "gpipe": plan_or_none(problem, "gpipe"),
+        "pipedream": plan_or_none(straight, "pipedream"),
+    }
 
 
 # --- AutoPipe
@@ -193,13 +197,18 @@ AUTOPIPE_TABLE_2 = (
 )
 
 
-def make_autopipe(model: Transformer, size: int, depth: int, micro_batches: int) -> PlanningProblem:
-    """Return the problem of a pipeline of ``depth`` devices in servers of 4, with activation checkpoints."""
+def make_autopipe(
+    model: Transformer, size: int, depth: int, micro_batches: int, head_rate: float = 1.0
+) -> PlanningProblem:
+    """Return the problem of a pipeline of ``depth`` devices in servers of 4, with activation checkpoints.
+
+    ``head_rate``: see ``transformer_profile``.
+    """
     sizes = [4] * (depth // 4) + [depth % 4] * (depth % 4 > 0)
     servers = tuple(Server(f"server{i}", devices) for i, devices in enumerate(sizes))
     cluster = Cluster(servers, 24e9, Link(12e9, 0.0), Link(100e9 / 8, 0.0))
     return make_problem(
-        transformer_profile(model, size),
+        transformer_profile(model, size, head_rate),
         cluster,
         global_batch_size=size * micro_batches,
         micro_batch_size=size,
@@ -270,21 +279,29 @@ BAPIPE_TABLE_3 = (
     BapipeRow(GNMT_8, 8, 64, 64, 12, 64, {"pipedream": 2.37, "gpipe": 2.05, "bapipe": 3.21}),
 )
 # PCIe 3.0 x16 through host memory, as Gloo uses it.
-_GLOO = Link(3e9, 0.0)
+GLOO = 3e9  # bytes per second
 _UNLIMITED = 1e15  # the profiles keep every layer's output: far more than the 16 GB that these batches took
 
 
-def compare_bapipe(row: BapipeRow) -> Row:
-    """Return the speed-ups over DP, by the seconds of a sample."""
-    cluster = Cluster((Server("server0", row.devices),), _UNLIMITED, _GLOO, _GLOO)
+def show_bapipe(row: BapipeRow) -> Row:
+    """Return the speed-ups over DP beside the paper's."""
+    over, schedule = compare_bapipe(row, GLOO)
+    wanted, said = (", ".join(f"{name} {x:.2f}x" for name, x in found.items()) for found in (row.printed, over))
+    beats_dp = over["bapipe"] > 1
+    ok = over["bapipe"] * _NEVER_SLOWER >= over["gpipe"] and beats_dp == (row.printed["bapipe"] > 1)
+    return Row(f"BaPipe, {row.model.title}, {row.devices} V100", wanted, f"{said}; {schedule}", ok)
+
+
+def compare_bapipe(row: BapipeRow, bandwidth: float) -> tuple[dict[str, float], str]:
+    """Return the speed-ups over DP by the seconds of a sample, and BaPipe's schedule. ``bandwidth``: of all links."""
+    link = Link(bandwidth, 0.0)
+    cluster = Cluster((Server("server0", row.devices),), _UNLIMITED, link, link)
     profile = read_pipedream(row.model)
     whole = row.dp_size * row.devices
     dp = problem_of(profile, cluster, whole, 1)
     alone = dp.evaluate(data_parallel(dp), whole, "DP", "gpipe")
     problem = problem_of(profile, cluster, row.size, row.micro_batches)
     bapipe = plan_or_none(problem, "bapipe", pipelines_only=True)
-    wanted = ", ".join(f"{name} {figure:.2f}x" for name, figure in row.printed.items())
-    title = f"BaPipe, {row.model.title}, {row.devices} V100"
     assert alone is not None, "memory is not limited"
     assert bapipe is not None, "memory is not limited"
     each = alone.seconds / whole
@@ -298,10 +315,7 @@ def compare_bapipe(row: BapipeRow) -> Row:
         "gpipe": each * row.size * row.gpipe_micro_batches / gpipe.seconds,
         "bapipe": each * row.size * row.micro_batches / bapipe.seconds,
     }
-    said = ", ".join(f"{name} {part:.2f}x" for name, part in over.items())
-    beats_dp = over["bapipe"] > 1
-    ok = over["bapipe"] * _NEVER_SLOWER >= over["gpipe"] and beats_dp == (row.printed["bapipe"] > 1)
-    return Row(title, wanted, f"{said}; {bapipe.schedule}", ok)
+    return over, bapipe.schedule
 
 
 def problem_of(

@@ -7,14 +7,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from benchmarks.common import Row, median
-from benchmarks.pipedream_published import (
+from benchmarks.papers.pipedream_published import (
     TABLE_1,
     WITHOUT_PROFILE,
     Configuration,
     find_missing_profiles,
     read_profile,
 )
-from benchmarks.pipedream_variants import OneLevel, by_profiler, one_after_the_other, printed
+from benchmarks.papers.pipedream_variants import OneLevel, by_profiler, one_after_the_other, printed
 from dapple_tf.planner.api import make_problem, run_planner
 from dapple_tf.planner.planning_problem import PlannerResult, PlanningProblem
 from dapple_tf.planner.systems.hierarchy import derive_hierarchy

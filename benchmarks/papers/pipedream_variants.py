@@ -81,12 +81,23 @@ class OneLevel:
 
     def best_cuts(self, replicas: Sequence[int], stage_time: StageTime) -> float:
         """Return the least seconds of a pipeline with these replicas; infinity for more stages than blocks."""
+        return self.find_cuts(replicas, stage_time)[0]
+
+    def find_cuts(self, replicas: Sequence[int], stage_time: StageTime) -> tuple[float, list[int]]:
+        """Return the least seconds of a pipeline with these replicas, and the block that starts each later stage."""
         blocks = len(self.chain.parameter_bytes)
         best = np.full((len(replicas) + 1, blocks + 1), np.inf)
         best[0, 0] = 0.0
+        starts = np.zeros(best.shape, np.int64)
         for index, m in enumerate(replicas):
             for end in range(1, blocks + 1):
                 send = np.concatenate([[0.0], self.send])[:end]
                 stages = self.stage(stage_time, end, m)
-                best[index + 1, end] = np.maximum(np.maximum(best[index, :end], send), stages).min()
-        return float(best[-1, -1])
+                seconds = np.maximum(np.maximum(best[index, :end], send), stages)
+                starts[index + 1, end] = seconds.argmin()
+                best[index + 1, end] = seconds.min()
+        cuts, end = list[int](), blocks
+        for index in range(len(replicas), 1, -1):
+            end = int(starts[index, end])
+            cuts.insert(0, end)
+        return float(best[-1, -1]), cuts
