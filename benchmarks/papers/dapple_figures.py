@@ -372,6 +372,8 @@ def table_8() -> Exhibit:
 
 # --- Fig. 12 and Fig. 14: speed-ups over one device
 
+_BATCHES = (32, 128, 512, 2048)
+
 
 def figure_12() -> Exhibit:
     """Return the speed-ups of Fig. 12 on configs A, B and C."""
@@ -379,11 +381,11 @@ def figure_12() -> Exhibit:
     at_128: dict[str, dict[str, tuple[float, float]]] = {letter: {} for letter in "abc"}
     never: list[bool] = []
     for model, letter in itertools.product(MODELS, "abc"):
-        points = [speedups.speedups(FREE.make_problem(model, letter, batch)) for batch in speedups.BATCHES]
-        panels[f"{model.title}, config {letter.upper()}"] = speedups.BATCHES, speedups.by_line(points)
+        points = [speedups.speedups(FREE.make_problem(model, letter, batch)) for batch in _BATCHES]
+        panels[f"{model.title}, config {letter.upper()}"] = _BATCHES, speedups.by_line(points)
         never += [best >= overlapped * (1 - 1e-9) for best, overlapped, _ in points if not math.isnan(overlapped)]
         problem = FREE.make_problem(model, letter, 128)
-        best, overlapped, _ = points[speedups.BATCHES.index(128)]
+        best, overlapped, _ = points[_BATCHES.index(128)]
         of_paper = fastest(published_candidates(problem))
         if not math.isnan(overlapped) and of_paper is not None:
             alone = float(problem.profile.forward_seconds(128).sum() + problem.profile.backward_seconds(128).sum())

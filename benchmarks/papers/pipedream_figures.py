@@ -133,13 +133,6 @@ def figure_17() -> Exhibit:
             text,
         )
     ]
-    numbers = range(len(_MODELS_17))
-    panels = {
-        "1 GNMT-8, 2 GNMT-16, 3 VGG-16, 4 ResNet-50": (
-            [n + 1 for n in numbers],
-            {"DP": [d / 1e6 for d in dp], "best other plan": [b / 1e6 for b in best]},
-        )
-    }
     return Exhibit(
         "PipeDream, Fig. 17",
         "Bytes that are sent for a training sample on four GPUs of cluster A, under data parallelism (a ring AllReduce "
@@ -147,7 +140,6 @@ def figure_17() -> Exhibit:
         "figure's numbers are not in the text.",
         tuple(figures),
         "python -m benchmarks.papers pipedream-figure-17",
-        (draw("pipedream-figure-17.png", panels, x="model", y="MB a sample"),),
     )
 
 

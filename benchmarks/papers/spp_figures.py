@@ -201,13 +201,13 @@ def figure_11() -> Exhibit:
     best = min(step, key=lambda count: step[count])
     counts = sorted(step)
     first = counts[0]
-    stable = next(n for n in counts if slowest[n] <= 1.1 * min(slowest.values()))
+    stable = next(n for n in counts if slowest[n + 1] > 0.9 * slowest[n])
     why = "the bandwidths that were drawn in the paper are not printed"
     figures = [
         Figure("number of stages", "with the least time", 6, best, "stages", "" if best == 6 else why),
         Figure(
             "number of stages",
-            "from which W is stable (within 10% of its least)",
+            "from which one more shortens W by less than 10%",
             4,
             stable,
             "stages, W",
