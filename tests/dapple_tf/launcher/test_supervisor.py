@@ -167,7 +167,7 @@ def test_the_first_signal_lets_the_job_save(launch: Launch, sent: int, wanted: i
 
 
 def test_a_stopped_job_is_not_done_whatever_its_exit_code(launch: Launch) -> None:
-    """mpirun ends with 0 where it gets the signal while it starts the ranks on other hosts."""
+    """The mpirun of Open MPI ends with 0 where it gets the signal while it starts the ranks on other hosts."""
     process = launch.begin(
         "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(0)); open(f'ready{rank}', 'w').close(); time.sleep(50)"
     )
