@@ -1,4 +1,4 @@
-"""``fit`` with ``SaveAndResume`` under ``dapple launch``: a job that loses a rank ends with the weights of plain Keras."""
+"""``fit`` with ``SaveAndResume`` under ``dapple launch``: a job that loses a rank ends as plain Keras does."""
 
 from __future__ import annotations
 
