@@ -32,7 +32,9 @@ class Scope:
     rows; ``squeezed``: the axes that a Squeeze without axes removes from the whole batch; ``whole``: sizes that must be
     the whole batch's wherever they are used. ``nested``: this is the body of a function, whose ops cannot be given
     other operands. ``tried``: the values whose kinds were found by experiment; ``reducing``: loops whose bodies
-    reduce the batch. ``shapes_of_twice``: returns the shapes for twice as many samples.
+    reduce the batch. ``open_draws``: draws of several numbers a sample whose order is free, and how many these are;
+    ``blocks``: those of them that are drawn in blocks of the batch. ``shapes_of_twice``: returns the shapes for twice
+    as many samples.
     """
 
     graph: Graph
@@ -52,6 +54,8 @@ class Scope:
     nested: bool = False
     tried: set[Value] = field(default_factory=set)
     reducing: set[str] = field(default_factory=set)
+    open_draws: dict[str, int] = field(default_factory=dict)
+    blocks: frozenset[str] = frozenset()
     shapes_of_twice: Callable[[], Shapes] = Shapes
 
     def dims(self, value: Value) -> tuple[int | None, ...] | None:
