@@ -111,7 +111,7 @@ class Analysis:
     disordered: set[str] = field(default_factory=set)
     _trained_norms: set[int] = field(default_factory=set)
     _whole_norms: set[int] = field(default_factory=set)
-    _other_shapes: Shapes | None = None
+    _other_shapes: dict[int, Shapes] = field(default_factory=dict)
     _reductions: int = 0  # of floats over the batch, in bodies
     _couples_unused: bool = False  # samples were combined in a tensor that only a gradient may use
     _owner: Any = None  # the FuncGraph of the body that is being looked at
@@ -119,8 +119,7 @@ class Analysis:
 
     def run(self, graph: Graph, shapes: Shapes, whole: frozenset[Value]) -> Scope:
         """Return the kinds of all values of ``graph``; ``whole``: see ``Scope``."""
-        twice = self._shapes_of_twice
-        scope = Scope(graph, shapes, self.batch, whole=whole, blocks=self.blocks, shapes_of_twice=twice)
+        scope = Scope(graph, shapes, self.batch, whole=whole, blocks=self.blocks, shapes_at=self._cached_shapes)
         for node in graph.nodes:
             self._visit(scope, node)
         return scope
@@ -271,7 +270,7 @@ class Analysis:
             self._bodies[shapes] = read_body(shapes, name)
         body = self._bodies[shapes]
         inner = Scope(body.graph, body.shapes, self.batch, nested=True)
-        inner.shapes_of_twice = lambda: scope.shapes_of_twice().of_body(node.name, name)
+        inner.shapes_at = lambda samples: scope.shapes_at(samples).of_body(node.name, name)
         for i, (argument, value) in enumerate(zip(body.graph.inputs, values, strict=True)):
             if i in body.kept and value in scope.numbers:
                 inner.numbers[Value(argument)] = scope.numbers[value]
@@ -371,10 +370,10 @@ class Analysis:
         elif node.op in contract.COMBINED_BY and contract.reduces_batch_axis(scope, node, kinds[0]):
             self.partials[node.name] = contract.COMBINED_BY[node.op]
 
-    def _shapes_of_twice(self) -> Shapes:
-        if self._other_shapes is None:
-            self._other_shapes = self.shapes_at(2 * self.batch)
-        return self._other_shapes
+    def _cached_shapes(self, samples: int) -> Shapes:
+        if samples not in self._other_shapes:
+            self._other_shapes[samples] = self.shapes_at(samples)
+        return self._other_shapes[samples]
 
     def _batch_norm(self, scope: Scope, node: Node, value: Value) -> Kind:
         """Return the kind of a value of batch norm in training mode; that it combines samples is documented."""
