@@ -50,10 +50,10 @@ def find_missing_python(python: Path = PYTHON) -> str | None:
     found = (
         python.exists()
         and not subprocess.run(
-            [python, "-c", "import torch.distributed.pipelining"], capture_output=True, timeout=60, check=False
+            [python, "-c", "import numpy, torch.distributed.pipelining"], capture_output=True, timeout=60, check=False
         ).returncode
     )
-    made = f"python3 -m venv {python.parents[1]} && {python.with_name('pip')} install torch==2.13.0"
+    made = f"python3 -m venv {python.parents[1]} && {python.with_name('pip')} install torch==2.13.0 numpy"
     return None if found else f"it needs PyTorch in an environment of its own: {made}"
 
 
@@ -113,9 +113,9 @@ def run_theirs(model: str, pair: Pair, ranks: int, python: Path) -> float:
     finally:
         for process in started:
             process.kill()
-    for process, (_, errors) in zip(started, outputs, strict=True):
-        if process.returncode:
-            raise RuntimeError(f"{_PROGRAM.name} {model} {pair.theirs} failed:\n{errors[-3000:]}")
+    if any(process.returncode for process in started):
+        ends = "\n".join(errors[-1500:] for _, errors in outputs)  # one rank has the cause, the others lost it
+        raise RuntimeError(f"{_PROGRAM.name} {model} {pair.theirs} failed:\n{ends}")
     return float(outputs[0][0].split()[-1])
 
 
