@@ -41,6 +41,32 @@ def _build_accumulator(dtypes: Sequence[tf.DType], first: bool) -> Any:
     return traced.get_concrete_function()
 
 
+def _clear_sums(context: Context, node: Node, inputs: list[Any]) -> Outcome:
+    sums = context.bindings.accumulators(node)
+    kinds = tuple((variable.dtype, tuple(variable.shape)) for variable in sums)
+    clear = context.shared((node.op, kinds), lambda: _build_clearing(kinds))
+    return call(clear, [variable.handle for variable in sums], not_inlined=True)
+
+
+def _build_clearing(kinds: Sequence[tuple[tf.DType, tuple[int, ...]]]) -> Any:
+    """Return a function that sets variables of these dtypes and shapes to zero, the large ones one after the other.
+
+    Its zeros take the place of the old values; so there is only one variable's memory beside the variables.
+    """
+
+    def clear(*handles: Any) -> None:
+        written: list[Any] = []
+        for handle, (dtype, shape) in zip(handles, kinds, strict=True):
+            with tf.control_dependencies(written):
+                zeros = tf.zeros(shape, dtype)
+                written = [tf.raw_ops.AssignVariableOp(resource=handle, value=zeros)]
+
+    specs = [tf.TensorSpec([], tf.resource)] * len(kinds)
+    attributes = {internals.NO_INLINE: True}
+    traced = tf.function(clear, autograph=False, input_signature=specs, experimental_attributes=attributes)
+    return traced.get_concrete_function()
+
+
 def _gradients(context: Context, node: Node, inputs: list[Any]) -> Outcome:
     if inputs:
         return [tf.identity(tensor) for tensor in inputs], []  # done when these are computed, before backward's end
@@ -150,6 +176,7 @@ def _clip(context: Context, node: Node, inputs: list[Any]) -> Outcome:
 
 HANDLERS: Mapping[OpName, Handler] = MappingProxyType(
     {
+        OpName.CLEAR_SUMS: _clear_sums,
         OpName.ACCUMULATE: _accumulate,
         OpName.GRADIENTS: _gradients,
         OpName.ALLREDUCE: _allreduce,
