@@ -22,7 +22,8 @@ _AFTER = "memory: the variables of the group before are updated"
 
 
 def bound_update(function: Function, group_bytes: int = GROUP_BYTES) -> Function:
-    """Return an update function that updates its variables in groups, each of which writes about ``group_bytes``.
+    """Return an update function that updates its variables in groups, each of which writes at most ``group_bytes``, or one
+    variable and its slots.
 
     Variables of which one is updated from another one are in the same group. What several groups need is computed once,
     as soon as its inputs are there. The function is returned as it is where it has one group, and where it writes under
@@ -62,15 +63,16 @@ def _find_units(needs: Mapping[str, Set[str]]) -> list[list[str]]:
 
 
 def _cut(graph: Graph, units: Iterable[Sequence[str]], group_bytes: int) -> list[list[str]]:
-    """Return groups of units, in their order: a group ends once it writes ``group_bytes``."""
+    """Return groups of units, in their order, each of which writes at most ``group_bytes``, or is one larger unit."""
     groups: list[list[str]] = []
-    size = group_bytes
+    size = 0
     for unit in units:
-        if size >= group_bytes:
+        own = sum(_written_bytes(graph, name) for name in unit)
+        if not groups or size + own > group_bytes:
             groups.append([])
             size = 0
         groups[-1] += unit
-        size += sum(_written_bytes(graph, name) for name in unit)
+        size += own
     return groups
 
 

@@ -62,11 +62,11 @@ def test_a_group_begins_when_the_one_before_has_written_its_last_variable() -> N
 
 
 def test_a_variable_and_its_slots_are_one_group_whatever_they_take() -> None:
-    assert print_graph(bound_update(momentum(), 1).graph) == print_graph(bound_update(momentum(), 32).graph)
+    assert print_graph(bound_update(momentum(), 1).graph) == print_graph(bound_update(momentum(), 47).graph)
 
 
 def test_an_update_of_one_group_is_unchanged() -> None:
-    assert bound_update(momentum(), 33) == momentum()
+    assert bound_update(momentum(), 48) == momentum()
     assert bound_update(momentum()) == momentum()
 
 
