@@ -15,19 +15,18 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dapple_tf.graph_passes.ir.graph import Attr, Control, Effect, Function, Graph, Node, ancestors, attributes
 
 GROUP_BYTES = 64 * 2**20
-"""The bytes that a group writes, slots included. A group of this size has enough work for all threads of a device."""
+"""The most bytes that a group writes, slots included: enough work for all threads of a device."""
 
 _END_OP = "NoOp"
 _AFTER = "memory: the variables of the group before are updated"
 
 
 def bound_update(function: Function, group_bytes: int = GROUP_BYTES) -> Function:
-    """Return an update function that updates its variables in groups, each of which writes at most ``group_bytes``, or one
-    variable and its slots.
+    """Return an update function that updates its variables in groups, one after the other.
 
-    Variables of which one is updated from another one are in the same group. What several groups need is computed once,
-    as soon as its inputs are there. The function is returned as it is where it has one group, and where it writes under
-    several conditions.
+    A group writes at most ``group_bytes``, or it is one variable with its slots. Variables of which one is updated from
+    another one are in the same group. What several groups need is computed once, as soon as its inputs are there. The
+    function is returned as it is where it has one group, and where it writes under several conditions.
     """
     graph = function.graph
     needs = {node.name: ancestors(graph, [node.name]) for node in graph.nodes if node.effect == Effect.WRITE}
