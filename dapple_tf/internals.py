@@ -91,7 +91,7 @@ def inline_functions() -> Iterator[None]:
     """Let the tf.functions that this thread calls while it traces another one add their ops to that trace.
 
     AutoGraph converts their code where it would do so otherwise. Replaces and restores ``Function.__call__``. Relies on
-    ``Function._autograph``, and on ``tf.__internal__.autograph.tf_convert``.
+    ``Function._autograph``, ``autograph.core.ag_ctx`` and ``tf.__internal__.autograph.tf_convert``.
     """
     kind, thread = type(tf.function(lambda: None)), threading.get_ident()
     original = kind.__call__
@@ -99,9 +99,11 @@ def inline_functions() -> Iterator[None]:
     def call(self: Any, *args: Any, **options: Any) -> Any:
         if threading.get_ident() != thread or not tf.compat.v1.get_default_graph().building_function:
             return original(self, *args, **options)
-        status = ag_ctx.Status.ENABLED if self._autograph else ag_ctx.Status.DISABLED
-        convert = tf.__internal__.autograph.tf_convert
-        return convert(self.python_function, ag_ctx.ControlStatusCtx(status))(*args, **options)
+        if not self._autograph:
+            with ag_ctx.ControlStatusCtx(ag_ctx.Status.DISABLED):
+                return self.python_function(*args, **options)
+        converts = ag_ctx.ControlStatusCtx(ag_ctx.Status.ENABLED)
+        return tf.__internal__.autograph.tf_convert(self.python_function, converts)(*args, **options)
 
     kind.__call__ = tf.autograph.experimental.do_not_convert(call)
     try:

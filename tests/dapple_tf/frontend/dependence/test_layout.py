@@ -173,7 +173,7 @@ COUPLED: dict[str, tuple[Compute, str]] = {
     "concat with foreign rows": (lambda b: tf.concat([b.z, b.w[None]], 0), "rows that are no samples"),
     "concat with constants but for as many as there are samples": (
         lambda b: tf.concat([b.x, tf.zeros([16, 4], tf.float64)[: -b.n]], 0),
-        "rows that are no samples",
+        "cannot be inferred",
     ),
     "at least eight rows": (lambda b: tf.pad(b.x, [[0, tf.maximum(8 - b.n, 0)], [0, 0]]), "pads the batch axis"),
     "concat on different axes": (
