@@ -1,4 +1,4 @@
-"""CPU seconds of building a step of BERT, a GPT, ResNet-50 and a chain of many micro-batches, beside an earlier one.
+"""CPU seconds of building a step of BERT, a GPT, ResNet-50 and chains of many micro-batches, beside an earlier one.
 
 ``python -m benchmarks build_time --against COMMIT [--turns N] [--models NAME ...]``: each build is a process of its
 own. The builds of the two commits, whose files are checked out into a temporary folder, take turns.
@@ -69,14 +69,14 @@ def measure_in_process(model: str, root: Path) -> float:
 
 
 def build(model: str) -> Mapping[str, float]:
-    """Return the CPU seconds of each phase of building a step of the model in this process."""
+    """Return the CPU seconds of each phase of building a step of the model in this process, with its first run."""
     import dapple_tf as dapple
 
     make, stages, micro_batches = MODELS[model]
     dapple.init(stages)
     loss_fn, optimizer, batch = make()
     step = dapple.pipeline(loss_fn, optimizer=optimizer, stages=stages, micro_batches=micro_batches)
-    step.build(*batch)
+    step(*batch)
     return step.build_cpu_times
 
 
@@ -111,7 +111,7 @@ def _chain() -> Training:
     layers = [keras.layers.Dense(32, activation="tanh") for _ in range(8)]
     model = keras.Sequential([keras.Input((32,)), *layers, keras.layers.Dense(1)])
     error = keras.losses.MeanSquaredError()
-    batch = tf.random.stateless_uniform([256, 32], [1, 2]), tf.random.stateless_uniform([256, 1], [3, 4])
+    batch = tf.random.stateless_uniform([1024, 32], [1, 2]), tf.random.stateless_uniform([1024, 1], [3, 4])
     return lambda x, y: error(y, model(x)), keras.optimizers.Adam(), batch
 
 
@@ -123,7 +123,7 @@ MODELS: Mapping[str, tuple[Callable[[], Training], int, int]] = {
     "BERT": (_bert, 2, 8),
     "gpt": (_gpt, 2, 8),
     "ResNet-50": (_resnet, 2, 8),
-    "chain-128": (_chain, 4, 128),
+    **{f"chain-{micro_batches}": (_chain, 4, micro_batches) for micro_batches in (16, 128, 1024)},
 }
 """By name: what makes the training, the stages, and the micro-batches."""
 

@@ -259,9 +259,9 @@ def run_losses(jobs: int, first: int, seed: int) -> Iterator[Row]:
 _PHASES = (
     ("a rank is killed: detection, and the end of all processes", r"the job failed"),
     ("hosts are asked, mpirun starts", r"starts the job again"),
-    ("Python and TensorFlow start", r"starts TensorFlow"),
-    ("ranks join, the model is traced, planned and built", r"^plan "),
-    ("the state is restored", r"resumed after"),
+    ("Python starts", r"starts TensorFlow"),
+    ("TensorFlow starts, ranks join", r"loads "),
+    ("the model is traced, planned and built, and the state restored", r"resumed after"),
 )
 
 

@@ -24,8 +24,8 @@ LISTED_SECONDS = 0.3
 # A case above CASE_SECONDS is slow where another case of the same test is quicker, the quickest one above TEST_SECONDS,
 # and a test without cases above LONE_SECONDS.
 CASE_SECONDS = 0.3
-TEST_SECONDS = 4.0
-LONE_SECONDS = 1.5
+TEST_SECONDS = 1.5
+LONE_SECONDS = 0.8
 
 _UNKNOWN = "?"
 # Folders whose tests plan: one process runs them.

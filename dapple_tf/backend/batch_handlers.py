@@ -10,7 +10,6 @@ import tensorflow as tf
 
 from dapple_tf import internals
 from dapple_tf.backend.handler import (
-    MICRO_BATCH,
     Context,
     Handler,
     Outcome,
@@ -26,6 +25,7 @@ from dapple_tf.graph_passes.analysis.row_bounds import (
     share_bounds,
 )
 from dapple_tf.graph_passes.ir.graph import Node
+from dapple_tf.graph_passes.ir.names import MICRO_BATCH
 from dapple_tf.graph_passes.ir.ops import OpName
 
 
@@ -95,7 +95,7 @@ def _call_on_numbers(context: Context, node: Node, function: Callable[[Any, Any]
         ).get_concrete_function()
 
     attrs = tuple(item for item in node.attrs if item[0] != MICRO_BATCH)
-    outputs, _ = call(context.shared((node.op, attrs), build), [size, _micro_batch(node)], not_inlined=True)
+    outputs, _ = call(context.shared((node.op, attrs), build), [size, _micro_batch(context, node)], not_inlined=True)
     return outputs
 
 
@@ -111,7 +111,7 @@ def _loss_gradient(context: Context, node: Node, inputs: list[Any]) -> Outcome:
 
 def _split(context: Context, node: Node, inputs: list[Any]) -> Outcome:
     size, *tensors = inputs
-    begin, end = _micro_batch_bounds(size, node, _micro_batch(node))
+    begin, end = _micro_batch_bounds(size, node, _micro_batch(context, node))
     low, high = share_bounds(begin, end, *_replica(node), _shares(node))
     receivers, outputs = node.integer("of"), []
     of_shares = _shares(node, "of_shares")
@@ -216,8 +216,10 @@ def _micro_batch_bounds(size: Any, node: Node, micro_batch: Any) -> tuple[Any, A
     return cut_at(size, first, points[-1]), cut_at(size, end, points[-1])
 
 
-def _micro_batch(node: Node) -> Any:
+def _micro_batch(context: Context, node: Node) -> Any:
     """Return the number of the node's micro-batch in its minibatch, a tensor."""
+    if context.micro_batch is not None:
+        return context.micro_batch % node.integer("micro_batches")
     return number_constant(node, MICRO_BATCH, lambda: micro_batch_in_minibatch(node), tf.int64)
 
 

@@ -19,23 +19,28 @@ import tensorflow as tf
 from tensorflow.core.framework import attr_value_pb2, function_pb2, graph_pb2, node_def_pb2
 
 from dapple_tf import internals
-from dapple_tf.backend.handler import MICRO_BATCH, NUMBERS, TEMPLATE, as_template
+from dapple_tf.backend.emit_loop import emit_loop
+from dapple_tf.backend.handler import NUMBERS, TEMPLATE, as_template
 from dapple_tf.backend.operations import Operations
 from dapple_tf.backend.stage_function import spec_of
+from dapple_tf.graph_passes.analysis.steady_state import SteadyState, find_steady_state
 from dapple_tf.graph_passes.ir.graph import Graph, Node, Value
+from dapple_tf.graph_passes.ir.names import MICRO_BATCH
 
+_FEWEST_ITERATIONS = 12  # of a loop: fewer copies of its nodes are built as fast
 _FEW = 3  # making a template takes as long as making the ops of three to four nodes
 
 
-def emit(graph: Graph, signature: Sequence[tf.TensorSpec], operations: Operations) -> Any:
+def emit(graph: Graph, signature: Sequence[tf.TensorSpec], operations: Operations, *, loops: bool = False) -> Any:
     """Return the ConcreteFunction that runs ``graph``: it takes the batch's tensors and returns the graph's outputs.
 
-    ``signature``: the specs of the graph's inputs, which are the batch's flattened tensors.
+    ``signature``: the specs of the graph's inputs, which are the batch's flattened tensors. ``loops``: the steady state
+    of many micro-batches may be a loop, in which an op has the name of the first of the nodes that it runs for.
     """
 
     def step(*batch: Any) -> list[Any]:
         with internals.one_grappler_iteration():
-            return _Emitter(graph, operations).run(batch)
+            return _Emitter(graph, operations, loops=loops).run(batch)
 
     return _trace(step, signature)
 
@@ -53,7 +58,7 @@ def _trace(function: Any, signature: Sequence[tf.TensorSpec]) -> Any:
 class _Emitter:
     """Emits the nodes of a graph into the TensorFlow graph under construction, in order."""
 
-    def __init__(self, graph: Graph, operations: Operations) -> None:
+    def __init__(self, graph: Graph, operations: Operations, *, loops: bool) -> None:
         self._graph = graph
         self._operations = operations
         self._target = tf.compat.v1.get_default_graph()
@@ -61,7 +66,8 @@ class _Emitter:
         self._shapes: dict[Value, tf.TensorShape] = {}  # of the tensors of copied ops
         self._ends: dict[str, tuple[str, ...]] = {}  # by node, the names of the ops that have run once the node has
         self._keys = {node.name: _template_key(graph, node) for node in graph.nodes}
-        self._uses = Counter(self._keys.values())
+        self._loop = find_steady_state(graph, lambda node: self._keys[node.name], _FEWEST_ITERATIONS) if loops else None
+        self._uses: Counter[Hashable] = Counter()  # of templates
         self._templates: dict[Hashable, _Template] = {}
         self._functions: set[str] = set()  # the names of those that copied ops call
         self._copies = _new_graph_def()  # ops that are yet to be imported
@@ -70,7 +76,20 @@ class _Emitter:
         for name, tensor in zip(self._graph.inputs, batch, strict=True):
             self._tensors[Value(name)] = tensor.name
             self._ends[name] = (tensor.op.name,)
-        for node in self._graph.nodes:
+        if self._loop is None:
+            self._emit_all(self._graph.nodes)
+            last = self._final_ops()
+        else:
+            self._emit_all([*self._loop.before])
+            last = self._emit_loop(self._loop)
+            self._emit_all(self._loop.after)
+            last += self._final_ops()
+        with tf.control_dependencies(last):
+            return [self._output(self._tensor(value)) for value in self._graph.outputs]
+
+    def _emit_all(self, nodes: Sequence[Node]) -> None:
+        self._uses.update(self._keys[node.name] for node in nodes)
+        for node in nodes:
             if node.name in self._ends:
                 continue
             if self._uses[self._keys[node.name]] > _FEW:
@@ -78,8 +97,17 @@ class _Emitter:
             else:
                 self._emit(node)
         self._import_copies()
-        with tf.control_dependencies(self._final_ops()):
-            return [self._output(self._tensor(value)) for value in self._graph.outputs]
+
+    def _emit_loop(self, state: SteadyState) -> list[Any]:
+        """Emit a loop, and return ops that have run once it has."""
+
+        def ends_of(name: str) -> list[Any]:
+            return [self._target.get_operation_by_name(end) for end in self._ends[name]]
+
+        outputs = emit_loop(self._graph, state, self._operations, self._tensor, ends_of)
+        self._tensors.update((value, tensor.name) for value, tensor in outputs.tensors.items())
+        self._ends.update((name, (op.name,)) for name, op in outputs.ends.items())
+        return list(outputs.last)
 
     def _emit(self, node: Node) -> None:
         """Emit the ops of a node by its handler."""
@@ -150,7 +178,7 @@ class _Emitter:
         """Return the ops for which no node waits: the step ends when these have run."""
         waited_for = {source for node in self._graph.nodes for source in node.predecessors()}
         last = (node.name for node in self._graph.nodes if node.name not in waited_for)
-        return [self._target.get_operation_by_name(name) for node in last for name in self._ends[node]]
+        return [self._target.get_operation_by_name(name) for node in last for name in self._ends.get(node, ())]
 
     def _output(self, tensor: Any) -> Any:
         """Return an output on the device that computed it.

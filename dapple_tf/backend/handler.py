@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from dapple_tf import internals
 from dapple_tf.graph_passes.ir.graph import Function, Graph, Node, Port
+from dapple_tf.graph_passes.ir.names import MICRO_BATCH
 
 Outcome = tuple[list[Any], list[Any]]
 """A node's output tensors, and the TensorFlow ops at whose end the node is done (none: the ops of the outputs)."""
@@ -82,7 +83,8 @@ class Context:
     """The data that handlers have access to.
 
     ``functions``: the ConcreteFunctions of the graph's stage functions, by name; ``not_inlined``: the names of those
-    whose calls stay one op. ``ranks``: None where the whole graph runs in this process.
+    whose calls stay one op. ``ranks``: None where the whole graph runs in this process. ``micro_batch``: in a loop over
+    micro-batches, the number of the present one, a tensor.
     """
 
     graph: Graph
@@ -90,6 +92,7 @@ class Context:
     functions: dict[str, Any]
     ranks: RankCommunication | None
     not_inlined: Collection[str] = frozenset()
+    micro_batch: Any = None
     shared_functions: dict[Hashable, Any] = field(default_factory=dict)
 
     def shared(self, key: Hashable, build: Callable[[], Any]) -> Any:
@@ -113,7 +116,8 @@ Handler = Callable[[Context, Node, list[Any]], Outcome]
 TEMPLATE = "dapple.template"
 """The name of a node whose ops are copied for other nodes; see ``dapple_tf.backend.emit``."""
 
-MICRO_BATCH, EXCHANGE_NUMBER = NUMBERS = ("micro_batch", "exchange_number")
+EXCHANGE_NUMBER = "exchange_number"
+NUMBERS = (MICRO_BATCH, EXCHANGE_NUMBER)
 """The numbers in which nodes may differ that have the same template; constants of these names hold them."""
 
 

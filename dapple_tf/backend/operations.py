@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -17,7 +18,6 @@ from dapple_tf.backend import batch_handlers, gradient_handlers
 from dapple_tf.backend.branches import build_branches
 from dapple_tf.backend.handler import (
     EXCHANGE_NUMBER,
-    MICRO_BATCH,
     Bindings,
     Compiled,
     Context,
@@ -33,7 +33,7 @@ from dapple_tf.backend.stage_function import build_compiled_function, build_func
 from dapple_tf.frontend.joined_moments import join
 from dapple_tf.graph_passes.analysis.layers import written_variables
 from dapple_tf.graph_passes.ir.graph import BOUND_ROLES, Graph, Node
-from dapple_tf.graph_passes.ir.names import nodes_of
+from dapple_tf.graph_passes.ir.names import MICRO_BATCH, nodes_of
 from dapple_tf.graph_passes.ir.ops import CALL_OPS, OpName
 
 # --- Handlers of the ops that read and write variables and the replicas' copies of them
@@ -166,9 +166,13 @@ class Operations:
         self.inlines_nothing = not inlinable
         self._context = Context(graph, bindings, functions, ranks, not_inlined=functions.keys() - inlinable)
 
-    def run(self, node: Node, inputs: list[Any]) -> Outcome:
-        """Build the TensorFlow ops of ``node``, or run them where TensorFlow is eager."""
-        return HANDLERS[OpName(node.op)](self._context, node, inputs)
+    def run(self, node: Node, inputs: list[Any], micro_batch: Any = None) -> Outcome:
+        """Build the TensorFlow ops of ``node``, or run them where TensorFlow is eager.
+
+        ``micro_batch``: in a loop over micro-batches, the number of the present one, a tensor.
+        """
+        context = self._context if micro_batch is None else replace(self._context, micro_batch=micro_batch)
+        return HANDLERS[OpName(node.op)](context, node, inputs)
 
     def numbers(self, node: Node) -> dict[str | None, int]:
         """Return the numbers that constants in the ops of ``node`` hold, by the names of the constants."""

@@ -97,7 +97,7 @@ def build_program(
     operations = Operations(graph, bindings, model.constants, model.library, inline, compiled=compiled)
     return Program(
         graph,
-        emit(graph, model.interface.signature, operations),
+        emit(graph, model.interface.signature, operations, loops=True),
         operations,
         (whole_batch(len(model.interface.signature)),),
     )

@@ -195,7 +195,8 @@ class Supervisor:
             process.send_signal(number)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(self._settings.timeout_seconds)
-        return _end(process, self._settings.timeout_seconds)
+        # mpirun also ends with 0 where the signal comes while it starts the ranks.
+        return _end(process, self._settings.timeout_seconds) or _TERMINATED
 
     def _find_lost(self, hosts: Sequence[Host]) -> list[str]:
         """Return the names of hosts that do not answer, asked twice."""

@@ -11,6 +11,9 @@ from dapple_tf.graph_passes.ir.ops import OpName
 BATCH_SIZE_NAME = "batch/size"
 """The name of the node that gives the number of samples in the batch."""
 
+MICRO_BATCH = "micro_batch"
+"""The attribute of a node that has the number of its micro-batch."""
+
 SHARED_STATISTICS = "batch_statistics"
 """The last part of the names of calls and functions by which one replica computes the statistics of its stage."""
 

@@ -11,15 +11,17 @@ def verify(graph: Graph, verified: Graph | None = None) -> None:
     """Check the nodes, edges, ops and calls of ``graph``, and those of its stage functions.
 
     A graph with an op of the table is at the call level, and has no others. ``verified``: a graph that has
-    passed; Function objects that it shares with ``graph`` are not checked again. Raises GraphError naming the first
-    node that breaks an invariant.
+    passed; Function objects that it shares with ``graph`` are not checked again, nor the attributes of Node objects.
+    Raises GraphError naming the first node that breaks an invariant.
     """
-    known = {id(function) for function in verified.functions} if verified else set()
+    known = {id(item) for item in (*verified.functions, *verified.nodes)} if verified else set()
     _verify_nodes(graph)
     call_level = any(node.op in OPS for node in graph.nodes)
     for node in graph.nodes:
         if node.op in OPS:
-            _verify_call_level_op(graph, node)
+            if id(node) not in known:
+                _verify_attributes(node, OPS[node.op])
+            _verify_tensors(graph, node, OPS[node.op])
         elif call_level or node.op[0].islower():
             _verify_input_op(graph, node, allowed=not call_level)
     for node in graph.nodes:
@@ -72,9 +74,7 @@ def _verify_edges(graph: Graph) -> None:
         graph.type_of(value)
 
 
-def _verify_call_level_op(graph: Graph, node: Node) -> None:
-    op = OPS[node.op]
-    _verify_attributes(node, op)
+def _verify_tensors(graph: Graph, node: Node, op: Op) -> None:
     _verify_operands(node, "inputs", op.inputs, tuple(map(graph.type_of, node.inputs)))
     _verify_operands(node, "outputs", op.outputs, node.outputs)
 

@@ -166,6 +166,17 @@ def test_the_first_signal_lets_the_job_save(launch: Launch, sent: int, wanted: i
     assert "lets the job save the step that runs, and end; a second signal ends it at once" in told
 
 
+def test_a_stopped_job_is_not_done_whatever_its_exit_code(launch: Launch) -> None:
+    """The mpirun of Open MPI ends with 0 where it gets the signal while it starts the ranks on other hosts."""
+    process = launch.begin(
+        "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(0)); open(f'ready{rank}', 'w').close(); time.sleep(50)"
+    )
+    wait_until(lambda: all((launch.folder / f"ready{rank}").exists() for rank in (0, 1)))
+    process.send_signal(signal.SIGTERM)
+    _, told = process.communicate(timeout=30)
+    assert process.returncode == 143, told
+
+
 def test_the_second_signal_ends_the_job_at_once(launch: Launch) -> None:
     process = launch.begin(
         "signal.signal(signal.SIGUSR1, lambda *_: open(f'asked{rank}', 'w').close())\n"
