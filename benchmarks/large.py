@@ -38,7 +38,7 @@ NARROW = {
     "seed": 0,
 }
 LIMITS = {4: 3 * 10**9, 3: 4 * 10**9, 2: 5 * 10**9}  # bytes of data of each process, by the number of ranks
-LARGEST, MESSAGE = 4 * WIDTH**2, 64 * 2**20  # bytes of a variable, and of a message by which ranks send values
+LARGEST, MESSAGE = 4 * WIDTH**2, 16 * 2**20  # bytes of a variable, and of a message by which ranks send values
 # The resident set follows what is held: see the guide to memory.
 _RETURNED = {
     "TF_ENABLE_ONEDNN_OPTS": "0",
