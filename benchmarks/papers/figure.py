@@ -129,7 +129,7 @@ def write_section(exhibit: Exhibit) -> str:
     """Return the section of an exhibit."""
     lines = [f"## {exhibit.title}", "", exhibit.about, "", f"`{exhibit.command}`", ""]
     for picture in exhibit.pictures:
-        lines += [f"![{exhibit.title}](figures/papers/{picture})", ""]
+        lines += [f"![{exhibit.title}, simulated](figures/papers/{picture})", ""]
     lines += ["| of | figure | paper | ours | off | why |", "|---|---|---|---|---|---|"]
     for figure in exhibit.figures:
         ours = write_number(figure.ours)
