@@ -37,9 +37,7 @@ from benchmarks import (
     order,
     overhead,
     peers,
-    pipedream_table1,
     pipelining,
-    planner_figures,
     planner_speed,
     prediction,
     profile,
@@ -51,24 +49,28 @@ from benchmarks import (
     schedules,
     search_phases,
     simulator_speed,
-    slicer,
     sparse_gradients,
+    startup,
+    timeline,
+    train_step,
+    unequal,
+    zero_bubble,
+)
+from benchmarks.common import print_table
+from benchmarks.needs import NEEDS
+from benchmarks.papers import (
+    pipedream_table1,
+    planner_figures,
+    slicer,
     speedups,
     staleness,
-    startup,
     table4,
     table5,
     table6,
     table7,
     table8,
-    timeline,
-    train_step,
-    unequal,
     window_memory,
-    zero_bubble,
 )
-from benchmarks.common import print_table
-from benchmarks.needs import NEEDS
 
 BENCHMARKS = {
     "equality": equality,

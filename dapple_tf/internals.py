@@ -22,6 +22,7 @@ import tensorflow as tf
 from keras.src.saving import saving_lib
 from tensorflow.core.framework import function_pb2, op_def_pb2
 from tensorflow.core.protobuf import config_pb2, rewriter_config_pb2
+from tensorflow.python.autograph.core import ag_ctx
 from tensorflow.python.client import pywrap_tf_session
 from tensorflow.python.distribute import distribute_lib
 from tensorflow.python.eager import cancellation, context
@@ -91,6 +92,32 @@ def clone_function(function: Any) -> Any:
 def is_tf_function(function: Any) -> bool:
     """Return whether ``function`` is a tf.function (which have no public class)."""
     return hasattr(function, "get_concrete_function") and hasattr(function, "python_function")
+
+
+@contextlib.contextmanager
+def inline_functions() -> Iterator[None]:
+    """Let the tf.functions that this thread calls while it traces another one add their ops to that trace.
+
+    AutoGraph converts their code where it would do so otherwise. Replaces and restores ``Function.__call__``. Relies on
+    ``Function._autograph``, ``autograph.core.ag_ctx`` and ``tf.__internal__.autograph.tf_convert``.
+    """
+    kind, thread = type(tf.function(lambda: None)), threading.get_ident()
+    original = kind.__call__
+
+    def call(self: Any, *args: Any, **options: Any) -> Any:
+        if threading.get_ident() != thread or not tf.compat.v1.get_default_graph().building_function:
+            return original(self, *args, **options)
+        if not self._autograph:
+            with ag_ctx.ControlStatusCtx(ag_ctx.Status.DISABLED):
+                return self.python_function(*args, **options)
+        converts = ag_ctx.ControlStatusCtx(ag_ctx.Status.ENABLED)
+        return tf.__internal__.autograph.tf_convert(self.python_function, converts)(*args, **options)
+
+    kind.__call__ = tf.autograph.experimental.do_not_convert(call)
+    try:
+        yield
+    finally:
+        kind.__call__ = original
 
 
 def input_signature(function: Any) -> Any:
@@ -438,6 +465,17 @@ def placeholder_like(tensor: Any, shape: Any) -> Any:
     if tensor.dtype in (tf.resource, tf.variant):
         handle_data_util.copy_handle_data(tensor, result)
     return result
+
+
+def describe_handle(handle: Any, dtype: str) -> None:
+    """Give a variable's handle, a tensor of a graph, the dtype and an unknown shape of the variable, if it has none.
+
+    Some ops take a variable only so. Relies on ``handle_data_util``.
+    """
+    known = handle_data_util.get_handle_data(handle)
+    if known is None or not known.is_set:
+        made = handle_data_util.create_handle_data(tf.TensorShape(None), tf.as_dtype(dtype))
+        handle_data_util.set_handle_data(handle, made)
 
 
 def copy_op(graph: Any, op: Any, inputs: Sequence[Any]) -> Any:

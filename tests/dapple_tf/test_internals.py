@@ -190,6 +190,44 @@ def test_input_signature_is_the_declared_one_or_none() -> None:
     assert internals.input_signature(tf.function(lambda x: x, input_signature=[spec])) == (spec,)
 
 
+@pytest.mark.parametrize("autograph", [True, False])
+def test_functions_that_are_called_in_a_trace_add_their_ops_to_it_in_the_block_only(autograph: bool) -> None:
+    class Adder:
+        amount = 2.0
+
+        @tf.function(autograph=autograph)
+        def add(self, x: Any) -> Any:
+            if autograph and x > 100:
+                x = x - 1
+            return x + self.amount
+
+    adder = Adder()
+    whole = tf.function(lambda x: adder.add(x))
+
+    def kinds() -> set[str]:
+        graph = internals.clone_function(whole).get_concrete_function(tf.TensorSpec([])).graph
+        return {op.type for op in graph.get_operations()}
+
+    with internals.inline_functions():
+        inside = kinds()
+        assert float(adder.add(tf.constant(1.0))) == 3
+    assert not inside & internals.CALL_OPS
+    assert bool(inside & internals.CONDITION_OPS) is autograph
+    assert kinds() & internals.CALL_OPS
+
+
+def test_a_handle_of_which_nothing_is_known_can_be_scattered_to_once_it_is_described() -> None:
+    variable = tf.Variable([1.0, 2.0, 3.0])
+
+    @tf.function(input_signature=[tf.TensorSpec([], tf.resource)])
+    def scatter(handle: Any) -> None:
+        internals.describe_handle(handle, "float32")
+        tf.raw_ops.ResourceScatterNdAdd(ref=handle, indices=[[1]], updates=[5.0])
+
+    scatter(variable.handle)
+    assert variable.numpy().tolist() == [1, 7, 3]
+
+
 def test_reduces_retracing_is_what_a_tf_function_was_declared_with() -> None:
     assert internals.reduces_retracing(tf.function(lambda x: x, reduce_retracing=True))
     assert not internals.reduces_retracing(tf.function(lambda x: x))
