@@ -8,13 +8,16 @@ from there.
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import hashlib
 import json
 import os
 import resource
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +27,17 @@ from benchmarks.needs import find_missing_for_ranks
 LAYERS, WIDTH, RANKS = 24, 2048, 4
 GPT = {"layers": 8, "width": 2176, "heads": 17, "context": 32, "batch_size": 4}
 GPT_PARAMETERS = 12 * GPT["layers"] * GPT["width"] ** 2
-LIMIT = 3 * 10**9  # bytes of data of each process
+NARROW = {
+    "layers": 8,
+    "width": 64,
+    "heads": 4,
+    "context": 16,
+    "dropout": 0.0,
+    "tied": False,
+    "dtype": "float64",
+    "seed": 0,
+}
+LIMITS = {4: 3 * 10**9, 3: 4 * 10**9, 2: 5 * 10**9}  # bytes of data of each process, by the number of ranks
 LARGEST, MESSAGE = 4 * WIDTH**2, 64 * 2**20  # bytes of a variable, and of a message by which ranks send values
 # The resident set follows what is held: see the guide to memory.
 _RETURNED = {
@@ -73,28 +86,52 @@ def compare_peaks() -> Iterator[Row]:
 def train_gpt() -> Iterator[Row]:
     """Yield the rows of the GPT: trained by limited ranks, resumed by others, refused in one limited process."""
     with tempfile.TemporaryDirectory() as folder:
-        begin = time.perf_counter()
-        first = run_ranks("benchmarks.large", RANKS, "gpt", folder, "3", str(LIMIT), variables=_RETURNED, timeout=3000)
+        whole = _train_limited(RANKS, "", 5)
+        first = _train_limited(RANKS, folder, 3)
         yield Row(
-            f"gpt of {GPT_PARAMETERS / 1e6:.0f} M parameters, {RANKS} ranks of {LIMIT / 1e9:g} GB: three steps, saved",
+            f"gpt of {GPT_PARAMETERS / 1e6:.0f} M parameters, {RANKS} ranks of {_gb(LIMITS[RANKS])}: 3 steps, saved",
             "runs",
-            f"losses {_listed(first)}, {time.perf_counter() - begin:.0f} s",
-            len(first) == 3,
+            f"losses {_listed(first['losses'])}; {_memory(first)}; {first['seconds']:.0f} s",
+            first["losses"] == whole["losses"][:3],
         )
         for ranks in (3, 2):
-            resumed = run_ranks("benchmarks.large", ranks, "gpt", folder, "5", "0", variables=_RETURNED, timeout=3000)
+            resumed = _train_limited(ranks, folder, 5)
             yield Row(
-                f"gpt: goes on as {ranks} ranks",
-                "runs",
-                f"losses {_listed(resumed)}",
-                len(resumed) == 2,
+                f"gpt: two more steps as {ranks} ranks of {_gb(LIMITS[ranks])}",
+                f"losses of a job that is not interrupted: {_listed(whole['losses'][3:])}",
+                f"{_listed(resumed['losses'])}; {_memory(resumed)}",
+                all(map(_close, resumed["losses"], whole["losses"][3:])),
             )
     try:
-        run_on_cores("benchmarks.large", [0, 1], "gpt", "", "1", str(LIMIT), timeout=3000)
+        run_on_cores("benchmarks.large", [0, 1], "gpt", "", "1", str(LIMITS[RANKS]), timeout=3000)
         text = "trains"
     except RuntimeError as error:
         text = str(error).strip().splitlines()[-1]
     yield Row("gpt: one process with the same limit", "NoFitError before it allocates", text, "NoFitError" in text)
+    ranks = run_ranks("benchmarks.large", RANKS, "narrow", "ranks", variables=_RETURNED)
+    alone = run_on_cores("benchmarks.large", [0, 1], "narrow", "alone")
+    worst = max(abs(ours / theirs - 1) for ours, theirs in zip(ranks["losses"], alone["losses"], strict=True))
+    yield Row(
+        f"gpt of width {NARROW['width']} in float64, {RANKS} ranks: three steps against one device without dapple",
+        "initial values bit for bit; losses within 1e-12",
+        f"{'equal' if ranks['values'] == alone['values'] else 'DIFFERENT'} values, losses within {worst:.1e}",
+        ranks["values"] == alone["values"] and worst <= 1e-12,
+    )
+
+
+def _train_limited(ranks: int, folder: str, steps: int) -> Any:
+    arguments = ("gpt", folder, str(steps), str(LIMITS[ranks]))
+    begin = time.perf_counter()
+    found = run_ranks("benchmarks.large", ranks, *arguments, variables=_RETURNED, timeout=3000)
+    return {**found, "seconds": time.perf_counter() - begin}
+
+
+def _memory(found: Mapping[str, float]) -> str:
+    return f"at most {_mb(found['peak'])} resident, its stage predicted at {_mb(found['predicted'])}"
+
+
+def _close(first: float, second: float) -> bool:
+    return abs(first - second) <= 1e-5 * abs(second)
 
 
 def save_and_load() -> Iterator[Row]:
@@ -146,6 +183,10 @@ def _mb(size: float) -> str:
     return f"{size / 1e6:.0f} MB"
 
 
+def _gb(size: float) -> str:
+    return f"{size / 1e9:g} GB"
+
+
 def _listed(losses: list[float]) -> str:
     return ", ".join(f"{loss:.4f}" for loss in losses)
 
@@ -161,8 +202,6 @@ def _resident(field: str) -> int:
 
 def train_dense(way: str) -> Any:
     """Return the memory, the losses and the seconds of the first step of each rank."""
-    import contextlib
-
     import keras
     import numpy as np
     import tensorflow as tf
@@ -196,13 +235,16 @@ def train_dense(way: str) -> Any:
     return job.gather({**own, "losses": losses, "build": build})
 
 
-def train_limited(folder: str, steps: int, limit: int) -> list[float]:
-    """Train the GPT up to this number of steps under a limit on the data; save and resume in ``folder`` where given."""
+def train_limited(folder: str, steps: int, limit: int) -> Any:
+    """Train the GPT up to this number of steps under a limit on the data; save and resume in ``folder`` where given.
+
+    Returns the losses, and of the ranks the largest peak of the resident set and the largest prediction of a stage.
+    """
     import dapple_tf as dapple
+    from dapple_tf.distributed import membership
     from dapple_tf.examples import gpt
 
-    if limit:
-        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     dapple.init(2)
     with dapple.scope():
         workload = gpt(**GPT)
@@ -217,7 +259,48 @@ def train_limited(folder: str, steps: int, limit: int) -> list[float]:
     losses = [float(step(*next(batches))) for _ in range(steps - done)]
     if checkpoints is not None and done == 0:
         checkpoints.save(steps)
-    return losses
+    job = membership.current()
+    assert job is not None
+    peaks = job.gather(_resident("VmHWM"))
+    predicted = max(stage.predicted.peak for stage in step.report.stages)
+    return {"losses": losses, "peak": max(peaks), "predicted": predicted}
+
+
+def train_narrow(way: str) -> Any:
+    """Return a digest of the initial values of a narrow GPT, and the losses of three steps on the same batch.
+
+    ``way``: "alone" builds it eagerly and trains it on one device without a pipeline, any other by the ranks of a job.
+    """
+    import keras
+    import numpy as np
+    import tensorflow as tf
+
+    import dapple_tf as dapple
+    from dapple_tf.examples.gpt import build_gpt
+
+    if way != "alone":
+        dapple.init()
+    with contextlib.nullcontext() if way == "alone" else dapple.scope():
+        model, optimizer = build_gpt(**NARROW), keras.optimizers.Adam(1e-3)
+    x = np.random.default_rng(0).integers(0, 256, (4, NARROW["context"])).astype("int32")
+
+    def loss_fn(x: Any) -> Any:
+        logits = model(x, training=True)
+        return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels=x, logits=logits))
+
+    def train_step() -> Any:
+        with tf.GradientTape() as tape:
+            loss = loss_fn(x)
+        optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+        return loss
+
+    if way != "alone":
+        step = dapple.pipeline(loss_fn, optimizer=optimizer, stages=dapple.size(), micro_batches=2)
+        step.build(x)
+        step.gather()
+        train_step = functools.partial(step, x)
+    digest = hashlib.sha256(b"".join(value.tobytes() for value in model.get_weights())).hexdigest()
+    return {"values": digest, "losses": [float(train_step()) for _ in range(3)]}
 
 
 def profile_model(model: str, scale: str) -> dict[str, float]:
@@ -318,6 +401,7 @@ if __name__ == "__main__":
             "dense": train_dense,
             "files": save_and_load_files,
             "shared": share_optimizer,
+            "narrow": train_narrow,
             "profile": profile_model,
         }
         result = kinds[kind](*arguments)

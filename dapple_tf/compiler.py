@@ -14,6 +14,7 @@ from dapple_tf.exactness import Exactness
 from dapple_tf.graph_passes.analysis.variable_use import find_variables
 from dapple_tf.graph_passes.ir.graph import DType, Graph, Shape, TensorType
 from dapple_tf.graph_passes.passes.accumulate import Accumulate
+from dapple_tf.graph_passes.passes.add_in_place import AddInPlace
 from dapple_tf.graph_passes.passes.allreduce import AllReduce
 from dapple_tf.graph_passes.passes.apply import Apply
 from dapple_tf.graph_passes.passes.base import Observer, Pass, run_passes
@@ -128,6 +129,7 @@ def passes(model: StagedModel, plan: Plan, devices: Sequence[str], home: str, va
         *([GatherSlices(facts.sparse, facts.shares)] if facts.sparse else []),  # needs every replica's backward
         *([WriteStatistics()] if facts.statistics else []),  # needs every replica's forward; AllReduce takes other sums
         Order(schedule),  # needs all calls; before timing, which repeats its edges
+        *([AddInPlace(schedule)] if plan.micro_batches > 1 else []),  # no pass cuts or orders the sums any more
     ]
     if model.updates is not None:
         order.append(Apply(model.updates, model.global_clipnorm))  # behind a barrier of all that is there

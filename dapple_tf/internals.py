@@ -52,10 +52,12 @@ def tensorflow_has_started() -> bool:
 
 
 def read_op_runs(path: str) -> list[tuple[str, float, float]]:
-    """Return the runs of ops on the host in a file of TensorFlow's profiler: ``name:type``, start and end in seconds.
+    """Return the runs of ops in a file of TensorFlow's profiler: ``name:type``, start and end in seconds.
 
-    Times are those of the system's clock. Relies on the message ``XSpace`` of TensorFlow's wheel, on the plane
-    ``/host:CPU`` in it, on events named ``name:type``, and on the profile's start in the plane ``Task Environment``.
+    Where GPUs ran ops, only those are returned, a kernel each, by the GPUs' clocks, which the profiler has shifted to
+    that of the system. Times are those of the system's clock. Relies on the message ``XSpace`` of TensorFlow's wheel,
+    on the planes ``/device:GPU:0`` ..., whose kernels have the op in the statistic ``tf_op``, and ``/host:CPU``, with
+    events named ``name:type``, and on the profile's start in the plane ``Task Environment``.
     """
     from tensorflow.tsl.profiler.protobuf import xplane_pb2  # few steps need it
 
@@ -63,17 +65,23 @@ def read_op_runs(path: str) -> list[tuple[str, float, float]]:
     with open(path, "rb") as stream:
         space.ParseFromString(stream.read())
     planes = {plane.name: plane for plane in space.planes}
-    environment, host = planes["Task Environment"], planes["/host:CPU"]
+    environment = planes["Task Environment"]
     names = environment.stat_metadata
     began = next(s.uint64_value for s in environment.stats if names[s.metadata_id].name == "profile_start_time")
-    runs = []
-    for line in host.lines:
-        for event in line.events:
-            name = host.event_metadata[event.metadata_id].name
-            if ":" in name.lstrip(":") and "::" not in name:
-                start = (began + event.offset_ps * 1e-3) * 1e-9
-                runs.append((name, start, start + event.duration_ps * 1e-12))
-    return runs
+
+    def read(plane: Any) -> Iterator[tuple[str, float, float]]:
+        for line in plane.lines:
+            for event in line.events:
+                name = plane.event_metadata[event.metadata_id].name
+                if plane.name != "/host:CPU":
+                    kinds = {plane.stat_metadata[stat.metadata_id].name: stat for stat in event.stats}
+                    name = plane.stat_metadata[kinds["tf_op"].ref_value].name if "tf_op" in kinds else ""
+                if ":" in name.lstrip(":") and "::" not in name:
+                    start = (began + line.timestamp_ns + event.offset_ps * 1e-3) * 1e-9
+                    yield name, start, start + event.duration_ps * 1e-12
+
+    on_gpus = [run for name, plane in planes.items() if name.startswith("/device:GPU:") for run in read(plane)]
+    return on_gpus or list(read(planes["/host:CPU"]))
 
 
 def clone_function(function: Any) -> Any:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import tensorflow as tf
 
-from dapple_tf.graph_passes.ir.graph import Graph, Node
+from dapple_tf.graph_passes.ir.graph import Graph, Node, Port
 from dapple_tf.graph_passes.ir.names import STAGE_OPS, nodes_of, without_target
 from dapple_tf.graph_passes.ir.ops import OpName
 
@@ -86,6 +86,12 @@ class StepVariables:
     def copies(self, node: Node, name: str) -> Sequence[tf.Variable]:
         copies = sorted(self._copies.items(), key=lambda item: item[0])
         return [copy for (stage, _, copied), copy in copies if (stage, copied) == (node.integer("stage"), name)]
+
+    def resource(self, node: Node, port: Port) -> tf.Variable:
+        if port.role != "sum":
+            return self.variable(node, port.name)
+        stage, replica = _place(node)
+        return self._accumulators[stage, replica, port.name]
 
     def accumulators(self, node: Node) -> Sequence[tf.Variable]:
         stage, replica = _place(node)

@@ -41,6 +41,33 @@ def _build_accumulator(dtypes: Sequence[tf.DType], first: bool) -> Any:
     return traced.get_concrete_function()
 
 
+def _clear_sums(context: Context, node: Node, inputs: list[Any]) -> Outcome:
+    sums = context.bindings.accumulators(node)
+    dtypes = tuple(variable.dtype for variable in sums)
+    clear = context.shared((node.op, dtypes), lambda: _build_clearing(dtypes))
+    return call(clear, [variable.handle for variable in sums], not_inlined=True)
+
+
+def _build_clearing(dtypes: Sequence[tf.DType]) -> Any:
+    """Return a function that sets variables of these dtypes to zero, one after the other.
+
+    The zeros take the place of the old values; so there is only one variable's memory beside the variables. They must
+    have no shape that is known before the function runs: Grappler would make constants of them, which stay in memory.
+    """
+
+    def clear(*handles: Any) -> None:
+        written: list[Any] = []
+        for handle, dtype in zip(handles, dtypes, strict=True):
+            with tf.control_dependencies(written):
+                zeros = tf.zeros_like(tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype))
+                written = [tf.raw_ops.AssignVariableOp(resource=handle, value=zeros)]
+
+    specs = [tf.TensorSpec([], tf.resource)] * len(dtypes)
+    attributes = {internals.NO_INLINE: True}
+    traced = tf.function(clear, autograph=False, input_signature=specs, experimental_attributes=attributes)
+    return traced.get_concrete_function()
+
+
 def _gradients(context: Context, node: Node, inputs: list[Any]) -> Outcome:
     if inputs:
         return [tf.identity(tensor) for tensor in inputs], []  # done when these are computed, before backward's end
@@ -150,6 +177,7 @@ def _clip(context: Context, node: Node, inputs: list[Any]) -> Outcome:
 
 HANDLERS: Mapping[OpName, Handler] = MappingProxyType(
     {
+        OpName.CLEAR_SUMS: _clear_sums,
         OpName.ACCUMULATE: _accumulate,
         OpName.GRADIENTS: _gradients,
         OpName.ALLREDUCE: _allreduce,

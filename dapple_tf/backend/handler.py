@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import tensorflow as tf
 
 from dapple_tf import internals
-from dapple_tf.graph_passes.ir.graph import Function, Graph, Node
+from dapple_tf.graph_passes.ir.graph import Function, Graph, Node, Port
 from dapple_tf.graph_passes.ir.names import MICRO_BATCH
 
 Outcome = tuple[list[Any], list[Any]]
@@ -21,6 +21,9 @@ class Bindings(Protocol):
 
     def variable(self, node: Node, name: str) -> tf.Variable:
         """Return the variable, or the replica's copy of it, that ``node`` reads and writes as ``name``."""
+
+    def resource(self, node: Node, port: Port) -> tf.Variable:
+        """Return the variable, or the sum of gradients, that a call passes for a port of its function."""
 
     def owner(self, name: str) -> tf.Variable:
         """Return the user's own variable."""

@@ -32,7 +32,7 @@ from dapple_tf.backend.handler import (
 from dapple_tf.backend.stage_function import build_compiled_function, build_function
 from dapple_tf.frontend.joined_moments import join
 from dapple_tf.graph_passes.analysis.layers import written_variables
-from dapple_tf.graph_passes.ir.graph import Graph, Node
+from dapple_tf.graph_passes.ir.graph import BOUND_ROLES, Graph, Node
 from dapple_tf.graph_passes.ir.names import MICRO_BATCH, nodes_of
 from dapple_tf.graph_passes.ir.ops import CALL_OPS, OpName
 
@@ -189,7 +189,7 @@ class Operations:
         if self._context.ranks is not None and node.has("ranks"):
             return [self._context.ranks.zero]
         match node.op:
-            case OpName.ACCUMULATE:
+            case OpName.ACCUMULATE | OpName.CLEAR_SUMS:
                 return list(bindings.accumulators(node))
             case OpName.GRADIENTS:
                 return [] if node.inputs else list(bindings.accumulators(node))
@@ -208,8 +208,8 @@ class Operations:
             case OpName.COMMIT:
                 return [v for n in node.strings("variables") for v in (bindings.owner(n), *bindings.copies(node, n))]
         if node.has("function"):
-            ports = self._context.graph.function(node.string("function")).input_ports("variable")
-            return [bindings.variable(node, port.name) for _, port in ports]
+            ports = self._context.graph.function(node.string("function")).input_ports(*BOUND_ROLES)
+            return [bindings.resource(node, port) for _, port in ports]
         return []
 
 
@@ -217,7 +217,7 @@ def _call(context: Context, node: Node, inputs: list[Any]) -> Outcome:
     function = context.graph.function(node.string("function"))
     values = iter(inputs)
     arguments = [
-        context.bindings.variable(node, port.name).handle if port.role == "variable" else next(values)
+        context.bindings.resource(node, port).handle if port.role in BOUND_ROLES else next(values)
         for port in function.inputs
     ]
     return call(context.functions[function.name], arguments, not_inlined=function.name in context.not_inlined)

@@ -227,8 +227,8 @@ def _predict_stage(
     working = {kind: _working_bytes(sizes, kind, stashed) for kind, sizes in functions.items()}
     gradients = sum(
         _variable_bytes(model, [without_target(name)])
-        for sizes in one_backward.values()
-        for name in {port.name for _, port in sizes.function.output_ports("variable")}
+        for function in (sizes.function for sizes in one_backward.values())
+        for name in {port.name for _, port in (*function.output_ports("variable"), *function.input_ports("sum"))}
     )
     site = _fullest_site(stage, model, variables, replicas)
     updates = () if model.updates is None else model.updates.of_site(site)

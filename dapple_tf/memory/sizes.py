@@ -113,6 +113,8 @@ class _ShapeInference:
                 return self._argument(port.name, self._samples[stage])
             case "variable":
                 return internals.capture_of(self._graph, self._model.variables[port.name].handle)
+            case "sum":
+                return tf.compat.v1.placeholder(tf.resource, [])
             case "seed":
                 return tf.ones([], port.type.dtype.name)
             case "rows":

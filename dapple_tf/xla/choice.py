@@ -54,7 +54,7 @@ class Xla:
                 examples[name],
                 model.constants,
                 model.library,
-                variable=partial(bindings.variable, nodes[0]),
+                resource=partial(bindings.resource, nodes[0]),
                 foreign=foreign,
                 device=_full_name(nodes[0].device),
             )

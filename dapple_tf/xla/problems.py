@@ -14,7 +14,7 @@ from dapple_tf.backend.branches import build_branches
 from dapple_tf.backend.foreign_reads import only_read, pass_values
 from dapple_tf.backend.stage_function import Constants, Library, import_body
 from dapple_tf.frontend.write_graph import needed_library
-from dapple_tf.graph_passes.ir.graph import Function
+from dapple_tf.graph_passes.ir.graph import BOUND_ROLES, Function, Port
 from dapple_tf.xla.examples import Example, describe
 
 # Draws: that XLA draws the same numbers, in the same layout, has not been measured.
@@ -32,13 +32,13 @@ def find_problem(
     constants: Constants,
     library: Library,
     *,
-    variable: Callable[[str], tf.Variable],
+    resource: Callable[[Port], tf.Variable],
     foreign: Collection[str],
     device: str,
 ) -> str | None:
     """Return why XLA cannot compile ``function`` for ``device``, or None where it can. Nothing runs.
 
-    ``examples``: of its inputs. ``variable`` returns the variable of a port; ``foreign``: those on other devices.
+    ``examples``: of its inputs. ``resource`` returns the variable of a port. ``foreign``: those on other devices.
     """
     built = build_branches(function, constants, library)
     function, library = built.function, {**library, **built.library}
@@ -47,16 +47,16 @@ def find_problem(
             return f"it draws random numbers ({op}), which XLA may draw otherwise"
         if op in _DATA_LENGTHS:
             return f"it has the op {op}, whose result has a length that depends on data"
-    for name in sorted(foreign):
-        if not only_read(function, name):
-            return f"it uses the variable {name}, which lives on {variable(name).device}, other than by reading it"
+    for _, port in function.input_ports("variable"):
+        if port.name in foreign and not only_read(function, port.name):
+            return f"it uses the variable {port.name}, which lives on {resource(port).device}, other than by reading it"
     for port in (*function.inputs, *function.outputs):
         if port.type.dtype.name == "variant":
             return f"its {port.role} {port.name} is a list of tensors (the values that a loop keeps for its gradient)"
     for port, example in zip(function.inputs, examples, strict=True):
-        if port.role != "variable" and not example.known:
+        if port.role not in BOUND_ROLES and not example.known:
             return f"its input {describe(port, example)} has lengths that are not known before it runs"
-    traced = _trace(pass_values(function, foreign), examples, constants, library, variable)
+    traced = _trace(pass_values(function, foreign), examples, constants, library, resource)
     problem = internals.find_xla_problem(traced, device)
     return None if problem is None else _shorten(problem)
 
@@ -66,7 +66,7 @@ def _trace(
     examples: Sequence[Example],
     constants: Constants,
     library: Library,
-    variable: Callable[[str], tf.Variable],
+    resource: Callable[[Port], tf.Variable],
 ) -> Any:
     """Return the ConcreteFunction of ``function`` for inputs like the ``examples``; it captures its variables."""
     signature: list[tf.TensorSpec] = []
@@ -74,10 +74,10 @@ def _trace(
     fixed: dict[int, Any] = {}
     for i, (port, example) in enumerate(zip(function.inputs, examples, strict=True)):
         if port.type.dtype.name == "resource":
-            fixed[i] = variable(port.name).handle
+            fixed[i] = resource(port).handle
             continue
         if example.value is None:
-            shape = variable(port.name).shape if port.role == "variable" else example.shape.dims
+            shape = resource(port).shape if port.role == "variable" else example.shape.dims
             signature.append(tf.TensorSpec(shape, tf.as_dtype(port.type.dtype.name)))
             places.append(i)
 

@@ -227,6 +227,7 @@ Role = Literal[
     "stash",
     "carry",
     "variable",
+    "sum",
     "slices",
     "indices",
     "partial",
@@ -244,14 +245,18 @@ stage before, or to the next; ``gradient``: the gradient of a boundary tensor; `
 is the micro-batch's share of the samples, or 1, times the loss scale where there is one; ``stash``: a tensor that
 forward keeps for backward; ``carry``: a tensor that backward passes to the function of the weight gradients, where
 there is one, or a part of a function to a later part (see ``function_parts``); ``variable``: a resource, or its dense
-gradient; ``slices`` and ``indices``: rows of a variable's sparse gradient, and the numbers of these rows (a port of
-each for each use of the variable, in the same order); ``partial``: what an optimizer computes from the gradients of one
-stage for all stages, and ``combined`` what it makes of these (see ``update_terms``); ``whole``: an output of the step,
-by its number, of which an update takes the value on the whole batch; ``statistic``: a tensor of forward that is summed
-over micro-batches and replicas, or its sum; ``loss`` and ``aux``: outputs of the model.
+gradient; ``sum``: the resource of the sum of a variable's gradients, to which backward adds; ``slices`` and
+``indices``: rows of a variable's sparse gradient, and the numbers of these rows (a port of each for each use of the
+variable, in the same order); ``partial``: what an optimizer computes from the gradients of one stage for all stages,
+and ``combined`` what it makes of these (see ``update_terms``); ``whole``: an output of the step, by its number, of
+which an update takes the value on the whole batch; ``statistic``: a tensor of forward that is summed over micro-batches
+and replicas, or its sum; ``loss`` and ``aux``: outputs of the model.
 """
 
 ROLES: tuple[Role, ...] = get_args(Role)
+
+BOUND_ROLES: frozenset[Role] = frozenset({"variable", "sum"})
+"""The roles of inputs that are resources: a call takes these by their names, and no node gives them."""
 
 
 @dataclass(frozen=True)

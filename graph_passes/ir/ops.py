@@ -46,6 +46,7 @@ class OpName(StrEnum):
     CONCAT = "concat"
     ADD = "add"
     TOGETHER = "together"
+    CLEAR_SUMS = "clear_sums"
     ACCUMULATE = "accumulate"
     GRADIENTS = "gradients"
     ALLREDUCE = "allreduce"
@@ -344,6 +345,13 @@ _TABLE = (
         Operands("the tensors"),
         Operands("the same"),
         _CALLED,
+    ),
+    Op(
+        OpName.CLEAR_SUMS,
+        "Set the sums of gradients that a replica keeps to zero, where its backward calls add to them.",
+        NOTHING,
+        NOTHING,
+        (*_PLACED, _VARIABLES),
     ),
     Op(
         OpName.ACCUMULATE,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dapple_tf.errors import GraphError
-from dapple_tf.graph_passes.ir.graph import Function, Graph, Node, TensorType, topological
+from dapple_tf.graph_passes.ir.graph import BOUND_ROLES, Function, Graph, Node, TensorType, topological
 from dapple_tf.graph_passes.ir.ops import INPUT_OPS, OPS, Op, Operands
 
 
@@ -116,7 +116,7 @@ def _verify_input_op(graph: Graph, node: Node, *, allowed: bool) -> None:
 
 def _verify_call(graph: Graph, node: Node) -> None:
     function = graph.function(node.string("function"))
-    ports = [port for port in function.inputs if port.role != "variable"]
+    ports = [port for port in function.inputs if port.role not in BOUND_ROLES]
     if len(ports) != len(node.inputs):
         raise GraphError(
             f"call {node.name!r} passes {len(node.inputs)} values to {function.name!r}, which takes {len(ports)}"

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from dapple_tf.graph_passes.ir.graph import Function, Graph, Node, Value, attributes
+from dapple_tf.graph_passes.ir.graph import BOUND_ROLES, Function, Graph, Node, Value, attributes
 from dapple_tf.graph_passes.ir.names import BACKWARD_OPS, nodes_of, replica_counts
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.passes.base import Contract
@@ -92,7 +92,7 @@ class _Call:
         self.function = function
         self.parts = parts
         ports = zip(function.graph.inputs, function.inputs, strict=True)
-        taken = [(name, port) for name, port in ports if port.role != "variable"]
+        taken = [(name, port) for name, port in ports if port.role not in BOUND_ROLES]
         self._entering = {name: value for (name, _), value in zip(taken, node.inputs, strict=True)}
         self._by_port = {(port.role, port.name): self._entering[name] for name, port in taken}
         self._given: dict[Value, Value] = {}
@@ -130,7 +130,7 @@ class _Call:
             key = (port.role, port.name)
             if key in self._by_port:
                 inputs.append(_moved(self._by_port[key], calls))
-            elif port.role != "variable":
+            elif port.role not in BOUND_ROLES:
                 inputs.append(self._by_name[port.name])
         last = part == len(self.parts.functions) - 1
         attrs = {**dict(self.node.attrs), "function": function.name}

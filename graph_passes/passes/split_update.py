@@ -6,7 +6,8 @@ Any optimizer can be cut: its ``apply`` is traced once, on all variables, so tha
 stages. A write belongs to the stage of the variable that it updates, a slot to the stage whose updates read it. What
 several stages read (step counter, products of betas) is shared, and runs before or after the stages' updates, as in the
 optimizer. What the optimizer computes from the gradients of several stages (are they all finite?) is cut into terms of
-the stages and their combination (see ``analysis.update_terms``), which all updates take.
+the stages and their combination (see ``analysis.update_terms``), which all updates take. The update of a stage updates
+its variables in groups (see ``bound_update``).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from dapple_tf.graph_passes.ir.extract import extract_function
 from dapple_tf.graph_passes.ir.graph import Effect, Function, Graph, Node, Port, Role, Value, ancestors
 from dapple_tf.graph_passes.ir.names import Site, of_round
 from dapple_tf.graph_passes.ir.ops import OpName
+from dapple_tf.graph_passes.passes.bound_update import bound_update
 
 _ALONE = "use an optimizer that updates each variable by itself"
 _CONDITION = "let no op use what this tf.cond returns (return nothing from its branches), so that it can be cut"
@@ -201,7 +203,7 @@ def _cut_round(
     }
     used = sorted({*writes, *(site for site in sites.values() if site is not None)})
     stages = tuple(
-        (site, update_function(site.at(OpName.UPDATE), writes.get(site, set()), site, results_of[site]))
+        (site, bound_update(update_function(site.at(OpName.UPDATE), writes.get(site, set()), site, results_of[site])))
         for site in used
     )
     for site, function in stages:

@@ -12,12 +12,12 @@ import networkx as nx
 from dapple_tf.errors import GraphError
 from dapple_tf.graph_passes.analysis.variable_use import find_variables
 from dapple_tf.graph_passes.ir.graph import Graph, Node
-from dapple_tf.graph_passes.ir.names import BACKWARD_OPS, STAGE_OPS, at, nodes_of, replica_counts
+from dapple_tf.graph_passes.ir.names import BACKWARD_OPS, STAGE_OPS, at, nodes_of, replica_counts, site_of
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.passes.base import Contract
 from dapple_tf.graph_passes.passes.order import call_name
 from dapple_tf.graph_passes.passes.send_together import Direction, boundary_direction, direction_of, sent_together
-from dapple_tf.graph_passes.schedules.schedule import Action, Schedule, groups_together
+from dapple_tf.graph_passes.schedules.schedule import FREEING, Action, Schedule, groups_together
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,7 @@ def verify_pipeline(graph: Graph, schedule: Schedule, shares: tuple[tuple[str, i
     verify_together(graph, schedule)
     verify_gradients(graph, edges)
     verify_sums(graph)
+    verify_sums_in_place(graph, schedule)
     verify_statistics(graph)
     verify_inlined(graph)
     verify_copies(graph, shares)
@@ -174,6 +175,33 @@ def verify_sums(graph: Graph) -> None:
                     f"no edge makes {second.name!r} run after {first.name!r}, and both use the sum of the gradients of "
                     f"{variable!r}"
                 )
+
+
+def verify_sums_in_place(graph: Graph, schedule: Schedule) -> None:
+    """Raise GraphError unless calls that add to sums do so in micro-batch order, after these are cleared, before reads.
+
+    Calls run in the order of the schedule, see ``verify_order``.
+    """
+    adding = {function.name: function.input_ports("sum") for function in graph.functions}
+    readers = [node for node in nodes_of(graph, OpName.GRADIENTS) if not node.inputs]
+    for stage, actions in enumerate(schedule.stages):
+        freeing = [action for action in actions if action.kind in FREEING]
+        for replica in range(replica_counts(graph)[stage]):
+            calls = [graph.node(call_name(action, replica)) for action in freeing]
+            calls = [node for node in calls if adding[node.string("function")]]
+            if not calls:
+                continue
+            micro_batches = [node.integer("micro_batch") for node in calls]
+            if micro_batches != sorted(micro_batches):
+                raise GraphError(f"the calls of stage {stage} add their gradients in the order {micro_batches}")
+            cleared = at(stage, replica, what=OpName.CLEAR_SUMS)
+            if cleared not in set(calls[0].predecessors()):
+                raise GraphError(f"no edge makes {calls[0].name!r} run after {cleared!r}, which clears its sums")
+            for reader in (node for node in readers if site_of(node) == (stage, replica)):
+                if calls[-1].name not in set(reader.predecessors()):
+                    raise GraphError(
+                        f"no edge makes {reader.name!r} run after {calls[-1].name!r}, which adds to its sums"
+                    )
 
 
 def verify_statistics(graph: Graph) -> None:

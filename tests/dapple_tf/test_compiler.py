@@ -24,7 +24,7 @@ from dapple_tf.staged_model import StagedModel, stage_model
 from tests.dapple_tf.builders import X, chain, make_plan
 
 DEVICES = [f"/device:CPU:{i}" for i in range(4)]
-CALLS = ["microbatch", "split_concat", "copy_variables", "accumulate", "allreduce", "order"]
+CALLS = ["microbatch", "split_concat", "copy_variables", "accumulate", "allreduce", "order", "add_in_place"]
 CHECKS = ["place", "verify_pipeline"]
 
 

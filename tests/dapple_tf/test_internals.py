@@ -47,6 +47,28 @@ def test_the_profiler_names_ops_and_tells_their_times_by_the_systems_clock(tmp_p
     assert before - 0.01 < start < end < time.time() + 0.01
 
 
+def test_kernels_of_gpus_have_the_name_of_their_op_and_the_systems_time(tmp_path: Path) -> None:
+    from tensorflow.tsl.profiler.protobuf import xplane_pb2
+
+    space = xplane_pb2.XSpace()
+    environment, host, device = (space.planes.add(name=n) for n in ("Task Environment", "/host:CPU", "/device:GPU:0"))
+    environment.stat_metadata[1].name = "profile_start_time"
+    environment.stats.add(metadata_id=1, uint64_value=10**18)
+    host.event_metadata[1].name = "scope/product:MatMul"
+    host.lines.add().events.add(metadata_id=1, offset_ps=0, duration_ps=10**9)
+    device.event_metadata[1].name = "ampere_sgemm_128x64"
+    device.stat_metadata[1].name = "tf_op"
+    device.stat_metadata[2].name = "scope/product:MatMul"
+    stream = device.lines.add(timestamp_ns=3 * 10**9)
+    stream.events.add(metadata_id=1, offset_ps=10**12, duration_ps=5 * 10**11).stats.add(metadata_id=1, ref_value=2)
+    stream.events.add(metadata_id=1, offset_ps=10**12, duration_ps=10**11)  # of no op, such as a copy
+    path = tmp_path / "gpu.xplane.pb"
+    path.write_bytes(space.SerializeToString())
+    ((name, *times),) = internals.read_op_runs(str(path))
+    assert name == "scope/product:MatMul"
+    assert times == pytest.approx([10**9 + 4.0, 10**9 + 4.5], abs=1e-6)
+
+
 # --- tf.functions
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import tensorflow as tf
 
 from dapple_tf.backend.handler import Context
-from dapple_tf.graph_passes.ir.graph import Attr, Graph, Node, TensorType, attributes
+from dapple_tf.graph_passes.ir.graph import Attr, Graph, Node, Port, TensorType, attributes
 from dapple_tf.graph_passes.ir.ops import OpName
 
 DEVICES = tuple(f"/job:localhost/replica:0/task:0/device:CPU:{i}" for i in range(4))
@@ -31,6 +31,9 @@ class NamedVariables:
     def variable(self, node: Node, name: str) -> tf.Variable:
         copies = self.replica_copies.get(name)
         return copies[node.integer("replica")] if copies else self.owners[name]
+
+    def resource(self, node: Node, port: Port) -> tf.Variable:
+        return self.sums[port.name] if port.role == "sum" else self.variable(node, port.name)
 
     def owner(self, name: str) -> tf.Variable:
         return self.owners[name]

@@ -40,6 +40,25 @@ def test_the_first_micro_batch_replaces_the_sums_and_later_ones_add_in_order() -
     assert read == [1, 0]
 
 
+def test_sums_are_cleared_whatever_they_are() -> None:
+    """Of any shape and dtype, also after a step whose gradients were not finite."""
+    values = {
+        "scalar": tf.constant(np.nan),
+        "matrix": tf.constant([[np.inf, 1.0]], tf.float64),
+        "none": tf.zeros([0, 3], tf.bfloat16),
+        "large": tf.fill([300, 200], tf.constant(1 + 2j, tf.complex64)),
+    }
+    sums = {name: tf.Variable(value) for name, value in values.items()}
+    context = make_context(NamedVariables(sums=sums))
+    for _ in range(2):
+        run(OpName.CLEAR_SUMS, context=context, variables=tuple(sums))
+        for name, variable in sums.items():
+            np.testing.assert_array_equal(variable.numpy(), np.zeros_like(values[name]))
+            variable.assign_add(values[name])
+            np.testing.assert_array_equal(variable.numpy(), values[name].numpy())
+    assert len(context.shared_functions) == 1
+
+
 def test_micro_batches_share_one_accumulating_function() -> None:
     context = make_context(NamedVariables(sums={"w": tf.Variable(0.0)}))
     for m in range(4):

