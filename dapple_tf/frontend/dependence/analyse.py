@@ -86,10 +86,10 @@ class Analysis:
     found not to fit, and that may be in blocks. ``live``: the nodes that forward runs. ``batch_norms``: layers that
     normalise by the micro-batch, which is a documented exception. ``hidden_draws``: nodes that draw from a generator's
     hidden state. ``combined``: values in which samples are combined, and which must be computed from the whole batch.
-    ``partials``: the nodes of those whose values on disjoint rows can be combined, and the operation that
-    does it (see ``COMBINES``). ``experiments``: decide what no rule does, if there are any; ``decided``: the nodes, by
-    name, and the forms that were found. ``waits``: what is computed from undecided tensors is not taken for a statistic
-    of the whole batch, since an op that uses it may be decided.
+    ``partials``: the nodes of those whose values on disjoint rows can be combined, and the operation that does it (see
+    ``COMBINES``). ``experiments``: decide what no rule does, if there are any; ``decided``: the nodes, by name, and the
+    forms that were found. ``waits``: what is computed from undecided tensors is not taken for a statistic of the whole
+    batch, since an op that uses it may be decided.
     """
 
     func_graph: Any
