@@ -24,7 +24,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 2
 # environment turns that off.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test test-all lint bench docs hosts matrix release horovod clean
+.PHONY: train test test-all lint bench papers docs hosts matrix release horovod clean
 
 train: .venv/installed
 	@mkdir -p out
@@ -55,6 +55,10 @@ lint: .venv/installed-test
 
 bench: .venv/installed-test
 	@$(BIN)/python -m benchmarks
+
+# The papers' tables and figures beside ours, into docs/papers.md: minutes, and the first time half an hour more.
+papers: .venv/installed-test
+	@$(BIN)/python -m benchmarks.papers
 
 # The site of docs/; with --strict a warning is an error. The variable turns off a notice of the theme about its successor.
 docs: .venv/installed-docs

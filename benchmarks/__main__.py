@@ -1,7 +1,7 @@
 """Run the benchmarks and print their tables: ``python -m benchmarks [NAME ...]``.
 
-``build_time``, ``challenger``, ``elastic``, ``exactness``, ``fuzz``, ``kills``, ``op_census``, ``programs``,
-``random_programs`` and ``search_phases`` take options: give ``--help`` after the name.
+``build_time``, ``challenger``, ``elastic``, ``exactness``, ``fuzz``, ``gpu``, ``kills``, ``op_census``, ``peers``,
+``programs``, ``random_programs`` and ``search_phases`` take options: give ``--help`` after the name.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from benchmarks import (
     first_step,
     fit,
     fuzz,
+    gpu,
     hosts,
     kills,
     large,
@@ -35,9 +36,8 @@ from benchmarks import (
     op_census,
     order,
     overhead,
-    pipedream_table1,
+    peers,
     pipelining,
-    planner_figures,
     planner_speed,
     prediction,
     profile,
@@ -49,24 +49,28 @@ from benchmarks import (
     schedules,
     search_phases,
     simulator_speed,
-    slicer,
     sparse_gradients,
+    startup,
+    timeline,
+    train_step,
+    unequal,
+    zero_bubble,
+)
+from benchmarks.common import print_table
+from benchmarks.needs import NEEDS
+from benchmarks.papers import (
+    pipedream_table1,
+    planner_figures,
+    slicer,
     speedups,
     staleness,
-    startup,
     table4,
     table5,
     table6,
     table7,
     table8,
-    timeline,
-    train_step,
-    unequal,
     window_memory,
-    zero_bubble,
 )
-from benchmarks.common import print_table
-from benchmarks.needs import NEEDS
 
 BENCHMARKS = {
     "equality": equality,
@@ -120,6 +124,8 @@ BENCHMARKS = {
     "train_step": train_step,
     "build_time": build_time,
     "random_programs": random_programs,
+    "gpu": gpu,
+    "peers": peers,
 }
 
 # Those with options of their own.
@@ -129,8 +135,10 @@ OPTIONS: Mapping[str, Callable[[Sequence[str]], int]] = {
     "elastic": elastic.main,
     "exactness": exactness.main,
     "fuzz": fuzz.main,
+    "gpu": gpu.main,
     "kills": kills.main,
     "op_census": op_census.main,
+    "peers": peers.main,
     "programs": programs.main,
     "random_programs": random_programs.main,
     "search_phases": search_phases.main,
@@ -143,14 +151,14 @@ def main() -> int:
     A benchmark whose requirements this machine lacks is left out, and the reason printed.
     """
     if len(sys.argv) > 2 and sys.argv[1] in OPTIONS and sys.argv[2].startswith("-"):
-        dapple.init(8)
+        _start_devices(sys.argv[1:2])
         return OPTIONS[sys.argv[1]](sys.argv[2:])
     names = sys.argv[1:] or list(BENCHMARKS)
     unknown = [name for name in names if name not in BENCHMARKS]
     if unknown:
         print(f"no benchmark is called {unknown[0]!r}; there are {', '.join(BENCHMARKS)}", file=sys.stderr)
         return 2
-    dapple.init(8)
+    _start_devices(names)
     print(f"Machine: {len(os.sched_getaffinity(0))} cores, {platform.machine()}, Python {platform.python_version()}\n")
     missed = 0
     for name in names:
@@ -162,6 +170,12 @@ def main() -> int:
         missed += print_table(BENCHMARKS[name].run())
         print(flush=True)
     return 1 if missed else 0
+
+
+def _start_devices(names: Sequence[str]) -> None:
+    """Make eight logical devices; the processes of ``gpu`` make devices of their own, GPUs where there are any."""
+    if list(names) != ["gpu"]:
+        dapple.init(8)
 
 
 if __name__ == "__main__":

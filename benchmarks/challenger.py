@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from benchmarks.common import Row
-from benchmarks.published import BERT_LARGE, MODELS, PROFILES, find_missing_profiles, read_profile
+from benchmarks.papers.published import BERT_LARGE, MODELS, PROFILES, find_missing_profiles, read_profile
 from benchmarks.unequal_clusters import measure_kinds, unequal_clusters
 from dapple_tf.errors import PlanError
 from dapple_tf.planner.api import make_problem, plan

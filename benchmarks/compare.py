@@ -6,10 +6,10 @@ import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 
-from benchmarks import pipedream_published
 from benchmarks.common import Row
 from benchmarks.heat_map import heat_map
-from benchmarks.published import BERT_LARGE, MODELS, find_missing_profiles, read_profile
+from benchmarks.papers import pipedream_published
+from benchmarks.papers.published import BERT_LARGE, MODELS, find_missing_profiles, read_profile
 from dapple_tf.planner.compare import Comparison, compare
 from dapple_tf.planner.registry import PLANNERS
 from dapple_tf.profiler.cluster import Cluster, DeviceKind, Link, Server, config, route

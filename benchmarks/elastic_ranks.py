@@ -36,10 +36,10 @@ def measure(model: str, folder: str) -> dict[str, float]:
     assert job is not None, "two ranks"
     with dapple.Checkpoints(folder, step) as checkpoints:
         checkpoints.restore()
-        hook, costs = step.after_training, checkpoints.snapshot_costs
+        hook, costs = step.before_training, checkpoints.snapshot_costs
         assert hook is not None
         assert costs is not None
-        step.after_training = None
+        step.before_training = None
         step(*timed.batch)
         begin, used = time.perf_counter(), time.process_time()
         for _ in range(STEPS):

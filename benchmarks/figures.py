@@ -30,12 +30,20 @@ def say_origin(figure: Figure, origin: Origin) -> None:
 
 
 def line_figure(
-    name: str, panels: Panels, origin: Origin, *, x: str, y: str, columns: int = 1, log_y: bool = False
+    name: str,
+    panels: Panels,
+    origin: Origin,
+    *,
+    x: str,
+    y: str,
+    columns: int = 1,
+    log_y: bool = False,
+    folder: Path = FOLDER,
 ) -> Path:
-    """Draw the panels, ``columns`` in a row, and return the path of the PNG.
+    """Draw the panels, ``columns`` in a row, and return the path of the PNG in ``folder``.
 
-    The x axis is logarithmic (base 2) where x spans more than 8-fold. A line without points is named in its panel as
-    one that does not fit the memory.
+    Panels with the same lines have one legend, others one each. The x axis is logarithmic (base 2) where x spans more
+    than 8-fold. A line without points is named in its panel as one that does not fit the memory.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -44,13 +52,14 @@ def line_figure(
     rows = -(-len(panels) // columns)
     figure = Figure(figsize=(4.0 * columns if columns > 1 else 6.5, 2.5 * rows + 0.4 if rows > 1 else 4.4), dpi=80)
     canvas = FigureCanvasAgg(figure)
+    alike = len({tuple(lines) for _, lines in panels.values()}) == 1
     for index, (title, (xs, lines)) in enumerate(panels.items()):
         axes = figure.add_subplot(rows, columns, index + 1)
         draw_lines(axes, xs, lines)
         if log_y:
             axes.set_yscale("log")
         else:
-            axes.set_ylim(bottom=0)
+            axes.set_ylim(0, 1.06 * axes.dataLim.y1)
         axes.set_title(title, fontsize=10)
         if index % columns == 0:
             axes.set_ylabel(y, fontsize=9)
@@ -58,12 +67,15 @@ def line_figure(
             axes.set_xlabel(x, fontsize=9)
         if index == 0:
             handles = axes.get_legend_handles_labels()
+        if not alike and len(lines) > 1:
+            axes.legend(fontsize=8)
     figure.tight_layout(rect=(0, 0, 1, 1 - 0.35 / figure.get_figheight()))
-    figure.legend(*handles, loc="upper center", ncols=len(handles[0]), fontsize=9, frameon=False)
+    if alike:
+        figure.legend(*handles, loc="upper center", ncols=len(handles[0]), fontsize=9, frameon=False)
     say_origin(figure, origin)
     canvas.draw()
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    path = FOLDER / name
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / name
     # 64 colours are enough, and make the file a third as large.
     Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB").quantize(64).save(path, optimize=True)
     return path
@@ -78,9 +90,14 @@ def draw_lines(axes: Axes, xs: Sequence[float], lines: Mapping[str, Sequence[flo
             absent.append(label)
     if absent:
         axes.text(0.97, 0.06, f"{', '.join(absent)}: out of memory", ha="right", fontsize=8, transform=axes.transAxes)
+    ticks = list(xs)
     if max(xs) > 8 * min(xs):
         axes.set_xscale("log", base=2)
-    axes.set_xticks(xs, [str(value) for value in xs])
+        ticks = [xs[0]]
+        for x in xs:
+            if x >= 1.2 * ticks[-1]:
+                ticks.append(x)
+    axes.set_xticks(ticks, [str(value) for value in ticks])
     axes.minorticks_off()
     axes.tick_params(labelsize=8)
     axes.grid(alpha=0.3)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from benchmarks.figures import line_figure
-from benchmarks.transformer_profiles import BERT_LARGE, transformer_profile
+from benchmarks.papers.transformer_profiles import BERT_LARGE, transformer_profile
 from dapple_tf.planner.api import plan
 from dapple_tf.profiler.cluster import config
 

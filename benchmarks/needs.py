@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 
 from benchmarks.emulated_hosts import find_missing_requirement
 from benchmarks.named_hosts import find_missing_for_names
+from benchmarks.peers import find_missing_python
 from dapple_tf.distributed.native.library import find_obstacle
 
 
@@ -21,6 +22,11 @@ def find_missing_for_ranks() -> str | None:
 def find_missing_for_native_exchanges() -> str | None:
     """Return why ranks cannot exchange tensors natively here, or None if they can."""
     return find_missing_for_ranks() or find_obstacle() or None
+
+
+def find_missing_for_peers() -> str | None:
+    """Return why no job of ours can be compared with one of PyTorch here, or None if one can."""
+    return find_missing_for_native_exchanges() or find_missing_python()
 
 
 def find_missing_for_first_step() -> str | None:
@@ -53,4 +59,5 @@ NEEDS: Mapping[str, Callable[[], str | None]] = {
     "more_hosts": find_missing_for_hosts,
     "contention": find_missing_for_hosts,
     "table4": find_missing_for_hosts,
+    "peers": find_missing_for_peers,
 }

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
-from benchmarks.candidates import published_candidates
 from benchmarks.common import Row
-from benchmarks.published import (
+from benchmarks.papers.candidates import published_candidates
+from benchmarks.papers.published import (
     BERT_LARGE,
     MODELS,
     TABLE_5,

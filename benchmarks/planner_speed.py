@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from benchmarks.common import Row, available_cores, median, run_on_cores
 from benchmarks.figures import line_figure
-from benchmarks.published import BERT_LARGE, GNMT, MODELS, find_missing_profiles, read_profile
+from benchmarks.papers.published import BERT_LARGE, GNMT, MODELS, find_missing_profiles, read_profile
 from dapple_tf.planner.api import plan
 from dapple_tf.profiler.cluster import Cluster, config
 from dapple_tf.profiler.profile import LayerCost, Profile

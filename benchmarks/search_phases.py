@@ -21,8 +21,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.common import Row
-from benchmarks.published import BERT_LARGE, MODELS, PROFILES, find_missing_profiles, read_profile
-from benchmarks.transformer_profiles import GPT2_345M, transformer_profile
+from benchmarks.papers.published import BERT_LARGE, MODELS, PROFILES, find_missing_profiles, read_profile
+from benchmarks.papers.transformer_profiles import GPT2_345M, transformer_profile
 from dapple_tf.planner.api import plan
 from dapple_tf.profiler.cluster import Cluster, config
 from dapple_tf.profiler.profile import Profile

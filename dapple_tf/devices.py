@@ -25,11 +25,11 @@ DEFAULT_DEVICES = 8
 def init(devices: int | None = None) -> None:
     """Configure the devices to pipeline over; call this before TensorFlow runs anything.
 
-    A process that mpirun or horovodrun started joins the job, with one device: its GPU, or the CPU. Otherwise the
-    devices are the machine's GPUs; without GPUs, the CPU is divided into ``devices`` logical devices (default 8), and
-    if that is one per core or more, TensorFlow does not split ops over cores. A second call with the same number does
-    nothing. Raises UsageError if TensorFlow has already started with another number of devices, DeviceError for a
-    number below 1 or above the number of GPUs.
+    A process that mpirun or horovodrun started joins the job, with one device: its GPU, or the CPU. Where a server has
+    more processes than GPUs, some share one. Otherwise the devices are the machine's GPUs; without GPUs, the CPU is
+    divided into ``devices`` logical devices (default 8), and if that is one per core or more, TensorFlow does not split
+    ops over cores. A second call with the same number does nothing. Raises UsageError if TensorFlow has already started
+    with another number of devices, DeviceError for a number below 1 or above the number of GPUs.
 
     In a job this starts the watchdog (see ``distributed.watchdog``) and TensorFlow: set TensorFlow's own options
     (threads, memory growth) before. DAPPLE_EXCHANGE chooses how the ranks exchange tensors (see
@@ -51,7 +51,7 @@ def _make_devices(devices: int | None, job: membership.Job | None) -> None:
     if job is not None:
         devices = 1
         if gpus:
-            tf.config.set_visible_devices(gpus[job.local_rank], "GPU")
+            _choose_gpu(gpus, job)
             return
     if gpus:
         if devices is not None and devices > len(gpus):
@@ -83,6 +83,17 @@ def _make_devices(devices: int | None, job: membership.Job | None) -> None:
             f"TensorFlow has already started with {have} devices: call dapple.init(devices={count}) before any tensor, "
             "variable or model is made"
         ) from error
+
+
+def _choose_gpu(gpus: Sequence[Any], job: membership.Job) -> None:
+    """Let this rank see one GPU only. Where the server has more ranks than GPUs, ranks share one, in equal numbers.
+
+    TensorFlow takes the whole memory of a GPU unless the user has limited it; ranks that share one let it grow.
+    """
+    gpu = gpus[job.local_rank % len(gpus)]
+    tf.config.set_visible_devices(gpu, "GPU")
+    if job.local_size > len(gpus) and tf.config.get_logical_device_configuration(gpu) is None:
+        tf.config.experimental.set_memory_growth(gpu, True)
 
 
 def _run_ops_on_one_core(devices: int) -> None:

@@ -22,6 +22,7 @@ import tensorflow as tf
 from keras.src.saving import saving_lib
 from tensorflow.core.framework import function_pb2, op_def_pb2
 from tensorflow.core.protobuf import config_pb2, rewriter_config_pb2
+from tensorflow.python.autograph.core import ag_ctx
 from tensorflow.python.client import pywrap_tf_session
 from tensorflow.python.distribute import distribute_lib
 from tensorflow.python.eager import cancellation, context
@@ -51,10 +52,12 @@ def tensorflow_has_started() -> bool:
 
 
 def read_op_runs(path: str) -> list[tuple[str, float, float]]:
-    """Return the runs of ops on the host in a file of TensorFlow's profiler: ``name:type``, start and end in seconds.
+    """Return the runs of ops in a file of TensorFlow's profiler: ``name:type``, start and end in seconds.
 
-    Times are those of the system's clock. Relies on the message ``XSpace`` of TensorFlow's wheel, on the plane
-    ``/host:CPU`` in it, on events named ``name:type``, and on the profile's start in the plane ``Task Environment``.
+    Where GPUs ran ops, only those are returned, a kernel each, by the GPUs' clocks, which the profiler has shifted to
+    that of the system. Times are those of the system's clock. Relies on the message ``XSpace`` of TensorFlow's wheel,
+    on the planes ``/device:GPU:0`` ..., whose kernels have the op in the statistic ``tf_op``, and ``/host:CPU``, with
+    events named ``name:type``, and on the profile's start in the plane ``Task Environment``.
     """
     from tensorflow.tsl.profiler.protobuf import xplane_pb2  # few steps need it
 
@@ -62,17 +65,23 @@ def read_op_runs(path: str) -> list[tuple[str, float, float]]:
     with open(path, "rb") as stream:
         space.ParseFromString(stream.read())
     planes = {plane.name: plane for plane in space.planes}
-    environment, host = planes["Task Environment"], planes["/host:CPU"]
+    environment = planes["Task Environment"]
     names = environment.stat_metadata
     began = next(s.uint64_value for s in environment.stats if names[s.metadata_id].name == "profile_start_time")
-    runs = []
-    for line in host.lines:
-        for event in line.events:
-            name = host.event_metadata[event.metadata_id].name
-            if ":" in name.lstrip(":") and "::" not in name:
-                start = (began + event.offset_ps * 1e-3) * 1e-9
-                runs.append((name, start, start + event.duration_ps * 1e-12))
-    return runs
+
+    def read(plane: Any) -> Iterator[tuple[str, float, float]]:
+        for line in plane.lines:
+            for event in line.events:
+                name = plane.event_metadata[event.metadata_id].name
+                if plane.name != "/host:CPU":
+                    kinds = {plane.stat_metadata[stat.metadata_id].name: stat for stat in event.stats}
+                    name = plane.stat_metadata[kinds["tf_op"].ref_value].name if "tf_op" in kinds else ""
+                if ":" in name.lstrip(":") and "::" not in name:
+                    start = (began + line.timestamp_ns + event.offset_ps * 1e-3) * 1e-9
+                    yield name, start, start + event.duration_ps * 1e-12
+
+    on_gpus = [run for name, plane in planes.items() if name.startswith("/device:GPU:") for run in read(plane)]
+    return on_gpus or list(read(planes["/host:CPU"]))
 
 
 def clone_function(function: Any) -> Any:
@@ -83,6 +92,32 @@ def clone_function(function: Any) -> Any:
 def is_tf_function(function: Any) -> bool:
     """Return whether ``function`` is a tf.function (which have no public class)."""
     return hasattr(function, "get_concrete_function") and hasattr(function, "python_function")
+
+
+@contextlib.contextmanager
+def inline_functions() -> Iterator[None]:
+    """Let the tf.functions that this thread calls while it traces another one add their ops to that trace.
+
+    AutoGraph converts their code where it would do so otherwise. Replaces and restores ``Function.__call__``. Relies on
+    ``Function._autograph``, ``autograph.core.ag_ctx`` and ``tf.__internal__.autograph.tf_convert``.
+    """
+    kind, thread = type(tf.function(lambda: None)), threading.get_ident()
+    original = kind.__call__
+
+    def call(self: Any, *args: Any, **options: Any) -> Any:
+        if threading.get_ident() != thread or not tf.compat.v1.get_default_graph().building_function:
+            return original(self, *args, **options)
+        if not self._autograph:
+            with ag_ctx.ControlStatusCtx(ag_ctx.Status.DISABLED):
+                return self.python_function(*args, **options)
+        converts = ag_ctx.ControlStatusCtx(ag_ctx.Status.ENABLED)
+        return tf.__internal__.autograph.tf_convert(self.python_function, converts)(*args, **options)
+
+    kind.__call__ = tf.autograph.experimental.do_not_convert(call)
+    try:
+        yield
+    finally:
+        kind.__call__ = original
 
 
 def input_signature(function: Any) -> Any:
@@ -430,6 +465,17 @@ def placeholder_like(tensor: Any, shape: Any) -> Any:
     if tensor.dtype in (tf.resource, tf.variant):
         handle_data_util.copy_handle_data(tensor, result)
     return result
+
+
+def describe_handle(handle: Any, dtype: str) -> None:
+    """Give a variable's handle, a tensor of a graph, the dtype and an unknown shape of the variable, if it has none.
+
+    Some ops take a variable only so. Relies on ``handle_data_util``.
+    """
+    known = handle_data_util.get_handle_data(handle)
+    if known is None or not known.is_set:
+        made = handle_data_util.create_handle_data(tf.TensorShape(None), tf.as_dtype(dtype))
+        handle_data_util.set_handle_data(handle, made)
 
 
 def copy_op(graph: Any, op: Any, inputs: Sequence[Any]) -> Any:

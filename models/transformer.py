@@ -110,11 +110,13 @@ def hidden_future(length: int, dtype: tf.DType) -> tf.Tensor | np.ndarray:
 
     A short one is a constant. Constants of long ones in every layer would make the graph larger than 2 GB.
     """
-    number = tf.as_dtype(dtype).as_numpy_dtype
+    kind = tf.as_dtype(dtype)
+    number = kind.as_numpy_dtype
+    hidden = number(max(HIDDEN, float(kind.min) / 2))  # float16 ends at -65504
     if length <= LONGEST_CONSTANT:
-        return np.triu(np.full((length, length), HIDDEN, number), 1)
+        return np.triu(np.full((length, length), hidden, number), 1)
     positions = ops.arange(length)
-    return ops.where(positions[:, None] < positions, number(HIDDEN), number(0))
+    return ops.where(positions[:, None] < positions, hidden, number(0))
 
 
 def split_heads(x: tf.Tensor, heads: int) -> tf.Tensor:

@@ -53,7 +53,7 @@ def main() -> int:
     graph = grimp.build_graph(PACKAGES[0], *PACKAGES[1:])
     missing = 0
     for name, section in find_sections((ROOT / "benchmarks" / "README.md").read_text()):
-        module = f"benchmarks.{name}"
+        module = next(name for name in (f"benchmarks.{name}", f"benchmarks.papers.{name}") if name in graph.modules)
         given = _COMMIT.search(section)
         changes = list_changes(given[1], {module, *graph.find_upstream_modules(module)}) if given else None
         if given is None or changes is None:

@@ -43,10 +43,11 @@ class Checkpoints:
     run that is killed at any moment leaves a good checkpoint: a file is written completely before it gets its name, and
     older files are removed after that. The folder is locked for this process as long as the object exists.
 
-    If the step has the option ``snapshot_every``, a snapshot is taken after each ``snapshot_every`` calls, into the
-    memory of the hosts (see ``snapshots``), and ``restore`` loads the last complete one if it is newer than the last
-    file. Calls are counted from the last ``restore`` or ``save``, as one batch each. ``close`` at the end of the run
-    removes the snapshots. As a context manager the object removes them at the end of its block, but not after an error.
+    If the step has the option ``snapshot_every``, a snapshot is taken after each ``snapshot_every`` calls, when the
+    next one begins, into the memory of the hosts (see ``snapshots``), and ``restore`` loads the last complete one if it
+    is newer than the last file. Calls are counted from the last ``restore`` or ``save``, as one batch each. ``close``
+    at the end of the run removes the snapshots. As a context manager the object removes them at the end of its block,
+    but not after an error.
 
     Raises CheckpointError, on every rank, for a folder that cannot be written, that another run uses (the error names
     host and process) or that holds checkpoints of another kind, and for a variable of a dtype or shape that cannot be
@@ -70,7 +71,7 @@ class Checkpoints:
         every = step.snapshot_every
         self._snapshots = None if every is None else Snapshots(step, self._job, self._folder, every)
         if self._snapshots is not None:
-            step.after_training = self._note_step
+            step.before_training = self._note_call
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -84,7 +85,7 @@ class Checkpoints:
         if self._snapshots is not None:
             self._announce("remove the snapshots")
             self._snapshots.close()
-            self._step.after_training = None
+            self._step.before_training = None
             self._snapshots = None
 
     @property
@@ -119,10 +120,10 @@ class Checkpoints:
             for name, variable in variables.items():
                 variable.assign(read_value(file, name))
 
-    def _note_step(self) -> None:
-        self._position = Position(self._position.steps + 1, self._position.batches + 1)
+    def _note_call(self) -> None:
         if self._snapshots is not None:
             self._snapshots.note_step(self._position)
+        self._position = Position(self._position.steps + 1, self._position.batches + 1)
 
     def save(self, steps: int, batches: int | None = None) -> str:
         """Save after ``steps`` steps and ``batches`` batches (default: ``steps``); return the path of the checkpoint.

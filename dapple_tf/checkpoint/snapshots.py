@@ -211,10 +211,13 @@ class Snapshots:
             self._buddies = Buddies(self._job, buddies, self._folder / self._run, self._note_done, self._fail)
 
     def note_step(self, position: Position) -> None:
-        """Take a snapshot where one is due after a step; every rank calls this after each step."""
+        """Take a snapshot where one is due; every rank calls this before each step, with the position so far.
+
+        What the program does after a step, such as writing a record of it, is then done when there is a snapshot.
+        """
         if self._thread is None:
             self._connect()
-        if position.steps % self._every == 0 and not self._stopped:
+        if position.steps % self._every == 0 and position.steps != self._begun and not self._stopped:
             self._take(position)
 
     def close(self) -> None:

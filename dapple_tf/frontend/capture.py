@@ -39,7 +39,7 @@ from dapple_tf.frontend.phases import (
 from dapple_tf.frontend.read_graph import read_graph, read_value, skip_identities
 from dapple_tf.frontend.rows import ROWS_NAME, ROWS_OP
 from dapple_tf.frontend.tables import find_misuse
-from dapple_tf.frontend.tape_calls import TapeCall, TapeCalls
+from dapple_tf.frontend.tape_calls import TapeCall, TapeCalls, ops_before
 from dapple_tf.graph_passes.analysis.layers import written_variables
 from dapple_tf.graph_passes.ir.graph import Effect, Graph, Node, Value, attributes
 from dapple_tf.graph_passes.ir.names import of_target, without_target
@@ -239,14 +239,16 @@ def capture(
     trains: bool = True,
     signature: Sequence[tf.TensorSpec] | None = None,
     sized: bool = False,
+    inlined: bool = False,
 ) -> Captured:
-    """Trace ``loss_fn(*batch)`` once and read the graph.
+    """Trace ``loss_fn(*batch)`` and read the graph.
 
     ``batch_norm``: for "deferred", record the calls of batch norm layers in training mode, with what their statistics
     are made of; for "sync", let replicas join these. Without ``trains`` the function is only to run forward: every
     variable that it does not write counts as trainable, so that all that is computed from it stays in the
     micro-batches. ``signature``: of the batch's flattened tensors; by default only axis 0 is unknown. ``sized``: trace
-    the function for the size of ``batch`` where it cannot be traced for an unknown one.
+    the function for the size of ``batch`` where it cannot be traced for an unknown one. ``inlined``: what it calls is
+    traced as part of it, also tf.functions; so is a training step that takes gradients in such.
 
     Of a training step the graph is that of its loss, with the values of it that the part after the gradients takes.
 
@@ -265,13 +267,20 @@ def capture(
     with (
         internals.replace_moments(moments[batch_norm]) if batch_norm in moments else nullcontext(),
         internals.listen_to_tapes(calls) if calls is not None else nullcontext(),
+        internals.inline_functions() if inlined else nullcontext(),
     ):
         try:
             concrete, recorder, specs = _trace(function, name, batch, specs, sized=sized)
         except Exception as error:  # the user's code and AutoGraph raise any type; a training step's gets its line
             if calls is None:
                 raise
-            raise calls.refused or _error_of_step(name, error) from error
+            if inlined or not calls.nested:
+                raise calls.refused or _error_of_step(name, error) from error
+            concrete = None
+    if concrete is None:
+        return capture(
+            loss_fn, batch, batch_norm=batch_norm, trains=trains, signature=signature, sized=sized, inlined=True
+        )
     if calls is None:
         captured = _read_loss(concrete, recorder, specs, example, name, user, trains=trains)
     else:
@@ -552,26 +561,13 @@ def _error_of_step(name: str, error: Exception) -> Exception:
 def _check_recorded(calls: Sequence[TapeCall]) -> None:
     """Raise CaptureError where the tapes of ``calls`` with one target have recorded different ops before it."""
     first, *others = calls
-    needed = _ops_before(first.target) if others else set()
+    needed = {op.name for op in ops_before(first.target)} if others else set[str]()
     for call in others:
         if call.unrecorded & needed != first.unrecorded & needed:
             raise CaptureError(
                 f"{call.place}: the step takes gradients of one target from tapes that have recorded different ops "
                 f"than the one at {first.place}: take them from one persistent tape"
             )
-
-
-def _ops_before(tensor: Any) -> set[str]:
-    """Return the names of the ops that compute a tensor."""
-    found: set[str] = set()
-    pending = [tensor.op]
-    while pending:
-        op = pending.pop()
-        if op.name not in found:
-            found.add(op.name)
-            pending += [value.op for value in op.inputs]
-            pending += op.control_inputs
-    return found
 
 
 def _add_gradients(inputs: _Inputs, of_targets: Sequence[Sequence[TapeCall]]) -> None:

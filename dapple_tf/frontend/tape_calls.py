@@ -59,13 +59,15 @@ class TapeCalls:
     """A ``internals.TapeListener`` that collects the ``calls`` of a trace.
 
     ``certain``: let TensorFlow compute every gradient.
-    ``refused``: the error that it has raised, which AutoGraph replaces by one of its own.
+    ``refused``: the error that it has raised, which AutoGraph replaces by one of its own; ``nested``: it was raised for
+    a gradient in a function that the step calls.
     """
 
     def __init__(self, *, certain: bool) -> None:
         self._certain = certain
         self.calls: list[TapeCall] = []
         self.refused: CaptureError | None = None
+        self.nested = False
         self._tapes: dict[int, _Recorded] = {}
         self._made: set[tuple[int, str]] = set()
 
@@ -95,10 +97,17 @@ class TapeCalls:
                 f"{place}: tape.gradient is called while the tape still records: call it after the tape's `with`"
             )
         if graph.outer_graph is not None and graph.outer_graph.building_function:
+            self.nested = True
             raise self._refuse(
-                f"{place}: tape.gradient is called in a function of the step that TensorFlow traces by itself (a "
-                "tf.function that the step calls, or the body of a tf.cond or of a loop over tensors): call it in the "
-                "training step itself, or in a Python function that the step calls"
+                f"{place}: tape.gradient is called in a part of the step that TensorFlow traces by itself (the body of "
+                "a tf.cond, of tf.map_fn or of a loop over tensors): call it outside of it; for a gradient that is not "
+                "always used, take it always, and let a condition decide on the update"
+            )
+        if any(_is_loop_variable(op) for tensor in _tensors(target) for op in ops_before(tensor)):
+            raise self._refuse(
+                f"{place}: tape.gradient is called for each sample by itself (tf.vectorized_map), and such gradients "
+                "are no sum over micro-batches: take the gradient of a loss over the batch; or train on one device, "
+                "by a call of the function itself"
             )
         return self._replace(tape, compute, target, sources, dict(options), place)
 
@@ -282,6 +291,28 @@ def _needed(tensors: Sequence[Any], names: set[str]) -> set[str]:
             pending += [tensor.op for tensor in op.inputs]
             pending += op.control_inputs
     return found
+
+
+def ops_before(tensor: Any) -> set[Any]:
+    """Return the ops that compute a tensor."""
+    found: set[Any] = set()
+    pending = [tensor.op]
+    while pending:
+        op = pending.pop()
+        if op not in found:
+            found.add(op)
+            pending += [value.op for value in op.inputs]
+            pending += op.control_inputs
+    return found
+
+
+def _is_loop_variable(op: Any) -> bool:
+    """Return whether an op is the number of the round, in the body of tf.vectorized_map."""
+    return bool(op.type == "PlaceholderWithDefault")
+
+
+def _tensors(structure: Any) -> list[tf.Tensor]:
+    return [item for item in tf.nest.flatten(structure) if isinstance(item, tf.Tensor)]
 
 
 def _place(graph: Any) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.core.framework import attr_value_pb2, function_pb2, graph_pb2
 
+from dapple_tf import internals
 from dapple_tf.frontend.names import tensor_name
 from dapple_tf.frontend.node_attributes import dtype_number, write_attribute
 from dapple_tf.frontend.read_graph import called_functions
@@ -69,6 +70,9 @@ def import_graph(graph: Graph, inputs: Mapping[str, Any], name: str) -> list[Any
     """
     nodes = tuple(node for node in with_known_diagonals(graph).nodes if node.name not in inputs)
     used = {value.node for node in nodes for value in node.inputs}  # TensorFlow refuses to map what no op takes
+    for node in nodes:
+        if node.op.startswith("ResourceScatterNd") and node.inputs[0].node in inputs:  # TensorFlow checks the shape
+            internals.describe_handle(inputs[node.inputs[0].node], graph.type_of(node.inputs[2]).dtype.name)
     definition = write_graph(graph.replace(nodes=nodes))
     computed = [value for value in graph.outputs if value.node not in inputs]
     tensors = []

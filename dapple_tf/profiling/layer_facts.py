@@ -18,7 +18,15 @@ from dapple_tf.frontend.gradients import differentiate
 from dapple_tf.frontend.inference import Shapes
 from dapple_tf.frontend.shapes import infer_shapes, mark_batch
 from dapple_tf.graph_passes.analysis.layers import SHAPE_OPS, Layers, find_layers, variables_of, written_variables
-from dapple_tf.graph_passes.analysis.op_costs import FREE_OPS, VIEW_OPS, flops, moved_bytes, value_bytes
+from dapple_tf.graph_passes.analysis.op_costs import (
+    FREE_OPS,
+    VIEW_OPS,
+    OpClass,
+    flops,
+    moved_bytes,
+    op_class,
+    value_bytes,
+)
 from dapple_tf.graph_passes.ir.graph import Effect, Function, FunctionRef, Graph, Node, Shape, Value
 from dapple_tf.graph_passes.ir.names import without_target
 from dapple_tf.graph_passes.passes.backward import StageGradients, prune_gradients, split_backward
@@ -94,8 +102,10 @@ class LayerFacts:
         return total
 
 
-def _op_seconds(graph: Graph, node: Node, shapes: Shapes, peak: Peak, batch_size: int) -> float:
-    """Return the roofline seconds of one op on a device of these ``peak`` figures.
+def _op_seconds(
+    graph: Graph, node: Node, shapes: Shapes, peak: Peak, batch_size: int, kind: OpClass | None = None
+) -> float:
+    """Return the roofline seconds of one op on a device of these ``peak`` figures; ``kind``: where it is not the op's.
 
     A loop takes those of the ops in its body, as often as it runs.
     """
@@ -104,10 +114,12 @@ def _op_seconds(graph: Graph, node: Node, shapes: Shapes, peak: Peak, batch_size
     name = node.attr("body") if node.op in LOOP_OPS else None
     found = shapes.bodies.get((node.name, name.name)) if isinstance(name, FunctionRef) else None
     if found is None or not isinstance(name, FunctionRef):
-        return peak.seconds(flops(graph, node, shapes), moved_bytes(graph, node, shapes, batch_size))
+        moved = moved_bytes(graph, node, shapes, batch_size)
+        return peak.seconds(flops(graph, node, shapes), moved, kind or op_class(node.op))
     body = read_body(found, name.name)
     rounds = _count_rounds(graph, node, shapes)
-    return rounds * sum(_op_seconds(body.graph, inner, body.shapes, peak, batch_size) for inner in body.graph.nodes)
+    inside = (_op_seconds(body.graph, inner, body.shapes, peak, batch_size, "loop") for inner in body.graph.nodes)
+    return rounds * sum(inside)
 
 
 def _count_rounds(graph: Graph, loop: Node, shapes: Shapes) -> int:

@@ -180,7 +180,7 @@ def _measure(
     return make_profile(
         facts,
         model or facts.captured.graph.name,
-        _describe_device(),
+        describe_device(),
         *runs.split(stages, call_seconds),
         timings=tuple(timings),
         whole=_whole_model(*whole) if whole else None,
@@ -276,7 +276,7 @@ def _roofline_of_device() -> Peak:
     )
 
 
-def _describe_device() -> str:
+def describe_device() -> str:
     """Return the name of the device that a profile is measured on, for people."""
     for physical in tf.config.list_physical_devices("GPU"):
         return str(tf.config.experimental.get_device_details(physical).get("device_name", "GPU"))

@@ -10,13 +10,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import tensorflow as tf
+
 from dapple_tf.distributed.membership import Job
 from dapple_tf.errors import UsageError
 from dapple_tf.graph_passes.ir.graph import Graph
 from dapple_tf.graph_passes.schedules.schedule import Schedule
 from dapple_tf.graph_passes.schedules.weight_versions import Versions
 from dapple_tf.plans import Plan
-from dapple_tf.runtime.op_profile import Runs, attribute_ops
+from dapple_tf.runtime.op_profile import Runs, attribute_ops, times_by_ops
 from dapple_tf.simulator.execution import execute
 from dapple_tf.simulator.order import encode
 from dapple_tf.simulator.simulated_step import execution_events
@@ -116,6 +119,9 @@ class Recorder:
         """
         begin = time.perf_counter()
         own = times.numpy()
+        if runs is not None and tf.config.list_logical_devices("GPU"):
+            filled = times_by_ops(graph, fill_stamps(self._name_own(graph), own), runs)
+            own = np.array([time for stamp in filled for time in (stamp.start, stamp.end)])
         stamps = self._name_stamps(graph)
         gathered = [own] if self._clocks is None else self._clocks.gather(own)
         self._steps.append(_RecordedStep(stamps, gathered, plan, simulated, note, memory, self._ops(graph, own, runs)))

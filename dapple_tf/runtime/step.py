@@ -131,7 +131,7 @@ class PipelinedStep:
     StepError, which names them, and changes no variable. Recorded steps are not checked. Asynchronous windows change
     variables after every minibatch, so they cannot be checked, and raise UsageError.
 
-    ``after_training`` is called after each step, or window, that has trained; ``dapple.Checkpoints`` sets it where the
+    ``before_training`` is called before each step, or window, that trains; ``dapple.Checkpoints`` sets it where the
     step has the option ``snapshot_every``.
     """
 
@@ -167,7 +167,7 @@ class PipelinedStep:
         self._recorder = Recorder(self._job)
         self._memory = MemoryRecorder(self._job)
         self.check_numerics = False
-        self.after_training: Callable[[], None] | None = None
+        self.before_training: Callable[[], None] | None = None
         self._losses: Any = None
         if example_batch is not None:
             self.build(*example_batch)
@@ -347,16 +347,15 @@ class PipelinedStep:
         the step was not built from a whole batch before, BatchError on all ranks if the rows of all ranks are not one
         batch.
         """
+        self._note_training()
         with self._lock:  # no other step comes between two phases
             step, outputs = self._run(batch, self._variant, local)
             returned = step.planned.model.pack(self._keep_losses(step, outputs))
-            returned = self._with_later(returned, lambda phase: phase(*batch, local=local))
-        self._note_training()
-        return returned
+            return self._with_later(returned, lambda phase: phase(*batch, local=local))
 
     def _note_training(self) -> None:
-        if self.after_training is not None:
-            self.after_training()
+        if self.before_training is not None:
+            self.before_training()
 
     def _with_later(self, returned: Any, run: Callable[[PipelinedStep], Any]) -> Any:
         """Run the later phases of the step, and return what they all return; ``returned`` by the first phase.
@@ -439,6 +438,7 @@ class PipelinedStep:
             raise UsageError(
                 "the gradients of a training step of several targets: let the step return those that you want to see"
             )
+        self._note_training()
         step, tensors = self._run(batch, StepVariant.WITH_GRADIENTS, local)
         names = exposed_gradients(step.program.graph)
         loss, *values = (tensor.numpy() for tensor in tensors)
@@ -448,7 +448,6 @@ class PipelinedStep:
             self._job.announce_call("gather the gradients")
             self._job.check_call_history()
             gradients = gather_arrays(self._job, gradients)
-        self._note_training()
         return ExposedOutputs(loss, tuple(values[:aux]), gradients)
 
     def gather(self) -> None:
@@ -505,6 +504,7 @@ class PipelinedStep:
         ``local``: as in a call. ``ops``: also record the ops inside of each action with TensorFlow's profiler, which
         slows the step down a little; UsageError where a profiler runs already.
         """
+        self._note_training()
         with self._lock:
             compiled, tensors = self._compile_recorded(batch, local)
             with (
@@ -520,9 +520,7 @@ class PipelinedStep:
         memory = self._memory.curves(compiled.planned)
         self._recorder.keep(compiled.program.graph, times, plan, simulated, note=note, memory=memory, runs=runs)
         returned = compiled.planned.model.pack(self._keep_losses(compiled, outputs))
-        returned = self._with_later(returned, lambda phase: phase.record(*batch, local=local, ops=ops))
-        self._note_training()
-        return returned
+        return self._with_later(returned, lambda phase: phase.record(*batch, local=local, ops=ops))
 
     @property
     def timeline(self) -> Any:

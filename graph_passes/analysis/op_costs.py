@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import prod
+from typing import Literal
 
 from dapple_tf.graph_passes.analysis.layers import CAPTURED_INPUTS, SHAPE_OPS
 from dapple_tf.graph_passes.ir.graph import Graph, Node, Shape, Value
@@ -26,6 +27,19 @@ FREE_OPS = (
     | {"Const", "ReadVariableOp", "Placeholder", "BroadcastGradientArgs"}
 )
 """Ops that take no time worth counting: views, inputs, shapes, constants, reads of variables, elements of lists."""
+
+
+OpClass = Literal["product", "convolution", "loop", "other"]
+"""Kinds of op whose kernels reach different parts of a device's rates; "loop" is any op in the body of a loop."""
+
+_PRODUCTS = frozenset({"MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum"})
+
+
+def op_class(op: str) -> OpClass:
+    """Return the kind of an op that is in no loop."""
+    if op in _PRODUCTS:
+        return "product"
+    return "convolution" if op.startswith(("Conv2D", "Conv3D", "DepthwiseConv2dNative")) else "other"
 
 
 def moved_bytes(graph: Graph, node: Node, shapes: Mapping[str, Sequence[Shape]], unknown: int = 1) -> int:

@@ -21,15 +21,19 @@ NAMES = ["hosts", "ranks", "startup"]
 WANTED = "".join(f"### {name}\n\n`python -m benchmarks {name}`\n\n{LEFT_OUT}\n\n" for name in NAMES)
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "benchmarks").glob("[a-z]*.py")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    sorted([*(ROOT / "benchmarks").glob("[a-z]*.py"), *(ROOT / "benchmarks" / "papers").glob("[a-z]*.py")]),
+    ids=lambda path: path.stem,
+)
 def test_every_file_can_be_imported(path: Path) -> None:
-    importlib.import_module(f"benchmarks.{path.stem}")
+    importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
 
 
 def test_every_benchmark_has_its_file_and_its_section_in_the_readme() -> None:
     readme = (ROOT / "benchmarks" / "README.md").read_text()
     for name, module in BENCHMARKS.items():
-        assert module.__name__ == f"benchmarks.{name}"
+        assert module.__name__ in (f"benchmarks.{name}", f"benchmarks.papers.{name}")
         assert callable(module.run)
         assert re.search(rf"\n### {name}\n\n(Measured on commit `\w+`\.\n\n)?`python -m benchmarks {name}`", readme), (
             name

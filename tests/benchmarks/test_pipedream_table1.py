@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.pipedream_published import STRAIGHT, TABLE_1, VGG_16, Configuration, make_cluster
-from benchmarks.pipedream_table1 import name
-from benchmarks.pipedream_variants import OneLevel, by_profiler, one_after_the_other, printed
+from benchmarks.papers.pipedream_published import STRAIGHT, TABLE_1, VGG_16, Configuration, make_cluster
+from benchmarks.papers.pipedream_table1 import name
+from benchmarks.papers.pipedream_variants import OneLevel, by_profiler, one_after_the_other, printed
 from dapple_tf.planner.systems.hierarchy import derive_hierarchy
 from dapple_tf.profiler.linearise import linearise
 from tests.dapple_tf.planner.builders import figures, make_profile

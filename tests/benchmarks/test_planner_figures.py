@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.planner_figures import AUTOPIPE_TABLE_2, SPP_TABLE_3, SPP_TESTBEDS, halves_of
-from benchmarks.transformer_profiles import (
+from benchmarks.papers.planner_figures import AUTOPIPE_TABLE_2, SPP_TABLE_3, SPP_TESTBEDS, halves_of
+from benchmarks.papers.transformer_profiles import (
     BERT_LARGE,
     GPT2_345M,
     GPT2_762M,

@@ -7,10 +7,18 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks import published
-from benchmarks.candidates import fastest_split
-from benchmarks.planning import WholeSlices
-from benchmarks.published import Model, Published, calibrate_stash, count_units, find_cut, published_stages, stages_of
+from benchmarks.papers import published
+from benchmarks.papers.candidates import fastest_split
+from benchmarks.papers.planning import WholeSlices
+from benchmarks.papers.published import (
+    Model,
+    Published,
+    calibrate_stash,
+    count_units,
+    find_cut,
+    published_stages,
+    stages_of,
+)
 from dapple_tf.planner.api import make_problem, run_planner
 from dapple_tf.planner.planning_problem import PlanningProblem
 from dapple_tf.profiler.cluster import Cluster, Link, Server, config

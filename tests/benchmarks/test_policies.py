@@ -7,8 +7,8 @@ import itertools
 import pytest
 
 from benchmarks.emulated_hosts import _burst
+from benchmarks.papers.table4 import LINKED, UNEVEN
 from benchmarks.policies import Case, overlapped_share
-from benchmarks.table4 import LINKED, UNEVEN
 from dapple_tf.graph_passes.schedules.schedule import Action
 from dapple_tf.profiler.cluster import Link
 from dapple_tf.timeline.events import Event, Transfer

@@ -32,4 +32,4 @@ def test_a_section_without_a_table_has_no_commit(script: ModuleType) -> None:
 
 
 def test_an_unknown_commit_is_found(script: ModuleType) -> None:
-    assert script.list_changes("0" * 40, {"benchmarks.table5"}) is None
+    assert script.list_changes("0" * 40, {"benchmarks.papers.table5"}) is None

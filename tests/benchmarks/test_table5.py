@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.published import TABLE_5, Published, find_missing_profiles, published_stages
-from benchmarks.table5 import FREE
+from benchmarks.papers.published import TABLE_5, Published, find_missing_profiles, published_stages
+from benchmarks.papers.table5 import FREE
 from dapple_tf.planner.api import run_planner
 from dapple_tf.planner.search.dapple import formula_latency
 from dapple_tf.plans import StagePlan

@@ -6,8 +6,8 @@ from dataclasses import astuple
 
 import pytest
 
-from benchmarks.bert import profile_two_layers, repeat_layer
-from benchmarks.table8 import find_largest, simulate_straight
+from benchmarks.papers.bert import profile_two_layers, repeat_layer
+from benchmarks.papers.table8 import find_largest, simulate_straight
 from dapple_tf.profiler.profile import Profile
 
 

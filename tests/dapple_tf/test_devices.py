@@ -188,6 +188,20 @@ def test_a_rank_on_a_machine_with_gpus_uses_the_one_of_its_local_rank(monkeypatc
     assert visible == ["/device:GPU:1"]
 
 
+def test_ranks_share_a_gpu_where_there_are_fewer_and_let_its_memory_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_gpus(monkeypatch, 1)
+    join_a_job(monkeypatch, {0, 1}, rank=1)
+    calls: list[Any] = []
+    configured: list[Any] = [None, [tf.config.LogicalDeviceConfiguration(memory_limit=1024)]]
+    monkeypatch.setattr(tf.config, "set_visible_devices", lambda device, kind: calls.append(device.name))
+    monkeypatch.setattr(tf.config, "get_logical_device_configuration", lambda gpu: configured.pop(0))
+    monkeypatch.setattr(tf.config.experimental, "set_memory_growth", lambda gpu, grows: calls.append(grows))
+    init()
+    assert calls == ["/device:GPU:0", True]
+    init()  # the user has limited the memory
+    assert calls == ["/device:GPU:0", True, "/device:GPU:0"]
+
+
 def test_variables_created_in_a_scope_are_on_the_host() -> None:
     with tf.device("CPU:3"), dapple.scope():
         variable = tf.Variable(1.0)

@@ -47,6 +47,28 @@ def test_the_profiler_names_ops_and_tells_their_times_by_the_systems_clock(tmp_p
     assert before - 0.01 < start < end < time.time() + 0.01
 
 
+def test_kernels_of_gpus_have_the_name_of_their_op_and_the_systems_time(tmp_path: Path) -> None:
+    from tensorflow.tsl.profiler.protobuf import xplane_pb2
+
+    space = xplane_pb2.XSpace()
+    environment, host, device = (space.planes.add(name=n) for n in ("Task Environment", "/host:CPU", "/device:GPU:0"))
+    environment.stat_metadata[1].name = "profile_start_time"
+    environment.stats.add(metadata_id=1, uint64_value=10**18)
+    host.event_metadata[1].name = "scope/product:MatMul"
+    host.lines.add().events.add(metadata_id=1, offset_ps=0, duration_ps=10**9)
+    device.event_metadata[1].name = "ampere_sgemm_128x64"
+    device.stat_metadata[1].name = "tf_op"
+    device.stat_metadata[2].name = "scope/product:MatMul"
+    stream = device.lines.add(timestamp_ns=3 * 10**9)
+    stream.events.add(metadata_id=1, offset_ps=10**12, duration_ps=5 * 10**11).stats.add(metadata_id=1, ref_value=2)
+    stream.events.add(metadata_id=1, offset_ps=10**12, duration_ps=10**11)  # of no op, such as a copy
+    path = tmp_path / "gpu.xplane.pb"
+    path.write_bytes(space.SerializeToString())
+    ((name, *times),) = internals.read_op_runs(str(path))
+    assert name == "scope/product:MatMul"
+    assert times == pytest.approx([10**9 + 4.0, 10**9 + 4.5], abs=1e-6)
+
+
 # --- tf.functions
 
 
@@ -166,6 +188,44 @@ def test_input_signature_is_the_declared_one_or_none() -> None:
     spec = tf.TensorSpec([None, 2], tf.int32)
     assert internals.input_signature(tf.function(lambda x: x)) is None
     assert internals.input_signature(tf.function(lambda x: x, input_signature=[spec])) == (spec,)
+
+
+@pytest.mark.parametrize("autograph", [True, False])
+def test_functions_that_are_called_in_a_trace_add_their_ops_to_it_in_the_block_only(autograph: bool) -> None:
+    class Adder:
+        amount = 2.0
+
+        @tf.function(autograph=autograph)
+        def add(self, x: Any) -> Any:
+            if autograph and x > 100:
+                x = x - 1
+            return x + self.amount
+
+    adder = Adder()
+    whole = tf.function(lambda x: adder.add(x))
+
+    def kinds() -> set[str]:
+        graph = internals.clone_function(whole).get_concrete_function(tf.TensorSpec([])).graph
+        return {op.type for op in graph.get_operations()}
+
+    with internals.inline_functions():
+        inside = kinds()
+        assert float(adder.add(tf.constant(1.0))) == 3
+    assert not inside & internals.CALL_OPS
+    assert bool(inside & internals.CONDITION_OPS) is autograph
+    assert kinds() & internals.CALL_OPS
+
+
+def test_a_handle_of_which_nothing_is_known_can_be_scattered_to_once_it_is_described() -> None:
+    variable = tf.Variable([1.0, 2.0, 3.0])
+
+    @tf.function(input_signature=[tf.TensorSpec([], tf.resource)])
+    def scatter(handle: Any) -> None:
+        internals.describe_handle(handle, "float32")
+        tf.raw_ops.ResourceScatterNdAdd(ref=handle, indices=[[1]], updates=[5.0])
+
+    scatter(variable.handle)
+    assert variable.numpy().tolist() == [1, 7, 3]
 
 
 def test_reduces_retracing_is_what_a_tf_function_was_declared_with() -> None:

@@ -155,7 +155,39 @@ def updated_between() -> Any:
     return train_step, [model, one, other]
 
 
-@pytest.mark.parametrize("make", [restored_weights, weighed_by_the_first_loss])
+def functions_of_the_step() -> Any:
+    """Critic and generator are trained by tf.functions that the step calls."""
+    generator, critic = (
+        mlp(2),
+        keras.Sequential([keras.Input([2]), keras.layers.Dense(5, "tanh"), keras.layers.Dense(1)]),
+    )
+    of_generator, of_critic = keras.optimizers.Adam(0.02), keras.optimizers.Adam(0.02)
+
+    @tf.function
+    def train_critic(x: Any, y: Any) -> Any:
+        with tf.GradientTape() as tape:
+            real = critic(tf.concat([y, -y], 1))
+            loss = mse(tf.ones_like(y), real) + mse(tf.zeros_like(y), critic(generator(x)))
+        variables = critic.trainable_variables
+        of_critic.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+        return loss
+
+    @tf.function
+    def train_generator(x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(critic(generator(x)) - 1))
+        variables = generator.trainable_variables
+        of_generator.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+        return loss
+
+    @tf.function
+    def train_step(x: Any, y: Any) -> Any:
+        return train_critic(x, y), train_generator(x)
+
+    return train_step, [generator, critic, of_generator, of_critic]
+
+
+@pytest.mark.parametrize("make", [restored_weights, weighed_by_the_first_loss, functions_of_the_step])
 def test_values_are_handed_over_to_later_phases(make: Any) -> None:
     assert len(check_step(make).phases) == 2
 

@@ -85,6 +85,25 @@ def in_a_loop(model: Any, optimizer: Any, x: Any, y: Any) -> None:
         optimizer.apply(gradients, model.trainable_variables)
 
 
+def in_a_condition(model: Any, optimizer: Any, x: Any, y: Any) -> None:
+    if tf.reduce_mean(y) > 100:
+        with tf.GradientTape() as tape:
+            loss = mse(y, model(x))
+        gradients = tape.gradient(loss, model.trainable_variables)  # here
+        optimizer.apply(gradients, model.trainable_variables)
+
+
+def of_each_sample(model: Any, optimizer: Any, x: Any, y: Any) -> None:
+    def clipped(sample: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = mse(sample[1], model(sample[0][None]))
+        gradients = tape.gradient(loss, model.trainable_variables)  # here
+        return tf.clip_by_global_norm(gradients, 0.1)[0]
+
+    gradients = tf.vectorized_map(clipped, (x, y))
+    optimizer.apply([tf.reduce_mean(gradient, 0) for gradient in gradients], model.trainable_variables)
+
+
 def by_python(model: Any, optimizer: Any, x: Any, y: Any) -> None:
     with tf.GradientTape() as tape:
         loss = mse(y, model(x))
@@ -116,6 +135,8 @@ REFUSED: list[tuple[Callable[..., Any], type[DappleError], str]] = [
     (jacobian, CaptureError, r"tape.jacobian is no sum over micro-batches"),
     (inside_the_tape, CaptureError, r"while the tape still records"),
     (in_a_loop, CaptureError, r"that TensorFlow traces by itself"),
+    (in_a_condition, CaptureError, r"take it always, and let a condition decide on the update"),
+    (of_each_sample, CaptureError, r"for each sample by itself \(tf.vectorized_map\)"),
     (by_python, CaptureError, r"let no Python code depend on them"),
     (hidden_draw, CaptureError, r"draws from a hidden state after the gradients"),
     (log_of_the_mean, ExactnessError, r"would not equal one device's step"),

@@ -755,6 +755,51 @@ def loops_over_words() -> Made:
     return train_step, [model, optimizer]
 
 
+def gradients_by_a_function() -> Made:
+    """Loss and gradients are those of a tf.function that the step calls, in which AutoGraph converts a condition."""
+    model, optimizer, steps = mlp(), keras.optimizers.Adam(0.02), tf.Variable(0, trainable=False)
+
+    @tf.function
+    def loss_and_gradients(x: Any, y: Any) -> Any:
+        scale = tf.ones([], x.dtype)
+        if steps > 1:
+            scale = scale / 2
+        with tf.GradientTape() as tape:
+            loss = scale * mse(y, model(x, training=True))
+        return loss, tape.gradient(loss, model.trainable_variables)
+
+    @tf.function
+    def update(gradients: Any, *, limit: float) -> Any:
+        gradients, norm = tf.clip_by_global_norm(gradients, limit)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+        return norm
+
+    def train_step(x: Any, y: Any) -> Any:
+        loss, gradients = loss_and_gradients(x, y)
+        norm = update(gradients, limit=0.5)
+        steps.assign_add(1)
+        return loss, norm
+
+    return train_step, [model, optimizer, steps]
+
+
+def sums_by_label() -> Made:
+    """Rows of the batch are added to those of a variable, by their labels."""
+    model, optimizer = word_model(), keras.optimizers.Adam(0.01)
+    sums = tf.Variable(tf.zeros([3, 3], tf.float64), trainable=False)
+
+    def train_step(x: Any, y: Any) -> Any:
+        with tf.GradientTape() as tape:
+            logits = model(x, training=True)
+            losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels=y, logits=logits + tf.gather(sums, y))
+            loss = tf.reduce_mean(losses)
+        optimizer.apply(tape.gradient(loss, model.trainable_weights), model.trainable_weights)
+        sums.scatter_nd_add(y[:, None], 0.1 * tf.nn.softmax(logits))
+        return loss
+
+    return train_step, [model, optimizer, sums]
+
+
 CASES: Mapping[str, Callable[[], Made]] = MappingProxyType(
     {
         made.__name__: made
@@ -797,11 +842,15 @@ CASES: Mapping[str, Callable[[], Made]] = MappingProxyType(
             forward_with_new_weights,
             results_of_conditions,
             loops_over_words,
+            gradients_by_a_function,
+            sums_by_label,
         )
     }
 )
 
-_DATA = MappingProxyType(dict.fromkeys(("accuracy_of_words", "sparse_gradients_clipped", "loops_over_words"), tokens))
+_DATA = MappingProxyType(
+    dict.fromkeys(("accuracy_of_words", "sparse_gradients_clipped", "loops_over_words", "sums_by_label"), tokens)
+)
 
 
 def batches_of(name: str) -> list[tuple[Any, ...]]:

@@ -135,6 +135,12 @@ def test_a_bias_hides_later_positions(length: int) -> None:
     np.testing.assert_array_equal(bias, np.where(np.tri(length) == 1, 0, HIDDEN))
 
 
+def test_a_bias_of_float16_is_finite_and_hides_later_positions() -> None:
+    bias = tf.constant(hidden_future(3, tf.float16))
+    np.testing.assert_array_equal(tf.nn.softmax(tf.zeros([3, 3], tf.float16) + bias)[0], [1, 0, 0])
+    assert np.isfinite(bias).all()
+
+
 def test_rms_norm_divides_by_the_root_mean_square() -> None:
     x = np.random.default_rng(0).normal(size=(2, 3, 5))
     wanted = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6)

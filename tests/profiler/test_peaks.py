@@ -26,3 +26,9 @@ def test_seconds_are_the_longer_of_arithmetic_and_memory() -> None:
     peak = Peak("p", 100.0, 10.0, 0.0, 0.5)
     assert peak.seconds(1000, 10) == 20  # 1000 / 100 at half the speed
     assert peak.seconds(10, 1000) == 200
+
+
+def test_a_kind_of_op_may_have_a_fraction_of_its_own() -> None:
+    peak = Peak("p", 100.0, 10.0, 0.0, 0.5, {"convolution": 2.0})
+    assert peak.seconds(1000, 10, "convolution") == 5
+    assert peak.seconds(1000, 10, "product") == peak.seconds(1000, 10) == 20

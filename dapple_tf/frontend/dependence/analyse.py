@@ -36,7 +36,7 @@ from dapple_tf.frontend.dependence.scope import MULTIPLES, Scope, op_names
 from dapple_tf.frontend.dependence.undecided import Experiments
 from dapple_tf.frontend.inference import BodyShapes, Shapes, infer_body
 from dapple_tf.graph_passes.analysis.layers import SHAPE_OPS
-from dapple_tf.graph_passes.ir.graph import Effect, FunctionRef, Graph, Node, Shape, Value
+from dapple_tf.graph_passes.ir.graph import Effect, FunctionRef, Graph, Node, Shape, Value, ancestors
 
 _RULES = {
     **layout.RULES,
@@ -82,10 +82,11 @@ class Analysis:
     ``once_written``: variables of which every write is known not to depend on the batch. ``written``: all variables
     that forward writes. ``batch``: the batch size for which shapes were inferred; ``shapes_at`` infers them for
     another. ``divided``: calls of batch norm layers of which every statistic is the micro-batch's, also the count of a
-    mask, which does not depend on trained variables. ``live``: the nodes that forward runs. ``batch_norms``: layers
-    that normalise by the micro-batch, which is a documented exception. ``hidden_draws``: nodes that draw from a
-    generator's hidden state. ``combined``: values in which samples are combined, and which must be computed from the
-    whole batch. ``partials``: the nodes of those whose values on disjoint rows can be combined, and the operation that
+    mask, which does not depend on trained variables. ``blocks``: see ``Scope``; ``disordered``: draws whose order was
+    found not to fit, and that may be in blocks. ``live``: the nodes that forward runs. ``batch_norms``: layers that
+    normalise by the micro-batch, which is a documented exception. ``hidden_draws``: nodes that draw from a generator's
+    hidden state. ``combined``: values in which samples are combined, and which must be computed from the whole batch.
+    ``partials``: the nodes of those whose values on disjoint rows can be combined, and the operation that
     does it (see ``COMBINES``). ``experiments``: decide what no rule does, if there are any; ``decided``: the nodes, by
     name, and the forms that were found. ``waits``: what is computed from undecided tensors is not taken for a statistic
     of the whole batch, since an op that uses it may be decided.
@@ -101,15 +102,17 @@ class Analysis:
     experiments: Experiments | None
     waits: bool = False
     divided: frozenset[int] = frozenset()
+    blocks: frozenset[str] = frozenset()
     live: Set[str] = frozenset()
     batch_norms: list[str] = field(default_factory=list)
     hidden_draws: list[Node] = field(default_factory=list)
     combined: set[Value] = field(default_factory=set)
     partials: dict[str, str] = field(default_factory=dict)
     decided: dict[str, tuple[Node, tuple[Form, ...]]] = field(default_factory=dict)
+    disordered: set[str] = field(default_factory=set)
     _trained_norms: set[int] = field(default_factory=set)
     _whole_norms: set[int] = field(default_factory=set)
-    _other_shapes: Shapes | None = None
+    _other_shapes: dict[int, Shapes] = field(default_factory=dict)
     _reductions: int = 0  # of floats over the batch, in bodies
     _couples_unused: bool = False  # samples were combined in a tensor that only a gradient may use
     _owner: Any = None  # the FuncGraph of the body that is being looked at
@@ -117,7 +120,7 @@ class Analysis:
 
     def run(self, graph: Graph, shapes: Shapes, whole: frozenset[Value]) -> Scope:
         """Return the kinds of all values of ``graph``; ``whole``: see ``Scope``."""
-        scope = Scope(graph, shapes, self.batch, whole=whole, shapes_of_twice=self._shapes_of_twice)
+        scope = Scope(graph, shapes, self.batch, whole=whole, blocks=self.blocks, shapes_at=self._cached_shapes)
         for node in graph.nodes:
             self._visit(scope, node)
         return scope
@@ -141,7 +144,10 @@ class Analysis:
         results = found if isinstance(found, list) else [found] * len(node.outputs)
         if len(results) < len(node.outputs):
             results = [*results, *[results[-1] if results else CONSTANT] * (len(node.outputs) - len(results))]
-        results = self._try_undecided(scope, node, kinds, results[: len(node.outputs)])
+        results = results[: len(node.outputs)]
+        if any(kind.coupled and kind.node == node.name for kind in results):
+            self.disordered |= _disordered_draws(scope, node, kinds)
+        results = self._try_undecided(scope, node, kinds, results)
         for value, kind in zip(node.values(), results, strict=False):
             scope.kinds[value] = self._complete(scope, node, value, kind, kinds)
             self._couples_unused |= kind.coupled and not scope.nested and node.name not in self.live
@@ -230,7 +236,8 @@ class Analysis:
             return dataclasses.replace(scope.couple(node, why), trained=True)  # no two stages draw the same
         if not axes:
             return shared(once=True)
-        return rows(axes[0][0], 1, axes[0][1], trained=True)
+        axis, factor = axes[0]
+        return rows(axis, *random.rows_of_draw(scope, node, axis, factor), trained=True)
 
     def _call(self, scope: Scope, node: Node, kinds: Sequence[Kind]) -> list[Kind]:
         """Return the kinds of the outputs of an op that calls functions, and note their numbers and layouts."""
@@ -264,7 +271,7 @@ class Analysis:
             self._bodies[shapes] = read_body(shapes, name)
         body = self._bodies[shapes]
         inner = Scope(body.graph, body.shapes, self.batch, nested=True)
-        inner.shapes_of_twice = lambda: scope.shapes_of_twice().of_body(node.name, name)
+        inner.shapes_at = lambda samples: scope.shapes_at(samples).of_body(node.name, name)
         for i, (argument, value) in enumerate(zip(body.graph.inputs, values, strict=True)):
             if i in body.kept and value in scope.numbers:
                 inner.numbers[Value(argument)] = scope.numbers[value]
@@ -364,10 +371,10 @@ class Analysis:
         elif node.op in contract.COMBINED_BY and contract.reduces_batch_axis(scope, node, kinds[0]):
             self.partials[node.name] = contract.COMBINED_BY[node.op]
 
-    def _shapes_of_twice(self) -> Shapes:
-        if self._other_shapes is None:
-            self._other_shapes = self.shapes_at(2 * self.batch)
-        return self._other_shapes
+    def _cached_shapes(self, samples: int) -> Shapes:
+        if samples not in self._other_shapes:
+            self._other_shapes[samples] = self.shapes_at(samples)
+        return self._other_shapes[samples]
 
     def _batch_norm(self, scope: Scope, node: Node, value: Value) -> Kind:
         """Return the kind of a value of batch norm in training mode; that it combines samples is documented."""
@@ -390,6 +397,16 @@ def _may_be_undecided(scope: Scope, node: Node, kinds: Sequence[Kind]) -> bool:
     if node.name in scope.reducing or (takes_size and (scope.nested or not elementwise.is_integer(node.outputs[0]))):
         return False
     return node.op not in _DECIDED or any(elementwise.is_integer(output) for output in node.outputs)
+
+
+def _disordered_draws(scope: Scope, node: Node, kinds: Sequence[Kind]) -> set[str]:
+    """Return the draws that a node may take together with other rows if they are drawn in blocks of the batch."""
+    found: set[str] = set()
+    for value, kind in zip(node.inputs, kinds, strict=True):
+        if kind.rows and kind.outer == 1 and kind.inner > 1 and scope.open_draws:
+            before = scope.open_draws.keys() & ancestors(scope.graph, [value.node])
+            found |= {name for name in before if scope.open_draws[name] == kind.inner}
+    return found - scope.blocks
 
 
 def _of_whole_batch(kind: Kind) -> bool:

@@ -83,7 +83,7 @@ def _decide(
     graph, live = captured.graph, live_nodes(captured.graph)
     writes = [node for node in graph.nodes if node.effect is Effect.WRITE and node.name in live]
     written = written_variables(graph).keys()
-    once_written, whole, divided = set(written), frozenset[Value](), frozenset[int]()
+    once_written, whole, divided, blocks = set(written), frozenset[Value](), frozenset[int](), frozenset[str]()
     while True:
         analysis = Analysis(
             captured.func_graph,
@@ -96,16 +96,19 @@ def _decide(
             experiments,
             waits,
             divided,
+            blocks,
             live,
         )
         scope = analysis.run(graph, shapes, whole)
         per_micro_batch = {v for node in writes if not _writes_once(scope, node) for v in node.strings("writes")}
         both = scope.mean_sizes & {*scope.sizes.values(), *scope.once_sizes}
-        if not per_micro_batch & once_written and not both and analysis.mixed_norms <= divided:
+        settled = analysis.mixed_norms <= divided and not analysis.disordered
+        if not per_micro_batch & once_written and not both and settled:
             break
         once_written -= per_micro_batch
         whole |= both
         divided |= analysis.mixed_norms
+        blocks |= analysis.disordered
     return _Decision(captured, analysis, scope, live, writes, once_written, batch_loss)
 
 

@@ -165,7 +165,7 @@ def _shape(scope: Scope, node: Node, kinds: Sequence[Kind]) -> list[Kind] | Kind
 
 
 def _broadcast_args(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
-    """Return the kind of the shape that two shapes broadcast to."""
+    """Return the kind of the shape that two shapes broadcast to, or of the axes along which gradients are summed."""
     if any(kind.rows or kind.total for kind in kinds):
         return scope.couple(node, "broadcasts shapes that depend on samples")
     return SIZE if any(kind.form is Form.SIZE for kind in kinds) else shared()
@@ -251,6 +251,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "Rank": _shape,
         "Range": _range,
         "BroadcastArgs": _broadcast_args,
+        "BroadcastGradientArgs": _broadcast_args,
         "SpaceToBatchND": _space_to_batch,
         "BatchToSpaceND": _space_to_batch,
     }

@@ -32,7 +32,9 @@ class Scope:
     rows; ``squeezed``: the axes that a Squeeze without axes removes from the whole batch; ``whole``: sizes that must be
     the whole batch's wherever they are used. ``nested``: this is the body of a function, whose ops cannot be given
     other operands. ``tried``: the values whose kinds were found by experiment; ``reducing``: loops whose bodies
-    reduce the batch. ``shapes_of_twice``: returns the shapes for twice as many samples.
+    reduce the batch. ``open_draws``: draws of several numbers a sample whose order is free, and how many these are;
+    ``blocks``: those of them that are drawn in blocks of the batch. ``shapes_at``: returns the shapes for another
+    number of samples.
     """
 
     graph: Graph
@@ -52,7 +54,9 @@ class Scope:
     nested: bool = False
     tried: set[Value] = field(default_factory=set)
     reducing: set[str] = field(default_factory=set)
-    shapes_of_twice: Callable[[], Shapes] = Shapes
+    open_draws: dict[str, int] = field(default_factory=dict)
+    blocks: frozenset[str] = frozenset()
+    shapes_at: Callable[[int], Shapes] = lambda samples: Shapes()
 
     def dims(self, value: Value) -> tuple[int | None, ...] | None:
         """Return the lengths of the axes of ``value``, None where one is unknown; None for an unknown rank."""
@@ -116,16 +120,21 @@ class Scope:
             return None
         if kind.rows or (traced is not None and (traced[axis] or 0) > 0):
             return tuple(length * multiple if self.factor(value, axis) else length for multiple in MULTIPLES)
-        others = self.shapes_of_twice().get(value.node, ())
-        dims = (others[value.index].dims if value.index < len(others) else None) or ()
-        twice = dims[axis] if axis < len(dims) else None
+        twice = self._length_at(2 * self.batch, value, axis)
         if twice is None or (twice - length) % self.batch:
             return None
         scale = (twice - length) // self.batch
         offset = length - scale * self.batch
-        if scale + offset < 0:  # of one sample: it is no affine length, such as that of all pairs of samples
+        # A length that ends at a limit, such as that of shared rows without the last n, is affine on one side of it.
+        if scale + offset < 0 or (self.shapes_at(1) and self._length_at(1, value, axis) != scale + offset):
             return None
         return tuple(scale * multiple * self.batch + offset for multiple in MULTIPLES)
+
+    def _length_at(self, samples: int, value: Value, axis: int) -> int | None:
+        """Return the length of an axis for another number of samples, None where it is not known."""
+        shapes = self.shapes_at(samples).get(value.node, ())
+        dims = (shapes[value.index].dims if value.index < len(shapes) else None) or ()
+        return dims[axis] if axis < len(dims) else None
 
     def has_a_row_a_sample(self, value: Value) -> bool:
         """Return whether axis 0 of ``value``, whatever its kind is, has as many entries as there are samples."""

@@ -65,7 +65,7 @@ def plan_spp(problem: PlanningProblem) -> PlannerResult | None:
     chain = coarsen(problem.chain, _MOST_BLOCKS)
     choices: list[_Choice] = []
     for size in problem.micro_batch_sizes:
-        costs = _make_costs(ChainCosts(problem, chain, size), least)
+        costs = make_costs(ChainCosts(problem, chain, size), least)
         for _, stages in find_partitions(costs):
             seconds = makespan(stage_seconds(costs, stages), costs.micro_batches)
             name = schedule_name(len(stages), costs.micro_batches)
@@ -146,7 +146,7 @@ class Mapped(NamedTuple):
     stages: tuple[SppStage, ...]
 
 
-def _make_costs(costs: ChainCosts, least: LeastBandwidths) -> SppCosts:
+def make_costs(costs: ChainCosts, least: LeastBandwidths) -> SppCosts:
     """Return the costs of the blocks.
 
     A replica of r has the seconds of 1/r of the samples (the paper's footnote 2), which are 1/r of the seconds where

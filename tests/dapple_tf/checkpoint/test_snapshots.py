@@ -58,11 +58,11 @@ def wait_for(memory: Path, steps: int) -> None:
 
 
 def train(step: Any, memory: Path, count: int, done: int = 0, every: int = 2) -> list[float]:
-    """Return the losses of ``count`` steps, after each of which its snapshot has been written."""
+    """Return the losses of ``count`` steps, at the end of each of which the snapshot at its begin has been written."""
     losses = []
-    for number in range(done + 1, done + count + 1):
+    for number in range(done, done + count):
         losses.append(float(step(X)))
-        if number % every == 0:
+        if number and number % every == 0:
             wait_for(memory, number)
     return losses
 
@@ -107,6 +107,7 @@ def test_steps_are_counted_from_what_was_saved(tmp_path: Path, memory: Path) -> 
     run(X)
     saving.save(11, batches=5)
     run(X)
+    run(X)
     wait_for(memory, 12)
     assert Checkpoints(tmp_path / "run", make_step()).restore() == Position(12, 6)
 
@@ -114,7 +115,7 @@ def test_steps_are_counted_from_what_was_saved(tmp_path: Path, memory: Path) -> 
 def test_a_damaged_snapshot_is_left_out(tmp_path: Path, memory: Path, capsys: Any) -> None:
     run = make_step()
     Checkpoints(tmp_path / "run", run).restore()
-    train(run, memory, 4)
+    train(run, memory, 5)
     (last,) = memory.rglob("snapshot-4-*")
     content = bytearray(last.read_bytes())
     content[-1] ^= 1
@@ -126,7 +127,7 @@ def test_a_damaged_snapshot_is_left_out(tmp_path: Path, memory: Path, capsys: An
 def test_a_snapshot_whose_parts_are_not_all_there_is_left_out(tmp_path: Path, memory: Path) -> None:
     run = make_step()
     Checkpoints(tmp_path / "run", run).restore()
-    train(run, memory, 2)
+    train(run, memory, 3)
     (part,) = memory.rglob("snapshot-2-*")
     part.rename(part.with_name(part.name.replace("-0-of-1", "-1-of-2")))
     assert Checkpoints(tmp_path / "run", make_step()).restore() == Position(0, 0)
@@ -136,7 +137,7 @@ def test_the_end_of_a_run_removes_its_snapshots(tmp_path: Path, memory: Path) ->
     run = make_step()
     with Checkpoints(tmp_path / "run", run) as saving:
         saving.restore()
-        train(run, memory, 2)
+        train(run, memory, 3)
         assert str(saving.snapshot_costs).startswith("snapshots every 2 steps: 1 taken; each held up training for ")
     assert not list(memory.rglob("*.st"))
     run(X)  # takes none any more
@@ -149,7 +150,7 @@ def fail_in_run(folder: Path, memory: Path) -> None:
     run = make_step()
     with Checkpoints(folder, run) as saving:
         saving.restore()
-        train(run, memory, 2)
+        train(run, memory, 3)
         raise ValueError("of the run")
 
 
@@ -157,7 +158,7 @@ def test_variables_that_are_not_finite_are_in_no_snapshot(tmp_path: Path, memory
     run = make_step()
     saving = Checkpoints(tmp_path / "run", run)
     saving.restore()
-    train(run, memory, 2)
+    train(run, memory, 3)
     bad = tf.fill(X.shape, np.nan)
     run(tf.cast(bad, X.dtype))
     run(X)
@@ -171,7 +172,7 @@ def test_variables_that_are_not_finite_are_in_no_snapshot(tmp_path: Path, memory
 def test_a_snapshot_of_another_model_is_refused(tmp_path: Path, memory: Path) -> None:
     run = make_step()
     Checkpoints(tmp_path / "run", run).restore()
-    train(run, memory, 2)
+    train(run, memory, 3)
     other = Checkpoints(tmp_path / "run", make_step(rows=5))
     with pytest.raises(CheckpointError, match=r"the snapshot after step 2 has 'first' as float32 \[4, 3\], but here"):
         other.restore()
@@ -181,7 +182,7 @@ def test_snapshots_of_a_folder_that_is_new_are_not_used_unasked(tmp_path: Path, 
     folder = tmp_path / "run"
     run = make_step()
     Checkpoints(folder, run).restore()
-    train(run, memory, 2)
+    train(run, memory, 3)
     identity = (folder / "run-id").read_text()
     shutil.rmtree(folder)
     folder.mkdir()
@@ -200,7 +201,7 @@ def test_snapshots_under_a_launcher_are_found_without_the_folder(
     monkeypatch.setenv("DAPPLE_LAUNCH", Start(0, launch="abcdef").to_text())
     run = make_step()
     Checkpoints(tmp_path / "run", run).restore()
-    train(run, memory, 2)
+    train(run, memory, 3)
     shutil.rmtree(tmp_path / "run")  # it was on the host of rank 0, which is lost
     monkeypatch.setenv("DAPPLE_LAUNCH", Start(1, launch="abcdef").to_text())
     assert Checkpoints(tmp_path / "run", make_step()).restore() == Position(2, 2)

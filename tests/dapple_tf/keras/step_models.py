@@ -193,7 +193,7 @@ def siamese(wrap: Wrap, **fit: Any) -> tuple[keras.Model, Any]:
     return model, model.fit(batches, validation_data=batches.take(1), **_without_batch(fit))
 
 
-# --- A GAN whose two optimizers are given to compile; generated and real images are not concatenated
+# --- A DCGAN: its two optimizers are given to compile, and one batch has generated and real images
 
 
 class GAN(keras.Model):
@@ -220,11 +220,12 @@ class GAN(keras.Model):
         batch_size = ops.shape(real_images)[0]
         random_latent_vectors = keras.random.normal(shape=(batch_size, self.latent_dim), seed=self.seed_generator)
         generated_images = self.generator(random_latent_vectors)
-        noise = keras.random.uniform((batch_size, 1), seed=self.seed_generator)
+        combined_images = ops.concatenate([generated_images, real_images], axis=0)
+        labels = ops.concatenate([ops.ones((batch_size, 1)), ops.zeros((batch_size, 1))], axis=0)
+        labels += 0.05 * keras.random.uniform((2 * batch_size, 1), seed=self.seed_generator)
         with tf.GradientTape() as tape:
-            of_generated, of_real = self.discriminator(generated_images), self.discriminator(real_images)
-            d_loss = self.loss_fn(ops.ones((batch_size, 1)) + 0.05 * noise, of_generated)
-            d_loss += self.loss_fn(ops.zeros((batch_size, 1)), of_real)
+            predictions = self.discriminator(combined_images)
+            d_loss = self.loss_fn(labels, predictions)
         grads = tape.gradient(d_loss, self.discriminator.trainable_weights)
         self.d_optimizer.apply_gradients(zip(grads, self.discriminator.trainable_weights))
 

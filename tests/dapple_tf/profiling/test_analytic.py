@@ -43,6 +43,32 @@ def test_a_loop_takes_the_time_of_its_body_in_every_round() -> None:
     assert loop.backward_seconds == 2 * loop.forward_seconds
 
 
+def test_each_kind_of_op_takes_its_own_fraction_of_the_rates() -> None:
+    rnn = keras.layers.SimpleRNN(4, name="rnn")
+    rnn.build((None, 5, 8))
+    kernel, matrix = tf.Variable(tf.ones((3, 3, 2, 4))), tf.Variable(tf.ones((4, 8)))
+
+    def loss(x: tf.Tensor) -> tf.Tensor:
+        y = tf.nn.conv2d(x, kernel, 1, "SAME")
+        y = tf.reshape(y, [-1, 5, 4]) @ matrix
+        return tf.reduce_mean(rnn(y))
+
+    spec = tf.TensorSpec((2, 5, 1, 2), tf.float32)
+
+    def forward(**by_class: float) -> float:
+        peak = Peak("p", 10.0, float("inf"), 0.0, 1.0, by_class)  # type: ignore[arg-type]  # the names are OpClass's
+        return sum(layer.forward_seconds for layer in dapple.analytic_profile(loss, (spec,), peak).layers)
+
+    of_each = {
+        "convolution": 2 * 2 * 5 * 3 * 3 * 2 * 4 / 10,
+        "product": 2 * 2 * 5 * 4 * 8 / 10,
+        "loop": 5 * 2 * 2 * (8 + 4) * 4 / 10,
+    }
+    assert forward() == pytest.approx(sum(of_each.values()))
+    for kind, seconds in of_each.items():
+        assert forward(**{kind: 0.5}) == pytest.approx(forward() + seconds)
+
+
 def test_a_loop_over_no_list_counts_as_one_round() -> None:
     kernel = tf.Variable(tf.ones((3, 3)))
 

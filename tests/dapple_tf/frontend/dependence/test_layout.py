@@ -171,6 +171,11 @@ COUPLED: dict[str, tuple[Compute, str]] = {
     "split of samples": (lambda b: tf.split(b.z, [2, b.n - 2])[0], "splits the batch"),
     "pad of the batch": (lambda b: tf.pad(b.z, [[1, 0], [0, 0]]), "pads the batch axis"),
     "concat with foreign rows": (lambda b: tf.concat([b.z, b.w[None]], 0), "rows that are no samples"),
+    "concat with constants but for as many as there are samples": (
+        lambda b: tf.concat([b.x, tf.zeros([16, 4], tf.float64)[: -b.n]], 0),
+        "cannot be inferred",
+    ),
+    "at least eight rows": (lambda b: tf.pad(b.x, [[0, tf.maximum(8 - b.n, 0)], [0, 0]]), "pads the batch axis"),
     "concat on different axes": (
         lambda b: tf.concat([b.z[None, :, 0], b.z[:, :1]], 0),
         "on different axes",

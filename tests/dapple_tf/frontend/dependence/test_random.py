@@ -47,6 +47,19 @@ ROWS: dict[str, tuple[Compute, tuple[int, int, int]]] = {
         lambda b: tf.random.stateless_gamma([b.n, 4], SEED, tf.constant([1.0, 2, 3, 4], tf.float64), dtype=tf.float64),
         (0, 1, 1),
     ),
+    "two rows a sample": (lambda b: draw(2 * b.n, 3), (0, 1, 2)),
+    "two rows a sample, as tf.repeat makes them": (
+        lambda b: draw(2 * b.n, 4) + tf.repeat(b.z, 2, axis=0),
+        (0, 1, 2),
+    ),
+    "two rows a sample, as a concat makes them": (lambda b: draw(2 * b.n, 4) + tf.concat([b.z, b.x], 0), (0, 2, 1)),
+    "half of two rows a sample": (lambda b: draw(2 * b.n, 4)[b.n :] * b.z, (0, 1, 1)),
+    "two draws in different orders": (
+        lambda b: tf.concat(
+            [draw(2 * b.n, 4) + tf.repeat(b.z, 2, axis=0), tf.repeat(draw(3 * b.n, 4)[: b.n], 2, axis=0)], 1
+        ),
+        (0, 1, 2),
+    ),
     "dropout": (lambda b: tf.nn.experimental.stateless_dropout(b.z, 0.5, SEED), (0, 1, 1)),
 }
 
@@ -68,7 +81,6 @@ def test_a_draw_by_a_seed_of_the_whole_batch_is_made_once_known() -> None:
 
 
 COUPLED: dict[str, tuple[Compute, str]] = {
-    "several rows a sample in an unknown order": (lambda b: draw(2 * b.n, 3), "in an order that cannot be inferred"),
     "a seed of samples": (
         lambda b: tf.random.stateless_normal([b.n], tf.argmax(b.z, 1)[:2]),
         "slices the batch|seed or with parameters that depend on samples",
@@ -91,6 +103,19 @@ def test_draws_that_cannot_be_repeated_say_why(case: str) -> None:
     kind = kind_of(compute)
     assert kind.coupled, kind
     assert any(part in kind.why for part in why.split("|")), kind.why
+
+
+def test_a_draw_that_is_used_in_two_orders_is_refused() -> None:
+    def compute(b: Any) -> Any:
+        drawn = draw(2 * b.n, 4)
+        return drawn + tf.repeat(b.z, 2, axis=0) + (drawn + tf.concat([b.z, b.x], 0))
+
+    assert "in different orders" in kind_of(compute).why
+
+
+def test_a_hidden_draw_has_the_order_of_what_it_is_added_to() -> None:
+    kind = kind_of(lambda b: tf.random.normal([2 * b.n, 4], dtype=tf.float64) + tf.concat([b.z, b.x], 0))
+    assert (kind.form, kind.axis, kind.outer, kind.inner) == (Form.ROWS, 0, 2, 1)
 
 
 def test_a_hidden_draw_is_rows_and_is_named_as_a_documented_reason() -> None:

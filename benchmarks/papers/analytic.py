@@ -1,0 +1,411 @@
+"""How true analytic profiles are: our models for a V100 beside the published profiles, and the fit of efficiencies.
+
+The seconds of each kind of op are computed once for each model, which takes up to three minutes, and kept in
+``out/papers``: ``python -m benchmarks.papers.analytic`` makes those that are missing, each in a process of its own, and
+prints the fitted efficiencies, which ``dapple_tf.profiler.peaks`` has for the V100.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from benchmarks.papers import pipedream_published, published
+from benchmarks.papers.figure import Exhibit, Figure, claim
+from dapple_tf.planner.api import make_problem, run_planner
+from dapple_tf.planner.planning_problem import Candidate, PlanningProblem
+from dapple_tf.plans import StagePlan
+from dapple_tf.profiler.cluster import config
+from dapple_tf.profiler.peaks import find_peak
+from dapple_tf.profiler.profile import LayerCost, Profile
+
+FOLDER = Path(__file__).parents[2] / "out" / "papers"
+KINDS = ("product", "convolution", "loop", "other")
+UNFITTED = 0.7  # the part that all kinds reached before the fit, an assumption
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A published profile and our model of it. ``options``: of the model. ``fits``: whether the fit may see it.
+
+    ``theirs``, ``ours``: patterns for the names of the layers that are compared one by one, in their order; layers of
+    ours with the same text in the pattern's group are one.
+    """
+
+    title: str
+    profile: published.Model | pipedream_published.Profiled
+    model: str
+    options: Mapping[str, Any]
+    fits: bool
+    theirs: str
+    ours: str
+
+    @property
+    def name(self) -> str:
+        """The name of the file of what is kept."""
+        return self.title.lower()
+
+    def read_published(self) -> Profile:
+        """Return the published profile."""
+        if isinstance(self.profile, published.Model):
+            return published.read_profile(self.profile)
+        return pipedream_published.read_profile(self.profile)
+
+
+_BERT = {"theirs": r"layer_\d+", "ours": r"bert/(block_\d+)"}
+_VGG = r"vgg\d+/(block\d_conv\d|fc\d|predictions)$"
+_GNMT = {"theirs": published.GNMT.units, "ours": r"gnmt/((?:en|de)coder_\d+)/"}
+_CONVOLUTIONS = r"(node\d+ )?(?:Conv2d|Linear)"
+PAIRS = (
+    Pair("VGG-19", published.VGG, "vgg", {"scale": "19", "batch_size": 32}, True, r"Conv2d|FC|Prediction", _VGG),
+    Pair(
+        "ResNet-50",
+        published.RESNET,
+        "resnet",
+        {"scale": "50", "batch_size": 128},
+        True,
+        _CONVOLUTIONS,
+        r"resnet50/(.*conv|predictions)$",
+    ),
+    Pair("BERT-48", published.BERT, "bert", {"scale": "48", "context": 384, "batch_size": 2}, True, **_BERT),
+    Pair("GNMT-16", published.GNMT, "gnmt", {"scale": "16", "batch_size": 64}, True, **_GNMT),
+    Pair("VGG-16", pipedream_published.VGG_16, "vgg", {"scale": "16", "batch_size": 128}, False, _CONVOLUTIONS, _VGG),
+    Pair("BERT-24", published.BERT_LARGE, "bert", {"scale": "large", "context": 384, "batch_size": 6}, False, **_BERT),
+    Pair("XLNet-36", published.XLNET, "xlnet", {"batch_size": 1}, False, r"Layer_\d+", r"xlnet/(block_\d+)"),
+    Pair(
+        "GNMT-8",
+        pipedream_published.GNMT_8,
+        "gnmt",
+        {"layers": 4, "length": 24, "batch_size": 64},
+        False,
+        **_GNMT,
+    ),
+    Pair(
+        "AmoebaNet-36",
+        published.AMOEBA,
+        "amoebanet",
+        {"batch_size": 1},
+        False,
+        r"cell_\d",
+        r"amoebanet/(cell_\d+)/",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is kept of a model: its profile without seconds, and seconds of each kind of op at the data sheet's rates.
+
+    ``forward``, ``backward``: [kinds, layers]. ``cpu_seconds``, ``peak_bytes``: what computing this took.
+    """
+
+    profile: Profile
+    forward: Floats
+    backward: Floats
+    cpu_seconds: float
+    peak_bytes: float
+
+    def with_efficiencies(self, efficiency: Mapping[str, float]) -> Profile:
+        """Return the profile by the roofline with these efficiencies."""
+        weights = np.array([1 / efficiency[kind] for kind in KINDS])
+        seconds = zip(self.profile.layers, weights @ self.forward, weights @ self.backward, strict=True)
+        layers = tuple(replace(layer, forward_seconds=float(f), backward_seconds=float(b)) for layer, f, b in seconds)
+        return replace(self.profile, layers=layers)
+
+
+# --- Compute and keep the work of a model
+
+
+def examine(pair: Pair) -> None:
+    """Compute the work of a model, and keep it."""
+    import dapple_tf as dapple
+    from dapple_tf import examples, variable_values
+    from dapple_tf.commands.model_loading import load_workload
+    from dapple_tf.frontend.trace import trace_loss
+    from dapple_tf.profiling.analytic import make_profile
+    from dapple_tf.profiling.layer_facts import examine_layers
+
+    dapple.init(1)
+    begin = time.process_time()
+    workload = load_workload(f"{examples.__name__}:{pair.model}", dict(pair.options))
+    arguments, size = next(iter(workload.dataset)), pair.options["batch_size"]
+    with variable_values.without_values():
+        facts = examine_layers(trace_loss(workload.loss_fn, arguments, size, "allow"), size)
+    sheet = replace(find_peak("V100"), attainable=1.0)
+    seconds = {}
+    for direction, compute in (("forward", facts.forward_seconds), ("backward", facts.backward_seconds)):
+        only = (replace(sheet, by_class={k: 1.0 if k == kind else float("inf") for k in KINDS}) for kind in KINDS)
+        seconds[direction] = [compute(peak).tolist() for peak in only]
+    none = np.zeros(len(facts.names))
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    make_profile(facts, pair.title, "V100 (analytic)", none, none).save(FOLDER / f"{pair.name}-profile.json")
+    kept = {
+        **seconds,
+        "cpu_seconds": time.process_time() - begin,
+        "peak_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+    }
+    (FOLDER / f"{pair.name}.json").write_text(json.dumps(kept))
+
+
+@cache
+def read_work(name: str) -> Work:
+    """Return the work of the model of this title, computed in another process where it is not kept."""
+    (pair,) = (pair for pair in PAIRS if pair.title == name)
+    path = FOLDER / f"{pair.name}.json"
+    if not path.is_file():
+        subprocess.run([sys.executable, "-m", "benchmarks.papers.analytic", name], check=True, timeout=1800)
+    kept = json.loads(path.read_text())
+    forward, backward = (np.array(kept[direction]) for direction in ("forward", "backward"))
+    profile = Profile.load(FOLDER / f"{pair.name}-profile.json")
+    return Work(profile, forward, backward, kept["cpu_seconds"], kept["peak_bytes"])
+
+
+# --- The fit
+
+
+def totals(profile: Profile) -> tuple[float, float]:
+    """Return the seconds of forward and of backward."""
+    forward, backward = (f(profile.batch_size).sum() for f in (profile.forward_seconds, profile.backward_seconds))
+    return float(forward), float(backward)
+
+
+def fit(pairs: Sequence[Pair]) -> dict[str, float]:
+    """Return the efficiency of each kind of op with the least squares of relative errors of totals, F and B apart."""
+    rows = []
+    for pair in pairs:
+        work = read_work(pair.title)
+        for parts, total in zip((work.forward, work.backward), totals(pair.read_published()), strict=True):
+            rows.append(parts.sum(axis=1) / total)
+    matrix = np.array(rows)
+    inverse = least_squares_above_zero(matrix, np.ones(len(matrix)))
+    return {kind: float(1 / x) if x else float("inf") for kind, x in zip(KINDS, inverse, strict=True)}
+
+
+def least_squares_above_zero(matrix: Floats, wanted: Floats) -> Floats:
+    """Return the x of at least 0 with the least squares of ``matrix @ x - wanted``, by coordinate descent."""
+    x = np.ones(matrix.shape[1])
+    for _ in range(20_000):
+        for column in range(len(x)):
+            own = matrix[:, column]
+            rest = wanted - matrix @ x + own * x[column]
+            x[column] = max(0.0, float(own @ rest) / float(own @ own)) if own.any() else 0.0
+    return x
+
+
+# --- The comparison
+
+
+def compare_by_layer(pair: Pair, ours: Profile) -> float | None:
+    """Return Spearman's rank correlation of the seconds of the compared layers; None where theirs are all alike.
+
+    Layers of the same parameters are matched in their order where both sides have as many of each, else all are.
+    """
+    theirs, own = _units(pair.read_published(), pair.theirs), _units(ours, pair.ours)
+    if len(theirs) != len(own) or len({seconds for seconds, _ in theirs}) < 2:
+        return None
+    if sorted(size for _, size in theirs) == sorted(size for _, size in own):
+        theirs, own = (sorted(units, key=lambda unit: unit[1]) for units in (theirs, own))
+    ranks = [_ranks(np.array([seconds for seconds, _ in units])) for units in (theirs, own)]
+    return float(np.corrcoef(*ranks)[0, 1])
+
+
+def _units(profile: Profile, pattern: str) -> list[tuple[float, float]]:
+    """Return seconds of forward and backward, and bytes of parameters, of each of the compared layers."""
+    found: dict[str, tuple[float, float]] = {}
+    for layer in profile.layers:
+        if key := _unit_of(layer, pattern):
+            seconds, size = found.get(key, (0.0, 0.0))
+            seconds += layer.forward_seconds + layer.backward_seconds
+            found[key] = seconds, size + layer.parameter_bytes
+    return list(found.values())
+
+
+def _unit_of(layer: LayerCost, pattern: str) -> str:
+    """Return the name of the compared layer that a layer belongs to; empty if there is none."""
+    match = re.match(pattern, layer.name)
+    if match is None:
+        return ""
+    return match[1] if match.re.groups and match[1] else layer.name
+
+
+def _ranks(values: Floats) -> Floats:
+    """Return the ranks of the values; equal ones have their mean rank."""
+    order = values.argsort().argsort().astype(np.float64)
+    for value in set(values.tolist()):
+        same = np.isclose(values, value, rtol=1e-6)
+        order[same] = order[same].mean()
+    return order
+
+
+def middle_bytes(profile: Profile, pattern: str) -> float:
+    """Return the bytes that cross the cut behind the middle one of the compared layers, where the fewest cross."""
+    starts = unit_starts(profile, pattern)
+    middle = len(starts) // 2
+    crossing = profile.crossing_bytes()
+    return float(min(crossing[p - 1] for p in range(starts[middle - 1] + 1, starts[middle] + 1)))
+
+
+def unit_starts(profile: Profile, pattern: str) -> list[int]:
+    """Return the first layer of each of the compared layers."""
+    seen: dict[str, int] = {}
+    for index, layer in enumerate(profile.layers):
+        if key := _unit_of(layer, pattern):
+            seen.setdefault(key, index)
+    return sorted(seen.values())
+
+
+def compare_plans(pair: Pair, ours: Profile, letter: str) -> float:
+    """Return the step of the plan from our profile over that of the plan from the published one, both under the latter.
+
+    Both plans are those of planner "best" on 16 devices, with stages that start at the compared layers.
+    """
+    assert isinstance(pair.profile, published.Model)
+    problems, starts = [], []
+    for profile, pattern in ((pair.read_published(), pair.theirs), (ours, pair.ours)):
+        at = unit_starts(profile, pattern)
+        crossing = profile.crossing_bytes()
+        cuts = [min(range(a + 1, b + 1), key=lambda p: (crossing[p - 1], p)) for a, b in itertools.pairwise(at)]
+        others = set(range(1, len(profile.layers))) - set(cuts)
+        only = replace(profile, uncuttable=tuple(sorted(others)), unsplittable=())
+        problems.append(
+            make_problem(
+                only,
+                config(letter),
+                global_batch_size=pair.profile.global_batch,
+                optimizer_slots=pair.profile.slots,
+                contention=False,
+            )
+        )
+        starts.append(cuts)
+    theirs, own = (run_planner(problem, "best", chunks=()).chosen for problem in problems)
+    moved = _evaluate(problems[0], own, dict(zip(starts[1], starts[0], strict=True)))
+    return moved / theirs.seconds
+
+
+def _evaluate(problem: PlanningProblem, candidate: Candidate, start_of: Mapping[int, int]) -> float:
+    """Return the seconds of a plan whose stages start at other numbers of layers; infinity where it does not fit."""
+    firsts = [0, *(start_of[stage.first_layer] for stage in candidate.stages[1:])]
+    ends = [*firsts[1:], len(problem.profile.layers)]
+    stages = [
+        StagePlan(first, end - 1, stage.devices)
+        for first, end, stage in zip(firsts, ends, candidate.stages, strict=True)
+    ]
+    found = [
+        problem.evaluate(stages, candidate.micro_batch_size, "moved", schedule)
+        for schedule in (candidate.schedule, "auto")
+    ]
+    return min((each.seconds for each in found if each is not None), default=float("inf"))
+
+
+def exhibit() -> Exhibit:
+    """Return totals, parameters, boundary bytes, rank correlation and plans of all models."""
+    peak = find_peak("V100")
+    fitted = {kind: peak.by_class.get(kind, peak.attainable) for kind in KINDS}  # type: ignore[call-overload]
+    figures: list[Figure] = []
+    near: dict[tuple[str, bool], list[bool]] = {}
+    for pair in PAIRS:
+        work, theirs = read_work(pair.title), pair.read_published()
+        ours = work.with_efficiencies(fitted)
+        group = f"{pair.title} ({'fitted' if pair.fits else 'tested'})"
+        before = totals(work.with_efficiencies(dict.fromkeys(KINDS, UNFITTED)))
+        for name, printed, now, then in zip(("forward", "backward"), totals(theirs), totals(ours), before, strict=True):
+            why = f"with {UNFITTED} for all kinds {1e3 * then:.0f} ms"
+            if pair.title == "AmoebaNet-36":
+                why += (
+                    f"; {len(work.profile.layers)} layers for one image: launching kernels counts, and is not modelled"
+                )
+            figures.append(Figure(group, name, 1e3 * printed, 1e3 * now, "ms", why))
+            for title, seconds in (("as fitted", now), (f"with {UNFITTED} for all kinds", then)):
+                near.setdefault((title, pair.fits), []).append(abs(seconds / printed - 1) <= 0.25)
+        sizes = [float(p.parameter_bytes.sum()) / 4e6 for p in (theirs, ours)]
+        figures.append(Figure(group, "parameters", *sizes, "millions"))
+        sent = [middle_bytes(p, pattern) / 1e6 for p, pattern in ((theirs, pair.theirs), (ours, pair.ours))]
+        why = "the files of BERT and XLNet pass masks on, that of AmoebaNet counts an output for each of its readers"
+        figures.append(Figure(group, "bytes at the cut in the middle", *sent, "MB", why))
+        correlation = compare_by_layer(pair, ours)
+        if correlation is not None:
+            figures.append(Figure(group, "rank correlation of the layers' seconds", 1.0, correlation, ""))
+        if isinstance(pair.profile, published.Model):
+            for letter in "abc":
+                ratio = compare_plans(pair, ours, letter)
+                name = f"config {letter.upper()}: plan from ours over plan from theirs"
+                figures.append(Figure(group, name, 1.0, ratio, "x step"))
+    for (title, fits), found in near.items():
+        figures.append(claim(f"totals within 25%, {'fitted' if fits else 'tested'} models, {title}", found))
+    text = ", ".join(f"{kind} {x:.2f}" for kind, x in fitted.items())
+    return Exhibit(
+        "Analytic profiles",
+        "What `dapple profile --device V100` says of our models, beside the published profiles. The part of the data "
+        f"sheet's rates that each kind of op reaches ({text}) was fitted to the totals of four models, by least "
+        "squares of relative errors, and tested on five others. Convolutions exceed 1, since cuDNN's need fewer "
+        "products than are counted. A plan from our profile is costed under the published one, and so is the plan "
+        "from that.",
+        tuple(figures),
+        "python -m benchmarks.papers analytic",
+    )
+
+
+# --- DAPPLE's Table II
+
+_PARAMETERS = {
+    "GNMT-16": 291.0,
+    "BERT-48": 640.0,
+    "XLNet-36": 500.0,
+    "ResNet-50": 24.5,
+    "VGG-19": 137.0,
+    "AmoebaNet-36": 933.0,
+}
+
+
+def table_2() -> Exhibit:
+    """Return the parameters of our models, and the memory of one device that trains one batch."""
+    figures = []
+    for pair in PAIRS:
+        if pair.title not in _PARAMETERS or not isinstance(pair.profile, published.Model):
+            continue
+        profile = read_work(pair.title).profile
+        count = float(profile.parameter_bytes.sum()) / 4e6
+        figures.append(Figure("parameters", pair.title, _PARAMETERS[pair.title], count, "millions"))
+        fixed = 4e6 * count * (2 + pair.profile.slots)
+        stash = float(profile.stash_bytes.sum())
+        total = (fixed + stash + float(profile.working_bytes().max())) / 1e9
+        figure = Figure("memory", pair.title, pair.profile.memory / 1e9, total, "GB")
+        why = (
+            ""
+            if abs(figure.off) <= 0.1
+            else f"weights, gradients and slots {fixed / 1e9:.1f} GB, activations {stash / 1e9:.1f} GB"
+        )
+        figures.append(replace(figure, why=why))
+    return Exhibit(
+        "DAPPLE, Table II",
+        "Parameters of our models, and the bytes of one device that trains one batch of the profile's size: weights, "
+        "gradients and slots of the optimizer, what TensorFlow's backward keeps of forward, and the largest gradients. "
+        "Nothing is run: it is `dapple profile --device V100` of our models.",
+        tuple(figures),
+        "python -m benchmarks.papers dapple-table-2",
+    )
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        examine(next(pair for pair in PAIRS if pair.title == sys.argv[1]))
+    else:
+        for each in PAIRS:
+            kept = read_work(each.title)
+            print(f"{each.title}: {kept.cpu_seconds:.0f} s of CPU, {kept.peak_bytes / 1e9:.2f} GB")
+        for title, chosen in (("half", [p for p in PAIRS if p.fits]), ("all", PAIRS)):
+            print(title, {kind: round(x, 3) for kind, x in fit(chosen).items()})
