@@ -138,10 +138,12 @@ def test_a_loss_and_metrics_of_ones_own() -> None:
 
 
 def test_predictions_of_steps_per_execution_and_of_nested_outputs() -> None:
-    make = partial(models.two_outputs, as_dict=True, loss={"value": "mse", "kind": CROSS_ENTROPY})
+    def make() -> keras.Model:
+        model = models.two_outputs(as_dict=True, loss={"value": "mse", "kind": CROSS_ENTROPY})
+        model.steps_per_execution = 2  # as by ``compile``
+        return model
 
     def use(model: keras.Model) -> Any:
-        model.steps_per_execution = 2
         return [model.predict(X, batch_size=5, verbose=0), model.predict(X[:3], verbose=0)]
 
     assert_equal_to_plain(make, use)
