@@ -56,7 +56,7 @@ lint: .venv/installed-test
 bench: .venv/installed-test
 	@$(BIN)/python -m benchmarks
 
-# The papers' tables and figures beside ours, into docs/papers.md: minutes, and the first time half an hour more.
+# The papers' tables and figures beside ours, into docs/papers.md: five minutes of CPU, and the first time eight more.
 papers: .venv/installed-test
 	@$(BIN)/python -m benchmarks.papers
 

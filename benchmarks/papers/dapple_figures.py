@@ -6,9 +6,9 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import mean
 
 from benchmarks.papers import speedups, table8
-from benchmarks.papers.candidates import published_candidates
 from benchmarks.papers.figure import OOM, Exhibit, Figure, claim, draw
 from benchmarks.papers.planning import fastest
 from benchmarks.papers.published import (
@@ -378,55 +378,41 @@ _BATCHES = (32, 128, 512, 2048)
 def figure_12() -> Exhibit:
     """Return the speed-ups of Fig. 12 on configs A, B and C."""
     panels: dict[str, tuple[Sequence[float], Mapping[str, Sequence[float]]]] = {}
-    at_128: dict[str, dict[str, tuple[float, float]]] = {letter: {} for letter in "abc"}
+    free: dict[tuple[Model, str], float] = {}
     never: list[bool] = []
     for model, letter in itertools.product(MODELS, "abc"):
         points = [speedups.speedups(FREE.make_problem(model, letter, batch)) for batch in _BATCHES]
         panels[f"{model.title}, config {letter.upper()}"] = _BATCHES, speedups.by_line(points)
         never += [best >= overlapped * (1 - 1e-9) for best, overlapped, _ in points if not math.isnan(overlapped)]
-        problem = FREE.make_problem(model, letter, 128)
         best, overlapped, _ = points[_BATCHES.index(128)]
-        of_paper = fastest(published_candidates(problem))
-        if not math.isnan(overlapped) and of_paper is not None:
-            alone = float(problem.profile.forward_seconds(128).sum() + problem.profile.backward_seconds(128).sum())
-            at_128[letter][model.title] = (alone / of_paper.seconds / overlapped, best / overlapped)
+        free[model, letter] = best / overlapped
+    with_dp = [model for model in MODELS if model is not AMOEBA]
+    whole = {
+        (model, letter): best / overlapped
+        for model, letter in itertools.product(with_dp, "abc")
+        for best, overlapped, _ in [speedups.speedups(WHOLE.make_problem(model, letter))]
+    }
     figures = []
-    for letter, found in at_128.items():
-        narrow, wide = (sum(each[i] for each in found.values()) / len(found) for i in (0, 1))
-        printed = speedups.PUBLISHED[letter]
-        why = (
-            ""
-            if abs(narrow / printed - 1) <= 0.1
-            else "our DP overlaps AllReduce with the whole last backward, and takes its best M"
-        )
-        figures.append(
-            Figure(
-                "best hybrid over DP with overlap, batch 128",
-                f"config {letter.upper()}, mean",
-                printed,
-                narrow,
-                "x",
-                why,
-                (narrow, wide),
-            )
-        )
-    narrow, wide = at_128["c"][GNMT.title]
-    figures.append(
-        Figure(
-            "best hybrid over DP with overlap, GNMT-16",
-            "config C, the largest",
-            2.32,
-            narrow,
-            "x",
-            "the same",
-            (narrow, wide),
-        )
-    )
+    for letter, printed in speedups.PUBLISHED.items():
+        ways = [
+            mean(free[model, letter] for model in (BERT, XLNET)),
+            mean(free[model, letter] for model in with_dp),
+            mean(whole[model, letter] for model in with_dp),
+        ]
+        why = "the paper's mean is over models whose times for so small slices its profiles do not have"
+        name = f"config {letter.upper()}, mean, batch 128"
+        span = (min(ways), max(ways))
+        figures.append(Figure("best hybrid over DP with overlap", name, printed, ways[0], "x", why, span))
+    largest = whole[GNMT, "c"]
+    why = "at Table V's batch of 1024, with whole slices; the paper's is at 128"
+    figures.append(Figure("best hybrid over DP with overlap", "GNMT-16, config C", 2.32, largest, "x", why))
     figures.append(claim("the best plan is at least as fast as DP with overlap", never))
     return Exhibit(
         "DAPPLE, Fig. 12",
-        "Speed-ups over one device by global batch. Ours: the fastest of DP, two stages and straight plans; the other "
-        "end of the range is our planner's best plan of any stages.",
+        "Speed-ups over one device by global batch. The paper states means at a batch of 128, where each of 16 data-"
+        "parallel devices has 8 samples. Ours is the mean of BERT-48 and XLNet-36, whose profiles are of batches no "
+        "larger than that; the range also has the mean of all models that DP fits, with time in proportion to samples, "
+        "and that at Table V's batches where every replica has the profile's batch.",
         tuple(figures),
         "python -m benchmarks.papers dapple-figure-12",
         (draw("dapple-figure-12.png", panels, x="global batch (samples)", y="speed-up, 16 devices", columns=3),),

@@ -69,13 +69,17 @@ class Exhibit:
 
     @property
     def groups(self) -> dict[str, list[Figure]]:
-        """The figures by group and unit, in order, without claims; only groups of two and more."""
+        """The figures by group and unit, in order, without claims; only groups in which the paper's numbers differ."""
         found: dict[tuple[str, str], list[Figure]] = {}
         for figure in self.figures:
             if figure.unit == CASES:
                 continue
             found.setdefault((figure.group, figure.unit), []).append(figure)
-        return {f"{group}, {unit}": each for (group, unit), each in found.items() if len(each) > 1}
+        return {
+            f"{group}, {unit}": each
+            for (group, unit), each in found.items()
+            if len({figure.paper for figure in each if not math.isnan(figure.paper)}) > 1
+        }
 
     def save(self, name: str) -> None:
         """Keep the exhibit as ``results/NAME.json``."""
@@ -129,7 +133,7 @@ def write_section(exhibit: Exhibit) -> str:
     """Return the section of an exhibit."""
     lines = [f"## {exhibit.title}", "", exhibit.about, "", f"`{exhibit.command}`", ""]
     for picture in exhibit.pictures:
-        lines += [f"![{exhibit.title}](figures/papers/{picture})", ""]
+        lines += [f"![{exhibit.title}, simulated](figures/papers/{picture})", ""]
     lines += ["| of | figure | paper | ours | off | why |", "|---|---|---|---|---|---|"]
     for figure in exhibit.figures:
         ours = write_number(figure.ours)

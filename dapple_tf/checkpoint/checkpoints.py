@@ -43,10 +43,11 @@ class Checkpoints:
     run that is killed at any moment leaves a good checkpoint: a file is written completely before it gets its name, and
     older files are removed after that. The folder is locked for this process as long as the object exists.
 
-    If the step has the option ``snapshot_every``, a snapshot is taken after each ``snapshot_every`` calls, when the next
-    one begins, into the memory of the hosts (see ``snapshots``), and ``restore`` loads the last complete one if it is
-    newer than the last file. Calls are counted from the last ``restore`` or ``save``, as one batch each. ``close`` at the end of the run
-    removes the snapshots. As a context manager the object removes them at the end of its block, but not after an error.
+    If the step has the option ``snapshot_every``, a snapshot is taken after each ``snapshot_every`` calls, when the
+    next one begins, into the memory of the hosts (see ``snapshots``), and ``restore`` loads the last complete one if it
+    is newer than the last file. Calls are counted from the last ``restore`` or ``save``, as one batch each. ``close``
+    at the end of the run removes the snapshots. As a context manager the object removes them at the end of its block,
+    but not after an error.
 
     Raises CheckpointError, on every rank, for a folder that cannot be written, that another run uses (the error names
     host and process) or that holds checkpoints of another kind, and for a variable of a dtype or shape that cannot be

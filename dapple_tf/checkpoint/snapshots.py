@@ -211,7 +211,7 @@ class Snapshots:
             self._buddies = Buddies(self._job, buddies, self._folder / self._run, self._note_done, self._fail)
 
     def note_step(self, position: Position) -> None:
-        """Take a snapshot where one is due; every rank calls this before each step, with the position that it starts at.
+        """Take a snapshot where one is due; every rank calls this before each step, with the position so far.
 
         What the program does after a step, such as writing a record of it, is then done when there is a snapshot.
         """

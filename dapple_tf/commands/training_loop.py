@@ -17,7 +17,7 @@ from dapple_tf import internals
 from dapple_tf.commands.output import shows_progress
 from dapple_tf.commands.workload import Workload
 from dapple_tf.errors import ModelError
-from dapple_tf.runtime.shard import without_autotuning
+from dapple_tf.runtime.shard import beside_steps
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def repeat_batches(dataset: Iterable[Any]) -> Iterator[tuple[Any, ...]]:
 
     Raises ModelError for an empty data set.
     """
-    dataset = without_autotuning(dataset)
+    dataset = beside_steps(dataset)
     while True:
         empty = True
         for batch in dataset:

@@ -17,7 +17,7 @@ from dapple_tf.distributed.variable_locations import Ranks
 from dapple_tf.staged_model import StagedModel
 
 # Bytes of one message. Small variables share a message; a large one is sent in parts, without a second copy of it.
-_MESSAGE_BYTES = 64 * 2**20
+_MESSAGE_BYTES = 16 * 2**20
 
 T = TypeVar("T")
 Described: TypeAlias = Any

@@ -23,7 +23,7 @@ from dapple_tf.keras import ranks
 from dapple_tf.keras.batches import BatchNames, DataNames
 from dapple_tf.keras.loops import Loops, OnOneDevice
 from dapple_tf.keras.rank_batches import BatchCheck
-from dapple_tf.runtime.shard import without_autotuning
+from dapple_tf.runtime.shard import beside_steps
 from dapple_tf.runtime.step import PipelinedStep
 
 # --- Prefetch batches of tf.data sets, so that they are read while steps run
@@ -59,7 +59,7 @@ def _reading_ahead(model: keras.Model, method: Callable[..., Any], check: Callab
 
 
 def _prefetched(value: Any) -> Any:
-    return without_autotuning(value).prefetch(_BATCHES) if isinstance(value, tf.data.Dataset) else value
+    return beside_steps(value).prefetch(_BATCHES) if isinstance(value, tf.data.Dataset) else value
 
 
 # --- ``dapple.keras.pipeline`` and ``dapple.keras.restore``: put a pipeline under a compiled model, and take it off

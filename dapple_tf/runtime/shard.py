@@ -42,16 +42,20 @@ def shard(dataset: tf.data.Dataset, step: PipelinedStep) -> tf.data.Dataset:
     return take_rows(dataset, needs, size)
 
 
-def without_autotuning(dataset: Any) -> Any:
-    """Return a tf.data.Dataset that TensorFlow does not tune while it is read; return any other object unchanged.
+def beside_steps(dataset: Any) -> Any:
+    """Return a tf.data.Dataset that is read while steps run, without tuning and in threads of its own.
 
-    A program that drops an iterator waits for the thread that tunes, which sleeps 10 ms, 20 ms, 40 ms ... up to a
-    minute: ``dapple train`` ended up to 28 s after its last line. Without tuning AUTOTUNE is the number of cores.
+    Any other object is returned unchanged. A program that drops an iterator waits for the thread that tunes, which
+    sleeps 10 ms, 20 ms, 40 ms ... up to a minute: ``dapple train`` ended up to 28 s after its last line. Without tuning
+    AUTOTUNE is the number of cores. In TensorFlow's own threads, of which there are as many as cores, the functions of
+    a data set wait until an op of a stage ends, each time that they go on.
     """
     if not isinstance(dataset, tf.data.Dataset):
         return dataset
     options = tf.data.Options()
     options.autotune.enabled = False
+    if dataset.options().threading.private_threadpool_size is None:
+        options.threading.private_threadpool_size = 0  # as many as there are cores
     return dataset.with_options(options)
 
 

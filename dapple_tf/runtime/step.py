@@ -131,8 +131,8 @@ class PipelinedStep:
     StepError, which names them, and changes no variable. Recorded steps are not checked. Asynchronous windows change
     variables after every minibatch, so they cannot be checked, and raise UsageError.
 
-    ``before_training`` is called before each step, or window, that trains; ``dapple.Checkpoints`` sets it where the step
-    has the option ``snapshot_every``.
+    ``before_training`` is called before each step, or window, that trains; ``dapple.Checkpoints`` sets it where the
+    step has the option ``snapshot_every``.
     """
 
     def __init__(

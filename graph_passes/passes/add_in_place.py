@@ -40,7 +40,7 @@ _ADD_OP = "AssignAddVariableOp"
 class AddInPlace:
     """Give the sums of gradients to the backward calls of the stages that run them in micro-batch order.
 
-    Stages whose sums are cut into buckets (see ``Overlap``) stay as they are.
+    Gradients that are added in buckets (see ``Overlap``: those of the last micro-batch) are still returned.
     """
 
     schedule: Schedule

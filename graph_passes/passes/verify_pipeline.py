@@ -180,7 +180,7 @@ def verify_sums(graph: Graph) -> None:
 def verify_sums_in_place(graph: Graph, schedule: Schedule) -> None:
     """Raise GraphError unless calls that add to sums do so in micro-batch order, after these are cleared, before reads.
 
-    Calls run in the order of the schedule, see ``verify_order``.
+    Calls run in the order of the schedule, see ``verify_order``. The gradients of a last call may follow in buckets.
     """
     adding = {function.name: function.input_ports("sum") for function in graph.functions}
     readers = [node for node in nodes_of(graph, OpName.GRADIENTS) if not node.inputs]
@@ -197,10 +197,11 @@ def verify_sums_in_place(graph: Graph, schedule: Schedule) -> None:
             cleared = at(stage, replica, what=OpName.CLEAR_SUMS)
             if cleared not in set(calls[0].predecessors()):
                 raise GraphError(f"no edge makes {calls[0].name!r} run after {cleared!r}, which clears its sums")
-            for reader in (node for node in readers if site_of(node) == (stage, replica)):
-                if calls[-1].name not in set(reader.predecessors()):
+            buckets = [node for node in nodes_of(graph, OpName.ACCUMULATE) if site_of(node) == (stage, replica)]
+            for user in buckets or (node for node in readers if site_of(node) == (stage, replica)):
+                if calls[-1].name not in set(user.predecessors()):
                     raise GraphError(
-                        f"no edge makes {reader.name!r} run after {calls[-1].name!r}, which adds to its sums"
+                        f"no edge makes {user.name!r} run after {calls[-1].name!r}, which adds to its sums"
                     )
 
 

@@ -220,6 +220,7 @@ def test_a_part_that_fails_is_a_row_of_the_table() -> None:
 
 @needs_horovod
 @needs_library
+@pytest.mark.timeout(1200)  # six processes and jobs
 def test_the_whole_table_at_a_tiny_size() -> None:
     rows = list(gpu.run("tiny"))
     assert [row.figure for row in rows if row.measured.startswith("failed")] == []

@@ -12,7 +12,7 @@ import tensorflow as tf
 import dapple_tf as dapple
 from dapple_tf.errors import BatchError, UsageError
 from dapple_tf.graph_passes.analysis.input_needs import InputNeeds, RankInputs, Use
-from dapple_tf.runtime.shard import take_rows
+from dapple_tf.runtime.shard import beside_steps, take_rows
 from tests.equality.small_models import chain, data, sgd, weights
 
 NONE, OWN, ALL = Use.NONE, Use.OWN, Use.ALL
@@ -139,3 +139,14 @@ def test_samples_must_have_the_arguments_of_the_loss() -> None:
     step = dapple.pipeline(chain(weights(2)), optimizer=sgd(), stages=2, micro_batches=2, example_batch=data(4))
     with pytest.raises(BatchError, match=r"has arguments 0, but the step was built for arguments 0, 1: give a data"):
         dapple.shard(tf.data.Dataset.range(3), step)
+
+
+@pytest.mark.parametrize(("chosen", "wanted"), [(None, 0), (3, 3)])  # 0: as many as there are cores
+def test_a_data_set_is_read_in_threads_of_its_own_unless_the_user_chose(chosen: int | None, wanted: int) -> None:
+    options = tf.data.Options()
+    if chosen is not None:
+        options.threading.private_threadpool_size = chosen
+    found = beside_steps(tf.data.Dataset.range(4).with_options(options))
+    assert found.options().threading.private_threadpool_size == wanted
+    assert [int(element) for element in found] == [0, 1, 2, 3]
+    assert beside_steps([1]) == [1]

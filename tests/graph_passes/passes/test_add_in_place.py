@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from dapple_tf.errors import GraphError
@@ -151,6 +153,23 @@ def test_sums_that_are_cleared_or_read_at_any_time_are_refused(old: str, new: st
         verify_sums_in_place(calls(text.replace(old, new), *functions), schedule)
     with refused(GraphError, "the calls of stage 1 add their gradients in the order [1, 0]"):
         verify_sums_in_place(calls(text, *functions), parse_schedule("0F0 0F1 0B0 0B1; 1F0 1F1 1B1 1B0"))
+
+
+@pytest.mark.parametrize("kind", [Kind((2, 1), 2, overlap=True), Kind((2, 2), 3, overlap=True)])
+def test_buckets_of_the_last_micro_batch_follow_the_sums_of_the_others(kind: Kind) -> None:
+    result = AddInPlace(kind.build_schedule())(whole_graph(kind))
+    last = kind.micro_batches - 1
+    buckets = [node for node in result.nodes if node.op == "accumulate"]
+    assert {(node.integer("stage"), node.integer("micro_batch")) for node in buckets} == {
+        (stage, last) for stage, count in enumerate(kind.replicas) if count > 1
+    }
+    verify_sums_in_place(result, kind.build_schedule())
+    for node in buckets:
+        call = f"stage{node.integer('stage')}/replica{node.integer('replica')}/mb{last - 1}/backward"
+        edges = tuple(control for control in node.controls if control.source != call)
+        early = [dataclasses.replace(n, controls=edges) if n is node else n for n in result.nodes]
+        with refused(GraphError, f"no edge makes {node.name!r} run after {call!r}, which adds to its sums"):
+            verify_sums_in_place(result.replace(nodes=tuple(early)), kind.build_schedule())
 
 
 @pytest.mark.parametrize("kind", [Kind((2, 1), 3), Kind((1, 2), 2, schedule="zb-h1", state=True, sparse=True)])
