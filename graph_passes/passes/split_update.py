@@ -110,7 +110,7 @@ def cut_updates(
     variable of another one that it cannot be given.
     """
     graph = _remove_identity_n(graph)
-    owner = dict(owner) | _owned_by_readers(graph, owner, readers)
+    owner = dict(owner) | _owned_by_writers(graph, owner, readers)
     return _cut_rounds(_Round(graph, owner, readers.keys() - owner.keys(), state))
 
 
@@ -225,22 +225,32 @@ def _cut_round(
     return updates
 
 
-def _owned_by_readers(graph: Graph, owner: Mapping[str, Site], readers: Mapping[str, Site]) -> dict[str, Site]:
-    """Return those of ``readers`` whose variable is written with a value that some site computes.
+def _owned_by_writers(graph: Graph, owner: Mapping[str, Site], readers: Mapping[str, Site]) -> dict[str, Site]:
+    """Return the sites of variables that are written with values which sites compute.
 
-    Such a variable lives where it is read. All sites can write what they share.
+    A variable of ``readers`` lives where it is read. Another one lives with the site that computes its values, if only
+    writes of this site need it. All sites can write what they share.
     """
-    if not readers:
-        return {}
     terms = find_terms(graph, owner)
-    found = {}
+    written: dict[str, set[Site]] = {}  # by variable, the sites of what is written to it
+    needed: dict[str, set[Site | None]] = {}  # by variable, the sites of the writes that need it
     for name, needs in terms.needs.items():
         node = graph.node(name)
-        targets = [
-            target for target in (node.strings("writes") if node.effect == Effect.WRITE else ()) if target in readers
-        ]
-        if targets and any(_site_of(graph, owner, source) is not None for source in needs):
-            found.update({target: readers[target] for target in targets})
+        targets = node.strings("writes") if node.effect is Effect.WRITE else ()
+        sites = {site for source in needs if (site := _site_of(graph, owner, source)) is not None}
+        for target in targets:
+            if target not in owner:
+                written.setdefault(target, set()).update(sites)
+        users: set[Site | None] = {*sites, *(owner[target] for target in targets if target in owner)}
+        for source in needs:
+            if graph.node(source).op == "variable" and source not in owner:
+                needed.setdefault(source, set()).update(users or {None})
+    found = {}
+    for target, sites in written.items():
+        if sites and target in readers:
+            found[target] = readers[target]
+        elif len(sites) == 1 and needed.get(target, set()) <= sites:
+            found[target] = next(iter(sites))
     return found
 
 

@@ -800,6 +800,27 @@ def sums_by_label() -> Made:
     return train_step, [model, optimizer, sums]
 
 
+def variances_of_weights() -> Made:
+    """Averages of weights and of their squares, by a counter; the sum of all variances of the new ones is returned."""
+    model, optimizer = mlp(), keras.optimizers.SGD(0.1, momentum=0.9)
+    means = [tf.Variable(weight, trainable=False) for weight in model.trainable_variables]
+    squares = [tf.Variable(tf.square(weight), trainable=False) for weight in model.trainable_variables]
+    count = tf.Variable(1.0, dtype=tf.float64, trainable=False)
+
+    def train_step(x: Any, y: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = mse(y, model(x, training=True))
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+        for mean, square, weight in zip(means, squares, model.trainable_variables):
+            mean.assign((count * mean + weight) / (count + 1))
+            square.assign((count * square + tf.square(weight)) / (count + 1))
+        count.assign_add(1)
+        return loss, tf.add_n([tf.reduce_sum(s - tf.square(m)) for m, s in zip(means, squares)])
+
+    return train_step, [model, optimizer, *means, *squares, count]
+
+
 CASES: Mapping[str, Callable[[], Made]] = MappingProxyType(
     {
         made.__name__: made
@@ -844,6 +865,7 @@ CASES: Mapping[str, Callable[[], Made]] = MappingProxyType(
             loops_over_words,
             gradients_by_a_function,
             sums_by_label,
+            variances_of_weights,
         )
     }
 )
