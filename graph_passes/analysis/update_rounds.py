@@ -197,7 +197,11 @@ def part_rounds(
                 handed[value] = place if isinstance(place, Site) else None
                 _check_unguarded(graph, value)
     if not first and not handed:
-        raise PartitionError(f"the optimizer's {min(late)!r} depends on itself over several stages", min(late))
+        raise PartitionError(
+            f"{min(late)!r} depends on itself over several stages, such as by a forward with weights that it has "
+            "changed: use one stage, or compute that forward in the next step",
+            min(late),
+        )
     inputs = {node.name for node in graph.nodes if node.op in ("arg", "variable")}
     now_outputs = dict.fromkeys([*(v for v in graph.outputs if v not in late_outputs), *handed])
     needed = ancestors(graph, [*first, *(value.node for value in now_outputs)]) | inputs

@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 import dapple_tf as dapple
-from dapple_tf.errors import CaptureError, DappleError, ExactnessError, PlanError, UsageError
+from dapple_tf.errors import CaptureError, DappleError, ExactnessError, PartitionError, PlanError, UsageError
 from tests.equality.test_training_steps import assert_equal, check
 from tests.equality.training_steps import CASES, in_float64, mlp, mse, regression, values_of
 
@@ -127,6 +127,18 @@ def log_of_the_mean(model: Any, optimizer: Any, x: Any, y: Any) -> None:
     optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
 
 
+def trial_weights(model: Any, optimizer: Any, x: Any, y: Any) -> Any:
+    with tf.GradientTape() as tape:
+        loss = mse(y, model(x))
+    gradients = tape.gradient(loss, model.trainable_variables)
+    for variable, gradient in zip(model.trainable_variables, gradients, strict=True):
+        variable.assign_sub(0.5 * gradient)
+    back = tf.where(mse(y, model(x)) < loss, tf.zeros_like(loss), 0.4 * tf.ones_like(loss))
+    for variable, gradient in zip(model.trainable_variables, gradients, strict=True):
+        variable.assign_add(back * gradient)  # here
+    return loss
+
+
 def no_gradient(model: Any, optimizer: Any, x: Any, y: Any) -> Any:
     return mse(y, model(x))
 
@@ -140,6 +152,7 @@ REFUSED: list[tuple[Callable[..., Any], type[DappleError], str]] = [
     (by_python, CaptureError, r"let no Python code depend on them"),
     (hidden_draw, CaptureError, r"draws from a hidden state after the gradients"),
     (log_of_the_mean, ExactnessError, r"would not equal one device's step"),
+    (trial_weights, PartitionError, r"a forward with weights that it has changed: use one stage"),
     (no_gradient, CaptureError, r"takes no gradient of a variable with tf.GradientTape"),
 ]
 
