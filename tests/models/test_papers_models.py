@@ -44,8 +44,8 @@ def read_rows() -> Sequence[Row]:
     cells = (line.strip("| ").split("|") for line in PAGE.read_text("utf-8").splitlines() if line.startswith("| `"))
     rows = [[cell.strip(" `%") for cell in row] for row in cells]
     return [
-        Row(name, scale, float(ours), float(published), float(difference), note)
-        for name, scale, _, ours, published, difference, note in (row for row in rows if len(row) == 7)
+        Row(name, scale, float(ours), float(published), float(difference), "".join(note))
+        for name, scale, _, ours, published, difference, *note in (row for row in rows if len(row) in (6, 7))
     ]
 
 
