@@ -80,7 +80,7 @@ class _Emitter:
             self._emit_all(self._graph.nodes)
             last = self._final_ops()
         else:
-            self._emit_all([*self._loop.before])
+            self._emit_all(self._loop.before)
             last = self._emit_loop(self._loop)
             self._emit_all(self._loop.after)
             last += self._final_ops()

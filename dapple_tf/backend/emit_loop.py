@@ -28,9 +28,10 @@ _Carried = Mapping[Value | str, int]
 
 @dataclass(frozen=True)
 class LoopOutputs:
-    """What the nodes after a loop take from it: ``tensors`` of values, and ``ends``, ops that have run once nodes have.
+    """The outputs of a loop for the nodes after it.
 
-    ``last``: ops that have run once the whole loop has.
+    ``tensors``: by value. ``ends``: for the name of a node of the loop, an op that runs after it. ``last``: ops that run
+    after the whole loop.
     """
 
     tensors: Mapping[Value, Any]

@@ -347,13 +347,13 @@ class PipelinedStep:
         the step was not built from a whole batch before, BatchError on all ranks if the rows of all ranks are not one
         batch.
         """
-        self._note_training()
+        self._begin_training()
         with self._lock:  # no other step comes between two phases
             step, outputs = self._run(batch, self._variant, local)
             returned = step.planned.model.pack(self._keep_losses(step, outputs))
             return self._with_later(returned, lambda phase: phase(*batch, local=local))
 
-    def _note_training(self) -> None:
+    def _begin_training(self) -> None:
         if self.before_training is not None:
             self.before_training()
 
@@ -438,7 +438,7 @@ class PipelinedStep:
             raise UsageError(
                 "the gradients of a training step of several targets: let the step return those that you want to see"
             )
-        self._note_training()
+        self._begin_training()
         step, tensors = self._run(batch, StepVariant.WITH_GRADIENTS, local)
         names = exposed_gradients(step.program.graph)
         loss, *values = (tensor.numpy() for tensor in tensors)
@@ -504,7 +504,7 @@ class PipelinedStep:
         ``local``: as in a call. ``ops``: also record the ops inside of each action with TensorFlow's profiler, which
         slows the step down a little; UsageError where a profiler runs already.
         """
-        self._note_training()
+        self._begin_training()
         with self._lock:
             compiled, tensors = self._compile_recorded(batch, local)
             with (

@@ -24,7 +24,7 @@ class SteadyState:
 
     ``before`` and ``after``: the nodes that run outside of the loop, in order. ``members``: for each node of the kinds
     in ``body`` its kind, by the name of the kind's node in ``body``, and its iteration. Nodes of iterations below 0 are
-    in ``before``, and nodes of iterations after the last one in ``after``.
+    in ``before``.
     """
 
     before: tuple[Node, ...]
@@ -41,9 +41,9 @@ class SteadyState:
 
 @dataclass(frozen=True)
 class _Source:
-    """What a node takes as its input ``place``: output ``index`` of another node. Both are -1 for a control edge.
+    """An edge to a node: its input number ``place`` is output number ``index`` of another node.
 
-    The other node is of ``kind``, for the micro-batch that is ``distance`` before the taker's; or, where ``kind`` is
+    Both numbers are -1 for a control edge. The other node is of ``kind``, for the micro-batch that is ``distance`` before the taker's; or, where ``kind`` is
     None, it is called ``name`` and is the same for all micro-batches.
     """
 
@@ -75,10 +75,18 @@ def find_steady_state(graph: Graph, kind_of: Callable[[Node], Hashable], fewest:
     kinds = _find_kinds(graph, kind_of, fewest)
     if not kinds:
         return None
-    offsets = _find_offsets(kinds)
+    edges = {
+        (source.kind, kind, source.distance)
+        for kind, found in kinds.items()
+        for source in found.sources
+        if source.kind is not None
+    }
+    offsets = _find_offsets(list(kinds), edges)
     begin = max(found.first - offsets[kind] for kind, found in kinds.items())
     iterations = min(found.last - offsets[kind] for kind, found in kinds.items()) + 1 - begin
-    if iterations < fewest:
+    earlier = [distance + offsets[taken] - offsets[taker] for taken, taker, distance in edges]
+    # The longest runs of two kinds may lie apart, and then need not fit one loop.
+    if iterations < fewest or not all(0 <= count <= iterations for count in earlier):
         return None
     members = {
         node.name: (found.nodes[begin + offsets[kind]].name, number - begin - offsets[kind])
@@ -129,19 +137,18 @@ def _sources(node: Node, number: int, places: Mapping[str, tuple[Hashable, int]]
             yield _Source(place, index, None, 0, name)
 
 
-def _find_offsets(kinds: Mapping[Hashable, _Kind]) -> Mapping[Hashable, int]:
-    """Return offsets such that no node takes anything from a later iteration.
+_Edges = Set[tuple[Hashable, Hashable, int]]
+"""The kind that is taken, the kind that takes it, and how many micro-batches before."""
+
+
+def _find_offsets(kinds: Sequence[Hashable], edges: _Edges) -> Mapping[Hashable, int]:
+    """Return offsets such that no node takes anything from a later iteration, if there are such offsets.
 
     A node for micro-batch m of kind k takes from kind s for micro-batch m - d: o_k - o_s is at most d. A kind gets the
     highest offset that those before it allow, or else the lowest that those after it allow: it runs in the iteration in
     which its outputs are taken.
     """
-    edges = {
-        (source.kind, kind, source.distance)
-        for kind, found in kinds.items()
-        for source in found.sources
-        if source.kind is not None
-    }
+    backwards = {(taker, taken, -distance) for taken, taker, distance in edges}
     offsets: dict[Hashable, int] = {}
     for root in kinds:
         if root in offsets:
@@ -150,33 +157,27 @@ def _find_offsets(kinds: Mapping[Hashable, _Kind]) -> Mapping[Hashable, int]:
         known = 0
         while known < len(offsets):
             known = len(offsets)
-            _relax(offsets, edges, min)
-            _relax(offsets, {(taker, taken, -distance) for taken, taker, distance in edges}, max)
+            _relax(offsets, edges, min, len(kinds))
+            _relax(offsets, backwards, max, len(kinds))
     return offsets
 
 
-def _relax(
-    offsets: dict[Hashable, int], edges: Set[tuple[Hashable, Hashable, int]], choose: Callable[[int, int], int]
-) -> None:
+def _relax(offsets: dict[Hashable, int], edges: _Edges, choose: Callable[[int, int], int], rounds: int) -> None:
     """Give offsets, which the edges allow, to the kinds that the edges reach from those with ``offsets``.
 
     An edge (k, n, d) allows n an offset of at most that of k, plus d, if ``choose`` is min, and at least if it is max.
+    As many ``rounds`` as there are kinds suffice, where any offsets do (Bellman and Ford).
     """
     fixed = frozenset(offsets)
-    changed = True
-    while changed:
-        changed = False
+    for _ in range(rounds):
         for known, kind, distance in edges:
-            if known not in offsets or kind in fixed:
-                continue
-            offset = offsets[known] + distance
-            chosen = choose(offset, offsets.get(kind, offset))
-            if offsets.get(kind) != chosen:
-                offsets[kind], changed = chosen, True
+            if known in offsets and kind not in fixed:
+                offset = offsets[known] + distance
+                offsets[kind] = choose(offset, offsets.get(kind, offset))
 
 
 def _divide(graph: Graph, iterations: int, members: Mapping[str, tuple[str, int]]) -> SteadyState | None:
-    """Return the loop of these members; None where a node outside of it is both before and after a part of it."""
+    """Return the loop of these members; None where a node outside of it must run both after and before parts of it."""
     state = SteadyState((), (), (), iterations, members)
     before: list[Node] = []
     body: list[Node] = []
@@ -186,6 +187,8 @@ def _divide(graph: Graph, iterations: int, members: Mapping[str, tuple[str, int]
         found = state.find(node.name)
         if found is None:
             follows = any(name in later or state.find(name) is not None for name in node.predecessors())
+            if follows and members.get(node.name, ("", 0))[1] < 0:
+                return None
             (after if follows else before).append(node)
             later |= {node.name} if follows else set()
         elif any(name in later for name in node.predecessors()):

@@ -87,7 +87,7 @@ def test_backwards_after_all_forwards_are_no_loop() -> None:
 
 
 def test_a_kind_that_takes_other_things_each_time_stays_outside() -> None:
-    """What a node outside needs of the loop, and gives to it, forbids the loop; without the second it follows."""
+    """It runs after the loop. Where a node of the loop waits for it, that node is not in the loop either."""
     graph = pipeline(8, 2)
     odd = [node("odd", m, [f"b0_{(3 * m) % 8}"]) for m in range(8)]
     state = find(graph.replace(nodes=topological([*graph.nodes, *odd])))
@@ -97,6 +97,24 @@ def test_a_kind_that_takes_other_things_each_time_stays_outside() -> None:
     needed = [found if found.name != "f1_7" else found.after("odd1", "odd") for found in graph.nodes]
     again = find(graph.replace(nodes=topological([*needed, *odd])))
     assert again is None or again.find("f1_7") is None
+
+
+def test_kinds_whose_longest_runs_do_not_fit_one_loop() -> None:
+    """From 8 on, each a waits for the b before it; up to 11, each b waits for an a that is two micro-batches later."""
+    nodes = [node("a", m, ["x"], [f"b{m - 1}"] if m >= 8 else []) for m in range(20)]
+    nodes += [node("b", m, ["x"], [f"a{m + 2}"] if m < 12 else []) for m in range(20)]
+    assert find(Graph("g", topological([X, *nodes]), ("x",), ())) is None
+
+
+def test_nothing_is_carried_for_more_iterations_than_the_loop_has() -> None:
+    def graph(last: int) -> Graph:
+        nodes = [node("a", m, ["x"]) for m in range(20)]
+        return Graph("g", (X, *nodes, *(node("b", m, [f"a{m}", f"a{m - 9}"]) for m in range(9, last))), ("x",), ())
+
+    assert find(graph(14)) is None
+    found = find(graph(20))
+    assert found is not None
+    assert found.iterations == 11
 
 
 def test_kinds_without_edges_between_them_are_one_loop() -> None:
