@@ -1,4 +1,4 @@
-"""What a machine with GPUs shows of a pipeline, in one table: equality, memory, timelines, bubble and speed of a gpt.
+"""Measure a pipelined gpt on a machine with GPUs, in one table: equality, memory, timelines, bubble and speed.
 
 ``python -m benchmarks gpu [--stages N] [--size tiny|small|large]``. Stages run in one process, on one GPU each or as
 logical GPUs of fewer, and as ranks of a job. Without GPUs everything that needs none runs on logical CPU devices, and

@@ -1,4 +1,4 @@
-"""How true analytic profiles are: our models for a V100 beside the published profiles, and the fit of efficiencies.
+"""Compare analytic profiles of our models for a V100 with the published profiles, and fit efficiencies to these.
 
 The seconds of each kind of op are computed once for each model, which takes up to three minutes, and kept in
 ``out/papers``: ``python -m benchmarks.papers.analytic`` makes those that are missing, each in a process of its own, and
@@ -18,13 +18,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from benchmarks.papers import pipedream_published, published
 from benchmarks.papers.figure import Exhibit, Figure, claim
+from dapple_tf.graph_passes.analysis.op_costs import OpClass
 from dapple_tf.planner.api import make_problem, run_planner
 from dapple_tf.planner.planning_problem import Candidate, PlanningProblem
 from dapple_tf.plans import StagePlan
@@ -33,7 +34,7 @@ from dapple_tf.profiler.peaks import find_peak
 from dapple_tf.profiler.profile import LayerCost, Profile
 
 FOLDER = Path(__file__).parents[2] / "out" / "papers"
-KINDS = ("product", "convolution", "loop", "other")
+KINDS: tuple[OpClass, ...] = get_args(OpClass)
 UNFITTED = 0.7  # the part that all kinds reached before the fit, an assumption
 Floats = npt.NDArray[np.float64]
 
@@ -116,7 +117,7 @@ OTHERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Work:
-    """What is kept of a model: its profile without seconds, and seconds of each kind of op at the data sheet's rates.
+    """A model's profile without seconds, and the seconds of each kind of op at the data sheet's rates.
 
     ``forward``, ``backward``: [kinds, layers]. ``cpu_seconds``, ``peak_bytes``: what computing this took.
     """
@@ -323,7 +324,7 @@ def _evaluate(problem: PlanningProblem, candidate: Candidate, start_of: Mapping[
 def exhibit() -> Exhibit:
     """Return totals, parameters, boundary bytes, rank correlation and plans of all models."""
     peak = find_peak("V100")
-    fitted = {kind: peak.by_class.get(kind, peak.attainable) for kind in KINDS}  # type: ignore[call-overload]
+    fitted = {kind: peak.by_class.get(kind, peak.attainable) for kind in KINDS}
     figures: list[Figure] = []
     near: dict[tuple[str, bool], list[bool]] = {}
     for pair in PAIRS:

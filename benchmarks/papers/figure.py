@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
 PICTURES = Path(__file__).parents[2] / "docs" / "figures" / "papers"
@@ -49,7 +50,7 @@ class Figure:
 
     @property
     def verdict(self) -> str:
-        """How close ours is: "within 10%", "within 25%" or "further"."""
+        """The class of the difference: "within 10%", "within 25%" or "further"."""
         off = abs(self.off)
         return "within 10%" if off <= CLOSE else "within 25%" if off <= NEAR else "further"
 
@@ -111,11 +112,11 @@ def claim(text: str, cases: Iterable[bool], why: str = "") -> Figure:
     return Figure("what the paper says", text, len(found), sum(found), CASES, why)
 
 
-def draw(name: str, panels: Mapping[str, tuple[Sequence[float], Mapping[str, Sequence[float]]]], **axes: object) -> str:
+def draw(name: str, panels: Mapping[str, tuple[Sequence[float], Mapping[str, Sequence[float]]]], **axes: Any) -> str:
     """Draw simulated curves (see ``line_figure``) as docs/figures/papers/NAME, and return the name."""
     from benchmarks.figures import line_figure
 
-    return line_figure(name, panels, "simulated", folder=PICTURES, **axes).name  # type: ignore[arg-type]
+    return line_figure(name, panels, "simulated", folder=PICTURES, **axes).name
 
 
 # --- Markdown

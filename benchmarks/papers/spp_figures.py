@@ -14,6 +14,7 @@ from benchmarks.papers.planner_figures import SPP_TABLE_3, SPP_TESTBEDS, compare
 from benchmarks.papers.published import PROFILES
 from dapple_tf.planner.api import make_problem
 from dapple_tf.planner.costs import ChainCosts
+from dapple_tf.planner.planning_problem import Candidate
 from dapple_tf.planner.systems.device_order import device_bandwidths, order_by_cuts
 from dapple_tf.planner.systems.spp import find_partitions, least_bandwidths, make_costs, makespan, stage_seconds
 from dapple_tf.profiler.cluster import Cluster, Link, Server
@@ -70,8 +71,8 @@ def table_3() -> Exhibit:
     )
 
 
-def _ratio(other: object, spp: object) -> float:
-    return OOM if other is None or spp is None else other.seconds / spp.seconds  # type: ignore[attr-defined]
+def _ratio(other: Candidate | None, spp: Candidate | None) -> float:
+    return OOM if other is None or spp is None else other.seconds / spp.seconds
 
 
 def _explain(figure: Figure) -> str:
@@ -125,7 +126,7 @@ def seconds_of(profile: Profile, cluster: Cluster, micro_batches: int) -> dict[s
         contention=False,
     )
     found["hetpipe"] = plan_or_none(problem, "hetpipe")
-    return {name: OOM if found[name] is None else found[name].seconds for name in _SYSTEMS}  # type: ignore[union-attr]
+    return {name: OOM if (step := found[name]) is None else step.seconds for name in _SYSTEMS}
 
 
 def figures_6_to_10() -> Exhibit:

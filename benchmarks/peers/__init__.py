@@ -69,20 +69,23 @@ def run(python: Path = PYTHON, turns: int = TURNS, models: Sequence[str] = tuple
 
 
 def _compare(model: str, ranks: int, python: Path, turns: int) -> Iterator[Row]:
-    taken: dict[Pair, list[tuple[float, float]]] = {pair: [] for pair in PAIRS}
-    for turn in range(turns):
-        for pair, seconds in taken.items():
-            ours_first = turn % 2 == 0
-            ours = run_ours(model, pair, ranks) if ours_first else None
-            theirs = run_theirs(model, pair, ranks, python)
-            seconds.append((run_ours(model, pair, ranks) if ours is None else ours, theirs))
-    load, most = os.getloadavg()[0], 1.0 if model == "waits" else MOST_RATIO
-    for pair, seconds in taken.items():
-        ours, theirs = (median(each) for each in zip(*seconds, strict=True))
-        ratio = median([one / other for one, other in seconds])
-        text = f"{ratio:.3f} ({ours * 1e3:.0f} ms, {theirs * 1e3:.0f} ms; load {load:.1f})"
+    most = 1.0 if model == "waits" else MOST_RATIO
+    for pair in PAIRS:
+        taken = [_measure_turn(model, pair, ranks, python, ours_first=turn % 2 == 0) for turn in range(turns)]
+        ours, theirs = (median(each) for each in zip(*taken, strict=True))
+        ratio = median([one / other for one, other in taken])
+        text = f"{ratio:.3f} ({ours * 1e3:.0f} ms, {theirs * 1e3:.0f} ms; load {os.getloadavg()[0]:.1f})"
         figure = f"{model}, {ranks} ranks, M = {MICRO_BATCHES}: {pair.ours} over PyTorch's {pair.theirs}"
         yield Row(figure, f"at most {most}", text, ratio <= most)
+
+
+def _measure_turn(model: str, pair: Pair, ranks: int, python: Path, *, ours_first: bool) -> tuple[float, float]:
+    """Return the seconds of a step of ours and of PyTorch's, measured one after the other."""
+    if ours_first:
+        ours = run_ours(model, pair, ranks)
+        return ours, run_theirs(model, pair, ranks, python)
+    theirs = run_theirs(model, pair, ranks, python)
+    return run_ours(model, pair, ranks), theirs
 
 
 def run_ours(model: str, pair: Pair, ranks: int) -> float:
@@ -123,7 +126,7 @@ def main(arguments: Sequence[str]) -> int:
     """Print the table; return 1 where a figure misses what is wanted."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks peers", description=__doc__)
     parser.add_argument("--python", type=Path, default=PYTHON, help="of an environment with PyTorch")
-    parser.add_argument("--turns", type=int, default=TURNS, help="steps of ours and PyTorch's in turn (default 5)")
+    parser.add_argument("--turns", type=int, default=TURNS, help="jobs of ours and PyTorch's in turn (default 5)")
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS), help="default: all")
     options = parser.parse_args(arguments)
     missing = find_missing_python(options.python)

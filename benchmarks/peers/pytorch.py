@@ -65,12 +65,12 @@ class Sleep(torch.autograd.Function):
     @staticmethod
     def forward(context, x, before, after):
         context.after = after
-        time.sleep(before)
+        time.sleep(before)  # in place of a device's work
         return x.view_as(x)
 
     @staticmethod
     def backward(context, gradient):
-        time.sleep(context.after)
+        time.sleep(context.after)  # the same
         return gradient, None, None
 
 

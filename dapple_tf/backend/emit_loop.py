@@ -30,7 +30,7 @@ _Carried = Mapping[Value | str, int]
 class LoopOutputs:
     """The outputs of a loop for the nodes after it.
 
-    ``tensors``: by value. ``ends``: for the name of a node of the loop, an op that runs after it. ``last``: ops that run
+    ``tensors``: by value. ``ends``: by the name of a node of the loop, an op that runs after it. ``last``: ops that run
     after the whole loop.
     """
 

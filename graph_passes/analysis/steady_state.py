@@ -43,8 +43,8 @@ class SteadyState:
 class _Source:
     """An edge to a node: its input number ``place`` is output number ``index`` of another node.
 
-    Both numbers are -1 for a control edge. The other node is of ``kind``, for the micro-batch that is ``distance`` before the taker's; or, where ``kind`` is
-    None, it is called ``name`` and is the same for all micro-batches.
+    Both numbers are -1 for a control edge. The other node is of ``kind``, for the micro-batch that is ``distance``
+    before the taker's; or, where ``kind`` is None, it is called ``name`` and is the same for all micro-batches.
     """
 
     place: int

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from dapple_tf.planner.api import make_problem, run_planner
 from dapple_tf.planner.baselines import data_parallel, even_pipeline
 from dapple_tf.planner.planning_problem import PlanningProblem
 from dapple_tf.planner.search.dapple import formula_latency
+from dapple_tf.plans import StagePlan
 from dapple_tf.profiler.cluster import config
 
 needs_profiles = pytest.mark.skipif(bool(find_missing_profiles()), reason=find_missing_profiles())
@@ -199,7 +201,7 @@ def test_dapples_planner_is_never_slower_than_dp_and_straight_by_its_formulas(mo
     assert result.formula_seconds <= min(others, default=math.inf) * (1 + 1e-9)
 
 
-def latencies(problem: PlanningProblem, fractions: PlanningProblem, stages: object) -> list[float]:
+def latencies(problem: PlanningProblem, fractions: PlanningProblem, stages: Sequence[StagePlan]) -> list[float]:
     """Return the latencies by formulas 1 to 3 at all sizes at which the stages hold the warm-up of policy A."""
-    found = [c for c in problem.evaluate_all_sizes(stages, "known") if ":D=" not in c.schedule]  # type: ignore[arg-type]
+    found = [c for c in problem.evaluate_all_sizes(stages, "known") if ":D=" not in c.schedule]
     return [formula_latency(fractions, c.stages, c.micro_batch_size) for c in found]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -87,9 +88,7 @@ def test_a_fit_that_has_lost_a_rank_ends_as_plain_keras(tmp_path: Path, options:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "starts the job again (number 1) with 2 ranks on localhost:2" in done.stderr
-    namespace: dict[str, object] = {}
-    exec(MODEL, namespace)
-    model, (x, y) = namespace["make"]()  # type: ignore[operator]
+    model, (x, y) = runpy.run_path(str(tmp_path / "model.py"))["make"]()
     keras.utils.set_random_seed(5)
     model.fit(x, y, batch_size=12, epochs=3, verbose=0)
     with np.load(tmp_path / "weights.npz") as found:
