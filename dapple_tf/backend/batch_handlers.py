@@ -10,13 +10,13 @@ import tensorflow as tf
 
 from dapple_tf import internals
 from dapple_tf.backend.handler import (
+    TEMPLATE,
     Context,
     Handler,
     Outcome,
     call,
     check_finite,
     micro_batch_in_minibatch,
-    number_constant,
 )
 from dapple_tf.graph_passes.analysis.row_bounds import (
     cut_at,
@@ -217,10 +217,11 @@ def _micro_batch_bounds(size: Any, node: Node, micro_batch: Any) -> tuple[Any, A
 
 
 def _micro_batch(context: Context, node: Node) -> Any:
-    """Return the number of the node's micro-batch in its minibatch, a tensor."""
+    """Return the number of the node's micro-batch in its minibatch, a tensor; in a template, a constant to be set."""
     if context.micro_batch is not None:
         return context.micro_batch % node.integer("micro_batches")
-    return number_constant(node, MICRO_BATCH, lambda: micro_batch_in_minibatch(node), tf.int64)
+    number = 0 if node.name == TEMPLATE else micro_batch_in_minibatch(node)
+    return tf.constant(number, tf.int64, name=MICRO_BATCH)
 
 
 def _replica(node: Node) -> tuple[int, int]:
