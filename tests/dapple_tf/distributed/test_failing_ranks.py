@@ -31,7 +31,6 @@ def test_a_rank_that_fails_in_a_loop_names_the_micro_batch() -> None:
     failed = r"The step failed: bad loss : Tensor had NaN.*stage1/replica0/mb13/forward"
     for rank in error.ranks:
         assert re.search(failed, rank.stderr, re.DOTALL)
-        assert set(re.findall(r"replica0/mb(\d+)", rank.stderr)) == {"13"}
 
 
 def test_a_rank_that_fails_in_a_window_says_that_variables_have_changed() -> None:
