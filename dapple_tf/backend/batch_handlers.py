@@ -188,6 +188,8 @@ def _merge_values(kind: str, values: list[Any], shares: list[Any]) -> Any:
             return tf.add_n(values)
         case "first":
             return tf.identity(values[0])
+    if values[0].shape.rank == 0:  # a product for each would be two ops a micro-batch
+        return tf.add_n(tf.unstack(tf.stack(values) * tf.cast(tf.stack(shares), values[0].dtype)))
     return tf.add_n([value * tf.cast(share, value.dtype) for value, share in zip(values, shares, strict=True)])
 
 
