@@ -274,12 +274,10 @@ def rank_graphs(
     types = tuple((name, _value_type(variable)) for name, variable in sorted(model.variables.items()))
     ranks, shares = tuple(stage.devices for stage in plan.stages), model.for_passes.shares
     sharded = find_variables(model.graph, shares).sharded
-    for_all: list[Pass] = [
-        # After all passes that expect whole calls.
-        *([CombineStatistics(), ShareStatistics()] if plan.window is None else []),
-        RankVariables(types, ranks, shares),  # needs the copies that CopyVariables made
-    ]
-    whole = run_passes(whole, for_all, observers, verified=whole)
+    # After all passes that expect whole calls.
+    statistics: list[Pass] = [CombineStatistics(), ShareStatistics()] if plan.window is None else []
+    # RankVariables needs the copies that CopyVariables made.
+    whole = run_passes(whole, [*statistics, RankVariables(types, ranks, shares)], observers, verified=whole)
     # Project needs RankVariables, to find the values that ranks exchange.
     last: list[Pass] = [*([LocalInput()] if local else []), *([Instrument()] if timed else [])]
     graphs = tuple(
