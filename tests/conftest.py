@@ -33,7 +33,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # The objects of TensorFlow and Keras stay. To look at them less often saves a tenth of the time, and loses no memory.
+    # Objects of TensorFlow and Keras stay: to look at them less often saves a tenth of the time, and loses no memory.
     gc.set_threshold(10_000, 20, 20)
     # The process that starts those of pytest-xdist gets their reports.
     if config.getoption("record_durations") and not hasattr(config, "workerinput"):
