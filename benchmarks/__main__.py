@@ -20,7 +20,6 @@ from benchmarks import (
     compare,
     contention,
     elastic,
-    equality,
     exactness,
     exchange,
     first_step,
@@ -32,10 +31,7 @@ from benchmarks import (
     large,
     memory,
     more_hosts,
-    never_slower,
     op_census,
-    order,
-    overhead,
     peers,
     pipelining,
     planner_speed,
@@ -54,15 +50,11 @@ from benchmarks import (
     timeline,
     train_step,
     unequal,
-    zero_bubble,
 )
 from benchmarks.common import print_table
 from benchmarks.needs import NEEDS
 from benchmarks.papers import (
-    pipedream_table1,
-    planner_figures,
     slicer,
-    speedups,
     staleness,
     table4,
     table5,
@@ -73,20 +65,13 @@ from benchmarks.papers import (
 )
 
 BENCHMARKS = {
-    "equality": equality,
-    "order": order,
-    "overhead": overhead,
     "pipelining": pipelining,
     "profile": profile,
     "table4": table4,
     "table5": table5,
     "table7": table7,
     "table8": table8,
-    "pipedream_table1": pipedream_table1,
-    "planner_figures": planner_figures,
-    "speedups": speedups,
     "compare": compare,
-    "never_slower": never_slower,
     "challenger": challenger,
     "search_phases": search_phases,
     "planner_speed": planner_speed,
@@ -97,7 +82,6 @@ BENCHMARKS = {
     "remainders": remainders,
     "startup": startup,
     "timeline": timeline,
-    "zero_bubble": zero_bubble,
     "schedules": schedules,
     "slicer": slicer,
     "asynchronous": asynchronous,

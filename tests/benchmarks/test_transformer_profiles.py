@@ -1,10 +1,11 @@
-"""The helpers of ``planner_figures``, on numbers worked out by hand."""
+"""Transformers by their shapes, their stages of half layers, and SPP's printed rows, on numbers worked out by hand."""
 
 from __future__ import annotations
 
 import pytest
 
-from benchmarks.papers.planner_figures import AUTOPIPE_TABLE_2, SPP_TABLE_3, SPP_TESTBEDS, halves_of
+from benchmarks.papers.autopipe_figures import TABLE_2
+from benchmarks.papers.spp_figures import SPP_TABLE_3, SPP_TESTBEDS
 from benchmarks.papers.transformer_profiles import (
     BERT_LARGE,
     GPT2_345M,
@@ -40,8 +41,9 @@ def test_stages_of_half_layers() -> None:
     found = stages_of_halves((1, 3))
     assert [(s.first_layer, s.last_layer, s.devices) for s in found] == [(0, 1, (0,)), (2, 5, (1,))]
     assert megatron_stages(SMALL, 2) == stages_of_halves((2, 2))
-    for halves in AUTOPIPE_TABLE_2:
-        assert tuple(halves_of(s.first_layer, s.last_layer) for s in stages_of_halves(halves)) == halves
+    for halves in TABLE_2:
+        stages, layers = stages_of_halves(halves), range(1, 2 * GPT2_345M.layers + 1)  # without embedding and head
+        assert tuple(sum(s.first_layer <= i <= s.last_layer for i in layers) for s in stages) == halves
 
 
 def test_the_printed_rows_are_of_the_testbeds() -> None:

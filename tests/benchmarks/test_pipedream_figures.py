@@ -1,4 +1,4 @@
-"""The helpers of ``pipedream_table1``, on numbers worked out by hand and against all pipelines of one level."""
+"""PipeDream's Table 1: formulas and configurations by hand, and the search against all pipelines of one level."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.papers.pipedream_figures import name
 from benchmarks.papers.pipedream_published import STRAIGHT, TABLE_1, VGG_16, Configuration, make_cluster
-from benchmarks.papers.pipedream_table1 import name
 from benchmarks.papers.pipedream_variants import OneLevel, by_profiler, one_after_the_other, printed
 from dapple_tf.planner.systems.hierarchy import derive_hierarchy
 from dapple_tf.profiler.linearise import linearise
