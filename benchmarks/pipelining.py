@@ -45,7 +45,7 @@ def compare_one_stage(model: str) -> list[Row]:
     from dapple_tf.commands.training_loop import plain_step
 
     plain, ours = MODELS[model](), MODELS[model]()
-    step = dapple.pipeline(ours.workload.loss_fn, optimizer=ours.workload.optimizer, stages=1, micro_batches=1)
+    step = ours.pipeline(stages=1, micro_batches=1)
     reference = plain_step(plain.workload)
     steps = {"plain": lambda: float(reference(*plain.batch)), "one stage": lambda: float(step(*ours.batch))}
     time_interleaved(steps, 3)

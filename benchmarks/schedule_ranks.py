@@ -11,11 +11,10 @@ from benchmarks.own_core import run_on_own_core
 if __name__ == "__main__":  # before any library counts the cores
     run_on_own_core("OMPI_COMM_WORLD_LOCAL_RANK")
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks.common import Row, median, run_ranks, time_interleaved
+from benchmarks.common import Row, median, print_on_rank_0, run_ranks, time_interleaved
 
 RANKS, MICRO_BATCHES = 2, 8
 CROSSINGS = {"dapple-a": 1, "interleaved-1f1b:v=2": 3, "hanayo:w=1": 2, "zb-v": 2}  # by schedule
@@ -70,7 +69,7 @@ def measure() -> dict[str, Any]:
         batch = next(iter(exact.dataset))
         report = dapple.verify(exact.loss_fn, optimizer=exact.optimizer, batch=batch, **options)
         timed = small_gpt()
-        step = dapple.pipeline(timed.workload.loss_fn, optimizer=timed.workload.optimizer, **options)
+        step = timed.pipeline(**options)
         calls[name] = lambda step=step, batch=timed.batch: float(step(*batch))
         step(*timed.batch)
         workers = step.plan.worker_map.worker_of
@@ -98,6 +97,4 @@ if __name__ == "__main__":
     import dapple_tf as dapple
 
     dapple.init()
-    result = measure()
-    if dapple.rank() == 0:
-        print(json.dumps(result))
+    print_on_rank_0(measure())

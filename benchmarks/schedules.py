@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-import dapple_tf as dapple
 from benchmarks.common import Row, available_cores, median, print_rows, run_on_cores, time_interleaved
 from benchmarks.needs import find_missing_for_ranks
 from benchmarks.schedule_forms import compare_with_papers
@@ -144,9 +143,7 @@ def measure(workers: int, micro_batches: int) -> dict[str, float]:
         layers = LAYERS // chunks
         devices = [schedule.worker_map.worker_of[layer // layers] for layer in range(count)]
         timed = waits(count, forward=SECONDS, inputs=SECONDS, weights=SECONDS, devices=devices)
-        step = dapple.pipeline(
-            timed.workload.loss_fn,
-            optimizer=timed.workload.optimizer,
+        step = timed.pipeline(
             stages=starts[layers::layers],
             micro_batches=micro_batches,
             schedule=str(schedule),

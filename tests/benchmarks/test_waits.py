@@ -30,7 +30,5 @@ def test_each_part_of_a_stage_waits_once_and_the_gradients_are_right() -> None:
 
 def test_a_wait_of_no_time_adds_no_op() -> None:
     timed = waits(1, forward=0, inputs=0, weights=0, batch_size=4)
-    step = dapple.pipeline(
-        timed.workload.loss_fn, optimizer=timed.workload.optimizer, stages=1, micro_batches=2, example_batch=timed.batch
-    )
+    step = timed.pipeline(stages=1, micro_batches=2, example_batch=timed.batch)
     assert count_waits(step.graph, "stage0/forward") == count_waits(step.graph, "stage0/backward") == 0
