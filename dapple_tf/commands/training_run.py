@@ -55,7 +55,7 @@ from dapple_tf.profiler.units import format_seconds
 from dapple_tf.runtime.growth import Growth
 from dapple_tf.runtime.step import PipelinedStep
 from dapple_tf.timeline.picture import save_recording
-from dapple_tf.timeline.recording import Recording, describe_error, planned_seconds
+from dapple_tf.timeline.recording import Recording, describe_error, plan_title, planned_seconds
 
 Batches = Iterator[tuple[Any, ...]]
 
@@ -77,7 +77,7 @@ def run_training(settings: TrainSettings, given: Options, options: Mapping[str, 
         ranks.print_result(str(restart))
     losses = LossWatch(step, ranks, ranks.print_warning)
     growth = Growth(step, ranks.job, ranks.print_result) if given.elastic else None
-    saver = _Saver(checkpoints, settings, losses, done, ranks, _words_of(step.plan).unit, growth)
+    saver = _Saver(checkpoints, settings, losses, done, ranks, step.plan.words.unit, growth)
     with contextlib.ExitStack() as opened:
         record = _open_record(step, settings, ranks, done, options["model"], restart)
         if record is not None:
@@ -150,7 +150,7 @@ def _resume(
     ranks.run_on_all(lambda: check_unfinished(folder, position.steps, settings.steps))
     if not position.steps:
         return checkpoints, position, batches
-    ranks.print_result(f"resumed after {_words_of(step.plan).unit} {position.steps} from {position.origin}")
+    ranks.print_result(f"resumed after {step.plan.words.unit} {position.steps} from {position.origin}")
     return checkpoints, position, itertools.islice(batches, position.batches, None)
 
 
@@ -269,7 +269,7 @@ def _train(
     scalars = ranks.run_on_first(lambda: Scalars(tensorboard)) if tensorboard else None
     if scalars is not None and restart is not None:
         scalars.write_text(done, "restart", str(restart))
-    words = _words_of(step.plan)
+    words = step.plan.words
     observer = Observer(
         step,
         done + 1,
@@ -353,7 +353,7 @@ def _describe_end(step: PipelinedStep) -> RunEnd:
 def _named_recording(step: PipelinedStep, model: str, settings: TrainSettings) -> Recording:
     """Return the recorded step and those before that are wanted, with the model and the schedule as its title."""
     measured = step.timeline.with_earlier(settings.trace_steps - 1)
-    title = f"{model.rpartition(':')[2]}: {_words_of(step.plan).order}"
+    title = plan_title(dataclasses.replace(step.plan, model=model.rpartition(":")[2]))
     return dataclasses.replace(step.recording, title=title, measured=measured)
 
 
@@ -384,26 +384,6 @@ def _report(
 
 
 @dataclass(frozen=True)
-class _Words:
-    """The words of a report for a step or for a window: singular, plural, verb, name of its loss, name of its order."""
-
-    unit: str
-    units: str
-    training: str
-    loss: str
-    order: str
-
-
-def _words_of(plan: Plan) -> _Words:
-    """Return the words for steps, or for the windows of asynchronous training."""
-    if plan.window is None:
-        return _Words("step", "steps", "training", "loss", f"{plan.short_schedule}, M = {plan.whole_micro_batches}")
-    count = f"{plan.window.minibatches} minibatches"
-    order = f"asynchronous, weights {plan.window.weights}, {count}"
-    return _Words("window", f"windows of {count}", "training window", "mean loss", order)
-
-
-@dataclass(frozen=True)
 class _TrainReport:
     """Lines for people, and fields for ``--json``."""
 
@@ -431,7 +411,7 @@ def _report_run(
     elif plain_speed is not None:
         ratio = run.samples_per_second / plain_speed
         speed += f"; the same model un-pipelined on the same cores: {plain_speed:.1f} samples/s ({ratio:.2f}x)"
-    words = _words_of(plan)
+    words = plan.words
     report = _TrainReport(
         (f"{words.loss} {run.losses[0]:.4f} -> {run.losses[-1]:.4f} in {len(run.losses)} {words.units}", speed),
         {

@@ -13,8 +13,8 @@ from dapple_tf.graph_passes.ir.graph import Graph, Node, Value, topological
 from dapple_tf.graph_passes.ir.names import BACKWARD_OPS, at, nodes_of, of_minibatch
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.passes.base import Contract
-from dapple_tf.graph_passes.passes.update_groups import last_backwards, update_name
-from dapple_tf.graph_passes.passes.use_versions import action_name, calls_of, stored_versions, version_name
+from dapple_tf.graph_passes.passes.windows.update_groups import last_backwards, update_name
+from dapple_tf.graph_passes.passes.windows.use_versions import action_name, calls_of, stored_versions, version_name
 from dapple_tf.graph_passes.schedules.schedule import Action
 from dapple_tf.graph_passes.schedules.weight_versions import Versions
 from dapple_tf.graph_passes.schedules.window import Window

@@ -14,7 +14,7 @@ from dapple_tf.graph_passes.ir.graph import Graph, Node, Value, attributes
 from dapple_tf.graph_passes.ir.verify import verify
 from dapple_tf.graph_passes.passes.base import run_passes
 from dapple_tf.graph_passes.passes.verify_ranks import verify_ranks
-from dapple_tf.graph_passes.passes.verify_window import VerifyWindow
+from dapple_tf.graph_passes.passes.windows.verify_window import VerifyWindow
 from tests.graph_passes.builders import refused
 from tests.graph_passes.windows import WindowKind, window_kinds
 

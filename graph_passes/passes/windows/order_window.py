@@ -10,8 +10,8 @@ from dapple_tf.graph_passes.ir.graph import Graph, Node
 from dapple_tf.graph_passes.ir.names import replica_counts
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.passes.base import Contract
-from dapple_tf.graph_passes.passes.update_groups import update_name
-from dapple_tf.graph_passes.passes.use_versions import calls_of
+from dapple_tf.graph_passes.passes.windows.update_groups import update_name
+from dapple_tf.graph_passes.passes.windows.use_versions import calls_of
 from dapple_tf.graph_passes.schedules.weight_versions import Versions
 
 

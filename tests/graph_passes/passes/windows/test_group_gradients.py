@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dapple_tf.graph_passes.passes.gather_slices import SparsePart
-from dapple_tf.graph_passes.passes.group_gradients import GroupGradients
+from dapple_tf.graph_passes.passes.windows.group_gradients import GroupGradients
 from dapple_tf.graph_passes.schedules.window import Window
 from tests.graph_passes.builders import assert_graph, calls, function, graph
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dapple_tf.errors import ScheduleError
 from dapple_tf.graph_passes.ir.graph import Graph
-from dapple_tf.graph_passes.passes.order_window import OrderWindow
+from dapple_tf.graph_passes.passes.windows.order_window import OrderWindow
 from dapple_tf.graph_passes.schedules.weight_versions import WeightPolicy, weight_versions
 from dapple_tf.graph_passes.schedules.window import Window
 from tests.graph_passes.builders import assert_graph, graph, refused

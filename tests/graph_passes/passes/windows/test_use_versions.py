@@ -7,7 +7,7 @@ import pytest
 from dapple_tf.errors import GraphError
 from dapple_tf.graph_passes.ir.graph import Graph
 from dapple_tf.graph_passes.passes.base import run_passes
-from dapple_tf.graph_passes.passes.use_versions import UseVersions, action_name, calls_of, version_name
+from dapple_tf.graph_passes.passes.windows.use_versions import UseVersions, action_name, calls_of, version_name
 from dapple_tf.graph_passes.schedules.schedule import Action
 from dapple_tf.graph_passes.schedules.weight_versions import WeightPolicy, weight_versions
 from dapple_tf.graph_passes.schedules.window import Window

@@ -8,7 +8,7 @@ from dapple_tf.errors import GraphError
 from dapple_tf.graph_passes.ir.graph import Function
 from dapple_tf.graph_passes.ir.names import Site
 from dapple_tf.graph_passes.passes.split_update import Updates
-from dapple_tf.graph_passes.passes.update_groups import UpdateGroups, check_updates, last_backwards, update_name
+from dapple_tf.graph_passes.passes.windows.update_groups import UpdateGroups, check_updates, last_backwards, update_name
 from dapple_tf.graph_passes.schedules.window import Window
 from tests.graph_passes.builders import assert_graph, function, graph, refused
 

@@ -7,7 +7,7 @@ import pytest
 from dapple_tf.errors import GraphError
 from dapple_tf.graph_passes.ir.graph import Node
 from dapple_tf.graph_passes.passes.base import run_passes
-from dapple_tf.graph_passes.passes.repeat_minibatches import RepeatMinibatches
+from dapple_tf.graph_passes.passes.windows.repeat_minibatches import RepeatMinibatches
 from dapple_tf.graph_passes.schedules.window import Window
 from tests.graph_passes.builders import assert_graph, graph, refused
 from tests.graph_passes.windows import WindowKind

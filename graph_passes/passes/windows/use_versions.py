@@ -15,7 +15,7 @@ from dapple_tf.graph_passes.ir.graph import Graph, Node, attributes
 from dapple_tf.graph_passes.ir.names import at, nodes_of, of_minibatch
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.passes.base import Contract
-from dapple_tf.graph_passes.passes.update_groups import update_name
+from dapple_tf.graph_passes.passes.windows.update_groups import update_name
 from dapple_tf.graph_passes.schedules.schedule import CALL_OF_KIND, Action
 from dapple_tf.graph_passes.schedules.weight_versions import Versions
 from dapple_tf.graph_passes.schedules.window import Window
