@@ -30,7 +30,7 @@ from dapple_tf.autoplan.stages_auto import check_enough_layers, choose_stages, p
 from dapple_tf.autoplan.stages_requested import plan_requested_stages
 from dapple_tf.compiler import PlannedModel
 from dapple_tf.devices import list_devices
-from dapple_tf.distributed.membership import Job
+from dapple_tf.distributed.membership import AllRanks, Job
 from dapple_tf.errors import ClusterError, PlanError, UsageError, warn_user
 from dapple_tf.exactness import BatchLoss, BatchNorm, Inexact
 from dapple_tf.frontend.batch import batch_size
@@ -82,7 +82,7 @@ class Autoplan:
         self._options = options
         self._wanted_cluster = options.cluster
         self._replicable = True
-        self._job = job
+        self._job, self._ranks = job, AllRanks(job)
         self._decision = None if options.plan is None else PlanDecision(options.plan)
         self._estimates: tuple[EstimatedCosts, Mapping[str, Sequence[Shape]]] | None = None
         self.layer_names: tuple[str, ...] = ()
@@ -231,11 +231,12 @@ class Autoplan:
         costs = estimate_costs(layers, shapes)
         if self._decision is not None:
             return follow_plan(self._decision.plan, self.layer_names, layers, costs, all_devices=self._job is not None)
-        if self._job is None:
-            return plan_forward(
-                self._options, layers, costs, len(list_devices(self._options.devices)), all_devices=False
-            )
-        return plan_forward(self._options, layers, costs, self._job.size, all_devices=True)
+        return plan_forward(self._options, layers, costs, self._device_count, all_devices=self._job is not None)
+
+    @property
+    def _device_count(self) -> int:
+        """The number of devices that there are: of the ranks of the job, or the logical ones of this process."""
+        return len(list_devices(self._options.devices)) if self._job is None else self._job.size
 
     def choose_schedule(self, model: StagedModel, samples: int) -> None:
         """Choose policy and D for the first trace by an estimate, where the schedule is still "auto"."""
@@ -246,7 +247,7 @@ class Autoplan:
         slots = count_slots(self._optimizer, [model.variables[without_target(name)] for name in model.trained])
         choose = partial(_choose_by_estimate, planned, costs, shapes, slots, ranks=self._job is not None)
         try:
-            choice = choose() if self._job is None else self._job.run_on_rank_0(choose)
+            choice = self._ranks.run_on_rank_0(choose)
         except PlanError as error:  # no reason to give up: it is an estimate, and devices may share their memory
             schedule = self._decision.plan.schedule
             warn_user(f"{error}. Trying {schedule} all the same")
@@ -260,17 +261,15 @@ class Autoplan:
         samples = batch_size(batch)
         names = tuple(layer.name for layer in layers.layers)
         costs = estimate_costs(layers, shapes)
-        if self._job is not None:
-            self._job.agree("number of samples", samples)
-            self._job.agree("call of dapple.pipeline", self._options)
-            self._job.agree("plan", None if self._options.plan is None else self._options.plan.to_json())
-            self._job.agree("layers of the model", names)
+        self._ranks.agree("number of samples", samples)
+        self._ranks.agree("call of dapple.pipeline", self._options)
+        self._ranks.agree("plan", None if self._options.plan is None else self._options.plan.to_json())
+        self._ranks.agree("layers of the model", names)
         if self._options.elastic:
             self._options, self._decision = self._fit_devices(layers, costs, samples)
         decision = self._decision
         if decision is None:
-            make = partial(self._make_decision, captured, layers, costs, batch)
-            decision = make() if self._job is None else self._job.run_on_rank_0(make)
+            decision = self._ranks.run_on_rank_0(partial(self._make_decision, captured, layers, costs, batch))
         window = self._options.window
         if window is not None and (decision.plan.window, decision.plan.global_batch_size) != (window, samples):
             decision = PlanDecision(window_plan(decision.plan, window, samples))
@@ -296,12 +295,12 @@ class Autoplan:
         the cluster only the hosts of the ranks are kept.
         """
         options, decision, job = self._options, self._decision, self._job
-        devices = len(list_devices(options.devices)) if job is None else job.size
+        devices = self._device_count
         if decision is not None or not options.stages_are_auto:
             plan = self.plan if decision else plan_requested_stages(options, layers, costs, samples, sys.maxsize)
             if plan.device_count != devices if job is not None else plan.device_count > devices:
                 have = f"{devices} {'devices' if job is None else 'ranks'}"
-                if job is None or job.rank == 0:
+                if self._ranks.rank == 0:
                     LOGGER.info("elastic: there are %s, and %d were asked for: plans anew", have, plan.device_count)
                 sharded = options.shard_optimizer or plan.shard_optimizer
                 options, decision = dataclasses.replace(options.planned_anew(), shard_optimizer=sharded), None
@@ -321,7 +320,7 @@ class Autoplan:
             batch,
             self._options,
             optimizer_slots=count_slots(self._optimizer, trained),
-            devices=len(list_devices(self._options.devices)) if self._job is None else self._job.size,
+            devices=self._device_count,
             cluster=self._options.cluster,
             replicable=self._replicable,
             ranks=self._job is not None,

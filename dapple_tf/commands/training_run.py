@@ -76,7 +76,7 @@ def run_training(settings: TrainSettings, given: Options, options: Mapping[str, 
         except KeyboardInterrupt:
             ranks.print_warning(saver.describe_stop())
             raise
-        ranks.wait_for_all()
+        ranks.check_call_history()
         if checkpoints is not None:
             if checkpoints.snapshot_costs is not None:
                 ranks.print_result(str(checkpoints.snapshot_costs))
@@ -314,7 +314,7 @@ def _open_record(
             steps=settings.steps,
             done=done,
             time=time.time(),
-            processes=1 if ranks.job is None else ranks.job.size,
+            processes=ranks.size,
             versions=versions,
             options=settings.options,
             plan=step.plan.to_json(),
