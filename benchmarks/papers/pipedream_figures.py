@@ -23,10 +23,10 @@ from benchmarks.papers.pipedream_published import (
 from benchmarks.papers.pipedream_variants import OneLevel
 from benchmarks.papers.published import stages_of
 from dapple_tf.planner.api import make_problem, run_planner
+from dapple_tf.planner.asynchronous import window_plan
 from dapple_tf.planner.baselines import data_parallel, even_pipeline
 from dapple_tf.planner.planning_problem import PlanningProblem
 from dapple_tf.planner.systems.hierarchy import derive_hierarchy
-from dapple_tf.planner.window_stages import window_plan
 from dapple_tf.window_plan import WindowPlan
 
 # --- Table 1: configurations and speed-ups over data parallelism

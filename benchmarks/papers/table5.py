@@ -22,8 +22,7 @@ from benchmarks.papers.published import (
 )
 from dapple_tf.planner.api import run_planner
 from dapple_tf.planner.baselines import data_parallel, even_pipeline
-from dapple_tf.planner.micro_batch_sizes import list_micro_batch_sizes
-from dapple_tf.planner.planning_problem import Candidate, PlanningProblem
+from dapple_tf.planner.planning_problem import Candidate, PlanningProblem, list_micro_batch_sizes
 from dapple_tf.profiler.cluster import config
 from dapple_tf.profiler.profile import Profile
 from dapple_tf.simulator.arrays import prefix_sums

@@ -40,8 +40,8 @@ from dapple_tf.graph_passes.ir.graph import Shape
 from dapple_tf.graph_passes.ir.names import without_target
 from dapple_tf.messages import LOGGER
 from dapple_tf.plan_check import check_shares
+from dapple_tf.planner.asynchronous import check_window_size, window_plan
 from dapple_tf.planner.planning_problem import Candidate
-from dapple_tf.planner.window_stages import check_window_size, window_plan
 from dapple_tf.plans import Plan
 from dapple_tf.profiler.cluster import Cluster
 from dapple_tf.profiler.units import format_samples

@@ -11,7 +11,7 @@ from typing import cast
 
 from dapple_tf.errors import PlanError
 from dapple_tf.graph_passes.analysis.row_bounds import fit_micro_batches, fit_sizes
-from dapple_tf.planner.window_stages import check_window_size
+from dapple_tf.planner.asynchronous import check_window_size
 from dapple_tf.plans import Plan, StagePlan
 from dapple_tf.profiler.units import format_samples
 

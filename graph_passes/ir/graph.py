@@ -12,11 +12,21 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from functools import cached_property
 from typing import Literal, get_args
 
 from dapple_tf.errors import GraphError
-from dapple_tf.graph_passes.ir.str_enum import StrEnum
+
+
+class StrEnum(str, Enum):
+    """An enumeration whose members compare, hash and print as their values (``enum.StrEnum`` needs Python 3.11)."""
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+    def __repr__(self) -> str:
+        return repr(self.value)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 import pytest
 
-from dapple_tf.commands.schedule_option import read_schedule
+from dapple_tf.commands.parameter_types import read_schedule
 from dapple_tf.errors import ScheduleError
 
 TEXT = "0F0 0B0; 1F0 1B0"
