@@ -24,7 +24,6 @@ from dapple_tf.profiler.importers import read_profile as read_any
 from dapple_tf.profiler.profile import KindSeconds, Profile
 from dapple_tf.simulator.simulate import simulate
 
-POLICIES = ("dapple-a", "dapple-b", "gpipe")
 BATCHES = (64, 128, 512)
 _ETHERNET = {speed: Link(speed * 1e9 / 8, 20e-6) for speed in (1, 10, 25, 100)}
 _PCI = Link(12e9, 10e-6)

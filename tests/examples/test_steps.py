@@ -10,7 +10,6 @@ import pytest
 
 from tests.paths import ROOT
 
-HELPER = "beside_one_device"
 NAMES = (
     "actor_critic",
     "adversarial",
