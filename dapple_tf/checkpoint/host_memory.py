@@ -48,9 +48,10 @@ class Snapshot:
 class HostMemory:
     """The folders in memory for the snapshots of the run that saves in ``checkpoints``, one on each host.
 
-    Every rank must make it. Raises CheckpointError where a host has no such folder, and where it holds snapshots of a
-    run that cannot be told to be this one. ``hosts``: the host of each rank. ``folder``: that of this host; its
-    subfolders are those of ``runs``, of which the last is this ``run``. ``writer``: an id of this job.
+    Every rank must make it. ``hosts``: the host of each rank. ``folder``: the folder on this host, with a subfolder for
+    each of ``runs``, the ids of this run and of the one before it in the same folder of checkpoints. ``is_first``: this
+    rank is the first one on its host. ``writer``: an id of this job. Raises CheckpointError where a host has no folder
+    in memory, or where it is not known whether the snapshots there are of this run.
     """
 
     def __init__(self, ranks: AllRanks, checkpoints: Path) -> None:

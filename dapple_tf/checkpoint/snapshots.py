@@ -66,7 +66,7 @@ class Snapshots:
     """Takes the snapshots of a training run that saves in ``checkpoints``, and restores the last complete one.
 
     Every rank of a job must make the same calls. Raises CheckpointError where the memory of a host cannot hold the
-    snapshots, and where it holds some of a run that cannot be told to be this one.
+    snapshots, or where it is not known whether the snapshots there are of this run.
     """
 
     def __init__(self, step: PipelinedStep, job: Job | None, checkpoints: Path, every: int) -> None:

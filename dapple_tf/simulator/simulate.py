@@ -86,7 +86,7 @@ def _execute_sizes(
     plan: Plan, sizes: Sequence[int], costs: Mapping[int, Sequence[StageCosts]], flows: Flows | None
 ) -> Execution:
     """Return a step of micro-batches of these sizes; ``costs``: of each stage, by the samples."""
-    # AllReduce hides behind the backward of the last micro-batch; everything else is told for the largest.
+    # AllReduce hides behind the backward of the last micro-batch; all other costs that are shown are of the largest.
     pairs = zip(costs[plan.micro_batch_size], costs[sizes[-1]], strict=True)
     shown = [replace(largest, exposed_seconds=last.exposed_seconds, rings=last.rings) for largest, last in pairs]
     schedule = plan.build_schedule()
