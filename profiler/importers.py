@@ -13,10 +13,10 @@ from pathlib import Path
 import networkx as nx
 
 from dapple_tf.errors import ProfileError
-from dapple_tf.profiler.linearise import check_runnable
 from dapple_tf.profiler.profile import LayerCost, Profile
 from dapple_tf.profiler.quote import quote
 from dapple_tf.profiler.read_files import naming_file, read_text
+from dapple_tf.profiler.topology import check_runnable
 
 _BATCH = re.compile(r"-pbs-(\d+)")
 _EDGE = re.compile(r"(node\d+)\s+--\s+(node\d+)")

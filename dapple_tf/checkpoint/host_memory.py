@@ -56,7 +56,7 @@ class HostMemory:
 
     def __init__(self, ranks: AllRanks, checkpoints: Path) -> None:
         self._ranks = ranks
-        self.hosts = ranks.gather(socket.gethostname())
+        self.hosts: list[str] = ranks.gather(socket.gethostname())
         self.is_first = self.hosts.index(self.host) == ranks.rank
         place, self.runs, certain, self.writer = ranks.run_on_rank_0(partial(_identify, checkpoints))
         self.folder = _memory_folder() / self.host / place

@@ -11,13 +11,13 @@ import queue
 import signal
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 # Written to the socket to wake the thread if there is no signal.
 _NO_SIGNAL = 0
 # Python's own handlers.
-_DEFAULTS = {
+_DEFAULTS: Mapping[signal.Signals, Any] = {
     signal.SIGTERM: signal.SIG_DFL,
     signal.SIGUSR1: signal.SIG_DFL,
     signal.SIGINT: signal.default_int_handler,
