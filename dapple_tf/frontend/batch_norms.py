@@ -6,21 +6,12 @@ The sums of several micro-batches and replicas add up, and give the statistics o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import keras
 import tensorflow as tf
-
-from dapple_tf import internals
-from dapple_tf.errors import CaptureError
-from dapple_tf.exactness import BatchNorm
-from dapple_tf.frontend.capture import Captured
-from dapple_tf.frontend.dependence.elementwise import is_integer
-from dapple_tf.frontend.dependence.kinds import Form, Kind
-from dapple_tf.graph_passes.analysis.layers import live_nodes
-from dapple_tf.graph_passes.ir.graph import Effect, Graph, Node, Value
 
 
 @dataclass(frozen=True)
@@ -96,57 +87,3 @@ def count_kept(layer: keras.layers.BatchNormalization, inputs: Any, mask: Any, d
     counted = tf.broadcast_to(tf.expand_dims(mask, -1), tf.shape(inputs))
     axes = [axis for axis in range(inputs.shape.rank) if axis != layer.axis % inputs.shape.rank]
     return tf.reduce_sum(tf.cast(tf.cast(counted, tf.bool), dtype), axes)
-
-
-# --- Refuse calls of batch norm layers whose statistics cannot be found in the graph of a loss
-
-
-def statistics_writes(captured: Captured, choice: BatchNorm) -> list[Node]:
-    """Return the nodes by which batch norm layers write moving statistics of each micro-batch.
-
-    Raises CaptureError if another node writes such statistics: the layer's call is hidden in it; and if such a layer
-    computes with the number of its samples: each call sees those of one micro-batch on one replica, and the statistics
-    are taken over more. ``choice``: the
-    value of ``batch_norm`` that needs to see the call.
-    """
-    assert captured.dependence is not None, "the analysis tells which layers normalise each micro-batch"
-    once = captured.dependence.once
-    writes = [node for node in captured.graph.nodes if node.effect is Effect.WRITE and node.name not in once]
-    _check_seen(captured, writes, choice)
-    found = [node for node in writes if node.has("batch_norm")]
-    _check_sizes(captured.graph, captured.dependence.kinds, found, choice)
-    return found
-
-
-def _check_seen(captured: Captured, writes: Sequence[Node], choice: BatchNorm) -> None:
-    """Raise CaptureError if a node that is no batch norm layer's own op writes such a layer's moving statistics."""
-    others = {name: node for node in writes if not node.has("batch_norm") for name in node.strings("writes")}
-    layers = {id(layer.moving_mean.value): layer for layer in internals.batch_norm_layers()} if others else {}
-    for name, node in others.items():
-        layer = layers.get(id(captured.variables.get(name)))
-        if layer is not None:
-            raise CaptureError(
-                f"batch_norm={choice!r}: {node.name!r} ({node.op}) writes the statistics of layer {layer.name!r}: the "
-                "layer is called in a nested tf.function, a loop or a condition, or not by its __call__. Call it in "
-                "the loss itself, or take batch_norm='micro-batch'"
-            )
-
-
-def _check_sizes(graph: Graph, kinds: Mapping[Value, Kind], writes: Sequence[Node], choice: BatchNorm) -> None:
-    """Raise CaptureError if a layer with one of the ``writes`` computes a float from the length of a batch axis."""
-    calls, live = {node.integer("batch_norm") for node in writes}, live_nodes(graph)
-    for node in graph.nodes:
-        if node.name not in live or not node.has("batch_norm") or node.integer("batch_norm") not in calls:
-            continue
-        numbers = [value for value in node.values() if not is_integer(graph.type_of(value))]
-        if any(kinds[value].form is Form.SIZE for value in numbers):
-            raise CaptureError(
-                f"batch_norm={choice!r}: layer {layer_of(node)!r} computes with the number of its samples "
-                f"({node.name!r}, {node.op}): it sees those of one micro-batch on one replica, and its statistics are "
-                "taken over more. Take batch_norm='micro-batch', or a layer that does not use that number"
-            )
-
-
-def layer_of(node: Node) -> str:
-    """Return the name of the layer that made this node of a batch norm's call."""
-    return node.string("layer" if node.has("layer") else "within")

@@ -16,7 +16,7 @@ from dapple_tf.exactness import BatchLoss, BatchNorm, Exactness, Inexact, Inexac
 from dapple_tf.frontend.affine_sizes import fit_sizes
 from dapple_tf.frontend.after_gradients import take_inputs_of
 from dapple_tf.frontend.batch import batch_signature
-from dapple_tf.frontend.batch_norms import layer_of, statistics_writes
+from dapple_tf.frontend.batch_norm_calls import layer_of, statistics_writes
 from dapple_tf.frontend.capture import (
     Captured,
     SeveralPhasesError,
