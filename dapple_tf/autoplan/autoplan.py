@@ -11,23 +11,20 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from dapple_tf.autoplan.batch_fit import check_batch_size, fit_plan
-from dapple_tf.autoplan.decision import PlanDecision, decide_on
+from dapple_tf.autoplan.batch_fit import check_batch_size, check_plan_fits, fit_plan
+from dapple_tf.autoplan.decision import PlanDecision
 from dapple_tf.autoplan.forward_plan import follow_plan, plan_forward
 from dapple_tf.autoplan.layer_estimates import EstimatedCosts, estimate_costs
 from dapple_tf.autoplan.measured_problem import (
     PlanningInputs,
-    check_cluster,
     count_slots,
-    detect_job_cluster,
-    measure_problem,
 )
 from dapple_tf.autoplan.options import Options, check_contradictions
 from dapple_tf.autoplan.recompute_option import choose_recompute
-from dapple_tf.autoplan.schedule_auto import ScheduleChoice, choose_profiled_schedule
+from dapple_tf.autoplan.schedule_auto import ScheduleChoice
 from dapple_tf.autoplan.schedule_estimated import choose_estimated_schedule, detect_cluster
 from dapple_tf.autoplan.stages_auto import check_enough_layers, choose_stages, predict_seconds
-from dapple_tf.autoplan.stages_requested import plan_requested_stages
+from dapple_tf.autoplan.stages_requested import choose_micro_batches, plan_requested_stages
 from dapple_tf.compiler import PlannedModel
 from dapple_tf.devices import list_devices
 from dapple_tf.distributed.membership import AllRanks, Job
@@ -39,12 +36,8 @@ from dapple_tf.graph_passes.analysis.layers import Layers
 from dapple_tf.graph_passes.ir.graph import Shape
 from dapple_tf.graph_passes.ir.names import without_target
 from dapple_tf.messages import LOGGER
-from dapple_tf.plan_check import check_shares
 from dapple_tf.planner.asynchronous import check_window_size, window_plan
-from dapple_tf.planner.planning_problem import Candidate
 from dapple_tf.plans import Plan
-from dapple_tf.profiler.cluster import Cluster
-from dapple_tf.profiler.units import format_samples
 from dapple_tf.staged_model import StagedModel
 from dapple_tf.timeline.recording import planned_seconds
 from dapple_tf.timeline.timeline import Timeline
@@ -280,7 +273,7 @@ class Autoplan:
                 "shard_optimizer=True changes nothing: no stage of the plan has replicas, over which the optimizer's "
                 "slots could be shared out. Give replicas, or leave it out"
             )
-        _check_plan_fits(decision.plan, layers, samples)
+        check_plan_fits(decision.plan, layers, samples)
         if len(decision.plan.stages) > 1:
             _warn_of_dominant_layer(names, costs)
         self._decision, self.layer_names = decision, names
@@ -335,30 +328,7 @@ class Autoplan:
         plan = plan_requested_stages(self._options, layers, costs, inputs.samples, inputs.devices)
         if self._options.cluster is None and not self._options.micro_batches_are_auto:
             return PlanDecision(plan)
-        return _choose_micro_batches(inputs, plan)
-
-
-def _check_plan_fits(plan: Plan, layers: Layers, samples: int) -> None:
-    """Raise PlanError unless the plan is for as many layers, and the batch is large enough for it."""
-    planned = plan.stages[-1].last_layer + 1
-    if planned != len(layers.layers):
-        raise PlanError(
-            f"the plan is for {planned} layers, but {layers.graph.name} has {len(layers.layers)}: it was made for "
-            "another model"
-        )
-    if plan.window is not None:
-        return
-    try:
-        sizes = plan.sizes if samples == plan.global_batch_size else ()  # another batch may get equal micro-batches
-        check_batch_size(samples, plan.micro_batches, plan.replicas, sizes)
-        check_shares(plan, min(sizes, default=samples // plan.micro_batches))
-    except PlanError as error:
-        if samples == plan.global_batch_size:
-            raise
-        raise PlanError(
-            f"the plan is for batches of {format_samples(plan.global_batch_size)}, and the first batch has {samples}, "
-            f"too few for it ({error}): begin with a batch of {plan.global_batch_size}, or make a plan for {samples}"
-        ) from error
+        return choose_micro_batches(inputs, plan)
 
 
 def _warn_of_dominant_layer(names: Sequence[str], costs: EstimatedCosts) -> None:
@@ -407,25 +377,3 @@ def _choose_by_estimate(
     except ClusterError:
         return None
     return choose_estimated_schedule(planned, costs, shapes, slots, cluster, ranks=ranks)
-
-
-# --- ``micro_batches="auto"``, or a cluster, for given stages: profile the model, and simulate each M and policy
-
-
-def _choose_micro_batches(inputs: PlanningInputs, plan: Plan) -> PlanDecision:
-    """Return ``plan`` with M, policy and D chosen, as far as they are "auto".
-
-    M is a divisor of the batch that gives every replica a sample. Of micro-batches of given sizes, each counts as the
-    largest while the schedule is chosen. Without a cluster, the plan's own devices are taken
-    to run at the same time, even if there are more than cores: the user asked for them. Raises PlanError where no
-    schedule fits the cluster's memory, or the cluster does not fit the devices.
-    """
-    cluster = inputs.cluster or (detect_job_cluster() if inputs.ranks else Cluster.detect(plan.device_count))
-    check_cluster(inputs, cluster)
-    problem = measure_problem(inputs, cluster, [r for r in plan.replicas if r > 1])
-    problem = dataclasses.replace(problem, recompute=plan.recompute)
-    sizes = [size for size in problem.micro_batch_sizes if size >= plan.least_samples]
-    choice = choose_profiled_schedule(problem, plan.stages, sizes)
-    size = problem.global_batch_size // choice.micro_batches
-    chosen = Candidate(plan.stages, size, choice.schedule, 0.0, "requested")
-    return decide_on(problem, chosen, "requested", inputs.samples, choice, plan.micro_batch_sizes)
