@@ -287,6 +287,15 @@ class Function:
     inputs: tuple[Port, ...]
     outputs: tuple[Port, ...]
 
+    @cached_property
+    def _ports(self) -> Mapping[str, Port]:
+        return dict(zip(self.graph.inputs, self.inputs, strict=True))
+
+    def carrier_of(self, value: Value) -> tuple[Role, str] | None:
+        """Return the role and the name of the input that is ``value``; None for a value that the function computes."""
+        port = self._ports.get(value.node)
+        return None if port is None else (port.role, port.name)
+
     def input_ports(self, *roles: Role) -> tuple[tuple[int, Port], ...]:
         """Return the inputs that have one of these roles, each with its position."""
         return tuple((i, port) for i, port in enumerate(self.inputs) if port.role in roles)

@@ -110,21 +110,16 @@ def _cut(function: Function) -> _Cut | None:
     before = ancestors(graph, [node.name for node in used])
     if rest & batch or not _can_run_on_rows(function, before):
         return None
-    ports = dict(zip(graph.inputs, function.inputs, strict=True))
-
-    def port_of(value: Value) -> tuple[Role, str] | None:
-        port = ports.get(value.node)
-        return None if port is None else (port.role, port.name)
 
     def port_or_partial(value: Value) -> tuple[Role, str] | None:
-        return ("once", str(value)) if value.node in marked else port_of(value)
+        return ("once", str(value)) if value.node in marked else function.carrier_of(value)
 
     values = [Value(node.name) for node in used]
     results = [Port("once", str(value), graph.type_of(value)) for value in values]
     name = f"{function.name.rpartition('/')[0]}/{OpName.PARTIALS}"
     inputs = set(graph.inputs)
     return _Cut(
-        extract_function(name, graph, before - inputs, port_of, results, values),
+        extract_function(name, graph, before - inputs, function.carrier_of, results, values),
         extract_function(function.name, graph, rest - inputs, port_or_partial, function.outputs, graph.outputs),
         used,
     )

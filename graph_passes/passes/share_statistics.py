@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from dapple_tf.graph_passes.analysis.layers import written_variables
 from dapple_tf.graph_passes.ir.extract import extract_function
-from dapple_tf.graph_passes.ir.graph import Control, Effect, Function, Graph, Node, Role, Value, ancestors, attributes
+from dapple_tf.graph_passes.ir.graph import Control, Effect, Function, Graph, Node, Value, ancestors, attributes
 from dapple_tf.graph_passes.ir.names import SHARED_STATISTICS, at, nodes_of, replica_counts
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.passes.base import Contract
@@ -116,15 +116,9 @@ def _may_run_elsewhere(graph: Graph, names: set[str]) -> bool:
 
 def _extract(function: Function, name: str, outputs: Iterable[int], roots: Iterable[str]) -> Function:
     graph, numbers = function.graph, tuple(outputs)
-    ports = dict(zip(graph.inputs, function.inputs, strict=True))
-
-    def port_of(value: Value) -> tuple[Role, str] | None:
-        port = ports.get(value.node)
-        return None if port is None else (port.role, port.name)
-
     members = set(ancestors(graph, roots))
     taken = [function.outputs[i] for i in numbers]
-    return extract_function(name, graph, members, port_of, taken, [graph.outputs[i] for i in numbers])
+    return extract_function(name, graph, members, function.carrier_of, taken, [graph.outputs[i] for i in numbers])
 
 
 def _calls(node: Node, function: Function, cut: _Cut, shared: str) -> Iterator[Node]:
