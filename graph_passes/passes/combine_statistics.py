@@ -60,28 +60,24 @@ class CombineStatistics:
     )
 
     def __call__(self, graph: Graph) -> Graph:
-        return combine_statistics(graph)
+        """Return the graph in which ``run_once`` of replicated stages takes combined partial statistics, not the batch.
 
-
-def combine_statistics(graph: Graph) -> Graph:
-    """Return the graph in which ``run_once`` of replicated stages takes combined partial statistics, not the batch.
-
-    A stage keeps its ``run_once`` as it is where something in it needs the batch's rows in another way, or where a
-    partial statistic needs the batch's size, a random draw, or a variable that ``run_once`` writes.
-    """
-    replicas = replica_counts(graph)
-    nodes: list[Node] = []
-    functions = {function.name: [function] for function in graph.functions}
-    for node in graph.nodes:
-        replicated = node.op == OpName.RUN_ONCE and replicas[node.integer("stage")] > 1
-        cut = _cut(graph.function(node.string("function"))) if replicated else None
-        if cut is None:
-            nodes.append(node)
-            continue
-        functions[cut.rest.name] = [cut.rest, cut.partials]
-        nodes += _nodes(node, graph, cut, replicas[node.integer("stage")])
-    kept = tuple(function for found in functions.values() for function in found)
-    return graph.replace(nodes=tuple(nodes), functions=kept).sorted()
+        A stage keeps its ``run_once`` as it is where something in it needs the batch's rows in another way, or where a
+        partial statistic needs the batch's size, a random draw, or a variable that ``run_once`` writes.
+        """
+        replicas = replica_counts(graph)
+        nodes: list[Node] = []
+        functions = {function.name: [function] for function in graph.functions}
+        for node in graph.nodes:
+            replicated = node.op == OpName.RUN_ONCE and replicas[node.integer("stage")] > 1
+            cut = _cut(graph.function(node.string("function"))) if replicated else None
+            if cut is None:
+                nodes.append(node)
+                continue
+            functions[cut.rest.name] = [cut.rest, cut.partials]
+            nodes += _nodes(node, graph, cut, replicas[node.integer("stage")])
+        kept = tuple(function for found in functions.values() for function in found)
+        return graph.replace(nodes=tuple(nodes), functions=kept).sorted()
 
 
 @dataclass(frozen=True)

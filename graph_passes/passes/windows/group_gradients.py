@@ -34,29 +34,27 @@ class GroupGradients:
     )
 
     def __call__(self, graph: Graph) -> Graph:
-        return group_gradients(graph, self.window, self.parts)
+        """Return the graph with the complete gradients of each update, named after the last of its minibatches.
 
-
-def group_gradients(graph: Graph, window: Window, parts: Sequence[SparsePart] = ()) -> Graph:
-    """Return the graph with the complete gradients of each update, named after the last of its minibatches.
-
-    No trained variable may be used by several stages.
-    """
-    added: list[Node] = []
-    for stage, updates in enumerate(window.updates):
-        for update, group in enumerate(updates):
-            last = window.last_minibatch(stage, update)
-            minibatches = sorted({m // window.micro_batches for m in group})
-            replicas = range(window.replicas[stage])
-            if window.in_turn:
-                names = [of_minibatch(t, at(stage, t % len(replicas), what=OpName.GRADIENTS)) for t in minibatches]
-            else:
-                names = [of_minibatch(last, at(stage, replica, what=OpName.GRADIENTS)) for replica in replicas]
-            added += _reduce(graph, window, stage, last, [graph.node(n) for n in names if n in graph.by_name])
-            own = [part for part in parts if part.stage == stage]
-            for variable in dict.fromkeys(part.variable for part in own):
-                added.append(_gather(graph, window, stage, last, group, [p for p in own if p.variable == variable]))
-    return graph.replace(nodes=(*graph.nodes, *added)).sorted()
+        No trained variable may be used by several stages.
+        """
+        added: list[Node] = []
+        for stage, updates in enumerate(self.window.updates):
+            for update, group in enumerate(updates):
+                last = self.window.last_minibatch(stage, update)
+                minibatches = sorted({m // self.window.micro_batches for m in group})
+                replicas = range(self.window.replicas[stage])
+                if self.window.in_turn:
+                    names = [of_minibatch(t, at(stage, t % len(replicas), what=OpName.GRADIENTS)) for t in minibatches]
+                else:
+                    names = [of_minibatch(last, at(stage, replica, what=OpName.GRADIENTS)) for replica in replicas]
+                added += _reduce(graph, self.window, stage, last, [graph.node(n) for n in names if n in graph.by_name])
+                own = [part for part in self.parts if part.stage == stage]
+                for variable in dict.fromkeys(part.variable for part in own):
+                    added.append(
+                        _gather(graph, self.window, stage, last, group, [p for p in own if p.variable == variable])
+                    )
+        return graph.replace(nodes=(*graph.nodes, *added)).sorted()
 
 
 def _reduce(graph: Graph, window: Window, stage: int, last: int, gradients: Sequence[Node]) -> list[Node]:

@@ -27,35 +27,31 @@ class OrderWindow:
     )
 
     def __call__(self, graph: Graph) -> Graph:
-        return order_window(graph, self.versions)
+        """Return the graph with an edge between each two consecutive calls of a replica.
 
-
-def order_window(graph: Graph, versions: Versions) -> Graph:
-    """Return the graph with an edge between each two consecutive calls of a replica.
-
-    A forward also waits for the updates of the backwards before it on its replica, and so does a backward that uses the
-    newest weights. What runs once a minibatch runs before its forward (see ``calls_of``). Raises ScheduleError where
-    the graph has other replicas than the window.
-    """
-    window = versions.window
-    if replica_counts(graph) != window.replicas:
-        raise ScheduleError(f"the window has {window.replicas} replicas, the graph {replica_counts(graph)}")
-    nodes = dict(graph.by_name)
-    for (stage, replica), actions in window.rows.items():
-        previous: str | None = None
-        pending: str | None = None  # the last update for which no call of the replica waits yet
-        for action in actions:
-            for name in calls_of(graph, window, action, replica):
-                call = _after(nodes[name], previous, f"order: {action}")
-                if action.kind == "F" or versions.policy == "latest":
-                    call = _after(call, pending, f"order: {action} after the update before it")
-                    pending = None  # later calls come after this one
-                nodes[name] = call
-                previous = name
-            update = update_name(window, stage, window.update_of(stage, action.micro_batch))
-            if window.ends_update(action) and update in nodes:
-                pending = update
-    return graph.replace(nodes=tuple(nodes.values())).sorted()
+        A forward also waits for the updates of the backwards before it on its replica, and so does a backward that uses
+        the newest weights. What runs once a minibatch runs before its forward (see ``calls_of``). Raises ScheduleError
+        where the graph has other replicas than the window.
+        """
+        window = self.versions.window
+        if replica_counts(graph) != window.replicas:
+            raise ScheduleError(f"the window has {window.replicas} replicas, the graph {replica_counts(graph)}")
+        nodes = dict(graph.by_name)
+        for (stage, replica), actions in window.rows.items():
+            previous: str | None = None
+            pending: str | None = None  # the last update for which no call of the replica waits yet
+            for action in actions:
+                for name in calls_of(graph, window, action, replica):
+                    call = _after(nodes[name], previous, f"order: {action}")
+                    if action.kind == "F" or self.versions.policy == "latest":
+                        call = _after(call, pending, f"order: {action} after the update before it")
+                        pending = None  # later calls come after this one
+                    nodes[name] = call
+                    previous = name
+                update = update_name(window, stage, window.update_of(stage, action.micro_batch))
+                if window.ends_update(action) and update in nodes:
+                    pending = update
+        return graph.replace(nodes=tuple(nodes.values())).sorted()
 
 
 def _after(node: Node, source: str | None, reason: str) -> Node:

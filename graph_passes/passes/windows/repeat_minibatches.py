@@ -47,35 +47,33 @@ class RepeatMinibatches:
     )
 
     def __call__(self, graph: Graph) -> Graph:
-        return repeat_minibatches(graph, self.window, self.aux)
+        """Return the graph with the nodes of one minibatch once for each minibatch, on its rows and its replicas.
 
-
-def repeat_minibatches(graph: Graph, window: Window, aux: Sequence[MergeKind] = ()) -> Graph:
-    """Return the graph with the nodes of one minibatch once for each minibatch, on its rows and its replicas.
-
-    Micro-batches are numbered through the window. Raises GraphError where the graph has other stages, replicas or
-    micro-batches than one minibatch of the window.
-    """
-    found = replica_counts(graph), micro_batch_count(graph)
-    wanted = window.sharing, window.micro_batches
-    if found != wanted:
-        raise GraphError(f"a minibatch of the window has (replicas, micro-batches) {wanted}, the graph {found}")
-    nodes = [node for node in graph.nodes if node.op == OpName.INPUT]
-    (size,) = nodes_of(graph, OpName.BATCH_SIZE)
-    nodes.append(size)
-    for minibatch in range(window.minibatches):
-        nodes.append(_cut(graph, window, minibatch))
-        nodes += _Copy(graph, window, minibatch).nodes()
-    outputs = []
-    merges = zip(graph.outputs, ("loss", *(f"aux/{i}" for i in range(len(aux)))), ("mean", *aux), strict=True)
-    for value, name, kind in [*merges, (graph.outputs[0], "losses", "stack")]:
-        inputs = tuple(Value(of_minibatch(t, value.node), value.index) for t in range(window.minibatches))
-        of_one = graph.type_of(value)
-        stacked = TensorType(of_one.dtype, Shape((window.minibatches, *(of_one.shape.dims or ()))))
-        attrs = attributes({"kind": kind})
-        nodes.append(Node(name, OpName.MERGE_MINIBATCHES, inputs, (stacked if kind == "stack" else of_one,), attrs))
-        outputs.append(Value(name))
-    return graph.replace(nodes=tuple(nodes), outputs=tuple(outputs)).sorted()
+        Micro-batches are numbered through the window. Raises GraphError where the graph has other stages, replicas or
+        micro-batches than one minibatch of the window.
+        """
+        found = replica_counts(graph), micro_batch_count(graph)
+        wanted = self.window.sharing, self.window.micro_batches
+        if found != wanted:
+            raise GraphError(f"a minibatch of the window has (replicas, micro-batches) {wanted}, the graph {found}")
+        nodes = [node for node in graph.nodes if node.op == OpName.INPUT]
+        (size,) = nodes_of(graph, OpName.BATCH_SIZE)
+        nodes.append(size)
+        for minibatch in range(self.window.minibatches):
+            nodes.append(_cut(graph, self.window, minibatch))
+            nodes += _Copy(graph, self.window, minibatch).nodes()
+        outputs = []
+        merges = zip(
+            graph.outputs, ("loss", *(f"aux/{i}" for i in range(len(self.aux)))), ("mean", *self.aux), strict=True
+        )
+        for value, name, kind in [*merges, (graph.outputs[0], "losses", "stack")]:
+            inputs = tuple(Value(of_minibatch(t, value.node), value.index) for t in range(self.window.minibatches))
+            of_one = graph.type_of(value)
+            stacked = TensorType(of_one.dtype, Shape((self.window.minibatches, *(of_one.shape.dims or ()))))
+            attrs = attributes({"kind": kind})
+            nodes.append(Node(name, OpName.MERGE_MINIBATCHES, inputs, (stacked if kind == "stack" else of_one,), attrs))
+            outputs.append(Value(name))
+        return graph.replace(nodes=tuple(nodes), outputs=tuple(outputs)).sorted()
 
 
 def _cut(graph: Graph, window: Window, minibatch: int) -> Node:

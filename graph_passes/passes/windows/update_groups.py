@@ -41,47 +41,43 @@ class UpdateGroups:
     )
 
     def __call__(self, graph: Graph) -> Graph:
-        return update_groups(graph, self.window, self.updates, self.counter)
+        """Return the graph with the updates, and ``update/done`` after all of them and all commits.
+
+        Raises GraphError for updates that need more than a stage's own gradients, and where a gradient is missing.
+        """
+        check_updates(self.updates, self.counter)
+        begin = _begin(graph)
+        gradients = _gradients(graph)
+        functions = {place.stage: function for place, function in self.updates.stages}
+        added: list[Node] = [begin]
+        ends: list[Control] = []
+        for stage, groups in enumerate(self.window.updates):
+            if stage not in functions:  # nothing of it is trained
+                continue
+            previous = Control(_BEGIN, "update: from here on a failure leaves the window half-applied")
+            for update in range(len(groups)):
+                own = gradients.get((stage, self.window.last_minibatch(stage, update)), {})
+                pair = _update(functions[stage], self.window, stage, update, own, self.counter, previous)
+                added += pair
+                previous = Control(pair[-1].name, f"update: of stage {stage}, one after the other")
+            ends.append(Control(previous.source, "the window ends after all updates"))
+        nodes = []
+        for node in graph.nodes:
+            if node.op == OpName.COMMIT:
+                node = node.after(_BEGIN, "update: a failure may leave it half-written")
+                ends.append(Control(node.name, "the window ends when all state is written"))
+            nodes.append(node)
+        attrs = attributes({"offset": self.window.minibatches, "variable": self.counter})
+        count = Node(_COUNT, OpName.COUNT_UPDATE, attrs=attrs, controls=tuple(ends))
+        done = Node(_DONE, OpName.SET_UPDATING, attrs=attributes({"updating": False}))
+        added += [count, done.after(_COUNT, "the window ends after its steps are counted")]
+        used = tuple(function for _, function in self.updates.stages)
+        return graph.replace(nodes=(*nodes, *added), functions=(*graph.functions, *used)).sorted()
 
 
 def update_name(window: Window, stage: int, update: int) -> str:
     """Return the name of the node of a stage's update: that of the last minibatch whose gradients it has."""
     return of_minibatch(window.last_minibatch(stage, update), at(stage, what=OpName.UPDATE))
-
-
-def update_groups(graph: Graph, window: Window, updates: Updates, counter: str) -> Graph:
-    """Return the graph with the updates, and ``update/done`` after all of them and all commits.
-
-    Raises GraphError for updates that need more than a stage's own gradients, and where a gradient is missing.
-    """
-    check_updates(updates, counter)
-    begin = _begin(graph)
-    gradients = _gradients(graph)
-    functions = {place.stage: function for place, function in updates.stages}
-    added: list[Node] = [begin]
-    ends: list[Control] = []
-    for stage, groups in enumerate(window.updates):
-        if stage not in functions:  # nothing of it is trained
-            continue
-        previous = Control(_BEGIN, "update: from here on a failure leaves the window half-applied")
-        for update in range(len(groups)):
-            own = gradients.get((stage, window.last_minibatch(stage, update)), {})
-            pair = _update(functions[stage], window, stage, update, own, counter, previous)
-            added += pair
-            previous = Control(pair[-1].name, f"update: of stage {stage}, one after the other")
-        ends.append(Control(previous.source, "the window ends after all updates"))
-    nodes = []
-    for node in graph.nodes:
-        if node.op == OpName.COMMIT:
-            node = node.after(_BEGIN, "update: a failure may leave it half-written")
-            ends.append(Control(node.name, "the window ends when all state is written"))
-        nodes.append(node)
-    attrs = attributes({"offset": window.minibatches, "variable": counter})
-    count = Node(_COUNT, OpName.COUNT_UPDATE, attrs=attrs, controls=tuple(ends))
-    done = Node(_DONE, OpName.SET_UPDATING, attrs=attributes({"updating": False}))
-    added += [count, done.after(_COUNT, "the window ends after its steps are counted")]
-    used = tuple(function for _, function in updates.stages)
-    return graph.replace(nodes=(*nodes, *added), functions=(*graph.functions, *used)).sorted()
 
 
 def check_updates(updates: Updates, counter: str) -> None:

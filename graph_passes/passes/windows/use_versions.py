@@ -6,7 +6,6 @@ section 3.3). It stays until the last backward that uses it has run; then the sl
 
 from __future__ import annotations
 
-from collections.abc import Set
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -35,7 +34,47 @@ class UseVersions:
     )
 
     def __call__(self, graph: Graph) -> Graph:
-        return use_versions(graph, self.versions, self.trained)
+        """Return the graph in which each replica that needs old weights stores versions, and its calls use them.
+
+        A version is stored after the update that makes it and after the last call that uses what the slot held before;
+        the stage's next update comes after it. A stage whose calls all use the newest weights stores none.
+        """
+        window = self.versions.window
+        variables = find_variables(graph)
+        stores: list[Node] = []
+        calls = dict(graph.by_name)
+        for (stage, replica), actions in window.rows.items():
+            names = tuple(name for name in variables.used(stage) if name in self.trained)
+            slots = self.versions.slots[stage]
+            if not slots or not names:
+                continue
+            last: dict[int, Action] = {}  # by version, the last action that uses it
+            for action in actions:
+                last[self.versions.used[action]] = action
+            held: dict[int, int] = {}  # by slot, the last version that was stored there
+            for version in sorted(last):
+                slot = version % slots
+                attrs = attributes({"replica": replica, "stage": stage, "variables": names, "version": slot})
+                store = Node(version_name(stage, replica, version), OpName.STORE_VERSION, attrs=attrs)
+                if version:
+                    store = store.after(
+                        update_name(window, stage, version - 1), f"version: made by update {version - 1}"
+                    )
+                if slot in held:  # the version before that one was done with when it was stored
+                    earlier = held[slot]
+                    store = store.after(action_name(last[earlier], replica), f"version: {earlier} is used no more")
+                held[slot] = version
+                stores.append(store)
+                if version < len(window.updates[stage]):
+                    update = update_name(window, stage, version)
+                    calls[update] = calls[update].after(store.name, f"version: {version} is stored before it changes")
+            for action in actions:
+                version = self.versions.used[action]
+                for name in calls_of(graph, window, action, replica):
+                    reason = f"version: it uses version {version} of the weights"
+                    call = calls[name].with_attrs(version=version % slots)
+                    calls[name] = call.after(version_name(stage, replica, version), reason)
+        return graph.replace(nodes=(*calls.values(), *stores)).sorted()
 
 
 def version_name(stage: int, replica: int, version: int) -> str:
@@ -46,48 +85,6 @@ def version_name(stage: int, replica: int, version: int) -> str:
 def action_name(action: Action, replica: int) -> str:
     """Return the name of the node that runs ``action`` on a replica of its stage."""
     return at(action.stage, replica, action.micro_batch, CALL_OF_KIND[action.kind])
-
-
-def use_versions(graph: Graph, versions: Versions, trained: Set[str]) -> Graph:
-    """Return the graph in which each replica that needs old weights stores versions, and its calls use them.
-
-    A version is stored after the update that makes it and after the last call that uses what the slot held before; the
-    stage's next update comes after it. A stage whose calls all use the newest weights stores none.
-    """
-    window = versions.window
-    variables = find_variables(graph)
-    stores: list[Node] = []
-    calls = dict(graph.by_name)
-    for (stage, replica), actions in window.rows.items():
-        names = tuple(name for name in variables.used(stage) if name in trained)
-        slots = versions.slots[stage]
-        if not slots or not names:
-            continue
-        last: dict[int, Action] = {}  # by version, the last action that uses it
-        for action in actions:
-            last[versions.used[action]] = action
-        held: dict[int, int] = {}  # by slot, the last version that was stored there
-        for version in sorted(last):
-            slot = version % slots
-            attrs = attributes({"replica": replica, "stage": stage, "variables": names, "version": slot})
-            store = Node(version_name(stage, replica, version), OpName.STORE_VERSION, attrs=attrs)
-            if version:
-                store = store.after(update_name(window, stage, version - 1), f"version: made by update {version - 1}")
-            if slot in held:  # the version before that one was done with when it was stored
-                earlier = held[slot]
-                store = store.after(action_name(last[earlier], replica), f"version: {earlier} is used no more")
-            held[slot] = version
-            stores.append(store)
-            if version < len(window.updates[stage]):
-                update = update_name(window, stage, version)
-                calls[update] = calls[update].after(store.name, f"version: {version} is stored before it changes")
-        for action in actions:
-            version = versions.used[action]
-            for name in calls_of(graph, window, action, replica):
-                reason = f"version: it uses version {version} of the weights"
-                call = calls[name].with_attrs(version=version % slots)
-                calls[name] = call.after(version_name(stage, replica, version), reason)
-    return graph.replace(nodes=(*calls.values(), *stores)).sorted()
 
 
 def calls_of(graph: Graph, window: Window, action: Action, replica: int) -> tuple[str, ...]:
