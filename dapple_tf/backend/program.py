@@ -19,8 +19,7 @@ from dapple_tf.backend.operations import Operations
 from dapple_tf.backend.saved_variables import unchanged_variables
 from dapple_tf.errors import StepError
 from dapple_tf.graph_passes.analysis.input_needs import RankInputs, whole_batch
-from dapple_tf.graph_passes.analysis.resident_variables import resident_variables
-from dapple_tf.graph_passes.analysis.variable_use import find_variables
+from dapple_tf.graph_passes.analysis.variable_use import find_variables, resident_variables
 from dapple_tf.graph_passes.ir.graph import Graph, Node, Value
 from dapple_tf.graph_passes.ir.names import BATCH_SIZE_NAME, find_minibatch, nodes_of, site_of
 from dapple_tf.graph_passes.ir.ops import OpName

@@ -27,7 +27,7 @@ from dapple_tf.distributed.variable_transfer import Transfer, send_values
 from dapple_tf.errors import BatchError, StepError
 from dapple_tf.graph_passes.analysis.input_needs import find_inputs
 from dapple_tf.graph_passes.analysis.layers import written_variables
-from dapple_tf.graph_passes.analysis.resident_variables import resident_variables
+from dapple_tf.graph_passes.analysis.variable_use import resident_variables
 from dapple_tf.graph_passes.ir.graph import Graph
 from dapple_tf.graph_passes.ir.names import BATCH_SIZE_NAME
 from dapple_tf.graph_passes.passes.base import run_passes

@@ -67,9 +67,7 @@ def of_minibatch(minibatch: int, name: str) -> str:
 
 def find_minibatch(name: str) -> int | None:
     """Return the minibatch of a name that ``of_minibatch`` returned; None for other names."""
-    first, _, rest = name.partition("/")
-    number = first.removeprefix(_MINIBATCH)
-    return int(number) if rest and first.startswith(_MINIBATCH) and number.isdecimal() else None
+    return _number_after(_MINIBATCH, name)
 
 
 def of_round(number: int, name: str) -> str:
@@ -79,9 +77,14 @@ def of_round(number: int, name: str) -> str:
 
 def find_round(name: str) -> int:
     """Return the round of a name that ``of_round`` returned; 0 for other names."""
+    return _number_after(_ROUND, name) or 0
+
+
+def _number_after(prefix: str, name: str) -> int | None:
+    """Return n of a name ``<prefix>n/...``; None for other names."""
     first, _, rest = name.partition("/")
-    number = first.removeprefix(_ROUND)
-    return int(number) if rest and first.startswith(_ROUND) and number.isdecimal() else 0
+    number = first.removeprefix(prefix)
+    return int(number) if rest and first.startswith(prefix) and number.isdecimal() else None
 
 
 def of_target(target: int, name: str) -> str:
