@@ -58,12 +58,23 @@ def test_stages_that_take_turns_on_devices() -> None:
         problem(8),
         [data(67), data(61, 2)],
         stages=[f"layer{i}" for i in range(1, 8)],
-        micro_batches=24,
+        micro_batches=64,
         schedule="interleaved-1f1b:v=2",
         devices=[f"CPU:{i}" for i in range(4)],
     )
     comparison.check(1e-12)
     assert runs_a_loop(comparison.step)
+
+
+def test_the_calls_of_a_loop_run_in_the_order_of_the_schedule() -> None:
+    """A recorded step is a loop too."""
+    loss_fn = chain(weights(3))
+    step = dapple.pipeline(loss_fn, optimizer=keras.optimizers.SGD(0.1), stages=["layer1"], micro_batches=M)
+    step.record(*data(67))
+    events = sorted(step.timeline.events, key=lambda event: event.start)
+    for stage, actions in enumerate(step.plan.build_schedule().stages):
+        assert [event.action for event in events if event.action.stage == stage] == list(actions)
+    assert runs_a_loop(step)
 
 
 def test_forwards_that_all_precede_the_backwards_are_no_loop() -> None:
