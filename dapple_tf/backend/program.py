@@ -56,7 +56,7 @@ class Program:
             with internals.without_specialisation(optimise_caller=optimise_caller), internals.one_grappler_iteration():
                 outputs = self.function(*batch)
         except tf.errors.OpError as error:
-            state, cause = self._describe_variables(), find_cause(error.message)
+            state, cause = self._describe_variables(), find_cause(error.message, self.operations.running)
             if self.replayable:
                 with internals.without_specialisation():
                     cause = find_failure(self.graph, self.operations, batch) or cause
@@ -126,7 +126,8 @@ def build_rank_program(
         *model.interface.signature,
         *([tf.TensorSpec((), tf.int64)] if BATCH_SIZE_NAME in graph.inputs else []),
     )
-    return Program(graph, emit(graph, signature, operations), operations, inputs, replayable=False)
+    function = emit(graph, signature, operations, loops=ranks.fits_loops)
+    return Program(graph, function, operations, inputs, replayable=False)
 
 
 # --- Find the cause of a failed step in TensorFlow's error message
@@ -142,11 +143,18 @@ _PLACES = re.compile(
 )
 
 
-def find_cause(message: str) -> str:
+# The number in the name of an op in a loop: of the first micro-batch for which it runs.
+_IN_LOOP = re.compile(r"(while/\S*/mb)\d+(?=/)")
+
+
+def find_cause(message: str, running: int | None = None) -> str:
     """Return the first root error in TensorFlow's ``message`` that is not a cancellation, without its stack trace.
 
-    Where it lists no root errors, return ``message`` without the places at which its graph was built.
+    Where it lists no root errors, return ``message`` without the places at which its graph was built. ``running``: the
+    micro-batch for which a loop ran last, which takes the place of the number in names of the loop's ops.
     """
+    if running is not None:
+        message = _IN_LOOP.sub(rf"\g<1>{running}", message)
     roots = re.findall(r"^\s*\(\d+\) [A-Z_]+:\s*(.*?)(?=^\s*\(\d+\) [A-Z_]+:|^\d+ successful|\Z)", message, re.M | re.S)
     causes = [root.strip() for root in roots if not root.startswith(_CANCELLED)]
     return causes[0] if causes else _PLACES.sub("", message)

@@ -115,9 +115,23 @@ STAGE_OPS = (*WRITING_OPS, OpName.PARTIALS, OpName.PART, *BACKWARD_OPS)
 """The ops that call a part of a stage's forward or backward: each uses its replica's copies of variables."""
 
 
+_COLLECTIVES = frozenset({OpName.EXCHANGE, OpName.ALLREDUCE, OpName.MERGE_STATE, OpName.BARRIER})
+
+
+def is_collective(node: Node) -> bool:
+    """Return whether a node of a rank's graph communicates with other ranks."""
+    return node.op in _COLLECTIVES and node.has("ranks")
+
+
 def weight_gradient_op(graph: Graph, stage: int, micro_batch: int) -> OpName:
     """Return the op whose call gives the gradients of a stage's variables: ``weights`` where the backward is split."""
     return OpName.WEIGHTS if at(stage, 0, micro_batch, OpName.WEIGHTS) in graph.by_name else OpName.BACKWARD
+
+
+def of_any_micro_batch(node: Node) -> str:
+    """Return the name of a node that has a micro-batch, with ``*`` in place of its number."""
+    number = node.integer(MICRO_BATCH)
+    return node.name.replace(f"/mb{number}/", "/mb*/")
 
 
 def replica_counts(graph: Graph) -> tuple[int, ...]:

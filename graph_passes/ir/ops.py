@@ -580,6 +580,7 @@ _TABLE = (
         (
             Attribute("dtypes", "tuple[str, ...]"),
             Attribute("header", "bool"),
+            Attribute("micro_batch", "int", required=False),
             Attribute("ranks", "tuple[int, ...]"),
             Attribute("source", "tuple[int, ...]"),
             Attribute("to", "tuple[int, ...]"),
