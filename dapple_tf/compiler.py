@@ -241,7 +241,7 @@ def local_graph(
     """Return the graph that one process runs: that of ``pipeline_graph``, of which calls may be in parts."""
     graph = pipeline_graph(model, plan, devices, home, variant=variant, observers=observers)
     # After all passes that look at whole calls.
-    return run_passes(graph, [JoinReplicas()] if model.joins else [], observers)
+    return run_passes(graph, [JoinReplicas()] if model.joins else [], observers, verified=graph)
 
 
 def rank_graphs(
@@ -271,17 +271,17 @@ def rank_graphs(
     timed = variant is StepVariant.TIMED
     devices = [f"/rank:{rank}" for rank in range(size)]
     whole = local_graph(model, plan, devices, "/rank:*", variant=StepVariant.PLAIN if timed else variant)
-    # After all passes that expect whole calls.
-    if plan.window is None:
-        whole = run_passes(whole, [CombineStatistics(), ShareStatistics()], observers)
     types = tuple((name, _value_type(variable)) for name, variable in sorted(model.variables.items()))
     ranks, shares = tuple(stage.devices for stage in plan.stages), model.for_passes.shares
     sharded = find_variables(model.graph, shares).sharded
-    # RankVariables needs the copies that CopyVariables made; Project then finds the values that ranks exchange.
+    # After all passes that expect whole calls.
+    statistics: list[Pass] = [CombineStatistics(), ShareStatistics()] if plan.window is None else []
+    # RankVariables needs the copies that CopyVariables made.
+    whole = run_passes(whole, [*statistics, RankVariables(types, ranks, shares)], observers, verified=whole)
+    # Project needs RankVariables, to find the values that ranks exchange.
     last: list[Pass] = [*([LocalInput()] if local else []), *([Instrument()] if timed else [])]
     graphs = tuple(
-        run_passes(whole, [RankVariables(types, ranks, shares), Project(ranks, rank, sharded), *last], observers)
-        for rank in range(size)
+        run_passes(whole, [Project(ranks, rank, sharded), *last], observers, verified=whole) for rank in range(size)
     )
     verify_ranks(graphs)
     return graphs

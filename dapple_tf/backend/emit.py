@@ -65,7 +65,8 @@ class _Emitter:
         self._tensors: dict[Value, str] = {}  # the name of each value's tensor
         self._shapes: dict[Value, tf.TensorShape] = {}  # of the tensors of copied ops
         self._ends: dict[str, tuple[str, ...]] = {}  # by node, the names of the ops that have run once the node has
-        self._keys = {node.name: _template_key(graph, node) for node in graph.nodes}
+        numbers: dict[Hashable, int] = {}  # of keys, since these take long to hash
+        self._keys = {node.name: numbers.setdefault(_template_key(graph, node), len(numbers)) for node in graph.nodes}
         self._loop = find_steady_state(graph, self._kind, _FEWEST_ITERATIONS) if loops else None
         self._uses: Counter[Hashable] = Counter()  # of templates
         self._templates: dict[Hashable, _Template] = {}

@@ -48,6 +48,7 @@ class Collectives:
         with tf.init_scope(), tf.device("CPU:0"):
             self.zero = tf.Variable(0, dtype=tf.int32, trainable=False)
             self.running = tf.Variable(0, dtype=tf.int64, trainable=False)
+        self._last_exchange = progress.exchange_variable  # made now: TensorFlow traces again what makes a variable
         self.fits_loops = native is not None  # Horovod matches its ops by their names in the graph
         self._native = native
         self._exchanges = native or AlltoallExchange(sets, self.zero)
@@ -118,7 +119,7 @@ class Collectives:
 
     def _note_completion(self, node: Node, result: Any, micro_batch: Any = None) -> Any:
         """Return ``result``; before any op can use it, the progress notes that ``node`` is completed."""
-        variable = self._progress.exchange_variable
+        variable = self._last_exchange
         pattern, numbers = name_pattern(node, micro_batch)
         with tf.device(variable.device):
             handle = internals.capture_of(tf.compat.v1.get_default_graph(), variable.handle)

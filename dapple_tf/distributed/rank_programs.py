@@ -154,7 +154,8 @@ class RankTarget:
         _place_variables(self._job, needs, synchronize=not self._synchronized)
         self._synchronized = True
         collectives = self._make_collectives(graphs)
-        graph = run_passes(graphs[self._job.rank], [PlaceRank(self._device, self._home)], ())
+        own = graphs[self._job.rank]
+        graph = run_passes(own, [PlaceRank(self._device, self._home)], verified=own)
         progress = self._job.progress
         progress.stages = tuple(i for i, stage in enumerate(plan.stages) if self._job.rank in stage.devices)
         inputs = tuple(find_inputs(g) for g in graphs)

@@ -57,9 +57,8 @@ class AddInPlace:
 
         The functions of the calls take the sums (role ``sum``), and do not return the gradients any more.
         """
-        sums = [
-            node for node in nodes_of(graph, OpName.ACCUMULATE) if _runs_in_order(self.schedule, node.integer("stage"))
-        ]
+        in_order = [_runs_in_order(self.schedule, stage) for stage in range(len(self.schedule.stages))]
+        sums = [node for node in nodes_of(graph, OpName.ACCUMULATE) if in_order[node.integer("stage")]]
         call_of = {node.name: node.inputs[0].node for node in sums if not node.has("bucket")}
         adding: dict[str, _Adding] = {}
         moved: dict[Value, Value] = {}
@@ -79,8 +78,9 @@ class AddInPlace:
             if node.name in call_of:
                 nodes += [_clear(node)] if node.attr("first") else []
                 continue
-            inputs = tuple(moved.get(value, value) for value in node.inputs)
-            node = dataclasses.replace(node, inputs=inputs, outputs=outputs.get(node.name, node.outputs))
+            if node.name in outputs or not moved.keys().isdisjoint(node.inputs):
+                inputs = tuple(moved.get(value, value) for value in node.inputs)
+                node = dataclasses.replace(node, inputs=inputs, outputs=outputs.get(node.name, node.outputs))
             if node.name in first:
                 node = node.after(first[node.name], "sum: it is cleared before")
             nodes.append(_wait_for_calls(node, call_of))
@@ -93,6 +93,8 @@ class AddInPlace:
 
 def _wait_for_calls(node: Node, call_of: Mapping[str, str]) -> Node:
     """Return the node, which waits for the calls themselves where it waited until their gradients were added."""
+    if not any(control.source in call_of for control in node.controls):
+        return node
     controls: dict[str, Control] = {}
     for control in node.controls:
         source = call_of.get(control.source, control.source)
