@@ -1,12 +1,14 @@
 """Sample mutations of a folder's code and report how many the tests notice: python scripts/mutation.py FOLDER TESTS.
 
 Uses cosmic-ray, from an environment of its own: ``python3 -m venv out/mutation && out/mutation/bin/pip install
-cosmic-ray==8.*``. The mutated files are those of a git worktree of the last commit, in a temporary folder.
+cosmic-ray==8.*``. The mutated files are those of a git worktree of the last commit, in a temporary folder. Mutations
+of annotations such as ``str | None``, which no test can notice, are not drawn.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import os
 import random
@@ -14,6 +16,7 @@ import sqlite3
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -46,21 +49,36 @@ def main() -> int:
 
             run("baseline", config)  # the tests pass without a mutation
             run("init", config, session)
-            keep_sample(session, options.mutants, options.seed)
+            keep_sample(session, tree, options.mutants, options.seed)
             run("exec", config, session)
             return report(session)
         finally:
             subprocess.run(["git", "-C", ROOT, "worktree", "remove", "--force", tree], check=True)
 
 
-def keep_sample(session: Path, count: int, seed: int) -> None:
-    """Leave ``count`` of the session's mutations, drawn at random."""
+def keep_sample(session: Path, tree: Path, count: int, seed: int) -> None:
+    """Leave ``count`` of the session's mutations of the files in ``tree``, drawn at random."""
     with sqlite3.connect(session) as database:
-        jobs = sorted(job for (job,) in database.execute("select job_id from work_items"))
+        rows = database.execute(
+            "select job_id, module_path, operator_name, start_pos_row, start_pos_col from mutation_specs "
+            "order by module_path, start_pos_row, start_pos_col, operator_name, occurrence"
+        ).fetchall()
+        annotated = {path: find_annotations((tree / path).read_text()) for _, path, *_ in rows}
+        jobs = [job for job, path, _, line, column in rows if not annotated[path](line, column)]
         kept = set(random.Random(seed).sample(jobs, min(count, len(jobs))))
-        for job in set(jobs) - kept:
+        for job in {row[0] for row in rows} - kept:
             database.execute("delete from mutation_specs where job_id = ?", (job,))
             database.execute("delete from work_items where job_id = ?", (job,))
+
+
+def find_annotations(source: str) -> Callable[[int, int], bool]:
+    """Return a function that returns whether a line and a column of a module are in an annotation."""
+    nodes = list(ast.walk(ast.parse(source)))
+    found = [getattr(node, field, None) for node in nodes for field in ("annotation", "returns")]
+    spans = [
+        ((node.lineno, node.col_offset), (node.end_lineno or 0, node.end_col_offset or 0)) for node in found if node
+    ]
+    return lambda line, column: any(begin <= (line, column) <= end for begin, end in spans)
 
 
 def report(session: Path) -> int:
