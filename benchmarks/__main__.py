@@ -59,7 +59,6 @@ from benchmarks.papers import (
     table5,
     table6,
     table7,
-    table8,
     window_memory,
 )
 
@@ -69,7 +68,6 @@ BENCHMARKS = {
     "table4": table4,
     "table5": table5,
     "table7": table7,
-    "table8": table8,
     "compare": compare,
     "challenger": challenger,
     "search_phases": search_phases,

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from statistics import mean
 
 from benchmarks.papers import table8
+from benchmarks.papers.bert import profile_two_layers
 from benchmarks.papers.figure import OOM, Exhibit, Figure, claim, draw
 from benchmarks.papers.planning import fastest
 from benchmarks.papers.published import (
@@ -249,7 +250,7 @@ _TABLE_6 = (
 def table_6() -> Exhibit:
     """Return throughput and memory of BERT-48 in two equal stages with micro-batches of 2 samples."""
     layer = sum(
-        cost.stash_bytes for cost in table8.profile_two_layers(2).layers if cost.name.startswith("layer_1/")
+        cost.stash_bytes for cost in profile_two_layers(2).layers if cost.name.startswith("layer_1/")
     )  # what backward keeps of a layer, from its shapes
     by_shapes = replace(
         read_profile(BERT),
@@ -345,7 +346,7 @@ def _two_strategies(row: Strategies, problem: PlanningProblem) -> tuple[float, f
 
 def table_8() -> Exhibit:
     """Return the largest BERT on 1, 2, 4 and 8 devices, and the range over micro-batches of 1 to 4 samples."""
-    sizes = {size: table8.profile_two_layers(size) for size in (1, 2, 4)}
+    sizes = {size: profile_two_layers(size) for size in (1, 2, 4)}
     figures = []
     for devices, printed, busy in zip(table8.DEVICES, table8.LAYERS, table8.UTILISATION, strict=True):
         found = {size: table8.find_largest(profile, devices, size) for size, profile in sizes.items()}

@@ -141,6 +141,12 @@ def test_a_finished_window_passes_unchanged(kind: WindowKind) -> None:
             "'stage1/replica0/mb2/forward' must run after 'minibatch1/stage1/update', whose weights it uses",
         ),
         (
+            STASH,
+            "stage1/replica0/mb3/forward",
+            cut("minibatch2/stage1/update"),
+            "'stage1/replica0/mb3/forward' must run after 'minibatch2/stage1/update', whose weights it uses",
+        ),
+        (
             LATEST,
             f"{AT}/mb2/backward",
             cut("minibatch1/stage0/update"),
