@@ -32,7 +32,8 @@ from dapple_tf.graph_passes.ir.graph import Node
 class Collectives:
     """Builds the ops of ``rank`` that involve other ranks. ``sets``: the Horovod process set of each group of ranks.
 
-    ``native`` builds exchanges, barriers, and sums of known shapes; without it Horovod does these. Token: an int64 that
+    ``native`` builds exchanges, barriers, and sums of known shapes; without it Horovod does these. ``scope``: the start of
+    the names by which the progress notes what was completed, such as ``phase2/``. Token: an int64 that
     is computed once an op has completed; the step returns the sum of all tokens.
     """
 
@@ -42,6 +43,7 @@ class Collectives:
         sets: Mapping[tuple[int, ...], Any],
         progress: Progress,
         native: NativeCollectives | None = None,
+        scope: str = "",
     ) -> None:
         self._rank = rank
         self._sets = sets
@@ -49,6 +51,7 @@ class Collectives:
         with tf.init_scope(), tf.device("CPU:0"):
             self.zero = tf.Variable(0, dtype=tf.int32, trainable=False)
         self._native = native
+        self._scope = scope
         self._exchanges = native or AlltoallExchange(sets, self.zero)
 
     def exchange(self, node: Node, inputs: Sequence[Any]) -> list[Any]:
@@ -113,7 +116,7 @@ class Collectives:
 
     def exchange_number(self, node: Node) -> int:
         """Return the number that is noted once ``node`` is completed; see ``Progress.exchange_number``."""
-        return self._progress.exchange_number(node.name)
+        return self._progress.exchange_number(self._scope + node.name)
 
     def guard_step(self, token: Any) -> Any:
         """Let the hang detector observe the step; return ``token``, which is computed after all its exchanges."""

@@ -37,6 +37,16 @@ def timed_nodes(graph: Graph) -> tuple[Node, ...]:
     return tuple(graph.node(start.node.removesuffix(_START)) for start in stack.inputs[::2])
 
 
+def end_of(graph: Graph, node: Node) -> str:
+    """Return the name of the node after which ``node`` has ended: the stamp of its end, where it is timed."""
+    return node.name + _END if node.name + _END in graph.by_name else node.name
+
+
+def starts_of(graph: Graph, node: Node) -> tuple[str, ...]:
+    """Return the stamps of the time at which ``node`` could start; none where it is not timed."""
+    return tuple(c.source for c in node.controls if graph.node(c.source).op == OpName.TIMESTAMP and _is_start(c.source))
+
+
 def stamp_nodes(graph: Graph) -> Graph:
     """Return the graph with a ``timestamp`` before each timed node, when it could start, and one after it.
 
@@ -63,6 +73,10 @@ def stamp_nodes(graph: Graph) -> Graph:
     stamps = [Value(node.name + what) for node in timed for what in (_START, _END)]
     stack = Node("timeline", OpName.STACK_TIMESTAMPS, tuple(stamps), (tensor("float64", len(stamps)),))
     return graph.replace(nodes=(*nodes, stack), outputs=(*graph.outputs, Value(stack.name))).sorted()
+
+
+def _is_start(name: str) -> bool:
+    return name.endswith(_START)
 
 
 def _stamp(node: Node, what: str, *waits: Control) -> Node:
