@@ -121,9 +121,9 @@ class Program:
         return "SOME VARIABLES HAVE CHANGED, others have not: go back to the last checkpoint."
 
     def _replay(self, first: int, batch: Sequence[Any]) -> str:
-        """Return where a part fails; those before number ``first`` have computed their gradients, so only their updates.
+        """Return where a part fails, from number ``first`` on; "" where none fails again.
 
-        "" where none fails again.
+        The gradients of the parts before are computed. If only they are left, the last one is run again.
         """
         for number in range(min(first, len(self.parts) - 1), len(self.parts)):
             part = self.parts[number]

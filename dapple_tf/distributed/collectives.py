@@ -32,9 +32,9 @@ from dapple_tf.graph_passes.ir.graph import Node
 class Collectives:
     """Builds the ops of ``rank`` that involve other ranks. ``sets``: the Horovod process set of each group of ranks.
 
-    ``native`` builds exchanges, barriers, and sums of known shapes; without it Horovod does these. ``scope``: the start of
-    the names by which the progress notes what was completed, such as ``phase2/``. Token: an int64 that
-    is computed once an op has completed; the step returns the sum of all tokens.
+    ``native`` builds exchanges, barriers, and sums of known shapes; without it Horovod does these. ``scope``: the start
+    of the names by which the progress notes what was completed, such as ``phase2/``. Token: an int64 that is computed
+    once an op has completed; the step returns the sum of all tokens.
     """
 
     def __init__(

@@ -183,8 +183,9 @@ def join_timelines(recorders: Sequence[Recorder], models: Sequence[Graph]) -> Ph
     begins = [recorder.begin for recorder in recorders]
     timelines = tuple(recorder.timeline for recorder in recorders)
     plans = [recorder._recorded_step().plan for recorder in recorders]
-    starts = tuple(begin - begins[0] for begin in begins)
-    return PhasesTimeline(timelines, starts, predict_phases(timelines, plans, models))
+    schedules = [_without_idle_backwards(plan.build_schedule(), of) for plan, of in zip(plans, models, strict=True)]
+    simulated = predict_phases(timelines, schedules, [plan.sizes for plan in plans])
+    return PhasesTimeline(timelines, tuple(begin - begins[0] for begin in begins), simulated)
 
 
 def pair_with_prediction(measured: Timeline, plan: Plan, simulated: Timeline | None = None) -> Recording:
@@ -273,26 +274,26 @@ def predict_from_times(measured: Timeline, schedule: Schedule, sizes: Sequence[i
     return Prediction(Timeline.of_step(step, measured.title), BY_TIMES)
 
 
-def predict_phases(measured: Sequence[Timeline], plans: Sequence[Plan], models: Sequence[Graph]) -> float | None:
+def predict_phases(
+    measured: Sequence[Timeline], schedules: Sequence[Schedule], sizes: Sequence[Sequence[int]]
+) -> float | None:
     """Return the seconds of a step of several phases, simulated with the measured times of the actions of each.
 
     The phases are one schedule, in which each device runs its actions of a phase after those of the phases before, and
-    begins them before other devices have ended these. A stage that nothing trains has no backward to wait for. An
-    update takes no time. None where that does not say what the step does: the phases run on other workers, or an
-    earlier one sums gradients over replicas. ``models``: the stage functions of each phase.
+    begins them before other devices have ended these. An update takes no time. None where that does not say what the
+    step does: the phases run on other workers, or an earlier one sums gradients over replicas. ``sizes``: for each
+    phase the samples of each micro-batch, if they were given.
     """
-    schedules = [_without_idle_backwards(plan.build_schedule(), of) for plan, of in zip(plans, models, strict=True)]
     summed = any(cost.allreduce_seconds for timeline in measured[:-1] for cost in timeline.costs)
     if summed or len({schedule.worker_map for schedule in schedules}) > 1:
         return None
     costs: list[Sequence[StageCosts]] = []
     joined = Schedule(((),) * len(schedules[0].workers))
-    for timeline, schedule, plan in zip(measured, schedules, plans, strict=True):
+    for timeline, schedule, given in zip(measured, schedules, sizes, strict=True):
         joined = joined.followed_by(schedule)
-        count = schedule.micro_batches
-        costs += _measure_sizes(timeline, plan.sizes) or [timeline.costs] * count
-    order = encode(joined)
-    return execute(order, measured[-1].costs, of_micro_batches=costs, together=joined.together).step_seconds
+        costs += _measure_sizes(timeline, given) or [timeline.costs] * schedule.micro_batches
+    found = execute(encode(joined), measured[-1].costs, of_micro_batches=costs, together=joined.together)
+    return found.step_seconds
 
 
 def predict_window_from_times(measured: Timeline, versions: Versions) -> Prediction:
