@@ -74,12 +74,11 @@ def test_phases_are_simulated_as_one_schedule_by_hand() -> None:
             event("0B0", 0, 5.0, 7.0),
         )
     )
-    schedules = parse_schedule("0F0 0F1; 1F0 1B0 1F1 1B1"), parse_schedule("0F0 0B0; 1F0 1B0")
-    # Stage 0: 0F0 of the second phase from 2 to 5. Stage 1 is in the first phase until 7: 1F0 to 8, 1B0 to 9, 0B0 to 11.
-    assert predict_phases([first, second], schedules, [(), ()]) == 11
-    assert (
-        predict_phases([MEASURED, second], [ScheduleSpec.parse("dapple-a").build(2, 2), schedules[1]], [(), ()]) is None
-    )
+    of_first, of_second = parse_schedule("0F0 0F1 0B0 0B1; 1F0 1B0 1F1 1B1"), parse_schedule("0F0 0B0; 1F0 1B0")
+    idle = dataclasses.replace(of_first, workers=(of_first.workers[0][:2], of_first.workers[1]))
+    # 0F0 of the second phase runs from 2 to 5. Stage 1 is in the first phase until 7: 1F0 to 8, 1B0 to 9, 0B0 to 11.
+    assert predict_phases([first, second], [idle, of_second], [(), ()]) == 11
+    assert predict_phases([MEASURED, second], [of_first, of_second], [(), ()]) is None  # it sums over replicas
 
 
 def test_the_schedule_is_simulated_with_the_measured_medians_by_hand() -> None:
