@@ -25,7 +25,8 @@ from dapple_tf.distributed.membership import Job
 from dapple_tf.distributed.native_collectives import NativeCollectives, exchanging_pairs, is_native
 from dapple_tf.distributed.variable_locations import Ranks, VariableNeeds
 from dapple_tf.distributed.variable_transfer import Transfer, send_values
-from dapple_tf.errors import BatchError, StepError
+from dapple_tf.drawing.table import format_ranges
+from dapple_tf.errors import BatchError, PlanError, StepError
 from dapple_tf.graph_passes.analysis.input_needs import find_inputs
 from dapple_tf.graph_passes.analysis.layers import written_variables
 from dapple_tf.graph_passes.analysis.resident_variables import resident_variables, variable_uses, written_by
@@ -160,7 +161,7 @@ class RankTarget:
         if earlier is not None:
             assert isinstance(earlier, RankProgram), "all phases run on ranks"
             needs, writers = earlier.needs.joined(needs), [*earlier.writers, *writers]
-            _check_writers(needs, writers)
+            check_writers(needs, writers)
         self._settings.add(self._job, model)
         self._check_room(planned, graphs[self._job.rank], needs)
         # When the processes made the model, each drew its own initial values.
@@ -268,11 +269,24 @@ def _find_writers(model: StagedModel, graphs: Sequence[Graph]) -> Mapping[int, R
     return {key: frozenset(ranks) for key, ranks in found.items()}
 
 
-def _check_writers(needs: VariableNeeds, writers: Sequence[Mapping[int, Ranks]]) -> None:
+def check_writers(needs: VariableNeeds, writers: Sequence[Mapping[int, Ranks]]) -> None:
+    """Raise PlanError where a phase writes a variable on some ranks only, and others need it in the same step.
+
+    ``needs``: of all phases; ``writers``: of each phase (see ``RankProgram``).
+    """
     for variable, ranks in needs.ranks:
-        for phase, written in enumerate(writers):
-            if not ranks <= written.get(id(variable), ranks):
-                raise AssertionError(f"{internals.variable_name(variable)} {ranks} {phase} {written[id(variable)]}")
+        for number, own in enumerate(writers):
+            written = own.get(id(variable), ranks)
+            if not ranks <= written:
+                raise PlanError(
+                    f"{internals.variable_name(variable)!r}: phase {number + 1} of the step writes it on "
+                    f"{_print_ranks(written)} and {_print_ranks(ranks - written)} needs it in another phase: compute "
+                    "what it holds where it is used, or give stages=1"
+                )
+
+
+def _print_ranks(ranks: Ranks) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {format_ranges(sorted(ranks))}"
 
 
 def _place_variables(job: Job, needs: VariableNeeds, *, synchronize: bool = False) -> None:
