@@ -148,9 +148,11 @@ def build_program(
 ) -> Program:
     """Move the variables to their stages, create copies and buffers, and return the program.
 
-    ``inline``: TensorFlow may inline stage functions where each is called once, as in a step of one micro-batch.
-    ``choose`` returns the functions that XLA compiles; without it, none. ``earlier``: the program of the phase before.
+    ``inline``: TensorFlow may inline stage functions where each is called once, as in a step of one micro-batch, but
+    not in a step of several phases (see ``FollowPhases``). ``choose`` returns the functions that XLA compiles; without
+    it, none. ``earlier``: the program of the phase before.
     """
+    inline = inline and model.interface.phase is None
     move_to_stages(graph, model.variables, model.for_passes.shares)
     bindings = StepVariables(graph, model.variables, buffers)
     compiled = {} if choose is None else choose(graph, bindings, graph.functions)

@@ -9,7 +9,9 @@ The phases of a training step run in one TensorFlow function. Between two of the
 * A call with an effect other than on variables, such as a print or a draw from a hidden state, comes after all nodes of
   the phases before.
 
-All edges lead from a phase to a later one, so they add no cycle, nor one of ranks that wait for each other.
+All edges lead from a phase to a later one, so they add no cycle, nor one of ranks that wait for each other. They order
+whole calls, so no call is inlined: TensorFlow could then read a variable for a later phase before an earlier one writes
+it.
 """
 
 from __future__ import annotations
@@ -63,8 +65,8 @@ class FollowPhases:
 def follow_phases(graph: Graph, earlier: Sequence[PhaseGraph], variables: Mapping[str, int], *, last: bool) -> Graph:
     """Return the graph with a ``follow`` node for what each node has to wait for, unless nodes before it wait for it.
 
-    A phase that is not the ``last`` does not end the step: it leaves the note that variables are being written, and the
-    step does not end with its tokens.
+    No call is inlined. A phase that is not the ``last`` does not end the step: it leaves the note that variables are
+    being written, and the step does not end with its tokens.
     """
     waits = _find_waits(PhaseGraph(graph, variables), earlier)
     nodes: list[Node] = []
@@ -81,7 +83,7 @@ def follow_phases(graph: Graph, earlier: Sequence[PhaseGraph], variables: Mappin
                 attrs = attributes({"after": tuple(sorted(needed))})
                 nodes.append(Node(added[place], OpName.FOLLOW, attrs=attrs, device=node.device))
             node = node.after(added[place], "phases: it depends on what earlier ones do")
-        nodes.append(node)
+        nodes.append(_as_whole(node))
     found = graph.replace(nodes=tuple(nodes))
     return found if last else _open_ended(found)
 
@@ -95,6 +97,12 @@ def _open_ended(graph: Graph) -> Graph:
         if node.name not in ends
     ]
     return graph.replace(nodes=tuple(nodes))
+
+
+def _as_whole(node: Node) -> Node:
+    """Return ``node``, as a call that is not inlined."""
+    attrs = tuple(item for item in node.attrs if item[0] != "inline")
+    return replace(node, attrs=attrs) if node.has("inline") else node
 
 
 def _without(node: Node, removed: set[str]) -> Node:

@@ -97,6 +97,14 @@ def test_a_phase_waits_for_the_calls_of_each_device_and_for_what_writes_its_vari
     )
 
 
+def test_no_call_of_a_phase_is_inlined() -> None:
+    """An edge to an inlined call does not order its reads of variables."""
+    inlined = LATER.replace("backward', micro", "backward', inline=True, micro")
+    before = calls(GENERATOR + inlined, *OF_GENERATOR)
+    assert before.node("stage0/replica0/mb0/backward").has("inline")
+    assert_graph(follow(before, last=False), GENERATOR + LATER)
+
+
 def acting(name: str, effect: Effect) -> Function:
     """A function with an effect other than on variables."""
     plain = function(name, "boundary h, variable v", "loss loss")
