@@ -456,6 +456,20 @@ def test_the_generator_begins_while_the_critic_is_trained() -> None:
     assert "phase1/stage1/update" in nx.ancestors(joined, "phase2/stage1/replica0/mb0/forward")
 
 
+def test_phases_of_many_micro_batches_have_a_loop_each() -> None:
+    """A phase waits for nodes in the loop of the one before, and its loop begins after the first calls have waited."""
+    rng = np.random.default_rng(0)
+    many = rng.normal(size=(40, 4)), rng.normal(size=(40, 1))
+    (plain, wanted), (function, found) = critic_then_generator(), critic_then_generator()
+    whole = tf.function(plain)
+    step = dapple.train_step(function, stages=["critic/c"], micro_batches=40)
+    for _ in range(3):
+        assert_equal(step(*many), whole(*many))
+    for ours, theirs in zip(values_of(found), values_of(wanted), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-12, atol=1e-12)
+    assert sum(node.op == "While" for node in step.graph_def.node) == 2
+
+
 def test_a_phase_that_fails_says_that_variables_have_changed() -> None:
     model, optimizer = mlp(), keras.optimizers.SGD(0.1)
 
