@@ -11,11 +11,10 @@ from benchmarks.own_core import run_on_own_core
 if __name__ == "__main__":  # before any library counts the cores
     run_on_own_core("OMPI_COMM_WORLD_LOCAL_RANK")
 
-import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from benchmarks.common import Row, median, run_ranks, time_interleaved
+from benchmarks.common import Row, median, print_on_rank_0, run_ranks, time_interleaved
 
 WAYS = ("native", "horovod")
 BATCHES = {"dense": 64, "gpt": 8}
@@ -73,6 +72,4 @@ if __name__ == "__main__":
     import dapple_tf as dapple
 
     dapple.init()
-    rows = measure()
-    if dapple.rank() == 0:
-        print(json.dumps(rows))
+    print_on_rank_0(measure())

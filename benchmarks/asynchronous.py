@@ -13,13 +13,21 @@ from benchmarks.own_core import run_on_own_core
 if __name__ == "__main__" and "OMPI_COMM_WORLD_RANK" in os.environ:  # before any library counts the cores
     run_on_own_core("OMPI_COMM_WORLD_LOCAL_RANK")
 
-import json
 import sys
 from collections.abc import Iterator
 from typing import Any
 
 import dapple_tf as dapple
-from benchmarks.common import Row, available_cores, median, print_rows, run_on_cores, run_ranks, time_interleaved
+from benchmarks.common import (
+    Row,
+    available_cores,
+    median,
+    print_on_rank_0,
+    print_rows,
+    run_on_cores,
+    run_ranks,
+    time_interleaved,
+)
 from benchmarks.needs import find_missing_for_ranks
 from benchmarks.waits import stage_names, start_waiting, waits
 
@@ -44,14 +52,7 @@ def run() -> Iterator[Row]:
 
 def window_step(timed: Any, **options: Any) -> Any:
     """Return a step of windows of the waiting layers."""
-    return dapple.pipeline(
-        timed.workload.loss_fn,
-        optimizer=timed.workload.optimizer,
-        stages=stage_names(STAGES),
-        mode="async",
-        minibatches=MINIBATCHES,
-        **options,
-    )
+    return timed.pipeline(stages=stage_names(STAGES), mode="async", minibatches=MINIBATCHES, **options)
 
 
 def measure_window(step: Any, batch: Any) -> dict[str, float]:
@@ -94,9 +95,7 @@ def rows_of_waits() -> list[Row]:
     text = f"{share:.3f} ({usual['minibatch'] * 1e3:.1f} ms a minibatch; {ends})"
     rows.append(Row(f"waits, S = {STAGES}: steady state over one stage's bound", "at least 0.97", text, share >= 0.97))
     for count in MICRO_BATCHES:
-        step = dapple.pipeline(
-            timed.workload.loss_fn,
-            optimizer=timed.workload.optimizer,
+        step = timed.pipeline(
             stages=stage_names(STAGES),
             micro_batches=count,
             schedule="dapple-a",
@@ -192,8 +191,6 @@ def measure_ranks(width: int) -> dict[str, float]:
 if __name__ == "__main__":
     if "OMPI_COMM_WORLD_RANK" in os.environ:
         dapple.init()
-        result = measure_ranks(int(sys.argv[1]))
-        if os.environ["OMPI_COMM_WORLD_RANK"] == "0":
-            print(json.dumps(result))
+        print_on_rank_0(measure_ranks(int(sys.argv[1])))
     else:
         print_rows(rows_of_waits())

@@ -1,7 +1,8 @@
 """CPU seconds of building a step of BERT, a GPT, ResNet-50 and chains of many micro-batches, beside an earlier one.
 
 ``python -m benchmarks build_time --against COMMIT [--turns N] [--models NAME ...]``: each build is a process of its
-own. The builds of the two commits, whose files are checked out into a temporary folder, take turns.
+own, or a job of two ranks, of which rank 0 is measured. The builds of the two commits, whose files are checked out into
+a temporary folder, take turns.
 """
 
 from __future__ import annotations
@@ -9,13 +10,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.common import Row
 
@@ -25,10 +27,18 @@ _TIMEOUT_SECONDS = 1800.0
 Training = tuple[Callable[..., Any], Any, tuple[Any, ...]]
 
 
+class Build(NamedTuple):
+    """The CPU ``seconds`` of a build with its first run, the process's peak of memory, and the ops of its graph."""
+
+    seconds: float
+    megabytes: float
+    ops: int
+
+
 def run() -> Iterator[Row]:
     """Yield the seconds of each model, built once at the present commit."""
     for model in MODELS:
-        yield Row(f"{model}: building a step", "", f"{measure_in_process(model, _ROOT):.1f} s of CPU", ok=True)
+        yield Row(f"{model}: building a step", "", f"{measure_in_process(model, _ROOT).seconds:.1f} s of CPU", ok=True)
 
 
 def compare(commit: str, turns: int, models: Sequence[str]) -> Iterator[Row]:
@@ -39,9 +49,12 @@ def compare(commit: str, turns: int, models: Sequence[str]) -> Iterator[Row]:
         try:
             for model in models:
                 pairs = [_measure_pair(model, other, turn) for turn in range(turns)]
-                now, then = (statistics.median(seconds) for seconds in zip(*pairs, strict=True))
-                ratio = statistics.median(one / two for one, two in pairs)
-                found = f"{ratio:.3f}x: {now:.1f} s and {then:.1f} s of CPU, medians of {turns} turns"
+                now, then = (_median_of(builds) for builds in zip(*pairs, strict=True))
+                ratio = statistics.median(one.seconds / two.seconds for one, two in pairs)
+                found = (
+                    f"{ratio:.3f}x: {now.seconds:.1f} s and {then.seconds:.1f} s of CPU, {now.megabytes:.0f} and "
+                    f"{then.megabytes:.0f} MB, {now.ops} and {then.ops} ops, medians of {turns} turns"
+                )
                 yield Row(
                     f"{model}: building a step, over {commit}", f"at most {MOST_RATIO}x", found, ratio <= MOST_RATIO
                 )
@@ -49,35 +62,43 @@ def compare(commit: str, turns: int, models: Sequence[str]) -> Iterator[Row]:
             subprocess.run(["git", "-C", str(_ROOT), "worktree", "remove", "--force", str(other)], check=True)
 
 
-def _measure_pair(model: str, other: Path, turn: int) -> tuple[float, float]:
-    """Return the CPU seconds of a build here and one in ``other``; each goes first in every other turn."""
+def _median_of(builds: Sequence[Build]) -> Build:
+    seconds, megabytes, ops = (statistics.median(values) for values in zip(*builds, strict=True))
+    return Build(seconds, megabytes, round(ops))
+
+
+def _measure_pair(model: str, other: Path, turn: int) -> tuple[Build, Build]:
+    """Return a build here and one in ``other``; each goes first in every other turn."""
     roots = (_ROOT, other) if turn % 2 == 0 else (other, _ROOT)
-    seconds = {root: measure_in_process(model, root) for root in roots}
-    return seconds[_ROOT], seconds[other]
+    builds = {root: measure_in_process(model, root) for root in roots}
+    return builds[_ROOT], builds[other]
 
 
-def measure_in_process(model: str, root: Path) -> float:
-    """Return the CPU seconds of building a step of the model with the files in ``root``."""
+def measure_in_process(model: str, root: Path) -> Build:
+    """Return a build of a step of the model with the files in ``root``."""
     environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONPATH": str(root)}
-    command = [sys.executable, __file__, model]
+    ranks = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np", str(MODELS[model].stages)]
+    command = [*(["mpirun", *ranks] if MODELS[model].ranks else []), sys.executable, __file__, model]
     done = subprocess.run(
         command, capture_output=True, text=True, env=environment, cwd=root, timeout=_TIMEOUT_SECONDS, check=False
     )
     if done.returncode:
         raise RuntimeError(f"building {model} with the files in {root} failed:\n{done.stderr[-3000:]}")
-    return float(sum(json.loads(done.stdout.splitlines()[-1]).values()))
+    return Build(*json.loads(done.stdout.splitlines()[-1]))
 
 
-def build(model: str) -> Mapping[str, float]:
-    """Return the CPU seconds of each phase of building a step of the model in this process, with its first run."""
+def build(model: Model) -> Build:
+    """Build a step of the model in this process, or as one of its ranks, and run it."""
     import dapple_tf as dapple
 
-    make, stages, micro_batches = MODELS[model]
-    dapple.init(stages)
-    loss_fn, optimizer, batch = make()
-    step = dapple.pipeline(loss_fn, optimizer=optimizer, stages=stages, micro_batches=micro_batches)
+    dapple.init(None if model.ranks else model.stages)
+    loss_fn, optimizer, batch = model.make()
+    step = dapple.pipeline(loss_fn, optimizer=optimizer, stages=model.stages, micro_batches=model.micro_batches)
     step(*batch)
-    return step.build_cpu_times
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000
+    graph = step.graph_def
+    ops = len(graph.node) + sum(len(function.node_def) for function in graph.library.function)
+    return Build(sum(step.build_cpu_times.values()), peak, ops)
 
 
 def _bert() -> Training:
@@ -119,13 +140,22 @@ def _of_workload(workload: Any) -> Training:
     return workload.loss_fn, workload.optimizer, tuple(next(iter(workload.dataset)))
 
 
-MODELS: Mapping[str, tuple[Callable[[], Training], int, int]] = {
-    "BERT": (_bert, 2, 8),
-    "gpt": (_gpt, 2, 8),
-    "ResNet-50": (_resnet, 2, 8),
-    **{f"chain-{micro_batches}": (_chain, 4, micro_batches) for micro_batches in (16, 128, 1024)},
+class Model(NamedTuple):
+    """What makes the training, its stages and micro-batches, and whether each stage is a rank of a job."""
+
+    make: Callable[[], Training]
+    stages: int
+    micro_batches: int
+    ranks: bool = False
+
+
+MODELS: Mapping[str, Model] = {
+    "BERT": Model(_bert, 2, 8),
+    "gpt": Model(_gpt, 2, 8),
+    "ResNet-50": Model(_resnet, 2, 8),
+    **{f"chain-{m}": Model(_chain, 4, m) for m in (16, 128, 1024)},
+    **{f"chain-{m} on ranks": Model(_chain, 2, m, ranks=True) for m in (16, 128, 1024)},
 }
-"""By name: what makes the training, the stages, and the micro-batches."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -141,4 +171,6 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    print(json.dumps(dict(build(sys.argv[1]))))
+    made = build(MODELS[sys.argv[1]])
+    if os.environ.get("OMPI_COMM_WORLD_RANK", "0") == "0":
+        print(json.dumps(made))

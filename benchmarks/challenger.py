@@ -16,16 +16,14 @@ from dataclasses import dataclass, replace
 
 from benchmarks.common import Row
 from benchmarks.papers.published import BERT_LARGE, MODELS, PROFILES, find_missing_profiles, read_profile
-from benchmarks.unequal_clusters import measure_kinds, unequal_clusters
 from dapple_tf.errors import PlanError
 from dapple_tf.planner.api import make_problem, plan
 from dapple_tf.planner.search.annealer import Annealer
-from dapple_tf.profiler.cluster import Cluster, Link, Server, config
+from dapple_tf.profiler.cluster import Cluster, DeviceKind, Link, Server, config
 from dapple_tf.profiler.importers import read_profile as read_any
-from dapple_tf.profiler.profile import Profile
+from dapple_tf.profiler.profile import KindSeconds, Profile
 from dapple_tf.simulator.simulate import simulate
 
-POLICIES = ("dapple-a", "dapple-b", "gpipe")
 BATCHES = (64, 128, 512)
 _ETHERNET = {speed: Link(speed * 1e9 / 8, 20e-6) for speed in (1, 10, 25, 100)}
 _PCI = Link(12e9, 10e-6)
@@ -76,12 +74,12 @@ def challenge(cases: int, work: float, seed: int, *, unequal: bool = False) -> I
 
 def draw_cases(count: int, seed: int, *, unequal: bool = False) -> Iterator[Case]:
     """Yield random cases: the published profiles on clusters of every shape, with equal or unequal devices."""
-    draw, known, clusters = random.Random(seed), _profiles(), unequal_clusters() if unequal else _clusters()
+    draw, known, clusters = random.Random(seed), _profiles(), _unequal_clusters() if unequal else _clusters()
     for _ in range(count):
         name, cluster, batch = draw.choice(sorted(known)), draw.choice(sorted(clusters)), draw.choice(BATCHES)
         profile = known[name]
         if unequal and draw.random() < 0.2:
-            name, profile = f"{name} with seconds of each kind", measure_kinds(profile, clusters[cluster], draw)
+            name, profile = f"{name} with seconds of each kind", _measure_kinds(profile, clusters[cluster], draw)
         yield Case(f"{name}, {cluster}, batch {batch}", profile, clusters[cluster], batch)
 
 
@@ -124,3 +122,67 @@ def main(arguments: Sequence[str]) -> int:
         print(f"{'ok' if row.ok else 'MISSED':7}{row.figure}: {row.measured} (wanted: {row.wanted})", flush=True)
         missed += not row.ok
     return 1 if missed else 0
+
+
+# --- Clusters of devices of different kinds, and profiles with seconds of each kind
+
+_SPEEDS = {"V100": 1.0, "P100": 0.6, "T4": 0.4, "K80": 0.05}
+_V, _T = ("V100", 4), ("T4", 4)
+_HALF = [("V100", 2), ("T4", 2)]
+
+
+def _unequal_clusters() -> dict[str, Cluster]:
+    """Return clusters of 4 to 32 devices by name: kinds by server and within servers, little memory, racks."""
+    return {
+        "2 servers of 4 V100, 2 of 4 T4": _servers([[_V], [_V], [_T], [_T]]),
+        "2 servers of 4 V100, 2 of 4 T4, 10 Gbps": _servers([[_V], [_V], [_T], [_T]], between=10),
+        "3 servers of 4 T4, 1 of 4 V100": _servers([[_T], [_T], [_T], [_V]]),
+        "4 servers of 2 V100 and 2 T4": _servers([_HALF] * 4),
+        "2 servers of 2 V100 and 2 T4, 10 Gbps": _servers([_HALF] * 2, between=10),
+        "4 servers of 3 V100 and 1 T4, 100 Gbps": _servers([[("V100", 3), ("T4", 1)]] * 4, between=100),
+        "4 servers of 4, T4 of 4 GB": _servers([[_V], [_T], [_V], [_T]], memory={"T4": 4e9}),
+        "4 servers of 2 V100 and 2 T4 of 8 GB": _servers([_HALF] * 4, memory={"T4": 8e9}),
+        "2 servers of 2 V100 of 8 GB and 2 T4 of 4 GB": _servers([_HALF] * 2, memory={"V100": 8e9, "T4": 4e9}),
+        "4 servers of 4, V100 of 4 GB": _servers([[_V], [_T], [_V], [_T]], memory={"V100": 4e9}),
+        "3 servers of 5": _servers([[("V100", 5)], [("T4", 5)], [("V100", 3), ("T4", 2)]]),
+        "3 servers of 5, three kinds": _servers([[("V100", 5)], [("P100", 5)], [("T4", 5)]]),
+        "V100 and very slow K80": _servers([[_V], [("K80", 4)], [_V], [("K80", 4)]]),
+        "racks of 2 servers": _servers(
+            [[("V100", 2)], [("T4", 2)]] * 4, between=10, links={(i, i + 1): 100 for i in range(0, 8, 2)}
+        ),
+        "8 servers of 4": _servers([[_V], [_T], *[_HALF] * 2] * 2),
+        "4 devices in 1 server": _servers([_HALF]),
+    }
+
+
+def _measure_kinds(profile: Profile, cluster: Cluster, draw: random.Random) -> Profile:
+    """Return the profile with seconds of every slower kind, up to 30% off what its speed says, each layer its own."""
+    slower = [kind for kind in dict.fromkeys(cluster.device_kinds) if kind is not None and kind != "V100"]
+    layers = []
+    for layer in profile.layers:
+        seconds = {
+            kind: KindSeconds(
+                *(
+                    own / _SPEEDS[kind] * draw.uniform(0.7, 1.3)
+                    for own in (layer.forward_seconds, layer.backward_seconds)
+                )
+            )
+            for kind in slower
+        }
+        layers.append(replace(layer, kinds=seconds))
+    return replace(profile, layers=tuple(layers))
+
+
+def _servers(
+    servers: Sequence[Sequence[tuple[str, int]]],
+    *,
+    between: int = 25,
+    memory: dict[str, float] | None = None,
+    links: dict[tuple[int, int], int] | None = None,
+) -> Cluster:
+    """Return servers of these kinds and counts; links in Gbps, PCI Express within servers; 16 GB where not given."""
+    named = tuple(Server.of_kinds(f"h{i}", groups) for i, groups in enumerate(servers))
+    used = {kind for groups in servers for kind, _ in groups}
+    kinds = {kind: DeviceKind((memory or {}).get(kind, 16e9), _SPEEDS[kind]) for kind in used}
+    own = {(f"h{a}", f"h{b}"): _ETHERNET[speed] for (a, b), speed in (links or {}).items()}
+    return Cluster(named, None, _PCI, _ETHERNET[between], own, kinds=kinds)

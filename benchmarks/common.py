@@ -95,6 +95,14 @@ def print_rows(rows: Sequence[Row]) -> None:
     print(json.dumps([asdict(row) for row in rows]))
 
 
+def print_on_rank_0(found: Any) -> None:
+    """Print what a job has found as JSON, for ``run_ranks`` to read; the other ranks print nothing."""
+    import dapple_tf as dapple
+
+    if dapple.rank() == 0:
+        print(json.dumps(found))
+
+
 def available_cores() -> list[int]:
     """Return the numbers of the cores that this process may use."""
     return sorted(os.sched_getaffinity(0))

@@ -6,8 +6,10 @@ import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 
+import numpy as np
+
 from benchmarks.common import Row
-from benchmarks.heat_map import heat_map
+from benchmarks.figures import FOLDER, say_origin
 from benchmarks.papers import pipedream_published
 from benchmarks.papers.published import BERT_LARGE, MODELS, find_missing_profiles, read_profile
 from dapple_tf.planner.compare import Comparison, compare
@@ -133,4 +135,40 @@ def _draw(found: Mapping[tuple[str, str], Comparison]) -> None:
         "clusters (mean over profiles)": (list(PLANNERS), places, by_place),
         "profiles (mean over clusters)": (list(PLANNERS), titles, by_title),
     }
-    heat_map("compare.png", panels, "simulated", "Predicted step over that of the fastest planner, where it has a plan")
+    _heat_map("compare.png", panels, "Predicted step over that of the fastest planner, where it has a plan")
+
+
+_MOST = 3.0  # the darkest colour is for this ratio and more
+# Rows, columns, and the values; NaN where there is none.
+Panel = tuple[Sequence[str], Sequence[str], Sequence[Sequence[float]]]
+
+
+def _heat_map(name: str, panels: Mapping[str, Panel], title: str) -> None:
+    """Draw ratios from 1 on, the panels side by side by title, with their values, and save the PNG."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from PIL import Image
+
+    widths = [len(columns) for _, columns, _ in panels.values()]
+    rows = max(len(names) for names, _, _ in panels.values())
+    figure = Figure(figsize=(0.52 * sum(widths) + 2.2 * len(widths), 0.36 * rows + 2.2), dpi=90, layout="constrained")
+    canvas = FigureCanvasAgg(figure)
+    figure.suptitle(title, fontsize=11)
+    say_origin(figure, "simulated")
+    for axes, (heading, (names, columns, values)) in zip(
+        np.atleast_1d(figure.subplots(1, len(panels), width_ratios=widths)), panels.items(), strict=True
+    ):
+        shown = np.ma.masked_invalid(np.log(np.array(values, float)))
+        axes.imshow(shown, cmap="YlOrRd", vmin=0, vmax=math.log(_MOST), aspect="auto")
+        axes.set_facecolor("#dddddd")
+        axes.set_xticks(range(len(columns)), columns, rotation=60, ha="right", rotation_mode="anchor", fontsize=8)
+        axes.set_yticks(range(len(names)), names, fontsize=9)
+        axes.set_title(heading, fontsize=9, loc="left")
+        for (row, column), value in np.ndenumerate(np.array(values, float)):
+            text = "none" if math.isnan(value) else f"{value:.2f}" if value < 10 else f"{value:.0f}"
+            colour = "white" if value > math.exp(0.7 * math.log(_MOST)) else "black"
+            axes.text(column, row, text, ha="center", va="center", fontsize=7, color=colour)
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    canvas.draw()
+    # 128 colours are enough, and make the file smaller.
+    Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB").quantize(128).save(FOLDER / name, optimize=True)

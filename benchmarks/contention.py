@@ -11,12 +11,11 @@ and IP, and Horovod's messages, take a part of what the links are shaped to.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from benchmarks.common import Row, median, time_interleaved
+from benchmarks.common import Row, median, print_on_rank_0, time_interleaved
 from benchmarks.emulated_hosts import Hosts, emulated_hosts
 from benchmarks.hosts import LATENCY
 from dapple_tf.planner.api import make_problem
@@ -162,6 +161,4 @@ if __name__ == "__main__":
     tf.config.threading.set_inter_op_parallelism_threads(8)
     dapple.init()
     cases = {case.name: case for case in CASES}
-    found: Any = measure_bandwidth() if sys.argv[1] == "link" else measure(cases[sys.argv[1]])
-    if os.environ.get("OMPI_COMM_WORLD_RANK") == "0":
-        print(json.dumps(found))
+    print_on_rank_0(measure_bandwidth() if sys.argv[1] == "link" else measure(cases[sys.argv[1]]))

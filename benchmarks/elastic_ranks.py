@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import keras
 
 import dapple_tf as dapple
-from benchmarks.common import median
+from benchmarks.common import median, print_on_rank_0
 from benchmarks.workloads import MODELS
 from dapple_tf.distributed import membership
 
@@ -73,9 +72,7 @@ def measure(model: str, folder: str) -> dict[str, float]:
 def main(arguments: list[str]) -> Any:
     """Print the measurement on rank 0."""
     dapple.init()
-    found = measure(*arguments)
-    if dapple.rank() == 0:
-        print(json.dumps(found))
+    print_on_rank_0(measure(*arguments))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ the links are shaped to. Pipelines exchange tensors natively; the planned one is
 
 from __future__ import annotations
 
-import os
 import sys
 
 from benchmarks.own_core import run_on_own_core
@@ -23,7 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import Row, available_cores, median, run_on_cores, time_interleaved
+from benchmarks.common import Row, available_cores, median, print_on_rank_0, run_on_cores, time_interleaved
 from benchmarks.emulated_hosts import Hosts, emulated_hosts
 
 LAYERS, WIDTH, BATCH, MICRO_BATCHES = 8, 2048, 256, 8
@@ -177,6 +176,4 @@ if __name__ == "__main__":
         print(json.dumps(save_plans(folder, sys.argv[3])))
     else:
         dapple.init()
-        seconds = measure(kind, folder)
-        if os.environ.get("OMPI_COMM_WORLD_RANK") == "0":
-            print(json.dumps(seconds))
+        print_on_rank_0(measure(kind, folder))

@@ -11,8 +11,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import json
-import os
 import resource
 import sys
 import tempfile
@@ -21,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import Row, median, run_on_cores, run_ranks, time_interleaved
+from benchmarks.common import Row, median, print_on_rank_0, run_on_cores, run_ranks, time_interleaved
 from benchmarks.needs import find_missing_for_ranks
 
 LAYERS, WIDTH, RANKS = 24, 2048, 4
@@ -407,5 +405,4 @@ if __name__ == "__main__":
             "profile": profile_model,
         }
         result = kinds[kind](*arguments)
-    if os.environ.get("OMPI_COMM_WORLD_RANK", "0") == "0":
-        print(json.dumps(result))
+    print_on_rank_0(result)

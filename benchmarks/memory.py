@@ -13,13 +13,12 @@ import os
 if __name__ == "__main__":  # before TensorFlow is imported
     os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
 
-import json
 import sys
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from benchmarks.common import Row, available_cores, run_on_cores, run_ranks
+from benchmarks.common import Row, available_cores, print_on_rank_0, run_on_cores, run_ranks
 from benchmarks.needs import find_missing_for_ranks
 
 STAGES, MICRO_BATCHES = 2, (4, 32)
@@ -88,17 +87,11 @@ def measure(model: str, way: str, micro_batches: int) -> dict[str, Any]:
 
     ``way``: a schedule, or one of ``RANKS``.
     """
-    import dapple_tf as dapple
     from benchmarks.workloads import dense, small_gpt
 
     samples = SAMPLES[model] * micro_batches
     timed = dense(layers=24, width=256, batch_size=samples) if model == "dense" else small_gpt(samples)
-    step = dapple.pipeline(
-        timed.workload.loss_fn,
-        optimizer=timed.workload.optimizer,
-        micro_batches=micro_batches,
-        **RANKS.get(way, {"stages": STAGES, "schedule": way}),
-    )
+    step = timed.pipeline(micro_batches=micro_batches, **RANKS.get(way, {"stages": STAGES, "schedule": way}))
     for _ in range(RECORDED):
         step.record(*timed.batch)
     report = step.report
@@ -120,6 +113,4 @@ if __name__ == "__main__":
     import dapple_tf as dapple
 
     dapple.init(STAGES)
-    result = measure(sys.argv[1], sys.argv[2], int(sys.argv[3]))
-    if dapple.rank() == 0:
-        print(json.dumps(result))
+    print_on_rank_0(measure(sys.argv[1], sys.argv[2], int(sys.argv[3])))

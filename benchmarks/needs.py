@@ -56,7 +56,6 @@ NEEDS: Mapping[str, Callable[[], str | None]] = {
     "first_step": find_missing_for_first_step,
     "build_time": find_missing_for_first_step,
     "hosts": find_missing_for_hosts,
-    "more_hosts": find_missing_for_hosts,
     "contention": find_missing_for_hosts,
     "table4": find_missing_for_hosts,
     "peers": find_missing_for_peers,

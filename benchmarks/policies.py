@@ -85,7 +85,6 @@ class Case:
         return {policy: self._make_step(policy) for policy in POLICIES}
 
     def _make_step(self, policy: str) -> Callable[[bool], Timeline | None]:
-        import dapple_tf as dapple
         from benchmarks.waits import stage_names, waits
 
         count = sum(self.layer_counts)
@@ -101,9 +100,7 @@ class Case:
             samples=self.rows,
         )
         names = ["wait_0", *stage_names(count)]
-        step = dapple.pipeline(
-            timed.workload.loss_fn,
-            optimizer=timed.workload.optimizer,
+        step = timed.pipeline(
             stages=[names[stage.first_layer] for stage in self.stages[1:]],
             replicas=self.replicas or None,
             micro_batches=self.micro_batches,

@@ -36,12 +36,8 @@ def run() -> Iterator[Row]:
 def measure(model: str, stages: str) -> dict[str, object]:
     """Return the predicted and measured seconds of a step."""
     timed = MODELS[model]()
-    step = dapple.pipeline(
-        timed.workload.loss_fn,
-        optimizer=timed.workload.optimizer,
-        stages=int(stages) if stages.isdigit() else stages,
-        micro_batches=MICRO_BATCHES,
-        example_batch=timed.batch,
+    step = timed.pipeline(
+        stages=int(stages) if stages.isdigit() else stages, micro_batches=MICRO_BATCHES, example_batch=timed.batch
     )
     steps = {"step": lambda: float(step(*timed.batch))}
     time_interleaved(steps, 3)

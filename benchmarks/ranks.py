@@ -15,12 +15,11 @@ from benchmarks.own_core import run_on_own_core
 if __name__ == "__main__":  # before any library counts the cores
     run_on_own_core("OMPI_COMM_WORLD_LOCAL_RANK")
 
-import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from benchmarks.common import Row, available_cores, median, run_on_cores, run_ranks, time_interleaved
+from benchmarks.common import Row, available_cores, median, print_on_rank_0, run_on_cores, run_ranks, time_interleaved
 
 STAGES, MICRO_BATCHES, SCHEDULE = 2, 8, "dapple-b"  # the schedule that "auto" chooses in a job
 TURNS, STEPS, RECORDED = 5, 15, 9
@@ -97,13 +96,10 @@ def _rows(name: str, way: str, turns: list[Turn], balance: float) -> Iterator[Ro
 
 def measure(model: str, stages: int) -> float:
     """Return the median seconds of a step of this job, or of one process with one stage."""
-    import dapple_tf as dapple
     from benchmarks.workloads import MODELS
 
     timed = MODELS[model]()
-    step = dapple.pipeline(
-        timed.workload.loss_fn, optimizer=timed.workload.optimizer, stages=stages, micro_batches=MICRO_BATCHES
-    )
+    step = timed.pipeline(stages=stages, micro_batches=MICRO_BATCHES)
     steps = {"step": lambda: float(step(*timed.batch))}
     time_interleaved(steps, 3)
     return median(time_interleaved(steps, STEPS)["step"])
@@ -117,20 +113,13 @@ def measure_balance(model: str) -> float:
     """
     from dataclasses import replace
 
-    import dapple_tf as dapple
     from benchmarks.workloads import MODELS
     from dapple_tf.simulator.execution import execute
     from dapple_tf.simulator.order import named_order
 
     timed = MODELS[model]()
     batch = tuple(tensor[: len(tensor) // MICRO_BATCHES] for tensor in timed.batch)
-    step = dapple.pipeline(
-        timed.workload.loss_fn,
-        optimizer=timed.workload.optimizer,
-        stages=STAGES,
-        micro_batches=1,
-        schedule="gpipe",
-    )
+    step = timed.pipeline(stages=STAGES, micro_batches=1, schedule="gpipe")
     recorded = []
     for number in range(3 + RECORDED):
         step.record(*batch)
@@ -165,6 +154,4 @@ if __name__ == "__main__":
 
     what, model, *rest = sys.argv[1:]
     dapple.init(STAGES if what == "balance" else None)
-    found = measure_balance(model) if what == "balance" else measure(model, int(rest[0]))
-    if dapple.rank() == 0:
-        print(json.dumps(found))
+    print_on_rank_0(measure_balance(model) if what == "balance" else measure(model, int(rest[0])))

@@ -33,7 +33,7 @@ def measure(model: str) -> list[Row]:
     for recompute in (False, True):
         timed = make()
         options: dict[str, Any] = {"stages": STAGES, "micro_batches": MICRO_BATCHES, "recompute": recompute}
-        step = dapple.pipeline(timed.workload.loss_fn, optimizer=timed.workload.optimizer, **options)
+        step = timed.pipeline(**options)
         steps[recompute] = step
         runs[f"recompute={recompute}"] = lambda step=step, batch=timed.batch: float(step(*batch))
     time_interleaved(runs, 3)

@@ -6,13 +6,12 @@ counts the same whole rows; with fractions of rows it would promise too short a 
 
 from __future__ import annotations
 
-import json
 import random
 import sys
 from collections.abc import Iterator
 from functools import partial
 
-from benchmarks.common import Row, median, run_ranks, time_interleaved
+from benchmarks.common import Row, median, print_on_rank_0, run_ranks, time_interleaved
 from benchmarks.policies import Case
 from dapple_tf.profiler.cluster import Link
 
@@ -80,6 +79,4 @@ if __name__ == "__main__":
     import dapple_tf as dapple
 
     dapple.init()
-    result = measure(int(sys.argv[1]))
-    if dapple.rank() == 0:
-        print(json.dumps(result))
+    print_on_rank_0(measure(int(sys.argv[1])))

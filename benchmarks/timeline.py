@@ -9,13 +9,12 @@ from benchmarks.own_core import run_on_own_core
 if __name__ == "__main__" and sys.argv[1] == "ranks":  # before any library counts the cores
     run_on_own_core("OMPI_COMM_WORLD_LOCAL_RANK")
 
-import json
 import tempfile
 import time
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks.common import Row, available_cores, median, run_on_cores, run_ranks, time_interleaved
+from benchmarks.common import Row, available_cores, median, print_on_rank_0, run_on_cores, run_ranks, time_interleaved
 from benchmarks.needs import find_missing_for_ranks
 
 MODULE = "benchmarks.timeline"
@@ -125,6 +124,4 @@ if __name__ == "__main__":
     import dapple_tf as dapple
 
     dapple.init(STAGES if sys.argv[1] == "process" else None)
-    measured = {"first": measure_first, "cost": measure_cost}[sys.argv[2]](sys.argv[3])
-    if dapple.rank() == 0:
-        print(json.dumps(measured))
+    print_on_rank_0({"first": measure_first, "cost": measure_cost}[sys.argv[2]](sys.argv[3]))

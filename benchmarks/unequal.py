@@ -163,7 +163,7 @@ def measure(path: str) -> float:
     from benchmarks.workloads import dense
 
     timed = dense(LAYERS, WIDTH, BATCH)
-    step = dapple.pipeline(timed.workload.loss_fn, optimizer=timed.workload.optimizer, plan=dapple.Plan.load(path))
+    step = timed.pipeline(plan=dapple.Plan.load(path))
     steps = {"step": lambda: float(step(*timed.batch))}
     time_interleaved(steps, 2)
     return median(time_interleaved(steps, STEPS)["step"])

@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+import dapple_tf as dapple
 from dapple_tf import Workload
 from dapple_tf.examples.gpt import gpt
 
@@ -19,6 +20,10 @@ class Timed:
 
     workload: Workload
     batch: tuple[Any, ...]
+
+    def pipeline(self, **options: Any) -> Any:
+        """Return a pipelined step of the workload, with these options of ``dapple.pipeline``."""
+        return dapple.pipeline(self.workload.loss_fn, optimizer=self.workload.optimizer, **options)
 
 
 def dense(layers: int = 8, width: int = 1024, batch_size: int = 2048) -> Timed:

@@ -24,30 +24,30 @@ from dapple_tf.graph_passes.passes.combine_statistics import CombineStatistics
 from dapple_tf.graph_passes.passes.copy_variables import CopyVariables
 from dapple_tf.graph_passes.passes.expose_gradients import ExposeGradients
 from dapple_tf.graph_passes.passes.gather_slices import GatherSlices
-from dapple_tf.graph_passes.passes.group_gradients import GroupGradients
 from dapple_tf.graph_passes.passes.instrument import Instrument
 from dapple_tf.graph_passes.passes.join_replicas import JoinReplicas
 from dapple_tf.graph_passes.passes.local_input import LocalInput
 from dapple_tf.graph_passes.passes.look_up_rows import LookUpRows
 from dapple_tf.graph_passes.passes.microbatch import Microbatch
 from dapple_tf.graph_passes.passes.order import Order
-from dapple_tf.graph_passes.passes.order_window import OrderWindow
 from dapple_tf.graph_passes.passes.overlap import Overlap
 from dapple_tf.graph_passes.passes.place import Place
 from dapple_tf.graph_passes.passes.project import Project
 from dapple_tf.graph_passes.passes.rank_variables import RankVariables
 from dapple_tf.graph_passes.passes.recompute import Recompute
-from dapple_tf.graph_passes.passes.repeat_minibatches import RepeatMinibatches
 from dapple_tf.graph_passes.passes.round_gradients import RoundGradients
 from dapple_tf.graph_passes.passes.send_together import SendTogether
 from dapple_tf.graph_passes.passes.share_statistics import ShareStatistics
 from dapple_tf.graph_passes.passes.split_concat import SplitConcat
 from dapple_tf.graph_passes.passes.split_weights import SplitWeights
-from dapple_tf.graph_passes.passes.update_groups import UpdateGroups
-from dapple_tf.graph_passes.passes.use_versions import UseVersions
 from dapple_tf.graph_passes.passes.verify_pipeline import VerifyPipeline
 from dapple_tf.graph_passes.passes.verify_ranks import verify_ranks
-from dapple_tf.graph_passes.passes.verify_window import VerifyWindow
+from dapple_tf.graph_passes.passes.windows.group_gradients import GroupGradients
+from dapple_tf.graph_passes.passes.windows.order_window import OrderWindow
+from dapple_tf.graph_passes.passes.windows.repeat_minibatches import RepeatMinibatches
+from dapple_tf.graph_passes.passes.windows.update_groups import UpdateGroups
+from dapple_tf.graph_passes.passes.windows.use_versions import UseVersions
+from dapple_tf.graph_passes.passes.windows.verify_window import VerifyWindow
 from dapple_tf.graph_passes.passes.write_statistics import WriteStatistics
 from dapple_tf.graph_passes.schedules.spec import forward_only
 from dapple_tf.plans import MORE_DEVICES, Plan, check_workers
@@ -241,7 +241,7 @@ def local_graph(
     """Return the graph that one process runs: that of ``pipeline_graph``, of which calls may be in parts."""
     graph = pipeline_graph(model, plan, devices, home, variant=variant, observers=observers)
     # After all passes that look at whole calls.
-    return run_passes(graph, [JoinReplicas()] if model.joins else [], observers)
+    return run_passes(graph, [JoinReplicas()] if model.joins else [], observers, verified=graph)
 
 
 def rank_graphs(
@@ -271,17 +271,17 @@ def rank_graphs(
     timed = variant is StepVariant.TIMED
     devices = [f"/rank:{rank}" for rank in range(size)]
     whole = local_graph(model, plan, devices, "/rank:*", variant=StepVariant.PLAIN if timed else variant)
-    # After all passes that expect whole calls.
-    if plan.window is None:
-        whole = run_passes(whole, [CombineStatistics(), ShareStatistics()], observers)
     types = tuple((name, _value_type(variable)) for name, variable in sorted(model.variables.items()))
     ranks, shares = tuple(stage.devices for stage in plan.stages), model.for_passes.shares
     sharded = find_variables(model.graph, shares).sharded
-    # RankVariables needs the copies that CopyVariables made; Project then finds the values that ranks exchange.
+    # After all passes that expect whole calls.
+    statistics: list[Pass] = [CombineStatistics(), ShareStatistics()] if plan.window is None else []
+    # RankVariables needs the copies that CopyVariables made.
+    whole = run_passes(whole, [*statistics, RankVariables(types, ranks, shares)], observers, verified=whole)
+    # Project needs RankVariables, to find the values that ranks exchange.
     last: list[Pass] = [*([LocalInput()] if local else []), *([Instrument()] if timed else [])]
     graphs = tuple(
-        run_passes(whole, [RankVariables(types, ranks, shares), Project(ranks, rank, sharded), *last], observers)
-        for rank in range(size)
+        run_passes(whole, [Project(ranks, rank, sharded), *last], observers, verified=whole) for rank in range(size)
     )
     verify_ranks(graphs)
     return graphs

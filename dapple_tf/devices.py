@@ -16,8 +16,7 @@ from dapple_tf.distributed.exit_reporting import start_exit_reporting
 from dapple_tf.distributed.startup_watch import watching_start
 from dapple_tf.errors import DeviceError, UsageError, warn_user
 from dapple_tf.memory.meter import resident_bytes
-from dapple_tf.profiler.cores import count_cores
-from dapple_tf.profiler.detect import job_rank, job_size
+from dapple_tf.profiler.detect import count_cores, job_rank, job_size
 
 DEFAULT_DEVICES = 8
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from dapple_tf.drawing.table import format_table
-from dapple_tf.errors import PlanError
 
 _WIDTH = 120  # characters of a line of the table
 
@@ -24,24 +23,6 @@ BatchNorm = Literal["micro-batch", "deferred", "sync"]
 micro-batch in turn. "deferred": moving statistics of the whole batch, once. "sync": it normalises all samples of a
 micro-batch together, over the replicas of a stage.
 """
-
-
-def check_inexact(inexact: str) -> None:
-    """Raise PlanError unless ``inexact`` is one of "error", "warn" and "allow"."""
-    if inexact not in get_args(Inexact):
-        raise PlanError(f"inexact={inexact!r}: give one of {', '.join(map(repr, get_args(Inexact)))}")
-
-
-def check_batch_loss(batch_loss: object) -> None:
-    """Raise PlanError unless ``batch_loss`` is False, True or "auto"."""
-    if batch_loss not in (False, True, "auto"):
-        raise PlanError(f"batch_loss={batch_loss!r}: give False, True or 'auto'")
-
-
-def check_batch_norm(batch_norm: object) -> None:
-    """Raise PlanError unless ``batch_norm`` is one of ``BatchNorm``."""
-    if batch_norm not in get_args(BatchNorm):
-        raise PlanError(f"batch_norm={batch_norm!r}: give one of {', '.join(map(repr, get_args(BatchNorm)))}")
 
 
 @dataclass(frozen=True)

@@ -382,8 +382,10 @@ def live_instances(*kinds: type[Any]) -> list[Any]:
 
     Uses ``gc.get_referrers`` of the classes: one walk over the process's objects. ``gc.get_objects`` would hold a
     reference to every object, which breaks other threads that are building a tuple. Garbage collection is off
-    meanwhile: it would change the lists that are walked (a crash), and visiting some objects allocates.
+    meanwhile: it would change the lists that are walked (a crash), and visiting some objects allocates. What the
+    program froze (``gc.freeze``) is thawed first, because the walk leaves frozen objects out.
     """
+    gc.unfreeze()
     classes: list[type[Any]] = list(kinds)
     for kind in classes:  # the loop appends to it
         classes += [derived for derived in kind.__subclasses__() if derived not in classes]

@@ -31,7 +31,7 @@ from dapple_tf.profiler.read_files import naming_file, read_json
 from dapple_tf.profiler.records import Count, Figure, Name, read_record
 from dapple_tf.profiler.servers import is_finite
 from dapple_tf.profiler.units import format_samples
-from dapple_tf.window_plan import WindowPlan
+from dapple_tf.window_plan import WORDS_OF_STEPS, WindowPlan, Words
 
 FORMAT = "dapple-plan/1"
 
@@ -233,6 +233,11 @@ class Plan:
             return "dapple-a, sliced" if self.sliced else self.spec.short
         except ScheduleError:
             return quote(self.schedule)
+
+    @property
+    def words(self) -> Words:
+        """The words for what one call trains: a step, or a window."""
+        return WORDS_OF_STEPS if self.window is None else self.window.words
 
     @property
     def headline(self) -> str:

@@ -10,7 +10,7 @@ from dapple_tf.errors import GraphError, PlanError
 from dapple_tf.graph_passes.analysis.variable_use import Variables, find_variables
 from dapple_tf.graph_passes.ir.names import at
 from dapple_tf.graph_passes.ir.ops import OpName
-from dapple_tf.graph_passes.passes.update_groups import check_updates
+from dapple_tf.graph_passes.passes.windows.update_groups import check_updates
 from dapple_tf.plans import Plan
 from dapple_tf.staged_model import StagedModel
 

@@ -16,6 +16,24 @@ USUAL_MINIBATCHES = 64
 
 
 @dataclass(frozen=True)
+class Words:
+    """The words for what one call trains: a step, or an asynchronous window.
+
+    ``unit``, ``units``: one, and several. ``training``: the label of the progress. ``loss``: the name of a call's loss,
+    and ``curve`` of a curve of these.
+    """
+
+    unit: str
+    units: str
+    training: str
+    loss: str
+    curve: str
+
+
+WORDS_OF_STEPS = Words("step", "steps", "training", "loss", "loss")
+
+
+@dataclass(frozen=True)
 class WindowPlan:
     """The asynchronous part of a plan: a window has ``minibatches`` minibatches, and each updates the weights.
 
@@ -47,6 +65,12 @@ class WindowPlan:
     def in_turn(self) -> bool:
         """Whether replicas of a stage take whole minibatches in turn; else they share each micro-batch."""
         return self.weights != "2bw"
+
+    @property
+    def words(self) -> Words:
+        """The words for windows of so many minibatches."""
+        units = f"windows of {self.minibatches} minibatches"
+        return Words("window", units, "training window", "mean loss", "mean loss of a window")
 
     def warm_up(self, replicas: Sequence[int]) -> tuple[int, ...]:
         """Return K_s of each stage, for stages of ``replicas`` devices.

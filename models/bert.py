@@ -21,7 +21,7 @@ from dapple_tf.examples.text import (
     read_corpus,
     words,
 )
-from dapple_tf.examples.transformer import BlockOptions, SelfAttention, TiedHead, check_heads, normal
+from dapple_tf.examples.transformer import BlockOptions, SelfAttention, TiedHead, check_heads, cross_entropy, normal
 
 INITIAL_STDDEV = 0.02
 EPSILON = 1e-12
@@ -76,9 +76,7 @@ def bert(
         tokens: tf.Tensor, segments: tf.Tensor, positions: tf.Tensor, labels: tf.Tensor, follows: tf.Tensor
     ) -> tf.Tensor:
         word, next_sentence = model([tokens, segments, positions], training=True)
-        of_words = tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=word)
-        of_sentences = tf.nn.sparse_softmax_cross_entropy_with_logits(labels=follows, logits=next_sentence)
-        return tf.reduce_mean(of_words) + tf.reduce_mean(of_sentences)
+        return cross_entropy(labels, word) + cross_entropy(follows, next_sentence)
 
     return dapple.Workload(
         loss_fn=loss_fn,
@@ -149,7 +147,6 @@ def build_bert(size: Size, *, dropout: float, dtype: str, seed: int) -> keras.Mo
     options = BlockOptions(
         width=size.width,
         heads=size.heads,
-        hidden=4 * size.width,
         dropout=dropout,
         causal=False,
         stddev=INITIAL_STDDEV,
@@ -193,7 +190,7 @@ class PostNormBlock(keras.layers.Layer):
         super().__init__(name=name, dtype=dtype)
         self.attention = SelfAttention(options, seeds, name="attention", dtype=dtype)
         self.up = keras.layers.Dense(
-            options.hidden, "gelu", kernel_initializer=normal(seeds, options.stddev), name="up", dtype=dtype
+            4 * options.width, "gelu", kernel_initializer=normal(seeds, options.stddev), name="up", dtype=dtype
         )
         self.down = keras.layers.Dense(
             options.width, kernel_initializer=normal(seeds, options.residual_stddev), name="down", dtype=dtype

@@ -10,8 +10,8 @@ import tensorflow as tf
 from keras import ops
 
 import dapple_tf as dapple
-from dapple_tf.examples.text import BYTE_VALUES, read_corpus, windows
-from dapple_tf.examples.transformer import Block, BlockOptions, TiedHead, check_heads, normal
+from dapple_tf.examples.text import BYTE_VALUES, read_corpus, text_workload
+from dapple_tf.examples.transformer import BlockOptions, TiedHead, add_blocks, check_heads, normal
 
 INITIAL_STDDEV = 0.06
 """Standard deviation of every weight matrix and embedding; at a width of 128 it learns faster than the usual 0.02."""
@@ -49,15 +49,13 @@ def gpt(
         dtype=dtype,
         seed=seed,
     )
-
-    def loss_fn(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
-        logits = model(x, training=True)
-        return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels=y, logits=logits))
-
-    return dapple.Workload(
-        loss_fn=loss_fn,
-        optimizer=keras.optimizers.Adam(learning_rate),
-        dataset=windows(read_corpus(corpus), context=context, batch_size=batch_size, seed=seed),
+    return text_workload(
+        model,
+        keras.optimizers.Adam(learning_rate),
+        read_corpus(corpus),
+        context=context,
+        batch_size=batch_size,
+        seed=seed,
     )
 
 
@@ -74,7 +72,6 @@ def build_gpt(
     options = BlockOptions(
         width=width,
         heads=heads,
-        hidden=4 * width,
         dropout=dropout,
         causal=True,
         stddev=INITIAL_STDDEV,
@@ -84,10 +81,7 @@ def build_gpt(
 
     tokens = keras.Input([context], dtype="int32", name="tokens")
     embed = Embed(BYTE_VALUES, width, context, INITIAL_STDDEV, seeds, name="embed", dtype=dtype)
-    x = embed(tokens)
-    for i in range(layers):
-        x = Block(options, seeds, name=f"block_{i}", dtype=dtype)(x)
-    x = keras.layers.LayerNormalization(name="norm", dtype=dtype)(x)
+    x = add_blocks(embed(tokens), layers, options, seeds, dtype=dtype)
     if tied:
         logits = TiedHead(embed.token, name="head", dtype=dtype)(x)
     else:

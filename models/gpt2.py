@@ -11,8 +11,8 @@ import keras
 import dapple_tf as dapple
 from dapple_tf.examples.gpt import Embed
 from dapple_tf.examples.scales import choose_size
-from dapple_tf.examples.text import word_workload
-from dapple_tf.examples.transformer import Block, BlockOptions, TiedHead, check_heads
+from dapple_tf.examples.text import read_corpus, text_workload, words
+from dapple_tf.examples.transformer import BlockOptions, TiedHead, add_blocks, check_heads
 
 INITIAL_STDDEV = 0.02
 EPSILON = 1e-5
@@ -62,12 +62,11 @@ def gpt2(
     """
     size = choose_size(SCALES, scale, layers=layers, context=context)
     model = build_gpt2(size, dropout=dropout, dtype=dtype, seed=seed)
-    return word_workload(
+    return text_workload(
         model,
         keras.optimizers.AdamW(learning_rate, weight_decay=0.01),
-        vocabulary=size.vocabulary,
+        words(read_corpus(corpus), size.vocabulary),
         context=size.context,
-        corpus=corpus,
         batch_size=batch_size,
         seed=seed,
     )
@@ -83,7 +82,6 @@ def build_gpt2(size: Size, *, dropout: float, dtype: str, seed: int) -> keras.Mo
     options = BlockOptions(
         width=size.width,
         heads=size.heads,
-        hidden=4 * size.width,
         dropout=dropout,
         causal=True,
         stddev=INITIAL_STDDEV,
@@ -93,8 +91,6 @@ def build_gpt2(size: Size, *, dropout: float, dtype: str, seed: int) -> keras.Mo
     tokens = keras.Input([size.context], dtype="int32", name="tokens")
     embed = Embed(size.vocabulary, size.width, size.context, INITIAL_STDDEV, seeds, name="embed", dtype=dtype)
     x = keras.layers.Dropout(dropout, seed=seeds.getrandbits(31), name="dropout", dtype=dtype)(embed(tokens))
-    for i in range(size.layers):
-        x = Block(options, seeds, name=f"block_{i}", dtype=dtype)(x)
-    x = keras.layers.LayerNormalization(epsilon=EPSILON, name="norm", dtype=dtype)(x)
+    x = add_blocks(x, size.layers, options, seeds, dtype=dtype)
     logits = TiedHead(embed.token, name="head", dtype=dtype)(x)
     return keras.Model(tokens, logits, name="gpt2")

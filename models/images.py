@@ -7,6 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 import dapple_tf as dapple
+from dapple_tf.examples.transformer import cross_entropy
 
 
 def labelled_images(
@@ -52,8 +53,7 @@ def image_workload(
     """
 
     def loss_fn(images: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
-        logits = model(images, training=True)
-        return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=logits))
+        return cross_entropy(labels, model(images, training=True))
 
     data = labelled_images(classes=classes, image_size=image_size, batch_size=batch_size, seed=seed, dtype=dtype)
     return dapple.Workload(loss_fn, optimizer, data)

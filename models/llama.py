@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import keras
@@ -13,7 +14,7 @@ from keras import ops
 
 import dapple_tf as dapple
 from dapple_tf.examples.scales import choose_size
-from dapple_tf.examples.text import word_workload
+from dapple_tf.examples.text import read_corpus, text_workload, words
 from dapple_tf.examples.transformer import RMSNorm, attend, check_heads, dense, hidden_future, normal, split_heads
 
 INITIAL_STDDEV = 0.02
@@ -64,15 +65,7 @@ def llama(
     """
     size = choose_size(SCALES, scale, layers=layers, context=context)
     model = build_llama(size, dtype=dtype, seed=seed)
-    return word_workload(
-        model,
-        keras.optimizers.AdamW(learning_rate, weight_decay=0.1, beta_2=0.95),
-        vocabulary=size.vocabulary,
-        context=size.context,
-        corpus=corpus,
-        batch_size=batch_size,
-        seed=seed,
-    )
+    return decoder_workload(model, size, learning_rate, corpus=corpus, batch_size=batch_size, seed=seed)
 
 
 def build_llama(size: Size, *, dtype: str, seed: int) -> keras.Model:
@@ -80,6 +73,17 @@ def build_llama(size: Size, *, dtype: str, seed: int) -> keras.Model:
 
     Its layers are named embed, block_0, block_1, ..., norm and head. No layer has a bias.
     """
+
+    def make_mlp(seeds: random.Random) -> keras.layers.Layer:
+        return SwiGLU(size.width, size.hidden, seeds, name="mlp", dtype=dtype)
+
+    return build_decoder(size, make_mlp, name="llama", dtype=dtype, seed=seed)
+
+
+def build_decoder(
+    size: Size, make_mlp: Callable[[random.Random], keras.layers.Layer], *, name: str, dtype: str, seed: int
+) -> keras.Model:
+    """Build a model as `build_llama` does, whose blocks have the feed-forward layers that `make_mlp` makes."""
     check_heads(size.width, size.heads)
     check_heads(size.heads, size.key_heads)
     seeds = random.Random(seed)
@@ -88,11 +92,25 @@ def build_llama(size: Size, *, dtype: str, seed: int) -> keras.Model:
         tokens
     )
     for i in range(size.layers):
-        mlp = SwiGLU(size.width, size.hidden, seeds, name="mlp", dtype=dtype)
-        x = RMSNormBlock(size, mlp, seeds, name=f"block_{i}", dtype=dtype)(x)
+        x = RMSNormBlock(size, make_mlp(seeds), seeds, name=f"block_{i}", dtype=dtype)(x)
     x = RMSNorm(epsilon=EPSILON, name="norm", dtype=dtype)(x)
     logits = dense(size.vocabulary, INITIAL_STDDEV, seeds, name="head", dtype=dtype)(x)
-    return keras.Model(tokens, logits, name="llama")
+    return keras.Model(tokens, logits, name=name)
+
+
+def decoder_workload(
+    model: keras.Model,
+    size: Size,
+    learning_rate: float,
+    *,
+    corpus: str | os.PathLike[str] | None,
+    batch_size: int,
+    seed: int,
+) -> dapple.Workload:
+    """Return a decoder of this size with its words and AdamW."""
+    optimizer = keras.optimizers.AdamW(learning_rate, weight_decay=0.1, beta_2=0.95)
+    text = words(read_corpus(corpus), size.vocabulary)
+    return text_workload(model, optimizer, text, context=size.context, batch_size=batch_size, seed=seed)
 
 
 class RMSNormBlock(keras.layers.Layer):

@@ -12,11 +12,10 @@ import tensorflow as tf
 from keras import ops
 
 import dapple_tf as dapple
-from dapple_tf.examples.llama import EPSILON, INITIAL_STDDEV, RMSNormBlock
+from dapple_tf.examples.llama import INITIAL_STDDEV, build_decoder, decoder_workload
 from dapple_tf.examples.llama import Size as LlamaSize
 from dapple_tf.examples.scales import choose_size
-from dapple_tf.examples.text import word_workload
-from dapple_tf.examples.transformer import RMSNorm, check_heads, dense, normal
+from dapple_tf.examples.transformer import dense, normal
 
 BALANCE_WEIGHT = 0.02
 """The weight of the balance loss."""
@@ -67,15 +66,7 @@ def moe(
     """
     size = choose_size(SCALES, scale, layers=layers, context=context, experts=experts)
     model = build_moe(size, balance=balance, dtype=dtype, seed=seed)
-    return word_workload(
-        model,
-        keras.optimizers.AdamW(learning_rate, weight_decay=0.1, beta_2=0.95),
-        vocabulary=size.vocabulary,
-        context=size.context,
-        corpus=corpus,
-        batch_size=batch_size,
-        seed=seed,
-    )
+    return decoder_workload(model, size, learning_rate, corpus=corpus, batch_size=batch_size, seed=seed)
 
 
 def build_moe(size: Size, *, balance: str, dtype: str, seed: int) -> keras.Model:
@@ -85,21 +76,13 @@ def build_moe(size: Size, *, balance: str, dtype: str, seed: int) -> keras.Model
     """
     if balance not in ("sample", "batch"):
         raise ValueError(f"there is no balance {balance!r}: choose one of sample, batch")
-    check_heads(size.width, size.heads)
-    check_heads(size.heads, size.key_heads)
     if size.chosen > size.experts:
         raise ValueError(f"{size.chosen} of {size.experts} experts cannot be chosen: use more experts")
-    seeds = random.Random(seed)
-    tokens = keras.Input([size.context], dtype="int32", name="tokens")
-    x = keras.layers.Embedding(size.vocabulary, size.width, normal(seeds, INITIAL_STDDEV), name="embed", dtype=dtype)(
-        tokens
-    )
-    for i in range(size.layers):
-        experts = Experts(size, balance, seeds, name="experts", dtype=dtype)
-        x = RMSNormBlock(size, experts, seeds, name=f"block_{i}", dtype=dtype)(x)
-    x = RMSNorm(epsilon=EPSILON, name="norm", dtype=dtype)(x)
-    logits = dense(size.vocabulary, INITIAL_STDDEV, seeds, name="head", dtype=dtype)(x)
-    return keras.Model(tokens, logits, name="moe")
+
+    def make_mlp(seeds: random.Random) -> keras.layers.Layer:
+        return Experts(size, balance, seeds, name="experts", dtype=dtype)
+
+    return build_decoder(size, make_mlp, name="moe", dtype=dtype, seed=seed)
 
 
 class Experts(keras.layers.Layer):

@@ -15,6 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 import dapple_tf as dapple
+from dapple_tf.examples.transformer import cross_entropy
 
 BYTE_VALUES = 256
 """The size of the vocabulary where a token is a byte."""
@@ -127,25 +128,22 @@ def _all_files(path: Path) -> Iterator[Path]:
         yield from (Path(parent, name) for name in sorted(names) if not name.startswith("."))
 
 
-def word_workload(
+def text_workload(
     model: keras.Model,
     optimizer: keras.optimizers.Optimizer,
+    corpus: Corpus,
     *,
-    vocabulary: int,
     context: int,
-    corpus: str | os.PathLike[str] | None,
     batch_size: int,
     seed: int,
 ) -> dapple.Workload:
-    """Return a model that predicts the next words, tokens in and logits out, with its optimizer and `windows` of words.
+    """Return a model that predicts the next tokens, tokens in and logits out, with its optimizer and `windows`.
 
     The loss is the mean cross entropy over all positions, in nats, plus the losses of the model's layers.
     """
 
     def loss_fn(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
-        logits = model(x, training=True)
-        loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels=y, logits=logits))
+        loss = cross_entropy(y, model(x, training=True))
         return loss + tf.add_n(model.losses) if model.losses else loss
 
-    data = windows(words(read_corpus(corpus), vocabulary), context=context, batch_size=batch_size, seed=seed)
-    return dapple.Workload(loss_fn, optimizer, data)
+    return dapple.Workload(loss_fn, optimizer, windows(corpus, context=context, batch_size=batch_size, seed=seed))

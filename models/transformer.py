@@ -18,7 +18,7 @@ LONGEST_CONSTANT = 512
 
 @dataclass(frozen=True)
 class BlockOptions:
-    """The sizes and settings that all blocks of one transformer share.
+    """The sizes and settings that all blocks of one transformer share; an MLP has 4 x width hidden units.
 
     `stddev` is that of the initial weights; `residual_stddev` that of the two matrices whose products are added to
     the residual stream.
@@ -26,7 +26,6 @@ class BlockOptions:
 
     width: int
     heads: int
-    hidden: int
     dropout: float
     causal: bool
     stddev: float
@@ -60,7 +59,7 @@ class Block(keras.layers.Layer):
         self.attention = SelfAttention(options, seeds, name="attention", dtype=dtype)
         self.mlp_norm = keras.layers.LayerNormalization(epsilon=epsilon, name="mlp_norm", dtype=dtype)
         self.up = keras.layers.Dense(
-            options.hidden, "gelu", kernel_initializer=normal(seeds, options.stddev), name="up", dtype=dtype
+            4 * width, "gelu", kernel_initializer=normal(seeds, options.stddev), name="up", dtype=dtype
         )
         self.down = keras.layers.Dense(
             width, kernel_initializer=normal(seeds, options.residual_stddev), name="down", dtype=dtype
@@ -71,6 +70,13 @@ class Block(keras.layers.Layer):
         x += self.dropout(self.attention(self.attention_norm(x)), training=training)
         x += self.dropout(self.down(self.up(self.mlp_norm(x))), training=training)
         return x
+
+
+def add_blocks(x: tf.Tensor, layers: int, options: BlockOptions, seeds: random.Random, *, dtype: str) -> tf.Tensor:
+    """Return x, [batch, length, width], after blocks named block_0, block_1, ... and a layer norm named norm."""
+    for i in range(layers):
+        x = Block(options, seeds, name=f"block_{i}", dtype=dtype)(x)
+    return keras.layers.LayerNormalization(epsilon=options.epsilon, name="norm", dtype=dtype)(x)
 
 
 class SelfAttention(keras.layers.Layer):
@@ -117,6 +123,11 @@ def hidden_future(length: int, dtype: tf.DType) -> tf.Tensor | np.ndarray:
         return np.triu(np.full((length, length), hidden, number), 1)
     positions = ops.arange(length)
     return ops.where(positions[:, None] < positions, hidden, number(0))
+
+
+def cross_entropy(labels: tf.Tensor, logits: tf.Tensor) -> tf.Tensor:
+    """Return the mean cross entropy of integer labels, in nats: a scalar."""
+    return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=logits))
 
 
 def split_heads(x: tf.Tensor, heads: int) -> tf.Tensor:

@@ -12,7 +12,7 @@ from keras import ops
 import dapple_tf as dapple
 from dapple_tf.examples.images import image_workload
 from dapple_tf.examples.scales import choose_size
-from dapple_tf.examples.transformer import Block, BlockOptions, check_heads, normal
+from dapple_tf.examples.transformer import BlockOptions, add_blocks, check_heads, normal
 
 INITIAL_STDDEV = 0.02
 EPSILON = 1e-6
@@ -86,7 +86,6 @@ def build_vit(size: Size, *, dropout: float, dtype: str, seed: int) -> keras.Mod
     options = BlockOptions(
         width=size.width,
         heads=size.heads,
-        hidden=4 * size.width,
         dropout=dropout,
         causal=False,
         stddev=INITIAL_STDDEV,
@@ -95,9 +94,7 @@ def build_vit(size: Size, *, dropout: float, dtype: str, seed: int) -> keras.Mod
     )
     images = keras.Input([size.image_size, size.image_size, 3], dtype=dtype, name="images")
     x = PatchEmbed(size, dropout, seeds, name="embed", dtype=dtype)(images)
-    for i in range(size.layers):
-        x = Block(options, seeds, name=f"block_{i}", dtype=dtype)(x)
-    x = keras.layers.LayerNormalization(epsilon=EPSILON, name="norm", dtype=dtype)(x)
+    x = add_blocks(x, size.layers, options, seeds, dtype=dtype)
     logits = keras.layers.Dense(
         size.classes, kernel_initializer=normal(seeds, INITIAL_STDDEV), name="predictions", dtype=dtype
     )(x[:, 0])

@@ -19,6 +19,7 @@ from dapple_tf.examples.transformer import (
     TiedHead,
     attend,
     check_heads,
+    cross_entropy,
     dense,
     normal,
     split_heads,
@@ -73,7 +74,7 @@ def xlnet(
 
     def loss_fn(tokens: tf.Tensor, order: tf.Tensor, positions: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
         logits = model([tokens, order, positions], training=True)
-        return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=logits))
+        return cross_entropy(labels, logits)
 
     return dapple.Workload(
         loss_fn=loss_fn,

@@ -168,14 +168,6 @@ class Cluster:
         memory = self._memory_of_kind(kind)
         return replace(self, servers=servers, device_memory=memory, links=links, kinds={}), devices
 
-    def without_server(self, server: int) -> tuple[Cluster, tuple[int, ...]]:
-        """Return the cluster of the other servers, and which of this cluster's devices they have, in their order."""
-        kept = tuple(other for other in self.servers if other is not self.servers[server])
-        names = {other.name for other in kept}
-        links = {pair: link for pair, link in self.links.items() if names.issuperset(pair)}
-        devices = tuple(device for device, home in enumerate(self.homes) if home != server)
-        return replace(self, servers=kept, links=links), devices
-
     def on_hosts(self, hosts: Sequence[tuple[str, int]]) -> Cluster:
         """Return the cluster of some ``hosts``, each with its number of devices, in their order.
 

@@ -68,8 +68,9 @@ def print_figures(root: Path) -> None:
         rows.append((f"{folder}: lines of Python, files", f"{_lines(found):,}, {len(found)}"))
     rows.append((f"modules of at most {ALONE_LINES} lines with one importer", str(len(small))))
     rows.append(("circles of files", str(len(circles))))
-    branches = sum(_window_branches(text) for path, text in files.items() if "window" not in path.name)
-    rows.append(("branches on the window in files without it in their name", str(branches)))
+    outside = {path: text for path, text in files.items() if "window" not in str(path.relative_to(root))}
+    branches = sum(map(_window_branches, outside.values()))
+    rows.append(("branches on the window in files without it in their path", str(branches)))
     for left, right in rows:
         print(f"| {left} | {right} |")
 

@@ -10,8 +10,7 @@ from dataclasses import replace
 import numpy as np
 
 from benchmarks.papers.figure import OOM, Exhibit, Figure, claim, draw
-from benchmarks.papers.planner_figures import AUTOPIPE_FIGURE_10, AUTOPIPE_TABLE_2, make_autopipe, plan_or_none
-from benchmarks.papers.planning import WholeSlices
+from benchmarks.papers.planning import WholeSlices, plan_or_none
 from benchmarks.papers.transformer_profiles import (
     BERT_LARGE,
     GPT2_345M,
@@ -19,19 +18,53 @@ from benchmarks.papers.transformer_profiles import (
     Transformer,
     megatron_stages,
     stages_of_halves,
+    transformer_profile,
 )
-from dapple_tf.planner.api import run_planner
+from dapple_tf.planner.api import make_problem, run_planner
 from dapple_tf.planner.baselines import even_pipeline
 from dapple_tf.planner.planning_problem import Candidate, PlanningProblem
+from dapple_tf.profiler.cluster import Cluster, Link, Server
 from dapple_tf.timeline.timeline import Timeline
 
+
+def make_autopipe(
+    model: Transformer, size: int, depth: int, micro_batches: int, head_rate: float = 1.0
+) -> PlanningProblem:
+    """Return the problem of a pipeline of ``depth`` devices in servers of 4, with activation checkpoints.
+
+    ``head_rate``: see ``transformer_profile``.
+    """
+    sizes = [4] * (depth // 4) + [depth % 4] * (depth % 4 > 0)
+    servers = tuple(Server(f"server{i}", devices) for i, devices in enumerate(sizes))
+    cluster = Cluster(servers, 24e9, Link(12e9, 0.0), Link(100e9 / 8, 0.0))
+    return make_problem(
+        transformer_profile(model, size, head_rate),
+        cluster,
+        global_batch_size=size * micro_batches,
+        micro_batch_size=size,
+        recompute=True,
+        contention=False,
+    )
+
+
 # --- Table II and Fig. 11: seven schemes
+
+# Layers of each stage of GPT-2 345M (Table II), doubled.
+TABLE_2 = (
+    (10, 14, 12, 12),
+    (12, 13, 13, 10),
+    (12, 14, 12, 10),
+    (13, 13, 13, 9),
+    (13, 13, 12, 10),
+    (14, 11, 12, 11),
+    (14, 13, 11, 10),
+)
 
 
 def table_2() -> Exhibit:
     """Return the simulated steps of the seven listed schemes, and of the Planner's."""
     problem = make_autopipe(GPT2_345M, 4, 4, 8)
-    listed = [problem.evaluate(stages_of_halves(halves), 4, "listed", "dapple-a") for halves in AUTOPIPE_TABLE_2]
+    listed = [problem.evaluate(stages_of_halves(halves), 4, "listed", "dapple-a") for halves in TABLE_2]
     seconds = [candidate.seconds * 1e3 for candidate in listed if candidate is not None]
     found = run_planner(problem, "autopipe", stages=4, sliced=False).chosen
     text = "; ".join(f"{i + 1}: {each:.0f} ms" for i, each in enumerate(seconds))
@@ -55,6 +88,11 @@ def table_2() -> Exhibit:
 
 # --- Figures 9 and 10: AutoPipe over Megatron-LM
 
+_FIGURE_10 = (
+    (GPT2_345M, 4, (2, 4, 8, 12)),
+    (GPT2_762M, 4, (2, 4, 9, 12)),
+    (BERT_LARGE, 16, (2, 4, 8, 12)),
+)
 _FIGURE_9 = ((GPT2_345M, (4, 8, 16, 32)), (GPT2_762M, (4, 8, 16, 24)), (BERT_LARGE, (4, 8, 16, 32)))
 
 
@@ -95,9 +133,7 @@ def figures_9_and_10() -> Exhibit:
                 (m.title, size): over_megatron(m, size, 4, 8, rate) for m, sizes in _FIGURE_9 for size in sizes
             },
             "Fig. 10": {
-                (m.title, d): over_megatron(m, size, d, 2 * d, rate)
-                for m, size, depths in AUTOPIPE_FIGURE_10
-                for d in depths
+                (m.title, d): over_megatron(m, size, d, 2 * d, rate) for m, size, depths in _FIGURE_10 for d in depths
             },
         }
         for rate in _HEAD_RATES
@@ -111,15 +147,15 @@ def figures_9_and_10() -> Exhibit:
     by_size, by_depth = by_rate[1.0].values()
     never = (planner >= 1 - 1e-9 for planner, _ in (*by_size.values(), *by_depth.values()))
     figures.append(claim("Planner alone is no slower than Megatron-LM", never))
-    deeper = (by_depth[m.title, d[-1]][1] > by_depth[m.title, d[0]][1] for m, _, d in AUTOPIPE_FIGURE_10)
+    deeper = (by_depth[m.title, d[-1]][1] > by_depth[m.title, d[0]][1] for m, _, d in _FIGURE_10)
     figures.append(claim("more stages gain more (first and last of each model)", deeper))
-    of_two = (by_depth[m.title, 2] for m, _, _ in AUTOPIPE_FIGURE_10)
+    of_two = (by_depth[m.title, 2] for m, _, _ in _FIGURE_10)
     figures.append(claim("the Slicer is of no use for two stages", (b <= p * (1 + 1e-9) for p, b in of_two)))
     larger = (by_size[m.title, s[-1]][1] > by_size[m.title, s[0]][1] * (1 + 1e-6) for m, s in _FIGURE_9)
     why = "our profiles are of one batch size, so time is proportional to samples and the speed-up is the same"
     figures.append(claim("larger micro-batches gain more", larger, why))
     panels: dict[str, tuple[Sequence[float], Mapping[str, Sequence[float]]]] = {}
-    for m, _, depths in AUTOPIPE_FIGURE_10:
+    for m, _, depths in _FIGURE_10:
         each = [by_depth[m.title, d] for d in depths]
         panels[m.title] = depths, {"Planner": [p for p, _ in each], "Planner and Slicer": [b for _, b in each]}
     return Exhibit(

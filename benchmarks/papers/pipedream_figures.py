@@ -20,14 +20,13 @@ from benchmarks.papers.pipedream_published import (
     make_cluster,
     read_profile,
 )
-from benchmarks.papers.pipedream_table1 import make, name
 from benchmarks.papers.pipedream_variants import OneLevel
 from benchmarks.papers.published import stages_of
 from dapple_tf.planner.api import make_problem, run_planner
+from dapple_tf.planner.asynchronous import window_plan
 from dapple_tf.planner.baselines import data_parallel, even_pipeline
 from dapple_tf.planner.planning_problem import PlanningProblem
 from dapple_tf.planner.systems.hierarchy import derive_hierarchy
-from dapple_tf.planner.window_stages import window_plan
 from dapple_tf.window_plan import WindowPlan
 
 # --- Table 1: configurations and speed-ups over data parallelism
@@ -75,6 +74,19 @@ def table_1() -> Exhibit:
         (*speedups, *near, *claims),
         "python -m benchmarks.papers pipedream-table-1",
     )
+
+
+def make(row: Configuration) -> PlanningProblem:
+    """Return the planning problem, with a global batch of one of the paper's minibatches per device."""
+    profile = replace(read_profile(row.model))  # without the cached properties of an earlier call
+    return make_problem(
+        profile, row.cluster, global_batch_size=row.model.minibatch * row.cluster.devices, contention=False
+    )
+
+
+def name(replicas: Sequence[int]) -> str:
+    """Return the replicas as the paper writes them."""
+    return "straight" if len(replicas) > 1 and set(replicas) == {1} else "-".join(map(str, replicas))
 
 
 def _one_level(row: Configuration) -> OneLevel:

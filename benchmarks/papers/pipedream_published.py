@@ -70,9 +70,6 @@ TABLE_1 = (
     Configuration(GNMT_8, 2, "b", "16"),
 )
 
-# Rows of Table 1 without a profile: model, servers x devices (cluster), and the configuration.
-WITHOUT_PROFILE = (("AWD LM", "1x4 (A)", STRAIGHT), ("S2VT", "4x1 (C)", "2-1-1"))
-
 
 def make_cluster(letter: str, servers: int) -> Cluster:
     """Return cluster A or B of the paper with this many servers.
@@ -82,12 +79,6 @@ def make_cluster(letter: str, servers: int) -> Cluster:
     devices, inside, between = {"a": (4, 12e9, 10e9 / 8), "b": (8, 30e9, 25e9 / 8)}[letter]
     named = tuple(Server(f"server{index}", devices) for index in range(servers))
     return Cluster(named, 16e9, intra_server=Link(inside, 10e-6), inter_server=Link(between, 20e-6))
-
-
-def find_missing_profiles() -> str:
-    """Return why the benchmark cannot run here; "" if it can."""
-    absent = sorted({row.model.file for row in TABLE_1 if not (FOLDER / f"{row.model.file}.txt").is_file()})
-    return f"skipped: ../shared/profiles/pipedream lacks {', '.join(absent)}" if absent else ""
 
 
 @cache

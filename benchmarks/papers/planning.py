@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks.papers.published import Model, count_units
-from dapple_tf.planner.api import predict_plan
+from dapple_tf.errors import PlanError
+from dapple_tf.planner.api import predict_plan, run_planner
 from dapple_tf.planner.explain import describe_result
 from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem
 from dapple_tf.planner.search.dapple import formula_latency
@@ -87,3 +88,11 @@ def explain(problem: PlanningProblem, ours: Choice, other: Choice) -> str:
         problem, decision, (ours.timeline.plan, ours.timeline), [(other.timeline.plan, other.timeline)]
     )
     return text.splitlines()[0].split(": ", 1)[1]
+
+
+def plan_or_none(problem: PlanningProblem, planner: str, **options: bool) -> Candidate | None:
+    """Return the planner's choice; None where nothing fits."""
+    try:
+        return run_planner(problem, planner, **options).chosen
+    except PlanError:
+        return None

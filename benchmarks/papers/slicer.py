@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import dapple_tf as dapple
 from benchmarks.common import Row, available_cores, median, print_rows, run_on_cores
 from benchmarks.waits import stage_names, start_waiting, waits
 
@@ -34,9 +33,7 @@ def measure(depth: int, micro_batches: int, sliced: Any) -> tuple[float, float, 
         batch_size=micro_batches * SAMPLES,
         samples=SAMPLES,
     )
-    step = dapple.pipeline(
-        timed.workload.loss_fn,
-        optimizer=timed.workload.optimizer,
+    step = timed.pipeline(
         stages=stage_names(depth),
         micro_batches=micro_batches,
         schedule="dapple-a",

@@ -5,14 +5,16 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
 from benchmarks.papers.figure import OOM, Exhibit, Figure, claim, draw
-from benchmarks.papers.planner_figures import SPP_TABLE_3, SPP_TESTBEDS, compare_spp, plan_or_none
+from benchmarks.papers.planning import plan_or_none
 from benchmarks.papers.published import PROFILES
 from dapple_tf.planner.api import make_problem
+from dapple_tf.planner.baselines import data_parallel
 from dapple_tf.planner.costs import ChainCosts
 from dapple_tf.planner.planning_problem import Candidate
 from dapple_tf.planner.systems.device_order import device_bandwidths, order_by_cuts
@@ -20,6 +22,84 @@ from dapple_tf.planner.systems.spp import find_partitions, least_bandwidths, mak
 from dapple_tf.profiler.cluster import Cluster, Link, Server
 from dapple_tf.profiler.importers import read_graph_file
 from dapple_tf.profiler.profile import Profile
+
+# --- Table III
+
+
+@dataclass(frozen=True)
+class SppRow:
+    """A row of Table III: M and Z, and by testbed the printed speed-ups of SPP, -1, over the baselines; None is OOM."""
+
+    title: str
+    file: str
+    micro_batches: int
+    size: Mapping[str, int]
+    speedups: Mapping[str, Mapping[str, float | None]]
+
+
+SPP_TESTBEDS = {
+    "1080Ti x 8": Cluster(tuple(Server(f"server{i}", 2) for i in range(4)), 11e9, Link(12e9, 0.0), Link(50e9 / 8, 0.0)),
+    "V100 x 4": Cluster((Server("server0", 4),), 32e9, Link(128e9 / 8, 0.0), Link(100e9 / 8, 0.0)),
+}
+_TI, _V = SPP_TESTBEDS
+SPP_TABLE_3 = (
+    SppRow(
+        "VGG-19",
+        "vgg-19-pbs-32",
+        8,
+        {_TI: 32, _V: 32},
+        {
+            _TI: {"dp": 0.602, "gpipe": 0.179, "pipedream": 0.083},
+            _V: {"dp": 0.267, "gpipe": 0.021, "pipedream": 0.042},
+        },
+    ),
+    SppRow(
+        "BERT-large",
+        "bert-24-pbs-6",
+        4,
+        {_TI: 4, _V: 4},
+        {
+            _TI: {"dp": 0.281, "gpipe": 0.154, "pipedream": 0.029},
+            _V: {"dp": 1.383, "gpipe": 0.749, "pipedream": 0.139},
+        },
+    ),
+    SppRow(
+        "XLNet-large",
+        "xlnet-36-pbs-1",
+        4,
+        {_TI: 4, _V: 4},
+        {
+            _TI: {"dp": 0.067, "gpipe": 0.306, "pipedream": 0.065},
+            _V: {"dp": 0.283, "gpipe": 0.197, "pipedream": 0.176},
+        },
+    ),
+    SppRow(
+        "BERT-48",
+        "bert-48-pbs-2",
+        4,
+        {_TI: 4, _V: 2},
+        {
+            _TI: {"dp": None, "gpipe": 1.474, "pipedream": 0.661},
+            _V: {"dp": 0.937, "gpipe": 0.402, "pipedream": 0.357},
+        },
+    ),
+)
+
+
+def compare_spp(profile: Profile, cluster: Cluster, micro_batches: int, size: int) -> dict[str, Candidate | None]:
+    """Return the steps of SPP and its baselines, None where one does not fit; ``size``: samples of a micro-batch."""
+    common = partial(make_problem, profile, cluster, optimizer_slots=1, contention=False)
+    problem = common(global_batch_size=micro_batches * size, micro_batch_size=size)
+    # Data parallelism runs the whole mini-batch at once; PipeDream has a barrier, and one forward after one backward.
+    whole = common(global_batch_size=micro_batches * size)
+    straight = common(global_batch_size=micro_batches * size, micro_batch_size=size, schedule="dapple-a")
+    return {
+        "spp": plan_or_none(problem, "spp"),
+        "dp": whole.evaluate(data_parallel(whole), micro_batches * size, "DP", "gpipe"),
+        "gpipe": plan_or_none(problem, "gpipe"),
+        "pipedream": plan_or_none(straight, "pipedream"),
+    }
+
 
 # Seconds of an iteration of SPP on the V100s, as printed; the profiles are of V100s too.
 _SECONDS = {"VGG-19": 0.983, "BERT-large": 0.952, "XLNet-large": 1.437, "BERT-48": 0.855}

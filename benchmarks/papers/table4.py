@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from benchmarks.common import Row, available_cores, median, run_on_cores, time_interleaved
+from benchmarks.common import Row, available_cores, median, print_on_rank_0, run_on_cores, time_interleaved
 from benchmarks.emulated_hosts import emulated_hosts
 from benchmarks.hosts import LATENCY
 from benchmarks.policies import POLICIES, Case, overlapped_share
@@ -111,6 +110,4 @@ if __name__ == "__main__":
     else:
         tf.config.threading.set_inter_op_parallelism_threads(8)
         dapple.init()
-        found = measure_linked()
-        if os.environ.get("OMPI_COMM_WORLD_RANK") == "0":
-            print(json.dumps(found))
+        print_on_rank_0(measure_linked())

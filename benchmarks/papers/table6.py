@@ -52,7 +52,6 @@ def measure(micro_batches: int) -> dict[str, Any]:
 
     The peak is what a recorded step allocates above its start, by TensorFlow's allocator, plus what is always there.
     """
-    import dapple_tf as dapple
     from benchmarks.workloads import small_gpt
 
     steps: dict[str, Any] = {}
@@ -60,14 +59,7 @@ def measure(micro_batches: int) -> dict[str, Any]:
     for way, (schedule, recompute) in WAYS.items():
         timed = small_gpt(SAMPLES * micro_batches)
         batch = timed.batch
-        steps[way] = dapple.pipeline(
-            timed.workload.loss_fn,
-            optimizer=timed.workload.optimizer,
-            stages=STAGES,
-            micro_batches=micro_batches,
-            schedule=schedule,
-            recompute=recompute,
-        )
+        steps[way] = timed.pipeline(stages=STAGES, micro_batches=micro_batches, schedule=schedule, recompute=recompute)
     calls = {way: lambda step=step: float(step(*batch)) for way, step in steps.items()}
     time_interleaved(calls, 2)
     taken = time_interleaved(calls, ROUNDS)

@@ -13,12 +13,11 @@ import os
 if __name__ == "__main__":  # before TensorFlow is imported
     os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
 
-import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from benchmarks.common import Row, run_ranks
+from benchmarks.common import Row, print_on_rank_0, run_ranks
 from benchmarks.needs import find_missing_for_ranks
 
 STAGES, MINIBATCHES, SAMPLES = 4, 16, 1024  # samples of a minibatch
@@ -57,18 +56,10 @@ def compare(depth: int, stages: Sequence[Mapping[str, int]], first: Sequence[Map
 
 def measure(depth: int) -> list[dict[str, int]]:
     """Return the predicted and measured bytes of each stage of this job: between windows, and in one."""
-    import dapple_tf as dapple
     from benchmarks.workloads import dense
 
     timed = dense(layers=LAYERS, width=WIDTH, batch_size=SAMPLES * MINIBATCHES)
-    step: Any = dapple.pipeline(
-        timed.workload.loss_fn,
-        optimizer=timed.workload.optimizer,
-        stages=STAGES,
-        mode="async",
-        minibatches=MINIBATCHES,
-        depth=depth,
-    )
+    step: Any = timed.pipeline(stages=STAGES, mode="async", minibatches=MINIBATCHES, depth=depth)
     for _ in range(RECORDED):
         step.record(*timed.batch)
     return [
@@ -87,6 +78,4 @@ if __name__ == "__main__":
     import dapple_tf as dapple
 
     dapple.init()
-    result = measure(int(sys.argv[1]))
-    if os.environ["OMPI_COMM_WORLD_RANK"] == "0":
-        print(json.dumps(result))
+    print_on_rank_0(measure(int(sys.argv[1])))

@@ -7,11 +7,10 @@ from benchmarks.own_core import run_on_own_core
 if __name__ == "__main__":  # before any library counts the cores
     run_on_own_core("OMPI_COMM_WORLD_LOCAL_RANK")
 
-import json
 import sys
 from typing import Any
 
-from benchmarks.common import median, time_interleaved
+from benchmarks.common import median, print_on_rank_0, time_interleaved
 
 WARM_UP, SECONDS = 3, 0.02
 
@@ -31,13 +30,7 @@ def measure(model: str, schedule: str, stages: int, micro_batches: int, steps: i
         timed = waits(layers, forward=SECONDS, inputs=SECONDS, weights=SECONDS, devices=devices)
     else:
         timed = MODELS[model]()
-    step = dapple.pipeline(
-        timed.workload.loss_fn,
-        optimizer=timed.workload.optimizer,
-        micro_batches=micro_batches,
-        schedule=schedule,
-        **options,
-    )
+    step = timed.pipeline(micro_batches=micro_batches, schedule=schedule, **options)
     calls = {"step": lambda: float(step(*timed.batch))}
     time_interleaved(calls, WARM_UP)
     return median(time_interleaved(calls, steps)["step"])
@@ -52,6 +45,4 @@ if __name__ == "__main__":
         start_waiting(2 * dapple.size())
     else:
         dapple.init()
-    found = measure(model, schedule, *map(int, numbers))
-    if dapple.rank() == 0:
-        print(json.dumps(found))
+    print_on_rank_0(measure(model, schedule, *map(int, numbers)))

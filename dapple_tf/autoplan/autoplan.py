@@ -11,26 +11,23 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from dapple_tf.autoplan.batch_fit import check_batch_size, fit_plan
-from dapple_tf.autoplan.decision import PlanDecision, decide_on
+from dapple_tf.autoplan.batch_fit import check_batch_size, check_plan_fits, fit_plan
+from dapple_tf.autoplan.decision import PlanDecision
 from dapple_tf.autoplan.forward_plan import follow_plan, plan_forward
 from dapple_tf.autoplan.layer_estimates import EstimatedCosts, estimate_costs
 from dapple_tf.autoplan.measured_problem import (
     PlanningInputs,
-    check_cluster,
     count_slots,
-    detect_job_cluster,
-    measure_problem,
 )
 from dapple_tf.autoplan.options import Options, check_contradictions
 from dapple_tf.autoplan.recompute_option import choose_recompute
-from dapple_tf.autoplan.schedule_auto import ScheduleChoice, choose_profiled_schedule
+from dapple_tf.autoplan.schedule_auto import ScheduleChoice
 from dapple_tf.autoplan.schedule_estimated import choose_estimated_schedule, detect_cluster
 from dapple_tf.autoplan.stages_auto import check_enough_layers, choose_stages, predict_seconds
-from dapple_tf.autoplan.stages_requested import plan_requested_stages
+from dapple_tf.autoplan.stages_requested import choose_micro_batches, plan_requested_stages
 from dapple_tf.compiler import PlannedModel
 from dapple_tf.devices import list_devices
-from dapple_tf.distributed.membership import Job
+from dapple_tf.distributed.membership import AllRanks, Job
 from dapple_tf.errors import ClusterError, PlanError, UsageError, warn_user
 from dapple_tf.exactness import BatchLoss, BatchNorm, Inexact
 from dapple_tf.frontend.batch import batch_size
@@ -39,12 +36,8 @@ from dapple_tf.graph_passes.analysis.layers import Layers
 from dapple_tf.graph_passes.ir.graph import Shape
 from dapple_tf.graph_passes.ir.names import without_target
 from dapple_tf.messages import LOGGER
-from dapple_tf.plan_check import check_shares
-from dapple_tf.planner.planning_problem import Candidate
-from dapple_tf.planner.window_stages import check_window_size, window_plan
+from dapple_tf.planner.asynchronous import check_window_size, window_plan
 from dapple_tf.plans import Plan
-from dapple_tf.profiler.cluster import Cluster
-from dapple_tf.profiler.units import format_samples
 from dapple_tf.staged_model import StagedModel
 from dapple_tf.timeline.recording import planned_seconds
 from dapple_tf.timeline.timeline import Timeline
@@ -82,7 +75,7 @@ class Autoplan:
         self._options = options
         self._wanted_cluster = options.cluster
         self._replicable = True
-        self._job = job
+        self._job, self._ranks = job, AllRanks(job)
         self._decision = None if options.plan is None else PlanDecision(options.plan)
         self._estimates: tuple[EstimatedCosts, Mapping[str, Sequence[Shape]]] | None = None
         self.layer_names: tuple[str, ...] = ()
@@ -231,11 +224,12 @@ class Autoplan:
         costs = estimate_costs(layers, shapes)
         if self._decision is not None:
             return follow_plan(self._decision.plan, self.layer_names, layers, costs, all_devices=self._job is not None)
-        if self._job is None:
-            return plan_forward(
-                self._options, layers, costs, len(list_devices(self._options.devices)), all_devices=False
-            )
-        return plan_forward(self._options, layers, costs, self._job.size, all_devices=True)
+        return plan_forward(self._options, layers, costs, self._device_count, all_devices=self._job is not None)
+
+    @property
+    def _device_count(self) -> int:
+        """The number of devices that there are: of the ranks of the job, or the logical ones of this process."""
+        return len(list_devices(self._options.devices)) if self._job is None else self._job.size
 
     def choose_schedule(self, model: StagedModel, samples: int) -> None:
         """Choose policy and D for the first trace by an estimate, where the schedule is still "auto"."""
@@ -246,7 +240,7 @@ class Autoplan:
         slots = count_slots(self._optimizer, [model.variables[without_target(name)] for name in model.trained])
         choose = partial(_choose_by_estimate, planned, costs, shapes, slots, ranks=self._job is not None)
         try:
-            choice = choose() if self._job is None else self._job.run_on_rank_0(choose)
+            choice = self._ranks.run_on_rank_0(choose)
         except PlanError as error:  # no reason to give up: it is an estimate, and devices may share their memory
             schedule = self._decision.plan.schedule
             warn_user(f"{error}. Trying {schedule} all the same")
@@ -260,17 +254,15 @@ class Autoplan:
         samples = batch_size(batch)
         names = tuple(layer.name for layer in layers.layers)
         costs = estimate_costs(layers, shapes)
-        if self._job is not None:
-            self._job.agree("number of samples", samples)
-            self._job.agree("call of dapple.pipeline", self._options)
-            self._job.agree("plan", None if self._options.plan is None else self._options.plan.to_json())
-            self._job.agree("layers of the model", names)
+        self._ranks.agree("number of samples", samples)
+        self._ranks.agree("call of dapple.pipeline", self._options)
+        self._ranks.agree("plan", None if self._options.plan is None else self._options.plan.to_json())
+        self._ranks.agree("layers of the model", names)
         if self._options.elastic:
             self._options, self._decision = self._fit_devices(layers, costs, samples)
         decision = self._decision
         if decision is None:
-            make = partial(self._make_decision, captured, layers, costs, batch)
-            decision = make() if self._job is None else self._job.run_on_rank_0(make)
+            decision = self._ranks.run_on_rank_0(partial(self._make_decision, captured, layers, costs, batch))
         window = self._options.window
         if window is not None and (decision.plan.window, decision.plan.global_batch_size) != (window, samples):
             decision = PlanDecision(window_plan(decision.plan, window, samples))
@@ -281,7 +273,7 @@ class Autoplan:
                 "shard_optimizer=True changes nothing: no stage of the plan has replicas, over which the optimizer's "
                 "slots could be shared out. Give replicas, or leave it out"
             )
-        _check_plan_fits(decision.plan, layers, samples)
+        check_plan_fits(decision.plan, layers, samples)
         if len(decision.plan.stages) > 1:
             _warn_of_dominant_layer(names, costs)
         self._decision, self.layer_names = decision, names
@@ -296,12 +288,12 @@ class Autoplan:
         the cluster only the hosts of the ranks are kept.
         """
         options, decision, job = self._options, self._decision, self._job
-        devices = len(list_devices(options.devices)) if job is None else job.size
+        devices = self._device_count
         if decision is not None or not options.stages_are_auto:
             plan = self.plan if decision else plan_requested_stages(options, layers, costs, samples, sys.maxsize)
             if plan.device_count != devices if job is not None else plan.device_count > devices:
                 have = f"{devices} {'devices' if job is None else 'ranks'}"
-                if job is None or job.rank == 0:
+                if self._ranks.rank == 0:
                     LOGGER.info("elastic: there are %s, and %d were asked for: plans anew", have, plan.device_count)
                 sharded = options.shard_optimizer or plan.shard_optimizer
                 options, decision = dataclasses.replace(options.planned_anew(), shard_optimizer=sharded), None
@@ -321,7 +313,7 @@ class Autoplan:
             batch,
             self._options,
             optimizer_slots=count_slots(self._optimizer, trained),
-            devices=len(list_devices(self._options.devices)) if self._job is None else self._job.size,
+            devices=self._device_count,
             cluster=self._options.cluster,
             replicable=self._replicable,
             ranks=self._job is not None,
@@ -336,30 +328,7 @@ class Autoplan:
         plan = plan_requested_stages(self._options, layers, costs, inputs.samples, inputs.devices)
         if self._options.cluster is None and not self._options.micro_batches_are_auto:
             return PlanDecision(plan)
-        return _choose_micro_batches(inputs, plan)
-
-
-def _check_plan_fits(plan: Plan, layers: Layers, samples: int) -> None:
-    """Raise PlanError unless the plan is for as many layers, and the batch is large enough for it."""
-    planned = plan.stages[-1].last_layer + 1
-    if planned != len(layers.layers):
-        raise PlanError(
-            f"the plan is for {planned} layers, but {layers.graph.name} has {len(layers.layers)}: it was made for "
-            "another model"
-        )
-    if plan.window is not None:
-        return
-    try:
-        sizes = plan.sizes if samples == plan.global_batch_size else ()  # another batch may get equal micro-batches
-        check_batch_size(samples, plan.micro_batches, plan.replicas, sizes)
-        check_shares(plan, min(sizes, default=samples // plan.micro_batches))
-    except PlanError as error:
-        if samples == plan.global_batch_size:
-            raise
-        raise PlanError(
-            f"the plan is for batches of {format_samples(plan.global_batch_size)}, and the first batch has {samples}, "
-            f"too few for it ({error}): begin with a batch of {plan.global_batch_size}, or make a plan for {samples}"
-        ) from error
+        return choose_micro_batches(inputs, plan)
 
 
 def _warn_of_dominant_layer(names: Sequence[str], costs: EstimatedCosts) -> None:
@@ -408,25 +377,3 @@ def _choose_by_estimate(
     except ClusterError:
         return None
     return choose_estimated_schedule(planned, costs, shapes, slots, cluster, ranks=ranks)
-
-
-# --- ``micro_batches="auto"``, or a cluster, for given stages: profile the model, and simulate each M and policy
-
-
-def _choose_micro_batches(inputs: PlanningInputs, plan: Plan) -> PlanDecision:
-    """Return ``plan`` with M, policy and D chosen, as far as they are "auto".
-
-    M is a divisor of the batch that gives every replica a sample. Of micro-batches of given sizes, each counts as the
-    largest while the schedule is chosen. Without a cluster, the plan's own devices are taken
-    to run at the same time, even if there are more than cores: the user asked for them. Raises PlanError where no
-    schedule fits the cluster's memory, or the cluster does not fit the devices.
-    """
-    cluster = inputs.cluster or (detect_job_cluster() if inputs.ranks else Cluster.detect(plan.device_count))
-    check_cluster(inputs, cluster)
-    problem = measure_problem(inputs, cluster, [r for r in plan.replicas if r > 1])
-    problem = dataclasses.replace(problem, recompute=plan.recompute)
-    sizes = [size for size in problem.micro_batch_sizes if size >= plan.least_samples]
-    choice = choose_profiled_schedule(problem, plan.stages, sizes)
-    size = problem.global_batch_size // choice.micro_batches
-    chosen = Candidate(plan.stages, size, choice.schedule, 0.0, "requested")
-    return decide_on(problem, chosen, "requested", inputs.samples, choice, plan.micro_batch_sizes)

@@ -10,8 +10,10 @@ from collections.abc import Sequence
 from typing import cast
 
 from dapple_tf.errors import PlanError
+from dapple_tf.graph_passes.analysis.layers import Layers
 from dapple_tf.graph_passes.analysis.row_bounds import fit_micro_batches, fit_sizes
-from dapple_tf.planner.window_stages import check_window_size
+from dapple_tf.plan_check import check_shares
+from dapple_tf.planner.asynchronous import check_window_size
 from dapple_tf.plans import Plan, StagePlan
 from dapple_tf.profiler.units import format_samples
 
@@ -43,6 +45,29 @@ def check_batch_size(samples: int, micro_batches: int, replicas: Sequence[int], 
             f"{format_samples(samples // micro_batches)}, too few for {max(replicas)} replicas: use fewer "
             "micro-batches or a larger batch"
         )
+
+
+def check_plan_fits(plan: Plan, layers: Layers, samples: int) -> None:
+    """Raise PlanError unless the plan is for as many layers, and the batch is large enough for it."""
+    planned = plan.stages[-1].last_layer + 1
+    if planned != len(layers.layers):
+        raise PlanError(
+            f"the plan is for {planned} layers, but {layers.graph.name} has {len(layers.layers)}: it was made for "
+            "another model"
+        )
+    if plan.window is not None:
+        return
+    try:
+        sizes = plan.sizes if samples == plan.global_batch_size else ()  # another batch may get equal micro-batches
+        check_batch_size(samples, plan.micro_batches, plan.replicas, sizes)
+        check_shares(plan, min(sizes, default=samples // plan.micro_batches))
+    except PlanError as error:
+        if samples == plan.global_batch_size:
+            raise
+        raise PlanError(
+            f"the plan is for batches of {format_samples(plan.global_batch_size)}, and the first batch has {samples}, "
+            f"too few for it ({error}): begin with a batch of {plan.global_batch_size}, or make a plan for {samples}"
+        ) from error
 
 
 def fit_plan(plan: Plan, samples: int) -> Plan:

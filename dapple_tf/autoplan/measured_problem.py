@@ -15,11 +15,10 @@ from dapple_tf.errors import ClusterError, PlanError
 from dapple_tf.frontend.batch import batch_size
 from dapple_tf.frontend.capture import Traced
 from dapple_tf.planner.api import check_schedule, make_problem
-from dapple_tf.planner.micro_batch_sizes import list_micro_batch_sizes
-from dapple_tf.planner.planning_problem import PlanningProblem
+from dapple_tf.planner.planning_problem import PlanningProblem, list_micro_batch_sizes
 from dapple_tf.plans import MORE_DEVICES
 from dapple_tf.profiler.cluster import Cluster
-from dapple_tf.profiler.cores import count_cores
+from dapple_tf.profiler.detect import count_cores
 from dapple_tf.profiling.measured import profile_layers
 
 # Where M is "auto", times are measured at the micro-batch sizes of these M.

@@ -27,9 +27,10 @@ from dapple_tf.autoplan.batch_fit import (
 from dapple_tf.autoplan.recompute_option import Recompute, StageNumbers, check_recompute
 from dapple_tf.autoplan.slice_option import SLICED_SCHEDULES, Slice, check_slice
 from dapple_tf.errors import PlanError, ScheduleError
-from dapple_tf.exactness import BatchLoss, BatchNorm, Inexact, check_batch_loss, check_batch_norm, check_inexact
+from dapple_tf.exactness import BatchLoss, BatchNorm, Inexact
 from dapple_tf.graph_passes.schedules.spec import ScheduleSpec
 from dapple_tf.graph_passes.schedules.weight_versions import WeightPolicy
+from dapple_tf.plan_check import check_inputs
 from dapple_tf.plans import Plan, as_flag
 from dapple_tf.profiler.cluster import Cluster
 from dapple_tf.simulator.order import check_plannable
@@ -131,22 +132,24 @@ def _check_schedule(given: object) -> None:
         ScheduleSpec.parse(given)
 
 
-def _check_jit_compile(given: object) -> None:
-    if given not in (None, True, False):
-        raise PlanError(f"jit_compile={given!r}: give True, False, or None to follow the loss function")
+def _check_choice(name: str, choices: Sequence[object], advice: str) -> Callable[[Any], None]:
+    """Return a check that an option is one of the ``choices``; ``advice``: what to give instead."""
+
+    def check(given: object) -> None:
+        if given not in choices:
+            raise PlanError(f"{name}={given!r}: {advice}")
+
+    return check
 
 
-def _check_mode(given: object) -> None:
-    if given not in get_args(Mode):
-        raise PlanError(f"mode={given!r}: give 'sync' or 'async'")
+def _check_file(name: str) -> Callable[[Any], None]:
+    """Return a check that an option is a plan or a cluster, as its ``name`` says, or None."""
 
+    def check(given: object) -> None:
+        if given is not None:
+            check_inputs(**{name: given})
 
-def _check_sparse_gradients(given: object) -> None:
-    if given not in get_args(SparseGradients):
-        raise PlanError(
-            f"sparse_gradients={given!r}: give 'exact' (the optimizer gets an embedding's gradient as on one device) "
-            "or 'dense' (it gets a dense tensor)"
-        )
+    return check
 
 
 def _check_flag(name: str) -> Callable[[Any], None]:
@@ -157,16 +160,6 @@ def _check_flag(name: str) -> Callable[[Any], None]:
             raise PlanError(f"{name}={given!r}: give True or False")
 
     return check
-
-
-def _check_plan(given: object) -> None:
-    if given is not None and not isinstance(given, Plan):
-        raise PlanError(f"plan is a {type(given).__name__}, not a dapple.Plan: read a file with dapple.Plan.load(path)")
-
-
-def _check_cluster(given: object) -> None:
-    if given is not None and not isinstance(given, Cluster):
-        raise PlanError(f"cluster is a {type(given).__name__}: read a file with dapple.Cluster.load(path)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,7 +234,7 @@ class Options:
             "A plan that a planner made, in place of stages, replicas, micro_batches, schedule and recompute.",
             page="plan.md",
             flag="--plan",
-            check=_check_plan,
+            check=_check_file("plan"),
         ),
         repr=False,
     )
@@ -252,7 +245,7 @@ class Options:
             'that says why) or "allow".',
             more="See ``step.exactness``.",
             page="exactness.md#what-couples-samples",
-            check=check_inexact,
+            check=_check_choice("inexact", get_args(Inexact), "give one of 'error', 'warn', 'allow'"),
         ),
     )
     batch_loss: BatchLoss = field(
@@ -264,7 +257,7 @@ class Options:
             "once a step on the rows of all micro-batches, and backward starts when it has. That needs the schedule "
             '"gpipe", and memory for the activations of all micro-batches.',
             page="exactness.md#losses-that-do-not-add-up",
-            check=check_batch_loss,
+            check=_check_choice("batch_loss", (False, True, "auto"), "give False, True or 'auto'"),
         ),
     )
     batch_norm: BatchNorm = field(
@@ -277,7 +270,7 @@ class Options:
             'with "deferred" they move once a step, by mean and variance over the whole batch.',
             page="exactness.md#batch-norm",
             flag="--batch-norm",
-            check=check_batch_norm,
+            check=_check_choice("batch_norm", get_args(BatchNorm), "give one of 'micro-batch', 'deferred', 'sync'"),
         ),
     )
     jit_compile: bool | None = field(
@@ -288,7 +281,9 @@ class Options:
             more="A warning names the functions that run without it.",
             page="wrap.md#xla",
             flag="--jit-compile/--no-jit-compile",
-            check=_check_jit_compile,
+            check=_check_choice(
+                "jit_compile", (None, True, False), "give True, False, or None to follow the loss function"
+            ),
         ),
     )
     slice: Slice = field(
@@ -311,7 +306,7 @@ class Options:
             "which are in ``step.losses``.",
             page="asynchronous.md",
             flag="--async",
-            check=_check_mode,
+            check=_check_choice("mode", get_args(Mode), "give 'sync' or 'async'"),
         ),
     )
     minibatches: int | None = field(
@@ -349,7 +344,12 @@ class Options:
             "What the optimizer gets of a variable that is used by its rows, such as an embedding: the "
             'tf.IndexedSlices of one device ("exact"), or a tensor of the variable\'s shape ("dense").',
             page="exactness.md#sparse-gradients",
-            check=_check_sparse_gradients,
+            check=_check_choice(
+                "sparse_gradients",
+                get_args(SparseGradients),
+                "give 'exact' (the optimizer gets an embedding's gradient as on one device) or 'dense' (it gets a "
+                "dense tensor)",
+            ),
         ),
     )
     elastic: bool = field(
@@ -400,7 +400,7 @@ class Options:
             more="It does so from a profile measured now, and ``step.choice`` says why.",
             page="plan.md",
             flag="--cluster",
-            check=_check_cluster,
+            check=_check_file("cluster"),
         ),
         repr=False,
     )

@@ -1,20 +1,26 @@
-"""``stages=2`` or ``stages=["block_2"]``: the plan for stages that the user gives by number or by layer names."""
+"""Stages that the user gives by number or by layer names: their plan, and M and schedule where these are "auto"."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 
 from dapple_tf.autoplan.batch_fit import check_batch_size
+from dapple_tf.autoplan.decision import PlanDecision, decide_on
 from dapple_tf.autoplan.layer_estimates import EstimatedCosts
+from dapple_tf.autoplan.measured_problem import PlanningInputs, check_cluster, detect_job_cluster, measure_problem
 from dapple_tf.autoplan.options import Options, check_worker_count
 from dapple_tf.autoplan.recompute_option import choose_recompute
+from dapple_tf.autoplan.schedule_auto import choose_profiled_schedule
 from dapple_tf.autoplan.slice_option import slice_plan
 from dapple_tf.errors import PlanError
 from dapple_tf.graph_passes.analysis.layers import Layers
 from dapple_tf.graph_passes.passes.partition import balance
 from dapple_tf.graph_passes.schedules.worker_map import WorkerMap
+from dapple_tf.planner.planning_problem import Candidate
 from dapple_tf.plans import MORE_DEVICES, Plan, StagePlan
+from dapple_tf.profiler.cluster import Cluster
 from dapple_tf.profiler.detect import job_size
 
 _MORE_RANKS = "start more processes, one for each device (mpirun -np n)"
@@ -123,3 +129,22 @@ def _balance(count: int, options: Options, layers: Layers, costs: EstimatedCosts
             )
     problems = [cut.problem for cut in layers.cuts if cut.problem]
     return balance(costs.layers, positions, [costs.cuts[p - 1] for p in positions], count, problems)
+
+
+def choose_micro_batches(inputs: PlanningInputs, plan: Plan) -> PlanDecision:
+    """Return ``plan`` with M, policy and D chosen, as far as they are "auto".
+
+    The model is profiled, and each M and policy simulated. M is a divisor of the batch that gives every replica a
+    sample. Micro-batches of given sizes all count as the largest while the schedule is chosen. Without a cluster the
+    plan's own devices are taken to run at the same time, even if there are more than cores: the user asked for them.
+    Raises PlanError where no schedule fits the cluster's memory, or the cluster does not fit the devices.
+    """
+    cluster = inputs.cluster or (detect_job_cluster() if inputs.ranks else Cluster.detect(plan.device_count))
+    check_cluster(inputs, cluster)
+    problem = measure_problem(inputs, cluster, [r for r in plan.replicas if r > 1])
+    problem = dataclasses.replace(problem, recompute=plan.recompute)
+    sizes = [size for size in problem.micro_batch_sizes if size >= plan.least_samples]
+    choice = choose_profiled_schedule(problem, plan.stages, sizes)
+    size = problem.global_batch_size // choice.micro_batches
+    chosen = Candidate(plan.stages, size, choice.schedule, 0.0, "requested")
+    return decide_on(problem, chosen, "requested", inputs.samples, choice, plan.micro_batch_sizes)

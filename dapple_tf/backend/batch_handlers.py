@@ -10,13 +10,13 @@ import tensorflow as tf
 
 from dapple_tf import internals
 from dapple_tf.backend.handler import (
+    TEMPLATE,
     Context,
     Handler,
     Outcome,
     call,
     check_finite,
     micro_batch_in_minibatch,
-    number_constant,
 )
 from dapple_tf.graph_passes.analysis.row_bounds import (
     cut_at,
@@ -188,6 +188,8 @@ def _merge_values(kind: str, values: list[Any], shares: list[Any]) -> Any:
             return tf.add_n(values)
         case "first":
             return tf.identity(values[0])
+    if values[0].shape.rank == 0:  # a product for each would be two ops a micro-batch
+        return tf.add_n(tf.unstack(tf.stack(values) * tf.cast(tf.stack(shares), values[0].dtype)))
     return tf.add_n([value * tf.cast(share, value.dtype) for value, share in zip(values, shares, strict=True)])
 
 
@@ -217,10 +219,11 @@ def _micro_batch_bounds(size: Any, node: Node, micro_batch: Any) -> tuple[Any, A
 
 
 def _micro_batch(context: Context, node: Node) -> Any:
-    """Return the number of the node's micro-batch in its minibatch, a tensor."""
+    """Return the number of the node's micro-batch in its minibatch, a tensor; in a template, a constant to be set."""
     if context.micro_batch is not None:
         return context.micro_batch % node.integer("micro_batches")
-    return number_constant(node, MICRO_BATCH, lambda: micro_batch_in_minibatch(node), tf.int64)
+    number = 0 if node.name == TEMPLATE else micro_batch_in_minibatch(node)
+    return tf.constant(number, tf.int64, name=MICRO_BATCH)
 
 
 def _replica(node: Node) -> tuple[int, int]:

@@ -20,12 +20,12 @@ from tensorflow.core.framework import attr_value_pb2, function_pb2, graph_pb2, n
 
 from dapple_tf import internals
 from dapple_tf.backend.emit_loop import emit_loop
-from dapple_tf.backend.handler import NUMBERS, TEMPLATE, as_template, assign_variable
+from dapple_tf.backend.handler import TEMPLATE, as_template, assign_variable, micro_batch_in_minibatch
 from dapple_tf.backend.operations import Operations
 from dapple_tf.backend.stage_function import spec_of
 from dapple_tf.graph_passes.analysis.steady_state import SteadyState, find_steady_state
 from dapple_tf.graph_passes.ir.graph import Graph, Node, Value
-from dapple_tf.graph_passes.ir.names import MICRO_BATCH, of_phase
+from dapple_tf.graph_passes.ir.names import MICRO_BATCH, of_any_micro_batch, of_phase
 from dapple_tf.graph_passes.ir.ops import OpName
 
 _FEWEST_ITERATIONS = 12  # of a loop: fewer copies of its nodes are built as fast
@@ -99,8 +99,9 @@ class _Emitter:
         self._shapes: dict[Value, tf.TensorShape] = {}  # of the tensors of copied ops
         self._ends: dict[str, tuple[str, ...]] = {}  # by node, the names of the ops that have run once the node has
         self._loop_ends: tuple[str, ...] = ()  # of those that have run once the loop has
-        self._keys = {node.name: _template_key(graph, node) for node in graph.nodes}
-        self._loop = find_steady_state(graph, lambda node: self._keys[node.name], _FEWEST_ITERATIONS) if loops else None
+        numbers: dict[Hashable, int] = {}  # of keys, since these take long to hash
+        self._keys = {node.name: numbers.setdefault(_template_key(graph, node), len(numbers)) for node in graph.nodes}
+        self._loop = find_steady_state(graph, self._kind, _FEWEST_ITERATIONS) if loops else None
         self._uses: Counter[Hashable] = Counter()  # of templates
         self._templates: dict[Hashable, _Template] = {}
         self._functions: set[str] = set()  # the names of those that copied ops call
@@ -128,6 +129,9 @@ class _Emitter:
     def ends_of(self, name: str) -> tuple[str, ...]:
         """Return the names of the ops that have run once a node has; of a node of the loop, those after the loop."""
         return self._ends.get(name, self._loop_ends)
+
+    def _kind(self, node: Node) -> Hashable:
+        return self._keys[node.name], of_any_micro_batch(node)
 
     def _emit_all(self, nodes: Sequence[Node]) -> None:
         self._uses.update(self._keys[node.name] for node in nodes)
@@ -179,9 +183,9 @@ class _Emitter:
         template = self._templates[key]
         captured = (internals.capture_of(self._target, tensor).name for tensor in template.captured)
         inputs = [*(self._tensors[value] for value in node.inputs), *captured]
-        place = _Place(f"{self._scope}{node.name}", inputs, self._ends_before(node))
-        numbers = self._operations.numbers(node)
-        self._copies.node.extend(op.copy(place, numbers.get(op.number)) for op in template.ops)
+        number = micro_batch_in_minibatch(node) if node.has(MICRO_BATCH) and node.has("micro_batches") else 0
+        place = _Place(f"{self._scope}{node.name}", number, inputs, self._ends_before(node))
+        self._copies.node.extend(op.copy(place) for op in template.ops)
         self._tensors.update(zip(node.values(), (place.name_of(name) for name in template.outputs), strict=True))
         self._shapes.update(zip(node.values(), template.shapes, strict=True))
         self._ends[node.name] = tuple(_op_of(place.name_of(name)) for name in template.ends)
@@ -246,10 +250,12 @@ _SCOPE = f"{TEMPLATE}/"
 class _Place:
     """Where ops are copied to: the ``node`` in whose scope, the tensors that they take, and the ops they wait for.
 
-    In a template the node is called ``TEMPLATE``, and its inputs ``#0``, ``#1`` and so on.
+    In a template the node is called ``TEMPLATE``, and its inputs ``#0``, ``#1`` and so on. ``number``: that
+    of its micro-batch in the minibatch.
     """
 
     node: str
+    number: int
     inputs: Sequence[str]
     after: Sequence[str]
 
@@ -262,18 +268,18 @@ class _Place:
 class _Op:
     """An op of a template: its ``definition`` without inputs, the tensors that it takes, and the ops it waits for.
 
-    ``named``: its attributes that hold the name of the node. ``number``: the name of the number that the op gives,
-    where it is a constant that differs between nodes.
+    ``named``: its attributes that hold the name of the node. ``numbered``: it is a constant with the number of the
+    node's micro-batch.
     """
 
     definition: node_def_pb2.NodeDef
     inputs: tuple[str, ...]
     controls: tuple[str, ...]
     named: tuple[str, ...]
-    number: str | None
+    numbered: bool
 
-    def copy(self, place: _Place, number: int | None) -> node_def_pb2.NodeDef:
-        """Return the definition of this op's copy; ``number``: the constant that it gives, if it gives one."""
+    def copy(self, place: _Place) -> node_def_pb2.NodeDef:
+        """Return the definition of this op's copy."""
         result = node_def_pb2.NodeDef()
         result.CopyFrom(self.definition)
         result.name = place.name_of(result.name)
@@ -284,9 +290,9 @@ class _Op:
         result.input.extend(f"^{name}" for name in waits)
         for key in self.named:
             _rename(result.attr[key], place.node)
-        if self.number is not None:
+        if self.numbered:
             tensor = result.attr["value"].tensor
-            tensor.CopyFrom(tf.make_tensor_proto(number, tensor.dtype, shape=[]))
+            tensor.CopyFrom(tf.make_tensor_proto(place.number, tensor.dtype, shape=[]))
         return result
 
 
@@ -350,7 +356,6 @@ def _read_op(proto: node_def_pb2.NodeDef, name_of: Callable[[str], str]) -> _Op:
     definition = node_def_pb2.NodeDef()
     definition.CopyFrom(proto)
     del definition.input[:]
-    last = proto.name.rpartition("/")[2]
     return _Op(
         definition,
         tuple(name_of(name) for name in proto.input if not name.startswith("^")),
@@ -358,7 +363,7 @@ def _read_op(proto: node_def_pb2.NodeDef, name_of: Callable[[str], str]) -> _Op:
         tuple(
             key for key, value in definition.attr.items() if TEMPLATE.encode() in b" ".join([value.s, *value.list.s])
         ),
-        last if proto.op == "Const" and last in NUMBERS else None,
+        proto.op == "Const" and proto.name.rpartition("/")[2] == MICRO_BATCH,
     )
 
 

@@ -3,7 +3,8 @@
 What a node takes from an earlier iteration is *carried*: the loop has a variable for each of the iterations since. A
 node of a later iteration that waits for the end of one carries a token of it. What the drain takes from all iterations
 is collected in a list. TensorFlow runs iterations of a loop side by side as far as their inputs are there, each stage
-on its own device, so the order of the step is that of the graph without a loop.
+on its own device, so the order of the step is that of the graph without a loop. A rank's exchanges take the number of
+their micro-batch as an input, since their ops run for one micro-batch after another.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class _Loop:
             self._run,
             variables,
             shape_invariants=[tf.TensorShape(v.shape if v.dtype == tf.variant else None) for v in variables],
-            parallel_iterations=4 * len({node.device for node in self._state.body}) + 8,
+            parallel_iterations=self._state.parallel_iterations,
         )
         return self._outputs(self._by_key(outputs[1 : 1 + len(carried)]), outputs[1 + len(carried) :])
 
@@ -103,7 +104,7 @@ class _Loop:
             for variable in self._operations.resources(node):
                 internals.capture_of(graph, variable.handle)
             with tf.name_scope(node.name + "/"), tf.device(node.device):
-                number = iteration + node.integer(MICRO_BATCH)
+                number = iteration * self._state.stride + node.integer(MICRO_BATCH)
                 with tf.control_dependencies(waits):
                     outputs, ops = self._operations.run(node, inputs, number)
             tensors.update(zip(node.values(), outputs, strict=True))

@@ -43,13 +43,20 @@ class RankCommunication(Protocol):
     """Communication with the other processes of a job; see ``dapple_tf.distributed.collectives``.
 
     Token: an int64 that is computed once an op has completed; the step returns the sum of all tokens. ``zero``: a
-    variable that the ops read, so that TensorFlow treats them as stateful.
+    variable that the ops read, so that TensorFlow treats them as stateful. ``fits_loops``: whether an exchange can run
+    in a loop, for one micro-batch after another. ``running``: a variable with the micro-batch of the last call that a
+    loop has begun.
     """
 
     zero: tf.Variable
+    fits_loops: bool
+    running: tf.Variable
 
-    def exchange(self, node: Node, inputs: Sequence[Any]) -> list[Any]:
-        """Send ``inputs`` and receive the outputs of ``node``; return these and a token."""
+    def exchange(self, node: Node, inputs: Sequence[Any], micro_batch: Any = None) -> list[Any]:
+        """Send ``inputs`` and receive the outputs of ``node``; return these and a token.
+
+        ``micro_batch``: in a loop, the number of the present micro-batch, a tensor.
+        """
 
     def all_reduce(self, node: Node, inputs: Sequence[Any]) -> list[Any]:
         """Return each input summed over the node's ranks, and a token."""
@@ -59,9 +66,6 @@ class RankCommunication(Protocol):
 
     def barrier(self, node: Node) -> Any:
         """Return a token that is computed once all of the node's ranks have reached the barrier."""
-
-    def exchange_number(self, node: Node) -> int:
-        """Return the number that is noted once ``node`` is completed; see ``Progress.exchange_number``."""
 
     def guard_step(self, token: Any) -> Any:
         """Enable hang detection for the step until ``token``, computed after its last exchange; return ``token``."""
@@ -116,20 +120,11 @@ Handler = Callable[[Context, Node, list[Any]], Outcome]
 TEMPLATE = "dapple.template"
 """The name of a node whose ops are copied for other nodes; see ``dapple_tf.backend.emit``."""
 
-EXCHANGE_NUMBER = "exchange_number"
-NUMBERS = (MICRO_BATCH, EXCHANGE_NUMBER)
-"""The numbers in which nodes may differ that have the same template; constants of these names hold them."""
-
 
 def as_template(node: Node) -> Node:
     """Return ``node`` without what differs between the nodes of a template: a handler cannot read its micro-batch."""
     node = replace(node, name=TEMPLATE)
     return node.with_attrs(**{MICRO_BATCH: "any"}) if node.has(MICRO_BATCH) else node
-
-
-def number_constant(node: Node, name: str, find: Callable[[], int], dtype: tf.DType) -> Any:
-    """Return a constant of the number that ``find`` returns, or in a template one that is yet to get its number."""
-    return tf.constant(0 if node.name == TEMPLATE else find(), dtype, name=name)
 
 
 def micro_batch_in_minibatch(node: Node) -> int:

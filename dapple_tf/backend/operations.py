@@ -17,7 +17,6 @@ from dapple_tf import internals
 from dapple_tf.backend import batch_handlers, gradient_handlers
 from dapple_tf.backend.branches import build_branches
 from dapple_tf.backend.handler import (
-    EXCHANGE_NUMBER,
     Bindings,
     Compiled,
     Context,
@@ -26,14 +25,13 @@ from dapple_tf.backend.handler import (
     RankCommunication,
     assign_variable,
     call,
-    micro_batch_in_minibatch,
     read_variable,
 )
 from dapple_tf.backend.stage_function import build_compiled_function, build_function
 from dapple_tf.frontend.joined_moments import join
 from dapple_tf.graph_passes.analysis.layers import written_variables
 from dapple_tf.graph_passes.ir.graph import BOUND_ROLES, Graph, Node
-from dapple_tf.graph_passes.ir.names import MICRO_BATCH, nodes_of
+from dapple_tf.graph_passes.ir.names import nodes_of
 from dapple_tf.graph_passes.ir.ops import CALL_OPS, OpName
 
 # --- Handlers of the ops that read and write variables and the replicas' copies of them
@@ -174,15 +172,6 @@ class Operations:
         context = self._context if micro_batch is None else replace(self._context, micro_batch=micro_batch)
         return HANDLERS[OpName(node.op)](context, node, inputs)
 
-    def numbers(self, node: Node) -> dict[str | None, int]:
-        """Return the numbers that constants in the ops of ``node`` hold, by the names of the constants."""
-        numbers: dict[str | None, int] = {}
-        if node.has("micro_batches") and node.has(MICRO_BATCH):
-            numbers[MICRO_BATCH] = micro_batch_in_minibatch(node)
-        if self._context.ranks is not None and node.has("ranks"):
-            numbers[EXCHANGE_NUMBER] = self._context.ranks.exchange_number(node)
-        return numbers
-
     def resources(self, node: Node) -> list[tf.Variable]:
         """Return the variables whose resources the ops of ``node`` take."""
         bindings = self.bindings
@@ -209,8 +198,14 @@ class Operations:
                 return [v for n in node.strings("variables") for v in (bindings.owner(n), *bindings.copies(node, n))]
         if node.has("function"):
             ports = self._context.graph.function(node.string("function")).input_ports(*BOUND_ROLES)
-            return [bindings.resource(node, port) for _, port in ports]
+            noted = [] if self._context.ranks is None else [self._context.ranks.running]
+            return [*noted, *(bindings.resource(node, port) for _, port in ports)]
         return []
+
+    @property
+    def running(self) -> int | None:
+        """The micro-batch of the last call that a loop of a rank has begun; None where there are no ranks."""
+        return None if self._context.ranks is None else int(self._context.ranks.running)
 
 
 def _call(context: Context, node: Node, inputs: list[Any]) -> Outcome:
@@ -220,7 +215,16 @@ def _call(context: Context, node: Node, inputs: list[Any]) -> Outcome:
         context.bindings.resource(node, port).handle if port.role in BOUND_ROLES else next(values)
         for port in function.inputs
     ]
-    return call(context.functions[function.name], arguments, not_inlined=function.name in context.not_inlined)
+    with tf.control_dependencies(_note_running(context)):
+        return call(context.functions[function.name], arguments, not_inlined=function.name in context.not_inlined)
+
+
+def _note_running(context: Context) -> list[Any]:
+    """Return ops that note the micro-batch of a call before it runs: in a loop its ops do not have the number."""
+    if context.ranks is None or context.micro_batch is None:
+        return []
+    with tf.device(context.ranks.running.device):
+        return [assign_variable(context.ranks.running, context.micro_batch)]
 
 
 def _join(context: Context, node: Node, inputs: list[Any]) -> Outcome:
@@ -240,7 +244,7 @@ def _merge_state(context: Context, node: Node, inputs: list[Any]) -> Outcome:
 
 
 def _exchange(context: Context, node: Node, inputs: list[Any]) -> Outcome:
-    return context.communication.exchange(node, inputs), []
+    return context.communication.exchange(node, inputs, context.micro_batch), []
 
 
 def _collect_tokens(context: Context, node: Node, inputs: list[Any]) -> Outcome:

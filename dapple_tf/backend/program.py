@@ -20,8 +20,7 @@ from dapple_tf.backend.operations import Operations
 from dapple_tf.backend.saved_variables import unchanged_variables
 from dapple_tf.errors import StepError
 from dapple_tf.graph_passes.analysis.input_needs import RankInputs, whole_batch
-from dapple_tf.graph_passes.analysis.resident_variables import resident_variables
-from dapple_tf.graph_passes.analysis.variable_use import find_variables
+from dapple_tf.graph_passes.analysis.variable_use import find_variables, resident_variables
 from dapple_tf.graph_passes.ir.graph import Graph, Node, Value
 from dapple_tf.graph_passes.ir.names import BATCH_SIZE_NAME, find_minibatch, nodes_of, site_of
 from dapple_tf.graph_passes.ir.ops import OpName
@@ -82,7 +81,8 @@ class Program:
                 outputs = iter(self.function(*batch))
         except tf.errors.OpError as error:
             changed = self._find_changed()
-            cause = find_cause(error.message) or error.message
+            running = self.parts[min(len(changed), len(self.parts) - 1)].operations.running
+            cause = find_cause(error.message, running) or error.message
             found = ""
             if self.replayable:
                 with internals.without_specialisation():
@@ -187,7 +187,7 @@ def build_rank_program(
         *([tf.TensorSpec((), tf.int64)] if BATCH_SIZE_NAME in graph.inputs else []),
     )
     parts, signature = _after(earlier, Part(graph, operations, model.variables), signature)
-    return Program(parts, signature, inputs, replayable=False)
+    return Program(parts, signature, inputs, loops=ranks.fits_loops, replayable=False)
 
 
 def follow(graph: Graph, model: StagedModel, earlier: Program | None) -> Graph:
@@ -233,11 +233,18 @@ _PLACES = re.compile(
 )
 
 
-def find_cause(message: str) -> str:
+# The number in the name of an op in a loop: of the first micro-batch for which it runs.
+_IN_LOOP = re.compile(r"(while/\S*/mb)\d+(?=/)")
+
+
+def find_cause(message: str, running: int | None = None) -> str:
     """Return the first root error in TensorFlow's ``message`` that is not a cancellation, without its stack trace.
 
-    Where it lists no root errors, return ``message`` without the places at which its graph was built.
+    Where it lists no root errors, return ``message`` without the places at which its graph was built. ``running``: the
+    micro-batch for which a loop ran last, which takes the place of the number in names of the loop's ops.
     """
+    if running is not None:
+        message = _IN_LOOP.sub(rf"\g<1>{running}", message)
     roots = re.findall(r"^\s*\(\d+\) [A-Z_]+:\s*(.*?)(?=^\s*\(\d+\) [A-Z_]+:|^\d+ successful|\Z)", message, re.M | re.S)
     causes = [root.strip() for root in roots if not root.startswith(_CANCELLED)]
     return causes[0] if causes else _PLACES.sub("", message)

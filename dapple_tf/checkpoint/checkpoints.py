@@ -16,7 +16,7 @@ import socket
 import stat
 import tempfile
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from dapple_tf.checkpoint.file import CheckpointFile, DamagedError, can_store, o
 from dapple_tf.checkpoint.names import NAME, checkpoint_name, list_checkpoints, steps_of
 from dapple_tf.checkpoint.snapshots import SnapshotCosts, Snapshots
 from dapple_tf.distributed import membership
+from dapple_tf.distributed.membership import AllRanks
 from dapple_tf.distributed.variable_transfer import load_values, stream_values
 from dapple_tf.errors import CheckpointError, warn_user
 from dapple_tf.launcher.restart import read_start
@@ -58,6 +59,7 @@ class Checkpoints:
         self._folder = Path(folder)
         self._step = step
         self._job = membership.current()
+        self._ranks = AllRanks(self._job)
         self._lock: _FolderLock | None = None
         for name, variable in step.variables.items():
             if not can_store(variable):
@@ -65,8 +67,8 @@ class Checkpoints:
                     f"variable {name!r} ({variable.dtype.name}, shape {variable.shape}) cannot be saved: a checkpoint "
                     "holds numbers and booleans of fixed shapes; keep the variable out of the loss"
                 )
-        self._announce("open a checkpoint folder")
-        self._on_rank_0(self._open_folder)
+        self._ranks.announce_call("open a checkpoint folder")
+        self._ranks.run_on_rank_0(self._open_folder)
         self._position = Position(0, 0)
         every = step.snapshot_every
         self._snapshots = None if every is None else Snapshots(step, self._job, self._folder, every)
@@ -83,7 +85,7 @@ class Checkpoints:
     def close(self) -> None:
         """End the run, on every rank: remove its snapshots. The files of checkpoints stay."""
         if self._snapshots is not None:
-            self._announce("remove the snapshots")
+            self._ranks.announce_call("remove the snapshots")
             self._snapshots.close()
             self._step.before_training = None
             self._snapshots = None
@@ -99,8 +101,8 @@ class Checkpoints:
         A damaged file is renamed to ``*.damaged`` with a DappleWarning, and the one before it loaded. Raises
         CheckpointError if all files are damaged, or the last good one is of another model; then nothing has changed.
         """
-        self._announce("restore a checkpoint")
-        found: tuple[CheckpointFile, Position] | None = self._on_rank_0(self._choose_last)
+        self._ranks.announce_call("restore a checkpoint")
+        found: tuple[CheckpointFile, Position] | None = self._ranks.run_on_rank_0(self._choose_last)
         self._position = Position(0, 0) if found is None else found[1]
         if self._snapshots is not None:
             newer = self._snapshots.restore(self._position.steps)
@@ -113,12 +115,7 @@ class Checkpoints:
         return self._position
 
     def _load(self, file: CheckpointFile) -> None:
-        variables = self._step.variables
-        if self._job is not None:
-            load_values(self._job, variables, partial(read_value, file))
-        else:
-            for name, variable in variables.items():
-                variable.assign(read_value(file, name))
+        load_values(self._job, self._step.variables, partial(read_value, file))
 
     def _note_call(self) -> None:
         if self._snapshots is not None:
@@ -132,25 +129,17 @@ class Checkpoints:
         on every rank, if the file cannot be written or the folder has a checkpoint of a later step; earlier checkpoints
         stay.
         """
-        self._announce(f"save a checkpoint after step {steps}")
-        if self._job is not None:
-            self._job.check_call_history()  # variables trained on different batches must not be saved
+        self._ranks.announce_call(f"save a checkpoint after step {steps}")
+        self._ranks.check_call_history()  # variables trained on different batches must not be saved
         position = Position(steps, steps if batches is None else batches)
         values = stream_values(self._job, list(self._step.variables.values()))
-        if self._job is not None and self._job.rank != 0:
+        if self._ranks.rank != 0:
             _consume(values)
-        path = str(self._on_rank_0(lambda: self._write(position, values)))
+        path = str(self._ranks.run_on_rank_0(lambda: self._write(position, values)))
         self._position = position
         return path
 
-    def _announce(self, what: str) -> None:
-        if self._job is not None:
-            self._job.announce_call(what)
-
     # --- on rank 0
-
-    def _on_rank_0(self, work: Callable[[], Any]) -> Any:
-        return work() if self._job is None else self._job.run_on_rank_0(work)
 
     def _open_folder(self) -> None:
         try:

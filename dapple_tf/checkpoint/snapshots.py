@@ -8,18 +8,11 @@ writes it to the memory of its host. So each part is on two hosts. The parts of 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import os
 import queue
-import re
-import secrets
-import shutil
-import socket
-import stat
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -29,39 +22,14 @@ import numpy as np
 
 from dapple_tf.checkpoint.content import Position, check_variables, read_position, read_value
 from dapple_tf.checkpoint.file import CheckpointFile, DamagedError, Entry, open_checkpoint, write_checkpoint
+from dapple_tf.checkpoint.host_memory import HostMemory, Snapshot
 from dapple_tf.distributed.buddies import Buddies, choose_buddies
-from dapple_tf.distributed.membership import Job
+from dapple_tf.distributed.membership import AllRanks, Job
 from dapple_tf.distributed.variable_transfer import load_values
 from dapple_tf.errors import CheckpointError
-from dapple_tf.launcher.restart import read_start
 from dapple_tf.messages import LOGGER
-from dapple_tf.profiler.files import write_atomically
 from dapple_tf.runtime.step import PipelinedStep
 from dapple_tf.variable_values import variable_bytes
-
-FOLDER_VARIABLE = "DAPPLE_SNAPSHOT_DIR"
-"""The environment variable that names another folder than /dev/shm on every host."""
-
-RUN_ID = "run-id"
-"""The file in the folder of checkpoints that names the run whose snapshots are of the same training."""
-
-_MEMORY = "/dev/shm"
-_NAME = re.compile(r"snapshot-(?P<steps>[0-9]{1,18})-(?P<writer>[0-9a-f]{8})-(?P<part>[0-9]+)-of-(?P<parts>[0-9]+)\.st")
-_KEPT = 2  # a snapshot that is complete, and the one that is being written
-
-
-@dataclass(frozen=True, order=True)
-class _Snapshot:
-    """The name of a snapshot: after how many ``steps``, of how many ``parts``, and the ``run`` and job that took it."""
-
-    steps: int
-    run: str
-    writer: str
-    parts: int
-
-    def path(self, part: int) -> Path:
-        """Return the path of a part in the folder of a host."""
-        return Path(self.run, f"snapshot-{self.steps}-{self.writer}-{part}-of-{self.parts}.st")
 
 
 @dataclass
@@ -98,18 +66,13 @@ class Snapshots:
     """Takes the snapshots of a training run that saves in ``checkpoints``, and restores the last complete one.
 
     Every rank of a job must make the same calls. Raises CheckpointError where the memory of a host cannot hold the
-    snapshots, and where it holds some of a run that cannot be told to be this one.
+    snapshots, or where it is not known whether the snapshots there are of this run.
     """
 
     def __init__(self, step: PipelinedStep, job: Job | None, checkpoints: Path, every: int) -> None:
         self._step, self._job, self._every = step, job, every
-        self._rank, self._size = (0, 1) if job is None else (job.rank, job.size)
-        self._hosts = self._gather(socket.gethostname())
-        self._first_on_host = self._hosts.index(self._hosts[self._rank]) == self._rank
-        place, self._runs, certain, writer = self._on_rank_0(partial(_identify, checkpoints))
-        self._run, self._writer = self._runs[-1], str(writer)
-        self._folder = _memory_folder() / self._hosts[self._rank] / place
-        self._run_on_all(self._make_folder)
+        self._ranks = AllRanks(job)
+        self._memory = HostMemory(self._ranks, checkpoints)
         self._buddies: Buddies | None = None
         self._thread: _Worker | None = None
         self._lock = threading.Lock()
@@ -117,7 +80,6 @@ class Snapshots:
         self._begun = 0
         self._failed = False
         self._stopped = False
-        self._remove_foreign(checkpoints, certain)
         self.costs = SnapshotCosts(every)
 
     # --- restore
@@ -130,17 +92,13 @@ class Snapshots:
         position, parts = found
         for files in parts:
             variables = {name: self._step.variables[name] for name in files.names}
-            if self._job is not None:
-                load_values(self._job, variables, partial(_read, files.file), files.rank)
-            else:
-                for name, variable in variables.items():
-                    variable.assign(_read(files.file, name))
+            load_values(self._job, variables, partial(_read, files.file), files.rank)
         return position
 
     def _find(self, after: int) -> tuple[Position, list[_Part]] | None:
         """Return the position and the parts of the last snapshot of which every part passes its checksum."""
-        listed = self._gather(sorted(self._list()) if self._first_on_host else [])
-        holders = defaultdict[_Snapshot, dict[int, list[int]]](lambda: defaultdict(list))
+        listed = self._ranks.gather(self._memory.list_parts() if self._memory.is_first else [])
+        holders = defaultdict[Snapshot, dict[int, list[int]]](lambda: defaultdict(list))
         for rank, parts in enumerate(listed):
             for snapshot, part in parts:
                 if snapshot.steps > after:
@@ -156,7 +114,7 @@ class Snapshots:
                         del holders[snapshot][part]
         return None
 
-    def _open(self, snapshot: _Snapshot, chosen: Mapping[int, int]) -> tuple[Position, list[_Part]] | list[int]:
+    def _open(self, snapshot: Snapshot, chosen: Mapping[int, int]) -> tuple[Position, list[_Part]] | list[int]:
         """Return the position and the parts of a snapshot, or the numbers of its damaged parts.
 
         ``chosen``: the rank that reads each part. Raises CheckpointError for a snapshot of another model.
@@ -164,13 +122,13 @@ class Snapshots:
         files: dict[int, CheckpointFile] = {}
         contents: dict[int, tuple[Position, Mapping[str, Entry]]] = {}
         for part, rank in chosen.items():
-            if rank == self._rank:
+            if rank == self._ranks.rank:
                 with contextlib.suppress(DamagedError, CheckpointError, OSError):
-                    file = open_checkpoint(self._folder / snapshot.path(part))
+                    file = open_checkpoint(self._memory.folder / snapshot.path(part))
                     contents[part] = read_position(file), dict(file.entries)
                     files[part] = file
         gathered: dict[int, tuple[Position, Mapping[str, Entry]]] = {}
-        for of_rank in self._gather(contents):
+        for of_rank in self._ranks.gather(contents):
             gathered |= of_rank
         damaged = [part for part in chosen if part not in gathered or gathered[part][0] != gathered[min(gathered)][0]]
         if damaged:
@@ -178,20 +136,11 @@ class Snapshots:
             return damaged
         entries = {name: entry for _, of_part in gathered.values() for name, entry in of_part.items()}
         where = Path(f"the snapshot after step {snapshot.steps}")
-        self._on_rank_0(lambda: check_variables(CheckpointFile(where, {}, entries), self._step.variables))
+        self._ranks.run_on_rank_0(lambda: check_variables(CheckpointFile(where, {}, entries), self._step.variables))
         position = gathered[0][0]
-        hosts = ", ".join(dict.fromkeys(self._hosts[rank] for rank in chosen.values()))
+        hosts = ", ".join(dict.fromkeys(self._memory.hosts[rank] for rank in chosen.values()))
         parts = [_Part(chosen[part], tuple(gathered[part][1]), files.get(part)) for part in sorted(chosen)]
         return Position(position.steps, position.batches, f"the memory of {hosts}"), parts
-
-    def _list(self) -> Iterator[tuple[_Snapshot, int]]:
-        """Yield the parts of known runs in the memory of this host."""
-        for run in self._runs:
-            with contextlib.suppress(OSError):
-                for name in os.listdir(self._folder / run):
-                    if found := _NAME.fullmatch(name):
-                        numbers = {key: int(found[key]) for key in ("steps", "part", "parts")}
-                        yield _Snapshot(numbers["steps"], run, found["writer"], numbers["parts"]), numbers["part"]
 
     # --- take snapshots
 
@@ -203,12 +152,14 @@ class Snapshots:
             self._take(position)
 
     def _connect(self) -> None:
-        buddies = choose_buddies(self._hosts)
-        sizes = self._gather(sum(map(variable_bytes, self._own_variables().values())))
-        self._run_on_all(lambda: self._prepare(sizes, buddies))
+        buddies = choose_buddies(self._memory.hosts)
+        sizes = self._ranks.gather(sum(map(variable_bytes, self._own_variables().values())))
+        self._ranks.run_on_all(lambda: self._memory.make_room(sizes, buddies))
         self._thread = _Worker()
         if self._job is not None:
-            self._buddies = Buddies(self._job, buddies, self._folder / self._run, self._note_done, self._fail)
+            self._buddies = Buddies(
+                self._job, buddies, self._memory.folder / self._memory.runs[-1], self._note_done, self._fail
+            )
 
     def note_step(self, position: Position) -> None:
         """Take a snapshot where one is due; every rank calls this before each step, with the position so far.
@@ -226,18 +177,17 @@ class Snapshots:
             self._thread.stop()
         if self._buddies is not None:
             self._buddies.stop()
-            self._gather("stopped")
+            self._ranks.gather("stopped")
             self._buddies.close()
-        self._gather("closed")
-        if self._first_on_host:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        self._ranks.gather("closed")
+        self._memory.remove_all()
         self._stopped = True
 
     def _take(self, position: Position) -> None:
         """Copy this rank's variables, and have them written and sent; leave it out where a rank is not done yet."""
         begin = time.perf_counter()
         with self._lock:
-            states = [self._done[rank] for rank in (self._rank, *self._senders)]
+            states = [self._done[rank] for rank in (self._ranks.rank, *self._senders)]
             failed = self._failed
         finished, good = (min(values) for values in zip(*states, strict=True))
         history = 0 if self._job is None else self._job.progress.call_history
@@ -264,38 +214,32 @@ class Snapshots:
         """Write this rank's part and send it; on the thread. ``complete``: the steps of the last complete snapshot."""
         begin = time.perf_counter()
         try:
-            self._remove(complete)
+            self._memory.remove_older(complete)
             variables = self._own_variables()
             trained = [name for name in values if variables[name].trainable and variables[name].dtype.is_floating]
             bad = any(not np.isfinite(values[name]).all() for name in trained)
-            snapshot = _Snapshot(position.steps, self._run, self._writer, self._size)
-            path = None if bad else self._folder / snapshot.path(self._rank)
+            snapshot, rank = self._memory.name_snapshot(position.steps), self._ranks.rank
+            path = None if bad else self._memory.folder / snapshot.path(rank)
             if path is not None:
                 write_checkpoint(path, variables, values.values(), position.to_metadata())
                 self.costs.part_bytes = path.stat().st_size
             if self._buddies is not None:
                 self._buddies.send(path, position.steps)
-            self._note_done(self._rank, position.steps, path is not None)
+            self._note_done(rank, position.steps, path is not None)
             self.costs.beside.append(time.perf_counter() - begin)
         except ConnectionError:
             self._fail("")
         except OSError as error:
-            self._fail(f"rank {self._rank} cannot write or send a snapshot in {self._folder}: {error.strerror}")
+            self._fail(
+                f"rank {self._ranks.rank} cannot write or send a snapshot in {self._memory.folder}: {error.strerror}"
+            )
 
     def _own_variables(self) -> dict[str, Any]:
         """Return the variables of which this rank writes the values: the first rank that holds one does."""
         if self._job is None:
             return dict(self._step.variables)
         locations = self._job.variable_locations
-        return {name: v for name, v in self._step.variables.items() if locations.source(v) == self._rank}
-
-    def _remove(self, complete: int) -> None:
-        """Remove from this host what is older than the last complete snapshot, where this job has taken one."""
-        if not complete:
-            return
-        for snapshot, part in list(self._list()):
-            if snapshot.steps < complete or (snapshot.steps == complete and snapshot.writer != self._writer):
-                (self._folder / snapshot.path(part)).unlink(missing_ok=True)
+        return {name: v for name, v in self._step.variables.items() if locations.source(v) == self._ranks.rank}
 
     @property
     def _senders(self) -> Sequence[int]:
@@ -311,66 +255,8 @@ class Snapshots:
         if first and problem:
             LOGGER.warning("snapshots: %s", problem)
 
-    # --- the memory of the hosts
-
-    def _make_folder(self) -> None:
-        try:
-            (self._folder / self._run).mkdir(parents=True, exist_ok=True, mode=0o700)
-        except OSError as error:
-            raise CheckpointError(
-                f"{self._folder} cannot hold snapshots: {error.strerror}; give a folder in memory by {FOLDER_VARIABLE}"
-            ) from error
-
-    def _prepare(self, sizes: Sequence[int], buddies: Sequence[int | None]) -> None:
-        """Remove what killed processes have left half written.
-
-        Raises CheckpointError where this host's memory has no room for the parts of its ranks and those that they keep.
-        """
-        for part in (self._folder / self._run).glob("*.part") if self._first_on_host else ():
-            part.unlink(missing_ok=True)
-        here = [rank for rank, host in enumerate(self._hosts) if host == self._hosts[self._rank]]
-        kept = sum(sizes[rank] for rank in here) + sum(sizes[r] for r, one in enumerate(buddies) if one in here)
-        known = sum((self._folder / snapshot.path(part)).stat().st_size for snapshot, part in self._list())
-        free = shutil.disk_usage(self._folder).free + known
-        if free < _KEPT * kept:
-            raise CheckpointError(
-                f"snapshots need {_KEPT * kept / 1e6:.0f} MB in the memory of {self._hosts[self._rank]}, for two of "
-                f"them, but {self._folder} has {free / 1e6:.0f} MB: make it larger, give another folder by "
-                f"{FOLDER_VARIABLE}, or leave snapshot_every out"
-            )
-
-    def _remove_foreign(self, checkpoints: Path, certain: bool) -> None:
-        """Remove the snapshots of other runs in the same folder of ``checkpoints``.
-
-        Raises CheckpointError where it is not ``certain`` that they are of others: the folder is new, the memory not.
-        """
-        foreign = [name for name in os.listdir(self._folder) if name not in self._runs] if self._first_on_host else []
-        found = [(self._hosts[rank], names) for rank, names in enumerate(self._gather(foreign)) if names]
-        if found and not certain:
-            host, (name, *_) = found[0]
-            raise CheckpointError(
-                f"{host} has snapshots of a run that saved in {checkpoints}, where no file {RUN_ID} names it: to go on "
-                f"from them, write {name} to {checkpoints / RUN_ID}; to begin anew, remove {self._folder} on every host"
-            )
-        for name in foreign:
-            shutil.rmtree(self._folder / name, ignore_errors=True)
-
-    # --- calls of all ranks
-
-    def _gather(self, value: Any) -> list[Any]:
-        return [value] if self._job is None else self._job.gather(value)
-
-    def _on_rank_0(self, work: Callable[[], Any]) -> Any:
-        return work() if self._job is None else self._job.run_on_rank_0(work)
-
-    def _run_on_all(self, work: Callable[[], None]) -> None:
-        if self._job is None:
-            work()
-        else:
-            self._job.run_on_all(work)
-
     def _tell(self, text: str) -> None:
-        if self._rank == 0:
+        if self._ranks.rank == 0:
             LOGGER.warning("snapshots: %s", text)
 
 
@@ -386,46 +272,6 @@ class _Part:
 def _read(file: CheckpointFile | None, name: str) -> Any:
     assert file is not None, "only the rank that has the file reads it"
     return read_value(file, name)
-
-
-def _identify(checkpoints: Path) -> tuple[str, tuple[str, ...], bool, str]:
-    """Return where the run's snapshots are, the ids of its runs, whether these are certain, and an id of this job.
-
-    ``checkpoints``: the folder, which keeps the last of these ids for the next start. Under ``dapple launch`` that is
-    the id of the launch, which is known even where the folder is gone.
-    """
-    path, start = checkpoints / RUN_ID, read_start()
-    before = path.read_text(encoding="utf-8", errors="replace").strip() if path.exists() else ""
-    if not re.fullmatch(r"[0-9a-f]{1,64}", before):
-        before = ""
-    run = start.launch if start is not None else before or secrets.token_hex(8)
-    place = hashlib.sha256(str(checkpoints.absolute()).encode()).hexdigest()[:16]
-    certain = bool(before) or (start is not None and start.number > 0)
-    if run != before:
-        try:
-            write_atomically(path, f"{run}\n")
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be written: {error.strerror}") from error
-    return place, tuple(dict.fromkeys([before or run, run])), certain, secrets.token_hex(4)
-
-
-def _memory_folder() -> Path:
-    """Return the folder of this user's snapshots on a host.
-
-    Raises CheckpointError where there is no folder in memory, or another user has made it.
-    """
-    base = Path(os.environ.get(FOLDER_VARIABLE) or _MEMORY)
-    folder = base / f"dapple-{os.geteuid()}"
-    try:
-        folder.mkdir(mode=0o700, exist_ok=True)
-        found = folder.lstat()
-    except OSError as error:
-        raise CheckpointError(
-            f"{base} cannot hold snapshots: {error.strerror}; give a folder in memory by {FOLDER_VARIABLE}"
-        ) from error
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
-        raise CheckpointError(f"{folder} belongs to another user, or is no folder: remove it, or set {FOLDER_VARIABLE}")
-    return folder
 
 
 class _Worker:

@@ -7,10 +7,9 @@ from typing import Any
 
 import cloup
 
-from dapple_tf.commands.cluster_option import load_cluster
 from dapple_tf.commands.command import FILE, command, result_options
 from dapple_tf.commands.output import check_chart_path, print_progress, print_result
-from dapple_tf.commands.planner_option import PLANNERS
+from dapple_tf.commands.parameter_types import PLANNERS, load_cluster
 from dapple_tf.commands.planning_options import PROFILE_ARGUMENT, batch_options, cost_options
 from dapple_tf.errors import NoFitError
 from dapple_tf.profiler.importers import read_profile

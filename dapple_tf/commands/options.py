@@ -14,9 +14,8 @@ from dapple_tf.autoplan.option_help import about_option
 from dapple_tf.autoplan.options import MicroBatches
 from dapple_tf.autoplan.recompute_option import Recompute, StageNumbers
 from dapple_tf.autoplan.slice_option import Slice
-from dapple_tf.commands.cluster_option import CLUSTER, load_cluster
 from dapple_tf.commands.command import FILE, Decorator
-from dapple_tf.commands.schedule_option import SCHEDULE_OPTION
+from dapple_tf.commands.parameter_types import CLUSTER, SCHEDULE_OPTION, load_cluster
 from dapple_tf.exactness import BatchNorm
 from dapple_tf.plans import RECOMPUTE_WORDS, Plan
 

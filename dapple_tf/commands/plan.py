@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 import click
 import cloup
 
-from dapple_tf.commands.cluster_option import load_cluster
 from dapple_tf.commands.command import FILE, command, result_options
 from dapple_tf.commands.output import check_output_path, print_result, showing
-from dapple_tf.commands.planner_option import PLANNER, PLANNER_NAMES
+from dapple_tf.commands.parameter_types import PLANNER, PLANNER_NAMES, load_cluster
 from dapple_tf.commands.planning_options import PROFILE_ARGUMENT, batch_options, cost_options
 from dapple_tf.profiler.importers import read_profile
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import click
 import cloup
 
-from dapple_tf.commands.cluster_option import CLUSTER
 from dapple_tf.commands.command import FILE, Completed, Decorator
-from dapple_tf.commands.schedule_option import SCHEDULE_OPTION
+from dapple_tf.commands.parameter_types import CLUSTER, SCHEDULE_OPTION
 from dapple_tf.plans import RECOMPUTE_WORDS
 
 

@@ -13,7 +13,7 @@ import cloup
 
 from dapple_tf.commands.command import FILE, Completed, command, result_options
 from dapple_tf.commands.output import check_chart_path, print_result
-from dapple_tf.commands.schedule_option import read_schedule
+from dapple_tf.commands.parameter_types import read_schedule
 from dapple_tf.errors import ScheduleError
 from dapple_tf.graph_passes.schedules.schedule import Action, Schedule, of_kind, run_schedule
 from dapple_tf.graph_passes.schedules.spec import NAMES, ScheduleSpec

@@ -7,9 +7,9 @@ import json
 import click
 import cloup
 
-from dapple_tf.commands.cluster_option import load_cluster
 from dapple_tf.commands.command import FILE, command, result_options
 from dapple_tf.commands.output import check_chart_path, print_result
+from dapple_tf.commands.parameter_types import load_cluster
 from dapple_tf.commands.planning_options import cost_options
 from dapple_tf.profiler.importers import read_profile
 

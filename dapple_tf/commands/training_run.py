@@ -12,8 +12,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from importlib import metadata
 from typing import Any
 
@@ -31,31 +30,20 @@ from dapple_tf.commands.model_loading import load_model
 from dapple_tf.commands.observation import LossWatch, Observer
 from dapple_tf.commands.plain import time_plain_model
 from dapple_tf.commands.ranks import Ranks
-from dapple_tf.commands.run_file import (
-    Run,
-    RunEnd,
-    RunFile,
-    RunRestart,
-    RunStart,
-    bytes_of_stages,
-    describe_restarts,
-    read_run,
-)
+from dapple_tf.commands.run_file import RunEnd, RunFile, RunRestart, RunStart, bytes_of_stages
 from dapple_tf.commands.tensorboard import Scalars
 from dapple_tf.commands.train_settings import TrainSettings, check_unfinished
 from dapple_tf.commands.training_loop import RunResult, StepResult, repeat_batches, run_steps
+from dapple_tf.commands.training_report import find_restart, make_report, read_restarts
 from dapple_tf.distributed import membership
 from dapple_tf.distributed.process_exit import print_line
 from dapple_tf.distributed.shared_errors import share_error
 from dapple_tf.distributed.watchdog import INTERRUPTED
-from dapple_tf.errors import RunError
 from dapple_tf.launcher.restart import CONTINUE, read_start
-from dapple_tf.plans import Plan
-from dapple_tf.profiler.units import format_seconds
 from dapple_tf.runtime.growth import Growth
 from dapple_tf.runtime.step import PipelinedStep
 from dapple_tf.timeline.picture import save_recording
-from dapple_tf.timeline.recording import Recording, describe_error, planned_seconds
+from dapple_tf.timeline.recording import Recording, plan_title
 
 Batches = Iterator[tuple[Any, ...]]
 
@@ -72,12 +60,12 @@ def run_training(settings: TrainSettings, given: Options, options: Mapping[str, 
     _build(step, first, settings, ranks)
     checkpoints, position, batches = _resume(step, batches, settings, ranks)
     done = position.steps
-    restart = ranks.run_on_first(lambda: _find_restart(settings.record_path, step.plan, ranks.size, position))
+    restart = ranks.run_on_first(lambda: find_restart(settings.record_path, step.plan, ranks.size, position))
     if restart is not None:
         ranks.print_result(str(restart))
     losses = LossWatch(step, ranks, ranks.print_warning)
     growth = Growth(step, ranks.job, ranks.print_result) if given.elastic else None
-    saver = _Saver(checkpoints, settings, losses, done, ranks, _words_of(step.plan).unit, growth)
+    saver = _Saver(checkpoints, settings, losses, done, ranks, step.plan.words.unit, growth)
     with contextlib.ExitStack() as opened:
         record = _open_record(step, settings, ranks, done, options["model"], restart)
         if record is not None:
@@ -88,23 +76,23 @@ def run_training(settings: TrainSettings, given: Options, options: Mapping[str, 
         except KeyboardInterrupt:
             ranks.print_warning(saver.describe_stop())
             raise
-        ranks.wait_for_all()
+        ranks.check_call_history()
         if checkpoints is not None:
             if checkpoints.snapshot_costs is not None:
                 ranks.print_result(str(checkpoints.snapshot_costs))
             checkpoints.close()
         if record is not None and settings.records_steps:
             record.end(_describe_end(step))
-    found = _report_run(run, step.plan, plain_speed, losses.minibatch_losses)
     recording = _named_recording(step, options["model"], settings) if settings.trace and ranks.is_first else None
-    report = _report(found, step, settings, recording)
-    restarts = ranks.run_on_first(lambda: _read_restarts(settings.record_path, restart)) or ()
-    if restarts:
-        report = report.extended(
-            describe_restarts(restarts),
-            restart=dataclasses.asdict(restarts[-1]),
-            restarts=[dataclasses.asdict(one) for one in restarts],
-        )
+    report = make_report(
+        run,
+        step,
+        settings,
+        plain_speed=plain_speed,
+        minibatch_losses=losses.minibatch_losses,
+        recording=recording,
+        restarts=ranks.run_on_first(lambda: read_restarts(settings.record_path, restart)) or (),
+    )
     ranks.print_result(str(report))
     if options["as_json"]:
         ranks.print_result(json.dumps({"steps": settings.steps, **report.fields}))
@@ -150,7 +138,7 @@ def _resume(
     ranks.run_on_all(lambda: check_unfinished(folder, position.steps, settings.steps))
     if not position.steps:
         return checkpoints, position, batches
-    ranks.print_result(f"resumed after {_words_of(step.plan).unit} {position.steps} from {position.origin}")
+    ranks.print_result(f"resumed after {step.plan.words.unit} {position.steps} from {position.origin}")
     return checkpoints, position, itertools.islice(batches, position.batches, None)
 
 
@@ -269,7 +257,7 @@ def _train(
     scalars = ranks.run_on_first(lambda: Scalars(tensorboard)) if tensorboard else None
     if scalars is not None and restart is not None:
         scalars.write_text(done, "restart", str(restart))
-    words = _words_of(step.plan)
+    words = step.plan.words
     observer = Observer(
         step,
         done + 1,
@@ -326,7 +314,7 @@ def _open_record(
             steps=settings.steps,
             done=done,
             time=time.time(),
-            processes=1 if ranks.job is None else ranks.job.size,
+            processes=ranks.size,
             versions=versions,
             options=settings.options,
             plan=step.plan.to_json(),
@@ -353,174 +341,5 @@ def _describe_end(step: PipelinedStep) -> RunEnd:
 def _named_recording(step: PipelinedStep, model: str, settings: TrainSettings) -> Recording:
     """Return the recorded step and those before that are wanted, with the model and the schedule as its title."""
     measured = step.timeline.with_earlier(settings.trace_steps - 1)
-    title = f"{model.rpartition(':')[2]}: {_words_of(step.plan).order}"
+    title = plan_title(dataclasses.replace(step.plan, model=model.rpartition(":")[2]))
     return dataclasses.replace(step.recording, title=title, measured=measured)
-
-
-def _report(
-    report: _TrainReport, step: PipelinedStep, settings: TrainSettings, recording: Recording | None
-) -> _TrainReport:
-    """Return the report with exactness, memory, curves, and the ``recording`` that is saved as the trace."""
-    memory = step.report
-    report = report.extended(memory=memory.to_json(), exactness=step.exactness.to_json())
-    if step.exactness.reasons:
-        report = report.extended(f"what differs from one device:\n{step.exactness}")
-    if recording is not None:
-        report = report.extended(
-            str(recording),
-            f"timeline of one step: {settings.trace}",
-            str(memory),
-            trace=settings.trace,
-            timeline=recording.to_json(),
-        )
-    if settings.record_path:
-        report = report.extended(f"record of the run: {settings.record_path}", record=settings.record_path)
-    if settings.tensorboard:
-        report = report.extended(f"curves for TensorBoard: {settings.tensorboard}", tensorboard=settings.tensorboard)
-    return report
-
-
-# --- Report the results of a training run, in words and as JSON
-
-
-@dataclass(frozen=True)
-class _Words:
-    """The words of a report for a step or for a window: singular, plural, verb, name of its loss, name of its order."""
-
-    unit: str
-    units: str
-    training: str
-    loss: str
-    order: str
-
-
-def _words_of(plan: Plan) -> _Words:
-    """Return the words for steps, or for the windows of asynchronous training."""
-    if plan.window is None:
-        return _Words("step", "steps", "training", "loss", f"{plan.short_schedule}, M = {plan.whole_micro_batches}")
-    count = f"{plan.window.minibatches} minibatches"
-    order = f"asynchronous, weights {plan.window.weights}, {count}"
-    return _Words("window", f"windows of {count}", "training window", "mean loss", order)
-
-
-@dataclass(frozen=True)
-class _TrainReport:
-    """Lines for people, and fields for ``--json``."""
-
-    lines: tuple[str, ...]
-    fields: dict[str, Any]
-
-    def extended(self, *lines: str, **fields: Any) -> _TrainReport:
-        """Return the report with more lines and fields."""
-        return _TrainReport((*self.lines, *lines), {**self.fields, **fields})
-
-    def __str__(self) -> str:
-        return "\n".join(self.lines)
-
-
-def _report_run(
-    run: RunResult, plan: Plan, plain_speed: float | None, minibatch_losses: Sequence[Sequence[float]] = ()
-) -> _TrainReport:
-    """Return losses, speed and the planner's error. ``plain_speed``: samples per second un-pipelined, if measured.
-
-    ``minibatch_losses``: of each asynchronous window.
-    """
-    speed = f"{run.samples_per_second:.1f} samples/s"
-    if run.step_seconds is None:
-        speed = "samples/s are not measured in a run of one step"
-    elif plain_speed is not None:
-        ratio = run.samples_per_second / plain_speed
-        speed += f"; the same model un-pipelined on the same cores: {plain_speed:.1f} samples/s ({ratio:.2f}x)"
-    words = _words_of(plan)
-    report = _TrainReport(
-        (f"{words.loss} {run.losses[0]:.4f} -> {run.losses[-1]:.4f} in {len(run.losses)} {words.units}", speed),
-        {
-            "first_loss": run.losses[0],
-            "last_loss": run.losses[-1],
-            "losses": run.losses,
-            "samples_per_second": run.samples_per_second,
-            "plan": dataclasses.asdict(plan),
-        },
-    )
-    if minibatch_losses:
-        report = report.extended(minibatch_losses=minibatch_losses)
-    if plain_speed is not None:
-        report = report.extended(plain_samples_per_second=plain_speed)
-    return _with_planner_error(report, run, plan)
-
-
-def _with_planner_error(report: _TrainReport, run: RunResult, plan: Plan) -> _TrainReport:
-    """Return the report with the planner's prediction, where there is one for batches of this size."""
-    planned = planned_seconds(plan)
-    if planned is None or not run.step_seconds or run.samples != plan.global_batch_size:
-        return report
-    error = planned / run.step_seconds - 1
-    took, predicted = format_seconds(run.step_seconds), format_seconds(planned)
-    return report.extended(
-        f"a step took {took}; the planner predicted {predicted}, {describe_error(error)}",
-        planned_step_seconds=planned,
-        step_seconds=run.step_seconds,
-        planner_error=error,
-    )
-
-
-# --- Compare a job that ``dapple launch`` has started again with the one before it
-
-
-def _find_restart(record: str | None, plan: Plan, ranks: int, position: Position) -> RunRestart | None:
-    """Return how this job was started again, at a ``position``; None for a first start, or without a launcher.
-
-    ``record``: the file in which the job before has recorded its steps, for what is said of it.
-    """
-    start = read_start()
-    if start is None or not start.number:
-        return None
-    restart = RunRestart(
-        start.number,
-        start.cause or "unknown",
-        time.time() - start.ended,
-        ranks,
-        plan.headline,
-        position.steps,
-        position.origin,
-        f"rank{'s' * (len(start.lost) > 1)} {', '.join(map(str, start.lost))}" if start.lost else "",
-        planned_seconds(plan),
-    )
-    try:
-        before = read_run(record) if record is not None else None
-    except RunError:  # it failed before its first step
-        before = None
-    if before is None:
-        return restart
-    done = position.steps
-    seconds = sorted(step.seconds for step in before.steps if step.number not in before.first_steps)
-    return dataclasses.replace(
-        restart,
-        lost="; ".join(_describe_lost(rank, before) for rank in start.lost),
-        ranks_before=before.start.processes,
-        plan_before=before.plan.headline,
-        repeated=max(0, (before.steps[-1].number if before.steps else done) - done),
-        step_seconds_before=seconds[len(seconds) // 2] if seconds else None,
-    )
-
-
-def _read_restarts(record: str | None, last: RunRestart | None) -> tuple[RunRestart, ...]:
-    """Return all restarts of the run that its record knows, or else the ``last`` one."""
-    if last is None:
-        return ()
-    try:
-        found = () if record is None else read_run(record).restarts
-    except RunError:  # the disk was full: said already
-        found = ()
-    return found if last in found else (last,)
-
-
-def _describe_lost(rank: int, before: Run) -> str:
-    """Return what a lost rank ran: its stages, with their layers."""
-    names = before.start.layer_names
-    stages = [
-        f"stage {number} ({names[stage.first_layer]} to {names[stage.last_layer]})"
-        for number, stage in enumerate(before.plan.stages)
-        if rank in stage.devices and stage.last_layer < len(names)
-    ]
-    return f"rank {rank}, {', '.join(stages)}" if stages else f"rank {rank}"

@@ -43,7 +43,7 @@ def verify(**options: Any) -> None:
     ranks.print_result(str(report))
     if options["as_json"]:
         ranks.print_result(json.dumps(report.to_json()))
-    ranks.wait_for_all()
+    ranks.check_call_history()
     if not report.ok:
         sys.exit(1)
 

@@ -14,8 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from dapple_tf import internals
-from dapple_tf.backend.handler import EXCHANGE_NUMBER, number_constant
-from dapple_tf.distributed.native_collectives import NativeCollectives, is_native
+from dapple_tf.distributed.native_collectives import NativeCollectives, is_native, name_pattern
 from dapple_tf.distributed.progress import Progress
 from dapple_tf.distributed.wire_types import (
     carrier_of,
@@ -50,14 +49,17 @@ class Collectives:
         self._progress = progress
         with tf.init_scope(), tf.device("CPU:0"):
             self.zero = tf.Variable(0, dtype=tf.int32, trainable=False)
+            self.running = tf.Variable(0, dtype=tf.int64, trainable=False)
+        self._last_exchange = progress.exchange_variable  # made now: TensorFlow traces again what makes a variable
+        self.fits_loops = native is not None  # Horovod matches its ops by their names in the graph
         self._native = native
         self._scope = scope
         self._exchanges = native or AlltoallExchange(sets, self.zero)
 
-    def exchange(self, node: Node, inputs: Sequence[Any]) -> list[Any]:
+    def exchange(self, node: Node, inputs: Sequence[Any], micro_batch: Any = None) -> list[Any]:
         """Send each input to the rank that ``node`` names, and receive its outputs; return these and a token."""
-        outputs, token = self._exchanges.exchange(node, inputs)
-        return [*outputs, self._note_completion(node, token)]
+        outputs, token = self._exchanges.exchange(node, inputs, micro_batch)
+        return [*outputs, self._note_completion(node, token, micro_batch)]
 
     def all_reduce(self, node: Node, inputs: Sequence[Any]) -> list[Any]:
         """Return each input summed over the node's ranks, and a token."""
@@ -114,22 +116,19 @@ class Collectives:
             node, mpi_ops._allreduce(arrived, name="meet", op=mpi_ops.Sum, process_set=process_set)
         )
 
-    def exchange_number(self, node: Node) -> int:
-        """Return the number that is noted once ``node`` is completed; see ``Progress.exchange_number``."""
-        return self._progress.exchange_number(self._scope + node.name)
-
     def guard_step(self, token: Any) -> Any:
         """Let the hang detector observe the step; return ``token``, which is computed after all its exchanges."""
         return self._progress.hang_detector.guard(token)
 
-    def _note_completion(self, node: Node, result: Any) -> Any:
+    def _note_completion(self, node: Node, result: Any, micro_batch: Any = None) -> Any:
         """Return ``result``; before any op can use it, the progress notes that ``node`` is completed."""
-        variable = self._progress.exchange_variable
+        variable = self._last_exchange
+        pattern, numbers = name_pattern(node, micro_batch)
         with tf.device(variable.device):
             handle = internals.capture_of(tf.compat.v1.get_default_graph(), variable.handle)
-            number = number_constant(node, EXCHANGE_NUMBER, lambda: self.exchange_number(node), tf.int32)
+            name = tf.strings.format(self._scope + pattern, numbers, placeholder="*")
             with tf.control_dependencies([result]):
-                write = tf.raw_ops.AssignVariableOp(resource=handle, value=number)
+                write = tf.raw_ops.AssignVariableOp(resource=handle, value=name)
         with tf.control_dependencies([write]):
             return tf.identity(result)
 
@@ -152,11 +151,11 @@ class AlltoallExchange:
         self._sets = sets
         self._zero = zero
 
-    def exchange(self, node: Node, inputs: Sequence[Any]) -> tuple[list[Any], Any]:
+    def exchange(self, node: Node, inputs: Sequence[Any], micro_batch: Any) -> tuple[list[Any], Any]:
         """Send each input to the rank that ``node`` names, and receive its outputs: one alltoall for each dtype.
 
         Returns the outputs and a token (see ``Collectives``). Between two ranks the elements of all values travel in
-        one flat tensor, in an order that both ranks know.
+        one flat tensor, in an order that both ranks know. ``micro_batch`` has no use: an op's name holds the number.
         """
         ranks = node.integers("ranks")
         shapes: list[list[Any]] | None = None

@@ -184,6 +184,49 @@ class Job:
         return sets
 
 
+@dataclass(frozen=True)
+class AllRanks:
+    """All ranks of ``job``, or this process alone where there is no job; every rank must make the same calls."""
+
+    job: Job | None
+
+    @property
+    def rank(self) -> int:
+        """The number of this process; 0 without a job."""
+        return 0 if self.job is None else self.job.rank
+
+    @property
+    def size(self) -> int:
+        """The number of ranks; 1 without a job."""
+        return 1 if self.job is None else self.job.size
+
+    def announce_call(self, what: str) -> None:
+        """Announce a call that every rank must make; see ``Job.announce_call``."""
+        if self.job is not None:
+            self.job.announce_call(what)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return every rank's ``value``, by rank, on every rank."""
+        return [value] if self.job is None else self.job.gather(value)
+
+    def run_on_rank_0(self, work: Callable[[], T]) -> T:
+        """Return the result of ``work`` on rank 0, or raise its error, on every rank."""
+        return work() if self.job is None else self.job.run_on_rank_0(work)
+
+    def run_on_all(self, work: Callable[[], T]) -> T:
+        """Return what ``work`` returns here, once it has succeeded on every rank; see ``Job.run_on_all``."""
+        return work() if self.job is None else self.job.run_on_all(work)
+
+    def agree(self, name: str, value: T) -> T:
+        """Return ``value``, once all ranks have called this with values of the same text; see ``Job.agree``."""
+        return value if self.job is None else self.job.agree(name, value)
+
+    def check_call_history(self) -> None:
+        """Return once every rank has come here; raise JobError on every rank if they have made different calls."""
+        if self.job is not None:
+            self.job.check_call_history()
+
+
 # The job of this process, made by the first call of ``current`` after Horovod has started. Horovod, too, has one global
 # state per process.
 _job: Job | None = None

@@ -17,6 +17,7 @@ import tensorflow as tf
 from dapple_tf.distributed.native.library import ExchangeLibrary
 from dapple_tf.distributed.wire_types import from_summable, group_by_dtype, to_summable
 from dapple_tf.graph_passes.ir.graph import Graph, Node, TensorType
+from dapple_tf.graph_passes.ir.names import of_any_micro_batch
 from dapple_tf.graph_passes.ir.ops import OpName
 
 
@@ -24,8 +25,9 @@ class NativeCollectives:
     """Builds the native ops of ``rank`` in the ``program`` of this number, which is the same on all ranks of a job.
 
     The name of a message holds the name of its node, the program, and how often the node has run: so each message that
-    is sent is received once. Dtypes and shapes travel with it. The ops run on the host, to which TensorFlow copies what
-    a GPU has computed. Token: see ``Collectives``.
+    is sent is received once. In a loop over micro-batches the ops compute the name: a node runs there for many. Dtypes
+    and shapes travel with it. The ops run on the host, to which TensorFlow copies what a GPU has computed. Token: see
+    ``Collectives``.
     """
 
     def __init__(self, library: ExchangeLibrary, program: int, rank: int) -> None:
@@ -33,23 +35,25 @@ class NativeCollectives:
         self._program = program
         self._rank = rank
 
-    def exchange(self, node: Node, inputs: Sequence[Any]) -> tuple[list[Any], Any]:
+    def exchange(self, node: Node, inputs: Sequence[Any], micro_batch: Any) -> tuple[list[Any], Any]:
         """Send each input to the rank that ``node`` names, and receive its outputs.
 
-        Returns the outputs, and a token that is computed once the sends are queued and the outputs have arrived.
+        ``micro_batch``: in a loop, the number of the present micro-batch, a tensor. Returns the outputs, and a token
+        that is computed once the sends are queued and the outputs have arrived.
         """
-        name = f"{node.name} (program {self._program})"
+        pattern, numbers = name_pattern(node, micro_batch)
+        name = f"{pattern} (program {self._program})"
         outputs: list[Any] = [None] * (len(node.outputs) - 1)
         tokens = []
         with tf.device("CPU:0"):
             for peer in dict.fromkeys(node.integers("to")):
                 values = [value for value, to in zip(inputs, node.integers("to"), strict=True) if to == peer]
-                tokens.append(self._ops.dapple_send(values, peer=peer, exchange=name))
+                tokens.append(self._ops.dapple_send(values, numbers, peer=peer, exchange=name))
             for peer in dict.fromkeys(node.integers("source")):
                 places = [i for i, source in enumerate(node.integers("source")) if source == peer]
                 types = [tf.as_dtype(node.outputs[i].dtype.name) for i in places]
                 shapes = [_known_dims(node.outputs[i]) for i in places]
-                values, token = self._ops.dapple_receive(T=types, shapes=shapes, peer=peer, exchange=name)
+                values, token = self._ops.dapple_receive(numbers, T=types, shapes=shapes, peer=peer, exchange=name)
                 tokens.append(token)
                 for i, value in zip(places, values, strict=True):
                     outputs[i] = value
@@ -64,8 +68,8 @@ class NativeCollectives:
         with tf.device("CPU:0"):
             for number, (after, before) in enumerate(barrier_rounds(node.integers("ranks"), self._rank)):
                 name = f"{node.name}, round {number} (program {self._program})"
-                sent = self._ops.dapple_send([token], peer=after, exchange=name)
-                (value,), received = self._ops.dapple_receive(T=[tf.int64], shapes=[[]], peer=before, exchange=name)
+                sent = self._ops.dapple_send([token], [], peer=after, exchange=name)
+                (value,), received = self._ops.dapple_receive([], T=[tf.int64], shapes=[[]], peer=before, exchange=name)
                 token = tf.add_n([value, sent, received])
         return token
 
@@ -87,17 +91,22 @@ class NativeCollectives:
                 name = f"{node.name}, round {number} of the ring (program {self._program})"
                 if chunks[turn.sends]:
                     values = [parts[piece] for piece in chunks[turn.sends]]
-                    tokens.append(self._ops.dapple_send(values, peer=after, exchange=name))
+                    tokens.append(self._ops.dapple_send(values, [], peer=after, exchange=name))
                 if pieces := chunks[turn.receives]:
                     types = [summable[piece.tensor].dtype for piece in pieces]
                     shapes = [[piece.end - piece.begin] for piece in pieces]
-                    received, token = self._ops.dapple_receive(T=types, shapes=shapes, peer=before, exchange=name)
+                    received, token = self._ops.dapple_receive([], T=types, shapes=shapes, peer=before, exchange=name)
                     tokens.append(token)
                     for piece, value in zip(pieces, received, strict=True):
                         parts[piece] = parts[piece] + value if turn.adds else value
             sums = _join(summable, chunks, parts)
             results = [from_summable(total, value) for total, value in zip(sums, inputs, strict=True)]
             return results, tf.add_n(tokens)
+
+
+def name_pattern(node: Node, micro_batch: Any) -> tuple[str, list[Any]]:
+    """Return the name of a node, and no numbers; in a loop, its name with ``*`` for the number ``micro_batch``."""
+    return (node.name, []) if micro_batch is None else (of_any_micro_batch(node), [micro_batch])
 
 
 # --- Which nodes the native ops carry out, and between which ranks

@@ -1,7 +1,7 @@
 """Progress of this process: the step that it runs, and the last exchange that it completed.
 
-TensorFlow does not report how far a running step has come. So each exchange of the step's graph writes its number into
-a variable, which any thread may read during the step.
+TensorFlow does not report how far a running step has come. So each exchange of the step's graph writes its name into a
+variable, which any thread may read during the step.
 """
 
 from __future__ import annotations
@@ -174,31 +174,22 @@ class Progress:
     hang_detector: HangDetector = field(default_factory=HangDetector)
     _running: bool = False
     _started: set[int] = field(default_factory=set)
-    _exchanges: list[str] = field(default_factory=lambda: [""])
-    _exchange_numbers: dict[str, int] = field(default_factory=lambda: {"": 0})
     _exchange_variable: Any = None
 
     @property
     def exchange_variable(self) -> Any:
-        """The variable, on the host, that holds the number of the last exchange; 0 for none in this step."""
+        """The variable, on the host, that holds the name of the last exchange; "" for none in this step."""
         if self._exchange_variable is None:
             import tensorflow as tf
 
             with tf.init_scope(), tf.device("CPU:0"):
-                self._exchange_variable = tf.Variable(0, dtype=tf.int32, trainable=False)
+                self._exchange_variable = tf.Variable("", trainable=False)
         return self._exchange_variable
-
-    def exchange_number(self, exchange: str) -> int:
-        """Return the number that stands for an exchange in ``exchange_variable``."""
-        if exchange not in self._exchange_numbers:
-            self._exchange_numbers[exchange] = len(self._exchanges)
-            self._exchanges.append(exchange)
-        return self._exchange_numbers[exchange]
 
     def status(self) -> RankStatus:
         """Return the progress at this moment; any thread may call this."""
-        number = 0 if self._exchange_variable is None else int(self._exchange_variable.numpy())
-        return RankStatus(self.stages, self.step, self._running, self._exchanges[number], self.collective_calls)
+        exchange = "" if self._exchange_variable is None else self._exchange_variable.numpy().decode()
+        return RankStatus(self.stages, self.step, self._running, exchange, self.collective_calls)
 
     @property
     def waiting_in(self) -> int | None:
@@ -233,7 +224,7 @@ class Progress:
     @contextlib.contextmanager
     def step_running(self, program: int) -> Iterator[None]:
         """Mark a step of the program with this number; the step runs as long as this context."""
-        self.exchange_variable.assign(0)
+        self.exchange_variable.assign("")
         self.step += 1
         first = program not in self._started
         self._started.add(program)

@@ -29,7 +29,7 @@ from dapple_tf.drawing.table import format_ranges
 from dapple_tf.errors import BatchError, PlanError, StepError
 from dapple_tf.graph_passes.analysis.input_needs import find_inputs
 from dapple_tf.graph_passes.analysis.layers import written_variables
-from dapple_tf.graph_passes.analysis.resident_variables import resident_variables, variable_uses, written_by
+from dapple_tf.graph_passes.analysis.variable_use import resident_variables, variable_uses, written_by
 from dapple_tf.graph_passes.ir.graph import Graph
 from dapple_tf.graph_passes.ir.names import BATCH_SIZE_NAME, of_phase
 from dapple_tf.graph_passes.passes.base import run_passes
@@ -169,7 +169,8 @@ class RankTarget:
         self._synchronized = True
         phase = model.interface.phase
         collectives = self._make_collectives(graphs, "" if phase is None else of_phase(phase.number, ""))
-        graph = run_passes(graphs[self._job.rank], [PlaceRank(self._device, self._home)], ())
+        own = graphs[self._job.rank]
+        graph = run_passes(own, [PlaceRank(self._device, self._home)], verified=own)
         graph = follow(graph, model, earlier)
         progress = self._job.progress
         progress.stages = tuple(i for i, stage in enumerate(plan.stages) if self._job.rank in stage.devices)

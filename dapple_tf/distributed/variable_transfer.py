@@ -165,12 +165,18 @@ def _raise(failure: Exception | None) -> None:
         raise failure
 
 
-def load_values(job: Job, variables: Mapping[str, tf.Variable], read: Callable[[str], Any], source: int = 0) -> None:
+def load_values(
+    job: Job | None, variables: Mapping[str, tf.Variable], read: Callable[[str], Any], source: int = 0
+) -> None:
     """Assign to the variables, on the ranks that hold them, the values that ``read`` returns by name on a rank.
 
     ``source``: that rank. An error of ``read`` is raised on every rank. Every rank must call this, with variables in
-    the same order.
+    the same order. Without a job this process reads them.
     """
+    if job is None:
+        for name, variable in variables.items():
+            variable.assign(read(name))
+        return
     for group in _group_by_bytes(variables.items(), lambda item: item[1]):
         own: list[Any] = []
         job.run_on(source, partial(_read_into, own, read, [name for name, _ in group]))

@@ -7,16 +7,12 @@ itself ends, every rank detects that. ``failure_detector`` decides which rank ha
 
 from __future__ import annotations
 
-import contextlib
 import os
-import queue
 import signal
-import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from dapple_tf.distributed.call_order_check import CallComparison, RankCall
 from dapple_tf.distributed.failure_detector import Failure, FailureDetector
@@ -34,6 +30,7 @@ from dapple_tf.distributed.messages import (
 )
 from dapple_tf.distributed.process_exit import ProcessExit, describe_failure, print_line
 from dapple_tf.distributed.progress import Progress
+from dapple_tf.distributed.signals import SignalReceiver, ThreadRequests
 
 # Exit code of a process that Ctrl-C has ended.
 INTERRUPTED = 130
@@ -76,7 +73,7 @@ class Watchdog:
         # A heartbeat may be late by one interval, and a report takes time to arrive.
         silence_seconds = timeout_seconds - 2 * self._heartbeat_seconds
         self.signals = SignalReceiver()
-        self._requests = _ThreadRequests(self.signals.wake)
+        self._requests = ThreadRequests(self.signals.wake)
         self._transport = Transport(links, self.signals.reader)
         self._detector = FailureDetector(rank, size, self._transport.ranks, silence_seconds, time.monotonic())
         self._calls = CallComparison(size, self._report_different_calls)  # used on rank 0
@@ -413,117 +410,3 @@ class _Stops:
         if not self._asked and self.tell is not None:
             self._asked = True
             self.tell()
-
-
-# --- Receive SIGTERM and Ctrl-C while the main thread is inside TensorFlow
-# Python runs signal handlers in the main thread, and only when TensorFlow returns to Python. But the interpreter writes
-# the number of each signal to a socket at once (``signal.set_wakeup_fd``), from which another thread can read it.
-
-
-# Written to the socket to wake the thread if there is no signal.
-_NO_SIGNAL = 0
-
-
-class SignalReceiver:
-    """The socket, and the handlers of SIGTERM, SIGINT and SIGUSR1 in this process.
-
-    ``reader`` becomes readable when a signal arrives, and after ``wake``. ``interrupted``: the main thread has raised
-    KeyboardInterrupt. ``spares_interrupt``: the next Ctrl-C raises nothing there.
-    """
-
-    def __init__(self) -> None:
-        self.reader, self._writer = socket.socketpair()
-        for end in (self.reader, self._writer):
-            end.setblocking(False)
-        self.interrupted = False
-        self.spares_interrupt = False
-
-    def install(self) -> None:
-        """Install the handlers, unless the user or another library has installed one; only the main thread can."""
-        if threading.current_thread() is not threading.main_thread():
-            return
-        previous = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-        if previous != -1:  # another library uses it, and would no longer receive signals
-            signal.set_wakeup_fd(previous)
-            return
-        for number in (signal.SIGTERM, signal.SIGUSR1):
-            if signal.getsignal(number) == signal.SIG_DFL:
-                signal.signal(number, self.on_terminate)
-        if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
-            signal.signal(signal.SIGINT, self.on_interrupt)
-
-    def uninstall(self) -> None:
-        """Restore the handlers from before ``install``, except where the user has installed one since."""
-        if threading.current_thread() is not threading.main_thread():
-            return
-        for number in (signal.SIGTERM, signal.SIGUSR1):
-            if signal.getsignal(number) == self.on_terminate:
-                signal.signal(number, signal.SIG_DFL)
-        if signal.getsignal(signal.SIGINT) == self.on_interrupt:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-        installed = signal.set_wakeup_fd(-1)
-        if installed not in (-1, self._writer.fileno()):
-            signal.set_wakeup_fd(installed)
-
-    def wake(self, number: int = _NO_SIGNAL) -> None:
-        """Make ``reader`` readable, as signal ``number`` does."""
-        with contextlib.suppress(OSError):
-            self._writer.send(bytes([number]))
-
-    def receive(self) -> list[int]:
-        """Return the numbers of the signals that have arrived, if this object handles them."""
-        try:
-            numbers = self.reader.recv(1024)
-        except OSError:
-            return []
-        handlers = {
-            signal.SIGTERM: self.on_terminate,
-            signal.SIGUSR1: self.on_terminate,
-            signal.SIGINT: self.on_interrupt,
-        }
-        return [n for n in numbers if n in handlers and signal.getsignal(n) == handlers[signal.Signals(n)]]
-
-    def close(self) -> None:
-        """Close the socket; call ``uninstall`` before."""
-        self.reader.close()
-        self._writer.close()
-
-    def on_terminate(self, number: int, frame: Any) -> None:
-        """Do nothing: the thread has read the signal already."""
-
-    def on_interrupt(self, number: int, frame: Any) -> None:
-        """Raise KeyboardInterrupt, as Python does by default, unless this one is spared."""
-        if self.spares_interrupt:
-            self.spares_interrupt = False
-            return
-        self.interrupted = True
-        signal.default_int_handler(number, frame)
-
-
-# --- Run functions on another thread, which takes them from a queue, and wait until they have run
-
-
-_WAIT_SECONDS = 2.0
-
-
-class _ThreadRequests:
-    """A queue of functions that the thread which calls ``serve`` runs; ``wake`` ends the wait of that thread."""
-
-    def __init__(self, wake: Callable[[], None]) -> None:
-        self._wake = wake
-        self._waiting: queue.Queue[tuple[Callable[[], None], threading.Event]] = queue.Queue()
-
-    def run(self, request: Callable[[], None]) -> None:
-        """Run ``request`` on the serving thread; wait until it has run, at most 2 s."""
-        done = threading.Event()
-        self._waiting.put((request, done))
-        self._wake()
-        done.wait(_WAIT_SECONDS)
-
-    def serve(self) -> None:
-        """Run all queued functions, in order."""
-        with contextlib.suppress(queue.Empty):
-            while True:
-                request, done = self._waiting.get_nowait()
-                request()
-                done.set()

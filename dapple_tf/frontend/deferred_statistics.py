@@ -19,7 +19,7 @@ from dapple_tf.frontend.batch_norm_calls import layer_of, statistics_writes
 from dapple_tf.frontend.batch_norms import BatchNormCall, join_sums
 from dapple_tf.frontend.capture import Captured
 from dapple_tf.frontend.read_graph import read_graph
-from dapple_tf.graph_passes.analysis.statistics import mark_statistics
+from dapple_tf.graph_passes.analysis.loss_head import mark_statistics
 from dapple_tf.graph_passes.ir.extract import extract_function
 from dapple_tf.graph_passes.ir.graph import Effect, Function, Graph, Node, Role, Value, ancestors, attributes
 from dapple_tf.graph_passes.ir.names import at

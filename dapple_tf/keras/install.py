@@ -20,9 +20,8 @@ from dapple_tf.errors import BatchError, CaptureError, PlanError, UsageError
 from dapple_tf.frontend.capture import TRAINED, TrainingStep
 from dapple_tf.frontend.optimizer_update import build_optimizer
 from dapple_tf.keras import ranks
-from dapple_tf.keras.batches import BatchNames, DataNames
+from dapple_tf.keras.batches import BatchCheck, BatchNames, DataNames
 from dapple_tf.keras.loops import Loops, OnOneDevice
-from dapple_tf.keras.rank_batches import BatchCheck
 from dapple_tf.runtime.shard import beside_steps
 from dapple_tf.runtime.step import PipelinedStep
 

@@ -18,7 +18,7 @@ from dapple_tf.distributed.membership import Job
 from dapple_tf.distributed.variable_transfer import lend_values, share_variables
 from dapple_tf.errors import UsageError
 from dapple_tf.frontend.optimizer_update import build_optimizer
-from dapple_tf.keras.rank_batches import BatchCheck, align_randomness
+from dapple_tf.keras.batches import BatchCheck, align_randomness
 from dapple_tf.keras.rank_callbacks import GatherValues, adapted, check_callbacks, reads_values
 from dapple_tf.runtime.step import PipelinedStep
 

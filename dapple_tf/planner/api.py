@@ -10,8 +10,7 @@ from dapple_tf.errors import NoFitError, PlanError
 from dapple_tf.graph_passes.schedules.spec import ScheduleSpec
 from dapple_tf.plan_check import check_inputs, check_optimizer_slots
 from dapple_tf.planner.asynchronous import WindowChoice, check_window_batch, more_candidates, rank_windows
-from dapple_tf.planner.micro_batch_sizes import list_micro_batch_sizes
-from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem
+from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem, list_micro_batch_sizes
 from dapple_tf.planner.refusal import explain_failure
 from dapple_tf.planner.registry import check_flags, check_sizes, find_result
 from dapple_tf.planner.search.chunk_shapes import least_stages
@@ -19,8 +18,7 @@ from dapple_tf.planner.search.searched_order import search_plan_order, with_orde
 from dapple_tf.planner.systems.pipedream_formula import PipedreamPrediction
 from dapple_tf.plans import Plan, RecomputeLevel, as_flag
 from dapple_tf.profiler.cluster import Cluster
-from dapple_tf.profiler.device_costs import profiles_on
-from dapple_tf.profiler.profile import Profile
+from dapple_tf.profiler.profile import Profile, profiles_on
 from dapple_tf.profiler.quote import quote
 from dapple_tf.simulator.interrupts import interruptible
 from dapple_tf.simulator.order import check_plannable

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from dapple_tf.planner.planning_problem import PlanningProblem
 from dapple_tf.plans import StagePlan
-from dapple_tf.profiler.device_costs import profile_on
 from dapple_tf.profiler.linearise import Chain
+from dapple_tf.profiler.profile import profile_on
 from dapple_tf.simulator.arrays import Floats, Integers, prefix_sums
 from dapple_tf.simulator.memory import usable_bytes
 

@@ -9,8 +9,7 @@ from typing import Any
 
 from dapple_tf.planner.best import plan_best
 from dapple_tf.planner.memory_fit import devices_needed, fits_memory
-from dapple_tf.planner.micro_batch_sizes import list_micro_batch_sizes
-from dapple_tf.planner.planning_problem import PlanningProblem
+from dapple_tf.planner.planning_problem import PlanningProblem, list_micro_batch_sizes
 from dapple_tf.planner.registry import PLANNERS
 from dapple_tf.planner.search.balanced_cuts import even_starts
 from dapple_tf.profiler.units import format_bytes, format_devices, format_samples

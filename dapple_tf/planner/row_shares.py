@@ -10,8 +10,7 @@ import numpy as np
 
 from dapple_tf.plans import StagePlan
 from dapple_tf.profiler.cluster import Cluster
-from dapple_tf.profiler.device_costs import profile_on
-from dapple_tf.profiler.profile import Profile
+from dapple_tf.profiler.profile import Profile, profile_on
 from dapple_tf.simulator.arrays import Floats, Integers
 
 _SAME = 1e-9  # relative; what differs by less differs by rounding

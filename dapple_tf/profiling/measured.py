@@ -31,7 +31,7 @@ from dapple_tf.frontend.batch import as_arguments, batch_size
 from dapple_tf.frontend.capture import Captured, Traced
 from dapple_tf.frontend.trace import trace_loss, trace_uncut
 from dapple_tf.messages import LOGGER
-from dapple_tf.profiler.cores import count_cores, limit_to_cores
+from dapple_tf.profiler.detect import count_cores, limit_to_cores
 from dapple_tf.profiler.measure import Floats, measure_interleaved, relative_spread
 from dapple_tf.profiler.peaks import CPU_CORE, PEAKS, Peak
 from dapple_tf.profiler.profile import Profile, Timing, WholeModel

@@ -6,7 +6,7 @@ import statistics
 import time
 from collections.abc import Callable
 
-from dapple_tf.distributed.membership import Job
+from dapple_tf.distributed.membership import AllRanks, Job
 from dapple_tf.launcher.restart import read_more_ranks, read_start
 from dapple_tf.profiler.units import format_seconds
 from dapple_tf.runtime.step import PipelinedStep
@@ -22,7 +22,7 @@ class Growth:
     """
 
     def __init__(self, step: PipelinedStep, job: Job | None, tell: Callable[[str], None]) -> None:
-        self._step, self._job, self._tell = step, job, tell
+        self._step, self._ranks, self._tell = step, AllRanks(job), tell
         self._seconds: list[float] = []
         self._start_seconds: float | None = None
 
@@ -38,9 +38,7 @@ class Growth:
         """Return, on every rank, whether the job is to end now, to go on with the ranks that the launcher offers."""
         if read_start() is None:
             return False
-        if self._job is None:
-            return self._decide(steps_left)
-        return bool(self._job.run_on_rank_0(lambda: self._decide(steps_left)))
+        return self._ranks.run_on_rank_0(lambda: self._decide(steps_left))
 
     def _decide(self, steps_left: int) -> bool:
         hosts = read_more_ranks()

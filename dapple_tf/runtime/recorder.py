@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from dapple_tf.distributed.membership import Job
+from dapple_tf.distributed.membership import AllRanks, Job
 from dapple_tf.errors import UsageError
 from dapple_tf.graph_passes.ir.graph import Graph
 from dapple_tf.graph_passes.ir.names import at
@@ -96,6 +96,7 @@ class Recorder:
 
     def __init__(self, job: Job | None) -> None:
         self._job = job
+        self._ranks = AllRanks(job)
         self._clocks = None if job is None else Clocks(job)
         self._stamps: list[tuple[Graph, Sequence[Sequence[Stamp]]]] = []
         self._steps: deque[_RecordedStep] = deque(maxlen=_KEPT)
@@ -135,8 +136,7 @@ class Recorder:
         if runs is None:
             return ()
         own = attribute_ops(graph, fill_stamps(self._name_own(graph), times), runs)
-        gathered = [own] if self._job is None else self._job.gather(own)
-        return [op for ops in gathered for op in ops]
+        return [op for ops in self._ranks.gather(own) for op in ops]
 
     def _name_own(self, graph: Graph) -> tuple[Stamp, ...]:
         return name_stamps(graph, None if self._job is None else f"rank:{self._job.rank}")
@@ -147,7 +147,7 @@ class Recorder:
             if known is graph:
                 return stamps
         own = self._name_own(graph)
-        stamps = [own] if self._job is None else self._job.gather(own)
+        stamps = self._ranks.gather(own)
         self._stamps.append((graph, stamps))
         return stamps
 

@@ -9,8 +9,7 @@ import numpy as np
 
 from dapple_tf.plans import Plan, StagePlan
 from dapple_tf.profiler.cluster import Cluster
-from dapple_tf.profiler.device_costs import profile_on
-from dapple_tf.profiler.profile import Profile
+from dapple_tf.profiler.profile import Profile, profile_on
 from dapple_tf.simulator.arrays import Floats
 from dapple_tf.simulator.memory import values_per_weight
 from dapple_tf.simulator.transfer import LinkCosts, ring_seconds

@@ -9,13 +9,12 @@ from functools import partial
 from dapple_tf.plan_check import check_inputs, check_optimizer_slots, check_plan
 from dapple_tf.plans import Plan
 from dapple_tf.profiler.cluster import Cluster
-from dapple_tf.profiler.device_costs import profiles_on
-from dapple_tf.profiler.profile import Profile
+from dapple_tf.profiler.profile import Profile, profiles_on
 from dapple_tf.simulator.contention import Flows, plan_flows
 from dapple_tf.simulator.costs import CostModel
 from dapple_tf.simulator.execution import Execution, execute
 from dapple_tf.simulator.interrupts import interruptible
-from dapple_tf.simulator.memory_limit import MemoryLimit, memory_limits
+from dapple_tf.simulator.memory import MemoryLimit, memory_limits
 from dapple_tf.simulator.order import encode, named_order
 from dapple_tf.simulator.simulated_step import SimulatedStep
 from dapple_tf.simulator.simulated_window import SimulatedWindow
@@ -87,7 +86,7 @@ def _execute_sizes(
     plan: Plan, sizes: Sequence[int], costs: Mapping[int, Sequence[StageCosts]], flows: Flows | None
 ) -> Execution:
     """Return a step of micro-batches of these sizes; ``costs``: of each stage, by the samples."""
-    # AllReduce hides behind the backward of the last micro-batch; everything else is told for the largest.
+    # AllReduce hides behind the backward of the last micro-batch; all other costs that are shown are of the largest.
     pairs = zip(costs[plan.micro_batch_size], costs[sizes[-1]], strict=True)
     shown = [replace(largest, exposed_seconds=last.exposed_seconds, rings=last.rings) for largest, last in pairs]
     schedule = plan.build_schedule()

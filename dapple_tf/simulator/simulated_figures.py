@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dapple_tf.simulator.memory import usable_bytes
-from dapple_tf.simulator.memory_limit import MemoryLimit
+from dapple_tf.simulator.memory import MemoryLimit, usable_bytes
 from dapple_tf.timeline.stage_costs import StageCosts
 
 

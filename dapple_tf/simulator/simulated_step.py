@@ -10,8 +10,7 @@ from dapple_tf.graph_passes.schedules.schedule import Action
 from dapple_tf.plans import Plan
 from dapple_tf.simulator.arrays import Floats
 from dapple_tf.simulator.execution import Execution
-from dapple_tf.simulator.memory import memory_over_time, peak_bytes
-from dapple_tf.simulator.memory_limit import MemoryLimit
+from dapple_tf.simulator.memory import MemoryLimit, memory_over_time, peak_bytes
 from dapple_tf.simulator.simulated_figures import SimulatedFigures, activation_communication_ratio
 from dapple_tf.timeline.events import Event, Place, StageEvent, StepEvents, Transfer
 from dapple_tf.timeline.stage_costs import StageCosts

@@ -9,7 +9,7 @@ from functools import cached_property
 
 from dapple_tf.graph_passes.schedules.schedule import Action
 from dapple_tf.plans import Plan
-from dapple_tf.simulator.memory_limit import MemoryLimit
+from dapple_tf.simulator.memory import MemoryLimit
 from dapple_tf.simulator.simulated_figures import SimulatedFigures, activation_communication_ratio
 from dapple_tf.simulator.window_execution import WindowExecution
 from dapple_tf.timeline.events import Event, Place, StageEvent, StepEvents, Transfer

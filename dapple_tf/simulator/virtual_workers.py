@@ -11,11 +11,10 @@ import numpy as np
 
 from dapple_tf.plans import Plan, StagePlan
 from dapple_tf.profiler.cluster import Cluster
-from dapple_tf.profiler.device_costs import profiles_on
-from dapple_tf.profiler.profile import Profile
+from dapple_tf.profiler.profile import Profile, profiles_on
 from dapple_tf.simulator.costs import stage_costs
 from dapple_tf.simulator.execution import Execution, execute
-from dapple_tf.simulator.memory_limit import memory_limits
+from dapple_tf.simulator.memory import memory_limits
 from dapple_tf.simulator.order import named_order
 from dapple_tf.simulator.simulated_step import SimulatedStep
 

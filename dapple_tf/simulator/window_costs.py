@@ -6,8 +6,7 @@ from dataclasses import replace
 
 from dapple_tf.plans import Plan, StagePlan
 from dapple_tf.profiler.cluster import Cluster
-from dapple_tf.profiler.device_costs import profile_on
-from dapple_tf.profiler.profile import Profile
+from dapple_tf.profiler.profile import Profile, profile_on
 from dapple_tf.simulator.costs import stage_costs
 from dapple_tf.simulator.shared_flows import FlowDemand, ring_demand, transfer_demand
 from dapple_tf.simulator.transfer import LinkTables, allreduce_cost, link_tables, ring_seconds, transfer_cost

@@ -16,6 +16,7 @@ from dapple_tf.backend.saved_variables import unchanged_variables
 from dapple_tf.compiler import PlannedModel
 from dapple_tf.devices import list_devices
 from dapple_tf.distributed import membership
+from dapple_tf.distributed.membership import AllRanks
 from dapple_tf.errors import PlanError
 from dapple_tf.exactness import Exactness
 from dapple_tf.frontend.capture import TrainingStep
@@ -86,7 +87,7 @@ def verify(
         )
     report = functools.partial(_compare, one, [phase.planned for phase in step.phases], batch, found)
     job = membership.current()
-    result: Report = report() if job is None else job.run_on_rank_0(report)
+    result = AllRanks(job).run_on_rank_0(report)
     if job is None:
         step.release()
     return result

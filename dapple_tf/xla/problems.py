@@ -11,8 +11,7 @@ from tensorflow.core.framework import function_pb2
 
 from dapple_tf import internals
 from dapple_tf.backend.branches import build_branches
-from dapple_tf.backend.foreign_reads import only_read, pass_values
-from dapple_tf.backend.stage_function import Constants, Library, import_body
+from dapple_tf.backend.stage_function import Constants, Library, import_body, only_read, pass_values
 from dapple_tf.frontend.write_graph import needed_library
 from dapple_tf.graph_passes.ir.graph import BOUND_ROLES, Function, Port
 from dapple_tf.xla.examples import Example, describe

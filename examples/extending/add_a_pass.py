@@ -36,22 +36,18 @@ class StaggerAllReduces:
     )  # the pass allreduce has run
 
     def __call__(self, graph: Graph) -> Graph:
-        return stagger_allreduces(graph)
+        """Return the graph with a control edge to each stage's AllReduce from that of the next replicated stage."""
+        nodes = sorted(nodes_of(graph, OpName.ALLREDUCE), key=lambda node: node.integer("stage"))
+        following = {node.name: after for node, after in itertools.pairwise(nodes)}
 
+        def chain(node: Node) -> Node:
+            after = following.get(node.name)
+            if after is None:
+                return node
+            reason = f"stagger: AllReduce of stage {node.integer('stage')} after that of stage {after.integer('stage')}"
+            return node.after(after.name, reason)
 
-def stagger_allreduces(graph: Graph) -> Graph:
-    """Return the graph with a control edge to the AllReduce of each stage from that of the next replicated stage."""
-    nodes = sorted(nodes_of(graph, OpName.ALLREDUCE), key=lambda node: node.integer("stage"))
-    following = {node.name: after for node, after in itertools.pairwise(nodes)}
-
-    def chain(node: Node) -> Node:
-        after = following.get(node.name)
-        if after is None:
-            return node
-        reason = f"stagger: AllReduce of stage {node.integer('stage')} after that of stage {after.integer('stage')}"
-        return node.after(after.name, reason)
-
-    return graph.replace(nodes=tuple(map(chain, graph.nodes))).sorted()
+        return graph.replace(nodes=tuple(map(chain, graph.nodes))).sorted()
 
 
 # --8<-- [end:pass]

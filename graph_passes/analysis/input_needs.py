@@ -11,10 +11,9 @@ from dataclasses import dataclass
 
 from dapple_tf.errors import GraphError
 from dapple_tf.graph_passes.analysis.row_bounds import fit_micro_batches, fit_sizes, replica_bounds
-from dapple_tf.graph_passes.ir.graph import Graph
+from dapple_tf.graph_passes.ir.graph import Graph, StrEnum
 from dapple_tf.graph_passes.ir.names import BATCH_SIZE_NAME, nodes_of, replica_shares
 from dapple_tf.graph_passes.ir.ops import OpName
-from dapple_tf.graph_passes.ir.str_enum import StrEnum
 
 Rows = tuple[tuple[int, int], ...]
 """Ranges of rows, each as its first and its end row."""

@@ -8,10 +8,9 @@ mark the loss head and its inputs.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from dapple_tf.graph_passes.analysis.statistics import find_statistics
 from dapple_tf.graph_passes.ir.graph import Effect, Graph, Node, Value, ancestors
 
 _LOSS_HEAD = "loss_head"
@@ -68,3 +67,25 @@ def outside_of_loss_head(graph: Graph, once: Collection[str]) -> set[str]:
     given = (*(entry.value for entry in find_head_inputs(graph)), *find_statistics(graph).values(), *graph.outputs)
     roots = [*(value.node for value in given), *acting]
     return ancestors(graph, [name for name in roots if name not in loss_head], stop=once)
+
+
+# --- Values whose sums over micro-batches and replicas are used at the end of a step, such as statistics of batch norm
+
+
+_STATISTIC = "statistic"
+
+
+def mark_statistics(graph: Graph, names: Mapping[Value, str]) -> Graph:
+    """Return the graph with the values of ``names``, each the only output of a node, marked as statistics by name."""
+    of_node = {value.node: name for value, name in names.items()}
+    return graph.replace(
+        nodes=tuple(
+            node.with_attrs(**{_STATISTIC: of_node[node.name]}) if node.name in of_node else node
+            for node in graph.nodes
+        )
+    )
+
+
+def find_statistics(graph: Graph) -> dict[str, Value]:
+    """Return the statistics by name, in the order of the graph."""
+    return {node.string(_STATISTIC): Value(node.name) for node in graph.nodes if node.has(_STATISTIC)}

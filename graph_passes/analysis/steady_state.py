@@ -5,23 +5,30 @@ micro-batch m takes its inputs from nodes of certain kinds for micro-batches at 
 the step is a loop, with the warm-up before it and the drain after it: iteration t runs the node of kind k for
 micro-batch t + o_k. The offsets o_k are chosen so that no node takes anything from a later iteration, as in modulo
 scheduling.
+
+Where devices run several stages in turn, the order of calls repeats only after several micro-batches, the *stride*.
+Then an iteration runs so many of them: a kind is divided by the remainder of m, and m is divided by the stride.
 """
 
 from __future__ import annotations
 
+import math
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from dapple_tf.graph_passes.ir.graph import Graph, Node
-from dapple_tf.graph_passes.ir.names import MICRO_BATCH
+from dapple_tf.graph_passes.ir.names import BACKWARD_OPS, MICRO_BATCH, is_collective, nodes_of
+from dapple_tf.graph_passes.ir.ops import OpName
 
 
 @dataclass(frozen=True)
 class SteadyState:
     """A loop of ``iterations``, the first of which runs the nodes ``body``, in this order.
 
+    An iteration runs the same nodes for micro-batches that are ``stride`` later than those of the iteration before.
     ``before`` and ``after``: the nodes that run outside of the loop, in order. ``members``: for each node of the kinds
     in ``body`` its kind, by the name of the kind's node in ``body``, and its iteration. Nodes of iterations below 0 are
     in ``before``.
@@ -32,6 +39,12 @@ class SteadyState:
     after: tuple[Node, ...]
     iterations: int
     members: Mapping[str, tuple[str, int]]
+    stride: int = 1
+
+    @property
+    def parallel_iterations(self) -> int:
+        """How many iterations may run side by side: an iteration begins once the one so many before it has ended."""
+        return 4 * len({node.device for node in self.body}) + 8
 
     def find(self, name: str) -> tuple[str, int] | None:
         """Return the kind and the iteration of a node of the loop; None for a node outside of it."""
@@ -43,8 +56,8 @@ class SteadyState:
 class _Source:
     """An edge to a node: its input number ``place`` is output number ``index`` of another node.
 
-    Both numbers are -1 for a control edge. The other node is of ``kind``, for the micro-batch that is ``distance``
-    before the taker's; or, where ``kind`` is None, it is called ``name`` and is the same for all micro-batches.
+    Both numbers are -1 for a control edge. The other node is of ``kind``, and its number is ``distance`` before the
+    taker's; or, where ``kind`` is None, it is called ``name`` and is the same for all numbers.
     """
 
     place: int
@@ -56,7 +69,7 @@ class _Source:
 
 @dataclass(frozen=True)
 class _Kind:
-    """The nodes of a kind by micro-batch. From ``first`` to ``last`` they take the same ``sources``."""
+    """The nodes of a kind by number. From ``first`` to ``last`` they take the same ``sources``."""
 
     nodes: Mapping[int, Node]
     first: int
@@ -70,9 +83,12 @@ class _Kind:
 def find_steady_state(graph: Graph, kind_of: Callable[[Node], Hashable], fewest: int) -> SteadyState | None:
     """Return the loop of ``graph``, of at least ``fewest`` iterations; None if there is none.
 
-    ``kind_of`` returns what nodes of one kind have in common.
+    ``kind_of`` returns what nodes of one kind have in common. There is no loop in the graph of a rank that could then
+    wait for other ranks where it would not without a loop.
     """
-    kinds = _find_kinds(graph, kind_of, fewest)
+    numbered = _number(graph, kind_of, fewest)
+    stride = _find_stride(numbered)
+    kinds = _find_kinds(_divide_numbers(numbered, stride), fewest)
     if not kinds:
         return None
     edges = {
@@ -93,19 +109,59 @@ def find_steady_state(graph: Graph, kind_of: Callable[[Node], Hashable], fewest:
         for kind, found in kinds.items()
         for number, node in found.nodes.items()
     }
-    return _divide(graph, iterations, members)
+    state = _divide(graph, iterations, members, stride)
+    return state if state is not None and _keeps_sends(graph, state) else None
 
 
-def _find_kinds(graph: Graph, kind_of: Callable[[Node], Hashable], fewest: int) -> dict[Hashable, _Kind]:
-    """Return the kinds that take the same sources for at least ``fewest`` micro-batches one after another."""
+_Numbered = Mapping[Hashable, Mapping[int, Node]]
+"""The nodes of each kind by their numbers: those of their micro-batches, divided by the stride."""
+
+
+def _number(graph: Graph, kind_of: Callable[[Node], Hashable], fewest: int) -> _Numbered:
+    """Return the nodes of the kinds that have at least ``fewest``, one for each micro-batch."""
     groups: defaultdict[Hashable, list[Node]] = defaultdict(list)
     for node in graph.nodes:
         if node.has(MICRO_BATCH):
             groups[kind_of(node)].append(node)
     numbered = {kind: {node.integer(MICRO_BATCH): node for node in nodes} for kind, nodes in groups.items()}
-    numbered = {kind: nodes for kind, nodes in numbered.items() if len(nodes) == len(groups[kind]) >= fewest}
+    return {kind: nodes for kind, nodes in numbered.items() if len(nodes) == len(groups[kind]) >= fewest}
+
+
+_LONGEST_STRIDE = 16
+
+
+def _find_stride(numbered: _Numbered) -> int:
+    """Return after how many micro-batches the sources of all kinds repeat in the middle of the step."""
+    places, stride = _find_places(numbered), 1
+    for nodes in numbered.values():
+        middle = sorted(nodes)[len(nodes) // 4 :][: min(len(nodes) // 2, 3 * _LONGEST_STRIDE)]
+        sources = [frozenset(_sources(nodes[number], number, places)) for number in middle]
+        lengths = range(1, min(len(sources) // 2, _LONGEST_STRIDE) + 1)
+        period = next((n for n in lengths if sources[n:] == sources[:-n]), 1)
+        stride = math.lcm(stride, period)
+    return stride if stride <= _LONGEST_STRIDE else 1
+
+
+def _divide_numbers(numbered: _Numbered, stride: int) -> _Numbered:
+    if stride == 1:
+        return numbered
+    divided: defaultdict[Hashable, dict[int, Node]] = defaultdict(dict)
+    for kind, nodes in numbered.items():
+        for number, node in nodes.items():
+            divided[kind, number % stride][number // stride] = node
+    return divided
+
+
+def _find_places(numbered: _Numbered) -> Mapping[str, tuple[Hashable, int]]:
+    """Return the kind and the number of each node, by name."""
+    return {node.name: (kind, number) for kind, nodes in numbered.items() for number, node in nodes.items()}
+
+
+def _find_kinds(numbered: _Numbered, fewest: int) -> dict[Hashable, _Kind]:
+    """Return the kinds that take the same sources for at least ``fewest`` numbers one after another."""
+    numbered = {kind: nodes for kind, nodes in numbered.items() if len(nodes) >= fewest}
     while True:
-        places = {node.name: (kind, number) for kind, nodes in numbered.items() for number, node in nodes.items()}
+        places = _find_places(numbered)
         kinds = {kind: _longest_run(nodes, places) for kind, nodes in numbered.items()}
         if all(len(found) >= fewest for found in kinds.values()):
             return kinds
@@ -126,19 +182,19 @@ def _longest_run(nodes: Mapping[int, Node], places: Mapping[str, tuple[Hashable,
 
 
 def _sources(node: Node, number: int, places: Mapping[str, tuple[Hashable, int]]) -> Iterator[_Source]:
-    """Yield what the node for micro-batch ``number`` takes."""
+    """Yield what the node takes, whose number is given."""
     edges = [(place, value.index, value.node) for place, value in enumerate(node.inputs)]
     edges += [(-1, -1, control.source) for control in node.controls]
     for place, index, name in edges:
         if name in places:
-            kind, micro_batch = places[name]
-            yield _Source(place, index, kind, number - micro_batch, "")
+            kind, other = places[name]
+            yield _Source(place, index, kind, number - other, "")
         else:
             yield _Source(place, index, None, 0, name)
 
 
 _Edges = Set[tuple[Hashable, Hashable, int]]
-"""The kind that is taken, the kind that takes it, and how many micro-batches before."""
+"""The kind that is taken, the kind that takes it, and the distance of their numbers."""
 
 
 def _find_offsets(kinds: Sequence[Hashable], edges: _Edges) -> Mapping[Hashable, int]:
@@ -176,9 +232,9 @@ def _relax(offsets: dict[Hashable, int], edges: _Edges, choose: Callable[[int, i
                 offsets[kind] = choose(offset, offsets.get(kind, offset))
 
 
-def _divide(graph: Graph, iterations: int, members: Mapping[str, tuple[str, int]]) -> SteadyState | None:
+def _divide(graph: Graph, iterations: int, members: Mapping[str, tuple[str, int]], stride: int) -> SteadyState | None:
     """Return the loop of these members; None where a node outside of it must run both after and before parts of it."""
-    state = SteadyState((), (), (), iterations, members)
+    state = SteadyState((), (), (), iterations, members, stride)
     before: list[Node] = []
     body: list[Node] = []
     after: list[Node] = []
@@ -195,4 +251,92 @@ def _divide(graph: Graph, iterations: int, members: Mapping[str, tuple[str, int]
             return None
         elif found[1] == 0:
             body.append(node)
-    return SteadyState(tuple(before), tuple(body), tuple(after), iterations, members)
+    return replace(state, before=tuple(before), body=tuple(body), after=tuple(after))
+
+
+# --- Check that a loop on a rank cannot make the ranks wait for each other
+# ``verify_ranks`` proves that the ranks end without loops. In a loop nodes wait for more (see ``_Waits``). The ranks
+# still end if no send waits, because of that, for a receive for which it would not wait anyway. The calls of a rank run
+# one after the other, and are numbered here: a send that follows call i may wait for what the calls up to i need.
+
+_NEVER = sys.maxsize
+
+
+def _keeps_sends(graph: Graph, state: SteadyState) -> bool:
+    """Return whether each send comes after a call that needs whatever the send waits for because of the loop."""
+    if not any(map(is_collective, graph.nodes)):
+        return True
+    calls = {node.name: i for i, node in enumerate(nodes_of(graph, OpName.FORWARD, *BACKWARD_OPS))}
+    latest: dict[str, int] = {}  # the last call that ends before a node can run, or the node itself
+    for node in graph.nodes:
+        before = max((latest[name] for name in node.predecessors()), default=-1)
+        if calls.get(node.name, before + 1) != before + 1:
+            return False  # the calls are in no order
+        latest[node.name] = calls.get(node.name, before)
+    needed_by = dict.fromkeys(latest, _NEVER)  # the first call that a node must precede
+    for node in reversed(graph.nodes):
+        first = calls.get(node.name, needed_by[node.name])
+        for name in node.predecessors():
+            needed_by[name] = min(first, needed_by[name])
+    waits = _Waits(state, needed_by)
+    at = {member: graph.node(name) for name, member in state.members.items()}
+    for node in state.before:
+        waits.add(node)
+    for iteration in range(state.iterations):
+        for kind in state.body:
+            waits.add(at[kind.name, iteration], iteration)
+    for node in state.after:
+        waits.add(node, state.iterations)
+    return all(waits.by_loop[node.name] <= latest[node.name] for node in graph.nodes if _sends(node))
+
+
+class _Waits:
+    """For each node, the last of the calls that need what the node waits for from other ranks; -1 for none.
+
+    ``every`` counts all that a node waits for, and ``by_loop`` what it waits for only because of the loop: an iteration
+    waits for the end of an earlier one, a node that waits for the end of another for all earlier ones of its kind, and
+    a node after the loop for the last of each kind whose results it takes. ``needed_by``: the first call that a node
+    precedes.
+    """
+
+    def __init__(self, state: SteadyState, needed_by: Mapping[str, int]) -> None:
+        self._state = state
+        self._needed_by = needed_by
+        self._of_kinds: defaultdict[str, list[int]] = defaultdict(list)  # by iteration, together with all earlier ones
+        self._ended = [-1] * state.iterations  # each iteration, with all earlier ones
+        self.every: dict[str, int] = {}
+        self.by_loop: dict[str, int] = {}
+
+    def add(self, node: Node, iteration: int = 0) -> None:
+        """Add a node, after those that run before it; ``iteration``: their number for a node after the loop."""
+        state, by_loop = self._state, -1
+        ended = iteration - state.parallel_iterations
+        taken = [found for name in node.predecessors() if (found := state.find(name)) is not None]
+        if iteration == state.iterations:
+            ended = ended - 1 if taken else -1
+            by_loop = max((self._of_kinds[kind][-1] for kind, _ in taken), default=-1)
+        else:
+            waited = (state.find(control.source) for control in node.controls)
+            by_loop = max((self._of_kinds[found[0]][found[1]] for found in waited if found), default=-1)
+        if ended >= 0:
+            by_loop = max(by_loop, self._ended[ended])
+        every = by_loop
+        for name in node.predecessors():
+            by_loop, every = max(by_loop, self.by_loop[name]), max(every, self.every[name])
+        if _receives(node):
+            every = max(every, self._needed_by[node.name])
+        self.by_loop[node.name], self.every[node.name] = by_loop, every
+        member = state.find(node.name)
+        if member is not None:
+            kind, _ = member
+            self._of_kinds[kind].append(max([every, *self._of_kinds[kind][-1:]]))
+            earlier = self._ended[iteration - 1] if iteration else -1
+            self._ended[iteration] = max(every, earlier, self._ended[iteration])
+
+
+def _sends(node: Node) -> bool:
+    return is_collective(node) and (node.op != OpName.EXCHANGE or bool(node.integers("to")))
+
+
+def _receives(node: Node) -> bool:
+    return is_collective(node) and (node.op != OpName.EXCHANGE or bool(node.integers("source")))

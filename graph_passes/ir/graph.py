@@ -12,11 +12,21 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from functools import cached_property
 from typing import Literal, get_args
 
 from dapple_tf.errors import GraphError
-from dapple_tf.graph_passes.ir.str_enum import StrEnum
+
+
+class StrEnum(str, Enum):
+    """An enumeration whose members compare, hash and print as their values (``enum.StrEnum`` needs Python 3.11)."""
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+    def __repr__(self) -> str:
+        return repr(self.value)
 
 
 @dataclass(frozen=True)
@@ -276,6 +286,15 @@ class Function:
     graph: Graph
     inputs: tuple[Port, ...]
     outputs: tuple[Port, ...]
+
+    @cached_property
+    def _ports(self) -> Mapping[str, Port]:
+        return dict(zip(self.graph.inputs, self.inputs, strict=True))
+
+    def carrier_of(self, value: Value) -> tuple[Role, str] | None:
+        """Return the role and the name of the input that is ``value``; None for a value that the function computes."""
+        port = self._ports.get(value.node)
+        return None if port is None else (port.role, port.name)
 
     def input_ports(self, *roles: Role) -> tuple[tuple[int, Port], ...]:
         """Return the inputs that have one of these roles, each with its position."""

@@ -67,9 +67,7 @@ def of_minibatch(minibatch: int, name: str) -> str:
 
 def find_minibatch(name: str) -> int | None:
     """Return the minibatch of a name that ``of_minibatch`` returned; None for other names."""
-    first, _, rest = name.partition("/")
-    number = first.removeprefix(_MINIBATCH)
-    return int(number) if rest and first.startswith(_MINIBATCH) and number.isdecimal() else None
+    return _number_after(_MINIBATCH, name)
 
 
 def of_round(number: int, name: str) -> str:
@@ -79,9 +77,14 @@ def of_round(number: int, name: str) -> str:
 
 def find_round(name: str) -> int:
     """Return the round of a name that ``of_round`` returned; 0 for other names."""
+    return _number_after(_ROUND, name) or 0
+
+
+def _number_after(prefix: str, name: str) -> int | None:
+    """Return n of a name ``<prefix>n/...``; None for other names."""
     first, _, rest = name.partition("/")
-    number = first.removeprefix(_ROUND)
-    return int(number) if rest and first.startswith(_ROUND) and number.isdecimal() else 0
+    number = first.removeprefix(prefix)
+    return int(number) if rest and first.startswith(prefix) and number.isdecimal() else None
 
 
 def of_phase(number: int, name: str) -> str:
@@ -117,9 +120,23 @@ STAGE_OPS = (*WRITING_OPS, OpName.PARTIALS, OpName.PART, *BACKWARD_OPS)
 """The ops that call a part of a stage's forward or backward: each uses its replica's copies of variables."""
 
 
+_COLLECTIVES = frozenset({OpName.EXCHANGE, OpName.ALLREDUCE, OpName.MERGE_STATE, OpName.BARRIER})
+
+
+def is_collective(node: Node) -> bool:
+    """Return whether a node of a rank's graph communicates with other ranks."""
+    return node.op in _COLLECTIVES and node.has("ranks")
+
+
 def weight_gradient_op(graph: Graph, stage: int, micro_batch: int) -> OpName:
     """Return the op whose call gives the gradients of a stage's variables: ``weights`` where the backward is split."""
     return OpName.WEIGHTS if at(stage, 0, micro_batch, OpName.WEIGHTS) in graph.by_name else OpName.BACKWARD
+
+
+def of_any_micro_batch(node: Node) -> str:
+    """Return the name of a node that has a micro-batch, with ``*`` in place of its number."""
+    number = node.integer(MICRO_BATCH)
+    return node.name.replace(f"/mb{number}/", "/mb*/")
 
 
 def replica_counts(graph: Graph) -> tuple[int, ...]:

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal, get_args
 
-from dapple_tf.graph_passes.ir.graph import Attr, Role
-from dapple_tf.graph_passes.ir.str_enum import StrEnum
+from dapple_tf.graph_passes.ir.graph import Attr, Role, StrEnum
 
 INPUT_OPS: frozenset[str] = frozenset({*get_args(Role), "capture"}) - {"loss", "aux"}
 """Ops of the op level that stand for inputs: the roles of ports, and ``capture`` for a captured constant."""
@@ -582,6 +581,7 @@ _TABLE = (
         (
             Attribute("dtypes", "tuple[str, ...]"),
             Attribute("header", "bool"),
+            Attribute("micro_batch", "int", required=False),
             Attribute("ranks", "tuple[int, ...]"),
             Attribute("source", "tuple[int, ...]"),
             Attribute("to", "tuple[int, ...]"),

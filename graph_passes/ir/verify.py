@@ -2,31 +2,42 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 from dapple_tf.errors import GraphError
 from dapple_tf.graph_passes.ir.graph import BOUND_ROLES, Function, Graph, Node, TensorType, topological
 from dapple_tf.graph_passes.ir.ops import INPUT_OPS, OPS, Op, Operands
+
+_NODE_OF = attrgetter("node")  # of a Value
 
 
 def verify(graph: Graph, verified: Graph | None = None) -> None:
     """Check the nodes, edges, ops and calls of ``graph``, and those of its stage functions.
 
-    A graph with an op of the table is at the call level, and has no others. ``verified``: a graph that has
-    passed; Function objects that it shares with ``graph`` are not checked again, nor the attributes of Node objects.
-    Raises GraphError naming the first node that breaks an invariant.
+    A graph with an op of the table is at the call level, and has no others. ``verified``: a graph that has passed;
+    Function and Node objects that it shares with ``graph`` are not checked again, unless a node takes outputs of a new
+    node, or calls a function and the functions are others. Raises GraphError naming the first node that breaks an
+    invariant.
     """
     known = {id(item) for item in (*verified.functions, *verified.nodes)} if verified else set()
+    new = {node.name for node in graph.nodes if id(node) not in known}
+    same_functions = verified is not None and list(map(id, graph.functions)) == list(map(id, verified.functions))
     _verify_nodes(graph)
     call_level = any(node.op in OPS for node in graph.nodes)
+    calls = []
     for node in graph.nodes:
+        is_known = node.name not in new and new.isdisjoint(map(_NODE_OF, node.inputs))
         if node.op in OPS:
-            if id(node) not in known:
+            if node.name in new:
                 _verify_attributes(node, OPS[node.op])
-            _verify_tensors(graph, node, OPS[node.op])
+            if not is_known:
+                _verify_tensors(graph, node, OPS[node.op])
         elif call_level or node.op[0].islower():
             _verify_input_op(graph, node, allowed=not call_level)
-    for node in graph.nodes:
-        if node.has("function"):
-            _verify_call(graph, node)
+        if not (is_known and same_functions) and node.has("function"):
+            calls.append(node)
+    for node in calls:
+        _verify_call(graph, node)
     for function in graph.functions:
         if id(function) not in known:
             _verify_function(function)

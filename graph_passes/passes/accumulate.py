@@ -23,35 +23,31 @@ class Accumulate:
     )
 
     def __call__(self, graph: Graph) -> Graph:
-        return accumulate_gradients(graph)
+        """Return the graph with a ``gradients`` node for each replica of each stage that has gradients.
 
-
-def accumulate_gradients(graph: Graph) -> Graph:
-    """Return the graph with a ``gradients`` node for each replica of each stage that has gradients.
-
-    Several micro-batches are summed in micro-batch order, in buffers on the replica's device, so that no micro-batch's
-    gradients stay in memory. The gradients of a single micro-batch are passed on as they are.
-    """
-    last = micro_batch_count(graph) - 1
-    added: list[Node] = []
-    for node in nodes_of(graph, OpName.BACKWARD, OpName.WEIGHTS):
-        ports = graph.function(node.string("function")).output_ports("variable")
-        if not ports:
-            continue
-        stage, replica, m = (node.integer(key) for key in ("stage", "replica", "micro_batch"))
-        values = tuple(node.values()[i] for i, _ in ports)
-        names = tuple(port.name for _, port in ports)
-        attrs: dict[str, Attr] = {"replica": replica, "stage": stage, "variables": names}
-        controls: tuple[Control, ...] = ()
-        if last:
-            name = at(stage, replica, m, OpName.ACCUMULATE)
-            previous = at(stage, replica, m - 1, OpName.ACCUMULATE)
-            order = () if m == 0 else (Control(previous, f"accumulate: micro-batch {m} after {m - 1}"),)
-            own_attrs = attributes({**attrs, "first": m == 0, "micro_batch": m})
-            added.append(Node(name, OpName.ACCUMULATE, values, (), own_attrs, order))
-            values, controls = (), (Control(name, "accumulate: all micro-batches are summed"),)
-        if m == last:
-            kinds = tuple(port.type for _, port in ports)
-            name = at(stage, replica, what=OpName.GRADIENTS)
-            added.append(Node(name, OpName.GRADIENTS, values, kinds, attributes(attrs), controls))
-    return graph.replace(nodes=(*graph.nodes, *added)).sorted()
+        Several micro-batches are summed in micro-batch order, in buffers on the replica's device, so that no
+        micro-batch's gradients stay in memory. The gradients of a single micro-batch are passed on as they are.
+        """
+        last = micro_batch_count(graph) - 1
+        added: list[Node] = []
+        for node in nodes_of(graph, OpName.BACKWARD, OpName.WEIGHTS):
+            ports = graph.function(node.string("function")).output_ports("variable")
+            if not ports:
+                continue
+            stage, replica, m = (node.integer(key) for key in ("stage", "replica", "micro_batch"))
+            values = tuple(node.values()[i] for i, _ in ports)
+            names = tuple(port.name for _, port in ports)
+            attrs: dict[str, Attr] = {"replica": replica, "stage": stage, "variables": names}
+            controls: tuple[Control, ...] = ()
+            if last:
+                name = at(stage, replica, m, OpName.ACCUMULATE)
+                previous = at(stage, replica, m - 1, OpName.ACCUMULATE)
+                order = () if m == 0 else (Control(previous, f"accumulate: micro-batch {m} after {m - 1}"),)
+                own_attrs = attributes({**attrs, "first": m == 0, "micro_batch": m})
+                added.append(Node(name, OpName.ACCUMULATE, values, (), own_attrs, order))
+                values, controls = (), (Control(name, "accumulate: all micro-batches are summed"),)
+            if m == last:
+                kinds = tuple(port.type for _, port in ports)
+                name = at(stage, replica, what=OpName.GRADIENTS)
+                added.append(Node(name, OpName.GRADIENTS, values, kinds, attributes(attrs), controls))
+        return graph.replace(nodes=(*graph.nodes, *added)).sorted()

@@ -53,48 +53,48 @@ class AddInPlace:
     )
 
     def __call__(self, graph: Graph) -> Graph:
-        return add_in_place(graph, self.schedule)
+        """Return the graph with ``clear_sums`` in place of each first ``accumulate``, and without the other ones.
 
-
-def add_in_place(graph: Graph, schedule: Schedule) -> Graph:
-    """Return the graph with ``clear_sums`` in place of each first ``accumulate``, and without the other ones.
-
-    The functions of the calls take the sums (role ``sum``), and do not return the gradients any more.
-    """
-    sums = [node for node in nodes_of(graph, OpName.ACCUMULATE) if _runs_in_order(schedule, node.integer("stage"))]
-    call_of = {node.name: node.inputs[0].node for node in sums if not node.has("bucket")}
-    adding: dict[str, _Adding] = {}
-    moved: dict[Value, Value] = {}
-    outputs: dict[str, tuple[TensorType, ...]] = {}
-    first: dict[str, str] = {}
-    for name, call in ((name, graph.node(call)) for name, call in call_of.items()):
-        function = call.string("function")
-        if function not in adding:
-            adding[function] = _add(graph.function(function), graph.node(name))
-        left = [value for value in call.values() if value.index not in adding[function].added]
-        moved |= {value: Value(call.name, i) for i, value in enumerate(left)}
-        outputs[call.name] = tuple(call.outputs[value.index] for value in left)
-        if graph.node(name).attr("first"):
-            first[call.name] = _clear(graph.node(name)).name
-    nodes: list[Node] = []
-    for node in graph.nodes:
-        if node.name in call_of:
-            nodes += [_clear(node)] if node.attr("first") else []
-            continue
-        inputs = tuple(moved.get(value, value) for value in node.inputs)
-        node = dataclasses.replace(node, inputs=inputs, outputs=outputs.get(node.name, node.outputs))
-        if node.name in first:
-            node = node.after(first[node.name], "sum: it is cleared before")
-        nodes.append(_wait_for_calls(node, call_of))
-    return graph.replace(
-        nodes=tuple(nodes),
-        outputs=tuple(moved.get(value, value) for value in graph.outputs),
-        functions=tuple(adding[f.name].function if f.name in adding else f for f in graph.functions),
-    ).sorted()
+        The functions of the calls take the sums (role ``sum``), and do not return the gradients any more.
+        """
+        in_order = [_runs_in_order(self.schedule, stage) for stage in range(len(self.schedule.stages))]
+        sums = [node for node in nodes_of(graph, OpName.ACCUMULATE) if in_order[node.integer("stage")]]
+        call_of = {node.name: node.inputs[0].node for node in sums if not node.has("bucket")}
+        adding: dict[str, _Adding] = {}
+        moved: dict[Value, Value] = {}
+        outputs: dict[str, tuple[TensorType, ...]] = {}
+        first: dict[str, str] = {}
+        for name, call in ((name, graph.node(call)) for name, call in call_of.items()):
+            function = call.string("function")
+            if function not in adding:
+                adding[function] = _add(graph.function(function), graph.node(name))
+            left = [value for value in call.values() if value.index not in adding[function].added]
+            moved |= {value: Value(call.name, i) for i, value in enumerate(left)}
+            outputs[call.name] = tuple(call.outputs[value.index] for value in left)
+            if graph.node(name).attr("first"):
+                first[call.name] = _clear(graph.node(name)).name
+        nodes: list[Node] = []
+        for node in graph.nodes:
+            if node.name in call_of:
+                nodes += [_clear(node)] if node.attr("first") else []
+                continue
+            if node.name in outputs or not moved.keys().isdisjoint(node.inputs):
+                inputs = tuple(moved.get(value, value) for value in node.inputs)
+                node = dataclasses.replace(node, inputs=inputs, outputs=outputs.get(node.name, node.outputs))
+            if node.name in first:
+                node = node.after(first[node.name], "sum: it is cleared before")
+            nodes.append(_wait_for_calls(node, call_of))
+        return graph.replace(
+            nodes=tuple(nodes),
+            outputs=tuple(moved.get(value, value) for value in graph.outputs),
+            functions=tuple(adding[f.name].function if f.name in adding else f for f in graph.functions),
+        ).sorted()
 
 
 def _wait_for_calls(node: Node, call_of: Mapping[str, str]) -> Node:
     """Return the node, which waits for the calls themselves where it waited until their gradients were added."""
+    if not any(control.source in call_of for control in node.controls):
+        return node
     controls: dict[str, Control] = {}
     for control in node.controls:
         source = call_of.get(control.source, control.source)

@@ -35,50 +35,46 @@ class AllReduce:
     )
 
     def __call__(self, graph: Graph) -> Graph:
-        return reduce_gradients(graph, self.shares)
+        """Return the graph with ``reduced_gradients`` for each stage, of all variables that it owns.
 
+        A stage whose update is sharded has such a node for each replica.
 
-def reduce_gradients(graph: Graph, shares: tuple[tuple[str, int], ...] = ()) -> Graph:
-    """Return the graph with ``reduced_gradients`` for each stage, of all variables that it owns.
-
-    A stage whose update is sharded has such a node for each replica.
-
-    Gradients in buckets (see ``Overlap``) are reduced bucket by bucket.
-    """
-    replicas, variables = replica_counts(graph), find_variables(graph, shares)
-    gradients: dict[tuple[int, int], list[Node]] = {}
-    for node in nodes_of(graph, OpName.GRADIENTS):
-        gradients.setdefault((node.integer("stage"), node.integer("replica")), []).append(node)
-    added: list[Node] = []
-    # (stage, variable) -> the gradient that this stage computes, summed over its replicas; the loss head comes last
-    stage_sums: dict[tuple[int, str], Value] = {}
-    types: dict[str, TensorType] = {}
-    for stage, count in enumerate(replicas):
-        for of_replicas in zip(*(gradients.get((stage, r), []) for r in range(count)), strict=True):
-            if stage in variables.sharded:
-                sums = _reduce(stage, of_replicas, variables)
-            else:
-                sums = [*of_replicas] if count == 1 else [_allreduce(stage, of_replicas)]
-            added += sums if count > 1 else []
-            for node in sums:
-                for name, value, kind in zip(node.strings("variables"), node.values(), node.outputs, strict=True):
-                    stage_sums[stage, name] = value
-                    types[name] = kind
-    for node in nodes_of(graph, OpName.LOSS_HEAD):  # it runs once, on one replica
-        for i, port in graph.function(node.string("function")).output_ports("variable"):
-            stage_sums[len(replicas), port.name] = node.values()[i]
-            types[port.name] = port.type
-    of_homes: dict[Site, list[str]] = {}
-    of_variables: dict[str, list[str]] = {}
-    for name in types:
-        of_variables.setdefault(without_target(name), []).append(name)
-    for stage in range(len(replicas)):
-        for variable in variables.owned(stage):
-            for name in of_variables.get(variable, ()):
-                of_homes.setdefault(variables.home(name), []).append(name)
-    for home, names in sorted(of_homes.items()):
-        added += _sum_over_stages(home, names, stage_sums, types)
-    return graph.replace(nodes=(*graph.nodes, *added))
+        Gradients in buckets (see ``Overlap``) are reduced bucket by bucket.
+        """
+        replicas, variables = replica_counts(graph), find_variables(graph, self.shares)
+        gradients: dict[tuple[int, int], list[Node]] = {}
+        for node in nodes_of(graph, OpName.GRADIENTS):
+            gradients.setdefault((node.integer("stage"), node.integer("replica")), []).append(node)
+        added: list[Node] = []
+        # (stage, variable) -> the gradient that this stage computes, summed over its replicas; the loss head comes last
+        stage_sums: dict[tuple[int, str], Value] = {}
+        types: dict[str, TensorType] = {}
+        for stage, count in enumerate(replicas):
+            for of_replicas in zip(*(gradients.get((stage, r), []) for r in range(count)), strict=True):
+                if stage in variables.sharded:
+                    sums = _reduce(stage, of_replicas, variables)
+                else:
+                    sums = [*of_replicas] if count == 1 else [_allreduce(stage, of_replicas)]
+                added += sums if count > 1 else []
+                for node in sums:
+                    for name, value, kind in zip(node.strings("variables"), node.values(), node.outputs, strict=True):
+                        stage_sums[stage, name] = value
+                        types[name] = kind
+        for node in nodes_of(graph, OpName.LOSS_HEAD):  # it runs once, on one replica
+            for i, port in graph.function(node.string("function")).output_ports("variable"):
+                stage_sums[len(replicas), port.name] = node.values()[i]
+                types[port.name] = port.type
+        of_homes: dict[Site, list[str]] = {}
+        of_variables: dict[str, list[str]] = {}
+        for name in types:
+            of_variables.setdefault(without_target(name), []).append(name)
+        for stage in range(len(replicas)):
+            for variable in variables.owned(stage):
+                for name in of_variables.get(variable, ()):
+                    of_homes.setdefault(variables.home(name), []).append(name)
+        for home, names in sorted(of_homes.items()):
+            added += _sum_over_stages(home, names, stage_sums, types)
+        return graph.replace(nodes=(*graph.nodes, *added))
 
 
 def _allreduce(stage: int, of_replicas: Sequence[Node]) -> Node:

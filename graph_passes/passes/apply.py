@@ -50,77 +50,73 @@ class Apply:
     )
 
     def __call__(self, graph: Graph) -> Graph:
-        return apply_updates(graph, self.updates, self.global_clipnorm)
+        """Return the graph with a barrier, the calls ``stageN/update`` after it, and ``update/done`` after everything.
 
+        Its outputs are followed by what the updates return. What the optimizer computes from the gradients of several
+        stages is computed before the barrier; of a later round, after the updates of the rounds before.
 
-def apply_updates(graph: Graph, updates: Updates, global_clipnorm: float | None = None) -> Graph:
-    """Return the graph with a barrier, the calls ``stageN/update`` after it, and ``update/done`` after everything.
-
-    Its outputs are followed by what the updates return. What the optimizer computes from the gradients of several
-    stages is computed before the barrier; of a later round, after the updates of the rounds before.
-
-    No variable is written before the barrier, and the barrier waits for all gradients and for the loss: a step that
-    fails in forward, backward or AllReduce leaves all variables as they were. Raises GraphError if an update takes the
-    gradient of a variable that no backward call gives.
-    """
-    reduced, gathered = nodes_of(graph, OpName.REDUCED_GRADIENTS), nodes_of(graph, OpName.GATHER_SLICES)
-    barrier = Node(BARRIER_NAME, OpName.BARRIER)
-    for node in (*reduced, *gathered):
-        barrier = barrier.after(node.name, "barrier: no weight changes before every gradient is there")
-    for value in graph.outputs:
-        barrier = barrier.after(value.node, "barrier: no weight changes before the loss is there")
-    for node in nodes_of(graph, OpName.WRITE_STATISTICS):
-        for value in node.inputs:
-            barrier = barrier.after(value.node, "barrier: no variable changes before all statistics are there")
-    added: list[Node] = []
-    gradients: Gradients = {}
-    for node in reduced:
-        for name, value in zip(node.strings("variables"), node.values(), strict=True):
-            gradients["gradient", name] = value
-    for node in gathered:
-        gradients["slices", node.string("variable")], gradients["indices", node.string("variable")] = node.values()
-    gradients |= {("whole", str(number)): value for number, value in enumerate(graph.outputs)}
-    if global_clipnorm is not None:
-        added += _clip(reduced, gathered, gradients, float(global_clipnorm))
-    terms = _terms(updates, gradients)
-    for node in terms:
-        barrier = barrier.after(node.name, "barrier: no weight changes before the optimizer's terms are there")
-    added = [barrier, *added, *terms]
-    begin = Node("update/begin", OpName.SET_UPDATING, attrs=attributes({"updating": True}))
-    begin = begin.after(BARRIER_NAME, "barrier: from here on a failure leaves the step half-applied")
-    added.append(begin)
-    start: tuple[Control, ...] = (Control(begin.name, "barrier: nothing is half-updated by a failure"),)
-    calls, ends = _round(graph, updates, gradients, start)
-    added += calls
-    states = [node.name for node in nodes_of(graph, OpName.COMMIT, OpName.WRITE_STATISTICS)]
-    for later in updates.rounds[1:]:
-        before = [*([control.source for control in ends] or [begin.name]), *states]
-        start = tuple(Control(name, "round: it reads what was written before") for name in before)
-        terms = [dataclasses.replace(node, controls=start) for node in _terms(later, gradients)]
-        calls, ends = _round(graph, later, gradients, start)
-        added += [*terms, *calls]
-        ends = ends or [Control(name, "the step ends after its last round") for name in before]
-    nodes = []
-    for node in graph.nodes:
-        if node.op in (OpName.COMMIT, OpName.WRITE_STATISTICS):
-            node = node.after(begin.name, "barrier: nothing is half-written by a failure")
-            ends.append(Control(node.name, "the step ends when all state is written"))
-        nodes.append(node)
-    ends = ends or [Control(begin.name, "the step ends after its barrier")]
-    done = Node("update/done", OpName.SET_UPDATING, attrs=attributes({"updating": False}), controls=tuple(ends))
-    added.append(done)
-    outputs = [*graph.outputs]
-    for number, port in enumerate(updates.returned):
-        value = gradients[port]
-        if port[0] == "partial":  # a stage has it: bring it home, or to every rank
-            kind = next(node for node in added if node.name == value.node).outputs[value.index]
-            attrs = attributes({"kind": "first"})
-            added.append(Node(f"returned/{number}", OpName.MERGE, (value,), (kind,), attrs))
-            value = Value(added[-1].name)
-        outputs.append(value)
-    return graph.replace(
-        nodes=(*nodes, *added), outputs=tuple(outputs), functions=(*graph.functions, *updates.functions)
-    ).sorted()
+        No variable is written before the barrier, and the barrier waits for all gradients and for the loss: a step that
+        fails in forward, backward or AllReduce leaves all variables as they were. Raises GraphError if an update takes
+        the gradient of a variable that no backward call gives.
+        """
+        reduced, gathered = nodes_of(graph, OpName.REDUCED_GRADIENTS), nodes_of(graph, OpName.GATHER_SLICES)
+        barrier = Node(BARRIER_NAME, OpName.BARRIER)
+        for node in (*reduced, *gathered):
+            barrier = barrier.after(node.name, "barrier: no weight changes before every gradient is there")
+        for value in graph.outputs:
+            barrier = barrier.after(value.node, "barrier: no weight changes before the loss is there")
+        for node in nodes_of(graph, OpName.WRITE_STATISTICS):
+            for value in node.inputs:
+                barrier = barrier.after(value.node, "barrier: no variable changes before all statistics are there")
+        added: list[Node] = []
+        gradients: Gradients = {}
+        for node in reduced:
+            for name, value in zip(node.strings("variables"), node.values(), strict=True):
+                gradients["gradient", name] = value
+        for node in gathered:
+            gradients["slices", node.string("variable")], gradients["indices", node.string("variable")] = node.values()
+        gradients |= {("whole", str(number)): value for number, value in enumerate(graph.outputs)}
+        if self.global_clipnorm is not None:
+            added += _clip(reduced, gathered, gradients, float(self.global_clipnorm))
+        terms = _terms(self.updates, gradients)
+        for node in terms:
+            barrier = barrier.after(node.name, "barrier: no weight changes before the optimizer's terms are there")
+        added = [barrier, *added, *terms]
+        begin = Node("update/begin", OpName.SET_UPDATING, attrs=attributes({"updating": True}))
+        begin = begin.after(BARRIER_NAME, "barrier: from here on a failure leaves the step half-applied")
+        added.append(begin)
+        start: tuple[Control, ...] = (Control(begin.name, "barrier: nothing is half-updated by a failure"),)
+        calls, ends = _round(graph, self.updates, gradients, start)
+        added += calls
+        states = [node.name for node in nodes_of(graph, OpName.COMMIT, OpName.WRITE_STATISTICS)]
+        for later in self.updates.rounds[1:]:
+            before = [*([control.source for control in ends] or [begin.name]), *states]
+            start = tuple(Control(name, "round: it reads what was written before") for name in before)
+            terms = [dataclasses.replace(node, controls=start) for node in _terms(later, gradients)]
+            calls, ends = _round(graph, later, gradients, start)
+            added += [*terms, *calls]
+            ends = ends or [Control(name, "the step ends after its last round") for name in before]
+        nodes = []
+        for node in graph.nodes:
+            if node.op in (OpName.COMMIT, OpName.WRITE_STATISTICS):
+                node = node.after(begin.name, "barrier: nothing is half-written by a failure")
+                ends.append(Control(node.name, "the step ends when all state is written"))
+            nodes.append(node)
+        ends = ends or [Control(begin.name, "the step ends after its barrier")]
+        done = Node("update/done", OpName.SET_UPDATING, attrs=attributes({"updating": False}), controls=tuple(ends))
+        added.append(done)
+        outputs = [*graph.outputs]
+        for number, port in enumerate(self.updates.returned):
+            value = gradients[port]
+            if port[0] == "partial":  # a stage has it: bring it home, or to every rank
+                kind = next(node for node in added if node.name == value.node).outputs[value.index]
+                attrs = attributes({"kind": "first"})
+                added.append(Node(f"returned/{number}", OpName.MERGE, (value,), (kind,), attrs))
+                value = Value(added[-1].name)
+            outputs.append(value)
+        return graph.replace(
+            nodes=(*nodes, *added), outputs=tuple(outputs), functions=(*graph.functions, *self.updates.functions)
+        ).sorted()
 
 
 def _round(

@@ -53,14 +53,16 @@ Observer = Callable[[str, Graph], None]
 """Called after each pass with the name of the pass and the graph that it returned."""
 
 
-def run_passes(graph: Graph, passes: Sequence[Pass], observers: Sequence[Observer] = ()) -> Graph:
+def run_passes(
+    graph: Graph, passes: Sequence[Pass], observers: Sequence[Observer] = (), *, verified: Graph | None = None
+) -> Graph:
     """Return what ``passes`` make of ``graph``, in order. The graph is verified after each of them.
 
+    ``verified``: a graph that has been verified; see ``verify``.
     Raises GraphError that names the pass, the one before it, and the op or node, if a pass breaks its contract or
     returns an invalid graph.
     """
     previous = "the input"
-    verified: Graph | None = None
     for step in passes:
         name = f"pass {step.name!r} (after {previous})"
         before = graph

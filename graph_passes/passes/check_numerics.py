@@ -28,14 +28,12 @@ class CheckNumerics:
     )
 
     def __call__(self, graph: Graph) -> Graph:
-        return check_numerics(graph, gradients=self.gradients)
+        """Return the graph that checks its loss (its first output) and, with ``gradients``, its complete gradients."""
+        loss = graph.outputs[0].node
 
+        def checked(node: Node) -> Node:
+            return (
+                node.with_attrs(check=True) if (self.gradients and node.op in _COMPLETE) or node.name == loss else node
+            )
 
-def check_numerics(graph: Graph, *, gradients: bool = True) -> Graph:
-    """Return the graph that checks its loss (its first output) and, with ``gradients``, its complete gradients."""
-    loss = graph.outputs[0].node
-
-    def checked(node: Node) -> Node:
-        return node.with_attrs(check=True) if (gradients and node.op in _COMPLETE) or node.name == loss else node
-
-    return graph.replace(nodes=tuple(map(checked, graph.nodes)))
+        return graph.replace(nodes=tuple(map(checked, graph.nodes)))

@@ -60,28 +60,24 @@ class CombineStatistics:
     )
 
     def __call__(self, graph: Graph) -> Graph:
-        return combine_statistics(graph)
+        """Return the graph in which ``run_once`` of replicated stages takes combined partial statistics, not the batch.
 
-
-def combine_statistics(graph: Graph) -> Graph:
-    """Return the graph in which ``run_once`` of replicated stages takes combined partial statistics, not the batch.
-
-    A stage keeps its ``run_once`` as it is where something in it needs the batch's rows in another way, or where a
-    partial statistic needs the batch's size, a random draw, or a variable that ``run_once`` writes.
-    """
-    replicas = replica_counts(graph)
-    nodes: list[Node] = []
-    functions = {function.name: [function] for function in graph.functions}
-    for node in graph.nodes:
-        replicated = node.op == OpName.RUN_ONCE and replicas[node.integer("stage")] > 1
-        cut = _cut(graph.function(node.string("function"))) if replicated else None
-        if cut is None:
-            nodes.append(node)
-            continue
-        functions[cut.rest.name] = [cut.rest, cut.partials]
-        nodes += _nodes(node, graph, cut, replicas[node.integer("stage")])
-    kept = tuple(function for found in functions.values() for function in found)
-    return graph.replace(nodes=tuple(nodes), functions=kept).sorted()
+        A stage keeps its ``run_once`` as it is where something in it needs the batch's rows in another way, or where a
+        partial statistic needs the batch's size, a random draw, or a variable that ``run_once`` writes.
+        """
+        replicas = replica_counts(graph)
+        nodes: list[Node] = []
+        functions = {function.name: [function] for function in graph.functions}
+        for node in graph.nodes:
+            replicated = node.op == OpName.RUN_ONCE and replicas[node.integer("stage")] > 1
+            cut = _cut(graph.function(node.string("function"))) if replicated else None
+            if cut is None:
+                nodes.append(node)
+                continue
+            functions[cut.rest.name] = [cut.rest, cut.partials]
+            nodes += _nodes(node, graph, cut, replicas[node.integer("stage")])
+        kept = tuple(function for found in functions.values() for function in found)
+        return graph.replace(nodes=tuple(nodes), functions=kept).sorted()
 
 
 @dataclass(frozen=True)
@@ -110,21 +106,16 @@ def _cut(function: Function) -> _Cut | None:
     before = ancestors(graph, [node.name for node in used])
     if rest & batch or not _can_run_on_rows(function, before):
         return None
-    ports = dict(zip(graph.inputs, function.inputs, strict=True))
-
-    def port_of(value: Value) -> tuple[Role, str] | None:
-        port = ports.get(value.node)
-        return None if port is None else (port.role, port.name)
 
     def port_or_partial(value: Value) -> tuple[Role, str] | None:
-        return ("once", str(value)) if value.node in marked else port_of(value)
+        return ("once", str(value)) if value.node in marked else function.carrier_of(value)
 
     values = [Value(node.name) for node in used]
     results = [Port("once", str(value), graph.type_of(value)) for value in values]
     name = f"{function.name.rpartition('/')[0]}/{OpName.PARTIALS}"
     inputs = set(graph.inputs)
     return _Cut(
-        extract_function(name, graph, before - inputs, port_of, results, values),
+        extract_function(name, graph, before - inputs, function.carrier_of, results, values),
         extract_function(function.name, graph, rest - inputs, port_or_partial, function.outputs, graph.outputs),
         used,
     )

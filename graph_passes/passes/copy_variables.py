@@ -10,7 +10,6 @@ its own. A step that fails before its barrier thus changes no variable.
 
 from __future__ import annotations
 
-from collections.abc import Set
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -39,51 +38,47 @@ class CopyVariables:
     )
 
     def __call__(self, graph: Graph) -> Graph:
-        return copy_variables(graph, self.versioned, self.shares)
+        """Return the graph with ``refresh`` and ``commit`` nodes, and edges from a refresh to its replica's calls.
 
-
-def copy_variables(graph: Graph, versioned: Set[str] = frozenset(), shares: tuple[tuple[str, int], ...] = ()) -> Graph:
-    """Return the graph with ``refresh`` and ``commit`` nodes, and control edges from a refresh to its replica's calls.
-
-    Each call has an edge of its own, since a schedule may begin with any micro-batch, and since backward's reads of a
-    copy do not wait for forward where TensorFlow inlines the calls.
-    """
-    variables = find_variables(graph, shares)
-    refreshes: dict[tuple[int, int], Node] = {}
-    commits: list[Node] = []
-    for stage, replicas in enumerate(replica_counts(graph)):
-        for replica in range(replicas):
-            names = tuple(name for name in variables.copied(stage, replica) if name not in versioned)
-            if names:
-                attrs = attributes({"replica": replica, "stage": stage, "variables": names})
-                summed = tuple(name for name in names if name in variables.summed) if replica else ()
-                attrs = attributes({**dict(attrs), "summed": summed}) if summed else attrs
-                name = at(stage, replica, what=OpName.REFRESH)
-                refreshes[stage, replica] = Node(name, OpName.REFRESH, attrs=attrs)
-        state = [name for name in variables.owned(stage) if name in variables.state]
-        for what, count, names in (
-            (str(OpName.COMMIT), replicas, tuple(name for name in state if name not in variables.once)),
-            (f"{OpName.COMMIT}_once", 1, tuple(name for name in state if name in variables.once)),
-        ):
-            if names:
-                attrs = attributes({"replica": 0, "replicas": count, "stage": stage, "variables": names})
-                summed = tuple(name for name in names if name in variables.summed) if count > 1 else ()
-                attrs = attributes({**dict(attrs), "summed": summed}) if summed else attrs
-                commits.append(Node(at(stage, what=what), OpName.COMMIT, attrs=attrs))
-    writers: dict[int, list[Control]] = {}
-    for node in nodes_of(graph, *WRITING_OPS):
-        done = Control(node.name, "commit: every write to the copies is done")
-        writers.setdefault(node.integer("stage"), []).append(done)
-    commits = [replace(commit, controls=tuple(writers[commit.integer("stage")])) for commit in commits]
-    nodes: list[Node] = []
-    added: set[str] = set()
-    for node in graph.nodes:
-        place = (node.integer("stage"), node.integer("replica")) if node.op in STAGE_OPS else None
-        if place in refreshes:
-            refresh = refreshes[place]
-            if refresh.name not in added:
-                nodes.append(refresh)
-                added.add(refresh.name)
-            node = node.after(refresh.name, "refresh: the copies of variables hold this step's values")
-        nodes.append(node)
-    return graph.replace(nodes=(*nodes, *commits))
+        Each call has an edge of its own, since a schedule may begin with any micro-batch, and since backward's reads of
+        a copy do not wait for forward where TensorFlow inlines the calls.
+        """
+        variables = find_variables(graph, self.shares)
+        refreshes: dict[tuple[int, int], Node] = {}
+        commits: list[Node] = []
+        for stage, replicas in enumerate(replica_counts(graph)):
+            for replica in range(replicas):
+                names = tuple(name for name in variables.copied(stage, replica) if name not in self.versioned)
+                if names:
+                    attrs = attributes({"replica": replica, "stage": stage, "variables": names})
+                    summed = tuple(name for name in names if name in variables.summed) if replica else ()
+                    attrs = attributes({**dict(attrs), "summed": summed}) if summed else attrs
+                    name = at(stage, replica, what=OpName.REFRESH)
+                    refreshes[stage, replica] = Node(name, OpName.REFRESH, attrs=attrs)
+            state = [name for name in variables.owned(stage) if name in variables.state]
+            for what, count, names in (
+                (str(OpName.COMMIT), replicas, tuple(name for name in state if name not in variables.once)),
+                (f"{OpName.COMMIT}_once", 1, tuple(name for name in state if name in variables.once)),
+            ):
+                if names:
+                    attrs = attributes({"replica": 0, "replicas": count, "stage": stage, "variables": names})
+                    summed = tuple(name for name in names if name in variables.summed) if count > 1 else ()
+                    attrs = attributes({**dict(attrs), "summed": summed}) if summed else attrs
+                    commits.append(Node(at(stage, what=what), OpName.COMMIT, attrs=attrs))
+        writers: dict[int, list[Control]] = {}
+        for node in nodes_of(graph, *WRITING_OPS):
+            done = Control(node.name, "commit: every write to the copies is done")
+            writers.setdefault(node.integer("stage"), []).append(done)
+        commits = [replace(commit, controls=tuple(writers[commit.integer("stage")])) for commit in commits]
+        nodes: list[Node] = []
+        added: set[str] = set()
+        for node in graph.nodes:
+            place = (node.integer("stage"), node.integer("replica")) if node.op in STAGE_OPS else None
+            if place in refreshes:
+                refresh = refreshes[place]
+                if refresh.name not in added:
+                    nodes.append(refresh)
+                    added.add(refresh.name)
+                node = node.after(refresh.name, "refresh: the copies of variables hold this step's values")
+            nodes.append(node)
+        return graph.replace(nodes=(*nodes, *commits))

@@ -27,20 +27,16 @@ class ExposeGradients:
     )
 
     def __call__(self, graph: Graph) -> Graph:
-        return expose_gradients(graph)
+        """Return the graph with all gradients as further outputs: of ``reduced_gradients``, then of ``densify``.
 
-
-def expose_gradients(graph: Graph) -> Graph:
-    """Return the graph with all gradients as further outputs: of ``reduced_gradients``, then of ``densify``.
-
-    There is a ``densify`` for each sparse gradient. Raises GraphError if the gradients are outputs already.
-    """
-    reduced = nodes_of(graph, OpName.REDUCED_GRADIENTS)
-    if not {node.name for node in reduced}.isdisjoint(value.node for value in graph.outputs):
-        raise GraphError("the gradients are outputs already: run the pass once")
-    dense = [_densify(node) for node in nodes_of(graph, OpName.GATHER_SLICES)]
-    values = (value for node in (*reduced, *dense) for value in node.values())
-    return graph.replace(nodes=(*graph.nodes, *dense), outputs=(*graph.outputs, *values))
+        There is a ``densify`` for each sparse gradient. Raises GraphError if the gradients are outputs already.
+        """
+        reduced = nodes_of(graph, OpName.REDUCED_GRADIENTS)
+        if not {node.name for node in reduced}.isdisjoint(value.node for value in graph.outputs):
+            raise GraphError("the gradients are outputs already: run the pass once")
+        dense = [_densify(node) for node in nodes_of(graph, OpName.GATHER_SLICES)]
+        values = (value for node in (*reduced, *dense) for value in node.values())
+        return graph.replace(nodes=(*graph.nodes, *dense), outputs=(*graph.outputs, *values))
 
 
 def _densify(gathered: Node) -> Node:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import ClassVar
 
-from dapple_tf.graph_passes.analysis.resident_variables import variable_uses, written_by
+from dapple_tf.graph_passes.analysis.variable_use import variable_uses, written_by
 from dapple_tf.graph_passes.ir.graph import Effect, Graph, Node, attributes
 from dapple_tf.graph_passes.ir.names import STAGE_OPS, nodes_of, of_phase
 from dapple_tf.graph_passes.ir.ops import OpName
@@ -59,33 +59,29 @@ class FollowPhases:
     )
 
     def __call__(self, graph: Graph) -> Graph:
-        return follow_phases(graph, self.earlier, self.variables, last=self.last)
+        """Return the graph with a ``follow`` node for what each node waits for, unless nodes before it wait for that.
 
-
-def follow_phases(graph: Graph, earlier: Sequence[PhaseGraph], variables: Mapping[str, int], *, last: bool) -> Graph:
-    """Return the graph with a ``follow`` node for what each node has to wait for, unless nodes before it wait for it.
-
-    No call is inlined. A phase that is not the ``last`` does not end the step: it leaves the note that variables are
-    being written, and the step does not end with its tokens.
-    """
-    waits = _find_waits(PhaseGraph(graph, variables), earlier)
-    nodes: list[Node] = []
-    known: dict[str, frozenset[str]] = {}  # for each node, the nodes of earlier phases after which it runs
-    added: dict[tuple[str, frozenset[str]], str] = {}
-    for node in graph.nodes:
-        known[node.name] = frozenset[str]().union(*(known[source] for source in node.predecessors()))
-        needed = waits.get(node.name, frozenset()) - known[node.name]
-        if needed:
-            known[node.name] |= needed
-            place = node.device, needed
-            if place not in added:
-                added[place] = f"{OpName.FOLLOW}/{len(added)}"
-                attrs = attributes({"after": tuple(sorted(needed))})
-                nodes.append(Node(added[place], OpName.FOLLOW, attrs=attrs, device=node.device))
-            node = node.after(added[place], "phases: it depends on what earlier ones do")
-        nodes.append(_as_whole(node))
-    found = graph.replace(nodes=tuple(nodes))
-    return found if last else _open_ended(found)
+        No call is inlined. A phase that is not the last does not end the step: it leaves the note that variables are
+        being written, and the step does not end with its tokens.
+        """
+        waits = _find_waits(PhaseGraph(graph, self.variables), self.earlier)
+        nodes: list[Node] = []
+        known: dict[str, frozenset[str]] = {}  # for each node, the nodes of earlier phases after which it runs
+        added: dict[tuple[str, frozenset[str]], str] = {}
+        for node in graph.nodes:
+            known[node.name] = frozenset[str]().union(*(known[source] for source in node.predecessors()))
+            needed = waits.get(node.name, frozenset()) - known[node.name]
+            if needed:
+                known[node.name] |= needed
+                place = node.device, needed
+                if place not in added:
+                    added[place] = f"{OpName.FOLLOW}/{len(added)}"
+                    attrs = attributes({"after": tuple(sorted(needed))})
+                    nodes.append(Node(added[place], OpName.FOLLOW, attrs=attrs, device=node.device))
+                node = node.after(added[place], "phases: it depends on what earlier ones do")
+            nodes.append(_as_whole(node))
+        found = graph.replace(nodes=tuple(nodes))
+        return found if self.last else _open_ended(found)
 
 
 def _open_ended(graph: Graph) -> Graph:

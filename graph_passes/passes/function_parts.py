@@ -109,12 +109,10 @@ def _extract(
         if name in repeated and name not in members:
             members.add(name)
             pending += graph.node(name).predecessors()
-    ports = dict(zip(graph.inputs, function.inputs, strict=True))
 
     def port_of(value: Value) -> tuple[Role, str] | None:
-        if value.node in ports:
-            return ports[value.node].role, ports[value.node].name
-        return None if value.node in members else ("carry", str(value))
+        found = function.carrier_of(value)
+        return ("carry", str(value)) if found is None and value.node not in members else found
 
     outputs = [Port("carry", str(value), graph.type_of(value)) for value in given]
     return extract_function(f"{function.name}/part{part}", graph, members, port_of, outputs, given)

@@ -9,7 +9,7 @@ lookups (*uses*) of a variable are in the order of one device's tape; the slices
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -64,25 +64,21 @@ class GatherSlices:
     )
 
     def __call__(self, graph: Graph) -> Graph:
-        return gather_slices(graph, self.parts, self.shares)
+        """Return the graph with a ``gather_slices`` for each variable of ``parts``, on the device that keeps it.
 
-
-def gather_slices(graph: Graph, parts: Iterable[SparsePart], shares: tuple[tuple[str, int], ...] = ()) -> Graph:
-    """Return the graph with a ``gather_slices`` for each variable of ``parts``, on the device that keeps it.
-
-    Raises GraphError if a stage gives slices that no part names, or the other way round.
-    """
-    of_variable: dict[str, list[SparsePart]] = {}
-    for part in parts:
-        of_variable.setdefault(part.variable, []).append(part)
-    _check_parts(graph, [part for own in of_variable.values() for part in own])
-    variables = find_variables(graph, shares)
-    added = []
-    for name, own in of_variable.items():
-        home = variables.home(name)
-        node = at(home.stage, what=f"{OpName.GATHER_SLICES}/{name}")
-        added.append(gather_node(graph, node, home, own, lambda part: _pieces(graph, part)))
-    return graph.replace(nodes=(*graph.nodes, *added)).sorted()
+        Raises GraphError if a stage gives slices that no part names, or the other way round.
+        """
+        of_variable: dict[str, list[SparsePart]] = {}
+        for part in self.parts:
+            of_variable.setdefault(part.variable, []).append(part)
+        _check_parts(graph, [part for own in of_variable.values() for part in own])
+        variables = find_variables(graph, self.shares)
+        added = []
+        for name, own in of_variable.items():
+            home = variables.home(name)
+            node = at(home.stage, what=f"{OpName.GATHER_SLICES}/{name}")
+            added.append(gather_node(graph, node, home, own, lambda part: _pieces(graph, part)))
+        return graph.replace(nodes=(*graph.nodes, *added)).sorted()
 
 
 def slice_ports(function: Function) -> tuple[tuple[int, int], ...]:

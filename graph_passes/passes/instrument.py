@@ -28,7 +28,31 @@ class Instrument:
     )
 
     def __call__(self, graph: Graph) -> Graph:
-        return stamp_nodes(graph)
+        """Return the graph with a ``timestamp`` before each timed node, when it could start, and one after it.
+
+        A call in parts starts with its first part. All nodes that follow a timed node directly wait for its last time
+        stamp too, so whatever depends on it, even through nodes that are not timed, starts after it has ended.
+        """
+        nodes: list[Node] = []
+        timed = tuple(node for node in graph.nodes if node.op in _TIMED)
+        starting = {first_part(graph, node).name: node for node in timed}
+        for node in graph.nodes:
+            if node.name in starting:
+                waits = tuple(
+                    Control(name + _END if graph.node(name).op in _TIMED else name, "time: it could start")
+                    for name in dict.fromkeys(node.predecessors())
+                )
+                start = _stamp(starting[node.name], _START, *waits)
+                nodes += [start, node.after(start.name, "time: the start is taken before")]
+            else:
+                ended = [name for name in dict.fromkeys(node.predecessors()) if graph.node(name).op in _TIMED]
+                controls = (Control(name + _END, "time: the end is taken before") for name in ended)
+                nodes.append(replace(node, controls=(*node.controls, *controls)))
+            if node.op in _TIMED:
+                nodes.append(_stamp(node, _END, Control(node.name, "time: it has ended")))
+        stamps = [Value(node.name + what) for node in timed for what in (_START, _END)]
+        stack = Node("timeline", OpName.STACK_TIMESTAMPS, tuple(stamps), (tensor("float64", len(stamps)),))
+        return graph.replace(nodes=(*nodes, stack), outputs=(*graph.outputs, Value(stack.name))).sorted()
 
 
 def timed_nodes(graph: Graph) -> tuple[Node, ...]:
@@ -45,34 +69,6 @@ def end_of(graph: Graph, node: Node) -> str:
 def starts_of(graph: Graph, node: Node) -> tuple[str, ...]:
     """Return the stamps of the time at which ``node`` could start; none where it is not timed."""
     return tuple(c.source for c in node.controls if graph.node(c.source).op == OpName.TIMESTAMP and _is_start(c.source))
-
-
-def stamp_nodes(graph: Graph) -> Graph:
-    """Return the graph with a ``timestamp`` before each timed node, when it could start, and one after it.
-
-    A call in parts starts with its first part. All nodes that follow a timed node directly wait for its last time stamp
-    too, so whatever depends on it, even through nodes that are not timed, starts after it has ended.
-    """
-    nodes: list[Node] = []
-    timed = tuple(node for node in graph.nodes if node.op in _TIMED)
-    starting = {first_part(graph, node).name: node for node in timed}
-    for node in graph.nodes:
-        if node.name in starting:
-            waits = tuple(
-                Control(name + _END if graph.node(name).op in _TIMED else name, "time: it could start")
-                for name in dict.fromkeys(node.predecessors())
-            )
-            start = _stamp(starting[node.name], _START, *waits)
-            nodes += [start, node.after(start.name, "time: the start is taken before")]
-        else:
-            ended = [name for name in dict.fromkeys(node.predecessors()) if graph.node(name).op in _TIMED]
-            controls = (Control(name + _END, "time: the end is taken before") for name in ended)
-            nodes.append(replace(node, controls=(*node.controls, *controls)))
-        if node.op in _TIMED:
-            nodes.append(_stamp(node, _END, Control(node.name, "time: it has ended")))
-    stamps = [Value(node.name + what) for node in timed for what in (_START, _END)]
-    stack = Node("timeline", OpName.STACK_TIMESTAMPS, tuple(stamps), (tensor("float64", len(stamps)),))
-    return graph.replace(nodes=(*nodes, stack), outputs=(*graph.outputs, Value(stack.name))).sorted()
 
 
 def _is_start(name: str) -> bool:

@@ -34,34 +34,30 @@ class JoinReplicas:
     )
 
     def __call__(self, graph: Graph) -> Graph:
-        return join_replicas(graph)
+        """Return the graph in which calls of functions with joins, on stages with several replicas, are in parts.
 
-
-def join_replicas(graph: Graph) -> Graph:
-    """Return the graph in which calls of functions with joins, on stages with several replicas, are in parts.
-
-    The functions of the whole calls stay in the graph: they say what a stage uses.
-    """
-    replicas = replica_counts(graph)
-    parts: dict[str, FunctionParts] = {}
-    calls: dict[str, _Call] = {}
-    for node in nodes_of(graph, *_CALLS):
-        function = graph.function(node.string("function"))
-        if replicas[node.integer("stage")] > 1 and has_joins(function):
-            if function.name not in parts:
-                parts[function.name] = cut_function(function)
-            calls[node.name] = _Call(node, function, parts[function.name])
-    nodes: list[Node] = []
-    for node in graph.nodes:
-        moved = tuple(_moved(value, calls) for value in node.inputs)
-        if node.name in calls:
-            siblings = [calls[of_replica(node, r)] for r in range(replicas[node.integer("stage")])]
-            nodes += calls[node.name].nodes(siblings, calls)
-        else:
-            nodes.append(dataclasses.replace(node, inputs=moved))
-    functions = (*graph.functions, *(function for found in parts.values() for function in found.functions))
-    outputs = tuple(_moved(value, calls) for value in graph.outputs)
-    return graph.replace(nodes=tuple(nodes), functions=functions, outputs=outputs).sorted()
+        The functions of the whole calls stay in the graph: they say what a stage uses.
+        """
+        replicas = replica_counts(graph)
+        parts: dict[str, FunctionParts] = {}
+        calls: dict[str, _Call] = {}
+        for node in nodes_of(graph, *_CALLS):
+            function = graph.function(node.string("function"))
+            if replicas[node.integer("stage")] > 1 and has_joins(function):
+                if function.name not in parts:
+                    parts[function.name] = cut_function(function)
+                calls[node.name] = _Call(node, function, parts[function.name])
+        nodes: list[Node] = []
+        for node in graph.nodes:
+            moved = tuple(_moved(value, calls) for value in node.inputs)
+            if node.name in calls:
+                siblings = [calls[of_replica(node, r)] for r in range(replicas[node.integer("stage")])]
+                nodes += calls[node.name].nodes(siblings, calls)
+            else:
+                nodes.append(dataclasses.replace(node, inputs=moved))
+        functions = (*graph.functions, *(function for found in parts.values() for function in found.functions))
+        outputs = tuple(_moved(value, calls) for value in graph.outputs)
+        return graph.replace(nodes=tuple(nodes), functions=functions, outputs=outputs).sorted()
 
 
 def first_part(graph: Graph, call: Node) -> Node:

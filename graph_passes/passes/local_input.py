@@ -26,23 +26,19 @@ class LocalInput:
     )
 
     def __call__(self, graph: Graph) -> Graph:
-        return take_local_rows(graph)
+        """Return the graph whose tensors of the batch hold only what the rank uses; its last input is the batch size.
 
+        Tensors of which the rank uses all rows still hold the whole batch.
+        """
+        uses = zip(graph.inputs, find_inputs(graph).uses, strict=True)
+        own = {name for name, use in uses if use is Use.OWN}
 
-def take_local_rows(graph: Graph) -> Graph:
-    """Return a rank's graph whose tensors of the batch hold only what the rank uses; its last input is the batch size.
+        def rewrite(node: Node) -> Node:
+            if node.op == OpName.BATCH_SIZE:
+                return Node(node.name, OpName.INPUT, (), (tensor("int64"),), attributes({"index": len(graph.inputs)}))
+            if node.op == OpName.SLICE:
+                _, *tensors = node.inputs
+                return node.with_attrs(local=tuple(i for i, value in enumerate(tensors) if value.node in own))
+            return node
 
-    Tensors of which the rank uses all rows still hold the whole batch.
-    """
-    uses = zip(graph.inputs, find_inputs(graph).uses, strict=True)
-    own = {name for name, use in uses if use is Use.OWN}
-
-    def rewrite(node: Node) -> Node:
-        if node.op == OpName.BATCH_SIZE:
-            return Node(node.name, OpName.INPUT, (), (tensor("int64"),), attributes({"index": len(graph.inputs)}))
-        if node.op == OpName.SLICE:
-            _, *tensors = node.inputs
-            return node.with_attrs(local=tuple(i for i, value in enumerate(tensors) if value.node in own))
-        return node
-
-    return graph.replace(nodes=tuple(map(rewrite, graph.nodes)), inputs=(*graph.inputs, BATCH_SIZE_NAME))
+        return graph.replace(nodes=tuple(map(rewrite, graph.nodes)), inputs=(*graph.inputs, BATCH_SIZE_NAME))

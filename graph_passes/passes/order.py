@@ -35,56 +35,52 @@ class Order:
     )
 
     def __call__(self, graph: Graph) -> Graph:
-        return order_calls(graph, self.schedule)
+        """Return the graph with a control edge between each two consecutive calls of a device that no data edge joins.
+
+        The second call also gets an edge from each node that accumulates the first one's gradients, unless the order of
+        accumulation has that node wait for later calls. Raises ScheduleError if the schedule is for another number of
+        stages or micro-batches than the graph's, or writes a variable out of micro-batch order.
+        """
+        replicas, micro_batches = replica_counts(graph), micro_batch_count(graph)
+        shape = (len(self.schedule.stages), self.schedule.micro_batches)
+        if shape != (len(replicas), micro_batches):
+            raise ScheduleError(
+                f"the schedule is for {shape[0]} stages x {shape[1]} micro-batches, the graph has {len(replicas)} x "
+                f"{micro_batches}"
+            )
+        check_writes(graph, self.schedule)
+        previous: dict[str, tuple[str, str]] = {}  # for each call, the call before it and the reason of the edge
+        accumulated: set[str] = set()
+        for stages, actions in zip(self.schedule.worker_map.stages_of, self.schedule.workers, strict=True):
+            if len({replicas[stage] for stage in stages}) != 1:
+                raise ScheduleError(
+                    f"stages {list(stages)} share devices, so they need equal replicas, but have "
+                    f"{[replicas[stage] for stage in stages]}"
+                )
+            for replica in range(replicas[stages[0]]):
+                accumulated |= {call_name(action, replica) for action in _accumulated_at_once(actions)}
+                for first, second in itertools.pairwise(actions):
+                    source, target = call_name(first, replica), call_name(second, replica)
+                    previous[target] = (source, f"order: {second} after {first}")
+        sums: dict[str, list[str]] = {}
+        for node in nodes_of(graph, OpName.ACCUMULATE):
+            if node.inputs[0].node in accumulated:
+                sums.setdefault(node.inputs[0].node, []).append(node.name)
+        nodes = []
+        for node in graph.nodes:
+            if node.name in previous:
+                source, reason = previous[node.name]
+                if source not in {v.node for v in node.inputs}:
+                    node = node.after(source, reason)
+                for name in sums.get(source, ()):
+                    node = node.after(name, f"{reason}, whose gradients are added up")
+            nodes.append(node)
+        return graph.replace(nodes=tuple(nodes)).sorted()
 
 
 def call_name(action: Action, replica: int) -> str:
     """Return the name of the node that runs ``action`` on a replica of its stage."""
     return at(action.stage, replica, action.micro_batch, CALL_OF_KIND[action.kind])
-
-
-def order_calls(graph: Graph, schedule: Schedule) -> Graph:
-    """Return the graph with a control edge between each two consecutive calls of a device that no data edge joins.
-
-    The second call also gets an edge from each node that accumulates the first one's gradients, unless the order of
-    accumulation has that node wait for later calls. Raises ScheduleError if the schedule is for another number of
-    stages or micro-batches than the graph's, or writes a variable out of micro-batch order.
-    """
-    replicas, micro_batches = replica_counts(graph), micro_batch_count(graph)
-    shape = (len(schedule.stages), schedule.micro_batches)
-    if shape != (len(replicas), micro_batches):
-        raise ScheduleError(
-            f"the schedule is for {shape[0]} stages x {shape[1]} micro-batches, the graph has {len(replicas)} x "
-            f"{micro_batches}"
-        )
-    check_writes(graph, schedule)
-    previous: dict[str, tuple[str, str]] = {}  # for each call, the call before it and the reason of the edge
-    accumulated: set[str] = set()
-    for stages, actions in zip(schedule.worker_map.stages_of, schedule.workers, strict=True):
-        if len({replicas[stage] for stage in stages}) != 1:
-            raise ScheduleError(
-                f"stages {list(stages)} share devices, so they need equal replicas, but have "
-                f"{[replicas[stage] for stage in stages]}"
-            )
-        for replica in range(replicas[stages[0]]):
-            accumulated |= {call_name(action, replica) for action in _accumulated_at_once(actions)}
-            for first, second in itertools.pairwise(actions):
-                source, target = call_name(first, replica), call_name(second, replica)
-                previous[target] = (source, f"order: {second} after {first}")
-    sums: dict[str, list[str]] = {}
-    for node in nodes_of(graph, OpName.ACCUMULATE):
-        if node.inputs[0].node in accumulated:
-            sums.setdefault(node.inputs[0].node, []).append(node.name)
-    nodes = []
-    for node in graph.nodes:
-        if node.name in previous:
-            source, reason = previous[node.name]
-            if source not in {v.node for v in node.inputs}:
-                node = node.after(source, reason)
-            for name in sums.get(source, ()):
-                node = node.after(name, f"{reason}, whose gradients are added up")
-        nodes.append(node)
-    return graph.replace(nodes=tuple(nodes)).sorted()
 
 
 def _accumulated_at_once(actions: Sequence[Action]) -> Iterator[Action]:

@@ -42,46 +42,42 @@ class Overlap:
     )
 
     def __call__(self, graph: Graph) -> Graph:
-        return overlap_backward(graph, self.bucket_bytes)
+        """Return the graph with a ``gradients`` (and, for several micro-batches, an ``accumulate``) for each bucket.
 
-
-def overlap_backward(graph: Graph, bucket_bytes: int = BUCKET_BYTES) -> Graph:
-    """Return the graph with a ``gradients`` (and, for several micro-batches, an ``accumulate``) for each bucket.
-
-    The last backward call of a replica (where backward is split, the last ``weights`` call) gets the attribute
-    ``inline``, and a function of its own where there are other calls: a call that is not inlined gives all its
-    gradients at its end. Every sum is added in the same order as without buckets. Raises GraphError if the gradients
-    are in buckets already.
-    """
-    if any(node.has("bucket") for node in graph.nodes):
-        raise GraphError("the gradients are in buckets already: run the overlap pass once")
-    last = micro_batch_count(graph) - 1
-    functions = list(graph.functions)
-    buckets: dict[int, list[tuple[IndexedPort, ...]]] = {}
-    stages = {node.integer("stage") for node in nodes_of(graph, OpName.GRADIENTS)}
-    for stage, count in enumerate(replica_counts(graph)):
-        if count > 1 and stage in stages:
-            op = weight_gradient_op(graph, stage, last)
-            function = graph.function(at(stage, what=op))
-            buckets[stage] = cut_buckets(order_gradients(function), bucket_bytes)
-            if last:
-                name = at(stage, what=f"last_{op}")
-                functions.append(dataclasses.replace(function, name=name, graph=function.graph.replace(name=name)))
-    nodes: list[Node] = []
-    for node in graph.nodes:
-        stage = node.integer("stage") if node.has("stage") else -1
-        final = node.has("micro_batch") and node.integer("micro_batch") == last
-        if stage not in buckets:
-            nodes.append(node)
-        elif node.op == weight_gradient_op(graph, stage, last) and final:
-            name = at(stage, what=f"last_{node.op}") if last else node.string("function")
-            forward = at(stage, node.integer("replica"), last, OpName.FORWARD)
-            nodes.append(node.with_attrs(function=name, inline=True).after(forward, READS))
-        elif node.op == OpName.GRADIENTS or (node.op == OpName.ACCUMULATE and final):
-            nodes += _cut(node, buckets[stage])
-        else:
-            nodes.append(node)
-    return graph.replace(nodes=tuple(nodes), functions=tuple(functions)).sorted()
+        The last backward call of a replica (where backward is split, the last ``weights`` call) gets the attribute
+        ``inline``, and a function of its own where there are other calls: a call that is not inlined gives all its
+        gradients at its end. Every sum is added in the same order as without buckets. Raises GraphError if the
+        gradients are in buckets already.
+        """
+        if any(node.has("bucket") for node in graph.nodes):
+            raise GraphError("the gradients are in buckets already: run the overlap pass once")
+        last = micro_batch_count(graph) - 1
+        functions = list(graph.functions)
+        buckets: dict[int, list[tuple[IndexedPort, ...]]] = {}
+        stages = {node.integer("stage") for node in nodes_of(graph, OpName.GRADIENTS)}
+        for stage, count in enumerate(replica_counts(graph)):
+            if count > 1 and stage in stages:
+                op = weight_gradient_op(graph, stage, last)
+                function = graph.function(at(stage, what=op))
+                buckets[stage] = cut_buckets(order_gradients(function), self.bucket_bytes)
+                if last:
+                    name = at(stage, what=f"last_{op}")
+                    functions.append(dataclasses.replace(function, name=name, graph=function.graph.replace(name=name)))
+        nodes: list[Node] = []
+        for node in graph.nodes:
+            stage = node.integer("stage") if node.has("stage") else -1
+            final = node.has("micro_batch") and node.integer("micro_batch") == last
+            if stage not in buckets:
+                nodes.append(node)
+            elif node.op == weight_gradient_op(graph, stage, last) and final:
+                name = at(stage, what=f"last_{node.op}") if last else node.string("function")
+                forward = at(stage, node.integer("replica"), last, OpName.FORWARD)
+                nodes.append(node.with_attrs(function=name, inline=True).after(forward, READS))
+            elif node.op == OpName.GRADIENTS or (node.op == OpName.ACCUMULATE and final):
+                nodes += _cut(node, buckets[stage])
+            else:
+                nodes.append(node)
+        return graph.replace(nodes=tuple(nodes), functions=tuple(functions)).sorted()
 
 
 def order_gradients(function: Function) -> tuple[IndexedPort, ...]:

@@ -10,8 +10,7 @@ from functools import cached_property
 
 from dapple_tf.errors import PartitionError
 from dapple_tf.graph_passes.analysis.layers import Layers
-from dapple_tf.graph_passes.analysis.loss_head import LossHeadInput
-from dapple_tf.graph_passes.analysis.statistics import find_statistics
+from dapple_tf.graph_passes.analysis.loss_head import LossHeadInput, find_statistics
 from dapple_tf.graph_passes.ir.graph import Graph, Value
 
 

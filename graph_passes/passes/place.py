@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -24,7 +23,17 @@ class Place:
     contract: ClassVar[Contract] = Contract(requires=frozenset({OpName.FORWARD}))
 
     def __call__(self, graph: Graph) -> Graph:
-        return place_nodes(graph, self.devices, self.home)
+        """Return the graph with a device on each node. Raises GraphError if ``devices`` do not match its replicas."""
+        replicas, device_counts = replica_counts(graph), tuple(len(names) for names in self.devices)
+        if replicas != device_counts:
+            raise GraphError(f"the stages have {replicas} replicas, but there are {device_counts} devices for them")
+        nodes = []
+        for node in graph.nodes:
+            device = self.home
+            if node.has("stage"):
+                device = self.devices[node.integer("stage")][node.integer("replica")]
+            nodes.append(dataclasses.replace(node, device=device))
+        return graph.replace(nodes=tuple(nodes))
 
 
 @dataclass(frozen=True)
@@ -37,24 +46,8 @@ class PlaceRank:
     contract: ClassVar[Contract] = Contract(requires=frozenset({OpName.FORWARD}))
 
     def __call__(self, graph: Graph) -> Graph:
-        return place_rank(graph, self.device, self.home)
-
-
-def place_nodes(graph: Graph, devices: Sequence[Sequence[str]], home: str) -> Graph:
-    """Return the graph with a device on each node. Raises GraphError if ``devices`` do not match its replicas."""
-    replicas, device_counts = replica_counts(graph), tuple(len(names) for names in devices)
-    if replicas != device_counts:
-        raise GraphError(f"the stages have {replicas} replicas, but there are {device_counts} devices for them")
-    nodes = []
-    for node in graph.nodes:
-        device = home
-        if node.has("stage"):
-            device = devices[node.integer("stage")][node.integer("replica")]
-        nodes.append(dataclasses.replace(node, device=device))
-    return graph.replace(nodes=tuple(nodes))
-
-
-def place_rank(graph: Graph, device: str, home: str) -> Graph:
-    """Return a rank's graph with a device on each node."""
-    nodes = [dataclasses.replace(node, device=device if node.has("stage") else home) for node in graph.nodes]
-    return graph.replace(nodes=tuple(nodes))
+        """Return a rank's graph with a device on each node."""
+        nodes = [
+            dataclasses.replace(node, device=self.device if node.has("stage") else self.home) for node in graph.nodes
+        ]
+        return graph.replace(nodes=tuple(nodes))

@@ -18,6 +18,7 @@ from typing import ClassVar, NamedTuple
 from dapple_tf.errors import GraphError
 from dapple_tf.graph_passes.ir.graph import Attr, Graph, Node, TensorType, Value, attributes, tensor
 from dapple_tf.graph_passes.ir.names import (
+    MICRO_BATCH,
     find_minibatch,
     find_round,
     of_minibatch,
@@ -91,6 +92,7 @@ def project(graph: Graph, ranks: Sequence[Sequence[int]], rank: int, sharded: Se
 
     An ``exchange`` has the same name on each rank that takes part in it (``ranks``). Its inputs are the tensors that
     this rank sends (``to``: the receivers), its outputs those that it receives (``source``: the senders), and a token.
+    One that is for a single micro-batch has its number.
 
     Of the graph's outputs a rank has those that it computes: the loss and the aux, which every rank has, and the
     gradients of its stages (see ``ExposeGradients``). The last output collects the tokens of exchanges, sums and
@@ -197,9 +199,14 @@ class _Exchange:
             "ranks": self.ranks,
             "source": tuple(transfer.source for transfer in received),
             "to": tuple(transfer.to for transfer in sent),
+            **self._micro_batch(),
         }
         outputs = (*(graph.type_of(transfer.value) for transfer in received), TOKEN)
         return Node(self.name, OpName.EXCHANGE, tuple(transfer.value for transfer in sent), outputs, attributes(attrs))
+
+    def _micro_batch(self) -> dict[str, Attr]:
+        match = re.search(r"/mb(\d+)/", self.name)
+        return {} if match is None else {MICRO_BATCH: int(match[1])}
 
     def _needs_header(self, graph: Graph) -> bool:
         """Return whether the shapes must be sent, since receivers cannot compute them from the number of elements.

@@ -46,7 +46,22 @@ class Recompute:
     contract: ClassVar[Contract] = Contract(forbids=frozenset({OpName.FORWARD, OpName.BACKWARD}))
 
     def __call__(self, graph: Graph) -> Graph:
-        return recompute_stages(graph, self.runs, self.written)
+        """Return the graph whose stage functions recompute ``runs``. Raises GraphError if it calls them already.
+
+        ``written``: see ``find_recomputation``.
+        """
+        if any(node.has("function") for node in graph.nodes):
+            raise GraphError(
+                "recomputation changes the inputs of stage functions: run it before the pass that calls the functions"
+            )
+        changed: dict[str, Function] = {}
+        for stage, stage_runs in enumerate(self.runs):
+            if stage_runs:
+                forward, backward = (graph.function(at(stage, what=op)) for op in (OpName.FORWARD, OpName.BACKWARD))
+                recomputation = find_recomputation(forward, stage_runs, self.written)
+                changed[forward.name] = reduce_stash(forward, recomputation.stash)
+                changed[backward.name] = recompute_in_backward(forward, backward, recomputation)
+        return graph.replace(functions=tuple(changed.get(function.name, function) for function in graph.functions))
 
 
 def find_runs(layers: Collection[int], first: int, end: int) -> tuple[range, ...]:
@@ -57,25 +72,6 @@ def find_runs(layers: Collection[int], first: int, end: int) -> tuple[range, ...
             start = runs.pop().start if runs and runs[-1].stop == layer else layer
             runs.append(range(start, layer + 1))
     return tuple(runs)
-
-
-def recompute_stages(graph: Graph, runs: Sequence[Sequence[Set[str]]], written: Set[str] = frozenset()) -> Graph:
-    """Return the graph whose stage functions recompute ``runs``. Raises GraphError if it calls them already.
-
-    ``written``: see ``find_recomputation``.
-    """
-    if any(node.has("function") for node in graph.nodes):
-        raise GraphError(
-            "recomputation changes the inputs of stage functions: run it before the pass that calls the functions"
-        )
-    changed: dict[str, Function] = {}
-    for stage, stage_runs in enumerate(runs):
-        if stage_runs:
-            forward, backward = (graph.function(at(stage, what=op)) for op in (OpName.FORWARD, OpName.BACKWARD))
-            recomputation = find_recomputation(forward, stage_runs, written)
-            changed[forward.name] = reduce_stash(forward, recomputation.stash)
-            changed[backward.name] = recompute_in_backward(forward, backward, recomputation)
-    return graph.replace(functions=tuple(changed.get(function.name, function) for function in graph.functions))
 
 
 def reduce_stash(forward: Function, stash: Sequence[Value]) -> Function:

@@ -65,31 +65,27 @@ class RoundGradients:
     )
 
     def __call__(self, graph: Graph) -> Graph:
-        return round_gradients(graph, self.narrow)
+        """Return the graph in which the complete gradients, and the gradients of stages that are added up, are rounded.
 
-
-def round_gradients(graph: Graph, narrow: Sequence[Narrow]) -> Graph:
-    """Return the graph in which the complete gradients, and the gradients of stages that are added up, are rounded.
-
-    Gradients from the loss head are not rounded, since it computes the whole batch at once.
-    """
-    dtypes = {(entry.stage, entry.variable): entry.dtype for entry in narrow}
-    chosen: dict[Value, str] = {}
-    for node in nodes_of(graph, OpName.REDUCED_GRADIENTS, OpName.TIED_SUM):
-        tied = node.op == OpName.TIED_SUM
-        names = [node.string("variable")] * len(node.inputs) if tied else node.strings("variables")
-        for name, value in zip(names, node.inputs, strict=True):
-            source = graph.node(value.node)
-            if source.op not in (OpName.TIED_SUM, OpName.LOSS_HEAD) and (source.integer("stage"), name) in dtypes:
-                chosen[value] = dtypes[source.integer("stage"), name]
-    added, rounded = _round(graph, chosen)
-    nodes = [
-        dataclasses.replace(node, inputs=tuple(rounded.get(value, value) for value in node.inputs))
-        if node.op in (OpName.REDUCED_GRADIENTS, OpName.TIED_SUM)
-        else node
-        for node in graph.nodes
-    ]
-    return graph.replace(nodes=(*nodes, *added)).sorted()
+        Gradients from the loss head are not rounded, since it computes the whole batch at once.
+        """
+        dtypes = {(entry.stage, entry.variable): entry.dtype for entry in self.narrow}
+        chosen: dict[Value, str] = {}
+        for node in nodes_of(graph, OpName.REDUCED_GRADIENTS, OpName.TIED_SUM):
+            tied = node.op == OpName.TIED_SUM
+            names = [node.string("variable")] * len(node.inputs) if tied else node.strings("variables")
+            for name, value in zip(names, node.inputs, strict=True):
+                source = graph.node(value.node)
+                if source.op not in (OpName.TIED_SUM, OpName.LOSS_HEAD) and (source.integer("stage"), name) in dtypes:
+                    chosen[value] = dtypes[source.integer("stage"), name]
+        added, rounded = _round(graph, chosen)
+        nodes = [
+            dataclasses.replace(node, inputs=tuple(rounded.get(value, value) for value in node.inputs))
+            if node.op in (OpName.REDUCED_GRADIENTS, OpName.TIED_SUM)
+            else node
+            for node in graph.nodes
+        ]
+        return graph.replace(nodes=(*nodes, *added)).sorted()
 
 
 def _round(graph: Graph, chosen: Mapping[Value, str]) -> tuple[list[Node], dict[Value, Value]]:

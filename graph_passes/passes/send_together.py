@@ -35,36 +35,32 @@ class SendTogether:
     )
 
     def __call__(self, graph: Graph) -> Graph:
-        return send_together(graph, self.schedule)
+        """Return the graph with a ``together`` node for each replica and group of actions that ``schedule`` has.
 
-
-def send_together(graph: Graph, schedule: Schedule) -> Graph:
-    """Return the graph with a ``together`` node for each replica and group of actions that ``schedule`` has.
-
-    Raises ScheduleError if the schedule is for another number of stages or micro-batches than the graph's.
-    """
-    replicas = replica_counts(graph)
-    shapes = (len(schedule.stages), schedule.micro_batches), (len(replicas), micro_batch_count(graph))
-    if shapes[0] != shapes[1]:
-        raise ScheduleError(f"the schedule is for {shapes[0]} stages and micro-batches, the graph has {shapes[1]}")
-    nodes: list[Node] = []
-    joined: dict[tuple[Value, Direction], Value] = {}  # the output of a together node that stands for a value
-    leaving = _leaving(graph)
-    for group in groups_together(schedule):
-        stage, kind, last = group[-1].stage, group[-1].kind, group[-1].micro_batch
-        direction = direction_of(group[0])
-        for replica in range(replicas[stage]):
-            places = [(stage, replica, action.micro_batch, direction) for action in group]
-            values = tuple(value for place in places for value in leaving.get(place, ()))
-            if not values:  # nothing leaves the stage in this direction
-                continue
-            name = at(stage, replica, last, f"{OpName.TOGETHER}_{CALL_OF_KIND[kind]}")
-            kinds = tuple(graph.type_of(value) for value in values)
-            attrs = attributes({"micro_batch": last, "replica": replica, "stage": stage})
-            nodes.append(Node(name, OpName.TOGETHER, values, kinds, attrs))
-            joined |= {(value, direction): Value(name, i) for i, value in enumerate(values)}
-    found = [_take_joined(graph, node, joined) for node in graph.nodes]
-    return graph.replace(nodes=(*found, *nodes)).sorted()
+        Raises ScheduleError if the schedule is for another number of stages or micro-batches than the graph's.
+        """
+        replicas = replica_counts(graph)
+        shapes = (len(self.schedule.stages), self.schedule.micro_batches), (len(replicas), micro_batch_count(graph))
+        if shapes[0] != shapes[1]:
+            raise ScheduleError(f"the schedule is for {shapes[0]} stages and micro-batches, the graph has {shapes[1]}")
+        nodes: list[Node] = []
+        joined: dict[tuple[Value, Direction], Value] = {}  # the output of a together node that stands for a value
+        leaving = _leaving(graph)
+        for group in groups_together(self.schedule):
+            stage, kind, last = group[-1].stage, group[-1].kind, group[-1].micro_batch
+            direction = direction_of(group[0])
+            for replica in range(replicas[stage]):
+                places = [(stage, replica, action.micro_batch, direction) for action in group]
+                values = tuple(value for place in places for value in leaving.get(place, ()))
+                if not values:  # nothing leaves the stage in this direction
+                    continue
+                name = at(stage, replica, last, f"{OpName.TOGETHER}_{CALL_OF_KIND[kind]}")
+                kinds = tuple(graph.type_of(value) for value in values)
+                attrs = attributes({"micro_batch": last, "replica": replica, "stage": stage})
+                nodes.append(Node(name, OpName.TOGETHER, values, kinds, attrs))
+                joined |= {(value, direction): Value(name, i) for i, value in enumerate(values)}
+        found = [_take_joined(graph, node, joined) for node in graph.nodes]
+        return graph.replace(nodes=(*found, *nodes)).sorted()
 
 
 def direction_of(action: Action) -> Direction:

@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from dapple_tf.graph_passes.analysis.layers import written_variables
 from dapple_tf.graph_passes.ir.extract import extract_function
-from dapple_tf.graph_passes.ir.graph import Control, Effect, Function, Graph, Node, Role, Value, ancestors, attributes
+from dapple_tf.graph_passes.ir.graph import Control, Effect, Function, Graph, Node, Value, ancestors, attributes
 from dapple_tf.graph_passes.ir.names import SHARED_STATISTICS, at, nodes_of, replica_counts
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.passes.base import Contract
@@ -30,36 +30,32 @@ class ShareStatistics:
     )
 
     def __call__(self, graph: Graph) -> Graph:
-        return share_statistics(graph)
+        """Return the graph in which replicas take statistics of the batch from the first replica of their stage.
 
-
-def share_statistics(graph: Graph) -> Graph:
-    """Return the graph in which replicas take statistics of the batch from the first replica of their stage.
-
-    A stage keeps its ``run_once`` as it is where what depends on the batch's rows has an effect, or reads a variable
-    that ``run_once`` writes.
-    """
-    replicas = replica_counts(graph)
-    moved: dict[Value, Value] = {}
-    nodes: dict[str, list[Node]] = {}
-    functions: dict[str, tuple[Function, ...]] = {}
-    for node in nodes_of(graph, OpName.RUN_ONCE):
-        function = graph.function(node.string("function"))
-        stage = node.integer("stage")
-        cut = _cut_function(function, at(stage, what=SHARED_STATISTICS)) if replicas[stage] > 1 else None
-        if cut is None:
-            continue
-        functions[function.name] = tuple(part for part in (cut.own, cut.shared) if part)
-        shared = at(stage, 0, what=SHARED_STATISTICS)
-        moved |= {Value(node.name, i): Value(shared, j) for j, i in enumerate(cut.shared_outputs)}
-        moved |= {Value(node.name, i): Value(node.name, j) for j, i in enumerate(cut.own_outputs)}
-        nodes[node.name] = list(_calls(node, function, cut, shared))
-    if not nodes:
-        return graph
-    changed = [_reconnect(one, moved, nodes) for node in graph.nodes for one in nodes.get(node.name, [node])]
-    kept = [part for function in graph.functions for part in functions.get(function.name, (function,))]
-    outputs = tuple(moved.get(value, value) for value in graph.outputs)
-    return graph.replace(nodes=tuple(changed), functions=tuple(kept), outputs=outputs).sorted()
+        A stage keeps its ``run_once`` as it is where what depends on the batch's rows has an effect, or reads a
+        variable that ``run_once`` writes.
+        """
+        replicas = replica_counts(graph)
+        moved: dict[Value, Value] = {}
+        nodes: dict[str, list[Node]] = {}
+        functions: dict[str, tuple[Function, ...]] = {}
+        for node in nodes_of(graph, OpName.RUN_ONCE):
+            function = graph.function(node.string("function"))
+            stage = node.integer("stage")
+            cut = _cut_function(function, at(stage, what=SHARED_STATISTICS)) if replicas[stage] > 1 else None
+            if cut is None:
+                continue
+            functions[function.name] = tuple(part for part in (cut.own, cut.shared) if part)
+            shared = at(stage, 0, what=SHARED_STATISTICS)
+            moved |= {Value(node.name, i): Value(shared, j) for j, i in enumerate(cut.shared_outputs)}
+            moved |= {Value(node.name, i): Value(node.name, j) for j, i in enumerate(cut.own_outputs)}
+            nodes[node.name] = list(_calls(node, function, cut, shared))
+        if not nodes:
+            return graph
+        changed = [_reconnect(one, moved, nodes) for node in graph.nodes for one in nodes.get(node.name, [node])]
+        kept = [part for function in graph.functions for part in functions.get(function.name, (function,))]
+        outputs = tuple(moved.get(value, value) for value in graph.outputs)
+        return graph.replace(nodes=tuple(changed), functions=tuple(kept), outputs=outputs).sorted()
 
 
 @dataclass(frozen=True)
@@ -116,15 +112,9 @@ def _may_run_elsewhere(graph: Graph, names: set[str]) -> bool:
 
 def _extract(function: Function, name: str, outputs: Iterable[int], roots: Iterable[str]) -> Function:
     graph, numbers = function.graph, tuple(outputs)
-    ports = dict(zip(graph.inputs, function.inputs, strict=True))
-
-    def port_of(value: Value) -> tuple[Role, str] | None:
-        port = ports.get(value.node)
-        return None if port is None else (port.role, port.name)
-
     members = set(ancestors(graph, roots))
     taken = [function.outputs[i] for i in numbers]
-    return extract_function(name, graph, members, port_of, taken, [graph.outputs[i] for i in numbers])
+    return extract_function(name, graph, members, function.carrier_of, taken, [graph.outputs[i] for i in numbers])
 
 
 def _calls(node: Node, function: Function, cut: _Cut, shared: str) -> Iterator[Node]:

@@ -58,7 +58,46 @@ class SplitConcat:
     )
 
     def __call__(self, graph: Graph) -> Graph:
-        return replicate_stages(graph, self.replicas, self.shared, self.shares)
+        """Return the graph with the nodes of each stage once for each of its replicas, connected as the module says.
+
+        Raises PartitionError if a stage gets no replica, or has several already, if shares are not one above 0 for each
+        replica, or if a tensor without a batch axis would have to be split.
+        """
+        counts = replica_counts(graph)
+        if max(counts) > 1:
+            raise PartitionError(
+                f"the stages have {counts} replicas already: replicate a graph with one replica a stage"
+            )
+        stages = len(counts)
+        if len(self.replicas) != stages or min(self.replicas) < 1:
+            raise PartitionError(f"replicas {self.replicas} do not give each of {stages} stages at least one device")
+        shares = self.shares or ((),) * stages
+        for stage, (count, own) in enumerate(zip(self.replicas, shares, strict=True)):
+            if own and (len(own) != count or min(own) < 1):
+                raise PartitionError(
+                    f"stage {stage} has {count} replicas, and the shares {own}: give one above 0 for each"
+                )
+        boundaries = _Boundaries(graph, self.replicas, self.shared, shares)
+        nodes: list[Node] = []
+        for node in graph.nodes:
+            if not node.has("stage"):
+                nodes.append(_merge_all(node, graph, self.replicas) if node.op == OpName.MERGE else node)
+                continue
+            stage = node.integer("stage")
+            if node.op in LOSS_HEAD_OPS:
+                nodes.append(replicate_loss_head(node, self.replicas[stage], _of_replica))
+                continue
+            for replica in range(self.replicas[stage]):
+                inputs = tuple(boundaries.source(node, value, replica) for value in node.inputs)
+                controls = tuple(_own_control(graph, stage, control, replica) for control in node.controls)
+                copy = dataclasses.replace(node, name=_of_replica(node.name, replica), inputs=inputs, controls=controls)
+                copy = copy.with_attrs(replica=replica)
+                if node.op in (OpName.SLICE, OpName.ROW_BOUNDS):
+                    copy = copy.with_attrs(replicas=self.replicas[stage])
+                if node.op in (OpName.SLICE, OpName.ROW_BOUNDS, OpName.FORWARD):
+                    copy = copy.with_attrs(**share_attributes(shares[stage]))
+                nodes.append(copy)
+        return graph.replace(nodes=topological([*nodes, *boundaries.nodes.values()]))
 
 
 def overlaps(i: int, points: Sequence[int], others: Sequence[int]) -> tuple[int, ...]:
@@ -70,50 +109,6 @@ def overlaps(i: int, points: Sequence[int], others: Sequence[int]) -> tuple[int,
     low, high = Fraction(points[i], points[-1]), Fraction(points[i + 1], points[-1])
     bounds = [Fraction(point, others[-1]) for point in others]
     return tuple(j for j, (first, end) in enumerate(itertools.pairwise(bounds)) if first < high and low < end)
-
-
-def replicate_stages(
-    graph: Graph,
-    replicas: Sequence[int],
-    shared: Set[str] = frozenset(),
-    shares: Sequence[tuple[int, ...]] = (),
-) -> Graph:
-    """Return the graph with the nodes of each stage once for each of its replicas, connected as the module says.
-
-    Raises PartitionError if a stage gets no replica, or has several already, if shares are not one above 0 for each
-    replica, or if a tensor without a batch axis would have to be split.
-    """
-    counts = replica_counts(graph)
-    if max(counts) > 1:
-        raise PartitionError(f"the stages have {counts} replicas already: replicate a graph with one replica a stage")
-    stages = len(counts)
-    if len(replicas) != stages or min(replicas) < 1:
-        raise PartitionError(f"replicas {tuple(replicas)} do not give each of {stages} stages at least one device")
-    shares = tuple(shares) or ((),) * stages
-    for stage, (count, own) in enumerate(zip(replicas, shares, strict=True)):
-        if own and (len(own) != count or min(own) < 1):
-            raise PartitionError(f"stage {stage} has {count} replicas, and the shares {own}: give one above 0 for each")
-    boundaries = _Boundaries(graph, tuple(replicas), shared, shares)
-    nodes: list[Node] = []
-    for node in graph.nodes:
-        if not node.has("stage"):
-            nodes.append(_merge_all(node, graph, replicas) if node.op == OpName.MERGE else node)
-            continue
-        stage = node.integer("stage")
-        if node.op in LOSS_HEAD_OPS:
-            nodes.append(replicate_loss_head(node, replicas[stage], _of_replica))
-            continue
-        for replica in range(replicas[stage]):
-            inputs = tuple(boundaries.source(node, value, replica) for value in node.inputs)
-            controls = tuple(_own_control(graph, stage, control, replica) for control in node.controls)
-            copy = dataclasses.replace(node, name=_of_replica(node.name, replica), inputs=inputs, controls=controls)
-            copy = copy.with_attrs(replica=replica)
-            if node.op in (OpName.SLICE, OpName.ROW_BOUNDS):
-                copy = copy.with_attrs(replicas=replicas[stage])
-            if node.op in (OpName.SLICE, OpName.ROW_BOUNDS, OpName.FORWARD):
-                copy = copy.with_attrs(**share_attributes(shares[stage]))
-            nodes.append(copy)
-    return graph.replace(nodes=topological([*nodes, *boundaries.nodes.values()]))
 
 
 def _own_control(graph: Graph, stage: int, control: Control, replica: int) -> Control:

@@ -39,18 +39,14 @@ class SplitWeights:
     contract: ClassVar[Contract] = Contract(forbids=frozenset({OpName.FORWARD, OpName.BACKWARD}))
 
     def __call__(self, graph: Graph) -> Graph:
-        return split_weights(graph, self.split, self.micro_batches)
-
-
-def split_weights(graph: Graph, split: Set[tuple[int, int]], micro_batches: int) -> Graph:
-    """Return the graph with the functions of both halves in place of, or beside, each backward function."""
-    state = find_variables(graph).state
-    counts = Counter(at(stage, what=OpName.BACKWARD) for stage, _ in split)
-    functions: list[Function] = []
-    for function in graph.functions:
-        functions += [function] if counts[function.name] < micro_batches else []
-        functions += split_function(function, state) if counts[function.name] else []
-    return graph.replace(functions=tuple(functions))
+        """Return the graph with the functions of both halves in place of, or beside, each backward function."""
+        state = find_variables(graph).state
+        counts = Counter(at(stage, what=OpName.BACKWARD) for stage, _ in self.split)
+        functions: list[Function] = []
+        for function in graph.functions:
+            functions += [function] if counts[function.name] < self.micro_batches else []
+            functions += split_function(function, state) if counts[function.name] else []
+        return graph.replace(functions=tuple(functions))
 
 
 def split_function(function: Function, state: Set[str] = frozenset()) -> tuple[Function, Function]:

@@ -14,11 +14,9 @@ import networkx as nx
 
 from dapple_tf.errors import GraphError
 from dapple_tf.graph_passes.ir.graph import Graph, Node, TensorType
-from dapple_tf.graph_passes.ir.names import nodes_of
+from dapple_tf.graph_passes.ir.names import is_collective, nodes_of
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.passes.project import OPS_WITH_TOKEN
-
-COLLECTIVES = frozenset({OpName.EXCHANGE, OpName.ALLREDUCE, OpName.MERGE_STATE, OpName.BARRIER})
 
 
 def verify_ranks(graphs: Sequence[Graph]) -> None:
@@ -44,8 +42,8 @@ def verify_ranks(graphs: Sequence[Graph]) -> None:
 
 
 def collectives_of(graph: Graph) -> Iterator[Node]:
-    """Yield the nodes of a rank's graph that wait for other ranks."""
-    return (node for node in graph.nodes if node.op in COLLECTIVES and node.has("ranks"))
+    """Yield the nodes of a rank's graph that communicate with other ranks."""
+    return filter(is_collective, graph.nodes)
 
 
 def _check_tokens(rank: int, graph: Graph) -> None:

@@ -29,34 +29,31 @@ class WriteStatistics:
     )
 
     def __call__(self, graph: Graph) -> Graph:
-        return write_statistics(graph)
+        """Return the graph with a ``sum_statistics`` for each replica whose forward gives statistics, and their users.
 
-
-def write_statistics(graph: Graph) -> Graph:
-    """Return the graph with a ``sum_statistics`` for each replica whose forward gives statistics, and their users.
-
-    These are an ``allreduce`` for each replicated stage, and a ``write_statistics`` for each stage that has a function
-    of that name; it may take the sums of other stages. Raises GraphError if it takes one that no forward gives.
-    """
-    added: list[Node] = []
-    sums: dict[str, Value] = {}
-    for stage, count in enumerate(replica_counts(graph)):
-        ports = graph.function(at(stage, what=OpName.FORWARD)).output_ports("statistic")
-        if not ports:
-            continue
-        names = tuple(port.name for _, port in ports)
-        of_replicas = [_sum(graph, stage, replica) for replica in range(count)]
-        added += of_replicas
-        if count > 1:
-            inputs = tuple(value for node in of_replicas for value in node.values())
-            attrs = attributes({"replica": 0, "replicas": count, "stage": stage, "variables": names})
-            kinds = of_replicas[0].outputs
-            added.append(Node(at(stage, what="allreduce_statistics"), OpName.ALLREDUCE, inputs, kinds, attrs))
-        sums |= dict(zip(names, added[-1].values(), strict=True))
-    for stage in range(len(replica_counts(graph))):
-        function = graph.function_by_name.get(at(stage, what=OpName.WRITE_STATISTICS))
-        added += [_write(graph, stage, function, sums)] if function else []
-    return graph.replace(nodes=(*graph.nodes, *added)).sorted()
+        These are an ``allreduce`` for each replicated stage, and a ``write_statistics`` for each stage that has a
+        function of that name; it may take the sums of other stages. Raises GraphError if it takes one that no forward
+        gives.
+        """
+        added: list[Node] = []
+        sums: dict[str, Value] = {}
+        for stage, count in enumerate(replica_counts(graph)):
+            ports = graph.function(at(stage, what=OpName.FORWARD)).output_ports("statistic")
+            if not ports:
+                continue
+            names = tuple(port.name for _, port in ports)
+            of_replicas = [_sum(graph, stage, replica) for replica in range(count)]
+            added += of_replicas
+            if count > 1:
+                inputs = tuple(value for node in of_replicas for value in node.values())
+                attrs = attributes({"replica": 0, "replicas": count, "stage": stage, "variables": names})
+                kinds = of_replicas[0].outputs
+                added.append(Node(at(stage, what="allreduce_statistics"), OpName.ALLREDUCE, inputs, kinds, attrs))
+            sums |= dict(zip(names, added[-1].values(), strict=True))
+        for stage in range(len(replica_counts(graph))):
+            function = graph.function_by_name.get(at(stage, what=OpName.WRITE_STATISTICS))
+            added += [_write(graph, stage, function, sums)] if function else []
+        return graph.replace(nodes=(*graph.nodes, *added)).sorted()
 
 
 def _sum(graph: Graph, stage: int, replica: int) -> Node:

@@ -46,7 +46,7 @@ def test_an_unknown_name_is_refused_with_the_known_ones(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["benchmarks", "tabel5"])
     assert main() == 2
-    assert "no benchmark is called 'tabel5'; there are equality, order, " in capsys.readouterr().err
+    assert "no benchmark is called 'tabel5'; there are pipelining, profile, " in capsys.readouterr().err
 
 
 def test_a_benchmark_that_cannot_run_here_is_left_out_with_the_reason(

@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.papers import published
-from benchmarks.papers.candidates import fastest_split
 from benchmarks.papers.planning import WholeSlices
 from benchmarks.papers.published import (
     Model,
@@ -19,6 +18,7 @@ from benchmarks.papers.published import (
     published_stages,
     stages_of,
 )
+from benchmarks.papers.table5 import fastest_split
 from dapple_tf.planner.api import make_problem, run_planner
 from dapple_tf.planner.planning_problem import PlanningProblem
 from dapple_tf.profiler.cluster import Cluster, Link, Server, config

@@ -10,6 +10,7 @@ import tempfile
 import threading
 import time
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -413,6 +414,19 @@ def test_moving_no_variables_skips_the_search_and_changes_no_handle() -> None:
 def test_moving_a_variable_searches_the_process(no_search: None) -> None:
     with pytest.raises(AssertionError, match="searched the process for"):
         variable_values.move_variables([(tf.Variable(2.0), THERE)])
+
+
+@pytest.mark.usefixtures("thawed")
+def test_frozen_objects_are_found() -> None:
+    variable = keras.Variable([1.0, 2.0])
+    gc.freeze()
+    assert internals.keras_variables([variable.value]) == [variable]
+
+
+@pytest.fixture
+def thawed() -> Iterator[None]:
+    yield
+    gc.unfreeze()
 
 
 # --- releasing variables

@@ -111,7 +111,7 @@ def matrix(name: str = "w") -> tf.Variable:
         (
             {"plan": "plan.json"},
             PlanError,
-            r"plan is a str, not a dapple.Plan: read a file with dapple.Plan.load\(path\)",
+            r"plan is a str: read a file with dapple.Plan.load\(path\)",
         ),
     ],
 )

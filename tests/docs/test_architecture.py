@@ -14,7 +14,7 @@ from tests.docs.pages import written
 def test_the_flow_lists_the_passes_in_the_order_in_which_they_run() -> None:
     synchronous, asynchronous = written()["docs/architecture/flow.md"].text.split("An asynchronous window", 1)
     for builder, text in ((compiler.passes, synchronous), (compiler.window_passes, asynchronous)):
-        listed = re.findall(r"^\| `(dapple_tf\.graph_passes\.passes\.\w+)` \|", text, re.MULTILINE)
+        listed = re.findall(r"^\| `(dapple_tf\.graph_passes\.passes\.[\w.]+)` \|", text, re.MULTILINE)
         homes = [home_of(name) for name in re.findall(r"\b(\w+)\(", inspect.getsource(builder))]
         assert listed == [home for home in homes if home.startswith("dapple_tf.graph_passes.passes.")]
 

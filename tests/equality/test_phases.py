@@ -16,7 +16,7 @@ import tensorflow as tf
 
 import dapple_tf as dapple
 from dapple_tf.errors import CaptureError, PlanError, StepError, UsageError
-from dapple_tf.graph_passes.analysis.resident_variables import variable_uses, written_by
+from dapple_tf.graph_passes.analysis.variable_use import variable_uses, written_by
 from dapple_tf.graph_passes.ir.names import STAGE_OPS, nodes_of, of_phase
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.timeline.trace_file import read_recording

@@ -149,7 +149,6 @@ def time_major(table: Any, ids: Any) -> Any:
     return tf.reduce_mean(tf.gather(table, tf.transpose(ids)), 0)
 
 
-SHARED_POSITIONS = "rows of positions looked up once, read by two stages"
 USES: Mapping[str, Callable[[], tuple[Problem, int]]] = {
     "positions": lambda: (problem(positions, tables=("table", "position")), 1),
     "unique rows": lambda: (problem(unique_rows), 1),

@@ -10,7 +10,7 @@ import pytest
 
 from tests.paths import ROOT
 
-HELPER = "beside_one_device"
+HELPER = "beside_one_device"  # which the programs below import
 NAMES = (
     "actor_critic",
     "adversarial",

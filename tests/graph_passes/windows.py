@@ -16,18 +16,18 @@ from dapple_tf.graph_passes.passes.accumulate import Accumulate
 from dapple_tf.graph_passes.passes.base import Pass, run_passes
 from dapple_tf.graph_passes.passes.copy_variables import CopyVariables
 from dapple_tf.graph_passes.passes.gather_slices import SparsePart
-from dapple_tf.graph_passes.passes.group_gradients import GroupGradients
 from dapple_tf.graph_passes.passes.microbatch import Microbatch
-from dapple_tf.graph_passes.passes.order_window import OrderWindow
 from dapple_tf.graph_passes.passes.place import Place
 from dapple_tf.graph_passes.passes.project import project
 from dapple_tf.graph_passes.passes.rank_variables import rank_variables
-from dapple_tf.graph_passes.passes.repeat_minibatches import RepeatMinibatches
 from dapple_tf.graph_passes.passes.split_concat import SplitConcat
 from dapple_tf.graph_passes.passes.split_update import Updates
-from dapple_tf.graph_passes.passes.update_groups import UpdateGroups
-from dapple_tf.graph_passes.passes.use_versions import UseVersions
-from dapple_tf.graph_passes.passes.verify_window import VerifyWindow
+from dapple_tf.graph_passes.passes.windows.group_gradients import GroupGradients
+from dapple_tf.graph_passes.passes.windows.order_window import OrderWindow
+from dapple_tf.graph_passes.passes.windows.repeat_minibatches import RepeatMinibatches
+from dapple_tf.graph_passes.passes.windows.update_groups import UpdateGroups
+from dapple_tf.graph_passes.passes.windows.use_versions import UseVersions
+from dapple_tf.graph_passes.passes.windows.verify_window import VerifyWindow
 from dapple_tf.graph_passes.schedules.weight_versions import Versions, WeightPolicy, weight_versions
 from dapple_tf.graph_passes.schedules.window import Window, depth_warm_up, round_robin_warm_up
 from tests.graph_passes.builders import calls, function

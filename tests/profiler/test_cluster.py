@@ -212,16 +212,6 @@ def test_a_value_of_another_type_is_named(fields: dict[str, Any], message: str) 
         make_cluster(**fields)
 
 
-def test_a_cluster_without_a_server_keeps_the_other_devices_and_links() -> None:
-    links = {("a", "b"): Link(1.0, 0.0), ("a", "c"): Link(2.0, 0.0)}
-    servers = tuple(Server(name, count) for name, count in (("a", 2), ("b", 3), ("c", 1)))
-    cluster = Cluster(servers, 1e9, Link(9.0, 0.0), Link(5.0, 0.0), links)
-    part, devices = cluster.without_server(1)
-    assert [(server.name, server.devices) for server in part.servers] == [("a", 2), ("c", 1)]
-    assert part.links == {("a", "c"): Link(2.0, 0.0)}
-    assert devices == (0, 1, 5)
-
-
 def test_a_cluster_with_faster_links_and_one_with_another_device() -> None:
     servers = (Server("a", 1, ("x",)), Server("b", 2, ("x", "y")))
     kinds = {"x": DeviceKind(1e9, 1.0), "y": DeviceKind(2e9, 2.0)}

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from dapple_tf.profiler.cores import count_cores, limit_to_cores
+from dapple_tf.profiler.detect import count_cores, limit_to_cores
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux can hold threads to cores")

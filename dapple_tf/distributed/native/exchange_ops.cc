@@ -1,6 +1,7 @@
 // TensorFlow ops that send tensors to another rank and receive them from there, and functions that Python calls.
 //
-// Both are stateful: TensorFlow neither folds, merges nor repeats them.
+// Both are stateful: TensorFlow neither folds, merges nor repeats them. In the name `exchange` each `*` stands for one of
+// the `numbers`, which a loop over micro-batches computes.
 
 #include <memory>
 #include <string>
@@ -23,16 +24,20 @@ using tensorflow::CancellationManager;
 using tensorflow::CancellationToken;
 using tensorflow::DataType;
 using tensorflow::DEVICE_CPU;
+using tensorflow::OpInputList;
 using tensorflow::OpKernelConstruction;
 using tensorflow::OpKernelContext;
 using tensorflow::PartialTensorShape;
 using tensorflow::Tensor;
 using tensorflow::TensorShape;
+using tensorflow::TensorShapeUtils;
 
 REGISTER_OP("DappleSend")
     .Input("values: T")
+    .Input("numbers: N * int64")
     .Output("bytes: int64")
     .Attr("T: list(type) >= 1")
+    .Attr("N: int >= 0")
     .Attr("peer: int")
     .Attr("exchange: string")
     .SetIsStateful()
@@ -40,9 +45,11 @@ REGISTER_OP("DappleSend")
     .Doc("Queues the values for the rank `peer`, and returns their bytes; their memory is kept until they are sent.");
 
 REGISTER_OP("DappleReceive")
+    .Input("numbers: N * int64")
     .Output("values: T")
     .Output("bytes: int64")
     .Attr("T: list(type) >= 1")
+    .Attr("N: int >= 0")
     .Attr("shapes: list(shape)")
     .Attr("peer: int")
     .Attr("exchange: string")
@@ -70,6 +77,23 @@ absl::Status SetBytes(OpKernelContext* context, int output, int64_t bytes) {
   return absl::OkStatus();
 }
 
+// Returns the name of the exchange in this execution: `pattern` with the op's numbers in the places of its stars.
+absl::Status NameExchange(OpKernelContext* context, const std::string& pattern, std::string* name) {
+  OpInputList numbers;
+  TF_RETURN_IF_ERROR(context->input_list("numbers", &numbers));
+  int next = 0;
+  for (const char letter : pattern) {
+    if (letter != '*') {
+      name->push_back(letter);
+    } else if (next < numbers.size() && TensorShapeUtils::IsScalar(numbers[next].shape())) {
+      absl::StrAppend(name, numbers[next++].scalar<int64_t>()());
+    } else {
+      return absl::InvalidArgumentError(absl::StrCat("there is no scalar for each * of ", pattern));
+    }
+  }
+  return absl::OkStatus();
+}
+
 class SendOp : public AsyncOpKernel {
  public:
   explicit SendOp(OpKernelConstruction* context) : AsyncOpKernel(context) {
@@ -78,17 +102,21 @@ class SendOp : public AsyncOpKernel {
   }
 
   void ComputeAsync(OpKernelContext* context, DoneCallback done) override {
+    std::string name;
+    OP_REQUIRES_OK_ASYNC(context, NameExchange(context, exchange_, &name), done);
+    OpInputList inputs;
+    OP_REQUIRES_OK_ASYNC(context, context->input_list("values", &inputs), done);
     std::vector<Tensor> values;
     int64_t bytes = 0;
-    for (int i = 0; i < context->num_inputs(); ++i) {
-      OP_REQUIRES_ASYNC(context, tensorflow::DataTypeCanUseMemcpy(context->input(i).dtype()),
+    for (const Tensor& value : inputs) {
+      OP_REQUIRES_ASYNC(context, tensorflow::DataTypeCanUseMemcpy(value.dtype()),
                         absl::InvalidArgumentError(absl::StrCat("cannot send a tensor of dtype ",
-                                                                tensorflow::DataTypeString(context->input(i).dtype()))),
+                                                                tensorflow::DataTypeString(value.dtype()))),
                         done);
-      values.push_back(context->input(i));
-      bytes += values.back().TotalBytes();
+      values.push_back(value);
+      bytes += value.TotalBytes();
     }
-    OP_REQUIRES_OK_ASYNC(context, Network::Get()->Send(peer_, exchange_, std::move(values)), done);
+    OP_REQUIRES_OK_ASYNC(context, Network::Get()->Send(peer_, name, std::move(values)), done);
     OP_REQUIRES_OK_ASYNC(context, SetBytes(context, 0, bytes), done);
     done();
   }
@@ -108,7 +136,9 @@ class ReceiveOp : public AsyncOpKernel {
   }
 
   void ComputeAsync(OpKernelContext* context, DoneCallback done) override {
-    const Tag tag = Network::Get()->NextTag(peer_, exchange_);
+    std::string name;
+    OP_REQUIRES_OK_ASYNC(context, NameExchange(context, exchange_, &name), done);
+    const Tag tag = Network::Get()->NextTag(peer_, name);
     // A cancelled step is noted, and does not end the wait. If a stage function fails, TensorFlow cancels the step before
     // it notes the function's error, and would report the error of an op that ends first. See dapple_exchange_abort.
     auto cancellation = std::make_shared<Cancellation>();

@@ -7,8 +7,6 @@ from collections.abc import Callable, Collection, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from dapple_tf import internals
 from dapple_tf.frontend.dependence import (
     contract,
@@ -24,15 +22,9 @@ from dapple_tf.frontend.dependence import (
 from dapple_tf.frontend.dependence.bodies import Body, read_body
 from dapple_tf.frontend.dependence.custom_gradients import check_gradient, has_custom_gradient
 from dapple_tf.frontend.dependence.kinds import CONSTANT, SIZE, Form, Kind, coupled, rows, shared
-from dapple_tf.frontend.dependence.numbers import (
-    Numbers,
-    constant_value,
-    evaluate,
-    holds_for_all_sizes,
-    strided_index,
-    varies,
-)
-from dapple_tf.frontend.dependence.scope import MULTIPLES, Scope, op_names
+from dapple_tf.frontend.dependence.numbers import varies
+from dapple_tf.frontend.dependence.scope import Scope, op_names
+from dapple_tf.frontend.dependence.size_numbers import evaluate_sizes
 from dapple_tf.frontend.dependence.undecided import Experiments
 from dapple_tf.frontend.inference import BodyShapes, Shapes, infer_body
 from dapple_tf.graph_passes.analysis.layers import SHAPE_OPS
@@ -55,7 +47,6 @@ _TAKE_SIZES = elementwise.ELEMENTWISE | frozenset(
 )
 _CALLING = internals.CALL_OPS | internals.CONDITION_OPS | internals.LOOP_OPS
 _READS = frozenset({"ReadVariableOp", "VariableShape", "VarIsInitializedOp"})
-_SAME_LAYOUT = frozenset({"Identity", "Cast", "StopGradient", "EnsureShape"})
 RULED = frozenset({*_RULES, *_READS, *SHAPE_OPS, "Const", "IdentityN"} | _CALLING | control_flow.TENSOR_LISTS)
 """Ops that have a rule. Draws have rules too: see ``random.is_stateless_draw``."""
 
@@ -138,7 +129,7 @@ class Analysis:
         if node.op == "arg":  # an argument of a function: its kind was set by _call_body
             return
         kinds = [scope.kinds.get(value, CONSTANT) for value in node.inputs]
-        _evaluate(scope, node)
+        evaluate_sizes(scope, node)
         _note_positional(scope, node, kinds)
         found = self._find(scope, node, kinds)
         results = found if isinstance(found, list) else [found] * len(node.outputs)
@@ -435,77 +426,3 @@ def _kind_in_caller(inner: Scope, node: Node, value: Value) -> Kind:
     if kind.form is Form.SUM and kind.mixed:
         return coupled(node.name, "adds sums and means inside a nested function or loop", trained=kind.trained)
     return kind
-
-
-def _evaluate(scope: Scope, node: Node) -> None:
-    """Evaluate the small integers that a node computes, and find the layouts of sizes (see ``Scope``)."""
-    if node.op == "Const":
-        value = constant_value(node)
-        if value is not None and value.dtype.kind in "iub":
-            scope.numbers[Value(node.name)] = (value,) * len(MULTIPLES)
-        return
-    if node.op in SHAPE_OPS:
-        _evaluate_shape(scope, node)
-        return
-    _track_layout(scope, node)
-    inputs = [scope.numbers.get(value) for value in node.inputs]
-    if not inputs or None in inputs:
-        return
-    if not holds_for_all_sizes(node, [numbers for numbers in inputs if numbers is not None], scope.batch):
-        return
-    found = [evaluate(node, [numbers[i] for numbers in inputs if numbers is not None]) for i in range(len(MULTIPLES))]
-    if all(outputs is not None for outputs in found):
-        for i, value in enumerate(node.values()):
-            scope.numbers[value] = tuple(outputs[i] for outputs in found if outputs is not None)
-
-
-def _evaluate_shape(scope: Scope, node: Node) -> None:
-    for i, value in enumerate(node.values()):
-        source = node.inputs[i]
-        kind, rank = scope.kinds.get(source, CONSTANT), scope.rank(source)
-        if node.op == "Rank":
-            if rank is not None:
-                scope.numbers[value] = (np.asarray(rank),) * len(MULTIPLES)
-            continue
-        lengths = scope.shape_numbers(source)
-        if lengths is None or rank is None:
-            continue
-        if node.op == "Size":
-            lengths = tuple(np.prod(dims, dtype=np.int64) for dims in lengths)
-        scope.numbers[value] = lengths
-        if kind.rows and not kind.origin and kind.outer and node.op in ("Shape", "ShapeN"):
-            scope.layouts[value] = tuple(
-                (kind.outer, kind.inner) if axis == kind.axis else None for axis in range(rank)
-            )
-
-
-def _track_layout(scope: Scope, node: Node) -> None:
-    """Find the layouts of sizes that are sliced, stacked or concatenated out of shapes."""
-    known = [scope.layouts.get(value) for value in node.inputs]
-    if not any(known):
-        return
-    result: Numbers | tuple[Any, ...] | None = None
-    if node.op in _SAME_LAYOUT:
-        result = known[0]
-    elif node.op == "StridedSlice" and known[0] is not None:
-        parts = [scope.number(value) for value in node.inputs[1:]]
-        if all(part is not None for part in parts):
-            index = strided_index(dict(node.attrs), *parts)
-            if len(index) == 1 and isinstance(index[0], int | slice):
-                picked = known[0][index[0]]
-                result = picked if isinstance(index[0], slice) else (picked,)
-    elif node.op == "Pack":
-        result = tuple(entry[0] if entry else None for entry in known)
-    elif node.op == "ConcatV2":
-        entries: list[Any] = []
-        for value, entry in zip(node.inputs[:-1], known, strict=False):
-            number = scope.number(value)
-            entries += entry or (None,) * (0 if number is None else number.size)
-        result = tuple(entries)
-    elif node.op == "BroadcastArgs":
-        width = max((scope.dims(value) or (0,))[0] or 0 for value in node.inputs)
-        padded = [(None,) * (width - len(entries or ())) + (entries or ()) for entries in known]
-        found = [{entry for entry in column if entry} for column in zip(*padded, strict=True)]
-        result = tuple(entries.pop() if len(entries) == 1 else None for entries in found)
-    if result:
-        scope.layouts[Value(node.name)] = tuple(result)

@@ -5,7 +5,6 @@ A number that is equal for all three does not depend on the batch size; equal di
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -48,43 +47,6 @@ def affine(numbers: Numbers, batch: int) -> tuple[Any, Any] | None:
     if not np.array_equal(third - second, second - first) or ((second - first) % batch).any():
         return None
     return (second - first) // batch, 2 * first - second
-
-
-def holds_for_all_sizes(node: Node, inputs: Sequence[Numbers], batch: int) -> bool:
-    """Return whether the results of an integer op at three batch sizes tell its results at all others.
-
-    An op that compares, rounds, or picks by a position may give the same at these three sizes and another result for
-    small batches.
-    """
-    changing = {i for i, numbers in enumerate(inputs) if varies(numbers)}
-    if not changing:
-        return True
-    if node.op in _MOVED:
-        return changing <= set(range(len(inputs))[_MOVED[node.op]])
-    if node.op == "DynamicStitch":
-        return min(changing) >= len(inputs) // 2
-    if node.op == "Cast" and dict(node.attrs)["DstT"] == DType("bool"):
-        zero = (np.asarray(0),) * len(inputs[0])
-        return holds_for_all_sizes(dataclasses.replace(node, op="NotEqual"), [inputs[0], zero], batch)
-    if node.op not in _PIECEWISE:
-        return True
-    if len(inputs) != 2:
-        return False
-    if node.op in ("FloorDiv", "FloorMod"):
-        found, divisor = affine(inputs[0], batch), np.asarray(inputs[1][0])
-        return bool(
-            found is not None and not varies(inputs[1]) and bool(divisor.all()) and not (found[0] % divisor).any()
-        )
-    both = affine(inputs[0], batch), affine(inputs[1], batch)
-    if node.op not in _SIGNS and node.op not in ("Equal", "NotEqual"):
-        return False
-    if both[0] is None or both[1] is None:
-        return False
-    slope, offset = both[0][0] - both[1][0], both[0][1] - both[1][1]
-    first, last = slope + offset, np.where(slope > 0, np.inf, np.where(slope < 0, -np.inf, offset))  # from 1 sample on
-    if node.op in ("Equal", "NotEqual"):
-        return bool(np.all((slope == 0) | (first * np.sign(slope) > 0)))
-    return bool(np.all(_SIGNS[node.op](first, 0) == _SIGNS[node.op](last, 0)))
 
 
 def evaluate(node: Node, inputs: Sequence[Any]) -> list[Any] | None:
@@ -186,22 +148,6 @@ _BINARY: dict[str, Callable[..., Any]] = {
     "GreaterEqual": np.greater_equal,
     "LogicalAnd": np.logical_and,
     "LogicalOr": np.logical_or,
-}
-
-_SIGNS: Mapping[str, Callable[..., Any]] = {
-    **{op: _BINARY[op] for op in ("Greater", "GreaterEqual", "Less", "LessEqual")},
-    **dict.fromkeys(("Maximum", "Minimum"), np.greater_equal),
-}
-_PIECEWISE = frozenset(
-    {*_SIGNS, "Equal", "NotEqual", "FloorDiv", "FloorMod", "Abs", "Max", "Min", "All", "Any"}
-    | {"LogicalAnd", "LogicalOr", "LogicalNot", "Range", "InvertPermutation"}
-)
-
-# Ops that move numbers: the operands that are moved. The others are positions, axes and shapes.
-_MOVED: Mapping[str, slice] = {
-    **dict.fromkeys(("StridedSlice", "Slice", "GatherV2", "Reshape", "ExpandDims", "SplitV", "Prod", "Sum"), slice(1)),
-    **dict.fromkeys(("Split", "Fill", "Select", "SelectV2"), slice(1, None)),
-    "ConcatV2": slice(-1),
 }
 
 _RULES: dict[str, Callable[..., Any]] = {

@@ -23,7 +23,7 @@ from dapple_tf.planner.planning_problem import PlanningProblem
 from dapple_tf.planner.systems.device_order import list_devices
 from dapple_tf.plans import Plan, StagePlan
 from dapple_tf.profiler.cluster import Cluster
-from dapple_tf.profiler.cores import count_cores
+from dapple_tf.profiler.detect import count_cores
 from dapple_tf.profiler.profile import Profile
 from dapple_tf.simulator.arrays import prefix_sums
 from dapple_tf.simulator.interrupts import check_stop, stop_flag

@@ -10,8 +10,7 @@ from dataclasses import replace
 import numpy as np
 
 from dapple_tf.planner.baselines import baseline_candidates, baseline_stages, data_parallel
-from dapple_tf.planner.micro_batch_sizes import promising_sizes
-from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem
+from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem, promising_sizes
 from dapple_tf.planner.registration import planner
 from dapple_tf.planner.row_shares import share_rows
 from dapple_tf.planner.search.fit_cuts import ORIGIN as UNEQUAL

@@ -20,8 +20,7 @@ from dapple_tf.planner.planning_problem import PlanningProblem
 from dapple_tf.planner.search.search_space import coarsen
 from dapple_tf.plans import StagePlan
 from dapple_tf.profiler.cluster import Cluster
-from dapple_tf.profiler.device_costs import profile_on
-from dapple_tf.profiler.profile import Profile
+from dapple_tf.profiler.profile import Profile, profile_on
 from dapple_tf.simulator.arrays import Floats, prefix_sums
 from dapple_tf.simulator.memory import usable_bytes
 from dapple_tf.simulator.transfer import LinkCosts

@@ -12,7 +12,7 @@ from dapple_tf.planner.step_simulation import find_substitutes
 from dapple_tf.planner.systems.straight import plan_gpipe
 from dapple_tf.plans import Plan
 from dapple_tf.simulator.costs import stage_costs
-from dapple_tf.simulator.memory_limit import fit_to_one_limit
+from dapple_tf.simulator.memory import fit_to_one_limit
 from dapple_tf.simulator.order_search import FoundOrder, search_order
 
 _SEARCHED = 5  # candidates whose order is searched for, the fastest ones under the substitutes

@@ -15,7 +15,7 @@ from dapple_tf.planner.planning_problem import Candidate, PlannerResult, Plannin
 from dapple_tf.planner.registration import planner
 from dapple_tf.planner.search.chunk_shapes import ChunkShape, list_shapes
 from dapple_tf.plans import StagePlan
-from dapple_tf.profiler.device_costs import profiles_on
+from dapple_tf.profiler.profile import profiles_on
 from dapple_tf.simulator.arrays import prefix_sums
 
 

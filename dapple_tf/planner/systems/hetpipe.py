@@ -15,7 +15,7 @@ from dapple_tf.planner.partition import Way, Ways, partition
 from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem
 from dapple_tf.planner.registration import planner
 from dapple_tf.profiler.cluster import Cluster
-from dapple_tf.profiler.device_costs import profile_on
+from dapple_tf.profiler.profile import profile_on
 from dapple_tf.profiler.units import format_samples
 from dapple_tf.simulator.arrays import prefix_sums
 from dapple_tf.simulator.memory import usable_bytes

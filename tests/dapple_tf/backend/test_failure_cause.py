@@ -28,6 +28,14 @@ def test_a_message_without_root_errors_is_its_own_cause() -> None:
     assert find_cause("out of memory") == "out of memory"
 
 
+def test_the_ops_of_a_loop_have_the_number_of_the_micro_batch_that_ran() -> None:
+    message = (
+        "bad\n\t [[{{node while/body/_1/while/stage1/replica0/mb4/forward/Call}}]]\n\t [[stage1/replica0/mb2/forward]]"
+    )
+    assert find_cause(message, 17) == message.replace("mb4", "mb17")
+    assert find_cause(message) == message
+
+
 ONE_ERROR = """Graph execution error:
 
 Detected at node body/CheckNumerics defined at (most recent call last):

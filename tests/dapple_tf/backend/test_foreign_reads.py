@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from dapple_tf.backend.foreign_reads import only_read, pass_values
-from dapple_tf.backend.stage_function import build_compiled_function, build_function
+from dapple_tf.backend.stage_function import build_compiled_function, build_function, only_read, pass_values
 from dapple_tf.graph_passes.ir.graph import Function
 from tests.dapple_tf.backend.test_stage_function import whole_loss
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from dapple_tf.checkpoint import snapshots
+from dapple_tf.checkpoint import host_memory
 from dapple_tf.checkpoint.checkpoints import Checkpoints
 from dapple_tf.checkpoint.content import Position
 from dapple_tf.distributed.buddies import choose_buddies
@@ -221,7 +221,7 @@ def test_a_memory_that_is_too_small_is_refused(tmp_path: Path, memory: Path) -> 
 
 @pytest.mark.parametrize("how", ["a file", "a link"])
 def test_a_folder_in_memory_that_is_not_the_users_own_is_refused(tmp_path: Path, memory: Path, how: str) -> None:
-    place = snapshots._memory_folder()
+    place = host_memory._memory_folder()
     place.rmdir()
     if how == "a file":
         place.write_text("")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dapple_tf.commands.planner_option import PLANNER_NAMES
+from dapple_tf.commands.parameter_types import PLANNER_NAMES
 from dapple_tf.planner.registry import PLANNERS
 from tests.dapple_tf.commands.command_line import Run
 from tests.dapple_tf.planner.builders import make_cluster, make_profile

@@ -74,7 +74,7 @@ def test_the_trace_is_of_a_window(trained: Outcome, trace: Path, run_here: Run) 
     assert actions == sorted(f"{stage}{kind}{m}" for stage in range(2) for kind in "FB" for m in range(4))
     assert trained.json["trace"] == str(trace)
     read = run_here("timeline", trace)
-    assert read.stdout.startswith("tiny: asynchronous, weights stash, 4 minibatches · ")
+    assert read.stdout.startswith("tiny: window of 4 minibatches, weights 'stash' · ")
 
 
 @pytest.mark.parametrize(

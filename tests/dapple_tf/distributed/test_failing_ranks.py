@@ -7,6 +7,7 @@ import re
 import pytest
 
 from tests.dapple_tf.distributed.failing_jobs import assert_stopped, run_until_failure
+from tests.dapple_tf.distributed.native.peers import needs_library
 from tests.processes import HOROVODRUN, needs_horovod, run_ranks
 
 pytestmark = needs_horovod
@@ -22,6 +23,14 @@ def test_a_rank_that_fails_in_a_step_reports_its_error_to_the_others() -> None:
     assert error.ranks[1].stderr.count("Traceback (most recent call last)") >= 1
     assert f"stops: rank 1 (stage 1), in step 6, raised {failed}" in error.ranks[0].stderr
     assert "Traceback" not in error.ranks[0].stderr
+
+
+@needs_library
+def test_a_rank_that_fails_in_a_loop_names_the_micro_batch() -> None:
+    error, _ = run_until_failure("bad micro-batch", 1)
+    failed = r"The step failed: bad loss : Tensor had NaN.*stage1/replica0/mb13/forward"
+    for rank in error.ranks:
+        assert re.search(failed, rank.stderr, re.DOTALL)
 
 
 def test_a_rank_that_fails_in_a_window_says_that_variables_have_changed() -> None:

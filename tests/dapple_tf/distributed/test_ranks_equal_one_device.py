@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.dapple_tf.distributed.launches import HOROVOD_CASES, Launches, is_quick
+from tests.dapple_tf.distributed.native.peers import needs_library
 from tests.dapple_tf.distributed.programs.cases import CASES
 from tests.processes import needs_horovod
 
@@ -108,6 +109,19 @@ def test_a_rank_of_several_stages_holds_their_variables_and_no_others(launches: 
         assert called == {f"stage{stage}" for stage in stages}
     refreshed = [name for result in results for name in result["nodes"] if "refresh" in name]
     assert bool(refreshed) == (plan[0] != plan[3])
+
+
+@needs_library
+@pytest.mark.parametrize("name", marked(name for name in CASES if name.startswith("many")))
+def test_the_steady_state_of_many_micro_batches_is_a_loop_on_each_rank(launches: Launches, name: str) -> None:
+    results = launches.case_results(name)
+    assert [result["loops"] for result in results] == [True] * len(results)
+
+
+@pytest.mark.slow
+def test_exchanges_by_horovod_are_in_no_loop(launches: Launches) -> None:
+    results = launches.case_results("many, 2:1, recompute", "3 ranks by Horovod")
+    assert not any(result["loops"] for result in results)
 
 
 # Of each stage: a layer multiplies once in forward and twice in backward, but the first needs no gradient of its input.

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from dapple_tf.distributed.watchdog import SignalReceiver
+from dapple_tf.distributed.signals import SignalReceiver
 
 
 @pytest.fixture

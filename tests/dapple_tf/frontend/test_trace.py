@@ -11,8 +11,8 @@ import tensorflow as tf
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dapple_tf.autoplan.options import Options
 from dapple_tf.errors import DappleWarning, ExactnessError, PlanError
-from dapple_tf.exactness import check_batch_loss, check_inexact
 from dapple_tf.frontend.capture import Captured
 from dapple_tf.frontend.rows import ROWS_NAME
 from dapple_tf.frontend.trace import trace_loss
@@ -189,20 +189,20 @@ def test_auto_cuts_no_loss_head_where_the_loss_adds_up() -> None:
 @pytest.mark.parametrize("inexact", ["no", "", None])
 def test_unknown_choices_of_inexact_are_refused(inexact: Any) -> None:
     with pytest.raises(PlanError, match=r"inexact=.*give one of 'error', 'warn', 'allow'"):
-        check_inexact(inexact)
+        Options(inexact=inexact)
 
 
 @pytest.mark.parametrize("batch_loss", ["yes", None, 2])
 def test_unknown_choices_of_batch_loss_are_refused(batch_loss: Any) -> None:
     with pytest.raises(PlanError, match="give False, True or 'auto'"):
-        check_batch_loss(batch_loss)
+        Options(batch_loss=batch_loss)
 
 
 def test_known_choices_are_accepted() -> None:
     for inexact in ("error", "warn", "allow"):
-        check_inexact(inexact)
+        Options(inexact=inexact)
     for batch_loss in (False, True, "auto"):
-        check_batch_loss(batch_loss)
+        Options(batch_loss=batch_loss)
 
 
 def test_a_plain_loss_is_left_as_it_is() -> None:

@@ -121,8 +121,6 @@ def test_workers_that_cut_alike_are_an_ordinary_plan_with_a_replica_for_each() -
 
 # --- plans with virtual workers
 
-UNLIKE = ("fast slow", "fast fast")  # the first worker cuts 2:1, the second 1:2 or 2:1 of layers that differ
-
 
 def unlike(**options: Any) -> tuple[PlanningProblem, Plan]:
     problem = problem_of(make_unequal("fast slow", "fast fast"), (1, 2, 0, 1, 4), (1, 2, 0, 1, 4), (2, 4, 0, 1, 8))

@@ -15,7 +15,7 @@ from dapple_tf.plans import Plan, StagePlan
 from dapple_tf.profiler.cluster import Cluster, DeviceKind, Link, Server
 from dapple_tf.profiler.profile import KindSeconds
 from dapple_tf.simulator.costs import stage_costs
-from dapple_tf.simulator.memory_limit import fit_to_one_limit, memory_limits
+from dapple_tf.simulator.memory import fit_to_one_limit, memory_limits
 from dapple_tf.simulator.simulate import simulate
 from dapple_tf.simulator.transfer import link_tables, transfer_cost
 from tests.dapple_tf.simulator.builders import make_plan, make_profile

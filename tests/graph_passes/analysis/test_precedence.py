@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dapple_tf.graph_passes.ir.graph import Graph
-from dapple_tf.graph_passes.passes.verify_window import Precedence
+from dapple_tf.graph_passes.passes.windows.verify_window import Precedence
 from tests.graph_passes.builders import graph
 from tests.graph_passes.strategies import graphs
 

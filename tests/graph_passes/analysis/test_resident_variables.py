@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dapple_tf.graph_passes.analysis.resident_variables import resident_variables
+from dapple_tf.graph_passes.analysis.variable_use import resident_variables
 from tests.graph_passes.builders import calls, function
 
 STAGE = (

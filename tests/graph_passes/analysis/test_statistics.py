@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dapple_tf.graph_passes.analysis.layers import find_layers, live_nodes
-from dapple_tf.graph_passes.analysis.statistics import find_statistics, mark_statistics
+from dapple_tf.graph_passes.analysis.loss_head import find_statistics, mark_statistics
 from dapple_tf.graph_passes.ir.graph import Graph, Value
 from dapple_tf.graph_passes.passes.partition import partition
 from tests.graph_passes.builders import graph

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import replace
+
+import networkx as nx
+import pytest
+from hypothesis import given
 
 from dapple_tf.graph_passes.analysis.steady_state import SteadyState, find_steady_state
 from dapple_tf.graph_passes.ir.graph import Graph, Node, Value, attributes, tensor, topological
+from dapple_tf.graph_passes.ir.names import is_collective, of_any_micro_batch
+from tests.graph_passes.whole import Kind, kinds, ranks_of
 
 X = Node("x", "input", outputs=(tensor("float32"),))
 
@@ -127,3 +134,90 @@ def test_kinds_without_edges_between_them_are_one_loop() -> None:
 
 def test_graphs_without_micro_batches_have_no_loop() -> None:
     assert find(Graph("g", (X,), ("x",), (Value("x"),))) is None
+
+
+# --- loops of ranks
+
+
+def find_in_rank(graph: Graph, fewest: int) -> SteadyState | None:
+    return find_steady_state(graph, of_any_micro_batch, fewest)
+
+
+def assert_ranks_end(graphs: Sequence[Graph], states: Sequence[SteadyState | None]) -> None:
+    """Assert that no rank waits for itself: a message waits for its sender only, an iteration for an earlier one."""
+    waits: nx.DiGraph[tuple[Hashable, ...]] = nx.DiGraph()
+    for rank, (graph, state) in enumerate(zip(graphs, states, strict=True)):
+        for found in graph.nodes:
+            here, inside = (rank, found.name), state is not None and state.find(found.name)
+            if is_collective(found):
+                sent = (*here, "sent")
+                waits.add_edge(sent, here)
+                senders = found.integers("source") if found.op == "exchange" else found.integers("ranks")
+                waits.add_edges_from(((source, found.name, "sent"), here) for source in senders)
+                here = sent
+            waits.add_node(here)
+            taken = [(rank, name) for name in found.predecessors()]
+            waits.add_edges_from((before, here) for before in taken)
+            if state is None:
+                continue
+            if inside:
+                kind, iteration = inside
+                waits.add_edge((rank, "ended", iteration - state.parallel_iterations), here)
+                waits.add_edge((rank, found.name), (rank, "ended", iteration))
+                waits.add_edge((rank, found.name), (rank, "list of", kind))
+            for member in filter(None, (state.find(name) for _, name in taken if not inside)):
+                waits.add_edge((rank, "list of", member[0]), here)
+                waits.add_edge((rank, "ended", state.iterations - 1 - state.parallel_iterations), here)
+        for iteration in range(0 if state is None else state.iterations):
+            waits.add_edge((rank, "ended", iteration - 1), (rank, "ended", iteration))
+    assert nx.is_directed_acyclic_graph(waits), nx.find_cycle(waits)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        Kind((1, 1), 20, skip=True, tied=True),
+        Kind((1, 1, 1), 24, "dapple-b"),
+        Kind((1, 1, 1), 24, "K=6,3,1", clip=True),
+        Kind((2, 1, 3), 20, sparse=True, state=True),
+        Kind((1, 2), 20, "zb-h1"),
+        Kind((1, 1, 1, 1), 24, "interleaved-1f1b:v=2"),
+        Kind((2, 2), 20, joins=True),
+    ],
+    ids=str,
+)
+def test_the_loops_of_all_ranks_end_together(kind: Kind) -> None:
+    graphs = ranks_of(kind)
+    states = [find_in_rank(graph, 12 if "v=2" not in kind.schedule else 5) for graph in graphs]
+    assert_ranks_end(graphs, states)
+    for graph, state in zip(graphs, states, strict=True):
+        assert state is not None
+        assert {"exchange", "forward", "backward"} & {found.op for found in state.body} >= {"exchange", "forward"}
+        outside = [found for found in graph.nodes if found.has("micro_batch") and state.find(found.name) is None]
+        assert len(outside) < len(graph.nodes) / 2
+
+
+@given(kinds())
+def test_loops_of_any_order_of_calls_end_together(kind: Kind) -> None:
+    graphs = ranks_of(kind)
+    assert_ranks_end(graphs, [find_in_rank(graph, 2) for graph in graphs])
+
+
+@given(kinds(shared=True))
+def test_loops_of_ranks_with_several_stages_end_together(kind: Kind) -> None:
+    graphs = ranks_of(kind)
+    assert_ranks_end(graphs, [find_in_rank(graph, 2) for graph in graphs])
+
+
+def test_messages_alone_are_no_loop() -> None:
+    """The first backward would wait for all messages, the last of which waits for a forward that comes after it."""
+    order = "0F0 0F1 0B0 0F2 0F3 0F4 0B1 0B2 0B3 0F5 0B4 0F6 0F7 0B5 0B6 0B7"
+    other = " ".join(f"1F{m} 1B{m}" for m in range(8))
+    graphs = ranks_of(Kind((1, 1), 8, f"{order}; {other}"))
+    assert find_in_rank(graphs[0], 3) is None
+    unaware = [replace(found, attrs=tuple(a for a in found.attrs if a[0] != "ranks")) for found in graphs[0].nodes]
+    state = find_in_rank(graphs[0].replace(nodes=tuple(unaware)), 3)
+    assert state is not None
+    assert {found.op for found in state.body} >= {"exchange"}
+    with pytest.raises(AssertionError):
+        assert_ranks_end(graphs, [state, None])

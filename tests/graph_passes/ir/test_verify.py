@@ -54,8 +54,22 @@ def test_a_good_graph_passes() -> None:
 )
 def test_a_broken_invariant_is_named(old: str, new: str, said: str) -> None:
     assert old in GOOD
+    broken, good = calls(GOOD.replace(old, new, 1), FORWARD), calls(GOOD, FORWARD)
     with refused(GraphError, said):
-        verify(calls(GOOD.replace(old, new, 1), FORWARD))
+        verify(broken)
+    # Beside nodes that were verified before, too.
+    shared = (good.by_name[node.name] if node == good.by_name.get(node.name) else node for node in broken.nodes)
+    with refused(GraphError, said):
+        verify(broken.replace(nodes=tuple(shared)), good)
+
+
+def test_a_call_of_a_function_that_is_gone_or_another_is_named() -> None:
+    good = calls(GOOD, FORWARD)
+    other = function("stage0/forward", "arg x, arg y", "loss loss")
+    with refused(GraphError, "has no function 'stage0/forward'"):
+        verify(good.replace(functions=()), good)
+    with refused(GraphError, "passes 1 values to 'stage0/forward', which takes 2"):
+        verify(good.replace(functions=(other,)), good)
 
 
 @pytest.mark.parametrize(

@@ -120,6 +120,18 @@ def test_state_is_committed_after_the_barrier_and_before_the_end() -> None:
     ]
 
 
+def test_only_an_update_that_takes_statistics_waits_until_they_are_written() -> None:
+    before = GRADIENTS.replace(
+        "outputs", "%written = write_statistics() {function='written', replica=0, stage=0}\noutputs"
+    )
+    writes = function("written", "variable w", "", ["w"])
+    graph = calls(before, writes)
+    result = Apply(Updates(None, STAGES, None))(graph)
+    assert [c.source for c in result.node("written").controls] == ["update/begin"]
+    assert [c.source for c in result.node("stage0/update").controls] == ["update/begin", "written"]
+    assert [c.source for c in result.node("stage1/update").controls] == ["update/begin"]
+
+
 def test_a_step_without_updates_still_ends() -> None:
     assert_graph(
         Apply(Updates(None, (), None))(calls("%loss = merge() -> (float32[])\noutputs %loss:0")),

@@ -141,7 +141,7 @@ def test_a_pass_may_add_the_ops_that_its_contract_names_and_those_that_are_there
 def all_passes() -> list[Any]:
     modules = [
         importlib.import_module(m.name)
-        for m in pkgutil.iter_modules(dapple_tf.graph_passes.passes.__path__, "dapple_tf.graph_passes.passes.")
+        for m in pkgutil.walk_packages(dapple_tf.graph_passes.passes.__path__, "dapple_tf.graph_passes.passes.")
     ]
     classes = [value for module in modules for value in vars(module).values() if isinstance(value, type)]
     return sorted({c for c in classes if isinstance(vars(c).get("contract"), Contract)}, key=lambda c: c.__name__)

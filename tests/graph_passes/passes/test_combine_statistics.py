@@ -6,9 +6,9 @@ import pytest
 
 from dapple_tf.graph_passes.ir.graph import Graph
 from dapple_tf.graph_passes.passes.base import run_passes
-from dapple_tf.graph_passes.passes.combine_statistics import CombineStatistics, combine_statistics
+from dapple_tf.graph_passes.passes.combine_statistics import CombineStatistics
 from dapple_tf.graph_passes.passes.project import project
-from dapple_tf.graph_passes.passes.share_statistics import share_statistics
+from dapple_tf.graph_passes.passes.share_statistics import ShareStatistics
 from dapple_tf.graph_passes.passes.verify_ranks import verify_ranks
 from tests.graph_passes.builders import assert_graph, calls, functions_of
 from tests.graph_passes.passes.test_share_statistics import FORWARD
@@ -126,19 +126,19 @@ def test_replicas_exchange_partial_statistics_and_compute_those_of_the_batch_fro
       end
     """)
     )
-    assert share_statistics(result) == result
+    assert ShareStatistics()(result) == result
 
 
 def test_partial_statistics_wait_for_what_run_once_waits_for() -> None:
     text = TWO.replace(
         "replica=0, stage=0} -> (float32[], int64[])", "replica=0, stage=0} -> (float32[], int64[]) ^%x 'a'"
     )
-    result = combine_statistics(calls(text, FORWARD, *functions_of(COUNT)))
+    result = CombineStatistics()(calls(text, FORWARD, *functions_of(COUNT)))
     assert [control.source for control in result.node("stage0/replica0/mb0/partials").controls] == ["x"]
 
 
 def test_ranks_send_each_other_partial_statistics_and_take_only_their_own_rows() -> None:
-    combined = combine_statistics(two_replicas())
+    combined = CombineStatistics()(two_replicas())
     graphs = [project(combined, [(0, 1)], rank) for rank in (0, 1)]
     verify_ranks(graphs)
     for rank, graph in enumerate(graphs):
@@ -171,13 +171,13 @@ def test_ranks_send_each_other_partial_statistics_and_take_only_their_own_rows()
 )  # fmt: skip
 def test_a_function_that_does_not_reduce_stays_whole(once: str) -> None:
     before = two_replicas(once)
-    assert combine_statistics(before) == before
+    assert CombineStatistics()(before) == before
 
 
 def test_a_stage_of_one_replica_stays_as_it_is() -> None:
     text = TWO[: TWO.index("    %stage0/replica1/run_once")] + "    outputs %stage0/replica0/mb0/forward:0\n"
     before = calls(text, FORWARD, *functions_of(COUNT))
-    assert combine_statistics(before) == before
+    assert CombineStatistics()(before) == before
 
 
 def test_partial_statistics_are_of_micro_batches_of_the_given_sizes() -> None:
@@ -189,6 +189,6 @@ def test_partial_statistics_are_of_micro_batches_of_the_given_sizes() -> None:
     """
         for r in range(2)
     )
-    result = combine_statistics(calls(text, FORWARD, *functions_of(COUNT)))
+    result = CombineStatistics()(calls(text, FORWARD, *functions_of(COUNT)))
     rows = [node for node in result.nodes if node.name.endswith("rows_for_partials")]
     assert [node.integers("sizes") for node in rows] == [(7,), (7,)]

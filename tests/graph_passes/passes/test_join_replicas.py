@@ -10,11 +10,11 @@ from dapple_tf.graph_passes.ir.names import nodes_of
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.passes.base import run_passes
 from dapple_tf.graph_passes.passes.instrument import Instrument
-from dapple_tf.graph_passes.passes.join_replicas import JoinReplicas, join_replicas
+from dapple_tf.graph_passes.passes.join_replicas import JoinReplicas
 from dapple_tf.graph_passes.passes.microbatch import call_stages
 from dapple_tf.graph_passes.passes.place import Place
 from dapple_tf.graph_passes.passes.project import parse_exchange_name
-from dapple_tf.graph_passes.passes.split_concat import replicate_stages
+from dapple_tf.graph_passes.passes.split_concat import SplitConcat
 from dapple_tf.graph_passes.passes.verify_ranks import verify_ranks
 from tests.graph_passes.builders import assert_graph, calls, function, joining, two_stages
 from tests.graph_passes.whole import Kind, X, kinds, passes_of, ranks_of, whole_graph
@@ -67,17 +67,17 @@ def test_a_call_becomes_a_node_for_each_part_and_takes_what_all_replicas_join() 
 
 
 def staged(*replicas: int) -> Graph:
-    return replicate_stages(call_stages(calls(X, *map(joining, two_stages())), 2, 2), replicas)
+    return SplitConcat(replicas)(call_stages(calls(X, *map(joining, two_stages())), 2, 2))
 
 
 def test_a_stage_with_one_replica_calls_whole_functions() -> None:
-    assert join_replicas(staged(1, 1)) == staged(1, 1).sorted()
-    found = nodes_of(join_replicas(staged(1, 2)), OpName.PART, OpName.JOIN)
+    assert JoinReplicas()(staged(1, 1)) == staged(1, 1).sorted()
+    found = nodes_of(JoinReplicas()(staged(1, 2)), OpName.PART, OpName.JOIN)
     assert {node.integer("stage") for node in found} == {1}
 
 
 def test_the_functions_of_whole_calls_stay_and_are_not_called() -> None:
-    graph = join_replicas(staged(2, 2))
+    graph = JoinReplicas()(staged(2, 2))
     called = {node.string("function") for node in graph.nodes if node.has("function")}
     names = {function.name for function in two_stages()}
     assert called == {f"{name}/part{part}" for name in names for part in (0, 1)}

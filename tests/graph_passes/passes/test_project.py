@@ -43,7 +43,7 @@ def test_an_edge_between_stages_becomes_an_exchange_on_both_ranks() -> None:
         %stage0/replica0/mb0/forward = forward(%x:0) {function='stage0/forward', micro_batch=0, replica=0, stage=0}
         | -> (float32[?,4], float32[?,4])
         %exchange/stage0_to_stage1/mb0/forward = exchange(%stage0/replica0/mb0/forward:0)
-        | {dtypes=['float32'], header=False, ranks=[0, 1], source=[], to=[1]} -> (int64[])
+        | {dtypes=['float32'], header=False, micro_batch=0, ranks=[0, 1], source=[], to=[1]} -> (int64[])
         %exchange/outputs = exchange()
         | {dtypes=['float32'], header=False, ranks=[0, 1], source=[1], to=[]} -> (float32[], int64[])
         %loss = merge(%exchange/outputs:0) -> (float32[])
@@ -56,7 +56,7 @@ def test_an_edge_between_stages_becomes_an_exchange_on_both_ranks() -> None:
         """
         inputs %x
         %exchange/stage0_to_stage1/mb0/forward = exchange()
-        | {dtypes=['float32'], header=False, ranks=[0, 1], source=[0], to=[]} -> (float32[?,4], int64[])
+        | {dtypes=['float32'], header=False, micro_batch=0, ranks=[0, 1], source=[0], to=[]} -> (float32[?,4], int64[])
         %x = input() -> (float32[?,4])
         %stage1/replica0/mb0/forward = forward(%exchange/stage0_to_stage1/mb0/forward:0)
         | {function='stage1/forward', micro_batch=0, replica=0, stage=1} -> (float32[], float32[?,4])
@@ -91,7 +91,7 @@ AGAIN = "exchange/stage2_to_stage3/mb0/forward"
 
 def test_ranks_of_several_stages_exchange_what_crosses_each_boundary_and_keep_the_order_of_calls() -> None:
     """Two workers, looped: three boundaries between the same ranks, two of them in the same direction."""
-    ends = "{dtypes=['float32'], header=False, ranks=[0, 1], source=[%s], to=[%s]}"
+    ends = "{dtypes=['float32'], header=False, micro_batch=0, ranks=[0, 1], source=[%s], to=[%s]}"
     assert_graph(
         Project(((0,), (1,), (0,), (1,)), 0)(graph(LOOPED)),
         f"""

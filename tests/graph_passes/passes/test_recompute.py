@@ -9,7 +9,7 @@ from dapple_tf.graph_passes.analysis.recomputation import find_recomputation
 from dapple_tf.graph_passes.ir.graph import Graph
 from dapple_tf.graph_passes.ir.text import print_graph
 from dapple_tf.graph_passes.ir.verify import verify
-from dapple_tf.graph_passes.passes.recompute import Recompute, find_runs, recompute_stages
+from dapple_tf.graph_passes.passes.recompute import Recompute, find_runs
 from tests.graph_passes.builders import graph, refused
 
 FORWARD = """
@@ -71,7 +71,7 @@ FIRST_LAYER, SECOND_LAYER = {"p", "a"}, {"y", "loss"}
 
 def recomputed(*runs: set[str], text: str = KEPT + BACKWARD) -> Graph:
     """The functions of ``text``, whose one stage recomputes ``runs``; they are valid."""
-    result = recompute_stages(graph(text), [runs])
+    result = Recompute((tuple(map(frozenset, runs)),))(graph(text))
     verify(result)
     return result
 
@@ -175,7 +175,7 @@ def test_stages_without_runs_stay_as_they_are() -> None:
 def test_stages_that_are_called_already_are_refused() -> None:
     called = graph(KEPT + BACKWARD + "%f = forward() {function='stage0/forward'}")
     with refused(GraphError, "recomputation changes the inputs of stage functions: run it before the pass"):
-        recompute_stages(called, [[FIRST_LAYER]])
+        Recompute(((frozenset(FIRST_LAYER),),))(called)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 from dapple_tf.graph_passes.ir.graph import Graph
 from dapple_tf.graph_passes.passes.base import run_passes
 from dapple_tf.graph_passes.passes.project import project
-from dapple_tf.graph_passes.passes.share_statistics import ShareStatistics, share_statistics
+from dapple_tf.graph_passes.passes.share_statistics import ShareStatistics
 from dapple_tf.graph_passes.passes.verify_ranks import verify_ranks
 from tests.graph_passes.builders import assert_graph, calls, function, functions_of
 
@@ -107,7 +107,7 @@ def test_the_first_replica_computes_statistics_and_each_what_does_not_depend_on_
 
 
 def test_a_rank_receives_statistics_in_an_exchange_of_their_own() -> None:
-    shared = share_statistics(two_replicas())
+    shared = ShareStatistics()(two_replicas())
     graphs = [project(shared, [(0, 1)], rank) for rank in (0, 1)]
     verify_ranks(graphs)
     name = "exchange/run_once/stage0"
@@ -129,10 +129,10 @@ def test_a_rank_receives_statistics_in_an_exchange_of_their_own() -> None:
 )
 def test_a_function_that_cannot_be_cut_stays_whole(once: str) -> None:
     before = two_replicas(once)
-    assert share_statistics(before) == before
+    assert ShareStatistics()(before) == before
 
 
 def test_a_stage_of_one_replica_stays_as_it_is() -> None:
     text = TWO[: TWO.index("    %stage0/replica1/run_once")] + "    outputs %stage0/replica0/mb0/forward:0\n"
     before = calls(text, FORWARD, *functions_of(COUNT))
-    assert share_statistics(before) == before
+    assert ShareStatistics()(before) == before

@@ -11,8 +11,8 @@ from dapple_tf.graph_passes.ir.names import nodes_of
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.passes.copy_variables import CopyVariables
 from dapple_tf.graph_passes.passes.microbatch import call_stages
-from dapple_tf.graph_passes.passes.split_concat import replicate_stages
-from dapple_tf.graph_passes.passes.write_statistics import write_statistics
+from dapple_tf.graph_passes.passes.split_concat import SplitConcat
+from dapple_tf.graph_passes.passes.write_statistics import WriteStatistics
 from tests.graph_passes.builders import calls, function, refused, two_stages
 from tests.graph_passes.whole import Kind, X, ranks_of, whole_graph
 
@@ -39,7 +39,7 @@ def end(stage: int, *names: str) -> Function:
 
 def written(*ends: Function, replicas: tuple[int, int] = (1, 1)) -> Graph:
     graph = call_stages(calls(X, *functions(*ends)), 2, 2)
-    return write_statistics(replicate_stages(graph, replicas))
+    return WriteStatistics()(SplitConcat(replicas)(graph))
 
 
 def test_statistics_are_summed_over_the_micro_batches_in_order() -> None:
@@ -80,7 +80,7 @@ def test_what_is_written_waits_for_all_calls_of_its_stage() -> None:
 
 
 def test_moving_statistics_have_no_copies_and_belong_to_the_stage_that_writes_them() -> None:
-    graph = replicate_stages(call_stages(calls(X, *functions(end(0, "a"), end(1, "b"))), 2, 2), (2, 1))
+    graph = SplitConcat((2, 1))(call_stages(calls(X, *functions(end(0, "a"), end(1, "b"))), 2, 2))
     variables = find_variables(graph)
     assert (variables.owner("m0"), variables.owner("m1"), variables.at_end) == (0, 1, {"m0", "m1"})
     assert variables.state == frozenset()

@@ -29,12 +29,12 @@ class Pair:
     here: int
     there: int
 
-    def send(self, values: Any, exchange: str = "x") -> Any:
-        return self.library.ops.dapple_send(values, peer=self.there, exchange=exchange)
+    def send(self, values: Any, exchange: str = "x", numbers: Any = ()) -> Any:
+        return self.library.ops.dapple_send(values, numbers, peer=self.there, exchange=exchange)
 
-    def receive(self, types: Any, shapes: Any = None, exchange: str = "x") -> list[Any]:
+    def receive(self, types: Any, shapes: Any = None, exchange: str = "x", numbers: Any = ()) -> list[Any]:
         shapes = [None] * len(types) if shapes is None else shapes
-        values, _ = self.library.ops.dapple_receive(T=types, shapes=shapes, peer=self.here, exchange=exchange)
+        values, _ = self.library.ops.dapple_receive(numbers, T=types, shapes=shapes, peer=self.here, exchange=exchange)
         return list(values)
 
 

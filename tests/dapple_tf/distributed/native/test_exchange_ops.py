@@ -45,7 +45,7 @@ def far_end(library: ExchangeLibrary) -> Iterator[FarEnd]:
 
 def receive_error(library: ExchangeLibrary, peer: int) -> str:
     with pytest.raises(tf.errors.OpError) as caught:
-        library.ops.dapple_receive(T=[tf.float32], shapes=[[2]], peer=peer, exchange="x")
+        library.ops.dapple_receive([], T=[tf.float32], shapes=[[2]], peer=peer, exchange="x")
     return str(caught.value)
 
 
@@ -91,17 +91,53 @@ def test_ops_of_a_graph_are_neither_folded_merged_nor_left_out(pair: Pair) -> No
 
     @tf.function(autograph=False)
     def step() -> Any:
-        tokens = [ops.dapple_send([tf.ones([2])], peer=pair.there, exchange=name) for name in ("m0", "m1")]
+        tokens = [ops.dapple_send([tf.ones([2])], [], peer=pair.there, exchange=name) for name in ("m0", "m1")]
         kinds = {"T": [tf.float32], "shapes": [[2]], "peer": pair.here}
-        received = [ops.dapple_receive(**kinds, exchange=name) for name in ("m0", "m1")]
+        received = [ops.dapple_receive([], **kinds, exchange=name) for name in ("m0", "m1")]
         return tf.add_n([*tokens, *(token for _, token in received)])
 
     assert [int(step()) for _ in range(3)] == [4 * 8] * 3
 
 
+def test_a_name_has_numbers_that_are_computed(pair: Pair) -> None:
+    """As in a loop over micro-batches: iterations run side by side, and of eight the first takes the last message."""
+    ops = pair.library.ops
+
+    def body(i: Any, received: Any) -> Any:
+        sent = ops.dapple_send([2 * i], [tf.bitwise.bitwise_xor(i, 7)], peer=pair.there, exchange="mb*")
+        (value,), size = ops.dapple_receive([i], T=[tf.int64], shapes=[[]], peer=pair.here, exchange="mb*")
+        return i + 1, received + value * (sent + size)
+
+    # As steps are built: automatic control dependencies would order the receives.
+    @tf.function(autograph=False, experimental_attributes={internals.NO_AUTOMATIC_CONTROL: True})
+    def loop(count: Any) -> Any:
+        zero = tf.constant(0, tf.int64)
+        return tf.while_loop(lambda i, _: i < count, body, [zero, zero], parallel_iterations=8)[1]
+
+    for count in (8, 32, 32):
+        assert int(loop(tf.constant(count, tf.int64))) == 16 * count * (count - 1)
+
+
+def test_executions_are_counted_for_each_number(pair: Pair) -> None:
+    for i, number in enumerate((3, 12, 3)):
+        pair.send([tf.constant(i)], "a * b*", [tf.constant(number, tf.int64), tf.constant(7, tf.int64)])
+    for i, name in ((0, "a 3 b7"), (2, "a 3 b7"), (1, "a 12 b7")):
+        assert int(pair.receive([tf.int32], exchange=name)[0]) == i
+
+
+@pytest.mark.parametrize("numbers", [[], [tf.constant([1], tf.int64)]])
+def test_a_name_without_its_number_is_an_error(pair: Pair, numbers: Any) -> None:
+    for act in (
+        lambda: pair.send([tf.ones([1])], "mb*", numbers),
+        lambda: pair.receive([tf.float32], None, "mb*", numbers),
+    ):
+        with pytest.raises(tf.errors.InvalidArgumentError, match=r"there is no scalar for each \* of mb\*"):
+            act()
+
+
 def test_the_static_shape_is_what_the_attributes_say(pair: Pair) -> None:
     with tf.Graph().as_default():
-        values, token = pair.library.ops.dapple_receive(T=[tf.int64], shapes=[[None, 3]], peer=1, exchange="x")
+        values, token = pair.library.ops.dapple_receive([], T=[tf.int64], shapes=[[None, 3]], peer=1, exchange="x")
         assert values[0].shape.as_list() == [None, 3]
         assert token.shape.as_list() == []
         assert values[0].op.op_def.is_stateful
@@ -125,7 +161,7 @@ def test_text_cannot_be_sent(pair: Pair) -> None:
 
 def test_a_rank_without_a_connection_is_an_error(library: ExchangeLibrary) -> None:
     with pytest.raises(tf.errors.FailedPreconditionError, match="there is no connection to rank 77"):
-        library.ops.dapple_send([tf.ones([2])], peer=77, exchange="x")
+        library.ops.dapple_send([tf.ones([2])], [], peer=77, exchange="x")
 
 
 def test_a_peer_has_one_connection(library: ExchangeLibrary, far_end: FarEnd) -> None:
@@ -145,7 +181,7 @@ def test_a_lost_peer_ends_the_wait_and_every_later_one(library: ExchangeLibrary,
         text = f"lost the connection to rank {peer}: the other end has closed it (waiting for x of step {step})"
         assert text in receive_error(library, peer)
     with pytest.raises(tf.errors.UnavailableError, match=f"lost the connection to rank {peer}"):
-        library.ops.dapple_send([tf.ones([2])], peer=peer, exchange="x")
+        library.ops.dapple_send([tf.ones([2])], [], peer=peer, exchange="x")
 
 
 def test_a_peer_lost_in_the_middle_of_a_message_ends_the_wait(library: ExchangeLibrary, far_end: FarEnd) -> None:
@@ -186,7 +222,7 @@ def test_the_receives_of_a_failed_step_end_when_aborted_and_the_cause_is_reporte
     # As steps are built: automatic control dependencies would order the check after the receive.
     @tf.function(autograph=False, experimental_attributes={internals.NO_AUTOMATIC_CONTROL: True})
     def step(x: Any) -> Any:
-        (values, _) = pair.library.ops.dapple_receive(T=[tf.float32], shapes=[[2]], peer=pair.here, exchange="x")
+        (values, _) = pair.library.ops.dapple_receive([], T=[tf.float32], shapes=[[2]], peer=pair.here, exchange="x")
         return work(x) + values[0]
 
     errors = []
@@ -267,7 +303,7 @@ def test_a_large_tensor_is_kept_until_the_peer_has_copied_it(library: ExchangeLi
     library.take_peak_bytes()
     value = np.arange(100_000, dtype=np.float32)
     for _ in range(3):  # the first may be on its way before the answer to the probe is read
-        library.ops.dapple_send([tf.constant(value)], peer=peer, exchange="x")
+        library.ops.dapple_send([tf.constant(value)], [], peer=peer, exchange="x")
         kind = other.recv(8, socket.MSG_WAITALL)[3:4]
         if kind == b"R":
             break
@@ -287,7 +323,7 @@ def test_a_tensor_is_copied_from_the_memory_of_the_sender(library: ExchangeLibra
     peer, other = far_end
     value = np.random.default_rng(0).standard_normal(3_000_000).astype(np.float32)
     other.sendall(references(value.ctypes.data, len(value)))
-    values, bytes_received = library.ops.dapple_receive(T=[tf.float32], shapes=[[None]], peer=peer, exchange="x")
+    values, bytes_received = library.ops.dapple_receive([], T=[tf.float32], shapes=[[None]], peer=peer, exchange="x")
     np.testing.assert_array_equal(values[0].numpy(), value)
     assert int(bytes_received) == value.nbytes
     assert [kind for kind, _ in read_messages(other, 2)] == [b"P", b"C"]
@@ -329,9 +365,9 @@ from dapple_tf.distributed.native.library import load_library
 library = load_library()
 library.connect(0, int(sys.argv[1]))
 for step in range(50):
-    values, _ = library.ops.dapple_receive(T=[tf.float32], shapes=[[None]], peer=0, exchange="there")
-    library.ops.dapple_send([values[0] + 1], peer=0, exchange="back")
-library.ops.dapple_receive(T=[tf.float32], shapes=[[None]], peer=0, exchange="never")
+    values, _ = library.ops.dapple_receive([], T=[tf.float32], shapes=[[None]], peer=0, exchange="there")
+    library.ops.dapple_send([values[0] + 1], [], peer=0, exchange="back")
+library.ops.dapple_receive([], T=[tf.float32], shapes=[[None]], peer=0, exchange="never")
 """
 
 
@@ -344,8 +380,8 @@ def test_two_processes_exchange_and_notice_that_one_is_killed(library: ExchangeL
         )
     for step in range(50):
         sent = tf.fill([1 + step**3], float(step))
-        library.ops.dapple_send([sent], peer=peer, exchange="there")
-        values, _ = library.ops.dapple_receive(T=[tf.float32], shapes=[[None]], peer=peer, exchange="back")
+        library.ops.dapple_send([sent], [], peer=peer, exchange="there")
+        values, _ = library.ops.dapple_receive([], T=[tf.float32], shapes=[[None]], peer=peer, exchange="back")
         assert bool(tf.reduce_all(values[0] == sent + 1))
     process.kill()
     assert f"lost the connection to rank {peer}" in receive_error(library, peer)

@@ -685,5 +685,24 @@ CASES: dict[str, Case] = {
         batches(),
         with_shares(overlapped(3, 1, micro_batches=2, ends=[3, 12], schedule="zb-h1"), (2.0, 1.0, 2.0), None),
     ),
+    "many, 1:1": Case(Chain(skips={3: 0}, aux=True), batches((47, 43, 47)), layout(1, 1, micro_batches=20)),
+    "many, given sizes": Case(Chain(), batches((67, 60)), layout(1, 1, micro_batches=[*[1, 2, 3] * 8, 19])),
+    "many, dropout": Case(dropped, batches((47, 60)), layout(1, 1, stages=["dense_1"], micro_batches=20)),
+    "many, interleaved": Case(
+        Chain(tied={3: 0}), batches((67, 40)), shared("interleaved-1f1b:v=2", 1, 1, micro_batches=32)
+    ),
+    "many, batch norm, sync, DP 2": Case(
+        normalized, batches((60, 60)), layout(2, batch_norm="sync", micro_batches=20), in_turn=20
+    ),
+    "many, embedding, zb-h1": Case(
+        embedding(make_optimizer=clipping_adam),
+        lambda: id_batches((47, 40)),
+        layout(1, 1, stages=["dense_1"], schedule="zb-h1", micro_batches=20),
+    ),
+    "many, 2:1, recompute": Case(
+        Chain(tied={3: 0}), batches((67, 60)), layout(2, 1, micro_batches=20, recompute=True, schedule="dapple-b")
+    ),
+    "many, 1:2": Case(Chain(skips={3: 0}), batches((67, 43)), layout(1, 2, micro_batches=20, **SHARDED)),
+    "many, 1:1:1": Case(Chain(skips={3: 0}, regularized=True), batches((67,)), layout(1, 1, 1, micro_batches=24)),
     "gpt, 50 steps": Case(gpt_problem, gpt_batches(50), layout(1, 2, 1, stages=["block_0", "norm"])),
 }

@@ -30,19 +30,21 @@ def main(failure: str, failing_rank: int, stages: int) -> None:
     def checked(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
         return tf.debugging.check_numerics(loss_fn(x, y), "bad loss")
 
-    in_windows = failure == "bad minibatch"
-    how = {"mode": "async", "minibatches": 8} if in_windows else {"micro_batches": 4}
-    loss = checked if in_windows or failure == "bad data" else loss_fn
+    in_windows, in_a_loop = failure == "bad minibatch", failure == "bad micro-batch"
+    how = {"mode": "async", "minibatches": 8} if in_windows else {"micro_batches": 20 if in_a_loop else 4}
+    loss = checked if in_windows or in_a_loop or failure == "bad data" else loss_fn
     if failure == "in a sum":
         loss = slow_on_rank_0(loss_fn, job)
         how |= {"replicas": [stages], "inexact": "allow"}  # that Python code treats samples one by one is not known
         stages = 1
     step = dapple.pipeline(loss, optimizer=sgd(), stages=stages, **how)
     step.check_numerics = failure == "not finite"
-    x, y = data(16)
+    x, y = data(20 if in_a_loop else 16)
     bad = x.numpy()
     if in_windows:
         bad[10] = np.nan  # in minibatch 5
+    elif in_a_loop:
+        bad[13] = np.nan  # micro-batch 13
     elif failure in ("bad data", "not finite"):
         bad *= np.nan
     for number in range(1, 100_000):

@@ -57,6 +57,7 @@ def run_case(case: Case, job: Job) -> dict[str, Any]:
         "values": {name: named[name].numpy().tolist() for name in own if named[name].shape.num_elements() <= MOST},
         "plan": [list(stage.devices) for stage in step.plan.stages],
         "nodes": [node.name for node in step.graph.nodes],
+        "loops": any(node.op == "While" for node in step.graph_def.node),
         "library": [[node.op for node in function.node_def] for function in step.graph_def.library.function],
     }
 

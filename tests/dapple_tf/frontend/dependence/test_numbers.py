@@ -15,9 +15,9 @@ from dapple_tf.frontend.dependence.numbers import (
     affine,
     constant_value,
     evaluate,
-    holds_for_all_sizes,
     varies,
 )
+from dapple_tf.frontend.dependence.size_numbers import holds_for_all_sizes
 from dapple_tf.frontend.node_attributes import read_attribute
 from dapple_tf.graph_passes.ir.graph import DType, Node, tensor
 from tests.dapple_tf.frontend.dependence.evaluation import Compute, analyse, make_loss

@@ -1,0 +1,181 @@
+"""What ``dapple train`` says at the end of a run, in words and as JSON, and of a job that was started again."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dapple_tf.checkpoint.content import Position
+from dapple_tf.commands.run_file import Run, RunRestart, describe_restarts, read_run
+from dapple_tf.commands.train_settings import TrainSettings
+from dapple_tf.commands.training_loop import RunResult
+from dapple_tf.errors import RunError
+from dapple_tf.launcher.restart import read_start
+from dapple_tf.plans import Plan
+from dapple_tf.profiler.units import format_seconds
+from dapple_tf.runtime.step import PipelinedStep
+from dapple_tf.timeline.recording import Recording, describe_error, planned_seconds
+
+
+@dataclass(frozen=True)
+class TrainReport:
+    """Lines for people, and fields for ``--json``."""
+
+    lines: tuple[str, ...]
+    fields: dict[str, Any]
+
+    def extended(self, *lines: str, **fields: Any) -> TrainReport:
+        """Return the report with more lines and fields."""
+        return TrainReport((*self.lines, *lines), {**self.fields, **fields})
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines)
+
+
+def make_report(
+    run: RunResult,
+    step: PipelinedStep,
+    settings: TrainSettings,
+    *,
+    plain_speed: float | None,
+    minibatch_losses: Sequence[Sequence[float]],
+    recording: Recording | None,
+    restarts: Sequence[RunRestart],
+) -> TrainReport:
+    """Return losses, speed and the planner's error; exactness, memory, curves and traces; and the restarts.
+
+    ``plain_speed``: samples per second un-pipelined, if measured. ``minibatch_losses``: of each asynchronous window.
+    ``recording``: what is saved as the trace, if anything.
+    """
+    memory = step.report
+    report = _report_run(run, step.plan, plain_speed, minibatch_losses)
+    report = report.extended(memory=memory.to_json(), exactness=step.exactness.to_json())
+    if step.exactness.reasons:
+        report = report.extended(f"what differs from one device:\n{step.exactness}")
+    if recording is not None:
+        report = report.extended(
+            str(recording),
+            f"timeline of one step: {settings.trace}",
+            str(memory),
+            trace=settings.trace,
+            timeline=recording.to_json(),
+        )
+    if settings.record_path:
+        report = report.extended(f"record of the run: {settings.record_path}", record=settings.record_path)
+    if settings.tensorboard:
+        report = report.extended(f"curves for TensorBoard: {settings.tensorboard}", tensorboard=settings.tensorboard)
+    if restarts:
+        report = report.extended(
+            describe_restarts(restarts),
+            restart=dataclasses.asdict(restarts[-1]),
+            restarts=[dataclasses.asdict(one) for one in restarts],
+        )
+    return report
+
+
+def _report_run(
+    run: RunResult, plan: Plan, plain_speed: float | None, minibatch_losses: Sequence[Sequence[float]]
+) -> TrainReport:
+    """Return losses, speed and the planner's error."""
+    speed = f"{run.samples_per_second:.1f} samples/s"
+    if run.step_seconds is None:
+        speed = "samples/s are not measured in a run of one step"
+    elif plain_speed is not None:
+        ratio = run.samples_per_second / plain_speed
+        speed += f"; the same model un-pipelined on the same cores: {plain_speed:.1f} samples/s ({ratio:.2f}x)"
+    words = plan.words
+    report = TrainReport(
+        (f"{words.loss} {run.losses[0]:.4f} -> {run.losses[-1]:.4f} in {len(run.losses)} {words.units}", speed),
+        {
+            "first_loss": run.losses[0],
+            "last_loss": run.losses[-1],
+            "losses": run.losses,
+            "samples_per_second": run.samples_per_second,
+            "plan": dataclasses.asdict(plan),
+        },
+    )
+    if minibatch_losses:
+        report = report.extended(minibatch_losses=minibatch_losses)
+    if plain_speed is not None:
+        report = report.extended(plain_samples_per_second=plain_speed)
+    return _with_planner_error(report, run, plan)
+
+
+def _with_planner_error(report: TrainReport, run: RunResult, plan: Plan) -> TrainReport:
+    """Return the report with the planner's prediction, where there is one for batches of this size."""
+    planned = planned_seconds(plan)
+    if planned is None or not run.step_seconds or run.samples != plan.global_batch_size:
+        return report
+    error = planned / run.step_seconds - 1
+    took, predicted = format_seconds(run.step_seconds), format_seconds(planned)
+    return report.extended(
+        f"a step took {took}; the planner predicted {predicted}, {describe_error(error)}",
+        planned_step_seconds=planned,
+        step_seconds=run.step_seconds,
+        planner_error=error,
+    )
+
+
+# --- Compare a job that ``dapple launch`` has started again with the one before it
+
+
+def find_restart(record: str | None, plan: Plan, ranks: int, position: Position) -> RunRestart | None:
+    """Return how this job was started again, at a ``position``; None for a first start, or without a launcher.
+
+    ``record``: the file in which the job before has recorded its steps, for what is said of it.
+    """
+    start = read_start()
+    if start is None or not start.number:
+        return None
+    restart = RunRestart(
+        start.number,
+        start.cause or "unknown",
+        time.time() - start.ended,
+        ranks,
+        plan.headline,
+        position.steps,
+        position.origin,
+        f"rank{'s' * (len(start.lost) > 1)} {', '.join(map(str, start.lost))}" if start.lost else "",
+        planned_seconds(plan),
+    )
+    try:
+        before = read_run(record) if record is not None else None
+    except RunError:  # it failed before its first step
+        before = None
+    if before is None:
+        return restart
+    done = position.steps
+    seconds = sorted(step.seconds for step in before.steps if step.number not in before.first_steps)
+    return dataclasses.replace(
+        restart,
+        lost="; ".join(_describe_lost(rank, before) for rank in start.lost),
+        ranks_before=before.start.processes,
+        plan_before=before.plan.headline,
+        repeated=max(0, (before.steps[-1].number if before.steps else done) - done),
+        step_seconds_before=seconds[len(seconds) // 2] if seconds else None,
+    )
+
+
+def read_restarts(record: str | None, last: RunRestart | None) -> tuple[RunRestart, ...]:
+    """Return all restarts of the run that its record knows, or else the ``last`` one."""
+    if last is None:
+        return ()
+    try:
+        found = () if record is None else read_run(record).restarts
+    except RunError:  # the disk was full: said already
+        found = ()
+    return found if last in found else (last,)
+
+
+def _describe_lost(rank: int, before: Run) -> str:
+    """Return what a lost rank ran: its stages, with their layers."""
+    names = before.start.layer_names
+    stages = [
+        f"stage {number} ({names[stage.first_layer]} to {names[stage.last_layer]})"
+        for number, stage in enumerate(before.plan.stages)
+        if rank in stage.devices and stage.last_layer < len(names)
+    ]
+    return f"rank {rank}, {', '.join(stages)}" if stages else f"rank {rank}"

@@ -1,0 +1,98 @@
+"""Put together the gradients of each update of an asynchronous window: over micro-batches, minibatches and replicas."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from dapple_tf.graph_passes.ir.graph import Attr, Graph, Node, Value, attributes
+from dapple_tf.graph_passes.ir.names import Site, at, of_minibatch
+from dapple_tf.graph_passes.ir.ops import OpName
+from dapple_tf.graph_passes.passes.base import Contract
+from dapple_tf.graph_passes.passes.gather_slices import SparsePart, gather_node, slice_ports
+from dapple_tf.graph_passes.schedules.window import Window
+
+
+@dataclass(frozen=True)
+class GroupGradients:
+    """Add ``reduced_gradients`` for each update of each stage, and ``allreduce`` where the stage has replicas.
+
+    Replicas that take minibatches in turn average their gradients; those that share micro-batches add theirs up.
+    ``parts``: the uses of variables whose gradients are sparse (see ``GatherSlices``).
+    """
+
+    window: Window
+    parts: tuple[SparsePart, ...] = ()
+    name: str = "group_gradients"
+    contract: ClassVar[Contract] = Contract(
+        requires=frozenset({OpName.FORWARD, OpName.MINIBATCH}),
+        requires_if_trained=frozenset({OpName.GRADIENTS}),
+        forbids=frozenset({OpName.ALLREDUCE, OpName.REDUCED_GRADIENTS, OpName.GATHER_SLICES, OpName.UPDATE}),
+        may_produce=frozenset({OpName.ALLREDUCE, OpName.REDUCED_GRADIENTS, OpName.GATHER_SLICES}),
+    )
+
+    def __call__(self, graph: Graph) -> Graph:
+        """Return the graph with the complete gradients of each update, named after the last of its minibatches.
+
+        No trained variable may be used by several stages.
+        """
+        added: list[Node] = []
+        for stage, updates in enumerate(self.window.updates):
+            for update, group in enumerate(updates):
+                last = self.window.last_minibatch(stage, update)
+                minibatches = sorted({m // self.window.micro_batches for m in group})
+                replicas = range(self.window.replicas[stage])
+                if self.window.in_turn:
+                    names = [of_minibatch(t, at(stage, t % len(replicas), what=OpName.GRADIENTS)) for t in minibatches]
+                else:
+                    names = [of_minibatch(last, at(stage, replica, what=OpName.GRADIENTS)) for replica in replicas]
+                added += _reduce(graph, self.window, stage, last, [graph.node(n) for n in names if n in graph.by_name])
+                own = [part for part in self.parts if part.stage == stage]
+                for variable in dict.fromkeys(part.variable for part in own):
+                    added.append(
+                        _gather(graph, self.window, stage, last, group, [p for p in own if p.variable == variable])
+                    )
+        return graph.replace(nodes=(*graph.nodes, *added)).sorted()
+
+
+def _reduce(graph: Graph, window: Window, stage: int, last: int, gradients: Sequence[Node]) -> list[Node]:
+    """Return the nodes that reduce the dense gradients of one update."""
+    if not gradients:
+        return []
+    first = gradients[0]
+    variables = first.strings("variables")
+    place: dict[str, Attr] = {"replica": 0, "stage": stage, "variables": variables}
+    nodes = []
+    values = first.values()
+    if len(gradients) > 1:
+        attrs = {**place, "replicas": len(gradients), **({"average": True} if window.in_turn else {})}
+        inputs = tuple(value for node in gradients for value in node.values())
+        name = of_minibatch(last, at(stage, what=OpName.ALLREDUCE))
+        nodes.append(Node(name, OpName.ALLREDUCE, inputs, first.outputs, attributes(attrs)))
+        values = nodes[-1].values()
+    name = of_minibatch(last, at(stage, what=OpName.REDUCED_GRADIENTS))
+    return [*nodes, Node(name, OpName.REDUCED_GRADIENTS, values, first.outputs, attributes(place))]
+
+
+def _gather(
+    graph: Graph, window: Window, stage: int, last: int, group: Sequence[int], parts: Sequence[SparsePart]
+) -> Node:
+    """Return the node of one variable's slices of one update.
+
+    Each minibatch of replicas that take them in turn has slices of its own, which are a mean as a dense gradient is.
+    """
+    averaged = len(group) if window.in_turn else 1
+    if averaged > 1:
+        parts = [dataclasses.replace(part, combine="concat") for part in parts]
+    calls = [at(stage, replica, m, OpName.BACKWARD) for m in group for replica in window.replicas_of(stage, m)]
+    pairs = slice_ports(graph.function(at(stage, what=OpName.BACKWARD)))
+
+    def pieces_of(part: SparsePart) -> Sequence[tuple[Value, Value]]:
+        slices, indices = pairs[part.pair]
+        return [(Value(call, slices), Value(call, indices)) for call in calls]
+
+    name = of_minibatch(last, at(stage, what=f"{OpName.GATHER_SLICES}/{parts[0].variable}"))
+    node = gather_node(graph, name, Site(stage), parts, pieces_of)
+    return node.with_attrs(averaged=averaged) if averaged > 1 else node

@@ -1,0 +1,161 @@
+"""Weight updates of an asynchronous window: a stage updates its weights as soon as a group's gradients are there.
+
+No barrier holds an update back, and no stage waits for another's (PipeDream, section 3.2). So the optimizer's step
+counter cannot be shared: each stage has its own, which it sets before each update to the index of the last minibatch of
+the group. What the users see of the counter is W further at the end of the window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from dapple_tf.errors import GraphError
+from dapple_tf.graph_passes.ir.graph import Attr, Control, Function, Graph, Node, attributes
+from dapple_tf.graph_passes.ir.names import at, find_minibatch, nodes_of, of_minibatch
+from dapple_tf.graph_passes.ir.ops import OpName
+from dapple_tf.graph_passes.passes.apply import Gradients, update_inputs
+from dapple_tf.graph_passes.passes.base import Contract
+from dapple_tf.graph_passes.passes.split_update import Updates
+from dapple_tf.graph_passes.schedules.window import Window
+
+_BEGIN, _DONE, _COUNT = "update/begin", "update/done", "update/count"
+
+
+@dataclass(frozen=True)
+class UpdateGroups:
+    """Add each stage's updates, in the order of the minibatches; ``counter``: the variable of the step counter."""
+
+    window: Window
+    updates: Updates
+    counter: str
+    name: str = "update_groups"
+    contract: ClassVar[Contract] = Contract(
+        requires=frozenset({OpName.FORWARD, OpName.MINIBATCH}),
+        requires_if_trained=frozenset({OpName.REDUCED_GRADIENTS}),
+        requires_if_sparse=frozenset({OpName.GATHER_SLICES}),
+        forbids=frozenset({OpName.UPDATE, OpName.BARRIER, OpName.TIMESTAMP}),
+        produces=frozenset({OpName.SET_UPDATING, OpName.COUNT_UPDATE}),
+        may_produce=frozenset({OpName.UPDATE}),
+    )
+
+    def __call__(self, graph: Graph) -> Graph:
+        """Return the graph with the updates, and ``update/done`` after all of them and all commits.
+
+        Raises GraphError for updates that need more than a stage's own gradients, and where a gradient is missing.
+        """
+        check_updates(self.updates, self.counter)
+        begin = _begin(graph)
+        gradients = _gradients(graph)
+        functions = {place.stage: function for place, function in self.updates.stages}
+        added: list[Node] = [begin]
+        ends: list[Control] = []
+        for stage, groups in enumerate(self.window.updates):
+            if stage not in functions:  # nothing of it is trained
+                continue
+            previous = Control(_BEGIN, "update: from here on a failure leaves the window half-applied")
+            for update in range(len(groups)):
+                own = gradients.get((stage, self.window.last_minibatch(stage, update)), {})
+                pair = _update(functions[stage], self.window, stage, update, own, self.counter, previous)
+                added += pair
+                previous = Control(pair[-1].name, f"update: of stage {stage}, one after the other")
+            ends.append(Control(previous.source, "the window ends after all updates"))
+        nodes = []
+        for node in graph.nodes:
+            if node.op == OpName.COMMIT:
+                node = node.after(_BEGIN, "update: a failure may leave it half-written")
+                ends.append(Control(node.name, "the window ends when all state is written"))
+            nodes.append(node)
+        attrs = attributes({"offset": self.window.minibatches, "variable": self.counter})
+        count = Node(_COUNT, OpName.COUNT_UPDATE, attrs=attrs, controls=tuple(ends))
+        done = Node(_DONE, OpName.SET_UPDATING, attrs=attributes({"updating": False}))
+        added += [count, done.after(_COUNT, "the window ends after its steps are counted")]
+        used = tuple(function for _, function in self.updates.stages)
+        return graph.replace(nodes=(*nodes, *added), functions=(*graph.functions, *used)).sorted()
+
+
+def update_name(window: Window, stage: int, update: int) -> str:
+    """Return the name of the node of a stage's update: that of the last minibatch whose gradients it has."""
+    return of_minibatch(window.last_minibatch(stage, update), at(stage, what=OpName.UPDATE))
+
+
+def check_updates(updates: Updates, counter: str) -> None:
+    """Raise GraphError unless each stage's update needs its own gradients only, and the stages share the counter only.
+
+    The message says what the optimizer does, as the end of "the optimizer ...".
+    """
+    if updates.terms or updates.combine is not None or updates.later is not None:
+        raise GraphError(
+            "decides by the gradients of all stages at once (a global norm, or whether all are finite), which are of "
+            "different minibatches at any time"
+        )
+    for function in (updates.before, updates.after):
+        names = {port.name for _, port in function.input_ports("variable")} if function else set()
+        if others := sorted(names - {counter}):
+            raise GraphError(f"keeps {', '.join(others)} for all variables together, and stages update apart")
+
+
+def _begin(graph: Graph) -> Node:
+    """Return the node after which variables may have changed: after the first backward, if forward writes none.
+
+    Every first update of a stage follows that backward in any case: the first one of the last stage.
+    """
+    begin = Node(_BEGIN, OpName.SET_UPDATING, attrs=attributes({"updating": True}))
+    backwards = nodes_of(graph, OpName.BACKWARD)
+    if not backwards or nodes_of(graph, OpName.COMMIT):
+        return begin
+    first = max(
+        (node for node in backwards if node.integer("micro_batch") == 0), key=lambda node: node.integer("stage")
+    )
+    return begin.after(first.name, "update: before the first backward no variable changes")
+
+
+def _gradients(graph: Graph) -> dict[tuple[int, int], Gradients]:
+    """Return what the update of each stage and minibatch may take."""
+    found: dict[tuple[int, int], Gradients] = {}
+    for node in nodes_of(graph, OpName.REDUCED_GRADIENTS, OpName.GATHER_SLICES):
+        minibatch = find_minibatch(node.name)
+        assert minibatch is not None  # GroupGradients names them so
+        own = found.setdefault((node.integer("stage"), minibatch), {})
+        if node.op == OpName.GATHER_SLICES:
+            own["slices", node.string("variable")], own["indices", node.string("variable")] = node.values()
+        else:
+            own |= {
+                ("gradient", name): value for name, value in zip(node.strings("variables"), node.values(), strict=True)
+            }
+    return found
+
+
+def _update(
+    function: Function,
+    window: Window,
+    stage: int,
+    update: int,
+    gradients: Gradients,
+    counter: str,
+    previous: Control,
+) -> Sequence[Node]:
+    """Return the nodes of one update of a stage: that of its step counter, then the update itself."""
+    last = window.last_minibatch(stage, update)
+    place: dict[str, Attr] = {"replica": 0, "stage": stage}
+    name = of_minibatch(last, at(stage, what=OpName.COUNT_UPDATE))
+    attrs = attributes({**place, "offset": last, "variable": counter})
+    count = Node(name, OpName.COUNT_UPDATE, attrs=attrs, controls=(previous,))
+    step = Node(
+        update_name(window, stage, update),
+        OpName.UPDATE,
+        update_inputs(function, gradients),
+        attrs=attributes({**place, "function": function.name}),
+    )
+    # An optimizer may write before it takes a gradient (weight decay), and TensorFlow may inline the update.
+    for call in last_backwards(window, stage, update):
+        step = step.after(call, "update: all its backwards have used the weights")
+    return count, step.after(count.name, "update: the step counter is that of its minibatch")
+
+
+def last_backwards(window: Window, stage: int, update: int) -> Sequence[str]:
+    """Return the names of the last backward of each replica before an update of ``stage``."""
+    group = window.updates[stage][update]
+    last = group if window.in_turn else group[-1:]
+    return [at(stage, replica, m, OpName.BACKWARD) for m in last for replica in window.replicas_of(stage, m)]
