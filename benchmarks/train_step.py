@@ -4,6 +4,9 @@ The GAN is trained by one step of two losses, whose forward runs once (as Tensor
 of two phases (critic, then generator), by two pipelines of a loss each, which users would write by hand, and on one
 device. Each is measured in a process of its own; seconds are CPU seconds (user and system, all threads), which other
 work on the machine disturbs less than wall time. The picture of the step of two phases is saved beside.
+
+On two ranks the layers of a generator and of a critic sleep in place of computing, so that cores do not matter: there
+the step of two phases is compared by its wall time with two pipelines, which run in turn, and with the simulator.
 """
 
 from __future__ import annotations
@@ -11,17 +14,22 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from benchmarks.common import Row, available_cores, run_on_cores
+from benchmarks.common import Row, available_cores, median, run_on_cores, run_ranks
 
 STAGES, MICRO_BATCHES, SAMPLES, WIDTH = 2, 8, 512, 512
 MOST_BUILD_RATIO, MOST_STEP_RATIO, MOST_SHARED_RATIO = 1.10, 1.05, 0.85
 LOSS_KINDS, GAN_KINDS = ("pipeline", "step"), ("one device", "two pipelines", "two phases", "one forward")
 ROUNDS, TIMEOUT_SECONDS = 9, 1800.0
-PICTURE = "out/train_step_phases.png"
+PICTURE, PICTURE_OF_RANKS = "out/train_step_phases.png", "out/train_step_ranks.png"
+# A step of these waits takes 0.53 s where its phases run in turn, and 0.49 s where they overlap.
+# Seconds of a forward and of a backward.
+GENERATOR, CRITIC, WAITING_MICRO_BATCHES = (0.04, 0.04), (0.02, 0.02), 4
+MOST_OVERLAPPED_RATIO, MOST_OVER_SIMULATED = 0.95, 1.05
 
 
 def run() -> Iterator[Row]:
@@ -55,10 +63,33 @@ def run() -> Iterator[Row]:
     for kind, found in gan.items():
         measured = f"{1e3 * found['wall']:.0f} ms, CPU {1e3 * found['step']:.0f} ms"
         yield Row(f"a GAN, {kind}: seconds of a step", "", measured, ok=True)
+    yield from compare_waits()
+
+
+def compare_waits() -> Iterator[Row]:
+    """Yield the rows of a generator and a critic that wait, on two ranks."""
+    kinds = "two pipelines", "two phases"
+    pipelines, phases = (
+        run_ranks("benchmarks.train_step", STAGES, "waits", kind, timeout=TIMEOUT_SECONDS) for kind in kinds
+    )
+    yield compare(
+        "a GAN that waits, on two ranks: two phases, over two pipelines (wall time)",
+        phases,
+        pipelines,
+        "wall",
+        MOST_OVERLAPPED_RATIO,
+    )
+    yield compare(
+        "a GAN that waits, on two ranks: two phases, over the simulated step (wall time)",
+        phases,
+        {"wall": phases["simulated"]},
+        "wall",
+        MOST_OVER_SIMULATED,
+    )
 
 
 def compare(figure: str, found: dict[str, float], base: dict[str, float], key: str, most: float) -> Row:
-    """Return the row of the CPU seconds of ``found`` over those of ``base``."""
+    """Return the row of the seconds ``key`` of ``found`` over those of ``base``."""
     ratio = found[key] / base[key]
     measured = f"{ratio:.2f}x ({found[key]:.3f} s, {base[key]:.3f} s)"
     return Row(figure, f"at most {most:.2f}x", measured, ratio <= most)
@@ -90,6 +121,101 @@ def measure(what: str, kind: str) -> dict[str, float]:
         os.makedirs(os.path.dirname(PICTURE), exist_ok=True)
         recorded.timeline.save(PICTURE)
     return {"build": build, "step": min(cpu), "wall": min(wall)}
+
+
+def measure_waits(kind: str) -> None:
+    """Measure a GAN that waits, as a rank; rank 0 prints the median ``wall`` seconds of a step, as JSON.
+
+    Of a step of two phases also the ``simulated`` seconds.
+    """
+    import keras
+    import numpy as np
+    import tensorflow as tf
+
+    import dapple_tf as dapple
+    from benchmarks.waits import pause, start_waiting
+
+    class Wait(keras.layers.Layer):
+        """``x * weight`` of four columns, with a sleep in forward, and one in backward where there is any.
+
+        What sleeps is the weight, which has no rows: so it is known that each row is computed by itself.
+        """
+
+        def __init__(self, seconds: tuple[float, float], name: str) -> None:
+            super().__init__(name=name)
+            self.seconds, self.turn = seconds, threading.Lock()
+            self.weight = self.add_weight(shape=(4,), initializer="ones")
+
+        def call(self, x: Any) -> Any:
+            forward, backward = self.seconds
+
+            @tf.custom_gradient
+            def multiply(x: Any, weight: Any) -> Any:
+                def differentiate(dy: Any) -> tuple[Any, Any]:
+                    later = pause(weight, backward, self.turn)
+                    return dy * later, tf.reduce_sum(dy * x, 0) + 0 * later
+
+                return x * pause(weight, forward, self.turn), differentiate
+
+            return multiply(x, tf.convert_to_tensor(self.weight))
+
+    start_waiting(STAGES)
+    generator, critic = Wait(GENERATOR, "generator"), Wait(CRITIC, "critic")
+
+    def of_critic(real: Any, noise: Any) -> Any:
+        return tf.reduce_mean(tf.square(critic(generator(noise)) - real))
+
+    def of_generator(noise: Any) -> Any:
+        return tf.reduce_mean(tf.square(critic(generator(noise)) - 1))
+
+    def descend(tape: Any, loss: Any, weight: Any) -> None:
+        weight.assign_sub(0.01 * tape.gradient(loss, weight))
+
+    def two_phases(real: Any, noise: Any) -> Any:
+        with tf.GradientTape() as tape:
+            critic_loss = of_critic(real, noise)
+        descend(tape, critic_loss, critic.weight)
+        with tf.GradientTape() as tape:
+            generator_loss = of_generator(noise)
+        descend(tape, generator_loss, generator.weight)
+        return critic_loss, generator_loss
+
+    def alone(loss_of: Callable[..., Any], weight: Any) -> Callable[..., Any]:
+        def train_step(*batch: Any) -> Any:
+            with tf.GradientTape() as tape:
+                loss = loss_of(*batch)
+            descend(tape, loss, weight)
+            return loss
+
+        return train_step
+
+    options: dict[str, Any] = {"stages": ["critic"], "micro_batches": WAITING_MICRO_BATCHES, "inexact": "allow"}
+    random = np.random.default_rng(0)
+    real, noise = (tf.constant(random.normal(size=(64, 4)), tf.float32) for _ in range(2))
+    if kind == "two phases":
+        step = dapple.train_step(two_phases, **options)
+        wall = _median_wall(lambda: step(real, noise))
+        step.record(real, noise)
+        found = {"wall": wall, "simulated": step.timeline.simulated_seconds}
+        if dapple.rank() == 0:
+            os.makedirs(os.path.dirname(PICTURE_OF_RANKS), exist_ok=True)
+            step.timeline.save(PICTURE_OF_RANKS)
+    else:
+        first = dapple.train_step(alone(of_critic, critic.weight), **options)
+        second = dapple.train_step(alone(of_generator, generator.weight), **options)
+        found = {"wall": _median_wall(lambda: (first(real, noise), second(noise)))}
+    if dapple.rank() == 0:
+        print(json.dumps(found))
+
+
+def _median_wall(step: Callable[[], Any]) -> float:
+    step()
+    seconds = []
+    for _ in range(ROUNDS):
+        begin = time.perf_counter()
+        step()
+        seconds.append(time.perf_counter() - begin)
+    return median(seconds)
 
 
 def _mlp(inputs: int, outputs: int) -> Any:
@@ -208,4 +334,7 @@ def _two_pipelines(
 
 if __name__ == "__main__":
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    print(json.dumps(measure(*sys.argv[1:])))
+    if sys.argv[1] == "waits":
+        measure_waits(sys.argv[2])
+    else:
+        print(json.dumps(measure(*sys.argv[1:])))

@@ -1,4 +1,4 @@
-"""Emit a pipelined graph as a TensorFlow function.
+"""Emit pipelined graphs as a TensorFlow function: that of a step, or those of its phases, one after the other.
 
 Every op gets its node's device, name scope and control edges. TensorFlow's automatic control dependencies are off, so
 only the graph's own edges order the ops.
@@ -11,7 +11,7 @@ the nodes, and TensorFlow imports many copies at a time.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,29 +20,59 @@ from tensorflow.core.framework import attr_value_pb2, function_pb2, graph_pb2, n
 
 from dapple_tf import internals
 from dapple_tf.backend.emit_loop import emit_loop
-from dapple_tf.backend.handler import TEMPLATE, as_template, micro_batch_in_minibatch
+from dapple_tf.backend.handler import TEMPLATE, as_template, assign_variable, micro_batch_in_minibatch
 from dapple_tf.backend.operations import Operations
 from dapple_tf.backend.stage_function import spec_of
 from dapple_tf.graph_passes.analysis.steady_state import SteadyState, find_steady_state
 from dapple_tf.graph_passes.ir.graph import Graph, Node, Value
-from dapple_tf.graph_passes.ir.names import MICRO_BATCH, of_any_micro_batch
+from dapple_tf.graph_passes.ir.names import MICRO_BATCH, of_any_micro_batch, of_phase
+from dapple_tf.graph_passes.ir.ops import OpName
 
 _FEWEST_ITERATIONS = 12  # of a loop: fewer copies of its nodes are built as fast
 _FEW = 3  # making a template takes as long as making the ops of three to four nodes
 
 
-def emit(graph: Graph, signature: Sequence[tf.TensorSpec], operations: Operations, *, loops: bool = False) -> Any:
-    """Return the ConcreteFunction that runs ``graph``: it takes the batch's tensors and returns the graph's outputs.
+@dataclass(frozen=True, eq=False)
+class Part:
+    """A pipelined graph that a program runs, the ``operations`` of its nodes, and its ``variables`` by their names."""
 
-    ``signature``: the specs of the graph's inputs, which are the batch's flattened tensors. ``loops``: the steady state
-    of many micro-batches may be a loop, in which an op has the name of the first of the nodes that it runs for.
+    graph: Graph
+    operations: Operations
+    variables: Mapping[str, tf.Variable]
+
+
+def emit(parts: Sequence[Part], signature: Sequence[tf.TensorSpec], *, loops: bool = False) -> Any:
+    """Return the ConcreteFunction that runs the graphs of ``parts``: it takes the batch, and returns all their outputs.
+
+    Several parts are the phases of a step. They run at the same time, as far as their ``follow`` nodes let them, and
+    the names of the ops of each start with ``phase1/``, ``phase2/`` and so on. ``signature``: the specs of the inputs
+    of each graph, which are the batch's flattened tensors. ``loops``: the steady state of many micro-batches may be a
+    loop, in which an op has the name of the first of the nodes that it runs for.
     """
 
     def step(*batch: Any) -> list[Any]:
         with internals.one_grappler_iteration():
-            return _Emitter(graph, operations, loops=loops).run(batch)
+            emitters: list[_Emitter] = []
+            ends: dict[str, tuple[str, ...]] = {}
+            for number, part in enumerate(parts):
+                scope = of_phase(number, "") if len(parts) > 1 else ""
+                emitters.append(_Emitter(part, scope, ends, loops=loops))
+                emitters[-1].emit(batch)
+                ends |= {of_phase(number, node.name): emitters[-1].ends_of(node.name) for node in part.graph.nodes}
+            last = [op for emitter in emitters for op in emitter.final_ops]
+            last += [_end_of_writing(part, last) for part in parts[:-1]]
+            with tf.control_dependencies(last):
+                return [tensor for emitter in emitters for tensor in emitter.outputs()]
 
     return _trace(step, signature)
+
+
+def _end_of_writing(part: Part, after: Sequence[Any]) -> Any:
+    """Return the op that notes, ``after`` others, that a phase which others follow writes no variable any more."""
+    updating = part.operations.bindings.updating
+    internals.capture_of(tf.compat.v1.get_default_graph(), updating.handle)
+    with tf.control_dependencies(after):
+        return assign_variable(updating, tf.constant(False))
 
 
 def _trace(function: Any, signature: Sequence[tf.TensorSpec]) -> Any:
@@ -58,13 +88,17 @@ def _trace(function: Any, signature: Sequence[tf.TensorSpec]) -> Any:
 class _Emitter:
     """Emits the nodes of a graph into the TensorFlow graph under construction, in order."""
 
-    def __init__(self, graph: Graph, operations: Operations, *, loops: bool) -> None:
-        self._graph = graph
-        self._operations = operations
+    def __init__(self, part: Part, scope: str, earlier: Mapping[str, tuple[str, ...]], *, loops: bool) -> None:
+        self._graph = graph = part.graph
+        self._operations = part.operations
+        self._scope = scope  # of the names of all ops
+        self._earlier = earlier  # by node of an earlier phase, as self._ends
+        self.final_ops: list[Any] = []  # the part has run when these have
         self._target = tf.compat.v1.get_default_graph()
         self._tensors: dict[Value, str] = {}  # the name of each value's tensor
         self._shapes: dict[Value, tf.TensorShape] = {}  # of the tensors of copied ops
         self._ends: dict[str, tuple[str, ...]] = {}  # by node, the names of the ops that have run once the node has
+        self._loop_ends: tuple[str, ...] = ()  # of those that have run once the loop has
         numbers: dict[Hashable, int] = {}  # of keys, since these take long to hash
         self._keys = {node.name: numbers.setdefault(_template_key(graph, node), len(numbers)) for node in graph.nodes}
         self._loop = find_steady_state(graph, self._kind, _FEWEST_ITERATIONS) if loops else None
@@ -73,7 +107,8 @@ class _Emitter:
         self._functions: set[str] = set()  # the names of those that copied ops call
         self._copies = _new_graph_def()  # ops that are yet to be imported
 
-    def run(self, batch: Sequence[Any]) -> list[Any]:
+    def emit(self, batch: Sequence[Any]) -> None:
+        """Emit all nodes; ``batch``: the tensors of the graph's inputs."""
         for name, tensor in zip(self._graph.inputs, batch, strict=True):
             self._tensors[Value(name)] = tensor.name
             self._ends[name] = (tensor.op.name,)
@@ -85,8 +120,15 @@ class _Emitter:
             last = self._emit_loop(self._loop)
             self._emit_all(self._loop.after)
             last += self._final_ops()
-        with tf.control_dependencies(last):
-            return [self._output(self._tensor(value)) for value in self._graph.outputs]
+        self.final_ops = last
+
+    def outputs(self) -> list[Any]:
+        """Return the outputs of the graph, whose nodes are emitted."""
+        return [self._output(self._tensor(value)) for value in self._graph.outputs]
+
+    def ends_of(self, name: str) -> tuple[str, ...]:
+        """Return the names of the ops that have run once a node has; of a node of the loop, those after the loop."""
+        return self._ends.get(name, self._loop_ends)
 
     def _kind(self, node: Node) -> Hashable:
         return self._keys[node.name], of_any_micro_batch(node)
@@ -111,6 +153,7 @@ class _Emitter:
         outputs = emit_loop(self._graph, state, self._operations, self._tensor, ends_of)
         self._tensors.update((value, tensor.name) for value, tensor in outputs.tensors.items())
         self._ends.update((name, (op.name,)) for name, op in outputs.ends.items())
+        self._loop_ends = tuple(op.name for op in outputs.last)
         return list(outputs.last)
 
     def _emit(self, node: Node) -> None:
@@ -121,7 +164,8 @@ class _Emitter:
         for variable in self._operations.resources(node):
             internals.capture_of(self._target, variable.handle)
         after = [self._target.get_operation_by_name(name) for name in self._ends_before(node)]
-        with tf.name_scope(node.name + "/"), tf.device(node.device), tf.control_dependencies(after):
+        scope = f"{self._scope}{node.name}/"
+        with tf.name_scope(scope), tf.device(node.device), tf.control_dependencies(after):
             outputs, ops = self._operations.run(node, inputs)
         self._tensors.update(zip(node.values(), (tensor.name for tensor in outputs), strict=True))
         self._ends[node.name] = tuple(op.name for op in ops or [tensor.op for tensor in outputs])
@@ -140,14 +184,16 @@ class _Emitter:
         captured = (internals.capture_of(self._target, tensor).name for tensor in template.captured)
         inputs = [*(self._tensors[value] for value in node.inputs), *captured]
         number = micro_batch_in_minibatch(node) if node.has(MICRO_BATCH) and node.has("micro_batches") else 0
-        place = _Place(node.name, number, inputs, self._ends_before(node))
+        place = _Place(f"{self._scope}{node.name}", number, inputs, self._ends_before(node))
         self._copies.node.extend(op.copy(place) for op in template.ops)
         self._tensors.update(zip(node.values(), (place.name_of(name) for name in template.outputs), strict=True))
         self._shapes.update(zip(node.values(), template.shapes, strict=True))
         self._ends[node.name] = tuple(_op_of(place.name_of(name)) for name in template.ends)
 
     def _ends_before(self, node: Node) -> list[str]:
-        return [name for control in node.controls for name in self._ends[control.source]]
+        names = [name for control in node.controls for name in self._ends[control.source]]
+        after = node.strings("after") if node.op == OpName.FOLLOW else ()
+        return [*names, *(name for source in after for name in self._earlier[source])]
 
     def _import_copies(self) -> None:
         """Import the ops that were copied since the last import."""

@@ -249,7 +249,12 @@ def _exchange(context: Context, node: Node, inputs: list[Any]) -> Outcome:
 
 def _collect_tokens(context: Context, node: Node, inputs: list[Any]) -> Outcome:
     total = tf.add_n(inputs)
-    return [context.communication.guard_step(total)], [total.op]
+    guarded = not node.has("guarded") or node.attr("guarded")
+    return [context.communication.guard_step(total) if guarded else total], [total.op]
+
+
+def _follow(context: Context, node: Node, inputs: list[Any]) -> Outcome:
+    return [], [tf.no_op()]
 
 
 def _barrier(context: Context, node: Node, inputs: list[Any]) -> Outcome:
@@ -292,6 +297,7 @@ HANDLERS: Mapping[OpName, Handler] = MappingProxyType(
         OpName.MERGE_STATE: _merge_state,
         OpName.EXCHANGE: _exchange,
         OpName.COLLECT_TOKENS: _collect_tokens,
+        OpName.FOLLOW: _follow,
         OpName.TIMESTAMP: _timestamp,
         OpName.STACK_TIMESTAMPS: _stack_timestamps,
     }

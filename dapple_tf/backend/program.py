@@ -7,13 +7,14 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import tensorflow as tf
 
 from dapple_tf import internals, variable_values
 from dapple_tf.backend.bindings import Buffers, StepVariables
-from dapple_tf.backend.emit import emit
+from dapple_tf.backend.emit import Part, emit
 from dapple_tf.backend.handler import Bindings, ChooseCompiled, Compiled, RankCommunication
 from dapple_tf.backend.operations import Operations
 from dapple_tf.backend.saved_variables import unchanged_variables
@@ -23,6 +24,8 @@ from dapple_tf.graph_passes.analysis.variable_use import find_variables, residen
 from dapple_tf.graph_passes.ir.graph import Graph, Node, Value
 from dapple_tf.graph_passes.ir.names import BATCH_SIZE_NAME, find_minibatch, nodes_of, site_of
 from dapple_tf.graph_passes.ir.ops import OpName
+from dapple_tf.graph_passes.passes.base import run_passes
+from dapple_tf.graph_passes.passes.follow_phases import FollowPhases, PhaseGraph
 from dapple_tf.graph_passes.passes.project import TOKENS_NAME
 from dapple_tf.staged_model import StagedModel
 
@@ -30,38 +33,64 @@ UNCHANGED = "All variables are as they were before the step."
 """The first words of a step's error where the failed step has changed no variable."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Program:
-    """A pipelined graph and the TensorFlow ``function`` that runs it.
+    """What runs a step: its ``parts``, which are the phases of the step, each a pipelined graph.
 
-    ``inputs``: what each rank uses of the batch; in one process there is one that uses all. ``replayable``: the whole
-    graph runs in this process, so a failed step can be run again, call by call.
+    The program of a phase runs the earlier phases too. ``signature``: the specs of the inputs. ``inputs``: what each
+    rank uses of the batch in the last part; in one process there is one that uses all. ``loops``: see ``emit``.
+    ``replayable``: the whole graphs run in this process, so a failed step can be run again, call by call.
     """
 
-    graph: Graph
-    function: Any
-    operations: Operations
+    parts: tuple[Part, ...]
+    signature: tuple[tf.TensorSpec, ...]
     inputs: tuple[RankInputs, ...]
+    loops: bool = False
     replayable: bool = True
 
-    def run(self, batch: Sequence[Any]) -> list[Any]:
-        """Run one step on the batch's flattened tensors and return the graph's outputs, without tokens of ranks.
+    @property
+    def graph(self) -> Graph:
+        """The pipelined graph of the last part."""
+        return self.parts[-1].graph
 
-        Where the batch size is an input of the graph, it follows the tensors.
+    @cached_property
+    def variables(self) -> tuple[tf.Variable, ...]:
+        """The variables of all parts, each once."""
+        return tuple({id(variable): variable for part in self.parts for variable in part.variables.values()}.values())
+
+    @cached_property
+    def function(self) -> Any:
+        """The TensorFlow function that runs all parts; it is emitted when it is first needed."""
+        return emit(self.parts, self.signature, loops=self.loops)
+
+    def run(self, batch: Sequence[Any]) -> list[Any]:
+        """Return the outputs of the only part; see ``run_parts``."""
+        (outputs,) = self.run_parts(batch)
+        return outputs
+
+    def run_parts(self, batch: Sequence[Any]) -> list[list[Any]]:
+        """Run one step on the batch's flattened tensors and return each graph's outputs, without tokens of ranks.
+
+        Where the batch size is an input of the graphs, it follows the tensors.
 
         Raises StepError when the step fails: it says whether any variable has changed, and where and why it failed.
         """
         try:
-            optimise_caller = not self.operations.inlines_nothing
+            optimise_caller = not all(part.operations.inlines_nothing for part in self.parts)
             with internals.without_specialisation(optimise_caller=optimise_caller), internals.one_grappler_iteration():
-                outputs = self.function(*batch)
+                outputs = iter(self.function(*batch))
         except tf.errors.OpError as error:
-            state, cause = self._describe_variables(), find_cause(error.message, self.operations.running)
+            changed = self._find_changed()
+            running = self.parts[min(len(changed), len(self.parts) - 1)].operations.running
+            cause = find_cause(error.message, running) or error.message
+            found = ""
             if self.replayable:
                 with internals.without_specialisation():
-                    cause = find_failure(self.graph, self.operations, batch) or cause
-            raise StepError(f"{state} The step failed: {cause or error.message}") from error
-        return [tensor for value, tensor in zip(self.graph.outputs, outputs, strict=True) if value.node != TOKENS_NAME]
+                    found = self._replay(len(changed), batch)
+            cause = found or self._with_phase(cause, error.message)
+            raise StepError(f"{self._describe_variables(changed)} The step failed: {cause}") from error
+        values = [[(value, next(outputs)) for value in part.graph.outputs] for part in self.parts]
+        return [[tensor for value, tensor in found if value.node != TOKENS_NAME] for found in values]
 
     @contextlib.contextmanager
     def rehearsal(self, variables: Iterable[tf.Variable]) -> Iterator[None]:
@@ -69,37 +98,67 @@ class Program:
         with unchanged_variables(variables):
             yield
 
-    def _describe_variables(self) -> str:
-        updating = self.operations.bindings.updating
-        if bool(updating.numpy()):
-            updating.assign(False)
-            if nodes_of(self.graph, OpName.MINIBATCH):
-                return (
-                    "SOME VARIABLES HAVE CHANGED, by the minibatches of the window before the one that failed: go back "
-                    "to the last checkpoint."
-                )
-            return "SOME VARIABLES HAVE CHANGED, others have not: go back to the last checkpoint."
-        return UNCHANGED
+    def _find_changed(self) -> list[Part]:
+        """Return the parts of the failed step that have begun to write variables, and note that none does any more."""
+        changed = [part for part in self.parts if bool(part.operations.bindings.updating.numpy())]
+        for part in changed:
+            part.operations.bindings.updating.assign(False)
+        return changed
+
+    def _describe_variables(self, changed: Sequence[Part]) -> str:
+        if not changed:
+            return UNCHANGED
+        if nodes_of(self.graph, OpName.MINIBATCH):
+            return (
+                "SOME VARIABLES HAVE CHANGED, by the minibatches of the window before the one that failed: go back "
+                "to the last checkpoint."
+            )
+        if len(self.parts) > 1:
+            return (
+                f"SOME VARIABLES HAVE CHANGED, by {name_phases(len(changed), len(self.parts))}: go back to the last "
+                "checkpoint."
+            )
+        return "SOME VARIABLES HAVE CHANGED, others have not: go back to the last checkpoint."
+
+    def _replay(self, first: int, batch: Sequence[Any]) -> str:
+        """Return where a part fails, from number ``first`` on; "" where none fails again.
+
+        The gradients of the parts before are computed. If only they are left, the last one is run again.
+        """
+        for number in range(min(first, len(self.parts) - 1), len(self.parts)):
+            part = self.parts[number]
+            if found := find_failure(part.graph, part.operations, batch):
+                return found if len(self.parts) == 1 else f"phase {number + 1} of {len(self.parts)}, {found}"
+        return ""
+
+    def _with_phase(self, cause: str, message: str) -> str:
+        """Return the ``cause`` with the phase that TensorFlow's ``message`` names, if it names one."""
+        named = set(re.findall(r"\bphase(\d+)/", message)) if len(self.parts) > 1 else set()
+        return f"phase {named.pop()} of {len(self.parts)}: {cause}" if len(named) == 1 else cause
 
 
 def build_program(
-    graph: Graph, model: StagedModel, buffers: Buffers, *, inline: bool = True, choose: ChooseCompiled | None = None
+    graph: Graph,
+    model: StagedModel,
+    buffers: Buffers,
+    *,
+    inline: bool = True,
+    choose: ChooseCompiled | None = None,
+    earlier: Program | None = None,
 ) -> Program:
-    """Move the variables to their stages, create copies and buffers, and emit the TensorFlow function.
+    """Move the variables to their stages, create copies and buffers, and return the program.
 
-    ``inline``: TensorFlow may inline stage functions where each is called once, as in a step of one micro-batch.
-    ``choose`` returns the functions that XLA compiles; without it, none.
+    ``inline``: TensorFlow may inline stage functions where each is called once, as in a step of one micro-batch, but
+    not in a step of several phases (see ``FollowPhases``). ``choose`` returns the functions that XLA compiles; without
+    it, none. ``earlier``: the program of the phase before.
     """
+    inline = inline and model.interface.phase is None
     move_to_stages(graph, model.variables, model.for_passes.shares)
     bindings = StepVariables(graph, model.variables, buffers)
     compiled = {} if choose is None else choose(graph, bindings, graph.functions)
     operations = Operations(graph, bindings, model.constants, model.library, inline, compiled=compiled)
-    return Program(
-        graph,
-        emit(graph, model.interface.signature, operations, loops=True),
-        operations,
-        (whole_batch(len(model.interface.signature)),),
-    )
+    parts, signature = _after(earlier, Part(graph, operations, model.variables), model.interface.signature)
+    return Program(parts, signature, (whole_batch(len(model.interface.signature)),), loops=True)
 
 
 def build_rank_program(
@@ -110,12 +169,13 @@ def build_rank_program(
     device: str,
     inputs: tuple[RankInputs, ...],
     compiled: Callable[[Bindings], Compiled],
+    earlier: Program | None = None,
 ) -> Program:
     """Return the program of one rank's graph, on the rank's ``device``; ``inputs``: what each rank uses of the batch.
 
     Stage functions are inlined only where their calls have the attribute ``inline``: TensorFlow could fold parts of an
     inlined function into constants, and an exchange of a constant would run while the graph is optimised. ``compiled``
-    returns the functions that XLA compiles.
+    returns the functions that XLA compiles. ``earlier``: the program of the phase before.
     """
     move_to_device(graph, model.variables, device)
     bindings = StepVariables(graph, model.variables, buffers)
@@ -126,8 +186,38 @@ def build_rank_program(
         *model.interface.signature,
         *([tf.TensorSpec((), tf.int64)] if BATCH_SIZE_NAME in graph.inputs else []),
     )
-    function = emit(graph, signature, operations, loops=ranks.fits_loops)
-    return Program(graph, function, operations, inputs, replayable=False)
+    parts, signature = _after(earlier, Part(graph, operations, model.variables), signature)
+    return Program(parts, signature, inputs, loops=ranks.fits_loops, replayable=False)
+
+
+def follow(graph: Graph, model: StagedModel, earlier: Program | None) -> Graph:
+    """Return the finished graph of a phase of a step, which waits for the program of the phases before."""
+    phase = model.interface.phase
+    if phase is None:
+        return graph
+    parts = () if earlier is None else earlier.parts
+    before = tuple(PhaseGraph(part.graph, _keys(part.variables)) for part in parts)
+    last = phase.number == phase.count - 1
+    return run_passes(graph, [FollowPhases(before, _keys(model.variables), last)], ())
+
+
+def name_phases(count: int, of: int) -> str:
+    """Return the first ``count`` phases of a step in words."""
+    return f"phase 1 of {of}" if count == 1 else f"phases 1 to {count} of {of}"
+
+
+def _keys(variables: Mapping[str, tf.Variable]) -> dict[str, int]:
+    return {name: id(variable) for name, variable in variables.items()}
+
+
+def _after(
+    earlier: Program | None, part: Part, signature: tuple[tf.TensorSpec, ...]
+) -> tuple[tuple[Part, ...], tuple[tf.TensorSpec, ...]]:
+    """Return the parts and the signature of the program of a phase that follows ``earlier``, if there is one."""
+    if earlier is None:
+        return (part,), signature
+    specs = zip(earlier.signature, signature, strict=True)
+    return (*earlier.parts, part), tuple(tf.TensorSpec(a.shape.merge_with(b.shape), a.dtype) for a, b in specs)
 
 
 # --- Find the cause of a failed step in TensorFlow's error message
@@ -174,6 +264,7 @@ _SKIPPED = frozenset(
         OpName.SET_UPDATING,
         OpName.COUNT_UPDATE,
         OpName.BARRIER,
+        OpName.FOLLOW,
         OpName.TIMESTAMP,
         OpName.STACK_TIMESTAMPS,
     }

@@ -31,8 +31,9 @@ from dapple_tf.graph_passes.ir.graph import Node
 class Collectives:
     """Builds the ops of ``rank`` that involve other ranks. ``sets``: the Horovod process set of each group of ranks.
 
-    ``native`` builds exchanges, barriers, and sums of known shapes; without it Horovod does these. Token: an int64 that
-    is computed once an op has completed; the step returns the sum of all tokens.
+    ``native`` builds exchanges, barriers, and sums of known shapes; without it Horovod does these. ``scope``: the start
+    of the names by which the progress notes what was completed, such as ``phase2/``. Token: an int64 that is computed
+    once an op has completed; the step returns the sum of all tokens.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class Collectives:
         sets: Mapping[tuple[int, ...], Any],
         progress: Progress,
         native: NativeCollectives | None = None,
+        scope: str = "",
     ) -> None:
         self._rank = rank
         self._sets = sets
@@ -51,6 +53,7 @@ class Collectives:
         self._last_exchange = progress.exchange_variable  # made now: TensorFlow traces again what makes a variable
         self.fits_loops = native is not None  # Horovod matches its ops by their names in the graph
         self._native = native
+        self._scope = scope
         self._exchanges = native or AlltoallExchange(sets, self.zero)
 
     def exchange(self, node: Node, inputs: Sequence[Any], micro_batch: Any = None) -> list[Any]:
@@ -123,7 +126,7 @@ class Collectives:
         pattern, numbers = name_pattern(node, micro_batch)
         with tf.device(variable.device):
             handle = internals.capture_of(tf.compat.v1.get_default_graph(), variable.handle)
-            name = tf.strings.format(pattern, numbers, placeholder="*")
+            name = tf.strings.format(self._scope + pattern, numbers, placeholder="*")
             with tf.control_dependencies([result]):
                 write = tf.raw_ops.AssignVariableOp(resource=handle, value=name)
         with tf.control_dependencies([write]):

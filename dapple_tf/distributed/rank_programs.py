@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -15,21 +16,22 @@ from dapple_tf import internals, variable_values
 from dapple_tf.backend.bindings import Buffers
 from dapple_tf.backend.build_times import BuildTimes
 from dapple_tf.backend.handler import Bindings, ChooseCompiled, Compiled
-from dapple_tf.backend.program import Program, build_rank_program
+from dapple_tf.backend.program import Program, build_rank_program, follow
 from dapple_tf.compiler import PlannedModel, StepVariant, rank_graphs
 from dapple_tf.distributed.collectives import Collectives
 from dapple_tf.distributed.digest import digest_graphs, digest_tensors
 from dapple_tf.distributed.exit_reporting import report_failure
 from dapple_tf.distributed.membership import Job
 from dapple_tf.distributed.native_collectives import NativeCollectives, exchanging_pairs, is_native
-from dapple_tf.distributed.variable_locations import VariableNeeds
+from dapple_tf.distributed.variable_locations import Ranks, VariableNeeds
 from dapple_tf.distributed.variable_transfer import Transfer, send_values
-from dapple_tf.errors import BatchError, StepError
+from dapple_tf.drawing.table import format_ranges
+from dapple_tf.errors import BatchError, PlanError, StepError
 from dapple_tf.graph_passes.analysis.input_needs import find_inputs
 from dapple_tf.graph_passes.analysis.layers import written_variables
-from dapple_tf.graph_passes.analysis.variable_use import resident_variables
+from dapple_tf.graph_passes.analysis.variable_use import resident_variables, variable_uses, written_by
 from dapple_tf.graph_passes.ir.graph import Graph
-from dapple_tf.graph_passes.ir.names import BATCH_SIZE_NAME
+from dapple_tf.graph_passes.ir.names import BATCH_SIZE_NAME, of_phase
 from dapple_tf.graph_passes.passes.base import run_passes
 from dapple_tf.graph_passes.passes.place import PlaceRank
 from dapple_tf.graph_passes.passes.verify_ranks import collectives_of
@@ -43,23 +45,24 @@ T = TypeVar("T")
 _LONGEST_TYPES = 300  # characters of the description of a batch's types in an error
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RankProgram(Program):
     """A rank's program: it counts the steps of its ``job``, and reports a step that fails to the other ranks.
 
-    ``needs``: the variables that the program needs on each rank; a step first places them. ``settings``: the
-    optimizer's. ``number``: counts the programs of this process from 1. ``batch_types``: dtypes and shapes of a batch,
-    for error messages.
+    ``needs``: the variables that the program needs on each rank; a step first places them. ``writers``: for each part
+    the ranks that write a variable, by the identity of the variable. ``settings``: the optimizer's. ``number``: counts
+    the programs of this process from 1. ``batch_types``: dtypes and shapes of a batch, for error messages.
     """
 
     job: Job = field(kw_only=True)
     needs: VariableNeeds = field(kw_only=True)
+    writers: Sequence[Mapping[int, Ranks]] = field(kw_only=True)
     settings: _OptimizerSettings = field(kw_only=True)
     number: int = field(kw_only=True)
     batch_types: str = field(kw_only=True)
 
-    def run(self, batch: Sequence[Any]) -> list[Any]:
-        """Run one step on ``batch``, and return the outputs of the function; see ``Program.run``."""
+    def run_parts(self, batch: Sequence[Any]) -> list[list[Any]]:
+        """Run one step on ``batch``, and return the outputs of each graph; see ``Program.run_parts``."""
         is_local = BATCH_SIZE_NAME in self.graph.inputs
         progress, samples = self.job.progress, int(batch[-1]) if is_local else int(batch[0].shape[0])
         what = f"run step {progress.step + 1} with {samples} samples (program {self.number})"
@@ -68,7 +71,7 @@ class RankProgram(Program):
         _place_variables(self.job, self.needs)
         with progress.step_running(self.number):
             try:
-                return super().run(batch)
+                return super().run_parts(batch)
             except StepError as error:
                 report_failure(error)
                 raise
@@ -126,12 +129,18 @@ class RankTarget:
             )
 
     def build(
-        self, planned: PlannedModel, variant: StepVariant, times: BuildTimes, choose: ChooseCompiled | None = None
+        self,
+        planned: PlannedModel,
+        variant: StepVariant,
+        times: BuildTimes,
+        choose: ChooseCompiled | None = None,
+        earlier: Program | None = None,
     ) -> Program:
         """Return the program of this rank for ``planned``; every rank must build the same programs in the same order.
 
         Where ``planned`` is local, the program takes only the rows that this rank needs, and the batch size after the
-        tensors. ``choose`` returns the functions of this rank that XLA compiles.
+        tensors. ``choose`` returns the functions of this rank that XLA compiles. ``earlier``: the program of the phase
+        before.
 
         On each rank, a step that returns gradients returns the gradients of this rank's stages. Raises JobError if the
         ranks differ in TensorFlow's version, code, plan, model or batch; the message names the difference.
@@ -148,14 +157,21 @@ class RankTarget:
         agree("graph of the model, or code", digest_graphs(graphs, model.library))
         agree("tensors that the model closes over", digest_tensors(model.constants))
         needs = _find_variable_needs(model, graphs)
+        writers = [_find_writers(model, graphs)]
+        if earlier is not None:
+            assert isinstance(earlier, RankProgram), "all phases run on ranks"
+            needs, writers = earlier.needs.joined(needs), [*earlier.writers, *writers]
+            check_writers(needs, writers)
         self._settings.add(self._job, model)
         self._check_room(planned, graphs[self._job.rank], needs)
         # When the processes made the model, each drew its own initial values.
         _place_variables(self._job, needs, synchronize=not self._synchronized)
         self._synchronized = True
-        collectives = self._make_collectives(graphs)
+        phase = model.interface.phase
+        collectives = self._make_collectives(graphs, "" if phase is None else of_phase(phase.number, ""))
         own = graphs[self._job.rank]
         graph = run_passes(own, [PlaceRank(self._device, self._home)], verified=own)
+        graph = follow(graph, model, earlier)
         progress = self._job.progress
         progress.stages = tuple(i for i, stage in enumerate(plan.stages) if self._job.rank in stage.devices)
         inputs = tuple(find_inputs(g) for g in graphs)
@@ -165,16 +181,18 @@ class RankTarget:
             def compiled(bindings: Bindings) -> Compiled:
                 return {} if choose is None else choose(graph, bindings, tuple(every.values()))
 
-            program = build_rank_program(graph, model, self._buffers, collectives, self._device, inputs, compiled)
+            program = build_rank_program(
+                graph, model, self._buffers, collectives, self._device, inputs, compiled, earlier
+            )
         progress.programs += 1
         return RankProgram(
-            program.graph,
-            program.function,
-            program.operations,
+            program.parts,
+            program.signature,
             inputs,
             replayable=False,
             job=self._job,
             needs=needs,
+            writers=writers,
             settings=self._settings,
             number=progress.programs,
             batch_types=_describe_types(model.interface.signature),
@@ -197,8 +215,11 @@ class RankTarget:
         others = [other for i, (host, other) in enumerate(found) if host == own_host and i != rank]
         self._job.run_on_all(lambda: check_room(need, others))
 
-    def _make_collectives(self, graphs: Sequence[Graph]) -> Collectives:
-        """Return the builder of this rank's collectives; connect the ranks as the ``graphs`` of all ranks need it."""
+    def _make_collectives(self, graphs: Sequence[Graph], scope: str) -> Collectives:
+        """Return the builder of this rank's collectives; connect the ranks as the ``graphs`` of all ranks need it.
+
+        ``scope``: see ``Collectives``.
+        """
         progress, network = self._job.progress, self._job.exchange_network
         native = None
         if network is not None:
@@ -207,7 +228,7 @@ class RankTarget:
         nodes = [node for graph in graphs for node in collectives_of(graph)]
         by_horovod = [node for node in nodes if network is None or not is_native(node)]
         sets = self._job.make_process_sets(node.integers("ranks") for node in by_horovod)
-        return Collectives(self._job.rank, sets, progress, native)
+        return Collectives(self._job.rank, sets, progress, native, scope)
 
 
 def _describe_types(signature: Sequence[tf.TensorSpec]) -> str:
@@ -237,6 +258,36 @@ def _find_variable_needs(model: StagedModel, graphs: Sequence[Graph]) -> Variabl
             for name, variable in model.variables.items()
         )
     )
+
+
+def _find_writers(model: StagedModel, graphs: Sequence[Graph]) -> Mapping[int, Ranks]:
+    """Return the ranks that write each variable of ``model``, by its identity; ``graphs[i]`` is rank i's part."""
+    found = defaultdict[int, set[int]](set)
+    for rank, graph in enumerate(graphs):
+        for node, names in variable_uses(graph):
+            for name in written_by(graph, node, names):
+                found[id(model.variables[name])].add(rank)
+    return {key: frozenset(ranks) for key, ranks in found.items()}
+
+
+def check_writers(needs: VariableNeeds, writers: Sequence[Mapping[int, Ranks]]) -> None:
+    """Raise PlanError where a phase writes a variable on some ranks only, and others need it in the same step.
+
+    ``needs``: of all phases; ``writers``: of each phase (see ``RankProgram``).
+    """
+    for variable, ranks in needs.ranks:
+        for number, own in enumerate(writers):
+            written = own.get(id(variable), ranks)
+            if not ranks <= written:
+                raise PlanError(
+                    f"{internals.variable_name(variable)!r}: phase {number + 1} of the step writes it on "
+                    f"{_print_ranks(written)} and {_print_ranks(ranks - written)} needs it in another phase: compute "
+                    "what it holds where it is used, or give stages=1"
+                )
+
+
+def _print_ranks(ranks: Ranks) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {format_ranges(sorted(ranks))}"
 
 
 def _place_variables(job: Job, needs: VariableNeeds, *, synchronize: bool = False) -> None:

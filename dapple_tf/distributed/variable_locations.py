@@ -23,6 +23,14 @@ class VariableNeeds:
 
     ranks: Sequence[tuple[tf.Variable, Ranks]]
 
+    def joined(self, later: VariableNeeds) -> VariableNeeds:
+        """Return the needs of a program that runs this one's part and a ``later`` one."""
+        known = {id(variable): ranks for variable, ranks in self.ranks}
+        added = {id(variable): ranks for variable, ranks in later.ranks}
+        variables = {id(variable): variable for variable, _ in (*self.ranks, *later.ranks)}
+        none = Ranks()
+        return VariableNeeds([(v, known.get(key, none) | added.get(key, none)) for key, v in variables.items()])
+
 
 @dataclass
 class VariableLocations:

@@ -1,4 +1,4 @@
-"""Cut the trace of a training step that takes gradients of several targets into phases, which run in turn.
+"""Cut the trace of a training step that takes gradients of several targets into phases.
 
 Targets that need nothing of each other's gradients, and that the step could all compute before it takes the first ones,
 are of one phase: one forward computes them all. What they need, their gradients, and what the step does with these

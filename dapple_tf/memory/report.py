@@ -151,10 +151,11 @@ class Report:
 
 @dataclass(frozen=True)
 class PhasesReport:
-    """Memory of a training step whose ``phases`` run in turn; ``str`` prints their reports, and the peak of all.
+    """Memory of a training step of several ``phases``; ``str`` prints their reports, and the peak of all.
 
-    Between phases a device holds what each of them needs between steps, and every variable once. Of what phases take
-    while they run, only one is there at a time.
+    Between steps a device holds what each phase needs between steps, and every variable once. It begins the actions of
+    a phase after those of the phase before. So beside what a phase takes while it runs there may be the update of the
+    phase before, and tensors that wait for the next phase.
     """
 
     phases: tuple[Report, ...]
@@ -162,15 +163,13 @@ class PhasesReport:
     @property
     def devices(self) -> tuple[DeviceOfPhases, ...]:
         """The predicted memory of each device that runs a stage."""
-        found: dict[int, list[dict[str, Any]]] = {}
+        found: dict[int, dict[int, tuple[list[StageMemory], int]]] = {}
         for number, report in enumerate(self.phases):
             for worker, stages in zip(report.workers, report.plan.worker_map.stages_of, strict=True):
                 memories = [report.stages[stage].predicted for stage in stages]
                 for device in report.plan.stages[stages[0]].devices:
-                    found.setdefault(device, []).append(
-                        {"phase": number, "memories": memories, "in_step": worker.in_step}
-                    )
-        return tuple(_device_of_phases(device, entries) for device, entries in sorted(found.items()))
+                    found.setdefault(device, {})[number] = memories, worker.in_step
+        return tuple(_device_of_phases(device, phases) for device, phases in sorted(found.items()))
 
     def __str__(self) -> str:
         parts = [f"phase {i} of {len(self.phases)}:\n{report}" for i, report in enumerate(self.phases, 1)]
@@ -183,7 +182,7 @@ class PhasesReport:
             ]
             for device in self.devices
         ]
-        header = ("device", "between phases", "most in a phase", "peak")
+        header = ("device", "between steps", "most in a phase", "peak")
         return "\n".join([*parts, "all phases, in MB (10^6 bytes):", *format_table(header, rows)])
 
     def to_json(self) -> dict[str, Any]:
@@ -196,7 +195,7 @@ class PhasesReport:
 
 @dataclass(frozen=True)
 class DeviceOfPhases:
-    """Predicted bytes of a device over all phases of a step: ``fixed`` between them, and ``in_step`` more in one.
+    """Predicted bytes of a device over all phases of a step: ``fixed`` between steps, and ``in_step`` more during them.
 
     ``fullest``: the number of the phase that takes most while it runs, counted from 0.
     """
@@ -212,14 +211,19 @@ class DeviceOfPhases:
         return self.fixed + self.in_step
 
 
-def _device_of_phases(device: int, entries: Sequence[Mapping[str, Any]]) -> DeviceOfPhases:
-    memories = [memory for entry in entries for memory in entry["memories"]]
+def _device_of_phases(device: int, phases: Mapping[int, tuple[Sequence[StageMemory], int]]) -> DeviceOfPhases:
+    """Return the memory of a device; ``phases``: by number its stages, and what it takes during these."""
+    memories = [memory for own, _ in phases.values() for memory in own]
     held: dict[int, int] = {}
     for memory in memories:
         held |= memory.held
     fixed = sum(held.values()) + sum(memory.gradients + memory.copies for memory in memories)
-    fullest = max(entries, key=lambda entry: entry["in_step"])
-    return DeviceOfPhases(device, fixed, fullest["in_step"], fullest["phase"])
+    in_step: dict[int, int] = {}
+    for number, (_, own) in phases.items():
+        before, after = (phases.get(neighbour, ((), 0))[0] for neighbour in (number - 1, number + 1))
+        in_step[number] = own + sum(memory.update for memory in before) + sum(memory.waiting for memory in after)
+    fullest = max(in_step, key=in_step.__getitem__)
+    return DeviceOfPhases(device, fixed, in_step[fullest], fullest)
 
 
 def make_report(

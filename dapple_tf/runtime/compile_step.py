@@ -14,7 +14,7 @@ from dapple_tf.autoplan.batch_fit import fit_plan
 from dapple_tf.backend.bindings import Buffers
 from dapple_tf.backend.build_times import BuildTimes
 from dapple_tf.backend.handler import ChooseCompiled
-from dapple_tf.backend.program import Program, build_program
+from dapple_tf.backend.program import Program, build_program, follow
 from dapple_tf.compiler import PlannedModel, StepVariant, local_graph
 from dapple_tf.errors import BatchError, CaptureError, LossError, PlanError, UsageError, warn_user
 from dapple_tf.exactness import Inexact
@@ -131,11 +131,17 @@ class Target(Protocol):
         """Raise BatchError if ``fitted``, the ``plan`` for a batch of ``batch_size`` samples, cannot run here."""
 
     def build(
-        self, planned: PlannedModel, variant: StepVariant, times: BuildTimes, choose: ChooseCompiled | None = None
+        self,
+        planned: PlannedModel,
+        variant: StepVariant,
+        times: BuildTimes,
+        choose: ChooseCompiled | None = None,
+        earlier: Program | None = None,
     ) -> Program:
-        """Run the passes and emit the TensorFlow function, both measured by ``times``.
+        """Run the passes and build the TensorFlow operations, both measured by ``times``.
 
-        ``choose`` returns the functions that XLA compiles.
+        ``choose`` returns the functions that XLA compiles. ``earlier``: the program of the phase before, of a step of
+        several, which the new program contains.
         """
 
 
@@ -163,7 +169,8 @@ class CompiledSteps:
 
     ``uncut``: the models that were traced for one micro-batch on one replica; their keys contain the batch size too.
     The key of a program consists of the identity of its model, M, the replicas of each stage, the sizes of
-    micro-batches if they are given, the variant, and whether it takes local rows. ``times``: of all builds.
+    micro-batches if they are given, the variant, whether it takes local rows, and the program of the phase before.
+    ``times``: of all builds.
     ``started``: the programs that have run, by their identity. ``homes``: the devices of variables before the programs
     moved them. ``xla``: compiles stage functions, or None. ``compared``: for each model, by its identity, the most
     samples of a step that was compared with the loss of the whole batch. ``warned``: whether the user has been warned
@@ -172,7 +179,7 @@ class CompiledSteps:
 
     models: TracedShapes = field(default_factory=TracedShapes)
     uncut: TracedShapes = field(default_factory=TracedShapes)
-    programs: dict[tuple[_PlanKey, StepVariant, bool], Program] = field(default_factory=dict)
+    programs: dict[tuple[_PlanKey, StepVariant, bool, Program | None], Program] = field(default_factory=dict)
     times: BuildTimes = field(default_factory=BuildTimes)
     started: set[int] = field(default_factory=set)
     homes: VariableHomes = field(default_factory=VariableHomes)
@@ -204,7 +211,7 @@ class CompiledSteps:
 
         Other threads that use the variables wait.
         """
-        program, variables = compiled.program, compiled.planned.model.variables.values()
+        program, variables = compiled.program, compiled.program.variables
         with exclusive(variables):
             self.homes.return_to_stages(variables)
             first = id(program) not in self.started
@@ -221,11 +228,13 @@ def compile_step(
     target: Target,
     variant: StepVariant,
     compiled: CompiledSteps,
+    earlier: Program | None = None,
 ) -> CompiledStep:
     """Return the step that trains on batches like ``batch``; new traces and programs are added to ``compiled``.
 
-    Every rank of a job must compile the same steps in the same order. Raises UsageError inside a tf.function, and
-    subclasses of ValueError if the batch, the loss or the plan cannot be compiled.
+    ``earlier``: of a phase of a step, the program of the phase before. Every rank of a job must compile the same steps
+    in the same order. Raises UsageError inside a tf.function, and subclasses of ValueError if the batch, the loss or
+    the plan cannot be compiled.
     """
 
     def find(uncut: bool) -> tuple[StagedModel, Plan]:
@@ -237,7 +246,7 @@ def compile_step(
     _warn_of_documented(planned, autoplan, compiled)
     return CompiledStep(
         planned,
-        find_program(planned, target, variant, compiled),
+        find_program(planned, target, variant, compiled, earlier=earlier),
         batch_form(batch.arguments, planned.model.interface.signature),
     )
 
@@ -436,14 +445,20 @@ def check_eager() -> None:
 
 
 def find_program(
-    planned: PlannedModel, target: Target, variant: StepVariant, compiled: CompiledSteps, *kinds: str
+    planned: PlannedModel,
+    target: Target,
+    variant: StepVariant,
+    compiled: CompiledSteps,
+    *kinds: str,
+    earlier: Program | None = None,
 ) -> Program:
     """Return the program that runs ``planned``; if there is none, build it and add it to ``compiled``.
 
-    ``kinds``: words that describe the program in the announcement to other ranks.
+    ``kinds``: words that describe the program in the announcement to other ranks. ``earlier``: see ``Target.build``.
+    The function of a phase that others follow is not emitted: the last phase's runs all of them.
     """
-    model = planned.model
-    key = _plan_key(planned), variant, planned.local
+    model, phase = planned.model, planned.model.interface.phase
+    key = _plan_key(planned), variant, planned.local, earlier
     if key not in compiled.programs:
         words = ", ".join([*kinds, *([] if variant is StepVariant.PLAIN else [str(variant.value)])])
         extra = f" ({words})" if words else ""
@@ -452,7 +467,11 @@ def find_program(
             compiled.homes.return_to_stages(model.variables.values())
             compiled.homes.remember(model.variables.values())
             choose = None if compiled.xla is None else compiled.xla.chooser(planned)
-            compiled.programs[key] = target.build(planned, variant, compiled.times, choose)
+            program = target.build(planned, variant, compiled.times, choose, earlier)
+            if phase is None or phase.number == phase.count - 1:
+                with compiled.times.phase("emit"):
+                    _ = program.function  # the program keeps it
+            compiled.programs[key] = program
     return compiled.programs[key]
 
 
@@ -519,7 +538,12 @@ class LocalTarget:
             )
 
     def build(
-        self, planned: PlannedModel, variant: StepVariant, times: BuildTimes, choose: ChooseCompiled | None = None
+        self,
+        planned: PlannedModel,
+        variant: StepVariant,
+        times: BuildTimes,
+        choose: ChooseCompiled | None = None,
+        earlier: Program | None = None,
     ) -> Program:
         """Return the program that runs ``planned``; see ``Target``, and ``compiler.local_graph`` for what it raises.
 
@@ -528,9 +552,10 @@ class LocalTarget:
         """
         with times.phase("passes"):
             graph = local_graph(planned.model, planned.plan, self._devices, self._home, variant=variant)
+            graph = follow(graph, planned.model, earlier)
         variables = planned.model.variables
         stages = len(planned.plan.stages)
         where = f"this process, which runs {stages} stage{'s' * (stages > 1)},"
         check_room(find_need(graph, variables, variables, where, lambda: predict_process_step(planned)))
         with times.phase("emit"):
-            return build_program(graph, planned.model, self._buffers, choose=choose)
+            return build_program(graph, planned.model, self._buffers, choose=choose, earlier=earlier)

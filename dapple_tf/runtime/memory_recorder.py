@@ -14,7 +14,7 @@ from dapple_tf.memory.meter import MeasuredMemory, MemoryMeter
 from dapple_tf.memory.predict import StageMemory, predict_plan_memory
 from dapple_tf.memory.report import DeviceMeasurement, Report, make_report
 from dapple_tf.runtime.compile_step import CompiledStep
-from dapple_tf.runtime.rehearsal import can_rehearse, rehearse
+from dapple_tf.runtime.rehearsal import rehearse
 from dapple_tf.timeline.events import MemoryCurve
 from dapple_tf.timeline.timeline import Timeline
 
@@ -49,22 +49,15 @@ class MemoryRecorder:
         self._predicted: tuple[PlannedModel, tuple[StageMemory, ...]] | None = None
         self.planned: PlannedModel | None = None
 
-    def rehearse(self, compiled: CompiledStep, batch: Sequence[Any], devices: Sequence[str]) -> None:
-        """Rehearse the step and measure its memory, unless that was done before or cannot be done.
+    def is_measured(self, planned: PlannedModel) -> bool:
+        """Return whether the memory of ``planned`` was measured before."""
+        known = self._of(planned)
+        return known.rehearsed or known.runs > 0
 
-        ``batch``: the flattened tensors. ``devices``: names of the plan's devices. In a job every rank must call it.
-        """
-        known = self._of(compiled.planned)
-        if known.rehearsed or known.runs or not can_rehearse(compiled.planned.model):
-            return
-        try:
-            measured = rehearse(compiled, batch, devices)
-        except StepError:
-            if self._job is not None:  # the failure has been reported to the other ranks already
-                raise
-            return  # the real step fails too, and its error describes the state of the variables
-        known.measurements = attribute(measured, devices, self._job)
-        known.rehearsed = True
+    def keep_rehearsed(self, planned: PlannedModel, measured: tuple[DeviceMeasurement, ...]) -> None:
+        """Keep what was measured when a step of ``planned`` was rehearsed."""
+        known = self._of(planned)
+        known.measurements, known.rehearsed = measured, True
 
     @contextlib.contextmanager
     def recorded_run(self, planned: PlannedModel, devices: Sequence[str]) -> Iterator[str]:
@@ -109,6 +102,31 @@ class MemoryRecorder:
                 return known
         self._known.append(_Measured(planned))
         return self._known[-1]
+
+
+def rehearse_phases(
+    recorders: Sequence[MemoryRecorder],
+    compiled: Sequence[CompiledStep],
+    batch: Sequence[Any],
+    devices: Sequence[str],
+    job: Job | None,
+) -> None:
+    """Rehearse a step and measure the memory of its phases, unless that was done before; each has one of ``recorders``.
+
+    ``compiled``: the phases. ``batch``: the flattened tensors. ``devices``: names of the plan's devices. In a job every
+    rank must call it.
+    """
+    phases = list(zip(recorders, compiled, strict=True))
+    if all(recorder.is_measured(step.planned) for recorder, step in phases):
+        return
+    try:
+        measured = rehearse(compiled[-1].program, batch, devices)
+    except StepError:
+        if job is not None:  # the failure has been reported to the other ranks already
+            raise
+        return  # the real step fails too, and its error describes the state of the variables
+    for (recorder, step), own in zip(phases, measured, strict=True):
+        recorder.keep_rehearsed(step.planned, attribute(own, devices, job))
 
 
 def attribute(

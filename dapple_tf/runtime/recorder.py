@@ -16,6 +16,8 @@ import tensorflow as tf
 from dapple_tf.distributed.membership import AllRanks, Job
 from dapple_tf.errors import UsageError
 from dapple_tf.graph_passes.ir.graph import Graph
+from dapple_tf.graph_passes.ir.names import at
+from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.schedules.schedule import Schedule
 from dapple_tf.graph_passes.schedules.weight_versions import Versions
 from dapple_tf.plans import Plan
@@ -31,7 +33,7 @@ from dapple_tf.timeline.figures import EarlierStep
 from dapple_tf.timeline.recording import BY_PROFILE, BY_TIMES, Prediction, Recording, plan_title, planned_seconds
 from dapple_tf.timeline.stage_costs import StageCosts, measure_stage_costs
 from dapple_tf.timeline.stamps import Stamp, fill_stamps, first_start, make_timeline, name_stamps
-from dapple_tf.timeline.timeline import Timeline
+from dapple_tf.timeline.timeline import PhasesTimeline, Timeline
 
 _KEPT = 8  # recorded steps, of which the last is described and a trace has all
 
@@ -173,6 +175,19 @@ class Recorder:
         return self._steps[-1]
 
 
+def join_timelines(recorders: Sequence[Recorder], models: Sequence[Graph]) -> PhasesTimeline:
+    """Return the timelines of the phases of the last recorded step, as they ran together.
+
+    ``recorders``: one for each phase. ``models``: the stage functions of each.
+    """
+    begins = [recorder.begin for recorder in recorders]
+    timelines = tuple(recorder.timeline for recorder in recorders)
+    plans = [recorder._recorded_step().plan for recorder in recorders]
+    schedules = [_without_idle_backwards(plan.build_schedule(), of) for plan, of in zip(plans, models, strict=True)]
+    simulated = predict_phases(timelines, schedules, [plan.sizes for plan in plans])
+    return PhasesTimeline(timelines, tuple(begin - begins[0] for begin in begins), simulated)
+
+
 def pair_with_prediction(measured: Timeline, plan: Plan, simulated: Timeline | None = None) -> Recording:
     """Return a step measured under ``plan`` beside its prediction.
 
@@ -252,16 +267,33 @@ def predict_from_times(measured: Timeline, schedule: Schedule, sizes: Sequence[i
     size. The prediction contains the waiting that the schedule causes, but not the contention and jitter of the
     measured step. After the last event weights are updated, for the measured seconds.
     """
-    of_size = {size: _measure(measured, [m for m, n in enumerate(sizes) if n == size]) for size in set(sizes)}
-    execution = execute(
-        encode(schedule),
-        measured.costs,
-        of_micro_batches=[of_size[size] for size in sizes],
-        together=schedule.together,
-    )
+    of_micro_batches = _measure_sizes(measured, sizes)
+    execution = execute(encode(schedule), measured.costs, of_micro_batches=of_micro_batches, together=schedule.together)
     updates = [event for event in measured.stage_events if event.kind == "update"]
     step = execution_events(execution, measured.places, updates)
     return Prediction(Timeline.of_step(step, measured.title), BY_TIMES)
+
+
+def predict_phases(
+    measured: Sequence[Timeline], schedules: Sequence[Schedule], sizes: Sequence[Sequence[int]]
+) -> float | None:
+    """Return the seconds of a step of several phases, simulated with the measured times of the actions of each.
+
+    The phases are one schedule, in which each device runs its actions of a phase after those of the phases before, and
+    begins them before other devices have ended these. An update takes no time. None where that does not say what the
+    step does: the phases run on other workers, or an earlier one sums gradients over replicas. ``sizes``: for each
+    phase the samples of each micro-batch, if they were given.
+    """
+    summed = any(cost.allreduce_seconds for timeline in measured[:-1] for cost in timeline.costs)
+    if summed or len({schedule.worker_map for schedule in schedules}) > 1:
+        return None
+    costs: list[Sequence[StageCosts]] = []
+    joined = Schedule(((),) * len(schedules[0].workers))
+    for timeline, schedule, given in zip(measured, schedules, sizes, strict=True):
+        joined = joined.followed_by(schedule)
+        costs += _measure_sizes(timeline, given) or [timeline.costs] * schedule.micro_batches
+    found = execute(encode(joined), measured[-1].costs, of_micro_batches=costs, together=joined.together)
+    return found.step_seconds
 
 
 def predict_window_from_times(measured: Timeline, versions: Versions) -> Prediction:
@@ -291,6 +323,24 @@ def _median_seconds(step: StepEvents, kind: StageEventKind, stage: int) -> float
             taken = event.end - step.start(event)
             seconds[event.micro_batch] = max(seconds.get(event.micro_batch, 0.0), taken)
     return statistics.median(seconds.values()) if seconds else 0.0
+
+
+def _without_idle_backwards(schedule: Schedule, model: Graph) -> Schedule:
+    """Return the schedule without the backwards that take no gradient, and so do nothing."""
+    functions = {function.name: function for function in model.functions}
+    idle = {
+        stage
+        for stage in range(schedule.worker_map.stages)
+        if not functions[at(stage, what=OpName.BACKWARD)].input_ports("gradient", "seed")
+    }
+    rows = (tuple(a for a in actions if a.kind == "F" or a.stage not in idle) for actions in schedule.workers)
+    return replace(schedule, workers=tuple(rows))
+
+
+def _measure_sizes(measured: Timeline, sizes: Sequence[int]) -> list[list[StageCosts]]:
+    """Return, for each micro-batch, the costs of each stage for those of its size; nothing without ``sizes``."""
+    of_size = {size: _measure(measured, [m for m, n in enumerate(sizes) if n == size]) for size in set(sizes)}
+    return [of_size[size] for size in sizes]
 
 
 def _measure(measured: Timeline, micro_batches: Collection[int]) -> list[StageCosts]:

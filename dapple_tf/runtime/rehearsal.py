@@ -19,6 +19,7 @@ import tensorflow as tf
 from tensorflow.core.framework import function_pb2
 
 from dapple_tf import internals
+from dapple_tf.backend.program import Program
 from dapple_tf.backend.saved_variables import unchanged_variables
 from dapple_tf.errors import ExactnessError
 from dapple_tf.frontend.capture import plain_function
@@ -40,22 +41,33 @@ def can_rehearse(model: StagedModel) -> bool:
     return not any(_is_permanent(node, library) for graph in _function_graphs(model) for node in graph.nodes)
 
 
-def rehearse(compiled: CompiledStep, batch: Sequence[Any], devices: Sequence[str]) -> tuple[MeasuredMemory, ...]:
-    """Run the step twice on the batch's flattened tensors, without effect; return the memory of the second run.
+def rehearse(program: Program, batch: Sequence[Any], devices: Sequence[str]) -> list[tuple[MeasuredMemory, ...]]:
+    """Run the step twice on the batch's flattened tensors, without effect; return the memory of each phase.
 
-    The samples have times as fractions of the run: 0 is the start of the first action of this process, 1 the end of its
-    last event. ``devices``: names of the devices whose memory is measured. In a job every rank must call this. Raises
-    StepError if the step fails; the variables are restored then too.
+    It is measured in the second run. The samples have times as fractions of the phase's run: 0 is the start of its
+    first action in this process, 1 the end of its last event. ``devices``: names of the devices whose memory is
+    measured. In a job every rank must call this. Raises StepError if the step fails; the variables are restored then
+    too.
     """
-    program, variables = compiled.program, compiled.planned.model.variables.values()
     # Each run starts from the same variables as the real step, so it fails only if the real step fails too.
-    with program.rehearsal(variables):
-        program.run(batch)
-    with program.rehearsal(variables), MemoryMeter(devices) as meter:
-        *_, times = program.run(batch)
-    stamps = fill_stamps(name_stamps(program.graph), times.numpy())
-    begin, end = first_start(stamps), max(stamp.end for stamp in stamps)
-    return tuple(replace(memory, samples=tuple(_as_fractions(memory.samples, begin, end))) for memory in meter.measured)
+    with program.rehearsal(program.variables):
+        program.run_parts(batch)
+    with program.rehearsal(program.variables), MemoryMeter(devices) as meter:
+        outputs = program.run_parts(batch)
+    found = []
+    for part, (*_, times) in zip(program.parts, outputs, strict=True):
+        stamps = fill_stamps(name_stamps(part.graph), times.numpy())
+        begin, end = first_start(stamps), max(stamp.end for stamp in stamps)
+        own = (replace(memory, samples=tuple(_as_fractions(memory.samples, begin, end))) for memory in meter.measured)
+        found.append(tuple(map(_peak_of_samples, own) if len(outputs) > 1 else own))
+    return found
+
+
+def _peak_of_samples(memory: MeasuredMemory) -> MeasuredMemory:
+    """Return the memory of a phase, whose peak is the highest of its own samples where there are any."""
+    if not memory.samples:
+        return memory
+    return replace(memory, peak_bytes=memory.start_bytes + max(count for _, count in memory.samples))
 
 
 def _as_fractions(samples: Sequence[tuple[float, int]], begin: float, end: float) -> Iterator[tuple[float, int]]:

@@ -19,13 +19,13 @@ from dapple_tf.autoplan.option_help import document_options, make_options
 from dapple_tf.autoplan.options import Options, OptionTypes
 from dapple_tf.autoplan.schedule_auto import ScheduleChoice
 from dapple_tf.backend.build_times import BuildTimes
-from dapple_tf.backend.program import UNCHANGED
+from dapple_tf.backend.program import Program
 from dapple_tf.compiler import PlannedModel, StepVariant
 from dapple_tf.devices import home_device, list_devices
 from dapple_tf.distributed import membership
 from dapple_tf.distributed.rank_programs import RankTarget
 from dapple_tf.distributed.variable_transfer import gather_arrays, gather_variables
-from dapple_tf.errors import CaptureError, ExactnessError, PlanError, StepError, UsageError
+from dapple_tf.errors import CaptureError, ExactnessError, PlanError, UsageError
 from dapple_tf.exactness import Exactness
 from dapple_tf.frontend.batch import Batch
 from dapple_tf.frontend.capture import SeveralPhasesError, Traced, TrainingStep, plain_function
@@ -38,18 +38,18 @@ from dapple_tf.graph_passes.passes.expose_gradients import exposed_gradients
 from dapple_tf.memory.report import PhasesReport, Report
 from dapple_tf.plans import Plan
 from dapple_tf.runtime.compile_step import CompiledStep, CompiledSteps, LocalTarget, Target, compile_step, read_batch
-from dapple_tf.runtime.exclusive import compiling, exclusive
+from dapple_tf.runtime.exclusive import compiling
 from dapple_tf.runtime.forked import check_not_forked
 from dapple_tf.runtime.forward import Forward
 from dapple_tf.runtime.local_batch import compile_local, find_needs
-from dapple_tf.runtime.memory_recorder import MemoryRecorder
-from dapple_tf.runtime.op_profile import profile_ops
-from dapple_tf.runtime.recorder import Recorder
+from dapple_tf.runtime.memory_recorder import MemoryRecorder, rehearse_phases
+from dapple_tf.runtime.op_profile import Runs, profile_ops
+from dapple_tf.runtime.recorder import Recorder, join_timelines
 from dapple_tf.runtime.rehearsal import can_rehearse, compare_first
 from dapple_tf.runtime.variable_homes import VariableHomes, name_variables
 from dapple_tf.staged_model import StagedModel
 from dapple_tf.timeline.recording import Recording
-from dapple_tf.timeline.timeline import PhasesTimeline, Timeline
+from dapple_tf.timeline.timeline import Timeline
 from dapple_tf.window_check import check_optimizer
 from dapple_tf.xla.choice import make_xla
 
@@ -252,7 +252,7 @@ class PipelinedStep:
 
     @property
     def phases(self) -> tuple[Phase, ...]:
-        """The phases of the step, which run in turn; one, where no gradient depends on what others have changed.
+        """The phases of the step, in order; one, where no gradient depends on what others have changed.
 
         Each has its own plan, graph, timeline and report. The plan and the graph of the step itself are the first
         phase's. UsageError before the first batch.
@@ -289,7 +289,8 @@ class PipelinedStep:
     @property
     def graph_def(self) -> Any:
         """The GraphDef of the step that ran last."""
-        return self._compiled_last().program.function.graph.as_graph_def()
+        self._compiled_last()
+        return self._in_turn[-1]._compiled_last().program.function.graph.as_graph_def()
 
     @property
     def graph(self) -> Graph:
@@ -315,7 +316,7 @@ class PipelinedStep:
 
     def model(self, batch: Sequence[Any]) -> StagedModel:
         """Return the stages for batches like this one, before they are called on micro-batches."""
-        return self._compile(read_batch(batch), StepVariant.PLAIN).planned.model
+        return self._compile(read_batch(batch), StepVariant.PLAIN)[0].planned.model
 
     @property
     def planned(self) -> PlannedModel:
@@ -324,7 +325,7 @@ class PipelinedStep:
 
     def build_exposed(self, *batch: Any) -> PlannedModel:
         """Compile the step that ``run_exposed`` runs for batches like this one; return its planned model."""
-        return self._compile(read_batch(batch), StepVariant.WITH_GRADIENTS).planned
+        return self._compile(read_batch(batch), StepVariant.WITH_GRADIENTS)[0].planned
 
     def build(self, *batch: Any, record: bool = False) -> None:
         """Make the plan and compile the step for batches like this one, without running it.
@@ -348,33 +349,22 @@ class PipelinedStep:
         batch.
         """
         self._begin_training()
-        with self._lock:  # no other step comes between two phases
-            step, outputs = self._run(batch, self._variant, local)
-            returned = step.planned.model.pack(self._keep_losses(step, outputs))
-            return self._with_later(returned, lambda phase: phase(*batch, local=local))
+        with self._lock:
+            return self._pack(*self._run(batch, self._variant, local))
 
     def _begin_training(self) -> None:
         if self.before_training is not None:
             self.before_training()
 
-    def _with_later(self, returned: Any, run: Callable[[PipelinedStep], Any]) -> Any:
-        """Run the later phases of the step, and return what they all return; ``returned`` by the first phase.
-
-        Raises StepError where one fails.
-        """
-        for number, phase in enumerate(self._later, 2):
-            phase.check_numerics = self.check_numerics
-            try:
-                more = run(phase)
-            except StepError as error:
-                cause = str(error).removeprefix(UNCHANGED).lstrip()
-                raise StepError(
-                    "SOME VARIABLES HAVE CHANGED, by the gradients that the step has taken before: go back to the last "
-                    f"checkpoint. In phase {number} of {len(self._later) + 1}: {cause}"
-                ) from error
-            leaves = zip(tf.nest.flatten(returned), tf.nest.flatten(more), strict=True)
-            returned = tf.nest.pack_sequence_as(returned, [b if a is None else a for a, b in leaves])
-        return returned
+    def _pack(self, compiled: Sequence[CompiledStep], outputs: Sequence[list[Any]]) -> Any:
+        """Return what the step returns; ``outputs``: of each phase, which has None for the results of the others."""
+        first, *later = (
+            step.planned.model.pack(self._keep_losses(step, own)) for step, own in zip(compiled, outputs, strict=True)
+        )
+        for more in later:
+            leaves = zip(tf.nest.flatten(first), tf.nest.flatten(more), strict=True)
+            first = tf.nest.pack_sequence_as(first, [b if a is None else a for a, b in leaves])
+        return first
 
     @property
     def losses(self) -> Any:
@@ -439,7 +429,7 @@ class PipelinedStep:
                 "the gradients of a training step of several targets: let the step return those that you want to see"
             )
         self._begin_training()
-        step, tensors = self._run(batch, StepVariant.WITH_GRADIENTS, local)
+        ((step,), (tensors,)) = self._run(batch, StepVariant.WITH_GRADIENTS, local)
         names = exposed_gradients(step.program.graph)
         loss, *values = (tensor.numpy() for tensor in tensors)
         aux = len(values) - len(names)
@@ -505,22 +495,28 @@ class PipelinedStep:
         slows the step down a little; UsageError where a profiler runs already.
         """
         self._begin_training()
+        devices = list_devices(self._wanted_devices)
         with self._lock:
             compiled, tensors = self._compile_recorded(batch, local)
-            with (
-                self._compiled.running(compiled),
-                self._memory.recorded_run(compiled.planned, list_devices(self._wanted_devices)) as note,
-                profile_ops() if ops else contextlib.nullcontext() as runs,
-            ):
-                *outputs, times = compiled.program.run(tensors)
+            phases = list(zip(self._in_turn, compiled, strict=True))
+            with contextlib.ExitStack() as running:
+                running.enter_context(self._compiled.running(compiled[-1]))
+                memories = [phase._memory.recorded_run(own.planned, devices) for phase, own in phases]
+                notes = [running.enter_context(memory) for memory in memories]
+                runs = running.enter_context(profile_ops() if ops else contextlib.nullcontext())
+                outputs = compiled[-1].program.run_parts(tensors)
+            for (phase, own), note, (*_, times) in zip(phases, notes, outputs, strict=True):
+                phase._keep_times(own, times, note, runs)
+            return self._pack(compiled, [values[:-1] for values in outputs])
+
+    def _keep_times(self, compiled: CompiledStep, times: Any, note: str, runs: Runs | None) -> None:
+        """Keep the times of the recorded step, or of this phase of it; for ``note`` and ``runs`` see ``Recorder``."""
         size = compiled.planned.batch_size
         plan, simulated = self.plan, self._autoplan.simulated
         if size != plan.global_batch_size:  # the prediction is for another number of samples
             plan, simulated = dataclasses.replace(fit_plan(plan, size), predicted=None), None
         memory = self._memory.curves(compiled.planned)
         self._recorder.keep(compiled.program.graph, times, plan, simulated, note=note, memory=memory, runs=runs)
-        returned = compiled.planned.model.pack(self._keep_losses(compiled, outputs))
-        return self._with_later(returned, lambda phase: phase.record(*batch, local=local, ops=ops))
 
     @property
     def timeline(self) -> Any:
@@ -528,11 +524,10 @@ class PipelinedStep:
 
         A ``Timeline``; of a step of several phases a ``PhasesTimeline``. Raises UsageError before ``record``.
         """
-        timelines = tuple(phase._recorder.timeline for phase in self._in_turn)
-        if len(timelines) == 1:
-            return timelines[0]
-        begins = [phase._recorder.begin for phase in self._in_turn]
-        return PhasesTimeline(timelines, tuple(begin - begins[0] for begin in begins))
+        if not self._later:
+            return self._recorder.timeline
+        models = [phase.planned.model.graph for phase in self._in_turn]
+        return join_timelines([phase._recorder for phase in self._in_turn], models)
 
     @property
     def recording(self) -> Recording:
@@ -578,27 +573,37 @@ class PipelinedStep:
             raise UsageError("nothing has been built: call the step with a batch first, or give example_batch")
         return self._last
 
-    def _run(self, batch: Sequence[Any], variant: StepVariant, local: bool = False) -> tuple[CompiledStep, list[Any]]:
+    def _run(
+        self, batch: Sequence[Any], variant: StepVariant, local: bool = False
+    ) -> tuple[Sequence[CompiledStep], Sequence[list[Any]]]:
+        """Run the step; return its compiled phases, and the outputs of each."""
         with self._lock:  # steps share buffers
             compiled, tensors = self._prepare(batch, variant, local)
-            with self._compiled.running(compiled):
-                if not local:
-                    compare_first(compiled, self._compiled, tensors, self._loss_fn, batch, self._gather_variables)
-                return compiled, compiled.program.run(tensors)
+            last = compiled[-1]
+            with self._compiled.running(last):
+                if not local and len(compiled) == 1:
+                    compare_first(last, self._compiled, tensors, self._loss_fn, batch, self._gather_variables)
+                return compiled, last.program.run_parts(tensors)
 
     def _gather_variables(self) -> None:
         if self._job is not None:
             gather_variables(self._job, self._models)
 
-    def _compile_recorded(self, batch: Sequence[Any], local: bool = False) -> tuple[CompiledStep, Sequence[Any]]:
+    def _compile_recorded(
+        self, batch: Sequence[Any], local: bool = False
+    ) -> tuple[Sequence[CompiledStep], Sequence[Any]]:
         compiled, tensors = self._prepare(batch, StepVariant.TIMED, local)
-        model = compiled.planned.model
-        with self._compiled.running(compiled) if can_rehearse(model) else exclusive(model.variables.values()):
-            self._memory.rehearse(compiled, tensors, list_devices(self._wanted_devices))
+        recorders = [phase._memory for phase in self._in_turn]
+        devices = list_devices(self._wanted_devices)
+        if all(can_rehearse(step.planned.model) for step in compiled):
+            with self._compiled.running(compiled[-1]):
+                rehearse_phases(recorders, compiled, tensors, devices, self._job)
         return compiled, tensors
 
-    def _prepare(self, batch: Sequence[Any], variant: StepVariant, local: bool) -> tuple[CompiledStep, Sequence[Any]]:
-        """Return the compiled step for a batch, and its program's inputs; one process always has all rows."""
+    def _prepare(
+        self, batch: Sequence[Any], variant: StepVariant, local: bool
+    ) -> tuple[Sequence[CompiledStep], Sequence[Any]]:
+        """Return the compiled phases of the step, and their program's inputs; one process always has all rows."""
         if not local or self._job is None or self._autoplan.window is not None:  # all ranks need whole windows
             rows = read_batch(batch)
             return self._compile(rows, variant), rows.tensors
@@ -611,25 +616,29 @@ class PipelinedStep:
             self._last, tensors = compile_local(
                 self._job, batch, self._last, self._autoplan, self._target, variant, self._compiled
             )
-        return self._last, tensors
+        return [self._last], tensors
 
-    def _compile(self, batch: Batch, variant: StepVariant) -> CompiledStep:
+    def _compile(self, batch: Batch, variant: StepVariant) -> Sequence[CompiledStep]:
+        """Return the compiled phases of the step; the last one's program runs all of them."""
         check_not_forked()
         if self._autoplan.window is not None:
             check_window_variant(variant)
         while True:
+            compiled: list[CompiledStep] = []
             try:
-                compiled = [phase._compile_phase(batch, variant) for phase in (self, *self._later)]
+                for phase in self._in_turn:
+                    earlier = compiled[-1].program if compiled else None
+                    compiled.append(phase._compile_phase(batch, variant, earlier))
             except SeveralPhasesError as several:
                 self._divide(several)
             else:
                 check_phases(compiled)
-                return compiled[0]
+                return compiled
 
-    def _compile_phase(self, batch: Batch, variant: StepVariant) -> CompiledStep:
+    def _compile_phase(self, batch: Batch, variant: StepVariant, earlier: Program | None) -> CompiledStep:
         with compiling():
             self._last = compile_step(
-                self._loss_fn, batch, self._optimizer, self._autoplan, self._target, variant, self._compiled
+                self._loss_fn, batch, self._optimizer, self._autoplan, self._target, variant, self._compiled, earlier
             )
         return self._last
 
@@ -746,7 +755,8 @@ def train_step(
     Without ``function`` it returns a decorator. What the target of ``tape.gradient`` needs runs in stages and
     micro-batches; the gradients that the function gets are those of the whole batch; and what comes after them
     (clipping, optimizers, averages, metrics) runs once a step, each part on the stage of its variables. Where it takes
-    gradients of several targets, such as a critic and a generator, each of them is a phase, and phases run in turn.
+    gradients of several targets, such as a critic and a generator, each of them is a phase, which sees the variables as
+    the one before has left them.
 
     Args:
         function: A tf.function or callable of the batch's tensors, each batched on axis 0. It takes gradients with

@@ -77,22 +77,29 @@ class Timeline(StepFigures):
 
 @dataclass(frozen=True)
 class PhasesTimeline:
-    """The timelines of the ``phases`` of one training step, which run in turn.
+    """The timelines of the ``phases`` of one training step, of which each begins before the one before has ended.
 
-    ``starts``: for each phase the seconds from the first action of the first phase to its own.
+    ``starts``: for each phase the seconds from the first action of the first phase to its own. ``simulated_seconds``:
+    of the step, simulated with the measured times of all actions; None where that cannot be simulated.
     """
 
     phases: tuple[Timeline, ...]
     starts: tuple[float, ...]
+    simulated_seconds: float | None = None
 
     @property
     def step_seconds(self) -> float:
-        """Seconds from the start of the first phase's first action to the end of the last phase's last event."""
-        return self.starts[-1] + self.phases[-1].step_seconds
+        """Seconds from the start of the first phase's first action to the end of the last event of all."""
+        return max(start + phase.step_seconds for start, phase in zip(self.starts, self.phases, strict=True))
+
+    @property
+    def overlap_seconds(self) -> float:
+        """Seconds by which the step is shorter than if each phase began when the one before has ended."""
+        return sum(phase.step_seconds for phase in self.phases) - self.step_seconds
 
     @property
     def bubble(self) -> float:
-        """The idle fraction of device time, between phases too."""
+        """The idle fraction of device time, over the whole step."""
         busy: dict[str, float] = {}
         for phase in self.phases:
             for device, share in phase.device_utilisation.items():
@@ -103,7 +110,10 @@ class PhasesTimeline:
     def summary(self) -> str:
         """The seconds of the step and the bubble in one line."""
         seconds = format_seconds(self.step_seconds)
-        return f"{len(self.phases)} phases, {seconds}, bubble {self.bubble:.1%}"
+        words = [f"{len(self.phases)} phases", seconds, f"bubble {self.bubble:.1%}"]
+        if self.simulated_seconds is not None:
+            words.append(f"simulated {format_seconds(self.simulated_seconds)}")
+        return ", ".join(words)
 
     def __str__(self) -> str:
         lines = [self.summary]
@@ -114,10 +124,11 @@ class PhasesTimeline:
     def to_json(self) -> dict[str, Any]:
         """Return the figures as JSON values; seconds, bytes, and fractions of the step."""
         phases = [{"start": s, **phase.to_json()} for s, phase in zip(self.starts, self.phases, strict=True)]
-        return {"step_seconds": self.step_seconds, "bubble": self.bubble, "phases": phases}
+        simulated = {} if self.simulated_seconds is None else {"simulated_seconds": self.simulated_seconds}
+        return {"step_seconds": self.step_seconds, "bubble": self.bubble, **simulated, "phases": phases}
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Save a picture (.png), a web page (.html), or a trace for Perfetto (.json), with all phases in turn.
+        """Save a picture (.png), a web page (.html), or a trace for Perfetto (.json), with all phases.
 
         Raises OutputError as ``Timeline.save`` does.
         """

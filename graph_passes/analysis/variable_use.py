@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -140,19 +140,30 @@ def resident_variables(graph: Graph) -> frozenset[str]:
 
     A copy is a variable of its own: where another rank owns a variable (tied weights), only its copy is resident.
     """
+    return frozenset(name for _, names in variable_uses(graph) for name in names)
+
+
+def variable_uses(graph: Graph) -> Iterator[tuple[Node, Sequence[str]]]:
+    """Yield each node with the names of the variables that it reads or writes itself, not a replica's copy of them."""
     copies = {
         (node.integer("stage"), node.integer("replica"), name)
         for node in nodes_of(graph, OpName.REFRESH)
         for name in node.strings("variables")
     }
-    resident: set[str] = set()
     for node in graph.nodes:
         names = _variables_of(graph, node)
         if node.op in _USE_COPIES:
             place = node.integer("stage"), node.integer("replica")
             names = [name for name in names if (*place, name) not in copies]
-        resident.update(names)
-    return frozenset(resident)
+        yield node, names
+
+
+def written_by(graph: Graph, node: Node, names: Sequence[str]) -> Sequence[str]:
+    """Return those of the variables ``names``, which a node uses, that it writes."""
+    if node.has("function"):
+        written = written_variables(graph.function(node.string("function")).graph)
+        return [name for name in names if name in written]
+    return names if node.op in (OpName.COMMIT, OpName.COUNT_UPDATE) else ()
 
 
 def _variables_of(graph: Graph, node: Node) -> Sequence[str]:

@@ -87,6 +87,11 @@ def _number_after(prefix: str, name: str) -> int | None:
     return int(number) if rest and first.startswith(prefix) and number.isdecimal() else None
 
 
+def of_phase(number: int, name: str) -> str:
+    """Return the name by which later phases of a step call a node of the phase of this number, counted from 0."""
+    return f"phase{number + 1}/{name}"
+
+
 def of_target(target: int, name: str) -> str:
     """Return the name of the gradient of a variable or a tensor by one of several targets, counted from 0.
 

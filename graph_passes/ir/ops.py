@@ -76,6 +76,7 @@ class OpName(StrEnum):
     MERGE_STATE = "merge_state"
     EXCHANGE = "exchange"
     COLLECT_TOKENS = "collect_tokens"
+    FOLLOW = "follow"
     TIMESTAMP = "timestamp"
     STACK_TIMESTAMPS = "stack_timestamps"
 
@@ -588,9 +589,18 @@ _TABLE = (
     ),
     Op(
         OpName.COLLECT_TOKENS,
-        "Add the tokens of exchanges, sums and barriers, so that TensorFlow leaves out none that other ranks wait for.",
+        "Add the tokens of exchanges, sums and barriers, so that TensorFlow leaves out none that other ranks wait for. "
+        "`guarded` is false where exchanges of a later phase follow: the step hangs, if it does, before their tokens.",
         Operands("the tokens"),
         Operands("a token", 1, ("int64",)),
+        (Attribute("guarded", "bool", required=False),),
+    ),
+    Op(
+        OpName.FOLLOW,
+        "Wait for nodes of earlier phases of the step: `after` has their names, such as `phase1/stage0/update`.",
+        NOTHING,
+        NOTHING,
+        (Attribute("after", "tuple[str, ...]"),),
     ),
     Op(
         OpName.TIMESTAMP,

@@ -61,6 +61,20 @@ def timed_nodes(graph: Graph) -> tuple[Node, ...]:
     return tuple(graph.node(start.node.removesuffix(_START)) for start in stack.inputs[::2])
 
 
+def end_of(graph: Graph, node: Node) -> str:
+    """Return the name of the node after which ``node`` has ended: the stamp of its end, where it is timed."""
+    return node.name + _END if node.name + _END in graph.by_name else node.name
+
+
+def starts_of(graph: Graph, node: Node) -> tuple[str, ...]:
+    """Return the stamps of the time at which ``node`` could start; none where it is not timed."""
+    return tuple(c.source for c in node.controls if graph.node(c.source).op == OpName.TIMESTAMP and _is_start(c.source))
+
+
+def _is_start(name: str) -> bool:
+    return name.endswith(_START)
+
+
 def _stamp(node: Node, what: str, *waits: Control) -> Node:
     place = attributes({key: node.integer(key) for key in ("micro_batch", "replica", "stage") if node.has(key)})
     return Node(node.name + what, OpName.TIMESTAMP, (), (_STAMP,), place, waits)

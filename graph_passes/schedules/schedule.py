@@ -123,6 +123,20 @@ class Schedule:
         """The most stashes that each worker holds at once, one for each stage and micro-batch in flight."""
         return tuple(most_in_flight(a.kind for a in actions) for actions in self.workers)
 
+    def followed_by(self, other: Schedule) -> Schedule:
+        """Return this schedule with the actions of another one after its own, as those of further micro-batches.
+
+        Both are for the same stages on the same workers; this one may be empty.
+        """
+        count = max((action.micro_batch + 1 for actions in self.workers for action in actions), default=0)
+
+        def later(action: Action) -> Action:
+            return Action(action.stage, action.kind, action.micro_batch + count)
+
+        rows = zip(self.workers, other.workers, strict=True)
+        workers = tuple((*own, *map(later, following)) for own, following in rows)
+        return Schedule(workers, self.together | frozenset(map(later, other.together)))
+
     def first_micro_batches(self, count: int) -> Schedule:
         """Return this schedule without the micro-batches from ``count`` on; it deadlocks only if this one does."""
         workers = tuple(tuple(a for a in actions if a.micro_batch < count) for actions in self.workers)

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import runpy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import keras
+import networkx as nx
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import dapple_tf as dapple
 from dapple_tf.errors import CaptureError, PlanError, StepError, UsageError
+from dapple_tf.graph_passes.analysis.variable_use import variable_uses, written_by
+from dapple_tf.graph_passes.ir.names import STAGE_OPS, nodes_of, of_phase
+from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.timeline.trace_file import read_recording
 from tests.equality.test_training_steps import assert_equal
 from tests.equality.training_steps import in_float64, mlp, mse, tokens, values_of, word_model
@@ -324,13 +329,13 @@ def two_losses_of_words() -> Any:
 
 
 def check_memory_of_phases(report: Any) -> None:
-    """A device holds each variable once, and what one phase takes while it runs."""
+    """A device holds each variable once, what one phase takes, the update before it, and what waits for the next."""
     stages = [[stage.predicted for stage in phase.stages] for phase in report.phases]
     for device, memories in zip(report.devices, zip(*stages, strict=True), strict=True):
         sums = sum(memory.peak for memory in memories)
         assert max(memory.peak for memory in memories) <= device.peak < sums
-        assert device.in_step == max(memory.in_step for memory in memories)
-        assert device.in_step == memories[device.fullest].in_step
+        first, second = memories
+        assert device.in_step == max(first.in_step + second.waiting, first.update + second.in_step)
     assert "all phases" in str(report)
     assert report.to_json()["devices"][0]["peak"] == report.devices[0].peak
 
@@ -346,9 +351,13 @@ def test_phases_are_verified_recorded_and_described(tmp_path: Path) -> None:
     returned = step.record(*first)
     first_phase, second = (phase.timeline for phase in step.phases)
     whole = step.timeline
-    assert whole.step_seconds >= first_phase.step_seconds + second.step_seconds
-    assert whole.starts[1] >= first_phase.step_seconds
+    assert whole.step_seconds == whole.starts[1] + second.step_seconds
+    assert whole.overlap_seconds == pytest.approx(first_phase.step_seconds - whole.starts[1])
+    assert whole.starts[1] > 0
     assert 0 < whole.bubble < 1
+    assert whole.simulated_seconds is not None
+    assert whole.simulated_seconds > 0
+    assert "simulated" in whole.summary
     assert str(whole).count("critical path") == 2
     for suffix in ("png", "html", "json"):
         whole.save(tmp_path / f"step.{suffix}")
@@ -369,6 +378,98 @@ def test_phases_are_verified_recorded_and_described(tmp_path: Path) -> None:
         step.run_exposed(*first)
 
 
+def joint_graph(step: Any) -> nx.DiGraph[str]:
+    """The edges between all nodes of all phases, by the names by which ``follow`` nodes call them."""
+    joined: nx.DiGraph[str] = nx.DiGraph()
+    for number, phase in enumerate(step.phases):
+        for node in phase.graph.nodes:
+            name = of_phase(number, node.name)
+            joined.add_node(name)
+            joined.add_edges_from((of_phase(number, source), name) for source in node.predecessors())
+            after = node.strings("after") if node.op == OpName.FOLLOW else ()
+            joined.add_edges_from((source, name) for source in after)
+    return joined
+
+
+def uses_of(step: Any) -> list[tuple[int, str, int, bool]]:
+    """For each use of a variable: the phase, the node, the variable's identity, and whether it is written."""
+    found = []
+    for number, phase in enumerate(step.phases):
+        variables = phase.planned.model.variables
+        for node, names in variable_uses(phase.graph):
+            written = set(written_by(phase.graph, node, names))
+            found += [(number, of_phase(number, node.name), id(variables[name]), name in written) for name in names]
+    return found
+
+
+@pytest.mark.parametrize("name", ["gan", "sam", "wgan_gp", "actor_critic"])
+def test_phases_are_ordered_wherever_they_depend_on_each_other(name: str) -> None:
+    """Reads and writes of a variable in two phases have an order, and so have the calls of a device."""
+    example = runpy.run_path(str(STEPS[name]))
+    (first, *_) = example["batches"]()
+    step = dapple.train_step(example["make"]()[0], stages=2, micro_batches=3, example_batch=first)
+    joined = joint_graph(step)
+    assert nx.is_directed_acyclic_graph(joined)
+    before = {name: nx.ancestors(joined, name) for name in joined}
+    pairs = 0
+    for (i, node, variable, writes), (j, later, same, writes_later) in itertools.product(uses_of(step), repeat=2):
+        if i < j and variable == same and (writes or writes_later):
+            assert node in before[later], f"{later} may run before {node}"
+            pairs += 1
+    assert pairs
+    calls = [
+        (number, of_phase(number, node.name), node.device)
+        for number, phase in enumerate(step.phases)
+        for node in nodes_of(phase.graph, *STAGE_OPS)
+    ]
+    for (i, node, device), (j, later, same_device) in itertools.product(calls, repeat=2):
+        assert not (i < j and device == same_device) or node in before[later]
+
+
+def critic_then_generator() -> Any:
+    """A generator, then a critic of another stage: the first phase trains the critic, the second the generator."""
+    keras.utils.set_random_seed(1)
+    generator = keras.Sequential([keras.Input([4]), keras.layers.Dense(3, "tanh", name="g")], name="generator")
+    critic = keras.Sequential([keras.Input([3]), keras.layers.Dense(1, name="c")], name="critic")
+    optimizers = [keras.optimizers.Adam(0.02) for _ in range(2)]
+
+    def train_step(x: Any, y: Any) -> Any:
+        losses = []
+        for model, optimizer in zip((critic, generator), optimizers, strict=True):
+            with tf.GradientTape() as tape:
+                losses.append(mse(y * (len(losses) + 1), critic(generator(x))))
+            variables = model.trainable_variables
+            optimizer.apply_gradients(zip(tape.gradient(losses[-1], variables), variables, strict=True))
+        return losses
+
+    return train_step, [generator, critic, *optimizers]
+
+
+def test_the_generator_begins_while_the_critic_is_trained() -> None:
+    """Its first forwards need nothing of what the critic's phase does on other stages."""
+    step = check_step(critic_then_generator, stages=["critic/c"])
+    joined = joint_graph(step)
+    for m in range(2):
+        before = nx.ancestors(joined, f"phase2/stage0/replica0/mb{m}/forward")
+        assert before.isdisjoint(name for name in joined if "/stage1/" in name)
+        assert before.isdisjoint(name for name in joined if "/update" in name)
+    assert "phase1/stage1/update" in nx.ancestors(joined, "phase2/stage1/replica0/mb0/forward")
+
+
+def test_phases_of_many_micro_batches_have_a_loop_each() -> None:
+    """A phase waits for nodes in the loop of the one before, and its loop begins after the first calls have waited."""
+    rng = np.random.default_rng(0)
+    many = rng.normal(size=(40, 4)), rng.normal(size=(40, 1))
+    (plain, wanted), (function, found) = critic_then_generator(), critic_then_generator()
+    whole = tf.function(plain)
+    step = dapple.train_step(function, stages=["critic/c"], micro_batches=40)
+    for _ in range(3):
+        assert_equal(step(*many), whole(*many))
+    for ours, theirs in zip(values_of(found), values_of(wanted), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-12, atol=1e-12)
+    assert sum(node.op == "While" for node in step.graph_def.node) == 2
+
+
 def test_a_phase_that_fails_says_that_variables_have_changed() -> None:
     model, optimizer = mlp(), keras.optimizers.SGD(0.1)
 
@@ -382,7 +483,10 @@ def test_a_phase_that_fails_says_that_variables_have_changed() -> None:
         return loss
 
     step = dapple.train_step(train_step, stages=2, micro_batches=3)
-    with pytest.raises(StepError, match=r"SOME VARIABLES HAVE CHANGED, .* In phase 2 of 2: [^$]*logarithm"):
+    with pytest.raises(
+        StepError,
+        match=r"SOME VARIABLES HAVE CHANGED, by phase 1 of 2: .* phase 2 of 2, stage 1, [^$]*forward: [^$]*logarithm",
+    ):
         step(*batch())
 
 

@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 import dapple_tf as dapple
-from dapple_tf.backend.emit import emit
+from dapple_tf.backend.emit import Part, emit
 from dapple_tf.backend.handler import as_template, call
 from dapple_tf.backend.operations import Operations
 from dapple_tf.errors import GraphError
@@ -31,7 +31,7 @@ TIME = (tensor("float64"),)
 def emit_graph(nodes: Sequence[Node], outputs: Sequence[str], bindings: NamedVariables | None = None) -> Any:
     """Return the function of a graph of one input, ``x``, that returns the first outputs of some nodes."""
     graph = Graph("g", (X, *nodes), ("x",), tuple(Value(name) for name in outputs))
-    return emit(graph, [tf.TensorSpec([None])], Operations(graph, bindings or NamedVariables(), {}, {}))
+    return emit([Part(graph, Operations(graph, bindings or NamedVariables(), {}, {}), {})], [tf.TensorSpec([None])])
 
 
 def ops_of(function: Any, node: str) -> list[Any]:
@@ -57,7 +57,7 @@ def slices(micro_batches: int) -> list[Node]:
 def test_each_copy_of_a_template_has_its_own_micro_batch() -> None:
     nodes = slices(5)
     graph = Graph("g", (X, SIZE, *nodes), ("x",), tuple(Value(node.name, 1) for node in nodes))
-    function = emit(graph, [tf.TensorSpec([None])], Operations(graph, NamedVariables(), {}, {}))
+    function = emit([Part(graph, Operations(graph, NamedVariables(), {}, {}), {})], [tf.TensorSpec([None])])
     rows = [tensor.numpy().tolist() for tensor in function(tf.range(7.0))]
     assert rows == [[0], [1], [2, 3], [4], [5, 6]]  # cut at the rows 7 m // 5
 

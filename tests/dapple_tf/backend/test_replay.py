@@ -48,17 +48,17 @@ def batch_with(sample: int) -> list[Any]:
 def test_the_failing_call_is_named(
     program: tuple[Program, list[tf.Variable]], sample: int, micro_batch: int, replica: int
 ) -> None:
-    found = find_failure(program[0].graph, program[0].operations, batch_with(sample))
+    found = find_failure(program[0].graph, program[0].parts[0].operations, batch_with(sample))
     assert found.startswith(f"stage 1, replica {replica}, micro-batch {micro_batch}, forward: ")
     assert "x is too large" in found
 
 
 def test_a_step_that_does_not_fail_again_gives_nothing(program: tuple[Program, list[tf.Variable]]) -> None:
-    assert find_failure(program[0].graph, program[0].operations, data(16)) == ""
+    assert find_failure(program[0].graph, program[0].parts[0].operations, data(16)) == ""
 
 
 def test_running_again_does_not_train(program: tuple[Program, list[tf.Variable]]) -> None:
     before = values(program[1])
-    find_failure(program[0].graph, program[0].operations, data(16))
+    find_failure(program[0].graph, program[0].parts[0].operations, data(16))
     for variable, value in zip(program[1], before, strict=True):
         np.testing.assert_array_equal(variable.numpy(), value)

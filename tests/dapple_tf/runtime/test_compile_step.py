@@ -43,10 +43,15 @@ class RecordingTarget(LocalTarget):
         self.announced.append(what)
 
     def build(
-        self, planned: PlannedModel, variant: StepVariant, times: BuildTimes, choose: ChooseCompiled | None = None
+        self,
+        planned: PlannedModel,
+        variant: StepVariant,
+        times: BuildTimes,
+        choose: ChooseCompiled | None = None,
+        earlier: Program | None = None,
     ) -> Program:
         self.built.append((planned.plan.micro_batches, planned.plan.replicas, variant))
-        return super().build(planned, variant, times, choose)
+        return super().build(planned, variant, times, choose, earlier)
 
 
 class Compiler:

@@ -54,7 +54,7 @@ def test_a_recorded_first_step_leaves_what_a_plain_one_leaves_to_the_bit() -> No
 
 def count_runs(step: Any) -> list[str]:
     """Record into the returned list each run of the step's recorded program."""
-    program = step._compile(Batch.of((X,)), StepVariant.TIMED).program
+    program = step._compile(Batch.of((X,)), StepVariant.TIMED)[0].program
     runs: list[str] = []
     function = program.function
 

@@ -13,7 +13,7 @@ import pytest
 from dapple_tf.errors import TraceError, UsageError
 from dapple_tf.graph_passes.schedules.schedule import Action
 from dapple_tf.graph_passes.schedules.spec import ScheduleSpec, parse_schedule
-from dapple_tf.runtime.recorder import pair_with_prediction, predict_from_times
+from dapple_tf.runtime.recorder import pair_with_prediction, predict_from_times, predict_phases
 from dapple_tf.simulator.execution import execute
 from dapple_tf.simulator.order import encode
 from dapple_tf.simulator.simulated_step import execution_events
@@ -52,6 +52,33 @@ MEASURED = Timeline(
 
 def timeline_of(step: StepEvents) -> Timeline:
     return Timeline.of_step(step)
+
+
+def test_phases_are_simulated_as_one_schedule_by_hand() -> None:
+    """Nothing trains stage 0 in the first phase, so it begins the second one when its two forwards have ended, at 2."""
+    first = Timeline(
+        (
+            event("0F0", 0, 0.0, 1.0),
+            event("0F1", 0, 1.0, 2.0),
+            event("1F0", 1, 1.0, 2.0),
+            event("1B0", 1, 2.0, 4.0),
+            event("1F1", 1, 4.0, 5.0),
+            event("1B1", 1, 5.0, 7.0),
+        )
+    )
+    second = Timeline(
+        (
+            event("0F0", 0, 0.0, 3.0),
+            event("1F0", 1, 3.0, 4.0),
+            event("1B0", 1, 4.0, 5.0),
+            event("0B0", 0, 5.0, 7.0),
+        )
+    )
+    of_first, of_second = parse_schedule("0F0 0F1 0B0 0B1; 1F0 1B0 1F1 1B1"), parse_schedule("0F0 0B0; 1F0 1B0")
+    idle = dataclasses.replace(of_first, workers=(of_first.workers[0][:2], of_first.workers[1]))
+    # 0F0 of the second phase runs from 2 to 5. Stage 1 is in the first phase until 7: 1F0 to 8, 1B0 to 9, 0B0 to 11.
+    assert predict_phases([first, second], [idle, of_second], [(), ()]) == 11
+    assert predict_phases([MEASURED, second], [of_first, of_second], [(), ()]) is None  # it sums over replicas
 
 
 def test_the_schedule_is_simulated_with_the_measured_medians_by_hand() -> None:

@@ -150,7 +150,7 @@ def all_passes() -> list[Any]:
 def test_the_contract_of_each_pass_is_consistent() -> None:
     """A pass cannot run twice, nor after a pass that must see what it adds."""
     names = [c.__name__ for c in all_passes()]
-    assert len(names) == 34
+    assert len(names) == 35
     for c in all_passes():
         contract = c.contract
         required = contract.requires | contract.requires_if_trained | contract.requires_if_sparse

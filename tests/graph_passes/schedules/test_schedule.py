@@ -436,6 +436,13 @@ def test_a_text_may_say_what_travels_together() -> None:
     assert three.first_micro_batches(2).together == {Action(0, "F", 0)}
 
 
+def test_a_schedule_that_follows_another_is_for_further_micro_batches() -> None:
+    first, second = parse_schedule("0F0 0B0; 1F0 1B0"), parse_schedule("0F0+ 0F1 0B0 0B1; 1F0 1F1 1B0 1B1")
+    joined = first.followed_by(second)
+    assert str(joined) == "0F0 0B0 0F1+ 0F2 0B1 0B2\n1F0 1B0 1F1 1F2 1B1 1B2"
+    assert Schedule(((), ())).followed_by(first) == first
+
+
 def test_three_results_can_travel_together() -> None:
     schedule = parse_schedule("0F0+ 0F1+ 0F2 0B0 0B1 0B2; 1F0 1F1 1F2 1B0 1B1 1B2")
     assert list(groups_together(schedule)) == [(Action(0, "F", 0), Action(0, "F", 1), Action(0, "F", 2))]
