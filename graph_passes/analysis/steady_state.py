@@ -313,7 +313,7 @@ class _Waits:
         ended = iteration - state.parallel_iterations
         taken = [found for name in node.predecessors() if (found := state.find(name)) is not None]
         if iteration == state.iterations:
-            ended = ended - 1 if taken else -1
+            ended = ended if taken else -1  # the loop gives its outputs when one more iteration may begin
             by_loop = max((self._of_kinds[kind][-1] for kind, _ in taken), default=-1)
         else:
             waited = (state.find(control.source) for control in node.controls)

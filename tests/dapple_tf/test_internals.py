@@ -1142,3 +1142,34 @@ def test_flatten_layers_finds_layers_in_layers() -> None:
     assert inner in found
     assert outer in found
     assert model not in found
+
+
+@pytest.mark.parametrize(("iteration", "waits"), [(5, True), (6, False)])
+def test_the_outputs_of_a_loop_wait_for_iterations_before_it_ends(iteration: int, waits: bool) -> None:
+    """Of 8 iterations, 3 side by side: the outputs come from iteration 8, which begins after the end of iteration 5.
+
+    ``SteadyState`` relies on this, to find loops of ranks that would wait for each other.
+    """
+    given, arrived = threading.Event(), []
+
+    def hold(number: Any) -> Any:
+        if number == iteration:
+            arrived.append(given.wait(1.0 if waits else 20.0))
+        return number
+
+    def note(number: Any) -> Any:
+        given.set()
+        return number
+
+    def run() -> Any:
+        def body(number: Any, _: Any) -> tuple[Any, Any]:
+            held = tf.numpy_function(hold, [number], tf.int64)
+            return number + 1, tf.ensure_shape(held, [])
+
+        zero = tf.zeros([], tf.int64)
+        count, last = tf.while_loop(lambda number, _: number < 8, body, [zero, zero], parallel_iterations=3)
+        return tf.numpy_function(note, [count], tf.int64), last
+
+    unordered = {internals.NO_AUTOMATIC_CONTROL: True}
+    tf.function(run, autograph=False, experimental_attributes=unordered)()
+    assert arrived == [not waits]

@@ -167,7 +167,7 @@ def assert_ranks_end(graphs: Sequence[Graph], states: Sequence[SteadyState | Non
                 waits.add_edge((rank, found.name), (rank, "list of", kind))
             for member in filter(None, (state.find(name) for _, name in taken if not inside)):
                 waits.add_edge((rank, "list of", member[0]), here)
-                waits.add_edge((rank, "ended", state.iterations - 1 - state.parallel_iterations), here)
+                waits.add_edge((rank, "ended", state.iterations - state.parallel_iterations), here)
         for iteration in range(0 if state is None else state.iterations):
             waits.add_edge((rank, "ended", iteration - 1), (rank, "ended", iteration))
     assert nx.is_directed_acyclic_graph(waits), nx.find_cycle(waits)
@@ -207,6 +207,16 @@ def test_loops_of_any_order_of_calls_end_together(kind: Kind) -> None:
 def test_loops_of_ranks_with_several_stages_end_together(kind: Kind) -> None:
     graphs = ranks_of(kind)
     assert_ranks_end(graphs, [find_in_rank(graph, 2) for graph in graphs])
+
+
+def test_a_loop_of_as_many_iterations_as_run_side_by_side() -> None:
+    """Its outputs wait for the first iteration, whose messages answer those that follow the loop."""
+    graphs = ranks_of(Kind((1, 1), 12, "gpipe", state=True))
+    states = [find_in_rank(graph, 12) for graph in graphs]
+    assert_ranks_end(graphs, states)
+    assert states[0] is None
+    assert states[1] is not None
+    assert states[1].iterations == states[1].parallel_iterations == 12
 
 
 def test_messages_alone_are_no_loop() -> None:

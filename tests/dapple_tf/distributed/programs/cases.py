@@ -703,6 +703,7 @@ CASES: dict[str, Case] = {
         Chain(tied={3: 0}), batches((67, 60)), layout(2, 1, micro_batches=20, recompute=True, schedule="dapple-b")
     ),
     "many, 1:2": Case(Chain(skips={3: 0}), batches((67, 43)), layout(1, 2, micro_batches=20, **SHARDED)),
+    "gpipe, 12 micro-batches": Case(Chain(), batches((47, 43)), layout(1, 1, schedule="gpipe", micro_batches=12)),
     "many, 1:1:1": Case(Chain(skips={3: 0}, regularized=True), batches((67,)), layout(1, 1, 1, micro_batches=24)),
     "gpt, 50 steps": Case(gpt_problem, gpt_batches(50), layout(1, 2, 1, stages=["block_0", "norm"])),
 }
