@@ -144,7 +144,11 @@ def find_in_rank(graph: Graph, fewest: int) -> SteadyState | None:
 
 
 def assert_ranks_end(graphs: Sequence[Graph], states: Sequence[SteadyState | None]) -> None:
-    """Assert that no rank waits for itself: a message waits for its sender only, an iteration for an earlier one."""
+    """Assert that no rank waits for itself: a message waits for its sender only, an iteration for an earlier one.
+
+    A token of a kind's nodes waits for those of all earlier iterations; the first iteration ends when all that the loop
+    takes from before it is there.
+    """
     waits: nx.DiGraph[tuple[Hashable, ...]] = nx.DiGraph()
     for rank, (graph, state) in enumerate(zip(graphs, states, strict=True)):
         for found in graph.nodes:
@@ -165,10 +169,20 @@ def assert_ranks_end(graphs: Sequence[Graph], states: Sequence[SteadyState | Non
                 waits.add_edge((rank, "ended", iteration - state.parallel_iterations), here)
                 waits.add_edge((rank, found.name), (rank, "ended", iteration))
                 waits.add_edge((rank, found.name), (rank, "list of", kind))
+                waits.add_edge((rank, found.name), (rank, "token", kind, iteration))
+                waits.add_edge((rank, "token", kind, iteration - 1), (rank, "token", kind, iteration))
+                ends = (state.find(control.source) for control in found.controls)
+                waits.add_edges_from(((rank, "token", *end), here) for end in ends if end and end[1] < iteration)
             for member in filter(None, (state.find(name) for _, name in taken if not inside)):
                 waits.add_edge((rank, "list of", member[0]), here)
                 waits.add_edge((rank, "ended", state.iterations - state.parallel_iterations), here)
-        for iteration in range(0 if state is None else state.iterations):
+        if state is None:
+            continue
+        taken_from = {state.members.get(name, ("", 0)) for member in state.body for name in member.predecessors()}
+        carried = {kind for kind, iteration in taken_from if iteration < 0}
+        early = [name for name, (kind, iteration) in state.members.items() if iteration < 0 and kind in carried]
+        waits.add_edges_from(((rank, name), (rank, "ended", 0)) for name in early)
+        for iteration in range(state.iterations):
             waits.add_edge((rank, "ended", iteration - 1), (rank, "ended", iteration))
     assert nx.is_directed_acyclic_graph(waits), nx.find_cycle(waits)
 
