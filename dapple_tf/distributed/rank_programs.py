@@ -189,6 +189,7 @@ class RankTarget:
             program.parts,
             program.signature,
             inputs,
+            loops=program.loops,
             replayable=False,
             job=self._job,
             needs=needs,

@@ -227,7 +227,7 @@ def _train_on_pipeline(
 def _train(step: Any, batch: Any) -> tuple[Any, Any]:
     """Run a further step, and return its loss and aux as NumPy values."""
     if settings.get_current_profile_name() == "ci":
-        compiled, outputs = step._run(batch, StepVariant.WITH_GRADIENTS)
+        (compiled,), (outputs,) = step._run(batch, StepVariant.WITH_GRADIENTS)
         model = compiled.planned.model
         result = model.pack(outputs[: 1 + len(model.interface.merges)])
     else:
