@@ -36,10 +36,10 @@ from benchmarks.goodput import Inputs, goodput
 from benchmarks.named_hosts import NamedHosts, named_hosts
 
 JOBS, SEED = 6, 0
-PARTS = ("losses", "restart", "sizes", "cost", "goodput")
+PARTS = ("losses", "restart", "cost", "goodput")
 _STEPS, _SNAPSHOT, _SAVE = 300, 10, 50
 _SLOTS = {"nodea": 2, "nodeb": 1}
-_ONE_RANK_EACH = {"nodea": 1, "nodeb": 1, "nodec": 1, "noded": 1}
+_LEAST = 2
 _TIMEOUT = 10.0  # of the jobs
 _PATIENCE = 420.0  # for a job to end
 _TOLERANCE = 1e-6  # after up to 300 steps under other plans, whose sums have another order: each step adds to it
@@ -80,18 +80,14 @@ class Launch:
         return "\n".join(line for _, line in self.lines)
 
 
-def launch(
-    hosts: NamedHosts, folder: Path, *, slots: Mapping[str, int] = _SLOTS, least: int = 2, steps: int = _STEPS
-) -> Launch:
-    """Start a job of as many ranks as there are ``slots``, each with a stage, which goes on with ``least`` of them."""
+def launch(hosts: NamedHosts, folder: Path, *options: str) -> Launch:
+    """Start the job on all hosts."""
     model = str(Path(__file__).with_name("killed_model.py"))
-    ranks = sum(slots.values())
-    words = ["-m", "dapple_tf", "launch", "--hosts", str(hosts.write_list(slots))]
-    words += ["-np", str(ranks), "--min-np", str(least)]
+    words = ["-m", "dapple_tf", "launch", "--hosts", str(hosts.write_list(_SLOTS)), "-np", "3", "--min-np", str(_LEAST)]
     words += ["--restarts", "5", "--check-every", "2", "--mpirun", " ".join(hosts.mpirun_options), "--", sys.executable]
-    words += ["-m", "dapple_tf", "train", f"{model}:chain", "--stages", str(ranks), "--micro-batches", "2"]
-    words += ["--replicas", ",".join(["1"] * ranks), "--steps", str(steps), "--json", "--elastic"]
-    words += ["--snapshot-every", str(_SNAPSHOT), "--checkpoint-dir", str(folder), "--checkpoint-every", str(_SAVE)]
+    words += ["-m", "dapple_tf", "train", f"{model}:chain", "--stages", "3", "--replicas", "1,1,1", "--micro-batches"]
+    words += ["2", "--steps", str(_STEPS), "--json", "--elastic", "--snapshot-every", str(_SNAPSHOT)]
+    words += ["--checkpoint-dir", str(folder), "--checkpoint-every", str(_SAVE), *options]
     environment = {n: v for n, v in os.environ.items() if not n.startswith(("OMPI_", "PMIX_", "HOROVOD_"))}
     environment |= {"TF_CPP_MIN_LOG_LEVEL": "3", "DAPPLE_TIMEOUT_SECONDS": str(_TIMEOUT), "PYTHONUNBUFFERED": "1"}
     started = Launch(
@@ -298,48 +294,6 @@ def run_restart() -> Iterator[Row]:
         started.process.wait(60)
 
 
-# --- fewer and fewer ranks, then all again
-
-
-def run_sizes() -> Iterator[Row]:
-    """Yield the seconds until a job of four hosts trains again: it loses three, one by one, and gets them back."""
-    steps = 3 * _STEPS
-    with tempfile.TemporaryDirectory() as name, named_hosts(list(_ONE_RANK_EACH)) as hosts:
-        started = launch(hosts, Path(name), slots=_ONE_RANK_EACH, least=1, steps=steps)
-        if started.process.wait(_PATIENCE):
-            raise RuntimeError(f"the job that nothing happens to failed:\n{started.text[-3000:]}")
-        reference = losses_in(Path(name))
-    with tempfile.TemporaryDirectory() as name, named_hosts(list(_ONE_RANK_EACH)) as hosts:
-        folder = Path(name)
-        started = launch(hosts, folder, slots=_ONE_RANK_EACH, least=1, steps=steps)
-        for ranks in (3, 2, 1, 4):
-            done = max(losses_in(folder), default=0)
-            if not _wait(lambda done=done: max(losses_in(folder), default=0) > done + _SAVE // 2, _PATIENCE):
-                raise RuntimeError(f"the job stands still before it has {ranks} ranks:\n{started.text[-3000:]}")
-            begin = time.time()
-            if ranks == 4:
-                for host in hosts.names:
-                    hosts.return_host(host)
-            else:
-                hosts.lose(hosts.names[ranks])
-            _wait(lambda ranks=ranks, begin=begin: started.find(f"with {ranks} rank", begin) is not None, _PATIENCE)
-            restart = time.time()
-            _wait(lambda restart=restart: started.find("resumed after", restart) is not None, _PATIENCE)
-            lines = len((folder / "run.jsonl").read_text().splitlines())
-            _wait(lambda lines=lines: len((folder / "run.jsonl").read_text().splitlines()) > lines, _PATIENCE)
-            first = time.time()
-            what = "the hosts are back" if ranks == 4 else "a host is lost"
-            wanted = "-" if ranks == 4 else "at most 30 s"
-            measured = f"{first - begin:.1f} s, of which {restart - begin:.1f} s until the job is started again"
-            yield Row(f"{what}: {ranks} ranks train", wanted, measured, ranks == 4 or first - begin <= 30)
-        code = started.process.wait(_PATIENCE)
-        found = losses_in(folder)
-        error = max(abs(found.get(step, np.inf) / loss - 1) for step, loss in reference.items())
-        text = f"exit code {code}, {len(found)} of {len(reference)} steps, losses equal to {error:.0e}"
-        ok = code == 0 and len(found) == len(reference) and error <= _TOLERANCE
-        yield Row("4, 3, 2, 1, 4 ranks: beside the job that nothing happens to", f"at most {_TOLERANCE}", text, ok)
-
-
 # --- what snapshots cost
 
 
@@ -412,7 +366,6 @@ def run() -> Iterator[Row]:
     """Yield all tables."""
     restart = list(run_restart())
     yield from restart
-    yield from run_sizes()
     cost = list(run_cost())
     yield from cost
     seconds = float(next(row for row in restart if row.figure.startswith("in all")).measured.split()[0])
@@ -433,7 +386,6 @@ def main(arguments: Sequence[str]) -> int:
     given = parser.parse_args(arguments)
     parts = {
         "restart": run_restart,
-        "sizes": run_sizes,
         "cost": run_cost,
         "goodput": lambda: run_goodput(given.restart_seconds, given.snapshot_share),
         "losses": lambda: run_losses(given.jobs, given.first, given.seed),
