@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -140,14 +140,27 @@ class PhasesTimeline:
         save_recording(Recording(title, measured=last), path, with_earlier=True)
 
     def _memory_curves(self) -> tuple[MemoryCurve, ...]:
-        """Return the measured memory of all phases, with seconds since the last one's first action."""
-        found: dict[str, tuple[list[float], list[float]]] = {}
-        for start, phase in zip(self.starts, self.phases, strict=True):
+        """Return the measured memory of the step, with seconds since the last phase's first action.
+
+        Each phase was measured by itself: while several run, the largest counts, as in the report.
+        """
+        samples: dict[str, list[tuple[float, int, float]]] = {}
+        for number, (start, phase) in enumerate(zip(self.starts, self.phases, strict=True)):
             for curve in phase.memory_curves:
-                times, values = found.setdefault(curve.device, ([], []))
-                times += [time + start - self.starts[-1] for time in curve.times]
-                values += curve.values
-        return tuple(MemoryCurve(device, tuple(times), tuple(values)) for device, (times, values) in found.items())
+                times = [time + start - self.starts[-1] for time in curve.times]
+                found = samples.setdefault(curve.device, [])
+                found += [(time, number, value) for time, value in zip(times, curve.values, strict=True)]
+        return tuple(_largest(device, sorted(found)) for device, found in samples.items())
+
+
+def _largest(device: str, samples: Sequence[tuple[float, int, float]]) -> MemoryCurve:
+    """Return the curve of the largest of the phases' last values, of samples (time, phase, value) by rising time."""
+    last: dict[int, float] = {}
+    values = []
+    for _, number, value in samples:
+        last[number] = value
+        values.append(max(last.values()))
+    return MemoryCurve(device, tuple(time for time, *_ in samples), tuple(values))
 
 
 class SimulatedTimeline(Timeline):

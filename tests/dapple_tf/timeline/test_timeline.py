@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,10 +12,11 @@ import dapple_tf as dapple
 from dapple_tf.errors import UsageError
 from dapple_tf.graph_passes.schedules.schedule import Action
 from dapple_tf.graph_passes.schedules.spec import ScheduleSpec
-from dapple_tf.timeline.events import Event, StageEvent, Transfer
+from dapple_tf.timeline.events import Event, MemoryCurve, StageEvent, Transfer
 from dapple_tf.timeline.picture import make_chart
 from dapple_tf.timeline.stamps import Stamp, make_timeline, read_timeline
-from dapple_tf.timeline.timeline import Timeline
+from dapple_tf.timeline.timeline import PhasesTimeline, Timeline
+from dapple_tf.timeline.trace_file import read_recording
 from tests.dapple_tf.builders import X, chain, step_of
 from tests.dapple_tf.simulator.builders import cost
 from tests.dapple_tf.simulator.builders import make_timeline as make_timeline_of_costs
@@ -256,3 +258,18 @@ def test_a_transfer_of_two_senders_starts_when_the_last_of_them_has_its_tensor()
         ]
     )
     assert found.transfers == (Transfer(1, 0, 0, 3.0, 3.5),)
+
+
+def test_the_memory_of_phases_that_overlap_is_that_of_the_largest_and_can_be_read_again(tmp_path: Path) -> None:
+    curves = [
+        MemoryCurve("CPU", (0.0, 2.0, 3.0), (5.0, 9.0, 1.0)),
+        MemoryCurve("CPU", (0.0, 1.5, 3.0), (4.0, 7.0, 2.0)),
+    ]
+    first, second = (Timeline((event("0F0", 0, 3),), (), (), memory_curves=[curve]) for curve in curves)
+    PhasesTimeline((first, second), (0.0, 1.0)).save(tmp_path / "step.json")
+    measured = read_recording(tmp_path / "step.json").measured
+    assert measured is not None
+    # The second phase begins after a second; times count from there.
+    assert measured.memory_curves == (
+        MemoryCurve("CPU", (-1.0, 0.0, 1.0, 1.5, 2.0, 3.0), (5.0, 5.0, 9.0, 9.0, 7.0, 2.0)),
+    )
