@@ -265,7 +265,7 @@ def test_the_memory_of_phases_that_overlap_is_that_of_the_largest_and_can_be_rea
         MemoryCurve("CPU", (0.0, 2.0, 3.0), (5.0, 9.0, 1.0)),
         MemoryCurve("CPU", (0.0, 1.5, 3.0), (4.0, 7.0, 2.0)),
     ]
-    first, second = (Timeline((event("0F0", 0, 3),), (), (), memory_curves=[curve]) for curve in curves)
+    first, second = (Timeline((event("0F0", 0, 0.0, 3.0),), (), (), memory_curves=[curve]) for curve in curves)
     PhasesTimeline((first, second), (0.0, 1.0)).save(tmp_path / "step.json")
     measured = read_recording(tmp_path / "step.json").measured
     assert measured is not None
