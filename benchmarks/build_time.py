@@ -141,7 +141,7 @@ def _of_workload(workload: Any) -> Training:
 
 
 class Model(NamedTuple):
-    """What makes the training, its stages and micro-batches, and whether each stage is a rank of a job."""
+    """A model to build: ``make`` returns its loss, optimizer and batch. ``ranks``: each stage is a rank of a job."""
 
     make: Callable[[], Training]
     stages: int

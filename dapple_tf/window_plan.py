@@ -68,7 +68,7 @@ class WindowPlan:
 
     @property
     def words(self) -> Words:
-        """The words for windows of so many minibatches."""
+        """The words by which messages name a window of this plan, and its loss."""
         units = f"windows of {self.minibatches} minibatches"
         return Words("window", units, "training window", "mean loss", "mean loss of a window")
 

@@ -65,12 +65,12 @@ class Sleep(torch.autograd.Function):
     @staticmethod
     def forward(context, x, before, after):
         context.after = after
-        time.sleep(before)  # in place of a device's work
+        time.sleep(before)  # stands for the seconds that a device computes, without using a core
         return x.view_as(x)
 
     @staticmethod
     def backward(context, gradient):
-        time.sleep(context.after)  # the same
+        time.sleep(context.after)  # the same for backward
         return gradient, None, None
 
 

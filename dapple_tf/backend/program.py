@@ -35,9 +35,9 @@ UNCHANGED = "All variables are as they were before the step."
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """What runs a step: its ``parts``, which are the phases of the step, each a pipelined graph.
+    """A compiled training step. Each of its ``parts`` is the pipelined graph of one phase of the step.
 
-    The program of a phase runs the earlier phases too. ``signature``: the specs of the inputs. ``inputs``: what each
+    The program of a phase also runs all phases before it. ``signature``: the specs of the inputs. ``inputs``: what each
     rank uses of the batch in the last part; in one process there is one that uses all. ``loops``: see ``emit``.
     ``replayable``: the whole graphs run in this process, so a failed step can be run again, call by call.
     """

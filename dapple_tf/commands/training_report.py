@@ -1,4 +1,4 @@
-"""What ``dapple train`` says at the end of a run, in words and as JSON, and of a job that was started again."""
+"""Report the end of a run of ``dapple train``, and the restarts of its job, in words and as JSON."""
 
 from __future__ import annotations
 

@@ -6,8 +6,9 @@ the step is a loop, with the warm-up before it and the drain after it: iteration
 micro-batch t + o_k. The offsets o_k are chosen so that no node takes anything from a later iteration, as in modulo
 scheduling.
 
-Where devices run several stages in turn, the order of calls repeats only after several micro-batches, the *stride*.
-Then an iteration runs so many of them: a kind is divided by the remainder of m, and m is divided by the stride.
+Where a device runs several stages in turn, the order of its calls repeats only after several micro-batches. How many is
+the *stride* of the loop: each iteration runs that many micro-batches. With a stride of 4, nodes of one kind for the
+micro-batches 0, 4, 8 ... are one kind of the loop, those for 1, 5, 9 ... another one, and m counts in steps of 4.
 """
 
 from __future__ import annotations
@@ -43,7 +44,10 @@ class SteadyState:
 
     @property
     def parallel_iterations(self) -> int:
-        """How many iterations may run side by side: an iteration begins once the one so many before it has ended."""
+        """The most iterations that TensorFlow may run at the same time.
+
+        With n of them, iteration t begins once iteration t - n has ended.
+        """
         return 4 * len({node.device for node in self.body}) + 8
 
     def find(self, name: str) -> tuple[str, int] | None:

@@ -124,9 +124,10 @@ class Schedule:
         return tuple(most_in_flight(a.kind for a in actions) for actions in self.workers)
 
     def followed_by(self, other: Schedule) -> Schedule:
-        """Return this schedule with the actions of another one after its own, as those of further micro-batches.
+        """Return a schedule in which each worker runs its own actions, then those of the ``other`` schedule.
 
-        Both are for the same stages on the same workers; this one may be empty.
+        The micro-batches of the other schedule get the numbers that follow those of this one. Both are for the same
+        stages on the same workers; this one may be empty.
         """
         count = max((action.micro_batch + 1 for actions in self.workers for action in actions), default=0)
 

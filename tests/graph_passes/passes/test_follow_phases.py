@@ -1,4 +1,4 @@
-"""What a phase of a step waits for of the phases before it (FollowPhases)."""
+"""A phase of a step waits for those nodes of earlier phases on which it depends, and for no others (FollowPhases)."""
 
 from __future__ import annotations
 
