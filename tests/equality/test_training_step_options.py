@@ -22,7 +22,7 @@ def float64() -> Iterator[None]:
         yield
 
 
-@pytest.mark.filterwarnings("ignore:the plan is one", "ignore:slice=2")
+@pytest.mark.filterwarnings("ignore:slice=2")
 @pytest.mark.parametrize("name", ["metrics_and_clipping", "sparse_gradients_clipped", "loss_scale"])
 @pytest.mark.parametrize(
     "options",

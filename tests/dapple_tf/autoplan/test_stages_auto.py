@@ -15,9 +15,6 @@ from dapple_tf.profiler.cluster import Cluster, Link, Server, config
 from dapple_tf.timeline.recording import BY_PROFILE, BY_TIMES
 from tests.equality.small_models import chain, data, sgd, values, weights
 
-# Tiny models measure badly, which is not what these tests are about: on a busy machine the plan may be of one stage.
-pytestmark = pytest.mark.filterwarnings("ignore:the plan is one stage on")
-
 
 def test_an_automatic_plan_trains_as_one_device_does() -> None:
     matrices, batch = weights(4), data(16)
