@@ -34,6 +34,7 @@ from dapple_tf.frontend.phases import (
     cut_phases,
     join_asked,
     join_targets,
+    rowless_targets,
     unrecorded_of,
 )
 from dapple_tf.frontend.read_graph import read_graph, read_value, skip_identities
@@ -58,13 +59,15 @@ Without it all trainable variables that the function uses are trained, in the or
 class TrainingStep:
     """A function of a batch that trains: it takes gradients with tf.GradientTape and changes variables itself.
 
-    ``certain``: let TensorFlow tell which gradients there are (see ``tape_calls``). ``phase``: the number of the phase
-    to capture, of a step of several, and ``hand_over``: what its phases share. ``joined``: let one phase have several
+    ``certain``: let TensorFlow tell which gradients there are, and ``rowless``: the numbers of the calls of
+    ``tape.gradient`` that TensorFlow computes as it stands (see ``tape_calls``). ``phase``: the number of the phase to
+    capture, of a step of several, and ``hand_over``: what its phases share. ``joined``: let one phase have several
     targets where it can (see ``phases.join_targets``).
     """
 
     function: Callable[..., Any]
     certain: bool = False
+    rowless: frozenset[int] = frozenset()
     joined: bool = True
     phase: int | None = None
     hand_over: HandOver | None = None
@@ -72,6 +75,14 @@ class TrainingStep:
 
 class UnexpectedGradientsError(Exception):
     """Raised where a training step was traced for other gradients than it has: it must be traced as ``certain``."""
+
+
+class RowlessTargetsError(Exception):
+    """Raised where gradients of a training step need no rows: it must be traced with these calls as ``rowless``."""
+
+    def __init__(self, calls: frozenset[int]) -> None:
+        super().__init__(f"the gradients of the calls {sorted(calls)} need no rows of the batch")
+        self.calls = calls
 
 
 class SeveralPhasesError(Exception):
@@ -257,7 +268,7 @@ def capture(
     """
     example = batch_signature(batch)
     specs = example if signature is None else tuple(signature)
-    calls = TapeCalls(certain=loss_fn.certain) if isinstance(loss_fn, TrainingStep) else None
+    calls = TapeCalls(certain=loss_fn.certain, rowless=loss_fn.rowless) if isinstance(loss_fn, TrainingStep) else None
     user = plain_function(loss_fn)
     function = internals.clone_function(user) if internals.is_tf_function(user) else tf.function(user)
     if not sized:
@@ -327,7 +338,8 @@ def _read_step(
     """Return the captured loss of the trace of a training step, with the part after its gradients.
 
     Of a step that takes gradients of several targets it is one phase (see ``phases``). Raises CaptureError where it
-    takes no gradients of variables, and SeveralPhasesError where ``step`` does not say which phase.
+    takes no gradients of variables, SeveralPhasesError where ``step`` does not say which phase, and RowlessTargetsError
+    where it does not say which gradients need no rows.
     """
     func_graph = concrete.graph
     calls = [call for call in calls if call.graph is func_graph]
@@ -449,13 +461,22 @@ class _Trace:
     def phases(
         self, groups: Sequence[Sequence[TapeCall]], left_out: frozenset[str], *, joined: bool
     ) -> list[list[Sequence[TapeCall]]]:
-        """Return the calls of each phase by target; ``groups``: those of each target."""
-        if len(groups) == 1 or not joined:
+        """Return the calls of each phase by target; ``groups``: those of each target.
+
+        Raises RowlessTargetsError where the gradients of some of them need no rows.
+        """
+        if len(groups) == 1:
             return [[calls] for calls in groups]
         inputs, graph = self.read(left_out)
+        asked = [self.asked(calls, inputs) for calls in groups]
+        rowless = rowless_targets(graph, asked)
+        if 0 < len(rowless) < len(groups):
+            raise RowlessTargetsError(frozenset(call.number for i in rowless for call in groups[i]))
+        if not joined:
+            return [[calls] for calls in groups]
         node_of = self.node_of(inputs)
         numbers = {node_of[op.name]: i for i, op in enumerate(self.func_graph.get_operations())}
-        found = join_targets(graph, [self.asked(calls, inputs) for calls in groups], numbers)
+        found = join_targets(graph, asked, numbers)
         return [[groups[i] for i in members] for members in found]
 
     def node_of(self, inputs: _Inputs) -> dict[str, str]:

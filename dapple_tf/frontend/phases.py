@@ -130,6 +130,31 @@ def _of_variables(graph: Graph, asked: Asked) -> set[str]:
     return found
 
 
+def rowless_targets(graph: Graph, asked: Sequence[Asked]) -> list[int]:
+    """Return the positions in ``asked`` of targets whose gradients pass through nothing that takes rows of the batch.
+
+    Such gradients need no micro-batches: the rate of a constraint, trained by the mean that a forward has returned.
+    """
+    own = frozenset().union(*(item.arguments for item in asked))
+    rows = [node for node in graph.nodes if node.op == "arg" and node.name not in own]
+    sized = all(None not in (kind.shape.dims or (None,)) for node in rows for kind in node.outputs)
+    of_batch = {node.name for node in rows}
+    for node in graph.nodes:
+        if node.effect is Effect.RANDOM or any(value.node in of_batch for value in node.inputs):
+            of_batch.add(node.name)
+
+    def is_whole(value: Value) -> bool:
+        dims = graph.type_of(value).shape.dims
+        return value.node not in of_batch or dims == () or not (sized or dims is None or None in dims)
+
+    found = []
+    for i, item in enumerate(asked):
+        passed = _reached_by_gradients(graph, item) & _data_ancestors(graph, item.targets)
+        if all(is_whole(value) for name in passed for value in graph.node(name).inputs):
+            found.append(i)
+    return found
+
+
 def join_asked(asked: Sequence[Asked]) -> Asked:
     """Return the gradients of all targets of a phase as one."""
     first = asked[0]

@@ -31,13 +31,15 @@ class TapeGradient:
 class TapeCall:
     """A call of ``tape.gradient`` for variables.
 
-    ``graph``: the trace that it is part of. ``target``: the scalar whose gradients it takes. ``place``: file and line.
+    ``graph``: the trace that it is part of. ``number``: counts the calls of the trace. ``target``: the scalar whose
+    gradients it takes. ``place``: file and line.
     ``first_op``: the number of ops in the trace before the call. ``left_out``: names of the ops that TensorFlow added
     for the gradients. ``unrecorded``: names of the ops before the call through which no gradient passes, since the tape
     did not record them.
     """
 
     graph: Any
+    number: int
     target: Any
     gradients: tuple[TapeGradient, ...]
     place: str
@@ -58,13 +60,15 @@ class _Recorded:
 class TapeCalls:
     """A ``internals.TapeListener`` that collects the ``calls`` of a trace.
 
-    ``certain``: let TensorFlow compute every gradient.
+    ``certain``: let TensorFlow compute every gradient. ``rowless``: the numbers of calls that stay as they are.
     ``refused``: the error that it has raised, which AutoGraph replaces by one of its own; ``nested``: it was raised for
     a gradient in a function that the step calls.
     """
 
-    def __init__(self, *, certain: bool) -> None:
+    def __init__(self, *, certain: bool, rowless: Set[int]) -> None:
         self._certain = certain
+        self._rowless = rowless
+        self._count = 0
         self.calls: list[TapeCall] = []
         self.refused: CaptureError | None = None
         self.nested = False
@@ -109,6 +113,9 @@ class TapeCalls:
                 "are no sum over micro-batches: take the gradient of a loss over the batch; or train on one device, "
                 "by a call of the function itself"
             )
+        self._count += 1
+        if self._count - 1 in self._rowless:
+            return compute(target, sources, **options)
         return self._replace(tape, compute, target, sources, dict(options), place)
 
     def jacobian(self, tape: tf.GradientTape, method: str) -> None:
@@ -168,6 +175,7 @@ class TapeCalls:
             self.calls.append(
                 TapeCall(
                     graph,
+                    self._count - 1,
                     scalar,
                     tuple(gradients),
                     place,

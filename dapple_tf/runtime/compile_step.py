@@ -19,7 +19,14 @@ from dapple_tf.compiler import PlannedModel, StepVariant, local_graph
 from dapple_tf.errors import BatchError, CaptureError, LossError, PlanError, UsageError, warn_user
 from dapple_tf.exactness import Inexact
 from dapple_tf.frontend.batch import Batch, BatchForm, Key, batch_form
-from dapple_tf.frontend.capture import Captured, SeveralPhasesError, Traced, TrainingStep, UnexpectedGradientsError
+from dapple_tf.frontend.capture import (
+    Captured,
+    RowlessTargetsError,
+    SeveralPhasesError,
+    Traced,
+    TrainingStep,
+    UnexpectedGradientsError,
+)
 from dapple_tf.frontend.composite import as_rows
 from dapple_tf.frontend.phases import HandOver
 from dapple_tf.frontend.shapes import infer_batch_axes
@@ -326,14 +333,18 @@ def _find_model(
         return model
 
     def trace_all() -> StagedModel | SeveralPhasesError:
-        try:
+        function = loss_fn
+        while True:
             try:
-                return trace(loss_fn)
+                return trace(function)
             except UnexpectedGradientsError:
-                assert isinstance(loss_fn, TrainingStep), "only such expect gradients"
-                return trace(replace(loss_fn, certain=True))
-        except SeveralPhasesError as several:  # no failure, which each rank would report to the others
-            return several
+                assert isinstance(function, TrainingStep), "only such expect gradients"
+                function = replace(function, certain=True)
+            except RowlessTargetsError as error:
+                assert isinstance(function, TrainingStep), "only such have targets"
+                function = replace(function, rowless=function.rowless | error.calls)
+            except SeveralPhasesError as several:  # no failure, which each rank would report to the others
+                return several
 
     target.announce("trace the model", size, key[1])
     model = target.run_on_all(trace_all)

@@ -15,7 +15,7 @@ import pytest
 import tensorflow as tf
 
 import dapple_tf as dapple
-from dapple_tf.errors import CaptureError, PlanError, StepError, UsageError
+from dapple_tf.errors import CaptureError, PartitionError, PlanError, StepError, UsageError
 from dapple_tf.graph_passes.analysis.variable_use import variable_uses, written_by
 from dapple_tf.graph_passes.ir.names import STAGE_OPS, nodes_of, of_phase
 from dapple_tf.graph_passes.ir.ops import OpName
@@ -195,6 +195,140 @@ def functions_of_the_step() -> Any:
 @pytest.mark.parametrize("make", [restored_weights, weighed_by_the_first_loss, functions_of_the_step])
 def test_values_are_handed_over_to_later_phases(make: Any) -> None:
     assert len(check_step(make).phases) == 2
+
+
+# --- targets that take no rows: TensorFlow takes their gradients after those of the batch
+
+
+def penalty_after_the_update() -> Any:
+    """The new weights are made smaller by a tape of their own."""
+    model, optimizer, decay = mlp(), keras.optimizers.Adam(0.02), keras.optimizers.SGD(0.01, momentum=0.9)
+
+    def train_step(x: Any, y: Any) -> Any:
+        variables = model.trainable_variables
+        with tf.GradientTape() as tape:
+            loss = mse(y, model(x, training=True))
+        optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+        with tf.GradientTape() as tape:
+            penalty = tf.add_n([tf.reduce_sum(tf.square(variable)) for variable in variables])
+        decay.apply_gradients(zip(tape.gradient(penalty, variables), variables, strict=True))
+        return loss, penalty
+
+    return train_step, [model, optimizer, decay]
+
+
+def multiplier_of_a_constraint() -> Any:
+    """The multiplier is trained by the mean that the forward has found, once the weights have changed."""
+    model, optimizer, ascent = mlp(2), keras.optimizers.Adam(0.02), keras.optimizers.Adam(0.1)
+    multiplier = tf.Variable(0.3, dtype=tf.float64)
+
+    def train_step(x: Any, y: Any) -> Any:
+        variables = model.trainable_variables
+        with tf.GradientTape() as tape:
+            found, costs = tf.split(model(x, training=True), 2, axis=1)
+            cost = tf.reduce_mean(costs)
+            loss = mse(y, found) + tf.stop_gradient(tf.nn.softplus(multiplier)) * cost
+        gradients, _ = tf.clip_by_global_norm(tape.gradient(loss, variables), 1.0)
+        optimizer.apply_gradients(zip(gradients, variables, strict=True))
+        with tf.GradientTape() as tape:
+            dual = -tf.nn.softplus(multiplier) * (tf.stop_gradient(cost) - 0.05)
+        ascent.apply_gradients([(tape.gradient(dual, multiplier), multiplier)])
+        return {"loss": loss, "cost": cost, "dual": dual}
+
+    return train_step, [model, optimizer, ascent, multiplier]
+
+
+def learned_rate() -> Any:
+    """The learning rate is trained by the product of this step's gradients and those of the step before."""
+    model, rate = mlp(), tf.Variable(0.1, dtype=tf.float64)
+    before = [tf.Variable(tf.zeros_like(variable), trainable=False) for variable in model.trainable_variables]
+
+    def train_step(x: Any, y: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = mse(y, model(x, training=True))
+        gradients = tape.gradient(loss, model.trainable_variables)
+        with tf.GradientTape() as tape:
+            products = [tf.reduce_sum(g * old) for g, old in zip(gradients, before, strict=True)]
+            gain = -rate * tf.add_n(products)
+        rate.assign_sub(0.001 * tape.gradient(gain, rate))
+        for variable, gradient, old in zip(model.trainable_variables, gradients, before, strict=True):
+            variable.assign_sub(rate * gradient)
+            old.assign(gradient)
+        return loss, gain
+
+    return train_step, [model, rate, *before]
+
+
+def weights_of_two_losses() -> Any:
+    """GradNorm: the weights of two losses are trained by the norms of their gradients."""
+    model, weights = mlp(2), tf.Variable([1.0, 1.0], dtype=tf.float64)
+    optimizer, of_weights = keras.optimizers.Adam(0.02), keras.optimizers.SGD(0.1)
+
+    def train_step(x: Any, y: Any) -> Any:
+        variables = model.trainable_variables
+        with tf.GradientTape(persistent=True) as tape:
+            one, other = tf.split(model(x, training=True), 2, axis=1)
+            losses = mse(y, one), tf.reduce_mean(tf.abs(y - other))
+        gradients = [tape.gradient(loss, variables) for loss in losses]
+        norms = tf.stack([tf.linalg.global_norm(of_loss) for of_loss in gradients])
+        with tf.GradientTape() as tape:
+            unequal = tf.reduce_sum(tf.abs(weights * norms - tf.stop_gradient(tf.reduce_mean(weights * norms))))
+        of_weights.apply_gradients([(tape.gradient(unequal, weights), weights)])
+        combined = [weights[0] * g + weights[1] * h for g, h in zip(*gradients, strict=True)]
+        optimizer.apply_gradients(zip(combined, variables, strict=True))
+        return (*losses, unequal)
+
+    return train_step, [model, optimizer, of_weights, weights]
+
+
+def weight_of_the_second_loss() -> Any:
+    """Between two losses the weight of the second one is trained by the first one."""
+    model, optimizer, weight = mlp(), keras.optimizers.SGD(0.1), tf.Variable(1.0, dtype=tf.float64)
+
+    def train_step(x: Any, y: Any) -> Any:
+        variables = model.trainable_variables
+        with tf.GradientTape() as tape:
+            loss = mse(y, model(x, training=True))
+        optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+        with tf.GradientTape() as tape:
+            distance = tf.square(weight - tf.stop_gradient(loss))
+        weight.assign_sub(0.1 * tape.gradient(distance, weight))
+        with tf.GradientTape() as tape:
+            second = weight * tf.reduce_mean(tf.abs(model(x, training=True) - y))
+        optimizer.apply_gradients(zip(tape.gradient(second, variables), variables, strict=True))
+        return loss, distance, second
+
+    return train_step, [model, optimizer, weight]
+
+
+@pytest.mark.parametrize(
+    ("make", "phases"),
+    [
+        (penalty_after_the_update, 1),
+        (multiplier_of_a_constraint, 1),
+        (learned_rate, 1),
+        (weights_of_two_losses, 1),
+        (weight_of_the_second_loss, 2),
+    ],
+)
+def test_gradients_that_need_no_rows_are_taken_after_those_of_the_batch(make: Any, phases: int) -> None:
+    assert len(check_step(make).phases) == phases
+
+
+def test_a_step_all_of_whose_gradients_need_no_rows_is_refused() -> None:
+    model = mlp()
+
+    def train_step(x: Any, y: Any) -> Any:
+        for factor in 1.0, 2.0:
+            with tf.GradientTape() as tape:
+                penalty = factor * tf.add_n([tf.reduce_sum(tf.square(v)) for v in model.trainable_variables])
+            for variable, gradient in zip(
+                model.trainable_variables, tape.gradient(penalty, model.trainable_variables), strict=True
+            ):
+                variable.assign_sub(0.1 * gradient)
+
+    with pytest.raises(PartitionError, match="computes nothing from its arguments"):
+        dapple.train_step(train_step, stages=2, micro_batches=3)(*batch())
 
 
 # --- several targets of one forward
