@@ -198,7 +198,7 @@ class Node:
 
     def has(self, key: str) -> bool:
         """Return whether the node has the attribute ``key``."""
-        return any(name == key for name, _ in self.attrs)
+        return key in dict(self.attrs)
 
     def with_attrs(self, **attrs: Attr) -> Node:
         """Return this node with these attributes added or replaced."""
