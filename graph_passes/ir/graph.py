@@ -291,6 +291,11 @@ class Function:
     def _ports(self) -> Mapping[str, Port]:
         return dict(zip(self.graph.inputs, self.inputs, strict=True))
 
+    @cached_property
+    def passed(self) -> tuple[Port, ...]:
+        """The inputs that a call of the function passes: all but resources."""
+        return tuple(port for port in self.inputs if port.role not in BOUND_ROLES)
+
     def carrier_of(self, value: Value) -> tuple[Role, str] | None:
         """Return the role and the name of the input that is ``value``; None for a value that the function computes."""
         port = self._ports.get(value.node)
