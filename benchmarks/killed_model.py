@@ -13,15 +13,18 @@ import dapple_tf as dapple
 
 def chain() -> dapple.Workload:
     """Return five dense layers, and endless epochs of shuffled batches."""
-    return _chain(width=96, batch_size=16, repeats=1)
+    return _chain(width=96, batch_size=16, repeats=1, learning_rate=0.01)
 
 
 def heavy() -> dapple.Workload:
-    """Return a chain whose layers compute long enough for more ranks to be worth a new start."""
-    return _chain(width=256, batch_size=256, repeats=8)
+    """Return a chain whose layers compute long enough for more ranks to be worth a new start.
+
+    A larger learning rate would multiply differences of rounding from step to step.
+    """
+    return _chain(width=256, batch_size=256, repeats=8, learning_rate=1e-4)
 
 
-def _chain(width: int, batch_size: int, repeats: int) -> dapple.Workload:
+def _chain(width: int, batch_size: int, repeats: int, learning_rate: float) -> dapple.Workload:
     """Return five layers of ``repeats`` products with a weight of its own, and shuffled batches."""
     keras.utils.set_random_seed(1)
     numbers = np.random.default_rng(2)
@@ -37,6 +40,6 @@ def _chain(width: int, batch_size: int, repeats: int) -> dapple.Workload:
                     x = tf.tanh(x @ weight)
         return tf.reduce_mean(tf.square(x - y))
 
-    optimizer = keras.optimizers.Adam(0.01, global_clipnorm=1.0)
+    optimizer = keras.optimizers.Adam(learning_rate, global_clipnorm=1.0)
     batches = data.shuffle(3 * batch_size, seed=3).batch(batch_size, drop_remainder=True)
     return dapple.Workload(loss, optimizer, batches)

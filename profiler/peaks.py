@@ -29,22 +29,31 @@ class Peak:
     def seconds(self, flops: float, moved: float, kind: OpClass = "other") -> float:
         """Return the seconds of a kernel by the roofline: the longer of its ``flops`` and its ``moved`` bytes.
 
-        A kernel takes ``launch_seconds`` at least, unless the host computes it (see ``HOST_BYTES``).
+        A kernel that is launched takes ``launch_seconds`` at least.
         """
         arithmetic, memory = flops / self.flops_per_second, moved / self.bytes_per_second
         seconds = max(arithmetic, memory) / self.by_class.get(kind, self.attainable)
-        return seconds if moved <= HOST_BYTES else max(seconds, self.launch_seconds)
+        return max(seconds, self.launch_seconds) if is_launched(moved, kind) else seconds
 
 
-HOST_BYTES = 64.0
-"""Ops that move so few bytes compute lengths and single numbers, which takes the device no time."""
+_HOST_BYTES = 64.0
 
-_LAUNCH_SECONDS = 6.8e-6  # fitted with what a V100 attains; the host launches kernels, so other devices have it, too
+
+def is_launched(moved: float, kind: OpClass) -> bool:
+    """Return whether an op is a kernel of its own.
+
+    The host computes lengths and single numbers, and libraries fuse the ops of a recurrent loop.
+    """
+    return moved > _HOST_BYTES and kind != "loop"
+
+
+# About what public measurements say of the launch of a kernel from TensorFlow or PyTorch; no maker's figure.
+_LAUNCH_SECONDS = 5e-6
 
 PEAKS = (
     # NVIDIA V100 data sheet (2020), SXM2 with 16 GB: 15.7 TFLOP/s FP32, 900 GB/s. What is attained was fitted to
     # published profiles (benchmarks/papers/analytic.py); convolutions exceed 1, since cuDNN's take fewer products.
-    Peak("V100", 15.7e12, 900e9, 16e9, 0.82, {"convolution": 2.05}, _LAUNCH_SECONDS),
+    Peak("V100", 15.7e12, 900e9, 16e9, 0.81, {"convolution": 2.05, "loop": 0.99}, _LAUNCH_SECONDS),
     # NVIDIA A100 data sheet (2021), SXM with 40 GB: 156 TFLOP/s TF32 (dense), TensorFlow's default for float32
     # products; 1555 GB/s.
     Peak("A100", 156e12, 1555e9, 40e9, 0.5, {}, _LAUNCH_SECONDS),

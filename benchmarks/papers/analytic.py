@@ -29,7 +29,7 @@ from dapple_tf.planner.api import make_problem, run_planner
 from dapple_tf.planner.planning_problem import Candidate, PlanningProblem
 from dapple_tf.plans import StagePlan
 from dapple_tf.profiler.cluster import config
-from dapple_tf.profiler.peaks import HOST_BYTES, Peak, find_peak
+from dapple_tf.profiler.peaks import Peak, find_peak, is_launched
 from dapple_tf.profiler.profile import LayerCost, Profile
 
 FOLDER = Path(__file__).parents[2] / "out" / "papers"
@@ -188,7 +188,7 @@ def examine(title: str) -> None:
     arrays = {}
     for direction, kernels in (("forward", facts.forward_kernels()), ("backward", facts.backward_kernels())):
         rows = [
-            (KINDS.index(k.kind), k.layer, k.count, sheet.seconds(k.flops, k.moved), k.moved > HOST_BYTES)
+            (KINDS.index(k.kind), k.layer, k.count, sheet.seconds(k.flops, k.moved), is_launched(k.moved, k.kind))
             for k in kernels
         ]
         arrays[direction] = np.array(rows, dtype=np.float64)
@@ -224,22 +224,21 @@ def totals(profile: Profile) -> tuple[float, float]:
     return float(forward), float(backward)
 
 
-def fit(works: Sequence[tuple[Work, tuple[float, float]]]) -> Rates:
+def fit(works: Sequence[tuple[Work, tuple[float, float]]], launch_seconds: float) -> Rates:
     """Return the rates with the least squares of relative errors of totals, F and B apart, by coordinate descent.
 
     ``works``: each with the seconds of forward and of backward that it should take.
     """
 
     def rates_at(logarithms: Floats) -> Rates:
-        *efficiency, launch = map(float, np.exp(logarithms))
-        return Rates(dict(zip(KINDS, efficiency, strict=True)), launch)
+        return Rates(dict(zip(KINDS, map(float, np.exp(logarithms)), strict=True)), launch_seconds)
 
     def error(logarithms: Floats) -> float:
         rates = rates_at(logarithms)
         found = ((totals(work.at(rates)), wanted) for work, wanted in works)
         return sum((o / t - 1) ** 2 for ours, theirs in found for o, t in zip(ours, theirs, strict=True))
 
-    best = np.log([*(UNFITTED for _ in KINDS), 1e-5])
+    best = np.log([UNFITTED for _ in KINDS])
     least, steps = error(best), np.full(len(best), 0.5)
     while steps.max() > 1e-3:
         for i, step in itertools.product(range(len(best)), (1, -1)):
@@ -393,9 +392,9 @@ def exhibit() -> Exhibit:
     return Exhibit(
         "Analytic profiles",
         "What `dapple profile --device V100` says of our models, beside the published profiles. The part of the data "
-        f"sheet's rates that each kind of op reaches ({text}) and what a kernel takes at least "
-        f"({1e6 * fitted.launch_seconds:.1f} µs, as the host launches it) were fitted to the totals of four models, by "
-        "least squares of relative errors, and tested on five others. Convolutions exceed 1, since cuDNN's need fewer "
+        f"sheet's rates that each kind of op reaches ({text}) was fitted to the totals of four models, by least "
+        "squares of relative errors, and tested on five others. Launching a kernel takes at least "
+        f"{1e6 * fitted.launch_seconds:.0f} µs. Convolutions exceed 1, since cuDNN's need fewer "
         "products than are counted. A plan from our profile is costed under the published one, and so is the plan "
         "from that.",
         tuple(figures),
@@ -452,4 +451,5 @@ if __name__ == "__main__":
             kept = read_work(each.title)
             print(f"{each.title}: {kept.cpu_seconds:.0f} s of CPU, {kept.peak_bytes / 1e9:.2f} GB")
         for title, chosen in (("half", [p for p in PAIRS if p.fits]), ("all", PAIRS)):
-            print(title, fit([(read_work(pair.title), totals(pair.read_published())) for pair in chosen]))
+            works = [(read_work(pair.title), totals(pair.read_published())) for pair in chosen]
+            print(title, fit(works, find_peak("V100").launch_seconds))

@@ -126,20 +126,20 @@ class LayerFacts:
 
 
 def _kernels_of(
-    graph: Graph, node: Node, shapes: Shapes, batch_size: int, layer: int, count: int = 1
+    graph: Graph, node: Node, shapes: Shapes, batch_size: int, layer: int, count: int = 1, kind: OpClass | None = None
 ) -> Iterator[Kernel]:
-    """Yield one op, or those in the body of a loop, as often as it runs."""
+    """Yield one op, or those in the body of a loop, as often as it runs; ``kind``: where it is not the op's."""
     if node.op in FREE_OPS:
         return
     name = node.attr("body") if node.op in LOOP_OPS else None
     found = shapes.bodies.get((node.name, name.name)) if isinstance(name, FunctionRef) else None
     if found is None or not isinstance(name, FunctionRef):
         moved = moved_bytes(graph, node, shapes, batch_size)
-        yield Kernel(layer, op_class(node.op), flops(graph, node, shapes), moved, count)
+        yield Kernel(layer, kind or op_class(node.op), flops(graph, node, shapes), moved, count)
         return
     body, count = read_body(found, name.name), count * _count_rounds(graph, node, shapes)
     for inner in body.graph.nodes:
-        yield from _kernels_of(body.graph, inner, body.shapes, batch_size, layer, count)
+        yield from _kernels_of(body.graph, inner, body.shapes, batch_size, layer, count, "loop")
 
 
 def _count_rounds(graph: Graph, loop: Node, shapes: Shapes) -> int:

@@ -128,7 +128,7 @@ def test_an_unknown_exhibit_is_refused(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_fitted_rates_are_those_that_made_the_totals() -> None:
     """Two models of kernels that differ in size, and of single numbers, which the host computes."""
-    rates = Rates({"product": 0.5, "convolution": 2.0, "other": 0.8}, 1e-5)
+    rates = Rates({"product": 0.5, "convolution": 2.0, "loop": 1.2, "other": 0.8}, 1e-5)
     numbers = np.random.default_rng(0)
     profile = Profile("m", 1, "V100", tuple(LayerCost(name, 0.0, 0.0, 0.0, 0.0, 0.0) for name in "ab"))
     works = []
@@ -145,9 +145,8 @@ def test_fitted_rates_are_those_that_made_the_totals() -> None:
         ]
         work = Work(profile, parts[0], parts[1], 0.0, 0.0)
         works.append((work, totals(work.at(rates))))
-    found = fit(works)
+    found = fit(works, 1e-5)
     assert found.efficiency == pytest.approx(rates.efficiency, rel=0.02)
-    assert found.launch_seconds == pytest.approx(1e-5, rel=0.05)
     seconds = works[0][0].at(rates).layers
     assert sum(layer.forward_seconds for layer in seconds) == pytest.approx(works[0][1][0])
 
