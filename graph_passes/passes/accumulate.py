@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from dapple_tf.graph_passes.ir.graph import Attr, Control, Graph, Node, attributes
+from dapple_tf.graph_passes.ir.graph import Attr, Control, Graph, Node, Value, attributes
 from dapple_tf.graph_passes.ir.names import at, micro_batch_count, nodes_of
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.passes.base import Contract
@@ -35,7 +35,7 @@ class Accumulate:
             if not ports:
                 continue
             stage, replica, m = (node.integer(key) for key in ("stage", "replica", "micro_batch"))
-            values = tuple(node.values()[i] for i, _ in ports)
+            values = tuple(Value(node.name, i) for i, _ in ports)
             names = tuple(port.name for _, port in ports)
             attrs: dict[str, Attr] = {"replica": replica, "stage": stage, "variables": names}
             controls: tuple[Control, ...] = ()

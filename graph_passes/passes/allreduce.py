@@ -62,7 +62,7 @@ class AllReduce:
                         types[name] = kind
         for node in nodes_of(graph, OpName.LOSS_HEAD):  # it runs once, on one replica
             for i, port in graph.function(node.string("function")).output_ports("variable"):
-                stage_sums[len(replicas), port.name] = node.values()[i]
+                stage_sums[len(replicas), port.name] = Value(node.name, i)
                 types[port.name] = port.type
         of_homes: dict[Site, list[str]] = {}
         of_variables: dict[str, list[str]] = {}
@@ -111,7 +111,7 @@ def _reduce(stage: int, of_replicas: Sequence[Node], variables: Variables) -> li
         names = tuple(first.strings("variables")[i] for i in own)
         attrs = attributes({"replica": replica, "stage": stage, "variables": names, **bucket})
         name = at(stage, replica, what=f"{OpName.REDUCE}{suffix}")
-        inputs = tuple(node.values()[i] for node in of_replicas for i in own)
+        inputs = tuple(Value(node.name, i) for node in of_replicas for i in own)
         nodes.append(Node(name, OpName.REDUCE, inputs, tuple(first.outputs[i] for i in own), attrs))
     return nodes
 

@@ -59,7 +59,7 @@ def call_loss_head(
     outputs = tuple(port.type for port in function.outputs)
     attrs = attributes({"function": function.name, "replica": 0, "stage": stage})
     call = Node(at(stage, 0, what=OpName.LOSS_HEAD), OpName.LOSS_HEAD, inputs, outputs, attrs)
-    given = {port.name: call.values()[i] for i, port in function.output_ports("gradient")}
+    given = {port.name: Value(call.name, i) for i, port in function.output_ports("gradient")}
     if not given:
         return [gather, call], {}
     count, taken = gather.integer("pieces"), [entry for entry in taken if str(entry.value) in given]

@@ -107,7 +107,7 @@ class StageCalls:
         call = nodes[1]
         self.types.update(zip(call.values(), call.outputs, strict=True))
         for i, port in function.output_ports("loss", "aux"):
-            self.results[port.name] = [(call.values()[i],)]
+            self.results[port.name] = [(Value(call.name, i),)]
         for name, cut in gradients.items():
             self.values |= {("gradient", name, stage + 1, m): value for m, value in enumerate(cut)}
         once = self.graph.function_by_name.get(at(stage, what=OpName.RUN_ONCE))

@@ -11,7 +11,7 @@ import networkx as nx
 
 from dapple_tf.errors import GraphError
 from dapple_tf.graph_passes.analysis.variable_use import find_variables
-from dapple_tf.graph_passes.ir.graph import Graph, Node
+from dapple_tf.graph_passes.ir.graph import Graph, Node, Value
 from dapple_tf.graph_passes.ir.names import BACKWARD_OPS, STAGE_OPS, at, nodes_of, replica_counts, site_of
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.passes.base import Contract
@@ -152,7 +152,7 @@ def verify_gradients(graph: Graph, edges: nx.DiGraph[str]) -> None:
         ports = graph.function(node.string("function")).output_ports("variable", "slices", "indices", "gradient")
         taken = {value for user in consumers[node.name] if user.name in reached for value in user.inputs}
         for index, port in ports:
-            if node.values()[index] not in taken:
+            if Value(node.name, index) not in taken:
                 raise GraphError(f"the gradient of {port.name!r} from {node.name!r} reaches no update")
     for stage, count in enumerate(replica_counts(graph)):
         for name in (n.name for n in nodes_of(graph, OpName.GRADIENTS) if n.integer("stage") == stage):
@@ -213,7 +213,7 @@ def verify_statistics(graph: Graph) -> None:
         ports = graph.function(node.string("function")).output_ports("statistic") if node.has("function") else ()
         summed = {v for user in consumers[node.name] if user.op == OpName.SUM_STATISTICS for v in user.inputs}
         for index, port in ports:
-            if node.values()[index] not in summed:
+            if Value(node.name, index) not in summed:
                 raise GraphError(f"the statistic {port.name!r} of {node.name!r} is in no sum")
     replicas = replica_counts(graph)
     for node in nodes_of(graph, OpName.SUM_STATISTICS):
