@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from dapple_tf.frontend.capture import Captured
+from dapple_tf.frontend.captured import Captured
 from dapple_tf.frontend.dependence.bodies import read_body
 from dapple_tf.frontend.gradients import differentiate
 from dapple_tf.frontend.inference import Shapes
