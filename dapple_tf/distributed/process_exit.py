@@ -32,11 +32,10 @@ class ProcessExit:
         self._exit_process(exit_code)
 
     def end_for_loss(self, failed: int, what: str) -> None:
-        """End the process because ``what`` happened to the rank ``failed``, so that the launcher starts all again."""
+        """End the process because ``what`` happened to the rank ``failed``; the launcher starts the job again."""
         _flush_output()
-        self.ending = True
         begin_again(f"rank {failed} {what}", (failed,))
-        self._exit_process(1)
+        self.end(1)
 
     def end_after(self, seconds: float, exit_code: int) -> None:
         """Print why and end the process, if it has not ended by itself within ``seconds``."""

@@ -24,7 +24,6 @@ from dapple_tf.distributed.failure_detector import (
 )
 from dapple_tf.distributed.process_exit import print_line
 from dapple_tf.errors import ClusterError, JobError
-from dapple_tf.launcher.restart import begin_again
 from dapple_tf.profiler.detect import job_rank, job_size
 
 _ADVICE = f"All processes end. {TIMEOUT} sets how long a rank may be away."
@@ -89,7 +88,6 @@ class StartupWatch:
             if problem:
                 print_line(f"rank {self._rank} stops in dapple.init: {problem}. {_ADVICE}")
                 if not done.wait(2 * self._interval):  # the others detect it too, and must not be ended before
-                    begin_again(problem)
                     self._exit_process(1)
                 return
 

@@ -82,12 +82,30 @@ def read_more_ranks(environment: Mapping[str, str] = os.environ) -> list[tuple[s
 # --- Under Horovod's elastic driver
 
 
-_SLOT = ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE", "HOROVOD_CROSS_RANK", "HOROVOD_CROSS_SIZE")
+_RANK = "HOROVOD_RANK"
+# The variables of a rank, in the order of the driver's answer.
+_SLOT = (_RANK, *(f"HOROVOD_{name}" for name in ("SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")))
 
 
 def is_driven(environment: Mapping[str, str] = os.environ) -> bool:
     """Return whether Horovod's elastic driver has started this process."""
     return environment.get("HOROVOD_ELASTIC") == "1" and "HOROVOD_GLOO_RENDEZVOUS_PORT" in environment
+
+
+class HostChanges:
+    """Notes, on rank 0, that Horovod's driver has said that it would start other ranks now."""
+
+    def __init__(self) -> None:
+        from horovod.runner.elastic.worker import WorkerNotificationManager
+
+        self.noted = False
+        manager = WorkerNotificationManager()
+        manager.init()
+        manager.register_listener(self)
+
+    def on_hosts_updated(self, timestamp: int, update: object) -> None:
+        """Note a message, in the thread that receives it."""
+        self.noted = True
 
 
 def first_start() -> Start:
@@ -107,17 +125,17 @@ def begin_again(cause: str, lost: tuple[int, ...] = ()) -> None:
     start = dataclasses.replace(read_start() or first_start(), ended=now, began=now, cause=cause, lost=lost)
     start = dataclasses.replace(start, number=start.number + 1)
     # Without its rank, other ranks do not find this process in place of the one that gets the rank next.
-    environment = {name: value for name, value in os.environ.items() if name != _SLOT[0]}
+    environment = {name: value for name, value in os.environ.items() if name != _RANK}
     with contextlib.suppress(AttributeError, OSError, ValueError):  # no stream with a descriptor
         os.dup2(sys.stderr.fileno(), 2)  # what libraries write is hidden while they start
-    for descriptor in map(int, os.listdir("/proc/self/fd")):
+    for descriptor in map(int, os.listdir("/dev/fd")):
         with contextlib.suppress(OSError):  # that of the list itself
             os.set_inheritable(descriptor, descriptor <= 2)
     words = [sys.executable, "-I", __file__, sys.executable, *sys.orig_argv[1:]]
     os.execve(sys.executable, words, {**environment, VARIABLE: start.to_text()})
 
 
-def _run_with_new_rank(words: Sequence[str]) -> None:
+def _run_with_new_rank(words: list[str]) -> None:
     """Replace this process by the command ``words``, with the rank that the driver gives once all ranks are known.
 
     Ends the process where the driver has no rank for it: its host has been left out.
