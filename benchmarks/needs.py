@@ -49,6 +49,7 @@ NEEDS: Mapping[str, Callable[[], str | None]] = {
     "kills": find_missing_for_ranks,
     "elastic": find_missing_for_lost_hosts,
     "ranks": find_missing_for_ranks,
+    "models": find_missing_for_ranks,
     "remainders": find_missing_for_ranks,
     "exchange": find_missing_for_native_exchanges,
     "all_reduce": find_missing_for_native_exchanges,

@@ -20,8 +20,8 @@ def analytic_profile(
     """Return the profile of a loss on ``device`` (V100, A100, H100 or a Peak) by the roofline of every op.
 
     Nothing runs. ``batch`` is the tuple of the loss's arguments: arrays, or ``tf.TensorSpec`` with the batch size on
-    axis 0. The cost of launching kernels is not modelled, so a model of many small ops takes longer than its profile
-    says. Raises ProfileError for an unknown device, BatchError for a batch without a known size, and what
+    axis 0. An op is a kernel, which takes what launching one takes at least: ops that a compiler or a library fuses
+    take less. Raises ProfileError for an unknown device, BatchError for a batch without a known size, and what
     ``dapple.pipeline`` raises for the loss.
     """
     peak = find_peak(device) if isinstance(device, str) else device

@@ -29,14 +29,14 @@ FREE_OPS = (
 """Ops that take no time worth counting: views, inputs, shapes, constants, reads of variables, elements of lists."""
 
 
-OpClass = Literal["product", "convolution", "loop", "other"]
-"""Kinds of op whose kernels reach different parts of a device's rates; "loop" is any op in the body of a loop."""
+OpClass = Literal["product", "convolution", "other"]
+"""Kinds of op whose kernels reach different parts of a device's rates."""
 
 _PRODUCTS = frozenset({"MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum"})
 
 
 def op_class(op: str) -> OpClass:
-    """Return the kind of an op that is in no loop."""
+    """Return the kind of an op."""
     if op in _PRODUCTS:
         return "product"
     return "convolution" if op.startswith(("Conv2D", "Conv3D", "DepthwiseConv2dNative")) else "other"

@@ -19,7 +19,7 @@ import pytest
 
 from benchmarks.papers import __main__ as page
 from benchmarks.papers import figure as frame
-from benchmarks.papers.analytic import least_squares_above_zero
+from benchmarks.papers.analytic import KINDS, Kernels, Rates, Work, fit, totals
 from benchmarks.papers.figure import OOM, Exhibit, Figure, claim, same_order, write_section, write_summary
 from benchmarks.papers.published import BERT, GNMT, MODELS, Model, find_missing_profiles, read_calibrated
 from dapple_tf.planner.api import make_problem, run_planner
@@ -28,6 +28,7 @@ from dapple_tf.planner.planning_problem import PlanningProblem
 from dapple_tf.planner.search.dapple import formula_latency
 from dapple_tf.plans import StagePlan
 from dapple_tf.profiler.cluster import config
+from dapple_tf.profiler.profile import LayerCost, Profile
 
 needs_profiles = pytest.mark.skipif(bool(find_missing_profiles()), reason=find_missing_profiles())
 
@@ -125,12 +126,30 @@ def test_an_unknown_exhibit_is_refused(capsys: pytest.CaptureFixture[str]) -> No
     assert "no exhibit is called 'dapple-table-9'; there are analytic, dapple-table-2, " in capsys.readouterr().err
 
 
-def test_least_squares_with_bounds() -> None:
-    matrix = np.array([[1.0, 0.0], [0.0, 2.0], [1.0, 1.0]])
-    assert least_squares_above_zero(matrix, matrix @ [3.0, 0.5]).tolist() == pytest.approx([3, 0.5])
-    # Without the bound the second unknown would be below 0.
-    found = least_squares_above_zero(np.array([[1.0, 1.0], [0.0, 1.0]]), np.array([1.0, -1.0]))
-    assert found.tolist() == pytest.approx([1, 0])
+def test_fitted_rates_are_those_that_made_the_totals() -> None:
+    """Two models of kernels that differ in size, and of single numbers, which the host computes."""
+    rates = Rates({"product": 0.5, "convolution": 2.0, "other": 0.8}, 1e-5)
+    numbers = np.random.default_rng(0)
+    profile = Profile("m", 1, "V100", tuple(LayerCost(name, 0.0, 0.0, 0.0, 0.0, 0.0) for name in "ab"))
+    works = []
+    for _ in range(4):
+        parts = [
+            Kernels(
+                numbers.integers(len(KINDS), size=60),
+                numbers.integers(2, size=60),
+                np.ones(60),
+                10 ** numbers.uniform(-7, -3, size=60),
+                numbers.random(60) < 0.9,
+            )
+            for _ in range(2)
+        ]
+        work = Work(profile, parts[0], parts[1], 0.0, 0.0)
+        works.append((work, totals(work.at(rates))))
+    found = fit(works)
+    assert found.efficiency == pytest.approx(rates.efficiency, rel=0.02)
+    assert found.launch_seconds == pytest.approx(1e-5, rel=0.05)
+    seconds = works[0][0].at(rates).layers
+    assert sum(layer.forward_seconds for layer in seconds) == pytest.approx(works[0][1][0])
 
 
 # --- What the papers claim

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dapple_tf.errors import ProfileError
-from dapple_tf.profiler.peaks import Peak, find_peak
+from dapple_tf.profiler.peaks import HOST_BYTES, Peak, find_peak
 
 
 @pytest.mark.parametrize(
@@ -32,3 +32,10 @@ def test_a_kind_of_op_may_have_a_fraction_of_its_own() -> None:
     peak = Peak("p", 100.0, 10.0, 0.0, 0.5, {"convolution": 2.0})
     assert peak.seconds(1000, 10, "convolution") == 5
     assert peak.seconds(1000, 10, "product") == peak.seconds(1000, 10) == 20
+
+
+def test_a_kernel_takes_what_launching_it_takes_at_least() -> None:
+    peak = Peak("p", 100.0, 10.0, 0.0, 0.5, {}, 30.0)
+    assert peak.seconds(1000, 100) == 30
+    assert peak.seconds(1000, 1000) == 200
+    assert peak.seconds(1000, HOST_BYTES) == 20  # the host computes it
