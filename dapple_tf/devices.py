@@ -15,6 +15,7 @@ from dapple_tf.distributed.exchange_network import start_exchanges
 from dapple_tf.distributed.exit_reporting import start_exit_reporting
 from dapple_tf.distributed.startup_watch import watching_start
 from dapple_tf.errors import DeviceError, UsageError, warn_user
+from dapple_tf.launcher.restart import VARIABLE, first_start, is_driven, read_start
 from dapple_tf.memory.meter import resident_bytes
 from dapple_tf.profiler.detect import count_cores, job_rank, job_size
 
@@ -39,10 +40,18 @@ def init(devices: int | None = None) -> None:
     with watching_start():
         job = membership.join()
         _make_devices(devices, job)
+        _share_start(job)
         if job is not None:
             start_exit_reporting(job)
             start_exchanges(job)
             job.base_bytes = resident_bytes()
+
+
+def _share_start(job: membership.Job | None) -> None:
+    """Note which start of the job this is where Horovod's driver does not: rank 0 has been there from the first on."""
+    if is_driven() and (job is None or job.watchdog is None):
+        ranks = membership.AllRanks(job)
+        os.environ[VARIABLE] = ranks.run_on_rank_0(lambda: (read_start() or first_start()).to_text())
 
 
 def _make_devices(devices: int | None, job: membership.Job | None) -> None:

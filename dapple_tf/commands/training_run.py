@@ -36,10 +36,11 @@ from dapple_tf.commands.train_settings import TrainSettings, check_unfinished
 from dapple_tf.commands.training_loop import RunResult, StepResult, repeat_batches, run_steps
 from dapple_tf.commands.training_report import find_restart, make_report, read_restarts
 from dapple_tf.distributed import membership
+from dapple_tf.distributed.exit_reporting import end_for_more_ranks
 from dapple_tf.distributed.process_exit import print_line
 from dapple_tf.distributed.shared_errors import share_error
 from dapple_tf.distributed.watchdog import INTERRUPTED
-from dapple_tf.launcher.restart import CONTINUE, read_start
+from dapple_tf.launcher.restart import read_start
 from dapple_tf.runtime.growth import Growth
 from dapple_tf.runtime.step import PipelinedStep
 from dapple_tf.timeline.picture import save_recording
@@ -193,7 +194,7 @@ class _Saver:
         left = self._settings.steps - done.number
         if self._growth is not None and self.saved == done.number and self._growth.wants_more_ranks(left):
             self._ranks.print_result(f"step {done.number} is saved: the job ends, to go on with more ranks")
-            raise SystemExit(CONTINUE)
+            end_for_more_ranks(self._ranks.job)
         if self._watchdog is not None and self._may_stop:
             self._interrupted = self._watchdog.agree_to_stop(done.number)
         if self._interrupted:

@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Mapping
 from types import TracebackType
+from typing import NoReturn
 
 from dapple_tf.distributed import membership
 from dapple_tf.distributed.failure_detector import read_timeout
@@ -16,9 +17,10 @@ from dapple_tf.distributed.rendezvous import connect_pairs
 from dapple_tf.distributed.shared_errors import reporting_rank
 from dapple_tf.distributed.watchdog import INTERRUPTED, Watchdog
 from dapple_tf.errors import StepError
+from dapple_tf.launcher.restart import CONTINUE, begin_again, is_driven
 from dapple_tf.messages import LOGGER
 
-# Texts of errors with which a step fails when other ranks are gone.
+# Texts of errors with which an exchange fails when other ranks are gone.
 _LOST_RANKS = re.compile("Horovod|MPI_|[Gg]loo|lost the connection to rank")
 
 
@@ -61,10 +63,28 @@ def report_failure(error: BaseException, exit_code: int = 1) -> None:
     what = f"raised {type(error).__name__}: {error}"
     if isinstance(error, KeyboardInterrupt):
         job.watchdog.report_error("was interrupted (Ctrl-C)", INTERRUPTED)
-    elif isinstance(error, StepError) and _LOST_RANKS.search(str(error)):
+    elif _is_of_exchange(error) and _LOST_RANKS.search(str(error)):
         job.watchdog.report_lost_ranks(what)
     else:
         job.watchdog.report_error(what, exit_code)
+
+
+def _is_of_exchange(error: BaseException) -> bool:
+    """Return whether a step, or a library outside of one, has raised the error."""
+    return isinstance(error, StepError) or type(error).__module__.partition(".")[0] in ("tensorflow", "horovod")
+
+
+def end_for_more_ranks(job: Job | None) -> NoReturn:
+    """End this rank, which has saved, so that its job goes on with other ranks; every rank must call this.
+
+    Raises SystemExit. Under Horovod's driver the end of the program is followed by its next start.
+    """
+    if is_driven():
+        atexit.register(begin_again, "the hosts have changed")
+        if job is not None and job.watchdog is not None:  # first leave the job: the last function is called first
+            atexit.unregister(_leave_at_exit)
+            atexit.register(_leave_at_exit, job.watchdog, job.process)
+    raise SystemExit(CONTINUE)
 
 
 def prints_error_in_full(error: BaseException) -> bool:

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 
 from dapple_tf.distributed.progress import Progress, RankStatus
+from dapple_tf.launcher.restart import begin_again
 
 
 class ProcessExit:
@@ -29,6 +30,12 @@ class ProcessExit:
         _flush_output()
         self.ending = True
         self._exit_process(exit_code)
+
+    def end_for_loss(self, failed: int, what: str) -> None:
+        """End the process because ``what`` happened to the rank ``failed``; the launcher starts the job again."""
+        _flush_output()
+        begin_again(f"rank {failed} {what}", (failed,))
+        self.end(1)
 
     def end_after(self, seconds: float, exit_code: int) -> None:
         """Print why and end the process, if it has not ended by itself within ``seconds``."""

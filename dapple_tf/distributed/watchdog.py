@@ -341,6 +341,9 @@ class Watchdog:
             self._transport.send(FailureReport(failure.rank, failure.status, failure.what, exit_code=failure.exit_code))
             own = self._progress.status()
             print_line(describe_failure(self._rank, own, failure.rank, failure.status, failure.what))
+            if failure.rank != self._rank and failure.exit_code == 1:
+                self._exit.end_for_loss(failure.rank, failure.what)
+                return
         self._exit.end(failure.exit_code)
 
 

@@ -12,9 +12,9 @@ import tensorflow as tf
 from dapple_tf import internals
 from dapple_tf.checkpoint.checkpoints import Checkpoints
 from dapple_tf.distributed import membership
+from dapple_tf.distributed.exit_reporting import end_for_more_ranks
 from dapple_tf.errors import UsageError
 from dapple_tf.keras.install import installed_in
-from dapple_tf.launcher.restart import CONTINUE
 from dapple_tf.messages import LOGGER
 from dapple_tf.runtime.growth import Growth
 
@@ -91,7 +91,7 @@ class SaveAndResume(keras.callbacks.Callback):  # type: ignore[misc]  # keras is
             self._save(done)
         left = self.params["epochs"] * self._batches - done
         if left > 0 and self._growth is not None and self._growth.wants_more_ranks(left):
-            raise SystemExit(CONTINUE)
+            end_for_more_ranks(membership.current())
 
     def on_train_end(self, logs: Any = None) -> None:
         """Remove the snapshots."""

@@ -1,16 +1,24 @@
-"""Pass messages between ``dapple launch`` and the job that it has started.
+"""Pass messages between the launcher and the job that it has started, and start a rank again in place.
 
-The launcher writes to the job's environment how often the job was started, and to rank 0's standard input that more
-ranks are possible. The job answers with its exit code.
+``dapple launch`` writes to the job's environment how often the job was started, and to rank 0's standard input that
+more ranks are possible. The job answers with its exit code.
+
+Horovod's elastic driver (``horovodrun --host-discovery-script``) starts processes only in place of those that have
+failed. The others must ask it for their new rank. So a rank that ends because another one is lost replaces its own
+program: process, and place on the host, stay. This file is also the script that asks; it imports nothing of dapple_tf.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import http.client
 import json
 import os
+import secrets
 import select
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -27,7 +35,7 @@ CONTINUE = 75
 class Start:
     """A start of a job: ``number`` 0 for the first, and when the start before it ``ended``, in seconds since 1970.
 
-    ``launch``: a random text, the same for all starts by one ``dapple launch``. ``began``: when this start was made.
+    ``launch``: a random text, the same for all starts by one launcher. ``began``: when this start was made.
     ``cause``: why the start before it has ended, in words; "" for the first. ``lost``: the ranks that it has lost with
     their hosts.
     """
@@ -45,7 +53,7 @@ class Start:
 
 
 def read_start(environment: Mapping[str, str] = os.environ) -> Start | None:
-    """Return which start of its job this process belongs to; None outside of ``dapple launch``."""
+    """Return which start of its job this process belongs to; None for a launcher that starts it once."""
     text = environment.get(VARIABLE)
     if text is None:
         return None
@@ -60,7 +68,7 @@ def offer_ranks(hosts: Sequence[tuple[str, int]]) -> str:
 
 def read_more_ranks(environment: Mapping[str, str] = os.environ) -> list[tuple[str, int]] | None:
     """Return the hosts, with their ranks, that the launcher has offered since the last call; call it on rank 0."""
-    if VARIABLE not in environment:  # standard input is the user's
+    if VARIABLE not in environment or is_driven(environment):  # standard input is the user's
         return None
     text = ""
     while select.select([sys.stdin], [], [], 0)[0] and (data := os.read(sys.stdin.fileno(), 65536)):
@@ -69,3 +77,76 @@ def read_more_ranks(environment: Mapping[str, str] = os.environ) -> list[tuple[s
     if not offers:
         return None
     return [(name, int(ranks)) for name, _, ranks in (word.rpartition(":") for word in offers[-1].split(","))]
+
+
+# --- Under Horovod's elastic driver
+
+
+_RANK = "HOROVOD_RANK"
+# The variables of a rank, in the order of the driver's answer.
+_SLOT = (_RANK, *(f"HOROVOD_{name}" for name in ("SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")))
+
+
+def is_driven(environment: Mapping[str, str] = os.environ) -> bool:
+    """Return whether Horovod's elastic driver has started this process."""
+    return environment.get("HOROVOD_ELASTIC") == "1" and "HOROVOD_GLOO_RENDEZVOUS_PORT" in environment
+
+
+class HostChanges:
+    """Notes, on rank 0, that Horovod's driver has said that it would start other ranks now."""
+
+    def __init__(self) -> None:
+        from horovod.runner.elastic.worker import WorkerNotificationManager
+
+        self.noted = False
+        manager = WorkerNotificationManager()
+        manager.init()
+        manager.register_listener(self)
+
+    def on_hosts_updated(self, timestamp: int, update: object) -> None:
+        """Note a message, in the thread that receives it."""
+        self.noted = True
+
+
+def first_start() -> Start:
+    """Return the first start of a job by Horovod's driver, which does not count them."""
+    return Start(0, launch=secrets.token_hex(8), began=time.time())
+
+
+def begin_again(cause: str, lost: tuple[int, ...] = ()) -> None:
+    """Run the program of this process again from its start, as a rank of the next start, under Horovod's driver.
+
+    Returns where there is no such driver: then the process must end, and its launcher starts all ranks again.
+    ``cause`` and ``lost``: see ``Start``. Any thread may call this; all others end at once.
+    """
+    if not is_driven():
+        return
+    now = time.time()
+    start = dataclasses.replace(read_start() or first_start(), ended=now, began=now, cause=cause, lost=lost)
+    start = dataclasses.replace(start, number=start.number + 1)
+    # Without its rank, other ranks do not find this process in place of the one that gets the rank next.
+    environment = {name: value for name, value in os.environ.items() if name != _RANK}
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # no stream with a descriptor
+        os.dup2(sys.stderr.fileno(), 2)  # what libraries write is hidden while they start
+    for descriptor in map(int, os.listdir("/dev/fd")):
+        with contextlib.suppress(OSError):  # that of the list itself
+            os.set_inheritable(descriptor, descriptor <= 2)
+    words = [sys.executable, "-I", __file__, sys.executable, *sys.orig_argv[1:]]
+    os.execve(sys.executable, words, {**environment, VARIABLE: start.to_text()})
+
+
+def _run_with_new_rank(words: list[str]) -> None:
+    """Replace this process by the command ``words``, with the rank that the driver gives once all ranks are known.
+
+    Ends the process where the driver has no rank for it: its host has been left out.
+    """
+    address, port = (os.environ[f"HOROVOD_GLOO_RENDEZVOUS_{name}"] for name in ("ADDR", "PORT"))
+    connection = http.client.HTTPConnection(address, int(port))
+    connection.request("GET", f"/rank_and_size/{os.environ['HOROVOD_HOSTNAME']}:{os.environ['HOROVOD_LOCAL_RANK']}")
+    values = connection.getresponse().read().decode().split(",")
+    if int(values[0]) >= 0:
+        os.execve(words[0], words, {**os.environ, **dict(zip(_SLOT, values, strict=True))})
+
+
+if __name__ == "__main__":
+    _run_with_new_rank(sys.argv[1:])

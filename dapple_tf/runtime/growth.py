@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from dapple_tf.distributed.membership import AllRanks, Job
-from dapple_tf.launcher.restart import read_more_ranks, read_start
+from dapple_tf.launcher.restart import HostChanges, is_driven, read_more_ranks, read_start
 from dapple_tf.profiler.units import format_seconds
 from dapple_tf.runtime.step import PipelinedStep
 
@@ -25,6 +25,7 @@ class Growth:
         self._step, self._ranks, self._tell = step, AllRanks(job), tell
         self._seconds: list[float] = []
         self._start_seconds: float | None = None
+        self._changes = HostChanges() if is_driven() and self._ranks.rank == 0 else None
 
     def note_step(self, seconds: float) -> None:
         """Note the seconds of a step; those of the first one count as part of the start."""
@@ -41,6 +42,12 @@ class Growth:
         return self._ranks.run_on_rank_0(lambda: self._decide(steps_left))
 
     def _decide(self, steps_left: int) -> bool:
+        if self._changes is not None:
+            if self._changes.noted:
+                self._tell(
+                    "the hosts have changed: Horovod does not say to how many ranks, so the job goes on with them"
+                )
+            return self._changes.noted
         hosts = read_more_ranks()
         if hosts is None:
             return False

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+import tensorflow as tf
 
 from dapple_tf.distributed import exit_reporting, membership
 from dapple_tf.distributed.exit_reporting import prints_error_in_full, report_failure, start_exit_reporting
@@ -116,6 +117,16 @@ def test_a_step_that_has_lost_the_other_ranks_waits_for_their_reports(
     report_failure(StepError(text))
     what = f"raised StepError: {text}"
     assert watchdog.reports == [("lost ranks", what) if lost else ("error", what, 1)]
+
+
+def test_a_call_outside_of_a_step_that_has_lost_the_other_ranks_waits_too(watchdog: RecordingWatchdog) -> None:
+    text = "Horovod has been shut down"
+    report_failure(tf.errors.UnknownError(None, None, text))
+    report_failure(ValueError(text))  # the user's own
+    assert watchdog.reports == [
+        ("lost ranks", f"raised UnknownError: {text}"),
+        ("error", f"raised ValueError: {text}", 1),
+    ]
 
 
 def test_outside_of_a_job_nothing_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,10 +88,15 @@ def test_a_fit_that_has_lost_a_rank_ends_as_plain_keras(tmp_path: Path, options:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "starts the job again (number 1) with 2 ranks on localhost:2" in done.stderr
-    model, (x, y) = runpy.run_path(str(tmp_path / "model.py"))["make"]()
+    assert_trained_as_plain_keras(tmp_path)
+
+
+def assert_trained_as_plain_keras(folder: Path) -> None:
+    """Assert that the program's weights in ``folder`` are those of plain Keras."""
+    model, (x, y) = runpy.run_path(str(folder / "model.py"))["make"]()
     keras.utils.set_random_seed(5)
     model.fit(x, y, batch_size=12, epochs=3, verbose=0)
-    with np.load(tmp_path / "weights.npz") as found:
+    with np.load(folder / "weights.npz") as found:
         weights = [found[name] for name in found.files]
     for one, other in zip(weights, model.get_weights(), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-11, atol=1e-13)
