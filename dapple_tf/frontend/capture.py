@@ -313,12 +313,14 @@ def _read_loss(
     """Return the captured loss of a trace; see ``capture`` for what it raises."""
     func_graph = concrete.graph
     outputs, aux = _loss_and_aux(concrete, name)
+    kept = internals.kept_for_gradients(func_graph)  # first: it captures what gradients alone use of the outside
     inputs = _read_inputs(func_graph, len(specs), name)
     graph = recorder.mark_layers(read_graph(func_graph, inputs.nodes, name), func_graph)
     graph = graph.replace(
         inputs=tuple(inputs.nodes[tensor.op.name].name for tensor in func_graph.inputs[: len(specs)]),
         outputs=tuple(read_value(tensor, inputs.nodes) for tensor in outputs),
     )
+    _check_read_by_gradients(kept, inputs, graph.nodes, name)
     written = {} if trains else written_variables(graph)
     trainable = _in_order(inputs, loss_fn) if trains else [name for name in inputs.variables if name not in written]
     if trains and not trainable:
@@ -352,8 +354,9 @@ def _read_step(
     for call in calls:
         groups.setdefault(id(call.target), []).append(call)
     returned, structure = _returned(concrete, name)
-    trace = _Trace(func_graph, recorder, len(specs), name, calls)
-    left_out = frozenset().union(*(call.left_out for call in calls))
+    captured = {placeholder.op.name for _, placeholder in func_graph.captures}
+    left_out = frozenset().union(*(call.left_out for call in calls)) - captured
+    trace = _Trace(func_graph, recorder, len(specs), name, calls, internals.kept_for_gradients(func_graph, left_out))
     phases = trace.phases([*groups.values()], left_out, joined=step.joined)
     if len(phases) > 1 and step.phase is None:
         raise SeveralPhasesError(len(phases), joined=step.joined)
@@ -369,22 +372,26 @@ def _read_step(
     loss = read_value(target, inputs.nodes)
     values = [read_value(term, inputs.nodes) for term in terms]
     operations = func_graph.get_operations()
-    node_of = trace.node_of(inputs)
+    node_of, first_op = trace.node_of(inputs), of_targets[0][0].first_op
+    numbers = {node_of[op.name]: i for i, op in enumerate(operations)}
     after = part_step(
         graph,
         loss,
-        of_targets[0][0].first_op,
-        {node_of[op.name]: i for i, op in enumerate(operations)},
+        first_op,
+        numbers,
         [None if tensor is None else read_value(tensor, inputs.nodes) for tensor in returned],
         structure,
         inputs.variables,
         inputs.constants,
         trace.place_of(inputs),
+        trace.values_kept(inputs),
         handed_over,
     )
     if not after.trained:
         raise CaptureError(f"{name} uses none of the gradients that it takes, so there is nothing to train")
-    members = loss_nodes(after)
+    before = [node for node in graph.nodes if node.name not in after.nodes or numbers[node.name] < first_op]
+    _check_read_by_gradients(trace.kept, inputs, before, name)
+    members = loss_nodes(after, trace.values_kept(inputs))
     gradients = [{without_target(of): of for of in after.trained if of in names} for names in inputs.gradients.values()]
     asked = [trace.asked(calls, inputs) for calls in of_targets]
     unrecorded = [unrecorded_of(graph, item) for item in asked]
@@ -413,6 +420,25 @@ def _read_step(
     )
 
 
+def _check_read_by_gradients(
+    kept: Mapping[str, Sequence[Any]], inputs: _Inputs, nodes: Sequence[Node], name: str
+) -> None:
+    """Raise CaptureError where a custom gradient reads a variable that one of ``nodes`` writes: the order is not known.
+
+    ``kept``: see ``_Trace``.
+    """
+    for node in (node for node in nodes if node.effect is Effect.WRITE):
+        for op, tensors in kept.items():
+            read = {read_value(tensor, inputs.nodes).node for tensor in tensors if tensor.dtype == tf.resource}
+            if found := sorted(read.intersection(node.strings("writes"))):
+                place = internals.user_place(tensors[0].graph.get_operation_by_name(op)) or name
+                raise CaptureError(
+                    f"{place}: a custom gradient reads the variable {found[0]!r}, which is written before the "
+                    "gradients are taken: read the variable in the forward (value = tf.identity(variable)), and use "
+                    "this value in the gradient"
+                )
+
+
 def _loss_of(func_graph: Any, targets: Sequence[Any]) -> tuple[Any, list[Any]]:
     """Return the loss from which backward starts, and the terms of it that are the targets.
 
@@ -427,13 +453,17 @@ def _loss_of(func_graph: Any, targets: Sequence[Any]) -> tuple[Any, list[Any]]:
 
 @dataclass(frozen=True)
 class _Trace:
-    """The trace of a training step, as it is read into the IR. ``arguments``: the number of the batch's tensors."""
+    """The trace of a training step, as it is read into the IR. ``arguments``: the number of the batch's tensors.
+
+    ``kept``: the tensors of the forward that custom gradients use, by the name of the op that has the gradient.
+    """
 
     func_graph: Any
     recorder: _LayerRecorder
     arguments: int
     name: str
     calls: Sequence[TapeCall]
+    kept: Mapping[str, Sequence[Any]]
 
     def read(self, left_out: frozenset[str], of_targets: Sequence[Sequence[TapeCall]] = ()) -> tuple[_Inputs, Graph]:
         """Return the inputs, gradients included, and the graph, without the ops ``left_out``.
@@ -456,7 +486,12 @@ class _Trace:
             calls[0].first_op,
             frozenset(calls[0].unrecorded),
             calls[0].place,
+            self.values_kept(inputs),
         )
+
+    def values_kept(self, inputs: _Inputs) -> dict[str, list[Value]]:
+        """Return the values of the forward that the custom gradient of each node uses."""
+        return {op: [read_value(tensor, inputs.nodes) for tensor in tensors] for op, tensors in self.kept.items()}
 
     def phases(
         self, groups: Sequence[Sequence[TapeCall]], left_out: frozenset[str], *, joined: bool
