@@ -36,10 +36,9 @@ from benchmarks.goodput import Inputs, goodput
 from benchmarks.named_hosts import NamedHosts, named_hosts
 
 JOBS, SEED = 6, 0
-PARTS = ("losses", "restart", "cost", "goodput")
+PARTS = ("losses", "restart", "sizes", "cost", "goodput")
 _STEPS, _SNAPSHOT, _SAVE = 300, 10, 50
 _SLOTS = {"nodea": 2, "nodeb": 1}
-_LEAST = 2
 _TIMEOUT = 10.0  # of the jobs
 _PATIENCE = 420.0  # for a job to end
 _TOLERANCE = 1e-6  # after up to 300 steps under other plans, whose sums have another order: each step adds to it
@@ -80,14 +79,29 @@ class Launch:
         return "\n".join(line for _, line in self.lines)
 
 
-def launch(hosts: NamedHosts, folder: Path, *options: str) -> Launch:
+@dataclass(frozen=True)
+class Job:
+    """What is launched: a model of ``benchmarks/killed_model.py`` on the ``slots`` of hosts, for a number of steps.
+
+    It goes on with at least so many ranks. ``options``: of ``dapple train``.
+    """
+
+    model: str = "chain"
+    slots: Mapping[str, int] = field(default_factory=lambda: _SLOTS)
+    least: int = 2
+    steps: int = _STEPS
+    options: tuple[str, ...] = ("--stages", "3", "--replicas", "1,1,1", "--micro-batches", "2")
+
+
+def launch(hosts: NamedHosts, folder: Path, job: Job = Job()) -> Launch:  # it is frozen
     """Start the job on all hosts."""
-    model = str(Path(__file__).with_name("killed_model.py"))
-    words = ["-m", "dapple_tf", "launch", "--hosts", str(hosts.write_list(_SLOTS)), "-np", "3", "--min-np", str(_LEAST)]
-    words += ["--restarts", "5", "--check-every", "2", "--mpirun", " ".join(hosts.mpirun_options), "--", sys.executable]
-    words += ["-m", "dapple_tf", "train", f"{model}:chain", "--stages", "3", "--replicas", "1,1,1", "--micro-batches"]
-    words += ["2", "--steps", str(_STEPS), "--json", "--elastic", "--snapshot-every", str(_SNAPSHOT)]
-    words += ["--checkpoint-dir", str(folder), "--checkpoint-every", str(_SAVE), *options]
+    model = f"{Path(__file__).with_name('killed_model.py')}:{job.model}"
+    ranks = str(sum(job.slots.values()))
+    words = ["-m", "dapple_tf", "launch", "--hosts", str(hosts.write_list(job.slots)), "-np", ranks]
+    words += ["--min-np", str(job.least), "--restarts", "5", "--check-every", "2"]
+    words += ["--mpirun", " ".join(hosts.mpirun_options), "--", sys.executable, "-m", "dapple_tf", "train", model]
+    words += [*job.options, "--steps", str(job.steps), "--json", "--elastic", "--snapshot-every", str(_SNAPSHOT)]
+    words += ["--checkpoint-dir", str(folder), "--checkpoint-every", str(_SAVE)]
     environment = {n: v for n, v in os.environ.items() if not n.startswith(("OMPI_", "PMIX_", "HOROVOD_"))}
     environment |= {"TF_CPP_MIN_LOG_LEVEL": "3", "DAPPLE_TIMEOUT_SECONDS": str(_TIMEOUT), "PYTHONUNBUFFERED": "1"}
     started = Launch(
@@ -239,11 +253,7 @@ def _run_job(number: int, seed: int, reference: Mapping[int, float]) -> tuple[Ro
 
 def run_losses(jobs: int, first: int, seed: int) -> Iterator[Row]:
     """Yield a row for each job, and one for each kind."""
-    with tempfile.TemporaryDirectory() as name, named_hosts(list(_SLOTS)) as hosts:
-        started = launch(hosts, Path(name))
-        if started.process.wait(_PATIENCE):
-            raise RuntimeError(f"the job that nothing happens to failed:\n{started.text[-3000:]}")
-        reference = losses_in(Path(name))
+    reference = _reference(Job())
     results: dict[str, Counter[str]] = {}
     for number in range(first, first + jobs):
         row, loss, result = _run_job(number, seed, reference)
@@ -292,6 +302,63 @@ def run_restart() -> Iterator[Row]:
         yield Row("steps repeated, a snapshot every 10", f"at most {most}", str(count), 0 <= count <= most)
         started.process.send_signal(signal.SIGTERM)
         started.process.wait(60)
+
+
+# --- fewer and fewer ranks, then all again
+
+
+_HEAVY = Job("heavy", {"nodea": 4}, 1, 400, ("--micro-batches", "4"))
+
+
+def run_sizes() -> Iterator[Row]:
+    """Yield how soon a job of four ranks trains again: it loses three, one by one, and then gets them back.
+
+    The last row compares its losses with those of a job that nothing happens to.
+    """
+    reference = _reference(_HEAVY)
+    (host,) = _HEAVY.slots
+    with tempfile.TemporaryDirectory() as name, named_hosts([host]) as hosts:
+        folder = Path(name)
+        started = launch(hosts, folder, _HEAVY)
+        for ranks in (3, 2, 1, 4):
+            _wait_for_steps(started, folder, _SAVE // 2)
+            begin = time.time()
+            hosts.write_list({host: ranks})
+            if ranks < 4:
+                lose(Loss("rank KILL", "step", ranks, "", 0.0), started, hosts)
+            again = rf"starts the job again .* with {ranks} rank"
+            _wait(lambda begin=begin, again=again: started.find(again, begin) is not None, _PATIENCE)
+            restart = time.time()
+            _wait(lambda restart=restart: started.find("resumed after", restart) is not None, _PATIENCE)
+            _wait_for_steps(started, folder, 1)
+            first = time.time()
+            wanted = "at most 30 s on 2 cores" if ranks < 4 else "-"
+            what = "a rank is killed" if ranks < 4 else "all slots are back (decided at the next save)"
+            measured = f"{first - begin:.1f} s, of which {restart - begin:.1f} s until the job is started again"
+            yield Row(f"{what}: {ranks} ranks train", wanted, measured, ranks == 4 or first - begin <= 30)
+        code = started.process.wait(_PATIENCE)
+        found = losses_in(folder)
+        error = max(abs(found.get(step, np.inf) / loss - 1) for step, loss in reference.items())
+        text = f"exit code {code}, {len(found)} of {len(reference)} steps, losses equal to {error:.0e}"
+        ok = code == 0 and len(found) == len(reference) and error <= _TOLERANCE
+        yield Row("4, 3, 2, 1 and 4 ranks, beside a job that nothing happens to", f"at most {_TOLERANCE}", text, ok)
+
+
+def _reference(job: Job) -> dict[int, float]:
+    """Return the losses by step of a job that nothing happens to."""
+    with tempfile.TemporaryDirectory() as name, named_hosts(list(job.slots)) as hosts:
+        started = launch(hosts, Path(name), job)
+        if started.process.wait(3 * _PATIENCE):
+            raise RuntimeError(f"the job that nothing happens to failed:\n{started.text[-3000:]}")
+        return losses_in(Path(name))
+
+
+def _wait_for_steps(started: Launch, folder: Path, count: int) -> None:
+    """Wait until the job has made ``count`` further steps; raise RuntimeError if it makes none."""
+    record = folder / "run.jsonl"
+    lines = len(record.read_text().splitlines()) if record.exists() else 0
+    if not _wait(lambda: record.exists() and len(record.read_text().splitlines()) >= lines + count, _PATIENCE):
+        raise RuntimeError(f"the job stands still:\n{started.text[-3000:]}")
 
 
 # --- what snapshots cost
@@ -366,6 +433,7 @@ def run() -> Iterator[Row]:
     """Yield all tables."""
     restart = list(run_restart())
     yield from restart
+    yield from run_sizes()
     cost = list(run_cost())
     yield from cost
     seconds = float(next(row for row in restart if row.figure.startswith("in all")).measured.split()[0])
@@ -386,6 +454,7 @@ def main(arguments: Sequence[str]) -> int:
     given = parser.parse_args(arguments)
     parts = {
         "restart": run_restart,
+        "sizes": run_sizes,
         "cost": run_cost,
         "goodput": lambda: run_goodput(given.restart_seconds, given.snapshot_share),
         "losses": lambda: run_losses(given.jobs, given.first, given.seed),

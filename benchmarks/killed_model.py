@@ -13,16 +13,30 @@ import dapple_tf as dapple
 
 def chain() -> dapple.Workload:
     """Return five dense layers, and endless epochs of shuffled batches."""
+    return _chain(width=96, batch_size=16, repeats=1)
+
+
+def heavy() -> dapple.Workload:
+    """Return a chain whose layers compute long enough for more ranks to be worth a new start."""
+    return _chain(width=256, batch_size=256, repeats=8)
+
+
+def _chain(width: int, batch_size: int, repeats: int) -> dapple.Workload:
+    """Return five layers of ``repeats`` products with a weight of its own, and shuffled batches."""
     keras.utils.set_random_seed(1)
     numbers = np.random.default_rng(2)
-    weights = [tf.Variable(numbers.normal(size=(96, 96)) / 10, name=f"w{i}") for i in range(5)]
-    data = tf.data.Dataset.from_tensor_slices((numbers.normal(size=(48, 96)), numbers.normal(size=(48, 96))))
+    size = (width, width)
+    weights = [tf.Variable(numbers.normal(size=size) / np.sqrt(width), name=f"w{i}") for i in range(5)]
+    rows = (3 * batch_size, width)
+    data = tf.data.Dataset.from_tensor_slices((numbers.normal(size=rows), numbers.normal(size=rows)))
 
     def loss(x: Any, y: Any) -> Any:
         for i, weight in enumerate(weights):
             with tf.name_scope(f"layer{i}"):
-                x = tf.tanh(x @ weight)
+                for _ in range(repeats):
+                    x = tf.tanh(x @ weight)
         return tf.reduce_mean(tf.square(x - y))
 
     optimizer = keras.optimizers.Adam(0.01, global_clipnorm=1.0)
-    return dapple.Workload(loss, optimizer, data.shuffle(48, seed=3).batch(16, drop_remainder=True))
+    batches = data.shuffle(3 * batch_size, seed=3).batch(batch_size, drop_remainder=True)
+    return dapple.Workload(loss, optimizer, batches)

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from benchmarks.op_programs.program import Program, make_batch
 from dapple_tf.errors import CaptureError, DappleWarning, ExactnessError
-from dapple_tf.frontend.capture import Captured
+from dapple_tf.frontend.captured import Captured
 from dapple_tf.frontend.names import tensor_name
 from dapple_tf.frontend.rows import ROWS_NAME
 from dapple_tf.frontend.trace import trace_loss

@@ -31,7 +31,7 @@ from dapple_tf.distributed.membership import AllRanks, Job
 from dapple_tf.errors import ClusterError, PlanError, UsageError, warn_user
 from dapple_tf.exactness import BatchLoss, BatchNorm, Inexact
 from dapple_tf.frontend.batch import batch_size
-from dapple_tf.frontend.capture import Captured, Traced
+from dapple_tf.frontend.captured import Captured, Traced
 from dapple_tf.graph_passes.analysis.layers import Layers
 from dapple_tf.graph_passes.ir.graph import Shape
 from dapple_tf.graph_passes.ir.names import without_target

@@ -13,7 +13,7 @@ from dapple_tf.autoplan.batch_fit import check_batch_size
 from dapple_tf.autoplan.options import Options
 from dapple_tf.errors import ClusterError, PlanError
 from dapple_tf.frontend.batch import batch_size
-from dapple_tf.frontend.capture import Traced
+from dapple_tf.frontend.captured import Traced
 from dapple_tf.planner.api import check_schedule, make_problem
 from dapple_tf.planner.planning_problem import PlanningProblem, list_micro_batch_sizes
 from dapple_tf.plans import MORE_DEVICES

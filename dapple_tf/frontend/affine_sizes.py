@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from dapple_tf.frontend.capture import Captured
+from dapple_tf.frontend.captured import Captured
 from dapple_tf.frontend.dependence.result import BatchDependence, LengthTerm, WholeSize
 from dapple_tf.graph_passes.ir.graph import ancestors
 

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from dapple_tf.errors import CaptureError
 from dapple_tf.exactness import Inexactness
-from dapple_tf.frontend.capture import Captured
+from dapple_tf.frontend.captured import Captured
 from dapple_tf.graph_passes.analysis.layers import variables_of
 from dapple_tf.graph_passes.ir.graph import Effect, Graph, Node, ancestors
 from dapple_tf.graph_passes.passes.backward import StageGradients

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dapple_tf import internals
 from dapple_tf.errors import CaptureError
 from dapple_tf.exactness import BatchNorm
-from dapple_tf.frontend.capture import Captured
+from dapple_tf.frontend.captured import Captured
 from dapple_tf.frontend.dependence.elementwise import is_integer
 from dapple_tf.frontend.dependence.kinds import Form, Kind
 from dapple_tf.graph_passes.analysis.layers import live_nodes

@@ -18,7 +18,7 @@ import tensorflow as tf
 from dapple_tf import internals
 from dapple_tf.errors import CaptureError
 from dapple_tf.frontend.backward_writes import check_backward_writes
-from dapple_tf.frontend.capture import Captured, CapturedTensors, Target
+from dapple_tf.frontend.captured import Captured, CapturedTensors, Target
 from dapple_tf.frontend.deferred_statistics import drop_nodes
 from dapple_tf.frontend.joined_moments import mark_joins
 from dapple_tf.frontend.read_graph import read_graph

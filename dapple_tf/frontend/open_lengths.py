@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from dapple_tf import internals
 from dapple_tf.frontend.affine_sizes import Analyse, evaluate_sizes
-from dapple_tf.frontend.capture import Captured
+from dapple_tf.frontend.captured import Captured
 from dapple_tf.frontend.dependence.kinds import Kind
 from dapple_tf.frontend.dependence.result import BatchDependence
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import tensorflow as tf
 
 from dapple_tf import internals
-from dapple_tf.frontend.capture import Captured
+from dapple_tf.frontend.captured import Captured
 from dapple_tf.frontend.inference import Shapes, import_for_shapes
 from dapple_tf.frontend.read_graph import read_shape
 from dapple_tf.frontend.rows import ROWS_NAME

@@ -17,14 +17,8 @@ from dapple_tf.frontend.affine_sizes import fit_sizes
 from dapple_tf.frontend.after_gradients import take_inputs_of
 from dapple_tf.frontend.batch import batch_signature
 from dapple_tf.frontend.batch_norm_calls import layer_of, statistics_writes
-from dapple_tf.frontend.capture import (
-    Captured,
-    SeveralPhasesError,
-    Traced,
-    TrainingStep,
-    capture,
-    plain_function,
-)
+from dapple_tf.frontend.capture import capture
+from dapple_tf.frontend.captured import Captured, SeveralPhasesError, Traced, TrainingStep, plain_function
 from dapple_tf.frontend.composite import takes_rows, taking_rows, unknown_lengths
 from dapple_tf.frontend.deferred_statistics import defer_statistics
 from dapple_tf.frontend.dependence.decide import find_dependence, find_uncut_dependence

@@ -17,8 +17,9 @@ from dapple_tf.autoplan.option_help import document_options, make_options
 from dapple_tf.autoplan.options import OptionTypes
 from dapple_tf.distributed import membership
 from dapple_tf.errors import BatchError, CaptureError, PlanError, UsageError
-from dapple_tf.frontend.capture import TRAINED, TrainingStep
+from dapple_tf.frontend.captured import TrainingStep
 from dapple_tf.frontend.optimizer_update import build_optimizer
+from dapple_tf.frontend.trace_inputs import TRAINED
 from dapple_tf.keras import ranks
 from dapple_tf.keras.batches import BatchCheck, BatchNames, DataNames
 from dapple_tf.keras.loops import Loops, OnOneDevice

@@ -7,12 +7,12 @@ it computes, which assigns it to a layer.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Container, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from dapple_tf.frontend.capture import Captured
+from dapple_tf.frontend.captured import Captured
 from dapple_tf.frontend.dependence.bodies import read_body
 from dapple_tf.frontend.gradients import differentiate
 from dapple_tf.frontend.inference import Shapes
@@ -37,6 +37,17 @@ from dapple_tf.profiler.peaks import Peak
 
 _SMALL_OPS = SHAPE_OPS | {"BroadcastGradientArgs"}
 _LIST_DTYPE = "variant"  # of the lists in which a While loop stashes a tensor for each iteration
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """An op of a layer that a device runs ``count`` times, with its floating-point operations and ``moved`` bytes."""
+
+    layer: int
+    kind: OpClass
+    flops: float
+    moved: float
+    count: int
 
 
 @dataclass(frozen=True)
@@ -79,47 +90,56 @@ class LayerFacts:
 
     def forward_seconds(self, peak: Peak) -> Floats:
         """Return the seconds of each layer's forward by the roofline of its ops."""
-        layer_of = {name: i for i, layer in enumerate(self.layers.layers) for name in layer.nodes}
-        return self._sum_seconds(layer_of, peak)
+        return self._sum_seconds(self.forward_kernels(), peak)
 
     def backward_seconds(self, peak: Peak) -> Floats:
-        """Return the seconds of each layer's backward by the roofline of its ops in the differentiated graph.
+        """Return the seconds of each layer's backward by the roofline of its ops in the differentiated graph."""
+        return self._sum_seconds(self.backward_kernels(), peak)
 
-        The loops of a layer's backward take twice as long as those of its forward, as the backward of a product does:
+    def forward_kernels(self) -> Iterator[Kernel]:
+        """Yield the ops of each layer's forward."""
+        return self._kernels({name: i for i, layer in enumerate(self.layers.layers) for name in layer.nodes})
+
+    def backward_kernels(self) -> Iterator[Kernel]:
+        """Yield the ops of each layer's backward.
+
+        The loops of a layer's backward run twice as often as those of its forward, as the backward of a product does:
         they take tensors from lists, whose shapes are not known.
         """
         loops = {node.name for node in self._joint.nodes if node.op in LOOP_OPS}
         others = {name: layer for name, layer in self._backward_layers.items() if name not in loops}
         with_loops = {self._backward_layers[name] for name in loops & self._backward_layers.keys()}
         forward = {name: i for i in with_loops for name in self.layers.layers[i].nodes if name in loops}
-        return self._sum_seconds(others, peak) + 2 * self._sum_seconds(forward, peak)
+        yield from self._kernels(others)
+        yield from (replace(kernel, count=2 * kernel.count) for kernel in self._kernels(forward))
 
-    def _sum_seconds(self, layer_of: Mapping[str, int], peak: Peak) -> Floats:
-        total = np.zeros(len(self.layers.layers))
+    def _kernels(self, layer_of: Mapping[str, int]) -> Iterator[Kernel]:
         for node in self._joint.nodes:
             if node.name in layer_of:
-                total[layer_of[node.name]] += _op_seconds(self._joint, node, self._shapes, peak, self.batch_size)
+                yield from _kernels_of(self._joint, node, self._shapes, self.batch_size, layer_of[node.name])
+
+    def _sum_seconds(self, kernels: Iterable[Kernel], peak: Peak) -> Floats:
+        total = np.zeros(len(self.layers.layers))
+        for kernel in kernels:
+            total[kernel.layer] += kernel.count * peak.seconds(kernel.flops, kernel.moved, kernel.kind)
         return total
 
 
-def _op_seconds(
-    graph: Graph, node: Node, shapes: Shapes, peak: Peak, batch_size: int, kind: OpClass | None = None
-) -> float:
-    """Return the roofline seconds of one op on a device of these ``peak`` figures; ``kind``: where it is not the op's.
-
-    A loop takes those of the ops in its body, as often as it runs.
-    """
+def _kernels_of(
+    graph: Graph, node: Node, shapes: Shapes, batch_size: int, layer: int, count: int = 1, kind: OpClass | None = None
+) -> Iterator[Kernel]:
+    """Yield one op, or those in the body of a loop, as often as it runs; ``kind``: where it is not the op's."""
     if node.op in FREE_OPS:
-        return 0.0
+        return
     name = node.attr("body") if node.op in LOOP_OPS else None
     found = shapes.bodies.get((node.name, name.name)) if isinstance(name, FunctionRef) else None
     if found is None or not isinstance(name, FunctionRef):
         moved = moved_bytes(graph, node, shapes, batch_size)
-        return peak.seconds(flops(graph, node, shapes), moved, kind or op_class(node.op))
-    body = read_body(found, name.name)
-    rounds = _count_rounds(graph, node, shapes)
-    inside = (_op_seconds(body.graph, inner, body.shapes, peak, batch_size, "loop") for inner in body.graph.nodes)
-    return rounds * sum(inside)
+        yield Kernel(layer, kind or op_class(node.op), flops(graph, node, shapes), moved, count)
+        return
+    body, count = read_body(found, name.name), count * _count_rounds(graph, node, shapes)
+    for inner in body.graph.nodes:
+        yield from _kernels_of(body.graph, inner, body.shapes, batch_size, layer, count, "loop")
 
 
 def _count_rounds(graph: Graph, loop: Node, shapes: Shapes) -> int:

@@ -28,7 +28,7 @@ from dapple_tf.devices import home_device, list_devices
 from dapple_tf.errors import CaptureError, ProfileError, warn_user
 from dapple_tf.exactness import BatchLoss
 from dapple_tf.frontend.batch import as_arguments, batch_size
-from dapple_tf.frontend.capture import Captured, Traced
+from dapple_tf.frontend.captured import Captured, Traced
 from dapple_tf.frontend.trace import trace_loss, trace_uncut
 from dapple_tf.messages import LOGGER
 from dapple_tf.profiler.detect import count_cores, limit_to_cores

@@ -19,7 +19,7 @@ from dapple_tf.compiler import PlannedModel, StepVariant, local_graph
 from dapple_tf.errors import BatchError, CaptureError, LossError, PlanError, UsageError, warn_user
 from dapple_tf.exactness import Inexact
 from dapple_tf.frontend.batch import Batch, BatchForm, Key, batch_form
-from dapple_tf.frontend.capture import (
+from dapple_tf.frontend.captured import (
     Captured,
     RowlessTargetsError,
     SeveralPhasesError,

@@ -12,7 +12,7 @@ from dapple_tf.autoplan.forward_plan import without_cuts
 from dapple_tf.backend.build_times import BuildTimes
 from dapple_tf.compiler import StepVariant
 from dapple_tf.frontend.batch import Batch, batch_form
-from dapple_tf.frontend.capture import Captured
+from dapple_tf.frontend.captured import Captured
 from dapple_tf.frontend.deferred_statistics import trace_statistics
 from dapple_tf.frontend.trace import report_exactness
 from dapple_tf.graph_passes.analysis.layers import Layers

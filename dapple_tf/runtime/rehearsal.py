@@ -22,7 +22,7 @@ from dapple_tf import internals
 from dapple_tf.backend.program import Program
 from dapple_tf.backend.saved_variables import unchanged_variables
 from dapple_tf.errors import ExactnessError
-from dapple_tf.frontend.capture import plain_function
+from dapple_tf.frontend.captured import plain_function
 from dapple_tf.frontend.read_graph import find_stateful_ops
 from dapple_tf.graph_passes.ir.graph import Attr, Effect, FunctionRef, Graph, Node
 from dapple_tf.memory.meter import MeasuredMemory, MemoryMeter

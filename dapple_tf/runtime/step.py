@@ -28,7 +28,7 @@ from dapple_tf.distributed.variable_transfer import gather_arrays, gather_variab
 from dapple_tf.errors import CaptureError, ExactnessError, PlanError, UsageError
 from dapple_tf.exactness import Exactness
 from dapple_tf.frontend.batch import Batch
-from dapple_tf.frontend.capture import SeveralPhasesError, Traced, TrainingStep, plain_function
+from dapple_tf.frontend.captured import SeveralPhasesError, Traced, TrainingStep, plain_function
 from dapple_tf.frontend.optimizers import as_keras_optimizer
 from dapple_tf.frontend.phases import HandOver
 from dapple_tf.graph_passes.analysis.input_needs import InputNeeds

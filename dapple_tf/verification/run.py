@@ -19,7 +19,7 @@ from dapple_tf.distributed import membership
 from dapple_tf.distributed.membership import AllRanks
 from dapple_tf.errors import PlanError
 from dapple_tf.exactness import Exactness
-from dapple_tf.frontend.capture import TrainingStep
+from dapple_tf.frontend.captured import TrainingStep
 from dapple_tf.graph_passes.analysis.variable_use import find_variables
 from dapple_tf.runtime.step import PipelinedStep
 from dapple_tf.staged_model import StagedModel

@@ -198,7 +198,7 @@ class Node:
 
     def has(self, key: str) -> bool:
         """Return whether the node has the attribute ``key``."""
-        return any(name == key for name, _ in self.attrs)
+        return key in dict(self.attrs)
 
     def with_attrs(self, **attrs: Attr) -> Node:
         """Return this node with these attributes added or replaced."""
@@ -290,6 +290,11 @@ class Function:
     @cached_property
     def _ports(self) -> Mapping[str, Port]:
         return dict(zip(self.graph.inputs, self.inputs, strict=True))
+
+    @cached_property
+    def passed(self) -> tuple[Port, ...]:
+        """The inputs that a call of the function passes: all but resources."""
+        return tuple(port for port in self.inputs if port.role not in BOUND_ROLES)
 
     def carrier_of(self, value: Value) -> tuple[Role, str] | None:
         """Return the role and the name of the input that is ``value``; None for a value that the function computes."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
 from typing import Literal, get_args
 
@@ -139,7 +140,11 @@ class Op:
 
     def attribute(self, name: str) -> Attribute | None:
         """Return the attribute called ``name``, or None where the op has none of that name."""
-        return next((attribute for attribute in self.attributes if attribute.name == name), None)
+        return self._by_name.get(name)
+
+    @cached_property
+    def _by_name(self) -> Mapping[str, Attribute]:
+        return {attribute.name: attribute for attribute in self.attributes}
 
 
 NOTHING = Operands("none", 0)

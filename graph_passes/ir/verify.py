@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from operator import attrgetter
+from typing import NoReturn
 
 from dapple_tf.errors import GraphError
-from dapple_tf.graph_passes.ir.graph import BOUND_ROLES, Function, Graph, Node, TensorType, topological
+from dapple_tf.graph_passes.ir.graph import Function, Graph, Node, TensorType, topological
 from dapple_tf.graph_passes.ir.ops import INPUT_OPS, OPS, Op, Operands
 
 _NODE_OF = attrgetter("node")  # of a Value
@@ -44,45 +45,35 @@ def verify(graph: Graph, verified: Graph | None = None) -> None:
 
 
 def _verify_nodes(graph: Graph) -> None:
-    _verify_names(graph)
-    _verify_edges(graph)
-    _verify_order(graph)
-
-
-def _verify_order(graph: Graph) -> None:
-    seen: set[str] = set()
+    """Check names and edges: every edge comes from a node that stands before, and every value exists."""
+    counts: dict[str, int] = {}  # of outputs, by the node's name
     for node in graph.nodes:
-        for source in node.predecessors():
-            if source not in seen:
-                topological(graph.nodes)  # raises GraphError for a cycle
-                raise GraphError(f"node {node.name!r} stands before {source!r}, on which it depends")
-        seen.add(node.name)
-
-
-def _verify_names(graph: Graph) -> None:
-    seen: set[str] = set()
-    for node in graph.nodes:
-        if node.name in seen:
+        if node.name in counts:
             raise GraphError(f"graph {graph.name!r} has two nodes called {node.name!r}")
-        seen.add(node.name)
-    for name in graph.inputs:
-        if name not in seen:
-            raise GraphError(f"input {name!r} of graph {graph.name!r} is not one of its nodes")
-
-
-def _verify_edges(graph: Graph) -> None:
-    for node in graph.nodes:
         for value in node.inputs:
-            if value.node not in graph.by_name:
-                raise GraphError(f"node {node.name!r} takes {value}, but there is no such node")
-            graph.type_of(value)
+            if value.node not in counts:
+                _refuse_source(graph, node, value.node, f"takes {value}")
+            if value.index >= counts[value.node]:
+                graph.type_of(value)  # raises GraphError
         for control in node.controls:
-            if control.source not in graph.by_name:
-                raise GraphError(f"node {node.name!r} runs after {control.source!r}, but there is no such node")
+            if control.source not in counts:
+                _refuse_source(graph, node, control.source, f"runs after {control.source!r}")
             if not control.reason:
                 raise GraphError(f"the control edge {control.source!r} -> {node.name!r} gives no reason")
+        counts[node.name] = len(node.outputs)
+    for name in graph.inputs:
+        if name not in counts:
+            raise GraphError(f"input {name!r} of graph {graph.name!r} is not one of its nodes")
     for value in graph.outputs:
         graph.type_of(value)
+
+
+def _refuse_source(graph: Graph, node: Node, source: str, needs: str) -> NoReturn:
+    """Raise GraphError for an edge to ``node`` from ``source``, which does not stand before it."""
+    if source not in graph.by_name:
+        raise GraphError(f"node {node.name!r} {needs}, but there is no such node")
+    topological(graph.nodes)  # raises GraphError for a cycle
+    raise GraphError(f"node {node.name!r} stands before {source!r}, on which it depends")
 
 
 def _verify_tensors(graph: Graph, node: Node, op: Op) -> None:
@@ -127,7 +118,7 @@ def _verify_input_op(graph: Graph, node: Node, *, allowed: bool) -> None:
 
 def _verify_call(graph: Graph, node: Node) -> None:
     function = graph.function(node.string("function"))
-    ports = [port for port in function.inputs if port.role not in BOUND_ROLES]
+    ports = function.passed
     if len(ports) != len(node.inputs):
         raise GraphError(
             f"call {node.name!r} passes {len(node.inputs)} values to {function.name!r}, which takes {len(ports)}"

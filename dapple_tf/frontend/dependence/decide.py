@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence, Set
 from types import MappingProxyType
 
 from dapple_tf.exactness import BatchLoss, Exactness, Inexactness, Tried
-from dapple_tf.frontend.capture import Captured, CapturedTensors
+from dapple_tf.frontend.captured import Captured, CapturedTensors
 from dapple_tf.frontend.dependence.analyse import BATCH_NORM, Analysis, ShapesAt
 from dapple_tf.frontend.dependence.elementwise import SCALING, whole_size
 from dapple_tf.frontend.dependence.kinds import Form, Kind

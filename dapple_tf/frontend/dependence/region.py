@@ -14,7 +14,7 @@ import tensorflow as tf
 from tensorflow.core.framework import function_pb2
 
 from dapple_tf import internals
-from dapple_tf.frontend.capture import Captured
+from dapple_tf.frontend.captured import Captured
 from dapple_tf.frontend.dependence.elementwise import ELEMENTWISE
 from dapple_tf.frontend.dependence.experiment import Limits
 from dapple_tf.frontend.dependence.kinds import CONSTANT, Form

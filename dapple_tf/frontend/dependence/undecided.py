@@ -19,7 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from dapple_tf import internals
-from dapple_tf.frontend.capture import Captured
+from dapple_tf.frontend.captured import Captured
 from dapple_tf.frontend.dependence.control_flow import TENSOR_LISTS
 from dapple_tf.frontend.dependence.experiment import Function, Operand, Prepare, confirm, decide
 from dapple_tf.frontend.dependence.kinds import Form, Kind, rows

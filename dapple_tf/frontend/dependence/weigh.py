@@ -15,7 +15,8 @@ from typing import Any
 import tensorflow as tf
 
 from dapple_tf import internals
-from dapple_tf.frontend.capture import Captured, CapturedTensors, read_again
+from dapple_tf.frontend.capture import read_again
+from dapple_tf.frontend.captured import Captured, CapturedTensors
 from dapple_tf.frontend.dependence.kinds import Form
 from dapple_tf.frontend.dependence.numbers import constant_value
 from dapple_tf.frontend.dependence.result import BatchDependence

@@ -11,7 +11,8 @@ import tensorflow as tf
 
 from dapple_tf import internals
 from dapple_tf.backend.stage_function import build_function
-from dapple_tf.frontend.capture import Captured, capture
+from dapple_tf.frontend.capture import capture
+from dapple_tf.frontend.captured import Captured
 from dapple_tf.graph_passes.ir.graph import Function, Graph, Node, Port, Value, tensor
 from tests.dapple_tf.builders import executed_nodes
 

@@ -11,7 +11,8 @@ import pytest
 import tensorflow as tf
 
 from dapple_tf.errors import CaptureError, LossError
-from dapple_tf.frontend.capture import CapturedTensors, capture
+from dapple_tf.frontend.capture import capture
+from dapple_tf.frontend.captured import CapturedTensors
 from dapple_tf.frontend.dependence.numbers import constant_value
 from dapple_tf.graph_passes.ir.graph import Effect, Graph, Node, Value
 from dapple_tf.graph_passes.ir.verify import verify

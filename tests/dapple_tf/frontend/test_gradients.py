@@ -11,7 +11,8 @@ import tensorflow as tf
 
 from dapple_tf import internals
 from dapple_tf.errors import CaptureError
-from dapple_tf.frontend.capture import Captured, capture
+from dapple_tf.frontend.capture import capture
+from dapple_tf.frontend.captured import Captured
 from dapple_tf.frontend.gradients import differentiate
 from dapple_tf.frontend.write_graph import import_graph
 from dapple_tf.graph_passes.analysis.layers import find_layers

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from dapple_tf.frontend.capture import Captured, capture
+from dapple_tf.frontend.capture import capture
+from dapple_tf.frontend.captured import Captured
 from dapple_tf.frontend.shapes import infer_shapes
 
 X = np.random.default_rng(0).normal(size=(6, 5, 4)).astype("float32")

@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 from dapple_tf.errors import CaptureError
-from dapple_tf.frontend.capture import Captured
+from dapple_tf.frontend.captured import Captured
 from dapple_tf.frontend.trace import trace_loss
 
 WIDTH = 3

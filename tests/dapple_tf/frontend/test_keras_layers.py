@@ -8,7 +8,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from dapple_tf.frontend.capture import Captured, capture
+from dapple_tf.frontend.capture import capture
+from dapple_tf.frontend.captured import Captured
 from dapple_tf.graph_passes.ir.graph import Graph, Node
 
 X = np.ones((4, 2), np.float32)

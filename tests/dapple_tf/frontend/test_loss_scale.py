@@ -10,7 +10,8 @@ import tensorflow as tf
 
 from dapple_tf.backend.stage_function import build_function
 from dapple_tf.errors import CaptureError
-from dapple_tf.frontend.capture import Captured, capture
+from dapple_tf.frontend.capture import capture
+from dapple_tf.frontend.captured import Captured
 from dapple_tf.staged_model import scales_loss, trace_loss_scale
 
 W = tf.Variable(1.0, name="w")

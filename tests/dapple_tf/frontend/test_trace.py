@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from dapple_tf.autoplan.options import Options
 from dapple_tf.errors import DappleWarning, ExactnessError, PlanError
-from dapple_tf.frontend.capture import Captured
+from dapple_tf.frontend.captured import Captured
 from dapple_tf.frontend.rows import ROWS_NAME
 from dapple_tf.frontend.trace import trace_loss
 from tests.dapple_tf.frontend.dependence.evaluation import (

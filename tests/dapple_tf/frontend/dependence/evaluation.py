@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from dapple_tf.frontend.capture import Captured, capture
+from dapple_tf.frontend.capture import capture
+from dapple_tf.frontend.captured import Captured
 from dapple_tf.frontend.dependence.decide import find_dependence
 from dapple_tf.frontend.dependence.kinds import Form, Kind
 from dapple_tf.frontend.dependence.result import BatchDependence

@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 from dapple_tf.errors import ExactnessError
-from dapple_tf.frontend.capture import Captured
+from dapple_tf.frontend.captured import Captured
 from dapple_tf.frontend.trace import trace_loss
 from dapple_tf.graph_passes.analysis.layers import find_layers
 from dapple_tf.graph_passes.analysis.loss_head import find_head_inputs, find_loss_head

@@ -1,0 +1,349 @@
+"""Read the trace of a training step into the IR: its loss, the part after the gradients, and its phases."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+from dapple_tf import internals
+from dapple_tf.errors import CaptureError, DappleError
+from dapple_tf.frontend.after_gradients import loss_nodes, part_step
+from dapple_tf.frontend.captured import (
+    Captured,
+    PhaseOfStep,
+    RowlessTargetsError,
+    SeveralPhasesError,
+    Target,
+    TrainingStep,
+)
+from dapple_tf.frontend.layer_calls import LayerRecorder
+from dapple_tf.frontend.names import tensor_name
+from dapple_tf.frontend.phases import (
+    HANDED_OVER,
+    Asked,
+    HandOver,
+    cut_phases,
+    join_asked,
+    join_targets,
+    rowless_targets,
+    unrecorded_of,
+)
+from dapple_tf.frontend.read_graph import read_graph, read_value, skip_identities
+from dapple_tf.frontend.tape_calls import TapeCall, ops_before
+from dapple_tf.frontend.trace_inputs import TraceInputs, check_read_by_gradients, read_inputs
+from dapple_tf.graph_passes.analysis.layers import written_variables
+from dapple_tf.graph_passes.ir.graph import Graph, Node, Value, attributes
+from dapple_tf.graph_passes.ir.names import of_target, without_target
+
+
+def read_step(
+    concrete: Any,
+    recorder: LayerRecorder,
+    specs: tuple[tf.TensorSpec, ...],
+    example: tuple[tf.TensorSpec, ...],
+    name: str,
+    calls: Sequence[TapeCall],
+    step: TrainingStep,
+) -> Captured:
+    """Return the captured loss of the trace of a training step, with the part after its gradients.
+
+    Of a step that takes gradients of several targets it is one phase (see ``phases``). Raises CaptureError where it
+    takes no gradients of variables, SeveralPhasesError where ``step`` does not say which phase, and RowlessTargetsError
+    where it does not say which gradients need no rows.
+    """
+    func_graph = concrete.graph
+    calls = [call for call in calls if call.graph is func_graph]
+    if not calls:
+        raise CaptureError(
+            f"{name} takes no gradient of a variable with tf.GradientTape (tape.gradient), so there is nothing to "
+            "train; a loss needs optimizer=..."
+        )
+    groups: dict[int, list[TapeCall]] = {}
+    for call in calls:
+        groups.setdefault(id(call.target), []).append(call)
+    returned, structure = _returned(concrete, name)
+    captured = {placeholder.op.name for _, placeholder in func_graph.captures}
+    left_out = frozenset().union(*(call.left_out for call in calls)) - captured
+    trace = _Trace(func_graph, recorder, len(specs), name, calls, internals.kept_for_gradients(func_graph, left_out))
+    phases = trace.phases([*groups.values()], left_out, joined=step.joined)
+    if len(phases) > 1 and step.phase is None:
+        raise SeveralPhasesError(len(phases), joined=step.joined)
+    phase, handed_over = None, frozenset[str]()
+    if step.phase is not None:
+        assert step.hand_over is not None, "phases share it"
+        phase, handed_over, left_out, returned = _hand_over(
+            trace, phases, left_out, returned, step.phase, step.hand_over
+        )
+    of_targets = phases[step.phase or 0]
+    target, terms = _loss_of(func_graph, [calls[0].target for calls in of_targets])
+    inputs, graph = trace.read(left_out, of_targets)
+    loss = read_value(target, inputs.nodes)
+    values = [read_value(term, inputs.nodes) for term in terms]
+    operations = func_graph.get_operations()
+    node_of, first_op = trace.node_of(inputs), of_targets[0][0].first_op
+    numbers = {node_of[op.name]: i for i, op in enumerate(operations)}
+    after = part_step(
+        graph,
+        loss,
+        first_op,
+        numbers,
+        [None if tensor is None else read_value(tensor, inputs.nodes) for tensor in returned],
+        structure,
+        inputs.variables,
+        inputs.constants,
+        trace.place_of(inputs),
+        trace.values_kept(inputs),
+        handed_over,
+    )
+    if not after.trained:
+        raise CaptureError(f"{name} uses none of the gradients that it takes, so there is nothing to train")
+    before = [node for node in graph.nodes if node.name not in after.nodes or numbers[node.name] < first_op]
+    check_read_by_gradients(trace.kept, inputs, before, name)
+    members = loss_nodes(after, trace.values_kept(inputs))
+    gradients = [{without_target(of): of for of in after.trained if of in names} for names in inputs.gradients.values()]
+    asked = [trace.asked(calls, inputs) for calls in of_targets]
+    unrecorded = [unrecorded_of(graph, item) for item in asked]
+    graph = graph.replace(
+        nodes=tuple(node for node in graph.nodes if node.name in members),
+        inputs=tuple(inputs.nodes[tensor.op.name].name for tensor in func_graph.inputs[: len(specs)]),
+        outputs=after.whole,
+    )
+    several = [Target(value, of) for value, of in zip(values, gradients, strict=True)]
+    return Captured(
+        graph,
+        func_graph,
+        {name: variable for name, variable in inputs.variables.items() if name in members},
+        after.trained,
+        {name: value for name, value in inputs.constants.items() if name in members},
+        None,
+        specs,
+        example,
+        after=after,
+        certain=step.certain,
+        left_out=frozenset(op.name for op in operations if node_of[op.name] not in members),
+        unrecorded=frozenset().union(*unrecorded),
+        several=tuple(several) if len(of_targets) > 1 else (),
+        apart=len(groups),
+        phase=phase,
+    )
+
+
+def _loss_of(func_graph: Any, targets: Sequence[Any]) -> tuple[Any, list[Any]]:
+    """Return the loss from which backward starts, and the terms of it that are the targets.
+
+    A target may be part of another one. So a term is an op of its own, at which the gradients of the others end.
+    """
+    if len(targets) == 1:
+        return targets[0], [targets[0]]
+    with func_graph.as_default(), tf.name_scope("targets"):
+        terms = [tf.raw_ops.Mul(x=target, y=tf.ones([], target.dtype)) for target in targets]
+        return tf.raw_ops.AddN(inputs=terms), terms
+
+
+@dataclass(frozen=True)
+class _Trace:
+    """The trace of a training step, as it is read into the IR. ``arguments``: the number of the batch's tensors.
+
+    ``kept``: the tensors of the forward that custom gradients use, by the name of the op that has the gradient.
+    """
+
+    func_graph: Any
+    recorder: LayerRecorder
+    arguments: int
+    name: str
+    calls: Sequence[TapeCall]
+    kept: Mapping[str, Sequence[Any]]
+
+    def read(
+        self, left_out: frozenset[str], of_targets: Sequence[Sequence[TapeCall]] = ()
+    ) -> tuple[TraceInputs, Graph]:
+        """Return the inputs, gradients included, and the graph, without the ops ``left_out``.
+
+        ``of_targets``: the calls of the targets whose gradients are to be told apart.
+        """
+        inputs = read_inputs(self.func_graph, self.arguments, self.name)
+        _add_gradients(inputs, of_targets or [self.calls])
+        graph = read_graph(self.func_graph, inputs.nodes, self.name, left_out)
+        return inputs, self.recorder.mark_layers(graph, self.func_graph)
+
+    def asked(self, calls: Sequence[TapeCall], inputs: TraceInputs) -> Asked:
+        """Return the gradients that the ``calls`` with one target ask for."""
+        node_of, names = self.node_of(inputs), {id(v.handle): label for label, v in inputs.variables.items()}
+        _check_recorded(calls)
+        return Asked(
+            (read_value(calls[0].target, inputs.nodes),),
+            frozenset(node_of[p.op.name] for call in calls for g in call.gradients for _, p in g.placeholders),
+            frozenset(names[id(gradient.variable.handle)] for call in calls for gradient in call.gradients),
+            calls[0].first_op,
+            frozenset(calls[0].unrecorded),
+            calls[0].place,
+            self.values_kept(inputs),
+        )
+
+    def values_kept(self, inputs: TraceInputs) -> dict[str, list[Value]]:
+        """Return the values of the forward that the custom gradient of each node uses."""
+        return {op: [read_value(tensor, inputs.nodes) for tensor in tensors] for op, tensors in self.kept.items()}
+
+    def phases(
+        self, groups: Sequence[Sequence[TapeCall]], left_out: frozenset[str], *, joined: bool
+    ) -> list[list[Sequence[TapeCall]]]:
+        """Return the calls of each phase by target; ``groups``: those of each target.
+
+        Raises RowlessTargetsError where the gradients of some of them need no rows.
+        """
+        if len(groups) == 1:
+            return [[calls] for calls in groups]
+        inputs, graph = self.read(left_out)
+        asked = [self.asked(calls, inputs) for calls in groups]
+        rowless = rowless_targets(graph, asked)
+        if 0 < len(rowless) < len(groups):
+            raise RowlessTargetsError(frozenset(call.number for i in rowless for call in groups[i]))
+        if not joined:
+            return [[calls] for calls in groups]
+        node_of = self.node_of(inputs)
+        numbers = {node_of[op.name]: i for i, op in enumerate(self.func_graph.get_operations())}
+        found = join_targets(graph, asked, numbers)
+        return [[groups[i] for i in members] for members in found]
+
+    def node_of(self, inputs: TraceInputs) -> dict[str, str]:
+        """Return the name of the node of each op."""
+        names = (op.name for op in self.func_graph.get_operations())
+        return {name: inputs.nodes[name].name if name in inputs.nodes else name for name in names}
+
+    def place_of(self, inputs: TraceInputs) -> Callable[[str], str]:
+        """Return the function that returns the file and line of a node."""
+        node_of = self.node_of(inputs)
+        of_node = {node_of[op.name]: op for op in self.func_graph.get_operations()}
+        return lambda node: _place_of(node, of_node) or self.name
+
+
+def _hand_over(
+    trace: _Trace,
+    groups: Sequence[Sequence[Sequence[TapeCall]]],
+    left_out: frozenset[str],
+    returned: Sequence[Any],
+    number: int,
+    shared: HandOver,
+) -> tuple[PhaseOfStep, frozenset[str], frozenset[str], list[Any]]:
+    """Change the trace so that it takes and gives what the phase ``number`` takes of others and gives to others.
+
+    ``groups``: the calls of each phase, by target. Return the phase, the names of the ops that read what it takes,
+    those of all ops that are not part of it, and what it gives of the tensors ``returned``, the others as None.
+    """
+    func_graph = trace.func_graph
+    inputs, graph = trace.read(left_out)
+    operations, node_of = func_graph.get_operations(), trace.node_of(inputs)
+    asked = [join_asked([trace.asked(calls, inputs) for calls in of_targets]) for of_targets in groups]
+    values = [None if tensor is None else read_value(tensor, inputs.nodes) for tensor in returned]
+    places = {node_of[op.name]: i for i, op in enumerate(operations)}
+    phases = cut_phases(graph, asked, places, values, trace.place_of(inputs))
+    phase = phases[number]
+    arguments = {tensor.op.name for tensor in func_graph.inputs[: trace.arguments]}
+    others = left_out | {op.name for op in operations if node_of[op.name] not in phase.kept} - arguments
+    inside = {node.name: op for op, node in inputs.nodes.items()}
+
+    def tensor_of(value: Value) -> Any:
+        return func_graph.get_tensor_by_name(tensor_name(Value(inside.get(value.node, value.node), value.index)))
+
+    def variables_of(values: Sequence[Value]) -> list[tuple[Any, tf.Variable]]:
+        return [(tensor, shared.variable_of(tensor)) for tensor in map(tensor_of, values)]
+
+    taken, given = variables_of(phase.taken), variables_of(phase.given)
+    reads: set[str] = set()
+    with func_graph.as_default(), tf.name_scope(f"{HANDED_OVER}/"):
+        for tensor, variable in taken:
+            func_graph.watch_variable(variable)
+            read = tf.raw_ops.ReadVariableOp(
+                resource=internals.capture_of(func_graph, variable.handle), dtype=variable.dtype
+            )
+            read.set_shape(tensor.shape)
+            reads.add(read.op.name)
+            internals.replace_tensor(tensor, read)
+        for tensor, variable in given:
+            func_graph.watch_variable(variable)
+            handle = internals.capture_of(func_graph, variable.handle)
+            tf.raw_ops.AssignVariableOp(resource=handle, value=tensor)
+    handed = {id(variable): key for key, variable in shared.variables.items()}
+    of_step = PhaseOfStep(
+        number,
+        len(phases),
+        _digest(operations),
+        frozenset(handed[id(variable)] for _, variable in taken),
+        frozenset(handed[id(variable)] for _, variable in given),
+        frozenset(id(inputs.variables[name]) for name in written_variables(graph) if name in inputs.variables)
+        | handed.keys(),
+    )
+    own = [tensor if i in phase.returned else None for i, tensor in enumerate(returned)]
+    return of_step, frozenset(reads), others, own
+
+
+def _digest(operations: Sequence[Any]) -> str:
+    """Return a digest of a trace: the names and types of its ops, and its constants."""
+    digest = hashlib.sha256()
+    for op in operations:
+        digest.update(f"{op.name} {op.type}\n".encode())
+        if op.type == "Const":
+            digest.update(op.get_attr("value").SerializeToString(deterministic=True))
+    return digest.hexdigest()
+
+
+def _place_of(node: str, operations: Mapping[str, Any]) -> str:
+    """Return the file and line of a node, "" where they are not known; that of a branch's node is its condition's."""
+    node = re.split(r"\.(?:then|else)_branch/", node)[0]
+    return internals.user_place(operations[node]) if node in operations else ""
+
+
+def error_of_step(name: str, error: Exception) -> Exception:
+    """Return the error to raise where a training step cannot be traced: one of dapple_tf's own stays as it is."""
+    place = internals.user_place_of_error(error.__cause__ or error)
+    prefix = f"{place}: " if place and place not in str(error) else ""
+    if isinstance(error, DappleError):
+        return type(error)(f"{prefix}{error}")
+    return CaptureError(
+        f"{prefix}{name} cannot be traced: {error}. Gradients and losses have no values while a "
+        "step is traced: let no Python code depend on them (tf.cond in place of `if`, no .numpy())"
+    )
+
+
+def _check_recorded(calls: Sequence[TapeCall]) -> None:
+    """Raise CaptureError where the tapes of ``calls`` with one target have recorded different ops before it."""
+    first, *others = calls
+    needed = {op.name for op in ops_before(first.target)} if others else set[str]()
+    for call in others:
+        if call.unrecorded & needed != first.unrecorded & needed:
+            raise CaptureError(
+                f"{call.place}: the step takes gradients of one target from tapes that have recorded different ops "
+                f"than the one at {first.place}: take them from one persistent tape"
+            )
+
+
+def _add_gradients(inputs: TraceInputs, of_targets: Sequence[Sequence[TapeCall]]) -> None:
+    """Add the placeholders of gradients to the inputs of a trace; ``of_targets``: the calls of each target."""
+    labels = {id(variable.handle): name for name, variable in inputs.variables.items()}
+    known: set[str] = set()
+    for number, calls in enumerate(of_targets):
+        own = inputs.gradients.setdefault(number, set())
+        for gradient in (gradient for call in calls for gradient in call.gradients):
+            variable = labels[id(gradient.variable.handle)]
+            name = of_target(number, variable) if variable in known else variable
+            own.add(name)
+            for role, placeholder in gradient.placeholders:
+                attrs = attributes({"port": name, "role": role})
+                inputs.nodes[placeholder.op.name] = Node(f"{role}/{placeholder.op.name}", "arg", attrs=attrs)
+        known |= own
+
+
+def _returned(concrete: Any, name: str) -> tuple[list[Any], Any]:
+    """Return the flattened tensors that a trace returns, None where the function returns None, and their nesting."""
+    structure = concrete.structured_outputs
+    leaves = tf.nest.flatten(structure)
+    for leaf in leaves:
+        if leaf is not None and not isinstance(leaf, tf.TensorSpec | tf.Tensor):
+            raise CaptureError(f"{name} returns a {type(leaf).__name__}: a training step returns tensors, or None")
+    tensors = iter(concrete.graph.outputs)
+    return [None if leaf is None else skip_identities(next(tensors)) for leaf in leaves], structure
