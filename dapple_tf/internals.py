@@ -11,7 +11,7 @@ import gc
 import inspect
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -525,6 +525,21 @@ def trace_gradient(graph: Any, name: str) -> TracedGradient:
     with graph.as_default():
         traced = tf.function(gradient, autograph=False).get_concrete_function(*specs).graph
     return TracedGradient(traced, [outer for outer, _ in traced.captures], places)
+
+
+def kept_for_gradients(graph: Any, left_out: Set[str] = frozenset()) -> dict[str, list[Any]]:
+    """Return the tensors of the FuncGraph ``graph`` that custom gradients of its ops use, by the name of the op.
+
+    A custom gradient uses them without their being operands of its op; variables and tensors from outside of the graph
+    are captured by it. ``left_out``: names of ops that do not count.
+    """
+    found = {}
+    for op in graph.get_operations():
+        if op.type == "IdentityN" and "_gradient_op_type" in op.node_def.attr and op.name not in left_out:
+            used = trace_gradient(graph, op.name).captured
+            with graph.as_default():  # in which the capture makes a constant
+                found[op.name] = [t if tf.is_symbolic_tensor(t) else capture_of(graph, t) for t in used]
+    return found
 
 
 def run_within(concrete: Any, arguments: Sequence[Any], seconds: float) -> Any:

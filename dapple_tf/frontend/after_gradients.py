@@ -69,15 +69,17 @@ def part_step(
     variables: Mapping[str, tf.Variable],
     constants: Mapping[str, tf.Tensor],
     place_of: Callable[[str], str],
+    used: Mapping[str, Sequence[Value]],
     handed_over: Set[str] = frozenset(),
 ) -> AfterGradients:
     """Return the part of the trace ``graph`` after the gradients of ``target``.
 
-    ``first_op``: the number of ops before the gradients were taken; ``numbers``: of each op in the trace.
-    ``handed_over``: the nodes that read what earlier phases give: values of the whole batch, so micro-batches use only
-    those that the target needs. Raises CaptureError where the target depends on a gradient.
+    ``first_op``: the number of ops before the gradients were taken; ``numbers``: of each op in the trace. ``used``: the
+    values of the forward that the custom gradient of each node uses. ``handed_over``: the nodes that read what earlier
+    phases give: values of the whole batch, so micro-batches use only those that the target needs. Raises CaptureError
+    where the target depends on a gradient.
     """
-    needed = ancestors(graph, [target.node])
+    needed = _with_gradients(graph, [target.node], used)
 
     def is_sunk(node: Node) -> bool:
         if node.effect not in _ACTING or node.name in needed:
@@ -151,16 +153,25 @@ def _without_batch(part: AfterGradients) -> set[str]:
     return found
 
 
-def loss_nodes(part: AfterGradients) -> set[str]:
+def loss_nodes(part: AfterGradients, used: Mapping[str, Sequence[Value]]) -> set[str]:
     """Return the nodes of the loss's graph, with those that act besides (a layer's writes), and all batch arguments.
 
-    Of batch norm all nodes are kept: its statistics may be written from others than the layer itself uses.
+    ``used``: the values of the forward that the custom gradient of each node uses. Of batch norm all nodes are kept:
+    its statistics may be written from others than the layer itself uses.
     """
     graph = part.graph
     kept = [node.name for node in graph.nodes if node.has("batch_norm") and node.name not in part.nodes]
     acting = [node.name for node in graph.nodes if node.effect in _ACTING and node.name not in part.nodes]
     arguments = [node.name for node in graph.nodes if node.op == "arg" and not node.has("role")]
-    return ancestors(graph, [*(value.node for value in part.whole), *acting, *arguments, *kept])
+    return _with_gradients(graph, [*(value.node for value in part.whole), *acting, *arguments, *kept], used)
+
+
+def _with_gradients(graph: Graph, roots: Sequence[str], used: Mapping[str, Sequence[Value]]) -> set[str]:
+    """Return ``roots``, all nodes that they depend on, and those that the custom gradients of these use."""
+    found = ancestors(graph, roots)
+    while missing := {value.node for name in found & used.keys() for value in used[name]} - found:
+        found |= ancestors(graph, missing)
+    return found
 
 
 def trace_of(part: AfterGradients, func_graph: Any, trained: Sequence[str]) -> TracedUpdate:

@@ -25,7 +25,7 @@ from dapple_tf.frontend.layer_calls import LayerRecorder
 from dapple_tf.frontend.read_graph import read_graph, read_value, skip_identities
 from dapple_tf.frontend.rows import ROWS_NAME, ROWS_OP
 from dapple_tf.frontend.tape_calls import TapeCalls
-from dapple_tf.frontend.trace_inputs import read_inputs, variables_to_train
+from dapple_tf.frontend.trace_inputs import check_read_by_gradients, read_inputs, variables_to_train
 from dapple_tf.graph_passes.analysis.layers import written_variables
 from dapple_tf.graph_passes.ir.graph import Node
 
@@ -101,12 +101,14 @@ def _read_loss(
     """Return the captured loss of a trace; see ``capture`` for what it raises."""
     func_graph = concrete.graph
     outputs, aux = _loss_and_aux(concrete, name)
+    kept = internals.kept_for_gradients(func_graph)  # first: it captures what gradients alone use of the outside
     inputs = read_inputs(func_graph, len(specs), name)
     graph = recorder.mark_layers(read_graph(func_graph, inputs.nodes, name), func_graph)
     graph = graph.replace(
         inputs=tuple(inputs.nodes[tensor.op.name].name for tensor in func_graph.inputs[: len(specs)]),
         outputs=tuple(read_value(tensor, inputs.nodes) for tensor in outputs),
     )
+    check_read_by_gradients(kept, inputs, graph.nodes, name)
     written = {} if trains else written_variables(graph)
     trainable = (
         variables_to_train(inputs, loss_fn) if trains else [name for name in inputs.variables if name not in written]

@@ -35,7 +35,7 @@ from dapple_tf.frontend.phases import (
 )
 from dapple_tf.frontend.read_graph import read_graph, read_value, skip_identities
 from dapple_tf.frontend.tape_calls import TapeCall, ops_before
-from dapple_tf.frontend.trace_inputs import TraceInputs, read_inputs
+from dapple_tf.frontend.trace_inputs import TraceInputs, check_read_by_gradients, read_inputs
 from dapple_tf.graph_passes.analysis.layers import written_variables
 from dapple_tf.graph_passes.ir.graph import Graph, Node, Value, attributes
 from dapple_tf.graph_passes.ir.names import of_target, without_target
@@ -67,8 +67,9 @@ def read_step(
     for call in calls:
         groups.setdefault(id(call.target), []).append(call)
     returned, structure = _returned(concrete, name)
-    trace = _Trace(func_graph, recorder, len(specs), name, calls)
-    left_out = frozenset().union(*(call.left_out for call in calls))
+    captured = {placeholder.op.name for _, placeholder in func_graph.captures}
+    left_out = frozenset().union(*(call.left_out for call in calls)) - captured
+    trace = _Trace(func_graph, recorder, len(specs), name, calls, internals.kept_for_gradients(func_graph, left_out))
     phases = trace.phases([*groups.values()], left_out, joined=step.joined)
     if len(phases) > 1 and step.phase is None:
         raise SeveralPhasesError(len(phases), joined=step.joined)
@@ -84,22 +85,26 @@ def read_step(
     loss = read_value(target, inputs.nodes)
     values = [read_value(term, inputs.nodes) for term in terms]
     operations = func_graph.get_operations()
-    node_of = trace.node_of(inputs)
+    node_of, first_op = trace.node_of(inputs), of_targets[0][0].first_op
+    numbers = {node_of[op.name]: i for i, op in enumerate(operations)}
     after = part_step(
         graph,
         loss,
-        of_targets[0][0].first_op,
-        {node_of[op.name]: i for i, op in enumerate(operations)},
+        first_op,
+        numbers,
         [None if tensor is None else read_value(tensor, inputs.nodes) for tensor in returned],
         structure,
         inputs.variables,
         inputs.constants,
         trace.place_of(inputs),
+        trace.values_kept(inputs),
         handed_over,
     )
     if not after.trained:
         raise CaptureError(f"{name} uses none of the gradients that it takes, so there is nothing to train")
-    members = loss_nodes(after)
+    before = [node for node in graph.nodes if node.name not in after.nodes or numbers[node.name] < first_op]
+    check_read_by_gradients(trace.kept, inputs, before, name)
+    members = loss_nodes(after, trace.values_kept(inputs))
     gradients = [{without_target(of): of for of in after.trained if of in names} for names in inputs.gradients.values()]
     asked = [trace.asked(calls, inputs) for calls in of_targets]
     unrecorded = [unrecorded_of(graph, item) for item in asked]
@@ -142,13 +147,17 @@ def _loss_of(func_graph: Any, targets: Sequence[Any]) -> tuple[Any, list[Any]]:
 
 @dataclass(frozen=True)
 class _Trace:
-    """The trace of a training step, as it is read into the IR. ``arguments``: the number of the batch's tensors."""
+    """The trace of a training step, as it is read into the IR. ``arguments``: the number of the batch's tensors.
+
+    ``kept``: the tensors of the forward that custom gradients use, by the name of the op that has the gradient.
+    """
 
     func_graph: Any
     recorder: LayerRecorder
     arguments: int
     name: str
     calls: Sequence[TapeCall]
+    kept: Mapping[str, Sequence[Any]]
 
     def read(
         self, left_out: frozenset[str], of_targets: Sequence[Sequence[TapeCall]] = ()
@@ -173,7 +182,12 @@ class _Trace:
             calls[0].first_op,
             frozenset(calls[0].unrecorded),
             calls[0].place,
+            self.values_kept(inputs),
         )
+
+    def values_kept(self, inputs: TraceInputs) -> dict[str, list[Value]]:
+        """Return the values of the forward that the custom gradient of each node uses."""
+        return {op: [read_value(tensor, inputs.nodes) for tensor in tensors] for op, tensors in self.kept.items()}
 
     def phases(
         self, groups: Sequence[Sequence[TapeCall]], left_out: frozenset[str], *, joined: bool

@@ -75,6 +75,7 @@ def differentiate(
             [(name, tf.convert_to_tensor(gradient)) for name, gradient in result.variables if name not in uses]
             for result in found
         ]
+    _check_captures(captured, tensors)
     joint = read_graph(captured.func_graph, tensors.inputs, captured.graph.name, captured.left_out)
     joint = use_rows(joint, captured.dependence)
     joint = mark_joins(drop_nodes(_described_as_in(captured.graph, joint), captured.dropped), captured.graph)
@@ -91,6 +92,20 @@ def differentiate(
     )
     check_backward_writes(captured, joint, gradients)
     return joint, gradients
+
+
+def _check_captures(captured: Captured, tensors: CapturedTensors) -> None:
+    """Raise CaptureError where only gradients use a variable or a tensor from outside of the trace."""
+    read = (op for op in captured.func_graph.get_operations() if op.name not in captured.left_out)
+    unknown = {tensor.op.name for op in read for tensor in op.inputs} - tensors.inputs.keys()
+    for outside, placeholder in captured.func_graph.captures:
+        if placeholder.op.name in unknown:
+            names = [internals.variable_name(variable) for variable in internals.variables_of_handles([outside])]
+            raise CaptureError(
+                f"in a tf.function that {captured.graph.name!r} calls, a custom gradient uses a variable or tensor "
+                f"that nothing else uses ({names[0] if names else outside.shape}): read it in the forward there "
+                "(value = tf.identity(variable)), and use this value in the gradient"
+            )
 
 
 def _calls_functions(graph: Graph) -> bool:

@@ -31,7 +31,8 @@ class Asked:
     """The gradients of one or several ``targets``: their ``arguments`` in the graph, by name, and their ``variables``.
 
     ``first_op``: the number of ops in the trace before they were first asked for. ``unrecorded``: the names of nodes
-    through which no gradient passes. ``place``: file and line.
+    through which no gradient passes. ``place``: file and line. ``kept``: the values of the forward that the custom
+    gradient of each node uses (see ``values_kept``).
     """
 
     targets: tuple[Value, ...]
@@ -40,6 +41,7 @@ class Asked:
     first_op: int
     unrecorded: frozenset[str]
     place: str
+    kept: Mapping[str, Sequence[Value]]
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ def join_targets(graph: Graph, asked: Sequence[Asked], numbers: Mapping[str, int
 
 def _can_join(graph: Graph, group: Sequence[Asked], item: Asked, numbers: Mapping[str, int]) -> bool:
     taken = frozenset().union(*(other.arguments for other in group))
-    needed = ancestors(graph, [target.node for target in item.targets])
+    needed = ancestors(graph, _data_ancestors(graph, item))
     if taken & needed or len({graph.type_of(of.targets[0]).dtype for of in (*group, item)}) > 1:
         return False
     for node in (graph.node(name) for name in needed):
@@ -111,13 +113,13 @@ def _can_join(graph: Graph, group: Sequence[Asked], item: Asked, numbers: Mappin
 def _agree(graph: Graph, item: Asked, other: Asked) -> bool:
     """Return whether gradients of ``other`` pass through no node at which those of ``item`` end."""
     ends = unrecorded_of(graph, item)
-    passed = (_data_ancestors(graph, other.targets) & _of_variables(graph, other)) - unrecorded_of(graph, other)
+    passed = (_data_ancestors(graph, other) & _of_variables(graph, other)) - unrecorded_of(graph, other)
     return ends.isdisjoint(passed)
 
 
 def unrecorded_of(graph: Graph, asked: Asked) -> frozenset[str]:
     """Return the nodes at which the gradients ``asked`` for end, since no tape recorded them."""
-    return asked.unrecorded & _data_ancestors(graph, asked.targets) & _of_variables(graph, asked)
+    return asked.unrecorded & _data_ancestors(graph, asked) & _of_variables(graph, asked)
 
 
 def _of_variables(graph: Graph, asked: Asked) -> set[str]:
@@ -149,7 +151,7 @@ def rowless_targets(graph: Graph, asked: Sequence[Asked]) -> list[int]:
 
     found = []
     for i, item in enumerate(asked):
-        passed = _reached_by_gradients(graph, item) & _data_ancestors(graph, item.targets)
+        passed = _reached_by_gradients(graph, item) & _data_ancestors(graph, item)
         if all(is_whole(value) for name in passed for value in graph.node(name).inputs):
             found.append(i)
     return found
@@ -165,6 +167,7 @@ def join_asked(asked: Sequence[Asked]) -> Asked:
         first.first_op,
         frozenset.intersection(*(item.unrecorded for item in asked)),
         first.place,
+        first.kept,
     )
 
 
@@ -223,7 +226,7 @@ class _Facts:
     @staticmethod
     def of(graph: Graph, asked: Sequence[Asked], numbers: Mapping[str, int]) -> _Facts:
         """Return the facts; see ``cut_phases``."""
-        losses = tuple(_data_ancestors(graph, item.targets) for item in asked)
+        losses = tuple(_data_ancestors(graph, item) for item in asked)
         differentiated = tuple(_reached_by_gradients(graph, item) for item in asked)
         own = {name: i for i, item in enumerate(asked) for name in item.arguments}
         last_read: dict[str, int] = {}  # by variable, the last phase whose gradients pass through a read so far
@@ -297,9 +300,16 @@ class _PhaseNodes:
             for control in node.controls:
                 if control.source in self._graph.by_name:
                     self._check_time(self._graph.node(control.source), node)
-            for value in node.inputs:
+            of_gradient = self._asked.kept.get(node.name, ())
+            for value in (*node.inputs, *of_gradient):
                 if self._is_taken(value):
                     self._check_taken(value)
+                    if value in of_gradient:
+                        raise CaptureError(
+                            f"{self._place_of(node.name) or self._asked.place}: the custom gradient of {node.name!r} "
+                            f"uses {value.node!r}, which the step has computed for the gradients taken earlier: make "
+                            "it an argument of the function that has the custom gradient"
+                        )
                     taken[value] = None
                 else:
                     pending.append(value.node)
@@ -398,14 +408,15 @@ class _PhaseNodes:
             )
 
 
-def _data_ancestors(graph: Graph, roots: Sequence[Value]) -> frozenset[str]:
+def _data_ancestors(graph: Graph, asked: Asked) -> frozenset[str]:
+    """Return the nodes whose values the targets and their gradients are computed from."""
     found: set[str] = set()
-    pending = [value.node for value in roots]
+    pending = [value.node for value in asked.targets]
     while pending:
         name = pending.pop()
         if name not in found:
             found.add(name)
-            pending += [value.node for value in graph.node(name).inputs]
+            pending += [value.node for value in (*graph.node(name).inputs, *asked.kept.get(name, ()))]
     return frozenset(found)
 
 

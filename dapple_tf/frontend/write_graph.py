@@ -33,6 +33,9 @@ _IR_ATTRS = frozenset(
     }
     | {"loss_head", "takes_rows", "within", "writes"}
 )
+_CHECKED = ("ResourceGatherNd", "ResourceScatterNd")
+"""The first letters of the ops of which TensorFlow checks the shape of their variable."""
+
 _FROM_DIAGONALS = frozenset({"MatrixDiagV2", "MatrixDiagV3"})
 
 
@@ -71,8 +74,9 @@ def import_graph(graph: Graph, inputs: Mapping[str, Any], name: str) -> list[Any
     nodes = tuple(node for node in with_known_diagonals(graph).nodes if node.name not in inputs)
     used = {value.node for node in nodes for value in node.inputs}  # TensorFlow refuses to map what no op takes
     for node in nodes:
-        if node.op.startswith("ResourceScatterNd") and node.inputs[0].node in inputs:  # TensorFlow checks the shape
-            internals.describe_handle(inputs[node.inputs[0].node], graph.type_of(node.inputs[2]).dtype.name)
+        if node.op.startswith(_CHECKED) and node.inputs[0].node in inputs:
+            element = node.outputs[0] if node.outputs else graph.type_of(node.inputs[2])
+            internals.describe_handle(inputs[node.inputs[0].node], element.dtype.name)
     definition = write_graph(graph.replace(nodes=nodes))
     computed = [value for value in graph.outputs if value.node not in inputs]
     tensors = []

@@ -605,6 +605,24 @@ def test_functions_with_no_inline_are_not_inlined(whole: bool) -> None:
     assert any("tell_tale" in node.name for node in executed_nodes(outer, tf.ones(2))) is not whole
 
 
+def test_kept_for_gradients_are_values_of_forward_and_captures_of_the_outside() -> None:
+    variable, numbers, large = tf.Variable(2.0), tf.constant([3.0, 4.0]), tf.ones([1000])
+
+    @tf.custom_gradient
+    def scaled(x: tf.Tensor) -> Any:
+        slope = tf.cos(x, name="slope")
+        return tf.sin(x), lambda dy: dy * slope * variable * numbers * tf.reduce_mean(large)
+
+    graph = tf.function(lambda x: scaled(x)).get_concrete_function(tf.TensorSpec([2])).graph
+    assert len(graph.captures) == 0
+    ((name, kept),) = internals.kept_for_gradients(graph).items()
+    assert graph.get_operation_by_name(name).type == "IdentityN"
+    outside = [tensor for tensor, _ in graph.captures]
+    assert {id(tensor) for tensor in outside} == {id(variable.handle), id(numbers), id(large)}
+    assert {t.name for t in kept} == {"slope:0", *(placeholder.name for _, placeholder in graph.captures)}
+    assert internals.kept_for_gradients(graph, {name}) == {}
+
+
 @pytest.mark.parametrize("kind", ["PartitionedCall", "StatefulPartitionedCall"])
 def test_calls_of_functions_are_call_ops(kind: str) -> None:
     variable = tf.Variable(1.0)

@@ -237,3 +237,60 @@ def test_lengths_that_do_not_depend_on_the_batch_may_decide(compute: Any, micro_
 
     options: dict[str, Any] = {"optimizer": keras.optimizers.SGD(0.1), "stages": 2, "micro_batches": micro_batches}
     assert dapple.verify(loss_fn, batch=(x,), **options).ok
+
+
+def divided_by_another_number_of_the_samples(squares: Any, n: Any) -> Any:
+    return tf.reduce_sum(squares) / (n + n), n + n
+
+
+def divided_by_a_size_of_an_unstacked_shape(squares: Any, n: Any) -> Any:
+    samples, width = tf.unstack(tf.cast(tf.shape(squares), tf.float64))
+    return tf.reduce_sum(squares / samples) / (samples * width), samples + width
+
+
+def divided_by_a_square(squares: Any, n: Any) -> Any:
+    return tf.reduce_sum(squares) / (n * n / n), n
+
+
+@pytest.mark.parametrize(
+    "divide",
+    [
+        divided_by_another_number_of_the_samples,
+        divided_by_a_size_of_an_unstacked_shape,
+        divided_by_a_square,
+    ],
+)
+def test_what_is_computed_from_a_number_of_samples_is_that_of_the_whole_batch(divide: Any) -> None:
+    """The loss divides rows by the number of samples, and a sum by a number that it computes from it."""
+    w, v = matrix(4, 6, "w"), matrix(6, 1, "v")
+
+    def loss_fn(x: Any, y: Any) -> Any:
+        n = tf.cast(tf.shape(x)[0], x.dtype)
+        loss, size = divide(tf.square(tf.tanh((x / n) @ w) @ v - y), n)
+        return loss, {"size": size, "samples": n, "sum": n * tf.reduce_mean(y)}
+
+    wanted, found = loss_fn(X, Y), []
+    for micro_batches in (1, 2, 8):
+        options: dict[str, Any] = {"stages": 2, "micro_batches": micro_batches}
+        assert dapple.verify(loss_fn, optimizer=keras.optimizers.SGD(0.1), batch=(X, Y), **options).ok
+        step = dapple.pipeline(loss_fn, optimizer=keras.optimizers.SGD(0.0), **options)
+        found.append(step(X, Y))
+    for results in found:
+        for ours, theirs in zip(tf.nest.flatten(results), tf.nest.flatten(wanted), strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=1e-12)
+
+
+def test_entries_that_are_looked_up_by_several_indices_are_those_of_one_device() -> None:
+    """tf.gather_nd of a variable, as the transitions of a CRF are looked up, in a loop too."""
+    w, transitions = matrix(4, 3, "w"), matrix(3, 3, "transitions")
+    labels = tf.constant(np.random.default_rng(2).integers(0, 3, size=(8, 5)))
+
+    def loss_fn(x: Any, y: Any) -> Any:
+        of_pairs = tf.reduce_sum(tf.gather_nd(transitions, tf.stack([y[:, :-1], y[:, 1:]], -1)), 1)
+        total = x @ w
+        for _ in tf.range(3):
+            total = tf.reduce_logsumexp(total[:, :, None] + transitions, axis=1)
+        return tf.reduce_mean(tf.reduce_logsumexp(total, axis=1) - of_pairs)
+
+    options: dict[str, Any] = {"optimizer": keras.optimizers.SGD(0.1), "stages": 2, "micro_batches": 4}
+    assert dapple.verify(tf.function(loss_fn), batch=(X, labels), **options).ok

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import dapple_tf as dapple
+from dapple_tf.errors import CaptureError
 from dapple_tf.frontend.trace import trace_loss
 from dapple_tf.graph_passes.analysis.layers import find_layers
 from tests.equality.one_device import Problem, compare
@@ -68,16 +70,34 @@ def rounded(x: Any) -> Any:
     return tf.sin(tf.grad_pass_through(tf.round)(x * 3))
 
 
-FUNCTIONS = (
-    log1pexp,
-    nested,
-    lambda x: sum(two_results(x)),
-    of_a_loop,
-    of_a_list,
-    of_another_layer,
-    recomputed,
-    rounded,
-)
+FACTORS = np.linspace(0.5, 1.5, 100 * WIDTH).reshape(100, WIDTH)
+
+
+def scaled_from_outside() -> Callable[[Any], Any]:
+    """Return a function whose gradient alone reads a variable, a small constant and a large one."""
+    outside: list[Any] = []
+
+    @tf.custom_gradient
+    def scaled(x: Any) -> Any:
+        with tf.init_scope():
+            outside[:] = outside or [tf.Variable(0.3, dtype=tf.float64), *map(tf.constant, (FACTORS[0], FACTORS))]
+        rate, small, large = outside
+        return tf.identity(x), lambda dy: -rate * dy * small * tf.reduce_mean(large, axis=0)
+
+    return scaled
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "log1pexp": log1pexp,
+    "nested": nested,
+    "two results": lambda x: sum(two_results(x)),
+    "of a loop": of_a_loop,
+    "of a list": of_a_list,
+    "of another layer": of_another_layer,
+    "recomputed": recomputed,
+    "rounded": rounded,
+    "from outside": scaled_from_outside(),
+}
 
 
 def problem_of(function: Callable[..., Any]) -> Problem:
@@ -89,11 +109,7 @@ def problem_of(function: Callable[..., Any]) -> Problem:
     return Problem(loss_fn, {"w0": first, "w1": second}, sgd)
 
 
-@pytest.mark.parametrize(
-    "function",
-    FUNCTIONS,
-    ids=["log1pexp", "nested", "two results", "of a loop", "of a list", "of another layer", "recomputed", "rounded"],
-)
+@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
 def test_a_model_cut_before_any_op_of_a_custom_gradient_trains_as_on_one_device(function: Callable[..., Any]) -> None:
     problem, batch = problem_of(function), data(6)
     layers = find_layers(trace_loss(problem.loss_fn, batch, 6).graph)
@@ -106,6 +122,76 @@ def test_a_model_cut_before_any_op_of_a_custom_gradient_trains_as_on_one_device(
 @pytest.mark.parametrize("options", [{"replicas": [1, 2, 1]}, {"batch_loss": True}, {"recompute": True}], ids=str)
 def test_what_a_custom_gradient_captures_is_sent_to_other_replicas_and_computed_again(options: dict[str, Any]) -> None:
     compare(problem_of(nested), [data(8)], stages=3, micro_batches=2, **options).check(1e-12)
+
+
+def reading_step(rate: tf.Variable, *, nested_function: bool = False, written: bool = False) -> Any:
+    """Return a training step with a custom gradient that reads ``rate``."""
+    w = tf.Variable(np.ones([WIDTH, WIDTH]) / WIDTH)
+
+    def scale(x: Any) -> Any:
+        return tf.custom_gradient(lambda x: (tf.identity(x), lambda dy: rate * dy))(x)
+
+    function = tf.function(scale) if nested_function else scale
+
+    def train_step(x: Any, y: Any) -> Any:
+        if written:
+            rate.assign_add(1.0)
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(function(x @ w) - y))
+        w.assign_sub(0.1 * tape.gradient(loss, w))
+        return loss
+
+    return train_step
+
+
+def test_a_variable_that_is_written_before_a_gradient_reads_it_is_refused() -> None:
+    rate = tf.Variable(0.3, dtype=tf.float64, trainable=False, name="rate")
+    step = dapple.train_step(reading_step(rate, written=True), stages=1, micro_batches=2)
+    with pytest.raises(CaptureError, match=r"test_custom_gradients.py:\d+: a custom gradient reads .*'rate'.*identity"):
+        step(*data(4))
+
+
+def test_a_loss_that_writes_what_its_gradient_reads_is_refused() -> None:
+    rate, (w,) = tf.Variable(0.3, dtype=tf.float64, trainable=False, name="rate"), weights(1)
+
+    def loss_fn(x: Any, y: Any) -> Any:
+        rate.assign_add(1.0)
+        hidden = tf.custom_gradient(lambda x: (tf.identity(x), lambda dy: rate * dy))(x @ w)
+        return tf.reduce_mean(tf.square(hidden - y))
+
+    with pytest.raises(CaptureError, match="a custom gradient reads the variable 'rate'"):
+        dapple.pipeline(loss_fn, optimizer=sgd(), stages=1, micro_batches=2)(*data(4))
+
+
+def test_a_variable_that_only_a_gradient_in_a_nested_function_reads_is_refused() -> None:
+    rate = tf.Variable(0.3, dtype=tf.float64, trainable=False, name="rate")
+    step = dapple.train_step(reading_step(rate, nested_function=True), stages=1, micro_batches=2)
+    with pytest.raises(
+        CaptureError, match=r"a tf.function that 'train_step' calls.*nothing else uses \(rate\).*identity"
+    ):
+        step(*data(4))
+
+
+def test_a_gradient_that_uses_what_earlier_gradients_gave_is_refused() -> None:
+    w, v = tf.Variable(np.ones([WIDTH, WIDTH]) / WIDTH), tf.Variable(np.ones([WIDTH, WIDTH]) / WIDTH)
+
+    def train_step(x: Any, y: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(x @ w @ v - y))
+        gradient = tape.gradient(loss, v)
+        v.assign_sub(0.1 * gradient)
+        norm = tf.norm(gradient)
+        with tf.GradientTape() as tape:
+            hidden = tf.custom_gradient(lambda x: (tf.identity(x), lambda dy: norm * dy))(x @ w)
+            loss = tf.reduce_mean(tf.square(hidden @ v - y))
+        w.assign_sub(0.1 * tape.gradient(loss, w))
+        return loss
+
+    step = dapple.train_step(train_step, stages=1, micro_batches=2)
+    with pytest.raises(
+        CaptureError, match=r"test_custom_gradients.py:\d+: the custom gradient of .* make it an argument"
+    ):
+        step(*data(4))
 
 
 def dense_labels(y: Any, p: Any) -> Any:

@@ -821,6 +821,103 @@ def variances_of_weights() -> Made:
     return train_step, [model, optimizer, *means, *squares, count]
 
 
+# --- What a custom gradient uses, and the number of samples
+
+
+@tf.custom_gradient
+def squashed(x: Any) -> Any:
+    """Forward does not need the slope."""
+    y = tf.tanh(x)
+    slope = 1 - tf.square(y)
+    return y, lambda gradient: gradient * slope
+
+
+def slope_for_the_gradient() -> Made:
+    """In both of two phases."""
+    body, head = mlp(outputs=4), keras.Sequential([keras.Input([4]), keras.layers.Dense(1)])
+    optimizers = [keras.optimizers.Adam(0.01), keras.optimizers.SGD(0.1)]
+
+    def train_step(x: Any, y: Any) -> Any:
+        losses = []
+        for optimizer, model in zip(optimizers, (body, head)):
+            with tf.GradientTape() as tape:
+                loss = mse(y, head(squashed(body(x, training=True))))
+            optimizer.apply(tape.gradient(loss, model.trainable_weights), model.trainable_weights)
+            losses.append(loss)
+        return losses
+
+    return train_step, [body, head, *optimizers]
+
+
+def reversed_gradients() -> Made:
+    """A domain is told apart, with gradients that are reversed by a factor which grows: only gradients read it."""
+    body, domain = mlp(outputs=3), keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
+    optimizer = keras.optimizers.Adam(0.01)
+    factor = tf.Variable(0.5, dtype=tf.float64, trainable=False)
+    widths, limits = tf.constant([1.0, 0.5, 0.25], tf.float64), tf.ones([200, 3], tf.float64)
+
+    @tf.custom_gradient
+    def reverse(x: Any) -> Any:
+        return tf.identity(x), lambda gradient: -factor * gradient * widths * tf.reduce_mean(limits, axis=0)
+
+    def train_step(x: Any, y: Any) -> Any:
+        with tf.GradientTape() as tape:
+            hidden = body(x, training=True)
+            loss = mse(y, hidden[:, :1]) + mse(tf.cast(x[:, :1] > 0, x.dtype), domain(reverse(hidden), training=True))
+        weights = body.trainable_weights + domain.trainable_weights
+        optimizer.apply(tape.gradient(loss, weights), weights)
+        factor.assign(1 - (1 - factor) * 0.9)
+        return loss
+
+    return train_step, [body, domain, optimizer, factor]
+
+
+def reversed_by_a_schedule() -> Made:
+    """The factor is set before the loss, which reads it for its gradient alone."""
+    body, domain = mlp(outputs=3), keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
+    optimizer = keras.optimizers.Adam(0.01)
+    steps = tf.Variable(0.0, dtype=tf.float64, trainable=False)
+    factor = tf.Variable(0.0, dtype=tf.float64, trainable=False)
+
+    def reverse(x: Any) -> Any:
+        now = tf.identity(factor)
+        return tf.custom_gradient(lambda x: (tf.identity(x), lambda gradient: -now * gradient))(x)
+
+    def train_step(x: Any, y: Any) -> Any:
+        factor.assign(tf.tanh(steps.assign_add(0.3)))
+        with tf.GradientTape() as tape:
+            hidden = body(x, training=True)
+            loss = mse(y, hidden[:, :1]) + mse(tf.cast(x[:, :1] > 0, x.dtype), domain(reverse(hidden), training=True))
+        weights = body.trainable_weights + domain.trainable_weights
+        optimizer.apply(tape.gradient(loss, weights), weights)
+        return loss
+
+    return train_step, [body, domain, optimizer, steps, factor]
+
+
+def normalised_by_all_inputs() -> Made:
+    """Inputs are normalised by the mean and variance of all inputs so far, joined as Chan et al. do."""
+    model, optimizer = mlp(), keras.optimizers.Adam(0.01)
+    mean = tf.Variable(tf.zeros([4], tf.float64), trainable=False)
+    variance = tf.Variable(tf.ones([4], tf.float64), trainable=False)
+    count = tf.Variable(0.01, dtype=tf.float64, trainable=False)
+
+    def train_step(x: Any, y: Any) -> Any:
+        samples = tf.cast(tf.shape(x)[0], x.dtype)
+        total, difference = count + samples, tf.reduce_mean(x, axis=0) - mean
+        moment = variance * count + tf.math.reduce_variance(x, axis=0) * samples
+        moment += tf.square(difference) * count * samples / total
+        mean.assign_add(difference * samples / total)
+        variance.assign(moment / total)
+        count.assign(total)
+        with tf.GradientTape() as tape:
+            loss = mse(y, model((x - mean) / tf.sqrt(variance), training=True))
+        optimizer.apply(tape.gradient(loss, model.trainable_weights), model.trainable_weights)
+        return loss, count, samples, samples + 1
+
+    return train_step, [model, optimizer, mean, variance, count]
+
+
 CASES: Mapping[str, Callable[[], Made]] = MappingProxyType(
     {
         made.__name__: made
@@ -866,6 +963,10 @@ CASES: Mapping[str, Callable[[], Made]] = MappingProxyType(
             gradients_by_a_function,
             sums_by_label,
             variances_of_weights,
+            slope_for_the_gradient,
+            reversed_gradients,
+            reversed_by_a_schedule,
+            normalised_by_all_inputs,
         )
     }
 )

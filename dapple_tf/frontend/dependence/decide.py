@@ -101,7 +101,7 @@ def _decide(
         )
         scope = analysis.run(graph, shapes, whole)
         per_micro_batch = {v for node in writes if not _writes_once(scope, node) for v in node.strings("writes")}
-        both = scope.mean_sizes & {*scope.sizes.values(), *scope.once_sizes}
+        both = scope.mean_sizes & _of_whole_sizes(graph, scope)
         settled = analysis.mixed_norms <= divided and not analysis.disordered
         if not per_micro_batch & once_written and not both and settled:
             break
@@ -110,6 +110,15 @@ def _decide(
         divided |= analysis.mixed_norms
         blocks |= analysis.disordered
     return _Decision(captured, analysis, scope, live, writes, once_written, batch_loss)
+
+
+def _of_whole_sizes(graph: Graph, scope: Scope) -> set[Value]:
+    """Return the sizes that are the whole batch's for all their users, and the sizes that are computed from these."""
+    found = {value for value in scope.sizes.values() if graph.type_of(value).dtype.differentiable} | scope.once_sizes
+    for node in graph.nodes:
+        if not found.isdisjoint((*node.inputs, *node.values())):
+            found |= {value for value in node.values() if scope.kinds[value].form is Form.SIZE}
+    return found
 
 
 def _writes_once(scope: Scope, node: Node) -> bool:
@@ -145,6 +154,7 @@ class _Decision:
         self.once_written = once_written
         self.reasons: list[Inexactness] = []
         self.adds: set[str] = set()
+        self.whole_sizes = _of_whole_sizes(captured.graph, scope)
         self.once = self._once()
         self.loss_head = self._find_loss_head() if batch_loss is True or (batch_loss and self._couples()) else None
 
@@ -337,7 +347,9 @@ class _Decision:
                 return "mean"
             case Form.ROWS if kind.axis == 0 and kind.outer == 1 and not kind.slope:
                 return "concat"
-            case Form.SIZE if self._is_proportional(value):
+            case Form.SIZE if value in self.whole_sizes and self._make_whole(value):
+                return "first"
+            case Form.SIZE if value not in self.whole_sizes and self._is_proportional(value):
                 return "sum"
         if kind.coupled and not kind.documented:
             self._couple(kind, f"aux output {index}", "return it per sample, or compute it from outputs of the step")
@@ -348,6 +360,15 @@ class _Decision:
             why = f"aux output {index} does not have the batch on axis 0, so that it could be concatenated"
             self._add(Inexactness(value.node, why, "return it per sample, with the batch on axis 0"))
         return None
+
+    def _make_whole(self, value: Value) -> bool:
+        """Return whether a size computed from sizes of the whole batch is one too, and note to replace it by it."""
+        numbers = self.scope.numbers.get(value)
+        if value not in self.scope.once_sizes and (numbers is None or affine(numbers, self.scope.batch) is None):
+            return False
+        if value not in self.scope.once_sizes:
+            self.scope.sizes[value.node, 0] = value
+        return True
 
     def _is_proportional(self, value: Value) -> bool:
         """Return whether a size is proportional to the number of samples, so that those of micro-batches add up."""

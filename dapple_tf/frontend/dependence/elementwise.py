@@ -124,7 +124,8 @@ def whole_size(scope: Scope, node: Node, operand: int) -> Kind:
         return shared()
     if _becomes_integer(scope, value):
         return scope.couple(node, "computes with a size of the micro-batch that is used as a shape or an index too")
-    if found is not None and affine(found, scope.batch) is not None:
+    alone = not scope.graph.type_of(value).dtype.differentiable or len(scope.graph.node(value.node).outputs) == 1
+    if alone and found is not None and affine(found, scope.batch) is not None:
         scope.sizes[node.name, operand] = value
         return shared()
     if not kind.trained and not is_integer(scope.graph.type_of(value)):  # no op uses it as a shape
