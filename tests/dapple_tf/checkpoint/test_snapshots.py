@@ -55,6 +55,7 @@ def wait_for(memory: Path, steps: int) -> None:
     while steps not in parts_in(memory):
         assert time.monotonic() < end, parts_in(memory)
         time.sleep(0.01)  # a thread writes the snapshot
+    time.sleep(0.1)  # and then notes that it is done; no event says so
 
 
 def train(step: Any, memory: Path, count: int, done: int = 0, every: int = 2) -> list[float]:
