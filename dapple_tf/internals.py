@@ -499,15 +499,16 @@ class TracedGradient:
     places: Sequence[int]
 
 
-def gradient_module(graph: Any, name: str) -> str:
-    """Return the module that defines the gradient of an op of a FuncGraph (a closure of ``tf.custom_gradient``).
+def has_library_gradient(graph: Any, name: str) -> bool:
+    """Return whether a module of TensorFlow or Keras defines the gradient of an op of a FuncGraph.
 
-    "" where that is a function with a name of its own, such as tf.sign, which anyone may have given.
+    Not where that is a function with a name of its own, such as tf.sign, which anyone may have given. Looks into the
+    closures of ``tf.custom_gradient``.
     """
     function = ops.get_gradient_function(graph.get_operation_by_name(name))
     for closed_over in ("tape_grad_fn", "grad_fn"):
         function = inspect.getclosurevars(function).nonlocals.get(closed_over, function)
-    return str(function.__module__) if "<locals>" in function.__qualname__ else ""
+    return "<locals>" in function.__qualname__ and str(function.__module__).startswith(("tensorflow.", "keras."))
 
 
 def trace_gradient(graph: Any, name: str) -> TracedGradient:

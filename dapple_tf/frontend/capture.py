@@ -20,12 +20,13 @@ from dapple_tf.frontend.batch import batch_signature, batch_size
 from dapple_tf.frontend.batch_norms import BatchNormRecorder
 from dapple_tf.frontend.capture_step import error_of_step, read_step
 from dapple_tf.frontend.captured import Captured, CapturedTensors, Traced, TrainingStep, plain_function
+from dapple_tf.frontend.dependence.custom_gradients import check_read_by_gradients
 from dapple_tf.frontend.joined_moments import join_moments
 from dapple_tf.frontend.layer_calls import LayerRecorder
 from dapple_tf.frontend.read_graph import read_graph, read_value, skip_identities
 from dapple_tf.frontend.rows import ROWS_NAME, ROWS_OP
 from dapple_tf.frontend.tape_calls import TapeCalls
-from dapple_tf.frontend.trace_inputs import check_read_by_gradients, read_inputs, variables_to_train
+from dapple_tf.frontend.trace_inputs import read_inputs, variables_to_train
 from dapple_tf.graph_passes.analysis.layers import written_variables
 from dapple_tf.graph_passes.ir.graph import Node
 

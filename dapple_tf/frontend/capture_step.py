@@ -21,6 +21,7 @@ from dapple_tf.frontend.captured import (
     Target,
     TrainingStep,
 )
+from dapple_tf.frontend.dependence.custom_gradients import check_read_by_gradients
 from dapple_tf.frontend.layer_calls import LayerRecorder
 from dapple_tf.frontend.names import tensor_name
 from dapple_tf.frontend.phases import (
@@ -35,7 +36,7 @@ from dapple_tf.frontend.phases import (
 )
 from dapple_tf.frontend.read_graph import read_graph, read_value, skip_identities
 from dapple_tf.frontend.tape_calls import TapeCall, ops_before
-from dapple_tf.frontend.trace_inputs import TraceInputs, check_read_by_gradients, read_inputs
+from dapple_tf.frontend.trace_inputs import TraceInputs, read_inputs
 from dapple_tf.graph_passes.analysis.layers import written_variables
 from dapple_tf.graph_passes.ir.graph import Graph, Node, Value, attributes
 from dapple_tf.graph_passes.ir.names import of_target, without_target

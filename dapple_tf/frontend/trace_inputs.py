@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,9 +12,8 @@ from dapple_tf import internals
 from dapple_tf.errors import CaptureError
 from dapple_tf.frontend.names import unique_name
 from dapple_tf.frontend.node_attributes import read_attribute
-from dapple_tf.frontend.read_graph import read_value
 from dapple_tf.frontend.tables import find_misuse
-from dapple_tf.graph_passes.ir.graph import Effect, Node, attributes
+from dapple_tf.graph_passes.ir.graph import Node, attributes
 
 TRAINED = "trained_variables"
 """The attribute of a loss function that returns the variables to train, in the order in which its optimizer gets them.
@@ -101,22 +100,3 @@ def small_constants(func_graph: Any) -> list[tuple[str, Any]]:
     """
     found = [tensor for _, tensor in func_graph.captures if tensor.op.type == "Const"]
     return [(f"constant/{i}", tensor) for i, tensor in enumerate(found)]
-
-
-def check_read_by_gradients(
-    kept: Mapping[str, Sequence[Any]], inputs: TraceInputs, nodes: Sequence[Node], name: str
-) -> None:
-    """Raise CaptureError where a custom gradient reads a variable that one of ``nodes`` writes: the order is not known.
-
-    ``kept``: see ``internals.kept_for_gradients``. ``name``: of the function, for errors.
-    """
-    for node in (node for node in nodes if node.effect is Effect.WRITE):
-        for op, tensors in kept.items():
-            read = {read_value(tensor, inputs.nodes).node for tensor in tensors if tensor.dtype == tf.resource}
-            if found := sorted(read.intersection(node.strings("writes"))):
-                place = internals.user_place(tensors[0].graph.get_operation_by_name(op)) or name
-                raise CaptureError(
-                    f"{place}: a custom gradient reads the variable {found[0]!r}, which is written before the "
-                    "gradients are taken: read the variable in the forward (value = tf.identity(variable)), and use "
-                    "this value in the gradient"
-                )

@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 import dapple_tf as dapple
-from dapple_tf.errors import ExactnessError, PlanError
+from dapple_tf.errors import CaptureError, ExactnessError, PlanError
 from tests.asynchronous.networks import WIDTH, Network, normal
 from tests.asynchronous.test_equals_reference import OPTIMIZERS, compare
 
@@ -135,6 +135,17 @@ def test_a_custom_gradient_that_reads_what_a_later_minibatch_has_written_is_refu
         def first(x: Any) -> Any:
             advance(scale)
             return scaled(x)
+
+        return first, lambda x: x, lambda: None
+
+    refused(network(stages), CaptureError, "a custom gradient reads the variable 'scale', which is written before")
+
+
+def test_a_recomputation_that_reads_what_a_later_minibatch_has_written_is_refused() -> None:
+    def stages(scale: Any) -> Any:
+        def first(x: Any) -> Any:
+            advance(scale)
+            return tf.recompute_grad(lambda x: x * scale)(x)
 
         return first, lambda x: x, lambda: None
 

@@ -6,7 +6,7 @@ own. Its forward says nothing of that gradient, which is therefore traced and lo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,18 +14,17 @@ import numpy as np
 import tensorflow as tf
 
 from dapple_tf import internals
+from dapple_tf.errors import CaptureError
 from dapple_tf.frontend.dependence.bodies import Body, read_body
 from dapple_tf.frontend.dependence.kinds import CONSTANT, Form, Kind, shared
 from dapple_tf.frontend.dependence.scope import Scope
 from dapple_tf.frontend.inference import infer_body
-from dapple_tf.graph_passes.ir.graph import Node, Shape, Value
+from dapple_tf.frontend.read_graph import read_value
+from dapple_tf.frontend.trace_inputs import TraceInputs
+from dapple_tf.graph_passes.ir.graph import Effect, Node, Shape, Value
 
 KindsOfBody = Callable[[Body, Sequence[Kind]], list[Kind]]
 """Returns the kinds of the outputs of a function, for arguments of these kinds."""
-
-
-_TRUE = ("tensorflow.", "keras.")
-"""Packages whose custom gradients are those of forward, computed in another way (silu, tf.recompute_grad)."""
 
 
 def has_custom_gradient(node: Node) -> bool:
@@ -50,7 +49,8 @@ def check_gradient(
     """
     if not any(kind.trained for kind in kinds):
         return True
-    true = internals.gradient_module(func_graph, node.name).startswith(_TRUE)
+    # Of forward, computed in another way (silu, tf.recompute_grad).
+    true = internals.has_library_gradient(func_graph, node.name)
     if true and not unused:
         return True
     gradients = internals.trace_gradient(func_graph, node.name)
@@ -99,3 +99,24 @@ def _fits(kind: Kind, gradient: Kind) -> bool:
         case Form.SUM:
             return gradient.shared
     return True
+
+
+def check_read_by_gradients(
+    kept: Mapping[str, Sequence[Any]], inputs: TraceInputs, nodes: Sequence[Node], name: str
+) -> None:
+    """Raise CaptureError where a custom gradient reads a variable that one of ``nodes`` writes: the order is not known.
+
+    Those of TensorFlow itself (``tf.recompute_grad``) are checked when the stages are differentiated. ``kept``: see
+    ``internals.kept_for_gradients``. ``name``: of the function, for errors.
+    """
+    for node in (node for node in nodes if node.effect is Effect.WRITE):
+        for op, tensors in kept.items():
+            read = {read_value(tensor, inputs.nodes).node for tensor in tensors if tensor.dtype == tf.resource}
+            found = sorted(read.intersection(node.strings("writes")))
+            if found and not internals.has_library_gradient(tensors[0].graph, op):
+                place = internals.user_place(tensors[0].graph.get_operation_by_name(op)) or name
+                raise CaptureError(
+                    f"{place}: a custom gradient reads the variable {found[0]!r}, which is written before the "
+                    "gradients are taken: read the variable in the forward (value = tf.identity(variable)), and use "
+                    "this value in the gradient"
+                )
