@@ -81,9 +81,10 @@ class Launch:
 
 @dataclass(frozen=True)
 class Job:
-    """What is launched: a model of ``benchmarks/killed_model.py`` on the ``slots`` of hosts, for a number of steps.
+    """A job to launch: a model of ``benchmarks/killed_model.py``, a rank in each slot of the hosts, and its steps.
 
-    It goes on with at least so many ranks. ``options``: of ``dapple train``.
+    ``slots``: of each host, by name. ``least``: the job ends where fewer ranks than this are left. ``options``: further
+    ones of ``dapple train``.
     """
 
     model: str = "chain"
@@ -93,7 +94,10 @@ class Job:
     options: tuple[str, ...] = ("--stages", "3", "--replicas", "1,1,1", "--micro-batches", "2")
 
 
-def launch(hosts: NamedHosts, folder: Path, job: Job = Job()) -> Launch:  # it is frozen
+_CHAIN = Job()
+
+
+def launch(hosts: NamedHosts, folder: Path, job: Job = _CHAIN) -> Launch:
     """Start the job on all hosts."""
     model = f"{Path(__file__).with_name('killed_model.py')}:{job.model}"
     ranks = str(sum(job.slots.values()))
@@ -253,7 +257,7 @@ def _run_job(number: int, seed: int, reference: Mapping[int, float]) -> tuple[Ro
 
 def run_losses(jobs: int, first: int, seed: int) -> Iterator[Row]:
     """Yield a row for each job, and one for each kind."""
-    reference = _reference(Job())
+    reference = _reference(_CHAIN)
     results: dict[str, Counter[str]] = {}
     for number in range(first, first + jobs):
         row, loss, result = _run_job(number, seed, reference)
@@ -326,10 +330,8 @@ def run_sizes() -> Iterator[Row]:
             hosts.write_list({host: ranks})
             if ranks < 4:
                 lose(Loss("rank KILL", "step", ranks, "", 0.0), started, hosts)
-            again = rf"starts the job again .* with {ranks} rank"
-            _wait(lambda begin=begin, again=again: started.find(again, begin) is not None, _PATIENCE)
-            restart = time.time()
-            _wait(lambda restart=restart: started.find("resumed after", restart) is not None, _PATIENCE)
+            restart = _wait_for_line(started, rf"starts the job again .* with {ranks} rank", begin)
+            _wait_for_line(started, "resumed after", restart)
             _wait_for_steps(started, folder, 1)
             first = time.time()
             wanted = "at most 30 s on 2 cores" if ranks < 4 else "-"
@@ -351,6 +353,13 @@ def _reference(job: Job) -> dict[int, float]:
         if started.process.wait(3 * _PATIENCE):
             raise RuntimeError(f"the job that nothing happens to failed:\n{started.text[-3000:]}")
         return losses_in(Path(name))
+
+
+def _wait_for_line(started: Launch, pattern: str, after: float) -> float:
+    """Return when the first line with ``pattern`` came after a moment; raise RuntimeError if none comes."""
+    if not _wait(lambda: started.find(pattern, after) is not None, _PATIENCE):
+        raise RuntimeError(f"no line has {pattern!r}:\n{started.text[-3000:]}")
+    return started.find(pattern, after) or after
 
 
 def _wait_for_steps(started: Launch, folder: Path, count: int) -> None:

@@ -36,7 +36,7 @@ class Peak:
         return max(seconds, self.launch_seconds) if is_launched(moved, kind) else seconds
 
 
-_HOST_BYTES = 64.0
+_HOST_BYTES = 64.0  # an op that moves no more computes a length or a single number
 
 
 def is_launched(moved: float, kind: OpClass) -> bool:

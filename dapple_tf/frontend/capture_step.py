@@ -165,7 +165,7 @@ class _Trace:
     ) -> tuple[TraceInputs, Graph]:
         """Return the inputs, gradients included, and the graph, without the ops ``left_out``.
 
-        ``of_targets``: the calls of the targets whose gradients are to be told apart.
+        ``of_targets``: the calls of each target whose gradients are computed apart from the others'.
         """
         inputs = read_inputs(self.func_graph, self.arguments, self.name)
         _add_gradients(inputs, of_targets or [self.calls])

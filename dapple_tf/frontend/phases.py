@@ -137,13 +137,9 @@ def rowless_targets(graph: Graph, asked: Sequence[Asked]) -> list[int]:
 
     Such gradients need no micro-batches: the rate of a constraint, trained by the mean that a forward has returned.
     """
-    own = frozenset().union(*(item.arguments for item in asked))
-    rows = [node for node in graph.nodes if node.op == "arg" and node.name not in own]
+    of_batch = _of_batch(graph, asked)
+    rows = (node for node in graph.nodes if node.op == "arg" and node.name in of_batch)
     sized = all(None not in (kind.shape.dims or (None,)) for node in rows for kind in node.outputs)
-    of_batch = {node.name for node in rows}
-    for node in graph.nodes:
-        if node.effect is Effect.RANDOM or any(value.node in of_batch for value in node.inputs):
-            of_batch.add(node.name)
 
     def is_whole(value: Value) -> bool:
         dims = graph.type_of(value).shape.dims
@@ -155,6 +151,17 @@ def rowless_targets(graph: Graph, asked: Sequence[Asked]) -> list[int]:
         if all(is_whole(value) for name in passed for value in graph.node(name).inputs):
             found.append(i)
     return found
+
+
+def _of_batch(graph: Graph, asked: Sequence[Asked]) -> frozenset[str]:
+    """Return the nodes that depend on the batch, or on draws, other than by the gradients ``asked`` for."""
+    gradients = frozenset().union(*(item.arguments for item in asked))
+    found: set[str] = set()
+    for node in graph.nodes:  # in topological order
+        is_row = node.name not in gradients and (node.op == "arg" or node.effect is Effect.RANDOM)
+        if is_row or any(value.node in found for value in node.inputs):
+            found.add(node.name)
+    return frozenset(found)
 
 
 def join_asked(asked: Sequence[Asked]) -> Asked:
@@ -231,7 +238,7 @@ class _Facts:
         own = {name: i for i, item in enumerate(asked) for name in item.arguments}
         last_read: dict[str, int] = {}  # by variable, the last phase whose gradients pass through a read so far
         phases: dict[str, int] = {}
-        of_batch: set[str] = set()
+        of_batch = _of_batch(graph, asked)
         of_gradient: set[str] = set(own)
         writers: dict[str, list[str]] = {}
         written_before: dict[str, frozenset[str]] = {}
@@ -239,9 +246,6 @@ class _Facts:
         for node in graph.nodes:  # in topological order
             sources = {value.node for value in node.inputs}
             before = [source for source in node.predecessors() if source in phases]
-            is_row = node.name not in own and (node.op == "arg" or node.effect is Effect.RANDOM)
-            if is_row or sources & of_batch:
-                of_batch.add(node.name)
             if sources & of_gradient:
                 of_gradient.add(node.name)
             found = max((phases[source] for source in before), default=-1)
@@ -263,9 +267,7 @@ class _Facts:
                     found = max(found, last_read.get(target, -1))  # a later phase repeats the forward of before
                 written |= {node.name}
             phases[node.name], written_before[node.name] = found, written
-        return _Facts(
-            phases, losses, differentiated, frozenset(of_batch), frozenset(of_gradient), writers, written_before
-        )
+        return _Facts(phases, losses, differentiated, of_batch, frozenset(of_gradient), writers, written_before)
 
     def home(self, node: str) -> int:
         """Return the first phase that computes a node."""

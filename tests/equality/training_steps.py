@@ -850,7 +850,7 @@ def slope_for_the_gradient() -> Made:
 
 
 def reversed_gradients() -> Made:
-    """A domain is told apart, with gradients that are reversed by a factor which grows: only gradients read it."""
+    """Domain adaptation by gradient reversal: a factor, which only the custom gradient reads, grows each step."""
     body, domain = mlp(outputs=3), keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
     optimizer = keras.optimizers.Adam(0.01)
     factor = tf.Variable(0.5, dtype=tf.float64, trainable=False)

@@ -49,7 +49,7 @@ def check_gradient(
     """
     if not any(kind.trained for kind in kinds):
         return True
-    # Of forward, computed in another way (silu, tf.recompute_grad).
+    # A library's gradient is that of its forward, computed in another way (silu, tf.recompute_grad).
     true = internals.has_library_gradient(func_graph, node.name)
     if true and not unused:
         return True
