@@ -8,6 +8,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -276,14 +277,24 @@ def test_bytes_in_flight_are_counted_until_an_op_takes_them(pair: Pair) -> None:
 # --- tensors that the receiver copies from the sender's memory
 
 
+def read_bytes(other: socket.socket, size: int) -> bytes:
+    """Return the next ``size`` bytes. MSG_WAITALL would not do: a socket with a time limit returns what has come."""
+    other.settimeout(20)
+    found = b""
+    while len(found) < size:
+        part = other.recv(size - len(found))
+        assert part, f"the connection ended after {len(found)} of {size} bytes"
+        found += part
+    return found
+
+
 def read_messages(other: socket.socket, number: int) -> list[tuple[bytes, bytes]]:
     """Return kind and header of the next messages, none of which has tensors by value."""
-    other.settimeout(20)
     found = []
     for _ in range(number):
-        prefix = other.recv(8, socket.MSG_WAITALL)
+        prefix = read_bytes(other, 8)
         (size,) = struct.unpack("=I", prefix[4:])
-        found.append((prefix[3:4], other.recv(size, socket.MSG_WAITALL) if size else b""))
+        found.append((prefix[3:4], read_bytes(other, size)))
     return found
 
 
@@ -293,6 +304,13 @@ def references(address: int, elements: int) -> bytes:
     return b"DXMR" + struct.pack("=I", len(header)) + header
 
 
+def wait_for_bytes_in_flight(library: ExchangeLibrary, wanted: int) -> None:
+    """Wait until so many bytes are in flight: a message counts until the sender's thread notes that it was sent."""
+    end = time.monotonic() + 20
+    while (found := library.take_peak_bytes()) != wanted:
+        assert time.monotonic() < end, f"{found} bytes are in flight, {wanted} expected"
+
+
 def test_a_large_tensor_is_kept_until_the_peer_has_copied_it(library: ExchangeLibrary, far_end: FarEnd) -> None:
     peer, other = far_end
     ((kind, probe),) = read_messages(other, 1)
@@ -300,23 +318,21 @@ def test_a_large_tensor_is_kept_until_the_peer_has_copied_it(library: ExchangeLi
     assert kind == b"P"
     assert ctypes.c_uint64.from_address(address).value == number
     other.sendall(b"DXMY" + struct.pack("=I", 0))
-    library.take_peak_bytes()
     value = np.arange(100_000, dtype=np.float32)
     for _ in range(100):  # the first ones may be on their way before the answer to the probe is read
         library.ops.dapple_send([tf.constant(value)], [], peer=peer, exchange="x")
-        kind = other.recv(8, socket.MSG_WAITALL)[3:4]
+        kind = read_bytes(other, 8)[3:4]
         if kind == b"R":
             break
-        other.recv(33 + value.nbytes, socket.MSG_WAITALL)
+        read_bytes(other, 33 + value.nbytes)
     assert kind == b"R"
-    *_, size, address = struct.unpack("=iiqQ", other.recv(41, socket.MSG_WAITALL)[17:])
+    *_, size, address = struct.unpack("=iiqQ", read_bytes(other, 41)[17:])
     assert size == len(value)
+    wait_for_bytes_in_flight(library, value.nbytes)
     np.testing.assert_array_equal(np.ctypeslib.as_array((ctypes.c_float * size).from_address(address)), value)
-    library.take_peak_bytes()
     assert library.take_peak_bytes() == value.nbytes
     other.sendall(b"DXMC" + struct.pack("=I", 0))
-    while library.take_peak_bytes():
-        pass
+    wait_for_bytes_in_flight(library, 0)
 
 
 def test_a_tensor_is_copied_from_the_memory_of_the_sender(library: ExchangeLibrary, far_end: FarEnd) -> None:
