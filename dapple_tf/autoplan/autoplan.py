@@ -115,7 +115,7 @@ class Autoplan:
         """
         problem = None if self._decision is None else self._decision.problem
         now = None if problem is None else planned_seconds(self.plan)
-        if problem is None or now is None or self.window is not None:
+        if problem is None or now is None:
             return None
         try:
             if self._wanted_cluster is not None:
@@ -192,7 +192,7 @@ class Autoplan:
         """Raise PlanError where there is no plan yet, and the requested sizes do not fit a batch of ``samples``."""
         window = self._options.window
         if window is not None:
-            check_window_size(samples, window.minibatches * (window.micro_batches or 1), (1,))
+            check_window_size(samples, window.parts, (1,))
         if self._decision is None and (sizes := self._options.sizes(samples)):
             check_batch_size(samples, len(sizes), self._options.replicas or (1,), sizes)
 

@@ -55,11 +55,9 @@ def check_plan_fits(plan: Plan, layers: Layers, samples: int) -> None:
             f"the plan is for {planned} layers, but {layers.graph.name} has {len(layers.layers)}: it was made for "
             "another model"
         )
-    if plan.window is not None:
-        return
     try:
         sizes = plan.sizes if samples == plan.global_batch_size else ()  # another batch may get equal micro-batches
-        check_batch_size(samples, plan.micro_batches, plan.replicas, sizes)
+        check_batch_size(samples, plan.micro_batches, plan.sharing, sizes)
         check_shares(plan, min(sizes, default=samples // plan.micro_batches))
     except PlanError as error:
         if samples == plan.global_batch_size:

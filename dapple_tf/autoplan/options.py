@@ -34,7 +34,7 @@ from dapple_tf.plan_check import check_inputs
 from dapple_tf.plans import Plan, as_flag
 from dapple_tf.profiler.cluster import Cluster
 from dapple_tf.simulator.order import check_plannable
-from dapple_tf.window_plan import USUAL_MINIBATCHES, WindowPlan
+from dapple_tf.window_plan import USUAL_MINIBATCHES, Synchronous, Training, WindowPlan
 
 WINDOW_NOT_VERIFIED = (
     "an asynchronous window uses weights that are some updates old, so no step on one device equals it. Verify the "
@@ -478,9 +478,13 @@ class Options:
             return None
         names = ("minibatches", "weights", "depth", "micro_batches")
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        if self.plan is not None and self.plan.window is not None:
-            return dataclasses.replace(self.plan.window, **given)
-        return WindowPlan(**{"minibatches": USUAL_MINIBATCHES, **given})
+        planned = self.plan.window if self.plan is not None else None
+        return dataclasses.replace(planned or WindowPlan(USUAL_MINIBATCHES), **given)
+
+    @property
+    def training(self) -> Training:
+        """How to train: in steps, or in windows."""
+        return self.window or Synchronous()
 
     def planned_anew(self) -> Options:
         """Return the options with stages, replicas and schedule left to the planner, and what results depend on kept.
@@ -523,7 +527,7 @@ class Options:
     @property
     def runs_whole_minibatches(self) -> bool:
         """Whether every step is computed from one micro-batch on one replica, as one device does it."""
-        return self.window is not None and self.window.in_turn
+        return self.training.in_turn
 
     @property
     def can_run_uncut(self) -> bool:
@@ -571,10 +575,7 @@ class Options:
         """Return about how many samples the largest micro-batch of a batch of ``samples`` has."""
         if self.given_sizes:
             return math.ceil(samples * max(self.given_sizes) / math.fsum(self.given_sizes))
-        count = self.count_micro_batches(samples)
-        if self.window is not None:
-            count = self.window.minibatches * (self.window.micro_batches or 1)
-        return samples // max(1, count)
+        return samples // max(1, self.count_micro_batches(samples) * self.training.parts)
 
 
 # --- options that contradict each other

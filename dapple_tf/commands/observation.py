@@ -140,7 +140,7 @@ class LossWatch:
         self._unsaved += 1
         if self._unsaved == 1:
             number = 0 if last is None else last.number
-            what = self._step.plan.words.unit
+            what = self._step.plan.training.words.unit
             self._tell(f"warning: no checkpoint after {what} {number}: the loss or a variable is not finite")
         return False
 

@@ -12,7 +12,7 @@ one minibatch, and the replicas of a stage share each micro-batch as in synchron
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -52,7 +52,13 @@ class Window:
                     f"minibatches={self.minibatches} is no multiple of the {replicas} replicas of stage {stage}, which "
                     "take minibatches in turn: use a multiple"
                 )
-        _check_runs(self)
+        ends = run_window(self, lambda action: 0.0)
+        heads = (next((action for action in row if action not in ends), None) for row in self.rows.values())
+        if blocked := [str(action) for action in heads if action is not None]:
+            raise ScheduleError(
+                f"a window of {self.minibatches} minibatches with K = {list(self.warm_up)} on {list(self.replicas)} "
+                f"replicas deadlocks at {' '.join(blocked[:8])}: use a larger depth, or other replicas"
+            )
 
     @property
     def stages(self) -> int:
@@ -138,36 +144,35 @@ def depth_warm_up(stages: int, depth: int) -> tuple[int, ...]:
     return tuple(max(1, min(depth - stage, 2 * (stages - stage) - 1)) for stage in range(stages))
 
 
-def _check_runs(window: Window) -> None:
-    """Raise ScheduleError unless every action of the window runs, each after the results and updates that it needs.
+def run_window(window: Window, seconds: Callable[[Action], float]) -> dict[Action, float]:
+    """Return when each action of a window ends, where it takes ``seconds``, and transfers and updates take no time.
 
-    A forward that follows a backward on its replica waits for that backward's update, and so for the backwards of the
-    whole group, on all replicas of the stage.
+    Each action waits for the results that it takes. A forward that follows a backward on its replica also waits for
+    that backward's update, and so for the backwards of the whole group, on all replicas of the stage. Actions that are
+    not returned never run: the order deadlocks.
     """
-    done: set[Action] = set()
-    heads = dict.fromkeys(window.rows, 0)
+    ends: dict[Action, float] = {}
+    heads, free = dict.fromkeys(window.rows, 0), dict.fromkeys(window.rows, 0.0)
     moved = True
     while moved:
         moved = False
         for place, actions in window.rows.items():
-            while heads[place] < len(actions) and _is_ready(window, place, heads[place], done):
-                done.add(actions[heads[place]])
+            while heads[place] < len(actions):
+                needed = _needed_actions(window, actions, heads[place])
+                if not ends.keys() >= needed:
+                    break
+                action = actions[heads[place]]
+                free[place] = ends[action] = max([free[place], *(ends[a] for a in needed)]) + seconds(action)
                 heads[place] += 1
                 moved = True
-    blocked = [str(actions[heads[place]]) for place, actions in window.rows.items() if heads[place] < len(actions)]
-    if blocked:
-        raise ScheduleError(
-            f"a window of {window.minibatches} minibatches with K = {list(window.warm_up)} on {list(window.replicas)} "
-            f"replicas deadlocks at {' '.join(blocked[:8])}: use a larger depth, or other replicas"
-        )
+    return ends
 
 
-def _is_ready(window: Window, place: tuple[int, int], index: int, done: set[Action]) -> bool:
-    stage, _ = place
-    actions = window.rows[place]
+def _needed_actions(window: Window, actions: Sequence[Action], index: int) -> set[Action]:
+    """Return the actions that must end before a replica's action at ``index`` starts."""
     action, before = actions[index], actions[index - 1] if index else None
-    needed = [a for a in dependencies(action, window.stages) if a.kind in "FB"]
+    needed = {a for a in dependencies(action, window.stages) if a.kind in "FB"}
     if action.kind == "F" and before is not None and window.ends_update(before):
-        group = window.updates[stage][window.update_of(stage, before.micro_batch)]
-        needed += [Action(stage, "B", m) for m in group]
-    return done.issuperset(needed)
+        group = window.updates[action.stage][window.update_of(action.stage, before.micro_batch)]
+        needed |= {Action(action.stage, "B", m) for m in group}
+    return needed
