@@ -4,23 +4,34 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
+from dapple_tf.plans import Plan
 from dapple_tf.simulator.memory import MemoryLimit, usable_bytes
 from dapple_tf.timeline.stage_costs import StageCosts
 
 
+@dataclass(frozen=True, eq=False)
 class SimulatedFigures(ABC):
-    """Figures that follow from the seconds of a step or window, and from the peaks of its stages.
+    """Figures of a step or window of ``plan``, executed under the cost model: the ``Simulation`` of a timeline.
 
     ``one_device_seconds``: seconds of one device running the whole batch. ``device_memory``: bytes of the device that
     has fewest. ``limits``: of each stage, where devices or their shares are unequal; else none.
     """
 
+    plan: Plan
+    execution: Any
     one_device_seconds: float
     device_memory: float
-    limits: tuple[MemoryLimit, ...]
+    limits: tuple[MemoryLimit, ...] = ()
+
+    @property
+    @abstractmethod
+    def costs(self) -> tuple[StageCosts, ...]:
+        """The costs of each stage."""
 
     @property
     @abstractmethod
@@ -31,6 +42,11 @@ class SimulatedFigures(ABC):
     @abstractmethod
     def peak_memory_bytes(self) -> tuple[float, ...]:
         """The most bytes that one device of each stage holds."""
+
+    @property
+    def acr(self) -> float:
+        """The activation communication ratio (DAPPLE, Table V)."""
+        return activation_communication_ratio(self.costs)
 
     @property
     def speedup(self) -> float:

@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from dapple_tf.graph_passes.schedules.schedule import Action
-from dapple_tf.plans import Plan
-from dapple_tf.simulator.memory import MemoryLimit
-from dapple_tf.simulator.simulated_figures import SimulatedFigures, activation_communication_ratio
+from dapple_tf.simulator.simulated_figures import SimulatedFigures
 from dapple_tf.simulator.window_execution import WindowExecution
 from dapple_tf.timeline.events import Event, Place, StageEvent, StepEvents, Transfer
 from dapple_tf.timeline.stage_costs import StageCosts
@@ -18,16 +16,9 @@ from dapple_tf.timeline.stage_costs import StageCosts
 
 @dataclass(frozen=True, eq=False)
 class SimulatedWindow(SimulatedFigures):
-    """A window of ``plan`` executed under the cost model: the ``Simulation`` of a timeline.
+    """An asynchronous window; see ``SimulatedFigures``. The ``acr`` is that of one replica's actions."""
 
-    The fields beside ``execution`` are as in ``SimulatedFigures``.
-    """
-
-    plan: Plan
     execution: WindowExecution
-    one_device_seconds: float
-    device_memory: float
-    limits: tuple[MemoryLimit, ...] = ()
 
     @property
     def costs(self) -> tuple[StageCosts, ...]:
@@ -38,11 +29,6 @@ class SimulatedWindow(SimulatedFigures):
     def step_seconds(self) -> float:
         """Seconds until the last event ends."""
         return self.execution.seconds
-
-    @property
-    def acr(self) -> float:
-        """The activation communication ratio (DAPPLE, Table V), of one replica's actions."""
-        return activation_communication_ratio(self.costs)
 
     @cached_property
     def stage_utilisation(self) -> tuple[float, ...]:

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from dapple_tf.graph_passes.ir.graph import Attr, Graph, Node, Value, attributes
+from dapple_tf.graph_passes.ir.graph import Graph, Node, Value, attributes
 from dapple_tf.graph_passes.ir.names import Site, at, of_minibatch
 from dapple_tf.graph_passes.ir.ops import OpName
+from dapple_tf.graph_passes.passes.allreduce import allreduce_node
 from dapple_tf.graph_passes.passes.base import Contract
 from dapple_tf.graph_passes.passes.gather_slices import SparsePart, gather_node, slice_ports
 from dapple_tf.graph_passes.schedules.window import Window
@@ -62,18 +63,14 @@ def _reduce(graph: Graph, window: Window, stage: int, last: int, gradients: Sequ
     if not gradients:
         return []
     first = gradients[0]
-    variables = first.strings("variables")
-    place: dict[str, Attr] = {"replica": 0, "stage": stage, "variables": variables}
     nodes = []
-    values = first.values()
     if len(gradients) > 1:
-        attrs = {**place, "replicas": len(gradients), **({"average": True} if window.in_turn else {})}
-        inputs = tuple(value for node in gradients for value in node.values())
-        name = of_minibatch(last, at(stage, what=OpName.ALLREDUCE))
-        nodes.append(Node(name, OpName.ALLREDUCE, inputs, first.outputs, attributes(attrs)))
-        values = nodes[-1].values()
+        reduced = allreduce_node(of_minibatch(last, at(stage, what=OpName.ALLREDUCE)), gradients)
+        nodes.append(reduced.with_attrs(average=True) if window.in_turn else reduced)
+    attrs = attributes({"replica": 0, "stage": stage, "variables": first.strings("variables")})
     name = of_minibatch(last, at(stage, what=OpName.REDUCED_GRADIENTS))
-    return [*nodes, Node(name, OpName.REDUCED_GRADIENTS, values, first.outputs, attributes(place))]
+    values = (nodes or gradients)[-1].values()
+    return [*nodes, Node(name, OpName.REDUCED_GRADIENTS, values, first.outputs, attrs)]
 
 
 def _gather(

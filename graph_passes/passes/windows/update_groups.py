@@ -15,7 +15,7 @@ from dapple_tf.errors import GraphError
 from dapple_tf.graph_passes.ir.graph import Attr, Control, Function, Graph, Node, attributes
 from dapple_tf.graph_passes.ir.names import at, find_minibatch, nodes_of, of_minibatch
 from dapple_tf.graph_passes.ir.ops import OpName
-from dapple_tf.graph_passes.passes.apply import Gradients, update_inputs
+from dapple_tf.graph_passes.passes.apply import Gradients, complete_gradients, update_inputs
 from dapple_tf.graph_passes.passes.base import Contract
 from dapple_tf.graph_passes.passes.split_update import Updates
 from dapple_tf.graph_passes.schedules.window import Window
@@ -117,13 +117,7 @@ def _gradients(graph: Graph) -> dict[tuple[int, int], Gradients]:
     for node in nodes_of(graph, OpName.REDUCED_GRADIENTS, OpName.GATHER_SLICES):
         minibatch = find_minibatch(node.name)
         assert minibatch is not None  # GroupGradients names them so
-        own = found.setdefault((node.integer("stage"), minibatch), {})
-        if node.op == OpName.GATHER_SLICES:
-            own["slices", node.string("variable")], own["indices", node.string("variable")] = node.values()
-        else:
-            own |= {
-                ("gradient", name): value for name, value in zip(node.strings("variables"), node.values(), strict=True)
-            }
+        found.setdefault((node.integer("stage"), minibatch), {}).update(complete_gradients(node))
     return found
 
 
