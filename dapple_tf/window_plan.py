@@ -14,6 +14,7 @@ from dapple_tf.errors import PlanError
 from dapple_tf.graph_passes.schedules.weight_versions import POLICIES, Versions, WeightPolicy, weight_versions
 from dapple_tf.graph_passes.schedules.window import Window, depth_warm_up, round_robin_warm_up
 from dapple_tf.profiler.records import Count
+from dapple_tf.profiler.units import format_samples
 
 USUAL_MINIBATCHES = 64
 """Minibatches of a window where none are given."""
@@ -45,6 +46,9 @@ class Synchronous:
 
     def check(self, replicas: Sequence[int], micro_batches: int, *, shard_optimizer: bool) -> None:
         """Accept any number of micro-batches, and a sharded optimizer."""
+
+    def check_samples(self, samples: int, micro_batches: int, replicas: Sequence[int]) -> None:
+        """Accept any batch: one that is small is cut into fewer micro-batches."""
 
     def versions(self, replicas: Sequence[int]) -> Versions:
         """Raise PlanError: only windows have several versions of the weights."""
@@ -111,6 +115,15 @@ class WindowPlan:
             raise PlanError(
                 "shard_optimizer is true, but the plan is for asynchronous windows, whose replicas each store weights "
                 "of their own: leave out shard_optimizer, or window"
+            )
+
+    def check_samples(self, samples: int, micro_batches: int, replicas: Sequence[int]) -> None:
+        """Raise PlanError unless a window of ``samples`` has a sample for each replica of each micro-batch."""
+        if samples // micro_batches < max(replicas):
+            raise PlanError(
+                f"a window of {format_samples(samples)} is cut into {micro_batches} minibatches or micro-batches, and "
+                f"each needs at least {format_samples(max(replicas))}: give a larger window (the batch of a call is "
+                "one), leave this one out (drop_remainder=True), or give fewer minibatches"
             )
 
     def describe_parts(self, micro_batches: int, sizes: str) -> str:

@@ -13,7 +13,6 @@ from dapple_tf.errors import PlanError
 from dapple_tf.graph_passes.analysis.layers import Layers
 from dapple_tf.graph_passes.analysis.row_bounds import fit_micro_batches, fit_sizes
 from dapple_tf.plan_check import check_shares
-from dapple_tf.planner.asynchronous import check_window_size
 from dapple_tf.plans import Plan, StagePlan
 from dapple_tf.profiler.units import format_samples
 
@@ -76,7 +75,7 @@ def fit_plan(plan: Plan, samples: int) -> Plan:
     shared equally. An asynchronous window keeps its plan; raises PlanError where the batch is too small for it.
     """
     if plan.window is not None:
-        check_window_size(samples, plan.micro_batches, plan.sharing)
+        plan.window.check_samples(samples, plan.micro_batches, plan.sharing)
         return plan
     if fit_sizes(samples, plan.sizes, plan.least_samples):
         return plan

@@ -10,14 +10,14 @@ from dapple_tf.graph_passes.schedules.schedule import Action
 from dapple_tf.simulator.arrays import Floats
 from dapple_tf.simulator.execution import Execution
 from dapple_tf.simulator.memory import memory_over_time, peak_bytes
-from dapple_tf.simulator.simulated_figures import SimulatedFigures
 from dapple_tf.timeline.events import Event, Place, StageEvent, StepEvents, Transfer
+from dapple_tf.timeline.simulation import Simulation
 from dapple_tf.timeline.stage_costs import StageCosts
 
 
 @dataclass(frozen=True, eq=False)
-class SimulatedStep(SimulatedFigures):
-    """A synchronous step; see ``SimulatedFigures``."""
+class SimulatedStep(Simulation):
+    """A synchronous step; see ``Simulation``."""
 
     execution: Execution
 

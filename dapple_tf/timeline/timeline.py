@@ -207,8 +207,7 @@ class SimulatedTimeline(Timeline):
     @cached_property
     def window(self) -> Window | None:
         """The asynchronous window; None for a synchronous step."""
-        plan = self.simulation.plan
-        return None if plan.window is None else plan.versions.window
+        return self.simulation.window
 
     @property
     def step_seconds(self) -> float:
