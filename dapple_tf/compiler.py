@@ -255,11 +255,9 @@ def rank_graphs(
 ) -> tuple[Graph, ...]:
     """Return the graphs of all ranks of a job of ``size`` processes, without devices, checked against each other.
 
-    A rank runs all stages of its device in ``plan``.
-    ``local``: each takes only the rows of the batch that it needs, and the batch size as its last input.
-
-    Raises PlanError where the plan is for another number of ranks, and GraphError where two ranks' exchanges do not
-    match.
+    A rank runs all stages of its device in ``plan``. ``local``: each takes only the rows of the batch that it needs,
+    and the batch size as its last input. Raises PlanError where the plan is for another number of ranks, and GraphError
+    where two ranks' exchanges do not match.
     """
     used = sorted({device for stage in plan.stages for device in stage.devices})
     if used != list(range(size)):

@@ -82,11 +82,10 @@ class StagePlan:
         return whole_shares(self.shares or ())
 
     def in_rows(self, samples: int) -> StagePlan:
-        """Return the stage whose shares are the whole rows that each device takes of a micro-batch of ``samples``.
+        """Return the stage with shares that are the whole rows that each device takes of a micro-batch of ``samples``.
 
-        They are those of the run: as even as whole rows or the shares allow, in the order of the devices. Some may be
-        0.
-        The stage itself where all devices take equally many.
+        A run takes the same rows: as equal, or as close to the given shares, as whole rows can be. A device may take
+        none. Where all devices take equally many, the result is the stage itself.
         """
         if not self.row_shares and samples % self.replicas == 0:
             return self
