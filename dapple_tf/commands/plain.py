@@ -45,6 +45,7 @@ def plain(steps: int, minibatches: int, **options: Any) -> None:
 def time_plain_model(
     steps: int,
     minibatches: int,
+    /,
     model: str,
     settings: Sequence[str],
     batch_size: int | None,
@@ -56,11 +57,11 @@ def time_plain_model(
     It trains on the ``minibatches`` of each batch one after the other. Raises ClickException where that process fails.
     """
     words = [sys.executable, "-m", "dapple_tf", "plain", model, "--steps", str(steps)]
-    words += ["--minibatches", str(minibatches)]
     for setting in settings:
         words += ["--set", setting]
-    for option, value in (("--batch-size", batch_size), ("--seed", seed)):
-        words += [] if value is None else [option, str(value)]
+    given = (("--batch-size", batch_size, None), ("--seed", seed, None), ("--minibatches", minibatches, 1))
+    for option, value, default in given:
+        words += [] if value == default else [option, str(value)]
     words += [] if shows_progress() else ["--quiet"]
     done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
