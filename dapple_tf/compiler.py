@@ -73,12 +73,11 @@ class PlannedModel:
         """Why a step differs from one device's under this plan."""
         if self.plan.uncut:
             return Exactness()  # ``compile_step`` takes a model that is exact then
-        if self.plan.runs_whole_minibatches:
-            found = self.model.interface.exactness.of_minibatches  # each minibatch runs uncut on one replica
-            return Exactness(found.reasons, windows=True, tried=self.model.interface.exactness.tried)
+        own = self.model.interface.exactness
+        if self.plan.runs_whole_minibatches:  # each minibatch runs uncut on one replica
+            return Exactness(own.of_minibatches.reasons, windows=True, tried=own.tried)
         many, replicas = self.plan.micro_batches > 1, self.plan.replicas
         writes = (reason for stage, reason in self.model.for_passes.backward_writes if many or replicas[stage] > 1)
-        own = self.model.interface.exactness
         return Exactness((*own.reasons, *writes), windows=self.plan.window is not None, tried=own.tried)
 
     def same(self, other: PlannedModel) -> bool:

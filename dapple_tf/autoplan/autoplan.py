@@ -130,7 +130,7 @@ class Autoplan:
     @property
     def inexact(self) -> Inexact:
         """The treatment of a loss whose micro-batches would not add up to the whole batch's; see ``Inexact``."""
-        return "allow" if self.options.runs_whole_minibatches else self.options.inexact
+        return "allow" if self.options.training.in_turn else self.options.inexact
 
     @property
     def batch_loss(self) -> BatchLoss:

@@ -491,11 +491,6 @@ class Options:
         )
 
     @property
-    def runs_whole_minibatches(self) -> bool:
-        """Whether every step is computed from one micro-batch on one replica, as one device does it."""
-        return self.training.in_turn
-
-    @property
     def can_run_uncut(self) -> bool:
         """Whether each batch is one micro-batch on one replica, or may be because M or the replicas are left open.
 

@@ -297,7 +297,7 @@ def _find_model(
         autoplan.check_first_batch(size)
         to_plan, to_run = trace_loss_of(function, batch, autoplan, compiled, uncut=uncut)
         captured, name = to_run.captured, to_run.captured.graph.name
-        if autoplan.options.runs_whole_minibatches and captured.dependence is not None:
+        if autoplan.options.training.in_turn and captured.dependence is not None:
             reasons = captured.dependence.exactness.of_minibatches.undocumented
             report_exactness(name, reasons, autoplan.options.inexact)
         micro_batch = autoplan.micro_batch_size(size)
