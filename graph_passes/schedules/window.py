@@ -46,10 +46,10 @@ class Window:
             raise ScheduleError(f"replicas take whole minibatches in turn, not {self.micro_batches} micro-batches each")
         if len(self.warm_up) != len(self.replicas) or min(self.warm_up) < 1:
             raise ScheduleError(f"K = {list(self.warm_up)}: give a number from 1 on for each of {self.stages} stages")
-        for stage, replicas in enumerate(self.replicas):
-            if self.in_turn and self.minibatches % replicas:
+        for stage, turns in enumerate(self.turns):
+            if self.minibatches % turns:
                 raise ScheduleError(
-                    f"minibatches={self.minibatches} is no multiple of the {replicas} replicas of stage {stage}, which "
+                    f"minibatches={self.minibatches} is no multiple of the {turns} replicas of stage {stage}, which "
                     "take minibatches in turn: use a multiple"
                 )
         ends = run_window(self, lambda action: 0.0)
@@ -82,24 +82,25 @@ class Window:
 
     def replicas_of(self, stage: int, m: int) -> tuple[int, ...]:
         """Return the replicas of ``stage`` that run micro-batch ``m``."""
-        count = self.replicas[stage]
-        return (m % count,) if self.in_turn else tuple(range(count))
-
-    def _group_size(self, stage: int) -> int:
-        """Return the number of micro-batches whose gradients one update of ``stage`` takes."""
-        return self.replicas[stage] if self.in_turn else self.micro_batches
+        sharing = self.sharing[stage]
+        first = m % self.turns[stage] * sharing
+        return tuple(range(first, first + sharing))
 
     def update_of(self, stage: int, m: int) -> int:
         """Return the number, from 0, of the update of ``stage`` that takes the gradients of micro-batch ``m``."""
-        return m // self._group_size(stage)
+        return m // (self.turns[stage] * self.micro_batches)
 
     @cached_property
     def updates(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
         """The micro-batches of each update, stage by stage."""
-        sizes = map(self._group_size, range(self.stages))
+        sizes = (turns * self.micro_batches for turns in self.turns)
         return tuple(
             tuple(tuple(range(first, first + count)) for first in range(0, self.size, count)) for count in sizes
         )
+
+    def last_of_update(self, stage: int, update: int) -> tuple[int, ...]:
+        """Return the micro-batches of an update of ``stage`` that its replicas run last."""
+        return self.updates[stage][update][-self.turns[stage] :]
 
     def last_minibatch(self, stage: int, update: int) -> int:
         """Return the last minibatch whose gradients an update of ``stage`` takes; the update counts as its step."""
@@ -107,8 +108,8 @@ class Window:
 
     def ends_update(self, action: Action) -> bool:
         """Return whether a replica has computed all its gradients of an update after ``action``, a backward."""
-        group = self.updates[action.stage][self.update_of(action.stage, action.micro_batch)]
-        return action.kind == "B" and (self.in_turn or action.micro_batch == group[-1])
+        update = self.update_of(action.stage, action.micro_batch)
+        return action.kind == "B" and action.micro_batch in self.last_of_update(action.stage, update)
 
     @cached_property
     def rows(self) -> Mapping[tuple[int, int], tuple[Action, ...]]:

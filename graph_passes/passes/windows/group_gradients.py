@@ -43,12 +43,11 @@ class GroupGradients:
         for stage, updates in enumerate(self.window.updates):
             for update, group in enumerate(updates):
                 last = self.window.last_minibatch(stage, update)
-                minibatches = sorted({m // self.window.micro_batches for m in group})
-                replicas = range(self.window.replicas[stage])
-                if self.window.in_turn:
-                    names = [of_minibatch(t, at(stage, t % len(replicas), what=OpName.GRADIENTS)) for t in minibatches]
-                else:
-                    names = [of_minibatch(last, at(stage, replica, what=OpName.GRADIENTS)) for replica in replicas]
+                names = [
+                    of_minibatch(m // self.window.micro_batches, at(stage, replica, what=OpName.GRADIENTS))
+                    for m in self.window.last_of_update(stage, update)
+                    for replica in self.window.replicas_of(stage, m)
+                ]
                 added += _reduce(graph, self.window, stage, last, [graph.node(n) for n in names if n in graph.by_name])
                 own = [part for part in self.parts if part.stage == stage]
                 for variable in dict.fromkeys(part.variable for part in own):
@@ -66,7 +65,7 @@ def _reduce(graph: Graph, window: Window, stage: int, last: int, gradients: Sequ
     nodes = []
     if len(gradients) > 1:
         reduced = allreduce_node(of_minibatch(last, at(stage, what=OpName.ALLREDUCE)), gradients)
-        nodes.append(reduced.with_attrs(average=True) if window.in_turn else reduced)
+        nodes.append(reduced.with_attrs(average=True) if window.turns[stage] > 1 else reduced)
     attrs = attributes({"replica": 0, "stage": stage, "variables": first.strings("variables")})
     name = of_minibatch(last, at(stage, what=OpName.REDUCED_GRADIENTS))
     values = (nodes or gradients)[-1].values()
@@ -80,7 +79,7 @@ def _gather(
 
     Each minibatch of replicas that take them in turn has slices of its own, which are a mean as a dense gradient is.
     """
-    averaged = len(group) if window.in_turn else 1
+    averaged = window.turns[stage]
     if averaged > 1:
         parts = [dataclasses.replace(part, combine="concat") for part in parts]
     calls = [at(stage, replica, m, OpName.BACKWARD) for m in group for replica in window.replicas_of(stage, m)]

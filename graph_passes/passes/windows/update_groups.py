@@ -150,6 +150,5 @@ def _update(
 
 def last_backwards(window: Window, stage: int, update: int) -> Sequence[str]:
     """Return the names of the last backward of each replica before an update of ``stage``."""
-    group = window.updates[stage][update]
-    last = group if window.in_turn else group[-1:]
+    last = window.last_of_update(stage, update)
     return [at(stage, replica, m, OpName.BACKWARD) for m in last for replica in window.replicas_of(stage, m)]

@@ -90,8 +90,6 @@ def calls_of(graph: Graph, window: Window, action: Action, replica: int) -> tupl
     group: so what it writes is the same on all of them, and so is the version of the weights that it uses.
     """
     stage, m, each = action.stage, action.micro_batch, window.micro_batches
-    minibatches = [m // each] if action.kind == "F" and m % each == 0 else []
-    if minibatches and window.in_turn:
-        minibatches = [*window.updates[stage][window.update_of(stage, m)]]
-    once = (of_minibatch(t, at(stage, replica, what=OpName.RUN_ONCE)) for t in minibatches)
+    group = window.updates[stage][window.update_of(stage, m)] if action.kind == "F" and m % each == 0 else ()
+    once = (of_minibatch(n // each, at(stage, replica, what=OpName.RUN_ONCE)) for n in group[::each])
     return (*(name for name in once if name in graph.by_name), call_name(action, replica))
