@@ -7,8 +7,8 @@ the two is decided here.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import ClassVar
 
 from dapple_tf.errors import PlanError
 from dapple_tf.graph_passes.schedules.weight_versions import POLICIES, Versions, WeightPolicy, weight_versions
@@ -165,10 +165,6 @@ class WindowPlan:
             )
         window = Window(self.minibatches, tuple(replicas), warm_up, count, self.in_turn)
         return weight_versions(window, self.weights)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the window as a plan's file holds it."""
-        return asdict(self)
 
 
 Training = Synchronous | WindowPlan

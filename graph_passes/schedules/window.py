@@ -70,12 +70,12 @@ class Window:
         """The number of micro-batches of the window."""
         return self.minibatches * self.micro_batches
 
-    @property
+    @cached_property
     def sharing(self) -> tuple[int, ...]:
         """How many replicas of each stage share a micro-batch."""
         return sharing_replicas(self.replicas, in_turn=self.in_turn)
 
-    @property
+    @cached_property
     def turns(self) -> tuple[int, ...]:
         """How many replicas of each stage take minibatches in turn; 1 where they share each micro-batch."""
         return self.replicas if self.in_turn else (1,) * self.stages
@@ -160,20 +160,21 @@ def run_window(window: Window, seconds: Callable[[Action], float]) -> dict[Actio
         for place, actions in window.rows.items():
             while heads[place] < len(actions):
                 needed = _needed_actions(window, actions, heads[place])
-                if not ends.keys() >= needed:
+                start = max([free[place], *(ends.get(action, math.inf) for action in needed)])
+                if start == math.inf:
                     break
                 action = actions[heads[place]]
-                free[place] = ends[action] = max([free[place], *(ends[a] for a in needed)]) + seconds(action)
+                free[place] = ends[action] = start + seconds(action)
                 heads[place] += 1
                 moved = True
     return ends
 
 
-def _needed_actions(window: Window, actions: Sequence[Action], index: int) -> set[Action]:
+def _needed_actions(window: Window, actions: Sequence[Action], index: int) -> list[Action]:
     """Return the actions that must end before a replica's action at ``index`` starts."""
     action, before = actions[index], actions[index - 1] if index else None
-    needed = {a for a in dependencies(action, window.stages) if a.kind in "FB"}
+    needed = [a for a in dependencies(action, window.stages) if a.kind in "FB"]
     if action.kind == "F" and before is not None and window.ends_update(before):
-        group = window.updates[action.stage][window.update_of(action.stage, before.micro_batch)]
-        needed |= {Action(action.stage, "B", m) for m in group}
+        last = window.last_of_update(action.stage, window.update_of(action.stage, before.micro_batch))
+        needed += [Action(action.stage, "B", m) for m in last]
     return needed
