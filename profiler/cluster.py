@@ -231,12 +231,17 @@ class Cluster:
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Cluster:
-        """Read a cluster from a JSON or YAML file; ClusterError names the file and the field that is wrong.
+        """Read a cluster from a JSON or YAML file, or make the preset ``config-a:8`` where there is no such file.
+
+        ClusterError names the file and the field that is wrong.
 
         ``inter_server`` may be missing if there is one server, or if ``links`` and ``switches`` connect all servers: a
         pair without a link of its own then uses the best way over several (see ``route``). ``intra_server`` may be
         missing if every server has one device. A switch joins every two of its servers by the same link.
         """
+        name = os.fspath(path)
+        if name.startswith("config-") and not Path(name).exists():
+            return load_preset(name)
         with naming_file(path, ClusterError):
             return _from_data(_read(path))
 

@@ -69,7 +69,11 @@ def read_graph_file(path: str | os.PathLike[str], batch_size: int | None = None,
         if batch_size is None:
             found = _BATCH.search(name)
             if not found:
-                raise ProfileError("the file's name has no '-pbs-N', so give the batch_size that it was measured with")
+                raise ProfileError(
+                    "it is no JSON file of `dapple profile`; and for a graph.txt of PipeDream or DAPPLE give the "
+                    "batch size of its measurement (--profile-batch-size, in Python batch_size), which its name would "
+                    "tell by '-pbs-N'"
+                )
             batch_size = int(found[1])
         if not (math.isfinite(size_scale) and size_scale > 0):
             raise ProfileError(f"size_scale is {size_scale}, not a finite number above 0")

@@ -11,7 +11,7 @@ import cloup
 from dapple_tf.commands.command import Completed
 from dapple_tf.errors import ClusterError, PlanError, ScheduleError
 from dapple_tf.graph_passes.schedules.spec import NAMES, ScheduleSpec
-from dapple_tf.profiler.cluster import Cluster, load_preset
+from dapple_tf.profiler.cluster import Cluster
 
 # --- ``--schedule``: a schedule by name or by its actions, or a file that holds the actions
 
@@ -70,10 +70,8 @@ def load_cluster(name: str) -> Cluster:
 
     Raises ClusterError where there is neither.
     """
-    if Path(name).exists():
+    if Path(name).exists() or name.startswith("config-"):
         return Cluster.load(name)
-    if name.startswith("config-"):
-        return load_preset(name)
     raise ClusterError(f"--cluster {name}: there is no such file; presets are such as config-a:8")
 
 

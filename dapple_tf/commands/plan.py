@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -12,6 +13,7 @@ from dapple_tf.commands.command import FILE, command, result_options
 from dapple_tf.commands.output import check_output_path, print_result, showing
 from dapple_tf.commands.parameter_types import PLANNER, PLANNER_NAMES, load_cluster
 from dapple_tf.commands.planning_options import PROFILE_ARGUMENT, batch_options, cost_options
+from dapple_tf.errors import OutputError
 from dapple_tf.profiler.importers import read_profile
 
 if TYPE_CHECKING:
@@ -47,6 +49,8 @@ def plan(
     from dapple_tf.planner.explain import describe_moves, describe_plan, describe_result
 
     check_output_path("--output", output)
+    if output is not None and Path(output).suffix.lower() in (".png", ".html"):
+        raise OutputError(f"--output: {output}: a plan is written as JSON; its picture is drawn by dapple simulate")
     costs = read_profile(profile, options.pop("profile_batch_size"), options.pop("size_scale"))
     devices = load_cluster(cluster)
     if asynchronous or minibatches is not None:

@@ -54,6 +54,11 @@ class SaveAndResume(keras.callbacks.Callback):  # type: ignore[misc]  # keras is
                 "SaveAndResume needs the number of batches of an epoch, which the data do not say: give "
                 "data.apply(tf.data.experimental.assert_cardinality(batches)), or steps_per_epoch"
             )
+        if not installed.step.built:
+            raise UsageError(
+                "SaveAndResume restores the state before the first batch: give dapple.keras.pipeline an example_batch, "
+                "such as (x[:n], y[:n]) for batches of n samples"
+            )
         job = membership.current()
         self._checkpoints = Checkpoints(self._folder, installed.step)
         position = self._checkpoints.restore()

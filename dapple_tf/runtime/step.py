@@ -570,7 +570,10 @@ class PipelinedStep:
 
     def _compiled_last(self) -> CompiledStep:
         if self._last is None:
-            raise UsageError("nothing has been built: call the step with a batch first, or give example_batch")
+            raise UsageError(
+                "nothing has been built: call the step with a batch first, or give example_batch to dapple.pipeline, "
+                "dapple.train_step or dapple.keras.pipeline"
+            )
         return self._last
 
     def _run(

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 import dapple_tf as dapple
 from dapple_tf.errors import ExactnessError, PlanError, StepError, UsageError
-from dapple_tf.profiler.cluster import load_preset
+from dapple_tf.profiler.cluster import Cluster
 from tests.asynchronous.networks import Network, batch_norms, dense, keras_stack, normal
 from tests.asynchronous.reference import Differentiated, Reference, copies
 from tests.asynchronous.test_equals_reference import OPTIMIZERS, close, compare
@@ -366,7 +366,7 @@ def test_a_synchronous_plan_can_be_run_in_windows() -> None:
 def test_a_cluster_is_refused_where_the_stages_are_given() -> None:
     network = dense([1, 1])
     with pytest.raises(PlanError, match="a cluster is used for planning, but everything is given"):
-        make_step(network, cluster=load_preset("config-a:2"))
+        make_step(network, cluster=Cluster.load("config-a:2"))
 
 
 # --- a window that fails

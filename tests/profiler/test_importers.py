@@ -182,7 +182,7 @@ def test_a_wrong_line_is_named(tmp_path: Path, lines: list[str], message: str) -
 
 
 def test_a_missing_batch_size_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ProfileError, match=r"graph.txt: the file's name has no '-pbs-N', so give the batch_size"):
+    with pytest.raises(ProfileError, match=r"graph.txt: it is no JSON file .* give the batch size"):
         read_graph_file(written(tmp_path, node(1), name="graph.txt"))
     with pytest.raises(ProfileError, match="batch_size is 0; it must be at least 1"):
         read_graph_file(written(tmp_path, node(1), name="graph-pbs-0.txt"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dapple_tf.errors import ClusterError
-from dapple_tf.profiler.cluster import config, load_preset
+from dapple_tf.profiler.cluster import Cluster, config, load_preset
 
 
 def test_config_a_has_servers_of_eight_with_nvlink() -> None:
@@ -31,6 +31,7 @@ def test_the_last_server_of_config_a_may_be_smaller() -> None:
 def test_presets_are_loaded_by_name() -> None:
     assert load_preset("config-a") == config("a", 16)
     assert load_preset("Config-C:32") == config("c", 32)
+    assert Cluster.load("config-b:3") == config("b", 3)
 
 
 @pytest.mark.parametrize(

@@ -197,6 +197,7 @@ def test_a_failure_is_one_line_with_exit_code_2_and_leaves_no_file(
         ((*PLAN, "--planner", "pipdream"), "'--planner': no planner is called 'pipdream' (did you mean 'pipedream'?)"),
         ((*PLAN, "-o", "."), "error: --output: . is a folder"),
         ((*PLAN, "-o", ""), "error: --output: the path of the file to write is empty"),
+        ((*PLAN, "-o", "plan.png"), "error: --output: plan.png: a plan is written as JSON; its picture is drawn by "),
         ((*PLAN, "-o", "p" * 300), "cannot be written: File name too long"),
         ((*PLAN, "--planner", "bets", "-o", "absent/plan.json"), "'--planner': no planner is called 'bets'"),
         ((*SIMULATE, "-o", ""), "error: --output: the path of the file to write is empty"),

@@ -123,3 +123,6 @@ def test_data_of_unknown_size_and_order_are_refused(tmp_path: Path) -> None:
     plain.compile("sgd", "mse")
     with pytest.raises(UsageError, match="plain has no pipeline"):
         plain.fit(X, Y, callbacks=[dapple.keras.SaveAndResume(tmp_path)], verbose=0)
+    dapple.keras.pipeline(plain)
+    with pytest.raises(UsageError, match=r"before the first batch: give dapple\.keras\.pipeline"):
+        plain.fit(X, Y, callbacks=[dapple.keras.SaveAndResume(tmp_path)], verbose=0)
