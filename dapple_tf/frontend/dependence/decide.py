@@ -23,8 +23,8 @@ from dapple_tf.graph_passes.ir.graph import Effect, Graph, Node, Value, ancestor
 from dapple_tf.graph_passes.passes.microbatch import MergeKind
 
 _NO_SUM = (
-    "compute it per sample and reduce it by a sum or mean; or pass batch_loss=True (with mode='sync'), or "
-    "micro_batches=1 (with one replica of each stage), or inexact='allow'"
+    "compute it per sample and reduce it by a sum or mean; or pass {batch_loss}micro_batches=1 (with one replica of "
+    "each stage), or inexact='allow'"
 )
 _WRITE = (
     "write it outside of the loss, or write a value that does not depend on samples; or pass micro_batches=1 (with one "
@@ -158,6 +158,7 @@ class _Decision:
         self.once_written = once_written
         self.reasons: list[Inexactness] = []
         self.adds: set[str] = set()
+        self.no_sum = _NO_SUM.format(batch_loss="" if batch_loss else "batch_loss=True (with mode='sync'), or ")
         scope.once_sizes |= {value for value in captured.graph.outputs[1:] if self._is_only_returned(value)}
         self.whole_sizes = _of_whole_sizes(captured.graph, scope)
         self.once = self._once()
@@ -167,10 +168,10 @@ class _Decision:
         loss, *aux = self.graph.outputs
         kind = self.scope.kinds[loss]
         if kind.coupled and not kind.documented and not self.loss_head:
-            self._couple(kind, "the loss", _NO_SUM)
+            self._couple(kind, "the loss", self.no_sum)
         if kind.form not in _LOSSES and not kind.coupled:
             why = "the loss depends on the size of the micro-batch"
-            self._add(Inexactness(loss.node, why, _NO_SUM))
+            self._add(Inexactness(loss.node, why, self.no_sum))
         why, remedy = BATCH_NORM, _BATCH_NORM_REMEDY
         if self.captured.batch_norms:  # recorded, to write moving statistics of the whole batch
             why, remedy = _DEFERRED, _REMEDY
