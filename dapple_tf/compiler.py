@@ -238,7 +238,7 @@ def local_graph(
     variant: StepVariant = StepVariant.PLAIN,
     observers: Sequence[Observer] = (),
 ) -> Graph:
-    """Return the graph that one process runs: that of ``pipeline_graph``, of which calls may be in parts."""
+    """Return the graph that one process runs: that of ``pipeline_graph``, where some calls may be in parts."""
     graph = pipeline_graph(model, plan, devices, home, variant=variant, observers=observers)
     # After all passes that look at whole calls.
     return run_passes(graph, [JoinReplicas()] if model.joins else [], observers, verified=graph)

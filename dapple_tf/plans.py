@@ -341,7 +341,7 @@ class Plan:
 
     @property
     def least_samples(self) -> int:
-        """The fewest samples of a micro-batch of which every replica of every stage gets one."""
+        """The fewest samples of a micro-batch with which every replica of every stage gets one."""
         return max(least_rows(stage.replicas, stage.row_shares) for stage in self.stages)
 
     @property

@@ -159,7 +159,7 @@ class Autoplan:
 
     @property
     def batch_norm(self) -> BatchNorm:
-        """Of which samples batch norm keeps moving statistics."""
+        """The samples whose moving statistics batch norm keeps."""
         return self._options.batch_norm
 
     @property

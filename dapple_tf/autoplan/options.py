@@ -545,7 +545,7 @@ class Options:
     def count_micro_batches(self, samples: int, replicas: int = 1) -> int:
         """Return M for a batch of ``samples``; where M is "auto", 8, or fewer if the batch is too small for 8.
 
-        ``replicas``: the largest number of replicas of a stage, each of which needs a sample.
+        ``replicas``: the largest number of replicas of a stage; each replica needs a sample.
         """
         if self.given_sizes:
             return len(self.given_sizes)

@@ -164,7 +164,7 @@ class LossWatch:
         return _WINDOW_ADVICE if self._in_windows else _ADVICE
 
     def _place(self, done: StepResult) -> str:
-        """Return which step, or which minibatch of which window, had the first loss that was not finite."""
+        """Return the step, or the window and its minibatch, with the first loss that was not finite."""
         if not self._in_windows:
             return f"step {done.number}"
         return f"minibatch {self._bad_minibatch} of window {done.number}"

@@ -329,7 +329,7 @@ def _open_record(
 
 
 def _describe_end(step: PipelinedStep) -> RunEnd:
-    """Return what is known at the end of a run of which steps were recorded."""
+    """Return what is known at the end of a run with recorded steps."""
     recording, memory = step.recording, step.report
     simulated = None if recording.predicted is None else recording.predicted.timeline.bubble
     together = None

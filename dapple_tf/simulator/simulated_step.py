@@ -132,7 +132,7 @@ def _transfers(execution: Execution, stage: int) -> list[Transfer]:
 
 
 def _of_channel(execution: Execution, source: int, target: int, starts: Floats, ends: Floats) -> Iterator[Transfer]:
-    """Yield the transfers of one channel, of which some carry the results of several micro-batches."""
+    """Yield the transfers of one channel; some carry the results of several micro-batches."""
     if not execution.together:
         for m, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
             yield Transfer(source, target, m, start, end)

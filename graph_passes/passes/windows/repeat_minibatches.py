@@ -104,7 +104,7 @@ class _Copy:
                 yield self._repeat(node, replica)
 
     def _replicas(self, node: Node) -> Sequence[int]:
-        """Return the replicas of which ``node`` gets a copy."""
+        """Return the replicas for which ``node`` gets a copy."""
         if not self._window.in_turn or not node.has("stage"):
             return (node.integer("replica") if node.has("replica") else 0,)
         stage = node.integer("stage")
