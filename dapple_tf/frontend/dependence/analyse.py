@@ -340,7 +340,7 @@ class Analysis:
         # Another output may hold rows of samples, and a later op may make rows of both.
         waits = self.waits and kind.undecided and (len(node.outputs) > 1 or kind.node != node.name)
         fixed = kind.coupled and not waits and scope.fixed(value) and not scope.graph.type_of(value).dtype.handle
-        if (kind.total or fixed) and not trained and not weighted:
+        if (kind.total or fixed) and not trained and not weighted and scope.knows_shapes(value):
             if scope.nested:
                 return coupled(node.name, "reduces the batch inside a nested function or loop", trained=True)
             self.combined.add(value)

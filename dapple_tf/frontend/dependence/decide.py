@@ -9,7 +9,7 @@ from dapple_tf.exactness import BatchLoss, Exactness, Inexactness, Tried
 from dapple_tf.frontend.captured import Captured, CapturedTensors
 from dapple_tf.frontend.dependence.analyse import BATCH_NORM, Analysis, ShapesAt
 from dapple_tf.frontend.dependence.elementwise import SCALING, whole_size
-from dapple_tf.frontend.dependence.kinds import Form, Kind
+from dapple_tf.frontend.dependence.kinds import Form, Kind, rows
 from dapple_tf.frontend.dependence.numbers import affine
 from dapple_tf.frontend.dependence.random import is_stateless_draw
 from dapple_tf.frontend.dependence.result import BatchDependence, LossHead, WholeSize
@@ -23,8 +23,8 @@ from dapple_tf.graph_passes.ir.graph import Effect, Graph, Node, Value, ancestor
 from dapple_tf.graph_passes.passes.microbatch import MergeKind
 
 _NO_SUM = (
-    "compute it per sample and reduce it by a sum or mean; or pass batch_loss=True (with mode='sync'), or "
-    "micro_batches=1 (with one replica of each stage), or inexact='allow'"
+    "compute it per sample and reduce it by a sum or mean; or pass {batch_loss}micro_batches=1 (with one replica of "
+    "each stage), or inexact='allow'"
 )
 _WRITE = (
     "write it outside of the loss, or write a value that does not depend on samples; or pass micro_batches=1 (with one "
@@ -122,12 +122,16 @@ def _of_whole_sizes(graph: Graph, scope: Scope) -> set[Value]:
 
 
 def _writes_once(scope: Scope, node: Node) -> bool:
-    """Return whether what the node writes does not depend on samples."""
+    """Return whether the node can run once, on the whole batch: what it writes depends on no trained variable.
+
+    Of rows, or of results that combine samples, this holds where nothing but the variable is changed.
+    """
     for i, value in enumerate(node.inputs):
         kind = scope.kinds[value]
         if kind.form is Form.SIZE:
             kind = whole_size(scope, node, i)
-        if not kind.shared:
+        of_batch = (kind.rows or kind.coupled) and not (kind.trained or kind.documented or node.outputs)
+        if not (kind.shared or of_batch):
             return False
     return True
 
@@ -154,6 +158,8 @@ class _Decision:
         self.once_written = once_written
         self.reasons: list[Inexactness] = []
         self.adds: set[str] = set()
+        self.no_sum = _NO_SUM.format(batch_loss="" if batch_loss else "batch_loss=True (with mode='sync'), or ")
+        scope.once_sizes |= {value for value in captured.graph.outputs[1:] if self._is_only_returned(value)}
         self.whole_sizes = _of_whole_sizes(captured.graph, scope)
         self.once = self._once()
         self.loss_head = self._find_loss_head() if batch_loss is True or (batch_loss and self._couples()) else None
@@ -162,10 +168,10 @@ class _Decision:
         loss, *aux = self.graph.outputs
         kind = self.scope.kinds[loss]
         if kind.coupled and not kind.documented and not self.loss_head:
-            self._couple(kind, "the loss", _NO_SUM)
+            self._couple(kind, "the loss", self.no_sum)
         if kind.form not in _LOSSES and not kind.coupled:
             why = "the loss depends on the size of the micro-batch"
-            self._add(Inexactness(loss.node, why, _NO_SUM))
+            self._add(Inexactness(loss.node, why, self.no_sum))
         why, remedy = BATCH_NORM, _BATCH_NORM_REMEDY
         if self.captured.batch_norms:  # recorded, to write moving statistics of the whole batch
             why, remedy = _DEFERRED, _REMEDY
@@ -370,6 +376,12 @@ class _Decision:
             self.scope.sizes[value.node, 0] = value
         return True
 
+    def _is_only_returned(self, value: Value) -> bool:
+        """Return whether an aux output is a size that nothing else uses and that does not add up over micro-batches."""
+        alone = len(self.graph.node(value.node).outputs) == 1 and value not in self._taken(self.live)
+        size = self.scope.kinds[value].form is Form.SIZE and not self._is_proportional(value)
+        return size and alone and self.scope.knows_shapes(value)
+
     def _is_proportional(self, value: Value) -> bool:
         """Return whether a size is proportional to the number of samples, so that those of micro-batches add up."""
         numbers = self.scope.numbers.get(value)
@@ -404,7 +416,8 @@ class _Decision:
         for node in self.graph.nodes:  # prints, checks, Python code
             kinds_of = [self.scope.kinds[value] for value in node.inputs]
             shared = all(kind.shared or (kind.form is Form.SIZE and not kind.trained) for kind in kinds_of)
-            if node.effect is Effect.SIDE and node.name in self.live and shared:
+            known = all(map(self.scope.knows_shapes, node.inputs))
+            if node.effect is Effect.SIDE and node.name in self.live and shared and known:
                 found.add(node.name)
         whole = self.scope.once_sizes | self.scope.sliced
         found |= {value.node for value in whole if value.node in self.live}
@@ -417,15 +430,21 @@ class _Decision:
         stopped = [node.name for node in self.graph.nodes if node.op in ("StopGradient", "PreventGradient")]
         with_gradient = ancestors(self.graph, [self.graph.outputs[0].node], stop=stopped)
         for _, read, _ in self._read_too_early(found):  # a value without gradient is kept from before the write
-            if read.name not in with_gradient or not self.scope.kinds[Value(read.name)].trained:
+            value = Value(read.name)
+            kind = self.scope.kinds[value]
+            if kind == rows() and self.scope.has_a_row_a_sample(value):
+                self.scope.sliced.add(value)
+                found.add(read.name)
+            elif kind.shared and (read.name not in with_gradient or not kind.trained):
                 found.add(read.name)
         return frozenset(found)
 
     def _used(self, nodes: Set[str]) -> set[Value]:
         """Return the values that these nodes take, and the loss and aux outputs."""
-        return {value for node in self.graph.nodes if node.name in nodes for value in node.inputs} | {
-            *self.graph.outputs
-        }
+        return self._taken(nodes) | {*self.graph.outputs}
+
+    def _taken(self, nodes: Set[str]) -> set[Value]:
+        return {value for node in self.graph.nodes if node.name in nodes for value in node.inputs}
 
     def _check_combined(self) -> None:
         """Add a reason for each op that computes values of samples and a statistic of the whole batch."""

@@ -128,7 +128,8 @@ def whole_size(scope: Scope, node: Node, operand: int) -> Kind:
     if alone and found is not None and affine(found, scope.batch) is not None:
         scope.sizes[node.name, operand] = value
         return shared()
-    if not kind.trained and not is_integer(scope.graph.type_of(value)):  # no op uses it as a shape
+    no_shape = not is_integer(scope.graph.type_of(value))  # no op uses it as a shape
+    if not kind.trained and no_shape and scope.knows_shapes(value):
         scope.once_sizes.add(value)
         return shared(once=True)
     return scope.couple(node, "uses the size of the micro-batch as a number")

@@ -11,7 +11,8 @@ import numpy as np
 from dapple_tf.frontend.dependence.kinds import CONSTANT, Kind, coupled
 from dapple_tf.frontend.dependence.numbers import Numbers, affine, varies
 from dapple_tf.frontend.inference import Shapes
-from dapple_tf.graph_passes.ir.graph import OTHER, Attr, Graph, Node, Value
+from dapple_tf.graph_passes.analysis.layers import SHAPE_OPS
+from dapple_tf.graph_passes.ir.graph import OTHER, Attr, Graph, Node, Value, ancestors
 
 MULTIPLES = (1, 2, 3)
 """Small integers are evaluated for these multiples of the batch size at which shapes were inferred."""
@@ -141,6 +142,16 @@ class Scope:
         dims = self.dims(value)
         numbers = self._length_numbers(value, 0, dims[0]) if dims and dims[0] == self.batch else None
         return numbers == tuple(self.batch * multiple for multiple in MULTIPLES)
+
+    def knows_shapes(self, value: Value) -> bool:
+        """Return whether all shapes of activations of which ``value`` is computed are affine in the batch size."""
+        for name in ancestors(self.graph, [value.node]):
+            node = self.graph.node(name)
+            if node.op in SHAPE_OPS and any(self.kinds[operand].trained for operand in node.inputs):
+                numbers = [self.numbers.get(shape) for shape in node.values()]
+                if any(found is None or affine(found, self.batch) is None for found in numbers):
+                    return False
+        return True
 
     def fixed(self, value: Value) -> bool:
         """Return whether the shape of ``value`` is known and does not depend on the batch."""

@@ -120,8 +120,9 @@ def test_a_loss_in_which_no_variable_treats_samples_one_by_one_is_still_refused(
         by_position = tf.gather(w, tf.range(tf.shape(x)[0]))
         return tf.reduce_mean(tf.square(x[:, :1] * by_position))
 
-    with pytest.raises(ExactnessError, match="no sum or mean over samples"):
+    with pytest.raises(ExactnessError, match="no sum or mean over samples") as refused:
         traced(loss_fn)
+    assert "batch_loss" not in str(refused.value)  # it was given, and does not help
 
 
 @pytest.mark.parametrize("batch_loss", [False, "auto", True])

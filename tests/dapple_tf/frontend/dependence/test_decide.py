@@ -154,12 +154,14 @@ def with_writes(write: Any) -> BatchDependence:
         lambda b, count, average: average.assign(tf.reduce_mean(b.x, 0)),
         lambda b, count, average: count.assign(b.n),
         lambda b, count, average: count.assign_add(b.n),
+        lambda b, count, average: average.scatter_add(tf.IndexedSlices(b.x[:, 0], b.y)),
+        lambda b, count, average: average.scatter_nd_update(((2 + tf.range(b.n)) % 4)[:, None], b.x[:, 0]),
     ],
 )
-def test_a_write_that_does_not_depend_on_samples_runs_once(write: Any) -> None:
+def test_a_write_that_depends_on_no_trained_variable_runs_once(write: Any) -> None:
     found = with_writes(write)
     assert found.exactness.exact, str(found.exactness)
-    assert any("Assign" in name for name in found.once)
+    assert any("Assign" in name or "Scatter" in name for name in found.once)
 
 
 def test_a_sum_that_is_added_to_a_variable_is_exact() -> None:
@@ -172,6 +174,7 @@ def test_a_sum_that_is_added_to_a_variable_is_exact() -> None:
         lambda b, count, average: average.assign(tf.reduce_sum(b.z, 0)),
         lambda b, count, average: average.assign_add(tf.reduce_mean(b.z, 0)),
         lambda b, count, average: average.assign_add(average * tf.reduce_sum(b.z, 0)),
+        lambda b, count, average: average.scatter_add(tf.IndexedSlices(b.z[:, 0], b.y)),
     ],
 )
 def test_a_write_of_what_samples_give_is_a_reason(write: Any) -> None:
@@ -216,9 +219,31 @@ def test_a_value_without_gradient_is_read_once_before_it_is_written(read: Callab
     assert len(found.once) > 1
 
 
+def test_rows_that_are_read_before_a_write_are_read_once_and_sliced() -> None:
+    def compute(b: Batch) -> Any:
+        before = tf.gather(b.u, b.y)
+        b.u.scatter_add(tf.IndexedSlices(b.x[:, 0], b.y))
+        return tf.reduce_mean(b.z * (before - tf.gather(b.u, b.y))[:, tf.newaxis])
+
+    found = decide(compute)
+    assert found.exactness.exact, str(found.exactness)
+    assert len(found.sliced) == 1
+
+
 def test_a_read_after_a_write_once_a_step_is_exact() -> None:
     count = tf.Variable(1.0, name="count", dtype=tf.float64, trainable=False)
     assert decide(lambda b: tf.reduce_mean(b.z * count.assign_add(1.0))).exactness
+
+
+@pytest.mark.parametrize(
+    "number", [lambda chosen: tf.cast(tf.shape(chosen)[0], tf.float64), lambda chosen: tf.reduce_max(tf.shape(chosen))]
+)
+def test_the_shape_of_activations_that_data_choose_is_no_number_of_the_whole_batch(number: Callable[..., Any]) -> None:
+    def compute(b: Batch) -> Any:
+        chosen = tf.boolean_mask(b.z, b.mask)
+        return tf.reduce_sum(chosen) / tf.cast(number(chosen), tf.float64)
+
+    assert "truediv" in reasons(decide(compute))
 
 
 # --- one micro-batch
@@ -292,6 +317,9 @@ def aux(compute: Compute) -> tuple[str | None, str]:
         (lambda b: b.w + 0.0, "first"),
         (lambda b: b.n, "sum"),
         (lambda b: 2 * b.n, "sum"),
+        (lambda b: b.n + 1, "first"),
+        (lambda b: tf.sqrt(tf.cast(b.n // 2, tf.float64)), "first"),
+        (lambda b: tf.shape(b.z), "first"),
         (lambda b: tf.reduce_sum(tf.cast(tf.argmax(b.z, 1) == tf.cast(b.y, tf.int64), tf.int32)), "sum"),
     ],
 )
@@ -306,7 +334,7 @@ def test_aux_outputs_are_merged_by_their_kind(compute: Compute, merge: str) -> N
         (lambda b: tf.transpose(b.z), "aux output 0 does not have the batch on axis 0"),
         (lambda b: tf.tile(b.z, [2, 1]), "aux output 0 does not have the batch on axis 0"),
         (lambda b: tf.range(b.n), "aux output 0 does not have the batch on axis 0"),
-        (lambda b: b.n + 1, "aux output 0 is a size of the micro-batch"),
+        (lambda b: tf.shape(tf.boolean_mask(b.z, b.mask))[0] + 1, "aux output 0 is a size of the micro-batch"),
         (lambda b: tf.reduce_sum(b.z) + tf.reduce_mean(b.z), "aux output 0 does not have the batch on axis 0"),
     ],
 )
