@@ -41,8 +41,11 @@ cat "$$log"; \
 exit $$((tests ? tests : linters))
 endef
 
+# A test that hangs outside of Python does not hear of its timeout: its process ends later, and prints where it was.
+HANG := -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
+
 test: .venv/installed-test .venv/installed-exchange
-	@$(call and_lint,HYPOTHESIS_PROFILE=ci $(PYTEST) -m "not slow")
+	@$(call and_lint,HYPOTHESIS_PROFILE=ci $(PYTEST) -m "not slow" $(HANG))
 
 test-all: .venv/installed-test .venv/installed-exchange
 	@$(call and_lint,HYPOTHESIS_PROFILE=thorough $(PYTEST))
