@@ -521,6 +521,7 @@ inline const Order& Evaluator::early_backward(const std::vector<int>& warm_up, i
   const int stages = static_cast<int>(warm_up.size());
   order_.workers = order_.stages = stages;
   order_.micro_batches = micro_batches, order_.length = 2 * micro_batches, order_.settled = settled();
+  order_.simple = true;
   order_.actions.resize(stages * order_.length), order_.worker_of.resize(stages);
   for (int s = 0; s < stages; ++s) {
     order_.worker_of[s] = s;
@@ -553,7 +554,7 @@ inline const Order& Evaluator::interleaved(int workers, int chunks, int64_t micr
   }
   Order& order = interleaved_;
   order.workers = workers, order.stages = workers * chunks, order.micro_batches = micro_batches;
-  order.length = 2 * calls;
+  order.length = 2 * calls, order.simple = true;
   order.actions.resize(workers * order.length), order.worker_of.resize(order.stages);
   for (int s = 0; s < order.stages; ++s) order.worker_of[s] = s % workers;
   for (int w = 0; w < workers; ++w) {
