@@ -133,7 +133,7 @@ class Engine {
   std::vector<int> unsent_, waiting_, ring_of_;
   std::vector<std::vector<WaitingRing>> rings_;  // of each worker
   std::vector<size_t> begun_rings_;
-  std::vector<uint8_t> waits_, turned_, has_inputs_;
+  std::vector<int> waits_, turned_, has_inputs_;  // not bytes, through which the compiler expects any change
   double period_ = 0;
   int64_t done_ = 0;
 };

@@ -671,10 +671,23 @@ inline std::vector<std::vector<int>> Search::device_orders() const {
   std::vector<int> given(p_.devices);
   for (int d = 0; d < p_.devices; ++d) given[d] = d;
   std::vector<std::vector<int>> found{given};
+  // What stages on devices in this order depend on: the kinds, and the links of servers that are numbered as they come.
+  const auto pattern = [&](const std::vector<int>& order) {
+    std::vector<int> number(p_.servers, -1);
+    std::vector<std::tuple<int, int, double, double>> devices;
+    int next = 0;
+    for (const int d : order) {
+      const int x = p_.server[d];
+      if (number[x] < 0) number[x] = p_.own_links ? x : next++;
+      devices.push_back({p_.kind[d], number[x], p_.inside[x], p_.inside_latency[x]});
+    }
+    return devices;
+  };
   const auto add = [&](auto less) {
     std::vector<int> order = given;
     std::stable_sort(order.begin(), order.end(), less);
-    if (std::find(found.begin(), found.end(), order) == found.end()) found.push_back(order);
+    const auto alike = [&](const std::vector<int>& other) { return pattern(other) == pattern(order); };
+    if (std::none_of(found.begin(), found.end(), alike)) found.push_back(order);
   };
   std::vector<int> place(p_.devices), seen(p_.servers, 0);
   for (int d = 0; d < p_.devices; ++d) place[d] = seen[p_.server[d]]++;
@@ -778,59 +791,72 @@ inline std::vector<Run> Search::plan_stages(const std::vector<int>& cuts, const 
     }
     speed[u + 1] += speed[u];
   }
-  const auto divided_by = [&](int a, int count) {  // how many times less than the whole the busiest device computes
-    const double r = static_cast<double>(count) * unit, share = (speed[a + count] - speed[a]) / (r > 0 ? r : 1);
-    return p_.kinds > 1 ? r * share : p_.whole_rows ? rows / std::ceil(rows / r) : r;
+  // The devices of a stage: `units` from one unit on, and what its figures depend on.
+  struct Group {
+    int units;
+    double seconds, stash, fixed, ring, memory;  // of a second of work, and of a byte; bytes of its smallest device
+    bool one_server;
   };
+  std::vector<std::vector<Group>> groups(units);
+  for (int a = 0; a < units; ++a) {
+    double least_memory = kInfinity;
+    int seen = a;
+    for (const int count : counts) {
+      if (a + count > units || static_cast<double>(count) * unit * p_.least_rows > rows) break;
+      for (; seen < a + count; ++seen) least_memory = std::min(least_memory, memory[seen]);
+      const double r = static_cast<double>(count) * unit, share = (speed[a + count] - speed[a]) / r;
+      // How many times less than the whole the busiest device computes.
+      const double divided = p_.kinds > 1 ? r * share : p_.whole_rows ? rows / std::ceil(rows / r) : r;
+      const int x = p_.server[order[a * unit]], y = p_.server[order[(a + count) * unit - 1]];
+      const double ring = 2 * (r - 1) / r * (x == y ? p_.inside[x] : p_.interface_);
+      groups[a].push_back({count, rows / divided, scale / divided, p_.fixed_factor + p_.shared_factor / r, ring,
+                           least_memory, x == y});
+    }
+  }
   struct Sending {
     double seconds = 0;
     bool between = false;  // servers
   };
-  const auto sending = [&](int i, int a) {  // at cut i, from the device before unit a to its first one
-    const int x = p_.server[order[a * unit - 1]], y = p_.server[order[a * unit]];
-    const double wait = x == y ? p_.inside_latency[x] : p_.interface_latency;
-    return Sending{wait + p_.boundary[cuts[i]] * scale * (x == y ? p_.inside[x] : p_.interface_), x != y};
-  };
+  const int row = units + 1;
+  std::vector<Sending> sending((n + 1) * row);  // at cut i, from the device before unit a to its first one; else none
+  std::vector<double> work(n + 1), bytes(n + 1), stash(n + 1);  // sums up to each cut
+  for (int i = 0; i <= n; ++i) {
+    work[i] = work_[cuts[i]], bytes[i] = p_.parameters[cuts[i]], stash[i] = p_.stash[cuts[i]];
+    for (int a = 1; a < units && i && i < n; ++a) {
+      const int x = p_.server[order[a * unit - 1]], y = p_.server[order[a * unit]];
+      const double wait = x == y ? p_.inside_latency[x] : p_.interface_latency;
+      sending[i * row + a] = {wait + p_.boundary[cuts[i]] * scale * (x == y ? p_.inside[x] : p_.interface_), x != y};
+    }
+  }
   std::vector<Run> runs;
-  std::vector<double> best((n + 1) * (units + 1));
-  std::vector<int> from_cut((n + 1) * (units + 1)), from_unit((n + 1) * (units + 1));
+  std::vector<double> best((n + 1) * row);
+  std::vector<int> from_cut((n + 1) * row), from_unit((n + 1) * row);
   const auto solve = [&](double limit, bool rings, bool sends, bool tapers) {
     std::fill(best.begin(), best.end(), kInfinity);
     best[0] = 0;
     for (int i = 0; i < n; ++i) {
       if (!p_.splittable[cuts[i]] && p_.kinds > 1) continue;
       for (int a = 0; a < units; ++a) {
-        const double before = best[i * (units + 1) + a];
+        const double before = best[i * row + a];
         if (before == kInfinity) continue;
-        const Sending in = i ? sending(i, a) : Sending{};
+        const Sending in = sending[i * row + a];
         const double own = tapers ? limit - (before + 2 * in.seconds) / m : limit;
         if (own <= 0 || (sends && in.seconds > own)) continue;
-        double least_memory = kInfinity;
-        int seen = a;
-        for (const int count : counts) {
-          if (a + count > units || static_cast<double>(count) * unit * p_.least_rows > rows) break;
-          for (; seen < a + count; ++seen) least_memory = std::min(least_memory, memory[seen]);
-          const double divided = divided_by(a, count), devices = static_cast<double>(count) * unit;
-          const int x = p_.server[order[a * unit]], y = p_.server[order[(a + count) * unit - 1]];
-          const double link = x == y ? p_.inside[x] : p_.interface_;
-          const double per_byte = devices < 2 ? 0 : 2 * (devices - 1) / devices * link;
-          const int at = a + count;
+        for (const Group& group : groups[a]) {
+          const int at = a + group.units;
           for (int j = i + 1; j <= n; ++j) {
-            const double seconds = (work_[cuts[j]] - work_[cuts[i]]) * rows / divided;
-            if (seconds > own && j > i + 1) break;
-            const double bytes = p_.parameters[cuts[j]] - p_.parameters[cuts[i]];
-            const double stash = (p_.stash[cuts[j]] - p_.stash[cuts[i]]) * scale / divided;
-            const double fixed = bytes * (p_.fixed_factor + p_.shared_factor / devices);
-            if (fixed + stash > least_memory && !p_.may_recompute && !p_.recompute_all) break;
-            if (seconds + per_byte * bytes / m > own) continue;
+            const double seconds = (work[j] - work[i]) * group.seconds, parameters = bytes[j] - bytes[i];
+            if (seconds + group.ring * parameters / m > own) break;
+            const bool fits = parameters * group.fixed + (stash[j] - stash[i]) * group.stash <= group.memory;
+            if (!fits && !p_.may_recompute && !p_.recompute_all) break;
             if (sends) {
-              const Sending out = j < n && at < units ? sending(j, at) : Sending{};
+              const Sending out = sending[j * row + at];
               // One interface moves what comes from the stage before and what goes to the next.
-              const bool one_interface = p_.contention && x == y && in.between && out.between;
+              const bool one_interface = p_.contention && group.one_server && in.between && out.between;
               if (out.seconds + (one_interface ? in.seconds : 0) > own) continue;
             }
-            const double found = before + seconds + 2 * in.seconds + (rings ? per_byte * bytes : 0);
-            const int to = j * (units + 1) + at;
+            const double found = before + seconds + 2 * in.seconds + (rings ? group.ring * parameters : 0);
+            const int to = j * row + at;
             if (found < best[to]) best[to] = found, from_cut[to] = i, from_unit[to] = a;
           }
         }
@@ -838,7 +864,7 @@ inline std::vector<Run> Search::plan_stages(const std::vector<int>& cuts, const 
     }
     int end = -1;
     for (int u = 1; u <= units; ++u)
-      if (best[n * (units + 1) + u] < (end < 0 ? kInfinity : best[n * (units + 1) + end])) end = u;
+      if (best[n * row + u] < (end < 0 ? kInfinity : best[n * row + end])) end = u;
     return end;
   };
   const double equal_share = work_[p_.blocks] * rows / std::max(speed[units], 1e-300);
@@ -854,11 +880,11 @@ inline std::vector<Run> Search::plan_stages(const std::vector<int>& cuts, const 
       if (tapers) {
         least = std::min(least, m * limit);
       } else if (rings || units == 1) {
-        least = std::min(least, best[n * (units + 1) + end] + (m - 1) * limit);
+        least = std::min(least, best[n * row + end] + (m - 1) * limit);
       }
       std::vector<std::pair<int, int>> stages;  // the first cut and the first unit of each stage, the last one first
       for (int j = n, u = end; j > 0;) {
-        const int to = j * (units + 1) + u;
+        const int to = j * row + u;
         j = from_cut[to], u = from_unit[to];
         stages.push_back({j, u});
       }
