@@ -50,6 +50,7 @@ struct Layout {
   std::vector<int> device_at;      // [devices] the device order
   std::vector<uint8_t> recompute;  // [most stages]
   // [most stages] K_i - K_(i + 1) as far as memory and M allow; of the last stage: 0. All 1: policy A, all 2: policy B.
+  // -q: as many as are computed while one goes on and comes back, if its transfers take q times as long as alone.
   std::vector<int> ahead;
   int stages() const { return workers * chunks; }
 };
@@ -461,10 +462,13 @@ inline double Evaluator::bound(int stages, int64_t micro_batches) const {
 inline bool Evaluator::set_warm_up(const Layout& layout, int64_t micro_batches) {
   const int stages = layout.stages();
   warm_up_.resize(stages);
-  int64_t wanted = 1;
+  const double most = static_cast<double>(micro_batches), period = std::max(least_period(layout), 1e-300);
+  double wanted = 1;
   for (int s = stages - 1; s >= 0; --s) {
-    if (s + 1 < stages) wanted = std::min(wanted + (p_.slope == kAnySlope ? layout.ahead[s] : p_.slope), micro_batches);
-    warm_up_[s] = static_cast<int>(wanted);
+    const int ahead = p_.slope == kAnySlope ? layout.ahead[s] : p_.slope;
+    if (s + 1 < stages) wanted += ahead < 0 ? (forward_[s] + backward_[s] - 2 * ahead * send_[s]) / period : ahead;
+    wanted = std::min(wanted, most);
+    warm_up_[s] = static_cast<int>(std::ceil(wanted * (1 - 1e-9)));
   }
   for (int s = 0; s < stages; ++s) {
     int64_t k = warm_up_[s];

@@ -138,7 +138,7 @@ class Engine {
   int64_t done_ = 0;
 };
 
-// The index of the first of the earliest events. A loop over all of them is faster than a tree: few flows are busy at once.
+// The index of the first of the earliest events. A loop over all is faster than a tree: few flows are busy at once.
 inline size_t Engine::earliest() const {
   double least[2] = {kInfinity, kInfinity};  // of the even and the odd ones, at once
   size_t i = 0;
