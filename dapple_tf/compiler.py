@@ -73,12 +73,11 @@ class PlannedModel:
         """Why a step differs from one device's under this plan."""
         if self.plan.uncut:
             return Exactness()  # ``compile_step`` takes a model that is exact then
-        if self.plan.runs_whole_minibatches:
-            found = self.model.interface.exactness.of_minibatches  # each minibatch runs uncut on one replica
-            return Exactness(found.reasons, windows=True, tried=self.model.interface.exactness.tried)
+        own = self.model.interface.exactness
+        if self.plan.runs_whole_minibatches:  # each minibatch runs uncut on one replica
+            return Exactness(own.of_minibatches.reasons, windows=True, tried=own.tried)
         many, replicas = self.plan.micro_batches > 1, self.plan.replicas
         writes = (reason for stage, reason in self.model.for_passes.backward_writes if many or replicas[stage] > 1)
-        own = self.model.interface.exactness
         return Exactness((*own.reasons, *writes), windows=self.plan.window is not None, tried=own.tried)
 
     def same(self, other: PlannedModel) -> bool:
@@ -238,7 +237,7 @@ def local_graph(
     variant: StepVariant = StepVariant.PLAIN,
     observers: Sequence[Observer] = (),
 ) -> Graph:
-    """Return the graph that one process runs: that of ``pipeline_graph``, of which calls may be in parts."""
+    """Return the graph that one process runs: that of ``pipeline_graph``, where some calls may be in parts."""
     graph = pipeline_graph(model, plan, devices, home, variant=variant, observers=observers)
     # After all passes that look at whole calls.
     return run_passes(graph, [JoinReplicas()] if model.joins else [], observers, verified=graph)
@@ -255,11 +254,9 @@ def rank_graphs(
 ) -> tuple[Graph, ...]:
     """Return the graphs of all ranks of a job of ``size`` processes, without devices, checked against each other.
 
-    A rank runs all stages of its device in ``plan``.
-    ``local``: each takes only the rows of the batch that it needs, and the batch size as its last input.
-
-    Raises PlanError where the plan is for another number of ranks, and GraphError where two ranks' exchanges do not
-    match.
+    A rank runs all stages of its device in ``plan``. ``local``: each takes only the rows of the batch that it needs,
+    and the batch size as its last input. Raises PlanError where the plan is for another number of ranks, and GraphError
+    where two ranks' exchanges do not match.
     """
     used = sorted({device for stage in plan.stages for device in stage.devices})
     if used != list(range(size)):

@@ -17,7 +17,7 @@ BatchLoss = bool | Literal["auto"]
 """Whether the part of a loss that combines samples runs once, on the whole batch; "auto": only if it must."""
 
 BatchNorm = Literal["micro-batch", "deferred", "sync"]
-"""Of which samples batch norm in training mode takes statistics.
+"""The samples whose statistics batch norm takes in training mode.
 
 "micro-batch": it normalises each replica's samples of a micro-batch by themselves, and keeps moving statistics of each
 micro-batch in turn. "deferred": moving statistics of the whole batch, once. "sync": it normalises all samples of a

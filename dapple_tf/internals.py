@@ -827,8 +827,11 @@ def as_tf_variable(variable: Any) -> Any:
     return variable if isinstance(variable, tf.Variable) else variable.value
 
 
-MAKING_FUNCTIONS = ("_make_function", "_autoconvert_optionals")
-"""Methods of a model by which Keras makes the functions of a batch that ``fit`` and its like call."""
+MAKING_FUNCTIONS = tuple(name for name in ("_make_function", "_autoconvert_optionals") if hasattr(keras.Model, name))
+"""Methods of a model by which Keras makes the functions of a batch that ``fit`` and its like call.
+
+The second is there from Keras 3.12 on.
+"""
 
 
 def is_of_keras(function: Any) -> bool:

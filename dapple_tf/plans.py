@@ -31,7 +31,7 @@ from dapple_tf.profiler.read_files import naming_file, read_json
 from dapple_tf.profiler.records import Count, Figure, Name, read_record
 from dapple_tf.profiler.servers import is_finite
 from dapple_tf.profiler.units import format_samples
-from dapple_tf.window_plan import WORDS_OF_STEPS, WindowPlan, Words
+from dapple_tf.window_plan import Synchronous, Training, WindowPlan
 
 FORMAT = "dapple-plan/1"
 
@@ -82,11 +82,10 @@ class StagePlan:
         return whole_shares(self.shares or ())
 
     def in_rows(self, samples: int) -> StagePlan:
-        """Return the stage whose shares are the whole rows that each device takes of a micro-batch of ``samples``.
+        """Return the stage with shares that are the whole rows that each device takes of a micro-batch of ``samples``.
 
-        They are those of the run: as even as whole rows or the shares allow, in the order of the devices. Some may be
-        0.
-        The stage itself where all devices take equally many.
+        A run takes the same rows: as equal, or as close to the given shares, as whole rows can be. A device may take
+        none. Where all devices take equally many, the result is the stage itself.
         """
         if not self.row_shares and samples % self.replicas == 0:
             return self
@@ -143,18 +142,17 @@ class Plan:
         """Whether each batch is one micro-batch on one replica of each stage, as on one device."""
         return self.window is None and self.micro_batches == 1 and max(self.replicas) == 1
 
+    @property
+    def training(self) -> Training:
+        """How the plan trains: in steps, or in windows."""
+        return self.window or Synchronous()
+
     def __post_init__(self) -> None:
         if not self.stages:
             raise PlanError("a plan needs at least one stage")
         if self.micro_batches < 1:
             raise PlanError(f"micro_batches is {self.micro_batches}; it must be at least 1")
-        if self.window is not None and self.stages and self.micro_batches != (size := self.versions.window.size):
-            raise PlanError(f"micro_batches is {self.micro_batches}, but the window has {size} in all its minibatches")
-        if self.window is not None and self.shard_optimizer:
-            raise PlanError(
-                "shard_optimizer is true, but the plan is for asynchronous windows, whose replicas each store weights "
-                "of their own: leave out shard_optimizer, or window"
-            )
+        self.training.check(self.replicas, self.micro_batches, shard_optimizer=self.shard_optimizer)
         if self.micro_batch_sizes is not None:
             _check_sizes(self, self.micro_batch_sizes)
         check_virtual_workers(self.stages)
@@ -235,11 +233,6 @@ class Plan:
             return quote(self.schedule)
 
     @property
-    def words(self) -> Words:
-        """The words for what one call trains: a step, or a window."""
-        return WORDS_OF_STEPS if self.window is None else self.window.words
-
-    @property
     def headline(self) -> str:
         """The plan in a line: replicas, layers of each stage, micro-batches and schedule."""
         layers = ":".join(str(stage.last_layer - stage.first_layer + 1) for stage in self.stages)
@@ -312,7 +305,7 @@ class Plan:
     @property
     def runs_whole_minibatches(self) -> bool:
         """Whether replicas take whole minibatches of a window in turn, and compute each as one device does."""
-        return self.window is not None and self.window.in_turn
+        return self.training.in_turn
 
     @property
     def sharing(self) -> tuple[int, ...]:
@@ -341,7 +334,7 @@ class Plan:
 
     @property
     def least_samples(self) -> int:
-        """The fewest samples of a micro-batch of which every replica of every stage gets one."""
+        """The fewest samples of a micro-batch with which every replica of every stage gets one."""
         return max(least_rows(stage.replicas, stage.row_shares) for stage in self.stages)
 
     @property
@@ -356,9 +349,7 @@ class Plan:
 
         Raises PlanError for a synchronous plan.
         """
-        if self.window is None:
-            raise PlanError("the plan is synchronous: it has no window")
-        return self.window.versions(self.replicas)
+        return self.training.versions(self.replicas)
 
     @property
     def device_count(self) -> int:
@@ -391,11 +382,7 @@ class Plan:
         sizes = self._describe_parts(self.micro_batches)
         if len(set(self.sizes)) > 1:
             sizes = f"{_list_sizes(self.sizes)} samples"
-        if self.window is not None:
-            count = self.window.minibatches
-            each = "" if self.window.in_turn else f"{self.micro_batches // count} micro-batches of "
-            return f"{count} minibatch{'es' * (count != 1)} of {each}{sizes}"
-        return f"{self.micro_batches} micro-batch{'es' * (self.micro_batches != 1)} of {sizes}"
+        return self.training.describe_parts(self.micro_batches, sizes)
 
     def runs(self, stage: int) -> tuple[range, ...]:
         """Return the ranges of consecutive layers of a stage that are re-computed together."""
@@ -410,18 +397,13 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         """Return the plan as its file holds it."""
         data = {"format": FORMAT, **asdict(self)}
-        if not self.overlap:
-            del data["overlap"]  # the default is not written
-        if not self.shard_optimizer:
-            del data["shard_optimizer"]
-        if self.micro_batch_sizes is None:
-            del data["micro_batch_sizes"]
-        if self.window is None:
-            del data["window"]
+        for name in ("overlap", "shard_optimizer", "micro_batch_sizes", "window"):
+            if not data[name]:
+                del data[name]  # the default is not written
         for stage in data["stages"]:
-            for field in ("shares", "worker"):
-                if stage[field] is None:
-                    del stage[field]
+            for name in ("shares", "worker"):
+                if stage[name] is None:
+                    del stage[name]
         return data
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -559,10 +541,10 @@ def _from_json(data: Any) -> Plan:
     if isinstance(data, dict) and data.get("recompute") is None:  # a file may leave it out
         data = {**data, "recompute": False}
     plan = read_record(data, Plan, PlanError, file_format=FORMAT)
-    if plan.window is not None and data["window"].get("weights") is None:  # has a default in Python only
-        raise PlanError("window.weights is missing")
     _check_size(plan)
     if plan.window is not None:  # its order follows from the window, which Plan has checked
+        if data["window"].get("weights") is None:  # has a default in Python only
+            raise PlanError("window.weights is missing")
         return plan
     try:
         for part in plan.virtual_workers or (plan,):

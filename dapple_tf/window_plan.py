@@ -1,15 +1,20 @@
-"""Asynchronous windows as part of a plan: how many minibatches, and which weights they use."""
+"""How a plan trains: in steps, each of which updates the weights once, or in asynchronous windows of minibatches.
+
+``Plan.training`` is a ``Synchronous`` or a ``WindowPlan``. Both have the same properties, so that what differs between
+the two is decided here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 from dapple_tf.errors import PlanError
 from dapple_tf.graph_passes.schedules.weight_versions import POLICIES, Versions, WeightPolicy, weight_versions
 from dapple_tf.graph_passes.schedules.window import Window, depth_warm_up, round_robin_warm_up
 from dapple_tf.profiler.records import Count
+from dapple_tf.profiler.units import format_samples
 
 USUAL_MINIBATCHES = 64
 """Minibatches of a window where none are given."""
@@ -30,7 +35,32 @@ class Words:
     curve: str
 
 
-WORDS_OF_STEPS = Words("step", "steps", "training", "loss", "loss")
+@dataclass(frozen=True)
+class Synchronous:
+    """Training in steps: all micro-batches of a batch use the same weights, which change once."""
+
+    words: ClassVar[Words] = Words("step", "steps", "training", "loss", "loss")
+    minibatches: ClassVar[int] = 1
+    parts: ClassVar[int] = 1
+    in_turn: ClassVar[bool] = False
+
+    def check(self, replicas: Sequence[int], micro_batches: int, *, shard_optimizer: bool) -> None:
+        """Accept any number of micro-batches, and a sharded optimizer."""
+
+    def check_samples(self, samples: int, micro_batches: int, replicas: Sequence[int]) -> None:
+        """Accept any batch: one that is small is cut into fewer micro-batches."""
+
+    def versions(self, replicas: Sequence[int]) -> Versions:
+        """Raise PlanError: only windows have several versions of the weights."""
+        raise PlanError("the plan is synchronous: it has no window")
+
+    def describe_parts(self, micro_batches: int, sizes: str) -> str:
+        """Return M and the ``sizes`` of each."""
+        return f"{micro_batches} micro-batch{'es' * (micro_batches != 1)} of {sizes}"
+
+    def describe_order(self, replicas: Sequence[int]) -> Mapping[str, Sequence[str]]:
+        """Return no columns: the order follows from the schedule."""
+        return {}
 
 
 @dataclass(frozen=True)
@@ -67,10 +97,44 @@ class WindowPlan:
         return self.weights != "2bw"
 
     @property
+    def parts(self) -> int:
+        """The number of micro-batches of a window, as far as it is known without the stages: the least it can be."""
+        return self.minibatches * (self.micro_batches or 1)
+
+    @property
     def words(self) -> Words:
         """The words by which messages name a window of this plan, and its loss."""
         units = f"windows of {self.minibatches} minibatches"
         return Words("window", units, "training window", "mean loss", "mean loss of a window")
+
+    def check(self, replicas: Sequence[int], micro_batches: int, *, shard_optimizer: bool) -> None:
+        """Raise PlanError unless a plan with these fields can train in windows."""
+        if micro_batches != (size := self.versions(replicas).window.size):
+            raise PlanError(f"micro_batches is {micro_batches}, but the window has {size} in all its minibatches")
+        if shard_optimizer:
+            raise PlanError(
+                "shard_optimizer is true, but the plan is for asynchronous windows, whose replicas each store weights "
+                "of their own: leave out shard_optimizer, or window"
+            )
+
+    def check_samples(self, samples: int, micro_batches: int, replicas: Sequence[int]) -> None:
+        """Raise PlanError unless a window of ``samples`` has a sample for each replica of each micro-batch."""
+        if samples // micro_batches < max(replicas):
+            raise PlanError(
+                f"a window of {format_samples(samples)} is cut into {micro_batches} minibatches or micro-batches, and "
+                f"each needs at least {format_samples(max(replicas))}: give a larger window (the batch of a call is "
+                "one), leave this one out (drop_remainder=True), or give fewer minibatches"
+            )
+
+    def describe_parts(self, micro_batches: int, sizes: str) -> str:
+        """Return the number of minibatches, and of the micro-batches of each, and the ``sizes`` of these."""
+        each = "" if self.in_turn else f"{micro_batches // self.minibatches} micro-batches of "
+        return f"{self.minibatches} minibatch{'es' * (self.minibatches != 1)} of {each}{sizes}"
+
+    def describe_order(self, replicas: Sequence[int]) -> Mapping[str, Sequence[str]]:
+        """Return K of each stage and the versions of the weights that its replicas keep, as columns of a table."""
+        versions = self.versions(replicas)
+        return {"K": [*map(str, versions.window.warm_up)], "versions": [*map(str, versions.slots)]}
 
     def warm_up(self, replicas: Sequence[int]) -> tuple[int, ...]:
         """Return K_s of each stage, for stages of ``replicas`` devices.
@@ -102,9 +166,9 @@ class WindowPlan:
         window = Window(self.minibatches, tuple(replicas), warm_up, count, self.in_turn)
         return weight_versions(window, self.weights)
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the window as a plan's file holds it."""
-        return asdict(self)
+
+Training = Synchronous | WindowPlan
+"""How a plan trains."""
 
 
 def _check_number(name: str, value: object) -> None:

@@ -1,4 +1,4 @@
-"""Models of several sizes: each has a table of named ones, of which an option `scale` chooses one."""
+"""Models of several sizes: each has a table of named sizes, and an option `scale` chooses one."""
 
 from __future__ import annotations
 

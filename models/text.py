@@ -38,7 +38,7 @@ class Corpus:
 def read_corpus(path: str | os.PathLike[str] | None = None, *, max_bytes: int = 4_000_000) -> Corpus:
     """Read the first `max_bytes` bytes of a text.
 
-    `path`: a file, or a folder, of which every file that is not hidden is read; None means the standard library's `.py`
+    `path`: a file, or a folder whose files are all read, but for hidden ones; None means the standard library's `.py`
     files, without its tests and installed packages. Files are read in the order of their names, with a newline between
     them.
 

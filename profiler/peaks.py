@@ -61,7 +61,7 @@ PEAKS = (
     Peak("H100", 494.5e12, 3350e9, 80e9, 0.5, {}, _LAUNCH_SECONDS),
 )
 
-# One core of a server CPU, for estimates of which only the ratio between ops or layers matters.
+# One core of a server CPU, for estimates; only the ratio between ops or layers matters.
 CPU_CORE = Peak("one core", 5e10, 5e9, 0.0, 1.0)
 
 

@@ -314,7 +314,7 @@ def _check_layers(layers: Sequence[LayerCost]) -> None:
             if layer.weights_seconds > layer.backward_seconds:
                 raise ProfileError(
                     f"{where} is {layer.weights_seconds:g}, more than its backward_seconds "
-                    f"{layer.backward_seconds:g}, of which it is a part"
+                    f"{layer.backward_seconds:g}, which includes it"
                 )
 
 

@@ -15,10 +15,7 @@ from dapple_tf.autoplan.batch_fit import check_batch_size, check_plan_fits, fit_
 from dapple_tf.autoplan.decision import PlanDecision
 from dapple_tf.autoplan.forward_plan import follow_plan, plan_forward
 from dapple_tf.autoplan.layer_estimates import EstimatedCosts, estimate_costs
-from dapple_tf.autoplan.measured_problem import (
-    PlanningInputs,
-    count_slots,
-)
+from dapple_tf.autoplan.measured_problem import PlanningInputs, count_slots
 from dapple_tf.autoplan.options import Options, check_contradictions
 from dapple_tf.autoplan.recompute_option import choose_recompute
 from dapple_tf.autoplan.schedule_auto import ScheduleChoice
@@ -29,19 +26,18 @@ from dapple_tf.compiler import PlannedModel
 from dapple_tf.devices import list_devices
 from dapple_tf.distributed.membership import AllRanks, Job
 from dapple_tf.errors import ClusterError, PlanError, UsageError, warn_user
-from dapple_tf.exactness import BatchLoss, BatchNorm, Inexact
+from dapple_tf.exactness import BatchLoss, Inexact
 from dapple_tf.frontend.batch import batch_size
 from dapple_tf.frontend.captured import Captured, Traced
 from dapple_tf.graph_passes.analysis.layers import Layers
 from dapple_tf.graph_passes.ir.graph import Shape
 from dapple_tf.graph_passes.ir.names import without_target
 from dapple_tf.messages import LOGGER
-from dapple_tf.planner.asynchronous import check_window_size, window_plan
+from dapple_tf.planner.asynchronous import window_plan
 from dapple_tf.plans import Plan
 from dapple_tf.staged_model import StagedModel
 from dapple_tf.timeline.recording import planned_seconds
 from dapple_tf.timeline.timeline import Timeline
-from dapple_tf.window_plan import WindowPlan
 
 # A layer with more than this share of the model's work probably hides layers inside a call that cannot be cut.
 _DOMINANT_SHARE = 0.8
@@ -58,6 +54,7 @@ class StageCuts:
 class Autoplan:
     """The plan of a step: the one given, or one made from the ``options`` at the first trace.
 
+    ``options``: as the user gave them, and from the first trace on as far as this has settled what they leave open.
     In a ``job`` rank 0 decides for all ranks, and every rank must make the same calls. Raises PlanError for arguments
     that contradict each other.
     """
@@ -72,7 +69,7 @@ class Autoplan:
         check_contradictions(options)
         self._loss_fn = loss_fn
         self._optimizer = optimizer
-        self._options = options
+        self.options = options
         self._wanted_cluster = options.cluster
         self._replicable = True
         self._job, self._ranks = job, AllRanks(job)
@@ -115,7 +112,7 @@ class Autoplan:
         """
         problem = None if self._decision is None else self._decision.problem
         now = None if problem is None else planned_seconds(self.plan)
-        if problem is None or now is None or self.window is not None:
+        if problem is None or now is None:
             return None
         try:
             if self._wanted_cluster is not None:
@@ -131,46 +128,16 @@ class Autoplan:
             return None
 
     @property
-    def window(self) -> WindowPlan | None:
-        """The asynchronous windows that are asked for, or None for synchronous training."""
-        return self._options.window
-
-    @property
-    def runs_whole_minibatches(self) -> bool:
-        """Whether every step is computed from one micro-batch on one replica, as one device does it."""
-        return self._options.runs_whole_minibatches
-
-    @property
-    def user_inexact(self) -> Inexact:
-        """The treatment of a loss that does not add up that the user asks for."""
-        return self._options.inexact
-
-    @property
     def inexact(self) -> Inexact:
         """The treatment of a loss whose micro-batches would not add up to the whole batch's; see ``Inexact``."""
-        return "allow" if self.runs_whole_minibatches else self._options.inexact
+        return "allow" if self.options.training.in_turn else self.options.inexact
 
     @property
     def batch_loss(self) -> BatchLoss:
         """Whether a loss that combines samples may run once, after the forwards of all micro-batches."""
-        if self._options.batch_loss == "auto" and not _may_wait(self._options):
+        if self.options.batch_loss == "auto" and not _may_wait(self.options):
             return False
-        return self._options.batch_loss
-
-    @property
-    def batch_norm(self) -> BatchNorm:
-        """Of which samples batch norm keeps moving statistics."""
-        return self._options.batch_norm
-
-    @property
-    def jit_compile(self) -> bool | None:
-        """Whether XLA compiles stage functions; None where the function that runs says it."""
-        return self._options.jit_compile
-
-    @property
-    def keeps_slices(self) -> bool:
-        """Whether the gradients of embeddings stay sparse."""
-        return self._options.keeps_slices
+        return self.options.batch_loss
 
     def runs_uncut(self, samples: int) -> bool:
         """Return whether a batch of ``samples`` is, or may become, one micro-batch on one replica of each stage.
@@ -178,23 +145,22 @@ class Autoplan:
         It may become so before there is a plan, where the options leave M open: ``decide`` then plans it for a model
         that needs it.
         """
-        if self.window is not None:
+        if self.options.window is not None:
             return False
         if self._decision is not None:
             return fit_plan(self._decision.plan, samples).uncut
-        return self._options.can_run_uncut
+        return self.options.can_run_uncut
 
     def micro_batch_size(self, samples: int) -> int:
         """Return the samples of the largest micro-batch, at least 2, as far as the options tell without a plan."""
-        return max(2, self._options.largest_micro_batch(samples))
+        return max(2, self.options.largest_micro_batch(samples))
 
     def check_first_batch(self, samples: int) -> None:
         """Raise PlanError where there is no plan yet, and the requested sizes do not fit a batch of ``samples``."""
-        window = self._options.window
-        if window is not None:
-            check_window_size(samples, window.minibatches * (window.micro_batches or 1), (1,))
-        if self._decision is None and (sizes := self._options.sizes(samples)):
-            check_batch_size(samples, len(sizes), self._options.replicas or (1,), sizes)
+        training = self.options.training
+        training.check_samples(samples, training.parts, (1,))
+        if self._decision is None and (sizes := self.options.sizes(samples)):
+            check_batch_size(samples, len(sizes), self.options.replicas or (1,), sizes)
 
     def decide(
         self, captured: Captured, layers: Layers, shapes: Mapping[str, Sequence[Shape]], batch: Sequence[Any]
@@ -206,7 +172,7 @@ class Autoplan:
         or batch, and the errors of the files that make it.
         """
         if not self.layer_names:
-            self._options = _settle_uncut(_settle_batch_loss(self._options, captured), captured)
+            self.options = _settle_uncut(_settle_batch_loss(self.options, captured), captured)
             self._decide_first(captured, layers, shapes, batch)
         plan, names = self.plan, self.layer_names
         recomputed = {names[i] for i in plan.recomputed}
@@ -224,12 +190,12 @@ class Autoplan:
         costs = estimate_costs(layers, shapes)
         if self._decision is not None:
             return follow_plan(self._decision.plan, self.layer_names, layers, costs, all_devices=self._job is not None)
-        return plan_forward(self._options, layers, costs, self._device_count, all_devices=self._job is not None)
+        return plan_forward(self.options, layers, costs, self._device_count, all_devices=self._job is not None)
 
     @property
     def _device_count(self) -> int:
         """The number of devices that there are: of the ranks of the job, or the logical ones of this process."""
-        return len(list_devices(self._options.devices)) if self._job is None else self._job.size
+        return len(list_devices(self.options.devices)) if self._job is None else self._job.size
 
     def choose_schedule(self, model: StagedModel, samples: int) -> None:
         """Choose policy and D for the first trace by an estimate, where the schedule is still "auto"."""
@@ -255,18 +221,18 @@ class Autoplan:
         names = tuple(layer.name for layer in layers.layers)
         costs = estimate_costs(layers, shapes)
         self._ranks.agree("number of samples", samples)
-        self._ranks.agree("call of dapple.pipeline", self._options)
-        self._ranks.agree("plan", None if self._options.plan is None else self._options.plan.to_json())
+        self._ranks.agree("call of dapple.pipeline", self.options)
+        self._ranks.agree("plan", None if self.options.plan is None else self.options.plan.to_json())
         self._ranks.agree("layers of the model", names)
-        if self._options.elastic:
-            self._options, self._decision = self._fit_devices(layers, costs, samples)
+        if self.options.elastic:
+            self.options, self._decision = self._fit_devices(layers, costs, samples)
         decision = self._decision
         if decision is None:
             decision = self._ranks.run_on_rank_0(partial(self._make_decision, captured, layers, costs, batch))
-        window = self._options.window
+        window = self.options.window
         if window is not None and (decision.plan.window, decision.plan.global_batch_size) != (window, samples):
             decision = PlanDecision(window_plan(decision.plan, window, samples))
-        if self._options.shard_optimizer:
+        if self.options.shard_optimizer:
             decision = dataclasses.replace(decision, plan=dataclasses.replace(decision.plan, shard_optimizer=True))
         if decision.plan.shard_optimizer and max(decision.plan.replicas) == 1:
             warn_user(
@@ -277,8 +243,8 @@ class Autoplan:
         if len(decision.plan.stages) > 1:
             _warn_of_dominant_layer(names, costs)
         self._decision, self.layer_names = decision, names
-        unknown = self._options.spec is None or self._options.spec.is_searched
-        if self._options.plan is None and decision.choice is None and unknown and decision.plan.window is None:
+        unknown = self.options.spec is None or self.options.spec.is_searched
+        if self.options.plan is None and decision.choice is None and unknown and decision.plan.window is None:
             self._estimates = costs, shapes
 
     def _fit_devices(self, layers: Layers, costs: EstimatedCosts, samples: int) -> tuple[Options, PlanDecision | None]:
@@ -287,7 +253,7 @@ class Autoplan:
         In a job stages and plan must use every rank. Those that ask for other devices are left to the planner, and of
         the cluster only the hosts of the ranks are kept.
         """
-        options, decision, job = self._options, self._decision, self._job
+        options, decision, job = self.options, self._decision, self._job
         devices = self._device_count
         if decision is not None or not options.stages_are_auto:
             plan = self.plan if decision else plan_requested_stages(options, layers, costs, samples, sys.maxsize)
@@ -306,27 +272,27 @@ class Autoplan:
         self, captured: Captured, layers: Layers, costs: EstimatedCosts, batch: Sequence[Any]
     ) -> PlanDecision:
         """Return the plan for the options."""
-        self._replicable = not captured.stateful and not (self._options.can_run_uncut and captured.needs_uncut)
+        self._replicable = not captured.stateful and not (self.options.can_run_uncut and captured.needs_uncut)
         trained = [captured.variables[without_target(name)] for name in captured.trainable]
         inputs = PlanningInputs(
             self._loss_fn,
             batch,
-            self._options,
+            self.options,
             optimizer_slots=count_slots(self._optimizer, trained),
             devices=self._device_count,
-            cluster=self._options.cluster,
+            cluster=self.options.cluster,
             replicable=self._replicable,
             ranks=self._job is not None,
         )
-        if self._options.stages_are_auto:
-            check_enough_layers(self._options, layers)
+        if self.options.stages_are_auto:
+            check_enough_layers(self.options, layers)
             decision = choose_stages(inputs)
-            if self._options.recompute is False:
+            if self.options.recompute is False:
                 return decision  # the planner re-computes where memory is short
-            recompute = choose_recompute(self._options.recompute, layers, decision.plan.stages)
+            recompute = choose_recompute(self.options.recompute, layers, decision.plan.stages)
             return decision.with_recompute(recompute)
-        plan = plan_requested_stages(self._options, layers, costs, inputs.samples, inputs.devices)
-        if self._options.cluster is None and not self._options.micro_batches_are_auto:
+        plan = plan_requested_stages(self.options, layers, costs, inputs.samples, inputs.devices)
+        if self.options.cluster is None and not self.options.micro_batches_are_auto:
             return PlanDecision(plan)
         return choose_micro_batches(inputs, plan)
 

@@ -13,7 +13,6 @@ from dapple_tf.errors import PlanError
 from dapple_tf.graph_passes.analysis.layers import Layers
 from dapple_tf.graph_passes.analysis.row_bounds import fit_micro_batches, fit_sizes
 from dapple_tf.plan_check import check_shares
-from dapple_tf.planner.asynchronous import check_window_size
 from dapple_tf.plans import Plan, StagePlan
 from dapple_tf.profiler.units import format_samples
 
@@ -55,11 +54,9 @@ def check_plan_fits(plan: Plan, layers: Layers, samples: int) -> None:
             f"the plan is for {planned} layers, but {layers.graph.name} has {len(layers.layers)}: it was made for "
             "another model"
         )
-    if plan.window is not None:
-        return
     try:
         sizes = plan.sizes if samples == plan.global_batch_size else ()  # another batch may get equal micro-batches
-        check_batch_size(samples, plan.micro_batches, plan.replicas, sizes)
+        check_batch_size(samples, plan.micro_batches, plan.sharing, sizes)
         check_shares(plan, min(sizes, default=samples // plan.micro_batches))
     except PlanError as error:
         if samples == plan.global_batch_size:
@@ -78,7 +75,7 @@ def fit_plan(plan: Plan, samples: int) -> Plan:
     shared equally. An asynchronous window keeps its plan; raises PlanError where the batch is too small for it.
     """
     if plan.window is not None:
-        check_window_size(samples, plan.micro_batches, plan.sharing)
+        plan.window.check_samples(samples, plan.micro_batches, plan.sharing)
         return plan
     if fit_sizes(samples, plan.sizes, plan.least_samples):
         return plan

@@ -16,7 +16,7 @@ BACKWARD_OVER_FORWARD = 2.0
 
 @dataclass(frozen=True)
 class EstimatedCosts:
-    """Estimated seconds on one CPU core, of which only ratios count.
+    """Estimated seconds on one CPU core. Only their ratios count.
 
     ``layers``: forward seconds of each layer. ``cuts``: seconds to send the tensors that cross each cut; entry p - 1
     is the cut before layer p.

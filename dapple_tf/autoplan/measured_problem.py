@@ -79,12 +79,11 @@ def measure_problem(inputs: PlanningInputs, cluster: Cluster, replicas: Sequence
     """Profile the model, and return the planning problem of the options on ``cluster``.
 
     Times are measured at the size of a micro-batch (of given sizes the largest) and of a replica's share of one, for
-    each of ``replicas``. Raises
-    PlanError for a batch that is too small for the micro-batches, or a schedule that cannot run; both before profiling.
+    each of ``replicas``. Raises PlanError for a batch that is too small for the micro-batches, or a schedule that
+    cannot run; both before profiling.
     """
     options, samples = inputs.options, inputs.samples
-    window = options.window
-    micro_batches = options.count_micro_batches(samples) if window is None else window.minibatches
+    micro_batches = options.count_micro_batches(samples) * options.training.minibatches
     check_batch_size(samples, micro_batches, (1,))
     size = max(options.sizes(samples), default=samples // micro_batches)
     any_size = options.micro_batches_are_auto

@@ -63,5 +63,5 @@ def options_table() -> str:
 
 
 def about_option(name: str) -> Mapping[str, Any]:
-    """Return what is declared of an option: see ``_about``."""
+    """Return what is declared of an option: see ``_option``."""
     return Options.__dataclass_fields__[name].metadata

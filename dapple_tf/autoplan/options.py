@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any, Literal, get_args
@@ -34,7 +34,7 @@ from dapple_tf.plan_check import check_inputs
 from dapple_tf.plans import Plan, as_flag
 from dapple_tf.profiler.cluster import Cluster
 from dapple_tf.simulator.order import check_plannable
-from dapple_tf.window_plan import USUAL_MINIBATCHES, WindowPlan
+from dapple_tf.window_plan import USUAL_MINIBATCHES, Synchronous, Training, WindowPlan
 
 WINDOW_NOT_VERIFIED = (
     "an asynchronous window uses weights that are some updates old, so no step on one device equals it. Verify the "
@@ -88,16 +88,24 @@ class OptionTypes(TypedDict, total=False):
     cluster: Cluster | None
 
 
-def _about(
-    meaning: str, *, more: str = "", page: str = "", flag: str = "", check: Callable[[Any], None] | None = None
-) -> Mapping[str, Any]:
-    """Return the metadata of an option.
+def _option(
+    default: object,
+    meaning: str,
+    *,
+    more: str = "",
+    page: str = "",
+    flag: str = "",
+    check: Callable[[Any], None] | None = None,
+    repr: bool = True,
+) -> Any:
+    """Return the field of an option.
 
     ``meaning``: a sentence, for help and tables. ``more``: what follows it in docstrings. ``page``: where the guide
     treats it. ``flag``: its name on the command line; "" where it has none. ``check``: raises PlanError for a wrong
-    value.
+    value. ``repr``: whether it is shown with the options.
     """
-    return {"meaning": meaning, "more": more, "page": page, "flag": flag, "check": check}
+    about = {"meaning": meaning, "more": more, "page": page, "flag": flag, "check": check}
+    return field(default=default, metadata=about, repr=repr)
 
 
 def _check_interval(given: object) -> None:
@@ -170,238 +178,196 @@ class Options:
     stages, replicas or micro-batches that are given. ``check_contradictions`` compares options with each other.
     """
 
-    stages: Stages = field(
-        default="auto",
-        metadata=_about(
-            'The number of stages, the names of the layers that start one, or "auto": a planner chooses.',
-            more='With "auto" the model is profiled, and planned for ``cluster`` or the devices at hand.',
-            page="wrap.md#stages",
-            flag="--stages",
-            check=_check_stages,
-        ),
+    stages: Stages = _option(
+        "auto",
+        'The number of stages, the names of the layers that start one, or "auto": a planner chooses.',
+        more='With "auto" the model is profiled, and planned for ``cluster`` or the devices at hand.',
+        page="wrap.md#stages",
+        flag="--stages",
+        check=_check_stages,
     )
-    replicas: Sequence[int] | None = field(
-        default=None,
-        metadata=_about(
-            "How many devices share each stage; where devices run several stages, how many share each group of stages.",
-            more="Such as [2, 1].",
-            page="wrap.md#replicas",
-            flag="--replicas",
-            check=_check_replicas,
-        ),
+    replicas: Sequence[int] | None = _option(
+        None,
+        "How many devices share each stage; where devices run several stages, how many share each group of stages.",
+        more="Such as [2, 1].",
+        page="wrap.md#replicas",
+        flag="--replicas",
+        check=_check_replicas,
     )
-    micro_batches: MicroBatches | None = field(
-        default=None,
-        metadata=_about(
-            'Into how many micro-batches, M, each batch is cut, or "auto" (the default where the stages are "auto", '
-            "else 8); or how many samples each has, or its share of them.",
-            more="Such as [2, 2, 4] of a first batch of 8, or [0.25, 0.25, 0.5]. Batches of another size are cut in "
-            "the same proportion, or into equal micro-batches where one would be too small. Sizes need ``stages`` (or "
-            '``replicas``). With ``mode="async"`` only for "2bw": how many a minibatch is cut into, by default the '
-            "number of stages.",
-            page="schedules.md#micro-batches-of-given-sizes",
-            flag="--micro-batches",
-            check=_check_micro_batches,
-        ),
+    micro_batches: MicroBatches | None = _option(
+        None,
+        'Into how many micro-batches, M, each batch is cut, or "auto" (the default where the stages are "auto", '
+        "else 8); or how many samples each has, or its share of them.",
+        more="Such as [2, 2, 4] of a first batch of 8, or [0.25, 0.25, 0.5]. Batches of another size are cut in "
+        "the same proportion, or into equal micro-batches where one would be too small. Sizes need ``stages`` (or "
+        '``replicas``). With ``mode="async"`` only for "2bw": how many a minibatch is cut into, by default the '
+        "number of stages.",
+        page="schedules.md#micro-batches-of-given-sizes",
+        flag="--micro-batches",
+        check=_check_micro_batches,
     )
-    schedule: str = field(
-        default="auto",
-        metadata=_about(
-            'The schedule by name, the actions of every device, or "auto": a simulator chooses.',
-            more='"gpipe", "dapple-a" (or "1f1b"), "dapple-b", "zb-h1", "zb-h2" (each with ":D=n": memory holds n '
-            'micro-batches); "interleaved-1f1b", "interleaved-zb" and "looped-bfs", whose devices run two stages each '
-            '(or n, with ":v=n"); "zb-v", "dualpipe-v" and "hanayo:w=n", whose stages go over the devices and back; '
-            '"zb-auto", searched for; "K=3,2,1", the warm-up of each stage; or actions such as "0F0 0F1 0B0 0B1; 1F0 '
-            '1B0 1F1 1B1".',
-            page="schedules.md",
-            flag="--schedule",
-            check=_check_schedule,
-        ),
+    schedule: str = _option(
+        "auto",
+        'The schedule by name, the actions of every device, or "auto": a simulator chooses.',
+        more='"gpipe", "dapple-a" (or "1f1b"), "dapple-b", "zb-h1", "zb-h2" (each with ":D=n": memory holds n '
+        'micro-batches); "interleaved-1f1b", "interleaved-zb" and "looped-bfs", whose devices run two stages each '
+        '(or n, with ":v=n"); "zb-v", "dualpipe-v" and "hanayo:w=n", whose stages go over the devices and back; '
+        '"zb-auto", searched for; "K=3,2,1", the warm-up of each stage; or actions such as "0F0 0F1 0B0 0B1; 1F0 '
+        '1B0 1F1 1B1".',
+        page="schedules.md",
+        flag="--schedule",
+        check=_check_schedule,
     )
-    recompute: Recompute = field(
-        default=False,
-        metadata=_about(
-            "Layers whose activations are not kept: backward computes them again, which saves memory and takes time.",
-            more='Give True or "all", one flag for each stage, or the names of layers.',
-            page="memory.md",
-            flag="--recompute",
-            check=check_recompute,
-        ),
+    recompute: Recompute = _option(
+        False,
+        "Layers whose activations are not kept: backward computes them again, which saves memory and takes time.",
+        more='Give True or "all", one flag for each stage, or the names of layers.',
+        page="memory.md",
+        flag="--recompute",
+        check=check_recompute,
     )
-    plan: Plan | None = field(
-        default=None,
-        metadata=_about(
-            "A plan that a planner made, in place of stages, replicas, micro_batches, schedule and recompute.",
-            page="plan.md",
-            flag="--plan",
-            check=_check_file("plan"),
-        ),
+    plan: Plan | None = _option(
+        None,
+        "A plan that a planner made, in place of stages, replicas, micro_batches, schedule and recompute.",
+        page="plan.md",
+        flag="--plan",
+        check=_check_file("plan"),
         repr=False,
     )
-    inexact: Inexact = field(
-        default="error",
-        metadata=_about(
-            'What to do where a step would differ from one device\'s: "error", "warn" (train on, with a warning '
-            'that says why) or "allow".',
-            more="See ``step.exactness``.",
-            page="exactness.md#what-couples-samples",
-            check=_check_choice("inexact", get_args(Inexact), "give one of 'error', 'warn', 'allow'"),
+    inexact: Inexact = _option(
+        "error",
+        'What to do where a step would differ from one device\'s: "error", "warn" (train on, with a warning '
+        'that says why) or "allow".',
+        more="See ``step.exactness``.",
+        page="exactness.md#what-couples-samples",
+        check=_check_choice("inexact", get_args(Inexact), "give one of 'error', 'warn', 'allow'"),
+    )
+    batch_loss: BatchLoss = _option(
+        False,
+        "Whether a loss that is no sum or mean over samples (contrastive, Dice, a correlation) is computed once, "
+        'on the whole batch: True, False, or "auto", where the loss does not add up and the schedule allows it.',
+        more="The model is then cut after the last tensors that hold a row for each sample; what follows runs "
+        "once a step on the rows of all micro-batches, and backward starts when it has. That needs the schedule "
+        '"gpipe", and memory for the activations of all micro-batches.',
+        page="exactness.md#losses-that-do-not-add-up",
+        check=_check_choice("batch_loss", (False, True, "auto"), "give False, True or 'auto'"),
+    )
+    batch_norm: BatchNorm = _option(
+        "micro-batch",
+        "Over which samples batch norm takes statistics in training: those of a micro-batch on one replica "
+        "(micro-batch); the same, with moving statistics of the whole batch (deferred); those of a micro-batch on "
+        "all replicas (sync).",
+        more='With "micro-batch" each micro-batch moves the moving statistics in turn, and replicas are averaged; '
+        'with "deferred" they move once a step, by mean and variance over the whole batch.',
+        page="exactness.md#batch-norm",
+        flag="--batch-norm",
+        check=_check_choice("batch_norm", get_args(BatchNorm), "give one of 'micro-batch', 'deferred', 'sync'"),
+    )
+    jit_compile: bool | None = _option(
+        None,
+        "Whether XLA compiles the functions of the stages, as far as it can; by default if the loss is a "
+        "tf.function with jit_compile=True.",
+        more="A warning names the functions that run without it.",
+        page="wrap.md#xla",
+        flag="--jit-compile/--no-jit-compile",
+        check=_check_choice(
+            "jit_compile", (None, True, False), "give True, False, or None to follow the loss function"
         ),
     )
-    batch_loss: BatchLoss = field(
-        default=False,
-        metadata=_about(
-            "Whether a loss that is no sum or mean over samples (contrastive, Dice, a correlation) is computed once, "
-            'on the whole batch: True, False, or "auto", where the loss does not add up and the schedule allows it.',
-            more="The model is then cut after the last tensors that hold a row for each sample; what follows runs "
-            "once a step on the rows of all micro-batches, and backward starts when it has. That needs the schedule "
-            '"gpipe", and memory for the activations of all micro-batches.',
-            page="exactness.md#losses-that-do-not-add-up",
-            check=_check_choice("batch_loss", (False, True, "auto"), "give False, True or 'auto'"),
+    slice: Slice = _option(
+        None,
+        "How many of the first micro-batches of 1F1B run their forwards in two halves, so that the last stage "
+        'starts in half the time (AutoPipe\'s Slicer): a number, or "auto".',
+        more='For 1F1B ("dapple-a") with three stages or more.',
+        page="schedules.md#sliced-micro-batches",
+        flag="--slice",
+        check=check_slice,
+    )
+    mode: Mode = _option(
+        "sync",
+        '"sync": weights change once a step, as on one device; "async": a call takes a window of minibatches, '
+        "each of which updates the weights, and the pipeline is not flushed between them (PipeDream).",
+        more="Replicas of a stage take minibatches in turn. The call returns the mean of the minibatches' losses, "
+        "which are in ``step.losses``.",
+        page="asynchronous.md",
+        flag="--async",
+        check=_check_choice("mode", get_args(Mode), "give 'sync' or 'async'"),
+    )
+    minibatches: int | None = _option(
+        None,
+        f"How many minibatches, W, a window has (by default {USUAL_MINIBATCHES}): each has N / W of its N samples.",
+        more="Minibatch m has the rows [N m / W, N (m + 1) / W). A multiple of each stage's replicas.",
+        page="asynchronous.md",
+        flag="--minibatches",
+    )
+    weights: WeightPolicy | None = _option(
+        None,
+        "Which version of the weights a minibatch uses: on each stage the newest at its forward, in backward too "
+        "(stash, the default); on all stages the one that the first stage had (vertical-sync); one of two "
+        "versions, with minibatches cut into micro-batches (2bw); the newest at any time, which gives no valid "
+        "gradient (latest).",
+        page="asynchronous.md",
+        flag="--weights",
+    )
+    depth: int | None = _option(
+        None,
+        "Minibatches in flight on the first stage of a window, without replicas; by default as many as keep all "
+        "stages busy.",
+        page="asynchronous.md",
+        flag="--depth",
+    )
+    sparse_gradients: SparseGradients = _option(
+        "exact",
+        "What the optimizer gets of a variable that is used by its rows, such as an embedding: the "
+        'tf.IndexedSlices of one device ("exact"), or a tensor of the variable\'s shape ("dense").',
+        page="exactness.md#sparse-gradients",
+        check=_check_choice(
+            "sparse_gradients",
+            get_args(SparseGradients),
+            "give 'exact' (the optimizer gets an embedding's gradient as on one device) or 'dense' (it gets a "
+            "dense tensor)",
         ),
     )
-    batch_norm: BatchNorm = field(
-        default="micro-batch",
-        metadata=_about(
-            "Over which samples batch norm takes statistics in training: those of a micro-batch on one replica "
-            "(micro-batch); the same, with moving statistics of the whole batch (deferred); those of a micro-batch on "
-            "all replicas (sync).",
-            more='With "micro-batch" each micro-batch moves the moving statistics in turn, and replicas are averaged; '
-            'with "deferred" they move once a step, by mean and variance over the whole batch.',
-            page="exactness.md#batch-norm",
-            flag="--batch-norm",
-            check=_check_choice("batch_norm", get_args(BatchNorm), "give one of 'micro-batch', 'deferred', 'sync'"),
-        ),
+    elastic: bool = _option(
+        False,
+        "Whether to plan anew where the job has another number of ranks than the stages or the plan ask for, "
+        "instead of refusing it.",
+        more="For jobs that are started again with the ranks that are left.",
+        page="elastic.md",
+        flag="--elastic",
+        check=_check_flag("elastic"),
     )
-    jit_compile: bool | None = field(
-        default=None,
-        metadata=_about(
-            "Whether XLA compiles the functions of the stages, as far as it can; by default if the loss is a "
-            "tf.function with jit_compile=True.",
-            more="A warning names the functions that run without it.",
-            page="wrap.md#xla",
-            flag="--jit-compile/--no-jit-compile",
-            check=_check_choice(
-                "jit_compile", (None, True, False), "give True, False, or None to follow the loss function"
-            ),
-        ),
+    snapshot_every: int | None = _option(
+        None,
+        "After each N steps, copy the state of the run into the memory of its hosts, each stage's state to two "
+        "hosts. The loss of one host then costs about N steps.",
+        more="While further steps run. ``dapple.Checkpoints`` of the step takes the snapshots and restores them.",
+        page="elastic.md#snapshots",
+        flag="--snapshot-every",
+        check=_check_interval,
     )
-    slice: Slice = field(
-        default=None,
-        metadata=_about(
-            "How many of the first micro-batches of 1F1B run their forwards in two halves, so that the last stage "
-            'starts in half the time (AutoPipe\'s Slicer): a number, or "auto".',
-            more='For 1F1B ("dapple-a") with three stages or more.',
-            page="schedules.md#sliced-micro-batches",
-            flag="--slice",
-            check=check_slice,
-        ),
+    shard_optimizer: bool = _option(
+        False,
+        "Whether the replicas of a stage share the optimizer's slots out among them: each updates some of the "
+        "stage's variables, and the others get their new values (ZeRO, stage 1).",
+        more="A step computes the same and moves the same bytes. Whole variables are shared out, so shares are as "
+        "even as their sizes allow.",
+        page="memory.md#sharded-optimizer",
+        flag="--shard-optimizer",
+        check=_check_flag("shard_optimizer"),
     )
-    mode: Mode = field(
-        default="sync",
-        metadata=_about(
-            '"sync": weights change once a step, as on one device; "async": a call takes a window of minibatches, '
-            "each of which updates the weights, and the pipeline is not flushed between them (PipeDream).",
-            more="Replicas of a stage take minibatches in turn. The call returns the mean of the minibatches' losses, "
-            "which are in ``step.losses``.",
-            page="asynchronous.md",
-            flag="--async",
-            check=_check_choice("mode", get_args(Mode), "give 'sync' or 'async'"),
-        ),
-    )
-    minibatches: int | None = field(
-        default=None,
-        metadata=_about(
-            f"How many minibatches, W, a window has (by default {USUAL_MINIBATCHES}): each has N / W of its N samples.",
-            more="Minibatch m has the rows [N m / W, N (m + 1) / W). A multiple of each stage's replicas.",
-            page="asynchronous.md",
-            flag="--minibatches",
-        ),
-    )
-    weights: WeightPolicy | None = field(
-        default=None,
-        metadata=_about(
-            "Which version of the weights a minibatch uses: on each stage the newest at its forward, in backward too "
-            "(stash, the default); on all stages the one that the first stage had (vertical-sync); one of two "
-            "versions, with minibatches cut into micro-batches (2bw); the newest at any time, which gives no valid "
-            "gradient (latest).",
-            page="asynchronous.md",
-            flag="--weights",
-        ),
-    )
-    depth: int | None = field(
-        default=None,
-        metadata=_about(
-            "Minibatches in flight on the first stage of a window, without replicas; by default as many as keep all "
-            "stages busy.",
-            page="asynchronous.md",
-            flag="--depth",
-        ),
-    )
-    sparse_gradients: SparseGradients = field(
-        default="exact",
-        metadata=_about(
-            "What the optimizer gets of a variable that is used by its rows, such as an embedding: the "
-            'tf.IndexedSlices of one device ("exact"), or a tensor of the variable\'s shape ("dense").',
-            page="exactness.md#sparse-gradients",
-            check=_check_choice(
-                "sparse_gradients",
-                get_args(SparseGradients),
-                "give 'exact' (the optimizer gets an embedding's gradient as on one device) or 'dense' (it gets a "
-                "dense tensor)",
-            ),
-        ),
-    )
-    elastic: bool = field(
-        default=False,
-        metadata=_about(
-            "Whether to plan anew where the job has another number of ranks than the stages or the plan ask for, "
-            "instead of refusing it.",
-            more="For jobs that are started again with the ranks that are left.",
-            page="elastic.md",
-            flag="--elastic",
-            check=_check_flag("elastic"),
-        ),
-    )
-    snapshot_every: int | None = field(
-        default=None,
-        metadata=_about(
-            "After each N steps, copy the state of the run into the memory of its hosts, each stage's state to two "
-            "hosts. The loss of one host then costs about N steps.",
-            more="While further steps run. ``dapple.Checkpoints`` of the step takes the snapshots and restores them.",
-            page="elastic.md#snapshots",
-            flag="--snapshot-every",
-            check=_check_interval,
-        ),
-    )
-    shard_optimizer: bool = field(
-        default=False,
-        metadata=_about(
-            "Whether the replicas of a stage share the optimizer's slots out among them: each updates some of the "
-            "stage's variables, and the others get their new values (ZeRO, stage 1).",
-            more="A step computes the same and moves the same bytes. Whole variables are shared out, so shares are as "
-            "even as their sizes allow.",
-            page="memory.md#sharded-optimizer",
-            flag="--shard-optimizer",
-            check=_check_flag("shard_optimizer"),
-        ),
-    )
-    devices: Sequence[str | int] | None = field(
-        default=None,
-        metadata=_about(
-            'Names or indices of the devices to use, such as ["GPU:0", "GPU:1"].',
-        ),
+    devices: Sequence[str | int] | None = _option(
+        None,
+        'Names or indices of the devices to use, such as ["GPU:0", "GPU:1"].',
         repr=False,
     )
-    cluster: Cluster | None = field(
-        default=None,
-        metadata=_about(
-            'The servers and links for which is planned what is "auto": stages, micro-batches, schedule.',
-            more="It does so from a profile measured now, and ``step.choice`` says why.",
-            page="plan.md",
-            flag="--cluster",
-            check=_check_file("cluster"),
-        ),
+    cluster: Cluster | None = _option(
+        None,
+        'The servers and links for which is planned what is "auto": stages, micro-batches, schedule.',
+        more="It does so from a profile measured now, and ``step.choice`` says why.",
+        page="plan.md",
+        flag="--cluster",
+        check=_check_file("cluster"),
         repr=False,
     )
 
@@ -478,9 +444,13 @@ class Options:
             return None
         names = ("minibatches", "weights", "depth", "micro_batches")
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        if self.plan is not None and self.plan.window is not None:
-            return dataclasses.replace(self.plan.window, **given)
-        return WindowPlan(**{"minibatches": USUAL_MINIBATCHES, **given})
+        planned = self.plan.window if self.plan is not None else None
+        return dataclasses.replace(planned or WindowPlan(USUAL_MINIBATCHES), **given)
+
+    @property
+    def training(self) -> Training:
+        """How to train: in steps, or in windows."""
+        return self.window or Synchronous()
 
     def planned_anew(self) -> Options:
         """Return the options with stages, replicas and schedule left to the planner, and what results depend on kept.
@@ -521,11 +491,6 @@ class Options:
         )
 
     @property
-    def runs_whole_minibatches(self) -> bool:
-        """Whether every step is computed from one micro-batch on one replica, as one device does it."""
-        return self.window is not None and self.window.in_turn
-
-    @property
     def can_run_uncut(self) -> bool:
         """Whether each batch is one micro-batch on one replica, or may be because M or the replicas are left open.
 
@@ -545,7 +510,7 @@ class Options:
     def count_micro_batches(self, samples: int, replicas: int = 1) -> int:
         """Return M for a batch of ``samples``; where M is "auto", 8, or fewer if the batch is too small for 8.
 
-        ``replicas``: the largest number of replicas of a stage, each of which needs a sample.
+        ``replicas``: the largest number of replicas of a stage; each replica needs a sample.
         """
         if self.given_sizes:
             return len(self.given_sizes)
@@ -571,10 +536,7 @@ class Options:
         """Return about how many samples the largest micro-batch of a batch of ``samples`` has."""
         if self.given_sizes:
             return math.ceil(samples * max(self.given_sizes) / math.fsum(self.given_sizes))
-        count = self.count_micro_batches(samples)
-        if self.window is not None:
-            count = self.window.minibatches * (self.window.micro_batches or 1)
-        return samples // max(1, count)
+        return samples // max(1, self.count_micro_batches(samples) * self.training.parts)
 
 
 # --- options that contradict each other

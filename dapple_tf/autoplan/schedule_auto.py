@@ -30,11 +30,9 @@ from dapple_tf.simulator.contention import Flows
 from dapple_tf.simulator.costs import stage_costs
 from dapple_tf.simulator.execution import execute
 from dapple_tf.simulator.interrupts import interruptible
-from dapple_tf.simulator.memory import usable_bytes
 from dapple_tf.simulator.order import encode
 from dapple_tf.simulator.order_search import FoundOrder, search_order
-from dapple_tf.simulator.simulated_figures import activation_communication_ratio
-from dapple_tf.timeline.stage_costs import StageCosts
+from dapple_tf.timeline.stage_costs import StageCosts, activation_communication_ratio, usable_bytes
 
 # Steps of other M, and of schedules with as many stashes, are as fast where they differ by less than this share.
 _ALIKE = 1e-3

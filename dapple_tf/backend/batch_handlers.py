@@ -160,7 +160,7 @@ def _together(context: Context, node: Node, inputs: list[Any]) -> Outcome:
 
 
 def _part(tensor: Any, axis: int, outer: int) -> Any:
-    """Return ``tensor`` with ``axis`` as two axes, of which the first has the length ``outer``."""
+    """Return ``tensor`` with ``axis`` as two axes; the first has the length ``outer``."""
     shape = tf.shape(tensor, tf.int64)
     parts = [shape[:axis], [outer, shape[axis] // outer], shape[axis + 1 :]]
     return tf.reshape(tensor, tf.concat(parts, 0))

@@ -87,7 +87,7 @@ def _average(node: Node, sums: list[Any]) -> list[Any]:
 
 
 def _sum(context: Context, node: Node, inputs: list[Any]) -> Outcome:
-    """Add the lists of tensors of which ``inputs`` consists: each list has a tensor for each output."""
+    """Add the lists of tensors in ``inputs``, element by element: each list has a tensor for each output."""
     count = len(node.outputs)
     return [tf.add_n(inputs[i::count]) for i in range(count)], []
 

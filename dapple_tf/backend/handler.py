@@ -77,7 +77,7 @@ Compiled = Mapping[str, Collection[str]]
 ChooseCompiled = Callable[[Graph, Bindings, Sequence[Function]], Compiled]
 """Returns which functions of a pipelined graph XLA compiles.
 
-It takes the graph with its devices, the variables behind it, and the functions of all stages, of which a rank's graph
+It takes the graph with its devices, the variables behind it, and the functions of all stages; a rank's graph
 has only some.
 """
 

@@ -96,7 +96,7 @@ class Snapshots:
         return position
 
     def _find(self, after: int) -> tuple[Position, list[_Part]] | None:
-        """Return the position and the parts of the last snapshot of which every part passes its checksum."""
+        """Return the position and the parts of the last snapshot whose parts all pass their checksums."""
         listed = self._ranks.gather(self._memory.list_parts() if self._memory.is_first else [])
         holders = defaultdict[Snapshot, dict[int, list[int]]](lambda: defaultdict(list))
         for rank, parts in enumerate(listed):
@@ -235,7 +235,7 @@ class Snapshots:
             )
 
     def _own_variables(self) -> dict[str, Any]:
-        """Return the variables of which this rank writes the values: the first rank that holds one does."""
+        """Return the variables whose values this rank writes: the first rank that holds a variable writes it."""
         if self._job is None:
             return dict(self._step.variables)
         locations = self._job.variable_locations

@@ -140,7 +140,7 @@ class LossWatch:
         self._unsaved += 1
         if self._unsaved == 1:
             number = 0 if last is None else last.number
-            what = self._step.plan.words.unit
+            what = self._step.plan.training.words.unit
             self._tell(f"warning: no checkpoint after {what} {number}: the loss or a variable is not finite")
         return False
 
@@ -164,7 +164,7 @@ class LossWatch:
         return _WINDOW_ADVICE if self._in_windows else _ADVICE
 
     def _place(self, done: StepResult) -> str:
-        """Return which step, or which minibatch of which window, had the first loss that was not finite."""
+        """Return the step, or the window and its minibatch, with the first loss that was not finite."""
         if not self._in_windows:
             return f"step {done.number}"
         return f"minibatch {self._bad_minibatch} of window {done.number}"

@@ -16,7 +16,6 @@ from dapple_tf.commands.model_loading import load_model
 from dapple_tf.commands.options import MODEL_ARGUMENT, MODEL_OPTIONS
 from dapple_tf.commands.output import shows_progress
 from dapple_tf.commands.startup import hide_startup_messages
-from dapple_tf.window_plan import WindowPlan
 
 
 @command(hidden=True)
@@ -24,10 +23,10 @@ from dapple_tf.window_plan import WindowPlan
 @MODEL_OPTIONS
 @cloup.option("--steps", default=10, help="Steps to time.")
 @cloup.option(
-    "--minibatches", type=int, help="Cut each batch into this number of minibatches, and train on one after the other."
+    "--minibatches", default=1, help="Cut each batch into this number of minibatches, and train on one after the other."
 )
 @result_options()
-def plain(steps: int, minibatches: int | None, **options: Any) -> None:
+def plain(steps: int, minibatches: int, **options: Any) -> None:
     """Time MODEL as an ordinary tf.function on one device, and print its samples per second as JSON."""
     with hide_startup_messages():
         from dapple_tf.devices import home_device
@@ -37,7 +36,7 @@ def plain(steps: int, minibatches: int | None, **options: Any) -> None:
 
     workload = load_model(**options)
     step = plain_step(workload)
-    if minibatches is not None:
+    if minibatches > 1:
         step = step_of_minibatches(step, minibatches)
     run = run_steps(step, repeat_batches(workload.dataset), steps + 1, "un-pipelined")
     click.echo(json.dumps({"samples_per_second": run.samples_per_second}))
@@ -45,7 +44,8 @@ def plain(steps: int, minibatches: int | None, **options: Any) -> None:
 
 def time_plain_model(
     steps: int,
-    window: WindowPlan | None,
+    minibatches: int,
+    /,
     model: str,
     settings: Sequence[str],
     batch_size: int | None,
@@ -54,15 +54,14 @@ def time_plain_model(
 ) -> float:
     """Return the samples per second of the un-pipelined model, measured in a new process with TensorFlow's defaults.
 
-    With a ``window`` it trains on the minibatches of each batch one after the other. Raises ClickException where that
-    process fails.
+    It trains on the ``minibatches`` of each batch one after the other. Raises ClickException where that process fails.
     """
     words = [sys.executable, "-m", "dapple_tf", "plain", model, "--steps", str(steps)]
     for setting in settings:
         words += ["--set", setting]
-    minibatches = None if window is None else window.minibatches
-    for option, value in (("--batch-size", batch_size), ("--seed", seed), ("--minibatches", minibatches)):
-        words += [] if value is None else [option, str(value)]
+    given = (("--batch-size", batch_size, None), ("--seed", seed, None), ("--minibatches", minibatches, 1))
+    for option, value, default in given:
+        words += [] if value == default else [option, str(value)]
     words += [] if shows_progress() else ["--quiet"]
     done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:

@@ -42,17 +42,15 @@ def plan(
     **options: Any,
 ) -> None:
     """Plan PROFILE (a dapple-profile JSON, or a PipeDream graph.txt) on a cluster."""
-    from dapple_tf.planner.api import make_problem, make_window, plan_windows, predict_plan, run_planner
-    from dapple_tf.planner.asynchronous import check_window_batch, describe_runners_up
+    from dapple_tf.planner.api import cut_window, make_problem, plan_windows, predict_plan, run_planner
+    from dapple_tf.planner.asynchronous import describe_runners_up
     from dapple_tf.planner.explain import describe_moves, describe_plan, describe_result
 
     check_output_path("--output", output)
     costs = read_profile(profile, options.pop("profile_batch_size"), options.pop("size_scale"))
     devices = load_cluster(cluster)
     if asynchronous or minibatches is not None:
-        given = {name: options[name] for name in ("micro_batch_size", "schedule", "overlap", "shard_optimizer")}
-        window = make_window("async" if asynchronous else "sync", minibatches, given)
-        options["micro_batch_size"] = check_window_batch(options["global_batch_size"], window.minibatches)
+        window, options = cut_window("async" if asynchronous else "sync", minibatches, options)
         with showing(f"plans with planner {planner}"):
             choices = plan_windows(make_problem(costs, devices, **options), planner, window)
         print_result(describe_plan(choices[0].plan, costs, devices, choices[0].timeline))

@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class Ranks(AllRanks):
-    """All ranks, of which the first prints and writes."""
+    """All ranks. The first prints and writes."""
 
     @property
     def is_first(self) -> bool:

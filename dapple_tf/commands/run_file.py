@@ -41,7 +41,7 @@ class StageBytes:
 
 @dataclass(frozen=True)
 class RunRestart:
-    """A new start of a run by ``dapple launch``, of which less is known where the job before has left no record.
+    """A new start of a run by ``dapple launch``. Less is known where the job before has left no record.
 
     ``number``: of the start, from 1. ``cause``: why the job before ended. ``lost``: its ranks that were lost with their
     hosts, as stages with their layers, in words. ``seconds``: since it ended, until the state is restored. ``ranks``,

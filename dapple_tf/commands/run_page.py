@@ -57,7 +57,7 @@ def run_figures(run: Run) -> dict[str, Any]:
 def describe_run(run: Run) -> Iterator[tuple[str, str]]:
     """Yield the names and values of the run's figures."""
     start, plan, found = run.start, run.plan, run_figures(run)
-    unit = plan.words.unit
+    unit = plan.training.words.unit
     yield "model", start.model
     yield "plan", plan.headline.removeprefix("plan ")
     resumed = "".join(f", resumed after {unit} {number}" for number in run.resumed)
@@ -99,7 +99,7 @@ def _timed(run: Run) -> list[RunStep]:
 def make_run_page(run: Run) -> str:
     """Return the page."""
     body = [_table(dict(describe_run(run)))]
-    name = run.plan.words.curve
+    name = run.plan.training.words.curve
     points = [(step.number, step.loss) for step in run.steps if step.loss is not None and math.isfinite(step.loss)]
     if points:
         low, high = min(loss for _, loss in points), max(loss for _, loss in points)
@@ -151,7 +151,7 @@ def _draw_speed(run: Run) -> list[str]:
     median = statistics.median(step.seconds for step in timed)
     top = min(max(step.seconds for step in timed), 4 * median)
     longer = sum(step.seconds > top for step in timed)
-    unit = run.plan.words.unit
+    unit = run.plan.training.words.unit
     title = f"Seconds of a {unit}"
     if longer:
         title += f" ({longer} took longer than is shown)"

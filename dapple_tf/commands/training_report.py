@@ -86,7 +86,7 @@ def _report_run(
     elif plain_speed is not None:
         ratio = run.samples_per_second / plain_speed
         speed += f"; the same model un-pipelined on the same cores: {plain_speed:.1f} samples/s ({ratio:.2f}x)"
-    words = plan.words
+    words = plan.training.words
     report = TrainReport(
         (f"{words.loss} {run.losses[0]:.4f} -> {run.losses[-1]:.4f} in {len(run.losses)} {words.units}", speed),
         {

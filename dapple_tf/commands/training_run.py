@@ -56,7 +56,8 @@ def run_training(settings: TrainSettings, given: Options, options: Mapping[str, 
     became NaN or infinite.
     """
     ranks = Ranks(membership.current())
-    plain_speed = time_plain_model(settings.baseline, given.window, **options) if settings.baseline else None
+    minibatches = given.training.minibatches
+    plain_speed = time_plain_model(settings.baseline, minibatches, **options) if settings.baseline else None
     step, first, batches = ranks.run_on_all(lambda: _make_step(given, options))
     _build(step, first, settings, ranks)
     checkpoints, position, batches = _resume(step, batches, settings, ranks)
@@ -66,7 +67,7 @@ def run_training(settings: TrainSettings, given: Options, options: Mapping[str, 
         ranks.print_result(str(restart))
     losses = LossWatch(step, ranks, ranks.print_warning)
     growth = Growth(step, ranks.job, ranks.print_result) if given.elastic else None
-    saver = _Saver(checkpoints, settings, losses, done, ranks, step.plan.words.unit, growth)
+    saver = _Saver(checkpoints, settings, losses, done, ranks, step.plan.training.words.unit, growth)
     with contextlib.ExitStack() as opened:
         record = _open_record(step, settings, ranks, done, options["model"], restart)
         if record is not None:
@@ -139,7 +140,7 @@ def _resume(
     ranks.run_on_all(lambda: check_unfinished(folder, position.steps, settings.steps))
     if not position.steps:
         return checkpoints, position, batches
-    ranks.print_result(f"resumed after {step.plan.words.unit} {position.steps} from {position.origin}")
+    ranks.print_result(f"resumed after {step.plan.training.words.unit} {position.steps} from {position.origin}")
     return checkpoints, position, itertools.islice(batches, position.batches, None)
 
 
@@ -258,7 +259,7 @@ def _train(
     scalars = ranks.run_on_first(lambda: Scalars(tensorboard)) if tensorboard else None
     if scalars is not None and restart is not None:
         scalars.write_text(done, "restart", str(restart))
-    words = step.plan.words
+    words = step.plan.training.words
     observer = Observer(
         step,
         done + 1,
@@ -329,7 +330,7 @@ def _open_record(
 
 
 def _describe_end(step: PipelinedStep) -> RunEnd:
-    """Return what is known at the end of a run of which steps were recorded."""
+    """Return what is known at the end of a run with recorded steps."""
     recording, memory = step.recording, step.report
     simulated = None if recording.predicted is None else recording.predicted.timeline.bubble
     together = None

@@ -62,7 +62,7 @@ def find_size(needs: Sequence[InputNeeds], given: Sequence[Sequence[int]]) -> in
     Rows of arguments that a rank does not need do not count. Raises BatchError if a rank has too few or too many rows.
     """
     missing = [
-        f"rank {rank} was given None for argument {name}, of which it needs {_expected(own, name)}"
+        f"rank {rank} was given None for argument {name}, but it needs {_expected(own, name)}"
         for rank, own in enumerate(needs)
         for i, name in enumerate(own.arguments)
         if own.inputs.uses[i] is not Use.NONE and given[rank][i] == MISSING

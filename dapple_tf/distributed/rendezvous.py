@@ -1,4 +1,4 @@
-"""Connect pairs of ranks of a job, each of which proves to the other that it belongs to the job.
+"""Connect pairs of ranks of a job. Both prove to each other that they belong to the job.
 
 Of a pair the lower rank listens, only at the addresses over which the other one reaches it. It serves all connections
 at once, each for a bounded time, so that strangers who connect and are silent, slow or talkative do not keep the ranks

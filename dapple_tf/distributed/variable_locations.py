@@ -1,4 +1,4 @@
-"""Which ranks hold the trained values of which variables.
+"""Find for each variable which ranks hold its trained values.
 
 Every rank knows this for all variables, since all ranks run the same steps. A value that a rank holds is the trained
 one: before a step after which a value would be outdated, the rank drops it.

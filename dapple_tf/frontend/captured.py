@@ -95,7 +95,7 @@ def plain_function(function: Traced) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class Target:
-    """A target of which a training step takes gradients: the ``value`` of the target, a scalar.
+    """A target whose gradients a training step takes: the ``value`` of the target, a scalar.
 
     Where there are several, their sum is the loss, and ``value`` is a term of it that is the target. ``gradients``: the
     name of the gradient of each variable (see ``names.of_target``).

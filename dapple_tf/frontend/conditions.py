@@ -154,7 +154,7 @@ def _open_branch(
 ) -> tuple[list[Node], list[Value]]:
     """Return the nodes of a branch, read from the FuncGraph ``body``, under names of their own and guarded.
 
-    With them its results, of which those with the numbers ``used`` are needed.
+    With them its results; those with the numbers ``used`` are needed.
     """
     inputs: dict[str, Node] = {}
     values: dict[Value, Value] = {}

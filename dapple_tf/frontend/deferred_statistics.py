@@ -54,7 +54,7 @@ def _find_node(captured: Captured, call: BatchNormCall) -> Node | None:
 
 
 def _check_known(captured: Captured, node: Node, call: BatchNormCall | None) -> None:
-    """Raise CaptureError unless ``node`` writes moving statistics of which the sums are known from ``call``."""
+    """Raise CaptureError unless ``node`` writes moving statistics whose sums are known from ``call``."""
     others = set() if call is None else {*node.strings("writes")} - _moving_names(captured, call)
     if call is None or others:
         what = f"writes {', '.join(sorted(others))} too" if others else "computes its statistics in a way of its own"

@@ -104,7 +104,7 @@ def mark_joins(graph: Graph, captured: Graph | None = None) -> Graph:
     """Return ``graph`` in which the Identities that join have the attribute ``join``, and the effect.
 
     Those do not which see the whole batch: they run once a step, or in the loss head. ``captured``: the marked graph of
-    the loss, of which ``graph`` is the joint graph of forward and backward.
+    the loss; ``graph`` is the joint graph of its forward and backward.
     """
 
     def mark(node: Node) -> Node:

@@ -34,7 +34,7 @@ _IR_ATTRS = frozenset(
     | {"loss_head", "takes_rows", "within", "writes"}
 )
 _CHECKED = ("ResourceGatherNd", "ResourceScatterNd")
-"""The first letters of the ops of which TensorFlow checks the shape of their variable."""
+"""The first letters of the ops for which TensorFlow checks the shape of their variable."""
 
 _FROM_DIAGONALS = frozenset({"MatrixDiagV2", "MatrixDiagV3"})
 

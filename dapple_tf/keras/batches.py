@@ -65,7 +65,7 @@ class DataNames:
         return tensors
 
     def nest(self, tensors: dict[str, Any]) -> Any:
-        """Return the data of which ``name`` returned ``tensors``."""
+        """Return the data that ``name`` turned into ``tensors``."""
         return _nest_leaves(tensors, self._nesting[tuple(sorted(tensors))])
 
 

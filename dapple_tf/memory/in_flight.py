@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from dapple_tf.graph_passes.schedules.schedule import (
     CALL_OF_KIND,
     FREEING,
     Action,
-    Kind,
     Schedule,
-    dependencies,
     of_kind,
     run_schedule,
 )
-from dapple_tf.graph_passes.schedules.window import Window
+from dapple_tf.graph_passes.schedules.window import Window, run_window
 from dapple_tf.memory.stash import Origin
 
 
@@ -72,22 +71,8 @@ def _count(actions: Mapping[str, int], kind: str) -> int:
 
 def stage_states(schedule: Schedule, stage: int) -> tuple[StageState, ...]:
     """Return the state of ``stage`` at each action of its worker, in order, where all stages are equally fast."""
-    ends = nominal_ends(schedule)
-    started: Counter[str] = Counter(dict.fromkeys(CALL_OF_KIND, 0))
-    states = []
-    for action in schedule.workers[schedule.worker_map.worker_of[stage]]:
-        finished = Counter(started)
-        started[action.kind] += action.stage == stage
-        received = [
-            sum(a.kind in kinds and ends[a] < ends[action] for a in schedule.stages[other]) if exists else 0
-            for kinds, other, exists in (
-                ("F", stage - 1, stage > 0),
-                ("BI", stage + 1, stage + 1 < len(schedule.stages)),
-            )
-        ]
-        kept = sum(finished[kind] for kind in FREEING)
-        states.append(StageState(action, Counter(started), finished, received[0], received[1], kept))
-    return tuple(states)
+    row = schedule.workers[schedule.worker_map.worker_of[stage]]
+    return tuple(_states(row, stage, nominal_ends(schedule), lambda action: False))
 
 
 def window_states(window: Window, stage: int) -> tuple[StageState, ...]:
@@ -95,52 +80,43 @@ def window_states(window: Window, stage: int) -> tuple[StageState, ...]:
 
     Only its own micro-batches count.
     """
-    ends = _window_ends(window)
     row = window.rows[stage, 0]
     own = {action.micro_batch for action in row}
-    started: Counter[str] = Counter(dict.fromkeys(CALL_OF_KIND, 0))
-    states, kept = [], 0
+    ends = {a: end for a, end in run_window(window, _nominal_seconds).items() if a.micro_batch in own}
+    return tuple(_states(row, stage, ends, window.ends_update))
+
+
+def _states(
+    row: Sequence[Action], stage: int, ends: Mapping[Action, float], ends_update: Callable[[Action], bool]
+) -> Iterator[StageState]:
+    """Yield the state of ``stage`` at each action of ``row``; ``ends``: of all actions.
+
+    ``ends_update``: whether the update that takes the gradients of an action follows it.
+    """
+    activations, gradients = (
+        sorted(end for action, end in ends.items() if action.stage == other and action.kind in kinds)
+        for other, kinds in ((stage - 1, "F"), (stage + 1, "BI"))
+    )
+    started, kept = Counter[str](dict.fromkeys(CALL_OF_KIND, 0)), 0
     for action in row:
-        finished = Counter(started)
-        started[action.kind] += 1
-        now = ends[action]
-        senders: tuple[tuple[int, Kind], ...] = ((stage - 1, "F"), (stage + 1, "B"))
-        received = [sum(ends.get(Action(other, kind, m), now) < now for m in own) for other, kind in senders]
-        states.append(StageState(action, Counter(started), finished, received[0], received[1], kept))
-        if action.kind == "B":
-            kept = 0 if window.ends_update(action) else kept + 1
-    return tuple(states)
-
-
-def _window_ends(window: Window) -> dict[Action, float]:
-    """Return when each action of a window ends: as ``nominal_ends``, and updates take no time."""
-    ends: dict[Action, float] = {}
-    heads, free = dict.fromkeys(window.rows, 0), dict.fromkeys(window.rows, 0.0)
-    while len(ends) < 2 * window.size * window.stages:
-        for place, row in window.rows.items():
-            while heads[place] < len(row):
-                action, before = row[heads[place]], row[heads[place] - 1] if heads[place] else None
-                needed = [a for a in dependencies(action, window.stages) if a.kind in "FB"]
-                if action.kind == "F" and before is not None and window.ends_update(before):
-                    group = window.updates[place[0]][window.update_of(place[0], before.micro_batch)]
-                    needed += [Action(place[0], "B", m) for m in group]
-                if any(a not in ends for a in needed):
-                    break
-                begin = max([free[place], *(ends[a] for a in needed)])
-                free[place] = begin + of_kind(action.kind, 1.0, 2.0, 1.0)
-                ends[action] = free[place]
-                heads[place] += 1
-    return ends
+        finished, now = Counter(started), ends[action]
+        started[action.kind] += action.stage == stage
+        received = bisect_left(activations, now), bisect_left(gradients, now)
+        yield StageState(action, Counter(started), finished, *received, kept)
+        if action.stage == stage and action.kind in FREEING:
+            kept = 0 if ends_update(action) else kept + 1
 
 
 def nominal_ends(schedule: Schedule) -> dict[Action, float]:
-    """Return when each action ends, in units of a forward, where communication takes no time.
-
-    Every stage takes 1 for a forward and 2 for a backward: 1 for each of its halves.
-    """
-    ends = run_schedule(schedule, lambda action: of_kind(action.kind, 1.0, 2.0, 1.0))
+    """Return when each action ends, in units of a forward, where communication takes no time."""
+    ends = run_schedule(schedule, _nominal_seconds)
     return {
         action: end
         for actions, worker_ends in zip(schedule.workers, ends, strict=True)
         for action, end in zip(actions, worker_ends, strict=True)
     }
+
+
+def _nominal_seconds(action: Action) -> float:
+    """Return 1 for a forward and 2 for a backward: 1 for each of its halves."""
+    return of_kind(action.kind, 1.0, 2.0, 1.0)

@@ -72,11 +72,21 @@ class MemoryMeter:
 
 def resident_bytes() -> int:
     """Return the resident set of this process in bytes; 0 where the system has no ``/proc``."""
+    return read_kilobytes("/proc/self/status").get("VmRSS", 0)
+
+
+def read_kilobytes(path: str) -> dict[str, int]:
+    """Return the bytes of the fields of a file of Linux that gives kilobytes; empty where there is no such file."""
+    fields = (line.split(":") for line in read_system_file(path).splitlines() if line.endswith(" kB"))
+    return {name: 1024 * int(value.split()[0]) for name, value in fields}
+
+
+def read_system_file(path: str) -> str:
+    """Return the text of a file of the system; "" where there is none."""
     try:
-        status = Path("/proc/self/status").read_text(encoding="utf-8")
+        return Path(path).read_text("utf-8")
     except OSError:
-        return 0
-    return 1024 * next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS:"))
+        return ""
 
 
 def has_statistics(device: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from dapple_tf import variable_values
 from dapple_tf.compiler import PlannedModel, pipeline_graph
@@ -12,17 +13,9 @@ from dapple_tf.graph_passes.analysis.op_costs import value_bytes
 from dapple_tf.graph_passes.analysis.row_bounds import micro_batch_sizes
 from dapple_tf.graph_passes.analysis.variable_use import Variables, find_variables
 from dapple_tf.graph_passes.ir.graph import Function, Graph, Value
-from dapple_tf.graph_passes.ir.names import (
-    Site,
-    at,
-    micro_batch_count,
-    replica_counts,
-    replica_shares,
-    without_target,
-)
+from dapple_tf.graph_passes.ir.names import Site, at, without_target
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.passes.gather_slices import SparsePart, slice_ports
-from dapple_tf.graph_passes.schedules.schedule import Schedule
 from dapple_tf.memory.in_flight import StageState, stage_states, window_states
 from dapple_tf.memory.liveness import peak_bytes
 from dapple_tf.memory.sizes import FunctionSizes, infer_sizes, stage_functions
@@ -89,104 +82,53 @@ class StageMemory:
 
 
 def predict_plan_memory(planned: PlannedModel, *, ranks: bool) -> tuple[StageMemory, ...]:
-    """Return the predicted memory of one device of each stage of a planned model.
+    """Return the predicted memory of one device of each stage of a planned model; in a window, of replica 0.
 
-    ``ranks``: each device is a process of a job, so messages between stages take memory.
+    Slices of the batch's arguments are views and count nothing. Every micro-batch counts as the largest. ``ranks``:
+    each device is a process of a job, so messages between stages take memory.
     """
-    plan = planned.plan
-    if plan.window is not None:
-        return _predict_window_memory(planned, ranks)
-    schedule = plan.build_schedule()
+    plan, model = planned.plan, planned.model
+    micro_batches = plan.micro_batches // plan.training.minibatches
+    kept_versions: Sequence[int | None]
+    if plan.window is None:
+        states_of, kept_versions = partial(stage_states, plan.build_schedule()), (None,) * model.stages
+    else:
+        states_of, kept_versions = partial(window_states, plan.versions.window), plan.versions.slots
     # Predict from the graph of all stages, on made-up device names: a rank's own graph lacks the other stages.
-    graph = pipeline_graph(planned.model, plan, _device_names(plan), "home")
-    return predict_memory(graph, schedule, planned.model, planned.batch_size, sizes=plan.sizes, ranks=ranks)
-
-
-def _device_names(plan: Plan) -> list[str]:
-    return [f"device:{i}" for i in range(1 + max(d for stage in plan.stages for d in stage.devices))]
-
-
-def _predict_window_memory(planned: PlannedModel, ranks: bool) -> tuple[StageMemory, ...]:
-    """Return the predicted memory of replica 0 of each stage of a window, which owns the weights."""
-    model, versions = planned.model, planned.plan.versions
-    window = versions.window
-    graph = pipeline_graph(model, planned.plan, _device_names(planned.plan), "home")
-    most = max(micro_batch_sizes(planned.batch_size, window.size, ()))
-    bytes_of = infer_sizes(graph, model, [-(-most // replicas) for replicas in window.sharing])
-    variables = find_variables(graph)
+    graph = pipeline_graph(model, plan, _device_names(plan), "home")
+    largest = max(micro_batch_sizes(planned.batch_size, plan.micro_batches, plan.sizes))
+    shares = [stage.row_shares or (1,) * sharing for stage, sharing in zip(plan.stages, plan.sharing, strict=True)]
+    bytes_of = infer_sizes(graph, model, [-(-largest * max(own) // sum(own)) for own in shares])
+    variables = find_variables(graph, model.for_passes.shares)
     functions = [
         {kind: bytes_of[f.name] for kind, f in stage_functions(graph, stage).items()} for stage in range(model.stages)
     ]
-    slices = _find_slices(functions, model.for_passes.sparse, variables, window.micro_batches, window.replicas)
-    found = []
-    for stage, own in enumerate(functions):
-        memory = _predict_stage(
-            stage,
-            own,
-            slices[stage],
-            window_states(window, stage),
-            model,
-            variables,
-            window.micro_batches,
-            window.replicas[stage],
-            ranks,
-            in_window=True,
-        )
-        trained = [name for name in variables.used(stage) if name in model.trained]
-        weights = _variable_bytes(model, trained)
-        count = versions.slots[stage] if weights else 0
-        found.append(dataclasses.replace(memory, versions=count * weights, version_count=count))
-    return tuple(found)
-
-
-def predict_memory(
-    graph: Graph,
-    schedule: Schedule,
-    model: StagedModel,
-    batch_size: int,
-    *,
-    sizes: Sequence[int] = (),
-    ranks: bool = False,
-) -> tuple[StageMemory, ...]:
-    """Return the predicted memory of one device of each stage for a step on ``batch_size`` samples.
-
-    ``graph`` is the pipelined graph of ``model`` under ``schedule``. Slices of the batch's arguments are views and
-    count nothing. ``sizes``: the given samples of each micro-batch; none for equal ones. Every micro-batch counts as
-    the largest. ``ranks``: each device is a process of a job, so messages between stages take memory.
-    """
-    replicas, micro_batches = replica_counts(graph), micro_batch_count(graph)
-    largest = max(micro_batch_sizes(batch_size, micro_batches, sizes))
-    shares = [replica_shares(graph, stage) for stage in range(len(replicas))]
-    samples = [
-        -(-largest * (max(own) if own else 1) // (sum(own) or r)) for r, own in zip(replicas, shares, strict=True)
-    ]
-    bytes_of = infer_sizes(graph, model, samples)
-    variables = find_variables(graph, model.for_passes.shares)
-    functions = [
-        {kind: bytes_of[f.name] for kind, f in stage_functions(graph, stage).items()} for stage in range(len(replicas))
-    ]
     slices = _find_slices(
-        list(map(_one_backward, functions)), model.for_passes.sparse, variables, micro_batches, replicas
+        list(map(_one_backward, functions)), model.for_passes.sparse, variables, micro_batches, plan.replicas
     )
     stages = [
         _predict_stage(
             stage,
             own,
             slices[stage],
-            stage_states(schedule, stage),
+            states_of(stage),
             model,
             variables,
             micro_batches,
-            replicas[stage],
+            plan.replicas[stage],
             ranks,
+            kept_versions[stage],
         )
         for stage, own in enumerate(functions)
     ]
     if model.for_passes.head_inputs:
-        stages[-1] = _with_loss_head(
-            stages[-1], graph.function(at(len(replicas) - 1, what=OpName.LOSS_HEAD)), batch_size
-        )
+        loss_head = graph.function(at(model.stages - 1, what=OpName.LOSS_HEAD))
+        stages[-1] = _with_loss_head(stages[-1], loss_head, planned.batch_size)
     return tuple(stages)
+
+
+def _device_names(plan: Plan) -> list[str]:
+    return [f"device:{i}" for i in range(1 + max(d for stage in plan.stages for d in stage.devices))]
 
 
 def _with_loss_head(memory: StageMemory, function: Function, batch_size: int) -> StageMemory:
@@ -212,12 +154,12 @@ def _predict_stage(
     micro_batches: int,
     replicas: int,
     ranks: bool,
-    *,
-    in_window: bool = False,
+    kept_versions: int | None,
 ) -> StageMemory:
     """Return the memory of a stage that runs these ``states``; ``micro_batches``: those of one update.
 
-    In a window an update runs while other micro-batches are stashed.
+    ``kept_versions``: in a window, the versions of the trained weights that a replica keeps at once; None in a
+    synchronous step. In a window an update runs while other micro-batches are stashed.
     """
     one_backward = _one_backward(functions)
     stashed = find_stashed_tensors(one_backward)
@@ -246,10 +188,12 @@ def _predict_stage(
         if state.action.stage == stage:
             held = held_bytes(state, stashed, slices.per_micro_batch)
             in_step = max(in_step, held + transit + working[state.action.kind])
-            if in_window and state.action.kind == "F":  # an update comes before it
+            if kept_versions is not None and state.action.kind == "F":  # an update comes before it
                 in_step = max(in_step, held + update_bytes)
             in_flight = max(in_flight, state.in_flight)
             waiting = max(waiting, sum(tensor.bytes * state.queued(tensor.origin) for tensor in stashed))
+    trained = _variable_bytes(model, [name for name in variables.used(stage) if name in model.trained])
+    version_count = (kept_versions or 0) if trained else 0
     return StageMemory(
         stage=stage,
         weights=_variable_bytes(model, kept),
@@ -265,6 +209,8 @@ def _predict_stage(
         in_step=max(in_step, update_bytes, received),
         loops=sum(node.op in _LOOPS for sizes in one_backward.values() for node in sizes.function.graph.nodes),
         slices=slices.per_micro_batch,
+        versions=version_count * trained,
+        version_count=version_count,
         held={id(v): variable_values.variable_bytes(v) for v in (model.variables[name] for name in (*kept, *slots))},
     )
 

@@ -23,9 +23,13 @@ def predict_process_peak(stages: Sequence[StageMemory], timeline: Timeline) -> i
     times: Times = {
         (e.action.stage, e.replica, e.action.kind, e.action.micro_batch): (e.start, e.end) for e in timeline.events
     }
+    if timeline.window is None:
+        updates = _step_updates(stages, times)
+    else:
+        updates = _window_updates(stages, timeline, timeline.window)
     changes = sorted(
         change
-        for start, end, size in [*_allocations(stages, times, timeline.window), *_update_allocations(stages, timeline)]
+        for start, end, size in [*_allocations(stages, times), *updates]
         if end > start
         for change in ((start, 1, size), (end, 0, -size))  # at equal times, free before allocating
     )
@@ -33,21 +37,27 @@ def predict_process_peak(stages: Sequence[StageMemory], timeline: Timeline) -> i
     for _, _, change in changes:
         live += change
         peak = max(peak, live)
-    if timeline.window is not None:
-        return peak
-    replicas = {key[:2] for key in times}
-    return max(peak, sum(stages[stage].update for stage, replica in replicas if replica == 0))
+    return peak
 
 
-def _update_allocations(stages: Sequence[StageMemory], timeline: Timeline) -> Iterator[tuple[float, float, int]]:
+def _step_updates(stages: Sequence[StageMemory], times: Times) -> Iterator[tuple[float, float, int]]:
+    """Yield (start, end, bytes) of the updates after a step, all at one time, and of slices, which wait for them."""
+    last = max(end for _, end in times.values())
+    for stage in {stage for stage, replica, _, _ in times if replica == 0}:
+        yield last, last + 1, stages[stage].update
+    for (stage, _, kind, _), (_, end) in times.items():
+        if kind in FREEING:  # the action that gives the gradients of variables
+            yield end, last, stages[stage].slices
+
+
+def _window_updates(
+    stages: Sequence[StageMemory], timeline: Timeline, window: Window
+) -> Iterator[tuple[float, float, int]]:
     """Yield (start, end, bytes) of the updates of a window, and of the gradients that wait for them.
 
     A stored version shares its memory with the weights until the next update writes them. Weights are counted between
     steps too, so the bytes of that version are subtracted for this time.
     """
-    window = timeline.window
-    if window is None:
-        return
     ends: dict[tuple[int, int], float] = {}
     newest = dict.fromkeys(range(window.stages), 0)
     for event in timeline.events:
@@ -68,18 +78,10 @@ def _update_allocations(stages: Sequence[StageMemory], timeline: Timeline) -> It
         shared[update.stage] = update.end
 
 
-def _allocations(
-    stages: Sequence[StageMemory], times: Times, window: Window | None
-) -> Iterator[tuple[float, float, int]]:
-    """Yield (start, end, bytes) of every action's working set, every stashed tensor, and slices.
-
-    Slices stay; in a ``window`` they count with its updates.
-    """
-    last = max((end for _, end in times.values()), default=0.0)
+def _allocations(stages: Sequence[StageMemory], times: Times) -> Iterator[tuple[float, float, int]]:
+    """Yield (start, end, bytes) of every action's working set, and of every stashed tensor."""
     for (stage, replica, kind, m), (start, end) in times.items():
         yield start, end, stages[stage].working[kind]
-        if kind in FREEING and window is None:  # the action that gives the gradients of variables
-            yield end, last, stages[stage].slices
         if kind == "F":
             for tensor in stages[stage].stashed:
                 begin, freed = _lifetime(tensor, stage, replica, m, times)

@@ -29,6 +29,8 @@ _HEAD = (
     "seen",
     "stash",
     "K x stash",
+    "V",
+    "V x weights",
     "waiting",
     "transit",
     "working",
@@ -37,8 +39,6 @@ _HEAD = (
     "peak",
     "measured",
 )
-_AFTER_STASHES = _HEAD.index("K x stash") + 1  # the place of a window's ``_VERSIONS_HEAD``
-_VERSIONS_HEAD = ("V", "V x weights")
 _WORKER_HEAD = ("stages", "stashes", "between steps", "in step", "peak")
 # JSON key -> field of StageMemory.
 _JSON_FIELDS = {
@@ -85,7 +85,7 @@ class Report:
 
     def __str__(self) -> str:
         rows = [self._row(stage) for stage in self.stages]
-        header, rows = _without_empty_columns(self._with_versions(_HEAD, _VERSIONS_HEAD), rows)
+        header, rows = _without_empty_columns(_HEAD, rows)
         lines = [_describe_plan(self.plan), *format_table(header, rows)]
         if self.plan.worker_map.is_chunked:
             lines += ["devices that run several stages, with all of these:"]
@@ -111,24 +111,25 @@ class Report:
 
     def _row(self, stage: StageReport) -> list[str]:
         memory, workers = stage.predicted, self.plan.worker_map
-        sizes = [
-            *(getattr(memory, name) for name in _FIXED),
-            *(memory.stash, memory.in_flight * memory.stash, memory.waiting, memory.transit),
-            *(max(memory.working.values(), default=0), memory.slices, memory.in_step, memory.peak),
-        ]
-        cells = [format_megabytes(size) for size in sizes]
+        fixed = [format_megabytes(getattr(memory, name)) for name in _FIXED]
+        stashes = [format_megabytes(size) for size in (memory.stash, memory.in_flight * memory.stash)]
+        versions = [str(memory.version_count), format_megabytes(memory.versions)]
+        working = max(memory.working.values(), default=0)
+        sizes = (memory.waiting, memory.transit, working, memory.slices, memory.in_step, memory.peak)
         in_flight = [str(memory.in_flight), "-" if stage.seen is None else str(stage.seen)]
         measured = "-" if stage.measured is None else f"{format_megabytes(stage.measured.above_start)} in step"
         together = workers.stages_of[workers.worker_of[memory.stage]]
         if stage.measured is not None and len(together) > 1:
             measured += f" of stages {', '.join(map(str, together))}"
-        row = [str(memory.stage), *cells[:4], *in_flight, *cells[4:], measured]
-        return self._with_versions(row, [str(memory.version_count), format_megabytes(memory.versions)])
-
-    def _with_versions(self, cells: Sequence[str], versions: Sequence[str]) -> list[str]:
-        """Return the cells of a row, in windows with the cells about versions of the weights behind the stashes."""
-        added = [] if self.plan.window is None else versions
-        return [*cells[:_AFTER_STASHES], *added, *cells[_AFTER_STASHES:]]
+        return [
+            str(memory.stage),
+            *fixed,
+            *in_flight,
+            *stashes,
+            *versions,
+            *map(format_megabytes, sizes),
+            measured,
+        ]
 
     def to_json(self) -> dict[str, Any]:
         """Return the figures as JSON values (``dapple train --json`` prints them as ``memory``)."""
@@ -242,11 +243,11 @@ def make_report(
     shared = next((found for device, found in measured if device is None), None)
     peak = predict_process_peak(predicted, timeline) if timeline is not None and shared is not None else None
     bases = tuple(found.base_bytes for _, found in measured if found.base_bytes)
-    if plan.window is not None:
+    if plan.worker_map.has_one_stage_per_worker:
         workers = tuple(_WorkerMemory((m.stage,), m.in_flight, m.fixed, m.in_step) for m in predicted)
-        return Report(plan, tuple(stages), workers, peak, shared, bases)
-    schedule = plan.build_schedule()
-    return Report(plan, tuple(stages), _predict_workers(predicted, schedule), peak, shared, bases)
+    else:
+        workers = _predict_workers(predicted, plan.build_schedule())
+    return Report(plan, tuple(stages), workers, peak, shared, bases)
 
 
 def observed_in_flight(timeline: Timeline, stage: int) -> int:

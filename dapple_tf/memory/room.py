@@ -5,7 +5,6 @@ from __future__ import annotations
 import resource
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import tensorflow as tf
 
@@ -15,11 +14,12 @@ from dapple_tf.errors import NoFitError
 from dapple_tf.graph_passes.ir.graph import Graph
 from dapple_tf.graph_passes.ir.names import nodes_of, without_target
 from dapple_tf.graph_passes.ir.ops import OpName
+from dapple_tf.memory.meter import read_kilobytes, read_system_file
 from dapple_tf.memory.predict import predict_plan_memory
 from dapple_tf.memory.report import make_report
 from dapple_tf.profiler.units import format_bytes
 
-_CGROUP = Path("/sys/fs/cgroup")
+_CGROUP = "/sys/fs/cgroup"
 
 # To predict what a step needs beside what it keeps takes seconds for a large model. It is left out where a process has
 # this many times as much memory as the step keeps.
@@ -136,7 +136,7 @@ def find_room() -> Room | None:
 
 
 def _list_rooms() -> Iterator[Room]:
-    used = _read_kilobytes(Path("/proc/self/status"))
+    used = read_kilobytes("/proc/self/status")
     for limit, field, name in (
         (resource.RLIMIT_DATA, "VmData", "ulimit -d, the limit on its data"),
         (resource.RLIMIT_AS, "VmSize", "ulimit -v, the limit on its address space"),
@@ -144,13 +144,13 @@ def _list_rooms() -> Iterator[Room]:
         most = resource.getrlimit(limit)[0]
         if most != resource.RLIM_INFINITY and field in used:
             yield Room(max(0, most - used[field]), f"{name}, is {format_bytes(most)}")
-    machine = _read_kilobytes(Path("/proc/meminfo"))
+    machine = read_kilobytes("/proc/meminfo")
     if "MemAvailable" in machine:
         text = f"the machine has {format_bytes(machine['MemTotal'])} of memory"
         yield Room(machine["MemAvailable"], text, shared=True)
-    allowed, now = _read_text(_CGROUP / "memory.max").strip(), _read_text(_CGROUP / "memory.current").strip()
+    allowed, now = (read_system_file(f"{_CGROUP}/memory.{name}").strip() for name in ("max", "current"))
     if allowed.isdecimal() and now.isdecimal():
-        kept = dict(line.split() for line in _read_text(_CGROUP / "memory.stat").splitlines())
+        kept = dict(line.split() for line in read_system_file(f"{_CGROUP}/memory.stat").splitlines())
         freed = int(kept.get("file", 0))  # copies of files, which the system drops when memory is short
         text = f"its control group may use {format_bytes(int(allowed))}"
         yield Room(max(0, int(allowed) - int(now) + freed), text, shared=True)
@@ -162,17 +162,3 @@ def _buffered(graph: Graph) -> Iterator[str]:
         for node in nodes_of(graph, op):
             if op != OpName.GRADIENTS or not node.inputs:
                 yield from map(without_target, node.strings("variables"))
-
-
-def _read_kilobytes(path: Path) -> dict[str, int]:
-    """Return the bytes of the fields of a file of Linux that gives kilobytes; empty where there is no such file."""
-    fields = (line.split(":") for line in _read_text(path).splitlines() if line.endswith(" kB"))
-    return {name: 1024 * int(value.split()[0]) for name, value in fields}
-
-
-def _read_text(path: Path) -> str:
-    """Return the text of a file of the system, "" where there is none."""
-    try:
-        return path.read_text("utf-8")
-    except OSError:
-        return ""

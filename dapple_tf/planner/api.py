@@ -53,39 +53,28 @@ def plan(
     fastest of dapple-a, dapple-b and gpipe; under "auto" planner "best" also chooses any K_i that memory allows, and
     interleaved 1F1B. ``recompute``: stages stash only their inputs. ``overlap``: AllReduce runs during the last
     backward. ``shard_optimizer``: the replicas of a stage share the optimizer's slots out among them.
-    ``optimizer_slots``: values that the optimizer keeps of each weight (Adam: 2). ``mode``: "sync", or
-    "async", where ``global_batch_size`` is the samples of a whole window of ``minibatches`` minibatches (by default
-    64); see ``plan_windows``.
-    ``contention``, ``whole_rows``: as in ``dapple.simulate``.
-    ``options``: of the planner ("gpipe": ``stages``; "best": ``chunks``, the numbers of stages per device to try beside
-    one; for those of another planner NAME see ``plan_NAME``). Raises PlanError for invalid arguments,
-    and if nothing fits the memory: which stage lacks how many bytes, and what would fit.
+    ``optimizer_slots``: values that the optimizer keeps of each weight (Adam: 2). ``mode``: "sync", or "async", where
+    ``global_batch_size`` is the samples of a whole window of ``minibatches`` minibatches (by default 64); see
+    ``plan_windows``. ``contention``, ``whole_rows``: as in ``dapple.simulate``. ``options``: of the planner ("gpipe":
+    ``stages``; "best": ``chunks``, the numbers of stages per device to try beside one; for those of another planner
+    NAME see ``plan_NAME``). Raises PlanError for invalid arguments, and if nothing fits the memory: which stage lacks
+    how many bytes, and what would fit.
     """
-    window = None
+    given: dict[str, Any] = {
+        "global_batch_size": global_batch_size,
+        "micro_batch_size": micro_batch_size,
+        "schedule": schedule,
+        "recompute": recompute,
+        "overlap": overlap,
+        "shard_optimizer": shard_optimizer,
+        "optimizer_slots": optimizer_slots,
+        "contention": contention,
+        "whole_rows": whole_rows,
+    }
     if mode != "sync" or minibatches is not None:
-        others = {
-            "micro_batch_size": micro_batch_size,
-            "schedule": schedule,
-            "overlap": overlap,
-            "shard_optimizer": shard_optimizer,
-        }
-        window = make_window(mode, minibatches, others)
-        micro_batch_size = check_window_batch(global_batch_size, window.minibatches)
-    problem = make_problem(
-        profile,
-        cluster,
-        global_batch_size=global_batch_size,
-        micro_batch_size=micro_batch_size,
-        schedule=schedule,
-        recompute=recompute,
-        overlap=overlap,
-        shard_optimizer=shard_optimizer,
-        optimizer_slots=optimizer_slots,
-        contention=contention,
-        whole_rows=whole_rows,
-    )
-    if window is not None:
-        return plan_windows(problem, planner, window, **options)[0].plan
+        window, given = cut_window(mode, minibatches, given)
+        return plan_windows(make_problem(profile, cluster, **given), planner, window, **options)[0].plan
+    problem = make_problem(profile, cluster, **given)
     result = run_planner(problem, planner, **options)
     return predict_plan(problem, result.chosen, planner, pipedream=result.pipedream)[0]
 
@@ -116,17 +105,21 @@ def plan_windows(
     return rank_windows(problem, window, [*candidates, result.chosen, *result.runners_up], planner)
 
 
-def make_window(mode: str, minibatches: int | None, others: Mapping[str, object]) -> WindowPlan:
-    """Return the window of asynchronous training; PlanError for options that asynchronous training does not have."""
+def cut_window(mode: str, minibatches: int | None, given: Mapping[str, Any]) -> tuple[WindowPlan, dict[str, Any]]:
+    """Return the window of asynchronous training, and the arguments ``given`` to ``make_problem`` for its minibatches.
+
+    Raises PlanError for arguments that asynchronous training does not have, and for a batch that cannot be cut evenly.
+    """
     if mode not in ("sync", "async"):
         raise PlanError(f"mode={mode!r}: give 'sync' or 'async'")
     if mode == "sync":
         raise PlanError(f"minibatches={minibatches!r} is for asynchronous windows: give mode='async' too")
-    defaults = {"schedule": "auto", "overlap": False, "shard_optimizer": False}
-    for name, value in others.items():
-        if value != defaults.get(name):
-            raise PlanError(f"{name}={value!r} with mode='async': the window's order is its own; leave it out")
-    return WindowPlan(USUAL_MINIBATCHES if minibatches is None else minibatches)
+    defaults = {"micro_batch_size": None, "schedule": "auto", "overlap": False, "shard_optimizer": False}
+    for name, default in defaults.items():
+        if given[name] != default:
+            raise PlanError(f"{name}={given[name]!r} with mode='async': the window's order is its own; leave it out")
+    window = WindowPlan(USUAL_MINIBATCHES if minibatches is None else minibatches)
+    return window, {**given, "micro_batch_size": check_window_batch(given["global_batch_size"], window.minibatches)}
 
 
 def make_problem(

@@ -12,7 +12,7 @@ from dapple_tf.planner.baselines import baseline_candidates, fitted_baseline_can
 from dapple_tf.planner.planning_problem import Candidate, PlanningProblem
 from dapple_tf.planner.systems.pipedream import plan_pipedream
 from dapple_tf.plans import Plan
-from dapple_tf.profiler.units import format_samples, format_seconds_fixed, format_slower
+from dapple_tf.profiler.units import format_seconds_fixed, format_slower
 from dapple_tf.timeline.timeline import Timeline
 from dapple_tf.window_plan import WindowPlan
 
@@ -124,7 +124,7 @@ def window_plan(plan: Plan, window: WindowPlan, samples: int) -> Plan:
         raise PlanError("mode='async' with several stages on one device: give each stage devices of its own")
     found = window.versions(plan.replicas).window
     total, warm_up = found.size, found.warm_up
-    check_window_size(samples, total, found.sharing)
+    window.check_samples(samples, total, found.sharing)
     return dataclasses.replace(
         plan,
         global_batch_size=samples,
@@ -136,13 +136,3 @@ def window_plan(plan: Plan, window: WindowPlan, samples: int) -> Plan:
         predicted=None,
         window=window,
     )
-
-
-def check_window_size(samples: int, micro_batches: int, replicas: Sequence[int]) -> None:
-    """Raise PlanError unless a window of ``samples`` has a sample for each replica of each micro-batch."""
-    if samples // micro_batches < max(replicas):
-        raise PlanError(
-            f"a window of {format_samples(samples)} is cut into {micro_batches} minibatches or micro-batches, and each "
-            f"needs at least {format_samples(max(replicas))}: give a larger window (the batch of a call is one), leave "
-            "this one out (drop_remainder=True), or give fewer minibatches"
-        )

@@ -15,7 +15,7 @@ from dapple_tf.plans import StagePlan
 from dapple_tf.profiler.linearise import Chain
 from dapple_tf.profiler.profile import profile_on
 from dapple_tf.simulator.arrays import Floats, Integers, prefix_sums
-from dapple_tf.simulator.memory import usable_bytes
+from dapple_tf.timeline.stage_costs import usable_bytes
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from dapple_tf.planner.planning_problem import PlanningProblem
 from dapple_tf.plans import StagePlan
 from dapple_tf.simulator.arrays import Floats, Integers
-from dapple_tf.simulator.memory import usable_bytes
+from dapple_tf.timeline.stage_costs import usable_bytes
 
 _MOST_REPLICAS = 4096  # of a stage
 

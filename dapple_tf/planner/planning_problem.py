@@ -23,8 +23,9 @@ from dapple_tf.profiler.profile import Profile
 from dapple_tf.simulator.contention import Flows, plan_flows
 from dapple_tf.simulator.costs import CostModel
 from dapple_tf.simulator.interrupts import check_stop
-from dapple_tf.simulator.memory import fit_to_one_limit, usable_bytes, values_per_weight
+from dapple_tf.simulator.memory import fit_to_one_limit, values_per_weight
 from dapple_tf.simulator.simulate import simulate
+from dapple_tf.timeline.stage_costs import usable_bytes
 from dapple_tf.timeline.timeline import SimulatedTimeline
 
 _KEPT_FLOWS = 64  # on thousands of devices each takes some megabytes

@@ -297,9 +297,9 @@ def _find_model(
         autoplan.check_first_batch(size)
         to_plan, to_run = trace_loss_of(function, batch, autoplan, compiled, uncut=uncut)
         captured, name = to_run.captured, to_run.captured.graph.name
-        if autoplan.runs_whole_minibatches and captured.dependence is not None:
+        if autoplan.options.training.in_turn and captured.dependence is not None:
             reasons = captured.dependence.exactness.of_minibatches.undocumented
-            report_exactness(name, reasons, autoplan.user_inexact)
+            report_exactness(name, reasons, autoplan.options.inexact)
         micro_batch = autoplan.micro_batch_size(size)
         if not to_run.shapes and micro_batch != size and not uncut:
             raise LossError(
@@ -321,8 +321,8 @@ def _find_model(
                 cuts.starts,
                 optimizer,
                 cuts.recomputed,
-                sparse=autoplan.keeps_slices,
-                windows=autoplan.window is not None,
+                sparse=autoplan.options.keeps_slices,
+                windows=autoplan.options.window is not None,
                 owners=owners,
                 sharding=sharding,
             )
@@ -403,7 +403,7 @@ def trace_loss_of(
     captured, cut = None, None
     if not (uncut and compiled.models.find(key)):  # else a model of this key exists, but is not exact uncut
         inexact: Inexact = "allow" if uncut else autoplan.inexact
-        options = inexact, autoplan.batch_loss, autoplan.batch_norm
+        options = inexact, autoplan.batch_loss, autoplan.options.batch_norm
         earlier, by_xla = compiled.models.alike(key), compiled.xla is not None
         with times.phase("trace"), contextlib.suppress(CaptureError) if uncut else contextlib.nullcontext():
             captured = trace_batch(
@@ -503,7 +503,7 @@ def _report_writes(planned: PlannedModel, autoplan: Autoplan, compiled: Compiled
 def _warn_of_documented(planned: PlannedModel, autoplan: Autoplan, compiled: CompiledSteps) -> None:
     """Warn once of layers that train in another way than on one device."""
     found = planned.exactness.documented
-    if found and not compiled.warned and autoplan.user_inexact != "allow":
+    if found and not compiled.warned and autoplan.options.inexact != "allow":
         compiled.warned = True
         warn_user(f"{planned.model.graph.name} does not train as on one device: {found}")
 

@@ -61,7 +61,7 @@ class Forward:
     _planned: bool = False
 
     def __post_init__(self) -> None:
-        self._compiled = self._fresh(make_xla(self.autoplan.jit_compile, self.function))
+        self._compiled = self._fresh(make_xla(self.autoplan.options.jit_compile, self.function))
 
     def _fresh(self, xla: Xla | None) -> CompiledSteps:
         return CompiledSteps(times=self.times, homes=self.homes, xla=xla)
@@ -121,11 +121,13 @@ class Forward:
                 report_exactness(traced.captured.graph.name, dependence.exactness.undocumented, autoplan.inexact)
         elif traced.captured.uncut:
             plan = without_cuts(plan)
-        if autoplan.window is not None and dependence is not None:
+        if autoplan.options.window is not None and dependence is not None:
             if dependence.exactness.reasons:  # each minibatch is exact, and so is the whole batch if it is not cut
                 plan = without_cuts(plan)
             if max(plan.replicas) > 1:
-                report_exactness(traced.captured.graph.name, dependence.exactness.undocumented, autoplan.user_inexact)
+                report_exactness(
+                    traced.captured.graph.name, dependence.exactness.undocumented, autoplan.options.inexact
+                )
         return _stage_forward(traced.captured, traced.layers, plan.starts, self.homes.shares), plan
 
 

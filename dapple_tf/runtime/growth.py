@@ -11,7 +11,7 @@ from dapple_tf.launcher.restart import HostChanges, is_driven, read_more_ranks, 
 from dapple_tf.profiler.units import format_seconds
 from dapple_tf.runtime.step import PipelinedStep
 
-_TIMED_STEPS = 50  # the last ones, of which the median counts
+_TIMED_STEPS = 50  # the median of the last ones counts
 
 
 class Growth:

@@ -31,7 +31,7 @@ Runs = list[tuple[str, float, float]]
 def profile_ops() -> Iterator[Runs]:
     """Profile this process; the list that is yielded has the runs of ops after the block.
 
-    Raises UsageError where a profiler runs already, of which TensorFlow has one.
+    Raises UsageError where a profiler runs already: TensorFlow has only one.
     """
     runs: Runs = []
     with tempfile.TemporaryDirectory() as folder:

@@ -35,7 +35,7 @@ from dapple_tf.timeline.stage_costs import StageCosts, measure_stage_costs
 from dapple_tf.timeline.stamps import Stamp, fill_stamps, first_start, make_timeline, name_stamps
 from dapple_tf.timeline.timeline import PhasesTimeline, Timeline
 
-_KEPT = 8  # recorded steps, of which the last is described and a trace has all
+_KEPT = 8  # recorded steps: a trace has all, a description the last
 
 # The seconds that the two time stamps of a node add to a step; measured on steps of 3 and of 13 ms.
 _SECONDS_PER_NODE = 8e-6

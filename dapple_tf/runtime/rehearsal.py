@@ -95,7 +95,7 @@ def compare_first(
     """
     planned, compared = compiled.planned, known.compared
     exactness, model = planned.exactness, planned.model
-    if not exactness.tried or exactness.reasons or planned.plan.window is not None:
+    if not exactness.tried or exactness.reasons or exactness.windows:
         return
     if planned.batch_size <= compared.get(id(model), 0):
         return

@@ -47,7 +47,7 @@ def beside_steps(dataset: Any) -> Any:
 
     Any other object is returned unchanged. A program that drops an iterator waits for the thread that tunes, which
     sleeps 10 ms, 20 ms, 40 ms ... up to a minute: ``dapple train`` ended up to 28 s after its last line. Without tuning
-    AUTOTUNE is the number of cores. In TensorFlow's own threads, of which there are as many as cores, the functions of
+    AUTOTUNE is the number of cores. In TensorFlow's own threads (one a core), the functions of
     a data set wait until an op of a stage ends, each time that they go on.
     """
     if not isinstance(dataset, tf.data.Dataset):

@@ -604,7 +604,7 @@ class PipelinedStep:
         self, batch: Sequence[Any], variant: StepVariant, local: bool
     ) -> tuple[Sequence[CompiledStep], Sequence[Any]]:
         """Return the compiled phases of the step, and their program's inputs; one process always has all rows."""
-        if not local or self._job is None or self._autoplan.window is not None:  # all ranks need whole windows
+        if not local or self._job is None or self._options.window is not None:  # all ranks need whole windows
             rows = read_batch(batch)
             return self._compile(rows, variant), rows.tensors
         check_not_forked()
@@ -621,7 +621,7 @@ class PipelinedStep:
     def _compile(self, batch: Batch, variant: StepVariant) -> Sequence[CompiledStep]:
         """Return the compiled phases of the step; the last one's program runs all of them."""
         check_not_forked()
-        if self._autoplan.window is not None:
+        if self._options.window is not None:
             check_window_variant(variant)
         while True:
             compiled: list[CompiledStep] = []

@@ -47,7 +47,7 @@ _ALMOST = 1 - 1e-9  # of seconds that were added and subtracted again
 class Seconds(NamedTuple):
     """Seconds of each stage and micro-batch: arrays [S, M], or [S, 1] where micro-batches are alike.
 
-    ``backward`` is the whole, of which ``weights`` is the part of weight gradients; that is 0 where these are no
+    ``backward`` is the whole; its part ``weights``, of the weight gradients, is 0 where these are no
     actions of their own. Row s of a transfer is the boundary between the stages s and s + 1; the last row is not read.
     ``forward_together`` and ``backward_together``: whether the result of an action leaves with that of the next
     micro-batch.

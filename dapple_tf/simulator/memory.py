@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from dapple_tf.plans import Plan
 from dapple_tf.profiler.cluster import Cluster
 from dapple_tf.simulator.arrays import Floats
 from dapple_tf.simulator.execution import Execution
-from dapple_tf.timeline.stage_costs import StageCosts
+from dapple_tf.timeline.stage_costs import MemoryLimit, StageCosts
 
 
 def memory_over_time(execution: Execution, stage: int) -> tuple[Floats, Floats]:
@@ -55,40 +55,12 @@ def values_per_weight(optimizer_slots: int, replicas: int = 1) -> float:
     return 2.0 + optimizer_slots / replicas
 
 
-def usable_bytes(device_memory: float) -> float:
-    """Return the bytes of a device's memory, and a little more (less than a byte), for sums of bytes are rounded."""
-    return device_memory * (1 + 1e-12)
-
-
 def peak_bytes(execution: Execution) -> tuple[float, ...]:
     """Return the most bytes that one device of each stage holds."""
     return tuple(float(np.max(memory_over_time(execution, stage)[1])) for stage in range(execution.stages))
 
 
 # --- The memory of unequal devices: which device of a stage is the first to run out, and what that leaves its stage
-
-
-@dataclass(frozen=True)
-class MemoryLimit:
-    """The device of a stage that is the first to run out of memory.
-
-    ``memory``: its bytes. ``share``: its rows over those of the device with most rows, whose bytes ``StageCosts`` has.
-    ``fixed``: bytes of weights, gradients and optimizer slots, of all stages on the device.
-    """
-
-    device: int
-    memory: float
-    share: float
-    fixed: float
-
-    def need(self, peak: float) -> float:
-        """Return the bytes that this device holds when the device with most rows holds ``peak`` bytes."""
-        return peak if self.share == 1 else self.fixed + (peak - self.fixed) * self.share
-
-    @property
-    def room(self) -> float:
-        """The bytes that the device with most rows may hold, so that every device of the stage has enough."""
-        return self.memory if self.share == 1 else self.fixed + (self.memory - self.fixed) / self.share
 
 
 def memory_limits(plan: Plan, costs: Sequence[StageCosts], cluster: Cluster) -> tuple[MemoryLimit, ...]:

@@ -24,10 +24,9 @@ from dapple_tf.profiler.units import format_difference, format_seconds
 from dapple_tf.simulator.arrays import Floats
 from dapple_tf.simulator.engine import step_seconds
 from dapple_tf.simulator.interrupts import check_stop, interruptible, stop_flag
-from dapple_tf.simulator.memory import usable_bytes
 from dapple_tf.simulator.native.library import address, load_library
 from dapple_tf.simulator.order import HeldStash, Order, decode_order, encode
-from dapple_tf.timeline.stage_costs import StageCosts
+from dapple_tf.timeline.stage_costs import StageCosts, usable_bytes
 
 _ONE_STAGE_PER_WORKER = ("dapple-a", "dapple-b", "1f1b-so", "zb-h1", "zb-h2")  # each also with D from the memory
 _ACTIONS = 3e7  # simulated actions in the moves of one search: about a second

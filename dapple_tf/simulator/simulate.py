@@ -14,7 +14,7 @@ from dapple_tf.simulator.contention import Flows, plan_flows
 from dapple_tf.simulator.costs import CostModel
 from dapple_tf.simulator.execution import Execution, execute
 from dapple_tf.simulator.interrupts import interruptible
-from dapple_tf.simulator.memory import MemoryLimit, memory_limits
+from dapple_tf.simulator.memory import memory_limits
 from dapple_tf.simulator.order import encode, named_order
 from dapple_tf.simulator.simulated_step import SimulatedStep
 from dapple_tf.simulator.simulated_window import SimulatedWindow
@@ -22,7 +22,7 @@ from dapple_tf.simulator.virtual_workers import simulate_workers
 from dapple_tf.simulator.window_costs import window_costs
 from dapple_tf.simulator.window_execution import execute_window
 from dapple_tf.timeline.recording import plan_title
-from dapple_tf.timeline.stage_costs import StageCosts
+from dapple_tf.timeline.stage_costs import MemoryLimit, StageCosts
 from dapple_tf.timeline.timeline import SimulatedTimeline
 
 

@@ -7,27 +7,19 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from dapple_tf.graph_passes.schedules.schedule import Action
-from dapple_tf.plans import Plan
 from dapple_tf.simulator.arrays import Floats
 from dapple_tf.simulator.execution import Execution
-from dapple_tf.simulator.memory import MemoryLimit, memory_over_time, peak_bytes
-from dapple_tf.simulator.simulated_figures import SimulatedFigures, activation_communication_ratio
+from dapple_tf.simulator.memory import memory_over_time, peak_bytes
 from dapple_tf.timeline.events import Event, Place, StageEvent, StepEvents, Transfer
+from dapple_tf.timeline.simulation import Simulation
 from dapple_tf.timeline.stage_costs import StageCosts
 
 
 @dataclass(frozen=True, eq=False)
-class SimulatedStep(SimulatedFigures):
-    """A step of ``plan`` executed under the cost model: the ``Simulation`` of a timeline.
+class SimulatedStep(Simulation):
+    """A synchronous step; see ``Simulation``."""
 
-    The fields beside ``execution`` are as in ``SimulatedFigures``.
-    """
-
-    plan: Plan
     execution: Execution
-    one_device_seconds: float
-    device_memory: float
-    limits: tuple[MemoryLimit, ...] = ()
 
     @property
     def costs(self) -> tuple[StageCosts, ...]:
@@ -38,11 +30,6 @@ class SimulatedStep(SimulatedFigures):
     def step_seconds(self) -> float:
         """Seconds until the last event ends."""
         return self.execution.step_seconds
-
-    @property
-    def acr(self) -> float:
-        """The activation communication ratio (DAPPLE, Table V)."""
-        return activation_communication_ratio(self.costs)
 
     @cached_property
     def stage_utilisation(self) -> tuple[float, ...]:
@@ -132,7 +119,7 @@ def _transfers(execution: Execution, stage: int) -> list[Transfer]:
 
 
 def _of_channel(execution: Execution, source: int, target: int, starts: Floats, ends: Floats) -> Iterator[Transfer]:
-    """Yield the transfers of one channel, of which some carry the results of several micro-batches."""
+    """Yield the transfers of one channel; some carry the results of several micro-batches."""
     if not execution.together:
         for m, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
             yield Transfer(source, target, m, start, end)

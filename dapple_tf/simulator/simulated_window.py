@@ -8,26 +8,23 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from dapple_tf.graph_passes.schedules.schedule import Action
-from dapple_tf.plans import Plan
-from dapple_tf.simulator.memory import MemoryLimit
-from dapple_tf.simulator.simulated_figures import SimulatedFigures, activation_communication_ratio
+from dapple_tf.graph_passes.schedules.window import Window
 from dapple_tf.simulator.window_execution import WindowExecution
 from dapple_tf.timeline.events import Event, Place, StageEvent, StepEvents, Transfer
+from dapple_tf.timeline.simulation import Simulation
 from dapple_tf.timeline.stage_costs import StageCosts
 
 
 @dataclass(frozen=True, eq=False)
-class SimulatedWindow(SimulatedFigures):
-    """A window of ``plan`` executed under the cost model: the ``Simulation`` of a timeline.
+class SimulatedWindow(Simulation):
+    """An asynchronous window; see ``Simulation``. The ``acr`` is that of one replica's actions."""
 
-    The fields beside ``execution`` are as in ``SimulatedFigures``.
-    """
-
-    plan: Plan
     execution: WindowExecution
-    one_device_seconds: float
-    device_memory: float
-    limits: tuple[MemoryLimit, ...] = ()
+
+    @property
+    def window(self) -> Window:
+        """The window that was executed."""
+        return self.execution.window
 
     @property
     def costs(self) -> tuple[StageCosts, ...]:
@@ -39,11 +36,6 @@ class SimulatedWindow(SimulatedFigures):
         """Seconds until the last event ends."""
         return self.execution.seconds
 
-    @property
-    def acr(self) -> float:
-        """The activation communication ratio (DAPPLE, Table V), of one replica's actions."""
-        return activation_communication_ratio(self.costs)
-
     @cached_property
     def stage_utilisation(self) -> tuple[float, ...]:
         """The fraction of the window in which a replica of each stage computes, on average."""
@@ -51,7 +43,7 @@ class SimulatedWindow(SimulatedFigures):
             return (1.0,) * len(self.costs)
         found = []
         for stage, (cost, replicas) in enumerate(zip(self.costs, self.plan.replicas, strict=True)):
-            runs = sum(len(row) for (of, _), row in self.execution.window.rows.items() if of == stage) / 2
+            runs = sum(len(row) for (of, _), row in self.window.rows.items() if of == stage) / 2
             busy = runs * (cost.forward_seconds + cost.backward_seconds) / replicas
             found.append(min(1.0, busy / self.step_seconds))
         return tuple(found)
@@ -59,7 +51,7 @@ class SimulatedWindow(SimulatedFigures):
     @cached_property
     def peak_memory_bytes(self) -> tuple[float, ...]:
         """The most bytes that one device of each stage holds."""
-        places = [[p for p in self.execution.window.rows if p[0] == stage] for stage in range(len(self.costs))]
+        places = [[p for p in self.window.rows if p[0] == stage] for stage in range(len(self.costs))]
         return tuple(max(max(self._memory(*place)[1]) for place in of_stage) for of_stage in places)
 
     def memory(self, stage: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -73,7 +65,7 @@ class SimulatedWindow(SimulatedFigures):
     def _memory(self, stage: int, replica: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
         cost = self.costs[stage]
         times, changes = [0.0], [0]
-        for action in self.execution.window.rows[stage, replica]:
+        for action in self.window.rows[stage, replica]:
             timed = self.execution.actions[action, replica]
             times.append(timed.start if action.kind == "F" else timed.end)
             changes.append(1 if action.kind == "F" else -1)
@@ -82,7 +74,7 @@ class SimulatedWindow(SimulatedFigures):
 
     def order(self, stage: int, replica: int = 0) -> tuple[Action, ...]:
         """Return the actions of a replica of ``stage`` in the order in which they run."""
-        return self.execution.window.rows[stage, replica]
+        return self.window.rows[stage, replica]
 
     def events_at(self, places: Sequence[Place]) -> StepEvents:
         """Return all events; ``places``: stage, replica and device of every replica."""

@@ -197,9 +197,8 @@ class _Run:
         target = action.stage + (1 if action.kind == "F" else -1)
         if not 0 <= target < self._window.stages:
             return
-        sender, receivers = 0, self._window.replicas_of(target, action.micro_batch)
-        if self._window.in_turn:
-            (sender,) = self._window.replicas_of(action.stage, action.micro_batch)
+        sender, *_ = self._window.replicas_of(action.stage, action.micro_batch)
+        receivers = self._window.replicas_of(target, action.micro_batch)
         if action.kind == "F":
             boundary, routes, ends = action.stage, self._costs.forward_routes, (sender, receivers[0])
         else:

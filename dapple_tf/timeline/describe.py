@@ -11,7 +11,6 @@ from typing import Any
 
 from dapple_tf.drawing.table import format_ranges, format_table
 from dapple_tf.graph_passes.schedules.schedule import Action
-from dapple_tf.plans import Plan
 from dapple_tf.profiler.units import format_bytes, format_seconds
 from dapple_tf.timeline.critical_path import PART_LABELS, sum_by_kind
 from dapple_tf.timeline.events import Event
@@ -127,14 +126,15 @@ def describe_stages(timeline: StepFigures, simulation: Simulation) -> str:
     lines += _describe_phases(timeline)
     split = any(stage.weights_seconds is not None for stage in timeline.stages)
     computed = ("F", "B", "of it W") if split else ("F", "B")
-    in_window = _window_columns(simulation.plan)
+    plan = simulation.plan
+    in_window = plan.training.describe_order(plan.replicas)
     header = ("stage", "devices", "layers", *computed, "AllReduce", "busy", *in_window, "peak memory")
     rows = [
         _row(stage, simulation, split, [column[stage.stage] for column in in_window.values()])
         for stage in timeline.stages
     ]
     lines += format_table(header, rows, left=len(header))
-    for stages in simulation.plan.worker_map.stages_of:  # the peak of each stage is the peak of its device
+    for stages in plan.worker_map.stages_of:  # the peak of each stage is the peak of its device
         need, memory = simulation.tightest_memory[stages[0]]
         if not simulation.fits[stages[0]]:
             who = f"stage {stages[0]} does not fit: it lacks"
@@ -179,14 +179,6 @@ def find_slowest(timeline: StepFigures, count: int = 5) -> tuple[SlowAction, ...
         median = statistics.median(event.end - event.start for event in events)
         found += [SlowAction(event, (event.end - event.start) / median) for event in events if median]
     return tuple(sorted(found, key=lambda slow: -slow.times)[:count])
-
-
-def _window_columns(plan: Plan) -> dict[str, list[str]]:
-    """Return K of each stage, and the versions of the weights that its replicas keep; none for a synchronous plan."""
-    if plan.window is None:
-        return {}
-    versions = plan.versions
-    return {"K": [*map(str, versions.window.warm_up)], "versions": [*map(str, versions.slots)]}
 
 
 def _row(stage: StageSummary, simulation: Simulation, split: bool, in_window: Sequence[str]) -> tuple[str, ...]:

@@ -44,7 +44,7 @@ class Event:
 class Transfer:
     """One message between two neighbouring stages: activations forward or gradients backward; seconds.
 
-    It carries the results of ``count`` consecutive micro-batches (usually one), of which ``micro_batch`` is the last.
+    It carries the results of ``count`` consecutive micro-batches (usually one); ``micro_batch`` is the last.
     In a job it starts when the last of its ranks has reached it. Within one process TensorFlow moves tensors between
     devices by itself, and no transfer is recorded.
     """
@@ -63,7 +63,7 @@ class Transfer:
 
     @property
     def producers(self) -> tuple[Action, ...]:
-        """The actions whose results may be sent: F; or B and I, of which a step has one for each micro-batch."""
+        """The actions whose results may be sent: F; or B or I, whichever a step has for each micro-batch."""
         kinds: tuple[Kind, ...] = ("F",) if self.source < self.target else ("B", "I")
         return tuple(Action(self.source, kind, m) for m in self.micro_batches for kind in kinds)
 

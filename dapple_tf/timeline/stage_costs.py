@@ -1,10 +1,12 @@
-"""Seconds and bytes of one stage: under the cost model, or measured in a recorded step."""
+"""Seconds and bytes of a stage: under the cost model, or measured in a recorded step."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from dapple_tf.graph_passes.schedules.schedule import CALL_OF_KIND
 from dapple_tf.timeline.events import StepEvents
@@ -35,6 +37,46 @@ class StageCosts:
     working_bytes: float
     weights_seconds: float = 0.0
     rings: tuple[tuple[float, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class MemoryLimit:
+    """The device of a stage that is the first to run out of memory.
+
+    ``memory``: its bytes. ``share``: its rows over those of the device with most rows, whose bytes ``StageCosts`` has.
+    ``fixed``: bytes of weights, gradients and optimizer slots, of all stages on the device.
+    """
+
+    device: int
+    memory: float
+    share: float
+    fixed: float
+
+    def need(self, peak: float) -> float:
+        """Return the bytes that this device holds when the device with most rows holds ``peak`` bytes."""
+        return peak if self.share == 1 else self.fixed + (peak - self.fixed) * self.share
+
+    @property
+    def room(self) -> float:
+        """The bytes that the device with most rows may hold, so that every device of the stage has enough."""
+        return self.memory if self.share == 1 else self.fixed + (self.memory - self.fixed) / self.share
+
+
+def usable_bytes(device_memory: float) -> float:
+    """Return the bytes of a device's memory, and a little more (less than a byte), for sums of bytes are rounded."""
+    return device_memory * (1 + 1e-12)
+
+
+def activation_communication_ratio(costs: Sequence[StageCosts]) -> float:
+    """Return the ACR: mean seconds of a boundary's transfers, both directions, over a stage's mean seconds of compute.
+
+    Of one micro-batch (DAPPLE, Table V). 0 for one stage; infinite where only transfers take time.
+    """
+    sent = [cost.send_forward_seconds + cost.send_backward_seconds for cost in costs[:-1]]
+    computed = [cost.forward_seconds + cost.backward_seconds for cost in costs]
+    if not any(sent):
+        return 0.0
+    return float(np.mean(sent) / np.mean(computed)) if any(computed) else float("inf")
 
 
 def measure_stage_costs(step: StepEvents, stage: int, micro_batches: Container[int] | None = None) -> StageCosts:

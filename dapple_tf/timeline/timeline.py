@@ -77,7 +77,7 @@ class Timeline(StepFigures):
 
 @dataclass(frozen=True)
 class PhasesTimeline:
-    """The timelines of the ``phases`` of one training step, of which each begins before the one before has ended.
+    """The timelines of the ``phases`` of one training step. Each begins before the one before has ended.
 
     ``starts``: for each phase the seconds from the first action of the first phase to its own. ``simulated_seconds``:
     of the step, simulated with the measured times of all actions; None where that cannot be simulated.
@@ -207,8 +207,7 @@ class SimulatedTimeline(Timeline):
     @cached_property
     def window(self) -> Window | None:
         """The asynchronous window; None for a synchronous step."""
-        plan = self.simulation.plan
-        return None if plan.window is None else plan.versions.window
+        return self.simulation.window
 
     @property
     def step_seconds(self) -> float:

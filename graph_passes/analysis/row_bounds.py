@@ -82,7 +82,7 @@ def whole_shares(shares: Sequence[float]) -> tuple[int, ...]:
 
 
 def least_rows(replicas: int, shares: Sequence[int] = ()) -> int:
-    """Return the fewest rows of a micro-batch of which every replica gets one, however many more there are."""
+    """Return the fewest rows of a micro-batch with which every replica gets one, however many more there are."""
     return -(-sum(shares) // min(shares)) if shares else replicas
 
 

@@ -71,7 +71,7 @@ class Variables:
         return frozenset(map(self.owner, self.keepers))
 
     def copied(self, stage: int, replica: int) -> tuple[str, ...]:
-        """Return the variables of which this replica uses a copy.
+        """Return the variables that this replica uses as a copy.
 
         These are the variables kept elsewhere (by another device, or by another stage: tied weights) and those that
         forward writes, whose copies are committed only if the step succeeds.
@@ -167,7 +167,7 @@ def written_by(graph: Graph, node: Node, names: Sequence[str]) -> Sequence[str]:
 
 
 def _variables_of(graph: Graph, node: Node) -> Sequence[str]:
-    """Return the names of the variables of which a node reads or writes the value or a copy."""
+    """Return the names of the variables that a node reads or writes, themselves or as a copy."""
     if node.has("function"):
         return [port.name for _, port in graph.function(node.string("function")).input_ports("variable")]
     if node.op == OpName.REFRESH:

@@ -1,4 +1,4 @@
-"""Conditions (``If``) of which only some of the effects are wanted: laid open for cutting, and folded again.
+"""Conditions (``If``) with effects that are wanted only in part: laid open for cutting, and folded again.
 
 A condition that writes the variables of several stages cannot be cut as it is. *Open*, it is a node ``If`` with the
 predicate as its only input and the attribute ``open`` (the *marker*), and the nodes of both branches stand in the graph

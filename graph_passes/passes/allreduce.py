@@ -53,8 +53,10 @@ class AllReduce:
             for of_replicas in zip(*(gradients.get((stage, r), []) for r in range(count)), strict=True):
                 if stage in variables.sharded:
                     sums = _reduce(stage, of_replicas, variables)
+                elif count > 1:
+                    sums = [allreduce_node(at(stage, what=OpName.ALLREDUCE), of_replicas)]
                 else:
-                    sums = [*of_replicas] if count == 1 else [_allreduce(stage, of_replicas)]
+                    sums = [*of_replicas]
                 added += sums if count > 1 else []
                 for node in sums:
                     for name, value, kind in zip(node.strings("variables"), node.values(), node.outputs, strict=True):
@@ -77,16 +79,15 @@ class AllReduce:
         return graph.replace(nodes=(*graph.nodes, *added))
 
 
-def _allreduce(stage: int, of_replicas: Sequence[Node]) -> Node:
-    """Return the sum of the same gradients of each replica of a stage."""
+def allreduce_node(name: str, of_replicas: Sequence[Node]) -> Node:
+    """Return the sum of the same gradients of each replica of a stage; ``name``: of the node, if it has all of them."""
     first = of_replicas[0]
     attrs: dict[str, Attr] = {
         "replica": 0,
         "replicas": len(of_replicas),
-        "stage": stage,
+        "stage": first.integer("stage"),
         "variables": first.strings("variables"),
     }
-    name = at(stage, what=OpName.ALLREDUCE)
     if first.has("bucket"):
         attrs["bucket"] = first.integer("bucket")
         name += f"/bucket{first.integer('bucket')}"

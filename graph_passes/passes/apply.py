@@ -70,11 +70,8 @@ class Apply:
                 barrier = barrier.after(value.node, "barrier: no variable changes before all statistics are there")
         added: list[Node] = []
         gradients: Gradients = {}
-        for node in reduced:
-            for name, value in zip(node.strings("variables"), node.values(), strict=True):
-                gradients["gradient", name] = value
-        for node in gathered:
-            gradients["slices", node.string("variable")], gradients["indices", node.string("variable")] = node.values()
+        for node in (*reduced, *gathered):
+            gradients |= complete_gradients(node)
         gradients |= {("whole", str(number)): value for number, value in enumerate(graph.outputs)}
         if self.global_clipnorm is not None:
             added += _clip(reduced, gathered, gradients, float(self.global_clipnorm))
@@ -199,6 +196,14 @@ def _terms(updates: Updates, gradients: Gradients) -> list[Node]:
 
 def _results(function: Function, call: Node) -> Gradients:
     return {(port.role, port.name): value for port, value in zip(function.outputs, call.values(), strict=True)}
+
+
+def complete_gradients(node: Node) -> Gradients:
+    """Return the gradients that a ``reduced_gradients`` or ``gather_slices`` node gives."""
+    if node.op == OpName.GATHER_SLICES:
+        slices, indices = node.values()
+        return {("slices", node.string("variable")): slices, ("indices", node.string("variable")): indices}
+    return {("gradient", name): value for name, value in zip(node.strings("variables"), node.values(), strict=True)}
 
 
 def update_inputs(function: Function, gradients: Gradients) -> tuple[Value, ...]:

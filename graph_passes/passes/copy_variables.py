@@ -24,7 +24,7 @@ from dapple_tf.graph_passes.passes.base import Contract
 class CopyVariables:
     """Add a ``refresh`` for each replica that uses copies, and a ``commit`` where a stage owns what forward writes.
 
-    ``versioned``: variables of which replicas store versions instead (see ``UseVersions``). ``shares``: see
+    ``versioned``: variables that replicas store as versions instead (see ``UseVersions``). ``shares``: see
     ``Variables``.
     """
 

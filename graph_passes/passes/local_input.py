@@ -16,7 +16,7 @@ from dapple_tf.graph_passes.passes.base import Contract
 class LocalInput:
     """Make the batch size the last input of a rank's graph, and cut the rank's own rows where they are in its tensors.
 
-    A tensor of which the rank uses no row may then be empty.
+    A tensor may then be empty where the rank uses none of its rows.
     """
 
     name: str = "local_input"
@@ -28,7 +28,7 @@ class LocalInput:
     def __call__(self, graph: Graph) -> Graph:
         """Return the graph whose tensors of the batch hold only what the rank uses; its last input is the batch size.
 
-        Tensors of which the rank uses all rows still hold the whole batch.
+        A tensor still holds the whole batch where the rank uses all of its rows.
         """
         uses = zip(graph.inputs, find_inputs(graph).uses, strict=True)
         own = {name for name, use in uses if use is Use.OWN}

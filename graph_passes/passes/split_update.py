@@ -78,7 +78,7 @@ class Updates:
 
 @dataclass(frozen=True)
 class _Round:
-    """The facts about one round. ``graph``: its update, of which ``owner`` gives the site of each variable.
+    """The facts about one round. ``graph``: its update; ``owner`` gives the site of each variable.
 
     ``shared``: variables that all sites hold and write. ``state``: those that forward writes. ``handed``: what the
     round gives to the next one, with the site that has it. ``number``: of the round, from 0.

@@ -64,25 +64,31 @@ def verify_pipeline(graph: Graph, schedule: Schedule, shares: tuple[tuple[str, i
 
 
 def verify_order(graph: Graph, schedule: Schedule) -> None:
-    """Raise GraphError unless the only possible order of each device's calls is the schedule's.
-
-    A chain of edges through all its calls admits one order. So it is enough that each two neighbours in the schedule
-    are joined by an edge, and that there are no other calls.
-    """
-    scheduled: set[str] = set()
+    """Raise GraphError unless the only possible order of each device's calls is the schedule's."""
     replicas = replica_counts(graph)
     if len(schedule.stages) != len(replicas):
         raise GraphError(f"the schedule has {len(schedule.stages)} stages, the graph {len(replicas)}")
-    for stages, actions in zip(schedule.worker_map.stages_of, schedule.workers, strict=True):
-        for replica in range(replicas[stages[0]]):
-            names = [call_name(action, replica) for action in actions]
-            scheduled.update(names)
-            for first, second in itertools.pairwise(names):
-                if first not in set(graph.node(second).predecessors()):
-                    raise GraphError(f"no edge makes {second!r} run after {first!r}, as the schedule says")
-    for node in nodes_of(graph, OpName.FORWARD, *BACKWARD_OPS):
-        if node.name not in scheduled:
-            raise GraphError(f"{node.name!r} is not in the schedule")
+    rows = [
+        [call_name(action, replica) for action in actions]
+        for stages, actions in zip(schedule.worker_map.stages_of, schedule.workers, strict=True)
+        for replica in range(replicas[stages[0]])
+    ]
+    verify_rows(graph, rows, "the schedule", (OpName.FORWARD, *BACKWARD_OPS))
+
+
+def verify_rows(graph: Graph, rows: Sequence[Sequence[str]], order: str, ops: Sequence[OpName]) -> None:
+    """Raise GraphError unless the nodes of each of the ``rows`` can only run one after the other.
+
+    A chain of edges through all its calls admits one order. So it is enough that each two neighbours of a row are
+    joined by an edge, and that the rows have all nodes of these ``ops``. ``order``: what the rows are, for messages.
+    """
+    for first, second in (pair for row in rows for pair in itertools.pairwise(row)):
+        if first not in set(graph.node(second).predecessors()):
+            raise GraphError(f"no edge makes {second!r} run after {first!r}, as {order} says")
+    known = {name for row in rows for name in row}
+    for node in nodes_of(graph, *ops):
+        if node.name not in known:
+            raise GraphError(f"{node.name!r} is not in {order}")
 
 
 def verify_together(graph: Graph, schedule: Schedule) -> None:

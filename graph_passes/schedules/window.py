@@ -12,7 +12,7 @@ one minibatch, and the replicas of a stage share each micro-batch as in synchron
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -46,13 +46,19 @@ class Window:
             raise ScheduleError(f"replicas take whole minibatches in turn, not {self.micro_batches} micro-batches each")
         if len(self.warm_up) != len(self.replicas) or min(self.warm_up) < 1:
             raise ScheduleError(f"K = {list(self.warm_up)}: give a number from 1 on for each of {self.stages} stages")
-        for stage, replicas in enumerate(self.replicas):
-            if self.in_turn and self.minibatches % replicas:
+        for stage, turns in enumerate(self.turns):
+            if self.minibatches % turns:
                 raise ScheduleError(
-                    f"minibatches={self.minibatches} is no multiple of the {replicas} replicas of stage {stage}, which "
+                    f"minibatches={self.minibatches} is no multiple of the {turns} replicas of stage {stage}, which "
                     "take minibatches in turn: use a multiple"
                 )
-        _check_runs(self)
+        ends = run_window(self, lambda action: 0.0)
+        heads = (next((action for action in row if action not in ends), None) for row in self.rows.values())
+        if blocked := [str(action) for action in heads if action is not None]:
+            raise ScheduleError(
+                f"a window of {self.minibatches} minibatches with K = {list(self.warm_up)} on {list(self.replicas)} "
+                f"replicas deadlocks at {' '.join(blocked[:8])}: use a larger depth, or other replicas"
+            )
 
     @property
     def stages(self) -> int:
@@ -64,36 +70,37 @@ class Window:
         """The number of micro-batches of the window."""
         return self.minibatches * self.micro_batches
 
-    @property
+    @cached_property
     def sharing(self) -> tuple[int, ...]:
         """How many replicas of each stage share a micro-batch."""
         return sharing_replicas(self.replicas, in_turn=self.in_turn)
 
-    @property
+    @cached_property
     def turns(self) -> tuple[int, ...]:
         """How many replicas of each stage take minibatches in turn; 1 where they share each micro-batch."""
         return self.replicas if self.in_turn else (1,) * self.stages
 
     def replicas_of(self, stage: int, m: int) -> tuple[int, ...]:
         """Return the replicas of ``stage`` that run micro-batch ``m``."""
-        count = self.replicas[stage]
-        return (m % count,) if self.in_turn else tuple(range(count))
-
-    def _group_size(self, stage: int) -> int:
-        """Return the number of micro-batches whose gradients one update of ``stage`` takes."""
-        return self.replicas[stage] if self.in_turn else self.micro_batches
+        sharing = self.sharing[stage]
+        first = m % self.turns[stage] * sharing
+        return tuple(range(first, first + sharing))
 
     def update_of(self, stage: int, m: int) -> int:
         """Return the number, from 0, of the update of ``stage`` that takes the gradients of micro-batch ``m``."""
-        return m // self._group_size(stage)
+        return m // (self.turns[stage] * self.micro_batches)
 
     @cached_property
     def updates(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
         """The micro-batches of each update, stage by stage."""
-        sizes = map(self._group_size, range(self.stages))
+        sizes = (turns * self.micro_batches for turns in self.turns)
         return tuple(
             tuple(tuple(range(first, first + count)) for first in range(0, self.size, count)) for count in sizes
         )
+
+    def last_of_update(self, stage: int, update: int) -> tuple[int, ...]:
+        """Return the micro-batches of an update of ``stage`` that its replicas run last."""
+        return self.updates[stage][update][-self.turns[stage] :]
 
     def last_minibatch(self, stage: int, update: int) -> int:
         """Return the last minibatch whose gradients an update of ``stage`` takes; the update counts as its step."""
@@ -101,8 +108,8 @@ class Window:
 
     def ends_update(self, action: Action) -> bool:
         """Return whether a replica has computed all its gradients of an update after ``action``, a backward."""
-        group = self.updates[action.stage][self.update_of(action.stage, action.micro_batch)]
-        return action.kind == "B" and (self.in_turn or action.micro_batch == group[-1])
+        update = self.update_of(action.stage, action.micro_batch)
+        return action.kind == "B" and action.micro_batch in self.last_of_update(action.stage, update)
 
     @cached_property
     def rows(self) -> Mapping[tuple[int, int], tuple[Action, ...]]:
@@ -138,36 +145,36 @@ def depth_warm_up(stages: int, depth: int) -> tuple[int, ...]:
     return tuple(max(1, min(depth - stage, 2 * (stages - stage) - 1)) for stage in range(stages))
 
 
-def _check_runs(window: Window) -> None:
-    """Raise ScheduleError unless every action of the window runs, each after the results and updates that it needs.
+def run_window(window: Window, seconds: Callable[[Action], float]) -> dict[Action, float]:
+    """Return when each action of a window ends, where it takes ``seconds``, and transfers and updates take no time.
 
-    A forward that follows a backward on its replica waits for that backward's update, and so for the backwards of the
-    whole group, on all replicas of the stage.
+    Each action waits for the results that it takes. A forward that follows a backward on its replica also waits for
+    that backward's update, and so for the backwards of the whole group, on all replicas of the stage. Actions that are
+    not returned never run: the order deadlocks.
     """
-    done: set[Action] = set()
-    heads = dict.fromkeys(window.rows, 0)
+    ends: dict[Action, float] = {}
+    heads, free = dict.fromkeys(window.rows, 0), dict.fromkeys(window.rows, 0.0)
     moved = True
     while moved:
         moved = False
         for place, actions in window.rows.items():
-            while heads[place] < len(actions) and _is_ready(window, place, heads[place], done):
-                done.add(actions[heads[place]])
+            while heads[place] < len(actions):
+                needed = _needed_actions(window, actions, heads[place])
+                start = max([free[place], *(ends.get(action, math.inf) for action in needed)])
+                if start == math.inf:
+                    break
+                action = actions[heads[place]]
+                free[place] = ends[action] = start + seconds(action)
                 heads[place] += 1
                 moved = True
-    blocked = [str(actions[heads[place]]) for place, actions in window.rows.items() if heads[place] < len(actions)]
-    if blocked:
-        raise ScheduleError(
-            f"a window of {window.minibatches} minibatches with K = {list(window.warm_up)} on {list(window.replicas)} "
-            f"replicas deadlocks at {' '.join(blocked[:8])}: use a larger depth, or other replicas"
-        )
+    return ends
 
 
-def _is_ready(window: Window, place: tuple[int, int], index: int, done: set[Action]) -> bool:
-    stage, _ = place
-    actions = window.rows[place]
+def _needed_actions(window: Window, actions: Sequence[Action], index: int) -> list[Action]:
+    """Return the actions that must end before a replica's action at ``index`` starts."""
     action, before = actions[index], actions[index - 1] if index else None
     needed = [a for a in dependencies(action, window.stages) if a.kind in "FB"]
     if action.kind == "F" and before is not None and window.ends_update(before):
-        group = window.updates[stage][window.update_of(stage, before.micro_batch)]
-        needed += [Action(stage, "B", m) for m in group]
-    return done.issuperset(needed)
+        last = window.last_of_update(action.stage, window.update_of(action.stage, before.micro_batch))
+        needed += [Action(action.stage, "B", m) for m in last]
+    return needed

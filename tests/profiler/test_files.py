@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,13 @@ def test_the_longest_name_can_be_written(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [target.name]
 
 
+def describe_null(call: Callable[[str], object]) -> str:
+    """Return how this Python refuses a path with a null character."""
+    with pytest.raises(ValueError, match="embedded null") as caught:
+        call("\0")
+    return str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("path", "told"),
     [
@@ -103,7 +111,7 @@ def test_the_longest_name_can_be_written(tmp_path: Path) -> None:
         ("file/a", "file/a: file is a file, not a folder"),
         ("absent/b/a", "absent/b/a: its folder is missing: make absent/b, or correct the path"),
         ("n" * 256, "n cannot be written: File name too long"),
-        ("a\0b", "cannot be written: embedded null byte"),
+        ("a\0b", f"cannot be written: {describe_null(os.lstat)}"),
         ("loop", "loop cannot be written: Too many levels of symbolic links"),
         ("/proc/a.txt", "/proc/a.txt cannot be written: No such file or directory"),
     ],
@@ -130,7 +138,7 @@ def test_a_check_leaves_the_old_file(tmp_path: Path) -> None:
     [
         ("file", "File exists"),
         ("file/below", "Not a directory"),
-        ("a\0b", "embedded null byte"),
+        ("a\0b", describe_null(os.mkdir)),
         ("/proc", "No such file or directory"),
     ],
 )

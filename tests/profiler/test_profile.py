@@ -101,7 +101,7 @@ def change_timing(**change: Any) -> dict[str, Any]:
         (change_layer(forward_second=1), r"layers\[1\].forward_second is not a field.*mean 'forward_seconds'"),
         (
             change_layer(weights_seconds=0.75),
-            r"layers\[1\].weights_seconds \(dense\) is 0.75, more than its backward_seconds 0.5, of which it is a part",
+            r"layers\[1\].weights_seconds \(dense\) is 0.75, more than its backward_seconds 0.5, which includes it",
         ),
         (change_layer(stash_bytes=10**400), r"layers\[1\].stash_bytes is 10*\.\.\.0*, not a finite number"),
         ({"edges": [[0, 1], [1, 3]]}, r"edges\[1\] is \[1, 3\], but the layers are numbered 0 to 2"),

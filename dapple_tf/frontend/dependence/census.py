@@ -145,7 +145,7 @@ GROUPS = (
     ),
     OpGroup(
         OpClass.MEANINGLESS,
-        "draws from, makes or moves the state of a generator, of which micro-batches have no rows",
+        "draws from, makes or moves the state of a generator, which has no rows for micro-batches",
         "Stateful.* Rng.* NonDeterministicInts Random(Crop|Poisson) SampleDistortedBoundingBox(V2)?",
     ),
 )

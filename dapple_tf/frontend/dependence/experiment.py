@@ -365,7 +365,7 @@ def _extreme(rng: Any, shape: tuple[int, ...]) -> Any:
 
 
 def _at_scales(scales: Sequence[float], rng: Any, shape: tuple[int, ...]) -> Any:
-    """Return numbers of which some are beyond a scale, and some are not."""
+    """Return numbers; some are beyond a scale, and some are not."""
     return rng.normal(size=shape) * rng.choice([0.1, 1.0, *(4 * scale for scale in scales)], shape)
 
 
@@ -378,7 +378,7 @@ def _normal(rng: Any, shape: tuple[int, ...]) -> Any:
 
 
 def _example(rng: Any, dtype: str, shape: tuple[int, ...]) -> Any:
-    """Return draws for operands of which no example is known."""
+    """Return draws for operands without a known example."""
     return _MODERATE[0](rng, dtype, shape)
 
 

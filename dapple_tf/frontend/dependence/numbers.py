@@ -41,7 +41,7 @@ def varies(numbers: Numbers) -> bool:
 def affine(numbers: Numbers, batch: int) -> tuple[Any, Any] | None:
     """Return (c, d), whole numbers, such that the numbers are c x batch size + d; None if they are not.
 
-    ``batch``: the first of the three batch sizes, of which the others are multiples.
+    ``batch``: the first of the three batch sizes; the others are its multiples.
     """
     first, second, third = (np.asarray(value, np.int64) for value in numbers)
     if not np.array_equal(third - second, second - first) or ((second - first) % batch).any():

@@ -36,7 +36,7 @@ def _pad(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
     if not only_rows(kinds):
         return scope.couple(node, "pads a sum over the batch") if any(kind.total for kind in kinds) else shared()
     if len(kinds) != 5 or samples.form is not Form.SIZE or row_ids.slope != (1,):
-        return scope.couple(node, "pads rows of which it is not known to which samples they belong")
+        return scope.couple(node, "pads rows that cannot be assigned to samples")
     if not _of_equal_rows(values, row_ids) or values.slope or not default.shared:
         return scope.couple(node, "pads rows with values of other samples")
     dims = scope.dims(Value(node.name))

@@ -62,7 +62,7 @@ class BatchDependence:
     ``loss``: whether the loss is the mean or the sum of the micro-batches'; ``mixed``: it is a sum only after its terms
     were weighted (see ``weigh``); ``grows``: it is a sum that nothing divides. ``aux``: how to merge each aux output,
     None where its type decides. ``adds``: the nodes that add a sum over samples to a variable. ``once``: the nodes that
-    run once a step on the whole batch. ``draws``: stateless draws of which each micro-batch takes its rows. ``sizes``:
+    run once a step on the whole batch. ``draws``: stateless draws that each micro-batch takes its rows from. ``sizes``:
     sizes that the loss computes with, to be replaced by the whole batch's. ``shapes``: shapes of activations (a node,
     and the position of an output) that nodes of ``once`` need. ``sliced``: results of nodes of ``once`` of which each
     micro-batch takes its rows. ``squeezed``: the axes that each Squeeze without axes

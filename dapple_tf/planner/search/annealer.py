@@ -27,9 +27,10 @@ from dapple_tf.profiler.detect import count_cores
 from dapple_tf.profiler.profile import Profile
 from dapple_tf.simulator.arrays import prefix_sums
 from dapple_tf.simulator.interrupts import check_stop, stop_flag
-from dapple_tf.simulator.memory import usable_bytes, values_per_weight
+from dapple_tf.simulator.memory import values_per_weight
 from dapple_tf.simulator.native.library import address, load_library
 from dapple_tf.simulator.transfer import link_tables
+from dapple_tf.timeline.stage_costs import usable_bytes
 
 ANY_WARM_UP = -1
 _UNFIT = 1e12  # seconds, and more, of a layout that does not fit

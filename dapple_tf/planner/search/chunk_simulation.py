@@ -20,9 +20,9 @@ from dapple_tf.plans import StagePlan
 from dapple_tf.simulator.arrays import Floats, Integers, prefix_sums
 from dapple_tf.simulator.costs import exposed_seconds
 from dapple_tf.simulator.interrupts import check_stop
-from dapple_tf.simulator.memory import usable_bytes
 from dapple_tf.simulator.order import HeldStash, Ordered, named_order
 from dapple_tf.simulator.transfer import LinkCosts
+from dapple_tf.timeline.stage_costs import usable_bytes
 
 _ROUNDS = 4  # of even_sums
 _NOTHING = 1e-300  # replaces a sum of 0 as a divisor

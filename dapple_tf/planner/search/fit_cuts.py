@@ -22,8 +22,8 @@ from dapple_tf.plans import StagePlan
 from dapple_tf.profiler.cluster import Cluster
 from dapple_tf.profiler.profile import Profile, profile_on
 from dapple_tf.simulator.arrays import Floats, prefix_sums
-from dapple_tf.simulator.memory import usable_bytes
 from dapple_tf.simulator.transfer import LinkCosts
+from dapple_tf.timeline.stage_costs import usable_bytes
 
 _MOST_BLOCKS = 32
 _MOST_GROUPS = 16  # of consecutive devices, which belong to one stage

@@ -16,9 +16,10 @@ from dapple_tf.errors import PlanError
 from dapple_tf.planner.search.search_space import SearchSpace
 from dapple_tf.simulator.arrays import Floats, Integers, prefix_sums
 from dapple_tf.simulator.interrupts import check_stop, stop_flag
-from dapple_tf.simulator.memory import usable_bytes, values_per_weight
+from dapple_tf.simulator.memory import values_per_weight
 from dapple_tf.simulator.native.library import address, load_library
 from dapple_tf.simulator.transfer import ring_seconds
+from dapple_tf.timeline.stage_costs import usable_bytes
 
 
 class CostTables(NamedTuple):

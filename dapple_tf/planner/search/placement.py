@@ -15,12 +15,12 @@ Policy = Callable[[Used, Used, int], Used]  # used, server sizes, number of devi
 
 
 def fresh_first(used: Used, sizes: Used, wanted: int) -> Used:
-    """Take devices from servers of which none is in use, then from the others."""
+    """Take devices from unused servers, then from the others."""
     return _fill(used, sizes, wanted, _fresh(used), _started(used))
 
 
 def append_first(used: Used, sizes: Used, wanted: int) -> Used:
-    """Take devices from servers of which some are in use, then from the others."""
+    """Take devices from servers that are partly in use, then from the others."""
     return _fill(used, sizes, wanted, _started(used), _fresh(used))
 
 
@@ -40,12 +40,12 @@ POLICIES: tuple[Policy, ...] = (fresh_first, append_first, scatter_first)
 
 
 def _fresh(used: Used) -> Iterator[int]:
-    """Yield the servers of which no device is in use."""
+    """Yield the servers that have no device in use."""
     return (server for server, count in enumerate(used) if not count)
 
 
 def _started(used: Used) -> Iterator[int]:
-    """Yield the servers of which some devices are in use."""
+    """Yield the servers that have some devices in use."""
     return (server for server, count in enumerate(used) if count)
 
 

@@ -23,8 +23,8 @@ from dapple_tf.profiler.cluster import Link
 from dapple_tf.profiler.linearise import cut_chain
 from dapple_tf.simulator.arrays import Floats, Integers
 from dapple_tf.simulator.engine import step_seconds
-from dapple_tf.simulator.memory import usable_bytes
 from dapple_tf.simulator.order import early_backward_order
+from dapple_tf.timeline.stage_costs import usable_bytes
 
 _ORIGIN = "BaPipe's partition"
 _SYNCHRONOUS = {"1F1B-SNO": "1f1b-sno", "1F1B-SO": "1f1b-so"}

@@ -18,8 +18,8 @@ from dapple_tf.profiler.cluster import Cluster
 from dapple_tf.profiler.profile import profile_on
 from dapple_tf.profiler.units import format_samples
 from dapple_tf.simulator.arrays import prefix_sums
-from dapple_tf.simulator.memory import usable_bytes
 from dapple_tf.simulator.virtual_workers import simulate_workers
+from dapple_tf.timeline.stage_costs import usable_bytes
 
 _POLICIES = ("NP", "ED", "HD")
 _MOST_ORDERS = 24  # of the kinds in a virtual worker; of more only those by rising and falling speed

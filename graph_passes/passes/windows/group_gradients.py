@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from dapple_tf.graph_passes.ir.graph import Attr, Graph, Node, Value, attributes
+from dapple_tf.graph_passes.ir.graph import Graph, Node, Value, attributes
 from dapple_tf.graph_passes.ir.names import Site, at, of_minibatch
 from dapple_tf.graph_passes.ir.ops import OpName
+from dapple_tf.graph_passes.passes.allreduce import allreduce_node
 from dapple_tf.graph_passes.passes.base import Contract
 from dapple_tf.graph_passes.passes.gather_slices import SparsePart, gather_node, slice_ports
 from dapple_tf.graph_passes.schedules.window import Window
@@ -42,12 +43,11 @@ class GroupGradients:
         for stage, updates in enumerate(self.window.updates):
             for update, group in enumerate(updates):
                 last = self.window.last_minibatch(stage, update)
-                minibatches = sorted({m // self.window.micro_batches for m in group})
-                replicas = range(self.window.replicas[stage])
-                if self.window.in_turn:
-                    names = [of_minibatch(t, at(stage, t % len(replicas), what=OpName.GRADIENTS)) for t in minibatches]
-                else:
-                    names = [of_minibatch(last, at(stage, replica, what=OpName.GRADIENTS)) for replica in replicas]
+                names = [
+                    of_minibatch(m // self.window.micro_batches, at(stage, replica, what=OpName.GRADIENTS))
+                    for m in self.window.last_of_update(stage, update)
+                    for replica in self.window.replicas_of(stage, m)
+                ]
                 added += _reduce(graph, self.window, stage, last, [graph.node(n) for n in names if n in graph.by_name])
                 own = [part for part in self.parts if part.stage == stage]
                 for variable in dict.fromkeys(part.variable for part in own):
@@ -62,18 +62,14 @@ def _reduce(graph: Graph, window: Window, stage: int, last: int, gradients: Sequ
     if not gradients:
         return []
     first = gradients[0]
-    variables = first.strings("variables")
-    place: dict[str, Attr] = {"replica": 0, "stage": stage, "variables": variables}
     nodes = []
-    values = first.values()
     if len(gradients) > 1:
-        attrs = {**place, "replicas": len(gradients), **({"average": True} if window.in_turn else {})}
-        inputs = tuple(value for node in gradients for value in node.values())
-        name = of_minibatch(last, at(stage, what=OpName.ALLREDUCE))
-        nodes.append(Node(name, OpName.ALLREDUCE, inputs, first.outputs, attributes(attrs)))
-        values = nodes[-1].values()
+        reduced = allreduce_node(of_minibatch(last, at(stage, what=OpName.ALLREDUCE)), gradients)
+        nodes.append(reduced.with_attrs(average=True) if window.turns[stage] > 1 else reduced)
+    attrs = attributes({"replica": 0, "stage": stage, "variables": first.strings("variables")})
     name = of_minibatch(last, at(stage, what=OpName.REDUCED_GRADIENTS))
-    return [*nodes, Node(name, OpName.REDUCED_GRADIENTS, values, first.outputs, attributes(place))]
+    values = (nodes or gradients)[-1].values()
+    return [*nodes, Node(name, OpName.REDUCED_GRADIENTS, values, first.outputs, attrs)]
 
 
 def _gather(
@@ -83,7 +79,7 @@ def _gather(
 
     Each minibatch of replicas that take them in turn has slices of its own, which are a mean as a dense gradient is.
     """
-    averaged = len(group) if window.in_turn else 1
+    averaged = window.turns[stage]
     if averaged > 1:
         parts = [dataclasses.replace(part, combine="concat") for part in parts]
     calls = [at(stage, replica, m, OpName.BACKWARD) for m in group for replica in window.replicas_of(stage, m)]

@@ -100,17 +100,21 @@ class _Copy:
         for node in self._graph.nodes:
             if node.op == OpName.INPUT:
                 continue
-            for replica in self._replicas(node):
-                yield self._repeat(node, replica)
+            for turn in self._turns(node):
+                yield self._repeat(node, self._replica(node, turn))
 
-    def _replicas(self, node: Node) -> Sequence[int]:
-        """Return the replicas of which ``node`` gets a copy."""
-        if not self._window.in_turn or not node.has("stage"):
-            return (node.integer("replica") if node.has("replica") else 0,)
-        stage = node.integer("stage")
-        if node.op in _ON_ALL_REPLICAS and not node.has("micro_batch"):
-            return range(self._window.replicas[stage])
-        return self._window.replicas_of(stage, self._minibatch)
+    def _turns(self, node: Node) -> Sequence[int]:
+        """Return the turns of replicas that get a copy of ``node``: of those that take minibatches in turn."""
+        if not node.has("stage"):
+            return (0,)
+        turns = self._window.turns[node.integer("stage")]
+        on_all = node.op in _ON_ALL_REPLICAS and not node.has("micro_batch")
+        return range(turns) if on_all else (self._minibatch % turns,)
+
+    def _replica(self, node: Node, turn: int) -> int:
+        """Return the replica of the copy of ``node`` for a turn."""
+        own = node.integer("replica") if node.has("replica") else 0
+        return turn * self._window.sharing[node.integer("stage")] + own if node.has("stage") else own
 
     def _repeat(self, node: Node, replica: int) -> Node:
         attrs = dict(node.attrs)
@@ -140,11 +144,11 @@ class _Copy:
     def _name(self, node: Node, here: tuple[int, int] | None) -> str:
         """Return the name of the copy of ``node`` that a node on the stage and replica ``here`` takes."""
         name = node.name
-        if self._window.in_turn and node.has("stage"):
-            stage = node.integer("stage")
-            own = here is not None and here[0] == stage
-            replica = here[1] if own and here is not None else self._replicas(node)[0]
-            name = name.replace("/replica0/", f"/replica{replica}/")
+        if node.has("stage"):
+            stage, turn = node.integer("stage"), self._turns(node)[0]
+            if here is not None and here[0] == stage:
+                turn = here[1] // self._window.sharing[stage]
+            name = name.replace(f"/replica{self._replica(node, 0)}/", f"/replica{self._replica(node, turn)}/")
         if not node.has("micro_batch"):
             return of_minibatch(self._minibatch, name)
         number = node.integer("micro_batch")

@@ -15,7 +15,7 @@ from dapple_tf.errors import GraphError
 from dapple_tf.graph_passes.ir.graph import Attr, Control, Function, Graph, Node, attributes
 from dapple_tf.graph_passes.ir.names import at, find_minibatch, nodes_of, of_minibatch
 from dapple_tf.graph_passes.ir.ops import OpName
-from dapple_tf.graph_passes.passes.apply import Gradients, update_inputs
+from dapple_tf.graph_passes.passes.apply import Gradients, complete_gradients, update_inputs
 from dapple_tf.graph_passes.passes.base import Contract
 from dapple_tf.graph_passes.passes.split_update import Updates
 from dapple_tf.graph_passes.schedules.window import Window
@@ -117,13 +117,7 @@ def _gradients(graph: Graph) -> dict[tuple[int, int], Gradients]:
     for node in nodes_of(graph, OpName.REDUCED_GRADIENTS, OpName.GATHER_SLICES):
         minibatch = find_minibatch(node.name)
         assert minibatch is not None  # GroupGradients names them so
-        own = found.setdefault((node.integer("stage"), minibatch), {})
-        if node.op == OpName.GATHER_SLICES:
-            own["slices", node.string("variable")], own["indices", node.string("variable")] = node.values()
-        else:
-            own |= {
-                ("gradient", name): value for name, value in zip(node.strings("variables"), node.values(), strict=True)
-            }
+        found.setdefault((node.integer("stage"), minibatch), {}).update(complete_gradients(node))
     return found
 
 
@@ -156,6 +150,5 @@ def _update(
 
 def last_backwards(window: Window, stage: int, update: int) -> Sequence[str]:
     """Return the names of the last backward of each replica before an update of ``stage``."""
-    group = window.updates[stage][update]
-    last = group if window.in_turn else group[-1:]
+    last = window.last_of_update(stage, update)
     return [at(stage, replica, m, OpName.BACKWARD) for m in last for replica in window.replicas_of(stage, m)]

@@ -11,11 +11,12 @@ from typing import ClassVar
 
 from dapple_tf.graph_passes.analysis.variable_use import find_variables
 from dapple_tf.graph_passes.ir.graph import Graph, Node, attributes
-from dapple_tf.graph_passes.ir.names import at, nodes_of, of_minibatch
+from dapple_tf.graph_passes.ir.names import at, of_minibatch
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.passes.base import Contract
+from dapple_tf.graph_passes.passes.order import call_name
 from dapple_tf.graph_passes.passes.windows.update_groups import update_name
-from dapple_tf.graph_passes.schedules.schedule import CALL_OF_KIND, Action
+from dapple_tf.graph_passes.schedules.schedule import Action
 from dapple_tf.graph_passes.schedules.weight_versions import Versions
 from dapple_tf.graph_passes.schedules.window import Window
 
@@ -62,7 +63,7 @@ class UseVersions:
                     )
                 if slot in held:  # the version before that one was done with when it was stored
                     earlier = held[slot]
-                    store = store.after(action_name(last[earlier], replica), f"version: {earlier} is used no more")
+                    store = store.after(call_name(last[earlier], replica), f"version: {earlier} is used no more")
                 held[slot] = version
                 stores.append(store)
                 if version < len(window.updates[stage]):
@@ -82,11 +83,6 @@ def version_name(stage: int, replica: int, version: int) -> str:
     return at(stage, replica, what=f"version{version}")
 
 
-def action_name(action: Action, replica: int) -> str:
-    """Return the name of the node that runs ``action`` on a replica of its stage."""
-    return at(action.stage, replica, action.micro_batch, CALL_OF_KIND[action.kind])
-
-
 def calls_of(graph: Graph, window: Window, action: Action, replica: int) -> tuple[str, ...]:
     """Return the names of the calls of an action, in order: before a forward, what runs once for each minibatch.
 
@@ -94,16 +90,6 @@ def calls_of(graph: Graph, window: Window, action: Action, replica: int) -> tupl
     group: so what it writes is the same on all of them, and so is the version of the weights that it uses.
     """
     stage, m, each = action.stage, action.micro_batch, window.micro_batches
-    minibatches = [m // each] if action.kind == "F" and m % each == 0 else []
-    if minibatches and window.in_turn:
-        minibatches = [*window.updates[stage][window.update_of(stage, m)]]
-    once = (of_minibatch(t, at(stage, replica, what=OpName.RUN_ONCE)) for t in minibatches)
-    return (*(name for name in once if name in graph.by_name), action_name(action, replica))
-
-
-def stored_versions(graph: Graph) -> dict[tuple[int, int], tuple[Node, ...]]:
-    """Return the nodes that store versions, by stage and replica."""
-    found: dict[tuple[int, int], list[Node]] = {}
-    for node in nodes_of(graph, OpName.STORE_VERSION):
-        found.setdefault((node.integer("stage"), node.integer("replica")), []).append(node)
-    return {place: tuple(nodes) for place, nodes in found.items()}
+    group = window.updates[stage][window.update_of(stage, m)] if action.kind == "F" and m % each == 0 else ()
+    once = (of_minibatch(n // each, at(stage, replica, what=OpName.RUN_ONCE)) for n in group[::each])
+    return (*(name for name in once if name in graph.by_name), call_name(action, replica))

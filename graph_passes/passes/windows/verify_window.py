@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import ClassVar
@@ -10,11 +9,13 @@ from typing import ClassVar
 from dapple_tf.errors import GraphError
 from dapple_tf.graph_passes.analysis.variable_use import find_variables
 from dapple_tf.graph_passes.ir.graph import Graph, Node, Value, topological
-from dapple_tf.graph_passes.ir.names import BACKWARD_OPS, at, nodes_of, of_minibatch
+from dapple_tf.graph_passes.ir.names import BACKWARD_OPS, at, nodes_of, of_minibatch, site_of
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.passes.base import Contract
+from dapple_tf.graph_passes.passes.order import call_name
+from dapple_tf.graph_passes.passes.verify_pipeline import verify_rows
 from dapple_tf.graph_passes.passes.windows.update_groups import last_backwards, update_name
-from dapple_tf.graph_passes.passes.windows.use_versions import action_name, calls_of, stored_versions, version_name
+from dapple_tf.graph_passes.passes.windows.use_versions import calls_of, version_name
 from dapple_tf.graph_passes.schedules.schedule import Action
 from dapple_tf.graph_passes.schedules.weight_versions import Versions
 from dapple_tf.graph_passes.schedules.window import Window
@@ -46,7 +47,11 @@ def verify_window(graph: Graph, versions: Versions, trained: Set[str]) -> None:
     """
     nodes = topological(graph.nodes)
     window, variables = versions.window, find_variables(graph)
-    _verify_order(graph, window)
+    rows = [
+        [name for action in actions for name in calls_of(graph, window, action, replica)]
+        for (_, replica), actions in window.rows.items()
+    ]
+    verify_rows(graph, rows, "the window's order", (OpName.RUN_ONCE, OpName.FORWARD, *BACKWARD_OPS))
     for stage in range(window.stages):
         names = {name for name in variables.used(stage) if name in trained}
         if names and not versions.slots[stage]:
@@ -61,20 +66,6 @@ def verify_window(graph: Graph, versions: Versions, trained: Set[str]) -> None:
             raise GraphError(f"{node.name!r} is inlined: an update would not wait for all of its reads")
         if not node.device:
             raise GraphError(f"node {node.name!r} has no device")
-
-
-def _verify_order(graph: Graph, window: Window) -> None:
-    """Check that each two neighbours in the order of a replica are joined by an edge, and that all calls are there."""
-    scheduled: set[str] = set()
-    for (_, replica), actions in window.rows.items():
-        names = [name for action in actions for name in calls_of(graph, window, action, replica)]
-        scheduled.update(names)
-        for first, second in itertools.pairwise(names):
-            if not _waits(graph.node(second), first):
-                raise GraphError(f"no edge makes {second!r} run after {first!r}, as the window's order says")
-    for node in nodes_of(graph, OpName.RUN_ONCE, OpName.FORWARD, *BACKWARD_OPS):
-        if node.name not in scheduled:
-            raise GraphError(f"{node.name!r} is not in the window's order")
 
 
 def _waits(node: Node, source: str) -> bool:
@@ -95,7 +86,9 @@ def _verify_versions(graph: Graph, versions: Versions, place: tuple[int, int], n
             if not _waits(call, needed):
                 raise GraphError(f"no edge makes {name!r} wait for {needed!r}, the weights that it uses")
     wanted = {version_name(stage, replica, version) for version in last}
-    for node in stored_versions(graph).get(place, ()):
+    for node in nodes_of(graph, OpName.STORE_VERSION):
+        if site_of(node) != place:
+            continue
         if node.name not in wanted:
             raise GraphError(f"{node.name!r} stores a version of the weights that no call uses")
         if set(node.strings("variables")) != names:
@@ -171,7 +164,7 @@ def _group_gradients(graph: Graph, window: Window, stage: int, group: Iterable[i
     """Yield what the backwards of a group's micro-batches compute for their stage's variables."""
     for m in group:
         for replica in window.replicas_of(stage, m):
-            call = graph.node(action_name(Action(stage, "B", m), replica))
+            call = graph.node(call_name(Action(stage, "B", m), replica))
             ports = graph.function(call.string("function")).output_ports("variable", "slices", "indices")
             yield from (Value(call.name, i) for i, _ in ports)
 

@@ -62,8 +62,8 @@ def test_the_batch_size_is_the_sum_over_replicas_and_the_rows_of_whole_arguments
     [
         (
             [(4, N), (N, N), (N, N), (N, N)],
-            "rank 1 was given None for argument 0, of which it needs rows 2-3, 6-7 of a batch of 8 samples; rank 3 was "
-            "given None for argument 1, of which it needs all 8 rows of a batch of 8 samples",
+            "rank 1 was given None for argument 0, but it needs rows 2-3, 6-7 of a batch of 8 samples; rank 3 was "
+            "given None for argument 1, but it needs all 8 rows of a batch of 8 samples",
         ),
         (
             [(4, N), (4, N), (N, N), (N, 7)],
@@ -210,7 +210,7 @@ def test_gradients_recorded_and_checked_steps_take_local_rows(launches: Launches
         ("too few rows", "10 of argument 0 on ranks [0, 1] together, 11 of argument 1[0] on rank 2"),
         (
             "none",
-            "rank 1 was given None for argument 0, of which it needs rows 2-4, 8-10 of a batch of 11 samples; rank 2",
+            "rank 1 was given None for argument 0, but it needs rows 2-4, 8-10 of a batch of 11 samples; rank 2",
         ),
         (
             "another dtype",

@@ -7,7 +7,8 @@ import pytest
 from dapple_tf.errors import GraphError
 from dapple_tf.graph_passes.ir.graph import Graph
 from dapple_tf.graph_passes.passes.base import run_passes
-from dapple_tf.graph_passes.passes.windows.use_versions import UseVersions, action_name, calls_of, version_name
+from dapple_tf.graph_passes.passes.order import call_name
+from dapple_tf.graph_passes.passes.windows.use_versions import UseVersions, calls_of, version_name
 from dapple_tf.graph_passes.schedules.schedule import Action
 from dapple_tf.graph_passes.schedules.weight_versions import WeightPolicy, weight_versions
 from dapple_tf.graph_passes.schedules.window import Window
@@ -136,7 +137,7 @@ ONCE = "".join(
 
 def test_the_calls_of_a_forward_begin_with_those_that_run_once_for_its_group() -> None:
     window = Window(4, (2,), (1,))
-    assert action_name(Action(0, "F", 3), 1) == "stage0/replica1/mb3/forward"
+    assert call_name(Action(0, "F", 3), 1) == "stage0/replica1/mb3/forward"
     assert calls_of(graph(ONCE), window, Action(0, "F", 3), 1) == (
         "minibatch2/stage0/replica1/run_once",
         "minibatch3/stage0/replica1/run_once",
