@@ -678,7 +678,7 @@ inline Layout Search::empty(int z, int workers, int chunks) const {
 }
 
 // The pools from which planned stages take devices. One of all devices: as given, one device of each of some servers in
-// turn, the last server first. Or one of each kind.
+// turn, the last server first, by falling and by rising speed. Or one of each kind.
 inline std::vector<Search::Pools> Search::pools() const {
   std::vector<int> given(p_.devices);
   for (int d = 0; d < p_.devices; ++d) given[d] = d;
@@ -710,6 +710,8 @@ inline std::vector<Search::Pools> Search::pools() const {
   }
   add([&](int a, int b) { return p_.server[a] > p_.server[b]; });
   if (p_.kinds > 1) {
+    add([&](int a, int b) { return speed_[p_.kind[a]] > speed_[p_.kind[b]]; });
+    add([&](int a, int b) { return speed_[p_.kind[a]] < speed_[p_.kind[b]]; });
     found.emplace_back(p_.kinds);
     for (int d = 0; d < p_.devices; ++d) found.back()[p_.kind[d]].push_back(d);
   }
@@ -766,9 +768,9 @@ inline std::vector<Run> Search::starts() const {
 // Stages by dynamic programming, as starts: for all pools, each micro-batch size and limit of a stage's seconds, the
 // contiguous stages on devices that follow each other in a pool whose forwards, backwards and transfers take the fewest
 // seconds together, with and without their AllReduces, if no stage takes longer than the limit (Alpa, section 5.2,
-// equation 3), and a third time if no transfer, nor all that a server's interface moves of a micro-batch, does. The fourth time later stages are
-// shorter: what a stage takes for all micro-batches, and the stages before it to fill and drain the pipeline, is together
-// at most M times the limit. Rows, links and memory are estimated here; what comes out is evaluated as any other layout.
+// equation 3), and a third time if no transfer, nor all that a server's interface moves of a micro-batch, does. The
+// fourth time later stages are shorter: what a stage takes for all micro-batches, and the stages before it to fill and
+// drain the pipeline, is together at most M times the limit. Rows, links and memory are estimated here; what comes out is evaluated as any other layout.
 inline std::vector<Run> Search::planned_starts() const {
   const int most_cuts = p_.devices > 32 ? 64 : 128;  // with more the stages take longer to plan than to search
   // Cuts with nearly equal work between them; all where there are few blocks.
@@ -853,7 +855,7 @@ inline std::vector<Run> Search::plan_stages(const std::vector<int>& cuts, const 
       }
     }
   }
-  std::vector<double> work(n + 1), bytes(n + 1), stash(n + 1), sent(n + 1);  // sums up to each cut, and bytes sent there
+  std::vector<double> work(n + 1), bytes(n + 1), stash(n + 1), sent(n + 1);  // sums up to each cut; sent there
   for (int i = 0; i <= n; ++i) {
     work[i] = work_[cuts[i]], bytes[i] = p_.parameters[cuts[i]], stash[i] = p_.stash[cuts[i]];
     sent[i] = p_.boundary[cuts[i]] * scale;
