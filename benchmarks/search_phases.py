@@ -41,7 +41,12 @@ PHASES = {
         "for (const bool scatter : {false, true}) {",
         "for (const bool scatter : {false}) {",
     ),
-    "starts: other slopes": (_SEARCH, "if (!any_slope || trial", "if (any_slope || trial"),
+    "starts: other warm-ups": (_SEARCH, "for (const int ahead : {1, -1, -2, -4}) {", "for (const int ahead : {2}) {"),
+    "starts: with contention": (_MAIN, "search.rank(runs, true);", ""),
+    "planned: servers in turn": (_SEARCH, "together > 1; together", "together < 0; together"),
+    "planned: pools of kinds": (_SEARCH, "    found.emplace_back(p_.kinds);", "    return found;"),
+    "moves: devices that change rows": (_SEARCH, "if (kind == 3 || have == 0)", "if (true)"),
+    "searches that begin with what was found": (_MAIN, "add(second, distinct(found, 8, 2));", "(void)found;"),
     "starts: planned": (_MAIN, "planned ? search.planned_starts() : search.starts()", "search.starts()"),
     "planned: without AllReduce": (_SEARCH, _VARIANTS, _VARIANTS.replace("{false, false, false}, {true", "{true")),
     "planned: with AllReduce": (_SEARCH, _VARIANTS, _VARIANTS.replace(", {true, false, false}", "")),
@@ -52,17 +57,17 @@ PHASES = {
     "estimate: any devices": (_MAIN, "in_order(Search::kFree, number + 3, 16);", "{}"),
     "annealing of 24": (
         _MAIN,
-        "auto free = search.anneal(second, amount / 5, 0.05, 0.0005, model, Search::kFree, seed * 10 + 3);",
+        "auto free = search.anneal(second, amount / 3, 0.05, 0.0005, model, Search::kFree, seed * 10 + 3);",
         "auto free = second;",
     ),
     "annealing of 14": (
         _MAIN,
-        "kept = search.anneal(kept, amount / 4, 0.05, 0.0005, model, Search::kFree, seed * 10 + 4);",
+        "kept = search.anneal(kept, amount / 3, 0.05, 0.0005, model, Search::kFree, seed * 10 + 4);",
         "",
     ),
     "annealing of 7": (
         _MAIN,
-        "kept = search.anneal(kept, amount / 5, 0.03, 0.0005, model, Search::kFree, seed * 10 + 5);",
+        "kept = search.anneal(kept, amount / 4, 0.03, 0.0005, model, Search::kFree, seed * 10 + 5);",
         "",
     ),
     "annealing of 3": (
@@ -85,8 +90,8 @@ PHASES = {
     ),
     "half of the work": (
         _BEST,
-        "_WORK, _WORK_OF_A_DEVICE = 20_000_000, 700_000",
-        "_WORK, _WORK_OF_A_DEVICE = 10_000_000, 350_000",
+        "_WORK, _WORK_OF_A_DEVICE = 14_000_000, 800_000",
+        "_WORK, _WORK_OF_A_DEVICE = 7_000_000, 400_000",
     ),
 }
 

@@ -24,12 +24,12 @@ from dapple_tf.plans import StagePlan
 from dapple_tf.profiler.profile import Profile
 from dapple_tf.simulator.arrays import Floats
 
-# The work of each search on up to 16 devices, a fifth of a second on a core, and what each further device adds.
-_WORK, _WORK_OF_A_DEVICE = 20_000_000, 700_000
+# The work of each search on up to 16 devices, a tenth of a second on a core, and what each further device adds.
+_WORK, _WORK_OF_A_DEVICE = 14_000_000, 800_000
 # With other random numbers each: which plan a search ends at depends on chance, more so where devices or links differ.
 # On many devices one takes seconds.
 _SEARCHES, _MORE_SEARCHES, _MANY_DEVICES = 4, 9, 128
-_MORE_WORK = 2  # times as much where devices or links differ
+_MORE_WORK = 3  # times as much where devices or links differ
 _MOST_WORK = 60_000_000
 _SMALL, _MANY_BLOCKS = 128, 64  # blocks times devices below which, and blocks above which, the work is in proportion
 # K_i = slope (S - 1 - i) + 1 of the search for stages of a given schedule; so large a slope stands for K_i = M.

@@ -50,6 +50,7 @@ struct Layout {
   std::vector<int> device_at;      // [devices] the device order
   std::vector<uint8_t> recompute;  // [most stages]
   // [most stages] K_i - K_(i + 1) as far as memory and M allow; of the last stage: 0. All 1: policy A, all 2: policy B.
+  // -q: as many as are computed while one goes on and comes back, if its transfers take q times as long as alone.
   std::vector<int> ahead;
   int stages() const { return workers * chunks; }
 };
@@ -461,10 +462,13 @@ inline double Evaluator::bound(int stages, int64_t micro_batches) const {
 inline bool Evaluator::set_warm_up(const Layout& layout, int64_t micro_batches) {
   const int stages = layout.stages();
   warm_up_.resize(stages);
-  int64_t wanted = 1;
+  const double most = static_cast<double>(micro_batches), period = std::max(least_period(layout), 1e-300);
+  double wanted = 1;
   for (int s = stages - 1; s >= 0; --s) {
-    if (s + 1 < stages) wanted = std::min(wanted + (p_.slope == kAnySlope ? layout.ahead[s] : p_.slope), micro_batches);
-    warm_up_[s] = static_cast<int>(wanted);
+    const int ahead = p_.slope == kAnySlope ? layout.ahead[s] : p_.slope;
+    if (s + 1 < stages) wanted += ahead < 0 ? (forward_[s] + backward_[s] - 2 * ahead * send_[s]) / period : ahead;
+    wanted = std::min(wanted, most);
+    warm_up_[s] = static_cast<int>(std::ceil(wanted * (1 - 1e-9)));
   }
   for (int s = 0; s < stages; ++s) {
     int64_t k = warm_up_[s];
@@ -521,6 +525,7 @@ inline const Order& Evaluator::early_backward(const std::vector<int>& warm_up, i
   const int stages = static_cast<int>(warm_up.size());
   order_.workers = order_.stages = stages;
   order_.micro_batches = micro_batches, order_.length = 2 * micro_batches, order_.settled = settled();
+  order_.simple = true;
   order_.actions.resize(stages * order_.length), order_.worker_of.resize(stages);
   for (int s = 0; s < stages; ++s) {
     order_.worker_of[s] = s;
@@ -553,7 +558,7 @@ inline const Order& Evaluator::interleaved(int workers, int chunks, int64_t micr
   }
   Order& order = interleaved_;
   order.workers = workers, order.stages = workers * chunks, order.micro_batches = micro_batches;
-  order.length = 2 * calls;
+  order.length = 2 * calls, order.simple = true;
   order.actions.resize(workers * order.length), order.worker_of.resize(order.stages);
   for (int s = 0; s < order.stages; ++s) order.worker_of[s] = s % workers;
   for (int w = 0; w < workers; ++w) {

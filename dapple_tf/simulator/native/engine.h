@@ -37,6 +37,7 @@ inline int64_t micro_batch_of(int64_t code) { return code & kMicroBatchMask; }
 struct Order {
   int workers = 0, stages = 0;
   int64_t micro_batches = 0, length = 0;
+  bool simple = false;  // each stage has one forward and one backward of every micro-batch, and nothing else
   int64_t settled = 0;  // the steady phase has begun by the backward of this micro-batch; for `steady_period`
   std::vector<int64_t> actions;
   std::vector<int> worker_of;
@@ -95,10 +96,10 @@ class Engine {
   struct Flow {
     double begin = 0, seconds = 0;  // when it began, and what it takes alone
     double left = 0;                // what the bytes left at the time `since` take alone
-    double since = 0, factor = 1, due = kInfinity;
+    double since = 0, factor = 1;
     Phase phase = kIdle;
     bool slowed = false;
-    int leaf = -1;
+    size_t place = 0;  // in `busy_` and `due_`, while it is not idle
   };
   struct Sending {
     double ready, seconds;
@@ -111,18 +112,18 @@ class Engine {
     bool last;  // of its stage
   };
 
-  void set_event(int leaf, double time);
-  int earliest_leaf() const;
+  size_t earliest() const;
   double factor(int flow) const;
   void count(int flow, int change, double now);
   void begin(int flow, double time, double latency, double seconds);
   void move(int flow, double now);
-  void free_leaf(int leaf);
+  void add_busy(int flow);
+  void remove_busy(size_t place);
 
   const Flows* flows_ = nullptr;
   std::vector<Flow> state_;
-  std::vector<int> counts_, busy_;
-  std::vector<double> events_;
+  std::vector<int> counts_, busy_;  // of each direction its moving flows; the flows that are not idle
+  std::vector<double> due_;         // when the next event of each busy flow is
   std::vector<double> arrived_[2], free_[2], now_, left_, ring_free_, ring_end_, unsent_seconds_;
   std::vector<std::vector<Sending>> queue_[2];
   std::vector<size_t> begun_[2];
@@ -132,30 +133,20 @@ class Engine {
   std::vector<int> unsent_, waiting_, ring_of_;
   std::vector<std::vector<WaitingRing>> rings_;  // of each worker
   std::vector<size_t> begun_rings_;
-  std::vector<uint8_t> waits_, turned_, has_inputs_;
+  std::vector<int> waits_, turned_, has_inputs_;  // not bytes, through which the compiler expects any change
   double period_ = 0;
   int64_t done_ = 0;
 };
 
-inline void Engine::set_event(int leaf, double time) {
-  size_t node = leaf + events_.size() / 2;
-  events_[node] = time;
-  while (node > 1) {
-    node /= 2;
-    const double least = std::min(events_[2 * node], events_[2 * node + 1]);
-    if (events_[node] == least) break;
-    events_[node] = least;
-  }
-}
-
-inline int Engine::earliest_leaf() const {
-  size_t node = 1;
-  const size_t leaves = events_.size() / 2;
-  while (node < leaves) {
-    node *= 2;
-    if (events_[node] > events_[node + 1]) ++node;
-  }
-  return static_cast<int>(node - leaves);
+// The index of the first of the earliest events. A loop over all is faster than a tree: few flows are busy at once.
+inline size_t Engine::earliest() const {
+  double least[2] = {kInfinity, kInfinity};  // of the even and the odd ones, at once
+  size_t i = 0;
+  for (; i + 1 < due_.size(); i += 2)
+    for (int k = 0; k < 2; ++k) least[k] = std::min(least[k], due_[i + k]);
+  const double first = std::min(std::min(least[0], least[1]), due_.back());
+  for (i = 0; due_[i] != first;) ++i;
+  return i;
 }
 
 inline double Engine::factor(int flow) const {
@@ -172,8 +163,7 @@ inline void Engine::count(int flow, int change, double now) {
     const double slower = factor(other);
     if (slower == f.factor) continue;
     f.left = std::max(0.0, f.left - (now - f.since) / f.factor);
-    f.since = now, f.factor = slower, f.due = now + f.left * slower, f.slowed = true;
-    set_event(f.leaf, f.due);
+    f.since = now, f.factor = slower, due_[f.place] = now + f.left * slower, f.slowed = true;
   }
 }
 
@@ -181,35 +171,33 @@ inline void Engine::begin(int flow, double time, double latency, double seconds)
   Flow& f = state_[flow];
   const double wait = std::min(latency, seconds);
   f.phase = kLatency, f.slowed = false, f.begin = time, f.seconds = seconds, f.left = seconds - wait;
-  f.due = time + wait;
-  set_event(f.leaf, f.due);
+  due_[f.place] = time + wait;
 }
 
 inline void Engine::move(int flow, double now) {
   Flow& f = state_[flow];
   if (f.left <= 0) {
-    f.phase = kEmpty, f.due = now;
-    set_event(f.leaf, now);
+    f.phase = kEmpty, due_[f.place] = now;
     return;
   }
   f.phase = kMoves, f.factor = 1;
   count(flow, 1, now);
   f.since = now, f.factor = factor(flow);
   if (f.factor == 1 && !f.slowed) {
-    f.due = f.begin + f.seconds;
+    due_[f.place] = f.begin + f.seconds;
   } else {
-    f.due = now + f.left * f.factor, f.slowed = true;
+    due_[f.place] = now + f.left * f.factor, f.slowed = true;
   }
-  set_event(f.leaf, f.due);
 }
 
-inline void Engine::free_leaf(int leaf) {
-  const int last = static_cast<int>(busy_.size()) - 1, moved = busy_[last];
-  const double time = events_[events_.size() / 2 + last];
-  busy_[leaf] = moved, state_[moved].leaf = leaf;
-  set_event(leaf, time);
-  set_event(last, kInfinity);
-  busy_.pop_back();
+inline void Engine::add_busy(int flow) {
+  state_[flow].place = busy_.size();
+  busy_.push_back(flow), due_.push_back(kInfinity);
+}
+
+inline void Engine::remove_busy(size_t place) {
+  busy_[place] = busy_.back(), due_[place] = due_.back(), state_[busy_[place]].place = place;
+  busy_.pop_back(), due_.pop_back();
 }
 
 inline double Engine::run(const Order& order, const Seconds& seconds, const Flows* flows, const Rings& rings,
@@ -242,7 +230,11 @@ inline double Engine::run(const Order& order, const Seconds& seconds, const Flow
   turned_.assign(M, 0), has_inputs_.assign(cells, 0);
   for (int s = 0; s < stages; ++s)
     left_[order.worker_of[s]] = std::min(left_[order.worker_of[s]], rings.exposed[s]);
-  for (int w = 0; w < workers; ++w) {
+  for (int s = 0; s < stages && order.simple; ++s) {
+    left_[order.worker_of[s]] += M * (seconds.forward[s] + seconds.backward[s]);
+    missing_[s] = M;
+  }
+  for (int w = 0; w < workers && !order.simple; ++w) {
     for (int64_t i = 0; i < order.length; ++i) {
       const int64_t code = order.actions[w * order.length + i];
       if (code == kNone) break;
@@ -251,16 +243,8 @@ inline double Engine::run(const Order& order, const Seconds& seconds, const Flow
       missing_[s] += kind_of(code) != kForward;
     }
   }
-  size_t sharing = 0;
-  if (shares) {
-    state_.assign(3 * stages, Flow{});
-    counts_.assign(flows->directions, 0);
-    for (const auto& uses : flows->uses) sharing += !uses.empty();
-    size_t leaves = 1;
-    while (leaves < sharing) leaves *= 2;
-    events_.assign(2 * leaves, kInfinity);
-  }
-  busy_.clear();
+  if (shares) state_.assign(3 * stages, Flow{}), counts_.assign(flows->directions, 0);
+  busy_.clear(), due_.clear();
   const auto is_flow = [&](int flow) { return shares && !flows->uses[flow].empty(); };
   ring_of_.assign(workers, -1), complete_.assign(stages, 0);
   const auto ring_idle = [&](int w) { return ring_of_[w] < 0 || state_[2 * stages + ring_of_[w]].phase == kIdle; };
@@ -268,8 +252,7 @@ inline double Engine::run(const Order& order, const Seconds& seconds, const Flow
     const WaitingRing& ring = rings_[w][begun_rings_[w]++];
     const int flow = 2 * stages + ring.stage;
     ring_of_[w] = ring.stage;
-    state_[flow].leaf = static_cast<int>(busy_.size());
-    busy_.push_back(flow);
+    add_busy(flow);
     begin(flow, std::max(ring.ready, ring_free_[w]), flows->latency[flow], ring.seconds);
   };
   const auto arrive = [&](int way, int boundary, int64_t m, double begins, double ends) {
@@ -349,8 +332,7 @@ inline double Engine::run(const Order& order, const Seconds& seconds, const Flow
                 if (!waits_[to]) waiting_.push_back(to), waits_[to] = 1;
               } else if (state_[flow].phase == kIdle) {
                 under_way_[way][boundary] = {end, taken, m, unsent_[w]};
-                state_[flow].leaf = static_cast<int>(busy_.size());
-                busy_.push_back(flow);
+                add_busy(flow);
                 begin(flow, std::max(end, free_[way][boundary]), flows->latency[flow] * unsent_[w], taken);
               } else {
                 queue_[way][boundary].push_back({end, taken, m, unsent_[w]});
@@ -377,9 +359,10 @@ inline double Engine::run(const Order& order, const Seconds& seconds, const Flow
       }
     }
     if (busy_.empty()) break;
-    const int chosen = earliest_leaf(), flow = busy_[chosen], way = flow / stages, s = flow % stages;
+    const size_t chosen = earliest();
+    const int flow = busy_[chosen], way = flow / stages, s = flow % stages;
     Flow& f = state_[flow];
-    const double time = events_[events_.size() / 2 + chosen];
+    const double time = due_[chosen];
     if (f.phase == kLatency) {
       move(flow, time);
       continue;
@@ -388,7 +371,7 @@ inline double Engine::run(const Order& order, const Seconds& seconds, const Flow
     f.phase = kIdle;
     if (way == 2) {
       const int w = order.worker_of[s];
-      free_leaf(chosen);
+      remove_busy(chosen);
       ring_free_[w] = time;
       if (rings_[w][begun_rings_[w] - 1].last) ring_end_[s] = std::max(time, complete_[s]);
       if (begun_rings_[w] < rings_[w].size()) begin_ring(w);
@@ -402,7 +385,7 @@ inline double Engine::run(const Order& order, const Seconds& seconds, const Flow
       under_way_[way][s] = next;
       begin(flow, std::max(time, next.ready), flows->latency[flow] * next.count, next.seconds);
     } else {
-      free_leaf(chosen);
+      remove_busy(chosen);
     }
     const int to = order.worker_of[s + 1 - way];
     waiting_.push_back(to), waits_[to] = 1;

@@ -81,14 +81,15 @@ std::vector<Run> near(std::vector<Run> runs, double factor) {
 
 // One search from the given layouts: by an estimate with devices in order, then freely with contention, with fewer and
 // fewer layouts at falling temperatures. `groups`: layouts that do not compete with those of the other group at first.
+// `found`: by the searches before, which join after the estimate.
 std::vector<Run> anneal_starts(const Search& search, const Problem& p, const std::vector<std::vector<Run>>& groups,
-                               int64_t amount, uint64_t seed, bool contention) {
+                               const std::vector<Run>& found, int64_t amount, uint64_t seed, bool contention) {
   const Search::Model model = contention ? Search::kShared : Search::kAlone;
   std::vector<Run> begin, second;
   for (const auto& group : groups) {
     const uint64_t number = seed * 100 + begin.size();
     const auto in_order = [&](Search::Rule rule, uint64_t own_seed, size_t most) {
-      auto runs = search.anneal(group, amount / 12, 0.2, 0.0005, Search::kEstimate, rule, own_seed);
+      auto runs = search.anneal(group, amount / 36, 0.2, 0.0005, Search::kEstimate, rule, own_seed);
       search.rank(runs, contention);
       add(second, distinct(runs, most, 1));
     };
@@ -97,20 +98,20 @@ std::vector<Run> anneal_starts(const Search& search, const Problem& p, const std
     if (p.servers > 1 && (p.servers < p.devices || p.kinds > 1 || p.own_links))
       in_order(Search::kFree, number + 3, 16);
     std::vector<Run> chosen = group;
-    search.rank(chosen, contention);
     chosen.resize(std::min<size_t>(chosen.size(), 6));
     add(second, chosen);
     add(begin, chosen);
   }
+  add(second, distinct(found, 8, 2));
   search.rank(second, contention);
   second = distinct(second, 24, 2);
-  auto free = search.anneal(second, amount / 5, 0.05, 0.0005, model, Search::kFree, seed * 10 + 3);
+  auto free = search.anneal(second, amount / 3, 0.05, 0.0005, model, Search::kFree, seed * 10 + 3);
   free.insert(free.end(), second.begin(), second.end());
   search.rank(free, contention);
   std::vector<Run> kept = distinct(free, 14, 1);
-  kept = search.anneal(kept, amount / 4, 0.05, 0.0005, model, Search::kFree, seed * 10 + 4);
+  kept = search.anneal(kept, amount / 3, 0.05, 0.0005, model, Search::kFree, seed * 10 + 4);
   kept = distinct(kept, 7, 1);
-  kept = search.anneal(kept, amount / 5, 0.03, 0.0005, model, Search::kFree, seed * 10 + 5);
+  kept = search.anneal(kept, amount / 4, 0.03, 0.0005, model, Search::kFree, seed * 10 + 5);
   auto last = distinct(kept, 3, 1);
   last = search.anneal(last, amount * 3 / 20, 0.01, 0.0003, model, Search::kFree, seed * 10 + 6);
   add(last, kept);
@@ -153,8 +154,8 @@ extern "C" {
 const char* dapple_source_digest() { return DAPPLE_SOURCE_DIGEST; }
 
 // Search layouts and write the fastest `results` into the arrays, by rising seconds; return how many there are, -1
-// where memory is lacking. `amount`: the work of each of the `searches`, which begin with the same layouts and other
-// random numbers. `width`: most stages + 1.
+// where memory is lacking. `amount`: the work of each of the `searches`, which begin with the same layouts and what those
+// before found, and have other random numbers. `width`: most stages + 1.
 int dapple_search(const Problem* problem, const double* work, const double* speed, int threads,
                   int64_t amount, uint64_t seed, int searches, int results, int width, int32_t* shape,
                   int32_t* starts, int32_t* owner, int32_t* device_at, uint8_t* recompute, int32_t* in_flight,
@@ -166,12 +167,18 @@ int dapple_search(const Problem* problem, const double* work, const double* spee
   std::vector<std::vector<Run>> groups;
   for (const bool planned : {false, true}) {
     std::vector<Run> runs = planned ? search.planned_starts() : search.starts();
-    search.rank_starts(runs);
+    search.rank(runs, false);
+    if (contention) {
+      runs = distinct(runs, 48, 2);
+      search.rank(runs, true);
+    }
     groups.push_back(distinct(runs, 24, 1));
   }
   std::vector<Run> last;
-  for (int k = 0; k < searches; ++k) add(last, anneal_starts(search, p, groups, amount, seed + k, contention));
-  sort(last);
+  for (int k = 0; k < searches; ++k) {
+    add(last, anneal_starts(search, p, groups, last, amount, seed + k, contention));
+    sort(last);
+  }
   if (searches > 1) {  // what each search has found goes on together
     auto few = distinct(last, 4, 1);
     const Search::Model model = contention ? Search::kShared : Search::kAlone;

@@ -36,6 +36,7 @@ class Moves {
   double work(const Layout& l, int s) const { return work_[l.starts[s + 1]] - work_[l.starts[s]]; }
   static bool shift_cut(Layout& l, int boundary, int blocks);
   static int draw_shift(Random& random);
+  int draw_devices(const Layout& l, int source, int target, Random& random) const;
   bool give(Layout& l, int source, int target, int wanted, Random& random) const;
   bool spread(Layout& l, int source, int target, int wanted) const;
   bool take_last(Layout& l, int source, int target, int wanted) const;
@@ -69,6 +70,22 @@ inline int Moves::draw_shift(Random& random) {
   int blocks = 1;
   while (blocks < 64 && random.draw(2)) ++blocks;
   return random.draw(2) ? blocks : -blocks;
+}
+
+// How many devices to move: one, any number, or as many as change how many rows the busiest device of the target, or of
+// the source, computes. 32 rows take as long on 31 devices as on 16.
+inline int Moves::draw_devices(const Layout& l, int source, int target, Random& random) const {
+  const int kind = random.draw(4), w = kind < 2 || source == kIdleDevice ? target : source;
+  const int have = w == kIdleDevice ? 0 : count(l, w);
+  if (kind == 3 || have == 0) return random.draw(3) ? 1 : 1 + random.draw(std::max(1, p_.devices / 2));
+  const auto up = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
+  const int64_t rows = p_.size[l.size], busiest = up(rows, have);
+  if (w == target) {
+    if (busiest == 1) return 1;
+    return static_cast<int>(up(rows, random.draw(2) ? busiest - busiest / 2 : busiest - 1) - have);
+  }
+  const int64_t enough = up(rows, busiest);
+  return static_cast<int>(have - (enough < have ? enough : up(rows, busiest + 1)));
 }
 
 // Move devices: a random one of the source and those that follow it in the device order, first those of its server.
@@ -255,7 +272,7 @@ inline bool Moves::relieve(Layout& l, Random& random) const {
   }
   int source = random.draw(l.workers);
   if (random.draw(4) == 0) source = kIdleDevice;
-  if (!give(l, source, busiest, random.draw(3) ? 1 : 2, random)) return false;
+  if (!give(l, source, busiest, draw_devices(l, source, busiest, random), random)) return false;
   if (source != kIdleDevice && random.draw(3) == 0) {
     if (l.chunks > 1) {
       even_cuts(l, 0, l.stages() - 1);
@@ -337,12 +354,12 @@ inline bool Moves::change_chunks(Layout& l, Random& random) const {
 }
 
 inline bool Moves::change_ahead(Layout& l, Random& random) const {
-  const int stages = l.stages(), ahead = random.draw(kMostSlope + 1);
+  const int stages = l.stages(), ahead = random.draw(kMostSlope + 1), needed = -1 - random.draw(4);
   if (p_.slope != kAnySlope || l.chunks > 1 || stages < 2) return false;
   if (random.draw(3) == 0) {
-    std::fill(l.ahead.begin(), l.ahead.end(), std::max(ahead, 1));
+    std::fill(l.ahead.begin(), l.ahead.end(), random.draw(2) ? std::max(ahead, 1) : needed);
   } else {
-    l.ahead[random.draw(stages - 1)] = random.draw(4) ? ahead : kAllAhead;
+    l.ahead[random.draw(stages - 1)] = random.draw(4) ? ahead : random.draw(2) ? kAllAhead : needed;
   }
   return true;
 }
@@ -357,7 +374,7 @@ inline bool Moves::at_random(Layout& l, Random& random) const {
     if (random.draw(2)) target = random.draw(2) ? w + 1 : w - 1;
     if (random.draw(4) == 0) source = kIdleDevice, target = w;
     if (target < 0 || target >= workers) return false;
-    if (!give(l, source, target, random.draw(3) ? 1 : 1 + random.draw(std::max(1, devices / 2)), random)) return false;
+    if (!give(l, source, target, draw_devices(l, source, target, random), random)) return false;
     const int follow = random.draw(3);
     if (source == kIdleDevice || follow == 0) {
       if (random.draw(2)) any_cut();
@@ -458,15 +475,15 @@ class Search {
   std::vector<Run> planned_starts() const;
   void descend(std::vector<Run>& runs, int64_t work, bool contention) const;
   void rank(std::vector<Run>& runs, bool contention) const;
-  void rank_starts(std::vector<Run>& runs) const;
   const Moves& moves() const { return moves_; }
   void each(size_t count, const std::function<void(size_t, Evaluator&)>& function) const;
 
  private:
   int place(int device) const { return p_.server[device] * p_.kinds + p_.kind[device]; }
   Layout empty(int z, int workers, int chunks) const;
-  std::vector<std::vector<int>> device_orders() const;
-  std::vector<Run> plan_stages(const std::vector<int>& cuts, const std::vector<int>& order, int z) const;
+  using Pools = std::vector<std::vector<int>>;  // devices in the orders in which stages take them, each from one pool
+  std::vector<Pools> pools() const;
+  std::vector<Run> plan_stages(const std::vector<int>& cuts, const Pools& pools, int z) const;
   void anneal_one(Run& run, Evaluator& evaluator, int64_t work, double first, double last, Model model, Rule rule,
                   uint64_t seed) const;
   const Problem& p_;
@@ -560,32 +577,27 @@ inline std::vector<Run> Search::anneal(std::vector<Run> runs, int64_t work, doub
   return runs;
 }
 
+// Give each layout the warm-up under which it takes least, and sort them. What takes long is left out where a layout is
+// far slower than the others: other warm-ups, and several stages a worker.
 inline void Search::rank(std::vector<Run>& runs, bool contention) const {
-  each(runs.size(), [&](size_t i, Evaluator& evaluator) {
-    const Step alone = evaluator.alone(runs[i].layout, kInfinity, false);
-    runs[i].seconds = contention ? evaluator.shared(runs[i].layout, alone, kInfinity, false).seconds : alone.seconds;
-  });
-  std::stable_sort(runs.begin(), runs.end(), [](const Run& a, const Run& b) { return a.seconds < b.seconds; });
-}
-
-// Give each layout the slope under which it takes least, without contention, and sort them. What takes long is left out
-// where a layout is far slower than the others: slopes other than 2, and several stages a worker.
-inline void Search::rank_starts(std::vector<Run>& runs) const {
   constexpr double kFar = 1.5;
+  const auto measure = [&](Evaluator& evaluator, const Layout& l, double ceiling) {
+    const Step alone = evaluator.alone(l, ceiling, false);
+    return contention ? evaluator.shared(l, alone, ceiling, false).seconds : alone.seconds;
+  };
   each(runs.size(), [&](size_t i, Evaluator& evaluator) {
-    if (runs[i].layout.chunks == 1) runs[i].seconds = evaluator.alone(runs[i].layout, kInfinity, false).seconds;
+    runs[i].seconds = runs[i].layout.chunks == 1 ? measure(evaluator, runs[i].layout, kInfinity) : kInfinity;
   });
   double least = kInfinity;
   for (const Run& run : runs) least = std::min(least, run.seconds);
-  const bool any_slope = p_.slope == kAnySlope;
   each(runs.size(), [&](size_t i, Evaluator& evaluator) {
     Run& run = runs[i];
     Layout trial = run.layout;
-    if (trial.chunks > 1) run.seconds = evaluator.alone(trial, kFar * least, false).seconds;
-    for (const int slope : {1, 3, 4, 6, kMostSlope}) {
-      if (!any_slope || trial.stages() == 1 || trial.chunks > 1 || run.seconds > kFar * least) break;
-      std::fill(trial.ahead.begin(), trial.ahead.end(), slope);
-      const double seconds = evaluator.alone(trial, run.seconds, false).seconds;
+    if (trial.chunks > 1) run.seconds = measure(evaluator, trial, kFar * least);
+    for (const int ahead : {1, -1, -2, -4}) {
+      if (p_.slope != kAnySlope || trial.stages() == 1 || trial.chunks > 1 || run.seconds > kFar * least) break;
+      std::fill(trial.ahead.begin(), trial.ahead.end(), ahead);
+      const double seconds = measure(evaluator, trial, run.seconds);
       if (seconds < run.seconds * (1 - 1e-9)) run.layout = trial, run.seconds = seconds;
     }
   });
@@ -665,24 +677,43 @@ inline Layout Search::empty(int z, int workers, int chunks) const {
   return l;
 }
 
-// The orders in which planned stages take devices: as given, one device of each server in turn, the last server first;
-// devices of several kinds also by falling and by rising speed.
-inline std::vector<std::vector<int>> Search::device_orders() const {
+// The pools from which planned stages take devices. One of all devices: as given, one device of each of some servers in
+// turn, the last server first, by falling and by rising speed. Or one of each kind.
+inline std::vector<Search::Pools> Search::pools() const {
   std::vector<int> given(p_.devices);
   for (int d = 0; d < p_.devices; ++d) given[d] = d;
-  std::vector<std::vector<int>> found{given};
+  std::vector<Pools> found{{given}};
+  // What stages on devices in this order depend on: the kinds, and the links of servers that are numbered as they come.
+  const auto pattern = [&](const std::vector<int>& order) {
+    std::vector<int> number(p_.servers, -1);
+    std::vector<std::tuple<int, int, double, double>> devices;
+    int next = 0;
+    for (const int d : order) {
+      const int x = p_.server[d];
+      if (number[x] < 0) number[x] = p_.own_links ? x : next++;
+      devices.push_back({p_.kind[d], number[x], p_.inside[x], p_.inside_latency[x]});
+    }
+    return devices;
+  };
   const auto add = [&](auto less) {
     std::vector<int> order = given;
     std::stable_sort(order.begin(), order.end(), less);
-    if (std::find(found.begin(), found.end(), order) == found.end()) found.push_back(order);
+    const auto alike = [&](const Pools& other) { return pattern(other[0]) == pattern(order); };
+    if (std::none_of(found.begin(), found.end(), alike)) found.push_back({order});
   };
   std::vector<int> place(p_.devices), seen(p_.servers, 0);
   for (int d = 0; d < p_.devices; ++d) place[d] = seen[p_.server[d]]++;
-  add([&](int a, int b) { return place[a] < place[b]; });
+  // So many servers take turns; all where planning takes seconds.
+  for (int together = p_.servers; together > 1; together /= p_.devices > 128 ? p_.servers : 2) {
+    const auto group = [&](int d) { return p_.server[d] / together; };
+    add([&](int a, int b) { return std::pair(group(a), place[a]) < std::pair(group(b), place[b]); });
+  }
   add([&](int a, int b) { return p_.server[a] > p_.server[b]; });
   if (p_.kinds > 1) {
     add([&](int a, int b) { return speed_[p_.kind[a]] > speed_[p_.kind[b]]; });
     add([&](int a, int b) { return speed_[p_.kind[a]] < speed_[p_.kind[b]]; });
+    found.emplace_back(p_.kinds);
+    for (int d = 0; d < p_.devices; ++d) found.back()[p_.kind[d]].push_back(d);
   }
   return found;
 }
@@ -734,12 +765,12 @@ inline std::vector<Run> Search::starts() const {
   return runs;
 }
 
-// Stages by dynamic programming, as starts: for each device order, micro-batch size and limit of a stage's seconds, the
-// contiguous stages on contiguous devices whose forwards, backwards and transfers take the fewest seconds together, with
-// and without their AllReduces, if no stage takes longer than the limit (Alpa, section 5.2, equation 3), and a third time
-// if no transfer, nor all that a server's interface moves of a micro-batch, does. The fourth time later stages are
-// shorter: what a stage takes for all micro-batches, and the stages before it to fill and drain the pipeline, is together
-// at most M times the limit. Rows, links and memory are estimated here; what comes out is evaluated as any other layout.
+// Stages by dynamic programming, as starts: for all pools, each micro-batch size and limit of a stage's seconds, the
+// contiguous stages on devices that follow each other in a pool whose forwards, backwards and transfers take the fewest
+// seconds together, with and without their AllReduces, if no stage takes longer than the limit (Alpa, section 5.2,
+// equation 3), and a third time if no transfer, nor all that a server's interface moves of a micro-batch, does. The
+// fourth time later stages are shorter: what a stage takes for all micro-batches, and the stages before it to fill and
+// drain the pipeline, is together at most M times the limit. Rows, links and memory are estimated here; what comes out is evaluated as any other layout.
 inline std::vector<Run> Search::planned_starts() const {
   const int most_cuts = p_.devices > 32 ? 64 : 128;  // with more the stages take longer to plan than to search
   // Cuts with nearly equal work between them; all where there are few blocks.
@@ -750,9 +781,9 @@ inline std::vector<Run> Search::planned_starts() const {
     if (p_.blocks <= most_cuts || far || work <= 0) cuts.push_back(block);
   }
   cuts.push_back(p_.blocks);
-  std::vector<std::pair<std::vector<int>, int>> tasks;
-  for (const auto& order : device_orders())
-    for (int z = 0; z < p_.sizes; z += 1 + p_.sizes / 16) tasks.push_back({order, z});
+  std::vector<std::pair<Pools, int>> tasks;
+  for (const auto& some : pools())
+    for (int z = 0; z < p_.sizes; z += 1 + p_.sizes / 16) tasks.push_back({some, z});
   std::vector<std::vector<Run>> found(tasks.size());
   each(tasks.size(), [&](size_t i, Evaluator&) { found[i] = plan_stages(cuts, tasks[i].first, tasks[i].second); });
   std::vector<Run> runs;
@@ -760,119 +791,159 @@ inline std::vector<Run> Search::planned_starts() const {
   return runs;
 }
 
-// The planned stages of one device order and micro-batch size, under rising limits until longer stages cannot pay.
-inline std::vector<Run> Search::plan_stages(const std::vector<int>& cuts, const std::vector<int>& order, int z) const {
-  constexpr int kMostUnits = 64;  // of devices, which are given to stages as a whole
-  constexpr int kFineCells = 3000;  // cuts times units up to which limits rise by 2%
+// The planned stages of some pools and one micro-batch size, under rising limits until longer stages cannot pay.
+inline std::vector<Run> Search::plan_stages(const std::vector<int>& cuts, const Pools& pools, int z) const {
+  constexpr int kMostStates = 300;  // ways to have taken devices, which are taken by several as a unit if need be
+  constexpr int kMostUnits = 64;
+  constexpr int kFineCells = 3000, kCoarseCells = 10000;  // cuts times states, up to which limits rise by 2% and by 4%
   constexpr double kWorse = 1.5;  // by an estimate; stages that are so much slower than others are no good start
-  const int n = static_cast<int>(cuts.size()) - 1, unit = (p_.devices + kMostUnits - 1) / kMostUnits;
-  const int units = p_.devices / unit;
+  const int n = static_cast<int>(cuts.size()) - 1, count = static_cast<int>(pools.size());
   const double rows = static_cast<double>(p_.size[z]), m = static_cast<double>(p_.micro_batches[z]);
   const double scale = rows / p_.batch;
-  std::vector<int> counts;
-  for (int count = 1; count <= units; count += count < 8 ? 1 : count / 4) counts.push_back(count);
-  std::vector<double> speed(units + 1, 0), memory(units, kInfinity);
-  for (int u = 0; u < units; ++u) {
-    for (int d = u * unit; d < (u + 1) * unit; ++d) {
-      speed[u + 1] += speed_[p_.kind[order[d]]], memory[u] = std::min(memory[u], p_.memory[p_.kind[order[d]]]);
+  int unit = (p_.devices + kMostUnits - 1) / kMostUnits, states = 0;
+  std::vector<int> units(count), strides(count);
+  for (;; ++unit) {
+    states = 1;
+    for (int k = 0; k < count; ++k) {
+      strides[k] = states, units[k] = static_cast<int>(pools[k].size()) / unit;
+      states *= units[k] + 1;
     }
-    speed[u + 1] += speed[u];
+    if (count == 1 || states <= kMostStates) break;
   }
-  const auto divided_by = [&](int a, int count) {  // how many times less than the whole the busiest device computes
-    const double r = static_cast<double>(count) * unit, share = (speed[a + count] - speed[a]) / (r > 0 ? r : 1);
-    return p_.kinds > 1 ? r * share : p_.whole_rows ? rows / std::ceil(rows / r) : r;
+  const auto own_link = [&](int x, int y) { return p_.own_links && x != y && p_.own[x * p_.servers + y] > 0; };
+  const auto wait = [&](int x, int y) {
+    return own_link(x, y) ? p_.own_latency[x * p_.servers + y] : x == y ? p_.inside_latency[x] : p_.interface_latency;
   };
-  struct Sending {
-    double seconds = 0;
-    bool between = false;  // servers
+  const auto link = [&](int x, int y) {  // seconds per byte
+    return own_link(x, y) ? p_.own[x * p_.servers + y] : x == y ? p_.inside[x] : p_.interface_;
   };
-  const auto sending = [&](int i, int a) {  // at cut i, from the device before unit a to its first one
-    const int x = p_.server[order[a * unit - 1]], y = p_.server[order[a * unit]];
-    const double wait = x == y ? p_.inside_latency[x] : p_.interface_latency;
-    return Sending{wait + p_.boundary[cuts[i]] * scale * (x == y ? p_.inside[x] : p_.interface_), x != y};
+  const auto by_interface = [&](int x, int y) { return x != y && !own_link(x, y); };
+  const auto taken = [&](int state, int k) { return state / strides[k] % (units[k] + 1); };
+  // The devices of a stage: `units` from one unit of a pool on, and what its figures depend on.
+  struct Group {
+    int units;
+    double seconds, stash, fixed, ring, memory;  // of a second of work, and of a byte; bytes of its smallest device
+    int first, last, next;                       // servers of its first and last device and of the one after; or -1
   };
+  std::vector<std::vector<std::vector<Group>>> groups(count);  // of each pool, from each unit on
+  double all_speed = 0;
+  for (int k = 0; k < count; ++k) {
+    const auto& order = pools[k];
+    const auto server = [&](int d) { return d < units[k] * unit ? p_.server[order[d]] : -1; };
+    groups[k].resize(units[k] + 1);
+    for (const int d : order) all_speed += speed_[p_.kind[d]];
+    for (int a = 0; a < units[k]; ++a) {
+      double least_memory = kInfinity, speed = 0, rows_before = kInfinity, slowest = 0;
+      int seen = a * unit;
+      for (int size = 1; a + size <= units[k]; ++size) {
+        const double r = static_cast<double>(size) * unit, most_rows = std::ceil(rows / r);
+        if (r * p_.least_rows > rows) break;
+        for (; seen < (a + size) * unit; ++seen) {
+          least_memory = std::min(least_memory, p_.memory[p_.kind[order[seen]]]), speed += speed_[p_.kind[order[seen]]];
+          if (seen > a * unit) slowest = std::max(slowest, link(server(seen - 1), server(seen)));
+        }
+        // Of equal devices the fewest of which the busiest has so many rows, if these are clearly fewer than before.
+        const bool alike = p_.kinds == 1 && p_.whole_rows;
+        if (alike ? most_rows > 0.95 * rows_before : size > 8 && size % (size / 4) != 0) continue;
+        rows_before = most_rows;
+        // How many times less than the whole the busiest device computes.
+        const double divided = p_.kinds > 1 ? speed : p_.whole_rows ? rows / most_rows : r;
+        const int x = server(a * unit), y = server((a + size) * unit - 1);
+        const double ring = 2 * (r - 1) / r * std::max(slowest, link(y, x));
+        groups[k][a].push_back({size, rows / divided, scale / divided, p_.fixed_factor + p_.shared_factor / r, ring,
+                                least_memory, x, y, server((a + size) * unit)});
+      }
+    }
+  }
+  std::vector<double> work(n + 1), bytes(n + 1), stash(n + 1), sent(n + 1);  // sums up to each cut; sent there
+  for (int i = 0; i <= n; ++i) {
+    work[i] = work_[cuts[i]], bytes[i] = p_.parameters[cuts[i]], stash[i] = p_.stash[cuts[i]];
+    sent[i] = p_.boundary[cuts[i]] * scale;
+  }
   std::vector<Run> runs;
-  std::vector<double> best((n + 1) * (units + 1));
-  std::vector<int> from_cut((n + 1) * (units + 1)), from_unit((n + 1) * (units + 1));
+  std::vector<double> best((n + 1) * states);
+  std::vector<int> from_cut((n + 1) * states), from_pool((n + 1) * states), from_state((n + 1) * states);
   const auto solve = [&](double limit, bool rings, bool sends, bool tapers) {
     std::fill(best.begin(), best.end(), kInfinity);
     best[0] = 0;
     for (int i = 0; i < n; ++i) {
       if (!p_.splittable[cuts[i]] && p_.kinds > 1) continue;
-      for (int a = 0; a < units; ++a) {
-        const double before = best[i * (units + 1) + a];
+      for (int state = 0; state < states; ++state) {
+        const double before = best[i * states + state];
         if (before == kInfinity) continue;
-        const Sending in = i ? sending(i, a) : Sending{};
-        const double own = tapers ? limit - (before + 2 * in.seconds) / m : limit;
-        if (own <= 0 || (sends && in.seconds > own)) continue;
-        double least_memory = kInfinity;
-        int seen = a;
-        for (const int count : counts) {
-          if (a + count > units || static_cast<double>(count) * unit * p_.least_rows > rows) break;
-          for (; seen < a + count; ++seen) least_memory = std::min(least_memory, memory[seen]);
-          const double divided = divided_by(a, count), devices = static_cast<double>(count) * unit;
-          const int x = p_.server[order[a * unit]], y = p_.server[order[(a + count) * unit - 1]];
-          const double link = x == y ? p_.inside[x] : p_.interface_;
-          const double per_byte = devices < 2 ? 0 : 2 * (devices - 1) / devices * link;
-          const int at = a + count;
-          for (int j = i + 1; j <= n; ++j) {
-            const double seconds = (work_[cuts[j]] - work_[cuts[i]]) * rows / divided;
-            if (seconds > own && j > i + 1) break;
-            const double bytes = p_.parameters[cuts[j]] - p_.parameters[cuts[i]];
-            const double stash = (p_.stash[cuts[j]] - p_.stash[cuts[i]]) * scale / divided;
-            const double fixed = bytes * (p_.fixed_factor + p_.shared_factor / devices);
-            if (fixed + stash > least_memory && !p_.may_recompute && !p_.recompute_all) break;
-            if (seconds + per_byte * bytes / m > own) continue;
-            if (sends) {
-              const Sending out = j < n && at < units ? sending(j, at) : Sending{};
-              // One interface moves what comes from the stage before and what goes to the next.
-              const bool one_interface = p_.contention && x == y && in.between && out.between;
-              if (out.seconds + (one_interface ? in.seconds : 0) > own) continue;
+        int from = -1;  // the server of the last device of the stage before
+        if (i) {
+          const int k = from_pool[i * states + state];
+          from = p_.server[pools[k][taken(state, k) * unit - 1]];
+        }
+        for (int k = 0; k < count; ++k) {
+          for (const Group& group : groups[k][taken(state, k)]) {
+            const double in = i ? wait(from, group.first) + sent[i] * link(from, group.first) : 0;
+            const double own = tapers ? limit - (before + 2 * in) / m : limit;
+            if (own <= 0 || (sends && in > own)) break;
+            // One interface moves what comes from the stage before and what goes to the next.
+            const bool inside = p_.contention && group.first == group.last;
+            const bool one_interface = inside && i && by_interface(from, group.first);
+            const int to_state = state + group.units * strides[k];
+            for (int j = i + 1; j <= n; ++j) {
+              const double seconds = (work[j] - work[i]) * group.seconds, parameters = bytes[j] - bytes[i];
+              if (seconds + group.ring * parameters / m > own) break;
+              const bool fits = parameters * group.fixed + (stash[j] - stash[i]) * group.stash <= group.memory;
+              if (!fits && !p_.may_recompute && !p_.recompute_all) break;
+              if (sends && j < n && group.next >= 0) {
+                const double out = wait(group.last, group.next) + sent[j] * link(group.last, group.next);
+                if (out + (one_interface && by_interface(group.last, group.next) ? in : 0) > own) continue;
+              }
+              const double found = before + seconds + 2 * in + (rings ? group.ring * parameters : 0);
+              const int to = j * states + to_state;
+              if (found < best[to]) best[to] = found, from_cut[to] = i, from_pool[to] = k, from_state[to] = state;
             }
-            const double found = before + seconds + 2 * in.seconds + (rings ? per_byte * bytes : 0);
-            const int to = j * (units + 1) + at;
-            if (found < best[to]) best[to] = found, from_cut[to] = i, from_unit[to] = a;
           }
         }
       }
     }
-    int end = -1;
-    for (int u = 1; u <= units; ++u)
-      if (best[n * (units + 1) + u] < (end < 0 ? kInfinity : best[n * (units + 1) + end])) end = u;
-    return end;
+    const auto end = std::min_element(best.begin() + n * states, best.end());
+    return *end < kInfinity ? static_cast<int>(end - best.begin()) - n * states : -1;
   };
-  const double equal_share = work_[p_.blocks] * rows / std::max(speed[units], 1e-300);
+  const double equal_share = work_[p_.blocks] * rows / std::max(all_speed, 1e-300);
   double least = kInfinity;
-  const double fine = m >= 16 && n * units <= kFineCells ? 1.02 : 1.04;
-  for (double factor = 1; factor <= 2 * units; factor *= factor < 1.4 ? fine : factor < 2 ? 1.1 : 1.4) {
+  const int cells = n * states;
+  const double fine = m >= 16 && cells <= kFineCells ? 1.02 : cells <= kCoarseCells ? 1.04 : 1.1;
+  for (double factor = 1; factor <= 2 * p_.devices; factor *= factor < 1.4 ? fine : factor < 2 ? 1.1 : 1.4) {
     const double limit = equal_share * factor;
     if ((m - 1) * limit > least * kWorse) break;
     for (const auto& [rings, sends, tapers] :
          {std::tuple{false, false, false}, {true, false, false}, {true, true, false}, {true, true, true}}) {
-      const int end = rings && units == 1 ? -1 : solve(limit, rings, sends, tapers);
+      const int end = rings && p_.devices == 1 ? -1 : solve(limit, rings, sends, tapers);
       if (end < 0) continue;
       if (tapers) {
         least = std::min(least, m * limit);
-      } else if (rings || units == 1) {
-        least = std::min(least, best[n * (units + 1) + end] + (m - 1) * limit);
+      } else if (rings || p_.devices == 1) {
+        least = std::min(least, best[n * states + end] + (m - 1) * limit);
       }
-      std::vector<std::pair<int, int>> stages;  // the first cut and the first unit of each stage, the last one first
-      for (int j = n, u = end; j > 0;) {
-        const int to = j * (units + 1) + u;
-        j = from_cut[to], u = from_unit[to];
-        stages.push_back({j, u});
+      struct Stage {
+        int cut, pool, first, end;
+      };
+      std::vector<Stage> stages;  // the last one first
+      for (int j = n, state = end; j > 0;) {
+        const int to = j * states + state, k = from_pool[to];
+        stages.push_back({from_cut[to], k, taken(from_state[to], k) * unit, taken(state, k) * unit});
+        j = from_cut[to], state = from_state[to];
       }
-      const int count = static_cast<int>(stages.size());
-      if ((p_.workers && count != p_.workers) || count > std::min(p_.devices, p_.blocks)) continue;
-      Layout l = empty(z, count, 1);
-      l.device_at = order;
-      std::fill(l.owner.begin(), l.owner.end(), kIdleDevice);
-      for (int s = 0; s < count; ++s) {
-        const auto [cut, first] = stages[count - 1 - s];
-        const int last = s + 1 < count ? stages[count - 2 - s].second : end;
-        l.starts[s] = cuts[cut];
-        for (int d = first * unit; d < last * unit; ++d) l.owner[d] = s;
+      const int found = static_cast<int>(stages.size());
+      if ((p_.workers && found != p_.workers) || found > std::min(p_.devices, p_.blocks)) continue;
+      Layout l = empty(z, found, 1);
+      std::vector<uint8_t> used(p_.devices, 0);
+      int at = 0;
+      for (int s = 0; s < found; ++s) {
+        const Stage& stage = stages[found - 1 - s];
+        l.starts[s] = cuts[stage.cut];
+        for (int d = stage.first; d < stage.end; ++d, ++at)
+          l.device_at[at] = pools[stage.pool][d], l.owner[at] = s, used[l.device_at[at]] = 1;
       }
+      for (const auto& order : pools)
+        for (const int d : order)
+          if (!used[d]) l.device_at[at] = d, l.owner[at++] = kIdleDevice;
       runs.push_back({l, kInfinity});
     }
   }
