@@ -56,7 +56,7 @@ setup(
     ],
     install_requires=[
         # TensorFlow comes with the extra "cpu" or "gpu"; Keras does not install it either.
-        "keras>=3.12,<4",
+        "keras>=3.9,<4",
         "numpy>=1.26,<3",
         "protobuf",  # TensorFlow restricts the versions
         "networkx>=3.2,<4",

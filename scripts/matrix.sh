@@ -9,8 +9,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 corners=(oldest python3.10 python3.12 python3.13)
 declare -A packages=(
-    [oldest]="tensorflow-cpu==2.17.* keras==3.12.* numpy==1.26.*"
-    [python3.10]="tensorflow-cpu==2.17.* keras==3.12.* numpy==1.26.*"
+    [oldest]="tensorflow-cpu==2.17.* keras==3.9.* numpy==1.26.*"
+    [python3.10]="tensorflow-cpu==2.17.* keras==3.9.* numpy==1.26.*"
     [python3.12]="tensorflow-cpu==2.19.*"
     [python3.13]="tensorflow-cpu keras numpy"
 )
