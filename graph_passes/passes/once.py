@@ -7,6 +7,7 @@ computes what it uses: in a job of several processes no rank waits for another.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -62,26 +63,37 @@ def _assign_writes(
 ) -> list[list[str]]:
     """Return, for each stage, the nodes that run once and write variables or have other side effects.
 
-    A variable is written by the first stage that uses it, or else by the first stage that uses a variable from which
-    the new value is computed, so that no further stage needs a copy of the latter.
+    A variable is written by the first stage that uses it, in its functions or in a write that is assigned to it, or
+    else by the first stage that uses a variable from which the new value is computed, so that no further stage needs a
+    copy of the latter.
     """
     users: dict[str, int] = {}
     for stage in reversed(range(len(functions))):
         ports = {port.name for function in functions[stage] for _, port in function.input_ports("variable")}
-        inside = _needed(stages, joint, [value.node for value in taken[stage]])
-        users.update(dict.fromkeys((*ports, *(n for n in inside if joint.node(n).op == "variable")), stage))
-    found: list[list[str]] = [[] for _ in functions]
-    owners: dict[str, int] = {}
-    for node in joint.nodes:
-        if node.name not in stages.once or node.effect not in (Effect.WRITE, Effect.SIDE):
-            continue
-        own = list(node.strings("writes")) if node.effect is Effect.WRITE else []
-        needed = [name for name in _needed(stages, joint, [node.name]) if joint.node(name).op == "variable"]
-        used = [users[name] for name in own if name in users] or [users[name] for name in needed if name in users]
-        stage = next((owners[name] for name in own if name in owners), min(used, default=len(functions) - 1))
-        owners |= dict.fromkeys(own, stage)
-        found[stage].append(node.name)
-    return found
+        users.update(dict.fromkeys((*ports, *_variables(stages, joint, [v.node for v in taken[stage]])), stage))
+    writes = [n for n in joint.nodes if n.name in stages.once and n.effect in (Effect.WRITE, Effect.SIDE)]
+    needed = {node.name: _variables(stages, joint, [node.name]) for node in writes}
+    while True:
+        found: list[list[str]] = [[] for _ in functions]
+        owners: dict[str, int] = {}
+        for node in writes:
+            own = list(node.strings("writes")) if node.effect is Effect.WRITE else []
+            used = [users[name] for name in own if name in users]
+            used = used or [users[name] for name in needed[node.name] if name in users]
+            stage = next((owners[name] for name in own if name in owners), min(used, default=len(functions) - 1))
+            owners |= dict.fromkeys(own, stage)
+            found[stage].append(node.name)
+        before = dict(users)
+        for stage, names in enumerate(found):
+            for name in itertools.chain.from_iterable(needed[name] for name in names):
+                users[name] = min(users.get(name, stage), stage)
+        if users == before:
+            return found
+
+
+def _variables(stages: StageGraph, joint: Graph, roots: Sequence[str]) -> set[str]:
+    """Return the variables that these nodes need."""
+    return {name for name in _needed(stages, joint, roots) if joint.node(name).op == "variable"}
 
 
 def _add_writes(
@@ -93,8 +105,7 @@ def _add_writes(
     """
     while True:
         if repeated:
-            inside = _needed(stages, joint, [*taken, *writes])
-            read = read | {name for name in inside if joint.node(name).op == "variable"}
+            read = read | _variables(stages, joint, [*taken, *writes])
         found = [
             node.name
             for node in joint.nodes

@@ -298,10 +298,13 @@ class Analysis:
 
     def _repeatable(self, node: Node, kinds: Sequence[Kind]) -> bool:
         """Return whether a node can run once on the whole batch, in each stage that uses it, with equal results."""
-        written = {name for name in self.written if name not in self.once_written}
         reads = node.effect is Effect.PURE or (node.effect is Effect.READ and node.op != "ReadVariableOp")
         inputs = all(not kind.trained and kind.form is not Form.ROW_BOUNDS for kind in kinds)
-        return reads and inputs and not any(value.node in written for value in node.inputs)
+        return reads and inputs and not self._takes_changing(node)
+
+    def _takes_changing(self, node: Node) -> bool:
+        """Return whether a node takes a variable that is written otherwise than once a step."""
+        return any(value.node in self.written and value.node not in self.once_written for value in node.inputs)
 
     def _kinds_of_body(self, body: Body, operands: Sequence[Kind]) -> list[Kind]:
         inner = Scope(body.graph, body.shapes, self.batch, nested=True)
@@ -323,7 +326,8 @@ class Analysis:
         """Return ``kind`` with what follows from the operands: ``trained``, ``once``, or that it is batch norm's."""
         if node.op in SHAPE_OPS:
             return kind
-        trained = kind.trained or any(operand.trained for operand in kinds)
+        changing = node.effect is Effect.READ and not scope.nested and self._takes_changing(node)
+        trained = kind.trained or changing or any(operand.trained for operand in kinds)
         if kind.form is Form.SIZE and value in scope.numbers:
             return dataclasses.replace(kind, trained=False) if varies(scope.numbers[value]) else CONSTANT
         if node.has("batch_norm") and any(operand.coupled and not operand.documented for operand in kinds):

@@ -130,6 +130,26 @@ def test_a_write_of_variables_that_no_stage_uses_belongs_to_the_last_stage() -> 
     assert writers(WRITES, ["assign"], takes(0, "arg x"), takes(1, "")) == [[], ["read", "assign"]]
 
 
+POINTER = """
+    inputs %x
+    %x = arg() -> (float32[?,4])
+    %bank = variable() -> (resource[])
+    %pointer = variable() -> (resource[])
+    %place = ReadVariableOp(%pointer:0) -> (int32[]) !read
+    %keep = ResourceScatterUpdate(%bank:0, %place:0, %x:0) {writes=['bank']} !write
+    %next = AddV2(%place:0, %place:0) -> (int32[])
+    %move = AssignVariableOp(%pointer:0, %next:0) {writes=['pointer']} !write
+    %loss = Loss(%x:0) -> (float32[])
+    outputs %loss:0
+"""
+
+
+def test_a_variable_that_only_another_write_reads_is_written_by_the_stage_of_that_write() -> None:
+    """That stage stores the variable: the write of another stage would change a copy only."""
+    names = ["place", "keep", "next", "move"]
+    assert writers(POINTER, names, takes(0, "variable bank"), takes(1, "")) == [names, []]
+
+
 def test_writes_of_one_variable_stay_together_in_their_order() -> None:
     text = WRITES.replace(
         "%loss =",
