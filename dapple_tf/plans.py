@@ -144,7 +144,7 @@ class Plan:
 
     @property
     def training(self) -> Training:
-        """How the plan trains: in steps, or in windows."""
+        """The training mode: ``Synchronous``, or the ``WindowPlan`` of asynchronous windows."""
         return self.window or Synchronous()
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""How a plan trains: in steps, each of which updates the weights once, or in asynchronous windows of minibatches.
+"""The two training modes: synchronous steps, which update the weights once per batch, and asynchronous windows.
 
 ``Plan.training`` is a ``Synchronous`` or a ``WindowPlan``. Both have the same properties, so that what differs between
 the two is decided here.
@@ -168,7 +168,7 @@ class WindowPlan:
 
 
 Training = Synchronous | WindowPlan
-"""How a plan trains."""
+"""A training mode."""
 
 
 def _check_number(name: str, value: object) -> None:

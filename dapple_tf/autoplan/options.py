@@ -449,7 +449,7 @@ class Options:
 
     @property
     def training(self) -> Training:
-        """How to train: in steps, or in windows."""
+        """The training mode: ``Synchronous``, or the ``WindowPlan`` of asynchronous windows."""
         return self.window or Synchronous()
 
     def planned_anew(self) -> Options:

@@ -63,9 +63,9 @@ def _assign_writes(
 ) -> list[list[str]]:
     """Return, for each stage, the nodes that run once and write variables or have other side effects.
 
-    A variable is written by the first stage that uses it, in its functions or in a write that is assigned to it, or
-    else by the first stage that uses a variable from which the new value is computed, so that no further stage needs a
-    copy of the latter.
+    A stage uses a variable in its functions, or in a write that is assigned to the stage. A variable is written by the
+    first stage that uses it. If none does, it is written by the first stage that uses a variable from which the new
+    value is computed, so that no further stage needs a copy of the latter.
     """
     users: dict[str, int] = {}
     for stage in reversed(range(len(functions))):

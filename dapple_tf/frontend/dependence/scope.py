@@ -144,7 +144,7 @@ class Scope:
         return numbers == tuple(self.batch * multiple for multiple in MULTIPLES)
 
     def knows_shapes(self, value: Value) -> bool:
-        """Return whether all shapes of activations of which ``value`` is computed are affine in the batch size."""
+        """Return whether ``value`` depends on shapes of activations only where these are affine in the batch size."""
         for name in ancestors(self.graph, [value.node]):
             node = self.graph.node(name)
             if node.op in SHAPE_OPS and any(self.kinds[operand].trained for operand in node.inputs):

@@ -305,7 +305,7 @@ def references(address: int, elements: int) -> bytes:
 
 
 def wait_for_bytes_in_flight(library: ExchangeLibrary, wanted: int) -> None:
-    """Wait until so many bytes are in flight: a message counts until the sender's thread notes that it was sent."""
+    """Poll until ``wanted`` bytes are in flight. A message counts until the sender's thread has sent all of it."""
     end = time.monotonic() + 20
     while (found := library.take_peak_bytes()) != wanted:
         assert time.monotonic() < end, f"{found} bytes are in flight, {wanted} expected"
