@@ -159,6 +159,8 @@ def _gather(pool: Pool) -> Any:
     value, index = pool.fitting(pool.choices.of((2, 3, 4))), _index(pool)
     if pool.choices.number(3) == 0:
         count = pool.choices.number(2) + 1
+        if count > min(index.shape.rank, value.shape.rank):
+            raise ValueError("TensorFlow ends the process for more batch dimensions than there are")
         return tf.gather(value, index, batch_dims=count)
     return tf.gather(value, index, axis=_axis(pool, value))
 
