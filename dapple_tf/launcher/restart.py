@@ -30,6 +30,9 @@ _MORE_RANKS = "dapple: more ranks are possible: "
 CONTINUE = 75
 """Exit code of a job that has saved, and asks to be started again with more ranks (EX_TEMPFAIL of sysexits.h)."""
 
+REFUSED = 78
+"""Exit code of a job that would fail in the same way at each start (EX_CONFIG of sysexits.h)."""
+
 
 @dataclass(frozen=True)
 class Start:
@@ -59,6 +62,11 @@ def read_start(environment: Mapping[str, str] = os.environ) -> Start | None:
         return None
     fields = json.loads(text)
     return Start(**{**fields, "lost": tuple(fields.get("lost", ()))})
+
+
+def failure_code(lasts: bool, environment: Mapping[str, str] = os.environ) -> int:
+    """Return the exit code of a process that has failed: ``REFUSED`` if that ``lasts`` and a launcher waits for it."""
+    return REFUSED if lasts and (VARIABLE in environment or is_driven(environment)) else 1
 
 
 def offer_ranks(hosts: Sequence[tuple[str, int]]) -> str:

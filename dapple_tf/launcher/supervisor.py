@@ -19,9 +19,9 @@ from dataclasses import dataclass
 
 from dapple_tf.errors import ClusterError
 from dapple_tf.launcher.hosts import Host, find_answering, is_local, read_hosts
-from dapple_tf.launcher.restart import CONTINUE, VARIABLE, Start, offer_ranks
+from dapple_tf.launcher.restart import CONTINUE, REFUSED, VARIABLE, Start, offer_ranks
 
-_USAGE = 2  # the exit code of a command with a wrong option: another start ends in the same way
+_USAGE = 2  # the exit code of a command with a wrong option
 _INTERRUPTED = 130
 _TERMINATED = 143
 _POLL_SECONDS = 0.2
@@ -62,7 +62,7 @@ class Supervisor:
         self._lost: tuple[str, ...] = ()
 
     def run(self) -> int:
-        """Run until the job has ended for good; return its exit code: 1 where too few ranks are left.
+        """Run until the job has ended for good; return its exit code: 1 where it failed, or too few ranks are left.
 
         Raises ClusterError where the hosts cannot be read, or give too few slots, before anything starts.
         """
@@ -88,8 +88,11 @@ class Supervisor:
                 )
                 if self._stopped_by is not None and code != 0:
                     return _INTERRUPTED if self._stopped_by == signal.SIGINT else _TERMINATED
-                if code in (0, _USAGE):
-                    return code
+                if code == 0:
+                    return 0
+                if code in (_USAGE, REFUSED):
+                    self._tell(f"the job ended with {_describe_code(code)}: another start would end in the same way")
+                    return _USAGE if code == _USAGE else 1
                 if code == CONTINUE:
                     self._tell("the job has saved, to go on with more ranks")
                 else:

@@ -57,7 +57,7 @@ class Launch:
     def run(self, program: str, *options: str, ranks: int = 2) -> tuple[int, str]:
         """Return the exit code of ``dapple launch``, and what it writes to stderr."""
         process = self.begin(program, *options, ranks=ranks)
-        _, stderr = process.communicate(timeout=60)
+        _, stderr = process.communicate(timeout=120)
         return process.returncode, stderr
 
     @property
@@ -121,10 +121,31 @@ time.sleep(50)  # mpirun ends the others when rank 0 has failed
     assert "1 ranks are possible, fewer than --min-np 2: it ends here; what was saved stays" in told
 
 
-def test_a_wrong_option_of_the_command_is_not_tried_again(launch: Launch) -> None:
-    code, _ = launch.run("sys.exit(2)")
-    assert code == 2
+@pytest.mark.parametrize(("ended", "wanted"), [(2, 2), (78, 1)])
+def test_a_job_that_would_fail_in_the_same_way_is_not_started_again(launch: Launch, ended: int, wanted: int) -> None:
+    code, told = launch.run(f"sys.exit({ended})")
+    assert code == wanted
     assert {start for start, _, _ in launch.starts} == {0}
+    assert f"the job ended with exit code {ended}: another start would end in the same way" in told
+
+
+# Fourteen devices are asked for, which neither one rank nor two have.
+_REFUSED = """
+import tensorflow as tf
+import dapple_tf as dapple
+dapple.init()
+weight = tf.Variable([1.0])
+dapple.pipeline(lambda x: tf.reduce_mean(x * weight), optimizer="sgd", stages=2, replicas=[7, 7])(tf.ones([28, 1]))
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_uncaught_error_that_would_come_again_ends_the_job_for_good(launch: Launch, ranks: int) -> None:
+    code, told = launch.run(_REFUSED, ranks=ranks)
+    assert code == 1, told
+    assert {start for start, _, _ in launch.starts} == {0}
+    assert "Traceback" in told
+    assert "the job ended with exit code 78: another start would end in the same way" in told
 
 
 def test_a_job_is_asked_to_go_on_with_more_ranks(launch: Launch) -> None:
@@ -209,6 +230,7 @@ def test_too_few_slots_are_refused_before_anything_starts(launch: Launch) -> Non
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (("--", "nowhere"), "nowhere is no program on the PATH, nor a file that can be run: correct COMMAND"),
         (("--min-np", "3"), "--min-np 3 is more than -np 2: start more ranks, or ask for fewer"),
         (("--mpirun", "'"), '--mpirun "\'": No closing quotation'),
         (("--restarts", "-1"), "Invalid value for '--restarts'"),
