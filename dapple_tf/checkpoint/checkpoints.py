@@ -112,6 +112,9 @@ class Checkpoints:
             self._snapshots.begin(self._position)
         elif found is not None:
             self._load(found[0])
+        if self._job is not None:
+            self._job.progress.step = self._position.steps
+        self._note_saved(self._position.steps, f"in {self._position.origin}")
         return self._position
 
     def _load(self, file: CheckpointFile) -> None:
@@ -137,7 +140,15 @@ class Checkpoints:
             _consume(values)
         path = str(self._ranks.run_on_rank_0(lambda: self._write(position, values)))
         self._position = position
+        self._note_saved(steps, f"as {path}")
         return path
+
+    def _note_saved(self, steps: int, where: str) -> None:
+        """Note what is saved, for the line that a rank prints when the job ends early."""
+        if self._job is not None:
+            unit = self._step.plan.training.words.unit
+            said = f"{unit} {steps} is saved {where}" if steps else f"{self._folder} has no checkpoint yet"
+            self._job.progress.saved = said
 
     # --- on rank 0
 

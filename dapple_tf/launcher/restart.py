@@ -66,7 +66,12 @@ def read_start(environment: Mapping[str, str] = os.environ) -> Start | None:
 
 def failure_code(lasts: bool, environment: Mapping[str, str] = os.environ) -> int:
     """Return the exit code of a process that has failed: ``REFUSED`` if that ``lasts`` and a launcher waits for it."""
-    return REFUSED if lasts and (VARIABLE in environment or is_driven(environment)) else 1
+    return REFUSED if lasts and starts_again(environment) else 1
+
+
+def starts_again(environment: Mapping[str, str] = os.environ) -> bool:
+    """Return whether a launcher has started this process that starts a failed job again."""
+    return VARIABLE in environment or is_driven(environment)
 
 
 def offer_ranks(hosts: Sequence[tuple[str, int]]) -> str:
