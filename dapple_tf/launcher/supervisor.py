@@ -170,7 +170,7 @@ class Supervisor:
 
     def _watch(self, process: subprocess.Popen[str], hosts: Sequence[Host]) -> int:
         """Wait for the job's end; end mpirun where a host is lost, and offer more ranks where there are more slots."""
-        settings, offered = self._settings, _count_slots(hosts)
+        settings, told = self._settings, _count_slots(hosts)
         check = time.monotonic() + settings.check_seconds
         while (code := process.poll()) is None:
             if self._stopped_by is not None:
@@ -179,7 +179,7 @@ class Supervisor:
                 lost = self._find_lost(hosts)
                 if lost:
                     return self._give_up(process, lost)
-                offered = self._offer_ranks(process, _count_slots(hosts), offered)
+                told = self._offer_ranks(process, _count_slots(hosts), told)
                 check = time.monotonic() + settings.check_seconds
             self._wait(_POLL_SECONDS)
         return code
@@ -218,22 +218,23 @@ class Supervisor:
             process.wait(self._settings.timeout_seconds)
         return _end(process, self._settings.timeout_seconds) or 1
 
-    def _offer_ranks(self, process: subprocess.Popen[str], ranks: int, offered: int) -> int:
-        """Tell the job of ``ranks`` where more than were ``offered`` are possible; return how many are offered now."""
-        if offered >= self._settings.most or process.stdin is None:
-            return offered
+    def _offer_ranks(self, process: subprocess.Popen[str], ranks: int, told: int) -> int:
+        """Tell the job of ``ranks`` how many are possible where it was ``told`` another number; return what it knows.
+
+        What was offered and is gone is withdrawn: the job would end for nothing, and would not learn when it is back.
+        """
+        if ranks >= self._settings.most or process.stdin is None:
+            return told
         try:
             named = read_hosts(self._settings.hosts)
         except ClusterError:  # said at the next start, if it stays so
-            return offered
+            return told
         hosts = self._limit(find_answering(named, self._environment))
-        possible = _count_slots(hosts)
-        if possible <= offered:
-            return offered
-        self._tell(
-            f"{possible} ranks are possible now, {ranks} run: an elastic job that has saved decides whether it goes on "
-            "with them"
-        )
+        possible = max(ranks, _count_slots(hosts))
+        if possible == told:
+            return told
+        decides = ": an elastic job that has saved decides whether it goes on with them" if possible > ranks else ""
+        self._tell(f"{possible} ranks are possible now, {ranks} run{decides}")
         with contextlib.suppress(OSError):  # it has just ended
             process.stdin.write(offer_ranks([(host.name, host.slots) for host in hosts]))
             process.stdin.flush()

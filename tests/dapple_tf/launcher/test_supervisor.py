@@ -152,13 +152,17 @@ def test_a_job_is_asked_to_go_on_with_more_ranks(launch: Launch) -> None:
     launch.hosts("localhost slots=1\n")
     program = """
 if size == 1:
-    open('hosts', 'w').write('localhost slots=2')
-    select.select([sys.stdin], [], [], 50)
-    sys.exit(75 if sys.stdin.readline() == "dapple: more ranks are possible: localhost:2\\n" else 1)
+    for slots in (2, 1, 2):  # those that are gone again are withdrawn, and offered anew when they are back
+        open('hosts', 'w').write(f'localhost slots={slots}')
+        select.select([sys.stdin], [], [], 50)
+        if sys.stdin.readline() != f"dapple: more ranks are possible: localhost:{slots}\\n":
+            sys.exit(1)
+    sys.exit(75)
 """
     code, told = launch.run(program, "--restarts", "0")
     assert code == 0, told
     assert launch.starts == [(0, 0, 1), (1, 0, 2), (1, 1, 2)]
+    assert "1 ranks are possible now, 1 run\n" in told
     assert "2 ranks are possible now, 1 run: an elastic job that has saved decides whether it goes on with them" in told
 
 
