@@ -22,8 +22,8 @@ from dapple_tf.launcher.hosts import Host, find_answering, is_local, read_hosts
 from dapple_tf.launcher.restart import CONTINUE, REFUSED, VARIABLE, Start, offer_ranks
 
 _USAGE = 2  # the exit code of a command with a wrong option
-_INTERRUPTED = 130
-_TERMINATED = 143
+_ENDED_BY = 128  # and the number of a signal: the exit code of what the signal has ended
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # the last when the terminal is closed
 _POLL_SECONDS = 0.2
 _PASSED_ON = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
 
@@ -87,7 +87,7 @@ class Supervisor:
                     lost=_ranks_on(hosts, self._lost),
                 )
                 if self._stopped_by is not None and code != 0:
-                    return _INTERRUPTED if self._stopped_by == signal.SIGINT else _TERMINATED
+                    return _ENDED_BY + self._stopped_by
                 if code == 0:
                     return 0
                 if code in (_USAGE, REFUSED):
@@ -187,7 +187,7 @@ class Supervisor:
     def _stop(self, process: subprocess.Popen[str], number: int) -> int:
         """Let the job save and end, by SIGUSR1, which mpirun passes on; end it at once at the second signal.
 
-        After SIGTERM, whose sender may not wait, the job has the timeout for it.
+        After other signals than Ctrl-C, whose sender may not wait, the job has the timeout for it.
         """
         self._tell("lets the job save the step that runs, and end; a second signal ends it at once")
         process.send_signal(signal.SIGUSR1)
@@ -199,7 +199,7 @@ class Supervisor:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(self._settings.timeout_seconds)
         # mpirun also ends with 0 where the signal comes while it starts the ranks.
-        return _end(process, self._settings.timeout_seconds) or _TERMINATED
+        return _end(process, self._settings.timeout_seconds) or _ENDED_BY + number
 
     def _find_lost(self, hosts: Sequence[Host]) -> list[str]:
         """Return the names of hosts that do not answer, asked twice."""
@@ -248,13 +248,14 @@ class Supervisor:
 
     @contextlib.contextmanager
     def _passing_signals_on(self) -> Iterator[None]:
-        """Note Ctrl-C and SIGTERM meanwhile, for which ``_watch`` stops the job."""
+        """Note Ctrl-C, SIGTERM and SIGHUP meanwhile, for which ``_watch`` stops the job, unless nohup ignores it."""
 
         def note(number: int, _: object) -> None:
             self._stopped_by = number
             self._signals += 1
 
-        before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+        heeded = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+        before = {number: signal.signal(number, note) for number in heeded}
         try:
             yield
         finally:

@@ -176,7 +176,7 @@ def test_a_signal_ends_the_job_for_good(launch: Launch, sent: int, wanted: int) 
     assert "starts the job again" not in told
 
 
-@pytest.mark.parametrize(("sent", "wanted"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("sent", "wanted"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_the_first_signal_lets_the_job_save(launch: Launch, sent: int, wanted: int) -> None:
     """It takes longer than mpirun waits between SIGTERM and SIGKILL."""
     process = launch.begin(
@@ -189,6 +189,15 @@ def test_the_first_signal_lets_the_job_save(launch: Launch, sent: int, wanted: i
     assert process.returncode == wanted, told
     assert all((launch.folder / f"saved{rank}").exists() for rank in (0, 1))
     assert "lets the job save the step that runs, and end; a second signal ends it at once" in told
+
+
+def test_a_launcher_goes_on_when_nobody_reads_its_messages_any_more(launch: Launch) -> None:
+    process = launch.begin("time.sleep(1)\nif start == 0: sys.exit(9)")
+    wait_until(lambda: len(launch.starts) == 2)
+    assert process.stderr is not None
+    process.stderr.close()
+    assert process.wait(60) == 0
+    assert (1, 1, 2) in launch.starts
 
 
 def test_a_stopped_job_is_not_done_whatever_its_exit_code(launch: Launch) -> None:
