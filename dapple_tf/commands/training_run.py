@@ -34,7 +34,7 @@ from dapple_tf.commands.run_file import RunEnd, RunFile, RunRestart, RunStart, b
 from dapple_tf.commands.tensorboard import Scalars
 from dapple_tf.commands.train_settings import TrainSettings, check_unfinished
 from dapple_tf.commands.training_loop import RunResult, StepResult, repeat_batches, run_steps
-from dapple_tf.commands.training_report import find_restart, make_report, read_restarts
+from dapple_tf.commands.training_report import find_other_data, find_restart, make_report, read_restarts
 from dapple_tf.distributed import membership
 from dapple_tf.distributed.exit_reporting import end_for_more_ranks
 from dapple_tf.distributed.process_exit import describe_resumption, print_line
@@ -141,6 +141,9 @@ def _resume(
     if not position.steps:
         return checkpoints, position, batches
     ranks.print_result(f"resumed after {step.plan.training.words.unit} {position.steps} from {position.origin}")
+    other = ranks.run_on_first(lambda: find_other_data(settings, position))
+    if other:
+        ranks.print_warning(other)
     return checkpoints, position, itertools.islice(batches, position.batches, None)
 
 

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import math
 import os
 import secrets
 import signal
 import subprocess
+import sys
+import termios
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import IO
 
 from dapple_tf.errors import ClusterError
 from dapple_tf.launcher.hosts import Host, find_answering, is_local, read_hosts
@@ -108,6 +112,8 @@ class Supervisor:
                         "here; what was saved stays"
                     )
                     return 1
+                if self._stopped_by is not None:  # while the hosts were asked
+                    return _ENDED_BY + self._stopped_by
 
     def _choose_hosts(self, named: Sequence[Host]) -> tuple[Host, ...]:
         """Return the hosts that answer, with no more slots than the job may have ranks."""
@@ -223,7 +229,7 @@ class Supervisor:
 
         What was offered and is gone is withdrawn: the job would end for nothing, and would not learn when it is back.
         """
-        if ranks >= self._settings.most or process.stdin is None:
+        if ranks >= self._settings.most or process.stdin is None or not is_read(process.stdin):
             return told
         try:
             named = read_hosts(self._settings.hosts)
@@ -268,6 +274,14 @@ class Supervisor:
         while self._stopped_by is None and (left := end - time.monotonic()) > 0:
             # In short parts, since a handler of a signal does not end time.sleep.
             time.sleep(min(left, _POLL_SECONDS))
+
+
+def is_read(pipe: IO[str]) -> bool:
+    """Return whether all that was written to a pipe has been read: then a line more does not wait for the reader.
+
+    mpirun stops reading where a rank does not.
+    """
+    return not int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)), sys.byteorder)
 
 
 def _count_slots(hosts: Sequence[Host]) -> int:

@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 
 from dapple_tf.launcher.restart import VARIABLE, Offers, Start, offer_ranks
+from dapple_tf.launcher.supervisor import is_read
 from dapple_tf.runtime.growth import Growth
 from tests.dapple_tf.builders import step_of
 
@@ -40,6 +41,18 @@ def test_a_line_that_comes_in_parts_is_read_as_a_whole(write: Callable[[str], No
     assert offers.read() == []
     write(line[4096:])
     assert offers.read() == hosts
+
+
+def test_nothing_is_written_to_a_pipe_that_is_not_read() -> None:
+    """The launcher would wait for the reader, and no longer for its job."""
+    reader, writer = os.pipe()
+    with os.fdopen(reader) as stream, os.fdopen(writer, "w") as pipe:
+        assert is_read(pipe)
+        pipe.write(offer_ranks([("nodea", 2)]))
+        pipe.flush()
+        assert not is_read(pipe)
+        stream.readline()
+        assert is_read(pipe)
 
 
 def test_no_host_is_no_offer(write: Callable[[str], None]) -> None:

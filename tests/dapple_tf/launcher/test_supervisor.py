@@ -41,9 +41,9 @@ class Launch:
         """Start ``dapple launch`` of a program."""
         (self.folder / "program.py").write_text(_BEGIN + program)
         mpirun = " ".join(MPIRUN.command(self.folder, ranks)[1:-2])
-        command = [sys.executable, "-m", "dapple_tf", "launch", "--hosts", "hosts", "-np", str(ranks), *options]
+        command = [sys.executable, "-m", "dapple_tf", "launch", "--hosts", "hosts", "-np", str(ranks)]
         process = subprocess.Popen(
-            [*command, "--check-every", "0.5", "--mpirun", mpirun, "--", sys.executable, "program.py"],
+            [*command, "--check-every", "0.5", *options, "--mpirun", mpirun, "--", sys.executable, "program.py"],
             cwd=self.folder,
             env=environment_without_launchers() | {"PYTHONPATH": str(ROOT), "DAPPLE_TIMEOUT_SECONDS": "2"},
             stdin=subprocess.DEVNULL,
@@ -189,6 +189,17 @@ def test_the_first_signal_lets_the_job_save(launch: Launch, sent: int, wanted: i
     assert process.returncode == wanted, told
     assert all((launch.folder / f"saved{rank}").exists() for rank in (0, 1))
     assert "lets the job save the step that runs, and end; a second signal ends it at once" in told
+
+
+def test_a_signal_while_the_hosts_are_asked_starts_nothing_any_more(launch: Launch) -> None:
+    launch.hosts("#!/bin/sh\n[ -e started ] && touch asked && sleep 2\necho localhost:2\n")
+    (launch.folder / "hosts").chmod(0o755)
+    process = launch.begin("sys.exit(9)", "--check-every", "60")
+    wait_until((launch.folder / "asked").exists)
+    process.send_signal(signal.SIGTERM)
+    _, told = process.communicate(timeout=30)
+    assert process.returncode == 143, told
+    assert {start for start, _, _ in launch.starts} == {0}
 
 
 def test_a_launcher_goes_on_when_nobody_reads_its_messages_any_more(launch: Launch) -> None:
