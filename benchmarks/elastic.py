@@ -311,7 +311,8 @@ def run_restart() -> Iterator[Row]:
 # --- fewer and fewer ranks, then all again
 
 
-_HEAVY = Job("heavy", {"nodea": 4}, 1, 400, ("--micro-batches", "4"))
+# So many steps are left at the end that more ranks are worth a new start, also if it was slow on a busy machine.
+_HEAVY = Job("heavy", {"nodea": 4}, 1, 800, ("--micro-batches", "4"))
 
 
 def run_sizes() -> Iterator[Row]:
@@ -357,7 +358,8 @@ def _reference(job: Job) -> dict[int, float]:
 
 def _wait_for_line(started: Launch, pattern: str, after: float) -> float:
     """Return when the first line with ``pattern`` came after a moment; raise RuntimeError if none comes."""
-    if not _wait(lambda: started.find(pattern, after) is not None, _PATIENCE):
+    _wait(partial(_has_ended_or, started, lambda: started.find(pattern, after) is not None), _PATIENCE)
+    if not _wait(lambda: started.find(pattern, after) is not None, 1):  # the last lines of a launch that has ended
         raise RuntimeError(f"no line has {pattern!r}:\n{started.text[-3000:]}")
     return started.find(pattern, after) or after
 

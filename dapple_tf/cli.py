@@ -37,6 +37,7 @@ from dapple_tf.errors import (
     ScheduleError,
     TraceError,
 )
+from dapple_tf.launcher.restart import failure_code
 from dapple_tf.profiler.detect import job_rank
 
 _WRONG_OPTION = (
@@ -114,7 +115,7 @@ def main() -> None:
         if context is not None and not job_rank(os.environ):
             click.echo(f"{context.get_usage()}\nTry '{context.command_path} --help' for help.\n", err=True)
         _print_error(error, error.format_message())
-        _end_failed(error, 2 if isinstance(error, click.UsageError) else 1)
+        _end_failed(error, 2 if isinstance(error, click.UsageError) else failure_code(lasts=True))
     except click.exceptions.Exit as error:
         sys.exit(error.exit_code)
     except click.Abort:
@@ -126,7 +127,7 @@ def main() -> None:
             raise
         _print_error(error, str(error))
         wrong = isinstance(error, _WRONG_OPTION) and not isinstance(error, NoFitError)
-        _end_failed(error, 2 if wrong else 1)
+        _end_failed(error, 2 if wrong else failure_code(getattr(error, "lasts", False)))
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ import tensorflow as tf
 from dapple_tf import variable_values
 from dapple_tf.distributed import membership
 from dapple_tf.distributed.exchange_network import start_exchanges
-from dapple_tf.distributed.exit_reporting import start_exit_reporting
+from dapple_tf.distributed.exit_reporting import report_uncaught_exceptions, start_exit_reporting
 from dapple_tf.distributed.startup_watch import watching_start
 from dapple_tf.errors import DeviceError, UsageError, warn_user
 from dapple_tf.launcher.restart import VARIABLE, first_start, is_driven, read_start
@@ -45,6 +45,8 @@ def init(devices: int | None = None) -> None:
             start_exit_reporting(job)
             start_exchanges(job)
             job.base_bytes = resident_bytes()
+        elif read_start() is not None:
+            report_uncaught_exceptions(None)
 
 
 def _share_start(job: membership.Job | None) -> None:

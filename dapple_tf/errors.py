@@ -37,7 +37,12 @@ __all__ = [
 
 
 class DappleError(Exception):
-    """The base of all errors of dapple_tf."""
+    """The base of all errors of dapple_tf.
+
+    ``lasts``: another start of the same program fails in the same way, so ``dapple launch`` does not start it again.
+    """
+
+    lasts = True
 
 
 class GraphError(DappleError, ValueError):
@@ -112,7 +117,11 @@ class TraceError(DappleError, ValueError):
 
 
 class CheckpointError(DappleError, RuntimeError):
-    """A checkpoint that cannot be written, read, or loaded into this model."""
+    """A checkpoint that cannot be written, read, or loaded into this model; ``lasts``: see ``DappleError``."""
+
+    def __init__(self, message: str, *, lasts: bool = True) -> None:
+        super().__init__(message)
+        self.lasts = lasts
 
 
 class UsageError(DappleError, RuntimeError):
@@ -128,11 +137,17 @@ class NotSimulatedError(UsageError, AttributeError):
 
 
 class JobError(DappleError, RuntimeError):
-    """Ranks of a job that disagree, or a rank that failed."""
+    """Ranks of a job that disagree, or a rank that failed; ``lasts``: see ``DappleError``."""
+
+    def __init__(self, message: str, *, lasts: bool = False) -> None:
+        super().__init__(message)
+        self.lasts = lasts
 
 
 class StepError(DappleError, RuntimeError):
     """A training step that failed; the message says whether variables changed."""
+
+    lasts = False
 
 
 class DappleWarning(UserWarning):

@@ -7,6 +7,7 @@ other handlers.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 
@@ -17,8 +18,9 @@ class _Stderr(logging.Handler):
     """Writes each message to the stderr of the moment, which programs and tests may exchange."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write the message as one line."""
-        print(f"dapple: {record.getMessage()}", file=sys.stderr, flush=True)
+        """Write the message as one line, unless the terminal or the reader of a pipe is gone: the work goes on."""
+        with contextlib.suppress(OSError):
+            print(f"dapple: {record.getMessage()}", file=sys.stderr, flush=True)
 
 
 if not LOGGER.handlers:

@@ -112,6 +112,9 @@ class Checkpoints:
             self._snapshots.begin(self._position)
         elif found is not None:
             self._load(found[0])
+        if self._job is not None:
+            self._job.progress.step = self._position.steps
+        self._note_saved(self._position.steps, f"in {self._position.origin}")
         return self._position
 
     def _load(self, file: CheckpointFile) -> None:
@@ -137,7 +140,15 @@ class Checkpoints:
             _consume(values)
         path = str(self._ranks.run_on_rank_0(lambda: self._write(position, values)))
         self._position = position
+        self._note_saved(steps, f"as {path}")
         return path
+
+    def _note_saved(self, steps: int, where: str) -> None:
+        """Note what is saved, for the line that a rank prints when the job ends early."""
+        if self._job is not None:
+            unit = self._step.plan.training.words.unit
+            said = f"{unit} {steps} is saved {where}" if steps else f"{self._folder} has no checkpoint yet"
+            self._job.progress.saved = said
 
     # --- on rank 0
 
@@ -152,7 +163,7 @@ class Checkpoints:
             for name in filter(_PART.fullmatch, names):  # left by a run that was killed
                 (self._folder / name).unlink()
         except OSError as error:
-            raise CheckpointError(f"{self._folder} cannot hold checkpoints: {error.strerror}") from error
+            raise CheckpointError(f"{self._folder} cannot hold checkpoints: {error.strerror}", lasts=False) from error
 
     def _check_names(self, names: list[str]) -> None:
         others = sorted(name for name in names if re.fullmatch(r"ckpt-\d+\.index", name))
@@ -166,7 +177,9 @@ class Checkpoints:
         try:
             return self._find_last()
         except OSError as error:
-            raise CheckpointError(f"{error.filename or self._folder} cannot be read: {error.strerror}") from error
+            raise CheckpointError(
+                f"{error.filename or self._folder} cannot be read: {error.strerror}", lasts=False
+            ) from error
 
     def _find_last(self) -> tuple[CheckpointFile, Position] | None:
         """Return the last good checkpoint and its position; rename later ones, which are damaged."""
@@ -207,7 +220,7 @@ class Checkpoints:
             for old in known[:-_KEPT]:
                 old.unlink()
         except OSError as error:
-            raise CheckpointError(f"{path} cannot be written: {error.strerror}") from error
+            raise CheckpointError(f"{path} cannot be written: {error.strerror}", lasts=False) from error
         finally:
             _consume(values)  # the other ranks send all of them
         return path
@@ -246,7 +259,8 @@ class _FolderLock:
             if (found := self._path.read_text(encoding="utf-8", errors="replace").strip()) != self._holder:
                 raise CheckpointError(
                     f"{self._path.parent} was taken over by {found or 'another process'}, a later start of the job: "
-                    "this process was away for too long, and must not write there any more"
+                    "this process was away for too long, and must not write there any more",
+                    lasts=False,
                 )
 
 
@@ -277,7 +291,8 @@ def lock_folder(folder: Path) -> _FolderLock | None:
             os.close(descriptor)
             raise CheckpointError(
                 f"{folder} is in use by another run, {holder}: two would overwrite each other's checkpoints. Wait for "
-                "it, end it, or give another folder"
+                "it, end it, or give another folder",
+                lasts=False,
             ) from None
         LOGGER.warning("%s is taken over from %s, which is away", folder, holder)
     except OSError as error:

@@ -49,7 +49,8 @@ def read_value(found: CheckpointFile, name: str) -> Any:
     except (OSError, ValueError) as error:  # the file was complete when it was opened
         raise CheckpointError(
             f"{name!r} cannot be read from {found.path} any more ({error}). SOME VARIABLES HAVE CHANGED, others have "
-            "not: restore again, or start from the beginning"
+            "not: restore again, or start from the beginning",
+            lasts=False,
         ) from error
 
 

@@ -119,7 +119,8 @@ class HostMemory:
             (self.folder / self.runs[-1]).mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError as error:
             raise CheckpointError(
-                f"{self.folder} cannot hold snapshots: {error.strerror}; give a folder in memory by {FOLDER_VARIABLE}"
+                f"{self.folder} cannot hold snapshots: {error.strerror}; give a folder in memory by {FOLDER_VARIABLE}",
+                lasts=False,
             ) from error
 
     def _remove_foreign(self, checkpoints: Path, certain: bool) -> None:
@@ -156,7 +157,7 @@ def _identify(checkpoints: Path) -> tuple[str, tuple[str, ...], bool, str]:
         try:
             write_atomically(path, f"{run}\n")
         except OSError as error:
-            raise CheckpointError(f"{path} cannot be written: {error.strerror}") from error
+            raise CheckpointError(f"{path} cannot be written: {error.strerror}", lasts=False) from error
     return place, tuple(dict.fromkeys([before or run, run])), certain, secrets.token_hex(4)
 
 
@@ -172,7 +173,8 @@ def _memory_folder() -> Path:
         found = folder.lstat()
     except OSError as error:
         raise CheckpointError(
-            f"{base} cannot hold snapshots: {error.strerror}; give a folder in memory by {FOLDER_VARIABLE}"
+            f"{base} cannot hold snapshots: {error.strerror}; give a folder in memory by {FOLDER_VARIABLE}",
+            lasts=False,
         ) from error
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
         raise CheckpointError(f"{folder} belongs to another user, or is no folder: remove it, or set {FOLDER_VARIABLE}")

@@ -289,7 +289,7 @@ class _Worker:
     def stop(self) -> None:
         """Let the thread end after what was given."""
         self._waiting.put(None)
-        self._thread.join(5)
+        self._thread.join()  # else it would write into the folder that is removed next
 
     def _run_all(self) -> None:
         for work in iter(self._waiting.get, None):

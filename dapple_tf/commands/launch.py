@@ -54,6 +54,8 @@ def launch(
         raise click.UsageError(f"--min-np {least} is more than -np {most}: start more ranks, or ask for fewer")
     if shutil.which("mpirun") is None:
         raise click.UsageError("mpirun is not on the PATH: install Open MPI (make horovod)")
+    if shutil.which(words[0]) is None:  # mpirun would say nothing
+        raise click.UsageError(f"{words[0]} is no program on the PATH, nor a file that can be run: correct COMMAND")
     try:
         timeout, more = read_timeout(os.environ), tuple(shlex.split(options))
     except JobError as error:

@@ -119,6 +119,35 @@ def _with_planner_error(report: TrainReport, run: RunResult, plan: Plan) -> Trai
     )
 
 
+# --- Compare a run that is resumed with the one before it
+
+
+_DATA_OPTIONS = ("--batch-size", "--seed", "--set")
+
+
+def find_other_data(settings: TrainSettings, position: Position) -> str:
+    """Return a warning where the run before has recorded other options for its data; "" where it has not, or no record.
+
+    ``position``: of the run that goes on; batches are counted, so it is only there with the same data.
+    """
+    try:
+        before = settings.options if settings.record_path is None else read_run(settings.record_path).start.options
+    except RunError:  # there is none, or it is damaged
+        return ""
+    changed = [
+        f"{name} is {settings.options.get(name, 'not given')} (before: {before.get(name, 'not given')})"
+        for name in _DATA_OPTIONS
+        if settings.options.get(name) != before.get(name)
+    ]
+    if not changed:
+        return ""
+    return (
+        f"warning: the run goes on with other data: {', '.join(changed)}. It passes over the first {position.batches} "
+        "batches, which may be others than those it was trained on: samples may be repeated or left out. Give the "
+        "options of before, unless you mean it"
+    )
+
+
 # --- Compare a job that ``dapple launch`` has started again with the one before it
 
 

@@ -34,10 +34,10 @@ from dapple_tf.commands.run_file import RunEnd, RunFile, RunRestart, RunStart, b
 from dapple_tf.commands.tensorboard import Scalars
 from dapple_tf.commands.train_settings import TrainSettings, check_unfinished
 from dapple_tf.commands.training_loop import RunResult, StepResult, repeat_batches, run_steps
-from dapple_tf.commands.training_report import find_restart, make_report, read_restarts
+from dapple_tf.commands.training_report import find_other_data, find_restart, make_report, read_restarts
 from dapple_tf.distributed import membership
 from dapple_tf.distributed.exit_reporting import end_for_more_ranks
-from dapple_tf.distributed.process_exit import print_line
+from dapple_tf.distributed.process_exit import describe_resumption, print_line
 from dapple_tf.distributed.shared_errors import share_error
 from dapple_tf.distributed.watchdog import INTERRUPTED
 from dapple_tf.launcher.restart import read_start
@@ -141,7 +141,13 @@ def _resume(
     if not position.steps:
         return checkpoints, position, batches
     ranks.print_result(f"resumed after {step.plan.training.words.unit} {position.steps} from {position.origin}")
+    other = ranks.run_on_first(lambda: find_other_data(settings, position))
+    if other:
+        ranks.print_warning(other)
     return checkpoints, position, itertools.islice(batches, position.batches, None)
+
+
+_NOTHING_SAVED = "nothing was saved: give --checkpoint-dir DIR, and a stopped run goes on from its last checkpoint"
 
 
 class _Saver:
@@ -166,6 +172,8 @@ class _Saver:
         self._checkpoints, self._settings, self._losses, self._growth = checkpoints, settings, losses, growth
         self._ranks, self._unit = ranks, unit
         self._watchdog = None if ranks.job is None else ranks.job.watchdog
+        if ranks.job is not None and checkpoints is None:
+            ranks.job.progress.saved = _NOTHING_SAVED
         self._may_stop = False
         self._interrupted = False
         self.saved = resumed
@@ -217,10 +225,10 @@ class _Saver:
         """Return what a run that is stopped leaves, and how to go on."""
         folder = self._settings.checkpoint_dir
         if not folder:
-            return "nothing was saved: give --checkpoint-dir DIR, and a stopped run goes on from its last checkpoint"
-        command = f"{click.get_current_context().find_root().info_name} {shlex.join(sys.argv[1:])}"
+            return _NOTHING_SAVED
         if self._ranks.job is not None:
-            command = f"start the job again, whose ranks run {command}"
+            return describe_resumption(self._ranks.job.progress.saved)
+        command = f"{click.get_current_context().find_root().info_name} {shlex.join(sys.argv[1:])}"
         if not self.saved:
             return f"{folder} has no checkpoint yet; to start again: {command}"
         name = os.path.join(folder, checkpoint_name(self.saved))
@@ -236,11 +244,12 @@ class _Saver:
         self._interrupted = True
         print_line("stops after this step and saves it; Ctrl-C again stops at once")
 
-    def _tell_job(self) -> None:
-        """Say on rank 0 what happens, and what is left if the launcher kills the ranks before."""
-        last = f"{self._unit} {self.saved} is saved" if self.saved else "nothing is saved"
+    def _tell_job(self, what: str) -> None:
+        """Say on rank 0 what has happened, and what is saved if the launcher kills the ranks before the job stops."""
+        assert self._ranks.job is not None, "only a job's watchdog calls it"
         print_line(
-            f"stops after the next {self._unit} and saves it, unless the launcher kills the ranks before: now {last}"
+            f"{what}: the job stops after the next {self._unit} and saves it, unless the launcher kills the ranks "
+            f"before; now {describe_resumption(self._ranks.job.progress.saved)}"
         )
 
 

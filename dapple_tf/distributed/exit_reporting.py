@@ -17,7 +17,7 @@ from dapple_tf.distributed.rendezvous import connect_pairs
 from dapple_tf.distributed.shared_errors import reporting_rank
 from dapple_tf.distributed.watchdog import INTERRUPTED, Watchdog
 from dapple_tf.errors import StepError
-from dapple_tf.launcher.restart import CONTINUE, begin_again, is_driven
+from dapple_tf.launcher.restart import CONTINUE, begin_again, failure_code, is_driven
 from dapple_tf.messages import LOGGER
 
 # Texts of errors with which an exchange fails when other ranks are gone.
@@ -33,7 +33,7 @@ def start_exit_reporting(job: Job) -> None:
     if job.watchdog is not None:
         return
     watchdog = job.watchdog = start_watchdog(job)
-    _report_uncaught_exceptions(job)
+    report_uncaught_exceptions(job)
     watchdog.signals.install()
     os.register_at_fork(after_in_child=lambda: _detach(watchdog))
     atexit.register(_leave_at_exit, watchdog, job.process)
@@ -96,15 +96,19 @@ def prints_error_in_full(error: BaseException) -> bool:
     return False
 
 
-def _report_uncaught_exceptions(job: Job) -> None:
+def report_uncaught_exceptions(job: Job | None) -> None:
+    """Report what ends this process to the other ranks of ``job``, and to the launcher by the exit code."""
     previous = sys.excepthook
 
     def report(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        if isinstance(error, KeyboardInterrupt) and membership.current() is job:
+        if isinstance(error, KeyboardInterrupt) and job is not None and membership.current() is job:
             LOGGER.warning("interrupted")  # a traceback of every rank would not help
         elif prints_error_in_full(error):
             previous(kind, error, traceback)
-        report_failure(error)
+        code = failure_code(getattr(error, "lasts", False))
+        report_failure(error, code)
+        if code != 1:
+            raise SystemExit(code)  # with which Python ends here
 
     sys.excepthook = report
 

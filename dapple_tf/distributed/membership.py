@@ -126,10 +126,9 @@ class Job:
             if reporting_rank(raised) is not None:
                 raise
             failure = raised
-        text = None if failure is None else f"{type(failure).__name__}: {failure}"
-        failures = self._exchange_results(text)
+        failures = self._exchange_results(failure)
         if failure is not None:
-            raise share_error(failure, min(rank for rank, other in failures.items() if other == text))
+            raise share_error(failure, min(rank for rank, text in failures.items() if text == failures[self.rank]))
         return value
 
     def agree(self, name: str, value: T) -> T:
@@ -147,19 +146,22 @@ class Job:
         """
         self.agree("batches or calls until now", self.progress.call_history)
 
-    def _exchange_results(self, failure: str | None, name: str = "", text: str = "") -> dict[int, str]:
+    def _exchange_results(self, failure: Exception | None, name: str = "", text: str = "") -> dict[int, str]:
         """Exchange a failure, or the text of a value, with all ranks; raise JobError where a rank failed or two differ.
 
         Every method by which ranks wait for each other's work does this, so ranks that call different ones meet here. A
-        rank that has failed itself does not raise an error, but returns all failures by rank.
+        rank that has failed itself does not raise an error, but returns the texts of all failures by rank.
         """
-        results = self.gather((failure, name, text))
-        failures = {rank: failed for rank, (failed, _, _) in enumerate(results) if failed is not None}
+        failed = None if failure is None else (f"{type(failure).__name__}: {failure}", getattr(failure, "lasts", False))
+        results = self.gather((failed, name, text))
+        found = {rank: failed for rank, (failed, _, _) in enumerate(results) if failed is not None}
+        failures = {rank: said for rank, (said, _) in found.items()}
         if failure is not None:
             return failures
         if failures:
-            said = "; ".join(f"rank {rank} failed with {failed}" for rank, failed in failures.items())
-            raise share_error(JobError(said), min(failures))
+            said = "; ".join(f"rank {rank} failed with {text}" for rank, text in failures.items())
+            lasts = any(lasts for _, lasts in found.values())
+            raise share_error(JobError(said, lasts=lasts), min(failures))
         for compared in dict.fromkeys(name for _, name, _ in results if name):
             values = [text if name == compared else "nothing" for _, name, text in results]
             if len(set(values)) > 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from dapple_tf.distributed.call_order_check import RankCall
@@ -73,11 +73,14 @@ class CallMismatch:
 class StopMessage:
     """A stop between two steps: ``rank`` asks rank 0 for it, or rank 0 says that all stop after step ``after``.
 
-    The ranks answer rank 0 with the same ``after``. 0: rank 0 has not chosen a step yet.
+    The ranks answer rank 0 with the same ``after``. 0: rank 0 has not chosen a step yet. A rank that asks sends the
+    name of the ``signal`` that it has got, and its ``status`` then.
     """
 
     rank: int
     after: int = 0
+    signal: str = ""
+    status: RankStatus = field(default_factory=RankStatus)
 
 
 Message = (

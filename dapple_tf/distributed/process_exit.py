@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import sys
 import threading
 from collections.abc import Callable
 
 from dapple_tf.distributed.progress import Progress, RankStatus
-from dapple_tf.launcher.restart import begin_again
+from dapple_tf.launcher.restart import begin_again, starts_again
 
 
 class ProcessExit:
@@ -47,13 +48,13 @@ class ProcessExit:
         """Print, once, that the ranks make different calls."""
         if not self._mismatch_printed:
             self._mismatch_printed = True
-            print_line(describe_call_mismatch(self._rank, self._progress.status(), what))
+            print_line(describe_call_mismatch(self._rank, self._progress.status(), what, self._progress.saved))
 
     def _force(self, seconds: float, exit_code: int) -> None:
         if self.ending:
             self._exit_process(exit_code)
             return
-        print_line(describe_forced_exit(self._rank, self._progress.status(), seconds))
+        print_line(describe_forced_exit(self._rank, self._progress.status(), seconds, self._progress.saved))
         self.end(exit_code)
 
 
@@ -81,35 +82,47 @@ def _flush() -> None:
 
 # --- Describe why a rank ends: its own failure, or another rank's
 
-_ADVICE = "All processes end; restart from the last checkpoint."
+
+def describe_resumption(saved: str) -> str:
+    """Return how a job that ends goes on; ``saved``: what is saved, in words, or "" where that is not known."""
+    if not saved:
+        return "restart from the last checkpoint"
+    if starts_again():
+        return saved
+    return f"{saved}; start the job again with ranks that run {shlex.join(sys.orig_argv)}"
 
 
-def describe_failure(rank: int, status: RankStatus, failed: int, failed_status: RankStatus, what: str) -> str:
-    """Return why ``rank`` stops: ``what`` happened to the rank ``failed``, which may be ``rank`` itself."""
+def describe_failure(
+    rank: int, status: RankStatus, failed: int, failed_status: RankStatus, what: str, saved: str
+) -> str:
+    """Return why ``rank`` stops: ``what`` happened to the rank ``failed``, which may be ``rank`` itself.
+
+    ``saved``: see ``describe_resumption``.
+    """
     name = name_rank(rank, status)
     if failed == rank:
         return f"{name} stops {status.when}: it {what}; the last exchange it completed: {status.last_exchange}."
     return (
         f"{name} stops: {name_rank(failed, failed_status)}, {failed_status.when}, {what}; the last exchange it "
         f"completed, by its last report: {failed_status.last_exchange}. {name} was {status.when}; the last exchange it "
-        f"completed: {status.last_exchange}. {_ADVICE}"
+        f"completed: {status.last_exchange}. All processes end; {describe_resumption(saved)}."
     )
 
 
-def describe_call_mismatch(rank: int, status: RankStatus, what: str) -> str:
+def describe_call_mismatch(rank: int, status: RankStatus, what: str, saved: str) -> str:
     """Return why ``rank`` stops: the ranks make different calls; ``what`` says which rank makes which."""
     return (
         f"{name_rank(rank, status)} stops {status.when}, because the ranks make different calls: {what}. Every rank "
         "must be called with the same batches, and make the same calls in the same order. The last exchange it "
-        f"completed: {status.last_exchange}. {_ADVICE}"
+        f"completed: {status.last_exchange}. All processes end; {describe_resumption(saved)}."
     )
 
 
-def describe_forced_exit(rank: int, status: RankStatus, seconds: float) -> str:
+def describe_forced_exit(rank: int, status: RankStatus, seconds: float, saved: str) -> str:
     """Return why ``rank`` is ended: it has reported an error, and has not ended by itself."""
     return (
         f"{name_rank(rank, status)} is ended: it still runs {seconds:g} s after the error above, but a step that fails "
-        "ends the job. Restart from the last checkpoint."
+        f"ends the job; {describe_resumption(saved)}."
     )
 
 

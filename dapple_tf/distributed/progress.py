@@ -154,16 +154,17 @@ class PendingExchanges(Protocol):
 
 @dataclass
 class Progress:
-    """Progress of this process; ``step`` counts the steps of all pipelines of the process.
+    """Progress of this process; ``step`` counts the steps of all pipelines of the process, from the restored one on.
 
     ``stages``: the stages that this process runs in the program that was built last. ``calls``: the number of announced
     calls that every rank must make; ``call_history`` is a checksum of these calls, and ``call_listener`` is called with
     each. ``exchanges``: the native exchanges of this process, or None. ``programs``: the number of programs that this
-    process has built.
+    process has built. ``saved``: what is saved of the run, in words; "" where nobody has said.
     """
 
     stages: tuple[int, ...] = ()
     step: int = 0
+    saved: str = ""
     collective_calls: int = 0
     completed_collective_calls: int = 0
     programs: int = 0

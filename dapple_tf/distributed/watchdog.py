@@ -28,7 +28,7 @@ from dapple_tf.distributed.messages import (
     Message,
     StopMessage,
 )
-from dapple_tf.distributed.process_exit import ProcessExit, describe_failure, print_line
+from dapple_tf.distributed.process_exit import ProcessExit, describe_failure, name_rank, print_line
 from dapple_tf.distributed.progress import Progress
 from dapple_tf.distributed.signals import SignalReceiver, ThreadRequests
 
@@ -85,7 +85,7 @@ class Watchdog:
         self._left = False
         self._finished = False
         self._exchanges_aborted = False
-        self._stops = _Stops(rank, self._transport)
+        self._stops = _Stops(rank, progress, self._transport)
         self._thread = threading.Thread(target=self._run, name="dapple-watchdog", daemon=True)
 
     # --- called by the main thread
@@ -111,11 +111,12 @@ class Watchdog:
         self._run_in_thread(lambda: self._fail_self(what, _LOST_RANKS_SECONDS))
         self._thread.join(_OWN_EXIT_SECONDS)
 
-    def allow_stops(self, tell: Callable[[], None]) -> None:
+    def allow_stops(self, tell: Callable[[str], None]) -> None:
         """Let the first SIGUSR1, SIGTERM or Ctrl-C of any rank stop all of them between two steps.
 
         From now on every rank must call ``agree_to_stop`` after each step. ``tell`` is called on rank 0 when it learns
-        of the signal, on the watchdog's thread. A second signal ends the job at once, as without this call.
+        of the signal, on the watchdog's thread, with words that say which rank got which signal in which step. A second
+        signal ends the job at once, as without this call.
         """
         self._stops.tell = tell
         self.signals.spares_interrupt = True
@@ -236,7 +237,7 @@ class Watchdog:
             self._transport.send(message, but=sender)
 
     def _handle_signal(self, number: int) -> None:
-        if self._detector.failure is None and not self._detector.error_reported and self._stops.ask():
+        if self._detector.failure is None and not self._detector.error_reported and self._stops.ask(number):
             if number != signal.SIGINT:  # whose handler counts it
                 self.signals.spares_interrupt = False
             return
@@ -340,7 +341,8 @@ class Watchdog:
         else:
             self._transport.send(FailureReport(failure.rank, failure.status, failure.what, exit_code=failure.exit_code))
             own = self._progress.status()
-            print_line(describe_failure(self._rank, own, failure.rank, failure.status, failure.what))
+            saved = self._progress.saved
+            print_line(describe_failure(self._rank, own, failure.rank, failure.status, failure.what, saved))
             if failure.rank != self._rank and failure.exit_code == 1:
                 self._exit.end_for_loss(failure.rank, failure.what)
                 return
@@ -360,31 +362,36 @@ def end_horovod() -> None:
 
 
 class _Stops:
-    """The stop of ``rank`` and all others between two steps, over the ``transport`` to the others.
+    """The stop of ``rank``, which makes this ``progress``, and all others between two steps, over the ``transport``.
 
     ``tell``: called on rank 0 at the first signal; None where signals end the job at once. ``after``: the step after
     which all stop, once rank 0 has chosen it. ``known``: is set on rank 0 when all ranks know it.
     """
 
-    def __init__(self, rank: int, transport: Transport) -> None:
+    def __init__(self, rank: int, progress: Progress, transport: Transport) -> None:
         self._rank = rank
+        self._progress = progress
         self._transport = transport
         self._signalled = False
         self._asked = False
         self._unaware = set(transport.ranks)
-        self.tell: Callable[[], None] | None = None
+        self.tell: Callable[[str], None] | None = None
         self.after: int | None = None
         self.known = threading.Event()
 
-    def ask(self) -> bool:
-        """Ask rank 0 for a stop because of a signal; return False for a later signal, or where stops are forbidden."""
+    def ask(self, number: int) -> bool:
+        """Ask rank 0 for a stop because of a signal with this number.
+
+        Returns False for a later signal, or where stops are forbidden.
+        """
         if self.tell is None or self._signalled:
             return False
         self._signalled = True
+        message = StopMessage(self._rank, 0, signal.Signals(number).name, self._progress.status())
         if self._rank == 0:
-            self._note_asked()
+            self._note_asked(message)
         else:
-            self._transport.send(StopMessage(self._rank))
+            self._transport.send(message)
         return True
 
     def propose(self, step: int) -> bool:
@@ -407,9 +414,9 @@ class _Stops:
             if not self._unaware:
                 self.known.set()
         else:
-            self._note_asked()
+            self._note_asked(message)
 
-    def _note_asked(self) -> None:
+    def _note_asked(self, message: StopMessage) -> None:
         if not self._asked and self.tell is not None:
             self._asked = True
-            self.tell()
+            self.tell(f"{name_rank(message.rank, message.status)}, {message.status.when}, got {message.signal}")

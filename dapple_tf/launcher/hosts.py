@@ -5,19 +5,25 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import signal
 import socket
 import subprocess
+import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from dapple_tf.errors import ClusterError
 from dapple_tf.profiler.quote import quote
 
 # "node1 slots=8" of an Open MPI hostfile, "node1:8" of Horovod's discovery scripts, or a name alone: one slot.
-_LINE = re.compile(r"(?P<name>[\w.-]+)(?::(?P<count>\d{1,6})|(?:\s+slots\s*=\s*(?P<slots>\d{1,6}))?)")
+_LINE = re.compile(r"(?P<name>\w[\w.-]*)(?::(?P<count>\d{1,6})|(?:\s+slots\s*=\s*(?P<slots>\d{1,6}))?)")
 _LOCAL = ("localhost", "127.0.0.1")
+_LONGEST_BYTES = 2**20  # of what a script prints
+_LOOK_SECONDS = 0.02  # between two looks at a script that runs
 _AGENT = "ssh -o BatchMode=yes -o ConnectTimeout=5"  # asks for no password: a host that wants one does not answer
 
 
@@ -36,8 +42,8 @@ def read_hosts(path: str | os.PathLike[str], seconds: float = 30) -> tuple[Host,
     """Return the hosts that the file at ``path`` lists or, where it is executable, that it prints.
 
     Each line is ``name slots=n`` or ``name:n``; ``#`` begins a comment. Raises ClusterError for a file that cannot be
-    read, a script that fails or takes longer than ``seconds``, a line that names no host, a host that is named twice,
-    and where no host has a slot; the message names the line.
+    read, a script that fails, prints more than 1 MiB or takes longer than ``seconds``, a line that names no host, a
+    host that is named twice, and where no host has a slot; the message names the line.
     """
     file = Path(path)
     source = f"the output of {file}" if os.access(file, os.X_OK) and file.is_file() else str(file)
@@ -62,6 +68,8 @@ def read_hosts(path: str | os.PathLike[str], seconds: float = 30) -> tuple[Host,
 
 
 def _read_file(file: Path) -> str:
+    if file.exists() and not file.is_file():
+        raise ClusterError(f"{file} is no regular file: the hosts are read from it again at each start")
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -70,27 +78,50 @@ def _read_file(file: Path) -> str:
 
 
 def _run_script(file: Path, seconds: float) -> str:
-    try:
-        ran = subprocess.run(
-            [str(file.absolute())],
-            capture_output=True,
-            text=True,
-            errors="replace",
-            stdin=subprocess.DEVNULL,
-            timeout=seconds,
-            check=False,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise ClusterError(f"{file} has not named the hosts after {seconds:g} s: it must print them and end") from error
-    except OSError as error:
-        raise ClusterError(
-            f"{file} is executable but cannot be run ({error.strerror}): begin a script with #!, or take away its "
-            "right to be executed if it is a list of hosts"
-        ) from error
-    if ran.returncode:
-        last = (ran.stderr.strip().splitlines() or ["it printed no error"])[-1]
-        raise ClusterError(f"{file} failed with exit code {ran.returncode}: {quote(last)}")
-    return ran.stdout
+    """Return what a script prints until it ends; what it has started in the background may run on."""
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+        try:
+            process = subprocess.Popen(
+                [str(file.absolute())],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=errors,
+                start_new_session=True,  # with a group of its own, which is ended as a whole
+            )
+        except OSError as error:
+            raise ClusterError(
+                f"{file} is executable but cannot be run ({error.strerror}): begin a script with #!, or take away its "
+                "right to be executed if it is a list of hosts"
+            ) from error
+        try:
+            _wait_for_script(process, file, (output, errors), seconds)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        printed, said = (_read_text(stream) for stream in (output, errors))
+    if process.returncode:
+        last = (said.strip().splitlines() or ["it printed no error"])[-1]
+        raise ClusterError(f"{file} failed with exit code {process.returncode}: {quote(last)}")
+    return printed
+
+
+def _wait_for_script(
+    process: subprocess.Popen[bytes], file: Path, streams: Sequence[IO[bytes]], seconds: float
+) -> None:
+    """Wait until a script has ended; raise ClusterError if it takes longer than ``seconds``, or prints too much."""
+    end = time.monotonic() + seconds
+    while process.poll() is None:
+        if any(os.fstat(stream.fileno()).st_size > _LONGEST_BYTES for stream in streams):
+            raise ClusterError(f"{file} prints more than 1 MiB: it must print the hosts and end")
+        if time.monotonic() > end:
+            raise ClusterError(f"{file} has not named the hosts after {seconds:g} s: it must print them and end")
+        time.sleep(_LOOK_SECONDS)
+
+
+def _read_text(stream: IO[bytes]) -> str:
+    stream.seek(0)
+    return stream.read(_LONGEST_BYTES).decode(errors="replace")
 
 
 def find_answering(

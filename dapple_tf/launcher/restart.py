@@ -30,6 +30,9 @@ _MORE_RANKS = "dapple: more ranks are possible: "
 CONTINUE = 75
 """Exit code of a job that has saved, and asks to be started again with more ranks (EX_TEMPFAIL of sysexits.h)."""
 
+REFUSED = 78
+"""Exit code of a job that would fail in the same way at each start (EX_CONFIG of sysexits.h)."""
+
 
 @dataclass(frozen=True)
 class Start:
@@ -61,22 +64,45 @@ def read_start(environment: Mapping[str, str] = os.environ) -> Start | None:
     return Start(**{**fields, "lost": tuple(fields.get("lost", ()))})
 
 
+def failure_code(lasts: bool, environment: Mapping[str, str] = os.environ) -> int:
+    """Return the exit code of a process that has failed: ``REFUSED`` if that ``lasts`` and a launcher waits for it."""
+    return REFUSED if lasts and starts_again(environment) else 1
+
+
+def starts_again(environment: Mapping[str, str] = os.environ) -> bool:
+    """Return whether a launcher has started this process that starts a failed job again."""
+    return VARIABLE in environment or is_driven(environment)
+
+
 def offer_ranks(hosts: Sequence[tuple[str, int]]) -> str:
-    """Return the line that tells a job on which hosts it could run, each with its number of ranks."""
+    """Return the line that tells a job on which hosts it could run, each with its number of ranks.
+
+    A line with no more ranks than the job has withdraws an earlier one.
+    """
     return f"{_MORE_RANKS}{','.join(f'{name}:{ranks}' for name, ranks in hosts)}\n"
 
 
-def read_more_ranks(environment: Mapping[str, str] = os.environ) -> list[tuple[str, int]] | None:
-    """Return the hosts, with their ranks, that the launcher has offered since the last call; call it on rank 0."""
-    if VARIABLE not in environment or is_driven(environment):  # standard input is the user's
-        return None
-    text = ""
-    while select.select([sys.stdin], [], [], 0)[0] and (data := os.read(sys.stdin.fileno(), 65536)):
-        text += data.decode(errors="replace")
-    offers = [line.removeprefix(_MORE_RANKS) for line in text.splitlines() if line.startswith(_MORE_RANKS)]
-    if not offers:
-        return None
-    return [(name, int(ranks)) for name, _, ranks in (word.rpartition(":") for word in offers[-1].split(","))]
+class Offers:
+    """Reads, on rank 0, the offers of the launcher from standard input: hosts on which the job could run."""
+
+    def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
+        self._launched = VARIABLE in environment and not is_driven(environment)  # else standard input is the user's
+        self._unread = ""
+
+    def read(self) -> list[tuple[str, int]]:
+        """Return the hosts, with their ranks, of the last offer since the last call; none where there was no offer.
+
+        A long line comes in parts: one without its end is kept for the next call.
+        """
+        while self._launched and select.select([sys.stdin], [], [], 0)[0]:
+            data = os.read(sys.stdin.fileno(), 65536)
+            if not data:
+                break
+            self._unread += data.decode(errors="replace")
+        *lines, self._unread = self._unread.split("\n")
+        offers = [line.removeprefix(_MORE_RANKS) for line in lines if line.startswith(_MORE_RANKS)]
+        words = offers[-1].split(",") if offers and offers[-1] else []
+        return [(name, int(ranks)) for name, _, ranks in (word.rpartition(":") for word in words)]
 
 
 # --- Under Horovod's elastic driver

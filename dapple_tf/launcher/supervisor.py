@@ -8,22 +8,26 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import math
 import os
 import secrets
 import signal
 import subprocess
+import sys
+import termios
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import IO
 
 from dapple_tf.errors import ClusterError
 from dapple_tf.launcher.hosts import Host, find_answering, is_local, read_hosts
-from dapple_tf.launcher.restart import CONTINUE, VARIABLE, Start, offer_ranks
+from dapple_tf.launcher.restart import CONTINUE, REFUSED, VARIABLE, Start, offer_ranks
 
-_USAGE = 2  # the exit code of a command with a wrong option: another start ends in the same way
-_INTERRUPTED = 130
-_TERMINATED = 143
+_USAGE = 2  # the exit code of a command with a wrong option
+_ENDED_BY = 128  # and the number of a signal: the exit code of what the signal has ended
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # the last when the terminal is closed
 _POLL_SECONDS = 0.2
 _PASSED_ON = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
 
@@ -62,7 +66,7 @@ class Supervisor:
         self._lost: tuple[str, ...] = ()
 
     def run(self) -> int:
-        """Run until the job has ended for good; return its exit code: 1 where too few ranks are left.
+        """Run until the job has ended for good; return its exit code: 1 where it failed, or too few ranks are left.
 
         Raises ClusterError where the hosts cannot be read, or give too few slots, before anything starts.
         """
@@ -87,9 +91,12 @@ class Supervisor:
                     lost=_ranks_on(hosts, self._lost),
                 )
                 if self._stopped_by is not None and code != 0:
-                    return _INTERRUPTED if self._stopped_by == signal.SIGINT else _TERMINATED
-                if code in (0, _USAGE):
-                    return code
+                    return _ENDED_BY + self._stopped_by
+                if code == 0:
+                    return 0
+                if code in (_USAGE, REFUSED):
+                    self._tell(f"the job ended with {_describe_code(code)}: another start would end in the same way")
+                    return _USAGE if code == _USAGE else 1
                 if code == CONTINUE:
                     self._tell("the job has saved, to go on with more ranks")
                 else:
@@ -105,6 +112,8 @@ class Supervisor:
                         "here; what was saved stays"
                     )
                     return 1
+                if self._stopped_by is not None:  # while the hosts were asked
+                    return _ENDED_BY + self._stopped_by
 
     def _choose_hosts(self, named: Sequence[Host]) -> tuple[Host, ...]:
         """Return the hosts that answer, with no more slots than the job may have ranks."""
@@ -167,7 +176,7 @@ class Supervisor:
 
     def _watch(self, process: subprocess.Popen[str], hosts: Sequence[Host]) -> int:
         """Wait for the job's end; end mpirun where a host is lost, and offer more ranks where there are more slots."""
-        settings, offered = self._settings, _count_slots(hosts)
+        settings, told = self._settings, _count_slots(hosts)
         check = time.monotonic() + settings.check_seconds
         while (code := process.poll()) is None:
             if self._stopped_by is not None:
@@ -176,7 +185,7 @@ class Supervisor:
                 lost = self._find_lost(hosts)
                 if lost:
                     return self._give_up(process, lost)
-                offered = self._offer_ranks(process, _count_slots(hosts), offered)
+                told = self._offer_ranks(process, _count_slots(hosts), told)
                 check = time.monotonic() + settings.check_seconds
             self._wait(_POLL_SECONDS)
         return code
@@ -184,7 +193,7 @@ class Supervisor:
     def _stop(self, process: subprocess.Popen[str], number: int) -> int:
         """Let the job save and end, by SIGUSR1, which mpirun passes on; end it at once at the second signal.
 
-        After SIGTERM, whose sender may not wait, the job has the timeout for it.
+        After other signals than Ctrl-C, whose sender may not wait, the job has the timeout for it.
         """
         self._tell("lets the job save the step that runs, and end; a second signal ends it at once")
         process.send_signal(signal.SIGUSR1)
@@ -196,7 +205,7 @@ class Supervisor:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(self._settings.timeout_seconds)
         # mpirun also ends with 0 where the signal comes while it starts the ranks.
-        return _end(process, self._settings.timeout_seconds) or _TERMINATED
+        return _end(process, self._settings.timeout_seconds) or _ENDED_BY + number
 
     def _find_lost(self, hosts: Sequence[Host]) -> list[str]:
         """Return the names of hosts that do not answer, asked twice."""
@@ -215,22 +224,23 @@ class Supervisor:
             process.wait(self._settings.timeout_seconds)
         return _end(process, self._settings.timeout_seconds) or 1
 
-    def _offer_ranks(self, process: subprocess.Popen[str], ranks: int, offered: int) -> int:
-        """Tell the job of ``ranks`` where more than were ``offered`` are possible; return how many are offered now."""
-        if offered >= self._settings.most or process.stdin is None:
-            return offered
+    def _offer_ranks(self, process: subprocess.Popen[str], ranks: int, told: int) -> int:
+        """Tell the job of ``ranks`` how many are possible where it was ``told`` another number; return what it knows.
+
+        What was offered and is gone is withdrawn: the job would end for nothing, and would not learn when it is back.
+        """
+        if ranks >= self._settings.most or process.stdin is None or not is_read(process.stdin):
+            return told
         try:
             named = read_hosts(self._settings.hosts)
         except ClusterError:  # said at the next start, if it stays so
-            return offered
+            return told
         hosts = self._limit(find_answering(named, self._environment))
-        possible = _count_slots(hosts)
-        if possible <= offered:
-            return offered
-        self._tell(
-            f"{possible} ranks are possible now, {ranks} run: an elastic job that has saved decides whether it goes on "
-            "with them"
-        )
+        possible = max(ranks, _count_slots(hosts))
+        if possible == told:
+            return told
+        decides = ": an elastic job that has saved decides whether it goes on with them" if possible > ranks else ""
+        self._tell(f"{possible} ranks are possible now, {ranks} run{decides}")
         with contextlib.suppress(OSError):  # it has just ended
             process.stdin.write(offer_ranks([(host.name, host.slots) for host in hosts]))
             process.stdin.flush()
@@ -244,13 +254,14 @@ class Supervisor:
 
     @contextlib.contextmanager
     def _passing_signals_on(self) -> Iterator[None]:
-        """Note Ctrl-C and SIGTERM meanwhile, for which ``_watch`` stops the job."""
+        """Note Ctrl-C, SIGTERM and SIGHUP meanwhile, for which ``_watch`` stops the job, unless nohup ignores it."""
 
         def note(number: int, _: object) -> None:
             self._stopped_by = number
             self._signals += 1
 
-        before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+        heeded = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+        before = {number: signal.signal(number, note) for number in heeded}
         try:
             yield
         finally:
@@ -263,6 +274,14 @@ class Supervisor:
         while self._stopped_by is None and (left := end - time.monotonic()) > 0:
             # In short parts, since a handler of a signal does not end time.sleep.
             time.sleep(min(left, _POLL_SECONDS))
+
+
+def is_read(pipe: IO[str]) -> bool:
+    """Return whether all that was written to a pipe has been read: then a line more does not wait for the reader.
+
+    mpirun stops reading where a rank does not.
+    """
+    return not int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)), sys.byteorder)
 
 
 def _count_slots(hosts: Sequence[Host]) -> int:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from dapple_tf.distributed.membership import AllRanks, Job
-from dapple_tf.launcher.restart import HostChanges, is_driven, read_more_ranks, read_start
+from dapple_tf.launcher.restart import HostChanges, Offers, is_driven, read_start
 from dapple_tf.profiler.units import format_seconds
 from dapple_tf.runtime.step import PipelinedStep
 
@@ -25,6 +25,7 @@ class Growth:
         self._step, self._ranks, self._tell = step, AllRanks(job), tell
         self._seconds: list[float] = []
         self._start_seconds: float | None = None
+        self._offers = Offers()
         self._changes = HostChanges() if is_driven() and self._ranks.rank == 0 else None
 
     def note_step(self, seconds: float) -> None:
@@ -48,10 +49,10 @@ class Growth:
                     "the hosts have changed: Horovod does not say to how many ranks, so the job goes on with them"
                 )
             return self._changes.noted
-        hosts = read_more_ranks()
-        if hosts is None:
-            return False
+        hosts = self._offers.read()
         ranks = sum(count for _, count in hosts)
+        if ranks <= self._ranks.size:
+            return False
         found = self._step.predict_on(hosts)
         if found is None or not self._seconds or self._start_seconds is None:
             self._tell(

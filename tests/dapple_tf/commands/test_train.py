@@ -218,10 +218,22 @@ def test_a_run_resumed_from_a_checkpoint_has_the_losses_of_one_run(run_here: Run
     assert first["losses"] + resumed.json["losses"] == whole["losses"]
     assert resumed.json["first_loss"] != whole["first_loss"]
     assert f"resumed after step 3 from {tmp_path}" in resumed.stdout
+    assert "warning" not in resumed.stderr
 
     again = run_here(*saved, "--steps", 6)
     assert again.code == 1
     assert again.stderr.splitlines()[-1].endswith(f"{tmp_path} has 6 steps already: ask for more with --steps")
+
+
+def test_a_run_resumed_with_other_data_is_warned(run_here: Run, tmp_path: Path) -> None:
+    options = (*TRAIN, "--stages", 2, "--checkpoint-dir", tmp_path)
+    run_here(*options, "--seed", 3, "--steps", 2)
+    resumed = run_here(*options, "--seed", 4, "--batch-size", 12, "--steps", 3)
+    assert resumed.code == 0
+    assert (
+        "warning: the run goes on with other data: --batch-size is 12 (before: not given), --seed is 4 (before: 3). It "
+        "passes over the first 2 batches, which may be others than those it was trained on"
+    ) in resumed.stderr
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -14,7 +15,8 @@ from dapple_tf.distributed import exit_reporting, membership
 from dapple_tf.distributed.exit_reporting import prints_error_in_full, report_failure, start_exit_reporting
 from dapple_tf.distributed.membership import Job
 from dapple_tf.distributed.shared_errors import share_error
-from dapple_tf.errors import OutputError, PlanError, StepError
+from dapple_tf.errors import CheckpointError, JobError, OutputError, PlanError, StepError
+from dapple_tf.launcher.restart import REFUSED, VARIABLE, Start
 
 
 @dataclass
@@ -127,6 +129,21 @@ def test_a_call_outside_of_a_step_that_has_lost_the_other_ranks_waits_too(watchd
         ("lost ranks", f"raised UnknownError: {text}"),
         ("error", f"raised ValueError: {text}", 1),
     ]
+
+
+def test_a_launcher_learns_by_the_exit_code_which_errors_would_come_again(
+    watchdog: RecordingWatchdog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, Start(0).to_text())
+    passing = [OSError("away"), StepError("no memory"), CheckpointError("the disk is full", lasts=False)]
+    for error in passing:
+        raise_uncaught(error)
+    assert [code for _, _, code in watchdog.reports] == [1, 1, 1]
+    for error in (PlanError("too few ranks"), CheckpointError("of another model"), JobError("rank 1", lasts=True)):
+        with pytest.raises(SystemExit) as caught:
+            raise_uncaught(pickle.loads(pickle.dumps(error)))  # as it comes from another rank
+        assert caught.value.code == REFUSED
+        assert watchdog.reports[-1][2] == REFUSED
 
 
 def test_outside_of_a_job_nothing_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,8 +62,10 @@ def test_a_killed_rank_ends_the_job_and_other_ranks_resume_it(tmp_path: Path) ->
     folder, trace = tmp_path / "checkpoints", tmp_path / "trace.json"
     error = run_until_killed(folder, "1,1,1", 3, 12, kill_rank=1, at_batch=9)
     ended = time.time()
+    saved = rf"step 6 is saved as {folder}/checkpoint-6\.safetensors; start the job again with ranks that run "
     for number in (0, 2):
-        assert_stopped(error.ranks[number], number, 1, r"was killed or has crashed \(its connection closed\)")
+        what = r"was killed or has crashed \(its connection closed\)"
+        assert_stopped(error.ranks[number], number, 1, what, advice=rf"{saved}\S+ -m dapple_tf train .*")
     assert error.exit_code == 128 + 9
     failed = re.search(r"^failing at ([\d.]+)$", error.ranks[1].stderr, re.MULTILINE)
     assert failed is not None
@@ -86,8 +88,14 @@ def test_a_job_that_is_asked_to_stop_saves_the_step_that_runs(tmp_path: Path, ho
     (last,) = set(saved_steps(tmp_path)) - {3, 6}
     assert last in (8, 9)  # the step that was about to begin, or the one after it
     stderr = error.ranks[0].stderr
-    assert "stops after the next step and saves it, unless the launcher kills the ranks before: now step" in stderr
-    saved = f"step {last} is saved as {tmp_path}/checkpoint-{last}.safetensors; to go on: start the job again, whose "
+    name = "SIGUSR1" if how == "launcher SIGUSR1" else how
+    assert re.search(
+        rf"dapple: rank [01] \(stage [01]\), (in|after) step [78], got {name}: the job stops after the next step and "
+        rf"saves it, unless the launcher kills the ranks before; now step 6 is saved as {tmp_path}/checkpoint-6.*; "
+        "start the job again with ranks that run .* -m dapple_tf train ",
+        stderr,
+    ), stderr
+    saved = f"step {last} is saved as {tmp_path}/checkpoint-{last}.safetensors; start the job again with ranks "
     assert saved in stderr
     assert [line for line in error.ranks[1].stderr.splitlines() if line.startswith("dapple: rank")] == []
 

@@ -15,7 +15,7 @@ import pytest
 from dapple_tf.distributed import membership
 from dapple_tf.distributed.membership import Job
 from dapple_tf.distributed.shared_errors import reporting_rank
-from dapple_tf.errors import DeviceError, JobError
+from dapple_tf.errors import DeviceError, JobError, PlanError
 
 LAUNCHED = {f"OMPI_COMM_WORLD_{name}": value for name, value in (("SIZE", "2"), ("LOCAL_SIZE", "2"), ("RANK", "1"))}
 
@@ -220,6 +220,16 @@ def test_a_rank_that_fails_raises_its_error_and_the_others_name_it() -> None:
     errors = on_three_ranks(lambda job: job.run_on_all(lambda: work(job.rank)))
     assert texts_of(errors) == ["JobError: rank 2 failed with KeyError: 'layer'"] * 2 + ["KeyError: 'layer'"]
     assert [reporting_rank(error) for error in errors] == [2, 2, 2]
+
+
+@pytest.mark.parametrize(("raised", "lasts"), [(PlanError("no plan"), True), (OSError("away"), False)])
+def test_the_others_know_whether_another_start_fails_in_the_same_way(raised: Exception, lasts: bool) -> None:
+    def work(rank: int) -> None:
+        if rank == 2:
+            raise raised
+
+    errors = on_three_ranks(lambda job: job.run_on_all(lambda: work(job.rank)))
+    assert [error.lasts for error in errors[:2]] == [lasts] * 2
 
 
 def test_ranks_that_fail_alike_raise_their_errors_and_the_first_prints_it() -> None:

@@ -375,11 +375,11 @@ def take_steps(watchdog: Watchdog, barrier: threading.Barrier) -> int:
 def test_a_signal_stops_all_ranks_after_the_same_step(
     ranks: Ranks, number: signal.Signals, signalled: tuple[int, ...]
 ) -> None:
-    told: list[int] = []
+    told: list[tuple[int, str]] = []
     barrier = threading.Barrier(3)
     with concurrent.futures.ThreadPoolExecutor(3) as pool:
         for rank, watchdog in enumerate(ranks.watchdogs):
-            watchdog.allow_stops(lambda rank=rank: told.append(rank))
+            watchdog.allow_stops(lambda what, rank=rank: told.append((rank, what)))
         running = [pool.submit(take_steps, watchdog, barrier) for watchdog in ranks.watchdogs]
         for rank in signalled:
             watchdog = ranks.watchdogs[rank]
@@ -393,7 +393,8 @@ def test_a_signal_stops_all_ranks_after_the_same_step(
         stopped = [one.result(10) for one in running]
     assert stopped[0] > 0
     assert len(set(stopped)) == 1
-    assert told == [0]
+    first = signalled[0]
+    assert told == [(0, f"rank {first} (stage {first}), after step 7, got {number.name}")]
     assert ranks.ends.empty()
 
 
@@ -403,7 +404,7 @@ def test_a_second_signal_ends_all_ranks_at_once(
 ) -> None:
     """The main threads take no step; a second SIGUSR1 is a SIGTERM."""
     for watchdog in ranks.watchdogs:
-        watchdog.allow_stops(lambda: None)
+        watchdog.allow_stops(lambda _: None)
     handler = ranks.watchdogs[1].signals.on_terminate
     before = {one: signal.signal(one, handler) for one in (signal.SIGTERM, signal.SIGUSR1)}
     try:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import time
 from pathlib import Path
 
 import pytest
 
+from dapple_tf.distributed.failure_detector import ProcessState
+from dapple_tf.distributed.startup_watch import state_of
 from dapple_tf.errors import ClusterError
 from dapple_tf.launcher.hosts import Host, find_answering, read_hosts
 
@@ -36,6 +40,7 @@ def test_a_script_prints_the_hosts(tmp_path: Path) -> None:
         ("# nobody\n", r"hosts names no host with a slot: write name slots=n"),
         ("node1 slots=0\n", r"names no host with a slot"),
         ("-oProxyCommand=x:1\n", r"line 1: .* names no host"),
+        ("-x slots=1\n", r"line 1: .* names no host"),  # ssh would take it as an option
     ],
 )
 def test_a_list_that_is_wrong_is_refused(tmp_path: Path, text: str, message: str) -> None:
@@ -49,6 +54,25 @@ def test_a_list_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ClusterError, match=r"binary cannot be read: it is not UTF-8 text"):
         read_hosts(tmp_path / "binary")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ClusterError, match=r"pipe is no regular file: the hosts are read from it again at each start"):
+        read_hosts(tmp_path / "pipe")
+
+
+def test_a_script_may_leave_something_in_the_background(tmp_path: Path) -> None:
+    script = write(tmp_path / "discover", "#!/bin/sh\nsleep 3 &\necho node1:2\n", executable=True)
+    assert read_hosts(script, seconds=2.5) == (Host("node1", 2),)
+
+
+def test_all_processes_of_a_script_that_hangs_are_ended(tmp_path: Path) -> None:
+    text = f"#!/bin/sh\nsleep 30 &\necho $! > {tmp_path}/number\nwait\n"
+    with pytest.raises(ClusterError, match="has not named the hosts after 1 s"):
+        read_hosts(write(tmp_path / "discover", text, executable=True), seconds=1)
+    number = int((tmp_path / "number").read_text())
+    end = time.monotonic() + 10  # the signal is sent; the kernel may take its time
+    while state_of([number]) != ProcessState.ENDED:
+        assert time.monotonic() < end
+        time.sleep(0.05)
 
 
 @pytest.mark.parametrize(
@@ -56,6 +80,7 @@ def test_a_list_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     [
         ("#!/bin/sh\necho 'no such queue' >&2\nexit 3\n", r"discover failed with exit code 3: 'no such queue'"),
         ("#!/bin/sh\necho '<html>'\n", r"the output of .*discover, line 1: '<html>' names no host"),
+        ("#!/bin/sh\nyes\n", r"discover prints more than 1 MiB: it must print the hosts and end"),
         ("#!/bin/sh\nsleep 30\n", r"discover has not named the hosts after 0.5 s: it must print them and end"),
         ("node1:2\n", r"discover is executable but cannot be run \(Exec format error\): begin a script with #!"),
     ],

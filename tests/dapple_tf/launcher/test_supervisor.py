@@ -41,9 +41,9 @@ class Launch:
         """Start ``dapple launch`` of a program."""
         (self.folder / "program.py").write_text(_BEGIN + program)
         mpirun = " ".join(MPIRUN.command(self.folder, ranks)[1:-2])
-        command = [sys.executable, "-m", "dapple_tf", "launch", "--hosts", "hosts", "-np", str(ranks), *options]
+        command = [sys.executable, "-m", "dapple_tf", "launch", "--hosts", "hosts", "-np", str(ranks)]
         process = subprocess.Popen(
-            [*command, "--check-every", "0.5", "--mpirun", mpirun, "--", sys.executable, "program.py"],
+            [*command, "--check-every", "0.5", *options, "--mpirun", mpirun, "--", sys.executable, "program.py"],
             cwd=self.folder,
             env=environment_without_launchers() | {"PYTHONPATH": str(ROOT), "DAPPLE_TIMEOUT_SECONDS": "2"},
             stdin=subprocess.DEVNULL,
@@ -57,7 +57,7 @@ class Launch:
     def run(self, program: str, *options: str, ranks: int = 2) -> tuple[int, str]:
         """Return the exit code of ``dapple launch``, and what it writes to stderr."""
         process = self.begin(program, *options, ranks=ranks)
-        _, stderr = process.communicate(timeout=60)
+        _, stderr = process.communicate(timeout=120)
         return process.returncode, stderr
 
     @property
@@ -121,23 +121,48 @@ time.sleep(50)  # mpirun ends the others when rank 0 has failed
     assert "1 ranks are possible, fewer than --min-np 2: it ends here; what was saved stays" in told
 
 
-def test_a_wrong_option_of_the_command_is_not_tried_again(launch: Launch) -> None:
-    code, _ = launch.run("sys.exit(2)")
-    assert code == 2
+@pytest.mark.parametrize(("ended", "wanted"), [(2, 2), (78, 1)])
+def test_a_job_that_would_fail_in_the_same_way_is_not_started_again(launch: Launch, ended: int, wanted: int) -> None:
+    code, told = launch.run(f"sys.exit({ended})")
+    assert code == wanted
     assert {start for start, _, _ in launch.starts} == {0}
+    assert f"the job ended with exit code {ended}: another start would end in the same way" in told
+
+
+# Fourteen devices are asked for, which neither one rank nor two have.
+_REFUSED = """
+import tensorflow as tf
+import dapple_tf as dapple
+dapple.init()
+weight = tf.Variable([1.0])
+dapple.pipeline(lambda x: tf.reduce_mean(x * weight), optimizer="sgd", stages=2, replicas=[7, 7])(tf.ones([28, 1]))
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_uncaught_error_that_would_come_again_ends_the_job_for_good(launch: Launch, ranks: int) -> None:
+    code, told = launch.run(_REFUSED, ranks=ranks)
+    assert code == 1, told
+    assert {start for start, _, _ in launch.starts} == {0}
+    assert "Traceback" in told
+    assert "the job ended with exit code 78: another start would end in the same way" in told
 
 
 def test_a_job_is_asked_to_go_on_with_more_ranks(launch: Launch) -> None:
     launch.hosts("localhost slots=1\n")
     program = """
 if size == 1:
-    open('hosts', 'w').write('localhost slots=2')
-    select.select([sys.stdin], [], [], 50)
-    sys.exit(75 if sys.stdin.readline() == "dapple: more ranks are possible: localhost:2\\n" else 1)
+    for slots in (2, 1, 2):  # those that are gone again are withdrawn, and offered anew when they are back
+        open('hosts', 'w').write(f'localhost slots={slots}')
+        select.select([sys.stdin], [], [], 50)
+        if sys.stdin.readline() != f"dapple: more ranks are possible: localhost:{slots}\\n":
+            sys.exit(1)
+    sys.exit(75)
 """
     code, told = launch.run(program, "--restarts", "0")
     assert code == 0, told
     assert launch.starts == [(0, 0, 1), (1, 0, 2), (1, 1, 2)]
+    assert "1 ranks are possible now, 1 run\n" in told
     assert "2 ranks are possible now, 1 run: an elastic job that has saved decides whether it goes on with them" in told
 
 
@@ -151,7 +176,7 @@ def test_a_signal_ends_the_job_for_good(launch: Launch, sent: int, wanted: int) 
     assert "starts the job again" not in told
 
 
-@pytest.mark.parametrize(("sent", "wanted"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("sent", "wanted"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_the_first_signal_lets_the_job_save(launch: Launch, sent: int, wanted: int) -> None:
     """It takes longer than mpirun waits between SIGTERM and SIGKILL."""
     process = launch.begin(
@@ -164,6 +189,26 @@ def test_the_first_signal_lets_the_job_save(launch: Launch, sent: int, wanted: i
     assert process.returncode == wanted, told
     assert all((launch.folder / f"saved{rank}").exists() for rank in (0, 1))
     assert "lets the job save the step that runs, and end; a second signal ends it at once" in told
+
+
+def test_a_signal_while_the_hosts_are_asked_starts_nothing_any_more(launch: Launch) -> None:
+    launch.hosts("#!/bin/sh\n[ -e started ] && touch asked && sleep 2\necho localhost:2\n")
+    (launch.folder / "hosts").chmod(0o755)
+    process = launch.begin("sys.exit(9)", "--check-every", "60")
+    wait_until((launch.folder / "asked").exists)
+    process.send_signal(signal.SIGTERM)
+    _, told = process.communicate(timeout=30)
+    assert process.returncode == 143, told
+    assert {start for start, _, _ in launch.starts} == {0}
+
+
+def test_a_launcher_goes_on_when_nobody_reads_its_messages_any_more(launch: Launch) -> None:
+    process = launch.begin("time.sleep(1)\nif start == 0: sys.exit(9)")
+    wait_until(lambda: len(launch.starts) == 2)
+    assert process.stderr is not None
+    process.stderr.close()
+    assert process.wait(60) == 0
+    assert (1, 1, 2) in launch.starts
 
 
 def test_a_stopped_job_is_not_done_whatever_its_exit_code(launch: Launch) -> None:
@@ -209,6 +254,7 @@ def test_too_few_slots_are_refused_before_anything_starts(launch: Launch) -> Non
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (("--", "nowhere"), "nowhere is no program on the PATH, nor a file that can be run: correct COMMAND"),
         (("--min-np", "3"), "--min-np 3 is more than -np 2: start more ranks, or ask for fewer"),
         (("--mpirun", "'"), '--mpirun "\'": No closing quotation'),
         (("--restarts", "-1"), "Invalid value for '--restarts'"),
