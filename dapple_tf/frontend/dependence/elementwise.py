@@ -37,6 +37,7 @@ _CHOOSING = frozenset({"Select", "SelectV2"})
 _DIVIDING = frozenset({"RealDiv", "Div", "DivNoNan"})
 _QUANTIZING = op_names("QuantizeAndDequantizeV2 QuantizeAndDequantizeV3 QuantizeAndDequantizeV4")
 SCALING = frozenset({"Mul", "MulNoNan"}) | _DIVIDING
+_WIDE = frozenset({"int32", "int64", "uint32", "uint64", "float32", "float64"})  # they hold all positions of samples
 PAIRS_SHARED = "pairs samples, by their positions, with entries of a tensor that all micro-batches share"
 _LINEAR_UNARY = op_names(
     "Identity IdentityN Neg StopGradient PreventGradient CheckNumerics CheckNumericsV2 Snapshot EnsureShape Real "
@@ -216,7 +217,8 @@ def _positions(scope: Scope, node: Node, kinds: Sequence[Kind], result: Kind) ->
     if not any(kind.slope for kind in kinds):
         return result
     slopes = [kind.slope or (0,) for kind in kinds]
-    if node.op in ("Identity", "Cast", "StopGradient", "EnsureShape", "IdentityN"):
+    wide_enough = node.outputs[0].dtype.name in _WIDE
+    if node.op in ("Identity", "StopGradient", "EnsureShape", "IdentityN") or (node.op == "Cast" and wide_enough):
         return dataclasses.replace(result, slope=slopes[0])
     width = max(len(slope) for slope in slopes)
     wide = [slope * width if len(slope) == 1 else slope for slope in slopes]

@@ -31,6 +31,10 @@ def centered_by_stop_gradient(b: Batch) -> Any:
     return tf.map_fn(lambda row: row + (mean - tf.stop_gradient(mean)), b.z)
 
 
+def lengths_as_texts(numbers: Any) -> Any:
+    return tf.cast(tf.strings.length(tf.strings.as_string(numbers)), tf.float64)
+
+
 ROWS: dict[str, Compute] = {
     "map_fn": lambda b: tf.map_fn(tf.tanh, b.z),
     "map_fn to a number": lambda b: tf.map_fn(tf.reduce_sum, b.z),
@@ -104,6 +108,24 @@ COUPLED: dict[str, Compute] = {
         tf.map_fn(tf.sort, b.z), tf.boolean_mask(b.z, b.z[:, 0] > 0)
     ),
     "the next sample": lambda b: tf.roll(b.z, 1, 0),
+    "lengths of positions as texts": lambda b: b.w[0] * lengths_as_texts(tf.range(2 * b.n)),
+    "lengths of positions as texts, in a loop": lambda b: tf.map_fn(
+        lambda i: b.z[i] * lengths_as_texts(i), tf.range(b.n), fn_output_signature=tf.float64
+    ),
+    "lengths of positions as characters": lambda b: (
+        b.w[0]
+        * tf.cast(tf.strings.length(tf.strings.unicode_encode(tf.range(2 * b.n)[:, None] + 1, "UTF-8")), tf.float64)
+    ),
+    "positions compared with a float": lambda b: b.w[0] * tf.maximum(tf.cast(tf.range(2 * b.n), tf.float64), 900.0),
+    "positions compared with a float, in a loop": lambda b: tf.map_fn(
+        lambda i: tf.cond(tf.cast(i, tf.float64) < 900.0, lambda: b.z[i], lambda: 2 * b.z[i]),
+        tf.range(b.n),
+        fn_output_signature=tf.float64,
+    ),
+    "rows by positions as bytes": lambda b: tf.gather(b.z, tf.cast(tf.cast(tf.range(b.n), tf.uint8), tf.int32)),
+    "rows by positions as bytes, in a loop": lambda b: tf.map_fn(
+        lambda i: b.z[tf.cast(tf.cast(i, tf.uint8), tf.int32)], tf.range(b.n), fn_output_signature=tf.float64
+    ),
 }
 
 
