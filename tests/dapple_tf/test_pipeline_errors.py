@@ -365,7 +365,7 @@ def test_a_step_can_be_used_after_a_refused_batch(loss: Loss) -> None:
         (lambda step: step.plan, "there is no plan before the first batch: call the step, or give example_batch"),
         (lambda step: step.text, "nothing has been built: call the step with a batch first"),
         (lambda step: step.graph_def, "nothing has been built: call the step with a batch first"),
-        (lambda step: step.timeline, r"no step was recorded: call step.record\(batch\) first"),
+        (lambda step: step.timeline, r"no step was recorded: call step.record with a batch first"),
     ],
 )
 def test_properties_before_the_first_batch_raise(loss: Loss, use: Callable[[Any], object], message: str) -> None:
