@@ -194,6 +194,16 @@ def test_an_impossible_plan_is_refused(
         step_of(loss, plan=make_plan((0, 1, (0,)), (2, 4, (1,)), **changes))(X)
 
 
+def test_a_plan_for_another_batch_is_carried_out_with_one_warning(loss: Loss) -> None:
+    step = step_of(loss, plan=make_plan((0, 1, (0,)), (2, 4, (1,)), global_batch_size=32, micro_batch_size=8))
+    with pytest.warns(DappleWarning, match="the plan was made for a batch of 32 samples, and the first") as caught:
+        step(X)
+        step(X[:4])
+    assert len(caught) == 1
+    assert "the first batch has 8: its micro-batches have other sizes than planned" in str(caught[0].message)
+    assert str(caught[0].message).endswith("dapple plan --global-batch-size 8, or dapple.plan(..., global_batch_size=8)")
+
+
 def test_a_plan_for_more_devices_is_refused(loss: Loss) -> None:
     with pytest.raises(PlanError, match="the plan uses devices 0,11, but there are only 8, from 0: make more with"):
         step_of(loss, plan=make_plan((0, 1, (0,)), (2, 4, (11,))))(X)
