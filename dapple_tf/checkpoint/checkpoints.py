@@ -112,6 +112,8 @@ class Checkpoints:
             self._snapshots.begin(self._position)
         elif found is not None:
             self._load(found[0])
+        if self._job is not None:
+            self._job.progress.step = self._position.steps
         return self._position
 
     def _load(self, file: CheckpointFile) -> None:
