@@ -39,6 +39,7 @@ from dapple_tf.profiler.units import format_samples
 from dapple_tf.staged_model import StagedModel
 from dapple_tf.timeline.recording import planned_seconds
 from dapple_tf.timeline.timeline import Timeline
+from dapple_tf.wording import format_count
 
 # A layer with more than this share of the model's work probably hides layers inside a call that cannot be cut.
 _DOMINANT_SHARE = 0.8
@@ -261,7 +262,7 @@ class Autoplan:
         if decision is not None or not options.stages_are_auto:
             plan = self.plan if decision else plan_requested_stages(options, layers, costs, samples, sys.maxsize)
             if plan.device_count != devices if job is not None else plan.device_count > devices:
-                have = f"{devices} {'devices' if job is None else 'ranks'}"
+                have = format_count(devices, "device" if job is None else "rank")
                 if self._ranks.rank == 0:
                     LOGGER.info("elastic: there are %s, and %d were asked for: plans anew", have, plan.device_count)
                 sharded = options.shard_optimizer or plan.shard_optimizer

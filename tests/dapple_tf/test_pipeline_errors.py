@@ -55,7 +55,7 @@ def matrix(name: str = "w") -> tf.Variable:
         ({"stages": ["d9"]}, PartitionError, "no layer is called 'd9'; the nearest are 'd2', 'd1', 'd0'"),
         ({"stages": ["d2", "d1"]}, PlanError, "'d1' does not come after the layer before it in the model"),
         ({"stages": "d1"}, PlanError, "stages='d1': give a number, a list of layer names, or 'auto'"),
-        ({"replicas": [1]}, PlanError, r"replicas=\[1\] names 1 stages, but there are 2"),
+        ({"replicas": [1]}, PlanError, r"replicas=\[1\] names 1 stage, but there are 2"),
         ({"replicas": [2, 0]}, PlanError, "every stage needs at least one device"),
         (
             {"replicas": [8, 1]},

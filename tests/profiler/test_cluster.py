@@ -228,5 +228,5 @@ def test_the_cluster_of_some_hosts_has_their_servers_and_links() -> None:
     assert READ.on_hosts([("x", 1), ("y", 1)]).links == READ.links
     with pytest.raises(ClusterError, match=r"the job runs on 3 hosts, but the cluster has 2 servers"):
         READ.on_hosts([("x", 1), ("y", 1), ("z", 1)])
-    with pytest.raises(ClusterError, match=r"5 ranks run on b, but b has 4 devices"):
+    with pytest.raises(ClusterError, match=r"b runs 5 ranks, but b has 4 devices"):
         READ.on_hosts([("b", 5)])
