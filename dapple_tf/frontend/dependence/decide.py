@@ -414,10 +414,11 @@ class _Decision:
         """Return the nodes that run once a step, on the whole batch."""
         found = {node.name for node in self.writes if all(v in self.once_written for v in node.strings("writes"))}
         for node in self.graph.nodes:  # prints, checks, Python code
+            if node.effect is not Effect.SIDE or node.name not in self.live:
+                continue
             kinds_of = [self.scope.kinds[value] for value in node.inputs]
             shared = all(kind.shared or (kind.form is Form.SIZE and not kind.trained) for kind in kinds_of)
-            known = all(map(self.scope.knows_shapes, node.inputs))
-            if node.effect is Effect.SIDE and node.name in self.live and shared and known:
+            if shared and all(map(self.scope.knows_shapes, node.inputs)):
                 found.add(node.name)
         whole = self.scope.once_sizes | self.scope.sliced
         found |= {value.node for value in whole if value.node in self.live}

@@ -84,7 +84,7 @@ def test_a_killed_rank_ends_the_job_and_other_ranks_resume_it(tmp_path: Path) ->
     assert ["timeline of one step" in rank.stdout + rank.stderr for rank in ranks] == [True, False]
 
 
-@pytest.mark.parametrize("how", ["launcher SIGUSR1", "SIGTERM", "SIGINT"])
+@pytest.mark.parametrize("how", ["launcher SIGUSR1", pytest.param("SIGTERM", marks=pytest.mark.always), "SIGINT"])
 def test_a_job_that_is_asked_to_stop_saves_the_step_that_runs(tmp_path: Path, how: str) -> None:
     """By mpirun, which passes SIGUSR1 on to all ranks, or by a signal of one rank, which is not rank 0."""
     error = run_until_killed(tmp_path, "1,1", 2, 12, kill_rank=1, at_batch=8, how=how)
