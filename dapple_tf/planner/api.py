@@ -114,7 +114,10 @@ def cut_window(mode: str, minibatches: int | None, given: Mapping[str, Any]) -> 
     if mode not in ("sync", "async"):
         raise PlanError(f"mode={mode!r}: give 'sync' or 'async'")
     if mode == "sync":
-        raise PlanError(f"minibatches={minibatches!r} is for asynchronous windows: give mode='async' too")
+        raise PlanError(
+            f"minibatches={minibatches!r} is for asynchronous windows: give mode='async' too (on the command line "
+            "--async)"
+        )
     defaults = {"micro_batch_size": None, "schedule": "auto", "overlap": False, "shard_optimizer": False}
     for name, default in defaults.items():
         if given[name] != default:

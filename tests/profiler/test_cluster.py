@@ -146,8 +146,11 @@ def test_a_wrong_field_is_named(tmp_path: Path, data: dict[str, Any], message: s
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "format is 'NoneType'"),
-        ("a: [1", "not a readable YAML file: "),
+        ("", "not a readable YAML file: it is empty"),
+        ("# nothing yet\n", "not a readable YAML file: it is empty"),
+        ("3", "it holds 3, not an object with the field format, 'dapple-cluster/1'"),
+        ("a: [1", "not a readable YAML file: line 1: while parsing a flow sequence, [^\n]*$"),
+        ("a: 1\nb: 'x\n", "not a readable YAML file: line 3: [^\n]*$"),
         ("a: 1\na: 2\n", "not a readable YAML file: line 2: the field 'a' is given twice"),
         ("{a: 1, a: 2}", "not a readable YAML file: line 1: the field 'a' is given twice"),
         ("--- 1\n--- 2\n", "not a readable YAML file: "),
