@@ -57,6 +57,12 @@ def _axis(pool: Pool, value: Any) -> int:
     return pool.choices.number(rank) - (rank if pool.choices.number(2) else 0)
 
 
+def _real_of_spectrum(spectrum: Any) -> Any:
+    if spectrum.shape[-1] == 1:
+        raise ValueError("TensorFlow ends the process for an inverse FFT of no numbers")
+    return tf.signal.irfft(spectrum)
+
+
 def _axes(pool: Pool, value: Any) -> list[int]:
     first = _axis(pool, value)
     rank = value.shape.rank
@@ -459,7 +465,7 @@ BY_HAND: Mapping[str, Make] = {
     "FFT": lambda pool: tf.signal.fft(pool.of_type(tf.complex128)),
     "IFFT": lambda pool: tf.signal.ifft(pool.of_type(tf.complex128)),
     "RFFT": lambda pool: tf.signal.rfft(tf.cast(pool.floats(), tf.float32)),
-    "IRFFT": lambda pool: tf.signal.irfft(pool.of_type(tf.complex64)),
+    "IRFFT": lambda pool: _real_of_spectrum(pool.of_type(tf.complex64)),
     "FFT2D": lambda pool: tf.signal.fft2d(pool.of_type(tf.complex128)),
     "IFFT2D": lambda pool: tf.signal.ifft2d(pool.of_type(tf.complex128)),
     "DenseBincount": lambda pool: tf.math.bincount(

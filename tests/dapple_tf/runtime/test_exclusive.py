@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 
 from dapple_tf.runtime import exclusive as module
@@ -66,3 +67,32 @@ def test_a_lock_goes_with_its_variable() -> None:
     del variable
     gc.collect()
     assert len(module._LOCKS) == before
+
+
+@pytest.mark.parametrize(
+    ("own", "building"),
+    [
+        ((700, 10, 10), (10_000, 20, 20)),
+        ((50_000, 5, 50), (50_000, 20, 50)),  # a user's own thresholds are not lowered
+        ((0, 10, 10), (0, 10, 10)),  # a collector that is turned off stays so
+    ],
+)
+def test_garbage_is_collected_more_rarely_while_a_step_is_built(
+    own: tuple[int, int, int], building: tuple[int, int, int]
+) -> None:
+    found = []
+    weight = tf.Variable(1.0)
+
+    def loss(x: tf.Tensor) -> tf.Tensor:
+        found.append(gc.get_threshold())
+        return tf.reduce_mean(x * weight)
+
+    before = gc.get_threshold()
+    try:
+        gc.set_threshold(*own)
+        step_of(loss, stages=1)(tf.ones((4, 1)))
+        after = gc.get_threshold()
+    finally:
+        gc.set_threshold(*before)
+    assert set(found) == {building}
+    assert after == own
