@@ -82,6 +82,6 @@ def _check_batch_size(samples: int, minibatches: int, micro_batches: str | None)
     if samples < minibatches * cut:
         parts = format_count(minibatches, "minibatch") + (f" of {format_count(cut, 'micro-batch')}" if cut > 1 else "")
         raise click.UsageError(
-            f"--batch-size {samples} is a window of {parts}; it needs at least "
+            f"--batch-size {samples} is a window of {parts}, which need at least "
             f"{format_count(minibatches * cut, 'sample')}: give a larger --batch-size, or fewer --minibatches"
         )
