@@ -300,7 +300,7 @@ def run_restart() -> Iterator[Row]:
             before = came
         yield Row("the first step, with its build", "-", f"{first - before:.1f} s", True)
         yield Row("in all, 3 ranks", "at most 30 s on 2 cores", f"{first - killed:.1f} s", first - killed <= 30)
-        repeated = re.search(r"(\d+) steps are repeated", started.text)
+        repeated = re.search(r"repeats (\d+) step", started.text)
         count = int(repeated[1]) if repeated else -1
         most = 2 * _SNAPSHOT
         yield Row("steps repeated, a snapshot every 10", f"at most {most}", str(count), 0 <= count <= most)

@@ -50,10 +50,11 @@ from dapple_tf.graph_passes.passes.windows.use_versions import UseVersions
 from dapple_tf.graph_passes.passes.windows.verify_window import VerifyWindow
 from dapple_tf.graph_passes.passes.write_statistics import WriteStatistics
 from dapple_tf.graph_passes.schedules.spec import forward_only
-from dapple_tf.plans import MORE_DEVICES, Plan, check_workers
+from dapple_tf.plans import MORE_DEVICES, REQUESTED, Plan, check_workers
 from dapple_tf.profiler.units import format_devices
 from dapple_tf.staged_model import StagedModel
 from dapple_tf.window_check import check_window_model
+from dapple_tf.wording import format_count
 
 
 @dataclass(frozen=True, eq=False)
@@ -260,9 +261,15 @@ def rank_graphs(
     """
     used = sorted({device for stage in plan.stages for device in stage.devices})
     if used != list(range(size)):
+        if plan.planner == REQUESTED:
+            raise PlanError(
+                f"what was asked for, {format_count(len(plan.stages), 'stage')} with replicas {list(plan.replicas)}, "
+                f"uses {format_count(len(used), 'rank')}, {used}, but the job has {size}: start as many processes, ask "
+                f"for stages and replicas that use {size}, or give stages='auto'"
+            )
         raise PlanError(
-            f"the plan is for {len(used)} ranks, {used}, but the job has {size}: start one process for each "
-            f"device of the plan, or make a plan that uses {format_devices(size)} (dapple plan --cluster)"
+            f"the plan is for {format_count(len(used), 'rank')}, {used}, but the job has {size}: start one process for "
+            f"each device of the plan, or make a plan that uses {format_devices(size)} (dapple plan --cluster)"
         )
     # A rank's exchanges are timed too, so time stamps are added after the projection.
     timed = variant is StepVariant.TIMED

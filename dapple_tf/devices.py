@@ -18,6 +18,7 @@ from dapple_tf.errors import DeviceError, UsageError, warn_user
 from dapple_tf.launcher.restart import VARIABLE, first_start, is_driven, read_start
 from dapple_tf.memory.meter import resident_bytes
 from dapple_tf.profiler.detect import count_cores, job_rank, job_size
+from dapple_tf.wording import format_count
 
 DEFAULT_DEVICES = 8
 
@@ -65,7 +66,7 @@ def _make_devices(devices: int | None, job: membership.Job | None) -> None:
             return
     if gpus:
         if devices is not None and devices > len(gpus):
-            raise DeviceError(f"devices={devices}, but this machine has {len(gpus)} GPUs")
+            raise DeviceError(f"devices={devices}, but this machine has {format_count(len(gpus), 'GPU')}")
         return
     cpu = tf.config.list_physical_devices("CPU")[0]
     configured = tf.config.get_logical_device_configuration(cpu)
@@ -85,13 +86,13 @@ def _make_devices(devices: int | None, job: membership.Job | None) -> None:
             return
         if devices is None:
             warn_user(
-                f"dapple.init() came too late to make {count} devices: TensorFlow has started with {have}. Call it "
-                "before any tensor, variable or model is made"
+                f"dapple.init() came too late to make {format_count(count, 'device')}: TensorFlow has started with "
+                f"{have}. Call it before any tensor, variable or model is made"
             )
             return
         raise UsageError(
-            f"TensorFlow has already started with {have} devices: call dapple.init(devices={count}) before any tensor, "
-            "variable or model is made"
+            f"TensorFlow has already started with {format_count(have, 'device')}: call dapple.init(devices={count}) "
+            "before any tensor, variable or model is made"
         ) from error
 
 

@@ -32,6 +32,10 @@ from dapple_tf.profiler.records import Count, Figure, Name, read_record
 from dapple_tf.profiler.servers import is_finite
 from dapple_tf.profiler.units import format_samples
 from dapple_tf.window_plan import Synchronous, Training, WindowPlan
+from dapple_tf.wording import format_count
+
+REQUESTED = "requested"
+"""The planner's name in a plan that follows the stages and replicas of the options."""
 
 FORMAT = "dapple-plan/1"
 
@@ -256,7 +260,7 @@ class Plan:
         if self.window is not None:
             how = self._describe_windows(self.window)
         sharded = ", sharded optimizer" if self.shard_optimizer else ""
-        lines = [f"{len(self.stages)} stage{'s' * (len(self.stages) > 1)}, {how}{self.describe_recompute()}{sharded}"]
+        lines = [f"{format_count(len(self.stages), 'stage')}, {how}{self.describe_recompute()}{sharded}"]
         for i, stage in enumerate(self.stages):
             devices = f"device{'s' * (stage.replicas > 1)} {', '.join(map(str, stage.devices))}"
             first, last = (layer_names[i] if layer_names else i for i in (stage.first_layer, stage.last_layer))
@@ -268,7 +272,7 @@ class Plan:
         """Return the minibatches, weights and warm-up of windows."""
         sizes = self._describe_parts(window.minibatches)
         order = self.versions.window
-        parts = f" in {order.micro_batches} micro-batches" if order.micro_batches > 1 else ""
+        parts = f" in {format_count(order.micro_batches, 'micro-batch')}" if order.micro_batches > 1 else ""
         warm_up = ",".join(map(str, order.warm_up))
         return f"windows of {window.minibatches} minibatches of {sizes}{parts}, weights {window.weights}, K={warm_up}"
 
@@ -487,8 +491,8 @@ def _check_shares(index: int, stage: StagePlan) -> None:
         raise PlanError(f"stages[{index}].shares is {quote(shares)}, not a list of numbers; None is equal shares")
     if len(stage.shares) != stage.replicas:
         raise PlanError(
-            f"stages[{index}].shares has {len(stage.shares)} numbers, but there are {stage.replicas} devices: give one "
-            "for each, or none for equal shares"
+            f"stages[{index}].shares has {format_count(len(stage.shares), 'number')}, but the stage has "
+            f"{format_count(stage.replicas, 'device')}: give one for each, or none for equal shares"
         )
     for place, share in enumerate(stage.shares):
         if not (is_finite(share) and share > 0):

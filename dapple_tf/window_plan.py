@@ -15,6 +15,7 @@ from dapple_tf.graph_passes.schedules.weight_versions import POLICIES, Versions,
 from dapple_tf.graph_passes.schedules.window import Window, depth_warm_up, round_robin_warm_up
 from dapple_tf.profiler.records import Count
 from dapple_tf.profiler.units import format_samples
+from dapple_tf.wording import format_count
 
 USUAL_MINIBATCHES = 64
 """Minibatches of a window where none are given."""
@@ -56,7 +57,7 @@ class Synchronous:
 
     def describe_parts(self, micro_batches: int, sizes: str) -> str:
         """Return M and the ``sizes`` of each."""
-        return f"{micro_batches} micro-batch{'es' * (micro_batches != 1)} of {sizes}"
+        return f"{format_count(micro_batches, 'micro-batch')} of {sizes}"
 
     def describe_order(self, replicas: Sequence[int]) -> Mapping[str, Sequence[str]]:
         """Return no columns: the order follows from the schedule."""
@@ -104,7 +105,7 @@ class WindowPlan:
     @property
     def words(self) -> Words:
         """The words by which messages name a window of this plan, and its loss."""
-        units = f"windows of {self.minibatches} minibatches"
+        units = f"windows of {format_count(self.minibatches, 'minibatch')}"
         return Words("window", units, "training window", "mean loss", "mean loss of a window")
 
     def check(self, replicas: Sequence[int], micro_batches: int, *, shard_optimizer: bool) -> None:
@@ -128,8 +129,8 @@ class WindowPlan:
 
     def describe_parts(self, micro_batches: int, sizes: str) -> str:
         """Return the number of minibatches, and of the micro-batches of each, and the ``sizes`` of these."""
-        each = "" if self.in_turn else f"{micro_batches // self.minibatches} micro-batches of "
-        return f"{self.minibatches} minibatch{'es' * (self.minibatches != 1)} of {each}{sizes}"
+        each = "" if self.in_turn else f"{format_count(micro_batches // self.minibatches, 'micro-batch')} of "
+        return f"{format_count(self.minibatches, 'minibatch')} of {each}{sizes}"
 
     def describe_order(self, replicas: Sequence[int]) -> Mapping[str, Sequence[str]]:
         """Return K of each stage and the versions of the weights that its replicas keep, as columns of a table."""

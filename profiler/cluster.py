@@ -42,6 +42,7 @@ from dapple_tf.profiler.servers import (
     parse_field,
 )
 from dapple_tf.profiler.units import BYTES, BYTES_A_SECOND, SECONDS, format_quantity
+from dapple_tf.wording import format_count
 
 # --- A link between devices or servers
 
@@ -177,12 +178,18 @@ class Cluster:
         named = {server.name: server for server in self.servers}
         others = [server for server in self.servers if server.name not in dict(hosts)]
         if len([name for name, _ in hosts if name not in named]) > len(others):
-            raise ClusterError(f"the job runs on {len(hosts)} hosts, but the cluster has {len(self.servers)} servers")
+            raise ClusterError(
+                f"the job runs on {format_count(len(hosts), 'host')}, but the cluster has "
+                f"{format_count(len(self.servers), 'server')}"
+            )
         chosen = []
         for name, count in hosts:
             server = named[name] if name in named else others.pop(0)
             if count > server.devices:
-                raise ClusterError(f"{count} ranks run on {name}, but {server.name} has {server.devices} devices")
+                raise ClusterError(
+                    f"{name} runs {format_count(count, 'rank')}, but {server.name} has "
+                    f"{format_count(server.devices, 'device')}"
+                )
             chosen.append(server.first_devices(count))
         names = {server.name for server in chosen}
         links = {pair: link for pair, link in self.links.items() if names.issuperset(pair)}
@@ -257,7 +264,9 @@ class Cluster:
 
         In a job its servers are those that the launcher's ``environment`` names, with one device per process. Without
         a job it is this machine, with ``devices`` devices if given, else TensorFlow's GPUs, else the logical CPU
-        devices that ``dapple.init`` made. A device's memory is the GPU's, or its share of the host's. Where
+        devices of this process: those that ``dapple.init`` made (8 by default), and one where it was not called.
+        Logical devices share the machine's cores, which are not counted: for a cluster of one device per core give
+        their number. A device's memory is the GPU's, or its share of the host's. Where
         ``intra_server`` is not given it is shared memory (CPU devices of one process), 2.5 GB/s and 0.5 ms (processes
         on CPUs), or 12 GB/s and 10 us (GPUs).
 

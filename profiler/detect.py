@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from dapple_tf.errors import ClusterError
+from dapple_tf.wording import format_count
 
 # The variables with the number of processes, in all and on this server: of Open MPI, and of horovodrun with Gloo.
 _LAUNCHERS = (
@@ -81,7 +82,7 @@ def local_devices(devices: int | None) -> tuple[int, float | None]:
     gpus = tf.config.list_physical_devices("GPU")
     if gpus:
         if devices is not None and devices > len(gpus):
-            raise ClusterError(f"devices={devices}, but this machine has {len(gpus)} GPUs")
+            raise ClusterError(f"devices={devices}, but this machine has {format_count(len(gpus), 'GPU')}")
         return devices or len(gpus), _gpu_memory()
     # Listing the logical devices would fix their number; this does not.
     cpu = tf.config.list_physical_devices("CPU")[0]

@@ -25,6 +25,7 @@ from dapple_tf.profiler.files import describe_reason, write_atomically
 from dapple_tf.profiler.read_files import naming_file, read_json
 from dapple_tf.profiler.records import Count, Figure, Name, read_record
 from dapple_tf.profiler.topology import check_edges
+from dapple_tf.wording import format_count
 
 FORMAT = "dapple-profile/1"
 
@@ -366,7 +367,10 @@ def _check_timings(timings: Sequence[Timing], batch_size: int, layers: int) -> N
         for field in ("forward_seconds", "backward_seconds"):
             seconds = getattr(timing, field)
             if len(seconds) != layers:
-                raise ProfileError(f"{where}.{field} has {len(seconds)} values, but there are {layers} layers")
+                raise ProfileError(
+                    f"{where}.{field} has {format_count(len(seconds), 'value')}, but there are "
+                    f"{format_count(layers, 'layer')}"
+                )
             for layer, value in enumerate(seconds):
                 _check_figure(f"{where}.{field}[{layer}]", value)
 

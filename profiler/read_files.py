@@ -68,6 +68,8 @@ def read_json(path: str | os.PathLike[str], error: type[ValueError], largest: in
 
 def parse_json(text: str, error: type[ValueError]) -> Any:
     """Return the data of a JSON text; raises ``error`` as ``read_json`` does."""
+    if not text.strip():
+        raise error("not a readable JSON file: it is empty")
     try:
         data = json.loads(
             text, parse_constant=_refuse_constant, parse_int=_parse_int, object_pairs_hook=_refuse_repeats
@@ -145,9 +147,12 @@ def load_yaml(text: str) -> Any:
         loader = _PlainLoader(text)
         root = loader.get_single_node()
         if root is None:
-            return None
+            raise ValueError("it is empty")
         _count_values(root, {})
         return loader.construct_document(root)
+    except yaml.MarkedYAMLError as found:
+        line = "" if found.problem_mark is None else f"line {found.problem_mark.line + 1}: "
+        raise ValueError(f"{line}{', '.join(filter(None, (found.context, found.problem)))}") from found
     except (yaml.YAMLError, ArithmeticError, RecursionError) as found:
         raise ValueError(str(found)) from found
 

@@ -104,8 +104,11 @@ def read_record(
     missing or wrong; errors that ``kind`` raises itself are passed on.
     """
     if file_format is not None:
-        found = data.get("format") if isinstance(data, dict) else type(data).__name__
-        if not isinstance(data, dict) or found != file_format:
+        if not isinstance(data, dict):
+            raise error(f"it holds {quote(data)}, not an object with the field format, {file_format!r}")
+        if "format" not in data:
+            raise error(f"format is missing; it must be {file_format!r}")
+        if (found := data["format"]) != file_format:
             raise error(f"format is {quote(found)}, not {file_format!r}")
         data = {key: value for key, value in data.items() if key != "format"}
     return _Reader(error).convert(data, kind, where)

@@ -14,6 +14,7 @@ from dapple_tf.profiler.quote import quote
 from dapple_tf.profiler.read_files import naming_file
 from dapple_tf.profiler.records import Count, Figure, Name
 from dapple_tf.profiler.units import BYTES, format_quantity, parse_quantity
+from dapple_tf.wording import format_count
 
 _MOST_DEVICES = 100_000  # of a cluster in a file
 
@@ -71,7 +72,8 @@ def check_servers(servers: tuple[Server, ...]) -> None:
             raise ClusterError(f"servers[{index}].devices is {server.devices}; it must be at least 1")
         if server.kinds and len(server.kinds) != server.devices:
             raise ClusterError(
-                f"servers[{index}] has {server.devices} devices, but kinds for {len(server.kinds)}: give one for each"
+                f"servers[{index}] has {format_count(server.devices, 'device')}, but kinds for {len(server.kinds)}: "
+                "give one for each"
             )
 
 

@@ -6,13 +6,13 @@ bytes per second, or seconds.
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping
 from decimal import Decimal, DecimalException
 
 from dapple_tf.errors import ClusterError
 from dapple_tf.profiler.quote import quote
+from dapple_tf.wording import format_count, suggest
 
 _NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?")
 _LONGEST = 1000  # characters of a quantity; those that ``format_quantity`` writes have up to 350
@@ -50,9 +50,9 @@ def parse_quantity(value: str | float, units: Mapping[str, Decimal]) -> float:
     if number is None or len(unit.split()) > 1:
         raise ClusterError(f"{quote(value)} is not a number with a unit such as 5{list(units)[-1]}")
     if unit and unit not in units:
-        near = difflib.get_close_matches(unit, units, n=1, cutoff=0.5)
-        hint = f" (did you mean {near[0]}?)" if near else ""
-        raise ClusterError(f"{quote(value)} has the unknown unit {unit!r}{hint}; known are {', '.join(units)}")
+        raise ClusterError(
+            f"{quote(value)} has the unknown unit {unit!r}{suggest(unit, units)}; known are {', '.join(units)}"
+        )
     try:
         return float(Decimal(number.group()) * units.get(unit, Decimal(1)))
     except DecimalException as error:
@@ -68,12 +68,12 @@ def format_quantity(value: float, units: Mapping[str, Decimal]) -> str:
 
 def format_samples(count: int) -> str:
     """Return ``1 sample``, ``3 samples``."""
-    return f"{count} sample{'' if count == 1 else 's'}"
+    return format_count(count, "sample")
 
 
 def format_devices(count: int) -> str:
     """Return ``1 device``, ``3 devices``."""
-    return f"{count} device{'' if count == 1 else 's'}"
+    return format_count(count, "device")
 
 
 def format_seconds(seconds: float) -> str:

@@ -35,9 +35,11 @@ from dapple_tf.graph_passes.ir.names import without_target
 from dapple_tf.messages import LOGGER
 from dapple_tf.planner.asynchronous import window_plan
 from dapple_tf.plans import Plan
+from dapple_tf.profiler.units import format_samples
 from dapple_tf.staged_model import StagedModel
 from dapple_tf.timeline.recording import planned_seconds
 from dapple_tf.timeline.timeline import Timeline
+from dapple_tf.wording import format_count
 
 # A layer with more than this share of the model's work probably hides layers inside a call that cannot be cut.
 _DOMINANT_SHARE = 0.8
@@ -240,6 +242,8 @@ class Autoplan:
                 "slots could be shared out. Give replicas, or leave it out"
             )
         check_plan_fits(decision.plan, layers, samples)
+        if self.options.plan is not None and self._ranks.rank == 0:
+            _warn_of_other_batch(self.options.plan, decision.plan, samples)
         if len(decision.plan.stages) > 1:
             _warn_of_dominant_layer(names, costs)
         self._decision, self.layer_names = decision, names
@@ -258,7 +262,7 @@ class Autoplan:
         if decision is not None or not options.stages_are_auto:
             plan = self.plan if decision else plan_requested_stages(options, layers, costs, samples, sys.maxsize)
             if plan.device_count != devices if job is not None else plan.device_count > devices:
-                have = f"{devices} {'devices' if job is None else 'ranks'}"
+                have = format_count(devices, "device" if job is None else "rank")
                 if self._ranks.rank == 0:
                     LOGGER.info("elastic: there are %s, and %d were asked for: plans anew", have, plan.device_count)
                 sharded = options.shard_optimizer or plan.shard_optimizer
@@ -295,6 +299,18 @@ class Autoplan:
         if self.options.cluster is None and not self.options.micro_batches_are_auto:
             return PlanDecision(plan)
         return choose_micro_batches(inputs, plan)
+
+
+def _warn_of_other_batch(given: Plan, used: Plan, samples: int) -> None:
+    """Warn where the plan that was ``given`` was made for another batch than one of ``samples``."""
+    if given.window == used.window and given.global_batch_size != samples:
+        unit = "batch" if given.window is None else "window"
+        warn_user(
+            f"the plan was made for a {unit} of {format_samples(given.global_batch_size)}, and the first {unit} has "
+            f"{samples}: its micro-batches have other sizes than planned, and the predicted step time and memory are "
+            f"not those of this run. Give a {unit} of {given.global_batch_size}, or plan for this one: dapple plan "
+            f"--global-batch-size {samples}, or dapple.plan(..., global_batch_size={samples})"
+        )
 
 
 def _warn_of_dominant_layer(names: Sequence[str], costs: EstimatedCosts) -> None:

@@ -15,6 +15,7 @@ from dapple_tf.graph_passes.analysis.row_bounds import fit_micro_batches, fit_si
 from dapple_tf.plan_check import check_shares
 from dapple_tf.plans import Plan, StagePlan
 from dapple_tf.profiler.units import format_samples
+from dapple_tf.wording import format_count
 
 GivenSizes = Sequence[int] | Sequence[float]
 """Of each micro-batch the samples (whole numbers), or the share of the samples (floats)."""
@@ -40,7 +41,7 @@ def check_batch_size(samples: int, micro_batches: int, replicas: Sequence[int], 
         )
     if samples // micro_batches < max(replicas):
         raise PlanError(
-            f"a batch of {format_samples(samples)} in {micro_batches} micro-batches gives some only "
+            f"a batch of {format_samples(samples)} in {format_count(micro_batches, 'micro-batch')} gives some only "
             f"{format_samples(samples // micro_batches)}, too few for {max(replicas)} replicas: use fewer "
             "micro-batches or a larger batch"
         )
@@ -51,8 +52,8 @@ def check_plan_fits(plan: Plan, layers: Layers, samples: int) -> None:
     planned = plan.stages[-1].last_layer + 1
     if planned != len(layers.layers):
         raise PlanError(
-            f"the plan is for {planned} layers, but {layers.graph.name} has {len(layers.layers)}: it was made for "
-            "another model"
+            f"the plan is for {format_count(planned, 'layer')}, but {layers.graph.name} has {len(layers.layers)}: it "
+            "was made for another model"
         )
     try:
         sizes = plan.sizes if samples == plan.global_batch_size else ()  # another batch may get equal micro-batches

@@ -20,6 +20,7 @@ from dapple_tf.plans import MORE_DEVICES
 from dapple_tf.profiler.cluster import Cluster
 from dapple_tf.profiler.detect import count_cores
 from dapple_tf.profiling.measured import profile_layers
+from dapple_tf.wording import format_count
 
 # Where M is "auto", times are measured at the micro-batch sizes of these M.
 _MEASURED_MICRO_BATCHES = (2, 8, 32)
@@ -54,12 +55,13 @@ def check_cluster(inputs: PlanningInputs, cluster: Cluster) -> None:
     """Raise PlanError unless ``cluster`` has as many devices as the job has ranks, or at most those of this process."""
     if inputs.ranks and cluster.devices != inputs.devices:
         raise PlanError(
-            f"the cluster has {cluster.devices} devices, but the job has {inputs.devices} ranks, a device each: start "
-            "one process per device of the cluster, or describe the servers that the job runs on"
+            f"the cluster has {format_count(cluster.devices, 'device')}, but the job has "
+            f"{format_count(inputs.devices, 'rank')}, a device each: start one process per device of the cluster, or "
+            "describe the servers that the job runs on"
         )
     if cluster.devices > inputs.devices:
         raise PlanError(
-            f"the cluster has {cluster.devices} devices, but this process has {inputs.devices}: "
+            f"the cluster has {format_count(cluster.devices, 'device')}, but this process has {inputs.devices}: "
             f"{MORE_DEVICES}, or plan for a smaller cluster (cluster=, --cluster)"
         )
 

@@ -35,6 +35,7 @@ from dapple_tf.plans import Plan, as_flag
 from dapple_tf.profiler.cluster import Cluster
 from dapple_tf.simulator.order import check_plannable
 from dapple_tf.window_plan import USUAL_MINIBATCHES, Synchronous, Training, WindowPlan
+from dapple_tf.wording import format_count
 
 WINDOW_NOT_VERIFIED = (
     "an asynchronous window uses weights that are some updates old, so no step on one device equals it. Verify the "
@@ -396,8 +397,8 @@ class Options:
         own = self.spec.micro_batches if self.spec is not None else None
         if own not in (None, count):
             raise ScheduleError(
-                f"the schedule's text is for {own} micro-batches, but micro_batches={list(given)} are {count}: give a "
-                "size for each, or another schedule"
+                f"the schedule's text is for {format_count(own, 'micro-batch')}, but micro_batches={list(given)} are "
+                f"{count}: give a size for each, or another schedule"
             )
 
     def _check_stages_fit(self, spec: ScheduleSpec, stages: int) -> None:
@@ -652,8 +653,9 @@ def check_contradictions(options: Options) -> None:
 def check_worker_count(replicas: Sequence[int], stages: int, workers: int) -> None:
     """Raise PlanError unless there is a number of replicas for each worker."""
     if len(replicas) != workers:
-        what = "stages" if workers == stages else f"workers for the {stages} stages"
-        raise PlanError(f"replicas={list(replicas)} names {len(replicas)} {what}, but there are {workers}")
+        names = format_count(len(replicas), "stage" if workers == stages else "worker")
+        of = "" if workers == stages else f" for {format_count(stages, 'stage')}"
+        raise PlanError(f"replicas={list(replicas)} names {names}{of}, but there are {workers}")
 
 
 def _as_python(given: Any) -> Any:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from dapple_tf.errors import PlanError
 from dapple_tf.graph_passes.analysis.layers import Layers
 from dapple_tf.plans import RecomputeLevel, StagePlan
+from dapple_tf.wording import format_count
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ def choose_recompute(wanted: Recompute, layers: Layers, stages: Sequence[StagePl
         return tuple(sorted({layer for name in names for layer in layers.find_all(name)}))
     flags = [bool(item) for item in wanted]
     if len(flags) != len(stages) and flags:
-        raise PlanError(f"recompute={flags} is for {len(flags)} stages, but there are {len(stages)}")
+        raise PlanError(f"recompute={flags} is for {format_count(len(flags), 'stage')}, but there are {len(stages)}")
     return _layers_of_stages(flags, stages)
 
 

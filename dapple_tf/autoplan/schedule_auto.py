@@ -24,7 +24,7 @@ from dapple_tf.planner.step_simulation import (
     make_network,
     stage_cost_arrays,
 )
-from dapple_tf.plans import StagePlan
+from dapple_tf.plans import REQUESTED, StagePlan
 from dapple_tf.profiler.units import format_bytes
 from dapple_tf.simulator.contention import Flows
 from dapple_tf.simulator.costs import stage_costs
@@ -201,7 +201,7 @@ def _costs_by_micro_batches(
     """Return the costs of the stages under ``schedule``, by M."""
     costs: dict[int, Sequence[StageCosts]] = {}
     for size in micro_batch_sizes:
-        plan = problem.make_plan(stages, size, schedule, "requested")
+        plan = problem.make_plan(stages, size, schedule, REQUESTED)
         check_plan(plan, problem.profile, problem.cluster)
         costs[plan.micro_batches] = stage_costs(
             plan, problem.profile, problem.cluster, optimizer_slots=problem.optimizer_slots

@@ -11,6 +11,7 @@ from dapple_tf.errors import PlanError, ScheduleError, warn_user
 from dapple_tf.graph_passes.analysis.row_bounds import micro_batch_bounds
 from dapple_tf.graph_passes.schedules.slicer import count_slices, slice_sizes, sliced_1f1b
 from dapple_tf.plans import Plan
+from dapple_tf.wording import format_count
 
 Slice = int | Literal["auto"] | None
 """The number of micro-batches to slice, "auto" for AutoPipe's Algorithm 2, or None for none."""
@@ -33,8 +34,8 @@ def _fit_slices(count: int, sizes: Sequence[int], replicas: int) -> int:
     fitting = next((m for m, size in enumerate(sizes) if size // 2 < replicas), len(sizes))
     if count and not fitting:
         warn_user(
-            f"slice='auto': half of micro-batch 0, which has {sizes[0]} sample{'s' * (sizes[0] > 1)}, is too small for "
-            f"{replicas} replica{'s' * (replicas > 1)}: none is sliced"
+            f"slice='auto': half of micro-batch 0, which has {format_count(sizes[0], 'sample')}, is too small for "
+            f"{format_count(replicas, 'replica')}: none is sliced"
         )
     return min(count, fitting)
 
@@ -70,8 +71,8 @@ def slice_plan(plan: Plan, wanted: int | str, layers: Sequence[float]) -> Plan:
     if min(sizes) < plan.least_samples:
         shares = " with their shares" if plan.shares else ""
         raise PlanError(
-            f"slice={wanted!r}: half a micro-batch has {min(sizes)} sample{'s' * (min(sizes) > 1)}, too few for "
-            f"{max(plan.replicas)} replicas{shares}: use fewer micro-batches, or a larger batch"
+            f"slice={wanted!r}: half a micro-batch has {format_count(min(sizes), 'sample')}, too few for "
+            f"{format_count(max(plan.replicas), 'replica')}{shares}: use fewer micro-batches, or a larger batch"
         )
     return dataclasses.replace(
         plan,

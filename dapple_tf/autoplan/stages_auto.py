@@ -30,6 +30,7 @@ from dapple_tf.profiler.cluster import Cluster
 from dapple_tf.profiler.units import format_samples
 from dapple_tf.simulator.interrupts import interruptible
 from dapple_tf.window_plan import WindowPlan
+from dapple_tf.wording import format_count
 
 
 def choose_stages(inputs: PlanningInputs) -> PlanDecision:
@@ -87,7 +88,8 @@ def _explain_one_stage(problem: PlanningProblem, chosen: Candidate, candidates: 
         return f"{text}: no plan of two stages was found that fits"
     other = _fastest(known)
     plans = [predict_plan(problem, candidate, "best") for candidate in (chosen, other)]
-    return f"{text}: {len(other.stages)} stages would take {other.seconds:.3g} s, {describe_loss(plans[0], plans[1])}"
+    other_form = format_count(len(other.stages), "stage")
+    return f"{text}: {other_form} would take {other.seconds:.3g} s, {describe_loss(plans[0], plans[1])}"
 
 
 def _choose_window(inputs: PlanningInputs, problem: PlanningProblem, window: WindowPlan) -> PlanDecision:

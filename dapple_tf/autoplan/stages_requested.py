@@ -19,9 +19,10 @@ from dapple_tf.graph_passes.analysis.layers import Layers
 from dapple_tf.graph_passes.passes.partition import balance
 from dapple_tf.graph_passes.schedules.worker_map import WorkerMap
 from dapple_tf.planner.planning_problem import Candidate
-from dapple_tf.plans import MORE_DEVICES, Plan, StagePlan
+from dapple_tf.plans import MORE_DEVICES, REQUESTED, Plan, StagePlan
 from dapple_tf.profiler.cluster import Cluster
 from dapple_tf.profiler.detect import job_size
+from dapple_tf.wording import format_count
 
 _MORE_RANKS = "start more processes, one for each device (mpirun -np n)"
 
@@ -46,8 +47,9 @@ def plan_requested_stages(
         raise PlanError(f"replicas={list(replicas)}: every {what} needs at least one device")
     if sum(replicas) > devices:
         raise PlanError(
-            f"{count} stages with replicas {list(replicas)} need {sum(replicas)} devices, but there are "
-            f"{devices}: ask for fewer, or {_MORE_RANKS if job_size(os.environ) > 1 else MORE_DEVICES}"
+            f"{format_count(count, 'stage')} with replicas {list(replicas)} need "
+            f"{format_count(sum(replicas), 'device')}, but there are {devices}: ask for fewer, or "
+            f"{_MORE_RANKS if job_size(os.environ) > 1 else MORE_DEVICES}"
         )
     micro_batches = options.count_micro_batches(global_batch_size, max(replicas))
     sizes = options.sizes(global_batch_size)
@@ -62,7 +64,7 @@ def plan_requested_stages(
     ]
     plan = Plan(
         model=layers.graph.name,
-        planner="requested",
+        planner=REQUESTED,
         global_batch_size=global_batch_size,
         micro_batch_size=max(sizes, default=-(-global_batch_size // micro_batches)),
         micro_batches=micro_batches,
@@ -124,8 +126,8 @@ def _balance(count: int, options: Options, layers: Layers, costs: EstimatedCosts
             raise PlanError(
                 f"{count} stages with different replicas {list(options.replicas)} are wanted. Such stages can meet "
                 "only where every tensor that crosses has a batch axis, and the model has only "
-                f"{len(positions)} such cut{'s' * (len(positions) != 1)}: give all stages equal replicas, or name the "
-                "layers that start them"
+                f"{format_count(len(positions), 'such cut')}: give all stages equal replicas, or name the layers that "
+                "start them"
             )
     problems = [cut.problem for cut in layers.cuts if cut.problem]
     return balance(costs.layers, positions, [costs.cuts[p - 1] for p in positions], count, problems)

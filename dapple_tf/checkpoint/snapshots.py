@@ -30,6 +30,7 @@ from dapple_tf.errors import CheckpointError
 from dapple_tf.messages import LOGGER
 from dapple_tf.runtime.step import PipelinedStep
 from dapple_tf.variable_values import variable_bytes
+from dapple_tf.wording import format_count
 
 
 @dataclass
@@ -49,7 +50,7 @@ class SnapshotCosts:
     part_bytes: int = 0
 
     def __str__(self) -> str:
-        text = f"snapshots every {self.every} steps: {self.taken} taken"
+        text = f"a snapshot every {format_count(self.every, 'step')}: {self.taken} taken"
         if self.waited:
             text += f"; each held up training for {1e3 * sum(self.waited) / len(self.waited):.2g} ms"
         if self.beside:

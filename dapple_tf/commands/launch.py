@@ -22,7 +22,8 @@ from dapple_tf.launcher.supervisor import LaunchSettings, Supervisor
     "--hosts",
     required=True,
     type=FILE,
-    help="A list of hosts, with lines such as node1 slots=8, or a script that prints it; read again at each start.",
+    help="A list of hosts, with lines such as node1 slots=8 (on this machine alone: localhost slots=2), or a script "
+    "that prints it; read again at each start.",
 )
 @cloup.option("-np", "most", required=True, type=click.IntRange(1), help="The largest number of ranks to start.")
 @cloup.option(

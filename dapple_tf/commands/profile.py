@@ -20,6 +20,7 @@ from dapple_tf.drawing.table import format_table
 from dapple_tf.profiler.peaks import PEAKS
 from dapple_tf.profiler.profile import LayerCost, Profile
 from dapple_tf.profiler.units import format_samples, format_seconds
+from dapple_tf.wording import format_count
 
 
 @command(short_help="Find the cost of each layer.")
@@ -109,8 +110,8 @@ def _describe(found: Profile, disagreement: float | None) -> str:
     totals = _totals(found)
     forward, backward = (format_seconds(totals[f"{direction}_seconds"]) for direction in ("forward", "backward"))
     text = (
-        f"{found.model} on {found.device}, {format_samples(found.batch_size)}: {len(found.layers)} layers, "
-        f"forward {forward}, backward {backward}"
+        f"{found.model} on {found.device}, {format_samples(found.batch_size)}: "
+        f"{format_count(len(found.layers), 'layer')}, forward {forward}, backward {backward}"
     )
     if found.whole is not None and disagreement is not None and found.error is not None:
         whole = format_seconds(found.whole.forward_seconds + found.whole.backward_seconds)

@@ -21,6 +21,7 @@ from dapple_tf.plans import Plan
 from dapple_tf.profiler.read_files import naming_file, parse_json, read_text
 from dapple_tf.profiler.records import Count, Figure, Name, read_record
 from dapple_tf.profiler.units import format_seconds
+from dapple_tf.wording import format_count
 
 FORMAT = "dapple-run/1"
 NAME = "run.jsonl"
@@ -68,11 +69,12 @@ class RunRestart:
         before = "" if self.ranks_before is None else f" ({self.ranks_before} before)"
         origin = f" from {self.origin}" if self.origin else ""
         lines = [
-            f"start {self.number + 1} of the job, since the one before ended ({self.cause}): {self.ranks} "
-            f"ranks{before}, back after {self.seconds:.0f} s, goes on from step {self.done}{origin}"
+            f"start {self.number + 1} of the job, since the one before ended ({self.cause}): "
+            f"{format_count(self.ranks, 'rank')}{before}, back after {self.seconds:.0f} s, goes on from step "
+            f"{self.done}{origin}"
         ]
         if self.repeated is not None:
-            lines[0] += f", {self.repeated} steps are repeated"
+            lines[0] += f", repeats {format_count(self.repeated, 'step')}"
         if self.lost:
             lines.append(f"  lost: {self.lost}")
         if self.plan_before is not None:
@@ -166,8 +168,9 @@ def describe_restarts(restarts: Sequence[RunRestart]) -> str:
     repeated = sum(restart.repeated or 0 for restart in restarts)
     away = sum(restart.seconds for restart in restarts)
     ranks = ", ".join(str(restart.ranks) for restart in restarts)
-    times = "once" if len(restarts) == 1 else f"{len(restarts)} times"
-    return f"started again {times}: with {ranks} ranks; {repeated} steps were repeated, {away:.0f} s without training"
+    times = "once" if len(restarts) == 1 else format_count(len(restarts), "time")
+    again = f"started again {times}: with {ranks} ranks; repeated {format_count(repeated, 'step')}"
+    return f"{again}, {away:.0f} s without training"
 
 
 def find_run(path: str | os.PathLike[str]) -> Path:

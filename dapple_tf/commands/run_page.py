@@ -17,6 +17,7 @@ from dapple_tf.drawing.plan import draw_plan
 from dapple_tf.profiler.units import format_bytes, format_samples, format_seconds
 from dapple_tf.timeline.plan_drawing import describe_plan_drawing
 from dapple_tf.timeline.recording import describe_error, plan_title, planned_seconds
+from dapple_tf.wording import format_count
 
 _MOST_POINTS = 2000  # of a curve; a longer one is drawn by the least and the largest value of each part
 _FIXED, _IN_STEP, _MEASURED = "#7a6fae", "#45a29e", "#d98b2b"
@@ -87,7 +88,7 @@ def _describe_bubble(found: Mapping[str, Any]) -> str:
     parts = [] if found["simulated_bubble"] is None else [f"{found['simulated_bubble']:.1%} simulated"]
     if found["bubble"] is not None:
         count = found["recorded_steps"]
-        parts.append(f"{found['bubble']:.1%} measured ({count} recorded step{'s' * (count > 1)})")
+        parts.append(f"{found['bubble']:.1%} measured ({format_count(count, 'recorded step')})")
     return ", ".join(parts) or "not known: record a step with --trace or --tensorboard"
 
 

@@ -17,6 +17,7 @@ from dapple_tf.commands.parameter_types import read_schedule
 from dapple_tf.errors import ScheduleError
 from dapple_tf.graph_passes.schedules.schedule import Action, Schedule, of_kind, run_schedule
 from dapple_tf.graph_passes.schedules.spec import NAMES, ScheduleSpec
+from dapple_tf.wording import format_count
 
 if TYPE_CHECKING:
     from dapple_tf.graph_passes.schedules.spec import ScheduleSpec
@@ -80,8 +81,8 @@ def schedules(
         total = worker.work + worker.idle
         stages_of = f"stage{'s' * (len(worker.stages) > 1)} {', '.join(map(str, worker.stages))}"
         print_result(
-            f"worker {index}: {stages_of}; works {worker.work} of {total} units, bubble "
-            f"{worker.idle} ({worker.idle / total:.1%}); at most {worker.stashes} stash{'es' * (worker.stashes != 1)}"
+            f"worker {index}: {stages_of}; works {worker.work} of {total} units, bubble {worker.idle} "
+            f"({worker.idle / total:.1%}); at most {format_count(worker.stashes, 'stash')}"
         )
     if searched is not None:
         print_result(_describe(searched))
@@ -106,7 +107,9 @@ def _search(spec: ScheduleSpec, stages: int, micro_batches: int, units: Units, s
     chunks = len(workers.stages_of[0])
     most = (2 * workers.workers - 1) * chunks if stashes is None else stashes
     if most < chunks:
-        raise ScheduleError(f"--stashes {most}: a worker with {chunks} stages needs {chunks} for one micro-batch")
+        raise ScheduleError(
+            f"--stashes {most}: a worker with {format_count(chunks, 'stage')} needs {chunks} for one micro-batch"
+        )
     return search_order(workers, micro_batches, [_cost(units)] * stages, float(most))
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import click
 
 from dapple_tf.commands.run_file import NAME
+from dapple_tf.wording import format_count
 
 
 @dataclass(frozen=True)
@@ -59,4 +60,4 @@ class TrainSettings:
 def check_unfinished(folder: str, done: int, steps: int) -> None:
     """Raise ClickException where the checkpoints in ``folder`` have as many steps ``done`` as are wanted."""
     if done >= steps:
-        raise click.ClickException(f"{folder} has {done} steps already: ask for more with --steps")
+        raise click.ClickException(f"{folder} has {format_count(done, 'step')} already: ask for more with --steps")

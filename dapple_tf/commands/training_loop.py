@@ -56,8 +56,10 @@ class RunResult:
 def repeat_batches(dataset: Iterable[Any]) -> Iterator[tuple[Any, ...]]:
     """Yield the data set's batches as tuples without end, starting again where the data set ends.
 
-    Raises ModelError for an empty data set.
+    Raises ModelError for an empty data set, and for what is no iterable.
     """
+    if not (hasattr(dataset, "__iter__") or hasattr(dataset, "__getitem__")):
+        raise ModelError(f"the workload's dataset has the type {type(dataset).__name__}: give an iterable of batches")
     dataset = beside_steps(dataset)
     while True:
         empty = True

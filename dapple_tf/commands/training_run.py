@@ -45,6 +45,7 @@ from dapple_tf.runtime.growth import Growth
 from dapple_tf.runtime.step import PipelinedStep
 from dapple_tf.timeline.picture import save_recording
 from dapple_tf.timeline.recording import Recording, plan_title
+from dapple_tf.wording import format_count
 
 Batches = Iterator[tuple[Any, ...]]
 
@@ -134,7 +135,9 @@ def _resume(
     position = checkpoints.restore()
     start = read_start()
     if start is not None and start.number and position.steps >= settings.steps:
-        ranks.print_result(f"{folder} has all {position.steps} steps: the job before had saved the last one")
+        ranks.print_result(
+            f"{folder} has {format_count(position.steps, 'step')}, which is all: the job before had saved the last one"
+        )
         checkpoints.close()
         raise SystemExit(0)
     ranks.run_on_all(lambda: check_unfinished(folder, position.steps, settings.steps))

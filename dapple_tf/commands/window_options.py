@@ -11,6 +11,7 @@ from dapple_tf.commands.command import Decorator
 from dapple_tf.commands.options import plan_option
 from dapple_tf.graph_passes.schedules.weight_versions import POLICIES
 from dapple_tf.window_plan import USUAL_MINIBATCHES
+from dapple_tf.wording import format_count
 
 
 def window_options(*, hidden: bool = False) -> Decorator:
@@ -79,8 +80,8 @@ def _check_batch_size(samples: int, minibatches: int, micro_batches: str | None)
     """Raise UsageError unless every minibatch, or every micro-batch of it, has a sample."""
     cut = int(micro_batches) if micro_batches is not None and micro_batches.isdecimal() else 1
     if samples < minibatches * cut:
-        parts = f"{minibatches} minibatches" + (f" of {cut} micro-batches" if cut > 1 else "")
+        parts = format_count(minibatches, "minibatch") + (f" of {format_count(cut, 'micro-batch')}" if cut > 1 else "")
         raise click.UsageError(
-            f"--batch-size {samples} is a window of {parts}, which need at least {minibatches * cut} samples: give a "
-            "larger --batch-size, or fewer --minibatches"
+            f"--batch-size {samples} is a window of {parts}, which need at least "
+            f"{format_count(minibatches * cut, 'sample')}: give a larger --batch-size, or fewer --minibatches"
         )

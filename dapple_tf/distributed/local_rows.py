@@ -10,6 +10,7 @@ from dapple_tf.distributed.shared_errors import share_error
 from dapple_tf.errors import BatchError
 from dapple_tf.graph_passes.analysis.input_needs import InputNeeds, Use, count_rows, describe_rows
 from dapple_tf.profiler.units import format_samples
+from dapple_tf.wording import format_count
 
 MISSING = -1
 """Stands for a number of rows, or for a length, if the argument is None."""
@@ -118,7 +119,7 @@ def _check_shares(needs: Sequence[InputNeeds], given: Sequence[Sequence[int]], s
     for rank, own in enumerate(needs):
         for i, (name, rows) in enumerate(own.rows(size).items()):
             if rows and given[rank][i] != count_rows(rows):
-                text = f"{given[rank][i]} rows of argument {name}, and needs {count_rows(rows)}"
+                text = f"{format_count(given[rank][i], 'row')} of argument {name}, and needs {count_rows(rows)}"
                 wrong.append(f"rank {rank} was given {text} ({describe_rows(rows, size)})")
     if wrong:
         raise BatchError(f"of a batch of {format_samples(size)} {'; '.join(wrong)}: see step.needs.rows({size})")

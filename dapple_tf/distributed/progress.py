@@ -118,28 +118,32 @@ _CANCELLED_SECONDS = 0.5
 class RankStatus:
     """The progress that one rank reports to the others.
 
-    ``stages``: the stages that it runs, none before it has a plan. ``exchange``: the name of the last exchange that it
-    completed, "" if it has completed none in this step. ``collective_calls``: how many calls that wait for all ranks
-    (steps, broadcasts, gathers) it has entered.
+    ``stages``: the stages that it runs, none before it has a plan. ``step``: the number of the last step that it began.
+    ``running``: it runs this step, or with ``forward`` a run without training after it. ``exchange``: the name of the
+    last exchange that it completed, "" if it has completed none in this run. ``collective_calls``: how many calls that
+    wait for all ranks (steps, broadcasts, gathers) it has entered.
     """
 
     stages: tuple[int, ...] = ()
     step: int = 0
     running: bool = False
+    forward: bool = False
     exchange: str = ""
     collective_calls: int = 0
 
     @property
     def when(self) -> str:
-        """Return "before its first step", "in step n" or "after step n"."""
-        if not self.step:
-            return "before its first step"
-        return f"{'in' if self.running else 'after'} step {self.step}"
+        """Return "before its first step", "in step n" or "after step n", with "in a run forward " before the others."""
+        if self.running and not self.forward:
+            return f"in step {self.step}"
+        between = f"after step {self.step}" if self.step else "before its first step"
+        return f"in a run forward {between}" if self.running else between
 
     @property
     def last_exchange(self) -> str:
         """Return the name of the last exchange, or "none"."""
-        return self.exchange or f"none{f' of step {self.step}' if self.running else ''}"
+        run = "this run" if self.forward else f"step {self.step}"
+        return self.exchange or f"none{f' of {run}' if self.running else ''}"
 
 
 class PendingExchanges(Protocol):
@@ -154,8 +158,9 @@ class PendingExchanges(Protocol):
 
 @dataclass
 class Progress:
-    """Progress of this process; ``step`` counts the steps of all pipelines of the process, from the restored one on.
+    """Progress of this process.
 
+    ``step``: the steps of all pipelines of the process, and those that were done before it resumed from a checkpoint.
     ``stages``: the stages that this process runs in the program that was built last. ``calls``: the number of announced
     calls that every rank must make; ``call_history`` is a checksum of these calls, and ``call_listener`` is called with
     each. ``exchanges``: the native exchanges of this process, or None. ``programs``: the number of programs that this
@@ -174,6 +179,7 @@ class Progress:
     exchanges: PendingExchanges | None = None
     hang_detector: HangDetector = field(default_factory=HangDetector)
     _running: bool = False
+    _forward: bool = False
     _started: set[int] = field(default_factory=set)
     _exchange_variable: Any = None
 
@@ -190,7 +196,7 @@ class Progress:
     def status(self) -> RankStatus:
         """Return the progress at this moment; any thread may call this."""
         exchange = "" if self._exchange_variable is None else self._exchange_variable.numpy().decode()
-        return RankStatus(self.stages, self.step, self._running, exchange, self.collective_calls)
+        return RankStatus(self.stages, self.step, self._running, self._forward, exchange, self.collective_calls)
 
     @property
     def waiting_in(self) -> int | None:
@@ -223,10 +229,14 @@ class Progress:
         return self.exchanges is not None and self.exchanges.has_cancelled_waits(_CANCELLED_SECONDS)
 
     @contextlib.contextmanager
-    def step_running(self, program: int) -> Iterator[None]:
-        """Mark a step of the program with this number; the step runs as long as this context."""
+    def step_running(self, program: int, *, trains: bool) -> Iterator[None]:
+        """Mark a step of the program with this number; the step runs as long as this context.
+
+        Without ``trains`` it is a run forward, and not counted.
+        """
         self.exchange_variable.assign("")
-        self.step += 1
+        self.step += trains
+        self._forward = not trains
         first = program not in self._started
         self._started.add(program)
         self._running = True

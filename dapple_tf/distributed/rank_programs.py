@@ -51,7 +51,8 @@ class RankProgram(Program):
 
     ``needs``: the variables that the program needs on each rank; a step first places them. ``writers``: for each part
     the ranks that write a variable, by the identity of the variable. ``settings``: the optimizer's. ``number``: counts
-    the programs of this process from 1. ``batch_types``: dtypes and shapes of a batch, for error messages.
+    the programs of this process from 1. ``trains``: its runs are steps, else runs forward. ``batch_types``: dtypes and
+    shapes of a batch, for error messages.
     """
 
     job: Job = field(kw_only=True)
@@ -59,22 +60,29 @@ class RankProgram(Program):
     writers: Sequence[Mapping[int, Ranks]] = field(kw_only=True)
     settings: _OptimizerSettings = field(kw_only=True)
     number: int = field(kw_only=True)
+    trains: bool = field(kw_only=True)
     batch_types: str = field(kw_only=True)
 
     def run_parts(self, batch: Sequence[Any]) -> list[list[Any]]:
         """Run one step on ``batch``, and return the outputs of each graph; see ``Program.run_parts``."""
         is_local = BATCH_SIZE_NAME in self.graph.inputs
         progress, samples = self.job.progress, int(batch[-1]) if is_local else int(batch[0].shape[0])
-        what = f"run step {progress.step + 1} with {samples} samples (program {self.number})"
+        what = f"run {self._next} with {format_samples(samples)} (program {self.number})"
         what += "".join(f", {name} set to {value}" for name, value in self.settings.changes().items())
         progress.announce_call(what, f" of {self.batch_types}")
         _place_variables(self.job, self.needs)
-        with progress.step_running(self.number):
+        with progress.step_running(self.number, trains=self.trains):
             try:
                 return super().run_parts(batch)
             except StepError as error:
                 report_failure(error)
                 raise
+
+    @property
+    def _next(self) -> str:
+        """The next run of the program, in words."""
+        step = self.job.progress.step
+        return f"step {step + 1}" if self.trains else f"forward after step {step}"
 
     @contextlib.contextmanager
     def rehearsal(self, variables: Iterable[tf.Variable]) -> Iterator[None]:
@@ -84,7 +92,7 @@ class RankProgram(Program):
         """
         progress, locations = self.job.progress, self.job.variable_locations
         step = progress.step
-        progress.announce_call(f"rehearse step {step + 1} (program {self.number})", f" of {self.batch_types}")
+        progress.announce_call(f"rehearse {self._next} (program {self.number})", f" of {self.batch_types}")
         _place_variables(self.job, self.needs)
         held = [variable for variable in variables if self.job.rank in (locations.ranks_of(variable) or ())]
         with super().rehearsal(held):
@@ -196,6 +204,7 @@ class RankTarget:
             writers=writers,
             settings=self._settings,
             number=progress.programs,
+            trains=model.trains,
             batch_types=_describe_types(model.interface.signature),
         )
 

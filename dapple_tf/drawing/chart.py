@@ -13,14 +13,15 @@ from dapple_tf.drawing.plan import PlanDrawing
 SpanKind = Literal["forward", "backward", "inputs", "weights", "send-forward", "send-backward", "allreduce", "update"]
 
 # Forward blue, backward green, as in the DAPPLE paper's figures. A backward that is split is "inputs" and "weights".
+# Transfers have hues of their own: tints of blue and green are actions of a device's later stages.
 COLOURS: Mapping[SpanKind, str] = MappingProxyType(
     {
         "forward": "#4f81bd",
         "backward": "#6aa84f",
         "inputs": "#45a29e",
         "weights": "#c27ba0",
-        "send-forward": "#93b5dd",
-        "send-backward": "#a9cf99",
+        "send-forward": "#767c87",
+        "send-backward": "#b5916a",
         "allreduce": "#d98b2b",
         "update": "#8e7cc3",
     }
@@ -38,6 +39,8 @@ LABELS: Mapping[SpanKind, str] = MappingProxyType(
     }
 )
 LIGHTEST = 0.55  # the shade of the last stage in a row of several
+LATER_STAGES = "a device's later stages"
+"""The entry of the legend for lighter actions, where there are any."""
 CRITICAL = "#1c1c1c"  # dark on all colours above, also for colour-blind readers
 MARK = 0.16  # height, in rows of a stage, of the bar that marks a span on the critical path
 IDLE = "#e9e9ee"
@@ -82,6 +85,11 @@ class Span(NamedTuple):  # a picture can have hundreds of thousands; a tuple is 
     shade: float = 0.0
     detail: str = ""
 
+    @property
+    def is_light(self) -> bool:
+        """Whether its colour is so light that text on it must be dark."""
+        return self.shade > 0.3
+
 
 @dataclass(frozen=True)
 class Curve:
@@ -117,6 +125,11 @@ class Chart:
         """The kinds of the spans, in the order of the legend."""
         kinds = {span.kind for span in self.spans}
         return tuple(kind for kind in LABELS if kind in kinds)
+
+    @property
+    def is_shaded(self) -> bool:
+        """Whether a row has several stages, of which the later ones are lighter."""
+        return any(span.shade for span in self.spans)
 
     @property
     def typical_seconds(self) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 from string import Template
 
-from dapple_tf.drawing.chart import COLOURS, CRITICAL, HEADING, IDLE, LABELS, MARK, Chart
+from dapple_tf.drawing.chart import COLOURS, CRITICAL, HEADING, IDLE, LABELS, LATER_STAGES, LIGHTEST, MARK, Chart
 from dapple_tf.drawing.page import PAGE_WIDTH, Axis, Plot, build_page, draw_axis
 from dapple_tf.drawing.plan import draw_plan
 from dapple_tf.profiler.units import format_bytes, format_seconds
@@ -20,6 +20,7 @@ svg .heading { font-weight: 600; }
 .spans rect { stroke: var(--page); stroke-width: ${line}px; }
 .spans rect.mark { fill: var(--critical); stroke: none; pointer-events: none; }
 svg .number { fill: #fff; font-size: 11px; text-anchor: middle; pointer-events: none; }
+svg .light { fill: var(--ink); }
 $classes""")
 
 
@@ -27,6 +28,8 @@ def make_page(chart: Chart) -> str:
     """Return the page."""
     classes = [f".{kind} {{ fill: var(--{kind}); background: var(--{kind}); }}" for kind in chart.kinds]
     legend = [f'<span><i class="{kind}"></i>{LABELS[kind]}</span>' for kind in chart.kinds]
+    if chart.is_shaded:
+        legend.append(f'<span><i class="forward" style="opacity: {1 - LIGHTEST:g}"></i>{LATER_STAGES}</span>')
     if any(row.until for row in chart.rows):
         legend.append('<span><i class="idle"></i>idle</span>')
     if any(span.critical for span in chart.spans):
@@ -86,7 +89,8 @@ def _draw_rows(chart: Chart, wide: float) -> str:
         number = str(span.micro_batch)
         if chart.is_numbered(span) and width > _DIGIT * len(number) + 2:
             y = tops[span.row] + height / 2 + 4
-            rects.append(f'<text class="number" x="{x + width / 2:.6f}" y="{y:g}">{number}</text>')
+            light = " light" if span.is_light else ""
+            rects.append(f'<text class="number{light}" x="{x + width / 2:.6f}" y="{y:g}">{number}</text>')
     axis = Axis(0.0, chart.seconds, format_seconds)
     return draw_axis(axis, "rows", _left(chart), wide, chart.height * pixels, "\n".join(rects), "\n".join(names))
 

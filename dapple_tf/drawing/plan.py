@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from dapple_tf.wording import format_count
+
 _WIDE = 900.0  # pixels, of the layers and of a line of servers
 _LETTER = 5.6  # pixels, of a text of 11 pixels
 _LAYER = 40.0  # height of the layers
@@ -247,7 +249,7 @@ def _draw_device(plan: PlanDrawing, device: int, kind: str, box: tuple[float, fl
         told = _fitting(wide, f"stage {index}, {_rows(count)}", f"{index}: {_rows(count)}", f"stage {index}")
     elif own:
         numbers = ", ".join(str(index) for index in rows)
-        told = _fitting(wide, f"stages {numbers}", numbers, f"{len(own)} stages")
+        told = _fitting(wide, f"stages {numbers}", numbers, format_count(len(own), "stage"))
     yield _text(x + wide / 2, y + 28, told, "faint", "middle")
 
 

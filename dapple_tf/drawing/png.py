@@ -15,6 +15,8 @@ from dapple_tf.drawing.chart import (
     HEADING,
     IDLE,
     LABELS,
+    LATER_STAGES,
+    LIGHTEST,
     MARK,
     Chart,
     Span,
@@ -31,11 +33,13 @@ Floats: TypeAlias = npt.NDArray[np.float64]
 Integers: TypeAlias = npt.NDArray[np.int64]
 
 _DPI = 130
-_INCHES = (12.0, 40.0)  # least and largest width of a picture
+_INCHES = (12.0, 20.0)  # least and largest width of a picture
+_ROW_INCHES, _MOST_ROWS_INCHES = 0.6, 30.0  # height of a row of a stage, and the most of all rows
 _PLOT = 0.92  # share of the width that the rows' names leave
 _SHARE = 0.8  # share of a row's height that its spans take
 _DIGIT_INCHES = 0.06  # width of a digit of the small labels
 _SPANS, _MARKS = 1.1, 1.2  # what is drawn over idle times (1), in this order
+_INK = "#1c1c1c"  # of numbers on light spans
 _LEGEND_COLUMNS = 6  # entries of the legend that fit side by side
 
 
@@ -46,7 +50,7 @@ def draw(chart: Chart, path: Path) -> None:
 
     least, largest = _INCHES
     width = chart.width_for_numbers(_DIGIT_INCHES, 0.01, (_PLOT * least, _PLOT * largest)) / _PLOT
-    rows = min(0.6 * chart.height, 30.0) + 1.2
+    rows = min(_ROW_INCHES * chart.height, _MOST_ROWS_INCHES) + 1.2
     memory = 2.6 if chart.curves else 0.0
     figure = Figure(figsize=(width, rows + memory), layout="constrained")
     FigureCanvasAgg(figure)
@@ -135,14 +139,22 @@ def _draw_rows(chart: Chart, axes: Axes, width: float) -> None:
                 text,
                 ha="center",
                 va="center",
-                color="white",
+                color=_INK if span.is_light else "white",
                 fontsize=9 if room > max(0.22, 1.5 * _DIGIT_INCHES * len(text)) else 6.5,
                 clip_on=True,
             )
     named = [index for index, row in enumerate(chart.rows) if not row.network]
     axes.set_yticks([tops[i] + 0.5 for i in named], [chart.rows[i].name for i in named])
+    if _ROW_INCHES * chart.height <= _MOST_ROWS_INCHES:  # else they would overlap
+        thin = [(top + row.height / 2, row.name) for row, top in zip(chart.rows, tops, strict=True) if row.network]
+        axes.set_yticks(
+            [place for place, _ in thin], [name for _, name in thin], minor=True, fontsize=6.5, color="#555"
+        )
+        axes.tick_params(axis="y", which="minor", length=0)
     axes.set_ylim(chart.height, 0)
     handles: list[Artist] = [Patch(color=COLOURS[kind], label=LABELS[kind]) for kind in chart.kinds]
+    if chart.is_shaded:
+        handles.append(Patch(color=_lighten(COLOURS["forward"], LIGHTEST), label=LATER_STAGES))
     if idle:
         handles.append(Patch(color=IDLE, label="idle"))
     if marked:

@@ -14,7 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from dapple_tf import internals
-from dapple_tf.errors import CaptureError, LossError
+from dapple_tf.errors import CaptureError, DappleError, LossError
 from dapple_tf.exactness import BatchNorm
 from dapple_tf.frontend.batch import batch_signature, batch_size
 from dapple_tf.frontend.batch_norms import BatchNormRecorder
@@ -146,6 +146,8 @@ def _trace(
 
     try:
         return *trace(specs), specs
+    except DappleError:
+        raise
     except (TypeError, ValueError) as error:
         known = tuple(tf.TensorSpec((batch_size(batch), *spec.shape[1:]), spec.dtype) for spec in specs)
         try:

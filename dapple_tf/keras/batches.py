@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import keras
 import numpy as np
@@ -24,11 +24,18 @@ from dapple_tf.errors import BatchError
 _PARTS = ("x", "y", "sample_weight")
 
 
+def _nest_single() -> dict[tuple[str, ...], Any]:
+    """Return the nesting of batches of single tensors, with and without targets and weights."""
+    batches = [("x", y, weight) for y in ("", "y") for weight in ("", "sample_weight")]
+    return {tuple(sorted(filter(None, batch))): batch for batch in batches}
+
+
 @dataclass
 class BatchNames:
     """Names the tensors of batches, and nests named tensors again as the batch with these names was nested."""
 
-    _nesting: dict[tuple[str, ...], Any] = field(default_factory=dict)
+    example: ClassVar[str] = "{'x': x, 'y': y}"
+    _nesting: dict[tuple[str, ...], Any] = field(default_factory=_nest_single)
 
     def name(self, data: Any, *, inputs_only: bool = False) -> dict[str, Any]:
         """Return the tensors of ``data``, a batch as ``fit`` gets it, by name.
@@ -45,8 +52,11 @@ class BatchNames:
         return tensors
 
     def nest(self, tensors: dict[str, Any]) -> tuple[Any, Any, Any]:
-        """Return x, y and sample_weight, nested as in the batch that ``name`` returned ``tensors`` of."""
-        x, y, sample_weight = _nest_leaves(tensors, self._nesting[tuple(sorted(tensors))])
+        """Return x, y and sample_weight, nested as in the batch that ``name`` returned ``tensors`` of.
+
+        Raises BatchError for names that neither such a batch nor one of single tensors has.
+        """
+        x, y, sample_weight = _nest_leaves(tensors, self._nesting)
         return x, y, sample_weight
 
 
@@ -54,6 +64,7 @@ class BatchNames:
 class DataNames:
     """Names the tensors of what a ``train_step`` gets, of any nesting, and nests named tensors again."""
 
+    example: ClassVar[str] = "{'data/0': x, 'data/1': y}"
     _nesting: dict[tuple[str, ...], Any] = field(default_factory=dict)
 
     def name(self, data: Any) -> dict[str, Any]:
@@ -65,8 +76,8 @@ class DataNames:
         return tensors
 
     def nest(self, tensors: dict[str, Any]) -> Any:
-        """Return the data that ``name`` turned into ``tensors``."""
-        return _nest_leaves(tensors, self._nesting[tuple(sorted(tensors))])
+        """Return the data that ``name`` turned into ``tensors``. Raises BatchError for names that no batch had."""
+        return _nest_leaves(tensors, self._nesting)
 
 
 def _name_leaves(data: Any, name_of: Callable[[tuple[Any, ...]], list[str]]) -> tuple[dict[str, Any], Any]:
@@ -81,8 +92,16 @@ def _name_leaves(data: Any, name_of: Callable[[tuple[Any, ...]], list[str]]) -> 
     return tensors, keras.tree.pack_sequence_as(data, names)
 
 
-def _nest_leaves(tensors: dict[str, Any], nesting: Any) -> Any:
-    return keras.tree.map_structure(lambda name: tensors[name] if name else None, nesting)
+def _nest_leaves(tensors: dict[str, Any], nestings: Mapping[tuple[str, ...], Any]) -> Any:
+    """Return the tensors in the places of their names in the one of the ``nestings`` that is for these names."""
+    names = tuple(sorted(tensors))
+    if names not in nestings:
+        known = "; ".join(", ".join(map(repr, each)) for each in nestings)
+        raise BatchError(
+            f"the batch is a dictionary with {', '.join(map(repr, names))}; "
+            + (f"the names can be: {known}" if known else "give the model a batch by fit first, or an example_batch")
+        )
+    return keras.tree.map_structure(lambda name: tensors[name] if name else None, nestings[names])
 
 
 # --- Equal batches on all ranks of a job: random shuffles begin from the same seeds, and batches are compared

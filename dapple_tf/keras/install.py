@@ -294,6 +294,7 @@ def _check_methods(model: keras.Model) -> None:
 
 
 Function = Callable[[dict[str, Any]], Any]
+"""A function of a named batch (see ``BatchNames``)."""
 
 
 def _training_function(model: keras.Model, names: BatchNames) -> Any:
@@ -308,7 +309,7 @@ def _training_function(model: keras.Model, names: BatchNames) -> Any:
         build_optimizer(model.optimizer, model.trainable_weights)
         return loss, aux
 
-    function = _named(train, model)
+    function = _named(train, model, names)
     setattr(function, TRAINED, lambda: model.trainable_weights)
     return function
 
@@ -319,7 +320,7 @@ def _own_training_function(model: keras.Model, names: DataNames) -> Any:
     def train(batch: dict[str, Any]) -> Any:
         return model.train_step(names.nest(batch))
 
-    return _named(train, model)
+    return _named(train, model, names)
 
 
 def _evaluation_function(model: keras.Model, names: BatchNames) -> Any:
@@ -328,7 +329,7 @@ def _evaluation_function(model: keras.Model, names: BatchNames) -> Any:
     def evaluate(batch: dict[str, Any]) -> Any:
         return _compute(model, names.nest(batch), training=False)
 
-    return _named(evaluate, model)
+    return _named(evaluate, model, names)
 
 
 def _prediction_function(model: keras.Model, names: BatchNames) -> Any:
@@ -338,7 +339,7 @@ def _prediction_function(model: keras.Model, names: BatchNames) -> Any:
         x, _, _ = names.nest(batch)
         return tf.zeros([]), {"outputs": internals.call_model(model, x, training=False)}
 
-    return _named(predict, model)
+    return _named(predict, model, names)
 
 
 def _compute(model: keras.Model, batch: tuple[Any, Any, Any], *, training: bool) -> tuple[Any, dict[str, Any]]:
@@ -358,10 +359,21 @@ def _compute(model: keras.Model, batch: tuple[Any, Any, Any], *, training: bool)
     return loss, aux
 
 
-def _named(function: Function, model: keras.Model) -> Any:
+def _named(function: Function, model: keras.Model, names: BatchNames | DataNames) -> Any:
     """Return the tf.function, which has the model's name in messages; Keras does not convert its steps either.
 
-    XLA compiles it where XLA compiles the model. As in Keras's own steps, lengths that vary are left unknown.
+    XLA compiles it where XLA compiles the model. As in Keras's own steps, lengths that vary are left unknown. It raises
+    BatchError for what is not one dictionary of ``names``.
     """
-    function.__name__ = model.name
-    return tf.function(function, autograph=False, jit_compile=bool(model.jit_compile), reduce_retracing=True)
+
+    def run(*batch: Any) -> Any:
+        if len(batch) != 1 or not isinstance(batch[0], dict):
+            given = f"{len(batch)} arguments" if len(batch) != 1 else f"a {type(batch[0]).__name__}"
+            raise BatchError(
+                f"a step of dapple.keras.pipeline takes the batch as one dictionary, as in "
+                f"step.record({names.example}), not {given}"
+            )
+        return function(*batch)
+
+    run.__name__ = model.name
+    return tf.function(run, autograph=False, jit_compile=bool(model.jit_compile), reduce_retracing=True)

@@ -24,6 +24,7 @@ from typing import IO
 from dapple_tf.errors import ClusterError
 from dapple_tf.launcher.hosts import Host, find_answering, is_local, read_hosts
 from dapple_tf.launcher.restart import CONTINUE, REFUSED, VARIABLE, Start, offer_ranks
+from dapple_tf.wording import format_count
 
 _USAGE = 2  # the exit code of a command with a wrong option
 _ENDED_BY = 128  # and the number of a signal: the exit code of what the signal has ended
@@ -74,8 +75,8 @@ class Supervisor:
         hosts = self._choose_hosts(read_hosts(settings.hosts))
         if _count_slots(hosts) < settings.least:
             raise ClusterError(
-                f"{settings.hosts}: {_count_slots(hosts)} slots on hosts that answer, but --min-np asks for "
-                f"{settings.least} ranks: add hosts, or lower --min-np"
+                f"{settings.hosts}: {format_count(_count_slots(hosts), 'slot')} on hosts that answer, but --min-np "
+                f"asks for {format_count(settings.least, 'rank')}: add hosts, or lower --min-np"
             )
         with self._passing_signals_on():
             failures, start = 0, Start(0, launch=secrets.token_hex(8))
@@ -103,13 +104,16 @@ class Supervisor:
                     failures += 1
                     self._tell(f"the job failed with {_describe_code(code)} after {time.monotonic() - began:.0f} s")
                     if failures > settings.restarts:
-                        self._tell(f"it has been started again {settings.restarts} times (--restarts): it ends here")
+                        self._tell(
+                            f"it has been started again {format_count(settings.restarts, 'time')} (--restarts): it "
+                            "ends here"
+                        )
                         return 1
                 hosts = self._find_next_hosts(hosts)
                 if _count_slots(hosts) < settings.least:
                     self._tell(
-                        f"{_count_slots(hosts)} ranks are possible, fewer than --min-np {settings.least}: it ends "
-                        "here; what was saved stays"
+                        f"the hosts that answer have {format_count(_count_slots(hosts), 'slot')}, fewer than --min-np "
+                        f"{settings.least}: it ends here; what was saved stays"
                     )
                     return 1
                 if self._stopped_by is not None:  # while the hosts were asked
@@ -120,7 +124,9 @@ class Supervisor:
         answering = find_answering(named, self._environment)
         for host in named:
             if host not in answering:
-                self._tell(f"host {host.name} does not answer: its {host.slots} slots are left out")
+                self._tell(
+                    f"host {host.name} does not answer: it is left out, with its {format_count(host.slots, 'slot')}"
+                )
         return self._limit(answering)
 
     def _limit(self, answering: Sequence[Host]) -> tuple[Host, ...]:
@@ -149,7 +155,7 @@ class Supervisor:
         """Run the job on the hosts; return mpirun's exit code."""
         ranks = _count_slots(hosts)
         again = f"again (number {start.number}) " if start.number else ""
-        self._tell(f"starts the job {again}with {ranks} rank{'s' * (ranks > 1)} on {', '.join(map(str, hosts))}")
+        self._tell(f"starts the job {again}with {format_count(ranks, 'rank')} on {', '.join(map(str, hosts))}")
         environment = {**self._environment, VARIABLE: start.to_text()}
         process = subprocess.Popen(
             self._words(hosts, environment),
@@ -239,8 +245,10 @@ class Supervisor:
         possible = max(ranks, _count_slots(hosts))
         if possible == told:
             return told
-        decides = ": an elastic job that has saved decides whether it goes on with them" if possible > ranks else ""
-        self._tell(f"{possible} ranks are possible now, {ranks} run{decides}")
+        decides = (
+            ": if it is elastic, it decides once it has saved whether to go on with them" if possible > ranks else ""
+        )
+        self._tell(f"there are slots for {format_count(possible, 'rank')} now, and the job has {ranks}{decides}")
         with contextlib.suppress(OSError):  # it has just ended
             process.stdin.write(offer_ranks([(host.name, host.slots) for host in hosts]))
             process.stdin.flush()

@@ -276,10 +276,8 @@ def _describe_plan(plan: Plan) -> str:
     order = f"schedule {plan.short_schedule}"
     if plan.window is not None:
         order += f", V versions by weights {plan.window.weights!r}"
-    return (
-        f"memory of one device of each of {len(plan.stages)} stages{replicas}, {plan.describe_micro_batches()}, "
-        f"{order}; in MB (10^6 bytes)"
-    )
+    each = f" of each of {len(plan.stages)} stages" if len(plan.stages) > 1 else ""
+    return f"memory of one device{each}{replicas}, {plan.describe_micro_batches()}, {order}; in MB (10^6 bytes)"
 
 
 def _worker_row(worker: _WorkerMemory) -> list[str]:

@@ -18,6 +18,7 @@ from dapple_tf.memory.meter import read_kilobytes, read_system_file
 from dapple_tf.memory.predict import predict_plan_memory
 from dapple_tf.memory.report import make_report
 from dapple_tf.profiler.units import format_bytes
+from dapple_tf.wording import format_count
 
 _CGROUP = "/sys/fs/cgroup"
 
@@ -117,7 +118,9 @@ def check_room(need: Need | None, others: Sequence[Need | None] = ()) -> None:
             continue
         text = f"{need.where} needs {need}"
         if needed > need.bytes:
-            text += f", and with the {len(together) - 1} other ranks of this host {format_bytes(needed)}"
+            text += (
+                f", and with the {format_count(len(together) - 1, 'other rank')} of this host {format_bytes(needed)}"
+            )
         raise NoFitError(
             f"{text}. That is {format_bytes(needed - room.bytes)} too much: it may take {format_bytes(room.bytes)} "
             f"more, since {room.limit}. In {-(-needed // max(1, room.bytes))} or more equal parts it would fit: use "

@@ -25,6 +25,7 @@ from dapple_tf.simulator.order import check_plannable
 from dapple_tf.simulator.virtual_workers import predict_workers
 from dapple_tf.timeline.timeline import SimulatedTimeline
 from dapple_tf.window_plan import USUAL_MINIBATCHES, WindowPlan
+from dapple_tf.wording import format_count
 
 
 @interruptible
@@ -113,7 +114,10 @@ def cut_window(mode: str, minibatches: int | None, given: Mapping[str, Any]) -> 
     if mode not in ("sync", "async"):
         raise PlanError(f"mode={mode!r}: give 'sync' or 'async'")
     if mode == "sync":
-        raise PlanError(f"minibatches={minibatches!r} is for asynchronous windows: give mode='async' too")
+        raise PlanError(
+            f"minibatches={minibatches!r} is for asynchronous windows: give mode='async' too (on the command line "
+            "--async)"
+        )
     defaults = {"micro_batch_size": None, "schedule": "auto", "overlap": False, "shard_optimizer": False}
     for name, default in defaults.items():
         if given[name] != default:
@@ -190,8 +194,8 @@ def _check_blocks(problem: PlanningProblem) -> None:
     if blocks < least:
         raise PlanError(
             f"schedule {problem.spec.short!r} needs at least {least} stages, but the "
-            f"{len(problem.profile.layers)} layers of {problem.profile.model!r} form {blocks} blocks that can be a "
-            "stage: choose a schedule with fewer stages per device"
+            f"{format_count(len(problem.profile.layers), 'layer')} of {problem.profile.model!r} form "
+            f"{format_count(blocks, 'block')} that can be a stage: choose a schedule with fewer stages per device"
         )
 
 
@@ -208,8 +212,11 @@ def check_schedule(spec: ScheduleSpec, devices: int, micro_batches: Sequence[int
         return
     workers = spec.worker_map(stages).workers
     if workers > devices:
-        on = f" on {workers} devices" if workers < stages else ""
-        raise PlanError(f"schedule {spec.short!r} is for {stages} stages{on}, but the cluster has {devices} devices")
+        on = f" on {format_count(workers, 'device')}" if workers < stages else ""
+        raise PlanError(
+            f"schedule {spec.short!r} is for {format_count(stages, 'stage')}{on}, but the cluster has "
+            f"{format_count(devices, 'device')}"
+        )
     spec.build(stages, spec.micro_batches_within(micro_batches))
 
 

@@ -23,6 +23,7 @@ from dapple_tf.profiler.units import (
     format_slower,
 )
 from dapple_tf.timeline.timeline import SimulatedTimeline, Timeline
+from dapple_tf.wording import format_count
 
 
 def describe_task(model: str, devices: int, samples: int) -> str:
@@ -140,7 +141,7 @@ def describe_moves(problem: PlanningProblem, plan: Plan, timeline: SimulatedTime
 
     def memory(changed: SimulatedTimeline) -> str:
         held, before = (format_bytes(max(found.peak_memory_bytes)) for found in (changed, timeline))
-        return f", and hold {held} on a device, not {before}" if held != before else ""
+        return f", and hold up to {held} on a device where this plan holds {before}" if held != before else ""
 
     if not plan.recompute:
         changed = problem.simulate(dataclasses.replace(plan, recompute=True))
@@ -165,7 +166,7 @@ def _name(candidate: Candidate, plan: Plan) -> str:
     """Return a runner-up's notation, origin, micro-batches and schedule."""
     kind = plan.notation
     origin = "" if candidate.origin in (kind, "search", "two stages", "one device") else f" ({candidate.origin})"
-    return f"runner-up {kind}{origin}, {plan.whole_micro_batches} micro-batches, {plan.short_schedule}"
+    return f"runner-up {kind}{origin}, {format_count(plan.whole_micro_batches, 'micro-batch')}, {plan.short_schedule}"
 
 
 def _difference(chosen: tuple[Plan, Timeline], other: tuple[Plan, Timeline]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -27,6 +26,7 @@ from dapple_tf.planner.systems import (
 from dapple_tf.profiler.quote import quote
 from dapple_tf.simulator.interrupts import interruptible
 from dapple_tf.simulator.native.library import load_library
+from dapple_tf.wording import suggest
 
 # Importing these has registered their planners. In messages the usual ones come first, then the others by name.
 _MODULES = (best, dapple, alpa, autopipe, bapipe, even, hetpipe, pipedream, piper, spp, straight)
@@ -40,9 +40,7 @@ def check_planner(name: str) -> None:
     """Raise PlanError, with the names that there are, if no planner is called ``name``."""
     text = str(name)
     if text not in PLANNERS or text != name:
-        near = difflib.get_close_matches(text, PLANNERS, n=1)
-        hint = f" (did you mean {near[0]!r}?)" if near else ""
-        raise PlanError(f"no planner is called {quote(name)}{hint}; there are {', '.join(PLANNERS)}")
+        raise PlanError(f"no planner is called {quote(name)}{suggest(text, PLANNERS)}; there are {', '.join(PLANNERS)}")
 
 
 @interruptible

@@ -38,6 +38,7 @@ from dapple_tf.profiler.profile import Profile, Timing, WholeModel
 from dapple_tf.profiling.analytic import make_profile
 from dapple_tf.profiling.layer_facts import LayerFacts, examine_layers
 from dapple_tf.profiling.probes import LayerRuns, PlainModel, empty_calls
+from dapple_tf.wording import format_count
 
 AGREEMENT = 0.10
 """Largest difference between the layers' sum and the whole model's time, relative to the latter, without a warning."""
@@ -281,7 +282,7 @@ def describe_device() -> str:
     for physical in tf.config.list_physical_devices("GPU"):
         return str(tf.config.experimental.get_device_details(physical).get("device_name", "GPU"))
     cores = _cores_per_device()
-    return f"CPU, {cores} core{'s' * (cores > 1)}"
+    return f"CPU, {format_count(cores, 'core')}"
 
 
 # --- A progress bar on stderr for profiling

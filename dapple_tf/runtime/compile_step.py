@@ -41,6 +41,7 @@ from dapple_tf.runtime.exclusive import exclusive
 from dapple_tf.runtime.variable_homes import VariableHomes
 from dapple_tf.sharding import Sharding
 from dapple_tf.staged_model import StagedModel, stage_model
+from dapple_tf.wording import format_count
 from dapple_tf.xla.choice import Xla
 
 # --- Keep the traces of a loss, up to a limit, and find the one that fits a batch
@@ -566,7 +567,7 @@ class LocalTarget:
             graph = follow(graph, planned.model, earlier)
         variables = planned.model.variables
         stages = len(planned.plan.stages)
-        where = f"this process, which runs {stages} stage{'s' * (stages > 1)},"
+        where = f"this process, which runs {format_count(stages, 'stage')},"
         check_room(find_need(graph, variables, variables, where, lambda: predict_process_step(planned)))
         with times.phase("emit"):
             return build_program(graph, planned.model, self._buffers, choose=choose, earlier=earlier)

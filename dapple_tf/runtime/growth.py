@@ -10,6 +10,7 @@ from dapple_tf.distributed.membership import AllRanks, Job
 from dapple_tf.launcher.restart import HostChanges, Offers, is_driven, read_start
 from dapple_tf.profiler.units import format_seconds
 from dapple_tf.runtime.step import PipelinedStep
+from dapple_tf.wording import format_count
 
 _TIMED_STEPS = 50  # the median of the last ones counts
 
@@ -64,7 +65,7 @@ class Growth:
         saved = steps_left * measured * (1 - then / now)
         about = (
             f"{ranks} ranks would take {format_seconds(then)} for a step instead of {format_seconds(now)} (simulated), "
-            f"which saves {max(0.0, saved):.0f} s in the {steps_left} steps that are left; a new start takes "
+            f"which saves {max(0.0, saved):.0f} s over {format_count(steps_left, 'more step')}; a new start takes "
             f"{self._start_seconds:.0f} s"
         )
         wanted = saved > self._start_seconds

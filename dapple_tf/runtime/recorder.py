@@ -171,7 +171,7 @@ class Recorder:
 
     def _recorded_step(self) -> _RecordedStep:
         if not self._steps:
-            raise UsageError("no step was recorded: call step.record(batch) first")
+            raise UsageError("no step was recorded: call step.record with a batch first")
         return self._steps[-1]
 
 

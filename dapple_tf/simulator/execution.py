@@ -15,6 +15,7 @@ from dapple_tf.simulator.contention import Flows
 from dapple_tf.simulator.engine import Seconds, Times, make_rings, run
 from dapple_tf.simulator.order import Order, decode_order, has_weights
 from dapple_tf.timeline.stage_costs import StageCosts
+from dapple_tf.wording import format_count
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,8 +104,9 @@ def execute(
     every: Sequence[Sequence[StageCosts]] = [costs] if alike else of_micro_batches
     if {len(costs), *map(len, every)} != {stages} or not (alike or len(every) == order.micro_batches):
         raise ScheduleError(
-            f"the schedule has {stages} stages x {order.micro_batches} micro-batches, but there are costs of "
-            f"{len(costs)} stages" + ("" if alike else f" and {len(every)} micro-batches")
+            f"the schedule has {format_count(stages, 'stage')} x {format_count(order.micro_batches, 'micro-batch')}, "
+            f"but there are costs of {format_count(len(costs), 'stage')}"
+            + ("" if alike else f" and {format_count(len(every), 'micro-batch')}")
         )
     names = ("forward", "backward", "weights", "send_forward", "send_backward")
     seconds = (

@@ -27,6 +27,7 @@ from dapple_tf.simulator.interrupts import check_stop, interruptible, stop_flag
 from dapple_tf.simulator.native.library import address, load_library
 from dapple_tf.simulator.order import HeldStash, Order, decode_order, encode
 from dapple_tf.timeline.stage_costs import StageCosts, usable_bytes
+from dapple_tf.wording import format_count
 
 _ONE_STAGE_PER_WORKER = ("dapple-a", "dapple-b", "1f1b-so", "zb-h1", "zb-h2")  # each also with D from the memory
 _ACTIONS = 3e7  # simulated actions in the moves of one search: about a second
@@ -70,7 +71,9 @@ def search_order(
     ScheduleError where not even one micro-batch at a time fits the memory, or the costs are of other stages.
     """
     if len(costs) != worker_map.stages:
-        raise ScheduleError(f"the worker map has {worker_map.stages} stages, but there are costs of {len(costs)}")
+        raise ScheduleError(
+            f"the worker map has {format_count(worker_map.stages, 'stage')}, but there are costs of {len(costs)}"
+        )
     problem = _Problem.of(worker_map, micro_batches, costs, device_memory)
     named = problem.fastest(_named_schedules(worker_map, micro_batches, problem))
     listed = problem.fastest(_list_schedules(worker_map, micro_batches, costs, problem.most))

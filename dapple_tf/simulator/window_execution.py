@@ -16,6 +16,7 @@ from dapple_tf.graph_passes.schedules.weight_versions import Versions
 from dapple_tf.graph_passes.schedules.window import Window
 from dapple_tf.simulator.shared_flows import FlowDemand, SharedFlows
 from dapple_tf.timeline.stage_costs import StageCosts
+from dapple_tf.wording import format_count
 
 Place = tuple[int, int]
 """Stage and replica."""
@@ -98,7 +99,9 @@ def execute_window(versions: Versions, costs: WindowCosts) -> WindowExecution:
     the order deadlocks.
     """
     if len(costs.stages) != versions.window.stages:
-        raise ScheduleError(f"the window has {versions.window.stages} stages, the costs {len(costs.stages)}")
+        raise ScheduleError(
+            f"the window has {format_count(versions.window.stages, 'stage')}, the costs {len(costs.stages)}"
+        )
     run = _Run(versions, costs)
     run.run()
     left = sum(map(len, versions.window.rows.values())) - len(run.actions)

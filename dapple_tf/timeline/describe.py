@@ -16,6 +16,7 @@ from dapple_tf.timeline.critical_path import PART_LABELS, sum_by_kind
 from dapple_tf.timeline.events import Event
 from dapple_tf.timeline.figures import StageSummary, StepFigures
 from dapple_tf.timeline.simulation import Simulation
+from dapple_tf.wording import format_count
 
 _SHOWN = 5e-4  # of the step: shorter parts of the critical path are not listed
 
@@ -117,7 +118,7 @@ def _describe_phases(timeline: StepFigures) -> list[str]:
     """Return a line about the window's throughput; none for a synchronous step."""
     if timeline.window is None:
         return []
-    return [f"window of {timeline.window.minibatches} minibatches: {timeline.phases}"]
+    return [f"window of {format_count(timeline.window.minibatches, 'minibatch')}: {timeline.phases}"]
 
 
 def describe_stages(timeline: StepFigures, simulation: Simulation) -> str:

@@ -9,6 +9,7 @@ from dapple_tf.plans import Plan
 from dapple_tf.profiler.cluster import Cluster, Link
 from dapple_tf.profiler.profile import Profile
 from dapple_tf.profiler.units import format_bytes, format_seconds
+from dapple_tf.wording import format_count
 
 _MOST_LINKS = 12  # in the notes of a drawing
 
@@ -78,7 +79,7 @@ def _notes(cluster: Cluster) -> list[str]:
         lines.append(f"between servers {_link(cluster.inter_server)}")
     lines += [f"{a} to {b}: {_link(link)}" for (a, b), link in list(cluster.links.items())[:_MOST_LINKS]]
     if len(cluster.links) > _MOST_LINKS:
-        lines.append(f"and {len(cluster.links) - _MOST_LINKS} more links of their own")
+        lines.append(f"and {format_count(len(cluster.links) - _MOST_LINKS, 'more link')} of their own")
     return lines
 
 

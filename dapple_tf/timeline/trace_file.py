@@ -21,6 +21,7 @@ from dapple_tf.timeline.figures import EarlierStep
 from dapple_tf.timeline.recording import Prediction, Recording
 from dapple_tf.timeline.timeline import Timeline
 from dapple_tf.timeline.trace_data import FORMAT
+from dapple_tf.wording import format_count
 
 _ADVICE = "save one with dapple train --trace FILE.json or dapple simulate -o FILE.json"
 _LONGEST = 1e9  # seconds: no step takes 30 years
@@ -165,7 +166,10 @@ def _check_curves(curves: Sequence[MemoryCurve]) -> None:
     for index, curve in enumerate(curves):
         where = f"memory_curves[{index}]"
         if len(curve.times) != len(curve.values) or not curve.times:
-            raise TraceError(f"{where} has {len(curve.times)} times and {len(curve.values)} values: give one of each")
+            raise TraceError(
+                f"{where} has {format_count(len(curve.times), 'time')} and {format_count(len(curve.values), 'value')}: "
+                "give one of each"
+            )
         if list(curve.times) != sorted(curve.times) or max(map(abs, curve.times)) > _LONGEST:
             raise TraceError(f"{where}.times are not ascending, or beyond {_LONGEST:g} seconds")
 

@@ -21,6 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 from dapple_tf.verification.reference import Outcome
+from dapple_tf.wording import format_count
 
 TOLERANCE = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 1e-1, "float16": 1e-2}
 
@@ -178,7 +179,8 @@ def compare_tensor(
     nonfinite = int(np.count_nonzero(~finite))
     if not np.array_equal(finite, found_finite):
         more, fewer = np.count_nonzero(finite & ~found_finite), np.count_nonzero(found_finite & ~finite)
-        why = f"NaN or infinite in {more} entries that are finite on one device, finite in {fewer} that are not"
+        entries = format_count(int(more), "entry")
+        why = f"NaN or infinite in {entries} finite on one device, finite in {fewer} that are not"
         return Difference(kind, name, missing, tolerance, why=why)
     error = float(np.max(np.abs(found[finite] - wanted[finite]), initial=0.0))
     scale = _largest_finite(wanted)

@@ -11,6 +11,7 @@ from typing import Any
 from dapple_tf.exactness import Exactness
 from dapple_tf.plans import Plan
 from dapple_tf.verification.comparison import Comparison, Difference
+from dapple_tf.wording import format_count
 
 IN_TURN = "the same micro-batches one after the other"
 NORMALISED_IN_TURN = "plain training whose batch norm alone takes the same micro-batches one after the other"
@@ -74,8 +75,8 @@ class Report:
 
     def __str__(self) -> str:
         plan = self.plan
-        cut = plan.describe_micro_batches() if plan.sizes else f"{plan.micro_batches} micro-batches"
-        head = f"{len(plan.stages)} stages, replicas {list(plan.replicas)}, {cut}"
+        cut = plan.describe_micro_batches() if plan.sizes else format_count(plan.micro_batches, "micro-batch")
+        head = f"{format_count(len(plan.stages), 'stage')}, replicas {list(plan.replicas)}, {cut}"
         lines = [f"{head}, {plan.short_schedule}: {self._outcome}"]
         because = [] if self.plain.ok else [f"because of {reason}" for reason in self.exactness.reasons]
         if self.in_turn is None or self.plain.ok:
@@ -119,7 +120,7 @@ def _describe(comparison: Comparison) -> list[str]:
         )
     if comparison.nonfinite:
         first, more = comparison.nonfinite[0], len(comparison.nonfinite) - 1
-        where = f"{first.kind} {first.name!r}" + (f", and in {more} more tensors" if more else "")
+        where = f"{first.kind} {first.name!r}" + (f", and in {format_count(more, 'more tensor')}" if more else "")
         lines.append(f"NaN or infinite in {where}: one device has it too, in the same entries")
     return lines
 

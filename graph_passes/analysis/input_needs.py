@@ -14,6 +14,7 @@ from dapple_tf.graph_passes.analysis.row_bounds import fit_micro_batches, fit_si
 from dapple_tf.graph_passes.ir.graph import Graph, StrEnum
 from dapple_tf.graph_passes.ir.names import BATCH_SIZE_NAME, nodes_of, replica_shares
 from dapple_tf.graph_passes.ir.ops import OpName
+from dapple_tf.wording import format_count
 
 Rows = tuple[tuple[int, int], ...]
 """Ranges of rows, each as its first and its end row."""
@@ -78,7 +79,7 @@ class InputNeeds:
         return tuple(replica_bounds(size, m, count, *place, sizes, self.inputs.shares) for m in range(count))
 
     def __str__(self) -> str:
-        samples = f"{self.batch_size} sample{'s' * (self.batch_size != 1)}"
+        samples = format_count(self.batch_size, "sample")
         lines = [f"of a batch of {samples} this rank needs"]
         for name, rows in self.rows().items():
             lines.append(f"  argument {name}: {describe_rows(rows, self.batch_size)}")
@@ -120,5 +121,5 @@ def describe_rows(rows: Sequence[tuple[int, int]], batch_size: int) -> str:
     if not joined:
         return "none"
     if joined == [(0, batch_size)]:
-        return f"all {batch_size} rows"
+        return "its row" if batch_size == 1 else f"all {batch_size} rows"
     return "rows " + ", ".join(f"{first}-{end - 1}" if end - first > 1 else f"{first}" for first, end in joined)

@@ -17,6 +17,7 @@ from functools import cached_property
 from typing import Literal, get_args
 
 from dapple_tf.errors import GraphError
+from dapple_tf.wording import format_count
 
 
 class StrEnum(str, Enum):
@@ -346,7 +347,7 @@ class Graph:
         """Return the type of ``value``. Raises GraphError if there is no such output."""
         node = self.node(value.node)
         if value.index >= len(node.outputs):
-            raise GraphError(f"{value} does not exist: {node.op} has {len(node.outputs)} outputs")
+            raise GraphError(f"{value} does not exist: {node.op} has {format_count(len(node.outputs), 'output')}")
         return node.outputs[value.index]
 
     def function(self, name: str) -> Function:

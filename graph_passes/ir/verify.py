@@ -8,6 +8,7 @@ from typing import NoReturn
 from dapple_tf.errors import GraphError
 from dapple_tf.graph_passes.ir.graph import Function, Graph, Node, TensorType, topological
 from dapple_tf.graph_passes.ir.ops import INPUT_OPS, OPS, Op, Operands
+from dapple_tf.wording import format_count
 
 _NODE_OF = attrgetter("node")  # of a Value
 
@@ -121,7 +122,8 @@ def _verify_call(graph: Graph, node: Node) -> None:
     ports = function.passed
     if len(ports) != len(node.inputs):
         raise GraphError(
-            f"call {node.name!r} passes {len(node.inputs)} values to {function.name!r}, which takes {len(ports)}"
+            f"call {node.name!r} passes {format_count(len(node.inputs), 'value')} to {function.name!r}, which takes "
+            f"{len(ports)}"
         )
     for value, port in zip(node.inputs, ports, strict=True):
         passed = graph.type_of(value).dtype
@@ -146,5 +148,6 @@ def _verify_function(function: Function) -> None:
         raise GraphError(f"function {function.name!r} has inputs of the roles {roles}, but its graph has inputs {ops}")
     if len(function.outputs) != len(graph.outputs):
         raise GraphError(
-            f"function {function.name!r} has {len(function.outputs)} outputs, but its graph has {len(graph.outputs)}"
+            f"function {function.name!r} has {format_count(len(function.outputs), 'output')}, but its graph has "
+            f"{len(graph.outputs)}"
         )

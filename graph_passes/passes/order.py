@@ -18,6 +18,7 @@ from dapple_tf.graph_passes.ir.names import at, micro_batch_count, nodes_of, rep
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.passes.base import Contract
 from dapple_tf.graph_passes.schedules.schedule import CALL_OF_KIND, FREEING, Action, Kind, Schedule
+from dapple_tf.wording import format_count
 
 _WRITING: tuple[tuple[Kind, ...], ...] = (("F",), ("B", "I"))  # the kinds of action that may write the same variables
 
@@ -45,8 +46,8 @@ class Order:
         shape = (len(self.schedule.stages), self.schedule.micro_batches)
         if shape != (len(replicas), micro_batches):
             raise ScheduleError(
-                f"the schedule is for {shape[0]} stages x {shape[1]} micro-batches, the graph has {len(replicas)} x "
-                f"{micro_batches}"
+                f"the schedule is for {format_count(shape[0], 'stage')} x {format_count(shape[1], 'micro-batch')}, the "
+                f"graph has {len(replicas)} x {micro_batches}"
             )
         check_writes(graph, self.schedule)
         previous: dict[str, tuple[str, str]] = {}  # for each call, the call before it and the reason of the edge

@@ -12,6 +12,7 @@ from dapple_tf.errors import PartitionError
 from dapple_tf.graph_passes.analysis.layers import Layers
 from dapple_tf.graph_passes.analysis.loss_head import LossHeadInput, find_statistics
 from dapple_tf.graph_passes.ir.graph import Graph, Value
+from dapple_tf.wording import format_count
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ def _nearest(layers: Layers, position: int) -> str:
 
 def _elsewhere(problems: Sequence[str]) -> str:
     found = list(dict.fromkeys(problems))
-    more = f"; and {len(found) - 3} more reasons" if len(found) > 3 else ""
+    more = f"; and {format_count(len(found) - 3, 'more reason')}" if len(found) > 3 else ""
     return f". It cannot be cut elsewhere: {'; '.join(found[:3])}{more}" if found else ""
 
 
@@ -127,8 +128,9 @@ def balance(
     """
     if stages - 1 > len(positions):
         raise PartitionError(
-            f"{stages} stages are wanted, but the model can be cut in {len(positions)} places only "
-            f"({len(costs)} layers): ask for at most {len(positions) + 1} stages{_elsewhere(problems)}"
+            f"{stages} stages are wanted, but the model can be cut in {format_count(len(positions), 'place')} only "
+            f"({format_count(len(costs), 'layer')}): ask for at most "
+            f"{format_count(len(positions) + 1, 'stage')}{_elsewhere(problems)}"
         )
     total = [0.0]
     for cost in costs:

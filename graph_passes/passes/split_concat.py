@@ -35,6 +35,7 @@ from dapple_tf.graph_passes.ir.names import (
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.passes.base import Contract
 from dapple_tf.graph_passes.passes.batch_loss import LOSS_HEAD_OPS, piece_of_replica, replicate_loss_head
+from dapple_tf.wording import format_count
 
 _ADDED = frozenset({OpName.SPLIT, OpName.CONCAT, OpName.ADD})
 
@@ -75,7 +76,8 @@ class SplitConcat:
         for stage, (count, own) in enumerate(zip(self.replicas, shares, strict=True)):
             if own and (len(own) != count or min(own) < 1):
                 raise PartitionError(
-                    f"stage {stage} has {count} replicas, and the shares {own}: give one above 0 for each"
+                    f"stage {stage} has {format_count(count, 'replica')}, and the shares {own}: give one above 0 for "
+                    "each"
                 )
         boundaries = _Boundaries(graph, self.replicas, self.shared, shares)
         nodes: list[Node] = []

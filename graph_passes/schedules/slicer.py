@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from dapple_tf.errors import ScheduleError
 from dapple_tf.graph_passes.schedules.schedule import Action, Kind, Schedule, checked_schedule
+from dapple_tf.wording import format_count
 
 
 def sliced_1f1b(stages: int, micro_batches: int, sliced: int) -> Schedule:
@@ -25,8 +26,8 @@ def sliced_1f1b(stages: int, micro_batches: int, sliced: int) -> Schedule:
     warm_up = min(stages, micro_batches)
     if not 0 <= sliced <= warm_up:
         raise ScheduleError(
-            f"slice={sliced}: stage 0 runs {warm_up} micro-batches before its first backward, of which 0 to {warm_up} "
-            "can be sliced"
+            f"slice={sliced}: stage 0 runs {format_count(warm_up, 'micro-batch')} before its first backward, of which "
+            f"0 to {warm_up} can be sliced"
         )
     parts = [(2 * m, 2 * m + 1) if m < sliced else (m + sliced,) for m in range(micro_batches)]
 

@@ -28,6 +28,7 @@ from dapple_tf.graph_passes.schedules.schedule import (
 from dapple_tf.graph_passes.schedules.v_shaped import dualpipe_v, hanayo, zero_bubble_v
 from dapple_tf.graph_passes.schedules.worker_map import WorkerMap
 from dapple_tf.graph_passes.schedules.zero_bubble import ZERO_BUBBLE_AUTO, zero_bubble, zero_bubble_auto
+from dapple_tf.wording import format_count, suggest
 
 HANDCRAFTED_ZERO_BUBBLE = ("zb-h1", "zb-h2")
 """The handcrafted schedules of the Zero Bubble paper: one stage per worker, and actions for gradients of weights."""
@@ -75,6 +76,8 @@ CHUNKED: Mapping[str, ChunkedPolicy] = MappingProxyType(
 )
 """The policies that put several stages on each worker, by name."""
 
+_UNCHUNKED = ("gpipe", "dapple-a", "1f1b", "dapple-b", "1f1b-so", "1f1b-sno", *HANDCRAFTED_ZERO_BUBBLE)
+
 NAMES: Mapping[str, str] = MappingProxyType(
     {
         "gpipe": "all forwards, then all backwards",
@@ -121,9 +124,9 @@ def warm_up(policy: str, stages: int, micro_batches: int, limit: int | None = No
         case "1f1b-so":
             return tuple(min(2 * (stages - i), bound) for i in range(stages))
     raise ScheduleError(
-        f"no schedule is called {policy[:200]!r}; there are gpipe, dapple-a (1f1b), dapple-b, zb-h1, zb-h2, 1f1b-sno, "
-        f"1f1b-so (and :D=n), {', '.join(map(_form, CHUNKED))}, K=3,2,1, and the actions of every worker: 0F0 0B0; "
-        "1F0 1B0"
+        f"no schedule is called {policy[:200]!r}{suggest(policy, (*_UNCHUNKED, *CHUNKED))}; there are gpipe, dapple-a "
+        f"(1f1b), dapple-b, zb-h1, zb-h2, 1f1b-sno, 1f1b-so (and :D=n), {', '.join(map(_form, CHUNKED))}, K=3,2,1, and "
+        "the actions of every worker: 0F0 0B0; 1F0 1B0"
     )
 
 
@@ -180,10 +183,13 @@ class ScheduleSpec(ABC):
         match = _POLICY.fullmatch(known)
         if match is not None and match[1] in CHUNKED:
             return ChunkedSpec(known, match[1], _read_chunks(text, match[1], match[2], match[3]))
-        if match is None or match[2] not in (None, "D"):
-            raise ScheduleError(f"{text[:200]!r} is not a schedule such as 'dapple-a', 'dapple-b:D=4' or 'K=3,2,1'")
-        limit = None if match[3] is None else int(match[3])
+        other = f"{text[:200]!r} is not a schedule such as 'dapple-a', 'dapple-b:D=4' or 'K=3,2,1'"
+        if match is None:
+            raise ScheduleError(f"{other}{suggest(name.lower(), (*_UNCHUNKED, *CHUNKED))}")
+        limit = int(match[3]) if match[2] == "D" else None
         warm_up(match[1], 1, limit or 1, limit)
+        if match[2] not in (None, "D"):
+            raise ScheduleError(other)
         return PolicySpec(match[1], limit)
 
     @abstractmethod
@@ -339,7 +345,9 @@ class WarmUpSpec(ScheduleSpec):
 
     def _check_counts(self, stages: int, micro_batches: int) -> None:
         if len(self.given) != stages:
-            raise ScheduleError(f"{str(self)[:200]} gives K of {len(self.given)} stages, but there are {stages}")
+            raise ScheduleError(
+                f"{str(self)[:200]} gives K of {format_count(len(self.given), 'stage')}, but there are {stages}"
+            )
         _check_range(self.given, micro_batches)
 
     def check(self, stages: int, micro_batches: int) -> None:
@@ -401,8 +409,8 @@ class ChunkedSpec(ScheduleSpec):
         chunks = self.given_chunks
         if stages < chunks or stages % chunks:
             raise ScheduleError(
-                f"{self.text!r} gives each worker {chunks} stages, but there are {stages} in all: ask for a multiple "
-                f"of {chunks}"
+                f"{self.text!r} gives each worker {format_count(chunks, 'stage')}, but there are {stages} in all: ask "
+                f"for a multiple of {chunks}"
             )
         return stages // chunks
 
@@ -418,11 +426,11 @@ class ActionsSpec(ScheduleSpec):
         return self.text
 
     @property
-    def stages(self) -> int | None:
+    def stages(self) -> int:
         return len(self.schedule.stages)
 
     @property
-    def micro_batches(self) -> int | None:
+    def micro_batches(self) -> int:
         return self.schedule.micro_batches
 
     @property
@@ -445,17 +453,17 @@ class ActionsSpec(ScheduleSpec):
     def worker_map(self, stages: int) -> WorkerMap:
         if self.stages != stages:
             raise ScheduleError(
-                f"the schedule's text is for {self.stages} stages, but there are {stages}: write the actions of each "
-                "stage, or give a policy's name"
+                f"the schedule's text is for {format_count(self.stages, 'stage')}, but there are {stages}: write the "
+                "actions of each stage, or give a policy's name"
             )
         return self.schedule.worker_map
 
     def build(self, stages: int, micro_batches: int) -> Schedule:
         if (self.stages, self.micro_batches) != (stages, micro_batches):
             raise ScheduleError(
-                f"the schedule's text is for {self.stages} stages x {self.micro_batches} micro-batches, but there are "
-                f"{stages} x {micro_batches}: write a line for each worker, with each micro-batch from 0 on, or give a "
-                "policy's name"
+                f"the schedule's text is for {format_count(self.stages, 'stage')} x "
+                f"{format_count(self.micro_batches, 'micro-batch')}, but there are {stages} x {micro_batches}: write a "
+                "line for each worker, with each micro-batch from 0 on, or give a policy's name"
             )
         return self.schedule
 

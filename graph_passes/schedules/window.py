@@ -18,6 +18,7 @@ from functools import cached_property
 
 from dapple_tf.errors import ScheduleError
 from dapple_tf.graph_passes.schedules.schedule import Action, dependencies
+from dapple_tf.wording import format_count
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,8 @@ class Window:
     def __post_init__(self) -> None:
         if self.minibatches < 1 or self.micro_batches < 1:
             raise ScheduleError(
-                f"a window of {self.minibatches} minibatches of {self.micro_batches} micro-batches: there must be at "
-                "least one"
+                f"a window of {format_count(self.minibatches, 'minibatch')} of "
+                f"{format_count(self.micro_batches, 'micro-batch')}: there must be at least one"
             )
         if self.in_turn and self.micro_batches > 1:
             raise ScheduleError(f"replicas take whole minibatches in turn, not {self.micro_batches} micro-batches each")
@@ -56,7 +57,8 @@ class Window:
         heads = (next((action for action in row if action not in ends), None) for row in self.rows.values())
         if blocked := [str(action) for action in heads if action is not None]:
             raise ScheduleError(
-                f"a window of {self.minibatches} minibatches with K = {list(self.warm_up)} on {list(self.replicas)} "
+                f"a window of {format_count(self.minibatches, 'minibatch')} with K = {list(self.warm_up)} on "
+                f"{list(self.replicas)} "
                 f"replicas deadlocks at {' '.join(blocked[:8])}: use a larger depth, or other replicas"
             )
 

@@ -200,7 +200,7 @@ def test_a_rank_runs_all_stages_of_its_device(loss: Any, ranks: int) -> None:
         calls = {(node.integer("stage"), node.integer("replica")) for node in nodes_of(graph, OpName.FORWARD)}
         assert calls == {(0, rank), (1, rank)}
         assert not any("_to_stage" in node.name for node in nodes_of(graph, OpName.EXCHANGE))
-    with pytest.raises(PlanError, match=rf"the plan is for {ranks} ranks, .*, but the job has 3"):
+    with pytest.raises(PlanError, match=rf"the plan is for {ranks} ranks?, .*, but the job has 3"):
         rank_graphs(model, plan, 3)
 
 

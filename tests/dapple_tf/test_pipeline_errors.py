@@ -55,7 +55,7 @@ def matrix(name: str = "w") -> tf.Variable:
         ({"stages": ["d9"]}, PartitionError, "no layer is called 'd9'; the nearest are 'd2', 'd1', 'd0'"),
         ({"stages": ["d2", "d1"]}, PlanError, "'d1' does not come after the layer before it in the model"),
         ({"stages": "d1"}, PlanError, "stages='d1': give a number, a list of layer names, or 'auto'"),
-        ({"replicas": [1]}, PlanError, r"replicas=\[1\] names 1 stages, but there are 2"),
+        ({"replicas": [1]}, PlanError, r"replicas=\[1\] names 1 stage, but there are 2"),
         ({"replicas": [2, 0]}, PlanError, "every stage needs at least one device"),
         (
             {"replicas": [8, 1]},
@@ -192,6 +192,16 @@ def test_an_impossible_plan_is_refused(
 ) -> None:
     with pytest.raises(error, match=message):
         step_of(loss, plan=make_plan((0, 1, (0,)), (2, 4, (1,)), **changes))(X)
+
+
+def test_a_plan_for_another_batch_is_carried_out_with_one_warning(loss: Loss) -> None:
+    step = step_of(loss, plan=make_plan((0, 1, (0,)), (2, 4, (1,)), global_batch_size=32, micro_batch_size=8))
+    with pytest.warns(DappleWarning, match="the plan was made for a batch of 32 samples, and the first") as caught:
+        step(X)
+    step(X[:4])
+    (warning,) = caught
+    assert "the first batch has 8: its micro-batches have other sizes than planned" in str(warning.message)
+    assert "dapple plan --global-batch-size 8, or dapple.plan(..., global_batch_size=8)" in str(warning.message)
 
 
 def test_a_plan_for_more_devices_is_refused(loss: Loss) -> None:
@@ -365,7 +375,7 @@ def test_a_step_can_be_used_after_a_refused_batch(loss: Loss) -> None:
         (lambda step: step.plan, "there is no plan before the first batch: call the step, or give example_batch"),
         (lambda step: step.text, "nothing has been built: call the step with a batch first"),
         (lambda step: step.graph_def, "nothing has been built: call the step with a batch first"),
-        (lambda step: step.timeline, r"no step was recorded: call step.record\(batch\) first"),
+        (lambda step: step.timeline, r"no step was recorded: call step.record with a batch first"),
     ],
 )
 def test_properties_before_the_first_batch_raise(loss: Loss, use: Callable[[Any], object], message: str) -> None:

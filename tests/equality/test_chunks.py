@@ -272,7 +272,7 @@ def test_stages_that_do_not_fit_the_schedule_are_refused_before_tracing() -> Non
         (
             {"stages": STARTS[:3], "replicas": [1, 1, 1, 1]},
             PlanError,
-            "names 4 workers for the 4 stages, but there are 2",
+            "names 4 workers for 4 stages, but there are 2",
         ),
         (
             {"stages": STARTS[:3], "replicas": [5, 5]},

@@ -146,8 +146,11 @@ def test_a_wrong_field_is_named(tmp_path: Path, data: dict[str, Any], message: s
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "format is 'NoneType'"),
-        ("a: [1", "not a readable YAML file: "),
+        ("", "not a readable YAML file: it is empty"),
+        ("# nothing yet\n", "not a readable YAML file: it is empty"),
+        ("3", "it holds 3, not an object with the field format, 'dapple-cluster/1'"),
+        ("a: [1", "not a readable YAML file: line 1: while parsing a flow sequence, [^\n]*$"),
+        ("a: 1\nb: 'x\n", "not a readable YAML file: line 3: [^\n]*$"),
         ("a: 1\na: 2\n", "not a readable YAML file: line 2: the field 'a' is given twice"),
         ("{a: 1, a: 2}", "not a readable YAML file: line 1: the field 'a' is given twice"),
         ("--- 1\n--- 2\n", "not a readable YAML file: "),
@@ -228,5 +231,5 @@ def test_the_cluster_of_some_hosts_has_their_servers_and_links() -> None:
     assert READ.on_hosts([("x", 1), ("y", 1)]).links == READ.links
     with pytest.raises(ClusterError, match=r"the job runs on 3 hosts, but the cluster has 2 servers"):
         READ.on_hosts([("x", 1), ("y", 1), ("z", 1)])
-    with pytest.raises(ClusterError, match=r"5 ranks run on b, but b has 4 devices"):
+    with pytest.raises(ClusterError, match=r"b runs 5 ranks, but b has 4 devices"):
         READ.on_hosts([("b", 5)])

@@ -115,7 +115,7 @@ def change_timing(**change: Any) -> dict[str, Any]:
         (change_timing(batch_size=8), r"timings\[0\].batch_size is 8; .* none the profile's own 8"),
         (change_timing(batch_size=0), r"timings\[0\].batch_size is 0; timings must be at ascending sizes from 1"),
         ({"timings": EVERYTHING["timings"] * 2}, r"timings\[1\].batch_size is 4; timings must be at ascending sizes"),
-        (change_timing(forward_seconds=[1]), r"timings\[0\].forward_seconds has 1 values, but there are 3 layers"),
+        (change_timing(forward_seconds=[1]), r"timings\[0\].forward_seconds has 1 value, but there are 3 layers"),
         ({"uncuttable": [3]}, r"uncuttable\[0\] is 3, but the positions between two layers are 1 to 2"),
         ({"unsplittable": [1, 0]}, r"unsplittable\[1\] is 0, but the positions between"),
         ({"whole": {"forward_seconds": 1}}, "whole.backward_seconds is missing"),

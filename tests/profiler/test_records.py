@@ -147,9 +147,9 @@ def test_the_format_is_checked_before_all_fields() -> None:
     assert read_file({"format": "test/1", "count": 1}) == Whole(1)
     with pytest.raises(FileError, match=r"^format is 'test/2', not 'test/1'$"):
         read_file({"format": "test/2", "other": 1})
-    with pytest.raises(FileError, match=r"^format is None, not 'test/1'$"):
+    with pytest.raises(FileError, match=r"^format is missing; it must be 'test/1'$"):
         read_file({"count": 1})
-    with pytest.raises(FileError, match=r"^format is 'list', not 'test/1'$"):
+    with pytest.raises(FileError, match=r"^it holds \[1\], not an object with the field format, 'test/1'$"):
         read_file([1])
 
 

@@ -31,6 +31,7 @@ from dapple_tf.simulator.memory import values_per_weight
 from dapple_tf.simulator.native.library import address, load_library
 from dapple_tf.simulator.transfer import link_tables
 from dapple_tf.timeline.stage_costs import usable_bytes
+from dapple_tf.wording import format_count
 
 ANY_WARM_UP = -1
 _UNFIT = 1e12  # seconds, and more, of a layout that does not fit
@@ -198,8 +199,8 @@ class Annealer:
         check_stop()
         if count < 0:
             raise PlanError(
-                f"searching for a plan of {self.problem.profile.model!r} on {devices} devices needs more memory than "
-                "this process can have: free some, or take planner 'dapple'"
+                f"searching for a plan of {self.problem.profile.model!r} on {format_count(devices, 'device')} needs "
+                "more memory than this process can have: free some, or take planner 'dapple'"
             )
         return [self._layout(*(each[row] for each in results)) for row in range(count) if seconds[row] < _UNFIT]
 

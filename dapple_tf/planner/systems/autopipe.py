@@ -25,6 +25,7 @@ from dapple_tf.profiler.linearise import Chain, cut_chain
 from dapple_tf.simulator.arrays import Floats, prefix_sums
 from dapple_tf.simulator.native.library import address, load_library
 from dapple_tf.simulator.transfer import link_tables, transfer_cost
+from dapple_tf.wording import format_count
 
 _MOST_BLOCKS = 1000
 
@@ -74,8 +75,9 @@ def _depths(problem: PlanningProblem, chain: Chain, stages: int | None) -> list[
         return possible
     if stages not in possible:
         raise PlanError(
-            f"stages={stages}: on {devices} devices, with equally many for each stage, the {blocks} blocks of "
-            f"{problem.profile.model!r} can have {', '.join(map(str, possible))} stages"
+            f"stages={stages}: on {format_count(devices, 'device')}, with equally many for each stage, the "
+            f"{format_count(blocks, 'block')} of {problem.profile.model!r} can have {', '.join(map(str, possible))} "
+            "stages"
         )
     return [stages]
 

@@ -20,6 +20,7 @@ from dapple_tf.profiler.units import format_samples
 from dapple_tf.simulator.arrays import prefix_sums
 from dapple_tf.simulator.virtual_workers import simulate_workers
 from dapple_tf.timeline.stage_costs import usable_bytes
+from dapple_tf.wording import format_count
 
 _POLICIES = ("NP", "ED", "HD")
 _MOST_ORDERS = 24  # of the kinds in a virtual worker; of more only those by rising and falling speed
@@ -89,8 +90,9 @@ def _check_possible(problem: PlanningProblem, possible: Sequence[Sequence[Worker
     blocks, most = len(problem.chain.parameter_bytes), min(max(map(len, workers)) for workers in possible)
     if most > blocks:
         raise PlanError(
-            f"a virtual worker has up to {most} devices, one stage each, but the layers of {problem.profile.model!r} "
-            f"form {blocks} blocks that can be a stage: use planner 'best', or fewer devices per server"
+            f"a virtual worker has up to {format_count(most, 'device')}, one stage each, but the layers of "
+            f"{problem.profile.model!r} form {blocks} blocks that can be a stage: use planner 'best', or fewer devices "
+            "per server"
         )
 
 

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from dapple_tf.errors import PlanError
 from dapple_tf.profiler.cluster import Cluster
 from dapple_tf.simulator.arrays import Floats
+from dapple_tf.wording import format_count
 
 _Labels = NDArray[np.int64]  # of each server: the first server of its component
 
@@ -43,7 +44,7 @@ class Hierarchy:
                 raise PlanError(f"level {number} has a bandwidth of {level.bandwidth}, not a finite number above 0")
         total = math.prod(level.count for level in self.levels)
         if len(self.devices) != total:
-            raise PlanError(f"the levels are for {total} devices, but {len(self.devices)} are given")
+            raise PlanError(f"the levels are for {format_count(total, 'device')}, but {len(self.devices)} are given")
         if len(set(self.devices)) != total:
             raise PlanError(f"devices is {list(self.devices)}: name each device once")
 

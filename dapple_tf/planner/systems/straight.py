@@ -19,6 +19,7 @@ from dapple_tf.planner.registration import planner
 from dapple_tf.planner.search.balanced_cuts import even_starts
 from dapple_tf.planner.search.chunk_shapes import most_stages
 from dapple_tf.simulator.arrays import Floats
+from dapple_tf.wording import format_count
 
 
 @planner("gpipe", unequal=True, shares_devices=True)
@@ -35,8 +36,10 @@ def plan_gpipe(problem: PlanningProblem, *, stages: int | None = None) -> Planne
     count = most if stages is None else stages
     if not 1 <= count <= most:
         raise PlanError(
-            f"stages={count}: {problem.profile.model!r} on {problem.cluster.devices} devices can have 1 to {most} "
-            f"stages; its {len(problem.profile.layers)} layers form {blocks} blocks that can be a stage"
+            f"stages={count}: {problem.profile.model!r} on {format_count(problem.cluster.devices, 'device')} can have "
+            f"at least 1 and at most {format_count(most, 'stage')}; its "
+            f"{format_count(len(problem.profile.layers), 'layer')} form {format_count(blocks, 'block')} that can be a "
+            "stage"
         )
     workers = (
         ScheduleSpec.parse(scheduled.schedule).worker_map(count)
@@ -81,8 +84,9 @@ def plan_torchgpipe(problem: PlanningProblem, *, by: str = "time", stages: int |
     count = most if stages is None else stages
     if not 1 <= count <= most:
         raise PlanError(
-            f"stages={count}: {problem.profile.model!r}, with {blocks} blocks of layers, on {problem.cluster.devices} "
-            f"devices can have 1 to {most} stages"
+            f"stages={count}: {problem.profile.model!r}, with {format_count(blocks, 'block')} of layers, on "
+            f"{format_count(problem.cluster.devices, 'device')} can have at least 1 and at most "
+            f"{format_count(most, 'stage')}"
         )
     schedule = "gpipe" if problem.schedule == "auto" else problem.schedule
     found = []

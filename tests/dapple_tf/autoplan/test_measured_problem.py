@@ -33,7 +33,7 @@ def test_slots_of_the_optimizer_are_counted(make: type[keras.optimizers.Optimize
     ("options", "message"),
     [
         ({"schedule": "K=3,2,1"}, r"'K=3,2,1' is for 3 stages, but the cluster has 2 devices"),
-        ({"schedule": "0F0 0F1 0B0 0B1", "micro_batches": 4}, "for 1 stages x 2 micro-batches, but there are 1 x 4"),
+        ({"schedule": "0F0 0F1 0B0 0B1", "micro_batches": 4}, "for 1 stage x 2 micro-batches, but there are 1 x 4"),
         (
             {"schedule": "K=1,2", "stages": 2, "micro_batches": "auto", "cluster": config("a", 2)},
             "the schedule deadlocks",

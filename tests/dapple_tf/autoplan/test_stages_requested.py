@@ -113,13 +113,13 @@ def test_the_other_fields_of_the_plan() -> None:
     [
         ({"stages": 0}, "stages=0: there must be at least one"),
         ({"stages": -2}, "stages=-2: there must be at least one"),
-        ({"stages": 2, "replicas": [1]}, r"replicas=\[1\] names 1 stages, but there are 2"),
+        ({"stages": 2, "replicas": [1]}, r"replicas=\[1\] names 1 stage, but there are 2"),
         ({"stages": 2, "replicas": [1, 0]}, r"replicas=\[1, 0\]: every stage needs at least one device"),
         (
             {"stages": 2, "replicas": [8, 1]},
             r"2 stages with replicas \[8, 1\] need 9 devices, but there are 8: .* dapple.init\(devices=n\)",
         ),
-        ({"stages": 2, "recompute": [True]}, r"recompute=\[True\] is for 1 stages, but there are 2"),
+        ({"stages": 2, "recompute": [True]}, r"recompute=\[True\] is for 1 stage, but there are 2"),
         ({"stages": 2, "recompute": StageNumbers((0, 2))}, "recompute names stage 2, but the stages are 0 to 1"),
         ({"stages": ["c", "b"]}, r"stages=\['c', 'b'\]: 'b' does not come after the layer before it in the model"),
         ({"stages": ["b", "b"]}, "'b' does not come after"),
@@ -147,10 +147,10 @@ def test_an_impossible_optionsis_refused(options: dict[str, Any], message: str) 
         ({"schedule": "K=3,2,1"}, "K=3,2,1 gives K of 3 stages, but there are 2"),
         ({"schedule": "K=9,1"}, "K_0 = 9 is not between 1 and M = 8"),
         ({"schedule": "gpipe:D=2"}, "gpipe holds all M=8 micro-batches, but D=2"),
-        ({"schedule": "0F0 0B0"}, "the schedule's text is for 1 stages x 1 micro-batches, but there are 2"),
+        ({"schedule": "0F0 0B0"}, "the schedule's text is for 1 stage x 1 micro-batch, but there are 2"),
         ({"schedule": "K=3,2,1", "micro_batches": "auto"}, "K=3,2,1 gives K of 3 stages, but there are 2"),
         ({"schedule": "K=0,1", "micro_batches": "auto"}, "K_0 = 0 is not between 1 and M = 16"),
-        ({"schedule": "0F0 0B0", "micro_batches": "auto"}, "the schedule's text is for 1 stages, but there are 2"),
+        ({"schedule": "0F0 0B0", "micro_batches": "auto"}, "the schedule's text is for 1 stage, but there are 2"),
     ],
 )
 def test_a_schedule_for_other_stages_or_micro_batches_is_refused(options: dict[str, Any], message: str) -> None:

@@ -139,7 +139,7 @@ def test_the_end_of_a_run_removes_its_snapshots(tmp_path: Path, memory: Path) ->
     with Checkpoints(tmp_path / "run", run) as saving:
         saving.restore()
         train(run, memory, 3)
-        assert str(saving.snapshot_costs).startswith("snapshots every 2 steps: 1 taken; each held up training for ")
+        assert str(saving.snapshot_costs).startswith("a snapshot every 2 steps: 1 taken; each held up training for ")
     assert not list(memory.rglob("*.st"))
     run(X)  # takes none any more
     with pytest.raises(ValueError, match="of the run"):

@@ -203,7 +203,7 @@ def test_the_error_for_a_damaged_record_names_the_line_and_the_field(
     ("text", "message"),
     [
         ("", "it holds no run: train with --checkpoint-dir DIR or --record FILE"),
-        ("{}\n", "line 1: format is None"),
+        ("{}\n", "line 1: format is missing"),
         ('{"format": "dapple-run/1"}\n', "line 1: start is missing"),
         ("loss 3\n", "line 1: not a readable JSON file"),
         ('{"format": "dapple-run/1", "start": NaN}\n', "NaN is not a number"),

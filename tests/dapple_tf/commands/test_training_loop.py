@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +20,12 @@ def test_batches_start_again_where_the_data_set_ends() -> None:
 def test_a_data_set_without_batches_is_refused() -> None:
     with pytest.raises(ModelError, match="the workload's dataset has no batches"):
         next(repeat_batches([]))
+
+
+def test_a_data_set_that_is_no_iterable_is_refused() -> None:
+    data: Any = 5
+    with pytest.raises(ModelError, match="the workload's dataset has the type int: give an iterable of batches"):
+        next(repeat_batches(data))
 
 
 def test_steps_are_numbered_on_from_the_ones_done(capsys: pytest.CaptureFixture[str]) -> None:

@@ -112,7 +112,7 @@ def test_without_a_command_the_help_is_shown(run_here: Run) -> None:
         ((TINY_MODEL, "--set", "empty=True"), "the workload's dataset has no batches", 2),
         ((TINY_MODEL, "--stages", 99), "99 stages are wanted, but the model can be cut in", 2),
         ((TINY_MODEL, "--stages", 0), "stages=0: there must be at least one", 2),
-        ((TINY_MODEL, "--stages", 2, "--replicas", "1"), "replicas=[1] names 1 stages, but there are 2", 2),
+        ((TINY_MODEL, "--stages", 2, "--replicas", "1"), "replicas=[1] names 1 stage, but there are 2", 2),
         ((TINY_MODEL, "--stages", 2, "--replicas", "1,9"), "need 10 devices, but there are 8", 2),
         ((TINY_MODEL, "--stages", 2, "--recompute", "stages:2"), "recompute names stage 2, but the stages are 0", 2),
         ((TINY_MODEL, "--stages", "three"), "no layer is called 'three'; the nearest are ", 2),

@@ -85,6 +85,7 @@ def run_until_they_differ(name: str, stages: int, replicas: int, *folder: str) -
         ("other dtype", 2, "trace the model for 16 samples of float32[4], float32[4]"),
         # Replicas would sum gradients of different batches, and not notice.
         ("fewer samples", 1, OTHER),
+        ("forward", 2, "run forward after step 10 with 16 samples (program 2) of float64[4], float64[4]"),
         ("other step", 2, "run step 11 with 16 samples (program 2) of float64[4], float64[4]"),
         ("gather", 2, "gather the variables"),
         ("check numerics", 1, "build another program (check) for 16 samples of float64[4], float64[4]"),

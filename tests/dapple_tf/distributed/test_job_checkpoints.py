@@ -58,7 +58,10 @@ def train_in_one_process(layout: str, steps: int, *options: object) -> list[floa
 
 
 def test_a_killed_rank_ends_the_job_and_other_ranks_resume_it(tmp_path: Path) -> None:
-    """One launch of three ranks is killed, and another of two resumes; the latter also saves a trace."""
+    """One launch of three ranks is killed, and another of two resumes; the latter also saves a trace.
+
+    Steps are counted from the begin of the run, also in the message of a launch between them that fails.
+    """
     folder, trace = tmp_path / "checkpoints", tmp_path / "trace.json"
     error = run_until_killed(folder, "1,1,1", 3, 12, kill_rank=1, at_batch=9)
     ended = time.time()
@@ -71,6 +74,9 @@ def test_a_killed_rank_ends_the_job_and_other_ranks_resume_it(tmp_path: Path) ->
     assert failed is not None
     assert ended - float(failed[1]) < 10
     assert saved_steps(folder) == [3, 6]
+
+    again = run_until_killed(folder, "1,1", 2, 12, kill_rank=1, at_batch=9, how="raise")
+    assert "rank 1 (stage 1), after step 8, raised KeyError: 'no such sample'" in again.ranks[0].stderr
 
     ranks = run_ranks(train_arguments("1,1", 12, *saving_in(folder), "--trace", trace), 2)
     np.testing.assert_allclose(printed_result(ranks)["losses"], losses_of_one_process(12)[6:], rtol=1e-12)

@@ -20,9 +20,12 @@ DIFFER = "JobError: the ranks differ in their "
 @pytest.mark.parametrize(
     ("case", "parts"),
     [
-        ("too few stages", ["PlanError: the plan is for 1 ranks, [0], but the job has 2: start one process for each"]),
+        (
+            "too few stages",
+            ["PlanError: what was asked for, 1 stage with replicas [1], uses 1 rank, [0], but the job has 2"],
+        ),
         ("too many stages", ["PlanError: 3 stages with replicas [1, 1, 1] need 3 devices, but there are 2"]),
-        ("a plan for fewer ranks", ["PlanError: the plan is for 1 ranks, [0], but the job has 2"]),
+        ("a plan for fewer ranks", ["PlanError: the plan is for 1 rank, [0], but the job has 2"]),
         ("a plan for other devices", ["PlanError: the plan is for 2 ranks, [0, 2], but the job has 2"]),
         ("different plans", [f"{DIFFER}plan: rank 0 has ", "'micro_batches': 2", "rank 1 has ", "'micro_batches': 4"]),
         ("a plan on one rank only", [f"{DIFFER}call of dapple.pipeline: rank 0 has Options(stages=2", "stages='auto'"]),

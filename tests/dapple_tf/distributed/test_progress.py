@@ -14,6 +14,10 @@ def test_a_status_in_words() -> None:
     assert RankStatus(step=3, running=True).when == "in step 3"
     assert RankStatus(step=3).when == "after step 3"
     assert RankStatus(step=3, running=True).last_exchange == "none of step 3"
+    assert RankStatus(step=3, running=True, forward=True).when == "in a run forward after step 3"
+    assert RankStatus(running=True, forward=True).when == "in a run forward before its first step"
+    assert RankStatus(step=3, running=True, forward=True).last_exchange == "none of this run"
+    assert RankStatus(step=3, forward=True).when == "after step 3"
     assert RankStatus(step=3, exchange="exchange/outputs").last_exchange == "exchange/outputs"
 
 

@@ -104,5 +104,5 @@ def test_a_rank_that_is_killed_is_named_with_all_its_stages(tmp_path: Path) -> N
 def test_a_plan_for_fewer_ranks_is_refused_on_all(tmp_path: Path) -> None:
     with pytest.raises(RanksError) as caught:
         run_ranks(train_arguments("1,1", 3, *sharing(SCHEDULE, 4)), 3, timeout_seconds=90)
-    said = "the plan is for 2 ranks, [0, 1], but the job has 3: start one process for each device of the plan"
+    said = "what was asked for, 4 stages with replicas [1, 1, 1, 1], uses 2 ranks, [0, 1], but the job has 3"
     assert said in caught.value.ranks[0].stderr

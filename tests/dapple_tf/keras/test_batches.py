@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dapple_tf.errors import BatchError
-from dapple_tf.keras.batches import BatchNames
+from dapple_tf.keras.batches import BatchNames, DataNames
 
 A, B, C = (np.full([2], i) for i in range(3))
 
@@ -41,6 +41,21 @@ def test_batches_of_different_nesting_do_not_mix() -> None:
     with_weights, without = names.name((A, B, C)), names.name((A, B))
     assert names.nest(with_weights) == (A, B, C)
     assert names.nest(without) == (A, B, None)
+
+
+def test_single_tensors_are_nested_before_any_batch_was_named() -> None:
+    names = BatchNames()
+    assert names.nest({"x": A, "y": B}) == (A, B, None)
+    assert names.nest({"x": A, "sample_weight": C}) == (A, None, C)
+
+
+def test_names_that_no_batch_had_are_refused_with_those_that_can_be() -> None:
+    names = BatchNames()
+    names.name((A, {"scores": B}))
+    with pytest.raises(BatchError, match=r"dictionary with 'input', 'y'; the names can be: 'x'; .*; 'x', 'y/scores'$"):
+        names.nest({"input": A, "y": B})
+    with pytest.raises(BatchError, match=r"dictionary with 'x'; give the model a batch by fit first"):
+        DataNames().nest({"x": A})
 
 
 def test_a_batch_without_inputs_is_refused() -> None:

@@ -55,6 +55,15 @@ def test_a_model_compiled_with_xla_runs_by_xla_over_a_pipeline(options: Any, com
             np.testing.assert_allclose(one, other, rtol=1e-9)
 
 
+def test_a_step_is_recorded_with_a_dictionary_and_says_so() -> None:
+    step = dapple.keras.pipeline(models.sequential(), stages=2, micro_batches=2)
+    for batch, given in [((X, Y), "2 arguments"), (((X, Y),), "a tuple")]:
+        with pytest.raises(BatchError, match=rf"step\.record\({{'x': x, 'y': y}}\), not {given}"):
+            step.record(*batch)
+    step.record({"x": X, "y": Y})
+    assert step.timeline.step_seconds > 0
+
+
 def test_options_are_those_of_dapple_pipeline() -> None:
     with pytest.raises(PlanError, match="stages='two'"):
         dapple.keras.pipeline(models.sequential(), stages="two")

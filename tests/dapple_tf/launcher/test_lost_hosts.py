@@ -119,7 +119,7 @@ def test_the_loss_of_a_host_costs_few_steps(hosts: NamedHosts, tmp_path: Path, m
     monkeypatch.setenv("DAPPLE_SNAPSHOT_DIR", str(memory))
     np.testing.assert_allclose(losses[:COMPARED], resume_by_hand(by_hand, COMPARED), rtol=1e-12)
     assert "starts the job again (number 1) with 2 ranks on nodeb:2" in stderr
-    assert re.search(rf"snapshots every {EVERY} steps: \d+ taken", stdout)
+    assert re.search(rf"a snapshot every {EVERY} steps: \d+ taken", stdout)
     assert not list(hosts.memory.rglob("*.st"))
 
 

@@ -118,7 +118,7 @@ time.sleep(50)  # mpirun ends the others when rank 0 has failed
     code, told = launch.run(program, "--min-np", "2")
     assert code == 1
     assert {start for start, _, _ in launch.starts} == {0}
-    assert "1 ranks are possible, fewer than --min-np 2: it ends here; what was saved stays" in told
+    assert "the hosts that answer have 1 slot, fewer than --min-np 2: it ends here; what was saved stays" in told
 
 
 @pytest.mark.parametrize(("ended", "wanted"), [(2, 2), (78, 1)])
@@ -162,8 +162,8 @@ if size == 1:
     code, told = launch.run(program, "--restarts", "0")
     assert code == 0, told
     assert launch.starts == [(0, 0, 1), (1, 0, 2), (1, 1, 2)]
-    assert "1 ranks are possible now, 1 run\n" in told
-    assert "2 ranks are possible now, 1 run: an elastic job that has saved decides whether it goes on with them" in told
+    assert "there are slots for 1 rank now, and the job has 1\n" in told
+    assert "there are slots for 2 ranks now, and the job has 1: if it is elastic, it decides once it has saved" in told
 
 
 @pytest.mark.parametrize(("sent", "wanted"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -239,7 +239,7 @@ def test_a_host_that_does_not_answer_is_left_out(launch: Launch) -> None:
     code, told = launch.run("")
     assert code == 0, told
     assert launch.starts == [(0, 0, 1)]
-    assert "host nobody.invalid does not answer: its 1 slots are left out" in told
+    assert "host nobody.invalid does not answer: it is left out, with its 1 slot" in told
 
 
 def test_too_few_slots_are_refused_before_anything_starts(launch: Launch) -> None:
@@ -248,7 +248,7 @@ def test_too_few_slots_are_refused_before_anything_starts(launch: Launch) -> Non
     launch.hosts("localhost slots=1\n")
     code, told = launch.run("", "--min-np", "2")
     assert code == 2
-    assert "hosts: 1 slots on hosts that answer, but --min-np asks for 2 ranks: add hosts, or lower --min-np" in told
+    assert "hosts: 1 slot on hosts that answer, but --min-np asks for 2 ranks: add hosts, or lower --min-np" in told
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ def test_processes_of_a_host_share_its_memory(monkeypatch: pytest.MonkeyPatch) -
     check_room(own, [Need("rank 0 (stage 0)", 70, 0), None])
     message = (
         r"rank 1 \(stage 1\) needs 80 B \(50 B of weights .*, 20 B of gradients and copies, 10 B in a "
-        r"step\), and with the 1 other ranks of this host 151 B\. That is 1 B too much: it may take 150 B "
+        r"step\), and with the 1 other rank of this host 151 B\. That is 1 B too much: it may take 150 B "
         r"more, since the machine has 200\. In 2 or more .* on more hosts"
     )
     with pytest.raises(NoFitError, match=message):

@@ -167,5 +167,5 @@ def test_a_policy_that_holds_less_and_takes_little_longer_is_a_move() -> None:
         problem = make_problem(profile, make_cluster(2), global_batch_size=16, micro_batch_size=1)
         ahead = problem.make_plan(stages, 1, "K=8,1", "test")
         last = describe_moves(problem, ahead, problem.simulate(ahead))[-1]
-        held = ", and hold 60 B on a device, not 120 B"
+        held = ", and hold up to 60 B on a device where this plan holds 120 B"
         assert last.startswith("with schedule dapple-a these stages would take 51.000 s, as long" + held) is offered

@@ -108,7 +108,7 @@ def test_one_level_of_all_devices_has_the_least_bandwidth() -> None:
         ([Level(2, 1.0), Level(2, 0.0)], (0, 1, 2, 3), "level 2 has a bandwidth of 0.0, not a finite number above 0"),
         ([Level(2, float("nan"))], (0, 1), "level 1 has a bandwidth of nan"),
         ([Level(2, 1.0)], (0, 1, 2), "the levels are for 2 devices, but 3 are given"),
-        ([], (0, 1), "the levels are for 1 devices, but 2 are given"),
+        ([], (0, 1), "the levels are for 1 device, but 2 are given"),
         ([Level(2, 1.0)], (1, 1), "devices is [1, 1]: name each device once"),
     ],
 )

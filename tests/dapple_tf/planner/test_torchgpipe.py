@@ -65,7 +65,12 @@ def test_a_partition_that_does_not_fit_is_refused_though_another_fits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"), [({"by": "flops"}, ["'flops'"]), ({"stages": 3}, ["1 to 2"]), ({"stages": 0}, ["stages=0"])]
+    ("options", "told"),
+    [
+        ({"by": "flops"}, ["'flops'"]),
+        ({"stages": 3}, ["at least 1 and at most 2 stages"]),
+        ({"stages": 0}, ["stages=0"]),
+    ],
 )
 def test_impossible_options_are_refused(options: dict[str, Any], told: list[str]) -> None:
     with refused(PlanError, *told):

@@ -194,7 +194,7 @@ def test_earlier_steps_and_memory_are_read_again(tmp_path: Path) -> None:
     ("field", "value", "message"),
     [
         ("earlier", [{"seconds": 1e10, "timeline": None}], r"earlier\[0\]\.timeline is None, not an object"),
-        ("memory_curves", [{"device": "CPU", "times": [0.0], "values": []}], r"curves\[0\] has 1 times and 0 values"),
+        ("memory_curves", [{"device": "CPU", "times": [0.0], "values": []}], r"curves\[0\] has 1 time and 0 values"),
         ("memory_curves", [{"device": "CPU", "times": [1.0, 0.0], "values": [1, 2]}], r"times are not ascending, or"),
     ],
 )

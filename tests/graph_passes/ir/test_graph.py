@@ -103,7 +103,7 @@ def test_the_error_of_a_missing_node_value_or_function_names_it() -> None:
         diamond.node("y")
     with refused(GraphError, "graph 'f' has no function 'stage0/forward'"):
         diamond.function("stage0/forward")
-    with refused(GraphError, "%x:1 does not exist: arg has 1 outputs"):
+    with refused(GraphError, "%x:1 does not exist: arg has 1 output"):
         diamond.type_of(Value("x", 1))
 
 

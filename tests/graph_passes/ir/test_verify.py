@@ -30,10 +30,10 @@ def test_a_good_graph_passes() -> None:
         ("%f = ", "%x = ", "graph 'f' has two nodes called 'x'"),
         ("inputs %x", "inputs %y", "input 'y' of graph 'f' is not one of its nodes"),
         ("forward(%x:0)", "forward(%y:0)", "node 'f' takes %y:0, but there is no such node"),
-        ("forward(%x:0)", "forward(%x:1)", "%x:1 does not exist: input has 1 outputs"),
+        ("forward(%x:0)", "forward(%x:1)", "%x:1 does not exist: input has 1 output"),
         ("^%x", "^%y", "node 'f' runs after 'y', but there is no such node"),
         ("'order'", "''", "the control edge 'x' -> 'f' gives no reason"),
-        ("outputs %f:0", "outputs %f:1", "%f:1 does not exist: forward has 1 outputs"),
+        ("outputs %f:0", "outputs %f:1", "%f:1 does not exist: forward has 1 output"),
         ("outputs %f:0", "outputs %y:0", "graph 'f' has no node 'y'"),
         ("-> (float32[?,4])", "-> (float32[?,4]) ^%f 'order'", "the graph has a cycle: x <- f <- x"),
         ("'stage0/forward'", "'stage1/forward'", "graph 'f' has no function 'stage1/forward'"),
@@ -68,7 +68,7 @@ def test_a_call_of_a_function_that_is_gone_or_another_is_named() -> None:
     other = function("stage0/forward", "arg x, arg y", "loss loss")
     with refused(GraphError, "has no function 'stage0/forward'"):
         verify(good.replace(functions=()), good)
-    with refused(GraphError, "passes 1 values to 'stage0/forward', which takes 2"):
+    with refused(GraphError, "passes 1 value to 'stage0/forward', which takes 2"):
         verify(good.replace(functions=(other,)), good)
 
 

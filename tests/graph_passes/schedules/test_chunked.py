@@ -116,6 +116,13 @@ def test_a_batch_of_fewer_micro_batches_keeps_the_policy() -> None:
         ("interleaved-1f1b:v=0", 4, "v is 0; it must be between 1 and 1024"),
         ("interleaved-1f1b:D=2", 4, "interleaved-1f1b has no option D; it has v, as interleaved-1f1b:v=2"),
         ("dapple-a:v=2", 4, "'dapple-a:v=2' is not a schedule such as"),
+        (
+            "interleaved1f1b:v=2",
+            4,
+            "no schedule is called 'interleaved1f1b' (did you mean 'interleaved-1f1b'?); there",
+        ),
+        ("Loped-BFS", 4, "no schedule is called 'loped-bfs' (did you mean 'looped-bfs'?)"),
+        ("dapple_b:D=2", 4, "'K=3,2,1' (did you mean 'dapple-b'?)"),
     ],
 )
 def test_stages_that_do_not_fit_the_policy_are_refused(name: str, stages: int, said: str) -> None:

@@ -292,7 +292,8 @@ def test_a_schedule_prints_and_parses(name: str, shape: tuple[int, int]) -> None
             "dapple-c",
             2,
             2,
-            "no schedule is called 'dapple-c'; there are gpipe, dapple-a (1f1b), dapple-b, zb-h1, zb-h2, 1f1b-sno, "
+            "no schedule is called 'dapple-c' (did you mean 'dapple-b'?); there are gpipe, dapple-a (1f1b), "
+            "dapple-b, zb-h1, zb-h2, 1f1b-sno, "
             "1f1b-so (and :D=n), interleaved-1f1b:v=2, interleaved-zb:v=2, looped-bfs:v=2, zb-v, dualpipe-v, "
             "hanayo:w=1, zb-auto:v=1, K=3,2,1, and the actions of every worker: 0F0 0B0; "
             "1F0 1B0",
@@ -457,8 +458,8 @@ def test_a_text_may_delay_the_gradients_of_weights() -> None:
 @pytest.mark.parametrize(
     ("name", "stages", "micro_batches", "said"),
     [
-        ("0F0 0B0; 1F0 1B0", 3, 1, "the schedule's text is for 2 stages x 1 micro-batches, but there are 3 x 1: write"),
-        ("0F0 0B0", 1, 2, "the schedule's text is for 1 stages x 1 micro-batches, but there are 1 x 2: write a line"),
+        ("0F0 0B0; 1F0 1B0", 3, 1, "the schedule's text is for 2 stages x 1 micro-batch, but there are 3 x 1: write"),
+        ("0F0 0B0", 1, 2, "the schedule's text is for 1 stage x 1 micro-batch, but there are 1 x 2: write a line"),
         ("0F0 0X0", 1, 1, "'0X0' is not an action such as 2F0"),
         ("0X0 0F0", 1, 1, "'0X0' is not an action such as 2F0"),
         ("dapple-a 0F0", 1, 1, "'dapple-a' is not an action such as 2F0"),

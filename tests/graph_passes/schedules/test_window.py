@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from dapple_tf.errors import ScheduleError
 from dapple_tf.graph_passes.schedules.schedule import Action
 from dapple_tf.graph_passes.schedules.window import Window, depth_warm_up, round_robin_warm_up
+from dapple_tf.wording import format_count
 from tests.graph_passes.builders import refused
 
 
@@ -113,7 +114,7 @@ def test_all_replicas_share_the_micro_batches_of_a_minibatch_and_update_after_it
 
 @pytest.mark.parametrize(("minibatches", "micro_batches"), [(0, 1), (-1, 1), (1, 0)])
 def test_a_window_has_minibatches_and_micro_batches(minibatches: int, micro_batches: int) -> None:
-    said = f"a window of {minibatches} minibatches of {micro_batches} micro-batches: there must be at least one"
+    said = f"{format_count(micro_batches, 'micro-batch')}: there must be at least one"
     with refused(ScheduleError, said):
         Window(minibatches, (1,), (1,), micro_batches, in_turn=False)
 

@@ -38,6 +38,9 @@ def main(call: str, stages: int, replicas: int, folder: str) -> None:
         step(x, y)
         other(x, y)
 
+    if call == "forward":
+        step.forward(x, y)  # traces it, and is no step
+
     def step_with_checks() -> None:
         step.check_numerics = True
         step(x, y)
@@ -47,6 +50,7 @@ def main(call: str, stages: int, replicas: int, folder: str) -> None:
         "other dtype": lambda: step(tf.cast(x, tf.float32), tf.cast(y, tf.float32)),
         "other step": lambda: other(x, y),
         "gather": lambda: step.gather(),
+        "forward": lambda: step.forward(x, y),
         "check numerics": step_with_checks,
         "fewer samples, then save": lambda: step(x, y),
     }
