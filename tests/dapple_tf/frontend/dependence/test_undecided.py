@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -31,6 +32,21 @@ def centered_by_stop_gradient(b: Batch) -> Any:
     return tf.map_fn(lambda row: row + (mean - tf.stop_gradient(mean)), b.z)
 
 
+def in_own_loop(compute: Callable[[Batch, Any], Any]) -> Compute:
+    """Return a loop over the samples with a counter of its own, which ``compute`` gets."""
+
+    def loop(b: Batch) -> Any:
+        rows = tf.TensorArray(tf.float64, size=b.n, element_shape=[4])
+        body = lambda i, rows: (i + 1, rows.write(i, compute(b, i)))  # noqa: E731
+        return tf.ensure_shape(tf.while_loop(lambda i, rows: i < b.n, body, (0, rows))[1].stack(), [None, 4])
+
+    return loop
+
+
+def grow_after(count: Any, most: float) -> Any:
+    return 1.0 + tf.nn.relu(tf.cast(count, tf.float64) - most)
+
+
 def lengths_as_texts(numbers: Any) -> Any:
     return tf.cast(tf.strings.length(tf.strings.as_string(numbers)), tf.float64)
 
@@ -53,12 +69,23 @@ ROWS: dict[str, Compute] = {
     ),
     "one entry of each row": lambda b: tf.gather_nd(b.z, b.y[:, None], batch_dims=1),
     "buckets": lambda b: b.z * tf.cast(tf.raw_ops.Bucketize(input=b.x, boundaries=[-0.5, 0.0, 0.5]), tf.float64),
+    "rows by a counter": in_own_loop(lambda b, i: tf.tanh(b.z[i])),
+    "rows by a counter, with a mask and numbers of pictures": in_own_loop(
+        lambda b, i: tf.where(b.x[i] > 0, b.z[i] / 255.0, -1e9)
+    ),
     "counts in each row": lambda b: tf.math.bincount(tf.cast(b.z, tf.int32) % 4, minlength=4, maxlength=4, axis=-1),
     "rows by positions times 2": lambda b: tf.gather(b.z, tf.range(b.n) * 2 // 2),
 }
 SUMS: dict[str, Compute] = {
     "scatter into a table": lambda b: tf.scatter_nd(b.y[:, None], b.z, [4, 4]),
     "the last of a scan that adds": lambda b: tf.foldl(lambda a, row: a + row, b.z),
+}
+MEANS: dict[str, Compute] = {
+    "a loop that divides by the number of samples": lambda b: tf.while_loop(
+        lambda i, total: i < b.n,
+        lambda i, total: (i + 1, total + tf.tanh(b.z[i]) / tf.cast(b.n, tf.float64)),
+        (0, tf.zeros([4], tf.float64)),
+    )[1],
 }
 COUPLED: dict[str, Compute] = {
     "scan": lambda b: tf.scan(lambda a, row: a + row, b.z),
@@ -122,6 +149,31 @@ COUPLED: dict[str, Compute] = {
         tf.range(b.n),
         fn_output_signature=tf.float64,
     ),
+    "a counter compared with a float": in_own_loop(lambda b, i: b.z[i] * grow_after(i, 1000.0)),
+    "a counter as text": in_own_loop(lambda b, i: b.z[i] * lengths_as_texts(i)),
+    "a counter divided twice": in_own_loop(lambda b, i: tf.where(i // 1000 < 1000, b.z[i], 2.0 * b.z[i])),
+    "a counter squared": in_own_loop(lambda b, i: tf.where(i * i < 1_000_000, b.z[i], 2.0 * b.z[i])),
+    "a counter shifted": in_own_loop(lambda b, i: b.z[tf.bitwise.right_shift(i, 10)]),
+    "a counter compared with labels": in_own_loop(lambda b, i: tf.where(i < 1000 * (b.y[i] + 1), b.z[i], 2.0 * b.z[i])),
+    "a counter that names an entry of what samples share": in_own_loop(
+        lambda b, i: b.z[i] * grow_after(tf.gather(tf.range(5000), i), 1000.0)
+    ),
+    "a position divided, then compared": lambda b: tf.map_fn(
+        lambda i: b.z[i] * grow_after(i // 100, 10.0), tf.range(b.n), fn_output_signature=tf.float64
+    ),
+    "a bucket of a position": lambda b: tf.map_fn(
+        lambda i: b.z[i] * grow_after(tf.raw_ops.Bucketize(input=i, boundaries=[1000.0]), 0.0),
+        tf.range(b.n),
+        fn_output_signature=tf.float64,
+    ),
+    "a scan that counts": lambda b: tf.scan(
+        lambda found, row: (tf.tanh(row) * grow_after(found[1], 1000.0), found[1] + 1.0),
+        b.z,
+        (tf.zeros([4], tf.float64), tf.zeros([], tf.float64)),
+    )[0],
+    "a number of samples compared with a float": lambda b: tf.map_fn(
+        lambda row: row * grow_after(tf.shape(b.z)[0], 1000.0), b.z
+    ),
     "rows by positions as bytes": lambda b: tf.gather(b.z, tf.cast(tf.cast(tf.range(b.n), tf.uint8), tf.int32)),
     "rows by positions as bytes, in a loop": lambda b: tf.map_fn(
         lambda i: b.z[tf.cast(tf.cast(i, tf.uint8), tf.int32)], tf.range(b.n), fn_output_signature=tf.float64
@@ -133,6 +185,12 @@ COUPLED: dict[str, Compute] = {
 def test_rows_are_found_by_experiment(case: str) -> None:
     kind = assert_kind_is_true(ROWS[case])
     assert (kind.form, kind.axis, kind.inner, kind.trained) == (Form.ROWS, 0, 1, True), kind
+
+
+@pytest.mark.parametrize("case", MEANS)
+def test_means_are_found_by_experiment(case: str) -> None:
+    kind = assert_kind_is_true(MEANS[case])
+    assert kind.form is Form.MEAN, kind
 
 
 @pytest.mark.parametrize("case", SUMS)
