@@ -101,7 +101,11 @@ class PlanError(DappleError, ValueError):
 
 
 class NoFitError(PlanError):
-    """No plan or schedule that was asked for fits the memory of the devices."""
+    """No plan or schedule that was asked for fits the memory of the devices; ``lasts``: see ``DappleError``."""
+
+    def __init__(self, message: str, *, lasts: bool = True) -> None:
+        super().__init__(message)
+        self.lasts = lasts
 
 
 class DeviceError(DappleError, ValueError):

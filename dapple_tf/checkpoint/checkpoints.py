@@ -213,7 +213,8 @@ class Checkpoints:
             if known[-1] != path:
                 raise CheckpointError(
                     f"{self._folder} already has {known[-1].name}, of a later step than {position.steps}: restore it "
-                    "first, or give another folder"
+                    "first, or give another folder",
+                    lasts=False,
                 )
             check = None if self._lock is None else self._lock.check
             write_checkpoint(path, self._step.variables, values, metadata, check)

@@ -106,7 +106,8 @@ class HostMemory:
             raise CheckpointError(
                 f"snapshots need {_KEPT * kept / 1e6:.0f} MB in the memory of {self.host}, for two of "
                 f"them, but {self.folder} has {free / 1e6:.0f} MB: make it larger, give another folder by "
-                f"{FOLDER_VARIABLE}, or leave snapshot_every out"
+                f"{FOLDER_VARIABLE}, or leave snapshot_every out",
+                lasts=False,
             )
 
     def remove_all(self) -> None:

@@ -126,7 +126,8 @@ def check_room(need: Need | None, others: Sequence[Need | None] = ()) -> None:
             f"more, since {room.limit}. In {-(-needed // max(1, room.bytes))} or more equal parts it would fit: use "
             f"more stages, each in a process of its own (mpirun -np N){' on more hosts' * room.shared}, an optimizer "
             f"with fewer slots, {'' if not need.in_step else 'smaller micro-batches, re-computation, '}or a higher "
-            "limit"
+            "limit",
+            lasts=False,  # other processes may have ended by the next start, and it may have other hosts
         )
 
 

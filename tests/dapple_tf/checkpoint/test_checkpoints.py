@@ -253,8 +253,9 @@ def test_a_run_that_did_not_restore_cannot_save_beside_later_checkpoints(tmp_pat
     Checkpoints(tmp_path, job()[0]).save(5)
     with pytest.raises(
         CheckpointError, match=r"already has checkpoint-5\.safetensors, of a later step than 2: restore"
-    ):
+    ) as raised:
         Checkpoints(tmp_path, job()[0]).save(2)
+    assert not raised.value.lasts, "the next start restores it"
     assert checkpoints_in(tmp_path) == ["checkpoint-5.safetensors"]
 
 
