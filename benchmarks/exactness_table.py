@@ -20,7 +20,6 @@ REPRESENTATIVE = frozenset(
         "sample_weights_sum_over_batch_size",
         "token_weights_mean_with_sample_weight",
         "weights_softmax_over_batch",
-        "weights_softmax_over_batch_batch_loss",
         "BinaryFocalCrossentropy_gamma_apply_class_balancing",
         "CategoricalCrossentropy_label_smoothing",
         "Huber_delta",

@@ -20,7 +20,7 @@ from benchmarks.exactness_cases.builders import (
     trained_with,
     uniform,
 )
-from benchmarks.exactness_cases.case import Case, Training, refused_and_exact
+from benchmarks.exactness_cases.case import Case, Training
 
 CLASSES = 3
 WEIGHTS = (0.2, 1.0, 2.5)
@@ -173,11 +173,7 @@ CASES = (
         for name, loss in {
             "weights_by_largest": importance,
             "weights_standardised": standardised,
+            "weights_softmax_over_batch": softmax_weights,
         }.items()
-    ),
-    *refused_and_exact(
-        "weights_softmax_over_batch",
-        "weights",
-        trained_with(classifier, softmax_weights, normal(FEATURES), integers(CLASSES), uniform(low=0.1)),
     ),
 )

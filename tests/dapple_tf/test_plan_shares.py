@@ -52,7 +52,7 @@ def test_the_least_samples_give_every_replica_one() -> None:
 @pytest.mark.parametrize(
     ("shares", "message"),
     [
-        ([1], r"stages\[0\].shares has 1 numbers, but there are 2 devices: give one for each, or none"),
+        ([1], r"stages\[0\].shares has 1 number, but the stage has 2 devices: give one for each, or none"),
         ([1, 0], r"stages\[0\].shares\[1\] is 0.0, not a finite number above 0: leave a device that is to take no"),
     ],
 )

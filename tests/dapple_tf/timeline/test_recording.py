@@ -387,7 +387,7 @@ def test_the_error_for_a_damaged_trace_names_the_field(
         ('{"traceEvents": []}', r"a trace, but not one that dapple_tf saved \(there is no field 'dapple' in it"),
         ("[]", "a trace, but not one that dapple_tf saved"),
         ('{"layers": []}', "not a trace"),
-        ('{"dapple": 3}', "dapple: format is 'int', not 'dapple-timeline/1'"),
+        ('{"dapple": 3}', "dapple: it holds 3, not an object with the field format, 'dapple-timeline/1'"),
         ('{"dapple": {"format": "dapple-timeline/1", "title": ""}}', "dapple: it holds neither a measured step"),
         ('{"traceEvents": [', r"not a readable JSON file: .* line 1 column 18"),
         ('{"dapple": ' + "9" * 5000 + "}", "not a readable JSON file: a number of 5000 digits"),
