@@ -40,7 +40,6 @@ from dapple_tf.distributed.exit_reporting import end_for_more_ranks
 from dapple_tf.distributed.process_exit import describe_resumption, print_line
 from dapple_tf.distributed.shared_errors import share_error
 from dapple_tf.distributed.watchdog import INTERRUPTED
-from dapple_tf.errors import StepError
 from dapple_tf.launcher.restart import read_start
 from dapple_tf.runtime.growth import Growth
 from dapple_tf.runtime.step import PipelinedStep
@@ -103,7 +102,7 @@ def run_training(settings: TrainSettings, given: Options, options: Mapping[str, 
     if settings.trace and recording is not None:
         save_recording(recording, settings.trace)  # after the report, which is not lost where this fails
     if losses.problem:
-        raise share_error(StepError(losses.problem), 0)
+        raise share_error(click.ClickException(losses.problem), 0)
 
 
 def _make_step(given: Options, options: Mapping[str, Any]) -> tuple[PipelinedStep, tuple[Any, ...], Batches]:

@@ -63,11 +63,11 @@ def test_exactness_and_one_line_on_stderr_name_the_tried_ops(capfd: pytest.Captu
 
 
 def couples_large_numbers(h: Any) -> Any:
-    """Treat samples one by one up to numbers that no experiment draws, and sum over samples above."""
+    """Treat samples one by one up to numbers that no experiment draws, and multiply over samples above."""
     limit = tf.constant(35.0, h.dtype)  # experiments try values of this magnitude, and not of its exponential
 
     def body(i: Any, h: Any) -> tuple[Any, Any]:
-        return i + 1, h * tf.cast(1 + tf.cumsum(tf.cast(h > tf.exp(limit), tf.int64), 0), h.dtype)
+        return i + 1, h * tf.cast(tf.math.cumprod(1 + tf.cast(h > tf.exp(limit), tf.int64), 0), h.dtype)
 
     return tf.while_loop(lambda i, _: i < 1, body, (0, h))[1]  # the experiment sees arguments and results only
 
