@@ -39,6 +39,9 @@ _NO_LIMIT = 2**31 - 1  # the end of a slice that has none
 _MOST_SAMPLES = 20000
 _USUAL = 2.0  # draws of the usual styles reach this magnitude
 _MOST_HELD, _MOST_SCALES = 4096, 8
+_ROUNDING = frozenset({"AsString", "Bitcast", "UnicodeEncode"})
+_INTEGERS = frozenset({"int32", "int64", "uint32", "uint64"})
+_NARROW = frozenset({"int8", "uint8", "int16", "uint16", "float16", "bfloat16"})
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ class Region:
 
     ``before``: the nodes that compute the latter from ``leaves``. ``resources``: lookup tables and variables that are
     read. ``constants``: NumPy values of the constants in the functions that the nodes call. ``key``: equal for regions
-    that compute the same from operands of equal kinds.
+    that compute the same from operands of equal kinds. ``rounds``: an op makes texts or narrow numbers of integers.
     """
 
     nodes: tuple[Node, ...]
@@ -57,6 +60,7 @@ class Region:
     resources: tuple[str, ...]
     constants: tuple[Any, ...]
     key: Any
+    rounds: bool
 
     @property
     def loops(self) -> bool:
@@ -90,7 +94,19 @@ def find_region(scope: Scope, node: Node, captured: Captured) -> Region | None:
         tuple(search.resources),
         tuple(tf.make_ndarray(each.attr["value"].tensor) for each in inside if each.op == "Const"),
         _key(scope, [*ordered[0], *ordered[1]], [*search.leaves, *once], search.resources),
+        any(_rounds(scope.graph, each) for found in ordered for each in found) or any(map(_rounds_inside, inside)),
     )
+
+
+def _rounds(graph: Graph, node: Node) -> bool:
+    taken = graph.type_of(node.inputs[0]).dtype.name if node.inputs else ""
+    return node.op in _ROUNDING or (node.op == "Cast" and taken in _INTEGERS and node.outputs[0].dtype.name in _NARROW)
+
+
+def _rounds_inside(node: Any) -> bool:
+    """Return what ``_rounds`` does, for a node of a function."""
+    taken, made = (tf.as_dtype(node.attr[name].type).name if node.op == "Cast" else "" for name in ("SrcT", "DstT"))
+    return node.op in _ROUNDING or (taken in _INTEGERS and made in _NARROW)
 
 
 def _fit_together(scope: Scope, names: Set[str], leaves: Sequence[Value]) -> bool:
@@ -218,7 +234,7 @@ def _leaf_key(scope: Scope, value: Value) -> Any:
 def find_limits(scope: Scope, region: Region, captured: Captured) -> Limits | None:
     """Return what experiments with a region must reach; None where that is too many samples."""
     held = _held_values(scope, region, captured)
-    samples = max(_threshold(scope, region), _longest_table(scope, region, held))
+    samples = max(_threshold(scope, region), _longest_table(scope, region, held), _largest_float(scope, region, held))
     return None if samples > _MOST_SAMPLES else Limits(region.loops, _scales(held), samples, _longest(region))
 
 
@@ -226,10 +242,10 @@ def _threshold(scope: Scope, region: Region) -> int:
     """Return the largest number to which the region compares positions or numbers of samples; 0 where there is none.
 
     ``x[:100]`` treats all samples alike only in batches of at most 100. More than any experiment has where it is not
-    known.
+    known, as where positions become texts: that of 10 is longer than that of 9.
     """
     uses = _follow_positions(scope, region)
-    if uses.unknown:
+    if uses.unknown or (region.rounds and _has_positions(scope, region)):
         return _NO_LIMIT
     found = [0]
     for node in region.nodes:
@@ -245,11 +261,17 @@ def _threshold(scope: Scope, region: Region) -> int:
 
 
 def _follow_positions(scope: Scope, region: Region) -> PositionUses:
-    """Return how the region uses positions and numbers of samples."""
+    """Return how loops, and what is before and after them, use positions and numbers of samples; nothing without loops.
+
+    Without loops positions are indices and lengths of ragged tensors, which many ops take.
+    """
     nodes = tuple({node.name: node for node in (*region.before, *region.nodes)}.values())
     graph = Graph("region", nodes)
     called = needed_library(graph, dict(scope.graph.library))
     uses = PositionUses({name: function_pb2.FunctionDef.FromString(body) for name, body in called})
+    inside = (each.op for body in uses.functions.values() for each in body.node_def)
+    if internals.LOOP_OPS.isdisjoint((*(node.op for node in nodes), *inside)):
+        return uses
     flows = {name: [Flow(given=True)] for name in region.resources}
     for value in (*region.leaves, *region.once):
         places = flows.setdefault(value.node, [Flow()] * len(scope.graph.node(value.node).outputs))
@@ -264,6 +286,22 @@ def _leaf_flow(scope: Scope, value: Value) -> Flow:
         return Flow(position=True)
     known = scope.number(value) if kind.shared else None
     return Flow(long=kind.rows, given=True) if known is None else constant_flow(np.asarray(known))
+
+
+def _has_positions(scope: Scope, region: Region) -> bool:
+    """Return whether the region computes with positions of samples."""
+    return any(value in scope.positional for node in region.nodes for value in (*node.inputs, *node.values()))
+
+
+def _largest_float(scope: Scope, region: Region, held: Sequence[Any]) -> int:
+    """Return the largest of the ``held`` floats that the region may compare to positions of samples; 0 without these.
+
+    Larger ones than the most samples of an experiment are no positions, but fill masks.
+    """
+    if not _has_positions(scope, region):
+        return 0
+    sizes = _magnitudes(held)
+    return int(np.ceil(np.max(sizes, where=sizes <= _MOST_SAMPLES, initial=0.0)))
 
 
 def _longest_table(scope: Scope, region: Region, held: Sequence[Any]) -> int:
@@ -288,10 +326,16 @@ def _held_values(scope: Scope, region: Region, captured: Captured) -> list[Any]:
 
 def _scales(held: Sequence[Any]) -> tuple[float, ...]:
     """Return the largest magnitudes of these floats: the usual draws do not reach them."""
+    sizes = _magnitudes(held)
+    powers = np.unique(np.round(np.log10(sizes[sizes > _USUAL])))
+    return tuple(10.0 ** powers[-_MOST_SCALES:])
+
+
+def _magnitudes(held: Sequence[Any]) -> Any:
+    """Return the magnitudes of the finite floats."""
     floats = [np.ravel(value).astype(np.float64) for value in held if value.dtype.kind == "f"]
     sizes = np.abs(np.concatenate([np.zeros(0), *floats]))
-    powers = np.unique(np.round(np.log10(sizes[(sizes > _USUAL) & np.isfinite(sizes)])))
-    return tuple(10.0 ** powers[-_MOST_SCALES:])
+    return sizes[np.isfinite(sizes)]
 
 
 def _longest(region: Region) -> int:
