@@ -53,7 +53,7 @@ def problem_of(hidden: Hidden, loss: Callable[[Any, Any], Any] | None = None) ->
 
 
 def mixed_with_the_reversed_batch(v: Variables, h: Any, x: Any) -> Any:
-    return h + 0.3 * x[::-1]
+    return h + 0.3 * h[::-1]
 
 
 def remembered(v: Variables, h: Any, x: Any) -> Any:
