@@ -132,7 +132,7 @@ def find_other_data(settings: TrainSettings, position: Position) -> str:
     """
     try:
         before = settings.options if settings.record_path is None else read_run(settings.record_path).start.options
-    except RunError:  # there is none, or it is damaged
+    except RunError:  # the run before has left no record, or a damaged one
         return ""
     changed = [
         f"{name} is {settings.options.get(name, 'not given')} (before: {before.get(name, 'not given')})"

@@ -116,7 +116,7 @@ def _wait_for_script(
             raise ClusterError(f"{file} prints more than 1 MiB: it must print the hosts and end")
         if time.monotonic() > end:
             raise ClusterError(f"{file} has not named the hosts after {seconds:g} s: it must print them and end")
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(_LOOK_SECONDS)  # no event says that a file has grown
 
 
 def _read_text(stream: IO[bytes]) -> str:

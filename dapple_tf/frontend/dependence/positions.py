@@ -52,7 +52,7 @@ _PICKING = op_names("StridedSlice Slice Gather GatherV2 GatherNd TensorListGetIt
 
 @dataclass(frozen=True)
 class Flow:
-    """What flows into a value.
+    """Describe what a value is computed from.
 
     ``position``: it is computed of positions or numbers of samples. ``divisor``: it is a float of these, by which only
     samples may be divided. ``long``: its length depends on the number of samples. ``given``: it depends on other values
@@ -80,13 +80,15 @@ class PositionUses:
     """Follows positions through nodes and the ``functions`` that these call.
 
     ``unknown``: positions are used otherwise than the module says. ``present``: there are positions. ``factor``: the
-    product of the numbers by which they are multiplied or divided.
+    product of the numbers by which they are multiplied or divided. ``reach``: the largest number that they may be
+    compared with, beside the whole numbers of the nodes.
     """
 
     functions: Mapping[str, function_pb2.FunctionDef]
     unknown: bool = False
     present: bool = False
     factor: int = 1
+    reach: int = 0
     _factors: dict[str, int] = field(default_factory=dict)
 
     def follow_all(self, nodes: Iterable[node_def_pb2.NodeDef], found: dict[str, list[Flow]]) -> None:
@@ -104,7 +106,7 @@ class PositionUses:
             pending = left
 
     def _follow(self, node: node_def_pb2.NodeDef, inputs: Sequence[Flow]) -> list[Flow]:
-        """Return what flows into the outputs of a node, of which all after the last are equal to it."""
+        """Return a flow for each output of a node; the last one stands for all further outputs."""
         if node.op in internals.CALL_OPS:
             return self._call(node.attr["f"].func.name, inputs)
         if node.op in internals.CONDITION_OPS:

@@ -234,20 +234,20 @@ def _leaf_key(scope: Scope, value: Value) -> Any:
 def find_limits(scope: Scope, region: Region, captured: Captured) -> Limits | None:
     """Return what experiments with a region must reach; None where that is too many samples."""
     held = _held_values(scope, region, captured)
-    samples = max(_threshold(scope, region), _longest_table(scope, region, held), _largest_float(scope, region, held))
+    samples = max(_threshold(scope, region, held), _longest_table(scope, region, held))
     return None if samples > _MOST_SAMPLES else Limits(region.loops, _scales(held), samples, _longest(region))
 
 
-def _threshold(scope: Scope, region: Region) -> int:
+def _threshold(scope: Scope, region: Region, held: Sequence[Any]) -> int:
     """Return the largest number to which the region compares positions or numbers of samples; 0 where there is none.
 
     ``x[:100]`` treats all samples alike only in batches of at most 100. More than any experiment has where it is not
     known, as where positions become texts: that of 10 is longer than that of 9.
     """
-    uses = _follow_positions(scope, region)
-    if uses.unknown or (region.rounds and _has_positions(scope, region)):
+    uses = _follow_positions(scope, region, held)
+    if uses.unknown:
         return _NO_LIMIT
-    found = [0]
+    found = [uses.reach]
     for node in region.nodes:
         kinds = [scope.kinds.get(value, CONSTANT) for value in node.inputs]
         of_positions = any(kind.form is Form.SIZE or kind.slope for kind in kinds)
@@ -260,10 +260,11 @@ def _threshold(scope: Scope, region: Region) -> int:
     return uses.factor * max(found + [_largest((value,)) for value in region.constants])
 
 
-def _follow_positions(scope: Scope, region: Region) -> PositionUses:
-    """Return how loops, and what is before and after them, use positions and numbers of samples; nothing without loops.
+def _follow_positions(scope: Scope, region: Region, held: Sequence[Any]) -> PositionUses:
+    """Return how a region uses positions and numbers of samples, followed op by op where it has loops.
 
-    Without loops positions are indices and lengths of ragged tensors, which many ops take.
+    Without loops they are mostly indices and lengths of ragged tensors, which more ops take than can be followed: they
+    must not be rounded, and the experiment reaches the floats that are ``held``.
     """
     nodes = tuple({node.name: node for node in (*region.before, *region.nodes)}.values())
     graph = Graph("region", nodes)
@@ -271,6 +272,8 @@ def _follow_positions(scope: Scope, region: Region) -> PositionUses:
     uses = PositionUses({name: function_pb2.FunctionDef.FromString(body) for name, body in called})
     inside = (each.op for body in uses.functions.values() for each in body.node_def)
     if internals.LOOP_OPS.isdisjoint((*(node.op for node in nodes), *inside)):
+        if _has_positions(scope, region):
+            uses.unknown, uses.reach = region.rounds, _largest_float(held)
         return uses
     flows = {name: [Flow(given=True)] for name in region.resources}
     for value in (*region.leaves, *region.once):
@@ -293,13 +296,11 @@ def _has_positions(scope: Scope, region: Region) -> bool:
     return any(value in scope.positional for node in region.nodes for value in (*node.inputs, *node.values()))
 
 
-def _largest_float(scope: Scope, region: Region, held: Sequence[Any]) -> int:
-    """Return the largest of the ``held`` floats that the region may compare to positions of samples; 0 without these.
+def _largest_float(held: Sequence[Any]) -> int:
+    """Return the largest of the ``held`` floats that may be compared with positions of samples, else 0.
 
     Larger ones than the most samples of an experiment are no positions, but fill masks.
     """
-    if not _has_positions(scope, region):
-        return 0
     sizes = _magnitudes(held)
     return int(np.ceil(np.max(sizes, where=sizes <= _MOST_SAMPLES, initial=0.0)))
 

@@ -72,7 +72,7 @@ def test_all_processes_of_a_script_that_hangs_are_ended(tmp_path: Path) -> None:
     end = time.monotonic() + 10  # the signal is sent; the kernel may take its time
     while state_of([number]) != ProcessState.ENDED:
         assert time.monotonic() < end
-        time.sleep(0.05)
+        time.sleep(0.05)  # it is no child of this process, which could wait for it
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,10 @@ def in_own_loop(compute: Callable[[Batch, Any], Any]) -> Compute:
 
     def loop(b: Batch) -> Any:
         rows = tf.TensorArray(tf.float64, size=b.n, element_shape=[4])
-        body = lambda i, rows: (i + 1, rows.write(i, compute(b, i)))  # noqa: E731
+
+        def body(i: Any, rows: Any) -> tuple[Any, Any]:
+            return i + 1, rows.write(i, compute(b, i))
+
         return tf.ensure_shape(tf.while_loop(lambda i, rows: i < b.n, body, (0, rows))[1].stack(), [None, 4])
 
     return loop
@@ -264,6 +267,16 @@ def test_python_code_is_never_run_by_an_experiment(nested: bool) -> None:
 
     assert kind_of(compute).coupled
     assert not ran
+
+
+def test_a_loop_over_positions_of_large_pictures_scales_them_by_a_float() -> None:
+    """An experiment of 255 such pictures would be too large, and positions are not compared with that number."""
+
+    def compute(b: Batch) -> Any:
+        pictures = tf.tile(b.z[:, :, None, None], [1, 1, 128, 128])
+        return tf.map_fn(lambda i: pictures[i] / 255.0, tf.range(b.n), fn_output_signature=tf.float64)
+
+    assert kind_of(compute).rows
 
 
 def test_rows_of_many_entries_are_tried_with_fewer_draws_and_the_largest_not_at_all() -> None:
