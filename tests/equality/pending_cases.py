@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 _LENGTH = "refused: after a slice to a length computed from the batch, shapes are not inferred"
-_METRIC = "refused: Keras's compiled loss adds to a metric in every micro-batch"
 
 PENDING: Mapping[str, str] = {
     "padding_to_the_longest": _LENGTH,
-    "multi_task_compiled": _METRIC,
 }
 """The reason, by the name of the case."""
