@@ -6,8 +6,8 @@ argument is unknown, so that the same graph serves every micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -69,20 +69,22 @@ def capture(
     with (
         internals.replace_moments(moments[batch_norm]) if batch_norm in moments else nullcontext(),
         internals.listen_to_tapes(calls) if calls is not None else nullcontext(),
-        internals.before_updates(build_before_update) if calls is not None else nullcontext(),
+        _building_optimizers() if calls is not None else nullcontext(),
         internals.inline_functions() if inlined else nullcontext(),
     ):
         try:
             concrete, recorder, specs = _trace(function, name, batch, specs, sized=sized)
+        except _OptimizerBuilt:
+            concrete = None
         except Exception as error:  # the user's code and AutoGraph raise any type; a training step's gets its line
             if calls is None:
                 raise
             if inlined or not calls.nested:
                 raise calls.refused or error_of_step(name, error) from error
-            concrete = None
+            concrete, inlined = None, True
     if concrete is None:
         return capture(
-            loss_fn, batch, batch_norm=batch_norm, trains=trains, signature=signature, sized=sized, inlined=True
+            loss_fn, batch, batch_norm=batch_norm, trains=trains, signature=signature, sized=sized, inlined=inlined
         )
     if calls is None:
         captured = _read_loss(concrete, recorder, specs, example, name, user, trains=trains)
@@ -90,6 +92,32 @@ def capture(
         assert isinstance(loss_fn, TrainingStep), "only for such there are calls"
         captured = read_step(concrete, recorder, specs, example, name, calls.calls, loss_fn)
     return replace(captured, batch_norms=tuple(norms.calls), joined=batch_norm == "sync")
+
+
+class _OptimizerBuilt(BaseException):
+    """A trace ends early, since an optimizer was built during it. No Exception: a user's code must not catch it."""
+
+
+@contextmanager
+def _building_optimizers() -> Iterator[None]:
+    """In the block, build the optimizers of a training step before their first update, and raise ``_OptimizerBuilt``.
+
+    TensorFlow traces a function a second time where the first trace makes variables, and uses the second one. Here
+    the first trace ends at the first update. One that has made other variables before goes on to its end, since only
+    then TensorFlow gives these their values.
+    """
+    made: list[str] = []
+
+    def note(next_creator: Callable[..., tf.Variable], **settings: Any) -> tf.Variable:
+        made.append(str(settings.get("name")))
+        return next_creator(**settings)
+
+    def build(optimizer: Any, variables: Sequence[Any]) -> None:
+        if not made and build_before_update(optimizer, variables):
+            raise _OptimizerBuilt
+
+    with tf.variable_creator_scope(note), internals.before_updates(build):
+        yield
 
 
 def _read_loss(

@@ -124,20 +124,18 @@ def build_optimizer(optimizer: Any, variables: Sequence[Any]) -> None:
             tf.function(update, autograph=False).get_concrete_function(*specs)
 
 
-def build_before_update(optimizer: Any, variables: Sequence[Any]) -> None:
-    """Build an optimizer for ``variables`` where it is not built, and Keras's code would build it in its first update.
-
-    A function that makes variables is traced twice by TensorFlow. So a training step's trace calls this first.
-    """
+def build_before_update(optimizer: Any, variables: Sequence[Any]) -> bool:
+    """Build an optimizer for ``variables`` as Keras's code does in its first update; return whether it was built here."""
     names = ("apply_gradients", "apply")
     own = [name for name in names if internals.overrides(optimizer, keras.optimizers.Optimizer, name)]
     if optimizer.built or not all(internals.is_of_keras(getattr(optimizer, name)) for name in own):
-        return
+        return False
     # The optimizer's name is part of the paths of its variables.
     name_scope = keras.name_scope(optimizer.name, caller=optimizer)
     with variable_values.outside_of_functions(), name_scope, variable_values.deferring_variables():
         optimizer.build(list(variables))
     optimizer.built = True
+    return True
 
 
 @contextlib.contextmanager
