@@ -125,7 +125,7 @@ def build_optimizer(optimizer: Any, variables: Sequence[Any]) -> None:
 
 
 def build_before_update(optimizer: Any, variables: Sequence[Any]) -> bool:
-    """Build an optimizer for ``variables`` as Keras's code does in its first update; return whether it was built here."""
+    """Build an optimizer for ``variables`` as its first update does; return whether it was built."""
     names = ("apply_gradients", "apply")
     own = [name for name in names if internals.overrides(optimizer, keras.optimizers.Optimizer, name)]
     if optimizer.built or not all(internals.is_of_keras(getattr(optimizer, name)) for name in own):
