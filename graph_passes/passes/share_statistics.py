@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from dapple_tf.graph_passes.analysis.layers import written_variables
+from dapple_tf.graph_passes.analysis.layers import dependents, written_variables
 from dapple_tf.graph_passes.ir.extract import extract_function
 from dapple_tf.graph_passes.ir.graph import Control, Effect, Function, Graph, Node, Value, ancestors, attributes
 from dapple_tf.graph_passes.ir.names import SHARED_STATISTICS, at, nodes_of, replica_counts
@@ -76,7 +76,7 @@ class _Cut:
 def _cut_function(function: Function, name: str) -> _Cut | None:
     """Return the function in two, the shared one called ``name``; None if it takes no rows or cannot be cut."""
     graph = function.graph
-    of_batch = _find_dependents(graph, [graph.inputs[i] for i, _ in function.input_ports("arg")])
+    of_batch = dependents(graph, [graph.inputs[i] for i, _ in function.input_ports("arg")])
     shared = tuple(i for i, value in enumerate(graph.outputs) if value.node in of_batch)
     if not shared or not _may_run_elsewhere(graph, of_batch):
         return None
@@ -89,15 +89,6 @@ def _cut_function(function: Function, name: str) -> _Cut | None:
         shared,
         own,
     )
-
-
-def _find_dependents(graph: Graph, roots: Iterable[str]) -> set[str]:
-    """Return ``roots`` and all nodes that take, directly or not, a value of one of them."""
-    found = set(roots)
-    for node in graph.nodes:
-        if any(value.node in found for value in node.inputs):
-            found.add(node.name)
-    return found
 
 
 def _may_run_elsewhere(graph: Graph, names: set[str]) -> bool:

@@ -20,7 +20,7 @@ from types import MappingProxyType
 from dapple_tf.errors import PartitionError
 from dapple_tf.graph_passes.analysis.layers import written_variables
 from dapple_tf.graph_passes.analysis.update_rounds import Kinds, Sends, find_times, part_rounds, send_values
-from dapple_tf.graph_passes.analysis.update_terms import UpdateTerms, find_terms, term_nodes
+from dapple_tf.graph_passes.analysis.update_terms import UpdateTerms, find_terms
 from dapple_tf.graph_passes.ir.extract import extract_function
 from dapple_tf.graph_passes.ir.graph import Effect, Function, Graph, Node, Port, Role, Value, ancestors
 from dapple_tf.graph_passes.ir.names import Site, of_round
@@ -415,10 +415,15 @@ def _role(node: Node) -> str:
     return node.string("role") if node.has("role") else "gradient"
 
 
+def _term_nodes(graph: Graph, values: Sequence[Value], stop: Set[str] = frozenset()) -> set[str]:
+    """Return the nodes that compute terms. Nothing here has an effect, and may run outside of a condition."""
+    return ancestors(graph, (value.node for value in values), stop, by_controls=False)
+
+
 def _terms_function(graph: Graph, terms: UpdateTerms, site: Site, number: int) -> Function:
     """Return the function that computes the terms of one site which all sites need."""
     values = [value for value, of in terms.partial if of == site]
-    members = term_nodes(graph, values, set())
+    members = _term_nodes(graph, values)
     ports = [Port("partial", str(value), graph.type_of(value)) for value in values]
     name = of_round(number, site.at(OpName.UPDATE_TERMS))
     return extract_function(name, _unguarded(graph), members, lambda value: _input_port(graph, value), ports, values)
@@ -427,7 +432,7 @@ def _terms_function(graph: Graph, terms: UpdateTerms, site: Site, number: int) -
 def _combine_function(graph: Graph, terms: UpdateTerms, number: int) -> Function:
     """Return the function that combines the terms of the stages."""
     partial = {value for value, _ in terms.partial}
-    members = term_nodes(graph, list(terms.combined), {value.node for value in partial})
+    members = _term_nodes(graph, terms.combined, {value.node for value in partial})
     ports = [Port("combined", str(value), graph.type_of(value)) for value in terms.combined]
 
     def port_of(value: Value) -> tuple[Role, str] | None:
