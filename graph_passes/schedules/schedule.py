@@ -111,7 +111,9 @@ class Schedule:
     @property
     def warm_up(self) -> tuple[int, ...]:
         """K_i: the forwards of each stage before its first backward."""
-        return tuple(sum(1 for _ in itertools.takewhile(_is_forward, actions)) for actions in self.stages)
+        return tuple(
+            sum(1 for _ in itertools.takewhile(lambda action: action.kind == "F", actions)) for actions in self.stages
+        )
 
     @property
     def in_flight(self) -> tuple[int, ...]:
@@ -142,10 +144,6 @@ class Schedule:
         """Return this schedule without the micro-batches from ``count`` on; it deadlocks only if this one does."""
         workers = tuple(tuple(a for a in actions if a.micro_batch < count) for actions in self.workers)
         return Schedule(workers, frozenset(a for a in self.together if a.micro_batch + 1 < count))
-
-
-def _is_forward(action: Action) -> bool:
-    return action.kind == "F"
 
 
 def most_in_flight(kinds: Iterable[Kind]) -> int:
