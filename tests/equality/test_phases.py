@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import runpy
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,10 @@ from dapple_tf.graph_passes.ir.names import STAGE_OPS, nodes_of, of_phase
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.timeline.trace_file import read_recording
 from tests.equality.test_training_steps import assert_equal
-from tests.equality.training_steps import in_float64, mlp, mse, tokens, values_of, word_model
+from tests.equality.training_steps import mlp, mse, tokens, values_of, word_model
 from tests.paths import ROOT
+
+pytestmark = pytest.mark.usefixtures("float64")
 
 STEPS = {
     path.stem: path for path in sorted((ROOT / "examples" / "steps").glob("*.py")) if path.stem != "beside_one_device"
@@ -42,12 +43,6 @@ PHASES = {
     "wgan": 3,
     "wgan_gp": 3,
 }
-
-
-@pytest.fixture(autouse=True)
-def float64() -> Iterator[None]:
-    with in_float64():
-        yield
 
 
 def check(name: str, **options: Any) -> None:

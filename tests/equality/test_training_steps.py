@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -10,13 +9,9 @@ import pytest
 import tensorflow as tf
 
 import dapple_tf as dapple
-from tests.equality.training_steps import BATCH, CASES, batches_of, in_float64, values_of
+from tests.equality.training_steps import BATCH, CASES, batches_of, values_of
 
-
-@pytest.fixture(autouse=True)
-def float64() -> Iterator[None]:
-    with in_float64():
-        yield
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def assert_equal(found: Any, wanted: Any) -> None:
