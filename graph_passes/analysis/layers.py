@@ -197,6 +197,18 @@ def dependents(graph: Graph, roots: Iterable[str], stop: Iterable[str] = (), *, 
     return found
 
 
+def can_run_elsewhere(graph: Graph, names: Iterable[str]) -> bool:
+    """Return whether these nodes give the same values without the others of the graph: no node acts or draws numbers.
+
+    Nor does one read a variable that the graph writes.
+    """
+    written = written_variables(graph)
+    return all(
+        node.effect in (Effect.PURE, Effect.READ) and not (node.op == "variable" and node.string("port") in written)
+        for node in map(graph.node, names)
+    )
+
+
 def is_of_layer(node: Node) -> bool:
     """Return whether a Keras layer has made this node."""
     return node.has("layer") or node.has("within")
