@@ -134,7 +134,7 @@ def _kernels_of(
     found = shapes.bodies.get((node.name, name.name)) if isinstance(name, FunctionRef) else None
     if found is None or not isinstance(name, FunctionRef):
         moved = moved_bytes(graph, node, shapes, batch_size)
-        yield Kernel(layer, kind or op_class(node.op), flops(graph, node, shapes), moved, count)
+        yield Kernel(layer, kind or op_class(node.op), flops(node, shapes), moved, count)
         return
     body, count = read_body(found, name.name), count * _count_rounds(graph, node, shapes)
     for inner in body.graph.nodes:

@@ -124,7 +124,7 @@ def _cut_rounds(this: _Round) -> Updates:
     sends = send_values(graph, terms.kinds, place_of)
     terms = find_terms(sends.graph, this.owner, (), this.shared)
     times = find_times(sends, terms.kinds, this.state)
-    before = _shared_before(sends.graph, terms, writes, shared)
+    before = _shared_before(terms, writes, shared)
     kinds, late = terms.kinds, frozenset(times.late)
     late_outputs = {
         value for value in graph.outputs if value.node in late or _waits_for(graph, value, kinds, shared - before)
@@ -160,9 +160,7 @@ def _waits_for(graph: Graph, value: Value, kinds: Kinds, after: Set[str]) -> boo
     return isinstance(kinds[value.node], Site) and bool(after & ancestors(graph, [value.node]))
 
 
-def _shared_before(
-    graph: Graph, terms: UpdateTerms, writes: Mapping[Site, Set[str]], shared: Set[str]
-) -> frozenset[str]:
+def _shared_before(terms: UpdateTerms, writes: Mapping[Site, Set[str]], shared: Set[str]) -> frozenset[str]:
     """Return the shared writes that sites need, which run before theirs."""
     return frozenset(name for name in shared if any(name in terms.needs[w] for group in writes.values() for w in group))
 
@@ -189,7 +187,7 @@ def _cut_round(
             early.append(value)
     terms = find_terms(graph, owner, early, this.shared, sends.sent.values())
     all_writes = set(terms.needs)
-    before = set(_shared_before(graph, terms, writes, shared))
+    before = set(_shared_before(terms, writes, shared))
     after = shared - before
     overwritten = _handed_over(graph, before)
 
