@@ -65,7 +65,7 @@ papers: .venv/installed-test
 
 # The site of docs/; with --strict a warning is an error. The variable turns off a notice of the theme about its successor.
 docs: .venv/installed-docs
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
 	@echo "out/site/index.html"
 
 # Jobs on emulated hosts with slow links: needs root and iproute2.

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.common import Row
+from benchmarks.common import Row, run_for_json
 
 MOST_RATIO = 1.03
 _ROOT = Path(__file__).parents[1]
@@ -76,15 +76,10 @@ def _measure_pair(model: str, other: Path, turn: int) -> tuple[Build, Build]:
 
 def measure_in_process(model: str, root: Path) -> Build:
     """Return a build of a step of the model with the files in ``root``."""
-    environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONPATH": str(root)}
     ranks = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np", str(MODELS[model].stages)]
     command = [*(["mpirun", *ranks] if MODELS[model].ranks else []), sys.executable, __file__, model]
-    done = subprocess.run(
-        command, capture_output=True, text=True, env=environment, cwd=root, timeout=_TIMEOUT_SECONDS, check=False
-    )
-    if done.returncode:
-        raise RuntimeError(f"building {model} with the files in {root} failed:\n{done.stderr[-3000:]}")
-    return Build(*json.loads(done.stdout.splitlines()[-1]))
+    variables = {"PYTHONPATH": str(root)}
+    return Build(*run_for_json(command, variables=variables, folder=root, timeout=_TIMEOUT_SECONDS))
 
 
 def build(model: Model) -> Build:

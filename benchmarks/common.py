@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 
@@ -54,18 +55,7 @@ def run_on_cores(module: str, cores: Sequence[int], *arguments: str, timeout: fl
 
     Raises RuntimeError with the end of its errors where it fails.
     """
-    environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
-    done = subprocess.run(
-        [sys.executable, "-m", module, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        env=environment,
-        preexec_fn=lambda: os.sched_setaffinity(0, cores),
-    )
-    if done.returncode:
-        raise RuntimeError(f"{module} {' '.join(arguments)} failed:\n{done.stderr[-3000:]}")
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    return run_for_json([sys.executable, "-m", module, *arguments], timeout=timeout, cores=cores)
 
 
 def run_ranks(
@@ -83,8 +73,32 @@ def run_ranks(
     """
     command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np", str(ranks), *options]
     command += [sys.executable, "-m", module, *arguments]
-    environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", **(variables or {})}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment, check=False)
+    return run_for_json(command, timeout=timeout, variables=variables)
+
+
+def run_for_json(
+    command: Sequence[str],
+    *,
+    timeout: float,
+    variables: Mapping[str, str] | None = None,
+    folder: Path | None = None,
+    cores: Sequence[int] | None = None,
+) -> Any:
+    """Run a command; return the JSON value of its last line of output.
+
+    ``variables``: further ones of its environment. ``folder``: where it runs; ``cores``: on which, where it is not on
+    all. Raises RuntimeError with the end of its errors where it fails.
+    """
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", **(variables or {})},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+        preexec_fn=None if cores is None else lambda: os.sched_setaffinity(0, cores),
+    )
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
     return json.loads(done.stdout.strip().splitlines()[-1])

@@ -31,7 +31,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.common import Row, print_table
+from benchmarks.common import Row, print_table, run_for_json
 from benchmarks.goodput import Inputs, goodput
 from benchmarks.named_hosts import NamedHosts, named_hosts
 
@@ -395,12 +395,8 @@ def measure_cost(model: str) -> Mapping[str, float]:
     with named_hosts(["nodea", "nodeb"]) as hosts, tempfile.TemporaryDirectory() as folder:
         words = ["mpirun", "-np", "2", "--host", "nodea:1,nodeb:1", *hosts.mpirun_options, "-x", "PYTHONPATH"]
         words += ["-x", "DAPPLE_SNAPSHOT_DIR", sys.executable, "-m", "benchmarks.elastic_ranks", model, folder]
-        environment = {**os.environ, **hosts.environment, "TF_CPP_MIN_LOG_LEVEL": "3"}
-        environment["PYTHONPATH"] = str(Path(__file__).parents[1])
-        done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=900, check=False)
-        if done.returncode:
-            raise RuntimeError(f"{model} failed:\n{done.stderr[-3000:]}")
-        found = json.loads(done.stdout.strip().splitlines()[-1])
+        variables = {**hosts.environment, "PYTHONPATH": str(Path(__file__).parents[1])}
+        found = run_for_json(words, variables=variables, timeout=900)
         assert isinstance(found, dict)
         return found
 

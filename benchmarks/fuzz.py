@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import subprocess
 import sys
 import tempfile
 import time
@@ -17,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks.common import Row, print_table
+from benchmarks.common import Row, print_table, run_for_json
 from benchmarks.fuzz_mutations import mutate
 from benchmarks.fuzz_readers import NAMES, reader_named
 
@@ -99,10 +98,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _fuzz_in_process(name: str, inputs: int, seed: int) -> Outcome:
     command = [sys.executable, "-m", "benchmarks.fuzz", name, str(inputs), str(seed)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=_MOST_SECONDS_IN_ALL, check=False)
-    if done.returncode:
-        raise RuntimeError(f"the process that fuzzed {name} ended with code {done.returncode}: {done.stderr[-500:]}")
-    fields = json.loads(done.stdout.splitlines()[-1])
+    fields = run_for_json(command, timeout=_MOST_SECONDS_IN_ALL)
     return Outcome(**{**fields, "wrong": tuple(fields["wrong"])})
 
 

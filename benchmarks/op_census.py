@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from benchmarks.census import OpClass, census
 from benchmarks.common import Row, print_table
 from benchmarks.op_programs.applications import BY_HAND
 from benchmarks.op_programs.check import Found, Outcome
@@ -19,7 +20,6 @@ from benchmarks.op_programs.pipelines import SETTINGS, check_parts, check_pipeli
 from benchmarks.op_programs.program import Program
 from dapple_tf import internals
 from dapple_tf.frontend.dependence.analyse import RULED
-from dapple_tf.frontend.dependence.census import OpClass, census
 from dapple_tf.frontend.dependence.random import is_stateless_draw
 
 PROGRAMS, PIPELINES, SEED = 6, 1, 0

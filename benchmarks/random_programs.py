@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 import dapple_tf as dapple
+from benchmarks.census import OpClass, classify_op
 from benchmarks.common import Row, print_table
 from benchmarks.op_programs.applications import apply_op
 from benchmarks.op_programs.check import SAMPLES, Found, Outcome
@@ -30,7 +31,6 @@ from benchmarks.op_programs.pipelines import check_parts
 from benchmarks.op_programs.program import as_float, make_batch
 from benchmarks.op_programs.sources import FEATURES, SEED, Choices, Pool
 from dapple_tf.errors import CaptureError, DappleWarning, ExactnessError, LossError
-from dapple_tf.frontend.dependence.census import OpClass, classify_op
 
 SEEDS, PROGRAMS, PIPELINES = 1, 10_000, 100
 _NUMBERS = 80  # decisions of a program

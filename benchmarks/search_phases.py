@@ -12,7 +12,6 @@ import json
 import math
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -20,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.common import Row
+from benchmarks.common import Row, run_for_json
 from benchmarks.papers.published import BERT_LARGE, MODELS, PROFILES, find_missing_profiles, read_profile
 from benchmarks.papers.transformer_profiles import GPT2_345M, transformer_profile
 from dapple_tf.planner.api import plan
@@ -130,14 +129,11 @@ def measure_without(phase: str, cases: str) -> dict[str, tuple[float, float]]:
             if text.count(old) != 1:
                 raise ValueError(f"phase {phase!r}: {name} has its text {text.count(old)} times; correct PHASES")
             (package / name).write_text(text.replace(old, new))
-        environment = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "XDG_CACHE_HOME": folder}
+        variables = {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "XDG_CACHE_HOME": folder}
         command = [sys.executable, "-m", "benchmarks.search_phases", cases]
-        done = subprocess.run(
-            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=3600, check=False
+        found: dict[str, tuple[float, float]] = run_for_json(
+            command, folder=Path(folder), variables=variables, timeout=3600
         )
-    if done.returncode:
-        raise RuntimeError(f"without {phase!r}: {done.stderr[-2000:]}")
-    found: dict[str, tuple[float, float]] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 

@@ -123,7 +123,7 @@ def main() -> None:
         report_failure(KeyboardInterrupt())
         _end_interrupted()
     except (ValueError, RuntimeError, OSError) as error:
-        if not _is_known(error):
+        if not isinstance(error, DappleError | OSError | ValueError):
             raise
         _print_error(error, str(error))
         wrong = isinstance(error, _WRONG_OPTION) and not isinstance(error, NoFitError)
@@ -169,11 +169,6 @@ def _end_interrupted() -> NoReturn:
         sys.stderr.flush()
         os._exit(INTERRUPTED)
     sys.exit(INTERRUPTED)
-
-
-def _is_known(error: Exception) -> bool:
-    """Return whether the error is printed as one line: an error of this project, an OSError or a ValueError."""
-    return isinstance(error, DappleError | OSError | ValueError)
 
 
 def _print_error(error: Exception, text: str) -> None:

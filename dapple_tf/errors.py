@@ -44,6 +44,11 @@ class DappleError(Exception):
 
     lasts = True
 
+    def __init__(self, *args: object, lasts: bool | None = None) -> None:
+        super().__init__(*args)
+        if lasts is not None:
+            self.lasts = lasts
+
 
 class GraphError(DappleError, ValueError):
     """A graph that breaks an invariant of the intermediate representation, or a pass its contract."""
@@ -103,10 +108,6 @@ class PlanError(DappleError, ValueError):
 class NoFitError(PlanError):
     """No plan or schedule that was asked for fits the memory of the devices; ``lasts``: see ``DappleError``."""
 
-    def __init__(self, message: str, *, lasts: bool = True) -> None:
-        super().__init__(message)
-        self.lasts = lasts
-
 
 class DeviceError(DappleError, ValueError):
     """Devices that do not exist or are too few."""
@@ -122,10 +123,6 @@ class TraceError(DappleError, ValueError):
 
 class CheckpointError(DappleError, RuntimeError):
     """A checkpoint that cannot be written, read, or loaded into this model; ``lasts``: see ``DappleError``."""
-
-    def __init__(self, message: str, *, lasts: bool = True) -> None:
-        super().__init__(message)
-        self.lasts = lasts
 
 
 class UsageError(DappleError, RuntimeError):
@@ -143,9 +140,7 @@ class NotSimulatedError(UsageError, AttributeError):
 class JobError(DappleError, RuntimeError):
     """Ranks of a job that disagree, or a rank that failed; ``lasts``: see ``DappleError``."""
 
-    def __init__(self, message: str, *, lasts: bool = False) -> None:
-        super().__init__(message)
-        self.lasts = lasts
+    lasts = False
 
 
 class StepError(DappleError, RuntimeError):

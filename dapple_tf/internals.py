@@ -41,6 +41,8 @@ CONDITION_OPS = frozenset({"If", "StatelessIf", "Case", "StatelessCase"})
 """Types of the ops that call one of several functions; their first input says which."""
 LOOP_OPS = frozenset({"While", "StatelessWhile"})
 """Types of the ops that call a function again and again."""
+CALLING_OPS = CALL_OPS | CONDITION_OPS | LOOP_OPS
+"""Types of all ops that call functions."""
 
 
 def tensorflow_has_started() -> bool:

@@ -99,13 +99,13 @@ Every node of a [pipelined graph](ir.md#the-call-level) has one of these operati
 
 def tensorflow_ops_page() -> str:
     """Return the page of the ops of the installed TensorFlow, by how the analysis decides about them."""
-    from dapple_tf.frontend.dependence.census import census_markdown  # not at the top: it loads TensorFlow
+    from benchmarks.census import census_markdown  # not at the top: it loads TensorFlow
 
     return f"""# TensorFlow's operations
 
 How the [analysis of a loss](../guide/exactness.md) decides what an operation of TensorFlow does with samples, for every
-operation of the installed TensorFlow. The rules are in `dapple_tf/frontend/dependence`, the classes in `census.py`
-there; a test fails where an operation of a newer TensorFlow has none.
+operation of the installed TensorFlow. The rules are in `dapple_tf/frontend/dependence`, the classes in
+`benchmarks/census.py`; a test fails where an operation of a newer TensorFlow has none.
 
 {census_markdown()}
 """

@@ -97,6 +97,33 @@ def environment_without_launchers() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "PMIX_", "HOROVOD_"))}
 
 
+def run_python(
+    *arguments: object,
+    variables: Mapping[str, str] | None = None,
+    folder: Path = ROOT,
+    exit_code: int = 0,
+    timeout_seconds: float = 120,
+) -> subprocess.CompletedProcess[str]:
+    """Run ``python arguments`` as a new process in ``folder``, which must end with ``exit_code``; return its output.
+
+    ``variables``: more for its environment.
+    """
+    done = subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        cwd=folder,
+        env=environment_without_launchers()
+        | {"PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"}
+        | dict(variables or {}),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=timeout_seconds,
+        check=False,
+    )
+    assert done.returncode == exit_code, done.stdout + done.stderr
+    return done
+
+
 def run_ranks(
     arguments: Sequence[str],
     ranks: int,

@@ -23,6 +23,11 @@ VOCABULARY, LENGTH = 11, 5
 Column = Callable[[np.random.Generator], Any]
 
 
+def cross_entropy(y: Any, logits: Any) -> Any:
+    """Return the cross entropy of each row of labels and logits."""
+    return tf.nn.sparse_softmax_cross_entropy_with_logits(labels=y, logits=logits)
+
+
 # --- batches
 
 

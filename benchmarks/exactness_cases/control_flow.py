@@ -16,6 +16,7 @@ from benchmarks.exactness_cases.builders import (
     VOCABULARY,
     WIDTH,
     batches,
+    cross_entropy,
     integers,
     mlp,
     normal,
@@ -26,10 +27,6 @@ from benchmarks.exactness_cases.builders import (
 from benchmarks.exactness_cases.case import SINGLE_PRECISION, Case, Expected, Training, refused_and_exact
 
 CLASSES = 3
-
-
-def cross_entropy(y: Any, logits: Any) -> Any:
-    return tf.nn.sparse_softmax_cross_entropy_with_logits(labels=y, logits=logits)
 
 
 def matrix(name: str, seed: int, *shape: int) -> Any:

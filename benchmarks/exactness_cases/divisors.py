@@ -11,6 +11,7 @@ import tensorflow as tf
 from benchmarks.exactness_cases.builders import (
     FEATURES,
     batches,
+    cross_entropy,
     integers,
     mask,
     mlp,
@@ -20,10 +21,6 @@ from benchmarks.exactness_cases.builders import (
 from benchmarks.exactness_cases.case import Case, Training, refused_and_exact
 
 CLASSES = 3
-
-
-def cross_entropy(y: Any, logits: Any) -> Any:
-    return tf.nn.sparse_softmax_cross_entropy_with_logits(labels=y, logits=logits)
 
 
 def reduced(reduce: Callable[[Any, Any], Any]) -> Callable[[int], Training]:

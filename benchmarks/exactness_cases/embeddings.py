@@ -14,6 +14,7 @@ from benchmarks.exactness_cases.builders import (
     VOCABULARY,
     WIDTH,
     batches,
+    cross_entropy,
     integers,
     mask,
     mlp,
@@ -25,10 +26,6 @@ from benchmarks.exactness_cases.case import Case, Training
 CLASSES = 3
 FEW = 4
 """Ids in batches: every id occurs many times in a batch, and most rows of the table not at all."""
-
-
-def cross_entropy(y: Any, logits: Any) -> Any:
-    return tf.nn.sparse_softmax_cross_entropy_with_logits(labels=y, logits=logits)
 
 
 def repeated_ids(make_optimizer: Callable[[], Any]) -> Callable[[int], Training]:

@@ -12,6 +12,7 @@ from benchmarks.exactness_cases.builders import (
     VOCABULARY,
     WIDTH,
     batches,
+    cross_entropy,
     integers,
     mask,
     padded_tokens,
@@ -21,11 +22,6 @@ from benchmarks.exactness_cases.builders import (
     trained_with,
 )
 from benchmarks.exactness_cases.case import Case, Training
-
-
-def cross_entropy(y: Any, logits: Any) -> Any:
-    return tf.nn.sparse_softmax_cross_entropy_with_logits(labels=y, logits=logits)
-
 
 # --- losses of (labels, logits [batch, LENGTH, VOCABULARY], mask [batch, LENGTH])
 

@@ -23,33 +23,16 @@ from benchmarks.exactness_cases.builders import (
     with_layers,
 )
 from benchmarks.exactness_cases.case import Case, Training
+from benchmarks.exactness_cases.layers import CLASSES, classifier, mean
+from benchmarks.exactness_cases.masked import masked_lm
 from dapple_tf.examples.gpt import build_gpt
-
-CLASSES = 3
-
-
-def cross_entropy(y: Any, logits: Any) -> Any:
-    return tf.nn.sparse_softmax_cross_entropy_with_logits(labels=y, logits=logits)
-
-
-def mean(y: Any, logits: Any) -> Any:
-    return tf.reduce_mean(cross_entropy(y, logits))
-
-
-def classifier(make_layer: Callable[[], Any]) -> Callable[[int], Training]:
-    """Return the ``make`` of a classifier with a layer of ``make_layer`` after every hidden layer."""
-    return trained_with(lambda: with_layers(make_layer), mean, normal(FEATURES), integers(CLASSES))
 
 
 def sequences(*middle: Callable[[], Any]) -> Callable[[int], Training]:
     """Return the ``make`` of a model of token ids with these layers, and a loss over the tokens that count."""
-
-    def loss(y: Any, logits: Any, keep: Any) -> Any:
-        return tf.reduce_sum(cross_entropy(y, logits) * keep) / tf.reduce_sum(keep)
-
     return trained_with(
         lambda: token_model(*(layer() for layer in middle)),
-        loss,
+        masked_lm,
         integers(VOCABULARY, LENGTH),
         integers(VOCABULARY, LENGTH),
         mask(LENGTH),

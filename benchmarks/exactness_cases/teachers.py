@@ -11,6 +11,7 @@ from benchmarks.exactness_cases.builders import (
     FEATURES,
     WIDTH,
     batches,
+    cross_entropy,
     integers,
     mask,
     mlp,
@@ -21,10 +22,6 @@ from benchmarks.exactness_cases.case import Case, Training
 
 CLASSES = 3
 TEMPERATURE = 2.0
-
-
-def cross_entropy(y: Any, logits: Any) -> Any:
-    return tf.nn.sparse_softmax_cross_entropy_with_logits(labels=y, logits=logits)
 
 
 def distillation(taught: Any, logits: Any) -> Any:

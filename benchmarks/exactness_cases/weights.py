@@ -12,6 +12,7 @@ from benchmarks.exactness_cases.builders import (
     LENGTH,
     VOCABULARY,
     batches,
+    cross_entropy,
     integers,
     mlp,
     normal,
@@ -28,10 +29,6 @@ WEIGHTS = (0.2, 1.0, 2.5)
 
 def classifier() -> Any:
     return mlp(CLASSES)
-
-
-def cross_entropy(y: Any, logits: Any) -> Any:
-    return tf.nn.sparse_softmax_cross_entropy_with_logits(labels=y, logits=logits)
 
 
 # --- class weights: losses of (labels [batch], logits [batch, CLASSES])

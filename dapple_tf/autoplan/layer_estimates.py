@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from dapple_tf.graph_passes.analysis.layers import Layers
 from dapple_tf.graph_passes.analysis.op_costs import flops
-from dapple_tf.graph_passes.ir.graph import Graph, Node, Shape
+from dapple_tf.graph_passes.ir.graph import Node, Shape
 from dapple_tf.profiler.peaks import CPU_CORE
 
 BACKWARD_OVER_FORWARD = 2.0
@@ -34,8 +34,7 @@ def estimate_costs(layers: Layers, shapes: Mapping[str, Sequence[Shape]]) -> Est
 def estimate_layer_seconds(layers: Layers, shapes: Mapping[str, Sequence[Shape]]) -> list[float]:
     """Return the forward seconds of each layer."""
     return [
-        sum(estimate_node_seconds(layers.graph, layers.graph.node(name), shapes) for name in layer.nodes)
-        for layer in layers.layers
+        sum(estimate_node_seconds(layers.graph.node(name), shapes) for name in layer.nodes) for layer in layers.layers
     ]
 
 
@@ -52,9 +51,9 @@ def estimate_cut_seconds(layers: Layers, shapes: Mapping[str, Sequence[Shape]]) 
     ]
 
 
-def estimate_node_seconds(graph: Graph, node: Node, shapes: Mapping[str, Sequence[Shape]]) -> float:
+def estimate_node_seconds(node: Node, shapes: Mapping[str, Sequence[Shape]]) -> float:
     """Return the seconds of one op by the roofline: the longer of its arithmetic and of writing its outputs."""
     written = sum(
         kind.dtype.size * shape.elements() for kind, shape in zip(node.outputs, shapes.get(node.name, ()), strict=False)
     )
-    return CPU_CORE.seconds(flops(graph, node, shapes), written)
+    return CPU_CORE.seconds(flops(node, shapes), written)

@@ -40,7 +40,9 @@ def choose_stages(inputs: PlanningInputs) -> PlanDecision:
     the cluster has more devices than this process, or not as many as there are ranks, where the links between servers
     are unknown, and where no plan fits the memory or uses all ranks.
     """
-    cluster = inputs.cluster or (detect_job_cluster() if inputs.ranks else _detect_usable(inputs.devices))
+    cluster = inputs.cluster
+    if cluster is None:
+        cluster = detect_job_cluster() if inputs.ranks else Cluster.detect(usable_devices(inputs.devices))
     check_cluster(inputs, cluster)
     problem = measure_problem(inputs, cluster, (2, cluster.devices) if inputs.replicable else ())
     if inputs.options.window is not None:
@@ -125,10 +127,6 @@ def check_enough_layers(options: Options, layers: Layers) -> None:
             f"schedule {options.spec.short!r} needs at least {least} stages, but "
             f"{layers.graph.name} can be cut into {most}: choose a schedule with fewer stages per device"
         )
-
-
-def _detect_usable(devices: int) -> Cluster:
-    return Cluster.detect(usable_devices(devices))
 
 
 @interruptible

@@ -146,10 +146,6 @@ def parse_numbers(text: str, problem: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(","))
 
 
-def _as_it_is(value: Any) -> Any:
-    return value
-
-
 _READERS: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
     {
         "stages": parse_stages,
@@ -164,7 +160,7 @@ _READERS: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
                 *("schedule", "batch_norm", "jit_compile", "elastic", "snapshot_every", "shard_optimizer"),
                 *("minibatches", "weights", "depth"),
             ),
-            _as_it_is,
+            lambda value: value,
         ),
     }
 )

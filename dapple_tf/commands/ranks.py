@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from dapple_tf.commands.output import print_progress, print_result, print_warning
+from dapple_tf.commands.output import print_result, print_warning
 from dapple_tf.distributed.membership import AllRanks
 
 T = TypeVar("T")
@@ -23,11 +23,6 @@ class Ranks(AllRanks):
         """Print a result on stdout, on rank 0 only."""
         if self.is_first:
             print_result(text)
-
-    def print_progress(self, text: str) -> None:
-        """Print a line of progress on stderr, on rank 0 only."""
-        if self.is_first:
-            print_progress(text)
 
     def print_warning(self, text: str) -> None:
         """Print what the user should know or act on, on stderr, on rank 0 only."""

@@ -68,7 +68,6 @@ class Watchdog:
     ) -> None:
         self._rank = rank
         self._progress = progress
-        self._timeout_seconds = timeout_seconds
         self._heartbeat_seconds = min(0.25, timeout_seconds / 10)
         # A heartbeat may be late by one interval, and a report takes time to arrive.
         silence_seconds = timeout_seconds - 2 * self._heartbeat_seconds

@@ -18,6 +18,7 @@ from dapple_tf import internals
 from dapple_tf.errors import CaptureError
 from dapple_tf.frontend.conditions import open_conditions
 from dapple_tf.frontend.optimizer_update import TracedUpdate
+from dapple_tf.graph_passes.analysis.layers import is_of_layer
 from dapple_tf.graph_passes.ir.graph import Effect, Graph, Node, Value, ancestors, attributes
 from dapple_tf.graph_passes.ir.names import without_target
 
@@ -84,7 +85,7 @@ def part_step(
     def is_sunk(node: Node) -> bool:
         if node.effect not in _ACTING or node.name in needed:
             return False
-        return numbers[node.name] >= first_op or (node.effect is Effect.WRITE and not _of_layer(node))
+        return numbers[node.name] >= first_op or (node.effect is Effect.WRITE and not is_of_layer(node))
 
     kept = [node for node in graph.nodes if node.effect is Effect.WRITE and not is_sunk(node)]
     state = {name for node in kept for name in node.strings("writes")}
@@ -108,10 +109,6 @@ def part_step(
         graph, frozenset(after), (target,), tuple(returned), structure, variables, constants, place_of
     )
     return dataclasses.replace(part, whole=(target, *_crossing(part, part.roots, {target})))
-
-
-def _of_layer(node: Node) -> bool:
-    return node.has("layer") or node.has("within")
 
 
 def take_inputs_of(part: AfterGradients, values: Sequence[Value]) -> AfterGradients:

@@ -27,7 +27,6 @@ from dapple_tf.graph_passes.ir.graph import (
 
 _USES = (Effect.READ, Effect.WRITE)
 _PLAIN = (Effect.PURE, Effect.READ)
-_LOOPS = ("While", "StatelessWhile")  # one that ends in its branch may not end in the other case
 _ORDER = "effect: in the order of the trace"
 
 
@@ -126,7 +125,7 @@ def _computing(inside: Mapping[str, Node], values: Sequence[Value]) -> set[str]:
 
 def _can_always_run(inside: Mapping[str, Node], node: Node) -> bool:
     """Return whether a node of a branch can run whatever the predicate is: before the branches' writes, or after."""
-    if node.effect not in _PLAIN or node.op in _LOOPS:
+    if node.effect not in _PLAIN or node.op in internals.LOOP_OPS:  # one may not end for the other predicate
         return False
     read = {value.node for value in node.inputs} if node.effect is Effect.READ else set()
     names = list(inside)

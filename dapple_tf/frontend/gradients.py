@@ -25,6 +25,7 @@ from dapple_tf.frontend.joined_moments import mark_joins
 from dapple_tf.frontend.read_graph import read_graph
 from dapple_tf.frontend.rows import use_rows
 from dapple_tf.frontend.sparse_gradients import find_uses, read_uses
+from dapple_tf.graph_passes.analysis.layers import dependents
 from dapple_tf.graph_passes.ir.graph import Effect, FunctionRef, Graph, Value, ancestors
 from dapple_tf.graph_passes.ir.names import of_target, without_target
 from dapple_tf.graph_passes.passes.backward import StageGradients
@@ -138,14 +139,7 @@ def _depend_on_training(captured: Captured, target: Target) -> set[str]:
     No gradient passes through integers, such as the shape of a random draw, nor through what a training step's tape did
     not record. The nodes that draw the rows of a micro-batch are not in the trace.
     """
-    found, graph = set(target.gradients), captured.graph
-    for node in graph.nodes:
-        if node.name in captured.unrecorded:
-            continue
-        entering = (graph.type_of(value).dtype for value in node.inputs if value.node in found)
-        if any(dtype.differentiable or dtype.handle for dtype in entering):
-            found.add(node.name)
-    return found
+    return dependents(captured.graph, target.gradients, captured.unrecorded, by_gradients=True)
 
 
 @dataclass(frozen=True)

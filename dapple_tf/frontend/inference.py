@@ -25,7 +25,6 @@ LARGEST = 256
 _SCOPE = "inferred"
 _MOST_ROUNDS = 8  # the shape of a loop variable changes a few times at most
 _TAKES_ELEMENTS = frozenset({"TensorListGetItem", "TensorListPopBack", "TensorListStack", "TensorListGather"})
-_CALLS = internals.CALL_OPS | internals.CONDITION_OPS | internals.LOOP_OPS
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,7 +158,7 @@ def _parts(nodes: Sequence[Any], functions: set[str]) -> Iterator[list[Any]]:
     part: list[Any] = []
     for node in nodes:
         part.append(node)
-        if node.op in _CALLS or node.op in _TAKES_ELEMENTS or node.op in functions:
+        if node.op in internals.CALLING_OPS or node.op in _TAKES_ELEMENTS or node.op in functions:
             yield part
             part = []
     if part:
@@ -209,7 +208,7 @@ def _called_functions(node: Any, functions: set[str]) -> list[str]:
     """Return the names of the functions that a node calls; the body of a loop before its condition."""
     if node.op in functions:
         return [node.op]
-    if node.op not in _CALLS:
+    if node.op not in internals.CALLING_OPS:
         return []
     attributes = [node.attr[key].func.name for key in ("f", "then_branch", "else_branch", "body", "cond")]
     return [name for name in attributes if name] + [function.name for function in node.attr["branches"].list.func]

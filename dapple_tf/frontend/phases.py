@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import tensorflow as tf
 
 from dapple_tf.errors import CaptureError
-from dapple_tf.graph_passes.analysis.layers import CAPTURED_INPUTS, variables_of
+from dapple_tf.graph_passes.analysis.layers import CAPTURED_INPUTS, dependents, variables_of
 from dapple_tf.graph_passes.ir.graph import Effect, Graph, Node, Value, ancestors
 
 HANDED_OVER = "handed_over"
@@ -124,12 +124,7 @@ def unrecorded_of(graph: Graph, asked: Asked) -> frozenset[str]:
 
 def _of_variables(graph: Graph, asked: Asked) -> set[str]:
     """Return the nodes that depend on the variables of ``asked`` by floating-point values."""
-    found = set(asked.variables)
-    for node in graph.nodes:
-        kinds = (graph.type_of(value).dtype for value in node.inputs if value.node in found)
-        if any(kind.differentiable or kind.handle for kind in kinds):
-            found.add(node.name)
-    return found
+    return dependents(graph, asked.variables, by_gradients=True)
 
 
 def rowless_targets(graph: Graph, asked: Sequence[Asked]) -> list[int]:
@@ -153,15 +148,11 @@ def rowless_targets(graph: Graph, asked: Sequence[Asked]) -> list[int]:
     return found
 
 
-def _of_batch(graph: Graph, asked: Sequence[Asked]) -> frozenset[str]:
+def _of_batch(graph: Graph, asked: Sequence[Asked]) -> set[str]:
     """Return the nodes that depend on the batch, or on draws, other than by the gradients ``asked`` for."""
     gradients = frozenset().union(*(item.arguments for item in asked))
-    found: set[str] = set()
-    for node in graph.nodes:  # in topological order
-        is_row = node.name not in gradients and (node.op == "arg" or node.effect is Effect.RANDOM)
-        if is_row or any(value.node in found for value in node.inputs):
-            found.add(node.name)
-    return frozenset(found)
+    rows = {node.name for node in graph.nodes if node.op == "arg" or node.effect is Effect.RANDOM}
+    return dependents(graph, rows - gradients)
 
 
 def join_asked(asked: Sequence[Asked]) -> Asked:
@@ -225,7 +216,7 @@ class _Facts:
     phases: Mapping[str, int]
     losses: tuple[frozenset[str], ...]
     differentiated: tuple[Set[str], ...]
-    of_batch: frozenset[str]
+    of_batch: Set[str]
     of_gradient: frozenset[str]
     writers: Mapping[str, Sequence[str]]
     written_before: Mapping[str, Set[str]]
@@ -424,11 +415,5 @@ def _data_ancestors(graph: Graph, asked: Asked) -> frozenset[str]:
 
 def _reached_by_gradients(graph: Graph, asked: Asked) -> set[str]:
     """Return the nodes through which gradients for the variables pass, as far as the tape has recorded them."""
-    found = set(asked.variables)
-    for node in graph.nodes:
-        if node.name in asked.unrecorded or node.op == "StopGradient":
-            continue
-        kinds = (graph.type_of(value).dtype for value in node.inputs if value.node in found)
-        if any(kind.differentiable or kind.handle for kind in kinds):
-            found.add(node.name)
-    return found
+    stopped = {node.name for node in graph.nodes if node.op == "StopGradient"}
+    return dependents(graph, asked.variables, asked.unrecorded | stopped, by_gradients=True)

@@ -42,7 +42,6 @@ HIDDEN_DRAWS = frozenset(
 )
 """Ops that draw from a generator's hidden state."""
 
-_CALLS = internals.CALL_OPS | internals.CONDITION_OPS | internals.LOOP_OPS
 # Ops that TensorFlow calls stateful, so that it does not fold them, and that have no effect: memory to be filled.
 _STATELESS = frozenset({"Empty"})
 # Attributes that are valid only in the graph in which the op was created.
@@ -115,11 +114,11 @@ def _read_effect(op: Any, inputs: Mapping[str, Node], bodies: Mapping[str, Any])
         return Effect.READ, ()
     if op.type in HIDDEN_DRAWS:
         return Effect.RANDOM, ()
-    if op.type not in _CALLS and not _is_stateful(op.type):
+    if op.type not in internals.CALLING_OPS and not _is_stateful(op.type):
         return Effect.PURE, ()  # calls are checked below: TensorFlow gives some random calls a stateless op
     resources = [(i, tensor) for i, tensor in enumerate(op.inputs) if tensor.dtype == tf.resource]
     if resources:
-        read_only = set(op.node_def.attr["_read_only_resource_inputs"].list.i) if op.type in _CALLS else set()
+        read_only = set(op.node_def.attr["_read_only_resource_inputs"].list.i)  # which calls have
         written = tuple(
             _node_name(tensor.op.name, inputs)
             for i, tensor in resources
@@ -127,7 +126,7 @@ def _read_effect(op: Any, inputs: Mapping[str, Node], bodies: Mapping[str, Any])
         )
         if written:
             return Effect.WRITE, written
-    if op.type in _CALLS:
+    if op.type in internals.CALLING_OPS:
         stateful = find_stateful_ops(called_functions(op.node_def), bodies)
         if stateful:
             return (Effect.RANDOM if stateful <= HIDDEN_DRAWS else Effect.SIDE), ()
@@ -153,7 +152,7 @@ def find_stateful_ops(names: list[str], bodies: Mapping[str, Any]) -> set[str]:
             continue
         seen.add(name)
         for node in bodies[name].node_def:
-            if node.op in _CALLS:
+            if node.op in internals.CALLING_OPS:
                 pending += called_functions(node)
             elif node.op not in _READS and _is_stateful(node.op):
                 found.add(node.op)

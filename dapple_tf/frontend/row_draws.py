@@ -158,7 +158,9 @@ def _slice_whole_draw(redraw: Callable[[Tensors], Any], draw: RowDraw, axes: Map
     whole = dict(inputs)
     for name, axis in axes.items():
         whole[name] = _rows_for_the_whole_batch(inputs[name], axis, draw, begin, samples)
-    shape = inputs["shape"] if "shape" in inputs else _categorical_shape(inputs)
+    shape = inputs.get("shape")
+    if shape is None:
+        shape = tf.stack([tf.shape(inputs["logits"])[0], inputs["num_samples"]])
     length = tf.cast(draw.outer * draw.inner * samples, shape.dtype)
     whole["shape"] = tf.tensor_scatter_nd_update(shape, [[draw.axis]], [length])
     whole["num_samples"] = whole["shape"][-1]
@@ -206,10 +208,6 @@ def _draw_again(node: Node, kinds: Mapping[str, TensorType], inputs: Tensors) ->
     copy = dataclasses.replace(node, name="draw", inputs=tuple(map(Value, kinds)), outputs=drawn, controls=())
     graph = Graph("draw", (*holders, copy), outputs=(Value("draw"),))
     return import_graph(graph, {name: inputs[name] for name in kinds}, "drawn")[0]
-
-
-def _categorical_shape(inputs: Tensors) -> Any:
-    return tf.stack([tf.shape(inputs["logits"])[0], inputs["num_samples"]])
 
 
 def _product(shape: Any) -> Any:

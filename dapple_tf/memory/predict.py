@@ -16,14 +16,13 @@ from dapple_tf.graph_passes.ir.graph import Function, Graph, Value
 from dapple_tf.graph_passes.ir.names import Site, at, without_target
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.passes.gather_slices import SparsePart, slice_ports
+from dapple_tf.internals import LOOP_OPS
 from dapple_tf.memory.in_flight import StageState, stage_states, window_states
 from dapple_tf.memory.liveness import peak_bytes
 from dapple_tf.memory.sizes import FunctionSizes, infer_sizes, stage_functions
 from dapple_tf.memory.stash import StashedTensor, find_stashed_tensors, transfer_bytes
 from dapple_tf.plans import Plan
 from dapple_tf.staged_model import StagedModel
-
-_LOOPS = frozenset({"While", "StatelessWhile"})
 
 
 @dataclass(frozen=True)
@@ -207,7 +206,7 @@ def _predict_stage(
         working=working,
         update=update_bytes,
         in_step=max(in_step, update_bytes, received),
-        loops=sum(node.op in _LOOPS for sizes in one_backward.values() for node in sizes.function.graph.nodes),
+        loops=sum(node.op in LOOP_OPS for sizes in one_backward.values() for node in sizes.function.graph.nodes),
         slices=slices.per_micro_batch,
         versions=version_count * trained,
         version_count=version_count,

@@ -133,11 +133,12 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         """Return the figures as JSON values (``dapple train --json`` prints them as ``memory``)."""
+        versions = () if self.plan.window is None else ("version_count", "versions")
         return {
             "stages": [
                 {
                     **{key: _json_value(getattr(stage.predicted, name)) for key, name in _JSON_FIELDS.items()},
-                    **({} if self.plan.window is None else _versions_json(stage.predicted)),
+                    **{name: getattr(stage.predicted, name) for name in versions},
                     "seen": stage.seen,
                     "measured": _measured_json(stage.measured),
                 }
@@ -287,10 +288,6 @@ def _worker_row(worker: _WorkerMemory) -> list[str]:
 
 def _json_value(value: int | Mapping[str, int]) -> Any:
     return value if isinstance(value, int) else dict(value)
-
-
-def _versions_json(memory: StageMemory) -> dict[str, int]:
-    return {"version_count": memory.version_count, "versions": memory.versions}
 
 
 def _measured_json(measured: MeasuredMemory | None) -> dict[str, Any] | None:

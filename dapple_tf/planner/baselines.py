@@ -12,8 +12,6 @@ from dapple_tf.planner.search.balanced_cuts import even_starts
 from dapple_tf.planner.search.fit_cuts import fit_cuts
 from dapple_tf.plans import StagePlan
 
-_MOST_DEVICES = 64  # with more there are too many combinations of stages and replicas
-
 
 def data_parallel(problem: PlanningProblem, devices: int | None = None) -> tuple[StagePlan, ...]:
     """Return one stage on all devices, or on the first ``devices``."""

@@ -73,7 +73,8 @@ def describe_result(
     """
     lines = []
     for candidate, (plan, timeline) in zip(result.runners_up, runners_up, strict=True):
-        lines.append(f"{_name(candidate, plan)}: {_difference(chosen, (plan, timeline))}")
+        seconds, loss = format_seconds_fixed(timeline.step_seconds), describe_loss(chosen, (plan, timeline))
+        lines.append(f"{_name(candidate, plan)}: {seconds}, {loss}")
     if result.formula_seconds is not None:
         lines.append(f"{result.formula}: {format_seconds_fixed(result.formula_seconds)}")
     if result.pipedream is not None:
@@ -167,11 +168,6 @@ def _name(candidate: Candidate, plan: Plan) -> str:
     kind = plan.notation
     origin = "" if candidate.origin in (kind, "search", "two stages", "one device") else f" ({candidate.origin})"
     return f"runner-up {kind}{origin}, {format_count(plan.whole_micro_batches, 'micro-batch')}, {plan.short_schedule}"
-
-
-def _difference(chosen: tuple[Plan, Timeline], other: tuple[Plan, Timeline]) -> str:
-    """Return the other plan's step, by how much it is slower, and where it loses most."""
-    return f"{format_seconds_fixed(other[1].step_seconds)}, {describe_loss(chosen, other)}"
 
 
 def describe_loss(chosen: tuple[Plan, Timeline], other: tuple[Plan, Timeline]) -> str:

@@ -17,7 +17,7 @@ from dapple_tf.frontend.dependence.bodies import read_body
 from dapple_tf.frontend.gradients import differentiate
 from dapple_tf.frontend.inference import Shapes
 from dapple_tf.frontend.shapes import infer_shapes, mark_batch
-from dapple_tf.graph_passes.analysis.layers import SHAPE_OPS, Layers, find_layers, variables_of, written_variables
+from dapple_tf.graph_passes.analysis.layers import SMALL_OPS, Layers, find_layers, variables_of, written_variables
 from dapple_tf.graph_passes.analysis.op_costs import (
     FREE_OPS,
     VIEW_OPS,
@@ -35,7 +35,6 @@ from dapple_tf.internals import LOOP_OPS
 from dapple_tf.profiler.measure import Floats
 from dapple_tf.profiler.peaks import Peak
 
-_SMALL_OPS = SHAPE_OPS | {"BroadcastGradientArgs"}
 _LIST_DTYPE = "variant"  # of the lists in which a While loop stashes a tensor for each iteration
 
 
@@ -135,7 +134,7 @@ def _kernels_of(
     found = shapes.bodies.get((node.name, name.name)) if isinstance(name, FunctionRef) else None
     if found is None or not isinstance(name, FunctionRef):
         moved = moved_bytes(graph, node, shapes, batch_size)
-        yield Kernel(layer, kind or op_class(node.op), flops(graph, node, shapes), moved, count)
+        yield Kernel(layer, kind or op_class(node.op), flops(node, shapes), moved, count)
         return
     body, count = read_body(found, name.name), count * _count_rounds(graph, node, shapes)
     for inner in body.graph.nodes:
@@ -233,7 +232,7 @@ def _stash_bytes(
 ) -> tuple[tuple[float, ...], list[int]]:
     """Return the bytes stashed for each layer's backward, and the layers that stash lists."""
     depends_on_sizes = _dependent_nodes(joint)
-    depends_on_values = _dependent_nodes(joint, stop=_SMALL_OPS)
+    depends_on_values = _dependent_nodes(joint, stop=SMALL_OPS)
     total, lists = [0.0] * (max(forward_layers.values()) + 1), set()
     for value, readers in _stash_readers(joint, forward, backward, backward_layers).items():
         dtype = joint.type_of(value).dtype.name

@@ -39,14 +39,13 @@ class Order(NamedTuple):
 
 def encode(schedule: Schedule) -> Order:
     """Return the order of a schedule, without ``Schedule.together``."""
-    rows = [[_code(a.stage, _KINDS.index(a.kind), a.micro_batch) for a in actions] for actions in schedule.workers]
+    rows = [
+        [(a.stage << STAGE_SHIFT) | (_KINDS.index(a.kind) << KIND_SHIFT) | a.micro_batch for a in actions]
+        for actions in schedule.workers
+    ]
     longest = max(map(len, rows))
     actions = np.array([row + [NONE] * (longest - len(row)) for row in rows], np.int64)
     return Order(actions, np.array(schedule.worker_map.worker_of, np.int64), schedule.micro_batches)
-
-
-def _code(stage: int, kind: int, micro_batch: int) -> int:
-    return (stage << STAGE_SHIFT) | (kind << KIND_SHIFT) | micro_batch
 
 
 def has_weights(order: Order) -> bool:

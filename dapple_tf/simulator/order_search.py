@@ -74,7 +74,7 @@ def search_order(
         raise ScheduleError(
             f"the worker map has {format_count(worker_map.stages, 'stage')}, but there are costs of {len(costs)}"
         )
-    problem = _Problem.of(worker_map, micro_batches, costs, device_memory)
+    problem = _Problem.of(worker_map, costs, device_memory)
     named = problem.fastest(_named_schedules(worker_map, micro_batches, problem))
     listed = problem.fastest(_list_schedules(worker_map, micro_batches, costs, problem.most))
     start = min((found for found in (named, listed) if found is not None), key=lambda found: found[1], default=None)
@@ -133,7 +133,7 @@ class _Problem:
     most: Floats
 
     @staticmethod
-    def of(worker_map: WorkerMap, micro_batches: int, costs: Sequence[StageCosts], device_memory: float) -> _Problem:
+    def of(worker_map: WorkerMap, costs: Sequence[StageCosts], device_memory: float) -> _Problem:
         names = ("forward", "backward", "weights", "send_forward", "send_backward", "exposed")
         arrays = [np.array([getattr(cost, f"{name}_seconds") for cost in costs], np.float64) for name in names]
         forward, backward, weights, send_forward, send_backward, exposed = arrays

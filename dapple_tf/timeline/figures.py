@@ -322,12 +322,9 @@ def find_phases(step: StepEvents, window: Window) -> WindowPhases:
             minibatch = event.action.micro_batch // window.micro_batches
             done[minibatch] = max(done[minibatch], event.end)
     done.sort()
-    first = _first_backward_end(step, window.stages - 1)
+    last = window.stages - 1
+    first = min(e.end for e in step.events if (e.action.stage, e.action.kind) == (last, "B"))
     return WindowPhases(first, _steady_seconds(window, done, step.seconds), step.seconds - done[-1])
-
-
-def _first_backward_end(step: StepEvents, stage: int) -> float:
-    return min(e.end for e in step.events if (e.action.stage, e.action.kind) == (stage, "B"))
 
 
 def _steady_seconds(window: Window, done: list[float], seconds: float) -> float:

@@ -173,7 +173,7 @@ def compare_tensor(
         return Difference(kind, name, missing, tolerance, why=why)
     if wanted.size == 0:
         return Difference(kind, name, 0.0, tolerance)
-    if not _is_float(wanted):
+    if wanted.dtype.kind not in "fc" and wanted.dtype.name not in TOLERANCE:
         return Difference(kind, name, float(np.any(found != wanted)), tolerance)
     finite, found_finite = np.isfinite(wanted), np.isfinite(found)
     nonfinite = int(np.count_nonzero(~finite))
@@ -188,10 +188,6 @@ def compare_tensor(
     if error <= rounding:
         scale = max(scale, largest)
     return Difference(kind, name, error / scale if scale else error, tolerance, nonfinite)
-
-
-def _is_float(array: Any) -> bool:
-    return array.dtype.kind in "fc" or array.dtype.name in TOLERANCE
 
 
 def _dense_gradients(outcome: Outcome) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,6 +81,3 @@ def describe(port: Port, example: Example) -> str:
     dims = example.shape.dims
     lengths = "unknown" if dims is None else [dim if isinstance(dim, int) and dim >= 0 else "?" for dim in dims]
     return f"{port.role} {port.name}, of shape {lengths},".replace("'?'", "?")
-
-
-Examples = Mapping[str, tuple[Example, ...]]

@@ -18,7 +18,7 @@ that uses them. Nodes of the loss head belong to no layer (see ``loss_head``).
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 from dapple_tf.errors import PartitionError
@@ -39,6 +39,9 @@ TAKES_ROWS = "takes_rows"
 
 SHAPE_OPS = frozenset({"Shape", "ShapeN", "Size", "Rank"})
 """Ops whose results depend on the shapes of their inputs only."""
+
+SMALL_OPS = SHAPE_OPS | {"BroadcastGradientArgs"}
+"""Ops that give small integers, computed from shapes."""
 
 
 @dataclass(frozen=True)
@@ -174,13 +177,41 @@ def find_floating(graph: Graph) -> frozenset[str]:
 
 def _computed_of_rows(graph: Graph) -> set[str]:
     """Return the nodes that depend both on variables and on the rows of the micro-batch, or on their number."""
-    of_rows = {node.name for node in graph.nodes if node.op in ("arg", "rows")}
-    of_variables = {node.name for node in graph.nodes if node.op == "variable"}
+    rows = [node.name for node in graph.nodes if node.op in ("arg", "rows")]
+    variables = [node.name for node in graph.nodes if node.op == "variable"]
+    return dependents(graph, rows) & dependents(graph, variables)
+
+
+def dependents(graph: Graph, roots: Iterable[str], stop: Iterable[str] = (), *, by_gradients: bool = False) -> set[str]:
+    """Return ``roots`` and all nodes that take their values, directly or not, without those in ``stop``.
+
+    The nodes are in topological order. ``by_gradients``: what counts are values that have gradients: floats, and
+    handles of variables and lists of these.
+    """
+    barred = set(stop)
+    found = set(roots) - barred
     for node in graph.nodes:
-        for found in (of_rows, of_variables):
-            if any(value.node in found for value in node.inputs):
-                found.add(node.name)
-    return of_rows & of_variables
+        kinds = (graph.type_of(value).dtype for value in node.inputs if value.node in found)
+        if node.name not in barred and any(not by_gradients or kind.differentiable or kind.handle for kind in kinds):
+            found.add(node.name)
+    return found
+
+
+def can_run_elsewhere(graph: Graph, names: Iterable[str]) -> bool:
+    """Return whether these nodes give the same values without the others of the graph: no node acts or draws numbers.
+
+    Nor does one read a variable that the graph writes.
+    """
+    written = written_variables(graph)
+    return all(
+        node.effect in (Effect.PURE, Effect.READ) and not (node.op == "variable" and node.string("port") in written)
+        for node in map(graph.node, names)
+    )
+
+
+def is_of_layer(node: Node) -> bool:
+    """Return whether a Keras layer has made this node."""
+    return node.has("layer") or node.has("within")
 
 
 def find_once(graph: Graph) -> frozenset[str]:

@@ -60,7 +60,7 @@ def value_bytes(graph: Graph, value: Value, shapes: Mapping[str, Sequence[Shape]
     return kind.dtype.size * shape.elements(unknown)
 
 
-def flops(graph: Graph, node: Node, shapes: Mapping[str, Sequence[Shape]]) -> float:
+def flops(node: Node, shapes: Mapping[str, Sequence[Shape]]) -> float:
     """Return the floating-point operations of an op.
 
     A multiply-add counts as two; ops other than matrix products and convolutions count as 0.

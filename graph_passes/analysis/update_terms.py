@@ -121,18 +121,3 @@ def _slot_sites(graph: Graph, owner: Mapping[str, Site], needs: Mapping[str, Set
             if graph.node(needed).op == "variable" and needed not in owner:
                 sites.setdefault(needed, set()).update(updated)
     return sites
-
-
-def term_nodes(graph: Graph, values: list[Value], stop: Set[str]) -> set[str]:
-    """Return the nodes that compute ``values``, without those in ``stop`` and what only these need.
-
-    Control edges do not count: nothing here has an effect, and what a condition guards may run outside of it.
-    """
-    found: set[str] = set()
-    pending = [value.node for value in values]
-    while pending:
-        name = pending.pop()
-        if name not in found and name not in stop:
-            found.add(name)
-            pending += [value.node for value in graph.node(name).inputs]
-    return found

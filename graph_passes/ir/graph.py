@@ -410,8 +410,11 @@ def topological(nodes: Iterable[Node]) -> tuple[Node, ...]:
     return tuple(result)
 
 
-def ancestors(graph: Graph, roots: Iterable[str], stop: Iterable[str] = ()) -> set[str]:
-    """Return ``roots`` and all nodes that they depend on, without those in ``stop`` and what only these depend on."""
+def ancestors(graph: Graph, roots: Iterable[str], stop: Iterable[str] = (), *, by_controls: bool = True) -> set[str]:
+    """Return ``roots`` and all nodes that they depend on, without those in ``stop`` and what only these depend on.
+
+    ``by_controls``: control edges count.
+    """
     barred = set(stop)
     found: set[str] = set()
     stack = [name for name in roots if name not in barred]
@@ -420,5 +423,7 @@ def ancestors(graph: Graph, roots: Iterable[str], stop: Iterable[str] = ()) -> s
         if name in found:
             continue
         found.add(name)
-        stack.extend(source for source in graph.node(name).predecessors() if source not in barred)
+        node = graph.node(name)
+        sources = node.predecessors() if by_controls else (value.node for value in node.inputs)
+        stack.extend(source for source in sources if source not in barred)
     return found

@@ -11,17 +11,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from dapple_tf.errors import PartitionError
-from dapple_tf.graph_passes.analysis.layers import CAPTURED_INPUTS, SHAPE_OPS
+from dapple_tf.graph_passes.analysis.layers import CAPTURED_INPUTS, SMALL_OPS, dependents
 from dapple_tf.graph_passes.ir.extract import PortOf, extract_function
 from dapple_tf.graph_passes.ir.graph import Effect, Function, Graph, Port, Role, TensorType, Value, ancestors
 from dapple_tf.graph_passes.ir.names import at, without_target
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.passes.gather_slices import Combine, SparsePart
 from dapple_tf.graph_passes.passes.partition import Stage, StageGraph
-
-# Ops that give small integers. They run in forward where their inputs are there, so that no activation is stashed only
-# for its shape.
-_SMALL_OPS = SHAPE_OPS | {"BroadcastGradientArgs"}
 
 
 @dataclass(frozen=True)
@@ -209,11 +205,7 @@ def _split_stage(
 def _changed_by_backward(stages: StageGraph, joint: Graph) -> set[str]:
     """Return the nodes that depend on a variable that backward writes: backward must not compute them again."""
     added = [node for node in joint.nodes if node.name not in stages.graph.by_name and node.effect is Effect.WRITE]
-    found = {name for node in added for name in node.strings("writes")}
-    for node in joint.nodes:
-        if not found.isdisjoint(value.node for value in node.inputs):
-            found.add(node.name)
-    return found
+    return dependents(joint, {name for node in added for name in node.strings("writes")})
 
 
 def _forward_results(stages: StageGraph, stage: Stage, joint: Graph) -> tuple[list[Port], list[Value]]:
@@ -246,7 +238,7 @@ def _find_small(joint: Graph, candidates: set[str], known: set[str], inputs: Seq
     found: set[str] = set()
     for node in joint.nodes:
         available = all(v in entering or v.node in known or v.node in found for v in node.inputs)
-        if node.name in candidates and node.op in _SMALL_OPS and available:
+        if node.name in candidates and node.op in SMALL_OPS and available:
             found.add(node.name)
     return found
 

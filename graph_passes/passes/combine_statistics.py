@@ -11,11 +11,11 @@ is left to ``share_statistics``.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from typing import ClassVar
 
-from dapple_tf.graph_passes.analysis.layers import written_variables
+from dapple_tf.graph_passes.analysis.layers import can_run_elsewhere
 from dapple_tf.graph_passes.ir.extract import extract_function
 from dapple_tf.graph_passes.ir.graph import (
     Attr,
@@ -121,21 +121,13 @@ def _cut(function: Function) -> _Cut | None:
     )
 
 
-def _can_run_on_rows(function: Function, names: Iterable[str]) -> bool:
+def _can_run_on_rows(function: Function, names: Set[str]) -> bool:
     """Return whether these nodes, run on some rows, compute what only those rows contribute.
 
-    They do not if they need the batch's size, draw random numbers, have effects, or read a variable that the function
-    writes.
+    They do not if they need the batch's size, or cannot run by themselves.
     """
-    graph = function.graph
-    written = written_variables(graph)
-    bounds = {graph.inputs[i] for i, _ in function.input_ports("rows")}
-    for node in map(graph.node, names):
-        if node.name in bounds or node.effect not in (Effect.PURE, Effect.READ):
-            return False
-        if node.op == "variable" and node.string("port") in written:
-            return False
-    return True
+    bounds = {function.graph.inputs[i] for i, _ in function.input_ports("rows")}
+    return bounds.isdisjoint(names) and can_run_elsewhere(function.graph, names)
 
 
 def _nodes(node: Node, graph: Graph, cut: _Cut, replicas: int) -> Iterator[Node]:

@@ -68,11 +68,8 @@ def end_of(graph: Graph, node: Node) -> str:
 
 def starts_of(graph: Graph, node: Node) -> tuple[str, ...]:
     """Return the stamps of the time at which ``node`` could start; none where it is not timed."""
-    return tuple(c.source for c in node.controls if graph.node(c.source).op == OpName.TIMESTAMP and _is_start(c.source))
-
-
-def _is_start(name: str) -> bool:
-    return name.endswith(_START)
+    waits = (control.source for control in node.controls)
+    return tuple(name for name in waits if graph.node(name).op == OpName.TIMESTAMP and name.endswith(_START))
 
 
 def _stamp(node: Node, what: str, *waits: Control) -> Node:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from dapple_tf.graph_passes.analysis.layers import written_variables
+from dapple_tf.graph_passes.analysis.layers import can_run_elsewhere, dependents
 from dapple_tf.graph_passes.ir.extract import extract_function
 from dapple_tf.graph_passes.ir.graph import Control, Effect, Function, Graph, Node, Value, ancestors, attributes
 from dapple_tf.graph_passes.ir.names import SHARED_STATISTICS, at, nodes_of, replica_counts
@@ -76,9 +76,9 @@ class _Cut:
 def _cut_function(function: Function, name: str) -> _Cut | None:
     """Return the function in two, the shared one called ``name``; None if it takes no rows or cannot be cut."""
     graph = function.graph
-    of_batch = _find_dependents(graph, [graph.inputs[i] for i, _ in function.input_ports("arg")])
+    of_batch = dependents(graph, [graph.inputs[i] for i, _ in function.input_ports("arg")])
     shared = tuple(i for i, value in enumerate(graph.outputs) if value.node in of_batch)
-    if not shared or not _may_run_elsewhere(graph, of_batch):
+    if not shared or not can_run_elsewhere(graph, ancestors(graph, of_batch)):
         return None
     own = tuple(i for i in range(len(graph.outputs)) if i not in shared)
     effects = [node.name for node in graph.nodes if node.effect not in (Effect.PURE, Effect.READ)]
@@ -89,25 +89,6 @@ def _cut_function(function: Function, name: str) -> _Cut | None:
         shared,
         own,
     )
-
-
-def _find_dependents(graph: Graph, roots: Iterable[str]) -> set[str]:
-    """Return ``roots`` and all nodes that take, directly or not, a value of one of them."""
-    found = set(roots)
-    for node in graph.nodes:
-        if any(value.node in found for value in node.inputs):
-            found.add(node.name)
-    return found
-
-
-def _may_run_elsewhere(graph: Graph, names: set[str]) -> bool:
-    """Return whether the nodes, and all that they need, give the same values in a function without the others."""
-    written = written_variables(graph)
-    for name in ancestors(graph, names):
-        node = graph.node(name)
-        if node.effect not in (Effect.PURE, Effect.READ) or (node.op == "variable" and node.string("port") in written):
-            return False
-    return True
 
 
 def _extract(function: Function, name: str, outputs: Iterable[int], roots: Iterable[str]) -> Function:

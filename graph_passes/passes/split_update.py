@@ -20,7 +20,7 @@ from types import MappingProxyType
 from dapple_tf.errors import PartitionError
 from dapple_tf.graph_passes.analysis.layers import written_variables
 from dapple_tf.graph_passes.analysis.update_rounds import Kinds, Sends, find_times, part_rounds, send_values
-from dapple_tf.graph_passes.analysis.update_terms import UpdateTerms, find_terms, term_nodes
+from dapple_tf.graph_passes.analysis.update_terms import UpdateTerms, find_terms
 from dapple_tf.graph_passes.ir.extract import extract_function
 from dapple_tf.graph_passes.ir.graph import Effect, Function, Graph, Node, Port, Role, Value, ancestors
 from dapple_tf.graph_passes.ir.names import Site, of_round
@@ -124,7 +124,7 @@ def _cut_rounds(this: _Round) -> Updates:
     sends = send_values(graph, terms.kinds, place_of)
     terms = find_terms(sends.graph, this.owner, (), this.shared)
     times = find_times(sends, terms.kinds, this.state)
-    before = _shared_before(sends.graph, terms, writes, shared)
+    before = _shared_before(terms, writes, shared)
     kinds, late = terms.kinds, frozenset(times.late)
     late_outputs = {
         value for value in graph.outputs if value.node in late or _waits_for(graph, value, kinds, shared - before)
@@ -160,9 +160,7 @@ def _waits_for(graph: Graph, value: Value, kinds: Kinds, after: Set[str]) -> boo
     return isinstance(kinds[value.node], Site) and bool(after & ancestors(graph, [value.node]))
 
 
-def _shared_before(
-    graph: Graph, terms: UpdateTerms, writes: Mapping[Site, Set[str]], shared: Set[str]
-) -> frozenset[str]:
+def _shared_before(terms: UpdateTerms, writes: Mapping[Site, Set[str]], shared: Set[str]) -> frozenset[str]:
     """Return the shared writes that sites need, which run before theirs."""
     return frozenset(name for name in shared if any(name in terms.needs[w] for group in writes.values() for w in group))
 
@@ -189,7 +187,7 @@ def _cut_round(
             early.append(value)
     terms = find_terms(graph, owner, early, this.shared, sends.sent.values())
     all_writes = set(terms.needs)
-    before = set(_shared_before(graph, terms, writes, shared))
+    before = set(_shared_before(terms, writes, shared))
     after = shared - before
     overwritten = _handed_over(graph, before)
 
@@ -415,10 +413,15 @@ def _role(node: Node) -> str:
     return node.string("role") if node.has("role") else "gradient"
 
 
+def _term_nodes(graph: Graph, values: Sequence[Value], stop: Set[str] = frozenset()) -> set[str]:
+    """Return the nodes that compute terms. Nothing here has an effect, and may run outside of a condition."""
+    return ancestors(graph, (value.node for value in values), stop, by_controls=False)
+
+
 def _terms_function(graph: Graph, terms: UpdateTerms, site: Site, number: int) -> Function:
     """Return the function that computes the terms of one site which all sites need."""
     values = [value for value, of in terms.partial if of == site]
-    members = term_nodes(graph, values, set())
+    members = _term_nodes(graph, values)
     ports = [Port("partial", str(value), graph.type_of(value)) for value in values]
     name = of_round(number, site.at(OpName.UPDATE_TERMS))
     return extract_function(name, _unguarded(graph), members, lambda value: _input_port(graph, value), ports, values)
@@ -427,7 +430,7 @@ def _terms_function(graph: Graph, terms: UpdateTerms, site: Site, number: int) -
 def _combine_function(graph: Graph, terms: UpdateTerms, number: int) -> Function:
     """Return the function that combines the terms of the stages."""
     partial = {value for value, _ in terms.partial}
-    members = term_nodes(graph, list(terms.combined), {value.node for value in partial})
+    members = _term_nodes(graph, terms.combined, {value.node for value in partial})
     ports = [Port("combined", str(value), graph.type_of(value)) for value in terms.combined]
 
     def port_of(value: Value) -> tuple[Role, str] | None:

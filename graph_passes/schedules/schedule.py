@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
-from typing import Literal, NamedTuple, TypeVar
+from typing import Literal, TypeVar
 
 from dapple_tf.errors import ScheduleError
 from dapple_tf.graph_passes.schedules.worker_map import WorkerMap
@@ -111,7 +111,9 @@ class Schedule:
     @property
     def warm_up(self) -> tuple[int, ...]:
         """K_i: the forwards of each stage before its first backward."""
-        return tuple(sum(1 for _ in itertools.takewhile(_is_forward, actions)) for actions in self.stages)
+        return tuple(
+            sum(1 for _ in itertools.takewhile(lambda action: action.kind == "F", actions)) for actions in self.stages
+        )
 
     @property
     def in_flight(self) -> tuple[int, ...]:
@@ -142,10 +144,6 @@ class Schedule:
         """Return this schedule without the micro-batches from ``count`` on; it deadlocks only if this one does."""
         workers = tuple(tuple(a for a in actions if a.micro_batch < count) for actions in self.workers)
         return Schedule(workers, frozenset(a for a in self.together if a.micro_batch + 1 < count))
-
-
-def _is_forward(action: Action) -> bool:
-    return action.kind == "F"
 
 
 def most_in_flight(kinds: Iterable[Kind]) -> int:
@@ -193,32 +191,16 @@ def dependencies(action: Action, stages: int) -> tuple[Action, ...]:
     return tuple(a for a in found if (a.kind, a.stage) != ("B", action.stage))  # a stage with a B has no W
 
 
-class ActionTimes(NamedTuple):
-    """When an action ran, and when its result travelled to the stage that takes it; ``end`` where nothing is sent."""
-
-    start: float
-    end: float
-    sent: float
-    arrived: float
-
-
 def run_schedule(
     schedule: Schedule, seconds: Callable[[Action], float], send_seconds: Callable[[Action], float] = lambda action: 0.0
 ) -> tuple[tuple[float, ...], ...]:
-    """Return when each action ends, ``[worker][i]`` for the worker's i-th action; see ``time_actions``."""
-    return tuple(tuple(times.end for times in row) for row in time_actions(schedule, seconds, send_seconds))
-
-
-def time_actions(
-    schedule: Schedule, seconds: Callable[[Action], float], send_seconds: Callable[[Action], float]
-) -> tuple[tuple[ActionTimes, ...], ...]:
-    """Return the times of each action, ``[worker][i]`` for the worker's i-th action.
+    """Return when each action ends, ``[worker][i]`` for the worker's i-th action.
 
     Each worker runs its actions strictly in order, each for ``seconds(action)``, as soon as the results that it takes
     have arrived (see ``dependencies``). The result of an action travels to a stage on another worker for
     ``send_seconds(action)``; a channel (one boundary, one direction) moves one result at a time, first in first out. A
     stage on the same worker has the result when the action ends. Results that travel together leave when the last of
-    their actions ends, and arrive together. A worker for which fewer times than actions are returned is blocked at its
+    their actions ends, and arrive together. A worker for which fewer ends than actions are returned is blocked at its
     next action: the schedule deadlocks.
     """
     stages, kinds, results = range(schedule.worker_map.stages), tuple(CALL_OF_KIND), set(_RESULT.values())
@@ -239,35 +221,34 @@ def time_actions(
         "gradients": [False] + [worker_of[s] != worker_of[s - 1] for s in stages[1:]],
         "weights": [False for _ in stages],
     }
-    times: list[list[ActionTimes]] = [[] for _ in schedule.workers]
+    ends: list[list[float]] = [[] for _ in schedule.workers]
     free = [0.0 for _ in schedule.workers]
     unsent: list[list[Action]] = [[] for _ in schedule.workers]  # actions that have run, whose results have not left
     moved = True
     while moved:
         moved = False
         for worker, actions in enumerate(schedule.workers):
-            while len(times[worker]) < len(actions):
-                action = actions[len(times[worker])]
+            while len(ends[worker]) < len(actions):
+                action = actions[len(ends[worker])]
                 stage, result, m = action.stage, _RESULT[action.kind], action.micro_batch
                 start = max([free[worker], *[known.get(m, math.inf) for known in inputs[stage][action.kind]]])
                 if start == math.inf:
                     break
                 free[worker] = end = start + seconds(action)
                 ended[result][stage][m] = end
-                times[worker].append(ActionTimes(start, end, end, end))
+                ends[worker].append(end)
                 unsent[worker].append(action)
                 moved = True
                 if action in schedule.together:
                     continue
-                begin = arrival = end
+                arrival = end
                 if sent[result][stage]:
                     begin = max(end, channel_free[result][stage])
                     arrival = channel_free[result][stage] = begin + sum(map(send_seconds, unsent[worker]))
-                for i, sender in enumerate(reversed(unsent[worker]), start=1):
+                for sender in unsent[worker]:
                     arrived[result][stage][sender.micro_batch] = arrival
-                    times[worker][-i] = times[worker][-i]._replace(sent=begin, arrived=arrival)
                 unsent[worker].clear()
-    return tuple(map(tuple, times))
+    return tuple(map(tuple, ends))
 
 
 def checked_schedule(workers: Iterable[tuple[Action, ...]], together: Iterable[Action] = ()) -> Schedule:

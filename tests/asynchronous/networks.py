@@ -12,6 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from tests.asynchronous.reference import ByHand, Dense, Differentiated, Model, squared_error
+from tests.equality.small_models import chain
 
 WIDTH, ROWS, POSITIONS = 4, 7, 3
 
@@ -55,16 +56,10 @@ def dense(layers: Sequence[int], widths: Sequence[int] | None = None) -> Network
         tf.Variable(random.normal(size=shape) * 0.6, name=f"w{i}") for i, shape in enumerate(itertools.pairwise(widths))
     ]
 
-    def loss_fn(x: Any, y: Any) -> Any:
-        for i, matrix in enumerate(matrices):
-            with tf.name_scope(f"layer{i}"):
-                x = tf.tanh(x @ matrix)
-        return tf.reduce_mean(tf.reduce_sum(tf.square(x - y), 1))
-
     ends = list(itertools.accumulate(layers))
     stages = [matrices[end - size : end] for end, size in zip(ends, layers, strict=True)]
     return Network(
-        loss_fn,
+        chain(matrices),
         stages,
         [f"layer{end}" for end in ends[:-1]],
         lambda size, seed=1: (normal(size, widths[0], seed), normal(size, widths[-1], seed + 100)),
@@ -119,7 +114,7 @@ def skips() -> Network:
         loss_fn,
         [[matrix] for matrix in matrices],
         ["layer1", "layer2"],
-        lambda size, seed=1: (normal(size, WIDTH, seed), normal(size, WIDTH, seed + 100)),
+        rows,
     )
 
 
@@ -140,7 +135,7 @@ def moving_average(stage: int) -> Network:
         loss_fn,
         [[matrix] for matrix in matrices],
         ["layer1"],
-        lambda size, seed=1: (normal(size, WIDTH, seed), normal(size, WIDTH, seed + 100)),
+        rows,
         [average],
     )
 
@@ -165,6 +160,11 @@ def normal(size: int, width: int, seed: int) -> Any:
     return tf.constant(np.random.default_rng(seed).normal(size=(size, width)))
 
 
+def rows(size: int, seed: int = 1) -> Any:
+    """Return ``size`` random rows of x and of y."""
+    return normal(size, WIDTH, seed), normal(size, WIDTH, seed + 100)
+
+
 def _dense_layer(name: str) -> keras.layers.Layer:
     return keras.layers.Dense(
         WIDTH,
@@ -186,6 +186,6 @@ def _keras_network(stages: Sequence[Sequence[keras.layers.Layer]], entry: Any) -
         loss_fn,
         [[v for layer in stage for v in layer.trainable_variables] for stage in stages],
         [stage[0].name for stage in stages[1:]],
-        lambda size, seed=1: (normal(size, WIDTH, seed), normal(size, WIDTH, seed + 100)),
+        rows,
         model.non_trainable_variables,
     )

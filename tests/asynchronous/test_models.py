@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 import dapple_tf as dapple
-from tests.asynchronous.networks import WIDTH, Network, dense, moving_average, normal
+from tests.asynchronous.networks import WIDTH, Network, dense, moving_average, normal, rows
 from tests.asynchronous.reference import copies
 from tests.asynchronous.test_equals_reference import OPTIMIZERS, close, compare
 
@@ -22,10 +22,6 @@ SGD = OPTIMIZERS["momentum"]
 
 def matrix(seed: int, name: str, trainable: bool = True) -> tf.Variable:
     return tf.Variable(normal(WIDTH, WIDTH, seed) * 0.6, name=name, trainable=trainable)
-
-
-def rows(size: int, seed: int = 1) -> Any:
-    return normal(size, WIDTH, seed), normal(size, WIDTH, seed + 100)
 
 
 def network(

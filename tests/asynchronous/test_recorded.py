@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +21,7 @@ from dapple_tf.timeline.timeline import Timeline
 from dapple_tf.timeline.trace_file import read_recording
 from dapple_tf.window_plan import WindowPlan
 from tests.asynchronous.networks import dense
-from tests.paths import ROOT
+from tests.processes import run_python
 
 WIDTH = 600
 
@@ -209,6 +207,5 @@ print((current() - before) / (2048 * 2048 * 4))
 @pytest.mark.skipif(not has_statistics("CPU:0"), reason="TensorFlow counts no memory here")
 def test_versions_take_one_copy_of_the_weights_each_beside_the_weights() -> None:
     """Between windows: the newest stored version is some updates behind the weights. In a process of its own."""
-    run = subprocess.run([sys.executable, "-c", GROWTH], capture_output=True, text=True, cwd=ROOT, timeout=120)
-    assert run.returncode == 0, run.stderr
+    run = run_python("-c", GROWTH)
     assert float(run.stdout.split()[-1]) == pytest.approx(2, abs=0.2)

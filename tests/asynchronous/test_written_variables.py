@@ -11,7 +11,7 @@ import tensorflow as tf
 
 import dapple_tf as dapple
 from dapple_tf.errors import CaptureError, ExactnessError, PlanError
-from tests.asynchronous.networks import WIDTH, Network, normal
+from tests.asynchronous.networks import WIDTH, Network, normal, rows
 from tests.asynchronous.test_equals_reference import OPTIMIZERS, compare
 
 SGD = OPTIMIZERS["momentum"]
@@ -32,11 +32,7 @@ def network(stages: Callable[[Any], tuple[Callable[[Any], Any], Callable[[Any], 
         end()
         return loss
 
-    return Network(loss_fn, [[a], [b]], ["layer1"], batch, [scale])
-
-
-def batch(size: int, seed: int = 1) -> Any:
-    return normal(size, WIDTH, seed), normal(size, WIDTH, seed + 100)
+    return Network(loss_fn, [[a], [b]], ["layer1"], rows, [scale])
 
 
 def advance(scale: Any) -> Any:

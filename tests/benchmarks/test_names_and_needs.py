@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +13,7 @@ from benchmarks.__main__ import BENCHMARKS, main
 from benchmarks.emulated_hosts import find_missing_requirement
 from benchmarks.needs import NEEDS
 from tests.paths import ROOT
+from tests.processes import run_python
 
 LEFT_OUT = "left out: it needs Horovod and Open MPI: make horovod"
 NAMES = ["hosts", "ranks", "startup"]
@@ -59,11 +58,8 @@ def test_a_benchmark_that_cannot_run_here_is_left_out_with_the_reason(
 
 
 def test_the_benchmarks_start_as_a_module(tmp_path: Path) -> None:
-    environment = {**os.environ, "PATH": str(tmp_path), "TF_CPP_MIN_LOG_LEVEL": "3"}
-    command = [sys.executable, "-m", "benchmarks", *NAMES]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    done = run_python("-m", "benchmarks", *NAMES, variables={"PATH": str(tmp_path)})
     assert done.stdout.endswith(WANTED)
-    assert done.returncode == 0
 
 
 def test_programs_that_hosts_need_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
 
 from benchmarks.startup import describe
-from tests.paths import ROOT
+from tests.processes import run_python
 
 TICK = 0.01
 
@@ -15,7 +13,7 @@ TICK = 0.01
 def test_the_age_of_a_process_is_the_time_since_its_start() -> None:
     program = "import time; time.sleep(0.3); from benchmarks.startup import process_age; print(process_age())"
     begin = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = run_python("-c", program)
     took = time.monotonic() - begin
     assert 0.3 <= float(done.stdout) <= took + TICK
 

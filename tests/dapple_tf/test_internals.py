@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -24,7 +21,7 @@ from tensorflow.python.ops import gradients_util, handle_data_util
 
 from dapple_tf import internals, variable_values
 from tests.dapple_tf.builders import executed_nodes
-from tests.paths import ROOT
+from tests.processes import run_python
 
 HERE, THERE = "/device:CPU:0", "/device:CPU:3"
 
@@ -969,9 +966,7 @@ assert not internals.tensorflow_has_started()
 tf.constant(1)
 assert internals.tensorflow_has_started()
 """
-    subprocess.run(
-        [sys.executable, "-c", program], check=True, timeout=120, env={**os.environ, "PYTHONPATH": str(ROOT)}
-    )
+    run_python("-c", program)
 
 
 # --- compiled Keras models

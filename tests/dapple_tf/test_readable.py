@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import keras
@@ -14,7 +11,7 @@ import tensorflow as tf
 
 import dapple_tf as dapple
 from dapple_tf.plans import Plan, StagePlan
-from tests.paths import ROOT
+from tests.processes import run_python
 
 
 @pytest.mark.parametrize(
@@ -57,9 +54,7 @@ def test_a_step_and_its_plan_are_readable() -> None:
 
 def test_an_init_that_comes_too_late_says_so() -> None:
     code = "import tensorflow as tf, dapple_tf as dapple; tf.constant(1); dapple.init()"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True
-    )
+    done = run_python("-c", code)
     wanted = (
         "DappleWarning: dapple.init() came too late to make 8 devices: TensorFlow has started with 1. Call it before"
     )
@@ -69,12 +64,8 @@ def test_an_init_that_comes_too_late_says_so() -> None:
 def test_files_of_the_users_named_like_our_folders_do_not_hide_them(tmp_path: Path) -> None:
     for name in ("profiler", "graph_passes"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('the wrong file')")
-    command = [sys.executable, "-c", "import dapple_tf; dapple_tf.Profile; dapple_tf.Plan; print('imported')"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=False
-    )
-    assert (done.stdout, done.returncode) == ("imported\n", 0), done.stderr
+    code = "import dapple_tf; dapple_tf.Profile; dapple_tf.Plan; print('imported')"
+    assert run_python("-c", code, folder=tmp_path).stdout == "imported\n"
 
 
 def test_a_plan_with_a_schedule_that_is_none_can_be_shown() -> None:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.browser import find_cut_pages, needs_chromium, show_page
-from tests.paths import ROOT
+from tests.processes import run_python
 
 needs_mkdocs = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("mkdocs", "material", "mkdocstrings_handlers")),
@@ -24,18 +21,10 @@ needs_mkdocs = pytest.mark.skipif(
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the built site."""
     folder = tmp_path_factory.mktemp("site")
-    run = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)],
-        cwd=ROOT,
-        # A notice of the theme about its successor; TensorFlow's log lines.
-        env={**os.environ, "NO_MKDOCS_2_WARNING": "1", "TF_CPP_MIN_LOG_LEVEL": "3"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    words = ("-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", folder)
+    run = run_python(*words, variables={"NO_MKDOCS_2_WARNING": "1"})  # a notice of the theme about its successor
     warnings = [line for line in run.stderr.splitlines() if "absl::InitializeLog" not in line and "oneDNN" not in line]
-    assert (run.returncode, run.stdout, warnings) == (0, "", [])
+    assert (run.stdout, warnings) == ("", [])
     return folder
 
 

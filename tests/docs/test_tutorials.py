@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.docs.pages import DOCS
-from tests.paths import ROOT
-from tests.processes import environment_without_launchers, needs_horovod
+from tests.processes import needs_horovod, run_python
 
 
 @pytest.mark.timeout(700)
@@ -22,16 +19,7 @@ from tests.processes import environment_without_launchers, needs_horovod
 def test_a_notebook_prints_what_it_holds(name: str, tmp_path: Path) -> None:
     """In a process of its own, as a notebook runs."""
     path = DOCS / "tutorials" / f"{name}.ipynb"
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.docs.notebooks", str(path), str(tmp_path)],
-        cwd=ROOT,
-        env=environment_without_launchers(),
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = run_python("-m", "tests.docs.notebooks", path, tmp_path, timeout_seconds=600)
     cells = json.loads(path.read_text("utf-8"))["cells"]
     held = ["".join(line for output in cell["outputs"] for line in output["text"]) for cell in cells if _is_code(cell)]
     assert json.loads(done.stdout.splitlines()[-1]) == held

@@ -6,7 +6,6 @@ generator's phase each micro-batch is normalised by itself, and moves the moving
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -15,15 +14,11 @@ import pytest
 import tensorflow as tf
 
 import dapple_tf as dapple
-from tests.equality.training_steps import BATCH, in_float64, values_of
+from tests.equality.training_steps import BATCH, values_of
+
+pytestmark = pytest.mark.usefixtures("float64")
 
 MICRO_BATCHES = 3
-
-
-@pytest.fixture(autouse=True)
-def float64() -> Iterator[None]:
-    with in_float64():
-        yield
 
 
 def models() -> tuple[Any, Any, Any, Any]:

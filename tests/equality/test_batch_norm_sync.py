@@ -16,16 +16,9 @@ from dapple_tf.graph_passes.ir.names import nodes_of
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.plans import Plan, StagePlan
 from tests.equality.one_device import TOLERANCE, Comparison, Problem, compare
-from tests.equality.test_batch_norm import STEPS, WIDTH, dense, norm, padded, regression, sgd
+from tests.equality.test_batch_norm import STEPS, WIDTH, dense, norm, padded, random, regression, sgd
 
 LAYERS = keras.layers
-
-
-def random(sizes: Sequence[int], shape: Sequence[int] = (WIDTH,)) -> list[tuple[Any, Any]]:
-    rng = np.random.default_rng(4)
-    return [
-        (tf.constant(rng.normal(size=(size, *shape))), tf.constant(rng.normal(size=(size, WIDTH)))) for size in sizes
-    ]
 
 
 def two_norms() -> Problem:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import runpy
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,11 @@ from dapple_tf.graph_passes.analysis.variable_use import variable_uses, written_
 from dapple_tf.graph_passes.ir.names import STAGE_OPS, nodes_of, of_phase
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.timeline.trace_file import read_recording
-from tests.equality.test_training_steps import assert_equal
-from tests.equality.training_steps import in_float64, mlp, mse, tokens, values_of, word_model
+from tests.equality.test_training_steps import assert_trains_as_one_device
+from tests.equality.training_steps import mlp, mse, tokens, values_of, word_model
 from tests.paths import ROOT
+
+pytestmark = pytest.mark.usefixtures("float64")
 
 STEPS = {
     path.stem: path for path in sorted((ROOT / "examples" / "steps").glob("*.py")) if path.stem != "beside_one_device"
@@ -44,23 +45,10 @@ PHASES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def float64() -> Iterator[None]:
-    with in_float64():
-        yield
-
-
 def check(name: str, **options: Any) -> None:
     example = runpy.run_path(str(STEPS[name]))
-    (plain, wanted), (function, found) = example["make"](), example["make"]()
-    whole = plain if hasattr(plain, "get_concrete_function") else tf.function(plain)
-    step = dapple.train_step(function, **options)
-    for batch in example["batches"]():
-        assert_equal(step(*batch), whole(*batch))
-    step.gather()
+    step = assert_trains_as_one_device(example["make"], example["batches"](), **options)
     assert len(step.phases) == PHASES[name]
-    for ours, theirs in zip(values_of(found), values_of(wanted), strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", STEPS)
@@ -89,14 +77,7 @@ def batch() -> tuple[Any, ...]:
 
 
 def check_step(make: Any, **options: Any) -> Any:
-    (plain, wanted), (function, found) = make(), make()
-    whole = tf.function(plain)
-    step = dapple.train_step(function, **({"stages": 2, "micro_batches": 3} | options))
-    for _ in range(3):
-        assert_equal(step(*batch()), whole(*batch()))
-    for ours, theirs in zip(values_of(found), values_of(wanted), strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-12, atol=1e-12)
-    return step
+    return assert_trains_as_one_device(make, [batch()] * 3, **({"stages": 2, "micro_batches": 3} | options))
 
 
 def restored_weights() -> Any:
@@ -437,12 +418,7 @@ def normalised_by_the_batch() -> Any:
 
 
 def test_sparse_gradients_by_two_losses_stay_apart() -> None:
-    (plain, wanted), (function, found) = two_losses_of_words(), two_losses_of_words()
-    step, whole = dapple.train_step(function, stages=2, micro_batches=3), tf.function(plain)
-    for words in tokens():
-        assert_equal(step(*words), whole(*words))
-    for ours, theirs in zip(values_of(found), values_of(wanted), strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-12, atol=1e-12)
+    assert_trains_as_one_device(two_losses_of_words, tokens(), stages=2, micro_batches=3)
 
 
 def two_losses_of_words() -> Any:
@@ -594,13 +570,7 @@ def test_phases_of_many_micro_batches_have_a_loop_each() -> None:
     """A phase waits for nodes in the loop of the one before, and its loop begins after the first calls have waited."""
     rng = np.random.default_rng(0)
     many = rng.normal(size=(40, 4)), rng.normal(size=(40, 1))
-    (plain, wanted), (function, found) = critic_then_generator(), critic_then_generator()
-    whole = tf.function(plain)
-    step = dapple.train_step(function, stages=["critic/c"], micro_batches=40)
-    for _ in range(3):
-        assert_equal(step(*many), whole(*many))
-    for ours, theirs in zip(values_of(found), values_of(wanted), strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-12, atol=1e-12)
+    step = assert_trains_as_one_device(critic_then_generator, [many] * 3, stages=["critic/c"], micro_batches=40)
     assert sum(node.op == "While" for node in step.graph_def.node) == 2
 
 

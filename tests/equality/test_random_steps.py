@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -14,17 +13,13 @@ from hypothesis import Phase, given, seed, settings
 import dapple_tf as dapple
 from dapple_tf.errors import DappleError
 from tests.equality.random_steps import RandomStep, make, random_steps
-from tests.equality.training_steps import BATCH, in_float64, values_of
+from tests.equality.training_steps import BATCH, values_of
+
+pytestmark = pytest.mark.usefixtures("float64")
 
 EXAMPLES = {"ci": 3, "thorough": 1000}
 PROFILE = settings.get_current_profile_name()
 PARTS = 20 if PROFILE == "thorough" else 1  # each a test of its own, for another process
-
-
-@pytest.fixture(autouse=True)
-def float64() -> Iterator[None]:
-    with in_float64():
-        yield
 
 
 def batches() -> list[tuple[Any, Any]]:

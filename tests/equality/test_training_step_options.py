@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -13,13 +13,9 @@ import tensorflow as tf
 import dapple_tf as dapple
 from dapple_tf.errors import CaptureError, DappleError, ExactnessError, PartitionError, PlanError, UsageError
 from tests.equality.test_training_steps import assert_equal, check
-from tests.equality.training_steps import CASES, in_float64, mlp, mse, regression, values_of
+from tests.equality.training_steps import CASES, mlp, mse, regression, values_of
 
-
-@pytest.fixture(autouse=True)
-def float64() -> Iterator[None]:
-    with in_float64():
-        yield
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 @pytest.mark.filterwarnings("ignore:slice=2")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,13 +10,9 @@ import pytest
 import tensorflow as tf
 
 import dapple_tf as dapple
-from tests.equality.training_steps import BATCH, CASES, batches_of, in_float64, values_of
+from tests.equality.training_steps import BATCH, CASES, batches_of, values_of
 
-
-@pytest.fixture(autouse=True)
-def float64() -> Iterator[None]:
-    with in_float64():
-        yield
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def assert_equal(found: Any, wanted: Any) -> None:
@@ -27,16 +23,21 @@ def assert_equal(found: Any, wanted: Any) -> None:
             np.testing.assert_allclose(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
-def check(name: str, **options: Any) -> None:
-    plain, wanted = CASES[name]()
+def assert_trains_as_one_device(make: Any, batches: Iterable[Sequence[Any]], **options: Any) -> Any:
+    """Pipelined, the step that ``make`` returns gives what it gives on one device; return the pipelined step."""
+    (plain, wanted), (function, found) = make(), make()
     whole = plain if hasattr(plain, "get_concrete_function") else tf.function(plain)
-    step_function, found = CASES[name]()
-    step = dapple.train_step(step_function, **options)
-    for batch in batches_of(name):
+    step = dapple.train_step(function, **options)
+    for batch in batches:
         assert_equal(step(*batch), whole(*batch))
     step.gather()
     for ours, theirs in zip(values_of(found), values_of(wanted), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-12, atol=1e-12)
+    return step
+
+
+def check(name: str, **options: Any) -> None:
+    assert_trains_as_one_device(CASES[name], batches_of(name), **options)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -6,8 +6,7 @@ variables. All is float64.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -19,18 +18,6 @@ Made = tuple[Callable[..., Any], list[Any]]
 """A training step, and the objects that hold the variables it changes: models, optimizers, metrics, variables."""
 
 BATCH = 12
-
-
-@contextmanager
-def in_float64() -> Iterator[None]:
-    floats, policy = keras.config.floatx(), keras.config.dtype_policy()
-    keras.config.set_floatx("float64")
-    keras.config.set_dtype_policy("float64")
-    try:
-        yield
-    finally:
-        keras.config.set_floatx(floats)
-        keras.config.set_dtype_policy(policy)
 
 
 def regression(steps: int = 3) -> list[tuple[Any, ...]]:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +12,7 @@ import dapple_tf as dapple
 from dapple_tf.commands.model_loading import load_workload
 from tests.examples.runs import run_examples
 from tests.paths import ROOT
+from tests.processes import run_python
 
 PAGES = ROOT / "docs" / "extending"
 MODEL = "examples/extending/add_a_model.py:mlp"
@@ -67,16 +65,7 @@ def test_a_model_of_ones_own_loads_and_learns(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_model_of_ones_own_trains_on_the_command_line() -> None:
     options = ["--stages", "2", "--micro-batches", "4", "--steps", "20", "--set", "width=32", "--json"]
-    run = subprocess.run(
-        [sys.executable, "-m", "dapple_tf", "train", MODEL, *options],
-        cwd=ROOT,
-        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
+    run = run_python("-m", "dapple_tf", "train", MODEL, *options)
     result = json.loads(run.stdout.splitlines()[-1])
     assert result["last_loss"] < result["first_loss"]
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 
 import pytest
 
-from tests.paths import ROOT
+from tests.processes import run_python
 
 HELPER = "beside_one_device"  # which the programs below import
 NAMES = (
@@ -30,14 +28,6 @@ NAMES = (
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_step_prints_that_it_equals_one_device(name: str) -> None:
-    done = subprocess.run(
-        [sys.executable, f"examples/steps/{name}.py"],
-        cwd=ROOT,
-        env={"PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"},
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=True,
-    )
+    done = run_python(f"examples/steps/{name}.py", timeout_seconds=400)
     found = re.findall(r"^3 steps in \d phases differ from one device by at most (\S+)$", done.stdout, re.MULTILINE)
     assert float(found[0]) < 1e-12

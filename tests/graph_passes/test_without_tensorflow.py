@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
-from tests.paths import ROOT
+from tests.processes import run_python
 
 COLLECT = """
 import sys
@@ -17,6 +14,4 @@ sys.exit(code or (f"imported: {imported}" if imported else 0))
 
 
 def test_the_tests_of_graph_passes_are_collected_without_tensorflow() -> None:
-    run = subprocess.run([sys.executable, "-c", COLLECT], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert "passes/test_order.py" in run.stdout
+    assert "passes/test_order.py" in run_python("-c", COLLECT).stdout

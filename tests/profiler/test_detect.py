@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +9,7 @@ import pytest
 from dapple_tf.errors import ClusterError
 from dapple_tf.profiler.cluster import Cluster, Link
 from dapple_tf.profiler.detect import host_memory
-from tests.paths import ROOT
+from tests.processes import run_python
 
 LINK = Link(1.25e9, 1e-4)
 MPI = {"OMPI_COMM_WORLD_SIZE": "6", "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}
@@ -37,8 +35,7 @@ def test_a_process_alone_has_tensorflows_devices() -> None:
 
 def test_a_process_that_has_not_called_init_has_one_device() -> None:
     program = "from dapple_tf.profiler.cluster import Cluster; print(Cluster.detect(environment={}).devices)"
-    found = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert found.stdout == "1\n"
+    assert run_python("-c", program).stdout == "1\n"
 
 
 def test_the_number_of_devices_can_be_given() -> None:

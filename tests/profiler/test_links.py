@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -17,8 +16,7 @@ from dapple_tf.errors import ClusterError
 from dapple_tf.profiler import links
 from dapple_tf.profiler.cluster import Cluster, Link, Server
 from dapple_tf.profiler.links import SIZES, Host, describe_cluster, find_hosts, find_rounds, fit_link, probe
-from tests.paths import ROOT
-from tests.processes import RanksError, needs_horovod, run_ranks
+from tests.processes import RanksError, needs_horovod, run_python, run_ranks
 
 MS, MB, GB = 1e-3, 10**6, 1e9
 
@@ -185,7 +183,7 @@ def test_without_horovod_the_error_says_how_to_get_it(monkeypatch: pytest.Monkey
 
 def test_importing_the_module_starts_neither_tensorflow_nor_horovod() -> None:
     program = "import sys, dapple_tf.profiler.links; sys.exit(bool({'tensorflow', 'horovod'} & set(sys.modules)))"
-    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
+    run_python("-c", program)
 
 
 @pytest.fixture

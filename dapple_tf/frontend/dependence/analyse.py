@@ -45,9 +45,10 @@ _TAKE_SIZES = elementwise.ELEMENTWISE | frozenset(
     | {"OneHot", "Sum", "Prod", "Max", "Min", "Mean", "All", "Any", "Conv2DBackpropInput", "Conv3DBackpropInputV2"}
     | {"DepthwiseConv2dNativeBackpropInput", "AvgPoolGrad", "AvgPool3DGrad", "UnsortedSegmentSum"}
 )
-_CALLING = internals.CALL_OPS | internals.CONDITION_OPS | internals.LOOP_OPS
 _READS = frozenset({"ReadVariableOp", "VariableShape", "VarIsInitializedOp"})
-RULED = frozenset({*_RULES, *_READS, *SHAPE_OPS, "Const", "IdentityN"} | _CALLING | control_flow.TENSOR_LISTS)
+RULED = frozenset(
+    {*_RULES, *_READS, *SHAPE_OPS, "Const", "IdentityN", *internals.CALLING_OPS, *control_flow.TENSOR_LISTS}
+)
 """Ops that have a rule. Draws have rules too: see ``random.is_stateless_draw``."""
 
 BATCH_NORM = "normalises by the mean and variance of its micro-batch, as batch norm in training mode does"
@@ -165,7 +166,7 @@ class Analysis:
             return self._read(node, kinds)
         if node.effect is Effect.RANDOM:
             return self._hidden_draw(scope, node, kinds)
-        if node.op in _CALLING or not internals.is_op(node.op):
+        if node.op in internals.CALLING_OPS or not internals.is_op(node.op):
             return self._call(scope, node, kinds)
         if node.op in control_flow.TENSOR_LISTS:
             return control_flow.tensor_list(scope, node, kinds)

@@ -17,7 +17,7 @@ from dapple_tf.frontend.dependence.scope import Scope
 from dapple_tf.frontend.dependence.undecided import Experiments
 from dapple_tf.frontend.inference import Shapes
 from dapple_tf.frontend.row_draws import RowDraw
-from dapple_tf.graph_passes.analysis.layers import CAPTURED_INPUTS, SHAPE_OPS, live_nodes, written_variables
+from dapple_tf.graph_passes.analysis.layers import CAPTURED_INPUTS, SHAPE_OPS, dependents, live_nodes, written_variables
 from dapple_tf.graph_passes.analysis.loss_head import LossHeadInput
 from dapple_tf.graph_passes.ir.graph import Effect, Graph, Node, Value, ancestors
 from dapple_tf.graph_passes.passes.microbatch import MergeKind
@@ -560,10 +560,6 @@ def _can_cross(graph: Graph, value: Value, kind: Kind) -> bool:
 
 def _from_variables(graph: Graph, once: Collection[str]) -> set[str]:
     """Return the nodes that depend on a variable or a hidden draw, other than through what runs once."""
-    found = {node.name for node in graph.nodes if node.op == "variable" or node.effect is Effect.RANDOM}
-    for node in graph.nodes:
-        if node.name in once or node.op in SHAPE_OPS:
-            continue
-        if any(value.node in found and value.node not in once for value in node.inputs):
-            found.add(node.name)
-    return found
+    roots = [node.name for node in graph.nodes if node.op == "variable" or node.effect is Effect.RANDOM]
+    sizes = (node.name for node in graph.nodes if node.op in SHAPE_OPS)
+    return dependents(graph, roots, {*once, *sizes})

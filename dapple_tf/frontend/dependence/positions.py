@@ -18,12 +18,13 @@ from tensorflow.core.framework import function_pb2, node_def_pb2
 from dapple_tf import internals
 from dapple_tf.frontend.dependence.scope import op_names
 
-_WIDE = frozenset({tf.int32, tf.int64, tf.uint32, tf.uint64, tf.bool})
 _FLOATS = frozenset({tf.float32, tf.float64})
+_NARROW = frozenset({tf.int8, tf.uint8, tf.int16, tf.uint16, tf.float16, tf.bfloat16})
+_ROUNDING = op_names("AsString Bitcast UnicodeEncode")
 _KEEPING = op_names(
     "Identity IdentityN StopGradient EnsureShape Squeeze ExpandDims Pack Unpack ConcatV2 Split SplitV Transpose Range "
     "Add AddV2 Sub Neg Reverse ReverseV2 Shape ShapeN Size Prod Sum Max Min ZerosLike OnesLike BroadcastArgs "
-    "LogicalAnd LogicalOr LogicalNot All Any"
+    "LogicalAnd LogicalOr LogicalNot All Any Cast"
 )
 _COMPARING = op_names("Less LessEqual Greater GreaterEqual Equal NotEqual Maximum Minimum")
 _SCALING = op_names("Mul FloorDiv FloorMod TruncateDiv TruncateMod Div Mod")
@@ -138,13 +139,11 @@ class PositionUses:
             return inputs[1] | inputs[2] | Flow(long=inputs[0].long)
         if node.op == "Cast" and tf.as_dtype(node.attr["DstT"].type) in _FLOATS:
             return replace(total, position=False, divisor=True)
-        if node.op == "Cast":
-            self.unknown |= tf.as_dtype(node.attr["DstT"].type) not in _WIDE
-        elif node.op in _COMPARING:
+        if node.op in _COMPARING:
             self.unknown |= any(each.given for each in inputs)
         elif node.op in _SCALING:
             self._scale(node, inputs)
-        elif node.op not in _KEEPING:
+        elif node.op not in _KEEPING or rounds(node):
             self.unknown = True
         return replace(total, long=total.long or node.op == "Range")
 
@@ -231,6 +230,14 @@ def _flow(found: Mapping[str, Sequence[Flow]], text: str) -> Flow:
 
 def _bits(flow: Flow) -> tuple[bool, bool, bool, bool]:
     return flow.position, flow.divisor, flow.long, flow.given
+
+
+def rounds(node: node_def_pb2.NodeDef) -> bool:
+    """Return whether a node makes texts or narrow numbers of integers: what holds for few positions need not later."""
+    if node.op != "Cast":
+        return node.op in _ROUNDING
+    taken, made = (tf.as_dtype(node.attr[name].type) for name in ("SrcT", "DstT"))
+    return taken.is_integer and taken not in _NARROW and made in _NARROW
 
 
 def constant_flow(value: Any) -> Flow:

@@ -19,7 +19,7 @@ from dapple_tf.frontend.dependence.elementwise import ELEMENTWISE
 from dapple_tf.frontend.dependence.experiment import Limits
 from dapple_tf.frontend.dependence.kinds import CONSTANT, Form
 from dapple_tf.frontend.dependence.numbers import Numbers, affine, constant_value, varies
-from dapple_tf.frontend.dependence.positions import Flow, PositionUses, constant_flow
+from dapple_tf.frontend.dependence.positions import Flow, PositionUses, constant_flow, rounds
 from dapple_tf.frontend.dependence.scope import Scope, op_names
 from dapple_tf.frontend.write_graph import needed_library, write_graph
 from dapple_tf.graph_passes.analysis.layers import CAPTURED_INPUTS
@@ -39,9 +39,6 @@ _NO_LIMIT = 2**31 - 1  # the end of a slice that has none
 _MOST_SAMPLES = 20000
 _USUAL = 2.0  # draws of the usual styles reach this magnitude
 _MOST_HELD, _MOST_SCALES = 4096, 8
-_ROUNDING = frozenset({"AsString", "Bitcast", "UnicodeEncode"})
-_INTEGERS = frozenset({"int32", "int64", "uint32", "uint64"})
-_NARROW = frozenset({"int8", "uint8", "int16", "uint16", "float16", "bfloat16"})
 
 
 @dataclass(frozen=True)
@@ -50,7 +47,7 @@ class Region:
 
     ``before``: the nodes that compute the latter from ``leaves``. ``resources``: lookup tables and variables that are
     read. ``constants``: NumPy values of the constants in the functions that the nodes call. ``key``: equal for regions
-    that compute the same from operands of equal kinds. ``rounds``: an op makes texts or narrow numbers of integers.
+    that compute the same from operands of equal kinds.
     """
 
     nodes: tuple[Node, ...]
@@ -60,7 +57,6 @@ class Region:
     resources: tuple[str, ...]
     constants: tuple[Any, ...]
     key: Any
-    rounds: bool
 
     @property
     def loops(self) -> bool:
@@ -94,19 +90,7 @@ def find_region(scope: Scope, node: Node, captured: Captured) -> Region | None:
         tuple(search.resources),
         tuple(tf.make_ndarray(each.attr["value"].tensor) for each in inside if each.op == "Const"),
         _key(scope, [*ordered[0], *ordered[1]], [*search.leaves, *once], search.resources),
-        any(_rounds(scope.graph, each) for found in ordered for each in found) or any(map(_rounds_inside, inside)),
     )
-
-
-def _rounds(graph: Graph, node: Node) -> bool:
-    taken = graph.type_of(node.inputs[0]).dtype.name if node.inputs else ""
-    return node.op in _ROUNDING or (node.op == "Cast" and taken in _INTEGERS and node.outputs[0].dtype.name in _NARROW)
-
-
-def _rounds_inside(node: Any) -> bool:
-    """Return what ``_rounds`` does, for a node of a function."""
-    taken, made = (tf.as_dtype(node.attr[name].type).name if node.op == "Cast" else "" for name in ("SrcT", "DstT"))
-    return node.op in _ROUNDING or (taken in _INTEGERS and made in _NARROW)
 
 
 def _fit_together(scope: Scope, names: Set[str], leaves: Sequence[Value]) -> bool:
@@ -270,16 +254,17 @@ def _follow_positions(scope: Scope, region: Region, held: Sequence[Any]) -> Posi
     graph = Graph("region", nodes)
     called = needed_library(graph, dict(scope.graph.library))
     uses = PositionUses({name: function_pb2.FunctionDef.FromString(body) for name, body in called})
-    inside = (each.op for body in uses.functions.values() for each in body.node_def)
-    if internals.LOOP_OPS.isdisjoint((*(node.op for node in nodes), *inside)):
+    written = write_graph(graph).node
+    inside = [*written, *(each for body in uses.functions.values() for each in body.node_def)]
+    if internals.LOOP_OPS.isdisjoint(each.op for each in inside):
         if _has_positions(scope, region):
-            uses.unknown, uses.reach = region.rounds, _largest_float(held)
+            uses.unknown, uses.reach = any(map(rounds, inside)), _largest_float(held)
         return uses
     flows = {name: [Flow(given=True)] for name in region.resources}
     for value in (*region.leaves, *region.once):
         places = flows.setdefault(value.node, [Flow()] * len(scope.graph.node(value.node).outputs))
         places[value.index] = _leaf_flow(scope, value)
-    uses.follow_all(write_graph(graph).node, flows)
+    uses.follow_all(written, flows)
     return uses
 
 

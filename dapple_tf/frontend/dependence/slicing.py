@@ -72,13 +72,13 @@ def _strided_slice(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
         elif varies:
             return scope.couple(node, "slices another axis by the micro-batch's size")
         elif source == rank - 1 and len(kinds[0].slope) > 1:
-            return _slice_positions(scope, node, kinds[0], item)
+            return _slice_positions(kinds[0], item)
         source += 1
         target += not isinstance(item, int)
     return result if result is not None else scope.couple(node, "slices the batch")
 
 
-def _slice_positions(scope: Scope, node: Node, kind: Kind, item: Any) -> Kind:
+def _slice_positions(kind: Kind, item: Any) -> Kind:
     picked = kind.slope[item]
     slope = (picked,) if isinstance(picked, int) else tuple(picked)
     return dataclasses.replace(kind, slope=slope if any(slope) else ())

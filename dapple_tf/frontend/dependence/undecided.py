@@ -98,7 +98,9 @@ class Experiments:
         if kind.rows:
             example = None if scope.nested else self.examples.get(value.node)
             return Operand(dtype, dims, kind.axis, kind.inner, example=example)
-        known = None if numbers is None or varies(numbers) else np.asarray(numbers[0]).astype(_number_type(dtype))
+        known = None
+        if numbers is not None and not varies(numbers):
+            known = np.asarray(numbers[0]).astype(tf.as_dtype(dtype).as_numpy_dtype)
         if known is None and not scope.nested and value.node in self.captured.constants:
             known = self.captured.constants[value.node].numpy()
         return Operand(dtype, dims, value=known)
@@ -107,10 +109,6 @@ class Experiments:
 def _may_be_rows(scope: Scope, node: Node, value: Value) -> bool:
     """Return whether an experiment with this output may help: vectors of a length that data decide have no rows."""
     return not scope.graph.type_of(value).dtype.handle and (node.op in _LISTED or scope.dims(value) != (None,))
-
-
-def _number_type(dtype: str) -> Any:
-    return tf.as_dtype(dtype).as_numpy_dtype
 
 
 # TensorFlow rejects the ops outside of their graph, or a loop does not end within ``_SECONDS``.

@@ -69,9 +69,6 @@ class _Weighing:
     def _tensor(self, value: Value) -> Any:
         return self.tensors[value]
 
-    def _op(self, value: Value) -> str:
-        return self.graph.node(value.node).op
-
     def _weighted(self, value: Value) -> Any:
         """Return a tensor whose values on the micro-batches add up to ``value`` on the whole batch."""
         if value not in self.built:
@@ -110,8 +107,8 @@ class _Weighing:
         keep = bool(dict(node.attrs).get("keep_dims", False))
         total = tf.raw_ops.Sum(input=inputs[0], axis=inputs[1], keep_dims=keep)
         origin = self.dependence.kinds[node.inputs[0]].origin
-        kinds = self.dependence.kinds
-        chosen = self._tensor(next(v for v, k in kinds.items() if k.origin == origin and self._op(v) == "Where"))
+        of_origin = [value for value, kind in self.dependence.kinds.items() if kind.origin == origin]
+        chosen = self._tensor(next(value for value in of_origin if self.graph.node(value.node).op == "Where"))
         count = tf.cast(tf.shape(chosen, tf.int64)[0], tf.float64)
         return total / tf.cast(count * self._entries(node), total.dtype)
 

@@ -48,7 +48,7 @@ class GroupGradients:
                     for m in self.window.last_of_update(stage, update)
                     for replica in self.window.replicas_of(stage, m)
                 ]
-                added += _reduce(graph, self.window, stage, last, [graph.node(n) for n in names if n in graph.by_name])
+                added += _reduce(self.window, stage, last, [graph.node(n) for n in names if n in graph.by_name])
                 own = [part for part in self.parts if part.stage == stage]
                 for variable in dict.fromkeys(part.variable for part in own):
                     added.append(
@@ -57,7 +57,7 @@ class GroupGradients:
         return graph.replace(nodes=(*graph.nodes, *added)).sorted()
 
 
-def _reduce(graph: Graph, window: Window, stage: int, last: int, gradients: Sequence[Node]) -> list[Node]:
+def _reduce(window: Window, stage: int, last: int, gradients: Sequence[Node]) -> list[Node]:
     """Return the nodes that reduce the dense gradients of one update."""
     if not gradients:
         return []

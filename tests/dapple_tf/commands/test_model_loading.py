@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ from dapple_tf.commands.model_loading import accepts, check_model_exists, find_c
 from dapple_tf.commands.workload import Workload
 from dapple_tf.errors import ModelError
 from tests.paths import ROOT
+from tests.processes import run_python
 
 SOURCE = """
 import dapple_tf as dapple
@@ -209,6 +209,6 @@ for command, *options in (["train"], ["verify"], ["profile", "-o", "p.json"]):
     except SystemExit as end:
         print(command, end.code, "tensorflow" in sys.modules)
 """
-    run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    run = run_python("-c", program)
     assert run.stdout.splitlines() == ["train 2 False", "verify 2 False", "profile 2 False"]
     assert run.stderr.count("there is no file models/gtp.py; did you mean models/gpt.py") == 3

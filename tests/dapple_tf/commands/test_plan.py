@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +10,7 @@ import pytest
 from dapple_tf.plans import Plan
 from tests.dapple_tf.commands.command_line import Run
 from tests.dapple_tf.planner.builders import make_cluster, make_profile
-from tests.paths import ROOT
+from tests.processes import run_python
 
 LAYER = "node{} -- {} -- forward_compute_time={}, backward_compute_time={}, activation_size=8.0, parameter_size={}\n"
 GRAPH = (
@@ -258,16 +255,7 @@ for words in {commands}:
     main()
     print("heavy:", sorted({{"tensorflow", "keras", "horovod"}} & set(sys.modules)))
 """
-    run = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
+    run = run_python("-c", program, folder=tmp_path)
     assert [line for line in run.stdout.splitlines() if line.startswith("heavy:")] == ["heavy: []"] * 2
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ from dapple_tf.timeline.trace_file import read_recording
 from tests.dapple_tf.commands.command_line import TINY_MODEL, Outcome, Run, run_in_process, run_process
 from tests.dapple_tf.drawing.test_chart import Page
 from tests.dapple_tf.timeline.test_trace import Viewer
+from tests.processes import run_python
 
 TRAIN = ("train", TINY_MODEL, "--micro-batches", 2, "--stages", 2, "--seed", 3)
 
@@ -116,8 +115,7 @@ def test_the_figures_are_printed_as_json(run_here: Run, folder: Path) -> None:
 def test_a_report_needs_no_tensorflow(folder: Path) -> None:
     code = f"import sys; sys.argv = ['dapple', 'report', {str(folder / 'run')!r}]\n"
     code += "from dapple_tf.cli import cli\ncli(standalone_mode=False)\nprint('tensorflow' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "False"
+    assert run_python("-c", code).stdout.splitlines()[-1] == "False"
 
 
 def test_a_run_that_was_killed_while_writing_keeps_its_whole_lines(lines: list[str], tmp_path: Path) -> None:

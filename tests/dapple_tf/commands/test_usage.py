@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 
 from tests.dapple_tf.commands.command_line import TINY_MODEL, Run, run_process
-from tests.paths import ROOT
+from tests.processes import run_python
 
 
 def other_model(name: str) -> str:
@@ -240,15 +236,11 @@ def test_quiet_and_verbose_exclude_each_other(run_here: Run) -> None:
 )
 def test_the_shell_completes_commands_options_and_values(words: str, wanted: str) -> None:
     text = f"dapple {words}"
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
+    variables = {
         "_DAPPLE_COMPLETE": "bash_complete",
         "COMP_WORDS": text,
         "COMP_CWORD": str(len(text.split()) - 1),
     }
     program = "import sys; sys.argv[0] = 'dapple'; from dapple_tf.cli import main; main()"
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60, check=False
-    )
+    done = run_python("-c", program, variables=variables)
     assert f"plain,{wanted}" in done.stdout.splitlines(), done.stderr

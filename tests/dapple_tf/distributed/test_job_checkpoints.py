@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -31,8 +28,7 @@ from tests.dapple_tf.distributed.train_command import (
     saving_in,
     train_arguments,
 )
-from tests.paths import ROOT
-from tests.processes import RanksError, needs_horovod, run_ranks
+from tests.processes import RanksError, needs_horovod, run_python, run_ranks
 
 pytestmark = needs_horovod
 
@@ -49,9 +45,7 @@ def run_until_killed(folder: Path, layout: str, ranks: int, steps: int, **option
 
 def train_in_one_process(layout: str, steps: int, *options: object) -> list[float]:
     """Return the losses of the same command in one process."""
-    environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
-    command = [sys.executable, *train_arguments(layout, steps, *options)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=True)
+    done = run_python(*train_arguments(layout, steps, *options))
     losses = json.loads(done.stdout.splitlines()[-1])["losses"]
     assert isinstance(losses, list)
     return losses

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
 
 import pytest
 
 from tests.dapple_tf.distributed.launches import Launches
 from tests.dapple_tf.distributed.train_command import MODEL, train_arguments
-from tests.paths import ROOT
-from tests.processes import RanksError, environment_without_launchers, needs_horovod, run_ranks
+from tests.processes import RanksError, needs_horovod, run_python, run_ranks
 
 DIFFER = "JobError: the ranks differ in their "
 
@@ -135,19 +132,8 @@ except dapple.errors.DeviceError as error:
 
 def test_a_job_without_horovod_says_how_to_install_it() -> None:
     launcher = {"SIZE": "2", "RANK": "0", "LOCAL_SIZE": "2", "LOCAL_RANK": "0"}
-    environment = {
-        **environment_without_launchers(),
-        **{f"OMPI_COMM_WORLD_{name}": value for name, value in launcher.items()},
-        "PYTHONPATH": str(ROOT),
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_HOROVOD],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    variables = {f"OMPI_COMM_WORLD_{name}": value for name, value in launcher.items()}
+    done = run_python("-c", WITHOUT_HOROVOD, variables=variables)
     start = "the launcher started 2 processes, but Horovod is not installed here (No module named 'horovod"
     assert done.stdout.startswith(start), done.stderr
     assert "run python -m dapple_tf.distributed.horovod" in done.stdout

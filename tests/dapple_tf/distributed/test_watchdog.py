@@ -8,8 +8,6 @@ import queue
 import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,8 +21,7 @@ from dapple_tf.distributed.messages import LeaveMessage
 from dapple_tf.distributed.progress import Progress
 from dapple_tf.distributed.watchdog import Watchdog
 from dapple_tf.errors import JobError
-from tests.paths import ROOT
-from tests.processes import needs_horovod
+from tests.processes import needs_horovod, run_python
 
 KILLED = "was killed or has crashed (its connection closed)"
 
@@ -108,7 +105,7 @@ def test_threads_that_end_horovod_at_the_same_time_do_not_block_each_other() -> 
         "[thread.start() for thread in threads]; [thread.join() for thread in threads]\n"
         "assert not hvd.is_initialized()\n"
     )
-    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=100)
+    run_python("-c", program)
 
 
 def leave_in_turn(ranks: Ranks) -> None:

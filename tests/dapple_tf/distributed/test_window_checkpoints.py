@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,8 +27,7 @@ from tests.dapple_tf.distributed.train_command import (
     saving_in,
     window_arguments,
 )
-from tests.paths import ROOT
-from tests.processes import RanksError, needs_horovod, run_ranks
+from tests.processes import RanksError, needs_horovod, run_python, run_ranks
 
 pytestmark = needs_horovod
 
@@ -82,10 +78,7 @@ def run_until_killed(folder: Path, layout: str, ranks: int, rank: int) -> RanksE
 
 def run_alone(words: Sequence[str]) -> dict[str, Any]:
     """Return the result of ``dapple train`` in one process."""
-    environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
-    command = [sys.executable, *words]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=90, check=True)
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = json.loads(run_python(*words).stdout.splitlines()[-1])
     assert isinstance(found, dict)
     return found
 

@@ -11,6 +11,7 @@ import tensorflow as tf
 from dapple_tf.errors import CaptureError
 from dapple_tf.frontend.captured import Captured
 from dapple_tf.frontend.trace import trace_loss
+from tests.equality.test_batch_norm import Counting, OwnMoments, Unbiased
 
 WIDTH = 3
 X = tf.ones([6, WIDTH], tf.float64)
@@ -51,13 +52,6 @@ def test_statistics_of_the_arguments_are_the_whole_batchs() -> None:
     assert captured.dependence.exactness.exact
 
 
-class OwnMoments(BASE):
-    """A layer whose statistics are not those that Keras computes."""
-
-    def _moments(self, inputs: Any, mask: Any) -> tuple[Any, Any]:
-        return tf.reduce_mean(inputs, 0), tf.ones(inputs.shape[-1:], inputs.dtype)
-
-
 class Shifting(BASE):
     """A layer that also takes the largest entry of the micro-batch."""
 
@@ -72,27 +66,6 @@ class Centring(BASE):
     def call(self, inputs: Any, training: Any = None, mask: Any = None) -> Any:
         centred = inputs - tf.reduce_mean(inputs, 0)
         return super().call(centred, training=training, mask=mask)
-
-
-class Counting(BASE):
-    """A layer that counts its calls."""
-
-    def build(self, shape: Any) -> None:
-        super().build(shape)
-        self.count = self.add_weight(name="count", initializer="zeros", trainable=False, dtype="int64")
-
-    def call(self, inputs: Any, training: Any = None, mask: Any = None) -> Any:
-        self.count.assign_add(1)
-        return super().call(inputs, training=training, mask=mask)
-
-
-class Unbiased(BASE):
-    """A layer that takes the unbiased variance, as other frameworks do."""
-
-    def _moments(self, inputs: Any, mask: Any) -> tuple[Any, Any]:
-        mean, variance = super()._moments(inputs, mask)
-        count = tf.cast(tf.shape(inputs)[0], inputs.dtype)
-        return mean, variance * count / (count - 1)
 
 
 def test_a_layer_that_computes_with_the_number_of_its_samples_is_refused() -> None:

@@ -10,14 +10,9 @@ import tensorflow as tf
 
 from dapple_tf.frontend.capture import capture
 from dapple_tf.frontend.captured import Captured
-from dapple_tf.graph_passes.ir.graph import Graph, Node
+from tests.dapple_tf.frontend.test_capture import the
 
 X = np.ones((4, 2), np.float32)
-
-
-def the(graph: Graph, op: str) -> Node:
-    (node,) = (node for node in graph.nodes if node.op == op)
-    return node
 
 
 def layers_of(captured: Captured) -> list[str]:

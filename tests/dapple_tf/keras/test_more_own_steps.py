@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -10,15 +9,8 @@ import pytest
 
 from dapple_tf.errors import ExactnessError
 from tests.dapple_tf.keras.more_step_models import COMBINE_SAMPLES, MODELS, train
-from tests.equality.training_steps import in_float64
 
 TOLERANCE = {"rtol": 1e-12, "atol": 1e-12}
-
-
-@pytest.fixture(autouse=True)
-def float64() -> Iterator[None]:
-    with in_float64():
-        yield
 
 
 def check(name: str, **options: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -12,16 +12,9 @@ import tensorflow as tf
 
 import dapple_tf as dapple
 from dapple_tf.errors import CaptureError
-from tests.equality.training_steps import in_float64
 
 X = np.random.default_rng(0).uniform(size=(40, 8))
 Y = X.sum(1, keepdims=True)
-
-
-@pytest.fixture(autouse=True)
-def float64() -> Iterator[None]:
-    with in_float64():
-        yield
 
 
 class Autoencoder(keras.Model):

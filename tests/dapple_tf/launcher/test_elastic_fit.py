@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,8 +10,7 @@ import keras
 import numpy as np
 import pytest
 
-from tests.paths import ROOT
-from tests.processes import MPIRUN, environment_without_launchers, needs_horovod
+from tests.processes import MPIRUN, needs_horovod, run_python
 
 pytestmark = needs_horovod
 
@@ -75,18 +73,9 @@ def test_a_fit_that_has_lost_a_rank_ends_as_plain_keras(tmp_path: Path, options:
     hosts.chmod(0o755)
     mpirun = " ".join(MPIRUN.command(tmp_path, 3)[1:-4])
     words = ["--hosts", str(hosts), "-np", "3", "--check-every", "600", "--mpirun", mpirun]
-    done = subprocess.run(
-        [sys.executable, "-m", "dapple_tf", "launch", *words, "--", sys.executable, "program.py", options],
-        cwd=tmp_path,
-        env=environment_without_launchers()
-        | {"PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3", "DAPPLE_SNAPSHOT_DIR": str(tmp_path)},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    words += ["--", sys.executable, "program.py", options]
+    variables = {"DAPPLE_SNAPSHOT_DIR": str(tmp_path)}
+    done = run_python("-m", "dapple_tf", "launch", *words, folder=tmp_path, variables=variables, timeout_seconds=400)
     assert "starts the job again (number 1) with 2 ranks on localhost:2" in done.stderr
     assert_trained_as_plain_keras(tmp_path)
 

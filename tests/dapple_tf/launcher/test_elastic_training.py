@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,7 @@ from tests.dapple_tf.distributed.train_command import (
     saving_in,
     train_arguments,
 )
-from tests.paths import ROOT
-from tests.processes import MPIRUN, environment_without_launchers, needs_horovod
+from tests.processes import MPIRUN, needs_horovod, run_python
 
 pytestmark = needs_horovod
 
@@ -31,17 +29,7 @@ def launch(folder: Path, hosts: str, ranks: int, *words: object) -> tuple[dict[s
     script.chmod(0o755)
     mpirun = " ".join(MPIRUN.command(folder, ranks)[1:-4])  # without a folder for each rank's output
     options = ["--hosts", script, "-np", ranks, "--check-every", "0.5", "--mpirun", mpirun]
-    done = subprocess.run(
-        [sys.executable, "-m", "dapple_tf", "launch", *map(str, options), "--", sys.executable, *map(str, words)],
-        cwd=ROOT,
-        env=environment_without_launchers() | {"PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = run_python("-m", "dapple_tf", "launch", *options, "--", sys.executable, *words, timeout_seconds=300)
     return json.loads(done.stdout.splitlines()[-1]), done.stdout, done.stderr
 
 

@@ -22,7 +22,7 @@ from tests.dapple_tf.distributed.train_command import (
 )
 from tests.dapple_tf.launcher.test_elastic_fit import MODEL, PROGRAM, assert_trained_as_plain_keras
 from tests.paths import ROOT
-from tests.processes import environment_without_launchers, needs_horovod
+from tests.processes import environment_without_launchers, needs_horovod, run_python
 
 pytestmark = needs_horovod
 
@@ -80,17 +80,7 @@ def driver() -> Iterator[Callable[..., dict[str, str]]]:
 def run_rank(folder: Path, variables: dict[str, str]) -> list[str]:
     """Run the program with a flag of Python and an argument; return its lines."""
     (folder / "rank.py").write_text(RANK)
-    done = subprocess.run(
-        [sys.executable, "-O", "rank.py", "a word"],
-        cwd=folder,
-        env=environment_without_launchers() | {"PYTHONPATH": str(ROOT)} | variables,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    return done.stdout.splitlines()
+    return run_python("-O", "rank.py", "a word", folder=folder, variables=variables).stdout.splitlines()
 
 
 def test_a_rank_starts_again_in_place(tmp_path: Path, driver: Callable[..., dict[str, str]]) -> None:

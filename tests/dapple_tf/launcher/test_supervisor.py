@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.paths import ROOT
-from tests.processes import MPIRUN, environment_without_launchers, needs_horovod
+from tests.processes import MPIRUN, environment_without_launchers, needs_horovod, run_python
 
 pytestmark = needs_horovod
 
@@ -262,12 +262,8 @@ def test_too_few_slots_are_refused_before_anything_starts(launch: Launch) -> Non
 )
 def test_wrong_options_are_refused(tmp_path: Path, options: tuple[str, ...], message: str) -> None:
     (tmp_path / "hosts").write_text("localhost slots=2\n")
-    command = [sys.executable, "-m", "dapple_tf", "launch", "--hosts", "hosts", "-np", "2", *options, "--", "true"]
-    environment = environment_without_launchers() | {"PYTHONPATH": str(ROOT)}
-    ran = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=False
-    )
-    assert ran.returncode == 2
+    words = ("-m", "dapple_tf", "launch", "--hosts", "hosts", "-np", "2", *options, "--", "true")
+    ran = run_python(*words, folder=tmp_path, exit_code=2)
     assert message in ran.stderr
 
 

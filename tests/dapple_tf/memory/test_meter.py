@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
-from tests.paths import ROOT
+from tests.processes import run_python
 
 _KNOWN = """
 import json
@@ -50,17 +47,7 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module", params=["1", "0"], ids=["oneDNN", "without oneDNN"])
 def found(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
-    environment = {**os.environ, "TF_ENABLE_ONEDNN_OPTS": request.param, "TF_CPP_MIN_LOG_LEVEL": "3"}
-    done = subprocess.run(
-        [sys.executable, "-c", _KNOWN],
-        env=environment,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    done = run_python("-c", _KNOWN, variables={"TF_ENABLE_ONEDNN_OPTS": request.param})
     return request.param, json.loads(done.stdout.splitlines()[-1])
 
 

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import subprocess
-import sys
 
 import keras
 import numpy as np
@@ -27,7 +24,7 @@ from dapple_tf.timeline.events import Event
 from dapple_tf.timeline.timeline import Timeline
 from tests.dapple_tf.builders import X, chain, make_plan, step_of
 from tests.equality.small_models import data, weights
-from tests.paths import ROOT
+from tests.processes import run_python
 
 M = 10**6
 
@@ -171,17 +168,7 @@ print(json.dumps(step.report.to_json()))
 
 def test_the_peak_of_a_larger_model_is_predicted_within_10_percent() -> None:
     """6 micro-batches of 1 MB a layer, measured by the heap: oneDNN's blocks are larger than their tensors."""
-    environment = {**os.environ, "TF_ENABLE_ONEDNN_OPTS": "0", "TF_CPP_MIN_LOG_LEVEL": "3"}
-    done = subprocess.run(
-        [sys.executable, "-c", _LARGER],
-        env=environment,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    done = run_python("-c", _LARGER, variables={"TF_ENABLE_ONEDNN_OPTS": "0"})
     report = json.loads(done.stdout.splitlines()[-1])
     assert report["measured"]["source"] == "heap"
     assert report["together"] > 6 * 8 * 1024 * 256 * 4

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import re
 import resource
-import subprocess
-import sys
 
 import pytest
 
 from dapple_tf.errors import NoFitError
 from dapple_tf.memory.room import Need, Room, check_room, find_room
-from tests.paths import ROOT
-from tests.processes import RanksError, needs_horovod, run_ranks
+from tests.processes import RanksError, needs_horovod, run_python, run_ranks
 
 PROGRAM = "tests.dapple_tf.memory.large_model"
 
 
 def test_one_process_that_cannot_hold_the_model_says_how_many_could() -> None:
-    environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
-    command = [sys.executable, "-m", PROGRAM]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 1, done.stdout
+    done = run_python("-m", PROGRAM, exit_code=1, timeout_seconds=200)
     last = done.stderr.strip().splitlines()[-1]
     assert re.fullmatch(
         r"dapple_tf\.errors\.NoFitError: this process, which runs 2 stages, needs 12\.8 GB \(6\.4 GB of weights and of "
@@ -51,16 +44,7 @@ def test_the_least_limit_counts() -> None:
         "resource.setrlimit(resource.RLIMIT_AS, (used + 10**8, 2**40)); narrow = find_room()\n"
         "print(narrow.bytes <= 10**8 < wide.bytes, narrow.limit)"
     )
-    environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
+    done = run_python("-c", program)
     assert done.stdout.startswith("True ulimit -v, the limit on its address space, is "), done.stdout
     assert resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY
 

@@ -1,4 +1,4 @@
-"""AutoPipe's simulator from its printed, renumbered formulas, and all partition schemes: the slow references."""
+"""AutoPipe's simulator from its printed, renumbered formulas: the slow reference."""
 
 from __future__ import annotations
 
@@ -104,12 +104,6 @@ def master_stage(pipeline: Pipeline) -> int:
     critical = max(paths((0, "BP", m - 1)), key=lambda path: [x for x, _, _ in path])
     counts = [sum(x == stage for x, _, _ in set(critical) & phase) for stage in range(n)]
     return max(range(n), key=lambda stage: (counts[stage], stage))
-
-
-def schemes(blocks: int, stages: int) -> Iterator[tuple[int, ...]]:
-    """Yield all partition schemes."""
-    for cuts in itertools.combinations(range(1, blocks), stages - 1):
-        yield (0, *cuts, blocks)
 
 
 def sums(seconds: Sequence[float], scheme: Sequence[int]) -> tuple[float, ...]:

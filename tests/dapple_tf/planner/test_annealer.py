@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import math
 import shutil
-import subprocess
-import sys
 
 import pytest
 from hypothesis import assume, given
@@ -16,7 +14,7 @@ from dapple_tf.profiler.cluster import Cluster, DeviceKind, Link, Server
 from dapple_tf.profiler.profile import Profile, Timing
 from dapple_tf.simulator.simulate import simulate
 from tests.dapple_tf.planner.builders import AMPLE, make_cluster, make_profile
-from tests.paths import ROOT
+from tests.processes import run_python
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ compiles the annealer, and is not installed")
 
@@ -140,9 +138,7 @@ annealer.search(1)
 
 
 def test_a_search_without_enough_memory_is_a_plan_error() -> None:
-    command = [sys.executable, "-c", WITHOUT_MEMORY]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 1
+    done = run_python("-c", WITHOUT_MEMORY, exit_code=1)
     assert (
         "PlanError: searching for a plan of 'net' on 4096 devices needs more memory than this process can"
         in done.stderr

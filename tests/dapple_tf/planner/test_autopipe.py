@@ -17,8 +17,9 @@ from dapple_tf.planner.systems.autopipe import Blocks, balanced_scheme, search_s
 from dapple_tf.plans import Plan
 from dapple_tf.profiler.linearise import linearise
 from dapple_tf.profiler.profile import Profile
-from tests.dapple_tf.planner.autopipe_reference import Pipeline, iteration_seconds, master_stage, schemes, sums
+from tests.dapple_tf.planner.autopipe_reference import Pipeline, iteration_seconds, master_stage, sums
 from tests.dapple_tf.planner.builders import figures, make_cluster, make_profile
+from tests.dapple_tf.planner.comparators import all_bounds
 from tests.graph_passes.builders import refused
 from tests.settings import by_the_paper
 
@@ -93,9 +94,9 @@ def test_moving_the_master_stage_forward_shortens_the_iteration_as_in_figure_7()
 def test_algorithm_1_has_the_least_largest_stage(model: tuple[Blocks, int]) -> None:
     blocks, depth = model
     work = (blocks.forward + blocks.backward).tolist()
-    least = min(max(sums(work, scheme)) for scheme in schemes(len(work), depth))
+    least = min(max(sums(work, scheme)) for scheme in all_bounds(len(work), depth))
     found = balanced_scheme(np.array(work), depth)
-    assert found in set(schemes(len(work), depth))
+    assert found in set(all_bounds(len(work), depth))
     assert max(sums(work, found)) == pytest.approx(least, rel=1e-12)
 
 
@@ -109,7 +110,7 @@ def seconds_of(blocks: Blocks, scheme: tuple[int, ...]) -> float:
 def test_the_heuristic_is_between_algorithm_1_and_the_optimum(model: tuple[Blocks, int]) -> None:
     blocks, depth = model
     found = search_scheme(blocks, depth)
-    least = min(seconds_of(blocks, scheme) for scheme in schemes(len(blocks.forward), depth))
+    least = min(seconds_of(blocks, scheme) for scheme in all_bounds(len(blocks.forward), depth))
     first = seconds_of(blocks, balanced_scheme(blocks.forward + blocks.backward, depth))
     assert found.seconds == pytest.approx(seconds_of(blocks, found.scheme), rel=1e-12)
     assert least * (1 - 1e-12) <= found.seconds <= first * (1 + 1e-12)
@@ -134,7 +135,7 @@ def test_the_heuristic_does_not_always_find_the_optimum() -> None:
     blocks = make_blocks(2.0, 1.0, 4.0, 2.0, 1.0)
     found = search_scheme(blocks, 4)
     assert found == ((0, 1, 2, 3, 5), 111, 2)
-    assert min((seconds_of(blocks, scheme), scheme) for scheme in schemes(5, 4)) == (107, (0, 2, 3, 4, 5))
+    assert min((seconds_of(blocks, scheme), scheme) for scheme in all_bounds(5, 4)) == (107, (0, 2, 3, 4, 5))
 
 
 # --- blocks

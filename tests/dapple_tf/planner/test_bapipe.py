@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,6 +31,7 @@ from dapple_tf.plans import Plan, StagePlan
 from dapple_tf.profiler.cluster import Cluster, DeviceKind, Link, Server
 from dapple_tf.profiler.profile import KindSeconds, LayerCost, Profile
 from tests.dapple_tf.planner.builders import figures, make_cluster, make_profile
+from tests.dapple_tf.planner.comparators import all_bounds
 from tests.graph_passes.builders import refused
 from tests.settings import by_the_paper
 
@@ -76,22 +76,17 @@ def accelerators(draw: st.DrawFn) -> Accelerators:
     return Accelerators(rows, memory, fixed, stash, working, [draw(st.integers(1, 4)) for _ in range(count)])
 
 
-def partitions(layers: int, count: int) -> Iterator[Cuts]:
-    for cuts in itertools.combinations(range(1, layers), count - 1):
-        yield (0, *cuts, layers)
-
-
 def slowest_of(rows: list[list[float]], cuts: Cuts) -> float:
     return max(sum(rows[n][first:end]) for n, (first, end) in enumerate(itertools.pairwise(cuts)))
 
 
 @by_the_paper
 @given(accelerators())
-def test_the_slowest_stage_is_the_least_of_all_partitions(found: Accelerators) -> None:
+def test_the_slowest_stage_is_the_least_of_all_all_bounds(found: Accelerators) -> None:
     rows = found.rows
     cuts = balance(found.seconds)
-    assert cuts in set(partitions(len(rows[0]), len(rows)))
-    least = min(slowest_of(rows, other) for other in partitions(len(rows[0]), len(rows)))
+    assert cuts in set(all_bounds(len(rows[0]), len(rows)))
+    least = min(slowest_of(rows, other) for other in all_bounds(len(rows[0]), len(rows)))
     assert slowest(found.seconds, cuts) == pytest.approx(least, rel=1e-12, abs=1e-12)
 
 
@@ -100,7 +95,7 @@ def test_the_slowest_stage_is_the_least_of_all_partitions(found: Accelerators) -
 def test_tuned_by_memory_it_is_the_least_of_those_that_fit(found: Accelerators) -> None:
     rows = found.rows
     cuts = balance_within(found.seconds, found.fitting)
-    every = partitions(len(rows[0]), len(rows))
+    every = all_bounds(len(rows[0]), len(rows))
     fitting = [cuts for cuts in every if all(found.fits(n, *pair) for n, pair in enumerate(itertools.pairwise(cuts)))]
     if cuts is None:
         assert not fitting

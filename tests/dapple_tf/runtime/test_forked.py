@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 
-from tests.paths import ROOT
+from tests.processes import run_python
 
 FORK = """
 import os, sys, time
@@ -34,16 +30,7 @@ sys.exit(os.waitstatus_to_exitcode(status))
 
 
 def run(call: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", FORK.replace("{call}", call)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return run_python("-c", FORK.replace("{call}", call)).stdout
 
 
 @pytest.mark.always  # the only test of its kind

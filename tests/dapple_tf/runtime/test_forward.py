@@ -13,6 +13,8 @@ import tensorflow as tf
 import dapple_tf as dapple
 from dapple_tf.errors import ExactnessError, UsageError
 
+pytestmark = pytest.mark.usefixtures("float64")
+
 RANDOM = np.random.default_rng(0)
 X = RANDOM.normal(size=(13, 6))
 Y = RANDOM.normal(size=(13, 1))
@@ -26,15 +28,6 @@ def model() -> keras.Model:
     return keras.Sequential(
         [keras.Input([6], dtype="float64"), *layers, dropout, keras.layers.Dense(1, name="last")], name="model"
     )
-
-
-@pytest.fixture(autouse=True)
-def float64() -> Any:
-    keras.backend.set_floatx("float64")
-    keras.config.set_dtype_policy("float64")  # else layers keep the policy of the first that the process has made
-    yield
-    keras.backend.set_floatx("float32")
-    keras.config.set_dtype_policy("float32")
 
 
 def make_loss(model: keras.Model, *, training: bool) -> Any:

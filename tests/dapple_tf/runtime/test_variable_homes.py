@@ -13,18 +13,11 @@ import tensorflow as tf
 import dapple_tf as dapple
 from dapple_tf.runtime.step import PipelinedStep
 
+pytestmark = pytest.mark.usefixtures("float64")
+
 RANDOM = np.random.default_rng(0)
 X = RANDOM.normal(size=(8, 6))
 Y = RANDOM.normal(size=(8, 1))
-
-
-@pytest.fixture(autouse=True)
-def float64() -> Any:
-    keras.backend.set_floatx("float64")
-    keras.config.set_dtype_policy("float64")
-    yield
-    keras.backend.set_floatx("float32")
-    keras.config.set_dtype_policy("float32")
 
 
 def make_model() -> keras.Model:

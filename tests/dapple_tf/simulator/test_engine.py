@@ -29,6 +29,7 @@ from dapple_tf.simulator.order import (
 from dapple_tf.timeline.stage_costs import StageCosts
 from tests.dapple_tf.simulator.builders import arrays, cost, order_of, runs, schedules, seconds, step_of
 from tests.dapple_tf.simulator.reference import longest_paths
+from tests.dapple_tf.simulator.test_contention import times_of
 from tests.graph_passes.builders import refused
 
 
@@ -103,22 +104,7 @@ def test_the_peaks_of_workers_are_those_of_memory_over_time(
 @given(runs())
 def test_every_event_ends_at_its_longest_path(drawn: tuple[Schedule, tuple[StageCosts, ...]]) -> None:
     schedule, costs = drawn
-    done = execute(encode(schedule), costs)
-    found = {}
-    for kind, starts, ends in (
-        ("F", done.times.start_forward, done.times.end_forward),
-        ("B", done.times.start_backward, done.times.end_backward),
-        ("W", done.times.start_weights, done.times.end_weights),
-        ("SF", done.times.start_send_forward[:-1], done.times.end_send_forward[:-1]),
-        ("SB", done.times.start_send_backward[:-1], done.times.end_send_backward[:-1]),
-    ):
-        for stage, m in np.ndindex(starts.shape):
-            if kind != "W" or (stage, m) in schedule.split:
-                found[kind, stage, m] = starts[stage, m], ends[stage, m]
-            else:
-                assert np.isnan(starts[stage, m])
-                assert np.isnan(ends[stage, m])
-    assert found == longest_paths(schedule, costs)
+    assert times_of(execute(encode(schedule), costs)) == longest_paths(schedule, costs)
 
 
 def end_of_allreduces(last: dict[int, float], schedule: Schedule, costs: Sequence[StageCosts]) -> float:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 
 import pytest
 
 from dapple_tf.simulator.interrupts import check_stop, interruptible, stop_flag
-from tests.paths import ROOT
+from tests.processes import run_python
 
 # ``count`` runs for longer than any test, nearly all the time in C code.
 COUNT = """
@@ -36,10 +34,7 @@ def interrupt(seconds, number=signal.SIGINT):
 
 def run(code: str) -> str:
     """Return what a new process prints that runs the code, after ``COUNT``, and ends with exit code 0."""
-    command = [sys.executable, "-X", "faulthandler", "-c", COUNT + code]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return run_python("-X", "faulthandler", "-c", COUNT + code, timeout_seconds=60).stdout
 
 
 def test_an_interrupt_ends_code_that_reads_the_flag() -> None:

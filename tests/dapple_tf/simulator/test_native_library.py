@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +12,7 @@ from dapple_tf.errors import DappleWarning
 from dapple_tf.planner.search import annealer
 from dapple_tf.simulator.native import library
 from tests.dapple_tf.planner.builders import make_cluster, make_profile
-from tests.paths import ROOT
+from tests.processes import run_python
 
 PROFILE = make_profile(*[(1 + i, 2, 3, 4, 5) for i in range(4)])
 
@@ -39,9 +36,6 @@ def test_without_a_compiler_best_chooses_among_simpler_plans_and_says_so(monkeyp
 
 
 def test_folders_that_cannot_be_written_are_no_error() -> None:
-    environment = {**os.environ, "HOME": "/proc/nobody", "XDG_CACHE_HOME": "/proc/nobody/cache"}
+    folders = {"HOME": "/proc/nobody", "XDG_CACHE_HOME": "/proc/nobody/cache"}
     code = "from dapple_tf.simulator.native.library import load_library; print(load_library() is not None)"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=True
-    )
-    assert done.stdout == "True\n"
+    assert run_python("-c", code, variables=folders).stdout == "True\n"

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -26,6 +24,7 @@ from tests.dapple_tf.simulator.builders import (
     make_timeline,
     stage_costs,
 )
+from tests.processes import run_python
 
 PROFILE = make_profile((1, 2), (2, 4))
 PLAN = make_plan((0, 0, (0,)), (1, 1, (1,)))
@@ -176,4 +175,4 @@ def test_simulating_and_drawing_do_not_start_tensorflow() -> None:
         "import sys; import dapple_tf.simulator.simulate, dapple_tf.drawing.save, dapple_tf.drawing.html, "
         "dapple_tf.drawing.save, dapple_tf.drawing.png; print('tensorflow' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+    assert run_python("-c", code).stdout == "False\n"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -10,13 +9,9 @@ import pytest
 import tensorflow as tf
 
 import dapple_tf as dapple
-from tests.equality.training_steps import CASES, average_of_batch_norm, batches_of, in_float64, mse, values_of
+from tests.equality.training_steps import CASES, average_of_batch_norm, batches_of, mse, values_of
 
-
-@pytest.fixture(autouse=True)
-def float64() -> Iterator[None]:
-    with in_float64():
-        yield
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def test_a_training_step_is_equal_and_all_variables_keep_their_values() -> None:

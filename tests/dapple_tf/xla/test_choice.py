@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -15,6 +15,8 @@ import dapple_tf as dapple
 from dapple_tf.errors import DappleWarning
 from dapple_tf.runtime.step import PipelinedStep
 
+pytestmark = pytest.mark.usefixtures("float64")
+
 RANDOM = np.random.default_rng(0)
 X = RANDOM.normal(size=(11, 6))
 IDS = RANDOM.integers(0, 9, size=(11, 6))
@@ -22,15 +24,6 @@ Y = RANDOM.normal(size=(11, 1))
 SIZES = (11, 5, 11)
 
 Loss = Callable[..., Any]
-
-
-@pytest.fixture(autouse=True)
-def float64() -> Iterator[None]:
-    keras.backend.set_floatx("float64")
-    keras.config.set_dtype_policy("float64")
-    yield
-    keras.backend.set_floatx("float32")
-    keras.config.set_dtype_policy("float32")
 
 
 def dense(*between: keras.Layer) -> keras.Model:

@@ -65,15 +65,15 @@ def test_floating_point_operations(name: str, attrs: str, dims: list[Dims], out:
     names = [f"i{i}" for i in range(len(dims))]
     whole = op(name, *names, attrs=attrs)
     shapes = {"op": (Shape(out),), **{n: (Shape(d),) for n, d in zip(names, dims, strict=True)}}
-    assert flops(whole, whole.node("op"), shapes) == operations
+    assert flops(whole.node("op"), shapes) == operations
 
 
 def test_an_op_of_unknown_shapes_counts_no_operations() -> None:
     whole = op("MatMul", "a", "b", attrs="transpose_a=False")
-    assert flops(whole, whole.node("op"), {}) == 0
-    assert flops(whole, whole.node("op"), {"op": (Shape((2, 4)),)}) == 0
-    assert flops(whole, whole.node("op"), {"op": (Shape((2, 4)),), "a": (Shape(None),)}) == 0
-    assert flops(whole, Node("none", "Exp"), {"none": ()}) == 0
+    assert flops(whole.node("op"), {}) == 0
+    assert flops(whole.node("op"), {"op": (Shape((2, 4)),)}) == 0
+    assert flops(whole.node("op"), {"op": (Shape((2, 4)),), "a": (Shape(None),)}) == 0
+    assert flops(Node("none", "Exp"), {"none": ()}) == 0
 
 
 def test_an_op_reads_each_input_and_writes_each_output_once() -> None:

@@ -147,16 +147,18 @@ def test_two_stages() -> None:
     )
 
 
+SKIPPING = """
+    inputs %x
+    %x = arg() -> (float32[?,4])
+    %a = Neg(%x:0) -> (float32[?,4])
+    %b = Exp(%a:0) -> (float32[?,4])
+    %c = Add(%b:0, %a:0) -> (float32[?,4])
+    outputs %c:0
+"""
+
+
 def test_a_tensor_for_a_later_stage_enters_and_leaves_the_stages_between() -> None:
-    forward = """
-        inputs %x
-        %x = arg() -> (float32[?,4])
-        %a = Neg(%x:0) -> (float32[?,4])
-        %b = Exp(%a:0) -> (float32[?,4])
-        %c = Add(%b:0, %a:0) -> (float32[?,4])
-        outputs %c:0
-    """
-    middle = split(forward, "", [1, 2], found(), found(), found())[2]
+    middle = split(SKIPPING, "", [1, 2], found(), found(), found())[2]
     assert_functions(
         [middle],
         """
@@ -175,21 +177,13 @@ def test_a_tensor_for_a_later_stage_enters_and_leaves_the_stages_between() -> No
 
 
 def test_the_gradient_of_such_a_tensor_enters_and_leaves_them_too() -> None:
-    forward = """
-        inputs %x
-        %x = arg() -> (float32[?,4])
-        %a = Neg(%x:0) -> (float32[?,4])
-        %b = Exp(%a:0) -> (float32[?,4])
-        %c = Add(%b:0, %a:0) -> (float32[?,4])
-        outputs %c:0
-    """
     backward = """
         %seed_a = Placeholder() -> (float32[?,4])
         %seed_b = Placeholder() -> (float32[?,4])
         %db = Mul(%seed_b:0, %b:0) -> (float32[?,4])
         %da = AddN(%seed_a:0, %db:0) -> (float32[?,4])
     """
-    middle = split(forward, backward, [1, 2], found(), found(seeds="a=seed_a, b=seed_b", boundary="a=da"), found())[3]
+    middle = split(SKIPPING, backward, [1, 2], found(), found(seeds="a=seed_a, b=seed_b", boundary="a=da"), found())[3]
     assert_functions(
         [middle],
         """

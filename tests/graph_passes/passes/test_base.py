@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-import subprocess
-import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +16,7 @@ from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.passes.base import Contract, Pass, run_passes
 from tests.graph_passes.builders import assert_graph, calls, function, graph, refused
 from tests.paths import ROOT
+from tests.processes import run_python
 
 NO_CONTRACT = Contract()
 
@@ -173,8 +172,7 @@ print(*names)
 
 
 def test_no_module_of_the_middle_end_imports_tensorflow() -> None:
-    run = subprocess.run([sys.executable, "-c", BLOCKED], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
+    run = run_python("-c", BLOCKED)
     files = [path.relative_to(ROOT).with_suffix("") for path in (ROOT / "graph_passes").rglob("*.py")]
     modules = {".".join(("dapple_tf", *path.parts)).removesuffix(".__init__") for path in files}
     assert set(run.stdout.split()) == modules - {"dapple_tf.graph_passes"}

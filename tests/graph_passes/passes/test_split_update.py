@@ -339,17 +339,23 @@ def test_an_old_value_that_a_later_round_needs_is_kept_where_it_is_read() -> Non
     ]
 
 
+# The gradients are scaled by their norm, and those by theirs.
+TWO_NORMS = """
+    %nw = Norm(%gw:0) -> (float32[])
+    %nv = Norm(%gv:0) -> (float32[])
+    %norm = Add(%nw:0, %nv:0) -> (float32[])
+    %cw = Mul(%gw:0, %norm:0) -> (float32[4])
+    %cv = Mul(%gv:0, %norm:0) -> (float32[4])
+    %n0 = Norm(%cw:0) -> (float32[])
+    %n1 = Norm(%cv:0) -> (float32[])
+    %again = Add(%n0:0, %n1:0) -> (float32[])
+"""
+
+
 def test_values_that_are_handed_over_twice_stay_apart() -> None:
     updates = cut(
-        """
-        %nw = Norm(%gw:0) -> (float32[])
-        %nv = Norm(%gv:0) -> (float32[])
-        %norm = Add(%nw:0, %nv:0) -> (float32[])
-        %cw = Mul(%gw:0, %norm:0) -> (float32[4])
-        %cv = Mul(%gv:0, %norm:0) -> (float32[4])
-        %n0 = Norm(%cw:0) -> (float32[])
-        %n1 = Norm(%cv:0) -> (float32[])
-        %again = Add(%n0:0, %n1:0) -> (float32[])
+        TWO_NORMS
+        + """
         %old = ReadVariableOp(%w:0) -> (float32[4]) !read
         %dw = Mul(%cw:0, %again:0) -> (float32[4])
         %uw = AssignSubVariableOp(%w:0, %dw:0) {writes=['w']} !write ^%old 'auto'
@@ -381,15 +387,8 @@ def test_an_old_value_of_a_condition_cannot_be_kept() -> None:
 
 def test_a_norm_of_what_a_norm_has_clipped_takes_another_round() -> None:
     updates = cut(
-        """
-        %nw = Norm(%gw:0) -> (float32[])
-        %nv = Norm(%gv:0) -> (float32[])
-        %norm = Add(%nw:0, %nv:0) -> (float32[])
-        %cw = Mul(%gw:0, %norm:0) -> (float32[4])
-        %cv = Mul(%gv:0, %norm:0) -> (float32[4])
-        %n0 = Norm(%cw:0) -> (float32[])
-        %n1 = Norm(%cv:0) -> (float32[])
-        %again = Add(%n0:0, %n1:0) -> (float32[])
+        TWO_NORMS
+        + """
         %dw = Mul(%cw:0, %again:0) -> (float32[4])
         %dv = Mul(%cv:0, %again:0) -> (float32[4])
         %uw = AssignSubVariableOp(%w:0, %dw:0) {writes=['w']} !write

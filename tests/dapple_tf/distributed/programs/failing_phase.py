@@ -9,7 +9,8 @@ import numpy as np
 import tensorflow as tf
 
 import dapple_tf as dapple
-from tests.equality.training_steps import in_float64, mlp, mse
+from tests.equality.training_steps import mlp, mse
+from tests.floats import in_float64
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ import sys
 
 import dapple_tf as dapple
 from tests.equality.test_phases import STEPS, check
-from tests.equality.training_steps import in_float64
+from tests.floats import in_float64
 
 
 def main(stages: int, replicas: list[int], micro_batches: int, names: list[str]) -> None:

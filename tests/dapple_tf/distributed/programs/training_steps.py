@@ -10,7 +10,8 @@ import traceback
 
 import dapple_tf as dapple
 from tests.equality.test_training_steps import check
-from tests.equality.training_steps import CASES, in_float64
+from tests.equality.training_steps import CASES
+from tests.floats import in_float64
 
 
 def main(stages: int, replicas: list[int], micro_batches: int, names: list[str]) -> int:

@@ -97,6 +97,13 @@ def kind_of(compute: Compute) -> Kind:
     return dependence.kinds[captured.graph.outputs[1]]
 
 
+def assert_coupled(compute: Compute, why: str) -> None:
+    """The tensor that ``compute`` returns is coupled, for a reason that holds one of the parts of ``why``."""
+    kind = kind_of(compute)
+    assert kind.coupled, kind
+    assert any(part in kind.why for part in why.split("|")), kind.why
+
+
 class Evaluation:
     """Evaluates a graph on some rows of the batch; what runs once a step is computed from the whole batch."""
 

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 from dapple_tf.frontend.dependence.kinds import Form
-from tests.dapple_tf.frontend.dependence.evaluation import Batch, Compute, assert_kind_is_true, kind_of
+from tests.dapple_tf.frontend.dependence.evaluation import Batch, Compute, assert_coupled, assert_kind_is_true, kind_of
 
 
 def matrices(b: Batch) -> Any:
@@ -250,10 +250,7 @@ COUPLED: dict[str, tuple[Compute, str]] = {
 
 @pytest.mark.parametrize("case", COUPLED)
 def test_what_couples_samples_says_how(case: str) -> None:
-    compute, why = COUPLED[case]
-    kind = kind_of(compute)
-    assert kind.coupled, kind
-    assert any(part in kind.why for part in why.split("|")), kind.why
+    assert_coupled(*COUPLED[case])
 
 
 def test_a_mean_over_chosen_rows_is_a_sum_after_it_is_weighted() -> None:

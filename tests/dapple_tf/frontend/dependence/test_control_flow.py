@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from dapple_tf.frontend.dependence.control_flow import join
 from dapple_tf.frontend.dependence.kinds import SIZE, Form, Kind, coupled, rows, shared
-from tests.dapple_tf.frontend.dependence.evaluation import Batch, Compute, assert_kind_is_true, kind_of
+from tests.dapple_tf.frontend.dependence.evaluation import Batch, Compute, assert_coupled, assert_kind_is_true
 
 
 def positive(b: Batch) -> Any:
@@ -161,10 +161,7 @@ COUPLED: dict[str, tuple[Compute, str]] = {
 
 @pytest.mark.parametrize("case", COUPLED)
 def test_what_couples_samples_says_how(case: str) -> None:
-    compute, why = COUPLED[case]
-    kind = kind_of(compute)
-    assert kind.coupled, kind
-    assert any(part in kind.why for part in why.split("|")), kind.why
+    assert_coupled(*COUPLED[case])
 
 
 SUM, MEAN, MIXED = Kind(Form.SUM), Kind(Form.MEAN), Kind(Form.SUM, mixed=True)

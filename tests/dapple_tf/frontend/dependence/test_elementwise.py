@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 from dapple_tf.frontend.dependence.kinds import Form
-from tests.dapple_tf.frontend.dependence.evaluation import Batch, Compute, assert_kind_is_true, kind_of
+from tests.dapple_tf.frontend.dependence.evaluation import Batch, Compute, assert_coupled, assert_kind_is_true, kind_of
 
 HALF = tf.constant(0.5, tf.float64)
 
@@ -168,10 +168,7 @@ def test_the_kind_is_as_expected_and_micro_batches_agree_with_it(case: str) -> N
 
 @pytest.mark.parametrize("case", COUPLED)
 def test_what_couples_samples_says_how(case: str) -> None:
-    compute, why = COUPLED[case]
-    kind = kind_of(compute)
-    assert kind.coupled, kind
-    assert any(part in kind.why for part in why.split("|")), kind.why
+    assert_coupled(*COUPLED[case])
 
 
 def test_a_sum_with_a_regulariser_is_a_sum_only_after_its_terms_are_weighted() -> None:

@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 from dapple_tf.frontend.dependence.kinds import Form
-from tests.dapple_tf.frontend.dependence.evaluation import Batch, Compute, assert_kind_is_true, kind_of
+from tests.dapple_tf.frontend.dependence.evaluation import Batch, Compute, assert_coupled, assert_kind_is_true, kind_of
 
 
 def own(b: Batch) -> Any:
@@ -158,10 +158,7 @@ COUPLED: dict[str, tuple[Compute, str]] = {
 
 @pytest.mark.parametrize("case", COUPLED)
 def test_what_couples_samples_says_how(case: str) -> None:
-    compute, why = COUPLED[case]
-    kind = kind_of(compute)
-    assert kind.coupled, kind
-    assert any(part in kind.why for part in why.split("|")), kind.why
+    assert_coupled(*COUPLED[case])
 
 
 def test_a_variable_looked_up_by_labels_gives_rows() -> None:

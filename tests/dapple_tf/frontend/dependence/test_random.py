@@ -9,7 +9,14 @@ import tensorflow as tf
 
 from dapple_tf.frontend.dependence.kinds import Form
 from dapple_tf.frontend.dependence.random import is_stateless_draw
-from tests.dapple_tf.frontend.dependence.evaluation import Compute, analyse, assert_kind_is_true, kind_of, make_loss
+from tests.dapple_tf.frontend.dependence.evaluation import (
+    Compute,
+    analyse,
+    assert_coupled,
+    assert_kind_is_true,
+    kind_of,
+    make_loss,
+)
 
 SEED = (1, 2)
 
@@ -99,10 +106,7 @@ COUPLED: dict[str, tuple[Compute, str]] = {
 
 @pytest.mark.parametrize("case", COUPLED)
 def test_draws_that_cannot_be_repeated_say_why(case: str) -> None:
-    compute, why = COUPLED[case]
-    kind = kind_of(compute)
-    assert kind.coupled, kind
-    assert any(part in kind.why for part in why.split("|")), kind.why
+    assert_coupled(*COUPLED[case])
 
 
 def test_a_draw_that_is_used_in_two_orders_is_refused() -> None:

@@ -7,8 +7,8 @@ import re
 import pytest
 import tensorflow as tf
 
+from benchmarks.census import GROUPS, OpClass, census, census_markdown, classify_op
 from dapple_tf import internals
-from dapple_tf.frontend.dependence.census import GROUPS, OpClass, census, census_markdown, classify_op
 
 
 def test_every_op_of_the_installed_tensorflow_is_in_one_class() -> None:
