@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import tensorflow as tf
@@ -26,6 +26,7 @@ from dapple_tf.graph_passes.passes.expose_gradients import ExposeGradients
 from dapple_tf.graph_passes.passes.gather_slices import GatherSlices
 from dapple_tf.graph_passes.passes.instrument import Instrument
 from dapple_tf.graph_passes.passes.join_replicas import JoinReplicas
+from dapple_tf.graph_passes.passes.lengthen import Lengthening, find_received, shorten
 from dapple_tf.graph_passes.passes.local_input import LocalInput
 from dapple_tf.graph_passes.passes.look_up_rows import LookUpRows
 from dapple_tf.graph_passes.passes.microbatch import Microbatch
@@ -49,6 +50,7 @@ from dapple_tf.graph_passes.passes.windows.update_groups import UpdateGroups
 from dapple_tf.graph_passes.passes.windows.use_versions import UseVersions
 from dapple_tf.graph_passes.passes.windows.verify_window import VerifyWindow
 from dapple_tf.graph_passes.passes.write_statistics import WriteStatistics
+from dapple_tf.graph_passes.schedules.schedule import Schedule
 from dapple_tf.graph_passes.schedules.spec import forward_only
 from dapple_tf.plans import MORE_DEVICES, REQUESTED, Plan, check_workers
 from dapple_tf.profiler.units import format_devices
@@ -239,9 +241,58 @@ def local_graph(
     observers: Sequence[Observer] = (),
 ) -> Graph:
     """Return the graph that one process runs: that of ``pipeline_graph``, where some calls may be in parts."""
-    graph = pipeline_graph(model, plan, devices, home, variant=variant, observers=observers)
-    # After all passes that look at whole calls.
-    return run_passes(graph, [JoinReplicas()] if model.joins else [], observers, verified=graph)
+
+    def build(plan: Plan) -> tuple[Graph, ...]:
+        graph = pipeline_graph(model, plan, devices, home, variant=variant, observers=observers)
+        # After all passes that look at whole calls.
+        return (run_passes(graph, [JoinReplicas()] if model.joins else [], observers, verified=graph),)
+
+    return _build_few(plan, variant, build)[1][0]()
+
+
+def job_graphs(
+    model: StagedModel,
+    plan: Plan,
+    size: int,
+    rank: int,
+    *,
+    variant: StepVariant = StepVariant.PLAIN,
+    local: bool = False,
+) -> tuple[tuple[Graph, ...], Graph]:
+    """Return the graphs of all ranks, and that of ``rank``; the first ones may be for fewer micro-batches.
+
+    See ``rank_graphs``.
+    """
+    graphs, wholes = _build_few(plan, variant, lambda few: rank_graphs(model, few, size, variant=variant, local=local))
+    return graphs, wholes[rank]()
+
+
+def _build_few(
+    plan: Plan, variant: StepVariant, build: Callable[[Plan], tuple[Graph, ...]]
+) -> tuple[tuple[Graph, ...], Sequence[Callable[[], Graph]]]:
+    """Return what ``build`` makes of the plan with as few micro-batches as show the graphs, and the whole graphs."""
+    # An instrumented graph has the stamps of all rounds in one node, in the order of the step.
+    short = shorten(plan.build_schedule()) if plan.window is None and variant is not StepVariant.TIMED else None
+    if short is not None:
+        first, second = (build(_with_schedule(plan, schedule)) for schedule in (short.first, short.second))
+        found = [
+            Lengthening.find(one, two, short, plan.sizes, find_received(first, rank))
+            for rank, (one, two) in enumerate(zip(first, second, strict=True))
+        ]
+        known = [each.whole for each in found if each is not None]
+        if len(known) == len(found):
+            return first, known
+    graphs = build(plan)
+    return graphs, [lambda graph=graph: graph for graph in graphs]
+
+
+def _with_schedule(plan: Plan, schedule: Schedule) -> Plan:
+    """Return the plan with a schedule of fewer micro-batches."""
+    sizes = plan.sizes[: schedule.micro_batches]
+    given = (
+        {"micro_batch_sizes": sizes, "micro_batch_size": max(sizes), "global_batch_size": sum(sizes)} if sizes else {}
+    )
+    return replace(plan, schedule=str(schedule), micro_batches=schedule.micro_batches, **given)
 
 
 def rank_graphs(

@@ -17,7 +17,7 @@ from dapple_tf.backend.bindings import Buffers
 from dapple_tf.backend.build_times import BuildTimes
 from dapple_tf.backend.handler import Bindings, ChooseCompiled, Compiled
 from dapple_tf.backend.program import Program, build_rank_program, follow
-from dapple_tf.compiler import PlannedModel, StepVariant, rank_graphs
+from dapple_tf.compiler import PlannedModel, StepVariant, job_graphs
 from dapple_tf.distributed.collectives import Collectives
 from dapple_tf.distributed.digest import digest_graphs, digest_tensors
 from dapple_tf.distributed.exit_reporting import report_failure
@@ -159,8 +159,9 @@ class RankTarget:
         agree("shapes and dtypes of the batch", model.interface.signature)
         agree("variables", [(name, v.dtype.name, tuple(v.shape)) for name, v in model.variables.items()])
         with times.phase("passes"):
-            graphs = self._job.run_on_all(
-                lambda: rank_graphs(model, plan, self._job.size, variant=variant, local=planned.local)
+            size, rank = self._job.size, self._job.rank
+            graphs, own = self._job.run_on_all(
+                lambda: job_graphs(model, plan, size, rank, variant=variant, local=planned.local)
             )
         agree("graph of the model, or code", digest_graphs(graphs, model.library))
         agree("tensors that the model closes over", digest_tensors(model.constants))
@@ -171,13 +172,12 @@ class RankTarget:
             needs, writers = earlier.needs.joined(needs), [*earlier.writers, *writers]
             check_writers(needs, writers)
         self._settings.add(self._job, model)
-        self._check_room(planned, graphs[self._job.rank], needs)
+        self._check_room(planned, own, needs)
         # When the processes made the model, each drew its own initial values.
         _place_variables(self._job, needs, synchronize=not self._synchronized)
         self._synchronized = True
         phase = model.interface.phase
         collectives = self._make_collectives(graphs, "" if phase is None else of_phase(phase.number, ""))
-        own = graphs[self._job.rank]
         graph = run_passes(own, [PlaceRank(self._device, self._home)], verified=own)
         graph = follow(graph, model, earlier)
         progress = self._job.progress
