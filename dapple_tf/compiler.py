@@ -32,7 +32,7 @@ from dapple_tf.graph_passes.passes.look_up_rows import LookUpRows
 from dapple_tf.graph_passes.passes.microbatch import Microbatch
 from dapple_tf.graph_passes.passes.order import Order
 from dapple_tf.graph_passes.passes.overlap import Overlap
-from dapple_tf.graph_passes.passes.place import Place
+from dapple_tf.graph_passes.passes.place import Place, PlaceRank
 from dapple_tf.graph_passes.passes.project import Project
 from dapple_tf.graph_passes.passes.rank_variables import RankVariables
 from dapple_tf.graph_passes.passes.recompute import Recompute
@@ -247,7 +247,8 @@ def local_graph(
         # After all passes that look at whole calls.
         return (run_passes(graph, [JoinReplicas()] if model.joins else [], observers, verified=graph),)
 
-    return _build_few(plan, variant, build)[1][0]()
+    graphs, lengthenings = _build_few(plan, variant, build, [0])
+    return lengthenings[0].whole() if lengthenings else graphs[0]
 
 
 def job_graphs(
@@ -255,44 +256,54 @@ def job_graphs(
     plan: Plan,
     size: int,
     rank: int,
+    device: str,
+    home: str,
     *,
     variant: StepVariant = StepVariant.PLAIN,
     local: bool = False,
 ) -> tuple[tuple[Graph, ...], Graph]:
-    """Return the graphs of all ranks, and that of ``rank``; the first ones may be for fewer micro-batches.
+    """Return the graphs of all ranks, maybe for fewer micro-batches, and that of ``rank`` on its devices.
 
-    See ``rank_graphs``.
+    ``device``: of the rank's stages; ``home``: of everything else. See ``rank_graphs``.
     """
-    graphs, wholes = _build_few(plan, variant, lambda few: rank_graphs(model, few, size, variant=variant, local=local))
-    return graphs, wholes[rank]()
+
+    def build(plan: Plan) -> tuple[Graph, ...]:
+        graphs = rank_graphs(model, plan, size, variant=variant, local=local)
+        return (*graphs, run_passes(graphs[rank], [PlaceRank(device, home)], verified=graphs[rank]))
+
+    (*graphs, own), lengthenings = _build_few(plan, variant, build, [*range(size), rank])
+    return tuple(graphs), lengthenings[-1].whole() if lengthenings else own
 
 
 def _build_few(
-    plan: Plan, variant: StepVariant, build: Callable[[Plan], tuple[Graph, ...]]
-) -> tuple[tuple[Graph, ...], Sequence[Callable[[], Graph]]]:
-    """Return what ``build`` makes of the plan with as few micro-batches as show the graphs, and the whole graphs."""
+    plan: Plan, variant: StepVariant, build: Callable[[Plan], tuple[Graph, ...]], ranks: Sequence[int]
+) -> tuple[tuple[Graph, ...], Sequence[Lengthening]]:
+    """Return the graphs that ``build`` makes of the plan with a few of its micro-batches, to be lengthened to the plan.
+
+    Where a few do not show what the graphs of the plan are, return these, and no lengthenings. ``ranks``: the rank of
+    each of the graphs, which begin with those of all ranks.
+    """
     # An instrumented graph has the stamps of all rounds in one node, in the order of the step.
     short = shorten(plan.build_schedule()) if plan.window is None and variant is not StepVariant.TIMED else None
     if short is not None:
         first, second = (build(_with_schedule(plan, schedule)) for schedule in (short.first, short.second))
-        found = [
-            Lengthening.find(one, two, short, plan.sizes, find_received(first, rank))
-            for rank, (one, two) in enumerate(zip(first, second, strict=True))
+        lengthenings = [
+            Lengthening.find(one, two, short, plan.sizes, find_received(first, one, rank))
+            for one, two, rank in zip(first, second, ranks, strict=True)
         ]
-        known = [each.whole for each in found if each is not None]
-        if len(known) == len(found):
-            return first, known
-    graphs = build(plan)
-    return graphs, [lambda graph=graph: graph for graph in graphs]
+        found = [each for each in lengthenings if each is not None]
+        if len(found) == len(lengthenings):
+            return first, found
+    return build(plan), ()
 
 
 def _with_schedule(plan: Plan, schedule: Schedule) -> Plan:
-    """Return the plan with a schedule of fewer micro-batches."""
-    sizes = plan.sizes[: schedule.micro_batches]
-    given = (
-        {"micro_batch_sizes": sizes, "micro_batch_size": max(sizes), "global_batch_size": sum(sizes)} if sizes else {}
-    )
-    return replace(plan, schedule=str(schedule), micro_batches=schedule.micro_batches, **given)
+    """Return the plan with a schedule of fewer micro-batches, the first ones."""
+    count = schedule.micro_batches
+    few = replace(plan, schedule=str(schedule), micro_batches=count, micro_batch_sizes=None)
+    if not (sizes := plan.sizes[:count]):
+        return few
+    return replace(few, micro_batch_sizes=sizes, micro_batch_size=max(sizes), global_batch_size=sum(sizes))
 
 
 def rank_graphs(

@@ -32,8 +32,6 @@ from dapple_tf.graph_passes.analysis.layers import written_variables
 from dapple_tf.graph_passes.analysis.variable_use import resident_variables, variable_uses, written_by
 from dapple_tf.graph_passes.ir.graph import Graph
 from dapple_tf.graph_passes.ir.names import BATCH_SIZE_NAME, of_phase
-from dapple_tf.graph_passes.passes.base import run_passes
-from dapple_tf.graph_passes.passes.place import PlaceRank
 from dapple_tf.graph_passes.passes.verify_ranks import collectives_of
 from dapple_tf.memory.room import check_room, find_need, predict_rank_step
 from dapple_tf.plans import Plan
@@ -159,9 +157,9 @@ class RankTarget:
         agree("shapes and dtypes of the batch", model.interface.signature)
         agree("variables", [(name, v.dtype.name, tuple(v.shape)) for name, v in model.variables.items()])
         with times.phase("passes"):
-            size, rank = self._job.size, self._job.rank
+            place = self._job.size, self._job.rank, self._device, self._home
             graphs, own = self._job.run_on_all(
-                lambda: job_graphs(model, plan, size, rank, variant=variant, local=planned.local)
+                lambda: job_graphs(model, plan, *place, variant=variant, local=planned.local)
             )
         agree("graph of the model, or code", digest_graphs(graphs, model.library))
         agree("tensors that the model closes over", digest_tensors(model.constants))
@@ -178,8 +176,7 @@ class RankTarget:
         self._synchronized = True
         phase = model.interface.phase
         collectives = self._make_collectives(graphs, "" if phase is None else of_phase(phase.number, ""))
-        graph = run_passes(own, [PlaceRank(self._device, self._home)], verified=own)
-        graph = follow(graph, model, earlier)
+        graph = follow(own, model, earlier)
         progress = self._job.progress
         progress.stages = tuple(i for i, stage in enumerate(plan.stages) if self._job.rank in stage.devices)
         inputs = tuple(find_inputs(g) for g in graphs)

@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from types import MappingProxyType
 
-from dapple_tf.graph_passes.ir.graph import Attr, Control, Graph, Node, Value, topological
+from dapple_tf.graph_passes.ir.graph import Attr, Control, Graph, Node, Value, attributes, topological
 from dapple_tf.graph_passes.ir.names import MICRO_BATCH, nodes_of, of_any_micro_batch
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.schedules.schedule import Action, Schedule
@@ -119,16 +119,16 @@ def _later(action: Action, by: int) -> Action:
     return Action(action.stage, action.kind, action.micro_batch + by)
 
 
-def find_received(graphs: Sequence[Graph], rank: int) -> Mapping[str, Sequence[int]]:
+def find_received(graphs: Sequence[Graph], graph: Graph, rank: int) -> Mapping[str, Sequence[int]]:
     """Return of which micro-batch each output is of the exchanges of a rank for all micro-batches; -1 for none.
 
-    ``graphs``: of all ranks.
+    ``graph``: that of the rank; ``graphs``: those of all ranks.
     """
     found = {}
-    for node in nodes_of(graphs[rank], OpName.EXCHANGE):
+    for node in nodes_of(graph, OpName.EXCHANGE):
         if not node.has(MICRO_BATCH):
-            sent = {source: iter(_sent(graphs[source], node.name, rank)) for source in node.integers("source")}
-            found[node.name] = [*(next(sent[source]) for source in node.integers("source")), -1]
+            sent = {source: _sent(graphs[source], node.name, rank) for source in node.integers("source")}
+            found[node.name] = [*(next(sent[source]) for source in node.integers("source")), -1]  # then a token
     return found
 
 
@@ -206,14 +206,16 @@ class Lengthening:
         short = self._short
         count = short.first.micro_batches + rounds * short.stride
         cut: dict[str, Attr] = {"micro_batches": count, "sizes": self._sizes[:count]}
-        later = [_Later(self._patterns, i * short.stride) for i in range(rounds + 1)]
+        added = _Added(rounds, [_Later(self._patterns, i * short.stride) for i in range(rounds + 1)])
+        for name, numbers in self._received.items():
+            added.outputs[name] = {place: i for i, place in enumerate(self._repeat(numbers, rounds))}
         early: list[Node] = []
         repeated: list[Node] = []
         late: list[Node] = []
         for node in self._first.nodes:
             number = self._numbers.get(node.name)
             if number is None:
-                (late if repeated else early).append(self._take_more(node, later))
+                (late if repeated else early).append(self._take_more(node, added))
                 continue
             node = replace(node, attrs=tuple((key, cut.get(key, value)) for key, value in node.attrs))
             if number < short.begin:
@@ -221,31 +223,30 @@ class Lengthening:
             elif number < short.begin + short.stride:
                 repeated.append(node)
             else:
-                late.append(later[rounds].shift(node))
-        rest = [each.shift(node) for each in later for node in repeated]
+                late.append(added.later[-1].shift(node))
+        rest = [later.shift(node) for later in added.later for node in repeated]
         return self._first.replace(nodes=topological([*early, *rest, *late]))
 
-    def _take_more(self, node: Node, later: Sequence[_Later]) -> Node:
+    def _take_more(self, node: Node, added: _Added) -> Node:
         """Return a node without a micro-batch, which may take something from each micro-batch, with more rounds."""
         other = self._second.by_name.get(node.name)
         if other is None or len(node.attrs) != len(other.attrs):
             raise _UnlikeError
-        rounds = len(later) - 1
-        taken = self._repeat([self._number(value) for value in node.inputs], rounds)
-        waits = self._repeat([self._numbers.get(control.source, -1) for control in node.controls], rounds)
-        given = self._repeat(self._received.get(node.name, [-1] * len(node.outputs)), rounds)
+        taken = self._repeat([self._number(value) for value in node.inputs], added.rounds)
+        waits = self._repeat([self._numbers.get(control.source, -1) for control in node.controls], added.rounds)
+        given = list(added.outputs.get(node.name, [(i, 0) for i in range(len(node.outputs))]))
 
         def attribute(key: str, one: Attr, two: Attr) -> Attr:
-            if node.op == OpName.EXCHANGE and key in ("to", "source"):
+            if node.op == OpName.EXCHANGE and key in ("to", "source"):  # an item for each input or output
                 ranks, places = node.integers(key), taken if key == "to" else given[:-1]  # the last is a token
                 return tuple(ranks[i] for i, _ in places)
-            return _extrapolate(one, two, rounds)
+            return _extrapolate(one, two, added.rounds)
 
         return replace(
             node,
-            inputs=tuple(self._value(node.inputs[i], k, later) for i, k in taken),
+            inputs=tuple(added.find(node.inputs[i], k) for i, k in taken),
             outputs=tuple(node.outputs[i] for i, _ in given),
-            controls=tuple(Control(later[k].find(node.controls[i].source), node.controls[i].reason) for i, k in waits),
+            controls=tuple(Control(added.later[k][node.controls[i].source], node.controls[i].reason) for i, k in waits),
             attrs=tuple(
                 (key, attribute(key, one, two)) for (key, one), (_, two) in zip(node.attrs, other.attrs, strict=True)
             ),
@@ -256,24 +257,39 @@ class Lengthening:
         received = self._received.get(value.node)
         return self._numbers.get(value.node, -1) if received is None else received[value.index]
 
-    def _value(self, value: Value, rounds: int, later: Sequence[_Later]) -> Value:
-        """Return a value as it is in a later round."""
-        received = self._received.get(value.node)
-        if received is None:
-            return Value(later[rounds].find(value.node), value.index)
-        return Value(value.node, self._repeat(received, len(later) - 1).index((value.index, rounds)))
+    def _repeat(self, numbers: Sequence[int], rounds: int) -> list[_Place]:
+        """Return the places that items of micro-batches with these ``numbers`` have with more rounds; -1 is for none.
 
-    def _repeat(self, numbers: Sequence[int], rounds: int) -> list[tuple[int, int]]:
-        """Return the places of ``numbers``, and how many rounds later each is, with more rounds; -1 is no micro-batch.
-
-        What stands side by side and is repeated is repeated together.
+        Items that stand side by side, and are repeated, are repeated together.
         """
         begin, end = self._short.begin, self._short.begin + self._short.stride
-        found: list[tuple[int, int]] = []
+        found: list[_Place] = []
         for part, group in groupby(range(len(numbers)), lambda i: (numbers[i] >= begin) + (numbers[i] >= end)):
-            places = list(group)
-            found += [(i, k) for k in ([0], range(rounds + 1), [rounds])[part] for i in places]
+            items = list(group)
+            found += [(i, k) for k in ([0], range(rounds + 1), [rounds])[part] for i in items]
         return found
+
+
+_Place = tuple[int, int]
+"""The place of an item in the first graph, and how many rounds later it is."""
+
+
+@dataclass
+class _Added:
+    """How names change with more ``rounds``: ``later[i]`` has those that are i rounds later.
+
+    ``outputs``: for exchanges with outputs of several micro-batches, the number of the output that stands for a place.
+    """
+
+    rounds: int
+    later: Sequence[_Later]
+    outputs: dict[str, dict[_Place, int]] = field(default_factory=dict)
+
+    def find(self, value: Value, rounds: int) -> Value:
+        """Return a value as it is some rounds later."""
+        if value.node in self.outputs:
+            return Value(value.node, self.outputs[value.node][value.index, rounds])
+        return Value(self.later[rounds][value.node], value.index)
 
 
 class _Later(dict[str, str]):
@@ -284,27 +300,24 @@ class _Later(dict[str, str]):
         self._patterns, self._by = patterns, by
 
     def __missing__(self, text: str) -> str:
+        if not self._by:
+            return text
         pattern, numbers = self._patterns[text]
         self[text] = found = pattern % tuple([number + self._by for number in numbers])
         return found
 
-    def find(self, name: str) -> str:
-        """Return the later name; the same for a node that is not in the rounds, nor after these."""
-        return self[name] if self._by and name in self._patterns else name
-
     def shift(self, node: Node) -> Node:
         """Return a node as it is for the later micro-batch."""
-        shifted = Node(
+        return Node(
             self[node.name],
             node.op,
             tuple([Value(self[value.node], value.index) for value in node.inputs]),
             node.outputs,
-            node.attrs,
+            attributes({**dict(node.attrs), MICRO_BATCH: node.integer(MICRO_BATCH) + self._by}),
             tuple([Control(self[control.source], self[control.reason]) for control in node.controls]),
             node.effect,
             node.device,
         )
-        return shifted.with_attrs(**{MICRO_BATCH: node.integer(MICRO_BATCH) + self._by})
 
 
 _Pattern = tuple[str, tuple[int, ...]]
