@@ -27,7 +27,7 @@ from dapple_tf.graph_passes.schedules.schedule import Action, Schedule
 
 _LONGEST_STRIDE = 16
 _KEPT = 4  # rounds of a short schedule: one is repeated, and the nodes around it are those of a round, too
-_FEWEST_LEFT_OUT = 16  # rounds: fewer are built as fast as the short graphs
+_FEWEST = 16  # rounds to leave out: fewer are built as fast as the short graphs
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class Shortened:
     stride: int
 
 
-def shorten(schedule: Schedule) -> Shortened | None:
-    """Return the schedule without most of its rounds; None where it has too few, or a worker has none."""
+def shorten(schedule: Schedule, fewest: int = _FEWEST) -> Shortened | None:
+    """Return the schedule without most of its rounds; None where these are less than ``fewest``, or it has none."""
     for stride in range(1, _LONGEST_STRIDE + 1):
         found = [_find_rounds(schedule, actions, stride) for actions in schedule.workers]
         rounds = [each for each in found if each is not None]
@@ -53,7 +53,7 @@ def shorten(schedule: Schedule) -> Shortened | None:
             continue
         begin, end = max(each.begin for each in rounds), min(each.end for each in rounds)
         left_out = (end - begin) // stride - _KEPT
-        if left_out >= _FEWEST_LEFT_OUT:
+        if left_out >= fewest:
             first, second = (_leave_out(schedule, rounds, count, stride) for count in (left_out, left_out - 1))
             return Shortened(first, second, left_out, begin + stride, stride)
     return None
