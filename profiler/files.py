@@ -66,8 +66,10 @@ def find_write_problem(path: str | os.PathLike[str]) -> str:
 def find_folder_problem(path: str | os.PathLike[str]) -> str:
     """Make the folder ``path``, and return why files cannot be written into it; "" if they can."""
     try:
+        if Path(path).is_file():
+            return "it is a file, not a folder"
         Path(path).mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path):
+        with tempfile.TemporaryFile(dir=path):  # the only reliable check of whether it can be written
             pass
     except (OSError, ValueError) as error:
         return describe_reason(error)

@@ -14,7 +14,6 @@ import os
 import re
 import socket
 import stat
-import tempfile
 import weakref
 from collections.abc import Iterator
 from functools import partial
@@ -31,6 +30,7 @@ from dapple_tf.distributed.variable_transfer import load_values, stream_values
 from dapple_tf.errors import CheckpointError, warn_user
 from dapple_tf.launcher.restart import read_start
 from dapple_tf.messages import LOGGER
+from dapple_tf.profiler.files import find_folder_problem
 from dapple_tf.runtime.step import PipelinedStep
 
 _PART = re.compile(NAME.pattern + r"\.[0-9]+\.part")
@@ -153,10 +153,9 @@ class Checkpoints:
     # --- on rank 0
 
     def _open_folder(self) -> None:
+        if problem := find_folder_problem(self._folder):
+            raise CheckpointError(f"{self._folder} cannot hold checkpoints: {problem}", lasts=False)
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=self._folder):  # the only reliable check of whether it can be written
-                pass
             names = os.listdir(self._folder)
             self._check_names(names)
             self._lock = lock_folder(self._folder)

@@ -16,6 +16,7 @@ import tensorflow as tf
 from dapple_tf import internals
 from dapple_tf.errors import CaptureError, DappleError, LossError
 from dapple_tf.exactness import BatchNorm
+from dapple_tf.frontend.additions import read_additions
 from dapple_tf.frontend.batch import batch_signature, batch_size
 from dapple_tf.frontend.batch_norms import BatchNormRecorder
 from dapple_tf.frontend.capture_step import error_of_step, read_step
@@ -105,9 +106,9 @@ def _read_loss(
     kept = internals.kept_for_gradients(func_graph)  # first: it captures what gradients alone use of the outside
     inputs = read_inputs(func_graph, len(specs), name)
     graph = recorder.mark_layers(read_graph(func_graph, inputs.nodes, name), func_graph)
-    graph = graph.replace(
-        inputs=tuple(inputs.nodes[tensor.op.name].name for tensor in func_graph.inputs[: len(specs)]),
-        outputs=tuple(read_value(tensor, inputs.nodes) for tensor in outputs),
+    values = tuple(read_value(tensor, inputs.nodes) for tensor in outputs)
+    graph = read_additions(graph, values).replace(
+        inputs=tuple(inputs.nodes[tensor.op.name].name for tensor in func_graph.inputs[: len(specs)]), outputs=values
     )
     check_read_by_gradients(kept, inputs, graph.nodes, name)
     written = {} if trains else written_variables(graph)

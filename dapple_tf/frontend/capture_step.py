@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from dapple_tf import internals
 from dapple_tf.errors import CaptureError, DappleError
+from dapple_tf.frontend.additions import read_additions
 from dapple_tf.frontend.after_gradients import loss_nodes, part_step
 from dapple_tf.frontend.captured import (
     Captured,
@@ -114,6 +115,7 @@ def read_step(
         inputs=tuple(inputs.nodes[tensor.op.name].name for tensor in func_graph.inputs[: len(specs)]),
         outputs=after.whole,
     )
+    graph = read_additions(graph, after.whole)
     several = [Target(value, of) for value, of in zip(values, gradients, strict=True)]
     return Captured(
         graph,

@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from dapple_tf import internals
 from dapple_tf.errors import CaptureError
+from dapple_tf.frontend.additions import read_additions
 from dapple_tf.frontend.backward_writes import check_backward_writes
 from dapple_tf.frontend.captured import Captured, CapturedTensors, Target
 from dapple_tf.frontend.deferred_statistics import drop_nodes
@@ -77,7 +78,7 @@ def differentiate(
         ]
     _check_captures(captured, tensors)
     joint = read_graph(captured.func_graph, tensors.inputs, captured.graph.name, captured.left_out)
-    joint = use_rows(joint, captured.dependence)
+    joint = use_rows(read_additions(joint, captured.graph.outputs), captured.dependence)
     joint = mark_joins(drop_nodes(_described_as_in(captured.graph, joint), captured.dropped), captured.graph)
     by_stage = [read_uses(joint, uses, i, variables, tensors.value, stages.once) for i in range(len(found))]
     gradients = tuple(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ ROWS_NAME = "micro_batch/rows"
 
 ROWS_OP = "rows"
 _ROWS = tensor("int64", 3)
+_PLACE = ("layer", "within")
 
 
 def use_rows(graph: Graph, dependence: BatchDependence | None) -> Graph:
@@ -28,18 +29,20 @@ def use_rows(graph: Graph, dependence: BatchDependence | None) -> Graph:
 
     A micro-batch takes its rows of what is computed on the whole batch (``sliced``). Sizes of the micro-batch that the
     loss computes with are replaced by those of the whole batch. A Squeeze without axes removes the axes that it removes
-    from the whole batch.
+    from the whole batch. What adds a mean over samples to a variable adds the micro-batch's share of it.
 
     Raises CaptureError for a draw that cannot be given rows.
     """
     if dependence is None:
         return graph
     graph = _name_squeezed(graph, dependence.squeezed)
-    if not (dependence.draws or dependence.sizes or dependence.shapes or dependence.sliced):
+    sized = dependence.sizes or dependence.shapes
+    if not (dependence.draws or sized or dependence.sliced or dependence.mean_adds):
         return graph
     if ROWS_NAME not in graph.by_name:
         graph = graph.replace(nodes=(Node(ROWS_NAME, ROWS_OP, (), (_ROWS,)), *graph.nodes))
     graph = _slice_rows(_use_whole_sizes(graph, dependence), dependence.sliced)
+    graph = _add_shares(graph, dependence.mean_adds)
     # A draw outside of Keras layers becomes a layer of its own, so that the ops that pick its rows stay with it.
     named = {draw.node for draw in dependence.draws if not _has_layer(graph.node(draw.node))}
     nodes = (node.with_attrs(layer=node.name) if node.name in named else node for node in graph.nodes)
@@ -77,7 +80,7 @@ def _use_whole_sizes(graph: Graph, dependence: BatchDependence) -> Graph:
         for size in sizes:
             assert size.operand is not None, "sizes of a node's output were handled above"
             kind = graph.type_of(node.inputs[size.operand])
-            place = {key: value for key, value in node.attrs if key in ("layer", "within")}
+            place = {key: value for key, value in node.attrs if key in _PLACE}
             result = Node(f"{node.name}/batch_size{size.operand}", "Cast", (), (kind,)).with_attrs(**place)
             nodes += size_nodes.make(result, size)
             inputs[size.operand] = Value(result.name)
@@ -102,7 +105,7 @@ def _slice_rows(graph: Graph, sliced: Sequence[Value]) -> Graph:
             nodes.append(node)
             continue
         whole = dataclasses.replace(node, name=whole_name(node.name))
-        place = {key: value for key, value in node.attrs if key in ("layer", "within")}
+        place = {key: value for key, value in node.attrs if key in _PLACE}
         parts: list[Value] = []
         found: list[Node] = []
         for value in node.values():
@@ -121,6 +124,31 @@ def _slice_rows(graph: Graph, sliced: Sequence[Value]) -> Graph:
         nodes += [whole, *found]
         used |= {each.name for each in (whole, *found)}
     return graph.replace(nodes=tuple(nodes)).sorted()
+
+
+def _add_shares(graph: Graph, mean_adds: Collection[str]) -> Graph:
+    """Return the graph in which these nodes add the micro-batch's share of a mean to their variables."""
+    nodes: list[Node] = []
+    for node in graph.nodes:
+        if node.name in mean_adds:
+            variable, mean = node.inputs
+            kind = graph.type_of(mean)
+            place = {key: value for key, value in node.attrs if key in _PLACE}
+            share = Node(f"{node.name}/share", "Mul", (), (kind,)).with_attrs(**place)
+            nodes += replacement_nodes(share, _take_share, [(mean, kind), (Value(ROWS_NAME), _ROWS)], graph.by_name)
+            node = dataclasses.replace(node, inputs=(variable, Value(share.name)))
+        nodes.append(node)
+    return graph.replace(nodes=tuple(nodes)).sorted()
+
+
+def _take_share(mean: Any, rows: Any) -> Any:
+    return mean * tf.cast(share_of(rows), mean.dtype)
+
+
+def share_of(rows: Any) -> Any:
+    """Return the micro-batch's share of the samples, a float64 scalar, from the vector ``ROWS_NAME``."""
+    counts = tf.cast(rows, tf.float64)
+    return (counts[1] - counts[0]) / counts[2]
 
 
 def whole_name(name: str) -> str:

@@ -28,7 +28,7 @@ OPTIMIZERS: Mapping[str, Callable[[], Any]] = MappingProxyType(
         "adam, global_clipnorm": lambda: optimizers.Adam(0.01, global_clipnorm=0.2),
     }
 )
-TARGETS = ("squares", "absolute", "weighted", "masked", "penalty", "teacher", "sum of rows", "counted")
+TARGETS = ("squares", "absolute", "weighted", "masked", "penalty", "teacher", "sum of rows", "counted", "totalled")
 CLIPS = ("none", "norm", "global norm", "value", "central", "noise", "scaled by the loss", "twice")
 AFTER = ("average", "teacher follows", "swap", "limit", "count", "metric", "norm of new weights", "old weights")
 
@@ -139,6 +139,7 @@ def make(drawn: RandomStep) -> Made:
     averages = {id(v): tf.Variable(v, trainable=False) for m in (first, second) for v in m.trainable_variables}
     mean, count = keras.metrics.Mean(), tf.Variable(0.0, dtype="float64", trainable=False)
     counts = tf.Variable(tf.ones([2], tf.float64), trainable=False)
+    total = tf.Variable(0.0, dtype="float64", trainable=False)
 
     def update(phase: RandomPhase, own: list[Any], gradients: list[Any], weights: list[Any]) -> None:
         if not phase.groups:
@@ -196,6 +197,8 @@ def make(drawn: RandomStep) -> Made:
                 loss = _loss(phase.target, found, y, taught)
                 if phase.target == "counted":
                     loss = tf.reduce_mean(tf.reduce_sum(tf.square(found - y), 1) / tf.gather(counts, labels))
+                if phase.target == "totalled":
+                    total.assign(total + loss)
                 if phase.target == "penalty":
                     loss += 0.01 * tf.add_n([tf.reduce_sum(tf.square(weight)) for weight in weights])
             gradients = _clip(phase.clip, tape.gradient(loss, weights), loss, number)
@@ -210,4 +213,4 @@ def make(drawn: RandomStep) -> Made:
         return results
 
     used = [optimizer for pair in pairs for optimizer in pair]
-    return train_step, [first, second, teacher, *used, *averages.values(), mean, count, counts]
+    return train_step, [first, second, teacher, *used, *averages.values(), mean, count, counts, total]

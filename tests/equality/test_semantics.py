@@ -314,3 +314,36 @@ def test_a_variable_that_no_gradient_reaches_is_named_and_not_trained() -> None:
 def test_sums_that_the_loss_adds_to_variables_are_those_of_all_replicas(replicas: list[int]) -> None:
     batches = [(np.random.default_rng(n).normal(size=(n, WIDTH)),) * 2 for n in (12, 7)]
     compare(totals(sgd), batches, stages=2, micro_batches=3, replicas=replicas).check(TOLERANCE["float64"])
+
+
+@pytest.mark.parametrize("replicas", [[1, 1], [2, 2]])
+def test_means_that_the_loss_adds_to_variables_are_those_of_the_batch(replicas: list[int]) -> None:
+    """As Keras's metrics do: the loss of the batch to a total, which is divided by the number of batches elsewhere."""
+    first, last = weights(2)
+    total, left = (tf.Variable(tf.zeros([], tf.float64), trainable=False, name=name) for name in ("total", "left"))
+    means = tf.Variable(tf.zeros([WIDTH], tf.float64), trainable=False, name="means")
+
+    def loss_fn(x: Any) -> Any:
+        hidden = tf.tanh(x @ first)
+        means.assign_add(tf.reduce_mean(hidden, 0))
+        loss = tf.reduce_mean(tf.square(hidden @ last - 1.0))
+        total.assign(total + loss)
+        left.assign(left - 0.5 * loss)
+        return loss
+
+    problem = Problem(loss_fn, {"first": first, "last": last, "total": total, "left": left, "means": means}, sgd)
+    batches = [(np.random.default_rng(n).normal(size=(n, WIDTH)),) for n in (12, 7)]
+    compare(problem, batches, stages=2, micro_batches=3, replicas=replicas).check(TOLERANCE["float64"])
+
+
+def test_a_sum_that_something_else_takes_is_not_an_addition() -> None:
+    total = tf.Variable(tf.zeros([], tf.float64), trainable=False, name="total")
+    first, last = weights(2)
+
+    def loss_fn(x: Any) -> Any:
+        loss = tf.reduce_mean(tf.tanh(x @ first) @ last)
+        return loss, total.assign(total + loss)
+
+    x = np.random.default_rng(0).normal(size=(8, WIDTH))
+    with pytest.raises(ExactnessError, match=r"total"):
+        dapple.pipeline(loss_fn, optimizer=sgd(), stages=2, micro_batches=2)(x)

@@ -136,7 +136,7 @@ def test_a_check_leaves_the_old_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("path", "told"),
     [
-        ("file", "File exists"),
+        ("file", "it is a file, not a folder"),
         ("file/below", "Not a directory"),
         ("a\0b", describe_null(os.mkdir)),
         ("/proc", "No such file or directory"),

@@ -27,8 +27,8 @@ _NO_SUM = (
     "each stage), or inexact='allow'"
 )
 _WRITE = (
-    "write it outside of the loss, or write a value that does not depend on samples; or pass micro_batches=1 (with one "
-    "replica of each stage), or inexact='allow'"
+    "write it outside of the loss, write a value that does not depend on samples, or add (assign_add) a sum or mean "
+    "over samples to it; or pass micro_batches=1 (with one replica of each stage), or inexact='allow'"
 )
 _BATCH_NORM_REMEDY = (
     "this exception is documented; batch_norm='deferred' keeps moving statistics of the whole batch, batch_norm='sync' "
@@ -37,6 +37,7 @@ _BATCH_NORM_REMEDY = (
 _DEFERRED = f"{BATCH_NORM}; its moving statistics are those of the whole batch"
 _JOINED = f"{BATCH_NORM}; it takes them over all replicas"
 _REMEDY = "this exception is documented; layer norm and group norm normalise each sample by itself"
+_ADDITIONS = ("AssignAddVariableOp", "AssignSubVariableOp")
 _LOSSES = (Form.SUM, Form.MEAN, Form.SHARED)
 _GIVES = {Form.ROWS: "a row for each sample", Form.SUM: "a sum over samples", Form.MEAN: "a mean over samples"}
 _DRAW = "give the draw a seed (keras.random with a SeedGenerator, tf.random.stateless_*)"
@@ -158,6 +159,7 @@ class _Decision:
         self.once_written = once_written
         self.reasons: list[Inexactness] = []
         self.adds: set[str] = set()
+        self.mean_adds: set[str] = set()
         self.no_sum = _NO_SUM.format(batch_loss="" if batch_loss else "batch_loss=True (with mode='sync'), or ")
         scope.once_sizes |= {value for value in captured.graph.outputs[1:] if self._is_only_returned(value)}
         self.whole_sizes = _of_whole_sizes(captured.graph, scope)
@@ -195,7 +197,8 @@ class _Decision:
             mixed=kind.form is Form.SUM and kind.mixed and not self.loss_head,
             grows=self._grows(),
             aux=merges,
-            adds=frozenset(self.adds),
+            adds=frozenset(self.adds | self.mean_adds),
+            mean_adds=frozenset(self.mean_adds),
             once=self.once,
             draws=self._draws(),
             sizes=self._sizes(),
@@ -396,15 +399,18 @@ class _Decision:
             if self.loss_head and node.name in self.loss_head.own:
                 continue
             kinds = [self.scope.kinds[value] for value in node.inputs]
-            sums = [kind for kind in kinds if kind.form is Form.SUM and not kind.mixed]
-            adds = node.op in ("AssignAddVariableOp", "AssignSubVariableOp") and len(sums) == 1
-            if adds and all(kind.shared or kind in sums for kind in kinds) and not self._is_read(names):
-                self.adds.add(node.name)
+            if node.op in _ADDITIONS and self._adds_up(node.inputs[1]) and not self._is_read(names):
+                (self.mean_adds if kinds[1].form is Form.MEAN else self.adds).add(node.name)
                 continue
             layer = _layer(node)
             why = f"writes {', '.join(names)} once for each micro-batch, with a value that depends on its samples"
             documented = any(kind.documented for kind in kinds)
             self._add(Inexactness(layer, why, _WRITE, documented, node=node.name))
+
+    def _adds_up(self, value: Value) -> bool:
+        """Return whether the micro-batches' values, means weighted by their shares of the samples, add up."""
+        kind, dtype = self.scope.kinds[value], self.graph.type_of(value).dtype
+        return not kind.mixed and (kind.form is Form.SUM or (kind.form is Form.MEAN and dtype.differentiable))
 
     def _is_read(self, names: Sequence[str]) -> bool:
         reads = [n for n in self.graph.nodes if n.effect is Effect.READ and n.name in self.live]

@@ -61,8 +61,9 @@ class BatchDependence:
 
     ``loss``: whether the loss is the mean or the sum of the micro-batches'; ``mixed``: it is a sum only after its terms
     were weighted (see ``weigh``); ``grows``: it is a sum that nothing divides. ``aux``: how to merge each aux output,
-    None where its type decides. ``adds``: the nodes that add a sum over samples to a variable. ``once``: the nodes that
-    run once a step on the whole batch. ``draws``: stateless draws that each micro-batch takes its rows from. ``sizes``:
+    None where its type decides. ``adds``: the nodes that add a sum or a mean over samples to a variable; ``mean_adds``:
+    those that add a mean, of which each micro-batch adds its share. ``once``: the nodes that run once a step on the
+    whole batch. ``draws``: stateless draws that each micro-batch takes its rows from. ``sizes``:
     sizes that the loss computes with, to be replaced by the whole batch's. ``shapes``: shapes of activations (a node,
     and the position of an output) that nodes of ``once`` need. ``sliced``: results of nodes of ``once`` of which each
     micro-batch takes its rows. ``squeezed``: the axes that each Squeeze without axes
@@ -90,4 +91,5 @@ class BatchDependence:
     loss_head: LossHead | None = None
     partials: Mapping[str, str] = field(default_factory=dict)
     uncut: bool = False
+    mean_adds: frozenset[str] = frozenset()
     captured_lists: Mapping[str, tuple[Value, ...]] = field(default_factory=dict)

@@ -21,6 +21,7 @@ from dapple_tf.frontend.dependence.kinds import Form
 from dapple_tf.frontend.dependence.numbers import constant_value
 from dapple_tf.frontend.dependence.result import BatchDependence
 from dapple_tf.frontend.dependence.scope import op_names
+from dapple_tf.frontend.rows import share_of
 from dapple_tf.graph_passes.ir.graph import Node, Value
 
 _TERMS = {
@@ -59,8 +60,7 @@ class _Weighing:
         func_graph = self.captured.func_graph
         with func_graph.as_default(), tf.name_scope("weighted"):
             self.rows = tf.compat.v1.placeholder(tf.int64, [3], name="rows")
-            counts = tf.cast(self.rows, tf.float64)
-            self.share = (counts[1] - counts[0]) / counts[2]
+            self.share = share_of(self.rows)
             loss = self._weighted(self.graph.outputs[0])
             several = self.captured.several
             targets = [replace(target, value=self.tensors.value(self._weighted(target.value))) for target in several]

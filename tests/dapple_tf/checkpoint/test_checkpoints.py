@@ -263,7 +263,7 @@ def test_a_run_that_did_not_restore_cannot_save_beside_later_checkpoints(tmp_pat
 def test_a_path_that_cannot_be_a_folder_of_checkpoints_is_refused(tmp_path: Path, place: str) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(
-        CheckpointError, match=f"{place} cannot hold checkpoints: (File exists|Not a directory|No such)"
+        CheckpointError, match=f"{place} cannot hold checkpoints: (it is a file, not a folder|Not a directory|No such)"
     ):
         Checkpoints(tmp_path / place, job()[0])
 

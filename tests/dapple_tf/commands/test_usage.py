@@ -138,7 +138,7 @@ def test_without_a_command_the_help_is_shown(run_here: Run) -> None:
         # Paths are checked before the model is made.
         (
             (TINY_MODEL, "--set", "absent=1", "--checkpoint-dir", "setup.py"),
-            "--checkpoint-dir: setup.py cannot hold checkpoints: File exis",
+            "--checkpoint-dir: setup.py cannot hold checkpoints: it is a file, not a folder",
             2,
         ),
         (

@@ -143,5 +143,5 @@ def test_a_folder_that_rank_0_cannot_write_ends_all_before_the_model_is_made(tmp
         )
     assert caught.value.exit_code == 2
     told = [rank.stderr for rank in caught.value.ranks]
-    assert f"--tensorboard: {tmp_path}/file cannot hold TensorBoard's events: File exists" in told[0]
+    assert f"--tensorboard: {tmp_path}/file cannot hold TensorBoard's events: it is a file, not a folder" in told[0]
     assert not any("absent" in text for text in told)

@@ -164,15 +164,45 @@ def test_a_write_that_depends_on_no_trained_variable_runs_once(write: Any) -> No
     assert any("Assign" in name or "Scatter" in name for name in found.once)
 
 
-def test_a_sum_that_is_added_to_a_variable_is_exact() -> None:
-    assert with_writes(lambda b, count, average: average.assign_add(tf.reduce_sum(b.z, 0))).exactness
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda b, count, average: average.assign_add(tf.reduce_sum(b.z, 0)),
+        lambda b, count, average: average.assign_sub(tf.reduce_sum(b.z, 0)),
+        lambda b, count, average: average.assign(average + tf.reduce_sum(b.z, 0)),
+        lambda b, count, average: average.assign(tf.identity(tf.reduce_sum(b.z, 0) + average)),
+        lambda b, count, average: average.assign(average - tf.reduce_sum(b.z, 0)),
+    ],
+)
+def test_a_sum_that_is_added_to_a_variable_is_exact(write: Any) -> None:
+    found = with_writes(write)
+    assert found.exactness.exact, str(found.exactness)
+    assert len(found.adds) == 1
+    assert not found.mean_adds
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda b, count, average: average.assign_add(tf.reduce_mean(b.z, 0)),
+        lambda b, count, average: average.assign(average - tf.reduce_mean(b.z, 0)),
+    ],
+)
+def test_a_mean_that_is_added_to_a_variable_is_added_in_shares(write: Any) -> None:
+    found = with_writes(write)
+    assert found.exactness.exact, str(found.exactness)
+    assert found.adds == found.mean_adds
+    assert len(found.adds) == 1
 
 
 @pytest.mark.parametrize(
     "write",
     [
         lambda b, count, average: average.assign(tf.reduce_sum(b.z, 0)),
-        lambda b, count, average: average.assign_add(tf.reduce_mean(b.z, 0)),
+        lambda b, count, average: average.assign(tf.reduce_sum(b.z, 0) - average),
+        lambda b, count, average: average.assign(average + tf.reduce_sum(b.z)),
+        lambda b, count, average: average.assign(2.0 * average + tf.reduce_sum(b.z, 0)),
+        lambda b, count, average: average.assign_add(tf.reduce_mean(b.z, 0) + tf.reduce_sum(b.z, 0)),
         lambda b, count, average: average.assign_add(average * tf.reduce_sum(b.z, 0)),
         lambda b, count, average: average.scatter_add(tf.IndexedSlices(b.z[:, 0], b.y)),
     ],
