@@ -89,7 +89,7 @@ def test_overlap_comes_between_the_sums_of_replicas_and_allreduce(loss: Any) -> 
 
 def test_stage_functions_are_rewritten_before_they_are_called_recomputation_first(loss: Any) -> None:
     recomputed = model_of(loss, recompute=range(20))
-    assert any(recomputed.runs)
+    assert any(recomputed.for_passes.runs)
     plan = plan_of(recomputed, recompute=True)
     assert names_of(recomputed, plan) == ["recompute", *CALLS, "apply", *CHECKS]
     both = plan_of(recomputed, recompute=True, schedule="zb-h1")
@@ -251,7 +251,7 @@ def test_all_nodes_of_a_pipelined_graph_have_an_op_of_the_table(loss: Any) -> No
 
 def test_a_plan_for_devices_that_are_not_there_is_refused(loss: Any) -> None:
     model = model_of(loss)
-    with pytest.raises(PlanError, match=r"the plan uses devices \[0, 1, 2, 3, 4\]"):
+    with pytest.raises(PlanError, match=r"the plan uses devices 0-4, but"):
         names_of(model, plan_of(model, 3, 2))
     with pytest.raises(PlanError, match=r"the plan is for 2 ranks"):
         rank_graphs(model, plan_of(model), 3)
