@@ -240,7 +240,10 @@ def local_graph(
     variant: StepVariant = StepVariant.PLAIN,
     observers: Sequence[Observer] = (),
 ) -> Graph:
-    """Return the graph that one process runs: that of ``pipeline_graph``, where some calls may be in parts."""
+    """Return the graph that one process runs: that of ``pipeline_graph``, where some calls may be in parts.
+
+    Its nodes may stand in another order. Where a few micro-batches show the whole graph, ``observers`` see theirs.
+    """
 
     def build(plan: Plan) -> tuple[Graph, ...]:
         graph = pipeline_graph(model, plan, devices, home, variant=variant, observers=observers)

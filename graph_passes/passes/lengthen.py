@@ -2,14 +2,18 @@
 
 In the middle of most schedules every worker repeats a *round* of actions, each time ``stride`` micro-batches later.
 ``shorten`` leaves out most of these rounds. The passes then run for two short schedules, one of which has a round more,
-and ``lengthen`` adds the rounds that are missing to the first of the two graphs.
+and ``Lengthening`` adds the rounds that are missing to the first of the two graphs.
 
 A pass makes the nodes of a micro-batch from what stands around its actions in the schedule: those before and after, on
 its own worker and on those with which it exchanges tensors. In the middle this is the same for each round, but for the
 numbers of micro-batches, however many rounds there are. So an added round has the nodes of the round before it, and the
 nodes after it are those of the short graph, all with later numbers; a node without a micro-batch that takes something
-from each micro-batch takes it from the added ones too. ``lengthen`` does not rely on this alone: one round added to the
-first graph must give the second one, node by node, or it returns None.
+from each micro-batch takes it from the added ones too. What is proved of the two graphs (``verify_pipeline``,
+``verify_ranks``) thus holds with more rounds: each node has the same nodes around it. ``Lengthening`` does not rely on
+the passes alone: one round added to the first graph must give the second one, node by node, or there is no lengthening,
+and the passes run for all micro-batches.
+
+The nodes of the result stand in another topological order than those that the passes give.
 """
 
 from __future__ import annotations
@@ -73,8 +77,12 @@ class _Rounds:
 
 
 def _find_rounds(schedule: Schedule, actions: Sequence[Action], stride: int) -> _Rounds | None:
+    """Return the rounds in the middle of a worker's actions; None unless each stage and kind is in micro-batch order.
+
+    In this order a part that repeats has, of each stage and kind, micro-batches that follow one another.
+    """
     place = end = len(actions) // 2
-    following = _later(actions[place], stride)
+    following = _renumber(actions[place], stride)
     if following not in actions:
         return None
     length = actions.index(following) - place
@@ -109,13 +117,14 @@ def _leave_out(schedule: Schedule, rounds: Sequence[_Rounds], count: int, stride
     for actions, found in zip(schedule.workers, rounds, strict=True):
         after = found.place + count * found.length
         left = [(action, action) for action in actions[: found.place]]
-        left += [(action, _later(action, -count * stride)) for action in actions[after:]]
+        left += [(action, _renumber(action, -count * stride)) for action in actions[after:]]
         workers.append(tuple(new for _, new in left))
         together |= {new for old, new in left if old in schedule.together}
     return Schedule(tuple(workers), frozenset(together))
 
 
-def _later(action: Action, by: int) -> Action:
+def _renumber(action: Action, by: int) -> Action:
+    """Return the action for the micro-batch that is ``by`` as many later."""
     return Action(action.stage, action.kind, action.micro_batch + by)
 
 
