@@ -106,7 +106,7 @@ def test_stage_functions_are_rewritten_before_they_are_called_recomputation_firs
         {"overlap": True},
         {"micro_batch_sizes": (1, 2) * 30, "micro_batch_size": 2, "global_batch_size": 90},
     ],
-    ids=str,
+    ids=["plain", "zb-h1", "overlap", "sizes"],
 )
 def test_passes_run_for_a_few_of_many_micro_batches(loss: Any, changes: dict[str, Any]) -> None:
     model = model_of(loss)
