@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import tensorflow as tf
@@ -26,12 +26,13 @@ from dapple_tf.graph_passes.passes.expose_gradients import ExposeGradients
 from dapple_tf.graph_passes.passes.gather_slices import GatherSlices
 from dapple_tf.graph_passes.passes.instrument import Instrument
 from dapple_tf.graph_passes.passes.join_replicas import JoinReplicas
+from dapple_tf.graph_passes.passes.lengthen import Lengthening, find_received, shorten
 from dapple_tf.graph_passes.passes.local_input import LocalInput
 from dapple_tf.graph_passes.passes.look_up_rows import LookUpRows
 from dapple_tf.graph_passes.passes.microbatch import Microbatch
 from dapple_tf.graph_passes.passes.order import Order
 from dapple_tf.graph_passes.passes.overlap import Overlap
-from dapple_tf.graph_passes.passes.place import Place
+from dapple_tf.graph_passes.passes.place import Place, PlaceRank
 from dapple_tf.graph_passes.passes.project import Project
 from dapple_tf.graph_passes.passes.rank_variables import RankVariables
 from dapple_tf.graph_passes.passes.recompute import Recompute
@@ -49,6 +50,7 @@ from dapple_tf.graph_passes.passes.windows.update_groups import UpdateGroups
 from dapple_tf.graph_passes.passes.windows.use_versions import UseVersions
 from dapple_tf.graph_passes.passes.windows.verify_window import VerifyWindow
 from dapple_tf.graph_passes.passes.write_statistics import WriteStatistics
+from dapple_tf.graph_passes.schedules.schedule import Schedule
 from dapple_tf.graph_passes.schedules.spec import forward_only
 from dapple_tf.plans import MORE_DEVICES, REQUESTED, Plan, check_workers
 from dapple_tf.profiler.units import format_devices
@@ -238,10 +240,73 @@ def local_graph(
     variant: StepVariant = StepVariant.PLAIN,
     observers: Sequence[Observer] = (),
 ) -> Graph:
-    """Return the graph that one process runs: that of ``pipeline_graph``, where some calls may be in parts."""
-    graph = pipeline_graph(model, plan, devices, home, variant=variant, observers=observers)
-    # After all passes that look at whole calls.
-    return run_passes(graph, [JoinReplicas()] if model.joins else [], observers, verified=graph)
+    """Return the graph that one process runs: that of ``pipeline_graph``, where some calls may be in parts.
+
+    Its nodes may stand in another order. Where a few micro-batches show the whole graph, ``observers`` see theirs.
+    """
+
+    def build(plan: Plan) -> tuple[Graph, ...]:
+        graph = pipeline_graph(model, plan, devices, home, variant=variant, observers=observers)
+        # After all passes that look at whole calls.
+        return (run_passes(graph, [JoinReplicas()] if model.joins else [], observers, verified=graph),)
+
+    graphs, lengthenings = _build_few(plan, variant, build, [0])
+    return lengthenings[0].whole() if lengthenings else graphs[0]
+
+
+def job_graphs(
+    model: StagedModel,
+    plan: Plan,
+    size: int,
+    rank: int,
+    device: str,
+    home: str,
+    *,
+    variant: StepVariant = StepVariant.PLAIN,
+    local: bool = False,
+) -> tuple[tuple[Graph, ...], Graph]:
+    """Return the graphs of all ranks, maybe for fewer micro-batches, and that of ``rank`` on its devices.
+
+    ``device``: of the rank's stages; ``home``: of everything else. See ``rank_graphs``.
+    """
+
+    def build(plan: Plan) -> tuple[Graph, ...]:
+        graphs = rank_graphs(model, plan, size, variant=variant, local=local)
+        return (*graphs, run_passes(graphs[rank], [PlaceRank(device, home)], verified=graphs[rank]))
+
+    (*graphs, own), lengthenings = _build_few(plan, variant, build, [*range(size), rank])
+    return tuple(graphs), lengthenings[-1].whole() if lengthenings else own
+
+
+def _build_few(
+    plan: Plan, variant: StepVariant, build: Callable[[Plan], tuple[Graph, ...]], ranks: Sequence[int]
+) -> tuple[tuple[Graph, ...], Sequence[Lengthening]]:
+    """Return the graphs that ``build`` makes of the plan with a few of its micro-batches, to be lengthened to the plan.
+
+    Where a few do not show what the graphs of the plan are, return these, and no lengthenings. ``ranks``: the rank of
+    each of the graphs, which begin with those of all ranks.
+    """
+    # An instrumented graph has the stamps of all rounds in one node, in the order of the step.
+    short = shorten(plan.build_schedule()) if plan.window is None and variant is not StepVariant.TIMED else None
+    if short is not None:
+        first, second = (build(_with_schedule(plan, schedule)) for schedule in (short.first, short.second))
+        lengthenings = [
+            Lengthening.find(one, two, short, plan.sizes, find_received(first, one, rank))
+            for one, two, rank in zip(first, second, ranks, strict=True)
+        ]
+        found = [each for each in lengthenings if each is not None]
+        if len(found) == len(lengthenings):
+            return first, found
+    return build(plan), ()
+
+
+def _with_schedule(plan: Plan, schedule: Schedule) -> Plan:
+    """Return the plan with a schedule of fewer micro-batches, the first ones."""
+    count = schedule.micro_batches
+    few = replace(plan, schedule=str(schedule), micro_batches=count, micro_batch_sizes=None)
+    if not (sizes := plan.sizes[:count]):
+        return few
+    return replace(few, micro_batch_sizes=sizes, micro_batch_size=max(sizes), global_batch_size=sum(sizes))
 
 
 def rank_graphs(

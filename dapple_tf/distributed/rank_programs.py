@@ -17,7 +17,7 @@ from dapple_tf.backend.bindings import Buffers
 from dapple_tf.backend.build_times import BuildTimes
 from dapple_tf.backend.handler import Bindings, ChooseCompiled, Compiled
 from dapple_tf.backend.program import Program, build_rank_program, follow
-from dapple_tf.compiler import PlannedModel, StepVariant, rank_graphs
+from dapple_tf.compiler import PlannedModel, StepVariant, job_graphs
 from dapple_tf.distributed.collectives import Collectives
 from dapple_tf.distributed.digest import digest_graphs, digest_tensors
 from dapple_tf.distributed.exit_reporting import report_failure
@@ -32,8 +32,6 @@ from dapple_tf.graph_passes.analysis.layers import written_variables
 from dapple_tf.graph_passes.analysis.variable_use import resident_variables, variable_uses, written_by
 from dapple_tf.graph_passes.ir.graph import Graph
 from dapple_tf.graph_passes.ir.names import BATCH_SIZE_NAME, of_phase
-from dapple_tf.graph_passes.passes.base import run_passes
-from dapple_tf.graph_passes.passes.place import PlaceRank
 from dapple_tf.graph_passes.passes.verify_ranks import collectives_of
 from dapple_tf.memory.room import check_room, find_need, predict_rank_step
 from dapple_tf.plans import Plan
@@ -159,8 +157,9 @@ class RankTarget:
         agree("shapes and dtypes of the batch", model.interface.signature)
         agree("variables", [(name, v.dtype.name, tuple(v.shape)) for name, v in model.variables.items()])
         with times.phase("passes"):
-            graphs = self._job.run_on_all(
-                lambda: rank_graphs(model, plan, self._job.size, variant=variant, local=planned.local)
+            place = self._job.size, self._job.rank, self._device, self._home
+            graphs, own = self._job.run_on_all(
+                lambda: job_graphs(model, plan, *place, variant=variant, local=planned.local)
             )
         agree("graph of the model, or code", digest_graphs(graphs, model.library))
         agree("tensors that the model closes over", digest_tensors(model.constants))
@@ -171,15 +170,13 @@ class RankTarget:
             needs, writers = earlier.needs.joined(needs), [*earlier.writers, *writers]
             check_writers(needs, writers)
         self._settings.add(self._job, model)
-        self._check_room(planned, graphs[self._job.rank], needs)
+        self._check_room(planned, own, needs)
         # When the processes made the model, each drew its own initial values.
         _place_variables(self._job, needs, synchronize=not self._synchronized)
         self._synchronized = True
         phase = model.interface.phase
         collectives = self._make_collectives(graphs, "" if phase is None else of_phase(phase.number, ""))
-        own = graphs[self._job.rank]
-        graph = run_passes(own, [PlaceRank(self._device, self._home)], verified=own)
-        graph = follow(graph, model, earlier)
+        graph = follow(own, model, earlier)
         progress = self._job.progress
         progress.stages = tuple(i for i, stage in enumerate(plan.stages) if self._job.rank in stage.devices)
         inputs = tuple(find_inputs(g) for g in graphs)

@@ -19,6 +19,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import NamedTuple
 
 from dapple_tf.graph_passes.ir.graph import Graph, Node
 from dapple_tf.graph_passes.ir.names import BACKWARD_OPS, MICRO_BATCH, is_collective, nodes_of
@@ -56,16 +57,15 @@ class SteadyState:
         return (kind, iteration) if 0 <= iteration < self.iterations else None
 
 
-@dataclass(frozen=True)
-class _Source:
-    """An edge to a node: its input number ``place`` is output number ``index`` of another node.
+class _Source(NamedTuple):
+    """An edge to a node: its input number ``place`` is output number ``output`` of another node.
 
     Both numbers are -1 for a control edge. The other node is of ``kind``, and its number is ``distance`` before the
     taker's; or, where ``kind`` is None, it is called ``name`` and is the same for all numbers.
     """
 
     place: int
-    index: int
+    output: int
     kind: Hashable
     distance: int
     name: str
@@ -78,7 +78,7 @@ class _Kind:
     nodes: Mapping[int, Node]
     first: int
     last: int
-    sources: Sequence[_Source]
+    sources: Set[_Source]
 
     def __len__(self) -> int:
         return self.last - self.first + 1
@@ -174,10 +174,10 @@ def _find_kinds(numbered: _Numbered, fewest: int) -> dict[Hashable, _Kind]:
 
 
 def _longest_run(nodes: Mapping[int, Node], places: Mapping[str, tuple[Hashable, int]]) -> _Kind:
-    sources = {number: tuple(_sources(node, number, places)) for number, node in sorted(nodes.items())}
+    sources = {number: frozenset(_sources(node, number, places)) for number, node in sorted(nodes.items())}
     runs, begin = [], min(nodes)
     for earlier, number in pairwise(sources):
-        if number != earlier + 1 or set(sources[number]) != set(sources[earlier]):
+        if number != earlier + 1 or sources[number] != sources[earlier]:
             runs.append((begin, earlier))
             begin = number
     runs.append((begin, max(nodes)))

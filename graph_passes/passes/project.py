@@ -9,6 +9,7 @@ ranks reduces and updates its own variables.
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
@@ -112,7 +113,8 @@ def project(graph: Graph, ranks: Sequence[Sequence[int]], rank: int, sharded: Se
     own = [node for node in graph.nodes if rank in placement.ranks_of(node)]
     names = {node.name for node in own}
     nodes += [_on_rank(node, rank, placement, names, received) for node in own]
-    tokens = tuple(node.values()[-1] for node in nodes if node.op in OPS_WITH_TOKEN)
+    with_token = sorted((node for node in nodes if node.op in OPS_WITH_TOKEN), key=_number_of)
+    tokens = tuple(node.values()[-1] for node in with_token)
     if tokens:
         nodes.append(Node(TOKENS_NAME, OpName.COLLECT_TOKENS, tokens, (TOKEN,)))
     outputs = tuple(value for value in graph.outputs if value.node in names)
@@ -120,6 +122,11 @@ def project(graph: Graph, ranks: Sequence[Sequence[int]], rank: int, sharded: Se
     called = {node.string("function") for node in nodes if node.has("function")}
     functions = tuple(function for function in graph.functions if function.name in called)
     return graph.replace(nodes=tuple(nodes), outputs=outputs, functions=functions).sorted()
+
+
+def _number_of(node: Node) -> float:
+    """Return the micro-batch of a node; infinity where it has none."""
+    return node.integer(MICRO_BATCH) if node.has(MICRO_BATCH) else math.inf
 
 
 def _check_ranks(graph: Graph, ranks: Sequence[Sequence[int]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import keras
 import pytest
 import tensorflow as tf
 
-from dapple_tf.compiler import StepVariant, local_graph, pipeline_graph, rank_graphs
+from dapple_tf.compiler import StepVariant, job_graphs, local_graph, pipeline_graph, rank_graphs
 from dapple_tf.errors import PlanError
 from dapple_tf.frontend.capture import capture
 from dapple_tf.frontend.trace import trace_loss
@@ -19,6 +20,7 @@ from dapple_tf.graph_passes.ir.graph import Graph
 from dapple_tf.graph_passes.ir.names import nodes_of
 from dapple_tf.graph_passes.ir.ops import OPS, OpName
 from dapple_tf.graph_passes.ir.text import parse_graph, print_graph
+from dapple_tf.graph_passes.passes.place import PlaceRank
 from dapple_tf.plans import Plan
 from dapple_tf.staged_model import StagedModel, stage_model
 from tests.dapple_tf.builders import X, chain, make_plan
@@ -87,13 +89,78 @@ def test_overlap_comes_between_the_sums_of_replicas_and_allreduce(loss: Any) -> 
 
 def test_stage_functions_are_rewritten_before_they_are_called_recomputation_first(loss: Any) -> None:
     recomputed = model_of(loss, recompute=range(20))
-    assert any(recomputed.runs)
+    assert any(recomputed.for_passes.runs)
     plan = plan_of(recomputed, recompute=True)
     assert names_of(recomputed, plan) == ["recompute", *CALLS, "apply", *CHECKS]
     both = plan_of(recomputed, recompute=True, schedule="zb-h1")
     assert names_of(recomputed, both) == ["recompute", "split_weights", *CALLS, "apply", *CHECKS]
     model = model_of(loss)
     assert names_of(model, plan_of(model, schedule="zb-h1")) == ["split_weights", *CALLS, "apply", *CHECKS]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"schedule": "zb-h1"},
+        {"overlap": True},
+        {"micro_batch_sizes": (1, 2) * 30, "micro_batch_size": 2, "global_batch_size": 90},
+    ],
+    ids=["plain", "zb-h1", "overlap", "sizes"],
+)
+def test_passes_run_for_a_few_of_many_micro_batches(loss: Any, changes: dict[str, Any]) -> None:
+    model = model_of(loss)
+    plan = plan_of(model, 2, 1, **{"micro_batches": 60, **changes})
+    counts: list[int] = []
+
+    def observe(_: str, graph: Graph) -> None:
+        counts.append(len(nodes_of(graph, OpName.FORWARD)))
+
+    graph = local_graph(model, plan, DEVICES, DEVICES[0], observers=[observe])
+    check_same(graph, pipeline_graph(model, plan, DEVICES, DEVICES[0]))
+    assert 4 * max(counts) < len(nodes_of(graph, OpName.FORWARD)) == 3 * 60
+
+
+def test_a_model_that_only_runs_forward_is_built_for_a_few_of_many_micro_batches_too(loss: Any) -> None:
+    trained = model_of(loss, optimizer=False)
+    forwards = tuple(f for f in trained.graph.functions if f.name.endswith("/forward"))
+    model = dataclasses.replace(trained, graph=trained.graph.replace(functions=forwards))
+    plan = plan_of(model, micro_batches=60)
+    check_same(local_graph(model, plan, DEVICES, DEVICES[0]), pipeline_graph(model, plan, DEVICES, DEVICES[0]))
+
+
+def test_a_timed_step_has_the_stamps_of_all_micro_batches_in_order(loss: Any) -> None:
+    model = model_of(loss)
+    plan = plan_of(model, micro_batches=60)
+    found, built = (
+        make(model, plan, DEVICES, DEVICES[0], variant=StepVariant.TIMED) for make in (local_graph, pipeline_graph)
+    )
+    assert found == built
+
+
+def check_same(found: Graph, built: Graph) -> None:
+    """Check that two graphs are the same but for the order of their nodes."""
+    assert found.by_name == built.by_name
+    assert found.replace(nodes=()) == built.replace(nodes=())
+
+
+@pytest.mark.parametrize("local", [False, True])
+def test_a_rank_lengthens_its_own_graph_only(loss: Any, local: bool) -> None:
+    model = model_of(loss)
+    plan = plan_of(model, 2, 1, micro_batches=60)
+    for rank, whole in enumerate(rank_graphs(model, plan, 3, local=local)):
+        graphs, own = job_graphs(model, plan, 3, rank, "/device:CPU:0", "/device:CPU:1", local=local)
+        check_same(own, PlaceRank("/device:CPU:0", "/device:CPU:1")(whole))
+        assert len(graphs) == 3
+        assert all(4 * len(few.nodes) < len(own.nodes) for few in graphs)
+
+
+def test_the_graphs_of_all_ranks_are_whole_where_a_few_micro_batches_do_not_show_them(loss: Any) -> None:
+    model = model_of(loss)
+    plan = plan_of(model, 2, 1, micro_batches=60, schedule="gpipe")
+    graphs, own = job_graphs(model, plan, 3, 2, "/device:CPU:0", "/device:CPU:1")
+    assert graphs == rank_graphs(model, plan, 3)
+    assert own == PlaceRank("/device:CPU:0", "/device:CPU:1")(graphs[2])
 
 
 def test_without_an_optimizer_nothing_is_applied(loss: Any) -> None:
@@ -184,7 +251,7 @@ def test_all_nodes_of_a_pipelined_graph_have_an_op_of_the_table(loss: Any) -> No
 
 def test_a_plan_for_devices_that_are_not_there_is_refused(loss: Any) -> None:
     model = model_of(loss)
-    with pytest.raises(PlanError, match=r"the plan uses devices \[0, 1, 2, 3, 4\]"):
+    with pytest.raises(PlanError, match=r"the plan uses devices 0-4, but"):
         names_of(model, plan_of(model, 3, 2))
     with pytest.raises(PlanError, match=r"the plan is for 2 ranks"):
         rank_graphs(model, plan_of(model), 3)
