@@ -69,7 +69,7 @@ def capture(
     with (
         internals.replace_moments(moments[batch_norm]) if batch_norm in moments else nullcontext(),
         internals.listen_to_tapes(calls) if calls is not None else nullcontext(),
-        _building_optimizers() if calls is not None else nullcontext(),
+        _building_optimizers() if calls is not None else nullcontext(()) as built,
         internals.inline_functions() if inlined else nullcontext(),
     ):
         try:
@@ -79,10 +79,10 @@ def capture(
         except Exception as error:  # the user's code and AutoGraph raise any type; a training step's gets its line
             if calls is None:
                 raise
-            if inlined or not calls.nested:
+            if not built and (inlined or not calls.nested):
                 raise calls.refused or error_of_step(name, error) from error
-            concrete, inlined = None, True
-    if concrete is None:
+            concrete, inlined = None, inlined or not built
+    if concrete is None or built:  # also where the user's code caught the end of the trace
         return capture(
             loss_fn, batch, batch_norm=batch_norm, trains=trains, signature=signature, sized=sized, inlined=inlined
         )
@@ -95,29 +95,32 @@ def capture(
 
 
 class _OptimizerBuilt(BaseException):
-    """A trace ends early, since an optimizer was built during it. No Exception: a user's code must not catch it."""
+    """A trace ends early, since an optimizer was built during it. No Exception: few users' codes catch it."""
 
 
 @contextmanager
-def _building_optimizers() -> Iterator[None]:
+def _building_optimizers() -> Iterator[Sequence[Any]]:
     """In the block, build the optimizers of a training step before their first update, and raise ``_OptimizerBuilt``.
 
     TensorFlow traces a function a second time where the first trace makes variables, and uses the second one. Here
     the first trace ends at the first update. One that has made other variables before goes on to its end, since only
-    then TensorFlow gives these their values.
+    then TensorFlow gives these their values; and so does one of an optimizer with a ``build`` of the user's, since what
+    this assigns to variables in a trace is left out of the second one. Yields the optimizers that were built.
     """
     made: list[str] = []
+    built: list[Any] = []
 
     def note(next_creator: Callable[..., tf.Variable], **settings: Any) -> tf.Variable:
         made.append(str(settings.get("name")))
         return next_creator(**settings)
 
     def build(optimizer: Any, variables: Sequence[Any]) -> None:
-        if not made and build_before_update(optimizer, variables):
+        if not made and internals.is_of_keras(optimizer.build) and build_before_update(optimizer, variables):
+            built.append(optimizer)
             raise _OptimizerBuilt
 
     with tf.variable_creator_scope(note), internals.before_updates(build):
-        yield
+        yield built
 
 
 def _read_loss(

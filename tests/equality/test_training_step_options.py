@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -77,6 +77,52 @@ def test_a_step_is_traced_to_its_end_once_though_its_optimizer_is_not_built(scal
     assert_equal(dapple.train_step(function, stages=2, micro_batches=2)(*regression()[0]), loss)
     assert len(traces) == 1
     assert [variable.path for variable in optimizer.variables] == [variable.path for variable in wanted.variables]
+
+
+def catching(optimizer: Any) -> tuple[Callable[..., Any], list[Any]]:
+    """Return a step that catches whatever its update raises, and what it changes."""
+    keras.utils.clear_session()
+    model = mlp()
+
+    def update(pairs: Sequence[tuple[Any, Any]]) -> None:
+        try:
+            optimizer.apply_gradients(pairs)
+        except BaseException:
+            optimizer.apply_gradients([(0.5 * gradient, weight) for gradient, weight in pairs])
+
+    @tf.autograph.experimental.do_not_convert
+    def train_step(x: Any, y: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = mse(y, model(x))
+        weights = model.trainable_variables
+        update(list(zip(tape.gradient(loss, weights), weights, strict=True)))
+        return loss
+
+    return train_step, [model, optimizer]
+
+
+class Anchored(keras.optimizers.SGD):
+    """Draws weights to what its build remembers of them."""
+
+    def build(self, variables: Any) -> None:
+        super().build(variables)
+        self.anchors = [self.add_variable_from_reference(variable, name="anchor") for variable in variables]
+        for anchor, variable in zip(self.anchors, variables, strict=True):
+            anchor.assign(variable)
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        anchor = self.anchors[self._get_variable_index(variable)]
+        super().update_step(gradient + 0.1 * (variable - anchor), variable, learning_rate)
+
+
+@pytest.mark.parametrize("kind", [keras.optimizers.Adam, Anchored])
+def test_an_optimizer_is_built_in_a_step_that_catches_all_or_by_a_build_that_writes(kind: type[Any]) -> None:
+    (plain, wanted), (function, found) = catching(kind(0.1)), catching(kind(0.1))
+    compiled, step = tf.function(plain), dapple.train_step(function, stages=2, micro_batches=2)
+    for batch in regression():
+        assert_equal(step(*batch), compiled(*batch))
+    for ours, theirs in zip(values_of(found), values_of(wanted), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
 def test_a_training_step_has_no_forward_and_no_windows() -> None:
