@@ -408,9 +408,13 @@ class _Decision:
             self._add(Inexactness(layer, why, _WRITE, documented, node=node.name))
 
     def _adds_up(self, value: Value) -> bool:
-        """Return whether the micro-batches' values, means weighted by their shares of the samples, add up."""
+        """Return whether the micro-batches' values, means weighted by their shares of the samples, add up.
+
+        A share is rounded to the type: it is 0 as an integer, and a variable of 16 bits would not change by it.
+        """
         kind, dtype = self.scope.kinds[value], self.graph.type_of(value).dtype
-        return not kind.mixed and (kind.form is Form.SUM or (kind.form is Form.MEAN and dtype.differentiable))
+        has_shares = dtype.differentiable and dtype.size >= 4
+        return not kind.mixed and (kind.form is Form.SUM or (kind.form is Form.MEAN and has_shares))
 
     def _is_read(self, names: Sequence[str]) -> bool:
         reads = [n for n in self.graph.nodes if n.effect is Effect.READ and n.name in self.live]

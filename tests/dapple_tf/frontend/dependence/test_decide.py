@@ -195,6 +195,14 @@ def test_a_mean_that_is_added_to_a_variable_is_added_in_shares(write: Any) -> No
     assert len(found.adds) == 1
 
 
+def test_shares_of_a_mean_are_too_small_for_a_variable_of_16_bits() -> None:
+    """At 256 the next bfloat16 is 258: it can grow by a mean of 2 but not by a share of it."""
+    total = tf.Variable(256.0, dtype=tf.bfloat16, trainable=False, name="total")
+    found = with_writes(lambda b, count, average: total.assign_add(tf.cast(tf.reduce_mean(b.z), tf.bfloat16)))
+    assert "writes total once for each micro-batch" in reasons(found)
+    assert not found.adds
+
+
 @pytest.mark.parametrize(
     "write",
     [
