@@ -80,11 +80,13 @@ def part_step(
     where the target depends on a gradient.
     """
     needed = _with_gradients(graph, [target.node], used)
+    of_batch = _of_batch(graph)
 
     def is_sunk(node: Node) -> bool:
         if node.effect not in _ACTING or node.name in needed:
             return False
-        return numbers[node.name] >= first_op or (node.effect is Effect.WRITE and not _of_layer(node))
+        own = not _of_layer(node) or (node.name in of_batch and not node.has("batch_norm"))
+        return numbers[node.name] >= first_op or (node.effect is Effect.WRITE and own)
 
     kept = [node for node in graph.nodes if node.effect is Effect.WRITE and not is_sunk(node)]
     state = {name for node in kept for name in node.strings("writes")}
@@ -112,6 +114,15 @@ def part_step(
 
 def _of_layer(node: Node) -> bool:
     return node.has("layer") or node.has("within")
+
+
+def _of_batch(graph: Graph) -> set[str]:
+    """Return the nodes that depend on the arguments of the batch."""
+    found = {node.name for node in graph.nodes if node.op == "arg" and not node.has("role")}
+    for node in graph.nodes:  # in topological order
+        if any(value.node in found for value in node.inputs):
+            found.add(node.name)
+    return found
 
 
 def take_inputs_of(part: AfterGradients, values: Sequence[Value]) -> AfterGradients:

@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 import dapple_tf as dapple
-from dapple_tf.errors import ExactnessError, PlanError, ScheduleError
+from dapple_tf.errors import ExactnessError, LossError, PlanError, ScheduleError
 from tests.equality.one_device import TOLERANCE, Problem, compare
 from tests.equality.small_models import WIDTH
 
@@ -162,6 +162,29 @@ def test_what_the_loss_writes_about_the_whole_batch_is_written_once() -> None:
     variables = {v.path: v for v in model.variables} | {"largest": count}
     options = {"stages": 2, "micro_batches": 3, "batch_loss": True}
     compare(Problem(loss_fn, variables, adam), batches(9, 9), **options).check(TOLERANCE["float64"])
+
+
+def largest_five(y: Any, z: Any) -> Any:
+    return tf.reduce_mean(tf.math.top_k(tf.reduce_sum(tf.square(y - z), 1), 5).values)
+
+
+def test_the_loss_may_need_more_samples_than_a_micro_batch_has() -> None:
+    """The largest losses of the batch, and a threshold that the labels have."""
+
+    def above(y: Any, z: Any) -> Any:
+        threshold = tf.sort(y[:, 0], direction="DESCENDING")[5]
+        return largest_five(y, tf.where(y[:, :1] >= threshold, z, 2 * z))
+
+    for micro_batches in (3, 9):
+        found = compare(labelled(above), batches(9, 9), stages=2, micro_batches=micro_batches, batch_loss=True)
+        found.check(TOLERANCE["float64"])
+
+
+def test_micro_batches_of_fewer_samples_than_they_need_are_refused() -> None:
+    made = labelled(largest_five)
+    options: dict[str, Any] = {"stages": 2, "micro_batches": 3, "inexact": "allow"}
+    with pytest.raises(LossError, match="cannot run on a micro-batch of 3 samples"):
+        dapple.pipeline(made.loss_fn, optimizer=adam(), **options)(*batches(9)[0])
 
 
 def test_a_lookup_by_repeated_ids_in_the_loss_head_stays_sparse() -> None:
