@@ -261,6 +261,36 @@ def listen_to_tapes(listener: TapeListener) -> Iterator[None]:
             setattr(kind, name, function)
 
 
+@contextlib.contextmanager
+def before_updates(build: Callable[[Any, Sequence[Any]], None]) -> Iterator[None]:
+    """Call ``build(optimizer, variables)`` before this thread lets a Keras optimizer update variables in the block.
+
+    Replaces and restores ``apply_gradients`` and ``apply`` of the base class of optimizers, which builds them.
+    """
+    kind = next(kind for kind in keras.optimizers.Optimizer.__mro__ if "apply" in vars(kind))
+    thread = threading.get_ident()
+    apply_gradients, apply = kind.apply_gradients, kind.apply
+
+    def before_apply_gradients(self: Any, grads_and_vars: Any) -> Any:
+        pairs = list(grads_and_vars)
+        if threading.get_ident() == thread and pairs:
+            build(self, [variable for _, variable in pairs])
+        return apply_gradients(self, pairs)
+
+    def before_apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
+        variables = None if trainable_variables is None else list(trainable_variables)
+        if threading.get_ident() == thread and variables:
+            build(self, variables)
+        return apply(self, grads, variables)
+
+    kind.apply_gradients = tf.autograph.experimental.do_not_convert(before_apply_gradients)
+    kind.apply = tf.autograph.experimental.do_not_convert(before_apply)
+    try:
+        yield
+    finally:
+        kind.apply_gradients, kind.apply = apply_gradients, apply
+
+
 def is_persistent(tape: tf.GradientTape) -> bool:
     """Return whether ``tape`` was made with ``persistent=True`` (``GradientTape._persistent``)."""
     return bool(tape._persistent)

@@ -138,6 +138,20 @@ def _create_from_values(next_creator: Callable[..., tf.Variable], **settings: An
 
 
 @contextlib.contextmanager
+def outside_of_functions() -> Iterator[None]:
+    """In the block, variables are made as outside of a tf.function, also while one is traced.
+
+    TensorFlow traces a function again that makes variables.
+    """
+    with tf.init_scope(), tf.variable_creator_scope(_create_now), tf.variable_creator_scope(_create_from_values):
+        yield
+
+
+def _create_now(next_creator: Callable[..., tf.Variable], **settings: Any) -> tf.Variable:
+    return resource_variable_ops.ResourceVariable(**settings)
+
+
+@contextlib.contextmanager
 def deferring_variables() -> Iterator[None]:
     """In the block, variables whose first value a function of the user's makes are deferred, if that changes no value.
 

@@ -24,6 +24,7 @@ from dapple_tf.frontend.captured import Captured, CapturedTensors, Traced, Train
 from dapple_tf.frontend.dependence.custom_gradients import check_read_by_gradients
 from dapple_tf.frontend.joined_moments import join_moments
 from dapple_tf.frontend.layer_calls import LayerRecorder
+from dapple_tf.frontend.optimizer_update import build_before_update
 from dapple_tf.frontend.read_graph import read_graph, read_value, skip_identities
 from dapple_tf.frontend.rows import ROWS_NAME, ROWS_OP
 from dapple_tf.frontend.tape_calls import TapeCalls
@@ -68,6 +69,7 @@ def capture(
     with (
         internals.replace_moments(moments[batch_norm]) if batch_norm in moments else nullcontext(),
         internals.listen_to_tapes(calls) if calls is not None else nullcontext(),
+        internals.before_updates(build_before_update) if calls is not None else nullcontext(),
         internals.inline_functions() if inlined else nullcontext(),
     ):
         try:

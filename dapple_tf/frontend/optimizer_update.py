@@ -111,20 +111,10 @@ def build_optimizer(optimizer: Any, variables: Sequence[Any]) -> None:
     A class of the user's may build it for some of them, in ``apply_gradients`` or ``apply``: the update is traced for
     that, and not run. Raises PlanError where it cannot be traced.
     """
+    build_before_update(optimizer, variables)
     if optimizer.built:
         return
-    own = [
-        name
-        for name in ("apply_gradients", "apply")
-        if internals.overrides(optimizer, keras.optimizers.Optimizer, name)
-    ]
     with tf.init_scope():
-        if all(internals.is_of_keras(getattr(optimizer, name)) for name in own):
-            # The optimizer's name is part of the paths of its variables.
-            with keras.name_scope(optimizer.name, caller=optimizer), variable_values.deferring_variables():
-                optimizer.build(list(variables))
-            optimizer.built = True
-            return
 
         def update(*gradients: Any) -> None:
             optimizer.apply_gradients(zip(gradients, variables, strict=True))
@@ -132,6 +122,22 @@ def build_optimizer(optimizer: Any, variables: Sequence[Any]) -> None:
         with _errors_of_update(optimizer, {}):
             specs = [tf.TensorSpec(variable.shape, variable.dtype) for variable in variables]
             tf.function(update, autograph=False).get_concrete_function(*specs)
+
+
+def build_before_update(optimizer: Any, variables: Sequence[Any]) -> None:
+    """Build an optimizer for ``variables`` where it is not built, and Keras's code would build it in its first update.
+
+    A function that makes variables is traced twice by TensorFlow. So a training step's trace calls this first.
+    """
+    names = ("apply_gradients", "apply")
+    own = [name for name in names if internals.overrides(optimizer, keras.optimizers.Optimizer, name)]
+    if optimizer.built or not all(internals.is_of_keras(getattr(optimizer, name)) for name in own):
+        return
+    # The optimizer's name is part of the paths of its variables.
+    name_scope = keras.name_scope(optimizer.name, caller=optimizer)
+    with variable_values.outside_of_functions(), name_scope, variable_values.deferring_variables():
+        optimizer.build(list(variables))
+    optimizer.built = True
 
 
 @contextlib.contextmanager

@@ -361,6 +361,20 @@ def test_a_gradient_through_a_function_traced_before_a_move_is_right() -> None:
     assert slope() == 10
 
 
+@pytest.mark.parametrize("method", ["apply_gradients", "apply"])
+def test_what_comes_before_updates_gets_each_optimizer_with_its_variables(method: str) -> None:
+    optimizer, variable, found = keras.optimizers.SGD(1.0), keras.Variable(2.0), []
+    methods = keras.optimizers.Optimizer.apply_gradients, keras.optimizers.Optimizer.apply
+    with internals.before_updates(lambda of, variables: found.append((of, list(variables), of.built))):
+        if method == "apply":
+            optimizer.apply([tf.constant(0.5)], [variable])
+        else:
+            optimizer.apply_gradients(iter([(tf.constant(0.5), variable)]))
+    assert found[0] == (optimizer, [variable], False)
+    assert float(variable.value) == 1.5
+    assert (keras.optimizers.Optimizer.apply_gradients, keras.optimizers.Optimizer.apply) == methods
+
+
 def test_a_moved_keras_variable_is_saved_restored_and_predicted_with(tmp_path: Path) -> None:
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, use_bias=False)])
     x = np.ones((2, 2), np.float32)

@@ -53,6 +53,35 @@ def test_a_decorated_step_is_recorded_and_trains_on_a_short_batch() -> None:
         np.testing.assert_allclose(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
+def lazily_built(scaled: bool) -> tuple[Callable[..., Any], Any, list[None]]:
+    """Return a step whose optimizer its first update builds, the optimizer, and an entry for each trace."""
+    keras.utils.clear_session()  # so that layers of two models have the same names
+    model, traces = mlp(), list[None]()
+    optimizer: Any = keras.optimizers.Adam(0.01, name="adam", use_ema=True)
+    if scaled:
+        optimizer = keras.mixed_precision.LossScaleOptimizer(optimizer, name="scale")
+
+    def train_step(x: Any, y: Any) -> Any:
+        traces.append(None)
+        with tf.GradientTape() as tape:
+            loss = mse(y, model(x))
+        weights = model.trainable_variables
+        optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+        return loss
+
+    return train_step, optimizer, traces
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_step_is_traced_once_though_its_optimizer_is_not_built(scaled: bool) -> None:
+    plain, wanted, _ = lazily_built(scaled)
+    tf.function(plain)(*regression()[0])
+    function, optimizer, traces = lazily_built(scaled)
+    dapple.train_step(function, stages=2, micro_batches=2)(*regression()[0])
+    assert len(traces) == 1
+    assert [variable.path for variable in optimizer.variables] == [variable.path for variable in wanted.variables]
+
+
 def test_a_training_step_has_no_forward_and_no_windows() -> None:
     step = dapple.train_step(CASES["tutorial"]()[0], stages=2, micro_batches=3)
     with pytest.raises(UsageError, match=r"it runs as a whole"):
