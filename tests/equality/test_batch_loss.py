@@ -297,3 +297,21 @@ def test_a_loss_of_keras_that_compares_all_samples_equals_one_device() -> None:
     circle = labelled(lambda labels, found: keras.losses.Circle()(labels, tf.math.l2_normalize(found, -1)))
     x, labels = tf.random.stateless_normal([7, WIDTH], [1, 2], dtype=tf.float64), tf.constant([0, 1, 2, 0, 1, 1, 2])
     compare(circle, [(x, labels)], stages=2, micro_batches=3, batch_loss=True).check(1e-6)
+
+
+@pytest.mark.parametrize("options", [{"stages": 1, "micro_batches": 4}, {"stages": 2, "micro_batches": 3}], ids=str)
+def test_rows_of_a_variable_are_kept_after_the_loss_head_has_written_it(options: Mapping[str, Any]) -> None:
+    w = tf.Variable(np.random.default_rng(0).normal(size=(4, 4)), name="w")
+    largest = tf.Variable(np.random.default_rng(1).normal(size=(3, 4)), trainable=False, name="largest")
+    kept = tf.Variable(tf.zeros([8, 4], tf.float64), trainable=False, name="kept")
+
+    def loss_fn(x: Any, y: Any) -> Any:
+        z = x @ w
+        largest.scatter_nd_update([[0]], tf.reduce_max(tf.stop_gradient(z), 0)[tf.newaxis])
+        kept.scatter_nd_update(tf.range(tf.shape(x)[0])[:, tf.newaxis], tf.gather(largest, y))
+        return tf.reduce_mean(tf.reduce_logsumexp(tf.matmul(z, z, transpose_b=True), 1))
+
+    random = np.random.default_rng(2)
+    batches = [(random.normal(size=(8, 4)), random.integers(0, 3, 8)) for _ in range(2)]
+    problem = Problem(loss_fn, {"w": w, "largest": largest, "kept": kept}, lambda: keras.optimizers.SGD(0.1))
+    compare(problem, batches, batch_loss=True, **options).check(TOLERANCE["float64"])
