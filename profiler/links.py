@@ -213,10 +213,6 @@ def _fail(error: ClusterError) -> int:
     return 1
 
 
-if __name__ == "__main__":
-    sys.exit(main())
-
-
 # --- Fit links to measured times, and describe a cluster by its links; this part of the probe needs no other process
 
 
@@ -290,3 +286,7 @@ def _differs(link: Link, usual: Link) -> bool:
 
 def _round(link: Link) -> Link:
     return Link(float(f"{link.bandwidth:.3g}"), float(f"{link.latency:.3g}"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

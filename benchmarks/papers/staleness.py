@@ -21,7 +21,7 @@ from benchmarks.figures import say_origin
 from benchmarks.papers.figure import Exhibit, Figure, claim
 
 STAGES, MINIBATCHES, SAMPLES, HELD_OUT = 4, 64, 16, 512  # samples of a minibatch, and of the held-out ones
-GPT_WINDOWS, VGG_WINDOWS, CLASSES = 64, 48, 10
+GPT_WINDOWS, VGG_WINDOWS, CLASSES = 192, 48, 10
 PICTURE = Path("docs/figures/staleness.png")
 KINDS: Mapping[str, Mapping[str, Any]] = {
     "synchronous": {"mode": "sync", "micro_batches": 4},

@@ -18,7 +18,7 @@ from dapple_tf import internals
 from dapple_tf.errors import CaptureError
 from dapple_tf.frontend.conditions import open_conditions
 from dapple_tf.frontend.optimizer_update import TracedUpdate
-from dapple_tf.graph_passes.analysis.layers import is_of_layer
+from dapple_tf.graph_passes.analysis.layers import dependents, is_of_layer
 from dapple_tf.graph_passes.ir.graph import Effect, Graph, Node, Value, ancestors, attributes
 from dapple_tf.graph_passes.ir.names import without_target
 
@@ -81,11 +81,13 @@ def part_step(
     where the target depends on a gradient.
     """
     needed = _with_gradients(graph, [target.node], used)
+    of_batch = dependents(graph, [node.name for node in graph.nodes if node.op == "arg" and not node.has("role")])
 
     def is_sunk(node: Node) -> bool:
         if node.effect not in _ACTING or node.name in needed:
             return False
-        return numbers[node.name] >= first_op or (node.effect is Effect.WRITE and not is_of_layer(node))
+        own = not is_of_layer(node) or (node.name in of_batch and not node.has("batch_norm"))
+        return numbers[node.name] >= first_op or (node.effect is Effect.WRITE and own)
 
     kept = [node for node in graph.nodes if node.effect is Effect.WRITE and not is_sunk(node)]
     state = {name for node in kept for name in node.strings("writes")}

@@ -58,11 +58,40 @@ def probe_shapes(captured: Captured, batch_size: int) -> tuple[int, Shapes]:
 def infer_batch_axes(captured: Captured, batch_size: int) -> tuple[Captured, Shapes]:
     """Return the captured loss with its batch axes marked (see ``mark_batch``), and all shapes at ``batch_size``."""
     shapes = infer_shapes(captured, batch_size)
+    known = bool(shapes) and captured.signature == captured.example
+    shapes = shapes or _shapes_below(captured, batch_size)
     # An unknown inner length may be equal to the size of this micro-batch.
-    probe, probed = (
-        (batch_size, shapes) if captured.signature == captured.example else probe_shapes(captured, batch_size)
-    )
+    probe, probed = (batch_size, shapes) if known else probe_shapes(captured, batch_size)
     return dataclasses.replace(captured, graph=mark_batch(captured.graph, probed, probe)), shapes
+
+
+def _shapes_below(captured: Captured, batch_size: int) -> Shapes:
+    """Return the shapes for so few samples that the function refuses them, from those for two larger sizes.
+
+    What refuses them is computed from the whole batch (the largest 8 of the weights, for a micro-batch of 4 samples).
+    Empty where micro-batches may run it too, or where sizes are refused for another reason.
+    """
+    if captured.dependence is None or captured.dependence.exactness.undocumented:
+        return Shapes()
+    one, other = infer_shapes(captured, PROBE), infer_shapes(captured, 2 * PROBE)
+    if not (one and other):
+        return Shapes()
+    pairs = {name: zip(one[name], other[name], strict=True) for name in one}
+    return Shapes({name: tuple(_shape_below(*pair, batch_size) for pair in of) for name, of in pairs.items()})
+
+
+def _shape_below(one: Shape, other: Shape, batch_size: int) -> Shape:
+    """Return the shape for ``batch_size`` samples: its lengths change with them as between ``one`` and ``other``."""
+    if one.dims is None or other.dims is None or len(one.dims) != len(other.dims):
+        return Shape(None)
+    dims: list[int | None] = []
+    for first, second in zip(one.dims, other.dims, strict=True):
+        if first is None or second is None or (second - first) % PROBE:
+            dims.append(None)
+            continue
+        length = first + (second - first) // PROBE * (batch_size - PROBE)
+        dims.append(length if length >= 0 else None)
+    return Shape(tuple(dims))
 
 
 def mark_batch(graph: Graph, shapes: Mapping[str, Sequence[Shape]], batch_size: int) -> Graph:

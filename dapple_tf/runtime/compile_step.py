@@ -304,8 +304,9 @@ def _find_model(
         micro_batch = autoplan.micro_batch_size(size)
         if not to_run.shapes and micro_batch != size and not uncut:
             raise LossError(
-                f"{name} cannot run on a micro-batch of {format_samples(micro_batch)}: it holds something with as many "
-                f"rows as the batch, {size}; pass that as an argument, or use micro_batches=1"
+                f"{name} cannot run on a micro-batch of {format_samples(micro_batch)}: it needs more samples or a "
+                f"multiple of some number, or it holds something with as many rows as the batch, {size} (pass that as "
+                "an argument); use fewer micro-batches, or micro_batches=1"
             )
         with times.phase("profile"):
             if not autoplan.planned:

@@ -199,7 +199,8 @@ def part_rounds(
     if not first and not handed:
         raise PartitionError(
             f"{min(late)!r} depends on itself over several stages, such as by a forward with weights that it has "
-            "changed: use one stage, or compute that forward in the next step",
+            "changed: use one stage, or compute that forward in the next step; for gradients at other weights, assign "
+            "these to the variables, take the gradients, and assign the old ones again",
             min(late),
         )
     inputs = {node.name for node in graph.nodes if node.op in ("arg", "variable")}

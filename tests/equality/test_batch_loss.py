@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 import dapple_tf as dapple
-from dapple_tf.errors import ExactnessError, PlanError, ScheduleError
+from dapple_tf.errors import ExactnessError, LossError, PlanError, ScheduleError
 from tests.equality.one_device import TOLERANCE, Problem, compare
 from tests.equality.small_models import WIDTH
 
@@ -164,6 +164,64 @@ def test_what_the_loss_writes_about_the_whole_batch_is_written_once() -> None:
     compare(Problem(loss_fn, variables, adam), batches(9, 9), **options).check(TOLERANCE["float64"])
 
 
+def largest_five(y: Any, z: Any) -> Any:
+    return tf.reduce_mean(tf.math.top_k(tf.reduce_sum(tf.square(y - z), 1), 5).values)
+
+
+def test_the_loss_may_need_more_samples_than_a_micro_batch_has() -> None:
+    """The largest losses of the batch, and a threshold that the labels have."""
+
+    def above(y: Any, z: Any) -> Any:
+        threshold = tf.sort(y[:, 0], direction="DESCENDING")[5]
+        return largest_five(y, tf.where(y[:, :1] >= threshold, z, 2 * z))
+
+    for micro_batches in (3, 9):
+        found = compare(labelled(above), batches(9, 9), stages=2, micro_batches=micro_batches, batch_loss=True)
+        found.check(TOLERANCE["float64"])
+
+
+def test_micro_batches_of_fewer_samples_than_they_need_are_refused() -> None:
+    made = labelled(largest_five)
+    options: dict[str, Any] = {"stages": 2, "micro_batches": 3, "inexact": "allow"}
+    with pytest.raises(LossError, match="cannot run on a micro-batch of 3 samples"):
+        dapple.pipeline(made.loss_fn, optimizer=adam(), **options)(*batches(9)[0])
+
+
+@pytest.mark.parametrize("options", [{"batch_loss": True}, {"batch_loss": "auto"}, {"replicas": [2, 1]}], ids=str)
+def test_a_running_mean_is_written_before_the_loss_reads_it(options: Mapping[str, Any]) -> None:
+    """The lengths of paths in StyleGAN's generator, for example."""
+    mean = tf.Variable(0.5, dtype=tf.float64, trainable=False, name="mean")
+    keras.utils.set_random_seed(3)
+    model = tower("tower")
+
+    def loss_fn(x: Any, y: Any) -> Any:
+        lengths = tf.norm(y - model(x), axis=1)
+        mean.assign(0.9 * mean + 0.1 * tf.reduce_mean(lengths))
+        return tf.reduce_mean(tf.square(lengths - mean))
+
+    variables = {v.path: v for v in model.variables} | {"mean": mean}
+    wanted: dict[str, Any] = {"stages": 2, "micro_batches": 3, "batch_loss": "auto", **options}
+    compare(Problem(loss_fn, variables, adam), batches(9, 8), **wanted).check(TOLERANCE["float64"])
+
+
+def test_auto_writes_the_running_means_of_layers_once() -> None:
+    class Centred(keras.layers.Layer):
+        def build(self, shape: Any) -> None:
+            self.mean = self.add_weight(shape=(shape[-1],), initializer="zeros", trainable=False, name="mean")
+
+        def call(self, x: Any) -> Any:
+            centred = x - self.mean
+            self.mean.assign(0.9 * self.mean + 0.1 * tf.reduce_mean(x, axis=0))
+            return centred
+
+    keras.utils.set_random_seed(3)
+    inputs = keras.Input((WIDTH,), dtype="float64")
+    hidden = Centred(dtype="float64")(keras.layers.Dense(WIDTH, "tanh", dtype="float64")(inputs))
+    model = keras.Model(inputs, keras.layers.Dense(WIDTH, dtype="float64")(hidden))
+    wanted = Problem.of_model(model, lambda x, y: tf.reduce_mean(tf.square(y - model(x))), adam)
+    compare(wanted, batches(9, 8), stages=2, micro_batches=3, batch_loss="auto").check(TOLERANCE["float64"])
+
+
 def test_a_lookup_by_repeated_ids_in_the_loss_head_stays_sparse() -> None:
     keras.utils.set_random_seed(3)
     model = tower("tower")
@@ -239,3 +297,21 @@ def test_a_loss_of_keras_that_compares_all_samples_equals_one_device() -> None:
     circle = labelled(lambda labels, found: keras.losses.Circle()(labels, tf.math.l2_normalize(found, -1)))
     x, labels = tf.random.stateless_normal([7, WIDTH], [1, 2], dtype=tf.float64), tf.constant([0, 1, 2, 0, 1, 1, 2])
     compare(circle, [(x, labels)], stages=2, micro_batches=3, batch_loss=True).check(1e-6)
+
+
+@pytest.mark.parametrize("options", [{"stages": 1, "micro_batches": 4}, {"stages": 2, "micro_batches": 3}], ids=str)
+def test_rows_of_a_variable_are_kept_after_the_loss_head_has_written_it(options: Mapping[str, Any]) -> None:
+    w = tf.Variable(np.random.default_rng(0).normal(size=(4, 4)), name="w")
+    largest = tf.Variable(np.random.default_rng(1).normal(size=(3, 4)), trainable=False, name="largest")
+    kept = tf.Variable(tf.zeros([8, 4], tf.float64), trainable=False, name="kept")
+
+    def loss_fn(x: Any, y: Any) -> Any:
+        z = x @ w
+        largest.scatter_nd_update([[0]], tf.reduce_max(tf.stop_gradient(z), 0)[tf.newaxis])
+        kept.scatter_nd_update(tf.range(tf.shape(x)[0])[:, tf.newaxis], tf.gather(largest, y))
+        return tf.reduce_mean(tf.reduce_logsumexp(tf.matmul(z, z, transpose_b=True), 1))
+
+    random = np.random.default_rng(2)
+    batches = [(random.normal(size=(8, 4)), random.integers(0, 3, 8)) for _ in range(2)]
+    problem = Problem(loss_fn, {"w": w, "largest": largest, "kept": kept}, lambda: keras.optimizers.SGD(0.1))
+    compare(problem, batches, batch_loss=True, **options).check(TOLERANCE["float64"])

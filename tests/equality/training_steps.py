@@ -926,6 +926,58 @@ def counted_before_the_loss() -> Made:
     return train_step, [model, optimizer, counts, ring, place]
 
 
+def hardest_samples() -> Made:
+    """Samples of small weight are left out, and the step returns the hardest ones: more than a micro-batch has."""
+    model, optimizer = mlp(), keras.optimizers.Adam(0.01)
+
+    def train_step(x: Any, y: Any) -> Any:
+        least = tf.math.top_k(x[:, 0], 7).values[-1]
+        with tf.GradientTape() as tape:
+            errors = tf.reduce_sum(tf.square(model(x, training=True) - y), axis=1)
+            loss = tf.reduce_mean(tf.where(x[:, 0] >= least, errors, tf.zeros_like(errors)))
+        optimizer.apply(tape.gradient(loss, model.trainable_weights), model.trainable_weights)
+        return loss, tf.math.top_k(errors, 8), tf.gather(x, tf.argsort(errors)[-5:])
+
+    return train_step, [model, optimizer]
+
+
+class Observed(keras.layers.Layer):
+    """Centres by a running mean, and keeps the range and the mean size of its inputs, as for a quantization."""
+
+    def build(self, shape: Any) -> None:
+        """Make the statistics."""
+        self.mean = self.add_weight(shape=(shape[-1],), initializer="zeros", trainable=False, name="mean")
+        self.largest = self.add_weight(shape=(), initializer="zeros", trainable=False, name="largest")
+        self.sizes = keras.metrics.Mean(name="sizes")
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        """Centre the inputs by the mean of the steps before."""
+        if training:
+            self.sizes.update_state(tf.abs(x))
+            self.largest.assign(tf.maximum(self.largest, tf.reduce_max(x)))
+        centred = x - self.mean
+        if training:
+            self.mean.assign(0.9 * self.mean + 0.1 * tf.reduce_mean(x, axis=0))
+        return centred
+
+
+def statistics_of_layers() -> Made:
+    """Layers keep statistics of what they get."""
+    keras.utils.set_random_seed(1)
+    layers = [keras.layers.Dense(6, "tanh"), Observed(), keras.layers.Dense(5, "tanh"), Observed()]
+    model = keras.Sequential([keras.Input([4]), *layers, keras.layers.Dense(1)])
+    optimizer = keras.optimizers.Adam(0.01)
+    observed = [layer for layer in layers if isinstance(layer, Observed)]
+
+    def train_step(x: Any, y: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = mse(y, model(x, training=True))
+        optimizer.apply(tape.gradient(loss, model.trainable_weights), model.trainable_weights)
+        return loss, [layer.sizes.result() for layer in observed]
+
+    return train_step, [model, optimizer, *(layer.sizes for layer in observed)]
+
+
 CASES: Mapping[str, Callable[[], Made]] = MappingProxyType(
     {
         made.__name__: made
@@ -976,6 +1028,8 @@ CASES: Mapping[str, Callable[[], Made]] = MappingProxyType(
             reversed_by_a_schedule,
             normalised_by_all_inputs,
             counted_before_the_loss,
+            hardest_samples,
+            statistics_of_layers,
         )
     }
 )

@@ -28,7 +28,7 @@ _NO_SUM = (
 )
 _WRITE = (
     "write it outside of the loss, write a value that does not depend on samples, or add (assign_add) a sum or mean "
-    "over samples to it; or pass micro_batches=1 (with one replica of each stage), or inexact='allow'"
+    "over samples to it; or pass {batch_loss}micro_batches=1 (with one replica of each stage), or inexact='allow'"
 )
 _BATCH_NORM_REMEDY = (
     "this exception is documented; batch_norm='deferred' keeps moving statistics of the whole batch, batch_norm='sync' "
@@ -160,11 +160,13 @@ class _Decision:
         self.reasons: list[Inexactness] = []
         self.adds: set[str] = set()
         self.mean_adds: set[str] = set()
-        self.no_sum = _NO_SUM.format(batch_loss="" if batch_loss else "batch_loss=True (with mode='sync'), or ")
+        with_head = "" if batch_loss else "batch_loss=True (with mode='sync'), or "
+        self.no_sum, self.write_remedy = _NO_SUM.format(batch_loss=with_head), _WRITE.format(batch_loss=with_head)
         scope.once_sizes |= {value for value in captured.graph.outputs[1:] if self._is_only_returned(value)}
         self.whole_sizes = _of_whole_sizes(captured.graph, scope)
         self.once = self._once()
-        self.loss_head = self._find_loss_head() if batch_loss is True or (batch_loss and self._couples()) else None
+        needs_head = batch_loss and (self._couples() or any(map(self._differs, self.writes)))
+        self.loss_head = self._find_loss_head() if batch_loss is True or needs_head else None
 
     def result(self) -> BatchDependence:
         loss, *aux = self.graph.outputs
@@ -393,19 +395,30 @@ class _Decision:
 
     def _check_writes(self) -> None:
         for node in self.writes:
-            names = node.strings("writes")
-            if all(name in self.once_written for name in names) or node.has("batch_norm"):
-                continue
             if self.loss_head and node.name in self.loss_head.own:
                 continue
             kinds = [self.scope.kinds[value] for value in node.inputs]
-            if node.op in _ADDITIONS and self._adds_up(node.inputs[1]) and not self._is_read(names):
+            if self._is_added(node):
                 (self.mean_adds if kinds[1].form is Form.MEAN else self.adds).add(node.name)
+            if not self._differs(node):
                 continue
-            layer = _layer(node)
-            why = f"writes {', '.join(names)} once for each micro-batch, with a value that depends on its samples"
+            layer, names = _layer(node), ", ".join(node.strings("writes"))
+            why = f"writes {names} once for each micro-batch, with a value that depends on its samples"
             documented = any(kind.documented for kind in kinds)
-            self._add(Inexactness(layer, why, _WRITE, documented, node=node.name))
+            self._add(Inexactness(layer, why, self.write_remedy, documented, node=node.name))
+
+    def _differs(self, node: Node) -> bool:
+        """Return whether the writes of micro-batches would not give what one write of the whole batch does."""
+        return not (self._is_once(node) or node.has("batch_norm") or self._is_added(node))
+
+    def _is_once(self, node: Node) -> bool:
+        return all(name in self.once_written for name in node.strings("writes"))
+
+    def _is_added(self, node: Node) -> bool:
+        """Return whether each micro-batch adds its part to what a node writes."""
+        if self._is_once(node) or node.has("batch_norm") or node.op not in _ADDITIONS:
+            return False
+        return self._adds_up(node.inputs[1]) and not self._is_read(node.strings("writes"))
 
     def _adds_up(self, value: Value) -> bool:
         """Return whether the micro-batches' values, means weighted by their shares of the samples, add up.
@@ -422,7 +435,7 @@ class _Decision:
 
     def _once(self) -> frozenset[str]:
         """Return the nodes that run once a step, on the whole batch."""
-        found = {node.name for node in self.writes if all(v in self.once_written for v in node.strings("writes"))}
+        found = {node.name for node in self.writes if self._is_once(node)}
         for node in self.graph.nodes:  # prints, checks, Python code
             if node.effect is not Effect.SIDE or node.name not in self.live:
                 continue
@@ -526,7 +539,7 @@ def _cut_loss_head(
     loss, *aux = graph.outputs
     whole = [value.node for value in aux if _needs_whole_batch(kinds[value])]
     roots = [loss.node, *whole, *writes]
-    computed = _from_variables(graph, once)
+    computed, late = _from_variables(graph, once), _after(graph, writes)
     nodes: set[str] = set()
     head_inputs: dict[Value, LossHeadInput] = {}
     pending = [value for name in roots for value in graph.node(name).inputs]
@@ -536,7 +549,7 @@ def _cut_loss_head(
         node, kind = graph.node(value.node), kinds.get(value)
         if node.op in CAPTURED_INPUTS or node.name in once or value in head_inputs:
             continue
-        if kind is not None and _can_cross(graph, value, kind) and node.name in computed:
+        if kind is not None and node.name in computed and node.name not in late and _can_cross(graph, value, kind):
             head_inputs[value] = LossHeadInput(value, kind.axis, kind.outer)
         elif node.name not in nodes:
             nodes.add(node.name)
@@ -549,6 +562,15 @@ def _cut_loss_head(
     order = {node.name: i for i, node in enumerate(graph.nodes)}
     ordered = sorted(head_inputs.values(), key=lambda entry: (order[entry.value.node], entry.value.index))
     return LossHead(frozenset(nodes), frozenset(nodes - outside), tuple(ordered))
+
+
+def _after(graph: Graph, names: Collection[str]) -> set[str]:
+    """Return the nodes that come after one of ``names``: they may read what it writes."""
+    found = set(names)
+    for node in graph.nodes:
+        if not found.isdisjoint(node.predecessors()):
+            found.add(node.name)
+    return found
 
 
 def _needs_whole_batch(kind: Kind) -> bool:

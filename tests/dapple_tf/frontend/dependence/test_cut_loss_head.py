@@ -125,21 +125,6 @@ def test_a_loss_in_which_no_variable_treats_samples_one_by_one_is_still_refused(
     assert "batch_loss" not in str(refused.value)  # it was given, and does not help
 
 
-def test_rows_of_a_variable_that_the_loss_head_writes_cannot_be_kept_before_it() -> None:
-    w = weight()
-    largest = tf.Variable(tf.ones([1, WIDTH], tf.float64), trainable=False)
-    kept = tf.Variable(tf.zeros([8, WIDTH], tf.float64), trainable=False)
-
-    def loss_fn(x: Any, y: Any) -> Any:
-        z = x @ w
-        largest.scatter_nd_update([[0]], tf.reduce_max(tf.stop_gradient(z), 0)[tf.newaxis])
-        kept.scatter_nd_update(tf.range(tf.shape(x)[0])[:, tf.newaxis], tf.gather(largest, y))
-        return tf.reduce_mean(tf.reduce_logsumexp(tf.matmul(z, z, transpose_b=True), 1))
-
-    with pytest.raises(ExactnessError, match="ResourceScatterNdUpdate"):
-        traced(loss_fn)
-
-
 @pytest.mark.parametrize("batch_loss", [False, "auto", True])
 def test_no_loss_head_without_need_or_wish(batch_loss: Any) -> None:
     w = weight()
