@@ -115,7 +115,9 @@ def _building_optimizers() -> Iterator[Sequence[Any]]:
         return next_creator(**settings)
 
     def build(optimizer: Any, variables: Sequence[Any]) -> None:
-        if not made and internals.is_of_keras(optimizer.build) and build_before_update(optimizer, variables):
+        wrapped = getattr(optimizer, "inner_optimizer", optimizer)  # a loss scale's
+        builds_as_keras = all(internals.is_of_keras(each.build) for each in (optimizer, wrapped))
+        if not made and builds_as_keras and build_before_update(optimizer, variables):
             built.append(optimizer)
             raise _OptimizerBuilt
 

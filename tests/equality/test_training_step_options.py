@@ -115,9 +115,13 @@ class Anchored(keras.optimizers.SGD):
         super().update_step(gradient + 0.1 * (variable - anchor), variable, learning_rate)
 
 
-@pytest.mark.parametrize("kind", [keras.optimizers.Adam, Anchored])
-def test_an_optimizer_is_built_in_a_step_that_catches_all_or_by_a_build_that_writes(kind: type[Any]) -> None:
-    (plain, wanted), (function, found) = catching(kind(0.1)), catching(kind(0.1))
+def scaled_anchored(rate: float) -> Any:
+    return keras.mixed_precision.LossScaleOptimizer(Anchored(rate), initial_scale=1.0)
+
+
+@pytest.mark.parametrize("make", [keras.optimizers.Adam, Anchored, scaled_anchored])
+def test_an_optimizer_is_built_in_a_step_that_catches_all_or_by_a_build_that_writes(make: Any) -> None:
+    (plain, wanted), (function, found) = catching(make(0.1)), catching(make(0.1))
     compiled, step = tf.function(plain), dapple.train_step(function, stages=2, micro_batches=2)
     for batch in regression():
         assert_equal(step(*batch), compiled(*batch))
