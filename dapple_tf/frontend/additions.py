@@ -12,7 +12,11 @@ from dataclasses import dataclass
 
 from dapple_tf.graph_passes.ir.graph import Effect, Graph, Node, Value, ancestors
 
-_ADDITIONS = {"Add": "AssignAddVariableOp", "AddV2": "AssignAddVariableOp", "Sub": "AssignSubVariableOp"}
+ADDITION_OPS = ("AssignAddVariableOp", "AssignSubVariableOp")
+"""Types of the ops that add to a variable, or subtract from it."""
+
+_ADD, _SUBTRACT = ADDITION_OPS
+_ADDITIONS = {"Add": _ADD, "AddV2": _ADD, "Sub": _SUBTRACT}
 
 
 def read_additions(graph: Graph, outputs: Collection[Value]) -> Graph:

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from dapple_tf.frontend.dependence.result import BatchDependence, WholeSize
 from dapple_tf.frontend.row_draws import draw_rows
-from dapple_tf.frontend.traced_nodes import TracedNodes, place_nodes, replacement_nodes, trace_nodes
+from dapple_tf.frontend.traced_nodes import TracedNodes, place_nodes, place_of, replacement_nodes, trace_nodes
 from dapple_tf.graph_passes.analysis.layers import TAKES_ROWS, is_of_layer
 from dapple_tf.graph_passes.ir.graph import Graph, Node, Value, tensor
 
@@ -21,7 +21,6 @@ ROWS_NAME = "micro_batch/rows"
 
 ROWS_OP = "rows"
 _ROWS = tensor("int64", 3)
-_PLACE = ("layer", "within")
 
 
 def use_rows(graph: Graph, dependence: BatchDependence | None) -> Graph:
@@ -76,7 +75,7 @@ def _use_whole_sizes(graph: Graph, dependence: BatchDependence) -> Graph:
         for size in sizes:
             assert size.operand is not None, "sizes of a node's output were handled above"
             kind = graph.type_of(node.inputs[size.operand])
-            place = {key: value for key, value in node.attrs if key in _PLACE}
+            place = place_of(node)
             result = Node(f"{node.name}/batch_size{size.operand}", "Cast", (), (kind,)).with_attrs(**place)
             nodes += size_nodes.make(result, size)
             inputs[size.operand] = Value(result.name)
@@ -101,7 +100,7 @@ def _slice_rows(graph: Graph, sliced: Sequence[Value]) -> Graph:
             nodes.append(node)
             continue
         whole = dataclasses.replace(node, name=whole_name(node.name))
-        place = {key: value for key, value in node.attrs if key in _PLACE}
+        place = place_of(node)
         parts: list[Value] = []
         found: list[Node] = []
         for value in node.values():
@@ -129,8 +128,7 @@ def _add_shares(graph: Graph, mean_adds: Collection[str]) -> Graph:
         if node.name in mean_adds:
             variable, mean = node.inputs
             kind = graph.type_of(mean)
-            place = {key: value for key, value in node.attrs if key in _PLACE}
-            share = Node(f"{node.name}/share", "Mul", (), (kind,)).with_attrs(**place)
+            share = Node(f"{node.name}/share", "Mul", (), (kind,)).with_attrs(**place_of(node))
             nodes += replacement_nodes(share, _take_share, [(mean, kind), (Value(ROWS_NAME), _ROWS)], graph.by_name)
             node = dataclasses.replace(node, inputs=(variable, Value(share.name)))
         nodes.append(node)

@@ -11,9 +11,7 @@ import tensorflow as tf
 
 from dapple_tf.frontend.names import unique_name
 from dapple_tf.frontend.read_graph import read_graph, read_value
-from dapple_tf.graph_passes.ir.graph import OTHER, Graph, Node, Shape, TensorType, Value, ancestors
-
-_PLACE = ("layer", "within")
+from dapple_tf.graph_passes.ir.graph import OTHER, Attr, Graph, Node, Shape, TensorType, Value, ancestors
 
 
 def replacement_nodes(
@@ -30,6 +28,11 @@ def replacement_nodes(
     """
     traced = trace_nodes(function, [kind for _, kind in inputs])
     return place_nodes(traced, node, [value for value, _ in inputs], taken)
+
+
+def place_of(node: Node) -> dict[str, Attr]:
+    """Return the attributes that say to which Keras layer a node belongs."""
+    return {key: value for key, value in node.attrs if key in ("layer", "within")}
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,7 @@ def place_nodes(traced: TracedNodes, node: Node, inputs: Sequence[Value], taken:
     used = set(taken)
     for new in body.nodes:
         used.add(names.setdefault(new.name, unique_name(f"{node.name}/{new.name}", used)))
-    place = {key: value for key, value in node.attrs if key in _PLACE}
+    place = place_of(node)
     return [
         dataclasses.replace(
             new.with_attrs(**place),

@@ -285,7 +285,7 @@ _Place = tuple[int, int]
 
 @dataclass
 class _Added:
-    """How names change with more ``rounds``: ``later[i]`` has those that are i rounds later.
+    """The changes of names where ``rounds`` are added: ``later[i]`` maps each name to the one i rounds later.
 
     ``outputs``: for exchanges with outputs of several micro-batches, the number of the output that stands for a place.
     """

@@ -14,7 +14,7 @@ from tests.equality.one_device import Problem, compare
 from tests.equality.small_models import chain, data, weights
 
 STAGES = ["layer1", "layer2"]
-M = 28  # so many that the passes run for fewer of them
+M = 28  # enough micro-batches that the graph is made from those of a few (see graph_passes/passes/lengthen.py)
 
 
 def problem(layers: int = 3) -> Problem:

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence, Set
 from types import MappingProxyType
 
 from dapple_tf.exactness import BatchLoss, Exactness, Inexactness, Tried
+from dapple_tf.frontend.additions import ADDITION_OPS
 from dapple_tf.frontend.captured import Captured, CapturedTensors
 from dapple_tf.frontend.dependence.analyse import BATCH_NORM, Analysis, ShapesAt
 from dapple_tf.frontend.dependence.elementwise import SCALING, whole_size
@@ -37,7 +38,6 @@ _BATCH_NORM_REMEDY = (
 _DEFERRED = f"{BATCH_NORM}; its moving statistics are those of the whole batch"
 _JOINED = f"{BATCH_NORM}; it takes them over all replicas"
 _REMEDY = "this exception is documented; layer norm and group norm normalise each sample by itself"
-_ADDITIONS = ("AssignAddVariableOp", "AssignSubVariableOp")
 _LOSSES = (Form.SUM, Form.MEAN, Form.SHARED)
 _GIVES = {Form.ROWS: "a row for each sample", Form.SUM: "a sum over samples", Form.MEAN: "a mean over samples"}
 _DRAW = "give the draw a seed (keras.random with a SeedGenerator, tf.random.stateless_*)"
@@ -416,7 +416,7 @@ class _Decision:
 
     def _is_added(self, node: Node) -> bool:
         """Return whether each micro-batch adds its part to what a node writes."""
-        if self._is_once(node) or node.has("batch_norm") or node.op not in _ADDITIONS:
+        if self._is_once(node) or node.has("batch_norm") or node.op not in ADDITION_OPS:
             return False
         return self._adds_up(node.inputs[1]) and not self._is_read(node.strings("writes"))
 

@@ -58,7 +58,7 @@ def check_equal(found: Graph, built: Graph) -> None:
 
 @st.composite
 def long_kinds(draw: st.DrawFn) -> Kind:
-    """A pipeline of so many micro-batches that rounds can be left out."""
+    """A pipeline with enough micro-batches to leave out rounds of its schedule."""
     flags = {name: draw(st.booleans()) for name in FLAGS}
     if draw(st.booleans()):
         stages, micro_batches = draw(st.sampled_from([(4, 18), (4, 20), (6, 30)]))
