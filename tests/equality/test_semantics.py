@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -23,6 +23,12 @@ def dense_model() -> keras.Model:
     keras.utils.set_random_seed(4)
     layers = [keras.layers.Dense(WIDTH, "tanh", dtype="float64", name=f"dense_{i}") for i in range(3)]
     return keras.Sequential([keras.Input((WIDTH,), dtype="float64"), *layers])
+
+
+class Weights(NamedTuple):
+    first: tf.Variable
+    second: tf.Variable
+    scale: tf.Variable
 
 
 def squares(model: Any) -> Any:
@@ -209,6 +215,53 @@ def test_a_loop_reads_what_another_stage_has_written_before_it() -> None:
 
     problem = Problem(loss_fn, {v.name[:5]: v for v in (*matrices, scale)}, sgd)
     compare(problem, [data(5), data(6, 2)], stages=["layer1"], micro_batches=2).check(TOLERANCE["float64"])
+
+
+def scaled_three_times(v: Weights, x: Any, y: Any) -> Any:
+    v.scale.assign(v.scale * 0.9)
+    h = tf.tanh(x @ v.first) * v.scale
+    v.scale.assign(v.scale * 0.8)
+    return h @ v.second * v.scale - y
+
+
+def normalised_between_two_uses(v: Weights, x: Any, y: Any) -> Any:
+    h = tf.tanh(x @ v.first)
+    v.first.assign(v.first / tf.norm(v.first))
+    return tf.tanh(h @ v.second) @ v.first * v.scale - y
+
+
+def some_rows_before_and_some_after(v: Weights, x: Any, y: Any) -> Any:
+    h = x + tf.gather(v.first, [0, 2, 2])[1]
+    v.first.assign(v.first * 0.9)
+    return tf.tanh(h @ v.second) + v.first[1] * v.scale - y
+
+
+def copied_from_another(v: Weights, x: Any, y: Any) -> Any:
+    h = tf.tanh(x @ v.first) @ v.second
+    v.second.assign(0.5 * v.second + 0.5 * v.first)
+    v.first.assign(v.second * 1.1)
+    return h @ v.second @ v.first * v.scale - y
+
+
+@pytest.mark.parametrize(
+    "errors",
+    [scaled_three_times, normalised_between_two_uses, some_rows_before_and_some_after, copied_from_another],
+)
+@pytest.mark.parametrize("batch_loss", [False, True])
+def test_trained_variables_are_used_before_and_after_the_loss_writes_them(errors: Any, batch_loss: bool) -> None:
+    """Spectral norms do so where a network is called twice; each use has its own value, and its own gradient."""
+    first, second = weights(2)
+    v = Weights(first, second, tf.Variable(1.3, dtype=tf.float64, name="scale"))
+
+    def loss_fn(x: Any, y: Any) -> Any:
+        found = errors(v, x, y)
+        return tf.linalg.logdet(tf.transpose(found) @ found) if batch_loss else tf.reduce_mean(tf.square(found))
+
+    named = {"first": first, "second": second, "scale": v.scale}
+    options: dict[str, Any] = {"batch_loss": True} if batch_loss else {}
+    problem = Problem(loss_fn, named, sgd)
+    comparison = compare(problem, [data(6), data(9, 2)], stages=2, micro_batches=3, replicas=[2, 1], **options)
+    comparison.check(TOLERANCE["float64"])
 
 
 # --- outputs

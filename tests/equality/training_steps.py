@@ -978,6 +978,24 @@ def statistics_of_layers() -> Made:
     return train_step, [model, optimizer, *(layer.sizes for layer in observed)]
 
 
+def spectral_norms_called_twice() -> Made:
+    """The critic of an SNGAN: its call for generated rows goes on with the weights that the one for real rows left."""
+    keras.utils.set_random_seed(14)
+    normalised = keras.layers.SpectralNormalization
+    layers = [normalised(keras.layers.Dense(6, "relu")), normalised(keras.layers.Dense(1))]
+    critic, optimizer = keras.Sequential([keras.Input([4]), *layers]), keras.optimizers.Adam(0.02)
+    generator = keras.Sequential([keras.Input([1]), keras.layers.Dense(5, "tanh"), keras.layers.Dense(4)])
+
+    def train_step(x: Any, noise: Any) -> Any:
+        with tf.GradientTape() as tape:
+            real, generated = critic(x, training=True), critic(generator(noise), training=True)
+            loss = tf.reduce_mean(tf.nn.relu(1 - real)) + tf.reduce_mean(tf.nn.relu(1 + generated))
+        optimizer.apply(tape.gradient(loss, critic.trainable_variables), critic.trainable_variables)
+        return loss
+
+    return train_step, [critic, optimizer]
+
+
 CASES: Mapping[str, Callable[[], Made]] = MappingProxyType(
     {
         made.__name__: made
@@ -1030,6 +1048,7 @@ CASES: Mapping[str, Callable[[], Made]] = MappingProxyType(
             counted_before_the_loss,
             hardest_samples,
             statistics_of_layers,
+            spectral_norms_called_twice,
         )
     }
 )

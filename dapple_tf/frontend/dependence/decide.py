@@ -451,15 +451,12 @@ class _Decision:
             kinds = [self.scope.kinds.get(value) for value in used]
             if node.name in self.live and kinds and all(k and k.shared and k.once and not k.trained for k in kinds):
                 found.add(node.name)
-        stopped = [node.name for node in self.graph.nodes if node.op in ("StopGradient", "PreventGradient")]
-        with_gradient = ancestors(self.graph, [self.graph.outputs[0].node], stop=stopped)
-        for _, read, _ in self._read_too_early(found):  # a value without gradient is kept from before the write
-            value = Value(read.name)
-            kind = self.scope.kinds[value]
-            if kind == rows() and self.scope.has_a_row_a_sample(value):
-                self.scope.sliced.add(value)
+        for _, read, _ in self._read_too_early(found):  # the value is kept from before the write
+            kinds = [self.scope.kinds[value] for value in read.values()]
+            if kinds == [rows()] and self.scope.has_a_row_a_sample(Value(read.name)):
+                self.scope.sliced.add(Value(read.name))
                 found.add(read.name)
-            elif kind.shared and (read.name not in with_gradient or not kind.trained):
+            elif all(kind and kind.shared for kind in kinds):
                 found.add(read.name)
         return frozenset(found)
 
@@ -539,7 +536,8 @@ def _cut_loss_head(
     loss, *aux = graph.outputs
     whole = [value.node for value in aux if _needs_whole_batch(kinds[value])]
     roots = [loss.node, *whole, *writes]
-    computed, late = _from_variables(graph, once), _after(graph, writes)
+    constant = [name for name in once if not (Value(name) in kinds and kinds[Value(name)].trained)]
+    computed, late = _from_variables(graph, constant), _after(graph, writes)
     nodes: set[str] = set()
     head_inputs: dict[Value, LossHeadInput] = {}
     pending = [value for name in roots for value in graph.node(name).inputs]
@@ -584,8 +582,8 @@ def _can_cross(graph: Graph, value: Value, kind: Kind) -> bool:
     return kind.rows and not kind.slope and kind.outer > 0 and kind.inner > 0
 
 
-def _from_variables(graph: Graph, once: Collection[str]) -> set[str]:
-    """Return the nodes that depend on a variable or a hidden draw, other than through what runs once."""
+def _from_variables(graph: Graph, constant: Collection[str]) -> set[str]:
+    """Return the nodes that depend on a variable or a hidden draw, other than through the ``constant`` nodes."""
     roots = [node.name for node in graph.nodes if node.op == "variable" or node.effect is Effect.RANDOM]
     sizes = (node.name for node in graph.nodes if node.op in SHAPE_OPS)
-    return dependents(graph, roots, {*once, *sizes})
+    return dependents(graph, roots, {*constant, *sizes})

@@ -244,14 +244,26 @@ def read_before_a_write(read: Callable[[Batch, tf.Variable], Any]) -> Compute:
     return compute
 
 
-def test_a_trained_variable_that_is_read_before_a_write_once_a_step_is_a_reason() -> None:
-    assert "before the loss writes it" in reasons(decide(read_before_a_write(lambda b, scale: b.z * scale)))
+def test_trained_rows_that_are_read_before_a_write_once_a_step_are_a_reason() -> None:
+    table = tf.Variable(tf.ones([5, 4], tf.float64), name="table")
+
+    def compute(b: Batch) -> Any:
+        before = tf.gather(table, tf.cast(b.x[:, 0] > 0, tf.int32))
+        table.assign(0.9 * table)
+        return tf.reduce_mean(before)
+
+    assert "reads table before the loss writes it" in reasons(decide(compute))
 
 
 @pytest.mark.parametrize(
-    "read", [lambda b, scale: tf.stop_gradient(b.z * scale) + b.z, lambda b, scale: b.z * tf.stop_gradient(scale)]
+    "read",
+    [
+        lambda b, scale: b.z * scale,
+        lambda b, scale: tf.stop_gradient(b.z * scale) + b.z,
+        lambda b, scale: b.z * tf.stop_gradient(scale),
+    ],
 )
-def test_a_value_without_gradient_is_read_once_before_it_is_written(read: Callable[[Batch, tf.Variable], Any]) -> None:
+def test_a_variable_is_read_once_before_it_is_written(read: Callable[[Batch, tf.Variable], Any]) -> None:
     found = decide(read_before_a_write(read))
     assert not found.exactness.reasons
     assert len(found.once) > 1
