@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,8 +37,8 @@ class Batch:
         """
         arguments = tuple(arguments)
         signature = batch_signature(arguments)
-        nesting = repr(tf.nest.map_structure(lambda leaf: None, arguments))
-        return Batch(arguments, tuple(tf.nest.flatten(arguments)), batch_size(arguments), (nesting, signature))
+        key = _nesting(arguments), signature
+        return Batch(arguments, tuple(tf.nest.flatten(arguments)), batch_size(arguments), key)
 
     @property
     def sized_key(self) -> Key:
@@ -73,7 +74,8 @@ class BatchForm:
         flags, leaves = iter(needed), []
         for i, (given, specs) in enumerate(zip(batch, self.arguments, strict=True)):
             wanted = list(itertools.islice(flags, len(tf.nest.flatten(specs))))
-            there = _flatten_argument(i, given, specs) if given is not None and any(wanted) else [None] * len(wanted)
+            checked = given is not None and (any(wanted) or not wanted)  # an argument without tensors is always needed
+            there = _flatten_argument(i, given, specs) if checked else [None] * len(wanted)
             leaves += [leaf if flag else None for leaf, flag in zip(there, wanted, strict=True)]
         named = zip(self.paths, leaves, self.signature, strict=True)
         return [None if leaf is None else _fitting_tensor(path, leaf, spec) for path, leaf, spec in named]
@@ -82,12 +84,19 @@ class BatchForm:
 def _flatten_argument(number: int, given: Any, specs: Any) -> list[Any]:
     try:
         tf.nest.assert_same_structure(given, specs)
+        fits = _nesting(given) == _nesting(specs)  # of Python values, too
     except (TypeError, ValueError):
-        found, wanted = (tf.nest.map_structure(lambda _: ..., argument) for argument in (given, specs))
+        fits = False
+    if not fits:
         raise BatchError(
-            f"argument {number} is nested as {found}, but the step was built last for {wanted}".replace("Ellipsis", ".")
-        ) from None
+            f"argument {number} is nested as {_nesting(given)}, but the step was built last for {_nesting(specs)}"
+        )
     return list(tf.nest.flatten(given))
+
+
+def _nesting(argument: Any) -> str:
+    """Return the nesting of an argument as text, with its Python values, and a dot in place of each tensor."""
+    return repr(tf.nest.map_structure(lambda _: ..., argument)).replace("Ellipsis", ".")
 
 
 def _fitting_tensor(path: str, leaf: Any, spec: tf.TensorSpec) -> Any:
@@ -110,6 +119,24 @@ def as_arguments(batch: Any) -> tuple[Any, ...]:
     return tuple(batch) if isinstance(batch, tuple | list) else (batch,)
 
 
+def in_order(function: Callable[..., Any], batch: Sequence[Any], named: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return the arguments of a call in the order of the function's parameters; ``named``: those given by name.
+
+    Raises BatchError for arguments that the function does not take, or takes by name only.
+    """
+    if not named:
+        return tuple(batch)
+    try:
+        bound = inspect.signature(getattr(function, "python_function", function)).bind(*batch, **named)
+    except TypeError as error:
+        raise BatchError(f"the step cannot be called with these arguments: {error}") from None
+    bound.apply_defaults()
+    if bound.kwargs:
+        names = ", ".join(bound.kwargs)
+        raise BatchError(f"the function takes {names} by name only: let it take these by their position, too")
+    return bound.args
+
+
 def argument_paths(arguments: Sequence[Any]) -> tuple[str, ...]:
     """Return the paths of the flattened arguments: "0", or "0[1]" in a nested one."""
     return tuple(path for path, _ in _leaves(arguments))
@@ -122,7 +149,7 @@ def batch_size(batch: Sequence[Any]) -> int:
     """
     leaves = tf.nest.flatten(tuple(batch))
     if not leaves:
-        raise BatchError("the batch has no tensors: give the tuple of the loss's arguments")
+        raise BatchError("the batch has no tensors: at least one argument must be an array or tensor of the samples")
     first = leaves[0]
     shape = first.shape if hasattr(first, "shape") else tf.convert_to_tensor(first).shape
     if len(shape) == 0 or shape[0] is None:

@@ -21,6 +21,7 @@ from dapple_tf.frontend.batch import batch_signature, batch_size
 from dapple_tf.frontend.batch_norms import BatchNormRecorder
 from dapple_tf.frontend.capture_step import error_of_step, read_step
 from dapple_tf.frontend.captured import Captured, CapturedTensors, Traced, TrainingStep, plain_function
+from dapple_tf.frontend.composite import taking_rows
 from dapple_tf.frontend.dependence.custom_gradients import check_read_by_gradients
 from dapple_tf.frontend.joined_moments import join_moments
 from dapple_tf.frontend.layer_calls import LayerRecorder
@@ -60,7 +61,7 @@ def capture(
     example = batch_signature(batch)
     specs = example if signature is None else tuple(signature)
     calls = TapeCalls(certain=loss_fn.certain, rowless=loss_fn.rowless) if isinstance(loss_fn, TrainingStep) else None
-    user = plain_function(loss_fn)
+    user = taking_rows(plain_function(loss_fn), batch)
     function = internals.clone_function(user) if internals.is_tf_function(user) else tf.function(user)
     if not sized:
         _check_signature(function)

@@ -1,15 +1,19 @@
-"""Arguments that are ragged or sparse: given to the trace as dense rows, and put together again inside.
+"""Arguments that are no dense tensors of rows: given to the trace as such, and put together again inside.
 
 A batch is cut into micro-batches by rows, so each row must be one entry of axis 0: a ragged row is padded to the length
 of the batch's longest, and a sparse row is the ragged row of its values, beside that of their columns. The loss sees a
-``tf.RaggedTensor`` or ``tf.SparseTensor`` of the micro-batch's rows.
+``tf.RaggedTensor`` or ``tf.SparseTensor`` of the micro-batch's rows. A number without axes is an entry of each row, and
+the loss sees their maximum, which is computed from the whole batch, once a step. Python values (models, optimizers,
+numbers, None) are part of the trace, as those of a tf.function are: other values are traced anew.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import keras
 import tensorflow as tf
 
 from dapple_tf import internals
@@ -37,21 +41,56 @@ class SparseRows(NamedTuple):
     width: Any
 
 
-def as_rows(batch: Sequence[Any]) -> tuple[Any, ...]:
-    """Return the arguments with ``RaggedRows`` and ``SparseRows`` in place of ragged and sparse tensors.
+class ScalarRows(NamedTuple):
+    """A number without axes, in each of the N rows of ``values`` [N]."""
+
+    values: Any
+
+
+@dataclass(frozen=True, repr=False)
+class PythonValue:
+    """A Python value; ``tf.nest`` finds no tensors in it. The ``repr`` differs for values that are traced apart."""
+
+    value: Any
+
+    def __repr__(self) -> str:
+        named = isinstance(self.value, bool | int | float | complex | str | bytes | None)
+        return repr(self.value) if named else f"{type(self.value).__name__} {id(self.value)}"
+
+    def __tf_flatten__(self) -> tuple[tuple[Any], tuple[()]]:
+        return (self.value,), ()
+
+    @classmethod
+    def __tf_unflatten__(cls, metadata: tuple[Any], components: tuple[()]) -> PythonValue:
+        return cls(*metadata)
+
+
+def is_python_value(leaf: Any) -> bool:
+    """Return whether an argument is handed to the function as it is: a variable, or what is no array."""
+    if isinstance(leaf, tf.Variable | keras.Variable):
+        return True
+    if tf.is_tensor(leaf) or isinstance(leaf, tf.experimental.ExtensionType | tf.TypeSpec):
+        return False
+    return not any(hasattr(leaf, name) for name in ("__array__", "__array_interface__", "__tf_tensor__"))
+
+
+def as_rows(batch: Sequence[Any], *, partial: bool = False) -> tuple[Any, ...]:
+    """Return the arguments with ``RaggedRows``, ``SparseRows``, ``ScalarRows`` or ``PythonValue`` for all but arrays.
+
+    ``partial``: None stays, in place of what is not given.
 
     Raises BatchError for what cannot be cut by rows: ragged tensors of several ragged axes, sparse ones that are no
-    matrices.
+    matrices, and numbers and strings in a list, which may be meant for rows.
     """
     paths = iter(argument_paths(batch))
-    return tuple(tf.nest.map_structure(lambda leaf: _as_rows(next(paths), leaf), argument) for argument in batch)
 
+    def convert(argument: Any) -> Any:
+        return tf.nest.map_structure(lambda leaf: _as_rows(next(paths), leaf, argument, partial=partial), argument)
 
-def takes_rows(batch: Sequence[Any]) -> bool:
-    """Return whether ``batch`` has ``RaggedRows`` or ``SparseRows``."""
-    found: list[bool] = []
-    _map_rows(lambda rows: found.append(True), tuple(batch))
-    return bool(found)
+    found = tuple(map(convert, batch))
+    shapes: list[Any] = [getattr(leaf, "shape", ()) for leaf in tf.nest.flatten(found)]
+    samples = [shape[0] for shape in shapes if len(shape)]
+    return tuple(tf.nest.map_structure(lambda leaf: _spread(leaf, samples[0]), found)) if samples else found
 
 
 def unknown_lengths(batch: Sequence[Any]) -> set[tuple[int, int]]:
@@ -60,16 +99,24 @@ def unknown_lengths(batch: Sequence[Any]) -> set[tuple[int, int]]:
     found: set[tuple[int, int]] = set()
 
     def add(rows: Any) -> None:
-        padded = rows[:1] if isinstance(rows, RaggedRows) else rows[:2]
-        found.update((number, 1) for number in padded)
+        padded = {RaggedRows: 1, SparseRows: 2}.get(type(rows), 0)
+        found.update((rows[part], 1) for part in range(padded))
 
     _map_rows(add, numbered)
     return found
 
 
-def taking_rows(loss_fn: Any) -> Callable[..., Any]:
-    """Return ``loss_fn`` as a function that takes the rows in place of ragged and sparse tensors."""
-    function = loss_fn.python_function if internals.is_tf_function(loss_fn) else loss_fn
+def taking_rows(function: Callable[..., Any], batch: Sequence[Any]) -> Callable[..., Any]:
+    """Return ``function`` as one that takes the arguments ``batch`` as ``as_rows`` returns them.
+
+    It is the function itself where these are all dense tensors.
+    """
+    found: list[bool] = []
+    _map_rows(lambda rows: found.append(True), tuple(batch))
+    if not found:
+        return function
+    if internals.is_tf_function(function):
+        function = function.python_function  # type: ignore[attr-defined]  # a tf.function has it
 
     def loss(*batch: Any) -> Any:
         with internals.use_ragged_partitions() as known:
@@ -85,7 +132,17 @@ def _put_together(batch: tuple[Any, ...], known: internals.Partitions) -> tuple[
     return tuple(_map_rows(lambda rows: _from_rows(rows, known), batch))
 
 
-def _as_rows(path: str, leaf: Any) -> Any:
+def _as_rows(path: str, leaf: Any, argument: Any, *, partial: bool) -> Any:
+    """Return what is put in place of a ``leaf`` of an ``argument``; the leaf itself where it is an array."""
+    if leaf is None and partial:
+        return None
+    if is_python_value(leaf):
+        if leaf is not argument and isinstance(leaf, bool | int | float | complex | str | bytes):
+            raise BatchError(
+                f"argument {path} is {leaf!r}, inside of an argument: give an array or a tensor of the samples, "
+                "batched on axis 0, or the value as an argument of its own"
+            )
+        return PythonValue(leaf)
     if isinstance(leaf, tf.RaggedTensor):
         if leaf.ragged_rank != 1:
             raise BatchError(
@@ -107,9 +164,18 @@ def _as_rows(path: str, leaf: Any) -> Any:
     return leaf
 
 
+def _spread(leaf: Any, samples: int) -> Any:
+    """Return the rows of a number or bool without axes; any other ``leaf`` as it is."""
+    if isinstance(leaf, tf.TypeSpec) or getattr(leaf, "shape", None) != ():
+        return leaf
+    value = tf.convert_to_tensor(leaf)
+    is_number = value.dtype.is_floating or value.dtype.is_integer or value.dtype.is_bool
+    return ScalarRows(tf.fill([samples], value)) if is_number else leaf
+
+
 def _map_rows(function: Callable[[Any], Any], argument: Any) -> Any:
     """Return the nested ``argument`` with the results of ``function`` in place of rows."""
-    if isinstance(argument, RaggedRows | SparseRows):
+    if isinstance(argument, RaggedRows | SparseRows | ScalarRows | PythonValue):
         return function(argument)
     if isinstance(argument, dict):
         return type(argument)({key: _map_rows(function, item) for key, item in argument.items()})
@@ -121,6 +187,11 @@ def _map_rows(function: Callable[[Any], Any], argument: Any) -> Any:
 
 
 def _from_rows(rows: Any, known: internals.Partitions) -> Any:
+    if isinstance(rows, PythonValue):
+        return rows.value
+    if isinstance(rows, ScalarRows):
+        is_bool = rows.values.dtype.is_bool
+        return tf.reduce_any(rows.values) if is_bool else tf.reduce_max(rows.values)
     padded = rows[0]
     samples, longest = tf.unstack(tf.shape(padded, tf.int64)[:2])
     chosen = tf.where(tf.sequence_mask(rows.lengths, longest))

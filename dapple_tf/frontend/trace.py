@@ -18,8 +18,8 @@ from dapple_tf.frontend.after_gradients import take_inputs_of
 from dapple_tf.frontend.batch import batch_signature
 from dapple_tf.frontend.batch_norm_calls import layer_of, statistics_writes
 from dapple_tf.frontend.capture import capture
-from dapple_tf.frontend.captured import Captured, SeveralPhasesError, Traced, TrainingStep, plain_function
-from dapple_tf.frontend.composite import takes_rows, taking_rows, unknown_lengths
+from dapple_tf.frontend.captured import Captured, SeveralPhasesError, Traced, plain_function
+from dapple_tf.frontend.composite import unknown_lengths
 from dapple_tf.frontend.deferred_statistics import defer_statistics
 from dapple_tf.frontend.dependence.decide import find_dependence, find_uncut_dependence
 from dapple_tf.frontend.dependence.kinds import Kind
@@ -173,7 +173,7 @@ def trace_uncut(loss_fn: Traced, batch: Sequence[Any], batch_size: int, *, train
     The trace is for batches of ``batch_size`` samples only where it needs to know that number. Raises what ``capture``
     raises.
     """
-    loss_fn, signature = _with_rows(loss_fn, batch, batch_signature(batch))
+    signature = with_unknown(batch_signature(batch), unknown_lengths(batch))
     captured = capture(loss_fn, batch, trains=trains, signature=signature, sized=True)
     find = partial(_find_uncut, batch_size=batch_size)
     dependence = find(captured)
@@ -186,18 +186,6 @@ def _served(captured: Captured, analysed: Sequence[Analysed], find: Callable[[Ca
     served = ServedLengths(tuple(analysed), find, {captured.example: True})
     serves = served.serves if has_open_lengths(captured.signature) else None
     return dataclasses.replace(captured, dependence=analysed[-1].dependence, serves=serves)
-
-
-def _with_rows(
-    loss_fn: Traced, batch: Sequence[Any], signature: Sequence[tf.TensorSpec]
-) -> tuple[Traced, Sequence[tf.TensorSpec]]:
-    """Return the function that takes rows in place of ragged and sparse tensors, whose longest row is unknown."""
-    signature = with_unknown(signature, unknown_lengths(batch))
-    if not takes_rows(batch):
-        return loss_fn, signature
-    if isinstance(loss_fn, TrainingStep):
-        return dataclasses.replace(loss_fn, function=taking_rows(loss_fn.function)), signature
-    return taking_rows(loss_fn), signature
 
 
 def trace_batch(
@@ -220,9 +208,8 @@ def trace_batch(
     parameters: see ``trace_loss``.
     """
     known = batch_signature(batch)
-    loss_fn, opened = _with_rows(
-        loss_fn, batch, open_signature(plain_function(loss_fn), known, () if compiled else earlier)
-    )
+    opened = open_signature(plain_function(loss_fn), known, () if compiled else earlier)
+    opened = with_unknown(opened, unknown_lengths(batch))
 
     def trace(inexact: Inexact, signature: Sequence[tf.TensorSpec]) -> Captured:
         return trace_loss(

@@ -7,6 +7,7 @@ from typing import Any
 
 from dapple_tf import variable_values
 from dapple_tf.frontend.batch import as_arguments, batch_size
+from dapple_tf.frontend.composite import as_rows
 from dapple_tf.frontend.trace import trace_loss
 from dapple_tf.profiler.measure import Floats
 from dapple_tf.profiler.peaks import Peak, find_peak
@@ -25,7 +26,7 @@ def analytic_profile(
     ``dapple.pipeline`` raises for the loss.
     """
     peak = find_peak(device) if isinstance(device, str) else device
-    arguments = as_arguments(batch)
+    arguments = as_rows(as_arguments(batch))
     size = batch_size(arguments)
     with variable_values.without_values():
         facts = examine_layers(trace_loss(loss_fn, arguments, size, "allow"), size)

@@ -29,6 +29,7 @@ from dapple_tf.errors import CaptureError, ProfileError, warn_user
 from dapple_tf.exactness import BatchLoss
 from dapple_tf.frontend.batch import as_arguments, batch_size
 from dapple_tf.frontend.captured import Captured, Traced
+from dapple_tf.frontend.composite import as_rows, taking_rows
 from dapple_tf.frontend.trace import trace_loss, trace_uncut
 from dapple_tf.messages import LOGGER
 from dapple_tf.profiler.detect import count_cores, limit_to_cores
@@ -88,7 +89,7 @@ def profile(
     size, StepError for a model that fails on the batch, and what ``dapple.pipeline`` raises for the loss.
     """
     sizes = _check_options(batch_sizes, repeats)
-    arguments = as_arguments(batch)
+    arguments = as_rows(as_arguments(batch))
     size = batch_size(arguments)
     other_sizes = [n for n in sizes if n != size]
     with _progress_bar(3 + repeats * (1 + len(other_sizes))) as show:
@@ -96,7 +97,7 @@ def profile(
         with variable_values.without_values():
             facts = examine_layers(_trace(loss_fn, arguments, batch_loss, other_sizes), size)
         _warn_of_lists(facts)
-        plain = PlainModel(loss_fn, arguments, list_devices()[0])
+        plain = PlainModel(taking_rows(loss_fn, arguments), arguments, list_devices()[0])
         show("tracing", 1)
         effort = _Effort(repeats, _BUDGET_SECONDS, _MOST_RUNS)
         with unchanged_variables(facts.captured.variables.values()):

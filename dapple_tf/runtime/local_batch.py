@@ -66,7 +66,7 @@ def compile_local(
     places = _unknown_axes(last.form)
     rows: GivenRows | BatchError
     try:
-        leaves = last.form.flatten(as_rows(batch), [use is not Use.NONE for use in uses])
+        leaves = last.form.flatten(as_rows(batch, partial=True), [use is not Use.NONE for use in uses])
         given = [(leaf, 0) for leaf in leaves] + [(leaves[i], axis) for i, axis in places]
         numbers = [MISSING if leaf is None else int(leaf.shape[axis]) for leaf, axis in given]
         rows = GivenRows(tuple(numbers[: len(leaves)]), tuple(numbers[len(leaves) :]))

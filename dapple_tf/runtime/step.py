@@ -27,7 +27,7 @@ from dapple_tf.distributed.rank_programs import RankTarget
 from dapple_tf.distributed.variable_transfer import gather_arrays, gather_variables
 from dapple_tf.errors import CaptureError, ExactnessError, PlanError, UsageError
 from dapple_tf.exactness import Exactness
-from dapple_tf.frontend.batch import Batch
+from dapple_tf.frontend.batch import Batch, in_order
 from dapple_tf.frontend.captured import SeveralPhasesError, Traced, TrainingStep, plain_function
 from dapple_tf.frontend.optimizers import as_keras_optimizer
 from dapple_tf.frontend.phases import HandOver
@@ -327,11 +327,12 @@ class PipelinedStep:
         """Compile the step that ``run_exposed`` runs for batches like this one; return its planned model."""
         return self._compile(read_batch(batch), StepVariant.WITH_GRADIENTS)[0].planned
 
-    def build(self, *batch: Any, record: bool = False) -> None:
+    def build(self, *batch: Any, record: bool = False, **named: Any) -> None:
         """Make the plan and compile the step for batches like this one, without running it.
 
-        ``record``: compile the step that ``record`` runs, and rehearse it (see there).
+        ``record``: compile the step that ``record`` runs, and rehearse it (see there). ``named``: as in a call.
         """
+        batch = in_order(plain_function(self._loss_fn), batch, named)
         if record:
             with self._lock:
                 self._compile_recorded(batch)
@@ -340,14 +341,20 @@ class PipelinedStep:
 
     # --- training
 
-    def __call__(self, *batch: Any, local: bool = False) -> Any:
+    def __call__(self, *batch: Any, local: bool = False, **named: Any) -> Any:
         """Train on one batch, and return the mean loss over it, or (loss, aux).
+
+        The arguments are those of the function, and may be given by name, too: arrays and tensors with the samples on
+        axis 0; numbers without axes (``tf.constant(0.1)``), which are one number for the whole batch; and Python values
+        (models, optimizers, variables, True, 0.5, None). These are part of the trace, and the step is built anew for
+        others, as a tf.function is traced anew.
 
         ``local``: in a job, each rank gives only the rows that it ``needs``, and None or anything else for arguments
         that it does not need. Every rank must do so. With mode="async" every rank needs all rows. Raises UsageError if
         the step was not built from a whole batch before, BatchError on all ranks if the rows of all ranks are not one
         batch.
         """
+        batch = in_order(plain_function(self._loss_fn), batch, named)
         self._begin_training()
         with self._lock:
             return self._pack(*self._run(batch, self._variant, local))
@@ -726,8 +733,8 @@ def pipeline(
     Without ``loss_fn`` it returns a decorator.
 
     Args:
-        loss_fn: A tf.function or callable of the batch's tensors, each batched on axis 0. Returns the mean loss over
-            the batch, or (loss, aux).
+        loss_fn: A tf.function or callable of the batch's tensors, each batched on axis 0, and of other values (see
+            ``PipelinedStep.__call__``). Returns the mean loss over the batch, or (loss, aux).
         optimizer: A Keras optimizer, or its name or configuration, as in ``model.compile``. One that scales the loss
             (LossScaleOptimizer, ``loss_scale_factor``) does so here: the gradients are those of
             ``optimizer.scale_loss(loss)``, and the loss that is returned is not scaled. So ``loss_fn`` must not scale
@@ -762,9 +769,9 @@ def train_step(
     the one before has left them.
 
     Args:
-        function: A tf.function or callable of the batch's tensors, each batched on axis 0. It takes gradients with
-            tf.GradientTape and changes variables with them. The step returns what it returns: tensors of the whole
-            batch.
+        function: A tf.function or callable of the batch's tensors, each batched on axis 0, and of other values (see
+            ``PipelinedStep.__call__``). It takes gradients with tf.GradientTape and changes variables with them. The
+            step returns what it returns: tensors of the whole batch.
         example_batch: A batch like those to come: the plan is made and the step built now, not at the first call.
         {options}
 

@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from dapple_tf import internals
+from dapple_tf.frontend.composite import is_python_value
 from dapple_tf.verification.divided_batch_norm import SizesOf, divide_batch_norm
 
 
@@ -189,13 +190,16 @@ def _loss_and_aux(result: Any) -> tuple[Any, Any]:
 
 
 def _as_tensors(batch: Sequence[Any]) -> Any:
+    kept = tf.RaggedTensor | tf.SparseTensor
     return tf.nest.map_structure(
-        lambda leaf: leaf if isinstance(leaf, tf.RaggedTensor | tf.SparseTensor) else tf.convert_to_tensor(leaf),
+        lambda leaf: leaf if isinstance(leaf, kept) or is_python_value(leaf) else tf.convert_to_tensor(leaf),
         tuple(batch),
     )
 
 
 def _rows_of(tensor: Any, part: slice) -> Any:
+    if is_python_value(tensor) or tensor.shape.rank == 0:
+        return tensor
     if isinstance(tensor, tf.SparseTensor):
         return tf.sparse.slice(tensor, [part.start, 0], [part.stop - part.start, tensor.dense_shape[1]])
     return tensor[part]

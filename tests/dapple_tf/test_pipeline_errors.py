@@ -341,8 +341,11 @@ def test_a_function_that_is_not_a_mean_loss_is_refused(
     ("batch", "message"),
     [
         ((), "takes at least one argument"),
-        ((3,), "argument 0 is a scalar"),
-        ((None,), "argument 0 is a NoneType"),
+        ((3,), "the batch has no tensors: at least one argument must be an array or tensor of the samples"),
+        ((None,), "the batch has no tensors"),
+        ((tf.constant(3.0),), "argument 0 is a scalar"),
+        ((X, tf.constant("text")), "argument 1 is a scalar"),
+        ((X, [1, 2]), r"argument 1\[0\] is 1, inside of an argument: give an array or a tensor of the samples"),
         ((X, X[:3]), "not batched alike on axis 0: argument 0: 8, argument 1: 3"),
         ((X[:0],), "the batch is empty"),
     ],

@@ -28,3 +28,7 @@ def test_training_steps_on_two_replicas_train_as_one_device() -> None:
 
 def test_all_training_steps_on_two_ranks_train_as_one_device() -> None:
     run_ranks(["-m", PROGRAM, "2", "1,1", "3"], 2, timeout_seconds=800)
+
+
+def test_a_step_that_takes_the_model_and_numbers_trains_as_one_device() -> None:
+    run_ranks(["-m", "tests.dapple_tf.distributed.programs.python_arguments"], 2, timeout_seconds=200)

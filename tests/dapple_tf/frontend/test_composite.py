@@ -1,11 +1,21 @@
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from dapple_tf.errors import BatchError
-from dapple_tf.frontend.composite import RaggedRows, SparseRows, as_rows, takes_rows, taking_rows, unknown_lengths
+from dapple_tf.frontend.composite import (
+    PythonValue,
+    RaggedRows,
+    ScalarRows,
+    SparseRows,
+    as_rows,
+    taking_rows,
+    unknown_lengths,
+)
 
 RAGGED = tf.ragged.constant([[1, 2], [], [3]])
 SPARSE = tf.sparse.SparseTensor([[2, 0], [0, 4], [0, 1]], [3.0, 2.0, 1.0], [3, 6])
@@ -32,8 +42,6 @@ def test_other_arguments_stay_as_they_are() -> None:
     first, second = as_rows(batch)
     assert first is batch[0]
     assert second["y"][0] is batch[1]["y"][0]
-    assert takes_rows((first, second))
-    assert not takes_rows((first, second["y"]))
     # Flattened: the first argument, then the dictionary by its keys: padded rows, lengths, y.
     assert unknown_lengths((first, second)) == {(1, 1)}
     assert unknown_lengths(as_rows([SPARSE])) == {(0, 1), (1, 1)}
@@ -45,10 +53,35 @@ def test_the_loss_gets_what_was_given() -> None:
         parts = [words.values, words.row_splits, words.row_lengths(), words.value_rowids()]
         return [*parts, tf.sparse.to_dense(others["matrix"])]
 
-    *parts, dense = tf.function(taking_rows(loss_fn))(*as_rows([RAGGED, {"matrix": SPARSE}]))
+    rows = as_rows([RAGGED, {"matrix": SPARSE}])
+    *parts, dense = tf.function(taking_rows(loss_fn, rows))(*rows)
     for value, wanted in zip(parts, [[1, 2, 3], [0, 2, 2, 3], [2, 0, 1], [0, 0, 2]], strict=True):
         np.testing.assert_array_equal(value, wanted)
     np.testing.assert_array_equal(dense, [[0, 1, 0, 0, 2, 0], [0] * 6, [3, 0, 0, 0, 0, 0]])
+
+
+def test_a_function_of_dense_tensors_is_the_one_that_was_given() -> None:
+    def loss_fn(x: tf.Tensor) -> tf.Tensor:
+        return x
+
+    assert taking_rows(loss_fn, as_rows([tf.ones([3])])) is loss_fn
+
+
+def test_numbers_and_python_values_are_handed_over() -> None:
+    variable, model = tf.Variable([1.0, 2.0]), object()
+
+    def function(x: Any, number: Any, flag: Any, values: Any, text: Any) -> Any:
+        assert values == {"model": model, "variable": [variable], "none": None}
+        assert text == "text"
+        return tf.reduce_sum(x) + tf.cast(number, tf.float32), flag
+
+    batch = [tf.ones([3]), np.int64(-7), tf.constant(False), {"model": model, "variable": [variable], "none": None}]
+    rows = as_rows([*batch, "text"])
+    assert [type(argument) for argument in rows[1:3]] == [ScalarRows] * 2
+    assert rows[4] == PythonValue("text")
+    total, flag = tf.function(taking_rows(function, rows))(*rows)
+    assert float(total) == -4
+    assert not flag
 
 
 @pytest.mark.parametrize(

@@ -231,7 +231,7 @@ def test_a_sum_that_is_far_from_the_whole_warns(monkeypatch: pytest.MonkeyPatch)
     [
         ((X,), {"repeats": 0}, ProfileError, "repeats=0: at least one is needed"),
         ((X,), {"batch_sizes": [2, 0]}, ProfileError, r"batch_sizes=\[2, 0\]: 0 is less than one sample"),
-        ((), {}, BatchError, "the batch has no tensors: give the tuple of the loss's arguments"),
+        ((), {}, BatchError, "the batch has no tensors: at least one argument must be an array"),
         ((X[:0],), {}, BatchError, "the batch is empty"),
         ((np.float32(1),), {}, BatchError, r"first tensor has shape \(\): axis 0 must be the number of samples"),
         ((X, X[:2]), {}, BatchError, "not batched alike on axis 0"),
