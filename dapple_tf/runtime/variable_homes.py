@@ -84,8 +84,8 @@ def name_variables(models: Iterable[StagedModel], optimizer: Any) -> dict[str, t
 
 def _without_prefix(name: str, optimizer: Any) -> str:
     for found in (optimizer, getattr(optimizer, "inner_optimizer", None)):
-        if found is not None and name.startswith(f"{found.name}/"):
-            return name.removeprefix(f"{found.name}/")
+        if found is not None:
+            name = name.removeprefix(f"{found.name}/")
     return name
 
 

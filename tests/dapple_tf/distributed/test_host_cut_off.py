@@ -25,6 +25,9 @@ CUT_OFF = (
     r"(has sent nothing for \d+\.\d s|cannot be reached \(.*\)): its host is cut off from the network"
     r"(, or the process hangs)?"
 )
+ADVICE = (
+    r"\S+ (has no checkpoint yet|.* is saved as \S+); start the job again with ranks that run \S+ -m dapple_tf train .*"
+)
 
 
 def launcher_on(hosts: Hosts) -> Launcher:
@@ -64,7 +67,7 @@ def test_a_host_that_is_cut_off_ends_the_ranks_on_both_sides(tmp_path: Path) -> 
             linger_seconds=30,
         )
     for me in (0, 1):
-        assert_stopped(caught.value.ranks[me], me, 1 - me, CUT_OFF)
+        assert_stopped(caught.value.ranks[me], me, 1 - me, CUT_OFF, advice=ADVICE)
     assert not caught.value.left
     assert taken[0] < SECONDS + 5
     last = saved_steps(tmp_path)[-1]
