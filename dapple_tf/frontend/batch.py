@@ -5,14 +5,32 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import tensorflow as tf
 
 from dapple_tf.errors import BatchError
 
-Key = tuple[str, tuple[tf.TensorSpec, ...]]
+
+@dataclass(frozen=True)
+class Nesting:
+    """The nesting of a batch's arguments: ``text`` has their Python values, and a dot in place of each tensor.
+
+    The text names objects by their addresses. So ``structure`` holds them: no other object gets the address of one.
+    """
+
+    text: str
+    structure: Any = field(compare=False, repr=False)
+
+    @staticmethod
+    def of(arguments: Any) -> Nesting:
+        """Return the nesting of one or several arguments."""
+        structure = tf.nest.map_structure(lambda _: ..., arguments)
+        return Nesting(repr(structure).replace("Ellipsis", "."), structure)
+
+
+Key = tuple[Nesting, tuple[tf.TensorSpec, ...]]
 """The nesting of a batch's arguments, and the specs of its flattened tensors."""
 
 
@@ -37,7 +55,7 @@ class Batch:
         """
         arguments = tuple(arguments)
         signature = batch_signature(arguments)
-        key = _nesting(arguments), signature
+        key = Nesting.of(arguments), signature
         return Batch(arguments, tuple(tf.nest.flatten(arguments)), batch_size(arguments), key)
 
     @property
@@ -84,19 +102,13 @@ class BatchForm:
 def _flatten_argument(number: int, given: Any, specs: Any) -> list[Any]:
     try:
         tf.nest.assert_same_structure(given, specs)
-        fits = _nesting(given) == _nesting(specs)  # of Python values, too
+        fits = Nesting.of(given) == Nesting.of(specs)  # of Python values, too
     except (TypeError, ValueError):
         fits = False
     if not fits:
-        raise BatchError(
-            f"argument {number} is nested as {_nesting(given)}, but the step was built last for {_nesting(specs)}"
-        )
+        found, wanted = Nesting.of(given).text, Nesting.of(specs).text
+        raise BatchError(f"argument {number} is nested as {found}, but the step was built last for {wanted}")
     return list(tf.nest.flatten(given))
-
-
-def _nesting(argument: Any) -> str:
-    """Return the nesting of an argument as text, with its Python values, and a dot in place of each tensor."""
-    return repr(tf.nest.map_structure(lambda _: ..., argument)).replace("Ellipsis", ".")
 
 
 def _fitting_tensor(path: str, leaf: Any, spec: tf.TensorSpec) -> Any:

@@ -233,7 +233,8 @@ def test_programs_of_a_dropped_trace_are_dropped() -> None:
     compiler.known.started.add(id(program))
     for number in range(MOST_TRACES):
         signature = (tf.TensorSpec([None], tf.float32),)
-        compiler.known.add((f"nesting {number}", signature), replace(model, signature=signature))
+        another = replace(model, interface=replace(model.interface, signature=signature))
+        compiler.known.add((f"nesting {number}", signature), another)
     assert model not in compiler.known.models.values()
     assert not compiler.known.programs
     assert not compiler.known.started
