@@ -259,7 +259,7 @@ def _least_layer_seconds(
 
     def together(seconds: Floats) -> Floats:
         """Return the least seconds of each layer for a micro-batch, shared by the fastest devices in any parts."""
-        with np.errstate(divide="ignore"):  # a layer that takes no time
+        with np.errstate(divide="ignore", over="ignore"):  # a layer that takes no time, or hardly any
             shared: Floats = rows * replicas / (1 / np.sort(seconds[of_devices], axis=0)[:replicas]).sum(axis=0)
         return shared
 

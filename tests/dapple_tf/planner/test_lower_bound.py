@@ -79,6 +79,15 @@ def test_dp_of_layers_alike_takes_as_long_as_its_bound() -> None:
     assert min(c.seconds for c in baseline_candidates(problem)) == pytest.approx(least)
 
 
+def test_a_layer_that_takes_hardly_any_time_does_not_change_the_bound() -> None:
+    bounds = []
+    for seconds in (0.0, 1e-308):
+        profile = make_profile((4, 8, 0, 0, 0), (seconds, seconds, 0, 0, 0))
+        problem = make_problem(profile, make_cluster(4), global_batch_size=8)
+        bounds.append(least_plan_seconds(problem))
+    assert bounds[0] == bounds[1] > 0
+
+
 def test_devices_of_two_kinds_compute_no_less_than_the_bound_and_reach_it() -> None:
     # A layer takes 12 s a sample on the slow device and 6 s on the fast one: 3 samples in 12 s.
     servers = (Server("s", 2, ("slow", "fast")),)

@@ -253,5 +253,5 @@ def test_a_gradient_that_is_infinite_on_one_device_too_leaves_the_others_compare
         keras.optimizers.SGD(0.1),
     )
     assert report.ok, str(report)
-    assert "NaN or infinite in gradient 'scale', and in 1 more tensors: one device has it too" in str(report)
+    assert "NaN or infinite in gradient 'scale', and in 1 more tensor: one device has it too" in str(report)
     assert report.max_gradient_error > 0
