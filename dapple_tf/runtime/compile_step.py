@@ -49,7 +49,7 @@ from dapple_tf.xla.choice import Xla
 MOST_TRACES = 16
 """The number of traces that are kept for one loss; the next one replaces the trace that has not run for longest."""
 
-_WARN_AT = 3  # warn when a third trace differs from others only in inner lengths
+_WARN_AT = 3  # warn when a third trace differs from others only in inner lengths, or in Python values
 
 
 @dataclass
@@ -82,14 +82,16 @@ class TracedShapes:
     def add(self, key: Key, model: StagedModel) -> StagedModel | None:
         """Keep a new trace, made for a batch of this key; return the trace that is dropped for it, or None.
 
-        Warn once if many lengths have been traced.
+        Warn once if many lengths, or many Python values, have been traced.
         """
-        self._models[key[0], model.interface.signature] = model
+        signature = model.interface.signature
+        self._models[key[0], signature] = model
         dropped = self._models.pop(next(iter(self._models))) if len(self._models) > MOST_TRACES else None
         alike = [kept for kept in self._models if _is_alike(kept, key)]
-        if len(alike) >= _WARN_AT and not self._warned:
+        nestings = [kept[0].text for kept in self._models if kept[1] == signature]
+        if max(len(alike), len(nestings)) >= _WARN_AT and not self._warned:
             self._warned = True
-            warn_user(_advice(alike, key))
+            warn_user(_advice(alike, key) if len(alike) >= _WARN_AT else _advice_on_values(nestings))
         return dropped
 
 
@@ -116,6 +118,14 @@ def _advice(alike: Sequence[Key], key: Key) -> str:
         f"{MOST_TRACES} used last are kept). If the loss is a tf.function with reduce_retracing=True, or whose "
         "input_signature has None for a length that varies (tf.TensorSpec([None, None], tf.int32)), one build serves "
         "all lengths at which the analysis of the loss gives the same result; otherwise pad batches to a few lengths"
+    )
+
+
+def _advice_on_values(nestings: Sequence[str]) -> str:
+    return (
+        f"the step has been built for {len(nestings)} sets of Python values in its arguments, the last one "
+        f"{nestings[-1]}, and is built for each further one (the {MOST_TRACES} used last are kept): give a number that "
+        "changes from step to step as a tensor, tf.constant(0.1)"
     )
 
 

@@ -56,6 +56,7 @@ def test_a_step_takes_the_model_and_the_optimizer(options: Any) -> None:
     assert_trains_as_the_function([((), {})] * 3, **options)
 
 
+@pytest.mark.filterwarnings("ignore:the step has been built for 3 sets of Python values")
 def test_other_python_values_are_traced_anew() -> None:
     calls: list[Call] = [
         ((0.5,), {}),

@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 
 from dapple_tf.errors import DappleWarning
+from dapple_tf.frontend.batch import Nesting
 from dapple_tf.runtime.compile_step import MOST_TRACES, Key, TracedShapes
 
 
@@ -24,7 +25,7 @@ class Trace:
 
 
 def key(*lengths: int | None, nesting: str = "()", dtype: Any = tf.int32) -> Key:
-    return nesting, (tf.TensorSpec([None, *lengths], dtype),)
+    return Nesting(nesting, ()), (tf.TensorSpec([None, *lengths], dtype),)
 
 
 def traced(key: Key) -> Any:
@@ -52,7 +53,7 @@ def test_a_trace_serves_the_shapes_for_which_it_was_made() -> None:
 def test_a_trace_with_unknown_lengths_serves_all_of_its_rank_dtype_and_nesting() -> None:
     cache, (trace,), _ = filled([key(None)])
     assert cache.find(key(3)) is cache.find(key(9)) is trace
-    others = [key(), key(3, 3), key(3, dtype=tf.int64), key(3, nesting="[]"), ("()", key(3)[1] * 2)]
+    others = [key(), key(3, 3), key(3, dtype=tf.int64), key(3, nesting="[]"), (key()[0], key(3)[1] * 2)]
     assert [cache.find(other) for other in others] == [None] * 5
 
 
@@ -88,3 +89,12 @@ def test_many_lengths_are_warned_of_once() -> None:
     ):
         cache.add(key(3), traced(key(3)))
     cache.add(key(4), traced(key(4)))  # a warning would be an error
+
+
+def test_many_python_values_are_warned_of_once() -> None:
+    cache = TracedShapes()
+    for rate in (0.1, 0.2):
+        cache.add(key(1, nesting=f"(., {rate})"), traced(key(1)))
+    with pytest.warns(DappleWarning, match=r"3 sets of Python values .* the last one \(., 0.3\), .*tensor"):
+        cache.add(key(1, nesting="(., 0.3)"), traced(key(1)))
+    cache.add(key(1, nesting="(., 0.4)"), traced(key(1)))  # a warning would be an error
