@@ -12,6 +12,9 @@ from tests.processes import MPIRUN, Launcher, Rank, RanksError, run_ranks
 
 EXCHANGE = r"(exchange/\S+|stage\d+/allreduce|update/barrier|none( of step \d+)?)"
 ADVICE = r"restart from the last checkpoint"
+ADVICE_OF_TRAIN = (
+    r"(\S+ has no checkpoint yet|(step|window) \d+ is saved as \S+); start the job again with ranks that run .*"
+)
 
 
 def run_until_failure(

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.emulated_hosts import Hosts, emulated_hosts, find_missing_requirement
 from dapple_tf.checkpoint.file import open_checkpoint
-from tests.dapple_tf.distributed.failing_jobs import assert_stopped
+from tests.dapple_tf.distributed.failing_jobs import ADVICE_OF_TRAIN, assert_stopped
 from tests.dapple_tf.distributed.test_job_checkpoints import train_in_one_process
 from tests.dapple_tf.distributed.train_command import saved_steps, saving_in, train_arguments
 from tests.processes import Launcher, RanksError, needs_horovod, run_ranks
@@ -67,7 +67,7 @@ def test_a_host_that_is_cut_off_ends_the_ranks_on_both_sides(tmp_path: Path) -> 
             linger_seconds=30,
         )
     for me in (0, 1):
-        assert_stopped(caught.value.ranks[me], me, 1 - me, CUT_OFF, advice=ADVICE)
+        assert_stopped(caught.value.ranks[me], me, 1 - me, CUT_OFF, advice=ADVICE_OF_TRAIN)
     assert not caught.value.left
     assert taken[0] < SECONDS + 5
     last = saved_steps(tmp_path)[-1]

@@ -120,4 +120,4 @@ def test_the_command_ends_every_rank_with_1_if_the_steps_differ() -> None:
     assert second.stdout == ""
     assert first.stdout.count(DIFFERS.strip()) == 1
     assert json.loads(first.stdout.splitlines()[-1])["ok"] is False
-    assert "dapple: " not in first.stderr + second.stderr  # no rank complains of another one's end
+    assert " stops: " not in first.stderr + second.stderr  # no rank complains of another one's end

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from tests.asynchronous.reference import Differentiated, Reference
-from tests.dapple_tf.distributed.failing_jobs import assert_ended, assert_stopped
+from tests.dapple_tf.distributed.failing_jobs import ADVICE_OF_TRAIN, assert_ended, assert_stopped
 from tests.dapple_tf.distributed.programs.checkpoint_model import straight
 from tests.dapple_tf.distributed.train_command import (
     LAYERS,
@@ -88,7 +88,8 @@ def test_a_rank_killed_in_a_window_is_named_and_ranks_or_one_process_resume_the_
     folder = tmp_path / "run"
     error = run_until_killed(folder, "1,1,1", 3, rank=1)
     for number in (0, 2):
-        assert_stopped(error.ranks[number], number, 1, r"was killed or has crashed \(its connection closed\)")
+        killed = r"was killed or has crashed \(its connection closed\)"
+        assert_stopped(error.ranks[number], number, 1, killed, advice=ADVICE_OF_TRAIN)
 
     for name in ("two ranks", "one process", "synchronous"):
         shutil.copytree(folder, tmp_path / name)
