@@ -190,7 +190,7 @@ def _sums_gradients(plan: Plan) -> bool:
 def _forward_passes(model: StagedModel, plan: Plan, placed: tuple[tuple[str, ...], ...], home: str) -> tuple[Pass, ...]:
     """Return the passes of a model that only runs forward, whatever the plan's schedule of training is."""
     facts = model.for_passes
-    schedule = forward_only(plan.worker_map, plan.micro_batches)
+    schedule = _schedule_of(model, plan)
     return (
         _call_stages(model, plan.micro_batches, plan.sizes),
         SplitConcat(plan.replicas, facts.shared, plan.shares),
@@ -250,7 +250,7 @@ def local_graph(
         # After all passes that look at whole calls.
         return (run_passes(graph, [JoinReplicas()] if model.joins else [], observers, verified=graph),)
 
-    graphs, lengthenings = _build_few(plan, variant, build, [0])
+    graphs, lengthenings = _build_few(model, plan, variant, build, [0])
     return lengthenings[0].whole() if lengthenings else graphs[0]
 
 
@@ -274,12 +274,16 @@ def job_graphs(
         graphs = rank_graphs(model, plan, size, variant=variant, local=local)
         return (*graphs, run_passes(graphs[rank], [PlaceRank(device, home)], verified=graphs[rank]))
 
-    (*graphs, own), lengthenings = _build_few(plan, variant, build, [*range(size), rank])
+    (*graphs, own), lengthenings = _build_few(model, plan, variant, build, [*range(size), rank])
     return tuple(graphs), lengthenings[-1].whole() if lengthenings else own
 
 
 def _build_few(
-    plan: Plan, variant: StepVariant, build: Callable[[Plan], tuple[Graph, ...]], ranks: Sequence[int]
+    model: StagedModel,
+    plan: Plan,
+    variant: StepVariant,
+    build: Callable[[Plan], tuple[Graph, ...]],
+    ranks: Sequence[int],
 ) -> tuple[tuple[Graph, ...], Sequence[Lengthening]]:
     """Return the graphs that ``build`` makes of the plan with a few of its micro-batches, to be lengthened to the plan.
 
@@ -287,9 +291,10 @@ def _build_few(
     each of the graphs, which begin with those of all ranks.
     """
     # An instrumented graph has the stamps of all rounds in one node, in the order of the step.
-    short = shorten(plan.build_schedule()) if plan.window is None and variant is not StepVariant.TIMED else None
+    can_shorten = plan.window is None and variant is not StepVariant.TIMED
+    short = shorten(_schedule_of(model, plan)) if can_shorten else None
     if short is not None:
-        first, second = (build(_with_schedule(plan, schedule)) for schedule in (short.first, short.second))
+        first, second = (build(_with_few(model, plan, schedule)) for schedule in (short.first, short.second))
         lengthenings = [
             Lengthening.find(one, two, short, plan.sizes, find_received(first, one, rank))
             for one, two, rank in zip(first, second, ranks, strict=True)
@@ -300,10 +305,16 @@ def _build_few(
     return build(plan), ()
 
 
-def _with_schedule(plan: Plan, schedule: Schedule) -> Plan:
+def _schedule_of(model: StagedModel, plan: Plan) -> Schedule:
+    """Return the order of the model's actions; one that does not train runs forwards only, whatever the plan says."""
+    return plan.build_schedule() if model.trains else forward_only(plan.worker_map, plan.micro_batches)
+
+
+def _with_few(model: StagedModel, plan: Plan, schedule: Schedule) -> Plan:
     """Return the plan with a schedule of fewer micro-batches, the first ones."""
     count = schedule.micro_batches
-    few = replace(plan, schedule=str(schedule), micro_batches=count, micro_batch_sizes=None)
+    text = str(schedule) if model.trains else plan.schedule
+    few = replace(plan, schedule=text, micro_batches=count, micro_batch_sizes=None)
     if not (sizes := plan.sizes[:count]):
         return few
     return replace(few, micro_batch_sizes=sizes, micro_batch_size=max(sizes), global_batch_size=sum(sizes))

@@ -121,11 +121,13 @@ def test_passes_run_for_a_few_of_many_micro_batches(loss: Any, changes: dict[str
     assert 4 * max(counts) < len(nodes_of(graph, OpName.FORWARD)) == 3 * 60
 
 
-def test_a_model_that_only_runs_forward_is_built_for_a_few_of_many_micro_batches_too(loss: Any) -> None:
+@pytest.mark.parametrize("schedule", ["dapple-a", "0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1\n2F0 2B0 2F1 2B1"])
+def test_a_model_that_only_runs_forward_is_built_for_a_few_of_many_micro_batches_too(loss: Any, schedule: str) -> None:
+    """It may have other stages than training, for which the text of a schedule is."""
     trained = model_of(loss, optimizer=False)
     forwards = tuple(f for f in trained.graph.functions if f.name.endswith("/forward"))
     model = dataclasses.replace(trained, graph=trained.graph.replace(functions=forwards))
-    plan = plan_of(model, micro_batches=60)
+    plan = plan_of(model, micro_batches=60, schedule=schedule)
     check_same(local_graph(model, plan, DEVICES, DEVICES[0]), pipeline_graph(model, plan, DEVICES, DEVICES[0]))
 
 
