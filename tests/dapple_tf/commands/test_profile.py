@@ -17,7 +17,7 @@ PROFILE = ("profile", TINY_MODEL)
 
 
 def test_a_measured_profile_in_a_process_of_its_own(tmp_path: Path) -> None:
-    path = tmp_path / "deep" / "p.json"
+    path = tmp_path / "p.json"
     options = ("--repeats", 2, "--batch-sizes", "2, 16", "--batch-size", 6, "--json")
     run = run_process(*PROFILE, "-o", path, *options)
     result = run.json
