@@ -740,7 +740,7 @@ def ragged_tensor(values: Any, partition: RaggedPartition, known: Partitions) ->
 
 
 def map_items(function: Callable[[Any], Any], nested: Any) -> Any:
-    """Return what is nested, of any type that ``tf.nest`` knows, with the results of ``function`` in place of its items.
+    """Return what is nested, of any type that ``tf.nest`` knows, with results of ``function`` in place of its items.
 
     ``tf.nest.map_structure`` maps the leaves only.
     """
