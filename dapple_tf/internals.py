@@ -29,6 +29,7 @@ from tensorflow.python.eager import cancellation, context
 from tensorflow.python.framework import function_def_to_graph, op_def_registry, ops, tensor_util
 from tensorflow.python.ops import gradients_util, handle_data_util, resource_variable_ops
 from tensorflow.python.ops.ragged import row_partition, segment_id_ops
+from tensorflow.python.util import nest_util
 
 # Keys of ``experimental_attributes``: calls of the function are not inlined; and no automatic control dependencies,
 # so that only explicit control edges order the function's ops.
@@ -736,6 +737,15 @@ def ragged_tensor(values: Any, partition: RaggedPartition, known: Partitions) ->
         internal=row_partition._row_partition_factory_key,
     )
     return tf.RaggedTensor(values=values, row_partition=rows, internal=True)
+
+
+def map_items(function: Callable[[Any], Any], nested: Any) -> Any:
+    """Return what is nested, of any type that ``tf.nest`` knows, with results of ``function`` in place of its items.
+
+    ``tf.nest.map_structure`` maps the leaves only.
+    """
+    items = nest_util.yield_value(nest_util.Modality.CORE, nested)
+    return nest_util.sequence_like(nested, list(map(function, items)))
 
 
 def call_model(model: keras.Model, x: Any, *, training: bool) -> Any:

@@ -80,9 +80,10 @@ class Autoplan:
         self.layer_names: tuple[str, ...] = ()
 
     def train(self, loss_fn: Traced) -> None:
-        """Plan for this function, in place of the one that was given: a phase of it."""
+        """Plan anew, for this function, in place of the one that was given: a phase of it."""
         self._loss_fn = loss_fn
         self._decision = None
+        self.layer_names = ()
 
     @property
     def plan(self) -> Plan:

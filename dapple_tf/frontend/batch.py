@@ -143,8 +143,8 @@ def in_order(function: Callable[..., Any], batch: Sequence[Any], named: Mapping[
     except TypeError as error:
         raise BatchError(f"the step cannot be called with these arguments: {error}") from None
     bound.apply_defaults()
-    if bound.kwargs:
-        names = ", ".join(bound.kwargs)
+    if given := bound.kwargs.keys() & named:
+        names = ", ".join(sorted(given))
         raise BatchError(f"the function takes {names} by name only: let it take these by their position, too")
     return bound.args
 

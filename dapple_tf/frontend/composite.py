@@ -66,8 +66,8 @@ class PythonValue:
 
 
 def is_python_value(leaf: Any) -> bool:
-    """Return whether an argument is handed to the function as it is: a variable, or what is no array."""
-    if isinstance(leaf, tf.Variable | keras.Variable):
+    """Return whether an argument is handed to the function as it is: a variable, a class, or what is no array."""
+    if isinstance(leaf, tf.Variable | keras.Variable | type):
         return True
     if tf.is_tensor(leaf) or isinstance(leaf, tf.experimental.ExtensionType | tf.TypeSpec):
         return False
@@ -177,13 +177,9 @@ def _map_rows(function: Callable[[Any], Any], argument: Any) -> Any:
     """Return the nested ``argument`` with the results of ``function`` in place of rows."""
     if isinstance(argument, RaggedRows | SparseRows | ScalarRows | PythonValue):
         return function(argument)
-    if isinstance(argument, dict):
-        return type(argument)({key: _map_rows(function, item) for key, item in argument.items()})
-    if isinstance(argument, tuple) and hasattr(argument, "_fields"):
-        return type(argument)(*(_map_rows(function, item) for item in argument))
-    if isinstance(argument, list | tuple):
-        return type(argument)(_map_rows(function, item) for item in argument)
-    return argument
+    if not tf.nest.is_nested(argument):
+        return argument
+    return internals.map_items(lambda item: _map_rows(function, item), argument)
 
 
 def _from_rows(rows: Any, known: internals.Partitions) -> Any:

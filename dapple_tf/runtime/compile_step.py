@@ -180,6 +180,12 @@ class CompiledStep:
     program: Program
     form: BatchForm
 
+    @property
+    def phases(self) -> int:
+        """How many phases the step has, of which this is one."""
+        phase = self.planned.model.interface.phase
+        return 1 if phase is None else phase.count
+
 
 @dataclass
 class CompiledSteps:

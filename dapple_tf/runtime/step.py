@@ -162,7 +162,7 @@ class PipelinedStep:
         self._compiled = self._nothing_compiled()
         self._forwards = [Forward(plain_function(loss_fn), self._autoplan, self._homes, self._times)]
         self._last: CompiledStep | None = None
-        self._variables: dict[str, tf.Variable] | None = None
+        self._named: tuple[list[StagedModel], dict[str, tf.Variable]] = ([], {})
         self._lock = threading.RLock()
         self._recorder = Recorder(self._job)
         self._memory = MemoryRecorder(self._job)
@@ -262,14 +262,15 @@ class PipelinedStep:
 
     @property
     def _in_turn(self) -> tuple[PipelinedStep, ...]:
-        return (self, *self._later)
+        """The phases of the step that ran or was built last; with other arguments it may have more."""
+        return (self, *self._later)[: 1 if self._last is None else self._last.phases]
 
     def summary(self) -> str:
         """Return the plan with the names of layers, why its schedule was chosen, and the predicted memory, as text.
 
         Those of several phases follow each other. UsageError before the first batch.
         """
-        if self._later:
+        if len(self._in_turn) > 1:
             parts = [phase._described_plan for phase in self._in_turn]
             plans = [f"phase {i} of {len(parts)}:\n{part}" for i, part in enumerate(parts, 1)]
             return "\n".join([*plans, str(self.report)])
@@ -306,13 +307,13 @@ class PipelinedStep:
     def variables(self) -> dict[str, tf.Variable]:
         """The variables of the model and of the optimizer, by names that are the same under every plan."""
         self._compiled_last()
-        if self._variables is None:
-            models = [model for phase in self._in_turn for model in phase._compiled.all_models()]
+        models = [model for phase in (self, *self._later) for model in phase._compiled.all_models()]
+        if list(map(id, models)) != list(map(id, self._named[0])):  # other arguments may use other variables
             held = () if self._hand_over is None else self._hand_over.variables.values()
             between = {id(variable) for variable in held}
             found = name_variables(models, self._optimizer).items()
-            self._variables = {name: variable for name, variable in found if id(variable) not in between}
-        return self._variables
+            self._named = models, {name: variable for name, variable in found if id(variable) not in between}
+        return self._named[1]
 
     def model(self, batch: Sequence[Any]) -> StagedModel:
         """Return the stages for batches like this one, before they are called on micro-batches."""
@@ -431,7 +432,7 @@ class PipelinedStep:
         """Train on one batch as ``run_exposed`` does, and also return the aux outputs."""
         if not local:
             self.build_exposed(*batch)
-        if self._later or self._compiled_last().planned.model.interface.targets > 1:
+        if len(self._in_turn) > 1 or self._compiled_last().planned.model.interface.targets > 1:
             raise UsageError(
                 "the gradients of a training step of several targets: let the step return those that you want to see"
             )
@@ -531,7 +532,7 @@ class PipelinedStep:
 
         A ``Timeline``; of a step of several phases a ``PhasesTimeline``. Raises UsageError before ``record``.
         """
-        if not self._later:
+        if len(self._in_turn) == 1:
             return self._recorder.timeline
         models = [phase.planned.model.graph for phase in self._in_turn]
         return join_timelines([phase._recorder for phase in self._in_turn], models)
@@ -633,12 +634,20 @@ class PipelinedStep:
         check_not_forked()
         if self._options.window is not None:
             check_window_variant(variant)
+        more = False
         while True:
             compiled: list[CompiledStep] = []
             try:
-                for phase in self._in_turn:
+                for phase in (self, *self._later):
                     earlier = compiled[-1].program if compiled else None
                     compiled.append(phase._compile_phase(batch, variant, earlier))
+                    count = compiled[0].phases
+                    if count > 1 + len(self._later) and not more:
+                        more = True  # once: a step that does other things at each trace may have more each time
+                        assert isinstance(self._loss_fn, TrainingStep), "only such have phases"
+                        raise SeveralPhasesError(count, joined=self._loss_fn.joined)
+                    if len(compiled) == count:
+                        break
             except SeveralPhasesError as several:
                 self._divide(several)
             else:

@@ -25,7 +25,8 @@ from dapple_tf.graph_passes.ir.ops import OpName
 class Variables:
     """The use of variables by stages.
 
-    ``users``: for each variable the stages that use it, the owner first, which may not use it itself. ``state``: the
+    ``users``: for each variable the stages that use it, the owner first, which may not use it itself. Where the loss
+    head writes it, its stage is the owner; the micro-batches of other stages use the value from before. ``state``: the
     variables that forward writes.
     ``once``: the variables of ``state`` that are written only once a step, with the same value on all replicas.
     ``summed``: the variables to which every write adds a sum over its samples, so the values that the replicas add are
@@ -106,11 +107,14 @@ def find_variables(graph: Graph, shares: tuple[tuple[str, int], ...] = ()) -> Va
             per_micro_batch |= writes.keys() if function.name in of_micro_batches else set()
             for name, nodes in writes.items():
                 (added if all(node.has("adds") for node in nodes) else assigned).add(name)
+    owners: dict[str, int] = {}
     for stage in range(count):
         owned = graph.function_by_name.get(at(stage, what=OWNED))
-        for name in (port.name for _, port in owned.input_ports("variable")) if owned else ():
-            if name in users:
-                users[name] = [stage, *(other for other in users[name] if other != stage)]
+        owners |= {port.name: stage for _, port in owned.input_ports("variable")} if owned else {}
+        owners |= dict.fromkeys(written_by_loss_head(graph, stage), stage)  # commits store what the owner's copy holds
+    for name, stage in owners.items():
+        if name in users:
+            users[name] = [stage, *(other for other in users[name] if other != stage)]
     at_end: dict[str, list[int]] = {}
     for stage in range(count):
         end = graph.function_by_name.get(at(stage, what=OpName.WRITE_STATISTICS))
@@ -125,6 +129,12 @@ def find_variables(graph: Graph, shares: tuple[tuple[str, int], ...] = ()) -> Va
         frozenset(at_end),
         tuple((name, replica) for name, replica in shares if name in users | at_end),
     )
+
+
+def written_by_loss_head(graph: Graph, stage: int) -> frozenset[str]:
+    """Return the variables that the loss head writes, if the stage has it."""
+    head = graph.function_by_name.get(at(stage, what=OpName.LOSS_HEAD))
+    return frozenset(written_variables(head.graph)) if head else frozenset()
 
 
 # --- Find the variables that a rank must keep in memory: its graph reads or writes their values

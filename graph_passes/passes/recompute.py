@@ -13,6 +13,7 @@ from typing import ClassVar
 
 from dapple_tf.errors import GraphError
 from dapple_tf.graph_passes.analysis.recomputation import Recomputation, find_recomputation
+from dapple_tf.graph_passes.analysis.variable_use import written_by_loss_head
 from dapple_tf.graph_passes.ir.graph import (
     ROLES,
     Control,
@@ -37,7 +38,7 @@ from dapple_tf.graph_passes.passes.base import Contract
 class Recompute:
     """Recompute ``runs`` in backward: for each stage its runs in order, each as the names of its nodes.
 
-    ``written``: see ``find_recomputation``.
+    ``written``: see ``find_recomputation``; what the loss head writes is added to it.
     """
 
     runs: tuple[tuple[frozenset[str], ...], ...]
@@ -58,7 +59,8 @@ class Recompute:
         for stage, stage_runs in enumerate(self.runs):
             if stage_runs:
                 forward, backward = (graph.function(at(stage, what=op)) for op in (OpName.FORWARD, OpName.BACKWARD))
-                recomputation = find_recomputation(forward, stage_runs, self.written)
+                written = self.written | written_by_loss_head(graph, stage)
+                recomputation = find_recomputation(forward, stage_runs, written)
                 changed[forward.name] = reduce_stash(forward, recomputation.stash)
                 changed[backward.name] = recompute_in_backward(forward, backward, recomputation)
         return graph.replace(functions=tuple(changed.get(function.name, function) for function in graph.functions))

@@ -19,8 +19,8 @@ from dapple_tf.graph_passes.analysis.variable_use import variable_uses, written_
 from dapple_tf.graph_passes.ir.names import STAGE_OPS, nodes_of, of_phase
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.timeline.trace_file import read_recording
-from tests.equality.test_training_steps import assert_trains_as_one_device
-from tests.equality.training_steps import mlp, mse, tokens, values_of, word_model
+from tests.equality.test_training_steps import assert_equal, assert_trains_as_one_device
+from tests.equality.training_steps import mlp, mse, regression, tokens, values_of, word_model
 from tests.paths import ROOT
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -655,6 +655,39 @@ def test_a_step_that_is_traced_differently_each_time_is_refused() -> None:
 
     with pytest.raises(CaptureError, match="does other things each time that it is traced"):
         dapple.train_step(train_step, stages=2, micro_batches=3)(*batch())
+
+
+@pytest.mark.parametrize("counts", [(2, 1, 2), (1, 3, 2)], ids=str)
+def test_an_argument_decides_how_many_phases_a_step_has(counts: tuple[int, ...]) -> None:
+    """A critic is trained more often than a generator, by a flag, or in some steps more often than in others."""
+
+    def made() -> tuple[Any, list[Any]]:
+        models = [mlp() for _ in range(3)]
+
+        def train_step(x: Any, y: Any, count: int) -> Any:
+            losses = []
+            for model in models[:count]:
+                with tf.GradientTape() as tape:
+                    losses.append(mse(y, model(x) + sum(losses)))
+                for variable, gradient in zip(
+                    model.trainable_variables, tape.gradient(losses[-1], model.trainable_variables), strict=True
+                ):
+                    variable.assign_sub(0.1 * gradient + 0.01 * losses[0])
+            return losses
+
+        return train_step, models
+
+    (function, found), (plain, wanted) = made(), made()
+    step, whole = dapple.train_step(function, stages=2, micro_batches=3), tf.function(plain)
+    for i, (rows, count) in enumerate(zip(regression(len(counts)), counts, strict=True), 1):
+        assert_equal(step(*rows, count), whole(*rows, count))
+        assert len(step.phases) == count
+        assert len(step.variables) == 6 * max(counts[:i])
+    assert_equal(step.record(*rows, counts[1]), whole(*rows, counts[1]))
+    assert str(step.timeline)
+    assert step.summary()
+    for ours, theirs in zip(values_of(found), values_of(wanted), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -114,6 +115,19 @@ def test_a_forward_takes_python_values() -> None:
     np.testing.assert_allclose(forward(model, x, 3), 3 * tf.reduce_mean(model(x)), rtol=1e-12)
 
 
+def test_defaults_that_a_function_takes_by_name_only_are_left_to_it() -> None:
+    """``functools.partial`` makes such of what it is given by name."""
+    model = mlp()
+
+    def loss(x: Any, y: Any, scale: float, *others: Any, power: int = 2) -> Any:
+        return scale * tf.reduce_mean((model(x) - y) ** power)
+
+    (x, y), *_ = regression(1)
+    wanted = loss(x, y, 3.0)
+    step = dapple.pipeline(functools.partial(loss, scale=3.0), optimizer="sgd", stages=2, micro_batches=2)
+    np.testing.assert_allclose(step(x, y=y), wanted, rtol=1e-12)
+
+
 @pytest.mark.parametrize(
     ("arguments", "named", "message"),
     [
@@ -132,8 +146,8 @@ def test_arguments_that_the_function_does_not_take_are_refused(arguments: Any, n
 
 
 def test_arguments_that_a_function_takes_by_name_only_are_refused() -> None:
-    def step(x: Any, *, y: Any) -> Any:
-        return tf.reduce_mean(x - y)
+    def step(x: Any, *, y: Any, scale: float = 2.0) -> Any:
+        return scale * tf.reduce_mean(x - y)
 
     with pytest.raises(BatchError, match="the function takes y by name only"):
         dapple.train_step(step, stages=1)(tf.ones([4]), y=tf.ones([4]))

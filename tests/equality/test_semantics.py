@@ -264,6 +264,26 @@ def test_trained_variables_are_used_before_and_after_the_loss_writes_them(errors
     comparison.check(TOLERANCE["float64"])
 
 
+@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("trained", [False, True])
+def test_the_loss_head_writes_a_variable_that_stages_read_before(stages: int, recompute: bool, trained: bool) -> None:
+    """A running mean of the loss scales the activations of each stage; micro-batches use the value from before."""
+    first, second = weights(2)
+    scale = tf.Variable(1.3, dtype=tf.float64, trainable=trained, name="scale")
+
+    def loss_fn(x: Any, y: Any) -> Any:
+        h = tf.tanh(x @ first) * scale
+        scale.assign(0.9 * scale)
+        loss = tf.sqrt(tf.reduce_mean(tf.square(tf.tanh(h @ second) * scale - y)))
+        scale.assign(0.8 * scale + 0.2 * loss)
+        return loss * scale
+
+    problem = Problem(loss_fn, {"first": first, "second": second, "scale": scale}, sgd)
+    options: dict[str, Any] = {"stages": stages, "recompute": recompute, "micro_batches": 3, "batch_loss": True}
+    compare(problem, [data(6), data(9, 2)], **options).check(TOLERANCE["float64"])
+
+
 # --- outputs
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from typing import Any
+from collections import OrderedDict, defaultdict
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -47,6 +48,32 @@ def test_other_arguments_stay_as_they_are() -> None:
     assert unknown_lengths(as_rows([SPARSE])) == {(0, 1), (1, 1)}
 
 
+class Pair(NamedTuple):
+    words: Any
+    number: Any
+
+
+@pytest.mark.parametrize(
+    "nested",
+    [
+        [RAGGED, tf.constant(2)],
+        (RAGGED, {"number": tf.constant(2)}),
+        Pair(RAGGED, tf.constant(2)),
+        OrderedDict(words=RAGGED, number=tf.constant(2)),
+        defaultdict(list, words=RAGGED, number=tf.constant(2)),
+        [],
+    ],
+    ids=lambda nested: type(nested).__name__,
+)
+def test_arguments_of_any_nested_type_come_back_as_such(nested: Any) -> None:
+    found: list[Any] = []
+    rows = as_rows([tf.ones([3]), nested])
+    taking_rows(lambda x, nested: found.append(nested), rows)(*rows)
+    tf.nest.assert_same_structure(found, [nested], expand_composites=True)
+    for ours, given in zip(tf.nest.flatten(found), tf.nest.flatten(nested), strict=True):
+        tf.debugging.assert_equal(ours, given)
+
+
 def test_the_loss_gets_what_was_given() -> None:
     @tf.function
     def loss_fn(words: tf.RaggedTensor, others: dict[str, tf.SparseTensor]) -> list[tf.Tensor]:
@@ -70,15 +97,15 @@ def test_a_function_of_dense_tensors_is_the_one_that_was_given() -> None:
 def test_numbers_and_python_values_are_handed_over() -> None:
     variable, model = tf.Variable([1.0, 2.0]), object()
 
-    def function(x: Any, number: Any, flag: Any, values: Any, text: Any) -> Any:
+    def function(x: Any, number: Any, flag: Any, values: Any, text: Any, kind: Any) -> Any:
         assert values == {"model": model, "variable": [variable], "none": None}
-        assert text == "text"
+        assert (text, kind) == ("text", np.float32)
         return tf.reduce_sum(x) + tf.cast(number, tf.float32), flag
 
     batch = [tf.ones([3]), np.int64(-7), tf.constant(False), {"model": model, "variable": [variable], "none": None}]
-    rows = as_rows([*batch, "text"])
+    rows = as_rows([*batch, "text", np.float32])
     assert [type(argument) for argument in rows[1:3]] == [ScalarRows] * 2
-    assert rows[4] == PythonValue("text")
+    assert rows[4:] == (PythonValue("text"), PythonValue(np.float32))
     total, flag = tf.function(taking_rows(function, rows))(*rows)
     assert float(total) == -4
     assert not flag
