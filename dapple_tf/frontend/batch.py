@@ -85,15 +85,17 @@ class BatchForm:
         """Return the flattened tensors of a batch that are ``needed`` (one flag for each); None for the others.
 
         None, also in place of a whole argument, is returned as it is. Raises BatchError where the batch has another
-        number of arguments, or a needed tensor is nested otherwise or has another dtype or inner shape.
+        number of arguments, an argument without tensors is another Python value, or a needed tensor is nested otherwise
+        or has another dtype or inner shape.
         """
         if len(batch) != len(self.arguments):
             raise BatchError(f"{len(batch)} arguments were given, and the loss takes {len(self.arguments)}")
         flags, leaves = iter(needed), []
         for i, (given, specs) in enumerate(zip(batch, self.arguments, strict=True)):
             wanted = list(itertools.islice(flags, len(tf.nest.flatten(specs))))
-            checked = given is not None and (any(wanted) or not wanted)  # an argument without tensors is always needed
-            there = _flatten_argument(i, given, specs) if checked else [None] * len(wanted)
+            if not wanted and repr(given) != repr(specs):
+                raise BatchError(f"argument {i} is {given!r}, but the step was built last for {specs!r}")
+            there = _flatten_argument(i, given, specs) if given is not None and any(wanted) else [None] * len(wanted)
             leaves += [leaf if flag else None for leaf, flag in zip(there, wanted, strict=True)]
         named = zip(self.paths, leaves, self.signature, strict=True)
         return [None if leaf is None else _fitting_tensor(path, leaf, spec) for path, leaf, spec in named]

@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 
 from dapple_tf.errors import BatchError
+from dapple_tf.frontend.batch import batch_form
 from dapple_tf.frontend.composite import (
     PythonValue,
     RaggedRows,
@@ -124,3 +125,19 @@ def test_numbers_and_python_values_are_handed_over() -> None:
 def test_what_cannot_be_cut_by_rows_is_refused(argument: tf.Tensor, message: str) -> None:
     with pytest.raises(BatchError, match=message):
         as_rows([argument])
+
+
+def test_python_values_of_local_rows_are_those_that_the_step_was_built_for() -> None:
+    built = as_rows([tf.ones([3]), 0.5, None, {"none": None}])
+    form = batch_form(built, [tf.TensorSpec([None])])
+
+    def flatten(*batch: Any) -> Any:
+        return form.flatten(as_rows(batch, partial=True), [True])
+
+    (rows,) = flatten(tf.ones([2]), 0.5, None, {"none": None})
+    assert rows.shape == [2]
+    assert flatten(None, 0.5, None, {"none": None}) == [None]
+    with pytest.raises(BatchError, match=r"argument 1 is None, but the step was built last for 0.5"):
+        flatten(tf.ones([2]), None, None, {"none": None})
+    with pytest.raises(BatchError, match=r"argument 3 is {'none': .*}, but the step was built last for"):
+        flatten(tf.ones([2]), 0.5, None, {"none": tf.float32})
