@@ -2,9 +2,9 @@
 
 A batch is cut into micro-batches by rows, so each row must be one entry of axis 0: a ragged row is padded to the length
 of the batch's longest, and a sparse row is the ragged row of its values, beside that of their columns. The loss sees a
-``tf.RaggedTensor`` or ``tf.SparseTensor`` of the micro-batch's rows. A number without axes is an entry of each row, and
-the loss sees their maximum, which is computed from the whole batch, once a step. Python values (models, optimizers,
-numbers, None) are part of the trace, as those of a tf.function are: other values are traced anew.
+``tf.RaggedTensor`` or ``tf.SparseTensor`` of the micro-batch's rows. A number without axes is repeated for each row. The
+loss sees the maximum of these equal numbers, which is computed from the whole batch, once a step. Python values (models,
+optimizers, numbers, None) are part of the trace, as those of a tf.function are: other values are traced anew.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def is_python_value(leaf: Any) -> bool:
 def as_rows(batch: Sequence[Any], *, partial: bool = False) -> tuple[Any, ...]:
     """Return the arguments with ``RaggedRows``, ``SparseRows``, ``ScalarRows`` or ``PythonValue`` for all but arrays.
 
-    ``partial``: None stays, in place of what is not given.
+    ``partial``: None stands for an array that is not given, and stays.
 
     Raises BatchError for what cannot be cut by rows: ragged tensors of several ragged axes, sparse ones that are no
     matrices, and numbers and strings in a list, which may be meant for rows.
