@@ -2,9 +2,9 @@
 
 A batch is cut into micro-batches by rows, so each row must be one entry of axis 0: a ragged row is padded to the length
 of the batch's longest, and a sparse row is the ragged row of its values, beside that of their columns. The loss sees a
-``tf.RaggedTensor`` or ``tf.SparseTensor`` of the micro-batch's rows. A number without axes is repeated for each row. The
-loss sees the maximum of these equal numbers, which is computed from the whole batch, once a step. Python values (models,
-optimizers, numbers, None) are part of the trace, as those of a tf.function are: other values are traced anew.
+``tf.RaggedTensor`` or ``tf.SparseTensor`` of the micro-batch's rows. A number without axes is repeated for each row.
+The loss sees the maximum of these equal numbers, which is computed from the whole batch, once a step. Python values
+(models, optimizers, numbers, None) are part of the trace, as those of a tf.function are: other values are traced anew.
 """
 
 from __future__ import annotations
