@@ -97,6 +97,11 @@ def is_tf_function(function: Any) -> bool:
     return hasattr(function, "get_concrete_function") and hasattr(function, "python_function")
 
 
+def python_function_of(function: Any) -> Any:
+    """Return the Python function of a tf.function; any other function itself."""
+    return function.python_function if is_tf_function(function) else function
+
+
 @contextlib.contextmanager
 def inline_functions() -> Iterator[None]:
     """Let the tf.functions that this thread calls while it traces another one add their ops to that trace.
@@ -849,7 +854,7 @@ def horovod_options(optimizer: Any) -> list[str]:
     """
     import horovod.tensorflow as hvd
 
-    function = getattr(optimizer._allreduce_grads, "python_function", optimizer._allreduce_grads)
+    function = python_function_of(optimizer._allreduce_grads)
     given = inspect.getclosurevars(function).nonlocals
     found = {
         "backward_passes_per_step": optimizer._agg_helper is not None,
@@ -878,7 +883,7 @@ The second is there from Keras 3.12 on.
 
 def is_of_keras(function: Any) -> bool:
     """Return whether Keras made a model's function of a batch, in ``make_train_function`` or its like."""
-    return str(getattr(function, "python_function", function).__module__).split(".")[0] == "keras"
+    return str(python_function_of(function).__module__).split(".")[0] == "keras"
 
 
 def flatten_layers(model: Any) -> list[Any]:

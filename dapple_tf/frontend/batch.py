@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import pprint
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import tensorflow as tf
 
+from dapple_tf import internals
 from dapple_tf.errors import BatchError
 
 
@@ -93,7 +96,7 @@ class BatchForm:
         flags, leaves = iter(needed), []
         for i, (given, specs) in enumerate(zip(batch, self.arguments, strict=True)):
             wanted = list(itertools.islice(flags, len(tf.nest.flatten(specs))))
-            if not wanted and repr(given) != repr(specs):
+            if not wanted and _in_key_order(given) != _in_key_order(specs):
                 raise BatchError(f"argument {i} is {given!r}, but the step was built last for {specs!r}")
             there = _flatten_argument(i, given, specs) if given is not None and any(wanted) else [None] * len(wanted)
             leaves += [leaf if flag else None for leaf, flag in zip(there, wanted, strict=True)]
@@ -102,15 +105,20 @@ class BatchForm:
 
 
 def _flatten_argument(number: int, given: Any, specs: Any) -> list[Any]:
+    found, wanted = Nesting.of(given), Nesting.of(specs)
     try:
         tf.nest.assert_same_structure(given, specs)
-        fits = Nesting.of(given) == Nesting.of(specs)  # of Python values, too
+        fits = _in_key_order(found.structure) == _in_key_order(wanted.structure)  # Python values fit, too
     except (TypeError, ValueError):
         fits = False
     if not fits:
-        found, wanted = Nesting.of(given).text, Nesting.of(specs).text
-        raise BatchError(f"argument {number} is nested as {found}, but the step was built last for {wanted}")
+        raise BatchError(f"argument {number} is nested as {found.text}, but the step was built last for {wanted.text}")
     return list(tf.nest.flatten(given))
+
+
+def _in_key_order(structure: Any) -> str:
+    """Return the text of a nested structure, with the items of dictionaries in the order of their keys."""
+    return pprint.pformat(structure, width=sys.maxsize)
 
 
 def _fitting_tensor(path: str, leaf: Any, spec: tf.TensorSpec) -> Any:
@@ -141,7 +149,7 @@ def in_order(function: Callable[..., Any], batch: Sequence[Any], named: Mapping[
     if not named:
         return tuple(batch)
     try:
-        bound = inspect.signature(getattr(function, "python_function", function)).bind(*batch, **named)
+        bound = inspect.signature(internals.python_function_of(function)).bind(*batch, **named)
     except TypeError as error:
         raise BatchError(f"the step cannot be called with these arguments: {error}") from None
     bound.apply_defaults()

@@ -214,7 +214,7 @@ def _check_signature(function: Any) -> None:
 
 
 def _function_name(function: Any) -> str:
-    python = getattr(function, "python_function", function)
+    python = internals.python_function_of(function)
     name = getattr(python, "__name__", type(python).__name__)
     return "".join(c if c.isalnum() or c in "_.-" else "_" for c in str(name)).strip("_") or "loss"
 

@@ -3,8 +3,9 @@
 A batch is cut into micro-batches by rows, so each row must be one entry of axis 0: a ragged row is padded to the length
 of the batch's longest, and a sparse row is the ragged row of its values, beside that of their columns. The loss sees a
 ``tf.RaggedTensor`` or ``tf.SparseTensor`` of the micro-batch's rows. A number without axes is repeated for each row.
-The loss sees the maximum of these equal numbers, which is computed from the whole batch, once a step. Python values
-(models, optimizers, numbers, None) are part of the trace, as those of a tf.function are: other values are traced anew.
+The loss sees the maximum of these equal numbers, which is computed from the whole batch, once a step. A Python
+value (a model, an optimizer, a number, None) is part of the trace, as in a tf.function: for another value the function
+is traced again.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ def as_rows(batch: Sequence[Any], *, partial: bool = False) -> tuple[Any, ...]:
 
     found = tuple(map(convert, batch))
     shapes: list[Any] = [getattr(leaf, "shape", ()) for leaf in tf.nest.flatten(found)]
-    samples = [shape[0] for shape in shapes if len(shape)]
+    samples = [shape[0] for shape in shapes if len(shape) and shape[0] is not None]  # a tf.TensorSpec may not know it
     return tuple(tf.nest.map_structure(lambda leaf: _spread(leaf, samples[0]), found)) if samples else found
 
 
@@ -115,8 +116,7 @@ def taking_rows(function: Callable[..., Any], batch: Sequence[Any]) -> Callable[
     _map_rows(lambda rows: found.append(True), tuple(batch))
     if not found:
         return function
-    if internals.is_tf_function(function):
-        function = function.python_function  # type: ignore[attr-defined]  # a tf.function has it
+    function = internals.python_function_of(function)
 
     def loss(*batch: Any) -> Any:
         with internals.use_ragged_partitions() as known:

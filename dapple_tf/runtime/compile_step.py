@@ -182,7 +182,7 @@ class CompiledStep:
 
     @property
     def phases(self) -> int:
-        """How many phases the step has, of which this is one."""
+        """The number of phases of the training step that this phase belongs to."""
         phase = self.planned.model.interface.phase
         return 1 if phase is None else phase.count
 

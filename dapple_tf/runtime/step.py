@@ -263,7 +263,12 @@ class PipelinedStep:
     @property
     def _in_turn(self) -> tuple[PipelinedStep, ...]:
         """The phases of the step that ran or was built last; with other arguments it may have more."""
-        return (self, *self._later)[: 1 if self._last is None else self._last.phases]
+        return self._all_phases[: 1 if self._last is None else self._last.phases]
+
+    @property
+    def _all_phases(self) -> tuple[PipelinedStep, ...]:
+        """The phases that any arguments have had."""
+        return (self, *self._later)
 
     def summary(self) -> str:
         """Return the plan with the names of layers, why its schedule was chosen, and the predicted memory, as text.
@@ -307,7 +312,7 @@ class PipelinedStep:
     def variables(self) -> dict[str, tf.Variable]:
         """The variables of the model and of the optimizer, by names that are the same under every plan."""
         self._compiled_last()
-        models = [model for phase in (self, *self._later) for model in phase._compiled.all_models()]
+        models = [model for phase in self._all_phases for model in phase._compiled.all_models()]
         if list(map(id, models)) != list(map(id, self._named[0])):  # other arguments may use other variables
             held = () if self._hand_over is None else self._hand_over.variables.values()
             between = {id(variable) for variable in held}
@@ -638,11 +643,11 @@ class PipelinedStep:
         while True:
             compiled: list[CompiledStep] = []
             try:
-                for phase in (self, *self._later):
+                for phase in self._all_phases:
                     earlier = compiled[-1].program if compiled else None
                     compiled.append(phase._compile_phase(batch, variant, earlier))
                     count = compiled[0].phases
-                    if count > 1 + len(self._later) and not more:
+                    if count > len(self._all_phases) and not more:
                         more = True  # once: a step that does other things at each trace may have more each time
                         assert isinstance(self._loss_fn, TrainingStep), "only such have phases"
                         raise SeveralPhasesError(count, joined=self._loss_fn.joined)

@@ -54,8 +54,7 @@ class OneDevice:
         ``sizes_of`` and ``deferred``: see ``divide_batch_norm``. A layer that the loss calls in a tf.function of its
         own takes the whole batch.
         """
-        is_function = internals.is_tf_function(self.loss_fn)
-        loss_fn = self.loss_fn.python_function if is_function else self.loss_fn  # type: ignore[attr-defined]  # a tf.function has it
+        loss_fn = internals.python_function_of(self.loss_fn)
         return self._train(batch, loss_fn, divide_batch_norm(sizes_of, deferred=deferred))
 
     def _train(
@@ -144,8 +143,7 @@ class StepOnOneDevice:
 
     def train_divided(self, batch: Sequence[Any], sizes_of: SizesOf, *, deferred: bool = False) -> Outcome:
         """Call the function, once, but let Keras's batch norm take pieces of the batch: see ``OneDevice``."""
-        is_function = internals.is_tf_function(self.function)
-        function = self.function.python_function if is_function else self.function  # type: ignore[attr-defined]  # a tf.function has it
+        function = internals.python_function_of(self.function)
 
         def divided(*arguments: Any) -> Any:
             with divide_batch_norm(sizes_of, deferred=deferred):

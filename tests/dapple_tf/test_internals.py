@@ -182,6 +182,14 @@ def test_is_tf_function_tells_tf_functions_from_callables(thing: object, expecte
     assert internals.is_tf_function(thing) is expected
 
 
+def test_the_python_function_of_a_tf_function_and_of_any_other() -> None:
+    def double(x: int) -> int:
+        return 2 * x
+
+    assert internals.python_function_of(tf.function(double)) is double
+    assert internals.python_function_of(double) is double
+
+
 def test_input_signature_is_the_declared_one_or_none() -> None:
     spec = tf.TensorSpec([None, 2], tf.int32)
     assert internals.input_signature(tf.function(lambda x: x)) is None

@@ -141,3 +141,21 @@ def test_python_values_of_local_rows_are_those_that_the_step_was_built_for() -> 
         flatten(tf.ones([2]), None, None, {"none": None})
     with pytest.raises(BatchError, match=r"argument 3 is {'none': .*}, but the step was built last for"):
         flatten(tf.ones([2]), 0.5, None, {"none": tf.float32})
+
+
+def test_local_rows_may_have_the_keys_of_a_dictionary_in_another_order() -> None:
+    model = object()
+    form = batch_form(as_rows([{"x": tf.ones([3]), "m": model}, {"b": model, "a": None}]), [tf.TensorSpec([None])])
+
+    def flatten(*batch: Any) -> Any:
+        return form.flatten(as_rows(batch, partial=True), [True])
+
+    (rows,) = flatten({"m": model, "x": tf.ones([2])}, {"a": None, "b": model})
+    assert rows.shape == [2]
+    with pytest.raises(BatchError, match=r"argument 0 is nested as {'m': object \d+, 'x': \.}, but the step was built"):
+        flatten({"m": object(), "x": tf.ones([2])}, {"a": None, "b": model})
+
+
+def test_a_number_beside_samples_of_unknown_count_stays_as_it_is() -> None:
+    specs, number = tf.TensorSpec([None, 2]), tf.constant(3.0)
+    assert as_rows([specs, number])[1] is number
