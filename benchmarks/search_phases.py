@@ -76,6 +76,11 @@ PHASES = {
     ),
     "joint search": (_MAIN, "if (searches > 1) {", "if (false) {"),
     "descent": (_MAIN, "search.descend(last, amount * searches / 5, contention);", ""),
+    "descent: more than three cuts together": (
+        _SEARCH,
+        "other < best.stages() && left > 0",
+        "other < std::min(best.stages(), boundary + 3) && left > 0",
+    ),
     "end: stages not re-computed": (_MAIN, "if (!run.layout.recompute[s]) continue;", "continue;"),
     "end: more in flight": (
         _MAIN,
@@ -84,8 +89,8 @@ PHASES = {
     ),
     "half of the searches": (
         _BEST,
-        "_SEARCHES, _MORE_SEARCHES, _MANY_DEVICES = 4, 9, 128",
-        "_SEARCHES, _MORE_SEARCHES, _MANY_DEVICES = 2, 5, 128",
+        "_SEARCHES, _MORE_SEARCHES, _MANY_DEVICES = 6, 9, 128",
+        "_SEARCHES, _MORE_SEARCHES, _MANY_DEVICES = 3, 5, 128",
     ),
     "half of the work": (
         _BEST,

@@ -26,10 +26,10 @@ from dapple_tf.simulator.arrays import Floats
 
 # The work of each search on up to 16 devices, a tenth of a second on a core, and what each further device adds.
 _WORK, _WORK_OF_A_DEVICE = 14_000_000, 800_000
-# With other random numbers each: which plan a search ends at depends on chance, more so where devices or links differ.
-# On many devices one takes seconds.
-_SEARCHES, _MORE_SEARCHES, _MANY_DEVICES = 4, 9, 128
-_MORE_WORK = 3  # times as much where devices or links differ
+# With other random numbers each: which plan a search ends at depends on chance, more so where devices, links or the
+# sizes of servers differ. On many devices one search takes seconds.
+_SEARCHES, _MORE_SEARCHES, _MANY_DEVICES = 6, 9, 128
+_MORE_WORK = 3  # times as much where devices, links or the sizes of servers differ
 _MOST_WORK = 60_000_000
 _SMALL, _MANY_BLOCKS = 128, 64  # blocks times devices below which, and blocks above which, the work is in proportion
 # K_i = slope (S - 1 - i) + 1 of the search for stages of a given schedule; so large a slope stands for K_i = M.
@@ -78,14 +78,14 @@ def plan_best(problem: PlanningProblem, *, chunks: Sequence[int] = (2, 4)) -> Pl
 
 def _annealed(problem: PlanningProblem, annealer: Annealer) -> list[Candidate]:
     """Return the fastest plan that the search finds."""
-    work = _WORK + max(0, problem.cluster.devices - 16) * _WORK_OF_A_DEVICE
-    blocks = len(problem.chain.parameter_bytes)
-    share = min(1.0, blocks * problem.cluster.devices / _SMALL) * max(1.0, blocks / _MANY_BLOCKS) ** 0.5
-    alike = problem.cluster.is_uniform and not problem.cluster.links
+    cluster, blocks = problem.cluster, len(problem.chain.parameter_bytes)
+    work = _WORK + max(0, cluster.devices - 16) * _WORK_OF_A_DEVICE
+    share = min(1.0, blocks * cluster.devices / _SMALL) * max(1.0, blocks / _MANY_BLOCKS) ** 0.5
+    alike = cluster.is_uniform and not cluster.links and len({server.devices for server in cluster.servers}) == 1
     if not alike:
         work *= _MORE_WORK
     searches = _SEARCHES if alike else _MORE_SEARCHES
-    if problem.cluster.devices > _MANY_DEVICES:
+    if cluster.devices > _MANY_DEVICES:
         searches = 1
     for layout in annealer.search(min(int(work * share), _MOST_WORK), searches=searches):
         schedule = layout.schedule if problem.schedule == "auto" else None

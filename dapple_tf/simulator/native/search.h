@@ -606,7 +606,8 @@ inline void Search::rank(std::vector<Run>& runs, bool contention) const {
   std::stable_sort(runs.begin(), runs.end(), [](const Run& a, const Run& b) { return a.seconds < b.seconds; });
 }
 
-// Improve layouts by every single change of a cut, of a device's worker and of the warm-up, until none helps.
+// Improve layouts by every shift of a cut, alone and with those after it, and by every single change of a device's
+// worker and of the warm-up, until none helps.
 inline void Search::descend(std::vector<Run>& runs, int64_t work, bool contention) const {
   const int64_t share = runs.empty() ? 0 : work / static_cast<int64_t>(runs.size());
   each(runs.size(), [&](size_t i, Evaluator& evaluator) {
@@ -631,7 +632,7 @@ inline void Search::descend(std::vector<Run>& runs, int64_t work, bool contentio
       changed = false;
       for (int boundary = 1; boundary < best.stages(); ++boundary) {
         for (const int blocks : {1, -1, 2, -2}) {
-          for (int other = boundary; other < std::min(best.stages(), boundary + 3) && left > 0; ++other) {
+          for (int other = boundary; other < best.stages() && left > 0; ++other) {
             Layout trial = best;  // the cuts from `boundary` to `other` move together
             bool moved = true;
             const int step = blocks > 0 ? -1 : 1;
