@@ -196,9 +196,9 @@ class CompiledSteps:
     micro-batches if they are given, the variant, whether it takes local rows, and the program of the phase before.
     ``times``: of all builds.
     ``started``: the programs that have run, by their identity. ``homes``: the devices of variables before the programs
-    moved them. ``xla``: compiles stage functions, or None. ``compared``: for each model, by its identity, the most
-    samples of a step that was compared with the loss of the whole batch. ``warned``: whether the user has been warned
-    of layers that train in another way than on one device.
+    moved them. ``xla``: compiles stage functions, or None. ``compared``: for each model, by its identity, the largest
+    batch (samples) for which a step was compared with the loss of the whole batch. ``warned``: whether the user has
+    been warned of layers that train in another way than on one device.
     """
 
     models: TracedShapes = field(default_factory=TracedShapes)
@@ -563,7 +563,7 @@ class LocalTarget:
         if plan.shard_optimizer and fitted.replicas != plan.replicas:
             raise BatchError(
                 f"the batch has {format_samples(batch_size)}, too few for the {max(plan.replicas)} replicas of a "
-                "stage, over which shard_optimizer=True shards the update: leave it out, or join it to another"
+                "stage, over which shard_optimizer=True shards the update: leave this batch out, or join it to another"
             )
 
     def build(
