@@ -101,7 +101,8 @@ def _compare_with_bound(least: float, seconds: float) -> list[str]:
     computing = format_seconds_fixed(least)
     if seconds <= least * (1 + 1e-6):
         return [f"proven: no plan is faster, because devices must compute for {computing}"]
-    return [f"at most {format_difference(seconds / least - 1)} above any plan: devices must compute for {computing}"]
+    more = format_difference(seconds / least - 1)
+    return [f"at most {more} longer than the step of any other plan: devices must compute for {computing}"]
 
 
 def describe_moves(problem: PlanningProblem, plan: Plan, timeline: SimulatedTimeline) -> list[str]:

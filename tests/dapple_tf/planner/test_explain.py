@@ -92,7 +92,7 @@ def test_runners_up_are_listed_with_how_much_slower_they_are_and_why() -> None:
         "AllReduce after the last backward takes 3.000 s against 0.0 ms"
     )
     assert lines[1].startswith("runner-up one device, 8 micro-batches, dapple-a: 24.000 s, 75.2% slower: computing on ")
-    assert "at most 14.2% above any plan: devices must compute for 12.000 s" in lines
+    assert "at most 14.2% longer than the step of any other plan: devices must compute for 12.000 s" in lines
 
 
 def test_the_busiest_device_computes_all_of_its_stages() -> None:
