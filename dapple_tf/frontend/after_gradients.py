@@ -1,8 +1,9 @@
-"""Part the trace of a training step: the loss, which micro-batches compute, and what runs once, after the gradients.
+"""Divide the trace of a training step: the loss, which micro-batches compute, and the part after the gradients.
 
-What the target of ``tape.gradient`` needs is the loss. All that depends on a gradient, and all that writes or acts
-without being needed for the loss, runs after the gradients, once a step. It takes *whole values*: results of the loss's
-graph on the whole batch, which the micro-batches' results make up.
+What the target of ``tape.gradient`` needs is the loss. The part after the gradients runs once a step. It has all nodes
+that depend on a gradient, and all nodes with an effect (writes, prints, Python code, draws) that the loss does not
+need. It takes *whole values*: results of the loss's graph for the whole batch, which are put together from the results
+of the micro-batches.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ from dapple_tf.graph_passes.ir.names import without_target
 
 _ACTING = (Effect.WRITE, Effect.SIDE, Effect.RANDOM)
 WHOLE = "whole"
-"""The role of what the part after the gradients takes of the loss's graph."""
+"""The role of the values of the loss's graph that the part after the gradients takes."""
 
 
 @dataclass(frozen=True, eq=False)
 class AfterGradients:
     """The part of a training step that runs after its gradients.
 
-    ``graph``: the whole trace; a gradient is an ``arg`` node, whose port is the variable. ``nodes``: the names of those
-    that run after the gradients. ``whole``: the values of the loss's graph that they take, or that the step returns,
-    the loss first. ``returned``: what the step returns, flattened, None where it returns None; ``structure``: its
-    nesting. ``variables``, ``constants``: of the whole trace.
-    ``place_of``: returns the file and line of a node.
+    ``graph``: the whole trace; a gradient is an ``arg`` node, whose port is the variable. ``nodes``: the names of the
+    nodes that run after the gradients. ``whole``: the values of the loss's graph that these nodes take, or that the
+    step returns, the loss first. ``returned``: what the step returns, flattened, None where it returns None;
+    ``structure``: its nesting. ``variables``, ``constants``: of the whole trace. ``place_of``: returns the file and
+    line of a node.
     """
 
     graph: Graph
@@ -76,29 +77,31 @@ def part_step(
     """Return the part of the trace ``graph`` after the gradients of ``target``.
 
     ``first_op``: the number of ops before the gradients were taken; ``numbers``: of each op in the trace. ``used``: the
-    values of the forward that the custom gradient of each node uses. ``handed_over``: the nodes that read what earlier
-    phases give: values of the whole batch, so micro-batches use only those that the target needs. Raises CaptureError
-    where the target depends on a gradient.
+    values of the forward that the custom gradient of each node uses. ``handed_over``: the nodes that read values which
+    earlier phases hand over. These are values of the whole batch, so they belong to the part after the gradients unless
+    the target needs them. Raises CaptureError where the target depends on a gradient.
     """
     needed = _with_gradients(graph, [target.node], used)
     of_batch = dependents(graph, [node.name for node in graph.nodes if node.op == "arg" and not node.has("role")])
 
-    def is_sunk(node: Node) -> bool:
+    def acts_after(node: Node) -> bool:
+        """Return whether a node with an effect runs once, after the gradients, also if it depends on none of them."""
         if node.effect not in _ACTING or node.name in needed:
             return False
         own = not is_of_layer(node) or (node.name in of_batch and not node.has("batch_norm"))
         return numbers[node.name] >= first_op or (node.effect is Effect.WRITE and own)
 
-    kept = [node for node in graph.nodes if node.effect is Effect.WRITE and not is_sunk(node)]
+    kept = [node for node in graph.nodes if node.effect is Effect.WRITE and not acts_after(node)]
     state = {name for node in kept for name in node.strings("writes")}
     after: set[str] = set()
     for node in graph.nodes:  # in topological order
         # What the loss has written is complete only after all micro-batches.
         of_state = node.effect is Effect.READ and any(value.node in state for value in node.inputs)
-        sunk = is_sunk(node) or (of_state and node.name not in needed and numbers[node.name] >= first_op)
+        reads_state = of_state and node.name not in needed and numbers[node.name] >= first_op
         is_gradient = node.op == "arg" and node.has("role")
         of_whole = node.name in handed_over and node.name not in needed
-        if sunk or is_gradient or of_whole or any(source in after for source in node.predecessors()):
+        starts = acts_after(node) or reads_state or is_gradient or of_whole
+        if starts or any(source in after for source in node.predecessors()):
             after.add(node.name)
     if late := sorted(after & needed, key=lambda name: numbers[name]):
         raise CaptureError(
@@ -114,10 +117,10 @@ def part_step(
 
 
 def take_inputs_of(part: AfterGradients, values: Sequence[Value]) -> AfterGradients:
-    """Return the part that computes ``values``, of those it took from the loss's graph, from their inputs by itself.
+    """Return the part with the nodes that compute ``values``: it takes the inputs of these nodes from the loss's graph.
 
-    A value stays as it is if it cannot be computed after the gradients: it draws numbers, acts, or reads a variable
-    that the loss writes.
+    ``values``: some of those that it took from the loss's graph until now. A value is taken from there as before if its
+    node cannot run after the gradients: it is an argument, draws numbers, has an effect, or reads a variable.
     """
     keep = {value for value in part.whole if value == part.whole[0] or value not in values}
     inputs: list[Value] = []

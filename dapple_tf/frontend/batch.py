@@ -195,7 +195,8 @@ def batch_signature(batch: Sequence[Any]) -> tuple[tf.TensorSpec, ...]:
         shape = tuple(value.shape)
         if not shape:
             raise BatchError(
-                f"argument {path} is a scalar; every argument must be batched on axis 0 (close over what is not)"
+                f"argument {path} is a scalar; every argument must be batched on axis 0 (let the function take other "
+                "values from outside)"
             )
         sizes[path] = shape[0]
         specs.append(tf.TensorSpec((None, *shape[1:]), tf.as_dtype(value.dtype)))
@@ -218,7 +219,7 @@ def _tensor(path: str, leaf: Any) -> Any:
     except (TypeError, ValueError) as error:
         raise BatchError(
             f"argument {path} is a {type(leaf).__name__}; every argument must be an array or a dense tensor, batched "
-            "on axis 0 (close over what is not)"
+            "on axis 0 (let the function take other values from outside)"
         ) from error
 
 

@@ -17,10 +17,10 @@ from dapple_tf.graph_passes.ir.graph import Effect, Graph, Node, Value
 def statistics_writes(captured: Captured, choice: BatchNorm) -> list[Node]:
     """Return the nodes by which batch norm layers write moving statistics of each micro-batch.
 
-    Raises CaptureError if another node writes such statistics: the layer's call is hidden in it; and if such a layer
-    computes with the number of its samples: each call sees those of one micro-batch on one replica, and the statistics
-    are taken over more. ``choice``: the
-    value of ``batch_norm`` that needs to see the call.
+    Raises CaptureError if another node writes such statistics, since the layer is then called inside that node. Raises
+    CaptureError too if such a layer computes with the number of its samples: a call has only the samples of one
+    micro-batch on one replica, and the statistics are taken over more. ``choice``: the value of ``batch_norm``, for the
+    message.
     """
     assert captured.dependence is not None, "the analysis tells which layers normalise each micro-batch"
     once = captured.dependence.once

@@ -50,10 +50,12 @@ def capture(
     are made of; for "sync", let replicas join these. Without ``trains`` the function is only to run forward: every
     variable that it does not write counts as trainable, so that all that is computed from it stays in the
     micro-batches. ``signature``: of the batch's flattened tensors; by default only axis 0 is unknown. ``sized``: trace
-    the function for the size of ``batch`` where it cannot be traced for an unknown one. ``inlined``: what it calls is
-    traced as part of it, also tf.functions; so is a training step that takes gradients in such.
+    the function for the size of ``batch`` where it cannot be traced for an unknown one. ``inlined``: trace the
+    tf.functions that it calls as parts of it; a training step that takes gradients in such a function is always traced
+    so.
 
-    Of a training step the graph is that of its loss, with the values of it that the part after the gradients takes.
+    For a training step the result has the graph of its loss. The outputs of this graph are the loss and the values that
+    the part after the gradients takes.
 
     Raises CaptureError when the trace fails for an unknown batch size or the function has nothing to train, and
     LossError when the loss is not a floating-point scalar.
@@ -96,17 +98,21 @@ def capture(
 
 
 class _OptimizerBuilt(BaseException):
-    """A trace ends early, since an optimizer was built during it. No Exception: few users' codes catch it."""
+    """Raised to end a trace early, since an optimizer was built during it.
+
+    It is a BaseException, because users' code often catches every Exception.
+    """
 
 
 @contextmanager
 def _building_optimizers() -> Iterator[Sequence[Any]]:
     """In the block, build the optimizers of a training step before their first update, and raise ``_OptimizerBuilt``.
 
-    TensorFlow traces a function a second time where the first trace makes variables, and uses the second one. Here
-    the first trace ends at the first update. One that has made other variables before goes on to its end, since only
-    then TensorFlow gives these their values; and so does one of an optimizer with a ``build`` of the user's, since what
-    this assigns to variables in a trace is left out of the second one. Yields the optimizers that were built.
+    If the first trace of a function makes variables, TensorFlow traces the function again and uses the second trace. So
+    here the first trace ends at the first update of an optimizer. In two cases it must go on to its end: it has made
+    other variables before, which get their values from TensorFlow only then; or the optimizer has a ``build`` of the
+    user's own, whose assignments to variables would be missing in the second trace. Yields the optimizers that were
+    built.
     """
     made: list[str] = []
     built: list[Any] = []
@@ -152,7 +158,10 @@ def _read_loss(
         variables_to_train(inputs, loss_fn) if trains else [name for name in inputs.variables if name not in written]
     )
     if trains and not trainable:
-        raise CaptureError(f"{name} uses no trainable variable, so there is nothing to train: is the model captured?")
+        raise CaptureError(
+            f"{name} uses no trainable variable, so there is nothing to train: let it call the model that is to be "
+            "trained, and check that the model's weights are trainable"
+        )
     return Captured(graph, func_graph, inputs.variables, tuple(trainable), inputs.constants, aux, specs, example)
 
 

@@ -29,10 +29,11 @@ Serves = Callable[[tuple[tf.TensorSpec, ...]], bool]
 class TrainingStep:
     """A function of a batch that trains: it takes gradients with tf.GradientTape and changes variables itself.
 
-    ``certain``: let TensorFlow tell which gradients there are, and ``rowless``: the numbers of the calls of
-    ``tape.gradient`` that TensorFlow computes as it stands (see ``tape_calls``). ``phase``: the number of the phase to
-    capture, of a step of several, and ``hand_over``: what its phases share. ``joined``: let one phase have several
-    targets where it can (see ``phases.join_targets``).
+    ``certain``: let TensorFlow compute all gradients during the trace, so that it is certain which there are.
+    ``rowless``: the numbers of the calls of ``tape.gradient`` that need no rows of the batch, and stay part of the
+    trace (see ``tape_calls``). ``phase``: the number of the phase to capture, of a step of several phases;
+    ``hand_over``: the variables that the phases share. ``joined``: whether one phase may have several targets (see
+    ``phases.join_targets``).
     """
 
     function: Callable[..., Any]
@@ -44,11 +45,11 @@ class TrainingStep:
 
 
 class UnexpectedGradientsError(Exception):
-    """Raised where a training step was traced for other gradients than it has: it must be traced as ``certain``."""
+    """Raised if a training step has other gradients than predicted: it must be traced again, with ``certain``."""
 
 
 class RowlessTargetsError(Exception):
-    """Raised where gradients of a training step need no rows: it must be traced with these calls as ``rowless``."""
+    """Raised if some gradients of a training step need no rows: it must be traced again, with these as ``rowless``."""
 
     def __init__(self, calls: frozenset[int]) -> None:
         super().__init__(f"the gradients of the calls {sorted(calls)} need no rows of the batch")
@@ -95,10 +96,10 @@ def plain_function(function: Traced) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class Target:
-    """A target whose gradients a training step takes: the ``value`` of the target, a scalar.
+    """A target whose gradients a training step takes: its ``value``, a scalar.
 
-    Where there are several, their sum is the loss, and ``value`` is a term of it that is the target. ``gradients``: the
-    name of the gradient of each variable (see ``names.of_target``).
+    Several targets are the terms of one loss, their sum. ``gradients``: by the name of a variable, the name of its
+    gradient by this target (see ``names.of_target``).
     """
 
     value: Value

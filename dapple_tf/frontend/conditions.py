@@ -1,7 +1,7 @@
-"""Lay open the conditions of a traced update, so that it can be cut into stages.
+"""Open the conditions of a traced update: put the nodes of their branches into its graph, so that it can be cut.
 
-Keras puts the whole update into one condition where an optimizer scales the loss (all gradients are finite), and parts
-of it where gradients are accumulated or weights are overwritten by their averages.
+Keras puts the whole update into one condition if the optimizer scales the loss (all gradients must be finite), and
+parts of it into conditions if gradients are accumulated or weights are overwritten by their averages.
 """
 
 from __future__ import annotations

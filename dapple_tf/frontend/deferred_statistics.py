@@ -1,7 +1,8 @@
 """Moving statistics of batch norm that are written once a step, from the sums of all micro-batches and replicas.
 
-Forward loses the writes of the layers that normalise each micro-batch, and gives the sums of their statistics instead.
-What a layer writes from the statistics of the whole batch is a function of its own, which Keras itself traces.
+The writes of batch norm layers that normalise each micro-batch are removed from forward, which returns the sums of
+their statistics instead. A function of its own writes the moving statistics from the sums of the whole batch; it is
+traced from Keras's own code.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ def _calls_functions(graph: Graph) -> bool:
 
 
 def _differentiate_whole(captured: Captured, tensors: CapturedTensors, name: str) -> Any:
-    """Return the gradient ``name`` of the whole loss: no stage uses its ops, they only tell an order."""
+    """Return the gradient ``name`` of the whole loss. It only shows the order of lookups: no stage uses its ops."""
     target = next(target for target in captured.targets if name in target.gradients.values())
     return tf.gradients(tensors[target.value], tensors.handles[without_target(name)], name="whole_gradient")[0]
 

@@ -1,9 +1,10 @@
 """Batch norm in training mode that takes mean and variance of a micro-batch over all replicas of its stage.
 
-In the trace of a loss each layer's statistics (weight, mean and variance of each channel) pass an Identity whose
-gradient is not that of an Identity. It marks the place where replicas join their statistics: each gets those of all
-samples, and in backward the sum of the gradients that all replicas have for these (``passes.join_replicas``). With one
-replica, and where a stage's function runs by itself, both Identities are what they seem.
+In the trace of a loss each layer's statistics (weight, mean and variance of each channel) pass through an Identity that
+has another gradient than an Identity usually has. It marks the place where replicas join their statistics: each replica
+gets the statistics of all samples, and in backward the sum of the gradients that all replicas have for these
+(``passes.join_replicas``). The gradient has a second Identity, which marks the place of this sum. With one replica, and
+where a stage's function runs by itself, both Identities return their inputs.
 """
 
 from __future__ import annotations
@@ -101,10 +102,10 @@ tf.RegisterGradient(_GRADIENTS[_MOMENTS])(_moments_gradient)
 
 
 def mark_joins(graph: Graph, captured: Graph | None = None) -> Graph:
-    """Return ``graph`` in which the Identities that join have the attribute ``join``, and the effect.
+    """Return ``graph`` in which the Identities where replicas join have the attribute ``join`` and the effect JOIN.
 
-    Those do not which see the whole batch: they run once a step, or in the loss head. ``captured``: the marked graph of
-    the loss; ``graph`` is the joint graph of its forward and backward.
+    Identities that run once a step, or in the loss head, do not: they already get the whole batch. ``captured``: the
+    marked graph of the loss, if ``graph`` is the joint graph of its forward and backward.
     """
 
     def mark(node: Node) -> Node:

@@ -63,10 +63,10 @@ def trace_update(
     The optimizer is built if it is not. It gets the variables in the order for which it was built, and None as the
     gradient of others that it was built for. ``sparse``: the variables whose gradients are IndexedSlices, with the
     dtype of the indices. Clipping by the global norm is left out, since the pipelined graph clips over all stages;
-    Keras clips dense tensors, so the update takes dense gradients then. It is not left out where a method of the
-    optimizer changes the gradients before Keras clips them. Conditions that write variables are open. Raises PlanError
-    for an object that is not a Keras optimizer, and for an optimizer that was built for other variables, or cannot take
-    these gradients.
+    Keras clips dense tensors, so the update takes dense gradients then. The update keeps the clipping if a method of
+    the optimizer changes the gradients before Keras clips them. Conditions that write variables are opened (see
+    ``conditions``). Raises PlanError for an object that is not a Keras optimizer, and for an optimizer that was built
+    for other variables, or cannot take these gradients.
     """
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise PlanError(f"optimizer is a {type(optimizer).__name__}, not a keras.optimizers.Optimizer")

@@ -46,10 +46,10 @@ class Asked:
 
 @dataclass(frozen=True)
 class Phase:
-    """The part of a step from the gradients of one target to those of the next one.
+    """A phase of a step: the loss of its targets, their gradients, and what is done with these before the next phase.
 
     ``kept``: the names of its nodes. ``taken``: the values that earlier phases hand over to it; ``given``: those that
-    it hands over to later ones. ``returned``: the positions of what it gives of the results of the step.
+    it hands over to later ones. ``returned``: the positions of the step's results that this phase computes.
     """
 
     kept: frozenset[str]
@@ -83,9 +83,9 @@ class HandOver:
 def join_targets(graph: Graph, asked: Sequence[Asked], numbers: Mapping[str, int]) -> list[list[int]]:
     """Return the positions in ``asked`` of the targets of each phase, in order; ``numbers``: see ``cut_phases``.
 
-    A target is of the phase of those before it if it depends on none of their gradients, directly or by what the step
-    does with them, and if the step changes no floating-point variable between them on which it depends. Both may take
-    counters and the seeds of draws one after the other.
+    A target joins the phase of the targets before it on two conditions. It depends on none of their gradients, neither
+    directly nor through what the step computes from them. And between their gradients and this target the step changes
+    no floating-point variable on which this target depends. Counters and seeds of draws may change in between.
     """
     found: list[list[int]] = []
     for i, item in enumerate(asked):
@@ -358,8 +358,9 @@ class _PhaseNodes:
         if self._facts.phases[source.name] > self._number:
             raise CaptureError(
                 f"{self._place_of(node.name) or self._place_of(source.name)}: what the step computes for the gradients "
-                f"at {self._asked.place} needs what comes after later gradients ({source.name!r}): take the gradients "
-                "of one loss after those of the other, in the order in which their losses are computed"
+                f"at {self._asked.place} needs {source.name!r}, which it computes only after it takes later gradients: "
+                "take the gradients of one loss after those of the other, in the order in which their losses are "
+                "computed"
             )
 
     def _check_order(self) -> None:

@@ -26,9 +26,10 @@ _ROWS = tensor("int64", 3)
 def use_rows(graph: Graph, dependence: BatchDependence | None) -> Graph:
     """Return the graph in which a random draw gives the micro-batch's rows of the whole batch's draw.
 
-    A micro-batch takes its rows of what is computed on the whole batch (``sliced``). Sizes of the micro-batch that the
-    loss computes with are replaced by those of the whole batch. A Squeeze without axes removes the axes that it removes
-    from the whole batch. What adds a mean over samples to a variable adds the micro-batch's share of it.
+    Further changes: a micro-batch takes its rows of values that are computed on the whole batch (``sliced``). Sizes of
+    the micro-batch that the loss computes with are replaced by those of the whole batch. A Squeeze without axes gets
+    the axes that it removes from the whole batch; from a single sample it would remove more. A node that adds a mean
+    over samples to a variable adds the micro-batch's share of the mean.
 
     Raises CaptureError for a draw that cannot be given rows.
     """

@@ -66,10 +66,11 @@ def infer_batch_axes(captured: Captured, batch_size: int) -> tuple[Captured, Sha
 
 
 def _shapes_below(captured: Captured, batch_size: int) -> Shapes:
-    """Return the shapes for so few samples that the function refuses them, from those for two larger sizes.
+    """Return the shapes for a micro-batch that has too few samples for the function, from those for two larger sizes.
 
-    What refuses them is computed from the whole batch (the largest 8 of the weights, for a micro-batch of 4 samples).
-    Empty where micro-batches may run it too, or where sizes are refused for another reason.
+    For example, the 8 largest values over the batch cannot be taken of 4 samples. If such an op runs once, on the whole
+    batch, micro-batches may have fewer samples. Empty where the loss is not exact in micro-batches, or where the larger
+    sizes are refused too.
     """
     if captured.dependence is None or captured.dependence.exactness.undocumented:
         return Shapes()

@@ -1,10 +1,10 @@
 """Find the gradients that a training step takes with tf.GradientTape, while the step is traced.
 
-Each gradient of a variable is replaced by a placeholder: what the step computes from it is then known to run after the
-gradients, and what its target needs is the loss. Whether there is a gradient, and whether it is sparse, is expected
-from the ops between the variable and the target, and checked once the stages are differentiated. Where that was wrong
-the step is traced again, and TensorFlow adds the ops of its own gradient, which takes longer; they are left out of what
-is read.
+Each gradient of a variable is replaced by a placeholder. So the nodes that depend on the placeholder run after the
+gradients, and the nodes that the target needs are the loss. Whether there is a gradient, and whether it is sparse, is
+predicted from the ops between the variable and the target, and checked when the stages are differentiated. If the
+prediction was wrong, the step is traced again. TensorFlow then adds the ops of its own gradient, which takes longer;
+these ops are left out when the trace is read.
 """
 
 from __future__ import annotations
@@ -60,9 +60,10 @@ class _Recorded:
 class TapeCalls:
     """A ``internals.TapeListener`` that collects the ``calls`` of a trace.
 
-    ``certain``: let TensorFlow compute every gradient. ``rowless``: the numbers of calls that stay as they are.
-    ``refused``: the error that it has raised, which AutoGraph replaces by one of its own; ``nested``: it was raised for
-    a gradient in a function that the step calls.
+    ``certain``: let TensorFlow compute every gradient, and predict none. ``rowless``: the numbers of the calls whose
+    gradients are not replaced by placeholders. ``refused``: the error that this listener has raised, since AutoGraph
+    replaces it by an error of its own; ``nested``: whether it was raised for a gradient in a function that the step
+    calls.
     """
 
     def __init__(self, *, certain: bool, rowless: Set[int]) -> None:

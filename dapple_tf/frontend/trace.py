@@ -36,14 +36,14 @@ from dapple_tf.graph_passes.ir.graph import Graph, Node, Value
 from dapple_tf.graph_passes.passes.combine_statistics import COMBINES
 from dapple_tf.graph_passes.passes.function_parts import JOIN
 
-# --- Check that all that batch norm takes of the samples of a micro-batch is joined over replicas, and mark where
+# --- Join the statistics of batch norm over replicas: mark where, and check that no other values need to be joined
 
 
 def _join_statistics(captured: Captured) -> Captured:
     """Return the captured loss in which the nodes are marked at which replicas join the statistics of batch norm.
 
-    Raises CaptureError for a layer that takes something else of a micro-batch than mean and variance of its input, and
-    for one whose call is not seen in the loss.
+    Raises CaptureError for a layer that computes other statistics of a micro-batch than mean and variance of its input,
+    and for a layer whose call is hidden in another node of the loss.
     """
     graph = mark_joins(captured.graph)
     joins = {node.integer("batch_norm"): node.name for node in graph.nodes if node.has(JOIN) and node.has("batch_norm")}
@@ -65,9 +65,9 @@ def _join_statistics(captured: Captured) -> Captured:
 def _check_joined(
     graph: Graph, call: Sequence[Node], join: str, kinds: Mapping[Value, Kind], used: Mapping[str, Sequence[str]]
 ) -> None:
-    """Raise CaptureError if what the layer's ``call`` computes from several samples is used other than for ``join``.
+    """Raise CaptureError if a value that the ``call`` computes from several samples is used for more than ``join``.
 
-    ``used``: the names of the nodes that take a node's outputs.
+    ``used``: by the name of a node, the names of the nodes that take its outputs.
     """
     before = {join}
     for node in reversed(call):
@@ -148,9 +148,10 @@ def trace_loss(
 
 
 def _take_apart(captured: Captured, find: Callable[[Captured], BatchDependence]) -> Captured:
-    """Return the captured loss of a training step, whose outputs beside the loss the micro-batches' values make up.
+    """Return the captured loss of a training step with outputs that can be put together from those of micro-batches.
 
-    What they do not make up, the part after the gradients computes from its inputs: a root of a mean, for instance.
+    Any other output is left out, and the part after the gradients computes it from its inputs: for a root of a mean the
+    graph of the loss has the mean as output, and the part after the gradients takes the root.
     """
     while captured.after is not None and len(captured.after.whole) > 1:
         dependence = find(captured)

@@ -272,7 +272,9 @@ def _check(model: keras.Model) -> None:
                 f"{model.name} has a {kind}_function of its own, which a pipeline would not run: {_BY_CALLBACK}"
             )
     if model.run_eagerly:
-        raise PlanError(f"{model.name} is compiled with run_eagerly=True, but a pipeline is a graph: compile without")
+        raise PlanError(
+            f"{model.name} is compiled with run_eagerly=True, but a pipeline is a graph: compile it without run_eagerly"
+        )
     if internals.has_strategy(model):
         raise PlanError(
             f"{model.name} was made under a tf.distribute strategy: make it without, and give replicas=[...] for data "
@@ -290,7 +292,7 @@ def _check_methods(model: keras.Model) -> None:
 
 # --- The functions of a batch that a compiled Keras model trains, evaluates and predicts with, for a pipeline to run
 # They compute the forward pass and the loss. Metrics are not updated here, micro-batch by micro-batch, but once a step
-# on the whole batch (see ``metrics``): what they need is returned as aux outputs.
+# on the whole batch (see ``loops``): what they need is returned as aux outputs.
 
 
 Function = Callable[[dict[str, Any]], Any]

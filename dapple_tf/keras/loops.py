@@ -25,12 +25,13 @@ _UNKNOWN_SIZE = (
 class Loops:
     """The three functions of one compiled model.
 
-    ``train``, ``test``, ``predict``: the pipelined functions of a named batch (see ``functions``). ``check`` is called
-    with every batch. ``passed_over``: how many batches are taken at the next call to train, without
-    training; ``skipped``: the same of the batches that are given then, of this call and the next ones.
+    ``train``, ``test``, ``predict``: the pipelined functions of a named batch (see ``install``). ``check`` is called
+    with every batch. ``passed_over``: how many batches the next call to train takes and drops before it trains.
+    ``skipped``: how many of the batches after these are taken without training, in that call and the next ones.
 
-    ``own_names``: where ``train`` is the model's own ``train_step``, which returns the metrics, the names of what it
-    gets. ``on_one_device``: makes functions that Keras runs in place of ``test`` and ``predict``, by kind.
+    ``own_names``: the names of the tensors that ``train`` takes, if it is the model's own ``train_step``, which returns
+    the metrics; else None. ``on_one_device``: functions that run on one device in place of ``test`` and ``predict``, by
+    kind.
     """
 
     def __init__(

@@ -121,7 +121,7 @@ def cut_window(mode: str, minibatches: int | None, given: Mapping[str, Any]) -> 
     defaults = {"micro_batch_size": None, "schedule": "auto", "overlap": False, "shard_optimizer": False}
     for name, default in defaults.items():
         if given[name] != default:
-            raise PlanError(f"{name}={given[name]!r} with mode='async': the window's order is its own; leave it out")
+            raise PlanError(f"{name}={given[name]!r} with mode='async': windows do not have this option; leave it out")
     window = WindowPlan(USUAL_MINIBATCHES if minibatches is None else minibatches)
     return window, {**given, "micro_batch_size": check_window_batch(given["global_batch_size"], window.minibatches)}
 

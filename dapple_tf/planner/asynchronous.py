@@ -43,7 +43,10 @@ def check_window_batch(global_batch_size: int, minibatches: int) -> int:
 
 
 def more_candidates(problem: PlanningProblem) -> list[Candidate]:
-    """Return what planner "best" ranks beside its search: PipeDream's plan, DP, one device and straight pipelines."""
+    """Return the candidates that planner "best" ranks with those of its search.
+
+    They are PipeDream's plan, data parallelism, one device, and straight pipelines.
+    """
     found = plan_pipedream(problem, minibatch_size=problem.micro_batch_sizes[0])
     return [
         *([found.chosen] if found else []),

@@ -37,9 +37,9 @@ def baseline_candidates(problem: PlanningProblem) -> list[Candidate]:
 
 
 def leading_baselines(problem: PlanningProblem) -> list[Candidate]:
-    """Return those of ``baseline_candidates`` that are the fastest so far of their origin or their micro-batch size.
+    """Return the ``baseline_candidates`` that are faster than all before of their origin, or of their micro-batch size.
 
-    The others are not simulated to the end, which takes less time.
+    To save time, the simulation of any other one stops as soon as it is known to be slower.
     """
     found, least = list[Candidate](), dict[str | int, float]()
     for stages, origin in baseline_stages(problem):

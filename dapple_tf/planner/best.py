@@ -26,16 +26,18 @@ from dapple_tf.simulator.arrays import Floats
 
 # The work of each search on up to 16 devices, a tenth of a second on a core, and what each further device adds.
 _WORK, _WORK_OF_A_DEVICE = 14_000_000, 800_000
-# With other random numbers each: which plan a search ends at depends on chance, more so where devices, links or the
-# sizes of servers differ. On many devices one search takes seconds.
+# Each search has other random numbers: the plan that a search finds depends on chance, more so where devices, links or
+# the sizes of servers differ. On more than _MANY_DEVICES a search takes seconds, so there is only one.
 _SEARCHES, _MORE_SEARCHES, _MANY_DEVICES = 6, 9, 128
 _MORE_WORK = 3  # times as much where devices, links or the sizes of servers differ
 _MOST_WORK = 60_000_000
-_SMALL, _MANY_BLOCKS = 128, 64  # blocks times devices below which, and blocks above which, the work is in proportion
-# K_i = slope (S - 1 - i) + 1 of the search for stages of a given schedule; so large a slope stands for K_i = M.
+# With fewer blocks times devices than _SMALL the work shrinks in proportion; with more blocks than _MANY_BLOCKS it
+# grows with the square root of their number.
+_SMALL, _MANY_BLOCKS = 128, 64
+# The search for stages of a given schedule has K_i = slope (S - 1 - i) + 1, at most M. The slope of gpipe makes it M.
 _SLOPES = {"auto": ANY_WARM_UP, "dapple-a": 1, "dapple-b": 2, "gpipe": 1 << 20}
 _REFINED = 3
-_MOVES = 40  # of single cuts and devices, under schedules that the search does not simulate
+_MOVES = 40  # plans that ``move_singly`` simulates, under schedules that the search does not simulate
 _NO_COMPILER = (
     "planner 'best' chooses among the plans of the other planners: its search is written in C++, and there is no "
     "C++ compiler: install g++ (or set CXX), then plan again"
@@ -90,7 +92,7 @@ def _annealed(problem: PlanningProblem, annealer: Annealer) -> list[Candidate]:
     for layout in annealer.search(min(int(work * share), _MOST_WORK), searches=searches):
         schedule = layout.schedule if problem.schedule == "auto" else None
         candidate = problem.evaluate(layout.stages, layout.micro_batch_size, "local search", schedule, layout.recompute)
-        if candidate is not None:  # under a given schedule it may need more memory than in the search
+        if candidate is not None:  # a given schedule may need more memory than the K_i of the search
             return [candidate]
     return []
 
@@ -105,9 +107,9 @@ def _fitting_candidate(problem: PlanningProblem) -> list[Candidate]:
 
 
 def _plan_chunked_unequal(problem: PlanningProblem) -> PlannerResult | None:
-    """Return the fastest of the even stages and those whose cuts were searched for equal devices.
+    """Return the fastest plan of two kinds: with even stages, and with stages whose cuts were searched.
 
-    Both are simulated on the devices as they are; the search for cuts takes all devices as equal.
+    The search for cuts treats all devices as equal. All plans are then simulated on the devices as they are.
     """
     found = [plan_chunked(problem), plan_gpipe(problem)]
     return PlannerResult.ranked(c for result in found if result for c in (result.chosen, *result.runners_up))
@@ -121,7 +123,7 @@ def _fastest_few(candidates: Sequence[Candidate]) -> list[Candidate]:
     return list(by_replicas.values())[:_REFINED]
 
 
-# --- Move single cuts or devices, for schedules that the local search does not simulate, or if it omits contention
+# --- Move single cuts or devices, for schedules that the local search does not simulate
 
 
 def move_singly(problem: PlanningProblem, candidate: Candidate, moves: int) -> Candidate:
@@ -178,10 +180,11 @@ _SPP_LIMIT = 3200  # blocks times devices; with more, SPP's dynamic program take
 
 
 def comparator_candidates(problem: PlanningProblem, chunks: Sequence[int] = ()) -> list[Candidate]:
-    """Return what each of these planners chooses, as it is and under the fastest policy.
+    """Return the plans of planner "even" and of each ``candidate`` planner, as they are and under the fastest policy.
 
-    ``chunks``: the numbers of stages per device of planner "even", beside one. There are no candidates on more than 64
-    devices, none of a planner that refuses the cluster, and none of SPP where blocks times devices exceed 3200.
+    ``chunks``: the numbers of stages per device that planner "even" tries in addition to one. There are no candidates
+    on more than 64 devices, none of a planner that refuses the cluster, and none of SPP where blocks times devices
+    exceed 3200.
     """
     if problem.cluster.devices > _MOST_DEVICES:
         return []
@@ -201,7 +204,7 @@ def comparator_candidates(problem: PlanningProblem, chunks: Sequence[int] = ()) 
 
 
 def faster_with_even_layers(problem: PlanningProblem, result: PlannerResult | None) -> PlannerResult | None:
-    """Return the faster of ``result`` and that of planner "even"; where "even" is, ``result`` becomes its runner-up."""
+    """Return ``result``, or the plan of planner "even" if that is faster, with the plan of ``result`` as runner-up."""
     even = plan_even(problem) if problem.cluster.devices <= _MOST_DEVICES else None
     if even is None or (result is not None and even.chosen.seconds >= result.chosen.seconds * (1 - 1e-9)):
         return result
@@ -249,9 +252,9 @@ def _least_layer_seconds(
 ) -> float:
     """Return a lower bound (seconds) by one layer, the one for which it is largest, on micro-batches of ``size``.
 
-    The stage of the layer computes all micro-batches. No more devices share one than it has rows. Before its first
-    forward, a micro-batch has been through the layers before. ``forward``, ``both`` [kinds, layers]: the least seconds
-    of forward, and of forward and backward, for a sample.
+    The stage of the layer computes all micro-batches, and at most as many devices as a micro-batch has rows share one.
+    Before the stage's first forward, a micro-batch has passed through all layers before it. ``forward``, ``both``
+    [kinds, layers]: the least seconds of forward, and of forward and backward, for a sample.
     """
     replicas = min(problem.cluster.devices, size)
     rows = -(-size // replicas) if problem.whole_rows and problem.cluster.is_uniform else size / replicas
@@ -268,7 +271,10 @@ def _least_layer_seconds(
 
 
 def _of_a_sample(problem: PlanningProblem, kind: str | None) -> tuple[Floats, Floats]:
-    """Return the least seconds of each layer for a sample, at any number of samples: of forward, and with backward."""
+    """Return the least seconds for a sample that each layer takes at any number of samples.
+
+    Two arrays [layers]: of forward, and of forward and backward.
+    """
     profile: Profile = problem.profile.of_kind(kind, problem.cluster.kind_speed(kind))
     # Seconds are linear in the samples between measured sizes, so seconds / x is least at one of them or at an end.
     least, most = min(problem.micro_batch_sizes) / problem.cluster.devices, float(max(problem.micro_batch_sizes))

@@ -22,8 +22,9 @@ from dapple_tf.timeline.stage_costs import usable_bytes
 class ChainCosts:
     """Costs of a chain of N blocks of a problem's model, for micro-batches of ``size`` samples.
 
-    Arrays [N + 1] marked "sums" are of the first 0, 1 ... N blocks, and [N, N + 1] of the blocks from a first one to an
-    end (exclusive), where these are before it without meaning. Bytes are those of a whole micro-batch.
+    Arrays [N + 1] marked "sums" hold the sums over the first 0, 1 ... N blocks. In arrays [N, N + 1] the entry i, j is
+    for a stage of the blocks i to j (exclusive); entries with j <= i have no meaning. Bytes are those of a whole
+    micro-batch.
     """
 
     problem: PlanningProblem
@@ -103,7 +104,7 @@ class ChainCosts:
         return runs(self.stash_bytes), np.concatenate([np.zeros((self.blocks, 1)), largest], axis=1)
 
     def held_bytes(self, share: float | Floats = 1.0, *, recompute: bool | None = None) -> tuple[Floats, Floats]:
-        """Return the bytes [N, N + 1] of a device of a stage: those that it always holds, and of each one in flight.
+        """Return the bytes [N, N + 1] that a device of a stage always holds, and those of each micro-batch in flight.
 
         ``share``: the part of each micro-batch that the device computes. ``recompute``: whether only inputs are
         stashed; None: as the problem says.
@@ -134,7 +135,7 @@ def runs(sums: Floats) -> Floats:
 
 
 def from_the_end(stages: Floats) -> Floats:
-    """Return [..., N, N + 1] of the same blocks counted from the last one, for a program that runs backwards."""
+    """Return the array [..., N, N + 1] with blocks numbered from the last one, for a program that runs backwards."""
     return np.swapaxes(_square(stages)[..., ::-1, ::-1], -1, -2)[..., :-1, :]
 
 

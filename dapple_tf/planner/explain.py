@@ -56,8 +56,8 @@ def _rows(stage: StagePlan, samples: int) -> str:
 
 
 FRACTIONS = (
-    "counted with fractions of rows, as in the papers: a run takes whole rows, and longer where the replicas do not "
-    "divide the rows of a micro-batch"
+    "counted with fractions of rows, as in the papers: in a run each replica takes whole rows, and the step takes "
+    "longer if the number of replicas does not divide the rows of a micro-batch"
 )
 
 
@@ -101,15 +101,16 @@ def _compare_with_bound(least: float, seconds: float) -> list[str]:
     computing = format_seconds_fixed(least)
     if seconds <= least * (1 + 1e-6):
         return [f"proven: no plan is faster, because devices must compute for {computing}"]
-    return [f"at most {format_difference(seconds / least - 1)} above any plan: devices must compute for {computing}"]
+    more = format_difference(seconds / least - 1)
+    return [f"at most {more} above any plan: devices must compute for {computing}"]
 
 
 def describe_moves(problem: PlanningProblem, plan: Plan, timeline: SimulatedTimeline) -> list[str]:
     """Return a line for each change that may help most: the simulated step of the same stages with it.
 
-    The changes: links twice as fast, a device more for the stage that gains most from it, and re-computation where
-    nothing is re-computed; and where the plan has other K_i, policy A or B, if it holds less memory for at most 2% more
-    time. A plan of virtual workers has none.
+    The changes are links twice as fast, one more device for the stage that gains most from it, and re-computation, if
+    nothing is re-computed yet. For a plan whose schedule lists its K_i, the schedule of policy A or B is a change too,
+    if it needs less memory and its step is at most 2% longer. A plan of virtual workers has no such lines.
     """
     if plan.virtual_workers:
         return []
@@ -166,7 +167,7 @@ def _describe_prediction(found: PipedreamPrediction) -> str:
 def _name(candidate: Candidate, plan: Plan) -> str:
     """Return a runner-up's notation, origin, micro-batches and schedule."""
     kind = plan.notation
-    origin = "" if candidate.origin in (kind, "search", "two stages", "one device") else f" ({candidate.origin})"
+    origin = "" if candidate.origin in (kind, "one device") else f" ({candidate.origin})"
     return f"runner-up {kind}{origin}, {format_count(plan.whole_micro_batches, 'micro-batch')}, {plan.short_schedule}"
 
 
@@ -190,7 +191,7 @@ def step_parts(plan: Plan, timeline: Timeline) -> dict[str, float]:
         plan.micro_batches * sum(costs[s].forward_seconds + costs[s].backward_seconds for s in stages)
         for stages in timeline.plan.worker_map.stages_of  # of the last one of virtual workers
     ]
-    # Stages of virtual workers count waiting for other workers too: the last one to end its backward waits least.
+    # In plans of virtual workers these seconds include waiting for other workers, which the last worker does not do.
     exposed = (min if plan.virtual_workers else max)(c.exposed_seconds for c in costs)
     wait = max(0.0, timeline.step_seconds - max(compute) - exposed)
     return {"compute": max(compute), "allreduce": exposed, "wait": wait}

@@ -67,8 +67,8 @@ def _fit(
     """Return the first block and the replicas of each stage; empty if nothing fits.
 
     By dynamic programming over (blocks planned, replicas of the last stage). Bytes of blocks are those of a whole
-    micro-batch, of which each replica holds its share, in whole ones of its ``rows`` unless that is 0. ``entering``:
-    those that re-computation keeps of an input.
+    micro-batch. ``rows``: its number of rows, of which each replica holds whole ones; 0 if replicas hold equal
+    fractions. ``entering``: the bytes of an input that re-computation keeps.
     """
     n = len(fixed)
     never = 1 << 60

@@ -1,11 +1,13 @@
 """Cut a chain of blocks into stages by dynamic programming: one program for the planners of all systems.
 
-What systems differ in are the states and the costs. A *state* is what the stages so far use: a number of stages or of
-devices, or both. A *way* is how a stage leads from one state to another: on which devices, whose seconds are a row of
-a table, with what AllReduce, and over which link its input comes. The least value of a state with the first j blocks is
+Systems differ in the states and in the costs. A *state* is what the stages so far use: a number of stages or of
+devices, or both. A *way* is one more stage, which leads from one state to another. It says which row of a table has the
+seconds of the stage on its devices, what its AllReduce costs, and over which link its input comes. The least value of a
+state with the first j blocks is
 
     min over its ways and over first blocks i < j of
-        combine(value of the way's state before, with i blocks; seconds of entering at i; seconds of blocks i to j)
+        combine(value of the way's state before, with i blocks; seconds of the input's transfer at i;
+                seconds of a stage of the blocks i to j)
 
 where ``combine`` is the largest of the three (the busiest stage or link) or their sum.
 
@@ -33,9 +35,9 @@ _FREE = (0.0, 0.0)
 class Way(NamedTuple):
     """A stage that leads from state ``before`` to ``state``; states are numbered so that ``before`` is the smaller.
 
-    ``row``: of the table of seconds. ``link``: latency (seconds) and seconds per byte of what enters the stage;
-    ``ring``: those of its AllReduce. ``alike``: whether the stage may begin at any cut, not only at one where stages
-    with different replica counts can meet.
+    ``row``: the stage's row in the table of seconds. ``link``: latency (seconds) and seconds per byte of the transfer
+    to the stage; ``ring``: those of its AllReduce. ``alike``: whether the stage may begin at any cut, since it has as
+    many replicas as the stage before; else it begins only where stages with different replica counts can meet.
     """
 
     state: int

@@ -40,7 +40,7 @@ class PlanningProblem:
     ``overlap``: AllReduce runs during the last backward. ``contention``: steps are simulated with contention for the
     servers' network interfaces. ``shard_optimizer``: as in ``Plan``. ``ceiling``: seconds; only plans with a shorter
     step are wanted, and ``evaluate`` returns None for the others. ``whole_rows``: as in ``dapple.simulate``.
-    ``least_rows``: of a micro-batch that every replica must get on average.
+    ``least_rows``: a micro-batch must have so many times the rows with which every replica of a stage gets one.
     """
 
     profile: Profile
@@ -165,12 +165,13 @@ class PlanningProblem:
         recompute: bool | tuple[int, ...] = False,
         ceiling: float = math.inf,
     ) -> Candidate | None:
-        """Simulate these stages under the fastest schedule allowed, or under ``schedule``.
+        """Simulate these stages under the problem's schedule ("auto": the fastest policy), or under ``schedule``.
 
         Stages without shares get them by the speeds of their devices, where those are unequal (see ``share_rows``).
-        None if they do not fit the memory, if their step is not below ``ceiling`` and the problem's, if some replica
-        would get no sample, if unequal shares would meet where tensors cannot be split, or if the
-        schedule runs other stages on one device. ``origin``: see ``Candidate``. ``recompute``: see ``make_plan``.
+        Return None for stages that cannot be a plan: they do not fit the memory, a replica would get no sample,
+        neighbouring stages would have unequal shares at a cut whose tensors cannot be split, or the schedule puts other
+        stages on one device. Return None too if the step is not shorter than ``ceiling`` and the problem's ceiling
+        (seconds). ``origin``: see ``Candidate``. ``recompute``: see ``make_plan``.
         """
         check_stop()
         stages = share_rows(stages, micro_batch_size, self.profile, self.cluster)
@@ -232,8 +233,8 @@ class PlanningProblem:
     def values_per_weight(self) -> float:
         """The number of values that a device stores for a weight: the weight, its gradient, the optimizer's slots.
 
-        Where replicas share the slots out, those of a stage on all devices: no stage has fewer. ``evaluate`` counts
-        those of each stage.
+        Where replicas share the slots out among them, the number is that of a stage on all devices, the least of any
+        stage. ``evaluate`` counts the values of each stage exactly.
         """
         return self.values_on(self.cluster.devices)
 
@@ -253,11 +254,11 @@ class PlanningProblem:
 class Candidate:
     """Stages under a schedule, and the simulated ``seconds`` of a step.
 
-    ``origin``: where the stages come from: "one device", "DP", "straight", "search", "two stages",
-    "DAPPLE's formulas", "PipeDream's formulas", "SPP's algorithm 3", "AutoPipe's heuristic", "BaPipe's partition",
-    "unequal devices", "only" and a kind, "local search", "chunks" (devices run several stages), or the name of a
-    planner. ``recompute``: as in ``Plan``. ``sizes``: the samples of each micro-batch, where AutoPipe's Slicer has
-    halved some.
+    ``origin``: where the stages come from: "one device", "DP", "straight" (stages of equal compute), "DAPPLE's
+    formulas", "PipeDream's formulas", "SPP's algorithm 3", "AutoPipe's heuristic", "BaPipe's partition", "unequal
+    devices" (see ``fit_cuts``), "local search" (the search of planner "best"), "chunks" (devices run several stages),
+    or the name of a planner. ``recompute``: as in ``Plan``. ``sizes``: the samples of each micro-batch, where
+    AutoPipe's Slicer has halved some.
     """
 
     stages: tuple[StagePlan, ...]

@@ -13,11 +13,11 @@ _Function = TypeVar("_Function", bound=Callable[..., PlannerResult | None])
 
 @dataclass(frozen=True)
 class Planner:
-    """A planner: ``plan`` takes a problem and options of its own; None if nothing that it may choose fits the memory.
+    """A planner: ``plan`` takes a problem and options of its own, and returns None if no plan that it finds fits.
 
     ``unequal``: it plans for devices of different kinds too. ``shares_devices``: it plans for schedules with several
-    stages on a device too. ``candidate``: where its search cannot be compiled, planner "best" chooses among the plans
-    of these. ``native``: it needs the C++ library.
+    stages on a device too. ``candidate``: planner "best" considers its plan where the search of "best" cannot be
+    compiled. ``native``: it needs the C++ library.
     """
 
     name: str

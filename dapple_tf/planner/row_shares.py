@@ -13,7 +13,7 @@ from dapple_tf.profiler.cluster import Cluster
 from dapple_tf.profiler.profile import Profile, profile_on
 from dapple_tf.simulator.arrays import Floats, Integers
 
-_SAME = 1e-9  # relative; what differs by less differs by rounding
+_SAME = 1e-9  # a relative difference below this is a rounding error
 _HALVINGS = 50
 
 
@@ -42,7 +42,7 @@ def share_rows(
 
 
 def can_meet(stages: Sequence[StagePlan], profile: Profile) -> bool:
-    """Return whether stages meet with equal shares wherever tensors cannot be split."""
+    """Return whether neighbouring stages have equal shares at every cut whose tensors cannot be split."""
     return not any(
         right.first_layer in profile.unsplittable
         and (left.replicas != right.replicas or left.row_shares != right.row_shares)
@@ -103,8 +103,9 @@ def cut_rows(rows: int, speeds: Floats) -> Integers:
 def share_by_kind(rows: int, kinds: Integers, forward: Floats, backward: Floats) -> Integers:
     """Return the rows of each device, in all ``rows``, so that the longest forward and backward together are least.
 
-    ``kinds``: of each device. ``forward``, ``backward`` [kinds]: seconds of the same samples on each kind, to which
-    rows are in proportion. Both may be longest on different devices. Of equally good cuts it is that of ``cut_rows``.
+    ``kinds``: the number of each device's kind. ``forward``, ``backward`` [kinds]: seconds of the same samples on each
+    kind; seconds grow in proportion to the rows. The longest forward and the longest backward may be on different
+    devices. If no other rows are better, they are those of ``cut_rows`` for the sum of both.
     """
     both = forward + backward
     found = cut_rows(rows, np.array([1 / both[k] if both[k] > 0 else 1.0 for k in kinds]))

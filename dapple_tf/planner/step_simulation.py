@@ -17,12 +17,13 @@ from dapple_tf.simulator.engine import Rings, make_rings, run, uniform_seconds, 
 from dapple_tf.simulator.order import HeldStash, Order, early_backward_order, named_order
 from dapple_tf.timeline.stage_costs import StageCosts
 
-# What holds more stashes must be faster by more than this share of the step. Costs are not known to a percent.
+# A schedule with more stashes is taken only if it shortens the step by more than this fraction, since costs are not
+# known more precisely.
 WORTH_MEMORY = 0.02
 POLICIES = ("dapple-a", "dapple-b", "gpipe")  # of equally fast policies the first is taken: it stashes least
-# Schedules that are simulated in place of ``zb-auto`` while planning, by the stages of a device: one, or two in a V.
+# Schedules that are simulated in place of ``zb-auto`` while planning, by the stages per device: 1, or 2 in a V.
 _SUBSTITUTES = {1: HANDCRAFTED_ZERO_BUBBLE, 2: ("zb-v", "dualpipe-v")}
-_ALMOST = 1 - 1e-9  # of policies that are equally fast but for rounding the first is taken
+_ALMOST = 1 - 1e-9  # a policy that is faster only by a rounding error does not replace an earlier one
 
 
 class StageCostArrays(NamedTuple):
@@ -79,13 +80,13 @@ def fastest_schedule(
     network: Network | None = None,
     ceiling: float = np.inf,
 ) -> ScheduleSeconds:
-    """Return the fastest policy for these stages, or ``schedule``, with its seconds and, where memory limits it, D.
+    """Return the fastest policy for these stages ("auto"), or the given ``schedule``, with its seconds.
 
-    ``network``: None for one ring a stage, without contention. ``ceiling``: seconds; what is not below them
-    is infinite.
+    Where memory limits the policy, its name has D. ``network``: None for one ring a stage, without contention.
+    ``ceiling``: seconds; a step that is not shorter counts as infinite.
 
-    Of policies that are equally fast but for rounding the first of ``POLICIES`` is taken. A schedule's name must be
-    valid (``make_problem`` checks it).
+    Of policies that differ only by rounding errors the first of ``POLICIES`` is taken. A schedule's name must be valid
+    (``make_problem`` checks it).
     """
     if schedule != "auto" and ScheduleSpec.parse(schedule).is_searched:
         # Reason: the search takes far longer. It starts from all of these, so what it finds for the plan is no slower.
@@ -189,10 +190,11 @@ def least_step_seconds(
 ) -> float:
     """Return a lower bound (seconds) of the step of ``stages``, on micro-batches of ``samples`` each.
 
-    A device computes for all micro-batches. Before its first action the stages before it have run a forward; after its
-    last backward, which is of the first of its stages, they run a backward, and this stage its AllReduce. Weight
-    gradients that are actions of their own (``splits``) may come later than that, so then only the device's own seconds
-    count. With ``overlap`` AllReduce does not count. Transfers, re-computation and contention are left out.
+    A device computes for all micro-batches. Before its first action, each stage before it has run a forward. Its last
+    backward is one of the first of its stages. After it, each stage before runs a backward, and this stage runs its
+    AllReduce. If weight gradients are actions of their own (``splits``), they may come even later, so then only the
+    seconds of the device itself count. With ``overlap`` AllReduce does not count. Transfers, re-computation and
+    contention are left out.
     """
     busy = dict[tuple[int, ...], float]()  # seconds of the device's stages for one micro-batch
     around = dict[tuple[int, ...], float]()  # seconds before and after all of its actions

@@ -32,7 +32,7 @@ from dapple_tf.frontend.phases import HandOver
 from dapple_tf.frontend.shapes import infer_batch_axes
 from dapple_tf.frontend.trace import report_exactness, trace_batch, trace_uncut
 from dapple_tf.graph_passes.analysis.layers import Layers, find_layers, written_variables
-from dapple_tf.graph_passes.analysis.variable_use import find_variables
+from dapple_tf.graph_passes.analysis.variable_use import find_variables, find_writers
 from dapple_tf.graph_passes.ir.graph import Shape
 from dapple_tf.memory.room import check_room, find_need, predict_process_step
 from dapple_tf.plans import Plan
@@ -196,9 +196,9 @@ class CompiledSteps:
     micro-batches if they are given, the variant, whether it takes local rows, and the program of the phase before.
     ``times``: of all builds.
     ``started``: the programs that have run, by their identity. ``homes``: the devices of variables before the programs
-    moved them. ``xla``: compiles stage functions, or None. ``compared``: for each model, by its identity, the most
-    samples of a step that was compared with the loss of the whole batch. ``warned``: whether the user has been warned
-    of layers that train in another way than on one device.
+    moved them. ``xla``: compiles stage functions, or None. ``compared``: for each model, by its identity, the largest
+    batch (samples) for which a step was compared with the loss of the whole batch. ``warned``: whether the user has
+    been warned of layers that train in another way than on one device.
     """
 
     models: TracedShapes = field(default_factory=TracedShapes)
@@ -346,6 +346,7 @@ def _find_model(
             )
             compiled.homes.share(model)
             if shared is not None:
+                _check_writers(shared, model, plan)
                 _note_owners(shared, model, plan)
         autoplan.choose_schedule(model, size)
         return model
@@ -390,6 +391,23 @@ def _stages_of(shared: HandOver, captured: Captured, plan: Plan) -> dict[int, in
                 "without a plan"
             )
     return {key: stages[device] for key, device in shared.owners.items() if device in stages}
+
+
+def _check_writers(shared: HandOver, model: StagedModel, plan: Plan) -> None:
+    """Raise PlanError where the loss changes a variable on another device than that on which it lives.
+
+    A stage changes a copy of its own, and only the copy of the device on which the variable lives is kept.
+    """
+    for name, stages in find_writers(model.graph).items():
+        lives = shared.owners.get(id(model.variables[name]))
+        for stage in sorted(stages):
+            device = plan.stages[stage].devices[0]
+            if lives is not None and device != lives:
+                raise PlanError(
+                    f"{model.graph.name}: variable {name!r} lives on device {lives}, where a loss of the step uses it, "
+                    f"and a later loss changes it in stage {stage}, on device {device}: use fewer stages, or change the "
+                    "variable after the gradients of the later loss"
+                )
 
 
 def _note_owners(shared: HandOver, model: StagedModel, plan: Plan) -> None:
@@ -563,7 +581,7 @@ class LocalTarget:
         if plan.shard_optimizer and fitted.replicas != plan.replicas:
             raise BatchError(
                 f"the batch has {format_samples(batch_size)}, too few for the {max(plan.replicas)} replicas of a "
-                "stage, over which shard_optimizer=True shards the update: leave it out, or join it to another"
+                "stage, over which shard_optimizer=True shards the update: leave this batch out, or join it to another"
             )
 
     def build(

@@ -21,9 +21,10 @@ from dapple_tf.staged_model import StagedModel
 
 
 def find_needs(compiled: CompiledStep, plan: Plan) -> tuple[InputNeeds, ...]:
-    """Return the rows that each rank needs; one process counts as one rank. ``plan``: not fitted to a small batch.
+    """Return the rows that each rank needs; one process counts as one rank.
 
-    In asynchronous windows every rank takes the whole window, and cuts it into minibatches itself.
+    ``plan``: the plan for a whole batch, also if the step was compiled for a smaller one. In asynchronous windows every
+    rank takes the whole window, and cuts it into minibatches itself.
     """
     form, planned = compiled.form, compiled.planned
     if plan.window is not None:

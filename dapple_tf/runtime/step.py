@@ -67,8 +67,8 @@ def check_window_variant(variant: StepVariant) -> None:
     """Raise UsageError for a variant of a step that does not exist for asynchronous windows."""
     if variant is StepVariant.WITH_GRADIENTS:
         raise UsageError(
-            "the gradients of a step with mode='async': each minibatch of a window has gradients of its own, and its "
-            "stages have used them when the next ones come; to see gradients, train with mode='sync'"
+            "the gradients of a step with mode='async': each minibatch of a window has gradients of its own, which are "
+            "not kept after its update; to see gradients, train with mode='sync'"
         )
     if variant is StepVariant.CHECKED:
         raise UsageError(
@@ -116,7 +116,8 @@ def check_options_of_phases(options: Options) -> None:
     for name, given in refused.items():
         if given:
             raise PlanError(
-                f"{name}: the step takes gradients of several targets, and has a plan for each: leave it out"
+                f"{name}: the step takes gradients of several targets, and such steps do not have this option: leave "
+                "it out"
             )
 
 
@@ -252,22 +253,22 @@ class PipelinedStep:
 
     @property
     def phases(self) -> tuple[Phase, ...]:
-        """The phases of the step, in order; one, where no gradient depends on what others have changed.
+        """The phases of the step, in order; a single one, unless the step takes gradients that depend on earlier ones.
 
         Each has its own plan, graph, timeline and report. The plan and the graph of the step itself are the first
         phase's. UsageError before the first batch.
         """
         self._compiled_last()
-        return tuple(map(Phase, self._in_turn))
+        return tuple(map(Phase, self._last_phases))
 
     @property
-    def _in_turn(self) -> tuple[PipelinedStep, ...]:
-        """The phases of the step that ran or was built last; with other arguments it may have more."""
+    def _last_phases(self) -> tuple[PipelinedStep, ...]:
+        """The phases of the step that ran or was built last; with other arguments the step may have more."""
         return self._all_phases[: 1 if self._last is None else self._last.phases]
 
     @property
     def _all_phases(self) -> tuple[PipelinedStep, ...]:
-        """The phases that any arguments have had."""
+        """The most phases that the step has had so far, over all arguments."""
         return (self, *self._later)
 
     def summary(self) -> str:
@@ -275,8 +276,8 @@ class PipelinedStep:
 
         Those of several phases follow each other. UsageError before the first batch.
         """
-        if len(self._in_turn) > 1:
-            parts = [phase._described_plan for phase in self._in_turn]
+        if len(self._last_phases) > 1:
+            parts = [phase._described_plan for phase in self._last_phases]
             plans = [f"phase {i} of {len(parts)}:\n{part}" for i, part in enumerate(parts, 1)]
             return "\n".join([*plans, str(self.report)])
         return "\n".join([self._described_plan, str(self.report)])
@@ -296,7 +297,7 @@ class PipelinedStep:
     def graph_def(self) -> Any:
         """The GraphDef of the step that ran last."""
         self._compiled_last()
-        return self._in_turn[-1]._compiled_last().program.function.graph.as_graph_def()
+        return self._last_phases[-1]._compiled_last().program.function.graph.as_graph_def()
 
     @property
     def graph(self) -> Graph:
@@ -404,8 +405,8 @@ class PipelinedStep:
         """
         if isinstance(self._loss_fn, TrainingStep):
             raise UsageError(
-                "step.forward of a training step: it runs as a whole; for the loss alone give a function of it to "
-                "step.forward_of"
+                "step.forward of a training step: such a step runs as a whole; to compute the loss alone, give "
+                "step.forward_of a function that returns it"
             )
         with self._lock:
             return self._forwards[0].run(batch, self._target, self._gather_variables)
@@ -437,7 +438,7 @@ class PipelinedStep:
         """Train on one batch as ``run_exposed`` does, and also return the aux outputs."""
         if not local:
             self.build_exposed(*batch)
-        if len(self._in_turn) > 1 or self._compiled_last().planned.model.interface.targets > 1:
+        if len(self._last_phases) > 1 or self._compiled_last().planned.model.interface.targets > 1:
             raise UsageError(
                 "the gradients of a training step of several targets: let the step return those that you want to see"
             )
@@ -467,7 +468,7 @@ class PipelinedStep:
                 gather_variables(self._job, self._models)
 
     def release(self) -> None:
-        """Move every variable back to its device before it moved to its stage; in a job, gather the variables.
+        """Move every variable back to the device where it was before its stage took it; in a job, gather the variables.
 
         Then functions that run on one device work, such as functions compiled by XLA, which cannot read a variable of
         another device. The next step, or another run over the pipeline, moves the variables to their stages again.
@@ -511,7 +512,7 @@ class PipelinedStep:
         devices = list_devices(self._wanted_devices)
         with self._lock:
             compiled, tensors = self._compile_recorded(batch, local)
-            phases = list(zip(self._in_turn, compiled, strict=True))
+            phases = list(zip(self._last_phases, compiled, strict=True))
             with contextlib.ExitStack() as running:
                 running.enter_context(self._compiled.running(compiled[-1]))
                 memories = [phase._memory.recorded_run(own.planned, devices) for phase, own in phases]
@@ -537,10 +538,10 @@ class PipelinedStep:
 
         A ``Timeline``; of a step of several phases a ``PhasesTimeline``. Raises UsageError before ``record``.
         """
-        if len(self._in_turn) == 1:
+        if len(self._last_phases) == 1:
             return self._recorder.timeline
-        models = [phase.planned.model.graph for phase in self._in_turn]
-        return join_timelines([phase._recorder for phase in self._in_turn], models)
+        models = [phase.planned.model.graph for phase in self._last_phases]
+        return join_timelines([phase._recorder for phase in self._last_phases], models)
 
     @property
     def recording(self) -> Recording:
@@ -558,7 +559,7 @@ class PipelinedStep:
 
         A ``Report``; of a step of several phases a ``PhasesReport``.
         """
-        reports = tuple(phase._report for phase in self._in_turn)
+        reports = tuple(phase._report for phase in self._last_phases)
         return reports[0] if len(reports) == 1 else PhasesReport(reports)
 
     @property
@@ -609,7 +610,7 @@ class PipelinedStep:
         self, batch: Sequence[Any], local: bool = False
     ) -> tuple[Sequence[CompiledStep], Sequence[Any]]:
         compiled, tensors = self._prepare(batch, StepVariant.TIMED, local)
-        recorders = [phase._memory for phase in self._in_turn]
+        recorders = [phase._memory for phase in self._last_phases]
         devices = list_devices(self._wanted_devices)
         if all(can_rehearse(step.planned.model) for step in compiled):
             with self._compiled.running(compiled[-1]):

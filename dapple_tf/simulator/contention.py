@@ -10,7 +10,8 @@ A server's interface has two directions, leaving and entering. The bytes v_d tha
 With n_d flows that move through direction d, each of them has 1 / n_d of its bandwidth. The fraction of a flow that is
 done grows, each second, by the least of bandwidth / n_d / v_d over the directions that it uses, and of 1 / U, where U
 is what its bytes need on links that nothing else uses: those inside servers, and those given for a pair of servers.
-Shares are equal, recomputed whenever a flow starts or stops transferring; what a flow cannot use, no other gets.
+Shares are equal, and recomputed whenever a flow starts or stops transferring. If a flow cannot use its whole share, the
+rest is not given to other flows.
 
 Alone, a flow takes latency + max(U, v_d / bandwidth), which is what ``transfer_cost`` and ``allreduce_cost`` say. With
 T that maximum and the *demand* x_d = v_d / bandwidth / T, the part of the bandwidth that it uses alone, it moves

@@ -28,11 +28,11 @@ def stage_costs(
     """Return the costs of every stage of ``plan``: the profile scaled to a micro-batch, over the cluster's links.
 
     ``optimizer_slots``: values that the optimizer keeps of each weight (2 for Adam, 0 for plain SGD). ``samples``: of
-    the micro-batch; without it, ``plan.micro_batch_size``. A stage takes as long as its slowest device with its
-    rows; its stash is that of the most rows. ``whole_rows``: without it replicas that have no shares take equal
-    fractions of the rows, as in the papers. Re-computed
-    layers form runs of consecutive layers: backward runs the forward of one run at a time again, and only the run's
-    inputs are stashed (DAPPLE, section VI.E). Raises ProfileError for a kind of devices without costs.
+    the micro-batch; without it, ``plan.micro_batch_size``. A stage takes as long as the device that needs longest for
+    its rows, and has the stash of the device with most rows. ``whole_rows``: without it replicas that have no shares
+    take equal fractions of the rows, as in the papers. Re-computed layers form runs of consecutive layers: backward
+    runs the forward of one run at a time again, and only the run's inputs are stashed (DAPPLE, section VI.E). Raises
+    ProfileError for a kind of devices without costs.
     """
     model = CostModel(profile, cluster, whole_rows=whole_rows)
     return model.stage_costs(plan, optimizer_slots=optimizer_slots, samples=samples)
@@ -140,7 +140,11 @@ def overlapped_rings(backward: Floats, rings: Sequence[float]) -> tuple[tuple[fl
 
 
 class BackwardSeconds(NamedTuple):
-    """Seconds of a stage's backward: in all, with what it computes again; of each layer; and of its weights' part."""
+    """Seconds of a stage's backward.
+
+    ``total``: of all layers, with the forwards that are computed again. ``layers``: of each layer, without these.
+    ``weights``: of each layer's gradients of weights.
+    """
 
     total: float
     layers: Floats

@@ -47,10 +47,10 @@ _ALMOST = 1 - 1e-9  # of seconds that were added and subtracted again
 class Seconds(NamedTuple):
     """Seconds of each stage and micro-batch: arrays [S, M], or [S, 1] where micro-batches are alike.
 
-    ``backward`` is the whole; its part ``weights``, of the weight gradients, is 0 where these are no
-    actions of their own. Row s of a transfer is the boundary between the stages s and s + 1; the last row is not read.
-    ``forward_together`` and ``backward_together``: whether the result of an action leaves with that of the next
-    micro-batch.
+    ``backward`` is the whole backward. ``weights`` is its part for weight gradients, or 0 if these are not actions of
+    their own. Row s of a transfer is the boundary between the stages s and s + 1; the last row is not read.
+    ``forward_together`` and ``backward_together``: whether the result of an action is sent together with the result of
+    the next micro-batch.
     """
 
     forward: Floats
@@ -95,9 +95,9 @@ class Run(NamedTuple):
 def uniform_seconds(
     forward: Floats, backward: Floats, weights: Floats, send_forward: Floats, send_backward: Floats
 ) -> Seconds:
-    """Return the seconds of micro-batches that are alike, whose results leave alone; the arguments are of each stage.
+    """Return the seconds of equal micro-batches, each of whose results is a transfer of its own.
 
-    ``weights`` may be of size 0.
+    The arguments have an entry for each stage. ``weights`` may be of size 0.
     """
     own_weights = weights if len(weights) else np.zeros(len(forward))
     alone = np.zeros((len(forward), 1), np.bool_)
@@ -132,8 +132,8 @@ def step_seconds(
 def run(order: Order, seconds: Seconds, rings: Rings, flows: Flows | None = None, ceiling: float = math.inf) -> Run:
     """Execute ``order``. ``flows``: what shares network interfaces; None for nothing.
 
-    ``ceiling``: the execution stops once the end of a worker's action, plus the seconds of its remaining actions and of
-    the least AllReduce of its stages, reaches these seconds.
+    ``ceiling``: seconds; the execution stops once it is known that the step is no shorter. That is when the end of a
+    worker's action, plus the seconds of its remaining actions and of the least AllReduce of its stages, reaches it.
     """
     library = load_library()
     if library is None:
@@ -184,7 +184,10 @@ class _Sending(NamedTuple):
 
 
 class _Ring(NamedTuple):
-    """An AllReduce that waits for the worker's earlier ones: when it may start, its seconds; whether it is the last."""
+    """An AllReduce that waits for the worker's earlier ones.
+
+    ``ready``: when it may start. ``last``: whether it is the last ring of its stage.
+    """
 
     ready: float
     seconds: float
@@ -194,11 +197,12 @@ class _Ring(NamedTuple):
 
 @dataclass
 class _Flow:
-    """A transfer or ring that shares interfaces. It first waits for its latency, then moves ``left`` seconds' worth.
+    """A transfer or ring that shares interfaces. It first waits for its latency, then moves its bytes.
 
-    ``left``: seconds that the bytes left at the time ``since`` take alone. ``factor``: how many times more slowly than
-    alone they move since then. ``slowed``: whether it ends later than alone, at ``begin`` + ``seconds``. ``number``:
-    of its present event; older ones in the heap count no more.
+    ``left``: the seconds that the bytes which are left at the time ``since`` would take without other flows.
+    ``factor``: how many times more slowly than that they move since then. ``slowed``: whether the flow ends later than
+    ``begin`` + ``seconds``, when it would end without other flows. ``number``: that of its present event; older events
+    in the heap are no longer valid.
     """
 
     uses: list[tuple[int, float]]

@@ -23,8 +23,8 @@ class Execution:
     """The ``times`` of all events of a step of ``order`` (see the module ``order``) on stages with these costs.
 
     ``allreduce_end`` [S]: end of each stage's AllReduce. ``of_micro_batches``: for each micro-batch the costs of each
-    stage, where micro-batches differ in size. ``together``: see ``Schedule.together``; what travels together has the
-    start and the end of its one transfer.
+    stage, where micro-batches differ in size. ``together``: see ``Schedule.together``; results that are sent together
+    are one transfer, and all have its start and its end.
     """
 
     order: Order
@@ -95,9 +95,10 @@ def execute(
 ) -> Execution:
     """Run ``order`` (see ``order.encode``) on stages with these costs.
 
-    ``flows``: what shares network interfaces (``find_flows``); None for nothing. ``of_micro_batches``: where
-    micro-batches differ in size, for each the costs of each stage, of which the seconds and the stash count; ``costs``
-    are then for what micro-batches share (AllReduce, weights, the largest working set). ``together``: see ``Schedule``.
+    ``flows``: the flows that share network interfaces (``find_flows``); None if none do. ``of_micro_batches``: where
+    micro-batches differ in size, the costs of each stage for each of them, of which only the seconds and the stash are
+    used; ``costs`` are then for what micro-batches have in common (AllReduce, weights, the largest working set).
+    ``together``: see ``Schedule``.
     Raises ScheduleError for an order that deadlocks, or that has another number of stages or micro-batches.
     """
     stages, alike = len(order.worker_of), not of_micro_batches

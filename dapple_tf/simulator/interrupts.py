@@ -1,8 +1,7 @@
 """Call functions that run C++ code so that Ctrl-C ends them at once.
 
-Python raises KeyboardInterrupt in the main thread, in whatever Python function it runs next: while that thread runs C++
-code, not before this has returned. So C++ code runs in another thread. The main thread waits for it, and is
-interrupted instead.
+Python raises KeyboardInterrupt in the main thread only, and only while that thread runs Python code: C++ code must
+return first. So C++ code runs in another thread. The main thread waits for it in Python, where it can be interrupted.
 """
 
 from __future__ import annotations

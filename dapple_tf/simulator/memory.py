@@ -60,7 +60,7 @@ def peak_bytes(execution: Execution) -> tuple[float, ...]:
     return tuple(float(np.max(memory_over_time(execution, stage)[1])) for stage in range(execution.stages))
 
 
-# --- The memory of unequal devices: which device of a stage is the first to run out, and what that leaves its stage
+# --- The memory of unequal devices: which device of a stage is the first to run out, and the room of the stage then
 
 
 def memory_limits(plan: Plan, costs: Sequence[StageCosts], cluster: Cluster) -> tuple[MemoryLimit, ...]:
@@ -78,9 +78,11 @@ def memory_limits(plan: Plan, costs: Sequence[StageCosts], cluster: Cluster) -> 
 
 
 def fit_to_one_limit(plan: Plan, costs: Sequence[StageCosts], cluster: Cluster) -> tuple[tuple[StageCosts, ...], float]:
-    """Return costs, and the bytes of a device, such that a stage fits this device if and only if it fits its own.
+    """Return the costs changed so that one memory size, in bytes, can be compared with all stages; and this size.
 
-    Where devices or shares are unequal, a stage's fixed bytes grow by what its devices have less than the largest.
+    A stage with the returned costs fits a device of this size if and only if the stage fits its own devices. Where
+    devices or shares are unequal, the fixed bytes of each stage grow by as much as its room is below the largest room
+    of any stage (``MemoryLimit.room``).
     """
     if len(set(cluster.memories)) == 1 and not plan.shares:
         return tuple(costs), cluster.memories[0]

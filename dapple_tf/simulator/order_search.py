@@ -38,9 +38,9 @@ _MOVES = 100000  # at most
 class FoundOrder:
     """The best order found.
 
-    ``seconds``: of the simulated step. ``bound``: seconds that no order on this worker map can be faster than.
-    ``named``: the best schedule with a name on the same worker map that fits the memory, and its seconds; None where
-    none fits. One of them is ``zb-auto`` as it is where nothing is known of the stages.
+    ``seconds``: of the simulated step. ``bound``: a lower bound (seconds) of the step of any order on this worker map.
+    ``named``: the fastest schedule with a name on the same worker map that fits the memory, and its seconds; None where
+    none fits. The named schedules include the order that ``zb-auto`` has for stages of unknown costs.
     """
 
     schedule: Schedule
@@ -96,9 +96,10 @@ def search_order(
 def lower_bound(worker_map: WorkerMap, micro_batches: int, costs: Sequence[StageCosts]) -> float:
     """Return a lower bound of the step for every order on this worker map.
 
-    No worker starts before the first micro-batch arrives at its first stage. It then runs all its actions, and the
-    AllReduce after the last one; or all its forwards and gradients of inputs, after which the gradients go on to stage
-    0, whose weights' gradients come last.
+    No worker starts before the first micro-batch arrives at its first stage. There are two bounds for what it does
+    then; the larger one counts. It runs all its actions, and the AllReduce after the last one. And it runs all its
+    forwards and gradients of inputs; then the last gradients pass through the stages down to stage 0, which still has
+    to compute its gradients of weights.
     """
     arrival, way = [0.0], [0.0]  # of the first micro-batch at each stage; of a gradient from each stage to the end
     worker_of = worker_map.worker_of
@@ -124,7 +125,7 @@ def lower_bound(worker_map: WorkerMap, micro_batches: int, costs: Sequence[Stage
 class _Problem:
     """Costs as arrays of stages, and ``most``: the bytes of each worker's memory that are left for stashes.
 
-    Weights, gradients, optimizer slots and the largest working set take the others.
+    The rest of the memory is for weights, gradients, optimizer slots and the largest working set.
     """
 
     worker_map: WorkerMap
@@ -162,9 +163,9 @@ class _Problem:
     def improve(self, order: Order) -> float:
         """Improve ``order`` in place by local search; return the seconds of its step.
 
-        Single actions move at random within their workers while the step gets no longer; those of a stage and kind stay
-        in micro-batch order, in which variables that calls write are then written. Without a C++ compiler the order
-        stays as it is.
+        Single actions move at random within their workers, as long as the step does not get longer. Actions of one
+        stage and kind stay in the order of the micro-batches, so that variables are written in this order. Without a
+        C++ compiler ``order`` is not changed.
         """
         library = load_library()
         if library is None:
@@ -211,7 +212,7 @@ def _names(worker_map: WorkerMap, micro_batches: int, problem: _Problem) -> Iter
 def _list_schedules(
     worker_map: WorkerMap, micro_batches: int, costs: Sequence[StageCosts], most: Floats
 ) -> Iterator[tuple[str, Schedule]]:
-    """Yield what list scheduling makes of several rules, each for all the memory and for the stashes of 1F1B."""
+    """Yield what list scheduling makes of several rules: with all the memory, and with that of 1F1B, twice and once."""
     times = [
         StageTimes(
             cost.forward_seconds,

@@ -43,7 +43,7 @@ def ring_demand(servers: Sequence[int], tables: LinkTables) -> FlowDemand:
 
 
 class SharedFlows:
-    """The flows that are under way. ``at``: lets something happen at a time."""
+    """The flows that are under way. ``at``: a function that schedules an event: its time, and what is called then."""
 
     def __init__(self, at: Callable[[float, Happen], None]) -> None:
         self._at = at
@@ -92,7 +92,11 @@ class SharedFlows:
 
 @dataclass
 class _Moving:
-    """A flow that moves: what is left of its ``left`` seconds alone at time ``since``, ``factor`` times longer now."""
+    """A flow that moves its bytes.
+
+    ``left``: the seconds that the bytes which are left at the time ``since`` would take without other flows.
+    ``factor``: how many times longer they take now. ``due``: when the flow ends, unless the factor changes.
+    """
 
     demands: Mapping[int, float]
     due: float

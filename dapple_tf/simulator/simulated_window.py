@@ -17,7 +17,7 @@ from dapple_tf.timeline.stage_costs import StageCosts
 
 @dataclass(frozen=True, eq=False)
 class SimulatedWindow(Simulation):
-    """An asynchronous window; see ``Simulation``. The ``acr`` is that of one replica's actions."""
+    """An asynchronous window; see ``Simulation``. The ``acr`` is that of the actions of one replica of each stage."""
 
     execution: WindowExecution
 

@@ -62,10 +62,10 @@ def transfer_cost(
     """Return the latency (seconds) of one micro-batch's transfer over a boundary, and its seconds per byte.
 
     ``senders``, ``receivers``: the server of each replica of the two stages. ``shares``: the rows that the senders and
-    the receivers hold, as whole numbers in proportion; empty for equal shares. The slowest of these decides: the bytes
-    that leave or enter a server through its interface; those of a pair of servers with a link of its own; those that
-    one device sends to, or receives from, other devices of its server. Links are symmetric, so both directions cost
-    the same.
+    the receivers hold, as whole numbers in proportion; empty for equal shares. The seconds are the longest of three
+    times: of the bytes that leave or enter a server through its interface, of those between two servers that have a
+    link of their own, and of those that one device sends to, or receives from, other devices of its server. Links are
+    symmetric, so both directions cost the same.
     """
     latency, unshared, leaving, entering = measure_loads(senders, receivers, tables, shares)
     return latency, float(max(unshared, max(leaving.max(), entering.max()) * tables.interface))
@@ -77,10 +77,10 @@ def measure_loads(
     t: LinkTables,
     shares: tuple[Sequence[int], Sequence[int]] = ((), ()),
 ) -> tuple[float, float, Floats, Floats]:
-    """Return the latency of a transfer, the seconds per byte of its slowest link that is no interface, and two arrays.
+    """Return the latency of a transfer, the seconds per byte of its slowest link other than interfaces, and two arrays.
 
-    These are the shares of its bytes that leave, and that enter, each server through its interface. The arguments are
-    as in ``transfer_cost``. Replicas hold the samples between two cut points (``row_bounds``).
+    The arrays [servers] have the fractions of its bytes that leave, and that enter, each server through its interface.
+    The arguments are as in ``transfer_cost``. Replicas hold the samples between two cut points (``row_bounds``).
     """
     cut, cut_next = (cut_points(len(of), own) for of, own in zip((senders, receivers), shares, strict=True))
     servers = t.inside.shape[0]

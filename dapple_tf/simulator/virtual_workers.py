@@ -24,10 +24,11 @@ def simulate_workers(
 ) -> tuple[SimulatedStep, ...]:
     """Return the step of each virtual worker of ``plan``, which ends when its weights are reduced with the others'.
 
-    Layers that lie on the same devices of all workers are reduced together, in one ring of these devices. It starts
-    when the last of its stages has ended its backwards and no other ring keeps one of its devices; of rings that could
-    start the one that was ready first does. Rings do not overlap backward. A stage's ``exposed_seconds`` are those from
-    its own last backward to the end of its last ring, so they count waiting for other workers.
+    Layers that lie on the same devices of all workers are reduced together, in one ring of these devices. The ring
+    starts when the last of its stages has ended its backwards and its devices are free of other rings. If several rings
+    could start, the one whose backwards ended first starts first. Rings do not overlap backward. A stage's
+    ``exposed_seconds`` last from its own last backward to the end of its last ring, so they include waiting for other
+    workers.
     """
     parts = plan.virtual_workers
     executions = []

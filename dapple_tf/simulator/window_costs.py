@@ -19,12 +19,12 @@ def window_costs(
 ) -> WindowCosts:
     """Return the costs of the stages of ``plan``, which has a window; updates take no time.
 
-    Replicas that take minibatches in turn run each whole, as slowly as the slowest device of the stage, and send it
-    from one device to one. Such a transfer occupies what two transfers of one boundary and direction cannot use at
-    once: between servers the sender's and the receiver's interface, or the link that only these two servers have;
-    inside a server the two devices. Replicas that share micro-batches cost what they do in a synchronous step. To the
-    bytes of each stage ``Versions.slots`` versions of its weights are added. ``contention``: transfers of different
-    boundaries and AllReduces share interfaces.
+    Replicas that take minibatches in turn run each of them whole, as slowly as the slowest device of the stage, and a
+    transfer goes from one device to another. It occupies channels, which two transfers of one boundary and direction
+    cannot use at the same time: between servers the sender's and the receiver's interface, or the link that these two
+    servers have of their own; inside a server the two devices. Replicas that share micro-batches cost what they do in a
+    synchronous step. The bytes of each stage include ``Versions.slots`` more copies of its weights. ``contention``:
+    transfers of different boundaries and AllReduces share interfaces.
     """
     versions = plan.versions
     whole = replace(plan, window=None, overlap=False)
@@ -81,9 +81,10 @@ def _seconds_on(profile: Profile, cluster: Cluster, device: int) -> float:
 def uniform_costs(
     stages: tuple[StageCosts, ...], replicas: tuple[int, ...], update_seconds: tuple[float, ...]
 ) -> WindowCosts:
-    """Return costs with the same seconds for every pair of replicas: those of ``send_forward_seconds`` and back.
+    """Return costs in which all pairs of replicas of two stages have the same seconds for a transfer.
 
-    A replica sends one thing at a time, and receives one.
+    They are ``send_forward_seconds`` and ``send_backward_seconds`` of ``stages``. A replica sends one transfer at a
+    time, and receives one at a time.
     """
     pairs = [
         (boundary, a, b)

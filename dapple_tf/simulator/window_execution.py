@@ -64,9 +64,9 @@ class Timed:
 class WindowExecution:
     """The times of a window's events.
 
-    ``actions``: by action and replica. ``transfers``: by the action that sends and, with replicas that share
-    micro-batches, replica 0, else the replica that runs it; those that take no time too. ``reductions``: the AllReduce
-    of each stage's updates, and ``updates``: these themselves, by stage and the number of the update in the window.
+    ``actions``: by action and replica. ``transfers``: by the action whose result is sent, also those that take no time.
+    ``reductions``: the AllReduces before the updates, and ``updates``: the updates, both by stage and the number of the
+    update in the window.
     """
 
     versions: Versions
@@ -91,16 +91,17 @@ def execute_window(versions: Versions, costs: WindowCosts) -> WindowExecution:
     """Run the window of ``versions`` on stages with these ``costs``.
 
     A replica runs its actions in the window's order. A forward takes what the previous stage sent, a backward what the
-    next one sent. The AllReduce of an update starts when all backwards of its group have ended, the update when that
-    and the stage's update before have ended; neither occupies a device. A forward waits for the updates of the
-    backwards before it on its replica, and with weights "latest" so does a backward. A transfer starts when its
-    producer has ended and its channels are free. Transfers and AllReduces share network interfaces as their demands
-    say (see ``contention``). Raises ScheduleError for costs of another number of stages, and where
-    the order deadlocks.
+    next one sent. The AllReduce of an update starts when all backwards of its group have ended. The update starts when
+    this AllReduce and the stage's previous update have ended. Neither occupies a device. A forward waits for the
+    updates that belong to the backwards before it on its replica; with weights "latest" a backward does too. A transfer
+    starts when its producer has ended and its channels are free. Transfers and AllReduces share network interfaces as
+    their demands say (see ``contention``). Raises ScheduleError for costs of another number of stages, and where the
+    order deadlocks.
     """
     if len(costs.stages) != versions.window.stages:
         raise ScheduleError(
-            f"the window has {format_count(versions.window.stages, 'stage')}, the costs {len(costs.stages)}"
+            f"the window has {format_count(versions.window.stages, 'stage')}, but there are costs of "
+            f"{format_count(len(costs.stages), 'stage')}"
         )
     run = _Run(versions, costs)
     run.run()
@@ -112,7 +113,11 @@ def execute_window(versions: Versions, costs: WindowCosts) -> WindowExecution:
 
 @dataclass
 class _Turn:
-    """A transfer's turn on its channels: how many before it have not ended, and those that wait for it."""
+    """A transfer that waits for its channels.
+
+    ``waits``: the number of transfers before it, on any of the channels, that have not ended. ``followers``: the
+    transfers that wait for this one.
+    """
 
     action: Action
     route: Route

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from dapple_tf.graph_passes.analysis.layers import written_variables
-from dapple_tf.graph_passes.ir.graph import Graph, Node
+from dapple_tf.graph_passes.ir.graph import Function, Graph, Node
 from dapple_tf.graph_passes.ir.names import (
     BACKWARD_OPS,
     OWNED,
@@ -91,22 +92,17 @@ def find_variables(graph: Graph, shares: tuple[tuple[str, int], ...] = ()) -> Va
     per_micro_batch: set[str] = set()
     added: set[str] = set()
     assigned: set[str] = set()
-    count = sum(1 for function in graph.functions if function.name.endswith(f"/{OpName.FORWARD}"))
-    for stage in range(count):
-        forward = at(stage, what=OpName.FORWARD)
-        of_micro_batches = [forward, *(at(stage, what=op) for op in BACKWARD_OPS)]
-        of_the_step = OpName.RUN_ONCE, SHARED_STATISTICS, OpName.PARTIALS, OpName.LOSS_HEAD
-        names = [*of_micro_batches, *(at(stage, what=op) for op in of_the_step)]
-        for function in (graph.function(n) for n in names if n == forward or n in graph.function_by_name):
-            for _, port in function.input_ports("variable"):
-                stages = users.setdefault(port.name, [])
-                if stage not in stages:
-                    stages.append(stage)
-            writes = written_variables(function.graph)
-            state |= writes.keys()
-            per_micro_batch |= writes.keys() if function.name in of_micro_batches else set()
-            for name, nodes in writes.items():
-                (added if all(node.has("adds") for node in nodes) else assigned).add(name)
+    for stage, function, once in _stage_functions(graph):
+        for _, port in function.input_ports("variable"):
+            stages = users.setdefault(port.name, [])
+            if stage not in stages:
+                stages.append(stage)
+        writes = written_variables(function.graph)
+        state |= writes.keys()
+        per_micro_batch |= set() if once else writes.keys()
+        for name, nodes in writes.items():
+            (added if all(node.has("adds") for node in nodes) else assigned).add(name)
+    count = _count_stages(graph)
     owners: dict[str, int] = {}
     for stage in range(count):
         owned = graph.function_by_name.get(at(stage, what=OWNED))
@@ -129,6 +125,31 @@ def find_variables(graph: Graph, shares: tuple[tuple[str, int], ...] = ()) -> Va
         frozenset(at_end),
         tuple((name, replica) for name, replica in shares if name in users | at_end),
     )
+
+
+def _count_stages(graph: Graph) -> int:
+    """Return the number of stages that have functions in ``graph``."""
+    return sum(1 for function in graph.functions if function.name.endswith(f"/{OpName.FORWARD}"))
+
+
+def _stage_functions(graph: Graph) -> Iterator[tuple[int, Function, bool]]:
+    """Yield each function that computes the loss with its stage, and whether it runs once a step."""
+    of_micro_batches = OpName.FORWARD, *BACKWARD_OPS
+    of_the_step = OpName.RUN_ONCE, SHARED_STATISTICS, OpName.PARTIALS, OpName.LOSS_HEAD
+    for stage in range(_count_stages(graph)):
+        for op in (*of_micro_batches, *of_the_step):
+            function = graph.function_by_name.get(at(stage, what=op))
+            if function is not None:
+                yield stage, function, op in of_the_step
+
+
+def find_writers(graph: Graph) -> Mapping[str, frozenset[int]]:
+    """Return the stages that change each variable while they compute the loss."""
+    found = defaultdict[str, set[int]](set)
+    for stage, function, _ in _stage_functions(graph):
+        for name in written_variables(function.graph):
+            found[name].add(stage)
+    return {name: frozenset(stages) for name, stages in found.items()}
 
 
 def written_by_loss_head(graph: Graph, stage: int) -> frozenset[str]:

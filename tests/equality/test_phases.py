@@ -701,5 +701,5 @@ def test_an_argument_decides_how_many_phases_a_step_has(counts: tuple[int, ...])
 )
 def test_options_that_phases_do_not_have_are_refused(options: Any) -> None:
     function, _ = weighed_by_the_first_loss()
-    with pytest.raises(PlanError, match="gradients of several targets, and has a plan for each: leave it out"):
+    with pytest.raises(PlanError, match="gradients of several targets, and such steps do not have this option"):
         dapple.train_step(function, **({"stages": 2, "micro_batches": 3} | options))(*batch())

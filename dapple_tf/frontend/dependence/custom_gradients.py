@@ -1,7 +1,8 @@
 """Check custom gradients: what they give for a micro-batch must be its part of what they give for the whole batch.
 
-TensorFlow marks the outputs, arguments and variables of a ``tf.custom_gradient`` by an IdentityN with a gradient of its
-own. Its forward says nothing of that gradient, which is therefore traced and looked at like any other function.
+In a trace, the outputs, arguments and variables of a ``tf.custom_gradient`` pass through an IdentityN, which has the
+user's function as its gradient. The forward ops do not show what this gradient computes. So the gradient is traced and
+analysed like any other function.
 """
 
 from __future__ import annotations

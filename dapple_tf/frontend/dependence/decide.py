@@ -123,9 +123,10 @@ def _of_whole_sizes(graph: Graph, scope: Scope) -> set[Value]:
 
 
 def _writes_once(scope: Scope, node: Node) -> bool:
-    """Return whether the node can run once, on the whole batch: what it writes depends on no trained variable.
+    """Return whether a node that writes can run once, on the whole batch.
 
-    Of rows, or of results that combine samples, this holds where nothing but the variable is changed.
+    It can if all micro-batches share its inputs. An input may also be rows, or combine samples, if it depends on no
+    trained variable, and if the node has no outputs: it then only changes the variable.
     """
     for i, value in enumerate(node.inputs):
         kind = scope.kinds[value]

@@ -16,9 +16,9 @@ from dapple_tf.graph_passes.passes.microbatch import MergeKind
 
 @dataclass(frozen=True)
 class LengthTerm:
-    """A term of a size, whose ``scale`` and ``offset`` grow by these for each unit of a length.
+    """The part of a size that depends on an inner length: that of ``axis`` of the input node ``argument``.
 
-    The length is that of ``axis`` of the input node ``argument``.
+    For each unit of the length, the size's ``scale`` and ``offset`` grow by the ``scale`` and ``offset`` given here.
     """
 
     argument: str

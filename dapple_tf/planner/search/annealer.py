@@ -1,8 +1,8 @@
-"""Search for layouts by simulated annealing in C++ (``simulator/native``): microseconds for the step of a layout.
+"""Search for layouts by simulated annealing in C++ (``simulator/native``), which simulates a layout in microseconds.
 
-A layout is what the cost model needs of a plan: cuts, the devices of each stage or of each worker of interleaved
-stages, K_i of each stage (any that does not grow from stage to stage, as far as memory allows), the stages that are
-re-computed, and the micro-batch size. Moves change all of them together.
+A layout is the part of a plan that the search changes: cuts, the devices of each stage (or of each worker of
+interleaved stages), K_i of each stage, the stages that are re-computed, and the micro-batch size. K_i may be any
+numbers that do not grow from stage to stage and that memory allows. A move may change several of these at once.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from dapple_tf.timeline.stage_costs import usable_bytes
 from dapple_tf.wording import format_count
 
 ANY_WARM_UP = -1
-_UNFIT = 1e12  # seconds, and more, of a layout that does not fit
+_UNFIT = 1e12  # a layout that does not fit the memory has so many seconds, or more
 _MOST_THREADS = 8
 _RESULTS = 6
 _POINTER = ctypes.c_void_p
@@ -200,7 +200,7 @@ class Annealer:
         if count < 0:
             raise PlanError(
                 f"searching for a plan of {self.problem.profile.model!r} on {format_count(devices, 'device')} needs "
-                "more memory than this process can have: free some, or take planner 'dapple'"
+                "more memory than this process can have: free memory, or take planner 'dapple'"
             )
         return [self._layout(*(each[row] for each in results)) for row in range(count) if seconds[row] < _UNFIT]
 
@@ -262,9 +262,10 @@ class Annealer:
 
 
 def _name_in_order(devices: Sequence[int], cluster: Cluster) -> dict[int, int]:
-    """Return for each of these devices another one that is as good in its place, so that they are used in order.
+    """Return for each of these devices an equal one that takes its place, so that a plan uses devices in order.
 
-    The search exchanges devices, and servers, that do not differ. Where some links do, the devices stay as they are.
+    The search makes no difference between equal devices, nor between equal servers, and may use any of them first. If
+    the cluster has links of its own between servers, each device stays what it is.
     """
     if cluster.links:
         return dict(zip(devices, devices, strict=True))

@@ -41,13 +41,13 @@ def even_starts(costs: Floats, stages: int) -> Integers:
 
 
 def even_sums(costs: Floats, more: Floats, factors: Floats, worker_of: Integers, rounds: int) -> Integers:
-    """Return the first block of each contiguous stage, where both stages and the sums of each worker's are nearly even.
+    """Return the first block of each contiguous stage, such that stages and workers have nearly even costs.
 
-    A stage costs the sum of ``costs`` of its blocks, and ``factors`` (of each stage) times the sum of ``more``.
-    ``worker_of``: of each stage. Needs at least as many blocks as stages. Each round cuts with the least sum over the
-    stages of (x + y)^2, where x is what the stage costs, and y what its worker's other stages cost as the round before
-    has cut them: in the first, as if all stages cost the same. The cuts of the round with the least maximum over the
-    workers are taken. In rounds x stages x blocks^2 steps.
+    A stage costs the sum of ``costs`` of its blocks, plus ``factors`` (of the stage) times the sum of ``more``; a
+    worker costs as much as all its stages. ``worker_of``: the worker of each stage. Needs at least as many blocks as
+    stages. Each round cuts with the least sum over the stages of (x + y)^2, where x is the cost of the stage, and y the
+    cost of its worker's other stages as the round before has cut them (in the first round, as if all stages cost the
+    same). The cuts of the round with the least maximum over the workers are taken. In rounds x stages x blocks^2 steps.
     """
     stages, n = len(worker_of), len(costs)
     sums, more_sums = prefix_sums(costs), prefix_sums(more)

@@ -1,7 +1,7 @@
-"""Search plans in which devices run several stages: their cuts and their devices, by simulation.
+"""Search for plans in which devices run several stages: find their cuts and their devices by simulation.
 
-The paper's formulas and the bounds of the other searches have one stage per device, so here every plan is simulated
-(DAPPLE, sections IV.C and IV.D, has the placement policies and the balanced cuts that the plans start from).
+The paper's formulas and the bounds of the other searches are for one stage per device, so here every plan is simulated.
+The plans start from the placement policies and the balanced cuts of DAPPLE, sections IV.C and IV.D.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from dapple_tf.planner.search.chunk_simulation import CostSource, CutResult, Cut
 from dapple_tf.simulator.arrays import Floats, Integers
 from dapple_tf.simulator.order import is_interleaved
 
-# The work of one search: plans simulated to improve the cuts, of one shape at one size and in all, cuts looked at,
-# simulated events, and actions of the schedules built.
+# The most work of one search: _MOVES plans simulated to improve the cuts of one shape at one size, and _PLANS in all;
+# _CUTS cuts examined, _EVENTS events simulated, and _ACTIONS actions of the schedules that are built.
 _MOVES, _PLANS, _CUTS, _EVENTS = 150, 1500, 200_000, 100_000_000
 _ACTIONS = 400_000
 _BOUNDS = 10  # cuts whose bound is computed for each plan that may be simulated

@@ -63,9 +63,10 @@ class WorkerLinks(NamedTuple):
 
 
 class CutResult(NamedTuple):
-    """The bytes that the fullest device lacks (0: all devices fit), and the seconds of a step (infinite if some lack).
+    """The result of simulating cuts: the bytes that the fullest device lacks, and the seconds of a step.
 
-    Of two results the one that lacks fewer bytes is better; of two that fit, the one with fewer seconds.
+    ``lacking_bytes``: 0 if all devices have the memory; else ``seconds`` is infinite. Of two results the one that lacks
+    fewer bytes is better; if neither lacks any, the one with fewer seconds.
     """
 
     lacking_bytes: float
@@ -272,9 +273,10 @@ def _exposed_seconds(b: BlockCosts, links: WorkerLinks, starts: Integers, ends: 
 
 
 def _bound(c: StageCostArrays, worker_of: Integers, micro_batches: int) -> float:
-    """Return a lower bound of a step: of each worker the time before its first action, its work, and what must follow.
+    """Return a lower bound of a step (seconds): the largest over the workers of three times, added up.
 
-    Before a stage's first forward, micro-batch 0 runs through all stages before it. After its last gradients comes its
+    They are the time before the worker's first action, its own work, and what must follow its last action. Before a
+    stage's first forward, micro-batch 0 runs through all stages before it. After its last gradients comes its
     AllReduce. Where backwards are not split, the stages before it then still run a backward each.
     """
     workers, splits = int(worker_of.max()) + 1, bool(c.weights_seconds.any())

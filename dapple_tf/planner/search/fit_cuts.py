@@ -1,8 +1,9 @@
-"""Stages whose busiest one is as fast as possible, by dynamic programming: for given devices, and for an order of them.
+"""Cut the model so that the busiest stage is as fast as possible, by dynamic programming.
 
-The seconds of a stage are M (F + B) and its AllReduce; a boundary takes those of M transfers, for M micro-batches. Rows
-are shared by speed, so the seconds of a micro-batch are 1 / sum over its devices of 1 / t, where t is a device's
-seconds for the whole micro-batch. A stage fits if each device holds one micro-batch in flight.
+The devices of each stage are given, or only an order of the devices. With M micro-batches, a stage takes the seconds of
+M forwards and backwards and of its AllReduce, and a boundary those of M transfers. Rows are shared by speed, so the
+seconds of a micro-batch are 1 / sum over the stage's devices of 1 / t, where t is a device's seconds for the whole
+micro-batch. A stage fits if each of its devices has the memory for one micro-batch in flight.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ class _Table:
 
 
 def _rounded(seconds: Floats) -> Floats:
-    """Return the seconds to 40 bits, so that equal stages are equally fast: of these the first cut is taken."""
+    """Return the seconds rounded to 40 bits, so that equal stages have equal seconds, and the first cut is taken."""
     mantissa, exponent = np.frexp(seconds)
     rounded: Floats = np.ldexp(np.round(np.ldexp(mantissa, 40)), exponent - 40)
     return rounded
@@ -97,9 +98,9 @@ def _rounded(seconds: Floats) -> Floats:
 def fit_cuts(
     problem: PlanningProblem, devices: Sequence[Sequence[int]], micro_batch_size: int
 ) -> tuple[StagePlan, ...] | None:
-    """Return the stages on these ``devices`` of which the busiest is fastest; None if none fit the memory.
+    """Return the stages on these ``devices`` whose busiest stage is as fast as possible; None if no stages fit.
 
-    None also if there are more stages than blocks of layers.
+    ``devices``: of each stage. None also if there are more stages than blocks of layers.
     """
     costs = ChainCosts(problem, problem.chain, micro_batch_size)
     table, ways = _Table(costs), list[Way]()
@@ -113,7 +114,7 @@ def fit_cuts(
     return make_stages(costs.chain, [0, *(stage.end for stage in found.stages(len(devices)))], devices)
 
 
-# --- Stages of devices that follow each other in an order, cut both at once: for devices of different kinds
+# --- Cut the blocks and an order of the devices at the same time: for devices of different kinds
 
 
 class UnequalStages(NamedTuple):

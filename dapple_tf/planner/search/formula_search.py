@@ -1,6 +1,6 @@
-"""The planner's search by DAPPLE's formulas: the costs that it reads, and its call (DAPPLE, section IV.C).
+"""Call the C++ search by DAPPLE's formulas with the costs that it reads (DAPPLE, section IV.C).
 
-It is written in C++ (``simulator/native/formula.h``), which says how it goes.
+``simulator/native/formula.h`` has the search, and describes its steps.
 """
 
 from __future__ import annotations
@@ -238,6 +238,9 @@ def search_by_formula(
     )
     check_stop()
     if count < 0:
-        raise PlanError("searching by DAPPLE's formulas needs more memory than this process can have: free some")
+        raise PlanError(
+            "searching by DAPPLE's formulas needs more memory than this process can have: free memory, or take planner "
+            "'best'"
+        )
     order = np.lexsort((*starts[:count].T[::-1], stages[:count], latencies[:count]))
     return SearchResult(latencies[order], stages[order], starts[order], placements[order], float(below[0]))

@@ -84,8 +84,8 @@ class Placement:
 class Placements:
     """The placements that sequences of policies reach.
 
-    ``successors[p]``: placements that the stage after one on placement p can have; the last entry: those of the first
-    stage. ``complete``: no placement was left out to limit their number.
+    ``successors[p]``: the placements that the next stage can have after a stage on placement p; the last entry has the
+    placements of the first stage. ``complete``: no placement was left out to limit their number.
     """
 
     items: tuple[Placement, ...]

@@ -123,10 +123,11 @@ def _transfer_costs(
 def find_search_spaces(chain: Chain, cluster: Cluster) -> tuple[SearchSpace, ...]:
     """Return one complete space, or smaller ones if searching the complete one takes too long.
 
-    The smaller ones are: all plans of two stages; plans of any number of stages whose devices are taken in order
-    (Append First), with round replica counts and cuts between at least 32 blocks of nearly equal compute; and on up to
-    128 devices the same by all three policies, with fewer replica counts. The placement
-    policies take servers in their order in the cluster, and if sizes differ also in order of falling size.
+    There are up to three smaller ones. The first has all plans of two stages. The second has plans of any number of
+    stages whose devices are taken in order (Append First), with the replica counts of ``_round_counts``, and with cuts
+    between at least 32 blocks of nearly equal compute. The third, on up to 128 devices, has the plans of all three
+    policies, with fewer replica counts. The placement policies take servers in their order in the cluster, and if sizes
+    differ also in order of falling size.
     """
     return tuple(space for order in server_orders(cluster) for space in _spaces_of_order(chain, cluster, order))
 

@@ -23,9 +23,9 @@ def plan_searched(
 ) -> PlannerResult | None:
     """Return the fastest of the stages that ``plan`` and planner "gpipe" find, each under its best order found.
 
-    Searching the order of each cut would take too long. So the stages are those that are best under other schedules
-    (``find_substitutes``), or where there are none, under ``zb-auto`` with its order for equal stages. None if nothing
-    fits the memory.
+    Searching an order for every possible cut would take too long. So the stages are those that are best under other
+    schedules (``find_substitutes``). If there are none, they are those that are best under ``zb-auto`` with the order
+    that it has for equal stages. None if nothing fits the memory.
     """
     known: list[Candidate] = []
     for name in find_substitutes(problem.schedule) or (problem.schedule,):

@@ -49,9 +49,9 @@ def plan_alpa_inter(problem: PlanningProblem) -> PlannerResult | None:
     """Return the slicing into stages and submeshes with the least T of section 5.1; None if nothing fits the memory.
 
     T = t_1 + ... + t_S + (B - 1) max_j t_j for B micro-batches, where the submeshes together are the whole cluster. t_i
-    is the latency t_intra of a stage on its submesh; a boundary between stages takes no time, as in the paper. Each
-    stage and the s - 1 after it satisfy mem_stage + s mem_act <= mem_device (1F1B). The micro-batch size is the fastest
-    in the simulator; the schedule is 1F1B (``dapple-a``) unless the problem names another.
+    is the latency t_intra of a stage on its submesh; a boundary between stages takes no time, as in the paper. A stage
+    that is followed by s - 1 others satisfies mem_stage + s mem_act <= mem_device (1F1B). The micro-batch size is the
+    fastest in the simulator; the schedule is 1F1B (``dapple-a``) unless the problem names another.
 
     Left out is the intra-operator pass (section 4): every submesh runs data parallelism. Its AllReduce runs once a
     step, over the slowest link of the submesh; a B-th of its seconds is part of t_intra. Operators are clustered to

@@ -70,10 +70,11 @@ def plan_bapipe(problem: PlanningProblem, *, pipelines_only: bool = False) -> Pl
     """Return the fastest of what BaPipe explores; None if nothing fits the memory.
 
     Each accelerator holds a stage, in the order of the devices; with fewer blocks of layers than devices only
-    the first devices do. The inter-layer partition is balanced over accelerators that may be unequal; where sending
-    takes longer than computing, over the coarse-grained network; where memory is short, within it. Then 1F1B-SNO and
-    1F1B-SO are simulated at every micro-batch size (or the schedule that the problem names), and unless
-    ``pipelines_only`` data parallelism, which the paper finds best for ResNet-50.
+    the first devices do. The inter-layer partition is balanced over accelerators that may be unequal. If sending over
+    some link takes longer than the slowest stage computes, the coarse-grained network is partitioned instead. If the
+    partition does not fit the memory, the best of those that fit is taken. Then 1F1B-SNO and 1F1B-SO (or the schedule
+    that the problem names) are simulated at every micro-batch size. Data parallelism, which the paper finds best for
+    ResNet-50, is simulated too, unless ``pipelines_only``.
 
     Where the cluster says ``execution: async``, 1F1B-AS or FBP-AS is chosen, with intra-layer partition; its seconds
     are ``PlannerResult.formula_seconds``. No graph runs these: the plan has the layers of the inter-layer partition and
@@ -175,7 +176,7 @@ def _make_network(costs: ChainCosts) -> _Network:
 
 
 def _fitting(network: _Network, schedule: str) -> NDArray[np.bool_]:
-    """Return whether each accelerator has the memory for a stage of each run of blocks, [N, L, L + 1]."""
+    """Return [N, L, L + 1]: whether accelerator n has the memory for a stage of the blocks i to j (exclusive)."""
     costs, count = network.costs, len(network.forward)
     memory = [usable_bytes(memory) for memory in costs.problem.cluster.memories[:count]]
     held = in_flight(schedule, count, costs.micro_batches).tolist()

@@ -59,8 +59,8 @@ def _check_options(problem: PlanningProblem, pipeline_size: int | None, chunks: 
     if pipeline_size is not None and (pipeline_size < 1 or total % pipeline_size or pipeline_size > blocks):
         possible = [p for p in range(1, min(total, blocks) + 1) if total % p == 0]
         raise PlanError(
-            f"pipeline_size={pipeline_size}: {problem.profile.model!r}, with {blocks} blocks of layers, on {total} "
-            f"devices can have {', '.join(map(str, possible))}"
+            f"pipeline_size={pipeline_size}: for {problem.profile.model!r}, with {blocks} blocks of layers, on {total} "
+            f"devices give one of {', '.join(map(str, possible))}"
         )
     if not chunks or min(chunks) < 1:
         raise PlanError(f"chunks={list(chunks)}: give the numbers of stages a device may have, from 1 on")

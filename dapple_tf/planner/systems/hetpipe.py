@@ -36,9 +36,10 @@ def plan_hetpipe(problem: PlanningProblem, *, policy: str | None = None) -> Plan
     ``policy`` (section 8.1): "NP", node partition, where the devices of a server are a virtual worker; "ED", equal
     distribution, where each worker has one device of every server; "HD", hybrid distribution, where the servers are
     paired, the fastest with the slowest, and each of two workers has half of both; None tries all that the servers
-    allow. The layers of a worker are partitioned so that the longest time of a stage is least, computing and what it
-    receives in both directions, with room for as many micro-batches as 1F1B keeps there (section 7; the paper solves
-    it by an integer program, here a dynamic program is exact for each order of the worker's kinds of devices).
+    allow. The layers of a worker are partitioned so that the longest time of a stage is least. This time is that of
+    computing, and of receiving activations and gradients. A stage must have the memory for as many micro-batches as
+    1F1B keeps there. (Section 7; the paper solves it by an integer program, here a dynamic program is exact for each
+    order of the worker's kinds of devices.)
 
     HetPipe is asynchronous (WSP, section 5), with parameter servers. Here it is synchronous: each worker runs an equal
     part of the batch, and AllReduce joins them at the end; the micro-batch size is the fastest in the simulator. Where

@@ -33,10 +33,10 @@ def plan_pipedream(
 
     The formulas are for minibatches of ``minibatch_size`` samples (default: the profile's batch), each computed by one
     replica of a stage, on the levels of ``derive_hierarchy``, or with ``flat`` on one level of all devices, with the
-    least bandwidth. They know neither memory nor the micro-batches of a synchronous step: the micro-batch size and the
-    schedule are the fastest in the simulator. Cuts that only stages of equal replica counts could have are not used,
-    and blocks of layers are merged where there are too many. Raises PlanError for a ``minibatch_size`` below 1 and for
-    more than 4096 devices.
+    least bandwidth. The formulas know neither memory nor the micro-batches of a synchronous step: the micro-batch size
+    and the schedule are the fastest in the simulator. The model is not cut where both stages would need equally many
+    replicas, and blocks of layers are merged where there are too many. Raises PlanError for a ``minibatch_size`` below
+    1 and for more than 4096 devices.
     """
     size = problem.profile.batch_size if minibatch_size is None else check_minibatch_size(minibatch_size)
     if problem.cluster.devices > _MOST_DEVICES:

@@ -38,10 +38,10 @@ def predict_throughput(
     """Return the steady state of ``stages`` by the formulas of section 3.1.
 
     ``minibatch_size``: samples of a minibatch, which one replica of each stage computes; by default the profile's
-    batch, as in the paper. A stage alone on m components of level k, or stages that are divided alike within each of
-    them, take T^k; a boundary between components takes 2 a / B_k. Raises PlanError if some components that stages
-    share are divided otherwise: with ``hierarchy.flatten()``, which has one level, every plan of one stage per device
-    has a prediction.
+    batch, as in the paper. T^k is the time of a stage that is alone on m components of level k, and of several stages
+    that divide each of the m components among them in the same way; a boundary between components takes 2 a / B_k.
+    Raises PlanError if stages share components but divide them in different ways. With ``hierarchy.flatten()``, which
+    has one level, every plan of one stage per device has a prediction.
     """
     size = profile.batch_size if minibatch_size is None else check_minibatch_size(minibatch_size)
     index_of = {device: index for index, device in enumerate(hierarchy.devices)}

@@ -41,9 +41,9 @@ def plan_piper(problem: PlanningProblem) -> PlannerResult | None:
     The load of a device is its time per micro-batch (the paper's TPS): computing, sending and receiving, and its share
     of AllReduce. A stage has a data-parallel degree d, and re-computes its activations or not; its device holds as many
     micro-batches as ceil(s / d), where s is the sum of d over this stage and all later ones. Piper's dynamic program
-    over downsets takes those of a chain here, which are its prefixes: the graph is linearised first. The cluster has
-    one bandwidth, that of its slowest link. The micro-batch size is the fastest in the simulator; the schedule is 1F1B
-    (``dapple-a``) unless the problem names another.
+    runs over the downsets of a graph. Here the graph is linearised to a chain first, whose downsets are its prefixes.
+    The cluster has one bandwidth, that of its slowest link. The micro-batch size is the fastest in the simulator; the
+    schedule is 1F1B (``dapple-a``) unless the problem names another.
 
     Left out are tensor parallelism (t = 1) and other ways to run single layers. In the paper a replica takes every d-th
     micro-batch; here it takes a d-th of each. With ``recompute`` all stages re-compute. Blocks are merged where there

@@ -160,10 +160,10 @@ def make_costs(costs: ChainCosts, least: LeastBandwidths) -> SppCosts:
 
 
 def find_partitions(costs: SppCosts) -> tuple[Mapped, ...]:
-    """Return the stages with the least W for each number of stages xi from 1 on that there are any for (lines 5 to 8).
+    """Return the stages with the least W for each number of stages xi that is possible (lines 5 to 8).
 
     All devices are used, in their order. W is the longest time of a stage (all micro-batches and the AllReduce) or of a
-    channel (both directions together). ``r`` beyond the samples of a micro-batch is left out.
+    channel (both directions together). Replica counts r above the samples of a micro-batch are left out.
     """
     ways, last = _prm_ways(costs)
     found = partition(
@@ -301,12 +301,13 @@ def execution_order(stages: int, micro_batches: int) -> Schedule:
 
 @lru_cache(maxsize=4096)
 def warm_up_of_queues(stages: int, micro_batches: int) -> tuple[int, ...]:
-    """Return K of each stage, of which ``execution_order`` is the early-backward schedule ``K=9,5,1``.
+    """Return K of each stage; the schedule ``K=9,5,1`` with these numbers is the order of ``execution_order``.
 
-    Queues are first in, first out, so micro-batch m is in block j in pass m + j, however many there are: stage n (from
-    1) runs K = min(4 (|S| - n) + 1, M) forwards before its first backward, then a backward and a forward in turn.
+    Queues are first in, first out, so micro-batch m is in block j in pass m + j, however many micro-batches there are.
+    So stage n (from 1) runs K = min(4 (|S| - n) + 1, M) forwards before its first backward, and then a backward and a
+    forward in turn.
     """
-    return execution_order(stages, min(micro_batches, 4 * stages - 3)).warm_up  # that of more is the same
+    return execution_order(stages, min(micro_batches, 4 * stages - 3)).warm_up  # more micro-batches do not change K
 
 
 def schedule_name(stages: int, micro_batches: int) -> str:

@@ -74,8 +74,9 @@ def plan_torchgpipe(problem: PlanningProblem, *, by: str = "time", stages: int |
     micro-batch size, which users of torchgpipe choose, is the fastest in the simulator.
 
     torchgpipe solves the block partition by a heuristic of Bárány and Grinberg, which lowers the spread of the sums and
-    may miss the optimum; here it is exact. Left out is its checkpointing of all micro-batches but the last: the
-    problem's ``recompute`` is of all. Raises PlanError for another ``by``, and for more stages than devices or blocks.
+    may miss the optimum; here it is solved exactly. torchgpipe also re-computes all micro-batches but the last. That is
+    left out: the problem's ``recompute`` is for all micro-batches. Raises PlanError for another ``by``, and for more
+    stages than devices or blocks.
     """
     if by not in _BALANCES:
         raise PlanError(f"by={by!r}: torchgpipe balances by 'time' or 'size'")

@@ -27,7 +27,7 @@ def test_nested_arguments_are_flattened_in_order() -> None:
     ("batch", "message"),
     [
         ((), "takes at least one argument, batched on axis 0"),
-        ((X, 3), r"argument 1 is a scalar; every argument must be batched on axis 0 \(close over what is not\)"),
+        ((X, 3), r"argument 1 is a scalar; every argument must be batched on axis 0 \(let the function take other"),
         (([X, 2.0],), r"argument 0\[1\] is a scalar"),
         ((X, "text"), "argument 1 is a scalar"),
         ((X, X[:2]), "not batched alike on axis 0: argument 0: 4, argument 1: 2"),

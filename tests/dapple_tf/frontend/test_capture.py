@@ -330,7 +330,7 @@ def test_an_aux_output_that_is_not_a_tensor_is_refused() -> None:
 
 def test_a_function_without_trainable_variables_is_refused() -> None:
     frozen = tf.Variable([[1.0], [1.0]], trainable=False)
-    with pytest.raises(CaptureError, match=r"lambda uses no trainable variable, so there is nothing to train: is the"):
+    with pytest.raises(CaptureError, match=r"lambda uses no trainable variable, so there is nothing to train: let it"):
         capture(lambda x: tf.reduce_mean(x @ frozen), (X,))
 
 

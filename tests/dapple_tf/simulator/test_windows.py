@@ -312,7 +312,7 @@ def test_a_plan_of_a_window_is_read_again_where_a_later_stage_runs_further_ahead
 
 
 def test_costs_of_other_stages_are_refused() -> None:
-    with pytest.raises(ScheduleError, match="the window has 2 stages, the costs 1"):
+    with pytest.raises(ScheduleError, match="the window has 2 stages, but there are costs of 1 stage"):
         execute_window(WindowPlan(2).versions((1, 1)), uniform_costs((cost(),), (1,), (0.0,)))
 
 
