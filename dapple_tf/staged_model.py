@@ -218,8 +218,8 @@ def stage_model(
     functions: list[tuple[Function, ...]] = [*split_backward(stages, joint, pruned)]
     if loss_head := build_loss_head(stages, joint, pruned[-1]):
         functions[-1] = (*functions[-1], loss_head)
-    graph = stage_graph(captured, functions, build_once(stages, joint, functions, repeated=windows))
     given = {name: owners[id(variable)] for name, variable in captured.variables.items() if id(variable) in owners}
+    graph = stage_graph(captured, functions, build_once(stages, joint, functions, repeated=windows, owners=given))
     graph = graph.replace(functions=(*graph.functions, *_owned_functions(captured.graph, given)))
     reached = {name for stage in gradients for name in stage.trained}
     trained = tuple(name for name in captured.trainable if name in reached)

@@ -21,7 +21,7 @@ from dapple_tf.autoplan.recompute_option import choose_recompute
 from dapple_tf.autoplan.schedule_auto import ScheduleChoice
 from dapple_tf.autoplan.schedule_estimated import choose_estimated_schedule, detect_cluster
 from dapple_tf.autoplan.stages_auto import check_enough_layers, choose_stages, predict_seconds
-from dapple_tf.autoplan.stages_requested import choose_micro_batches, plan_requested_stages
+from dapple_tf.autoplan.stages_requested import choose_micro_batches, plan_requested_stages, stages_at_home
 from dapple_tf.compiler import PlannedModel
 from dapple_tf.devices import list_devices
 from dapple_tf.distributed.membership import AllRanks, Job
@@ -183,6 +183,21 @@ class Autoplan:
             tuple(layers.find(names[start]) for start in plan.starts),
             tuple(i for i, layer in enumerate(layers.layers) if plan.recompute is True or layer.name in recomputed),
         )
+
+    def move_cuts(self, homes: Mapping[int, int], layers: Layers) -> None:
+        """Move cuts of the plan so that layers are on the devices where what they change lives, if cuts can be there.
+
+        ``homes``: the devices, by the position of a layer. ``layers``: those that the plan counts. Cuts before layers
+        that the user has named stay.
+        """
+        assert self._decision is not None, "decide comes first"
+        plan = self._decision.plan
+        if not (self.options.stages_are_auto or isinstance(self.options.stages, int)):
+            return
+        stages = stages_at_home(plan, homes, layers.positions())
+        if stages is not None and stages != plan.stages:
+            moved = dataclasses.replace(plan, stages=stages, predicted=None)
+            self._decision = dataclasses.replace(self._decision, plan=moved, simulated=None)
 
     def plan_forward(self, layers: Layers, shapes: Mapping[str, Sequence[Shape]]) -> Plan:
         """Return the plan of a function of the same model that only runs forward.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import itertools
 import os
+from collections.abc import Mapping, Sequence
 
 from dapple_tf.autoplan.batch_fit import check_batch_size
 from dapple_tf.autoplan.decision import PlanDecision, decide_on
@@ -150,3 +152,39 @@ def choose_micro_batches(inputs: PlanningInputs, plan: Plan) -> PlanDecision:
     size = problem.global_batch_size // choice.micro_batches
     chosen = Candidate(plan.stages, size, choice.schedule, 0.0, "requested")
     return decide_on(problem, chosen, "requested", inputs.samples, choice, plan.micro_batch_sizes)
+
+
+# --- Move cuts of a later phase of a step, so that layers are where what they change lives
+
+
+def stages_at_home(plan: Plan, homes: Mapping[int, int], positions: Sequence[int]) -> tuple[StagePlan, ...] | None:
+    """Return the stages of ``plan`` with cuts moved as little as needed, so that layers are on the devices ``homes``.
+
+    ``homes``: by the position of a layer, the device on which a stage begins; a layer whose device has no stage does
+    not count. ``positions``: the layers before which the model can be cut. None where no cuts fulfil this.
+    """
+    of_device: dict[int, list[int]] = {}
+    for number, stage in enumerate(plan.stages):
+        of_device.setdefault(stage.devices[0], []).append(number)
+    count = len(plan.stages)
+    least, most = [1] * count, [plan.stages[-1].last_layer] * count  # of the first layer of each stage
+    for layer, device in homes.items():
+        if device not in of_device:
+            continue
+        present = bisect.bisect_right(plan.starts, layer)
+        home = min(of_device[device], key=lambda number: abs(number - present))
+        for number in range(1, count):
+            if number <= home:
+                most[number] = min(most[number], layer)
+            else:
+                least[number] = max(least[number], layer + 1)
+    first, stages = 0, list(plan.stages)
+    for number in range(1, count):
+        possible = [start for start in positions if max(least[number], first + 1) <= start <= most[number]]
+        if not possible:
+            return None
+        wanted = plan.stages[number].first_layer
+        first = min(possible, key=lambda start: abs(start - wanted))
+        stages[number] = dataclasses.replace(stages[number], first_layer=first)
+        stages[number - 1] = dataclasses.replace(stages[number - 1], last_layer=first - 1)
+    return tuple(stages)

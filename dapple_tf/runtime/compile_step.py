@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -33,7 +34,7 @@ from dapple_tf.frontend.shapes import infer_batch_axes
 from dapple_tf.frontend.trace import report_exactness, trace_batch, trace_uncut
 from dapple_tf.graph_passes.analysis.layers import Layers, find_layers, written_variables
 from dapple_tf.graph_passes.analysis.variable_use import find_variables, find_writers
-from dapple_tf.graph_passes.ir.graph import Shape
+from dapple_tf.graph_passes.ir.graph import Effect, Shape
 from dapple_tf.memory.room import check_room, find_need, predict_process_step
 from dapple_tf.plans import Plan
 from dapple_tf.profiler.units import format_samples
@@ -324,15 +325,17 @@ def _find_model(
                 f"multiple of some number, or it holds something with as many rows as the batch, {size} (pass that as "
                 "an argument); use fewer micro-batches, or micro_batches=1"
             )
+        shared = function.hand_over if isinstance(function, TrainingStep) else None
         with times.phase("profile"):
             if not autoplan.planned:
                 autoplan.decide(to_plan.captured, to_plan.layers, to_plan.shapes, batch.arguments)
+                if shared is not None:
+                    autoplan.move_cuts(_find_homes(shared, to_plan.captured, to_plan.layers), to_plan.layers)
             cuts = autoplan.decide(captured, to_run.layers, to_run.shapes, batch.arguments)
         with times.phase("differentiate"):
             plan, known = autoplan.plan, compiled.homes.shares
             sharding = Sharding(plan.replicas, known) if plan.shard_optimizer else None
-            shared = function.hand_over if isinstance(function, TrainingStep) else None
-            owners = {} if shared is None else _stages_of(shared, captured, plan)
+            owners = {} if shared is None else _stages_of(shared, captured, to_run.layers, cuts.starts, plan)
             model = stage_model(
                 captured,
                 to_run.layers,
@@ -346,7 +349,7 @@ def _find_model(
             )
             compiled.homes.share(model)
             if shared is not None:
-                _check_writers(shared, model, plan)
+                _check_writers(model, owners, plan)
                 _note_owners(shared, model, plan)
         autoplan.choose_schedule(model, size)
         return model
@@ -376,38 +379,65 @@ def _find_model(
     return model
 
 
-def _stages_of(shared: HandOver, captured: Captured, plan: Plan) -> dict[int, int]:
+def _find_writing_layers(captured: Captured, layers: Layers) -> dict[str, int]:
+    """Return, for each variable that micro-batches change, the position of the layer that does."""
+    graph = captured.graph
+    return {
+        variable: position
+        for position, layer in enumerate(layers.layers)
+        for node in map(graph.node, layer.nodes)
+        if node.effect is Effect.WRITE
+        for variable in node.strings("writes")
+    }
+
+
+def _find_homes(shared: HandOver, captured: Captured, layers: Layers) -> dict[int, int]:
+    """Return the device of each layer, by position, that changes a variable which an earlier phase has placed."""
+    placed = {name: shared.owners.get(id(variable)) for name, variable in captured.variables.items()}
+    written = _find_writing_layers(captured, layers)
+    return {layer: device for name, layer in written.items() if (device := placed.get(name)) is not None}
+
+
+def _stages_of(
+    shared: HandOver, captured: Captured, layers: Layers, starts: Sequence[int], plan: Plan
+) -> dict[int, int]:
     """Return the stages that own the variables which earlier phases of a step have placed, by identity.
 
-    Raises PlanError where a variable that the phase uses lives on a device on which none of its stages begins.
+    Of several stages on one device it is the one that changes the variable, or the first one. Raises PlanError where a
+    variable that the phase uses lives on a device on which none of its stages begins.
     """
-    stages = {stage.devices[0]: number for number, stage in reversed(list(enumerate(plan.stages)))}
+    devices = [stage.devices[0] for stage in plan.stages]
     for name, variable in captured.variables.items():
         device = shared.owners.get(id(variable))
-        if device is not None and device not in stages:
+        if device is not None and device not in devices:
             raise PlanError(
                 f"{captured.graph.name}: variable {name!r} lives on device {device} for the gradients taken earlier in "
                 f"the step, and the plan for the later ones has no stage there ({plan.headline}): give stages=n, "
                 "without a plan"
             )
-    return {key: stages[device] for key, device in shared.owners.items() if device in stages}
+    owners = {key: devices.index(device) for key, device in shared.owners.items() if device in devices}
+    for name, position in _find_writing_layers(captured, layers).items():
+        key, stage = id(captured.variables[name]), bisect.bisect_right(starts, position)
+        if key in owners and devices[stage] == shared.owners[key]:
+            owners[key] = stage
+    return owners
 
 
-def _check_writers(shared: HandOver, model: StagedModel, plan: Plan) -> None:
-    """Raise PlanError where the loss changes a variable on another device than that on which it lives.
+def _check_writers(model: StagedModel, owners: Mapping[int, int], plan: Plan) -> None:
+    """Raise PlanError where no stage that changes a variable is its owner.
 
-    A stage changes a copy of its own, and only the copy of the device on which the variable lives is kept.
+    ``owners``: of the variables that earlier phases have placed, by identity. Each stage changes a copy of its own, and
+    only the copy of the owner is kept.
     """
     for name, stages in find_writers(model.graph).items():
-        lives = shared.owners.get(id(model.variables[name]))
-        for stage in sorted(stages):
-            device = plan.stages[stage].devices[0]
-            if lives is not None and device != lives:
-                raise PlanError(
-                    f"{model.graph.name}: variable {name!r} lives on device {lives}, where a loss of the step uses it, "
-                    f"and a later loss changes it in stage {stage}, on device {device}: use fewer stages, or change the "
-                    "variable after the gradients of the later loss"
-                )
+        owner = owners.get(id(model.variables[name]))
+        if owner is not None and owner not in stages:
+            lives, stage = plan.stages[owner].devices[0], min(stages)
+            raise PlanError(
+                f"{model.graph.name}: variable {name!r} lives on device {lives}, where a loss of the step uses it, and "
+                f"a later loss changes it in stage {stage}, on device {plan.stages[stage].devices[0]}: use fewer "
+                "stages, or change the variable after the gradients of the later loss"
+            )
 
 
 def _note_owners(shared: HandOver, model: StagedModel, plan: Plan) -> None:

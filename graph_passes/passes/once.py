@@ -8,8 +8,9 @@ computes what it uses: in a job of several processes no rank waits for another.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 from dapple_tf.graph_passes.ir.extract import extract_function
 from dapple_tf.graph_passes.ir.graph import Effect, Function, Graph, Port, Role, Value
@@ -19,7 +20,12 @@ from dapple_tf.graph_passes.passes.partition import StageGraph
 
 
 def build_once(
-    stages: StageGraph, joint: Graph, functions: Sequence[tuple[Function, ...]], *, repeated: bool = False
+    stages: StageGraph,
+    joint: Graph,
+    functions: Sequence[tuple[Function, ...]],
+    *,
+    repeated: bool = False,
+    owners: Mapping[str, int] = MappingProxyType({}),
 ) -> tuple[Function | None, ...]:
     """Return, for each stage, the function that computes the inputs of role ``once`` of its ``functions``.
 
@@ -27,7 +33,8 @@ def build_once(
     directly (in a loop), it performs all run-once writes of that variable too, so that the stage's copy is current.
     None for a stage with neither inputs nor writes. ``joint``: the graph after differentiation. ``repeated``: the
     function runs for one minibatch after another, and the copies of variables are not refreshed in between; it then
-    also performs all writes of the variables that it reads itself, including those after its reads.
+    also performs all writes of the variables that it reads itself, including those after its reads. ``owners``: the
+    stages that own variables, whichever stage uses them first: these perform the run-once writes of their variables.
     """
     joint = _use_shapes_of_batch(joint)
     values = {str(value): value for name in stages.once for value in joint.node(name).values()}
@@ -35,7 +42,7 @@ def build_once(
     for pair in functions:
         names = dict.fromkeys(port.name for function in pair for _, port in function.input_ports("once"))
         taken.append([values[name] for name in names])
-    writes = _assign_writes(stages, joint, functions, taken)
+    writes = _assign_writes(stages, joint, functions, taken, owners)
     for stage, own in enumerate(functions):
         read = {port.name for function in own for _, port in function.input_ports("variable")}
         _add_writes(stages, joint, [value.node for value in taken[stage]], writes[stage], read, repeated=repeated)
@@ -60,12 +67,13 @@ def _assign_writes(
     joint: Graph,
     functions: Sequence[tuple[Function, ...]],
     taken: Sequence[Sequence[Value]],
+    given: Mapping[str, int],
 ) -> list[list[str]]:
     """Return, for each stage, the nodes that run once and write variables or have other side effects.
 
-    A stage uses a variable in its functions, or in a write that is assigned to the stage. A variable is written by the
-    first stage that uses it. If none does, it is written by the first stage that uses a variable from which the new
-    value is computed, so that no further stage needs a copy of the latter.
+    A stage uses a variable in its functions, or in a write that is assigned to the stage. A variable is written by its
+    ``given`` owner, or else by the first stage that uses it. If no stage uses it, it is written by the first stage that
+    uses a variable from which the new value is computed, so that no further stage needs a copy of the latter.
     """
     users: dict[str, int] = {}
     for stage in reversed(range(len(functions))):
@@ -75,7 +83,7 @@ def _assign_writes(
     needed = {node.name: _variables(stages, joint, [node.name]) for node in writes}
     while True:
         found: list[list[str]] = [[] for _ in functions]
-        owners: dict[str, int] = {}
+        owners = dict(given)
         for node in writes:
             own = list(node.strings("writes")) if node.effect is Effect.WRITE else []
             used = [users[name] for name in own if name in users]

@@ -703,3 +703,93 @@ def test_options_that_phases_do_not_have_are_refused(options: Any) -> None:
     function, _ = weighed_by_the_first_loss()
     with pytest.raises(PlanError, match="gradients of several targets, and such steps do not have this option"):
         dapple.train_step(function, **({"stages": 2, "micro_batches": 3} | options))(*batch())
+
+
+# --- Variables that the losses of several phases change live where the first of them has placed them
+
+
+def counted_by_two_losses() -> Any:
+    """Both losses divide by the counts of classes so far, which the step adds to before each."""
+    first, second, optimizer = mlp(1), mlp(1), keras.optimizers.SGD(0.05)
+    counts = tf.Variable(tf.ones([2], tf.float64), trainable=False)
+
+    def counted(x: Any, labels: Any) -> Any:
+        counts.scatter_add(tf.IndexedSlices(tf.ones_like(x[:, 0]), labels))
+        return tf.gather(counts, labels)
+
+    def train_step(x: Any, y: Any) -> Any:
+        weights = counted(x, tf.cast(y[:, 0] > 0, tf.int32))
+        with tf.GradientTape() as tape:
+            one = tf.reduce_mean(tf.square(second(x) - y)[:, 0] / weights)
+        of_second = tape.gradient(one, second.trainable_variables)
+        optimizer.apply_gradients(zip(of_second, second.trainable_variables, strict=True))
+        with tf.GradientTape(persistent=True) as tape:
+            predicted = first(x)
+            other = mse(y, predicted)
+        for loss in (other, None):
+            if loss is None:
+                weights = counted(x, tf.cast(y[:, 0] > 0, tf.int32))
+                with tape:
+                    loss = tf.reduce_mean(tf.square(predicted - y)[:, 0] / weights)
+            for variable, gradient in zip(
+                first.trainable_variables, tape.gradient(loss, first.trainable_variables), strict=True
+            ):
+                variable.assign_sub(0.1 * gradient)
+        return one, other, loss
+
+    return train_step, [first, second, optimizer, counts]
+
+
+def normalised_critic(*, turned: bool = False) -> Any:
+    """A critic with batch norm is called in both phases, ``turned``: after its layers in one, before them in the other.
+
+    Its layers are at other places of the chain of layers in each phase.
+    """
+    keras.utils.set_random_seed(4)
+    dense, normal = keras.layers.Dense, keras.layers.BatchNormalization
+    critic = keras.Sequential([keras.Input([4]), dense(4, "tanh"), normal(), dense(4, "tanh"), dense(4)])
+    other = keras.Sequential([keras.Input([4]), dense(4, "tanh"), normal(), dense(4, "tanh"), dense(4)])
+    generator = keras.Sequential([keras.Input([4]), dense(5, "tanh"), dense(5, "tanh"), dense(4)])
+    one, two = keras.optimizers.Adam(0.01), keras.optimizers.Adam(0.01)
+
+    def train_step(x: Any, y: Any) -> Any:
+        with tf.GradientTape() as tape:
+            judged = critic(x, training=True)
+            judged = other(judged, training=True) if turned else judged + critic(generator(x), training=True)
+            loss = tf.reduce_mean(tf.square(judged))
+        one.apply_gradients(
+            zip(tape.gradient(loss, critic.trainable_variables), critic.trainable_variables, strict=True)
+        )
+        with tf.GradientTape() as tape:
+            made = other(generator(x, training=True), training=True) if turned else generator(x, training=True)
+            fooled = tf.reduce_mean(tf.square(critic(made, training=True) - y))
+        two.apply_gradients(
+            zip(tape.gradient(fooled, generator.trainable_variables), generator.trainable_variables, strict=True)
+        )
+        return loss, fooled
+
+    return train_step, [critic, other, generator, one, two]
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (counted_by_two_losses, {"stages": 3}),
+        (counted_by_two_losses, {"stages": 3, "micro_batches": 12}),
+        (normalised_critic, {"stages": 3, "micro_batches": 1}),
+        (normalised_critic, {"stages": 4, "micro_batches": 1}),
+        (normalised_critic, {"stages": 4, "micro_batches": 1, "schedule": "interleaved-1f1b:v=2"}),
+    ],
+    ids=["counts", "counts, a sample each", "batch norm", "batch norm, four stages", "batch norm, two stages a device"],
+)
+def test_what_the_losses_of_two_phases_change_is_kept(make: Any, options: Any) -> None:
+    assert len(check_step(make, **options).phases) == 2
+
+
+def test_a_later_loss_that_changes_variables_in_another_order_of_stages_is_refused() -> None:
+    function, _ = normalised_critic(turned=True)
+    step = dapple.train_step(function, stages=2, micro_batches=1)
+    with pytest.raises(
+        PlanError, match=r"moving_\w+' lives on device \d, where a loss of the step uses it, and a later"
+    ):
+        step(*batch())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -9,11 +10,11 @@ import pytest
 from dapple_tf.autoplan.layer_estimates import EstimatedCosts
 from dapple_tf.autoplan.options import Options
 from dapple_tf.autoplan.recompute_option import StageNumbers
-from dapple_tf.autoplan.stages_requested import plan_requested_stages
+from dapple_tf.autoplan.stages_requested import plan_requested_stages, stages_at_home
 from dapple_tf.errors import PartitionError, PlanError, ScheduleError
 from dapple_tf.graph_passes.analysis.layers import Layers, find_layers
 from dapple_tf.graph_passes.ir.graph import Graph, Node, Value, tensor
-from dapple_tf.plans import Plan
+from dapple_tf.plans import Plan, StagePlan
 
 
 def model(*shapes: tuple[int | None, ...]) -> Layers:
@@ -170,3 +171,24 @@ def test_an_unknown_layer_is_refused() -> None:
         plan(stages=["z"])
     with pytest.raises(PartitionError, match="no layer is called 'y'; the nearest are"):
         plan(recompute=["a", "y"])
+
+
+@pytest.mark.parametrize(
+    ("homes", "starts"),
+    [
+        ({}, (2, 4, 6)),
+        ({2: 0}, (3, 4, 6)),  # layer 2 goes to device 0
+        ({4: 0, 5: 3}, None),  # no cut is left for the stages between them
+        ({1: 1, 7: 2}, (1, 4, 8)),
+        ({6: 9}, (2, 4, 6)),  # no stage begins on device 9
+        ({1: 3, 6: 0}, None),
+    ],
+    ids=str,
+)
+def test_cuts_move_as_little_as_needed_so_that_layers_are_at_home(homes: Any, starts: Any) -> None:
+    bounds = [0, 2, 4, 6, 9]
+    made = [StagePlan(a, b - 1, (i,)) for i, (a, b) in enumerate(itertools.pairwise(bounds))]
+    found = stages_at_home(Plan("m", "test", 8, 2, 4, "gpipe", False, tuple(made)), homes, range(1, 9))
+    assert (found and tuple(stage.first_layer for stage in found[1:])) == starts
+    if found:
+        assert [stage.last_layer + 1 for stage in found] == [*starts, 9]
