@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Test other versions of Python, TensorFlow, Keras and NumPy: scripts/matrix.sh [CORNER ...], all corners without arguments.
-# Each corner is an environment of its own, .matrix/CORNER, made from the package registry. Its tests are those of
-# TensorFlow's internals, of equality with one device, and of Keras models; jobs of several processes are not in them.
+# Test other versions of Python, TensorFlow, Keras and NumPy: scripts/matrix.sh [--jobs] [CORNER ...], all corners without
+# arguments. Each corner is an environment of its own, .matrix/CORNER, made from the package registry. Its tests are those
+# of TensorFlow's internals, of equality with one device, and of Keras models.
 # The corners of other Pythons also test what Python's version may change: the command line, file formats, schedules.
+# --jobs: build Horovod and the native exchanges in each environment, and test jobs of several processes instead.
 # A corner whose Python is neither on PATH nor one of pyenv's is skipped with a message.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -29,6 +30,11 @@ find_python() {
     return 1
 }
 
+jobs=
+if [[ ${1:-} == --jobs ]]; then
+    jobs=1 tests=(tests/dapple_tf/distributed tests/dapple_tf/launcher) python_tests=()
+    shift
+fi
 (($#)) || set -- "${corners[@]}"
 for corner in "$@"; do
     [[ -n "${packages[$corner]:-}" ]] || { echo "there is no corner $corner; there are ${corners[*]}" >&2; exit 2; }
@@ -49,6 +55,9 @@ for corner in "$@"; do
     [[ -x $python ]] || "$base" -m venv "$folder"
     read -ra wanted <<<"${packages[$corner]}"
     "$python" -m pip install --quiet --disable-pip-version-check --editable ".[cpu,test]" "${wanted[@]}"
+    if [[ -n $jobs ]]; then
+        "$python" -m dapple_tf.distributed.horovod
+    fi
     "$python" -c "
 import platform
 from importlib.metadata import version
