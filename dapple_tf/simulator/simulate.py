@@ -42,10 +42,10 @@ def simulate(
     transfers and AllReduces share the servers' network interfaces (see ``simulator.contention``); without it each has
     them for itself, as in the papers, and as in virtual workers always. ``whole_rows``: the replicas of a stage take
     the whole rows of a micro-batch that the run gives them; without it equal fractions, as in the papers, unless they
-    have shares. In virtual workers and windows they take whole rows always. A plan that needs more memory than the
-    devices have is simulated too: ``Timeline.fits`` says so. Of a plan with virtual workers the timeline has the one
-    that is last. Raises PlanError for a plan that does not match the profile or the cluster, and ScheduleError for a
-    schedule that does not exist.
+    have unequal shares. In virtual workers and windows they take whole rows always. A plan that needs more memory than
+    the devices have is simulated too: ``Timeline.fits`` says so. Of a plan with virtual workers the timeline has the
+    one that is last. Raises PlanError for a plan that does not match the profile or the cluster, and ScheduleError for
+    a schedule that does not exist.
     """
     check_optimizer_slots(optimizer_slots)
     check_inputs(plan=plan, profile=profile, cluster=cluster)
