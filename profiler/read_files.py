@@ -24,6 +24,7 @@ LARGEST_FILE = 16 * 2**20
 _DEEPEST = 32  # levels of nesting; the files of this project have up to 6
 _DIGITS = 1000  # of a whole number; the largest float has 309
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+_SURROGATE_HALF = re.compile("[\ud800-\udfff]")
 
 
 @contextlib.contextmanager
@@ -140,8 +141,8 @@ _LONGEST_SCALAR = 2000  # characters; Python cannot print whole numbers of over 
 def load_yaml(text: str) -> Any:
     """Return the data of a YAML text.
 
-    Raises ValueError for text that is not YAML, repeated fields, tags, and more than 100,000 values (aliases counted as
-    written out), 32 levels of nesting, or 2000 characters in a value.
+    Raises ValueError for text that is not YAML or not Unicode (a lone surrogate), repeated fields, tags, and more than
+    100,000 values (aliases counted as written out), 32 levels of nesting, or 2000 characters in a value.
     """
     try:
         loader = _PlainLoader(text)
@@ -189,6 +190,8 @@ class _PlainLoader(yaml.SafeLoader):
             raise ValueError(f"{line}: the tag {quote(event.tag)}: tags are not read, only plain values")
         if isinstance(event, yaml.ScalarEvent) and len(event.value) > _LONGEST_SCALAR:
             raise ValueError(f"{line}: a value of {len(event.value)} characters; at most {_LONGEST_SCALAR} are read")
+        if isinstance(event, yaml.ScalarEvent) and _SURROGATE_HALF.search(event.value):
+            raise ValueError(f"{line}: {quote(event.value)} is not Unicode text: it has half of a surrogate pair")
         if self._depth > _MOST_NESTED:
             raise ValueError(f"{line}: lists and objects are nested in more than {_MOST_NESTED} levels")
         opened = {str(event.anchor)} if isinstance(event, yaml.CollectionStartEvent) and event.anchor else set()

@@ -106,10 +106,15 @@ def check_kinds(servers: Sequence[Server], kinds: Mapping[str, DeviceKind], devi
             )
 
 
+_LEAST, _LARGEST = 1e-100, 1e100  # products of two such values, and of their inverses, are finite and above 0
+
+
 def check_above_zero(where: str, value: float) -> None:
-    """Raise ClusterError, naming the field ``where``, unless ``value`` is finite and above 0."""
+    """Raise ClusterError, naming the field ``where``, unless ``value`` is a plausible number above 0."""
     if not (is_finite(value) and value > 0):
         raise ClusterError(f"{where} is {quote(value)}, not a finite number above 0")
+    if not _LEAST <= value <= _LARGEST:
+        raise ClusterError(f"{where} is {value:g}: it must be from {_LEAST:g} to {_LARGEST:g} to be plausible")
 
 
 def is_finite(value: object) -> bool:

@@ -87,6 +87,8 @@ class Program:
             if self.replayable:
                 with internals.without_specialisation():
                     found = self._replay(len(changed), batch)
+                    if changed and not found and isinstance(error, tf.errors.CancelledError):
+                        found = self._replay_update(len(changed), batch)
             cause = found or self._with_phase(cause, error.message)
             raise StepError(f"{self._describe_variables(changed)} The step failed: {cause}") from error
         values = [[(value, next(outputs)) for value in part.graph.outputs] for part in self.parts]
@@ -128,8 +130,21 @@ class Program:
         for number in range(min(first, len(self.parts) - 1), len(self.parts)):
             part = self.parts[number]
             if found := find_failure(part.graph, part.operations, batch):
-                return found if len(self.parts) == 1 else f"phase {number + 1} of {len(self.parts)}, {found}"
+                return self._in_phase(number, found)
         return ""
+
+    def _replay_update(self, changed: int, batch: Sequence[Any]) -> str:
+        """Return where the update of the last ``changed`` part fails; "" where it does not fail again.
+
+        The update is made on the variables as the failed step has left them, and they get their values back.
+        """
+        part = self.parts[changed - 1]
+        with unchanged_variables(part.variables.values()):
+            found = find_failure(part.graph, part.operations, batch, updates=True)
+        return found and self._in_phase(changed - 1, found)
+
+    def _in_phase(self, number: int, found: str) -> str:
+        return found if len(self.parts) == 1 else f"phase {number + 1} of {len(self.parts)}, {found}"
 
     def _with_phase(self, cause: str, message: str) -> str:
         """Return the ``cause`` with the phase that TensorFlow's ``message`` names, if it names one."""
@@ -271,15 +286,16 @@ _SKIPPED = frozenset(
 )
 
 
-def find_failure(graph: Graph, operations: Operations, batch: Sequence[Any]) -> str:
+def find_failure(graph: Graph, operations: Operations, batch: Sequence[Any], *, updates: bool = False) -> str:
     """Return where a step on ``batch`` fails and why: stage, replica, micro-batch, op and message.
 
     "" where it does not fail again. Runs everything up to the weight update in the graph's order, and writes only
-    replicas' copies of variables and accumulated gradients.
+    replicas' copies of variables and accumulated gradients. ``updates``: the updates run, too, and write variables.
     """
+    skipped = _SKIPPED - {OpName.UPDATE} if updates else _SKIPPED
     values = {Value(name): tf.convert_to_tensor(tensor) for name, tensor in zip(graph.inputs, batch, strict=True)}
     for node in graph.nodes:
-        if node.op in _SKIPPED or Value(node.name) in values:
+        if node.op in skipped or Value(node.name) in values:
             continue
         if any(value not in values for value in node.inputs):  # computed from a skipped node
             continue

@@ -93,8 +93,9 @@ def describe_shortage(problem: PlanningProblem) -> str:
         f"{first} to {last} ({layers[first].name} .. {layers[last].name}) needs {format_bytes(need)} and lacks "
         f"{format_bytes(need - memory)}"
     )
-    if not problem.recompute:  # backward would compute the whole stash again
-        text += ". Re-computation would not help: it saves nothing of a single micro-batch in flight"
+    if not problem.recompute:  # backward would compute the whole stash again; of some layers of a stage, only a part
+        again = "Re-computation" if first == last else "Re-computation of whole stages"
+        text += f". {again} would not help: it saves nothing of a single micro-batch in flight"
     remedies = _remedies(problem, size)
     if remedies:
         return f"{text}. It would fit with {', or with '.join(remedies)}"

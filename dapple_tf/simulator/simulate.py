@@ -38,15 +38,15 @@ def simulate(
 ) -> SimulatedTimeline:
     """Return the timeline of one step of ``plan``, or of its asynchronous window, under the cost model.
 
-    docs/guide/simulate.md describes the cost model. ``optimizer_slots``: values that the optimizer keeps of each weight
-    (2 for Adam, 0 for plain SGD). ``contention``: transfers and AllReduces share the servers' network interfaces (see
-    ``simulator.contention``); without it each has them for itself, as in the papers. A plan of virtual workers is
-    always simulated without it. ``whole_rows``: the replicas of a stage take the whole rows of a micro-batch that the
-    run gives them; without it replicas that have no shares take equal fractions, as in the papers. In virtual workers
-    and windows they always take whole rows. A plan that needs more memory than the devices have is simulated too:
-    ``Timeline.fits`` says so. For a plan with virtual workers the timeline is that of the worker that is the last to
-    end its backwards. Raises PlanError for a plan that does not match the profile or the cluster, and ScheduleError for
-    a schedule that does not exist.
+    docs/guide/simulate.md describes the cost model. ``optimizer_slots``: values that the optimizer keeps of each
+    weight (2 for Adam, 0 for plain SGD). ``contention``: transfers and AllReduces share the servers' network
+    interfaces (see ``simulator.contention``); without it each has them for itself, as in the papers. A plan of
+    virtual workers is always simulated without it. ``whole_rows``: the replicas of a stage take the whole rows of a
+    micro-batch that the run gives them; without it replicas that have no unequal shares take equal fractions, as in
+    the papers. In virtual workers and windows they always take whole rows. A plan that needs more memory than the
+    devices have is simulated too: ``Timeline.fits`` says so. For a plan with virtual workers the timeline is that
+    of the worker that is the last to end its backwards. Raises PlanError for a plan that does not match the profile
+    or the cluster, and ScheduleError for a schedule that does not exist.
     """
     check_optimizer_slots(optimizer_slots)
     check_inputs(plan=plan, profile=profile, cluster=cluster)

@@ -10,6 +10,7 @@ import pytest
 import tensorflow as tf
 
 import dapple_tf as dapple
+from dapple_tf.backend.program import Program
 from dapple_tf.errors import StepError
 from tests.equality.small_models import WIDTH, chain, data, values, weights
 
@@ -138,3 +139,38 @@ def test_a_failure_during_the_update_says_that_variables_may_have_changed() -> N
     for _ in range(2):
         with pytest.raises(StepError, match=r"SOME VARIABLES HAVE CHANGED"):
             step(*data(4))
+
+
+def test_a_failed_check_after_the_update_is_named_where_tensorflow_reports_a_call_that_it_cancelled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    matrices = weights(2)
+    loss, optimizer = chain(matrices), keras.optimizers.Adam(0.01)
+    optimizer.build(matrices)
+
+    def train(x: Any, y: Any) -> Any:
+        with tf.GradientTape() as tape:
+            mean = loss(x, y)
+        optimizer.apply_gradients(zip(tape.gradient(mean, matrices), matrices, strict=True))
+        tf.debugging.Assert(tf.reduce_all(tf.math.is_finite(matrices[0])), ["the weights are not finite"])
+        return mean
+
+    emitted = vars(Program)["function"]
+
+    def function(self: Program) -> Any:
+        def run(*batch: Any) -> Any:
+            try:
+                return emitted.__get__(self)(*batch)
+            except tf.errors.OpError as error:  # which of the two TensorFlow reports depends on the threads' times
+                raise tf.errors.CancelledError(None, None, "Function was cancelled before it was started") from error
+
+        return run
+
+    monkeypatch.setattr(Program, "function", property(function))
+    step = dapple.train_step(train, stages=2, micro_batches=2)
+    x, y = data(4)
+    step(x, y)
+    with pytest.raises(StepError, match=r"(?s)^SOME VARIABLES HAVE CHANGED.*: stage 0, .*\[the weights are not"):
+        step(x * np.nan, y)
+    assert int(optimizer.iterations) == 2, "the search for the cause gives variables their values back"
+    assert np.isnan(matrices[0].numpy()).all()

@@ -137,6 +137,11 @@ def of_kind(**fields: Any) -> dict[str, Any]:
         ),
         (of_kind(memory="8GB", speed=0), "kinds.T4.speed is 0.0, not a finite number above 0"),
         (of_kind(memory="0GB", speed=1), "kinds.T4.memory is 0.0, not a finite number above 0"),
+        (
+            of_kind(memory="8GB", speed=1e308),
+            r"kinds.T4.speed is 1e\+308: it must be from 1e-100 to 1e\+100 to be plausible",
+        ),
+        (of_kind(memory="8GB", speed=5e-324), r"kinds.T4.speed is 4.94066e-324: it must be from 1e-100 to 1e\+100"),
         (of_kind(memory="8Gs", speed=1), "kinds.T4.memory: '8Gs' has the unknown unit 'Gs'"),
         (of_kind(speed=1), "kinds.T4.memory is missing, and so is device_memory, which would stand in for it"),
         ({"kinds": {**VALID["kinds"], "": {}}}, "kinds has an entry with an empty name"),

@@ -41,6 +41,8 @@ MERGES = "a0: &a0 {x: 1}\n" + "".join(f"a{i}: &a{i} {{<<: [*a{i - 1}, *a{i - 1}]
         ("a: =", "could not determine a constructor"),
         ("a\0b", "special characters are not allowed"),
         ("", "it is empty"),
+        ('a: 1\nb: ["\\ud800x"]', r"line 2: '\\ud800x' is not Unicode text: it has half of a surrogate pair"),
+        ('"\\udfff": 1', "line 1: .* it has half of a surrogate pair"),
     ],
 )
 def test_what_is_no_plain_data_is_refused_at_once(text: str, message: str) -> None:

@@ -219,7 +219,7 @@ def test_for_a_model_that_is_too_large_the_error_says_what_would_fit(run_here: R
     err = run.stderr
     # The two layers of a stage: 80 bytes fixed, (4 + 4 kept + 8 worked on) / 4.
     assert "'net' does not fit 2 devices of 60 B" in err
-    assert "lacks 24 B. Re-computation would not help: it saves nothing of a single micro-batch in flight. " in err
+    assert "lacks 24 B. Re-computation of whole stages would not help: it saves nothing of a single micro-" in err
     assert "It would fit with 3 devices" in err
     assert not Path("plan.json").exists()
 

@@ -15,7 +15,7 @@ from dapple_tf.errors import PlanError, ScheduleError
 from dapple_tf.planner.api import make_problem, predict_plan, run_planner
 from dapple_tf.planner.best import least_plan_seconds
 from dapple_tf.planner.explain import describe_result
-from dapple_tf.plans import Plan
+from dapple_tf.plans import Plan, StagePlan
 from dapple_tf.profiler.cluster import Cluster, DeviceKind, Server
 from dapple_tf.profiler.profile import Profile
 from tests.dapple_tf.planner.builders import Case, cases, make_cluster, make_profile
@@ -324,6 +324,15 @@ def test_an_error_of_memory_names_bytes_and_layers() -> None:
         "flight, the stage of layers 3 to 3 (layer3 .. layer3) needs 152 B and lacks 52 B. Re-computation would not "
         "help: it saves nothing of a single micro-batch in flight. It would fit with "
     )
+
+
+def test_a_refusal_does_not_rule_out_what_fits_with_some_layers_recomputed() -> None:
+    """Kept layers between them make runs of re-computed ones short, so less is computed again at a time."""
+    profile, cluster = make_profile(*[(1, 2, 0, 100, 0)] * 5), make_cluster(1, memory=350)
+    by_hand = Plan("net", "by hand", 4, 4, 1, "dapple-a", (0, 2, 4), (StagePlan(0, 4, (0,)),))
+    assert all(dapple.simulate(by_hand, profile, cluster).fits)
+    with pytest.raises(PlanError, match=r"lacks 150 B\. Re-computation of whole stages would not help: "):
+        plan(profile, cluster, batch=4, micro_batch_size=4)
 
 
 def follow(advice: str, profile: Profile, cluster: Cluster, options: dict[str, Any]) -> Plan:
