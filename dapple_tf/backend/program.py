@@ -120,7 +120,7 @@ class Program:
                 f"SOME VARIABLES HAVE CHANGED, by {name_phases(len(changed), len(self.parts))}: go back to the last "
                 "checkpoint."
             )
-        return "SOME VARIABLES HAVE CHANGED, others have not: go back to the last checkpoint."
+        return "SOME VARIABLES HAVE CHANGED, others may not have: go back to the last checkpoint."
 
     def _replay(self, first: int, batch: Sequence[Any]) -> str:
         """Return where a part fails, from number ``first`` on; "" where none fails again.
