@@ -30,6 +30,8 @@ RANKS: Mapping[str, Mapping[str, Any]] = {
     "replicas with a sharded optimizer": {"stages": 1, "replicas": [STAGES], "shard_optimizer": True},
 }
 RECORDED = 3  # recorded steps; the last counts
+JOBS = {"replicas with a sharded optimizer": 5}
+"""Jobs whose highest peak counts: whether gradients arrive while a rank is at work depends on which one ends first."""
 
 
 def run() -> Iterator[Row]:
@@ -78,8 +80,13 @@ def compare_predicted(what: str, runs: list[Any]) -> Row:
 def compare_ranks(model: str, way: str) -> Row:
     """Return the row of a job of two ranks, which are measured separately; ``way``: one of ``RANKS``."""
     options = ("--mca", "mpi_yield_when_idle", "1")
-    found = run_ranks("benchmarks.memory", STAGES, model, way, "8", timeout=600, options=options)
-    return compare_predicted(f"{model}: two ranks, {way}, M = 8, rank by rank", found["ranks"])
+    jobs = [
+        run_ranks("benchmarks.memory", STAGES, model, way, "8", timeout=600, options=options)["ranks"]
+        for _ in range(JOBS.get(way, 1))
+    ]
+    highest = [max(ranks, key=lambda rank: int(rank["measured"])) for ranks in zip(*jobs, strict=True)]
+    of_jobs = f", highest of {len(jobs)} jobs" if len(jobs) > 1 else ""
+    return compare_predicted(f"{model}: two ranks, {way}, M = 8, rank by rank{of_jobs}", highest)
 
 
 def measure(model: str, way: str, micro_batches: int) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from dapple_tf.compiler import PlannedModel
 from dapple_tf.graph_passes.analysis.variable_use import find_variables
 from dapple_tf.graph_passes.ir.graph import Port, Shape
 from dapple_tf.graph_passes.ir.names import at
+from dapple_tf.memory.meter import packs_operands
 from dapple_tf.memory.predict import StageMemory, predict_plan_memory
 from dapple_tf.planner.step_simulation import POLICIES
 from dapple_tf.plans import Plan
@@ -63,7 +64,7 @@ def choose_estimated_schedule(
     m = planned.plan.micro_batches
     largest = max(stage.fixed_bytes + stage.working_bytes + m * stage.stash_bytes for stage in stages)
     if largest * _AMPLE_MEMORY >= cluster.least_memory:
-        stages = _with_predicted_memory(stages, predict_plan_memory(planned, ranks=ranks))
+        stages = _with_predicted_memory(stages, predict_plan_memory(planned, ranks=ranks, packs=packs_operands()))
     flows = plan_flows(planned.plan.stages, cluster)
     if planned.plan.spec.is_searched:
         # W is estimated to take as long as F: half of a backward without re-computation.

@@ -25,7 +25,8 @@ class StageState:
 
     ``started`` and ``finished``: the stage's actions by kind (its own ``action`` has started, not finished).
     ``activations_received``, ``gradients_received``: micro-batches whose forward on the previous stage, and whose
-    backward on the next stage, has ended. ``kept``: micro-batches whose gradients wait for the update.
+    backward on the next stage, has ended. ``kept``: micro-batches whose gradients wait for the update. ``ending``: the
+    stage has started its last action that gives gradients of variables.
     """
 
     action: Action
@@ -34,6 +35,7 @@ class StageState:
     activations_received: int
     gradients_received: int
     kept: int = 0
+    ending: bool = False
 
     @property
     def in_flight(self) -> int:
@@ -98,11 +100,13 @@ def _states(
         for other, kinds in ((stage - 1, "F"), (stage + 1, "BI"))
     )
     started, kept = Counter[str](dict.fromkeys(CALL_OF_KIND, 0)), 0
+    left = sum(action.stage == stage and action.kind in FREEING for action in row)
     for action in row:
         finished, now = Counter(started), ends[action]
         started[action.kind] += action.stage == stage
+        left -= action.stage == stage and action.kind in FREEING
         received = bisect_left(activations, now), bisect_left(gradients, now)
-        yield StageState(action, Counter(started), finished, *received, kept)
+        yield StageState(action, Counter(started), finished, *received, kept, ending=not left)
         if action.stage == stage and action.kind in FREEING:
             kept = 0 if ends_update(action) else kept + 1
 

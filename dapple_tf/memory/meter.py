@@ -98,6 +98,14 @@ def has_statistics(device: str) -> bool:
     return True
 
 
+def packs_operands() -> bool:
+    """Return whether TensorFlow's matrix products copy their operands: on CPUs without oneDNN.
+
+    Eigen's product does. What oneDNN's takes beside its result depends on its choice of a kernel, and is not predicted.
+    """
+    return not tf.config.list_logical_devices("GPU") and not has_statistics("CPU:0")
+
+
 def _distinct(devices: Sequence[str]) -> tuple[str, ...]:
     """Return one device for each allocator, named as in TensorFlow's statistics: ``GPU:1``; ``CPU:0`` for all CPUs."""
     specs = [tf.DeviceSpec.from_string(device) for device in devices]

@@ -37,7 +37,8 @@ class StageMemory:
 
     During a step: ``stashed``, the tensors stashed of each micro-batch, of which at most ``in_flight`` are in flight;
     ``waiting``, tensors received from neighbours before they are used; ``transit``, messages that a rank sends and
-    receives; ``working``, the peak of a function's other tensors, by kind of action; ``slices``, the sparse gradients
+    receives; ``arriving``, gradients that replicas on other ranks have sent before this one's last backward ends;
+    ``working``, the peak of a function's other tensors, by kind of action; ``slices``, the sparse gradients
     of one micro-batch, which stay until the update; ``update``, the weight update, which runs when the others are freed
     (in a window beside stashes), with all slices. ``in_step``: the peak of all these at one time. ``tail``: what the
     loss head takes (see ``batch_loss``), which runs on the whole batch while all micro-batches are stashed.
@@ -59,6 +60,7 @@ class StageMemory:
     in_step: int
     loops: int = 0
     slices: int = 0
+    arriving: int = 0
     tail: int = 0
     versions: int = 0
     version_count: int = 0
@@ -80,11 +82,11 @@ class StageMemory:
         return self.fixed + self.in_step
 
 
-def predict_plan_memory(planned: PlannedModel, *, ranks: bool) -> tuple[StageMemory, ...]:
+def predict_plan_memory(planned: PlannedModel, *, ranks: bool, packs: bool = False) -> tuple[StageMemory, ...]:
     """Return the predicted memory of one device of each stage of a planned model; in a window, of replica 0.
 
     Slices of the batch's arguments are views and count nothing. Every micro-batch counts as the largest. ``ranks``:
-    each device is a process of a job, so messages between stages take memory.
+    each device is a process of a job, so messages between stages take memory. ``packs``: see ``packs_operands``.
     """
     plan, model = planned.plan, planned.model
     micro_batches = plan.micro_batches // plan.training.minibatches
@@ -116,6 +118,7 @@ def predict_plan_memory(planned: PlannedModel, *, ranks: bool) -> tuple[StageMem
             micro_batches,
             plan.replicas[stage],
             ranks,
+            packs,
             kept_versions[stage],
         )
         for stage, own in enumerate(functions)
@@ -153,6 +156,7 @@ def _predict_stage(
     micro_batches: int,
     replicas: int,
     ranks: bool,
+    packs: bool,
     kept_versions: int | None,
 ) -> StageMemory:
     """Return the memory of a stage that runs these ``states``; ``micro_batches``: those of one update.
@@ -165,7 +169,7 @@ def _predict_stage(
     if stage == model.stages - 1:  # gradients that the loss head gives count there
         stashed = tuple(tensor for tensor in stashed if tensor.origin != "next stage")
     transit = transfer_bytes(one_backward, stashed) if ranks else 0
-    working = {kind: _working_bytes(sizes, kind, stashed) for kind, sizes in functions.items()}
+    working = {kind: _working_bytes(sizes, kind, stashed, packs) for kind, sizes in functions.items()}
     gradients = sum(
         _variable_bytes(model, [without_target(name)])
         for function in (sizes.function for sizes in one_backward.values())
@@ -180,12 +184,15 @@ def _predict_stage(
     if stage in variables.sharded:
         reduced = _variable_bytes(model, [name for name in kept if name in model.trained])
     update_bytes = _update_bytes(model, updates, gradients, reduced, slices, micro_batches, replicas, ranks)
+    arriving = 0
+    if ranks and kept_versions is None:
+        arriving = _arriving_bytes(gradients, reduced, replicas, sharded=stage in variables.sharded)
     # As a step starts, a rank receives the values of variables that other ranks keep, before it stores them.
     received = _variable_bytes(model, [name for name in copied if name in variables.keepers]) * ranks
     in_step, waiting, in_flight = 0, 0, 0
     for state in states:
         if state.action.stage == stage:
-            held = held_bytes(state, stashed, slices.per_micro_batch)
+            held = held_bytes(state, stashed, slices.per_micro_batch, arriving)
             in_step = max(in_step, held + transit + working[state.action.kind])
             if kept_versions is not None and state.action.kind == "F":  # an update comes before it
                 in_step = max(in_step, held + update_bytes)
@@ -208,16 +215,31 @@ def _predict_stage(
         in_step=max(in_step, update_bytes, received),
         loops=sum(node.op in LOOP_OPS for sizes in one_backward.values() for node in sizes.function.graph.nodes),
         slices=slices.per_micro_batch,
+        arriving=arriving,
         versions=version_count * trained,
         version_count=version_count,
         held={id(v): variable_values.variable_bytes(v) for v in (model.variables[name] for name in (*kept, *slots))},
     )
 
 
-def held_bytes(state: StageState, stashed: Sequence[StashedTensor], slices: int) -> int:
-    """Return the bytes that a stage holds of micro-batches; ``slices``: of each one's sparse gradients."""
+def held_bytes(state: StageState, stashed: Sequence[StashedTensor], slices: int, arriving: int) -> int:
+    """Return the bytes that a stage holds of micro-batches, and of other replicas' gradients.
+
+    ``slices``: of each micro-batch's sparse gradients. ``arriving``: see ``StageMemory``.
+    """
     tensors = sum(tensor.bytes * state.stashed(tensor.origin, tensor.last_use) for tensor in stashed)
-    return tensors + slices * state.kept
+    return tensors + slices * state.kept + arriving * state.ending
+
+
+def _arriving_bytes(gradients: int, reduced: int, replicas: int, *, sharded: bool) -> int:
+    """Return the bytes of gradients that a rank receives from replicas that have ended their backwards before it.
+
+    A replica of a sharded update is sent the gradients that it sums (``reduced``) by all others. A ring of r ranks cuts
+    the gradients into r messages, and the second one comes only in answer to the rank's own first one.
+    """
+    if replicas == 1:
+        return 0
+    return (replicas - 1) * reduced if sharded else -(-gradients // replicas)
 
 
 def _one_backward(functions: Mapping[str, FunctionSizes]) -> dict[str, FunctionSizes]:
@@ -225,10 +247,10 @@ def _one_backward(functions: Mapping[str, FunctionSizes]) -> dict[str, FunctionS
     return {kind: sizes for kind, sizes in functions.items() if kind != "B" or "I" not in functions}
 
 
-def _working_bytes(sizes: FunctionSizes, kind: str, stashed: Sequence[StashedTensor]) -> int:
+def _working_bytes(sizes: FunctionSizes, kind: str, stashed: Sequence[StashedTensor], packs: bool) -> int:
     """Return the peak bytes of a function's tensors beside those that it stashes."""
     own = sum(tensor.bytes for tensor in stashed if tensor.origin == kind or (tensor.origin, kind) == ("I", "B"))
-    return max(0, peak_bytes(sizes.function.graph, sizes.bytes_of) - own)
+    return max(0, peak_bytes(sizes.function.graph, sizes.bytes_of, packs=packs) - own)
 
 
 def _fullest_site(stage: int, model: StagedModel, variables: Variables, replicas: int) -> Site:

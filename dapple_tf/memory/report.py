@@ -33,6 +33,7 @@ _HEAD = (
     "V x weights",
     "waiting",
     "transit",
+    "arriving",
     "working",
     "slices",
     "in step",
@@ -46,7 +47,10 @@ _JSON_FIELDS = {
     "most_held": "in_flight",
     **{
         name: name
-        for name in ("stash", "waiting", "transit", "working", "slices", "tail", "update", "in_step", "peak", "loops")
+        for name in (
+            *("stash", "waiting", "transit", "arriving", "working", "slices"),
+            *("tail", "update", "in_step", "peak", "loops"),
+        )
     },
 }
 
@@ -115,7 +119,7 @@ class Report:
         stashes = [format_megabytes(size) for size in (memory.stash, memory.in_flight * memory.stash)]
         versions = [str(memory.version_count), format_megabytes(memory.versions)]
         working = max(memory.working.values(), default=0)
-        sizes = (memory.waiting, memory.transit, working, memory.slices, memory.in_step, memory.peak)
+        sizes = (memory.waiting, memory.transit, memory.arriving, working, memory.slices, memory.in_step, memory.peak)
         in_flight = [str(memory.in_flight), "-" if stage.seen is None else str(stage.seen)]
         measured = "-" if stage.measured is None else f"{format_megabytes(stage.measured.above_start)} in step"
         together = workers.stages_of[workers.worker_of[memory.stage]]
@@ -333,7 +337,10 @@ def _predict_workers(stages: Sequence[StageMemory], schedule: Schedule) -> tuple
         transit = max(memory.transit for memory in memories)
         for states in zip(*(stage_states(schedule, stage) for stage in own), strict=True):
             action = states[0].action
-            held = sum(held_bytes(s, memory.stashed, memory.slices) for s, memory in zip(states, memories, strict=True))
+            held = sum(
+                held_bytes(s, memory.stashed, memory.slices, memory.arriving)
+                for s, memory in zip(states, memories, strict=True)
+            )
             in_step = max(in_step, held + transit + stages[action.stage].working[action.kind])
         found.append(_WorkerMemory(own, stashes, sum(memory.fixed for memory in memories), in_step))
     return tuple(found)

@@ -14,7 +14,7 @@ from dapple_tf.errors import NoFitError
 from dapple_tf.graph_passes.ir.graph import Graph
 from dapple_tf.graph_passes.ir.names import nodes_of, without_target
 from dapple_tf.graph_passes.ir.ops import OpName
-from dapple_tf.memory.meter import read_kilobytes, read_system_file
+from dapple_tf.memory.meter import packs_operands, read_kilobytes, read_system_file
 from dapple_tf.memory.predict import predict_plan_memory
 from dapple_tf.memory.report import make_report
 from dapple_tf.profiler.units import format_bytes
@@ -90,7 +90,7 @@ def find_need(
 
 def predict_rank_step(planned: PlannedModel, stages: Collection[int]) -> int:
     """Return the predicted bytes of a step, beside what is always there, in a rank that runs these ``stages``."""
-    workers = make_report(planned.plan, predict_plan_memory(planned, ranks=True)).workers
+    workers = make_report(planned.plan, predict_plan_memory(planned, ranks=True, packs=packs_operands())).workers
     return max((worker.in_step for worker in workers if set(worker.stages) & set(stages)), default=0)
 
 
@@ -99,7 +99,7 @@ def predict_process_step(planned: PlannedModel) -> int:
 
     Each stage holds as many stashes as it ever does, and one of them has its working set.
     """
-    stages = predict_plan_memory(planned, ranks=False)
+    stages = predict_plan_memory(planned, ranks=False, packs=packs_operands())
     working = max(max([*memory.working.values(), memory.update]) for memory in stages)
     return working + sum(memory.in_flight * memory.stash for memory in stages)
 

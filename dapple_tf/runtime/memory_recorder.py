@@ -10,7 +10,7 @@ from typing import Any
 from dapple_tf.compiler import PlannedModel
 from dapple_tf.distributed.membership import Job
 from dapple_tf.errors import StepError
-from dapple_tf.memory.meter import MeasuredMemory, MemoryMeter
+from dapple_tf.memory.meter import MeasuredMemory, MemoryMeter, packs_operands
 from dapple_tf.memory.predict import StageMemory, predict_plan_memory
 from dapple_tf.memory.report import DeviceMeasurement, Report, make_report
 from dapple_tf.runtime.compile_step import CompiledStep
@@ -81,7 +81,8 @@ class MemoryRecorder:
         """Return the report of ``planned``; with the ``timeline`` of a recorded step, also its measured memory."""
         # Predicting takes seconds for a large model.
         if self._predicted is None or not planned.same(self._predicted[0]):
-            self._predicted = planned, predict_plan_memory(planned, ranks=self._job is not None)
+            memory = predict_plan_memory(planned, ranks=self._job is not None, packs=packs_operands())
+            self._predicted = planned, memory
         measured = () if timeline is None else self._of(planned).measurements
         return make_report(planned.plan, self._predicted[1], timeline, measured)
 

@@ -2,7 +2,7 @@
 
 A call returns all its results at its end. So where backward returns the gradients of all variables of its stage, they
 take as much memory as the weights, beside their sums. A function that takes the sums adds each gradient as soon as it
-is computed, and then TensorFlow frees the gradient.
+is computed, and then TensorFlow frees the gradient. See ``bound_backward`` for the order of its ops.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from dapple_tf.graph_passes.ir.graph import (
 from dapple_tf.graph_passes.ir.names import at, nodes_of
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.passes.base import Contract
+from dapple_tf.graph_passes.passes.bound_backward import bound_backward
 from dapple_tf.graph_passes.schedules.schedule import FREEING, Schedule
 
 _SUM: Role = "sum"
@@ -138,6 +139,7 @@ def _add(function: Function, accumulate: Node) -> _Adding:
         outputs=tuple(graph.outputs[i] for i in left),
     )
     ports = tuple(port for port, _ in entering)
+    body = bound_backward(body, [add.name for add in adds])
     return _Adding(Function(function.name, body, ports, tuple(function.outputs[i] for i in left)), frozenset(added))
 
 

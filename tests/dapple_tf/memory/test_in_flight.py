@@ -122,3 +122,12 @@ def test_the_first_stage_receives_no_activations_and_the_last_no_gradients() -> 
     schedule = ScheduleSpec.parse("dapple-b").build(2, 4)
     assert {state.queued("previous stage") for state in stage_states(schedule, 0)} == {0}
     assert {state.queued("next stage") for state in stage_states(schedule, 1)} == {0}
+
+
+def test_a_stage_is_ending_from_its_last_backward_on() -> None:
+    schedule = ScheduleSpec.parse("0F0 0F1 0I0 0B1 0W0; 1F0 1B0 1F1 1I1 1W1").build(2, 2)
+    for stage, last in ((0, "0W0"), (1, "1W1")):
+        states = stage_states(schedule, stage)
+        assert [str(state.action) for state in states if state.ending] == [last]
+    chunked = ScheduleSpec.parse("0F0 2F0 2B0 0B0; 1F0 1B0").build(3, 1)
+    assert [str(state.action) for state in stage_states(chunked, 2) if state.ending] == ["2B0", "0B0"]

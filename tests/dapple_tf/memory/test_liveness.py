@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dapple_tf.graph_passes.ir.graph import Graph, Node, Value, attributes, tensor
-from dapple_tf.memory.liveness import buffer_value, execution_order, peak_bytes
+from dapple_tf.memory.liveness import buffer_value, execution_order, packed_bytes, peak_bytes
 
 VECTOR = tensor("float32", 10)  # 40 bytes
 
@@ -108,3 +108,29 @@ def test_an_op_runs_after_the_sources_of_its_control_edges() -> None:
     late = op("a", "MatMul", "x").after("b", "for the test")
     found = Graph("f", (op("x", "arg"), op("b", "MatMul", "x"), late), ("x",), (Value("a"),))
     assert [node.name for node in execution_order(found)] == ["x", "b", "a"]
+
+
+def product(m: int, k: int, n: int, kind: str = "MatMul") -> Graph:
+    inputs = [Node("a", "arg", (), (tensor("float32", m, k),)), Node("b", "arg", (), (tensor("float32", k, n),))]
+    result = Node("c", kind, (Value("a"), Value("b")), (tensor("float32", m, n),))
+    return Graph("f", (*inputs, result), ("a", "b"), (Value("c"),))
+
+
+def packed(found: Graph) -> int:
+    return packed_bytes(found, found.node("c"), lambda value: found.type_of(value).bytes())
+
+
+def test_a_matrix_product_packs_copies_of_both_operands() -> None:
+    assert packed(product(512, 256, 128)) == (512 * 256 + 256 * 128) * 4
+    assert packed(product(64, 8 * 832, 32)) == (64 + 32) * 832 * 4  # a part of a long axis at a time
+    assert packed(product(64, 0, 32)) == packed(product(0, 8, 32)) == 0
+    assert packed(product(64, 64, 64, "Add")) == 0
+
+
+def test_packed_copies_count_only_while_the_product_runs_and_where_operands_are_packed() -> None:
+    """While the product runs there are its 4 bytes and 16 of copies; then these are gone, and there are 9 more."""
+    first = product(1, 2, 1)
+    found = first.replace(nodes=(*first.nodes, op("d", "Transpose", "c")), outputs=(Value("d"), Value("c")))
+    sizes = {"a": 8, "b": 8, "c": 4, "d": 9}
+    assert peak_bytes(found, lambda value: sizes[value.node]) == 4 + 9
+    assert peak_bytes(found, lambda value: sizes[value.node], packs=True) == 4 + 16

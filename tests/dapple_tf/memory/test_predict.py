@@ -19,6 +19,7 @@ from dapple_tf.frontend.shapes import infer_batch_axes
 from dapple_tf.graph_passes.analysis.layers import find_layers
 from dapple_tf.memory.predict import StageMemory, predict_plan_memory
 from dapple_tf.memory.stash import StashedTensor
+from dapple_tf.sharding import Sharding
 from dapple_tf.staged_model import StagedModel, stage_model
 from tests.dapple_tf.builders import make_plan
 
@@ -33,28 +34,37 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
 }
 
 
-def stage(loss: Callable[..., Any], batch: Any, start: str, samples: int, optimizer: str = "sgd") -> StagedModel:
+def stage(
+    loss: Callable[..., Any],
+    batch: Any,
+    start: str,
+    samples: int,
+    optimizer: str = "sgd",
+    sharding: Sharding | None = None,
+) -> StagedModel:
     """Return a loss cut before the layer ``start``; ``samples`` of a micro-batch."""
     captured, _ = infer_batch_axes(capture(loss, (batch,)), samples)
     layers = find_layers(captured.graph)
-    return stage_model(captured, layers, [layers.find(start)], OPTIMIZERS[optimizer]())
+    return stage_model(captured, layers, [layers.find(start)], OPTIMIZERS[optimizer](), sharding=sharding)
 
 
 def predict(model: StagedModel, micro_batches: int, samples: int, **options: Any) -> tuple[StageMemory, ...]:
     """Return the predicted memory of a model's two stages, for micro-batches of ``samples``."""
     replicas: Sequence[int] = options.pop("replicas", (1, 1))
+    ranks, packs = options.pop("ranks", False), options.pop("packs", False)
     devices = tuple(range(replicas[0])), tuple(range(replicas[0], sum(replicas)))
     sizes = {"global_batch_size": samples * micro_batches, "micro_batch_size": samples, "micro_batches": micro_batches}
     plan = make_plan((0, 0, devices[0]), (1, 1, devices[1]), **sizes, **{"schedule": "dapple-a", **options})
-    return predict_plan_memory(PlannedModel(model, plan, samples * micro_batches), ranks=False)
+    return predict_plan_memory(PlannedModel(model, plan, samples * micro_batches), ranks=ranks, packs=packs)
 
 
 @functools.cache
-def dense(optimizer: str = "sgd") -> StagedModel:
-    """Return four dense layers with relu, two a stage."""
+def dense(optimizer: str = "sgd", shards: int = 0) -> StagedModel:
+    """Return four dense layers with relu, two a stage; ``shards``: replicas that share the first stage's update out."""
     stack = [keras.layers.Dense(WIDTH, activation="relu", name=f"d{i}") for i in range(4)]
     net = keras.Sequential([keras.Input((WIDTH,)), *stack])
-    return stage(lambda x: tf.reduce_mean(tf.square(net(x))), tf.ones((24, WIDTH)), "d2", ROWS, optimizer)
+    sharding = Sharding((shards, 1), {}) if shards else None
+    return stage(lambda x: tf.reduce_mean(tf.square(net(x))), tf.ones((24, WIDTH)), "d2", ROWS, optimizer, sharding)
 
 
 def predict_dense(optimizer: str = "sgd", micro_batches: int = 4, **options: Any) -> tuple[StageMemory, ...]:
@@ -164,6 +174,32 @@ def test_replicas_stash_their_share_of_each_micro_batch() -> None:
     assert first.weights == alone.weights
     assert first.update == alone.update + first.gradients  # the sum over replicas
     assert second.stash > 2 * first.stash
+
+
+def test_gradients_of_replicas_on_other_ranks_arrive_during_the_last_backward() -> None:
+    """The first message of a ring of three has a third of them; in one process nothing is sent."""
+    sent = 2 * (KERNEL + BIAS)
+    (ring, last), (local, _) = (predict_dense(replicas=(3, 1), ranks=ranks) for ranks in (True, False))
+    assert (ring.arriving, last.arriving, local.arriving) == (-(-sent // 3), 0, 0)
+    many = 16 * ROWS  # so that activations take more than an update of the weights
+    ring, local = (predict(dense(), 1, many, replicas=(3, 1), ranks=ranks)[0] for ranks in (True, False))
+    assert ring.in_step == local.in_step + ring.transit + ring.arriving > ring.update
+
+
+def test_a_replica_of_a_sharded_update_is_sent_what_it_sums_by_all_others() -> None:
+    own = KERNEL + BIAS  # each of two replicas updates one layer
+    for replicas, shared in ((2, own), (1, 0)):
+        model = dense("sgd", replicas)
+        memory, _ = predict(model, 4, ROWS, replicas=(replicas, 1), ranks=True, shard_optimizer=replicas > 1)
+        assert memory.arriving == shared
+        assert memory.weights == (own if replicas > 1 else 2 * own)
+
+
+def test_products_that_pack_their_operands_work_with_more() -> None:
+    """The widest point of backward is a product with a kernel or of two tensors."""
+    for packing, plain in zip(predict_dense(packs=True), predict_dense(), strict=True):
+        assert 2 * TENSOR <= packing.working["B"] - plain.working["B"] <= TENSOR + KERNEL
+        assert packing.stash == plain.stash
 
 
 def loss_in_pairs() -> Callable[[tf.Tensor], tf.Tensor]:
