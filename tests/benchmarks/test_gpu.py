@@ -20,7 +20,7 @@ from dapple_tf.autoplan import measured_problem
 from dapple_tf.distributed import exchange_network
 from dapple_tf.distributed.membership import Job
 from dapple_tf.graph_passes.ir.graph import Graph
-from dapple_tf.memory import room
+from dapple_tf.memory import meter, room
 from dapple_tf.memory.meter import MeasuredMemory
 from dapple_tf.profiler import detect
 from dapple_tf.profiling import measured
@@ -98,6 +98,7 @@ REACHED: Mapping[str, Callable[[], None]] = {
     "dapple_tf.devices.list_devices": equals(devices.list_devices, tuple(device.name for device in GPUS)),
     "dapple_tf.distributed.exchange_network._has_nccl": offer_nothing,
     "dapple_tf.distributed.exchange_network._offer": offer_nothing,
+    "dapple_tf.memory.meter.packs_operands": equals(meter.packs_operands, False),
     "dapple_tf.memory.room.find_need": find_no_need,
     "dapple_tf.profiler.detect.local_devices": equals(detect.local_devices, (2, 2.0**34), None),
     "dapple_tf.profiler.detect._gpu_memory": equals(detect.local_devices, (1, 2.0**34), 1),

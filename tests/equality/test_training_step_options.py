@@ -131,7 +131,7 @@ def test_an_optimizer_is_built_in_a_step_that_catches_all_or_by_a_build_that_wri
 
 def test_a_training_step_has_no_forward_and_no_windows() -> None:
     step = dapple.train_step(CASES["tutorial"]()[0], stages=2, micro_batches=3)
-    with pytest.raises(UsageError, match=r"it runs as a whole"):
+    with pytest.raises(UsageError, match=r"such a step runs as a whole"):
         step.forward(*regression()[0])
     with pytest.raises(PlanError, match=r"windows need dapple\.pipeline"):
         dapple.train_step(CASES["tutorial"]()[0], mode="async", stages=2)
