@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.common import Row, run_for_json
+from benchmarks.common import Row
 
 MOST_RATIO = 1.03
 _ROOT = Path(__file__).parents[1]
@@ -76,6 +76,8 @@ def _measure_pair(model: str, other: Path, turn: int) -> tuple[Build, Build]:
 
 def measure_in_process(model: str, root: Path) -> Build:
     """Return a build of a step of the model with the files in ``root``."""
+    from benchmarks.common import run_for_json  # not at the top: the process that builds may have an earlier commit's
+
     ranks = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np", str(MODELS[model].stages)]
     command = [*(["mpirun", *ranks] if MODELS[model].ranks else []), sys.executable, __file__, model]
     variables = {"PYTHONPATH": str(root)}

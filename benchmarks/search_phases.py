@@ -89,8 +89,8 @@ PHASES = {
     ),
     "half of the searches": (
         _BEST,
-        "_SEARCHES, _MORE_SEARCHES, _MANY_DEVICES = 6, 9, 128",
-        "_SEARCHES, _MORE_SEARCHES, _MANY_DEVICES = 3, 5, 128",
+        "_SEARCHES, _SEARCHES_ON_FEW, _MORE_SEARCHES = 4, 6, 9",
+        "_SEARCHES, _SEARCHES_ON_FEW, _MORE_SEARCHES = 2, 3, 5",
     ),
     "half of the work": (
         _BEST,

@@ -27,8 +27,10 @@ from dapple_tf.simulator.arrays import Floats
 # The work of each search on up to 16 devices, a tenth of a second on a core, and what each further device adds.
 _WORK, _WORK_OF_A_DEVICE = 14_000_000, 800_000
 # Each search has other random numbers: the plan that a search finds depends on chance, more so where devices, links or
-# the sizes of servers differ. On more than _MANY_DEVICES a search takes seconds, so there is only one.
-_SEARCHES, _MORE_SEARCHES, _MANY_DEVICES = 6, 9, 128
+# the sizes of servers differ. On up to _FEW_DEVICES all searches together take a fifth of a second, so there are more.
+# On more than _MANY_DEVICES a search takes seconds, so there is only one.
+_SEARCHES, _SEARCHES_ON_FEW, _MORE_SEARCHES = 4, 6, 9
+_FEW_DEVICES, _MANY_DEVICES = 8, 128
 _MORE_WORK = 3  # times as much where devices, links or the sizes of servers differ
 _MOST_WORK = 60_000_000
 # With fewer blocks times devices than _SMALL the work shrinks in proportion; with more blocks than _MANY_BLOCKS it
@@ -86,7 +88,9 @@ def _annealed(problem: PlanningProblem, annealer: Annealer) -> list[Candidate]:
     alike = cluster.is_uniform and not cluster.links and len({server.devices for server in cluster.servers}) == 1
     if not alike:
         work *= _MORE_WORK
-    searches = _SEARCHES if alike else _MORE_SEARCHES
+    searches = _SEARCHES_ON_FEW if cluster.devices <= _FEW_DEVICES else _SEARCHES
+    if not alike:
+        searches = _MORE_SEARCHES
     if cluster.devices > _MANY_DEVICES:
         searches = 1
     for layout in annealer.search(min(int(work * share), _MOST_WORK), searches=searches):
