@@ -10,7 +10,6 @@ layers. An edge only makes ops wait, so all values stay the same.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
-from itertools import pairwise
 
 from dapple_tf.graph_passes.analysis.op_costs import VIEW_OPS
 from dapple_tf.graph_passes.ir.graph import Effect, Graph, Node
@@ -24,7 +23,7 @@ def bound_backward(graph: Graph, writes: Iterable[str]) -> Graph:
 
     The nodes that a single write needs compute it from gradients that other nodes compute. The last of these in the
     order of the graph is where the write begins. Other nodes that read it wait for the writes that begin at the one
-    before.
+    before, of those that it is computed from: gradients of several losses, or of branches, do not wait for each other.
     """
     own = _find_own(graph, frozenset(writes))
     place = {node.name: i for i, node in enumerate(graph.nodes)}
@@ -36,8 +35,12 @@ def bound_backward(graph: Graph, writes: Iterable[str]) -> Graph:
         computed = [source for source in sources if _is_computed(graph.node(_memory_of(graph, source)))]
         if computed:
             begins.setdefault(_memory_of(graph, max(computed, key=place.__getitem__)), []).append(write)
-    in_order = sorted(begins, key=place.__getitem__)
-    before = {later: begins[earlier] for earlier, later in pairwise(in_order)}
+    latest: dict[str, str] = {}  # for each node, the last where writes begin of those that it needs
+    for node in graph.nodes:
+        found = [source if source in begins else latest.get(source) for source in node.predecessors()]
+        if known := [source for source in found if source is not None]:
+            latest[node.name] = max(known, key=place.__getitem__)
+    before = {later: begins[latest[later]] for later in begins if later in latest}
     limits = {write: max(place[source] for source in sources) for write, sources in needs.items() if sources}
     nodes = []
     for node in graph.nodes:
