@@ -14,7 +14,7 @@ import dapple_tf as dapple
 from benchmarks.common import Row, available_cores, median, print_rows, run_on_cores, time_interleaved
 
 LAYERS, WIDTH, BATCH, STEPS, ROUNDS = 4, 512, 1024, 10, 9
-STEP_SECONDS = 0.04  # the batch is so many times ``BATCH`` that a bare step takes about this long
+STEP_SECONDS = 0.04  # about what a step takes: the batch is a multiple of BATCH, chosen by a trial
 PIPELINE: Any = {"stages": 2, "micro_batches": 4}
 
 

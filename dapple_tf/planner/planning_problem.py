@@ -40,7 +40,7 @@ class PlanningProblem:
     ``overlap``: AllReduce runs during the last backward. ``contention``: steps are simulated with contention for the
     servers' network interfaces. ``shard_optimizer``: as in ``Plan``. ``ceiling``: seconds; only plans with a shorter
     step are wanted, and ``evaluate`` returns None for the others. ``whole_rows``: as in ``dapple.simulate``.
-    ``least_rows``: a micro-batch must have so many times the rows with which every replica of a stage gets one.
+    ``least_rows``: the least number of rows of a micro-batch that each replica of a stage must get.
     """
 
     profile: Profile

@@ -349,7 +349,7 @@ def _find_model(
             )
             compiled.homes.share(model)
             if shared is not None:
-                _check_writers(model, owners, plan)
+                _check_writers(captured, model, owners, plan)
                 _note_owners(shared, model, plan)
         autoplan.choose_schedule(model, size)
         return model
@@ -423,7 +423,7 @@ def _stages_of(
     return owners
 
 
-def _check_writers(model: StagedModel, owners: Mapping[int, int], plan: Plan) -> None:
+def _check_writers(captured: Captured, model: StagedModel, owners: Mapping[int, int], plan: Plan) -> None:
     """Raise PlanError where no stage that changes a variable is its owner.
 
     ``owners``: of the variables that earlier phases have placed, by identity. Each stage changes a copy of its own, and
@@ -433,8 +433,11 @@ def _check_writers(model: StagedModel, owners: Mapping[int, int], plan: Plan) ->
         owner = owners.get(id(model.variables[name]))
         if owner is not None and owner not in stages:
             lives, stage = plan.stages[owner].devices[0], min(stages)
+            assert captured.after is not None, "it is a training step"
+            writes = (node for node in captured.graph.nodes if node.effect is Effect.WRITE)
+            place = next(captured.after.place_of(node.name) for node in writes if name in node.strings("writes"))
             raise PlanError(
-                f"{model.graph.name}: variable {name!r} lives on device {lives}, where a loss of the step uses it, and "
+                f"{place}: variable {name!r} lives on device {lives}, where a loss of the step uses it, and "
                 f"a later loss changes it in stage {stage}, on device {plan.stages[stage].devices[0]}: use fewer "
                 "stages, or change the variable after the gradients of the later loss"
             )

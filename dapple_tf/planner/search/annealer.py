@@ -34,7 +34,7 @@ from dapple_tf.timeline.stage_costs import usable_bytes
 from dapple_tf.wording import format_count
 
 ANY_WARM_UP = -1
-_UNFIT = 1e12  # a layout that does not fit the memory has so many seconds, or more
+_UNFIT = 1e12  # the search gives a layout that does not fit the memory at least these seconds
 _MOST_THREADS = 8
 _RESULTS = 6
 _POINTER = ctypes.c_void_p

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
+
 from dapple_tf.graph_passes.ir.graph import Effect, Graph, Node, Value, ancestors, tensor
-from dapple_tf.graph_passes.passes.bound_backward import bound_backward
+from dapple_tf.graph_passes.passes.add_in_place import bound_backward
 
 VECTOR = tensor("float32", 10)
 
@@ -110,3 +113,21 @@ def test_a_node_that_a_write_needs_does_not_wait_for_it() -> None:
     nodes += [op("add2", "AssignAddVariableOp", "s2", "dv", effect=Effect.WRITE)]
     graph = Graph("f", tuple(nodes), ("dy", "k", "s1", "s2"), (Value("d3"), Value("r")))
     assert waits(bound_backward(graph, ["add1", "add2"])) == {}
+
+
+def test_chains_of_two_losses_do_not_wait_for_each_other() -> None:
+    one, adds = backward(3)
+    other = [
+        replace(node, name=f"other_{node.name}", inputs=tuple(Value(f"other_{value.node}") for value in node.inputs))
+        for node in one.nodes
+    ]
+    both = Graph(
+        "backward",
+        tuple(itertools.chain.from_iterable(zip(one.nodes, other, strict=True))),
+        (*one.inputs, *(f"other_{name}" for name in one.inputs)),
+        (*one.outputs, *(Value(f"other_{value.node}") for value in one.outputs)),
+    )
+    found = waits(bound_backward(both, [*adds, *(f"other_{name}" for name in adds)]))
+    alone = waits(bound_backward(one, adds))
+    assert alone
+    assert found == {**alone, **{f"other_{name}": {f"other_{add}" for add in of} for name, of in alone.items()}}
