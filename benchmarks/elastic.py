@@ -41,6 +41,7 @@ _STEPS, _SNAPSHOT, _SAVE = 300, 10, 50
 _SLOTS = {"nodea": 2, "nodeb": 1}
 _TIMEOUT = 10.0  # of the jobs
 _PATIENCE = 420.0  # for a job to end
+_LAUNCHES = 3  # of one job
 _TOLERANCE = 1e-6  # after up to 300 steps under other plans, whose sums have another order: each step adds to it
 _MOMENTS = ("import", "build", "step", "snapshot", "save", "re-planning")
 _KINDS = ("rank KILL", "rank STOP", "rank TERM", "host", "launcher KILL", "launcher TERM")
@@ -212,7 +213,7 @@ def _run_job(number: int, seed: int, reference: Mapping[int, float]) -> tuple[Ro
             _wait(lambda: started.process.poll() is not None, loss.after)
         begin = time.monotonic()
         lose(loss, started, hosts)
-        for attempt in range(3):
+        for attempt in range(_LAUNCHES):
             if not _wait(partial(_has_ended_or, started, lambda: False), _PATIENCE, 0.2):
                 problems.append("HUNG")
                 break
@@ -223,7 +224,8 @@ def _run_job(number: int, seed: int, reference: Mapping[int, float]) -> tuple[Ro
             resumed = re.findall(r"resumed after step (\d+) from (the memory|\S+)", started.text)
             where = ["memory" if place == "the memory" else "file" for _, place in resumed]
             ends.append(f"code {code}" + (f", resumed from {' and '.join(where)}" if where else ""))
-            if code == 0:
+            # Ranks whose launcher is killed may reach the last step before they end.
+            if code == 0 or f"{_STEPS} steps already" in started.text:
                 break
             few = "fewer than --min-np" in started.text
             if few and code != 1:
@@ -232,8 +234,9 @@ def _run_job(number: int, seed: int, reference: Mapping[int, float]) -> tuple[Ro
                 problems.append("GAVE UP")
             for host in hosts.names:
                 hosts.return_host(host)
-            if attempt == 2:
+            if attempt == _LAUNCHES - 1:
                 problems.append("NEVER ENDED")
+                break
             started = launch(hosts, folder)
         found = losses_in(folder)
         if sorted(found) != sorted(reference):

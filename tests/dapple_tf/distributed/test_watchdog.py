@@ -390,8 +390,8 @@ def test_a_signal_stops_all_ranks_after_the_same_step(
         stopped = [one.result(10) for one in running]
     assert stopped[0] > 0
     assert len(set(stopped)) == 1
-    first = signalled[0]
-    assert told == [(0, f"rank {first} (stage {first}), after step 7, got {number.name}")]
+    assert len(told) == 1  # whose signal comes first depends on the threads
+    assert told[0] in [(0, f"rank {rank} (stage {rank}), after step 7, got {number.name}") for rank in signalled]
     assert ranks.ends.empty()
 
 
