@@ -28,8 +28,9 @@ from dapple_tf.simulator.arrays import Floats
 _WORK, _WORK_OF_A_DEVICE = 14_000_000, 800_000
 # Each search has other random numbers: the plan that a search finds depends on chance, more so where devices, links or
 # the sizes of servers differ. On up to _FEW_DEVICES all searches together take a fifth of a second, so there are more.
-# On more than _MANY_DEVICES a search takes seconds, so there is only one.
-_SEARCHES, _SEARCHES_ON_FEW, _MORE_SEARCHES = 4, 6, 9
+# On more than _MANY_DEVICES a search takes seconds, so there is only one. More searches follow as long as the last one
+# has found a faster layout (simulator/native/planner.cc).
+_SEARCHES, _SEARCHES_ON_FEW, _MORE_SEARCHES = 4, 6, 12
 _FEW_DEVICES, _MANY_DEVICES = 8, 128
 _MORE_WORK = 3  # times as much where devices, links or the sizes of servers differ
 _MOST_WORK = 60_000_000

@@ -181,8 +181,9 @@ class Annealer:
     def search(self, work: int, seed: int = 1, searches: int = 1) -> list[Layout]:
         """Return the fastest layouts found, by rising seconds; none if nothing fits.
 
-        ``work``: of each of the ``searches``, which use other random numbers; 10^8 take about a second on one core. The
-        result depends on these and on ``seed``, not on the threads. Raises PlanError where memory is lacking.
+        ``work``: of each of the ``searches``, which use other random numbers; 10^8 take about a second on one core. As
+        long as the last of several searches has found a faster layout, a longer one follows. The result depends on
+        these and on ``seed``, not on the threads. Raises PlanError where memory is lacking.
         """
         devices, width, most = self.problem.cluster.devices, self._width, _RESULTS
         shape, rows = np.zeros((most, 3), np.int32), np.zeros((most, devices), np.int64)

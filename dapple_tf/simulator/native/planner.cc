@@ -102,13 +102,13 @@ std::vector<Run> anneal_starts(const Search& search, const Problem& p, const std
     add(second, chosen);
     add(begin, chosen);
   }
-  add(second, distinct(found, 8, 2));
+  add(second, distinct(found, 16, 4));
   search.rank(second, contention);
-  second = distinct(second, 24, 2);
+  second = distinct(second, 48, 4);
   auto free = search.anneal(second, amount / 3, 0.05, 0.0005, model, Search::kFree, seed * 10 + 3);
   free.insert(free.end(), second.begin(), second.end());
   search.rank(free, contention);
-  std::vector<Run> kept = distinct(free, 14, 1);
+  std::vector<Run> kept = distinct(free, 14, 2);
   kept = search.anneal(kept, amount / 3, 0.05, 0.0005, model, Search::kFree, seed * 10 + 4);
   kept = distinct(kept, 7, 1);
   kept = search.anneal(kept, amount / 4, 0.03, 0.0005, model, Search::kFree, seed * 10 + 5);
@@ -147,6 +147,12 @@ Layout read(int width, int devices, const int32_t* shape, const int32_t* starts,
   return l;
 }
 
+// Searches that follow the first ones: how much longer they are, their most work, and how many times as many searches
+// there are at most in all. Each follows a search that found a layout faster by this share.
+constexpr int64_t kLonger = 4, kLongest = 70000000;
+constexpr int kMostTimes = 4;
+constexpr double kFaster = 1e-3;
+
 }  // namespace
 
 extern "C" {
@@ -155,7 +161,8 @@ const char* dapple_source_digest() { return DAPPLE_SOURCE_DIGEST; }
 
 // Search layouts and write the fastest `results` into the arrays, by rising seconds; return how many there are, -1
 // where memory is lacking. `amount`: the work of each of the `searches`, which begin with the same layouts and what those
-// before found, and have other random numbers. `width`: most stages + 1.
+// before found, and have other random numbers. As long as the last search has found a faster layout, a longer one
+// follows. `width`: most stages + 1.
 int dapple_search(const Problem* problem, const double* work, const double* speed, int threads,
                   int64_t amount, uint64_t seed, int searches, int results, int width, int32_t* shape,
                   int32_t* starts, int32_t* owner, int32_t* device_at, uint8_t* recompute, int32_t* in_flight,
@@ -172,22 +179,29 @@ int dapple_search(const Problem* problem, const double* work, const double* spee
       runs = distinct(runs, 48, 2);
       search.rank(runs, true);
     }
-    groups.push_back(distinct(runs, 24, 1));
+    groups.push_back(distinct(runs, 48, 4));
   }
   std::vector<Run> last;
-  for (int k = 0; k < searches; ++k) {
-    add(last, anneal_starts(search, p, groups, last, amount, seed + k, contention));
+  int64_t all = 0;  // the work of all searches
+  const int most = searches > 1 ? kMostTimes * searches : 1;
+  const int64_t longer = std::max(amount, std::min(kLonger * amount, kLongest));
+  int done = 0;
+  for (bool faster = true; done < searches || (faster && done < most && !*stop); ++done) {
+    const double before = last.empty() ? kInfinity : last.front().seconds;
+    const int64_t own = done < searches ? amount : longer;
+    add(last, anneal_starts(search, p, groups, last, own, seed + done, contention));
     sort(last);
+    all += own, faster = !last.empty() && last.front().seconds < before * (1 - kFaster);
   }
   if (searches > 1) {  // what each search has found goes on together
     auto few = distinct(last, 4, 1);
     const Search::Model model = contention ? Search::kShared : Search::kAlone;
-    add(last, search.anneal(few, amount * searches / 4, 0.015, 0.0003, model, Search::kFree, seed * 10 + 7));
+    add(last, search.anneal(few, all / 4, 0.015, 0.0003, model, Search::kFree, seed * 10 + 7));
     sort(last);
   }
-  last = distinct(near(last, 1.1), 12 + 4 * (searches - 1), 2);
-  search.descend(last, amount * searches / 5, contention);
-  last = distinct(near(last, 1.03), 6 + 2 * (searches - 1), 2);
+  last = distinct(near(last, 1.1), 12 + 4 * (done - 1), 2);
+  search.descend(last, all / 5, contention);
+  last = distinct(near(last, 1.03), 6 + 2 * (done - 1), 2);
   std::vector<std::vector<int>> warm_ups(last.size());
   std::vector<std::vector<int64_t>> rows_of(last.size());
   search.each(last.size(), [&](size_t i, Evaluator& evaluator) {
