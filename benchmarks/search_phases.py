@@ -45,7 +45,7 @@ PHASES = {
     "planned: servers in turn": (_SEARCH, "together > 1; together", "together < 0; together"),
     "planned: pools of kinds": (_SEARCH, "    found.emplace_back(p_.kinds);", "    return found;"),
     "moves: devices that change rows": (_SEARCH, "if (kind == 3 || have == 0)", "if (true)"),
-    "searches that begin with what was found": (_MAIN, "add(second, distinct(found, 8, 2));", "(void)found;"),
+    "searches that begin with what was found": (_MAIN, "add(second, distinct(found, 16, 4));", "(void)found;"),
     "starts: planned": (_MAIN, "planned ? search.planned_starts() : search.starts()", "search.starts()"),
     "planned: without AllReduce": (_SEARCH, _VARIANTS, _VARIANTS.replace("{false, false, false}, {true", "{true")),
     "planned: with AllReduce": (_SEARCH, _VARIANTS, _VARIANTS.replace(", {true, false, false}", "")),
@@ -54,7 +54,7 @@ PHASES = {
     "estimate: devices in order": (_MAIN, "in_order(Search::kInOrder, number + 1, 16);", "(void)number;"),
     "estimate: devices scattered": (_MAIN, "in_order(Search::kScattered, number + 2, 8);", "{}"),
     "estimate: any devices": (_MAIN, "in_order(Search::kFree, number + 3, 16);", "{}"),
-    "annealing of 24": (
+    "annealing of 48": (
         _MAIN,
         "auto free = search.anneal(second, amount / 3, 0.05, 0.0005, model, Search::kFree, seed * 10 + 3);",
         "auto free = second;",
@@ -74,8 +74,14 @@ PHASES = {
         "last = search.anneal(last, amount * 3 / 20, 0.01, 0.0003, model, Search::kFree, seed * 10 + 6);",
         "",
     ),
+    "starts: several of a shape": (
+        _MAIN,
+        "groups.push_back(distinct(runs, 48, 4));",
+        "groups.push_back(distinct(runs, 24, 1));",
+    ),
+    "longer searches after a faster layout": (_MAIN, "(faster && done < most && !*stop)", "false"),
     "joint search": (_MAIN, "if (searches > 1) {", "if (false) {"),
-    "descent": (_MAIN, "search.descend(last, amount * searches / 5, contention);", ""),
+    "descent": (_MAIN, "search.descend(last, all / 5, contention);", ""),
     "descent: more than three cuts together": (
         _SEARCH,
         "other < best.stages() && left > 0",
@@ -89,8 +95,8 @@ PHASES = {
     ),
     "half of the searches": (
         _BEST,
-        "_SEARCHES, _SEARCHES_ON_FEW, _MORE_SEARCHES = 4, 6, 9",
-        "_SEARCHES, _SEARCHES_ON_FEW, _MORE_SEARCHES = 2, 3, 5",
+        "_SEARCHES, _SEARCHES_ON_FEW, _MORE_SEARCHES = 4, 6, 12",
+        "_SEARCHES, _SEARCHES_ON_FEW, _MORE_SEARCHES = 2, 3, 6",
     ),
     "half of the work": (
         _BEST,
