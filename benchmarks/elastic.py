@@ -1,11 +1,11 @@
-"""Jobs under ``dapple launch`` that lose ranks, hosts and the launcher at random moments, and what surviving costs.
+"""Inject faults into jobs of ``dapple launch``, and measure how long a restart takes and what snapshots cost.
 
-``python -m benchmarks elastic [--jobs N] [--first NUMBER] [--seed S]`` loses, in each of N jobs, a rank, a host (with
-its memory) or the launcher, while the job imports, builds, trains, takes a snapshot, saves or plans again. A job is
-``dapple train --elastic --snapshot-every`` on three ranks of two hosts, in float64. It must end with the losses of a
-job that nothing happened to, step by step, or with exit code 1 where fewer ranks than --min-np are left, with all
-saved; then, and after the loss of the launcher, the same command goes on to the end. ``--part``: which of the tables to
-print.
+``python -m benchmarks elastic [--jobs N] [--first NUMBER] [--seed S]`` signals a rank or the launcher, or removes a
+host with its memory, in each of N jobs, while the job imports, builds, trains, takes a snapshot, saves or plans again.
+A job is ``dapple train --elastic --snapshot-every`` on three ranks of two hosts, in float64. It must end with the same
+loss at each step as a job without a fault, or with exit code 1 if fewer ranks than --min-np are left. In that case, and
+if the launcher has ended, the benchmark runs the same command again, which must go on to the end. ``--part``: which of
+the tables to print.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ JOBS, SEED = 6, 0
 PARTS = ("losses", "restart", "sizes", "cost", "goodput")
 _STEPS, _SNAPSHOT, _SAVE = 300, 10, 50
 _SLOTS = {"nodea": 2, "nodeb": 1}
-_TIMEOUT = 10.0  # of the jobs
-_PATIENCE = 420.0  # for a job to end
-_LAUNCHES = 3  # of one job
-_TOLERANCE = 1e-6  # after up to 300 steps under other plans, whose sums have another order: each step adds to it
+_TIMEOUT = 10.0  # DAPPLE_TIMEOUT_SECONDS of the jobs
+_PATIENCE = 420.0  # after which a job that has not ended is called hung
+_LAUNCHES = 3  # how often one job may be launched
+_TOLERANCE = 1e-6  # under other plans sums have another order, and their rounding errors grow over up to 300 steps
 _MOMENTS = ("import", "build", "step", "snapshot", "save", "re-planning")
 _KINDS = ("rank KILL", "rank STOP", "rank TERM", "host", "launcher KILL", "launcher TERM")
 
 
 @dataclass(frozen=True)
-class Loss:
-    """A loss of a rank or a host, ``after`` seconds into a moment of the run."""
+class Fault:
+    """A fault of a rank, a host or the launcher, ``after`` seconds after a ``moment`` of the run has come."""
 
     kind: str
     moment: str
@@ -64,7 +64,7 @@ class Loss:
 
 @dataclass
 class Launch:
-    """A launch that runs, or has ended: when each line came, in seconds after 1970, and its text."""
+    """A launch that runs, or has ended, and its ``lines``: the time of each, in seconds since 1970, and its text."""
 
     process: subprocess.Popen[str]
     lines: list[tuple[float, str]] = field(default_factory=list)
@@ -82,10 +82,10 @@ class Launch:
 
 @dataclass(frozen=True)
 class Job:
-    """A job to launch: a model of ``benchmarks/killed_model.py``, a rank in each slot of the hosts, and its steps.
+    """A job to launch: a model of ``benchmarks/killed_model.py``, with a rank in each slot of the hosts.
 
-    ``slots``: of each host, by name. ``least``: the job ends where fewer ranks than this are left. ``options``: further
-    ones of ``dapple train``.
+    ``slots``: of each host, by name. ``least``: the job ends if fewer ranks than this are left. ``options``: further
+    options of ``dapple train``.
     """
 
     model: str = "chain"
@@ -132,7 +132,7 @@ def launch(hosts: NamedHosts, folder: Path, job: Job = _CHAIN) -> Launch:
 
 
 def losses_in(folder: Path) -> dict[int, float]:
-    """Return the losses by step that the record of the run has."""
+    """Return the training losses in the record of the run, by step."""
     found: dict[int, float] = {}
     with contextlib.suppress(OSError):
         for line in (folder / "run.jsonl").read_text().splitlines():
@@ -159,16 +159,16 @@ def _moment_has_come(moment: str, started: Launch, hosts: NamedHosts, folder: Pa
             return started.find(r"starts the job again") is not None
 
 
-def lose(loss: Loss, started: Launch, hosts: NamedHosts) -> None:
-    """Send the signal, or lose the host."""
-    what, _, name = loss.kind.partition(" ")
+def inject(fault: Fault, started: Launch, hosts: NamedHosts) -> None:
+    """Send the signal, or remove the host."""
+    what, _, name = fault.kind.partition(" ")
     if what == "host":
-        hosts.lose(loss.host)
+        hosts.lose(fault.host)
         return
     number = started.process.pid if what == "launcher" else None
     end = time.monotonic() + 20
     while number is None and time.monotonic() < end and started.process.poll() is None:
-        number = hosts.rank_process(loss.rank)
+        number = hosts.rank_process(fault.rank)
         time.sleep(0.02)  # no event says that a rank has started
     if number is not None:
         with contextlib.suppress(ProcessLookupError):
@@ -188,9 +188,9 @@ def _has_ended_or(started: Launch, condition: Callable[[], bool]) -> bool:
     return started.process.poll() is not None or condition()
 
 
-def _run_job(number: int, seed: int, reference: Mapping[int, float]) -> tuple[Row, Loss, str]:
+def _run_job(number: int, seed: int, reference: Mapping[int, float]) -> tuple[Row, Fault, str]:
     numbers = random.Random(f"elastic/{seed}/{number}")
-    loss = Loss(
+    fault = Fault(
         numbers.choice(_KINDS),
         numbers.choice(_MOMENTS),
         numbers.randrange(3),
@@ -202,17 +202,17 @@ def _run_job(number: int, seed: int, reference: Mapping[int, float]) -> tuple[Ro
     with tempfile.TemporaryDirectory() as name, named_hosts(list(_SLOTS)) as hosts:
         folder = Path(name)
         started = launch(hosts, folder)
-        if loss.moment == "re-planning":  # an earlier loss, after which the job is started again
+        if fault.moment == "re-planning":  # kill a rank first, so that the job is started again
             _wait(lambda: len(losses_in(folder)) > _STEPS // 6 or started.process.poll() is not None, _PATIENCE)
-            lose(Loss("rank KILL", "step", 1, "", 0.0), started, hosts)
+            inject(Fault("rank KILL", "step", 1, "", 0.0), started, hosts)
         come = _wait(
-            lambda: started.process.poll() is not None or _moment_has_come(loss.moment, started, hosts, folder),
+            lambda: started.process.poll() is not None or _moment_has_come(fault.moment, started, hosts, folder),
             _PATIENCE,
         )
         if come:
-            _wait(lambda: started.process.poll() is not None, loss.after)
+            _wait(lambda: started.process.poll() is not None, fault.after)
         begin = time.monotonic()
-        lose(loss, started, hosts)
+        inject(fault, started, hosts)
         for attempt in range(_LAUNCHES):
             if not _wait(partial(_has_ended_or, started, lambda: False), _PATIENCE, 0.2):
                 problems.append("HUNG")
@@ -224,13 +224,13 @@ def _run_job(number: int, seed: int, reference: Mapping[int, float]) -> tuple[Ro
             resumed = re.findall(r"resumed after step (\d+) from (the memory|\S+)", started.text)
             where = ["memory" if place == "the memory" else "file" for _, place in resumed]
             ends.append(f"code {code}" + (f", resumed from {' and '.join(where)}" if where else ""))
-            # Ranks whose launcher is killed may reach the last step before they end.
+            # If the launcher was killed, its ranks may have trained to the last step.
             if code == 0 or f"{_STEPS} steps already" in started.text:
                 break
             few = "fewer than --min-np" in started.text
             if few and code != 1:
                 problems.append("WRONG CODE")
-            if not few and not loss.kind.startswith("launcher"):
+            if not few and not fault.kind.startswith("launcher"):
                 problems.append("GAVE UP")
             for host in hosts.names:
                 hosts.return_host(host)
@@ -253,19 +253,19 @@ def _run_job(number: int, seed: int, reference: Mapping[int, float]) -> tuple[Ro
             Path(f"out/elastic-{number}.log").write_text(started.text)
     seconds = time.monotonic() - begin
     result = "went on" if not problems else ", ".join(problems)
-    measured = f"{'; '.join(ends)}; {seconds:.0f} s after the loss{''.join(f'; {text}' for text in problems)}"
+    measured = f"{'; '.join(ends)}; {seconds:.0f} s after the fault{''.join(f'; {text}' for text in problems)}"
     wanted = "ends with the losses of an undisturbed run"
-    return Row(f"job {number}: {loss}", wanted, measured, not problems), loss, result
+    return Row(f"job {number}: {fault}", wanted, measured, not problems), fault, result
 
 
 def run_losses(jobs: int, first: int, seed: int) -> Iterator[Row]:
-    """Yield a row for each job, and one for each kind."""
+    """Yield a row for each job, and one for each kind of fault."""
     reference = _reference(_CHAIN)
     results: dict[str, Counter[str]] = {}
     for number in range(first, first + jobs):
-        row, loss, result = _run_job(number, seed, reference)
+        row, fault, result = _run_job(number, seed, reference)
         yield row
-        results.setdefault(loss.kind, Counter())[result] += 1
+        results.setdefault(fault.kind, Counter())[result] += 1
     for kind, counts in results.items():
         text = ", ".join(f"{count} {what}" for what, count in counts.items())
         yield Row(f"all: {kind}", "all went on", text, set(counts) == {"went on"})
@@ -311,17 +311,17 @@ def run_restart() -> Iterator[Row]:
         started.process.wait(60)
 
 
-# --- fewer and fewer ranks, then all again
+# --- a job that loses its ranks one by one, and then gets them back
 
 
-# So many steps are left at the end that more ranks are worth a new start, also if it was slow on a busy machine.
+# With 800 steps enough are left at the end that more ranks save more time than a slow start on a busy machine takes.
 _HEAVY = Job("heavy", {"nodea": 4}, 1, 800, ("--micro-batches", "4"))
 
 
 def run_sizes() -> Iterator[Row]:
     """Yield how soon a job of four ranks trains again: it loses three, one by one, and then gets them back.
 
-    The last row compares its losses with those of a job that nothing happens to.
+    The last row compares its losses with those of a job without a fault.
     """
     reference = _reference(_HEAVY)
     (host,) = _HEAVY.slots
@@ -333,7 +333,7 @@ def run_sizes() -> Iterator[Row]:
             begin = time.time()
             hosts.write_list({host: ranks})
             if ranks < 4:
-                lose(Loss("rank KILL", "step", ranks, "", 0.0), started, hosts)
+                inject(Fault("rank KILL", "step", ranks, "", 0.0), started, hosts)
             restart = _wait_for_line(started, rf"starts the job again .* with {ranks} rank", begin)
             _wait_for_line(started, "resumed after", restart)
             _wait_for_steps(started, folder, 1)
@@ -351,11 +351,11 @@ def run_sizes() -> Iterator[Row]:
 
 
 def _reference(job: Job) -> dict[int, float]:
-    """Return the losses by step of a job that nothing happens to."""
+    """Return the training losses of a job without a fault, by step."""
     with tempfile.TemporaryDirectory() as name, named_hosts(list(job.slots)) as hosts:
         started = launch(hosts, Path(name), job)
         if started.process.wait(3 * _PATIENCE):
-            raise RuntimeError(f"the job that nothing happens to failed:\n{started.text[-3000:]}")
+            raise RuntimeError(f"the job without a fault failed:\n{started.text[-3000:]}")
         return losses_in(Path(name))
 
 
@@ -379,7 +379,7 @@ def _wait_for_steps(started: Launch, folder: Path, count: int) -> None:
 
 
 def run_cost() -> Iterator[Row]:
-    """Yield what snapshots every ten steps add to steps of the dense stack and the gpt, on two ranks of two hosts."""
+    """Yield how much time snapshots every ten steps take, for the dense stack and the gpt on two ranks of two hosts."""
     for model in ("dense", "gpt"):
         found = measure_cost(model)
         share = found["waited"] / (_SNAPSHOT * found["step"])
@@ -425,7 +425,7 @@ def measure_write_rate(size: int = 200_000_000) -> float:
 
 
 def run_goodput(restart_seconds: float, snapshot_share: float) -> Iterator[Row]:
-    """Yield the simulated goodput with measured inputs, and draw it."""
+    """Yield the simulated goodput (the useful share of the time) with measured inputs, and draw it."""
     inputs = Inputs(restart_seconds, snapshot_share, measure_write_rate())
     found, path = goodput(inputs)
     about = (
@@ -455,8 +455,8 @@ def run() -> Iterator[Row]:
 def main(arguments: Sequence[str]) -> int:
     """Print the tables for the ``arguments``; return 1 if a figure misses what is wanted."""
     parser = argparse.ArgumentParser("python -m benchmarks elastic", description=__doc__)
-    parser.add_argument("--jobs", type=int, default=JOBS, help="jobs that lose something")
-    parser.add_argument("--first", type=int, default=0, help="number of the first job: parts of a long run")
+    parser.add_argument("--jobs", type=int, default=JOBS, help="number of jobs into which a fault is injected")
+    parser.add_argument("--first", type=int, default=0, help="number of the first job, to run a part of many jobs")
     parser.add_argument("--seed", type=int, default=SEED, help="of the random choices")
     parser.add_argument("--part", choices=PARTS, nargs="+", default=PARTS)
     parser.add_argument("--restart-seconds", type=float, default=30.0, help="measured by --part restart")

@@ -15,21 +15,21 @@ import dapple_tf as dapple
 from benchmarks.common import Row, available_cores, median, print_rows, run_on_cores, time_interleaved
 
 LAYERS, WIDTH, BATCH, STEPS, ROUNDS = 4, 512, 1024, 10, 9
-LONG_STEPS, LONG_ROUNDS = 100, 5  # of an epoch in which its beginning hardly counts
-STEP_SECONDS = 0.04  # about what a step takes: the batch is a multiple of BATCH, chosen by a trial
+LONG_STEPS, LONG_ROUNDS = 100, 5  # epochs so long that what fit does at their begin and end hardly counts
+STEP_SECONDS = 0.04  # about the time of a step: a trial chooses the batch, a multiple of BATCH, for it
 PIPELINE: Any = {"stages": 2, "micro_batches": 4}
 
 
 def run() -> Iterator[Row]:
-    """Yield both rows, measured in one process on two cores."""
+    """Yield the rows, measured in one process on two cores."""
     yield from (Row(**row) for row in run_on_cores("benchmarks.fit", available_cores()[:2]))
 
 
 def measure() -> list[Row]:
-    """Time epochs of ``fit`` and loops of as many steps in turn, from equal models."""
+    """Time in turn epochs of ``fit`` and loops of as many steps, on equal models."""
     fitted, bare = make_model(), make_model()
     dapple.keras.pipeline(fitted, **PIPELINE)
-    mean_squared_error = keras.losses.MeanSquaredError()  # as compiled: other forms of it have other ops
+    mean_squared_error = keras.losses.MeanSquaredError()  # the loss that compile uses, so that both have the same ops
 
     def loss_fn(x: Any, y: Any) -> Any:
         return mean_squared_error(y, bare(x, training=True))
@@ -57,7 +57,7 @@ def measure() -> list[Row]:
     ways = {"memory": partial(fit, fitted, repeated), "slow": partial(fit, fitted, slow)}
     time_interleaved(ways, 1)
     taken = time_interleaved(ways, ROUNDS)
-    # The first batch of an epoch has no step to hide behind.
+    # No step runs while the first batch of an epoch is read, so its time is left out.
     ratio = median([(b - seconds) / a for a, b in zip(taken["memory"], taken["slow"], strict=True)])
     per_step = ", ".join(f"{median(taken[name]) / STEPS * 1e3:.1f} ms" for name in ("slow", "memory"))
     figure = "fit on data that take as long as the step, but for the first batch, over fit on data in memory"
@@ -65,14 +65,14 @@ def measure() -> list[Row]:
 
 
 def fit(model: Any, data: tf.data.Dataset) -> None:
-    """Train for an epoch, without a word."""
+    """Train for an epoch, without printed progress."""
     model.fit(data, verbose=0)
 
 
 def make_data(samples: int, steps: int) -> tf.data.Dataset:
     """Return a data set of ``steps`` equal batches of random rows.
 
-    TensorFlow does not tune it: at the end of a loop the thread that does so would keep the loop waiting.
+    Autotuning is off, because a loop waits at its end for the thread that tunes its data set.
     """
     x, y = (np.random.default_rng(0).normal(size=(samples, WIDTH)).astype(np.float32) for _ in range(2))
     options = tf.data.Options()
@@ -90,7 +90,7 @@ def make_model() -> Any:
 
 
 def wait(value: Any, seconds: float) -> Any:
-    """Return the tensor after a wait of ``seconds``, in place of reading it from a disk."""
+    """Return the tensor after ``seconds``, as if it were read from a slow disk."""
 
     def after(array: Any) -> Any:
         time.sleep(seconds)

@@ -331,8 +331,8 @@ class Options:
     )
     elastic: bool = _option(
         False,
-        "Whether to plan anew where the job has another number of ranks than the stages or the plan ask for, "
-        "instead of refusing it.",
+        "Whether to make a new plan if the job has another number of ranks than the stages or the plan need, instead "
+        "of ending with an error.",
         more="For jobs that are started again with the ranks that are left.",
         page="elastic.md",
         flag="--elastic",
@@ -364,8 +364,8 @@ class Options:
     )
     cluster: Cluster | None = _option(
         None,
-        'The servers and links for which is planned what is "auto": stages, micro-batches, schedule.',
-        more="It does so from a profile measured now, and ``step.choice`` says why.",
+        'The servers and links to plan for, where stages, micro-batches or schedule are "auto".',
+        more="The plan is made from a profile that is measured now; ``step.choice`` says why it was chosen.",
         page="plan.md",
         flag="--cluster",
         check=_check_file("cluster"),

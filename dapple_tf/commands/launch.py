@@ -27,19 +27,30 @@ from dapple_tf.launcher.supervisor import LaunchSettings, Supervisor
 )
 @cloup.option("-np", "most", required=True, type=click.IntRange(1), help="The largest number of ranks to start.")
 @cloup.option(
-    "--min-np", "least", default=1, show_default=True, type=click.IntRange(1), help="Fewer ranks end the job."
+    "--min-np",
+    "least",
+    default=1,
+    show_default=True,
+    type=click.IntRange(1),
+    help="The job ends if fewer ranks are possible.",
 )
 @cloup.option(
-    "--restarts", default=3, show_default=True, type=click.IntRange(0), help="How many failures start the job again."
+    "--restarts",
+    default=3,
+    show_default=True,
+    type=click.IntRange(0),
+    help="How many times a job that failed is started again.",
 )
-@cloup.option("--mpirun", "options", default="", metavar="OPTIONS", help="More options for mpirun, in one word.")
+@cloup.option(
+    "--mpirun", "options", default="", metavar="OPTIONS", help="More options for mpirun, quoted as one argument."
+)
 @cloup.option(
     "--check-every",
     default=15.0,
     show_default=True,
     metavar="SECONDS",
     type=click.FloatRange(0.5),
-    help="Seconds between two looks at the hosts while the job runs.",
+    help="Seconds between two checks of the hosts while the job runs.",
 )
 @click.argument("words", nargs=-1, required=True, metavar="-- COMMAND")
 def launch(
@@ -48,8 +59,8 @@ def launch(
     """Run COMMAND as the ranks of a job, by mpirun, on the hosts that answer.
 
     A job that fails is started again on the hosts that are left. The command must go on from what it has saved, as
-    dapple train does with --checkpoint-dir; with --elastic that plans anew for the number of ranks. When hosts come
-    back, an elastic job saves and goes on with more ranks.
+    dapple train does with --checkpoint-dir. With --elastic, dapple train makes a new plan when the number of ranks has
+    changed. When hosts come back, an elastic dapple train decides after its next checkpoint whether to use them.
     """
     if least > most:
         raise click.UsageError(f"--min-np {least} is more than -np {most}: start more ranks, or ask for fewer")

@@ -1,4 +1,4 @@
-"""Keras models over a pipeline: ``compile`` as always, one line, then ``fit``, ``evaluate`` and ``predict`` as always.
+"""Train compiled Keras models over a pipeline: one call between ``compile`` and ``fit``, which are used as always.
 
 model.compile(optimizer, loss, metrics=[...])
 dapple.keras.pipeline(model, stages=2, micro_batches=8)

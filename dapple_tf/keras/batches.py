@@ -52,9 +52,9 @@ class BatchNames:
         return tensors
 
     def nest(self, tensors: dict[str, Any]) -> tuple[Any, Any, Any]:
-        """Return x, y and sample_weight, nested as in the batch that ``name`` returned ``tensors`` of.
+        """Return x, y and sample_weight, nested as in the batch for which ``name`` returned ``tensors``.
 
-        Raises BatchError for names that neither such a batch nor one of single tensors has.
+        Raises BatchError for names that no batch had before, unless they are those of a batch of single tensors.
         """
         x, y, sample_weight = _nest_leaves(tensors, self._nesting)
         return x, y, sample_weight
@@ -104,14 +104,14 @@ def _nest_leaves(tensors: dict[str, Any], nestings: Mapping[tuple[str, ...], Any
     return keras.tree.map_structure(lambda name: tensors[name] if name else None, nestings[names])
 
 
-# --- Equal batches on all ranks of a job: random shuffles begin from the same seeds, and batches are compared
+# --- Give all ranks of a job the same random numbers, and compare their batches
 
 
 def align_randomness(job: Job) -> None:
     """Give every rank rank 0's state of Python's and NumPy's random numbers, and one seed to TensorFlow.
 
-    Data sets are shuffled with these. A seed that the user has given TensorFlow stays; every rank must call this.
-    Raises JobError where the ranks were given different ones.
+    Data sets are shuffled with these. A seed of ``tf.random.set_seed`` is kept. Every rank must call this. Raises
+    JobError if the ranks were given different seeds.
     """
     own = random.getstate(), np.random.get_state(), int.from_bytes(os.urandom(3), "big")
     python, numpy, seed = job.broadcast(own)
@@ -122,9 +122,9 @@ def align_randomness(job: Job) -> None:
 
 
 class BatchCheck:
-    """Compares a batch of every epoch with the other ranks': they must all read the same data, in the same order.
+    """Compares first batches between ranks: all must read the same data in the same order.
 
-    So must be the learning rates of the ``optimizer``.
+    It compares the first batch of each epoch, evaluation and prediction, and the learning rates of the ``optimizer``.
     """
 
     def __init__(self, job: Job, optimizer: Any) -> None:

@@ -1,4 +1,4 @@
-"""``dapple.keras.pipeline`` and ``dapple.keras.restore``: put a pipeline under a compiled model, and take it off."""
+"""``dapple.keras.pipeline`` and ``dapple.keras.restore``: run a compiled model over a pipeline, and undo that."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from dapple_tf.runtime.step import PipelinedStep
 METHODS = ("fit", "evaluate", "predict")
 """The methods that are replaced."""
 
-_BATCHES = 2  # with one, each step would wait whenever its batch takes a little longer than the step
+_BATCHES = 2  # with one, a step would wait whenever reading its batch takes a little longer than a step
 
 
 def _read_ahead(model: keras.Model, check: Callable[[], None]) -> None:
     """Replace ``fit``, ``evaluate`` and ``predict`` on this model: they prefetch from every data set they are given.
 
-    ``check`` is called before each.
+    Each of them first calls ``check``.
     """
     for name in METHODS:
         setattr(model, name, _reading_ahead(model, getattr(model, name), check))
@@ -62,7 +62,7 @@ def _prefetched(value: Any) -> Any:
     return beside_steps(value).prefetch(_BATCHES) if isinstance(value, tf.data.Dataset) else value
 
 
-# --- ``dapple.keras.pipeline`` and ``dapple.keras.restore``: put a pipeline under a compiled model, and take it off
+# --- ``dapple.keras.pipeline`` and ``dapple.keras.restore``: run a compiled model over a pipeline, and undo that
 
 
 _KINDS = ("train", "test", "predict")
@@ -77,7 +77,7 @@ _BY_CALLBACK = (
     "a function of the batch and call dapple.pipeline(loss_fn, optimizer=model.optimizer, ...)"
 )
 REFUSED = dict.fromkeys([*(f"make_{kind}_function" for kind in _KINDS), *internals.MAKING_FUNCTIONS], _BY_CALLBACK)
-"""The methods of a model that Keras calls and a pipeline does not, each with what to do instead."""
+"""The methods of a model that Keras calls and a pipeline does not call, each with what to do instead."""
 
 
 @document_options()
@@ -86,16 +86,16 @@ def pipeline(
 ) -> PipelinedStep:
     """Have a compiled model train, evaluate and predict over a pipeline; return the step that ``fit`` will call.
 
-    ``fit``, ``evaluate``, ``predict``, ``train_on_batch``, ``test_on_batch`` and ``predict_on_batch`` then give what
-    they gave before: losses, metrics, callbacks and data are the model's. ``evaluate`` and ``predict`` run forward
-    only, over the same stages. A ``train_step`` of the model's own runs as by ``dapple.train_step``; a ``test_step`` or
-    ``predict_step`` of its own runs on one device, as Keras runs it. A call of ``compile`` takes the pipeline off: call
-    this again after it.
+    ``fit``, ``evaluate``, ``predict``, ``train_on_batch``, ``test_on_batch`` and ``predict_on_batch`` then give the
+    same results as before, with the losses and metrics of ``compile``, and any callbacks and data. ``evaluate`` and
+    ``predict`` run forward only, over the same stages. If the model overrides ``train_step``, it is pipelined as by
+    ``dapple.train_step``; an overridden ``test_step`` or ``predict_step`` runs on one device, as Keras runs it.
+    ``compile`` removes the pipeline: call this again after it.
 
     Args:
         model: A Functional, Sequential or subclassed model after ``model.compile(...)``.
-        example_batch: A batch (x, y) or (x, y, sample_weight) like those to come: the plan is made and the step built
-            now, not at the first batch.
+        example_batch: A batch (x, y) or (x, y, sample_weight) like those of ``fit``. With it the plan is made and the
+            step is built now, else at the first batch.
         {options}
             ``jit_compile=None`` follows the option of ``model.compile``.
 
@@ -146,10 +146,10 @@ def pipeline(
 
 
 def restore(model: keras.Model) -> None:
-    """Take the pipeline off the model: it then trains, evaluates and predicts as Keras does, with the same variables.
+    """Remove the pipeline from the model, which then runs as Keras runs it, with the same variables.
 
-    Variables are back on the devices on which they were before the pipeline. In a job every rank must call it, and has
-    all trained values afterwards. Raises UsageError for a model without a pipeline.
+    Variables are moved back to the devices on which they were before. In a job every rank must call it, and has all
+    trained values afterwards. Raises UsageError for a model without a pipeline.
     """
     installed = installed_in(model)
     if installed.step.built:
@@ -169,10 +169,10 @@ _REPLACED = (*(f"make_{kind}_function" for kind in _KINDS), *{*METHODS, *ranks.M
 
 @dataclass
 class _Installed:
-    """A pipeline under a model: its ``step``, the ``settings`` of the model at that time, and what it had of its own.
+    """The pipeline of a model: its ``step``, and the ``settings`` of the model when the pipeline was made.
 
-    ``own``: attributes of the model itself that were replaced, by name. ``built``: those of its layers and optimizer
-    for which the step was built; none where ``fit`` builds it. ``own_steps``: see ``_own_steps``.
+    ``own``: attributes of the model itself that were replaced, by name. ``built``: the attributes of its layers and
+    optimizer when the step was built for an example batch; else none. ``own_steps``: see ``_own_steps``.
     ``loops``: the functions that Keras calls. ``fit_data``: the data and ``steps_per_epoch`` of the ``fit`` that runs.
     """
 
@@ -244,7 +244,8 @@ def _maker(model: keras.Model, kind: str, function: Callable[..., Any]) -> Calla
             raise UsageError(f"{model.name} was given a step of its own after dapple.keras.pipeline: {again}")
         if kind == "train" and installed.built:
             _check_unchanged(installed.built, _attributes(model))
-            installed.built.clear()  # Keras traces its function for the first fit, too: later changes wait for compile
+            # Keras traces at the first fit, too: a change after it has no effect until the model is compiled again.
+            installed.built.clear()
         _check_methods(model)
         return function
 
@@ -290,9 +291,9 @@ def _check_methods(model: keras.Model) -> None:
             raise CaptureError(f"{type(model).__name__} overrides {name}, which a pipeline would not run: {advice}")
 
 
-# --- The functions of a batch that a compiled Keras model trains, evaluates and predicts with, for a pipeline to run
-# They compute the forward pass and the loss. Metrics are not updated here, micro-batch by micro-batch, but once a step
-# on the whole batch (see ``loops``): what they need is returned as aux outputs.
+# --- The functions of a batch by which a pipeline trains, evaluates and predicts with a compiled Keras model
+# They compute the forward pass and the loss of a micro-batch. Metrics are updated once a step, on the whole batch (see
+# ``loops``): the tensors that they need are returned as aux outputs.
 
 
 Function = Callable[[dict[str, Any]], Any]
@@ -300,7 +301,7 @@ Function = Callable[[dict[str, Any]], Any]
 
 
 def _training_function(model: keras.Model, names: BatchNames) -> Any:
-    """Return the tf.function of a batch to train with: the loss, and as aux outputs what metrics need.
+    """Return the tf.function that computes the loss of a batch in training, with what metrics need as aux outputs.
 
     The first trace builds what ``fit`` would build: the model, its losses, and the optimizer for all trainable
     variables.
@@ -317,7 +318,7 @@ def _training_function(model: keras.Model, names: BatchNames) -> Any:
 
 
 def _own_training_function(model: keras.Model, names: DataNames) -> Any:
-    """Return the tf.function of a batch that is the model's own ``train_step``, which returns the metrics."""
+    """Return the tf.function that calls the model's own ``train_step`` on a batch, and returns the metrics."""
 
     def train(batch: dict[str, Any]) -> Any:
         return model.train_step(names.nest(batch))
@@ -326,7 +327,7 @@ def _own_training_function(model: keras.Model, names: DataNames) -> Any:
 
 
 def _evaluation_function(model: keras.Model, names: BatchNames) -> Any:
-    """Return the tf.function of a batch to evaluate with: the loss, and as aux outputs what metrics need."""
+    """Return the tf.function that computes the loss of a batch in evaluation, with what metrics need as aux outputs."""
 
     def evaluate(batch: dict[str, Any]) -> Any:
         return _compute(model, names.nest(batch), training=False)
@@ -335,7 +336,7 @@ def _evaluation_function(model: keras.Model, names: BatchNames) -> Any:
 
 
 def _prediction_function(model: keras.Model, names: BatchNames) -> Any:
-    """Return the tf.function of a batch to predict with: a zero for the loss, and the model's outputs."""
+    """Return the tf.function that computes the model's outputs for a batch, with a zero in place of the loss."""
 
     def predict(batch: dict[str, Any]) -> Any:
         x, _, _ = names.nest(batch)
@@ -347,8 +348,8 @@ def _prediction_function(model: keras.Model, names: BatchNames) -> Any:
 def _compute(model: keras.Model, batch: tuple[Any, Any, Any], *, training: bool) -> tuple[Any, dict[str, Any]]:
     """Return the loss and the aux outputs.
 
-    ``outputs``: the model's, where there are metrics to compute from them; ``masks``: their Keras masks, by position.
-    ``losses``: the loss of each output, where there are several, which Keras reports by metrics of its own.
+    ``outputs``: the model's outputs, if metrics are computed from them; ``masks``: their Keras masks, by position.
+    ``losses``: the loss of each output, if there are several; Keras reports each as a metric.
     """
     x, y, sample_weight = batch
     outputs = internals.call_model(model, x, training=training)
@@ -362,10 +363,10 @@ def _compute(model: keras.Model, batch: tuple[Any, Any, Any], *, training: bool)
 
 
 def _named(function: Function, model: keras.Model, names: BatchNames | DataNames) -> Any:
-    """Return the tf.function, which has the model's name in messages; Keras does not convert its steps either.
+    """Return the tf.function of a ``function`` of a named batch; it has the model's name, which messages show.
 
-    XLA compiles it where XLA compiles the model. As in Keras's own steps, lengths that vary are left unknown. It raises
-    BatchError for what is not one dictionary of ``names``.
+    As in Keras's own steps, there is no autograph, lengths that vary are left unknown, and XLA compiles it if the model
+    has ``jit_compile``. It raises BatchError for arguments other than one dictionary, by ``names``.
     """
 
     def run(*batch: Any) -> Any:

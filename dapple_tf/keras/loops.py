@@ -26,8 +26,9 @@ class Loops:
     """The three functions of one compiled model.
 
     ``train``, ``test``, ``predict``: the pipelined functions of a named batch (see ``install``). ``check`` is called
-    with every batch. ``passed_over``: how many batches the next call to train takes and drops before it trains.
-    ``skipped``: how many of the batches after these are taken without training, in that call and the next ones.
+    with every batch. ``passed_over``: how many batches of earlier epochs the next call of ``train_function`` takes from
+    the iterator and drops, before the first step. ``skipped``: how many of the following batches are dropped in place
+    of a step; these count as batches of the epoch.
 
     ``own_names``: the names of the tensors that ``train`` takes, if it is the model's own ``train_step``, which returns
     the metrics; else None. ``on_one_device``: functions that run on one device in place of ``test`` and ``predict``, by
@@ -79,7 +80,7 @@ class Loops:
         return self._run(batches, self._test)
 
     def predict_function(self, batches: Iterable[Any]) -> Any:
-        """Return the model's outputs for ``batches``, put together on axis 0."""
+        """Return the model's outputs for ``batches``, concatenated on axis 0."""
         if "predict" in self._on_one_device:
             return self._on_one_device["predict"](batches)
         found = [self._predict(self._name(data, inputs_only=True))[1]["outputs"] for data in batches]
@@ -124,7 +125,7 @@ class Loops:
 class OnOneDevice:
     """A function of a ``kind``, test or predict, that Keras makes of the model's own step and runs on one device.
 
-    ``gather`` brings all variables there; it is called again once the model has trained.
+    ``gather`` copies all variables to that device; it is called before the first call, and again after training.
     """
 
     def __init__(self, model: keras.Model, kind: str, gather: Callable[[], None]) -> None:
@@ -160,13 +161,14 @@ def _fixed_samples(batches: Iterable[Any]) -> int | None:
     return None if shape is None or not shape.rank else shape[0]
 
 
-# --- Update a compiled model's metrics once a step, from the whole batch: they equal those of one device
+# --- Update a compiled model's metrics once a step, from the whole batch, so that they equal those of one device
 
 
 class _MetricsUpdate:
     """Updates the metrics of ``model`` by one batch and returns the results by name, as a step of Keras does.
 
-    A tf.function finds its trace for nested arguments in 1 to 2 ms; here it is found once for each form of a batch.
+    A tf.function takes 1 to 2 ms a call to find its trace for nested arguments. Here the trace is looked up in a
+    dictionary, by the nesting, dtypes and shapes of the batch.
     """
 
     def __init__(self, model: keras.Model) -> None:
@@ -179,8 +181,8 @@ class _MetricsUpdate:
     ) -> Any:
         """Update the metrics by the batch of these ``named`` tensors, its ``loss``, and the aux outputs of its step.
 
-        ``samples``: of a batch where the data set fixes it, else None. Keras weighs the losses of several outputs by
-        it, and by 1 where it is not fixed.
+        ``samples``: the number of samples of a batch, if the data set fixes it, else None. Keras weighs the losses of
+        several outputs by it, or by 1 if it is not fixed.
         """
         arguments = named, loss, aux
         tensors = tf.nest.flatten(arguments, expand_composites=True)

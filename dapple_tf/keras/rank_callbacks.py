@@ -1,4 +1,4 @@
-"""Callbacks of ``fit`` in a job: rank 0 prints and writes, decisions are alike, and values are there when read."""
+"""Adapt the callbacks of ``fit`` to a job: rank 0 prints and writes; values are gathered before they are read."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _WRITERS = (
     keras.callbacks.RemoteMonitor,
     keras.callbacks.TensorBoard,
 )
-# Callbacks that read no weights, or by methods of the model that gather them first.
+# Callbacks that read no weights, or read them by methods of the model that gather them first.
 _NO_READERS = (
     keras.callbacks.BackupAndRestore,
     keras.callbacks.CSVLogger,
@@ -46,7 +46,7 @@ _HOROVOD = {
 class GatherValues(keras.callbacks.Callback):  # type: ignore[misc]  # keras is not typed
     """Gathers the trained values before callbacks that may read or write them.
 
-    That is when training begins, and at the begin and the end of each epoch, evaluation and prediction.
+    It does so when training begins, and when an epoch, an evaluation or a prediction begins or ends.
     ``before_epoch`` is called before an epoch. This must be the first callback, on every rank.
     """
 
@@ -98,9 +98,9 @@ def _finalizes(optimizer: Any) -> bool:
 
 
 def check_callbacks(callbacks: Sequence[Any], method: str, job: Job) -> None:
-    """Raise JobError on every rank if the ranks give ``method`` other callbacks, and UsageError for Horovod's.
+    """Raise JobError on every rank if the callbacks of ``method`` differ between ranks, and UsageError for Horovod's.
 
-    Those that only write may be on any ranks: they run on rank 0. Every rank must call this.
+    Callbacks that only write may be missing on some ranks: they run on rank 0. Every rank must call this.
     """
     compared = [callback for callback in callbacks if not isinstance(callback, _WRITERS)]
     own = [(type(callback).__name__, _is_of_horovod(callback)) for callback in compared]
@@ -137,7 +137,7 @@ def _reads(callback: Any) -> bool:
 
 @contextlib.contextmanager
 def adapted(callbacks: Sequence[Any], model: keras.Model, job: Job) -> Iterator[list[Any]]:
-    """Give the callbacks that this rank runs, in the block as a rank of ``job`` must run them."""
+    """Return a context with the callbacks that this rank runs, changed inside of it as a rank of ``job`` needs."""
     kept = [callback for callback in callbacks if job.rank == 0 or not isinstance(callback, _WRITERS)]
     with contextlib.ExitStack() as stack:
         for callback in kept:
@@ -146,13 +146,13 @@ def adapted(callbacks: Sequence[Any], model: keras.Model, job: Job) -> Iterator[
             if isinstance(callback, keras.callbacks.BackupAndRestore):
                 _share_backup(stack, callback, model, job)
             if job.rank and isinstance(callback, keras.callbacks.ModelCheckpoint):
-                # Rank 0 writes; a path without a folder has none made here.
+                # Only rank 0 writes. Keras makes the folder of the path, so other ranks get a path without one.
                 _replace(stack, callback, filepath=os.path.basename(callback.filepath))
         yield kept
 
 
 def _share_backup(stack: contextlib.ExitStack, callback: Any, model: keras.Model, job: Job) -> None:
-    """Have rank 0 alone read and write the backup; the others get its weights and the epoch to go on at."""
+    """Have rank 0 alone read and write the backup; the others get its weights and its epoch."""
     path = internals.backup_path(callback)
     load_here, end_here = getattr(callback, internals.BACKUP_LOAD), callback.on_train_end
 
@@ -173,7 +173,7 @@ def _share_backup(stack: contextlib.ExitStack, callback: Any, model: keras.Model
 
 
 def _replace(stack: contextlib.ExitStack, callback: Any, **attributes: Any) -> None:
-    """Set attributes of the callback that it has, until the end of ``stack``."""
+    """Set those of the ``attributes`` that the callback has, until the end of ``stack``."""
     for name, value in attributes.items():
         if not hasattr(callback, name):
             continue

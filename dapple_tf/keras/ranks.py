@@ -1,4 +1,4 @@
-"""A pipelined model in a job: the same script on every rank; rank 0 prints and writes.
+"""Adapt a pipelined model to a job, in which every rank runs the same script, and rank 0 prints and writes.
 
 Methods of the model that print, read all variables or touch files are replaced on the model itself. Every rank must
 call them, in the same order.
@@ -29,7 +29,7 @@ METHODS = (*_SAVING, *_RUNNING, "export", "get_weights", "load_weights")
 
 
 def adapt_to_ranks(model: keras.Model, step: PipelinedStep, job: Job, check: BatchCheck) -> None:
-    """Replace the methods of the model that a job of several processes needs otherwise."""
+    """Replace the methods of the model that must work differently in a job of several processes."""
     methods = _RankMethods(model, step, job, check)
     for name in METHODS:
         original = getattr(model, name)
@@ -38,7 +38,7 @@ def adapt_to_ranks(model: keras.Model, step: PipelinedStep, job: Job, check: Bat
 
 
 class _RankMethods:
-    """Each method returns the replacement of one of the model's."""
+    """Makes the replacements: each public method takes a method of the model, and returns its replacement."""
 
     def __init__(self, model: keras.Model, step: PipelinedStep, job: Job, check: BatchCheck) -> None:
         self._model = model
@@ -56,7 +56,7 @@ class _RankMethods:
 
         def save(*args: Any, **options: Any) -> None:
             self._job.announce_call("save the model")
-            self._job.check_call_history()  # variables trained on different batches are no model
+            self._job.check_call_history()  # variables that were trained on different batches must not be saved
 
             def write() -> None:
                 with internals.saving_through_files():
@@ -83,13 +83,14 @@ class _RankMethods:
         return get_weights
 
     def load_weights(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Rank 0 reads the file, and sends each value to the ranks that hold the variable: all, before a step."""
+        """Rank 0 reads the file, and sends each value to the ranks that hold the variable; before a step, all do."""
 
         def load_weights(*args: Any, **options: Any) -> None:
             self._job.announce_call("load weights")
             optimizer = self._model.optimizer
             lend_values(self._job, self._variables(), lambda: original(*args, **options), changes=True)
-            if self._job.broadcast(optimizer.built) and not self._step.built:  # by what the file has
+            # Rank 0's optimizer is built by now if the file has its variables.
+            if self._job.broadcast(optimizer.built) and not self._step.built:
                 build_optimizer(optimizer, self._model.trainable_weights)
                 share_variables(self._job, [variable.value for variable in optimizer.variables])
 
@@ -102,7 +103,7 @@ class _RankMethods:
         return [variable.value for variable in found]
 
     def run(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap ``fit``, ``evaluate`` or ``predict``: only rank 0 shows progress, and callbacks are those of a job."""
+        """Wrap ``fit``, ``evaluate`` or ``predict``: only rank 0 shows progress; callbacks are adapted to the job."""
         method = original.__name__
 
         def run(*args: Any, **options: Any) -> Any:
@@ -114,7 +115,7 @@ class _RankMethods:
             named = self._holder(bound, method, "callbacks")
             given = named.get("callbacks") or []
             found = list(given.callbacks if isinstance(given, keras.callbacks.CallbackList) else _as_list(given))
-            if any(isinstance(callback, GatherValues) for callback in found):  # ``fit`` evaluates
+            if any(isinstance(callback, GatherValues) for callback in found):  # ``fit`` calls ``evaluate``
                 return original(*bound.args, **bound.kwargs)
             check_callbacks(found, method, self._job)
             first = GatherValues(self.gather, self._check.expect, reads_values(found, self._model))

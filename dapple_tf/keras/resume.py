@@ -1,4 +1,4 @@
-"""``dapple.keras.SaveAndResume``: save what ``fit`` trains, and go on at the batch after the last that was saved."""
+"""``dapple.keras.SaveAndResume``: save during ``fit``, and go on with the batch after the last saved one."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ class SaveAndResume(keras.callbacks.Callback):  # type: ignore[misc]  # keras is
     """Saves checkpoints in ``folder`` during ``fit``, at the end of each epoch and after each ``every`` batches.
 
     ``fit`` then begins with the epoch and the batch that follow the last checkpoint, or the last snapshot if the
-    pipeline has the option ``snapshot_every``. Batches of that epoch that were trained on before are taken and passed
-    over, so that none is trained on twice or left out; give the same data and seeds. Callbacks see these batches too;
-    metrics of the epoch are those of the other batches. The end of ``fit`` removes the snapshots. Where ``dapple
-    launch`` offers more ranks, an elastic job decides at the end of an epoch whether it is started again with them.
+    pipeline has the option ``snapshot_every``. Batches of that epoch that were trained on before are read but not
+    trained on, so that none is trained on twice or left out; give the same data and seeds. Callbacks are called for
+    these batches too; metrics of the epoch are computed without them. The end of ``fit`` removes the snapshots. If
+    ``dapple launch`` offers more ranks, an elastic job decides at the end of an epoch whether it is started again with
+    them.
 
     The model must have a pipeline with an ``example_batch``, and its data a known number of batches. In a job every
-    rank needs the callback. Raises UsageError where one of these is missing, CheckpointError as ``dapple.Checkpoints``
-    does.
+    rank needs the callback. Raises UsageError if one of these is missing, and the errors of ``dapple.Checkpoints``.
     """
 
-    reads_no_values = True  # it gathers what it saves
+    reads_no_values = True  # Checkpoints fetches the values that it saves
 
     def __init__(self, folder: str | os.PathLike[str], every: int | None = None) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class SaveAndResume(keras.callbacks.Callback):  # type: ignore[misc]  # keras is
         self._begun = 0.0
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Restore the last state, and have ``fit`` go on from there."""
+        """Restore the last saved state, and make ``fit`` go on from there."""
         installed = installed_in(self.model)
         if self.params.get("steps") is None:
             raise UsageError(
@@ -116,10 +116,10 @@ class SaveAndResume(keras.callbacks.Callback):  # type: ignore[misc]  # keras is
         self._saved = done
 
     def _pass_over(self, epoch: int, batch: int) -> None:
-        """Have ``fit`` take the data of earlier epochs, and the first ``batch`` batches of this one, without training.
+        """Make ``fit`` read the data of earlier epochs, and the first ``batch`` batches of this one, without training.
 
-        A data set may be shuffled anew by each iterator: as many are made as earlier epochs made. With
-        ``steps_per_epoch`` one iterator serves all epochs, and their batches are taken from it.
+        Each iterator may shuffle a data set in another order, so as many iterators are made as the earlier epochs made.
+        With ``steps_per_epoch`` all epochs use one iterator, and the batches of the earlier ones are taken from it.
         """
         loops, (data, steps_per_epoch) = installed_in(self.model).loops, installed_in(self.model).fit_data
         assert loops is not None, "made with the pipeline"

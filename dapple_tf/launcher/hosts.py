@@ -22,8 +22,8 @@ from dapple_tf.profiler.quote import quote
 # "node1 slots=8" of an Open MPI hostfile, "node1:8" of Horovod's discovery scripts, or a name alone: one slot.
 _LINE = re.compile(r"(?P<name>\w[\w.-]*)(?::(?P<count>\d{1,6})|(?:\s+slots\s*=\s*(?P<slots>\d{1,6}))?)")
 _LOCAL = ("localhost", "127.0.0.1")
-_LONGEST_BYTES = 2**20  # of what a script prints
-_LOOK_SECONDS = 0.02  # between two looks at a script that runs
+_LONGEST_BYTES = 2**20  # what a script may print
+_LOOK_SECONDS = 0.02  # how often a running script is checked
 _AGENT = "ssh -o BatchMode=yes -o ConnectTimeout=5"  # asks for no password: a host that wants one does not answer
 
 
@@ -43,7 +43,7 @@ def read_hosts(path: str | os.PathLike[str], seconds: float = 30) -> tuple[Host,
 
     Each line is ``name slots=n`` or ``name:n``; ``#`` begins a comment. Raises ClusterError for a file that cannot be
     read, a script that fails, prints more than 1 MiB or takes longer than ``seconds``, a line that names no host, a
-    host that is named twice, and where no host has a slot; the message names the line.
+    host that is named twice, or a list in which no host has a slot; the message names the line.
     """
     file = Path(path)
     source = f"the output of {file}" if os.access(file, os.X_OK) and file.is_file() else str(file)
@@ -78,7 +78,7 @@ def _read_file(file: Path) -> str:
 
 
 def _run_script(file: Path, seconds: float) -> str:
-    """Return what a script prints until it ends; what it has started in the background may run on."""
+    """Return what a script prints until it ends; processes that it has started in the background may go on."""
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         try:
             process = subprocess.Popen(
@@ -86,12 +86,12 @@ def _run_script(file: Path, seconds: float) -> str:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=errors,
-                start_new_session=True,  # with a group of its own, which is ended as a whole
+                start_new_session=True,  # a process group of its own, so that all its processes can be killed
             )
         except OSError as error:
             raise ClusterError(
-                f"{file} is executable but cannot be run ({error.strerror}): begin a script with #!, or take away its "
-                "right to be executed if it is a list of hosts"
+                f"{file} is executable but cannot be run ({error.strerror}): begin a script with #!, or, if it is a "
+                "list of hosts, make it not executable (chmod -x)"
             ) from error
         try:
             _wait_for_script(process, file, (output, errors), seconds)

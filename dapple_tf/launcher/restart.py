@@ -1,11 +1,12 @@
-"""Pass messages between the launcher and the job that it has started, and start a rank again in place.
+"""Pass messages between the launcher and the job that it has started, and start a rank again in the same process.
 
-``dapple launch`` writes to the job's environment how often the job was started, and to rank 0's standard input that
-more ranks are possible. The job answers with its exit code.
+``dapple launch`` passes the number of the start in the job's environment. It writes to rank 0's standard input on which
+hosts more ranks are possible. The job answers with its exit code.
 
 Horovod's elastic driver (``horovodrun --host-discovery-script``) starts processes only in place of those that have
-failed. The others must ask it for their new rank. So a rank that ends because another one is lost replaces its own
-program: process, and place on the host, stay. This file is also the script that asks; it imports nothing of dapple_tf.
+failed. The others must ask it for their new rank. So when a rank is lost, each other rank replaces its own program by
+exec, in the same process and slot. It runs this file as a script, which asks the driver for the new rank; so this file
+imports nothing of dapple_tf.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _MORE_RANKS = "dapple: more ranks are possible: "
 """Begins a line on rank 0's standard input that asks an elastic job to save, and to end with the code ``CONTINUE``."""
 
 CONTINUE = 75
-"""Exit code of a job that has saved, and asks to be started again with more ranks (EX_TEMPFAIL of sysexits.h)."""
+"""Exit code of a job that has saved, and is to be started again with more ranks (EX_TEMPFAIL of sysexits.h)."""
 
 REFUSED = 78
 """Exit code of a job that would fail in the same way at each start (EX_CONFIG of sysexits.h)."""
@@ -36,11 +37,11 @@ REFUSED = 78
 
 @dataclass(frozen=True)
 class Start:
-    """A start of a job: ``number`` 0 for the first, and when the start before it ``ended``, in seconds since 1970.
+    """A start of a job: ``number`` 0 for the first, and when the previous start ``ended``, in seconds since 1970.
 
     ``launch``: a random text, the same for all starts by one launcher. ``began``: when this start was made.
-    ``cause``: why the start before it has ended, in words; "" for the first. ``lost``: the ranks that it has lost with
-    their hosts.
+    ``cause``: why the previous start ended, in words; "" for the first. ``lost``: the ranks of the previous start whose
+    hosts were lost.
     """
 
     number: int
@@ -56,7 +57,7 @@ class Start:
 
 
 def read_start(environment: Mapping[str, str] = os.environ) -> Start | None:
-    """Return which start of its job this process belongs to; None for a launcher that starts it once."""
+    """Return which start of its job this process belongs to; None if the launcher does not start failed jobs again."""
     text = environment.get(VARIABLE)
     if text is None:
         return None
@@ -65,12 +66,15 @@ def read_start(environment: Mapping[str, str] = os.environ) -> Start | None:
 
 
 def failure_code(lasts: bool, environment: Mapping[str, str] = os.environ) -> int:
-    """Return the exit code of a process that has failed: ``REFUSED`` if that ``lasts`` and a launcher waits for it."""
+    """Return the exit code of a failed process: ``REFUSED`` if the error ``lasts`` (see ``DappleError``), else 1.
+
+    It is 1, too, where no launcher would start the job again.
+    """
     return REFUSED if lasts and starts_again(environment) else 1
 
 
 def starts_again(environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether a launcher has started this process that starts a failed job again."""
+    """Return whether this process was started by a launcher that starts a failed job again."""
     return VARIABLE in environment or is_driven(environment)
 
 
@@ -86,13 +90,14 @@ class Offers:
     """Reads, on rank 0, the offers of the launcher from standard input: hosts on which the job could run."""
 
     def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
-        self._launched = VARIABLE in environment and not is_driven(environment)  # else standard input is the user's
+        # Else what comes on standard input is the user's.
+        self._launched = VARIABLE in environment and not is_driven(environment)
         self._unread = ""
 
     def read(self) -> list[tuple[str, int]]:
-        """Return the hosts, with their ranks, of the last offer since the last call; none where there was no offer.
+        """Return the hosts, with their ranks, of the newest offer since the last call; none if there was no offer.
 
-        A long line comes in parts: one without its end is kept for the next call.
+        A long line may arrive in parts: the part of an incomplete line is kept for the next call.
         """
         while self._launched and select.select([sys.stdin], [], [], 0)[0]:
             data = os.read(sys.stdin.fileno(), 65536)
@@ -119,7 +124,7 @@ def is_driven(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 class HostChanges:
-    """Notes, on rank 0, that Horovod's driver has said that it would start other ranks now."""
+    """Notes, on rank 0, that Horovod's driver has reported a change of its hosts."""
 
     def __init__(self) -> None:
         from horovod.runner.elastic.worker import WorkerNotificationManager
@@ -142,20 +147,20 @@ def first_start() -> Start:
 def begin_again(cause: str, lost: tuple[int, ...] = ()) -> None:
     """Run the program of this process again from its start, as a rank of the next start, under Horovod's driver.
 
-    Returns where there is no such driver: then the process must end, and its launcher starts all ranks again.
-    ``cause`` and ``lost``: see ``Start``. Any thread may call this; all others end at once.
+    Returns if there is no such driver: then the process must end, and its launcher starts all ranks again.
+    ``cause`` and ``lost``: see ``Start``. Any thread may call this; all other threads end at once.
     """
     if not is_driven():
         return
     now = time.time()
     start = dataclasses.replace(read_start() or first_start(), ended=now, began=now, cause=cause, lost=lost)
     start = dataclasses.replace(start, number=start.number + 1)
-    # Without its rank, other ranks do not find this process in place of the one that gets the rank next.
+    # Without this variable, other ranks do not take this process for the one that gets its old rank.
     environment = {name: value for name, value in os.environ.items() if name != _RANK}
-    with contextlib.suppress(AttributeError, OSError, ValueError):  # no stream with a descriptor
-        os.dup2(sys.stderr.fileno(), 2)  # what libraries write is hidden while they start
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # stderr may be a stream without a descriptor
+        os.dup2(sys.stderr.fileno(), 2)  # descriptor 2 may be redirected, to hide what libraries write when they start
     for descriptor in map(int, os.listdir("/dev/fd")):
-        with contextlib.suppress(OSError):  # that of the list itself
+        with contextlib.suppress(OSError):  # the descriptor by which the folder was listed is closed
             os.set_inheritable(descriptor, descriptor <= 2)
     words = [sys.executable, "-I", __file__, sys.executable, *sys.orig_argv[1:]]
     os.execve(sys.executable, words, {**environment, VARIABLE: start.to_text()})
@@ -164,7 +169,7 @@ def begin_again(cause: str, lost: tuple[int, ...] = ()) -> None:
 def _run_with_new_rank(words: list[str]) -> None:
     """Replace this process by the command ``words``, with the rank that the driver gives once all ranks are known.
 
-    Ends the process where the driver has no rank for it: its host has been left out.
+    Returns, which ends the process, if the driver has no rank for it: its host has been left out.
     """
     address, port = (os.environ[f"HOROVOD_GLOO_RENDEZVOUS_{name}"] for name in ("ADDR", "PORT"))
     connection = http.client.HTTPConnection(address, int(port))

@@ -1,7 +1,7 @@
 """Run a job by mpirun, and start it again on the hosts that are left when a rank or a host is lost.
 
-mpirun cannot replace a process of a running job. So a job that has lost a rank ends as a whole, and the next one goes
-on from what the last has saved; ``dapple train --elastic`` plans for the ranks that there are.
+mpirun cannot replace a process of a running job. So a job that has lost a rank ends as a whole, and the next start goes
+on from what the job has saved; ``dapple train --elastic`` makes a plan for the number of ranks of that start.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from dapple_tf.launcher.restart import CONTINUE, REFUSED, VARIABLE, Start, offer
 from dapple_tf.wording import format_count
 
 _USAGE = 2  # the exit code of a command with a wrong option
-_ENDED_BY = 128  # and the number of a signal: the exit code of what the signal has ended
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # the last when the terminal is closed
+_ENDED_BY = 128  # plus the number of a signal: the exit code of a process that the signal has ended
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # SIGHUP comes when the terminal is closed
 _POLL_SECONDS = 0.2
 _PASSED_ON = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
 
@@ -37,10 +37,11 @@ _PASSED_ON = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
 class LaunchSettings:
     """The settings of ``dapple launch``: the command, the hosts and the numbers of ranks.
 
-    ``hosts``: path of the list of hosts, or of a script that prints it. ``most`` and ``least``: numbers of ranks.
-    ``restarts``: how many times the job may be started again after a failure. ``command``: of each rank.
-    ``mpirun_options``: more words for mpirun. ``check_seconds``: time between two looks at the hosts while the job
-    runs. ``timeout_seconds``: after this time without an answer from a host, the ranks of other hosts have ended.
+    ``hosts``: path of the list of hosts, or of a script that prints it. ``most`` and ``least``: the largest and the
+    smallest number of ranks. ``restarts``: how many times the job may be started again after a failure. ``command``:
+    what each rank runs. ``mpirun_options``: more words for mpirun. ``check_seconds``: time between two checks of the
+    hosts while the job runs. ``timeout_seconds``: when a host has sent nothing for this time, the ranks on the other
+    hosts end.
     """
 
     hosts: str
@@ -54,7 +55,7 @@ class LaunchSettings:
 
 
 class Supervisor:
-    """Starts the job of ``settings``, watches it, and starts it again; ``tell`` gets a line for each event."""
+    """Starts the job of ``settings``, watches it, and starts it again; calls ``tell`` with a line for each event."""
 
     def __init__(
         self, settings: LaunchSettings, tell: Callable[[str], None], environment: Mapping[str, str] = os.environ
@@ -67,9 +68,10 @@ class Supervisor:
         self._lost: tuple[str, ...] = ()
 
     def run(self) -> int:
-        """Run until the job has ended for good; return its exit code: 1 where it failed, or too few ranks are left.
+        """Run until the job has ended and is not started again; return the launcher's exit code.
 
-        Raises ClusterError where the hosts cannot be read, or give too few slots, before anything starts.
+        It is 1 if the job has failed, or too few slots are left. Raises ClusterError before the first start if the
+        hosts cannot be read, or have too few slots.
         """
         settings = self._settings
         hosts = self._choose_hosts(read_hosts(settings.hosts))
@@ -116,7 +118,7 @@ class Supervisor:
                         f"{settings.least}: it ends here; what was saved stays"
                     )
                     return 1
-                if self._stopped_by is not None:  # while the hosts were asked
+                if self._stopped_by is not None:  # a signal came while the hosts were checked
                     return _ENDED_BY + self._stopped_by
 
     def _choose_hosts(self, named: Sequence[Host]) -> tuple[Host, ...]:
@@ -127,9 +129,9 @@ class Supervisor:
                 self._tell(
                     f"host {host.name} does not answer: it is left out, with its {format_count(host.slots, 'slot')}"
                 )
-        return self._limit(answering)
+        return self._limit_slots(answering)
 
-    def _limit(self, answering: Sequence[Host]) -> tuple[Host, ...]:
+    def _limit_slots(self, answering: Sequence[Host]) -> tuple[Host, ...]:
         """Return the hosts with no more slots than the job may have ranks."""
         chosen: list[Host] = []
         left = self._settings.most
@@ -140,7 +142,10 @@ class Supervisor:
         return tuple(chosen)
 
     def _find_next_hosts(self, before: Sequence[Host]) -> tuple[Host, ...]:
-        """Return the hosts for the next start; wait until ranks on a host that does not answer must have ended."""
+        """Return the hosts for the next start.
+
+        If a host of the last start does not answer, wait for the timeout first: then its ranks have ended, too.
+        """
         try:
             hosts = self._choose_hosts(read_hosts(self._settings.hosts))
         except ClusterError as error:
@@ -158,18 +163,18 @@ class Supervisor:
         self._tell(f"starts the job {again}with {format_count(ranks, 'rank')} on {', '.join(map(str, hosts))}")
         environment = {**self._environment, VARIABLE: start.to_text()}
         process = subprocess.Popen(
-            self._words(hosts, environment),
+            self._make_command(hosts, environment),
             env=environment,
             stdin=subprocess.PIPE,
             text=True,
-            start_new_session=True,  # signals of the terminal are passed on once, by this process
+            start_new_session=True,  # so that the terminal signals this process only, which passes signals on
         )
         try:
             return self._watch(process, hosts)
         finally:
             _end(process, self._settings.timeout_seconds)
 
-    def _words(self, hosts: Sequence[Host], environment: Mapping[str, str]) -> list[str]:
+    def _make_command(self, hosts: Sequence[Host], environment: Mapping[str, str]) -> list[str]:
         """Return the command line of mpirun, whose ranks are numbered host by host."""
         passed = [name for name in environment if name in _PASSED_ON or name.startswith(("DAPPLE_", "HOROVOD_"))]
         return [
@@ -181,8 +186,8 @@ class Supervisor:
         ]
 
     def _watch(self, process: subprocess.Popen[str], hosts: Sequence[Host]) -> int:
-        """Wait for the job's end; end mpirun where a host is lost, and offer more ranks where there are more slots."""
-        settings, told = self._settings, _count_slots(hosts)
+        """Wait for the job's end; end mpirun if a host is lost, and offer more ranks if there are more slots."""
+        settings, offered = self._settings, _count_slots(hosts)
         check = time.monotonic() + settings.check_seconds
         while (code := process.poll()) is None:
             if self._stopped_by is not None:
@@ -191,7 +196,7 @@ class Supervisor:
                 lost = self._find_lost(hosts)
                 if lost:
                     return self._give_up(process, lost)
-                told = self._offer_ranks(process, _count_slots(hosts), told)
+                offered = self._offer_ranks(process, _count_slots(hosts), offered)
                 check = time.monotonic() + settings.check_seconds
             self._wait(_POLL_SECONDS)
         return code
@@ -199,22 +204,22 @@ class Supervisor:
     def _stop(self, process: subprocess.Popen[str], number: int) -> int:
         """Let the job save and end, by SIGUSR1, which mpirun passes on; end it at once at the second signal.
 
-        After other signals than Ctrl-C, whose sender may not wait, the job has the timeout for it.
+        After SIGTERM and SIGHUP the job is also ended when the timeout has passed: their sender may not wait longer.
         """
         self._tell("lets the job save the step that runs, and end; a second signal ends it at once")
         process.send_signal(signal.SIGUSR1)
         end = math.inf if number == signal.SIGINT else time.monotonic() + self._settings.timeout_seconds
         while process.poll() is None and self._signals == 1 and time.monotonic() < end:
-            time.sleep(_POLL_SECONDS)  # a second signal ends the wait, too
+            time.sleep(_POLL_SECONDS)  # a second signal is noticed after this time
         if process.poll() is None:
             process.send_signal(number)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(self._settings.timeout_seconds)
-        # mpirun also ends with 0 where the signal comes while it starts the ranks.
+        # mpirun also ends with code 0 if the signal comes while it starts the ranks.
         return _end(process, self._settings.timeout_seconds) or _ENDED_BY + number
 
     def _find_lost(self, hosts: Sequence[Host]) -> list[str]:
-        """Return the names of hosts that do not answer, asked twice."""
+        """Return the names of the hosts that do not answer twice in a row."""
         others = [host for host in hosts if not is_local(host.name)]
         for _ in range(2):
             if others:
@@ -223,33 +228,34 @@ class Supervisor:
         return [host.name for host in others]
 
     def _give_up(self, process: subprocess.Popen[str], lost: Sequence[str]) -> int:
-        """Let the ranks name the lost hosts and end; then end mpirun, which may wait for a quarter of an hour."""
+        """Wait until the ranks have reported the lost hosts and ended; then end mpirun, which may wait 15 minutes."""
         self._lost = tuple(lost)
         self._tell(f"host {', '.join(lost)} does not answer any more")
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(self._settings.timeout_seconds)
         return _end(process, self._settings.timeout_seconds) or 1
 
-    def _offer_ranks(self, process: subprocess.Popen[str], ranks: int, told: int) -> int:
-        """Tell the job of ``ranks`` how many are possible where it was ``told`` another number; return what it knows.
+    def _offer_ranks(self, process: subprocess.Popen[str], ranks: int, offered: int) -> int:
+        """Write to a job of ``ranks`` how many are possible, if that is not ``offered``; return the newest offer.
 
-        What was offered and is gone is withdrawn: the job would end for nothing, and would not learn when it is back.
+        ``offered``: the number that was written before. If slots are gone again, the offer is withdrawn: else the job
+        would end for nothing, and no new offer would be made when they are back.
         """
         if ranks >= self._settings.most or process.stdin is None or not is_read(process.stdin):
-            return told
+            return offered
         try:
             named = read_hosts(self._settings.hosts)
-        except ClusterError:  # said at the next start, if it stays so
-            return told
-        hosts = self._limit(find_answering(named, self._environment))
+        except ClusterError:  # the next start reports it, if the list is still wrong
+            return offered
+        hosts = self._limit_slots(find_answering(named, self._environment))
         possible = max(ranks, _count_slots(hosts))
-        if possible == told:
-            return told
+        if possible == offered:
+            return offered
         decides = (
             ": if it is elastic, it decides once it has saved whether to go on with them" if possible > ranks else ""
         )
         self._tell(f"there are slots for {format_count(possible, 'rank')} now, and the job has {ranks}{decides}")
-        with contextlib.suppress(OSError):  # it has just ended
+        with contextlib.suppress(OSError):  # the job may have just ended
             process.stdin.write(offer_ranks([(host.name, host.slots) for host in hosts]))
             process.stdin.flush()
         return possible
@@ -262,7 +268,7 @@ class Supervisor:
 
     @contextlib.contextmanager
     def _passing_signals_on(self) -> Iterator[None]:
-        """Note Ctrl-C, SIGTERM and SIGHUP meanwhile, for which ``_watch`` stops the job, unless nohup ignores it."""
+        """Note Ctrl-C, SIGTERM and SIGHUP, at which ``_watch`` stops the job; what nohup ignores stays ignored."""
 
         def note(number: int, _: object) -> None:
             self._stopped_by = number
@@ -285,9 +291,9 @@ class Supervisor:
 
 
 def is_read(pipe: IO[str]) -> bool:
-    """Return whether all that was written to a pipe has been read: then a line more does not wait for the reader.
+    """Return whether all that was written to a pipe has been read: then writing one more line does not block.
 
-    mpirun stops reading where a rank does not.
+    mpirun stops reading its input while rank 0 does not read.
     """
     return not int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)), sys.byteorder)
 
@@ -298,8 +304,8 @@ def _count_slots(hosts: Sequence[Host]) -> int:
 
 def _ranks_on(hosts: Sequence[Host], names: Sequence[str]) -> tuple[int, ...]:
     """Return the ranks that run on the hosts with these names; ranks are numbered host by host."""
-    homes = [host.name for host in hosts for _ in range(host.slots)]
-    return tuple(rank for rank, name in enumerate(homes) if name in names)
+    names_of_ranks = [host.name for host in hosts for _ in range(host.slots)]
+    return tuple(rank for rank, name in enumerate(names_of_ranks) if name in names)
 
 
 def _end(process: subprocess.Popen[str], seconds: float) -> int:
