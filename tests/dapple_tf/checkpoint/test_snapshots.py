@@ -208,6 +208,28 @@ def test_snapshots_under_a_launcher_are_found_without_the_folder(
     assert Checkpoints(tmp_path / "run", make_step()).restore() == Position(2, 2)
 
 
+def test_snapshots_outlive_launches_that_fail_before_they_take_one(
+    tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DAPPLE_LAUNCH", Start(0, launch="aa").to_text())
+    run = make_step()
+    Checkpoints(tmp_path / "run", run).restore()
+    train(run, memory, 3)
+    for start in (Start(0, launch="bb"), Start(1, launch="bb"), Start(0, launch="cc")):
+        monkeypatch.setenv("DAPPLE_LAUNCH", start.to_text())
+        with pytest.raises(CheckpointError, match="the snapshot after step 2 has 'first' as float32"):
+            Checkpoints(tmp_path / "run", make_step(rows=5)).restore()
+    monkeypatch.setenv("DAPPLE_LAUNCH", Start(0, launch="dd").to_text())
+    assert Checkpoints(tmp_path / "run", make_step()).restore() == Position(2, 2)
+
+
+@pytest.mark.usefixtures("memory")
+def test_a_folder_in_place_of_the_name_of_the_run_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "run" / "run-id").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match=r"run/run-id cannot be read or written: Is a directory"):
+        Checkpoints(tmp_path / "run", make_step())
+
+
 def test_a_memory_that_is_too_small_is_refused(tmp_path: Path, memory: Path) -> None:
     if subprocess.run(
         ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(memory)], check=False, capture_output=True
