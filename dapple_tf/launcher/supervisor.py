@@ -110,14 +110,14 @@ class Supervisor:
                         )
                         return 1
                 hosts = self._find_next_hosts(hosts)
+                if self._stopped_by is not None:  # while the hosts were asked
+                    return _ENDED_BY + self._stopped_by
                 if _count_slots(hosts) < settings.least:
                     self._tell(
                         f"the hosts that answer have {format_count(_count_slots(hosts), 'slot')}, fewer than --min-np "
                         f"{settings.least}: it ends here; what was saved stays"
                     )
                     return 1
-                if self._stopped_by is not None:  # while the hosts were asked
-                    return _ENDED_BY + self._stopped_by
 
     def _choose_hosts(self, named: Sequence[Host]) -> tuple[Host, ...]:
         """Return the hosts that answer, with no more slots than the job may have ranks."""

@@ -191,14 +191,16 @@ def test_the_first_signal_lets_the_job_save(launch: Launch, sent: int, wanted: i
     assert "lets the job save the step that runs, and end; a second signal ends it at once" in told
 
 
-def test_a_signal_while_the_hosts_are_asked_starts_nothing_any_more(launch: Launch) -> None:
-    launch.hosts("#!/bin/sh\n[ -e started ] && touch asked && sleep 2\necho localhost:2\n")
+@pytest.mark.parametrize("left", [2, 1])  # fewer than the least would end the job by themselves
+def test_a_signal_while_the_hosts_are_asked_starts_nothing_any_more(launch: Launch, left: int) -> None:
+    launch.hosts(f"#!/bin/sh\n[ -e started ] || exec echo localhost:2\ntouch asked; sleep 2; echo localhost:{left}\n")
     (launch.folder / "hosts").chmod(0o755)
-    process = launch.begin("sys.exit(9)", "--check-every", "60")
+    process = launch.begin("sys.exit(9)", "--check-every", "60", "--min-np", "2")
     wait_until((launch.folder / "asked").exists)
     process.send_signal(signal.SIGTERM)
     _, told = process.communicate(timeout=30)
     assert process.returncode == 143, told
+    assert "fewer than" not in told
     assert {start for start, _, _ in launch.starts} == {0}
 
 
