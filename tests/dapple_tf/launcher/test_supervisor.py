@@ -259,6 +259,7 @@ def test_too_few_slots_are_refused_before_anything_starts(launch: Launch) -> Non
         (("--", "nowhere"), "nowhere is no program on the PATH, nor a file that can be run: correct COMMAND"),
         (("--min-np", "3"), "--min-np 3 is more than -np 2: start more ranks, or ask for fewer"),
         (("--mpirun", "'"), '--mpirun "\'": No closing quotation'),
+        (("--check-every", "nan"), "--check-every nan: give a number of seconds"),
         (("--restarts", "-1"), "Invalid value for '--restarts'"),
     ],
 )
