@@ -201,6 +201,8 @@ class Supervisor:
 
         After other signals than Ctrl-C, whose sender may not wait, the job has the timeout for it.
         """
+        # Reason: a look at the hosts may have kept this message waiting, and a user who saw nothing happen tried again.
+        self._signals = 1
         self._tell("lets the job save the step that runs, and end; a second signal ends it at once")
         process.send_signal(signal.SIGUSR1)
         end = math.inf if number == signal.SIGINT else time.monotonic() + self._settings.timeout_seconds

@@ -236,6 +236,23 @@ def test_the_second_signal_ends_the_job_at_once(launch: Launch) -> None:
     assert process.returncode == 130, told
 
 
+def test_signals_that_come_before_the_answer_to_the_first_let_the_job_save(launch: Launch) -> None:
+    """A look at the hosts while the job runs keeps the launcher, which has not yet said that the job saves."""
+    launch.hosts("#!/bin/sh\n[ -e ready0 ] && touch asked && sleep 2\necho localhost:1\n")
+    (launch.folder / "hosts").chmod(0o755)
+    process = launch.begin(
+        "def stop(*_): time.sleep(1); open('saved', 'w').close(); sys.exit(130)\n"
+        "signal.signal(signal.SIGUSR1, stop); open('ready0', 'w').close(); time.sleep(50)"
+    )
+    wait_until((launch.folder / "asked").exists)
+    for _ in range(2):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.3)  # signals that are not yet handled become one
+    _, told = process.communicate(timeout=30)
+    assert process.returncode == 130, told
+    assert (launch.folder / "saved").exists()
+
+
 def test_a_host_that_does_not_answer_is_left_out(launch: Launch) -> None:
     launch.hosts("localhost slots=1\nnobody.invalid slots=1\n")
     code, told = launch.run("")
