@@ -91,6 +91,12 @@ class HostMemory:
             if snapshot.steps < complete or (snapshot.steps == complete and snapshot.writer != self.writer):
                 (self.folder / snapshot.path(part)).unlink(missing_ok=True)
 
+    def keep_only(self, steps: int) -> None:
+        """Remove from this host all snapshots but those after this number of steps."""
+        for snapshot, part in self.list_parts() if self.is_first else ():
+            if snapshot.steps != steps:
+                (self.folder / snapshot.path(part)).unlink(missing_ok=True)
+
     def make_room(self, sizes: Sequence[int], buddies: Sequence[int | None]) -> None:
         """Remove what killed processes have left half written; raise CheckpointError where there is not room enough.
 

@@ -87,6 +87,7 @@ def test_a_run_goes_on_bit_by_bit_from_its_last_snapshot(tmp_path: Path, memory:
     resumed = Checkpoints(tmp_path / "run", again).restore()
     assert resumed == Position(4, 4)
     assert resumed.origin.startswith("the memory of ")
+    assert set(parts_in(memory)) == {4}  # the one that was restored, and its copy by this job
     assert losses[:4] + train(again, memory, 3, done=4) == expected_losses(7)
 
 
