@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import time
 from pathlib import Path
@@ -274,6 +275,34 @@ def test_a_restart_by_a_host_whose_clock_is_ahead_leaves_a_record_that_can_be_re
     with RunFile(tmp_path / NAME, start, pytest.fail) as record:
         record.end(RunEnd())
     assert [restart.seconds for restart in read_run(tmp_path).restarts] == [0.0]
+
+
+@pytest.mark.parametrize("length", [0, 5, 60])
+def test_a_record_whose_first_line_is_not_complete_begins_anew(lines: list[str], tmp_path: Path, length: int) -> None:
+    """The disk was full; the run that goes on must not be refused, which would end a launched job for good."""
+    (tmp_path / NAME).write_text(lines[0][:length])
+    start = RunStart(**{**json.loads(lines[0])["start"], "memory": (), "done": 6})
+    with RunFile(tmp_path / NAME, start, pytest.fail) as record:
+        record.add_step(RunStep(7, 1.0, 8, 2.0))
+    assert [step.number for step in read_run(tmp_path).steps] == [7]
+
+
+def test_another_file_in_place_of_a_record_is_not_overwritten(lines: list[str], tmp_path: Path) -> None:
+    (tmp_path / NAME).write_text('{"format": "notes"')
+    start = RunStart(**{**json.loads(lines[0])["start"], "memory": (), "done": 6})
+    with pytest.raises(RunError, match="it holds no run"):
+        RunFile(tmp_path / NAME, start, pytest.fail)
+    assert (tmp_path / NAME).read_text() == '{"format": "notes"'
+
+
+def test_a_run_whose_record_is_too_large_goes_on_without(lines: list[str], tmp_path: Path) -> None:
+    (tmp_path / NAME).write_text(lines[0] + "\n")
+    os.truncate(tmp_path / NAME, 2**26 + 1)
+    start = RunStart(**{**json.loads(lines[0])["start"], "memory": (), "done": 6})
+    told: list[str] = []
+    with RunFile(tmp_path / NAME, start, told.append) as record:
+        record.add_step(RunStep(7, 1.0, 8, 2.0))
+    assert told == [f"warning: {tmp_path / NAME} has more than 64 MiB: the record of the run ends here"]
 
 
 def test_a_long_curve_is_drawn_by_the_least_and_largest_of_each_part(lines: list[str], tmp_path: Path) -> None:
