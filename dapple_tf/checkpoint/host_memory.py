@@ -24,11 +24,12 @@ FOLDER_VARIABLE = "DAPPLE_SNAPSHOT_DIR"
 """The environment variable that names another folder than /dev/shm on every host."""
 
 RUN_ID = "run-id"
-"""The file in the folder of checkpoints that names the run whose snapshots are of the same training."""
+"""The file in the folder of checkpoints that names the runs, in order, whose snapshots are of the same training."""
 
 _MEMORY = "/dev/shm"
 _NAME = re.compile(r"snapshot-(?P<steps>[0-9]{1,18})-(?P<writer>[0-9a-f]{8})-(?P<part>[0-9]+)-of-(?P<parts>[0-9]+)\.st")
 _KEPT = 2  # a snapshot that is complete, and the one that is being written
+_MOST_RUNS = 16  # whose snapshots are looked for: those of a run serve until a later one has a complete snapshot
 
 
 @dataclass(frozen=True, order=True)
@@ -49,9 +50,9 @@ class HostMemory:
     """The folders in memory for the snapshots of the run that saves in ``checkpoints``, one on each host.
 
     Every rank must make it. ``hosts``: the host of each rank. ``folder``: the folder on this host, with a subfolder for
-    each of ``runs``, the ids of this run and of the one before it in the same folder of checkpoints. ``is_first``: this
-    rank is the first one on its host. ``writer``: an id of this job. Raises CheckpointError where a host has no folder
-    in memory, or where it is not known whether the snapshots there are of this run.
+    each of ``runs``, the ids of the runs before in the same folder of checkpoints and, at the end, of this run.
+    ``is_first``: this rank is the first one on its host. ``writer``: an id of this job. Raises CheckpointError where a
+    host has no folder in memory, or where it is not known whether the snapshots there are of this run.
     """
 
     def __init__(self, ranks: AllRanks, checkpoints: Path) -> None:
@@ -88,6 +89,12 @@ class HostMemory:
             return
         for snapshot, part in self.list_parts():
             if snapshot.steps < complete or (snapshot.steps == complete and snapshot.writer != self.writer):
+                (self.folder / snapshot.path(part)).unlink(missing_ok=True)
+
+    def keep_only(self, steps: int) -> None:
+        """Remove from this host all snapshots but those after this number of steps."""
+        for snapshot, part in self.list_parts() if self.is_first else ():
+            if snapshot.steps != steps:
                 (self.folder / snapshot.path(part)).unlink(missing_ok=True)
 
     def make_room(self, sizes: Sequence[int], buddies: Sequence[int | None]) -> None:
@@ -144,22 +151,28 @@ class HostMemory:
 def _identify(checkpoints: Path) -> tuple[str, tuple[str, ...], bool, str]:
     """Return where the run's snapshots are, the ids of its runs, whether these are certain, and an id of this job.
 
-    ``checkpoints``: the folder, which keeps the last of these ids for the next start. Under ``dapple launch`` that is
-    the id of the launch, which is known even where the folder is gone.
+    ``checkpoints``: the folder, which keeps these ids for the next start. Under ``dapple launch`` the id of this run is
+    that of the launch, which is known even where the folder is gone.
     """
     path, start = checkpoints / RUN_ID, read_start()
-    before = path.read_text(encoding="utf-8", errors="replace").strip() if path.exists() else ""
-    if not re.fullmatch(r"[0-9a-f]{1,64}", before):
-        before = ""
-    run = start.launch if start is not None else before or secrets.token_hex(8)
+    try:
+        before = _read_runs(path)
+        run = start.launch if start is not None else before[-1] if before else secrets.token_hex(8)
+        # This run may fail before it has a snapshot, so those of the runs before must be found again.
+        runs = (*(one for one in before if one != run), run)[-_MOST_RUNS:]
+        if runs != before:
+            write_atomically(path, "".join(f"{one}\n" for one in runs))
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read or written: {error.strerror}", lasts=False) from error
     place = hashlib.sha256(str(checkpoints.absolute()).encode()).hexdigest()[:16]
     certain = bool(before) or (start is not None and start.number > 0)
-    if run != before:
-        try:
-            write_atomically(path, f"{run}\n")
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be written: {error.strerror}", lasts=False) from error
-    return place, tuple(dict.fromkeys([before or run, run])), certain, secrets.token_hex(4)
+    return place, runs, certain, secrets.token_hex(4)
+
+
+def _read_runs(path: Path) -> tuple[str, ...]:
+    """Return the ids of the runs in a file; none where it is no regular file, or names anything else."""
+    words = path.read_text(encoding="utf-8", errors="replace").split() if path.is_file() else []
+    return tuple(words) if all(re.fullmatch(r"[0-9a-f]{1,64}", word) for word in words) else ()
 
 
 def _memory_folder() -> Path:

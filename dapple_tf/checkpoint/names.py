@@ -30,14 +30,19 @@ def last_steps(folder: str) -> int:
     try:
         found = list_checkpoints(Path(folder))
         return steps_of(found[-1]) if found and _is_whole(found[-1]) else 0
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return 0
 
 
 def _is_whole(path: Path) -> bool:
     """Return whether a file of safetensors is as long as its head says: its length, the head, then the values."""
+    if not path.is_file():  # a pipe would wait for a writer
+        return False
+    size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
+        if length > size:  # damaged; a read of such a length would take memory for it
+            return False
         head = json.loads(file.read(length))
     end = max(described["data_offsets"][1] for name, described in head.items() if name != "__metadata__")
-    return bool(path.stat().st_size == 8 + length + end)
+    return bool(size == 8 + length + end)

@@ -146,7 +146,12 @@ class Snapshots:
     # --- take snapshots
 
     def begin(self, position: Position) -> None:
-        """Connect the ranks, and take a snapshot where steps are done: the one before may be on one host only."""
+        """Connect the ranks, and take a snapshot where steps are done: the one before may be on one host only.
+
+        All others, which are older or not complete, are removed before: the memory need not hold three.
+        """
+        self._ranks.gather("restored")
+        self._memory.keep_only(position.steps)
         if self._thread is None:
             self._connect()
         if position.steps:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import shutil
@@ -64,6 +65,8 @@ def launch(
     """
     if least > most:
         raise click.UsageError(f"--min-np {least} is more than -np {most}: start more ranks, or ask for fewer")
+    if not check_every < math.inf:  # not a number is neither less nor more than the smallest
+        raise click.UsageError(f"--check-every {check_every}: give a number of seconds")
     if shutil.which("mpirun") is None:
         raise click.UsageError("mpirun is not on the PATH: install Open MPI (make horovod)")
     if shutil.which(words[0]) is None:  # mpirun would say nothing

@@ -247,7 +247,7 @@ class RunFile:
 
     A run from step 1 replaces the file; one that is resumed, or started again by a launcher, goes on in it. Raises
     RunError where a resumed run finds another file, or it cannot be written. A line that cannot be written later ends
-    the record, and ``tell`` says so.
+    the record, and so does a file that is too large to be read when a run goes on; ``tell`` says so.
     """
 
     def __init__(self, path: str | os.PathLike[str], start: RunStart, tell: Callable[[str], None]) -> None:
@@ -256,6 +256,12 @@ class RunFile:
         self._stream: FileIO | None = None
         try:
             goes_on = (bool(start.done) or start.restart is not None) and self._path.exists()
+            if goes_on and self._path.stat().st_size > _LARGEST_FILE:
+                tell(
+                    f"warning: {self._path} has more than {_LARGEST_FILE // 2**20} MiB: the record of the run ends here"
+                )
+                return
+            goes_on = goes_on and not _has_no_line(self._path)
             if goes_on:
                 _check_and_mend(self._path)
             self._stream = FileIO(self._path, "a" if goes_on else "w")
@@ -301,6 +307,14 @@ def finite_or_none(number: float) -> float | None:
 
 def _without_none(record: RunStep | RunEnd | RunRestart) -> dict[str, Any]:
     return {key: value for key, value in dataclasses.asdict(record).items() if value is not None}
+
+
+def _has_no_line(path: Path) -> bool:
+    """Return whether the file is a record whose first line was not written to its end, as on a full disk."""
+    begin = json.dumps({"format": FORMAT}).removesuffix("}").encode()
+    with path.open("rb") as stream:
+        line = stream.readline(_LARGEST_FILE)
+    return not line.endswith(b"\n") and line[: len(begin)] == begin[: len(line)]
 
 
 def _check_and_mend(path: Path) -> None:

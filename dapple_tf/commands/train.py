@@ -19,6 +19,7 @@ from dapple_tf.commands.run_file import NAME
 from dapple_tf.commands.startup import start_tensorflow
 from dapple_tf.commands.train_settings import TrainSettings, check_unfinished
 from dapple_tf.commands.window_options import check_window_usage, window_options
+from dapple_tf.errors import JobError, OutputError
 from dapple_tf.launcher.restart import read_start
 from dapple_tf.profiler.detect import job_rank, job_size
 
@@ -112,7 +113,13 @@ def train(
     check_model_exists(options["model"])
     given = Options(**read_options(options))
     if not job_rank(os.environ):
-        check_output_paths(settings)
+        try:
+            check_output_paths(settings)
+        except OutputError as error:
+            if start is None or not start.number:
+                raise
+            # The start before could write there: a full disk, or one that is away, may be back at the next.
+            raise JobError(str(error)) from error
     start_tensorflow(options["devices"])
     from dapple_tf.commands.training_run import run_training
 

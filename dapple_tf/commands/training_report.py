@@ -162,7 +162,7 @@ def find_restart(record: str | None, plan: Plan, ranks: int, position: Position)
     restart = RunRestart(
         start.number,
         start.cause or "unknown",
-        time.time() - start.ended,
+        max(0.0, time.time() - start.ended),  # the clock of the launcher's host may be ahead of that of this one
         ranks,
         plan.headline,
         position.steps,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -24,6 +25,7 @@ _LINE = re.compile(r"(?P<name>\w[\w.-]*)(?::(?P<count>\d{1,6})|(?:\s+slots\s*=\s
 _LOCAL = ("localhost", "127.0.0.1")
 _LONGEST_BYTES = 2**20  # what a script may print
 _LOOK_SECONDS = 0.02  # how often a running script is checked
+_AGENT_VARIABLE = "OMPI_MCA_plm_rsh_agent"
 _AGENT = "ssh -o BatchMode=yes -o ConnectTimeout=5"  # asks for no password: a host that wants one does not answer
 
 
@@ -68,9 +70,9 @@ def read_hosts(path: str | os.PathLike[str], seconds: float = 30) -> tuple[Host,
 
 
 def _read_file(file: Path) -> str:
-    if file.exists() and not file.is_file():
-        raise ClusterError(f"{file} is no regular file: the hosts are read from it again at each start")
     try:
+        if file.exists() and not file.is_file():
+            raise ClusterError(f"{file} is no regular file: the hosts are read from it again at each start")
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
@@ -130,15 +132,26 @@ def find_answering(
     """Return those of the ``hosts`` on which a command can be run within ``seconds``, in their order.
 
     This host needs no connection. Others are reached as mpirun reaches them: by OMPI_MCA_plm_rsh_agent if it is set,
-    else by ssh.
+    else by ssh. Raises ClusterError where that variable is no command.
     """
-    agent = shlex.split(environment.get("OMPI_MCA_plm_rsh_agent", "") or _AGENT)
+    agent = _read_agent(environment)
 
     def answers(host: Host) -> bool:
         return is_local(host.name) or _runs_commands(agent, host.name, seconds)
 
     with ThreadPoolExecutor(max_workers=min(32, len(hosts)) or 1) as threads:
         return tuple(host for host, answered in zip(hosts, threads.map(answers, hosts), strict=True) if answered)
+
+
+def _read_agent(environment: Mapping[str, str]) -> list[str]:
+    """Return the words of the command that runs another one on a host: of several, as mpirun, the first on the PATH."""
+    text = environment.get(_AGENT_VARIABLE, "")
+    try:
+        commands = [words for words in map(shlex.split, text.split(":")) if words]
+    except ValueError as error:
+        raise ClusterError(f"{_AGENT_VARIABLE}={quote(text)}: {error}") from error
+    found = [words for words in commands if shutil.which(words[0])]
+    return (found or commands or [shlex.split(_AGENT)])[0]
 
 
 def is_local(name: str) -> bool:

@@ -112,14 +112,14 @@ class Supervisor:
                         )
                         return 1
                 hosts = self._find_next_hosts(hosts)
+                if self._stopped_by is not None:  # while the hosts were asked
+                    return _ENDED_BY + self._stopped_by
                 if _count_slots(hosts) < settings.least:
                     self._tell(
                         f"the hosts that answer have {format_count(_count_slots(hosts), 'slot')}, fewer than --min-np "
                         f"{settings.least}: it ends here; what was saved stays"
                     )
                     return 1
-                if self._stopped_by is not None:  # a signal came while the hosts were checked
-                    return _ENDED_BY + self._stopped_by
 
     def _choose_hosts(self, named: Sequence[Host]) -> tuple[Host, ...]:
         """Return the hosts that answer, with no more slots than the job may have ranks."""
@@ -206,6 +206,8 @@ class Supervisor:
 
         After SIGTERM and SIGHUP the job is also ended when the timeout has passed: their sender may not wait longer.
         """
+        # A check of the hosts may have delayed this message, and a user who saw nothing happen may have tried again.
+        self._signals = 1
         self._tell("lets the job save the step that runs, and end; a second signal ends it at once")
         process.send_signal(signal.SIGUSR1)
         end = math.inf if number == signal.SIGINT else time.monotonic() + self._settings.timeout_seconds

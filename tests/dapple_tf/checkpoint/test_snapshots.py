@@ -87,6 +87,7 @@ def test_a_run_goes_on_bit_by_bit_from_its_last_snapshot(tmp_path: Path, memory:
     resumed = Checkpoints(tmp_path / "run", again).restore()
     assert resumed == Position(4, 4)
     assert resumed.origin.startswith("the memory of ")
+    assert set(parts_in(memory)) == {4}  # the one that was restored, and its copy by this job
     assert losses[:4] + train(again, memory, 3, done=4) == expected_losses(7)
 
 
@@ -206,6 +207,28 @@ def test_snapshots_under_a_launcher_are_found_without_the_folder(
     shutil.rmtree(tmp_path / "run")  # it was on the host of rank 0, which is lost
     monkeypatch.setenv("DAPPLE_LAUNCH", Start(1, launch="abcdef").to_text())
     assert Checkpoints(tmp_path / "run", make_step()).restore() == Position(2, 2)
+
+
+def test_snapshots_outlive_launches_that_fail_before_they_take_one(
+    tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DAPPLE_LAUNCH", Start(0, launch="aa").to_text())
+    run = make_step()
+    Checkpoints(tmp_path / "run", run).restore()
+    train(run, memory, 3)
+    for start in (Start(0, launch="bb"), Start(1, launch="bb"), Start(0, launch="cc")):
+        monkeypatch.setenv("DAPPLE_LAUNCH", start.to_text())
+        with pytest.raises(CheckpointError, match="the snapshot after step 2 has 'first' as float32"):
+            Checkpoints(tmp_path / "run", make_step(rows=5)).restore()
+    monkeypatch.setenv("DAPPLE_LAUNCH", Start(0, launch="dd").to_text())
+    assert Checkpoints(tmp_path / "run", make_step()).restore() == Position(2, 2)
+
+
+@pytest.mark.usefixtures("memory")
+def test_a_folder_in_place_of_the_name_of_the_run_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "run" / "run-id").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match=r"run/run-id cannot be read or written: Is a directory"):
+        Checkpoints(tmp_path / "run", make_step())
 
 
 def test_a_memory_that_is_too_small_is_refused(tmp_path: Path, memory: Path) -> None:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dapple_tf.checkpoint.content import Position
 from dapple_tf.commands.run_file import NAME, RunEnd, RunFile, RunStart, RunStep, read_run
+from dapple_tf.commands.training_report import find_restart
 from dapple_tf.errors import RunError
+from dapple_tf.launcher.restart import VARIABLE, Start
 from dapple_tf.timeline.trace_file import read_recording
 from tests.dapple_tf.commands.command_line import TINY_MODEL, Outcome, Run, run_in_process, run_process
 from tests.dapple_tf.drawing.test_chart import Page
@@ -257,6 +262,47 @@ def test_a_record_ends_with_a_warning_where_the_disk_is_full(lines: list[str]) -
         record.add_step(RunStep(1, 1.0, 8, 2.0))
         record.end(RunEnd())
     assert told == ["warning: /dev/full cannot be written (No space left on device): the record of the run ends here"]
+
+
+def test_a_restart_by_a_host_whose_clock_is_ahead_leaves_a_record_that_can_be_read(
+    lines: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the start after it is refused, as one that finds another file in place of the record."""
+    (tmp_path / NAME).write_text("".join(f"{line}\n" for line in lines))
+    monkeypatch.setenv(VARIABLE, Start(1, ended=time.time() + 100, cause="exit code 9").to_text())
+    restart = find_restart(None, read_run(tmp_path).plan, 1, Position(9, 9))
+    start = RunStart(**{**json.loads(lines[0])["start"], "memory": (), "restart": restart})
+    with RunFile(tmp_path / NAME, start, pytest.fail) as record:
+        record.end(RunEnd())
+    assert [restart.seconds for restart in read_run(tmp_path).restarts] == [0.0]
+
+
+@pytest.mark.parametrize("length", [0, 5, 60])
+def test_a_record_whose_first_line_is_not_complete_begins_anew(lines: list[str], tmp_path: Path, length: int) -> None:
+    """The disk was full; the run that goes on must not be refused, which would end a launched job for good."""
+    (tmp_path / NAME).write_text(lines[0][:length])
+    start = RunStart(**{**json.loads(lines[0])["start"], "memory": (), "done": 6})
+    with RunFile(tmp_path / NAME, start, pytest.fail) as record:
+        record.add_step(RunStep(7, 1.0, 8, 2.0))
+    assert [step.number for step in read_run(tmp_path).steps] == [7]
+
+
+def test_another_file_in_place_of_a_record_is_not_overwritten(lines: list[str], tmp_path: Path) -> None:
+    (tmp_path / NAME).write_text('{"format": "notes"')
+    start = RunStart(**{**json.loads(lines[0])["start"], "memory": (), "done": 6})
+    with pytest.raises(RunError, match="it holds no run"):
+        RunFile(tmp_path / NAME, start, pytest.fail)
+    assert (tmp_path / NAME).read_text() == '{"format": "notes"'
+
+
+def test_a_run_whose_record_is_too_large_goes_on_without(lines: list[str], tmp_path: Path) -> None:
+    (tmp_path / NAME).write_text(lines[0] + "\n")
+    os.truncate(tmp_path / NAME, 2**26 + 1)
+    start = RunStart(**{**json.loads(lines[0])["start"], "memory": (), "done": 6})
+    told: list[str] = []
+    with RunFile(tmp_path / NAME, start, told.append) as record:
+        record.add_step(RunStep(7, 1.0, 8, 2.0))
+    assert told == [f"warning: {tmp_path / NAME} has more than 64 MiB: the record of the run ends here"]
 
 
 def test_a_long_curve_is_drawn_by_the_least_and_largest_of_each_part(lines: list[str], tmp_path: Path) -> None:

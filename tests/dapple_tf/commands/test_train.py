@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from dapple_tf.checkpoint.file import open_checkpoint
+from dapple_tf.launcher.restart import VARIABLE, Start
 from dapple_tf.plans import Plan
 from tests.dapple_tf.commands.command_line import TINY_MODEL, Outcome, Run, run_process
 from tests.dapple_tf.commands.test_tensorboard import read_curves
@@ -370,3 +371,15 @@ def test_checked_steps_are_not_recorded_but_have_curves_of_the_loss(run_here: Ru
         "samples_per_second": [1, 2],
     }
     assert f"curves for TensorBoard: {tmp_path}" in run.stdout
+
+
+@pytest.mark.parametrize(("number", "code"), [(0, 2), (1, 1)])
+def test_a_folder_that_a_later_start_cannot_write_is_a_failure_and_no_wrong_option(
+    run_here: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, code: int
+) -> None:
+    """The launcher starts a job that ends with code 2 never again."""
+    (tmp_path / "file").touch()
+    monkeypatch.setenv(VARIABLE, Start(number).to_text())
+    run = run_here("train", TINY_MODEL, "--stages", 2, "--checkpoint-dir", tmp_path / "file")
+    assert run.code == code, run.stderr
+    assert "file cannot hold checkpoints: it is a file, not a folder" in run.stderr

@@ -54,6 +54,8 @@ def test_a_list_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ClusterError, match=r"binary cannot be read: it is not UTF-8 text"):
         read_hosts(tmp_path / "binary")
+    with pytest.raises(ClusterError, match=r"the file of hosts n+ cannot be read: File name too long"):
+        read_hosts("n" * 300)
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ClusterError, match=r"pipe is no regular file: the hosts are read from it again at each start"):
         read_hosts(tmp_path / "pipe")
@@ -97,3 +99,20 @@ def test_a_host_answers_if_a_command_runs_there(tmp_path: Path) -> None:
     answering = find_answering(hosts, {"OMPI_MCA_plm_rsh_agent": str(agent)})
     assert [host.slots for host in answering] == [2, 3, 4]
     assert find_answering(hosts[:2], {"OMPI_MCA_plm_rsh_agent": str(silent)}, seconds=0.3) == ()
+
+
+def test_the_agent_is_chosen_as_mpirun_chooses_it(tmp_path: Path) -> None:
+    agent = write(tmp_path / "agent", '#!/bin/sh\n[ "$1" = up ] && shift && "$@"\n', executable=True)
+    hosts = (Host("up", 2),)
+    assert find_answering(hosts, {"OMPI_MCA_plm_rsh_agent": f"{tmp_path}/nowhere : {agent}"}) == hosts
+    with pytest.raises(ClusterError, match=r"OMPI_MCA_plm_rsh_agent=.ssh -o 'A.: No closing quotation"):
+        find_answering(hosts, {"OMPI_MCA_plm_rsh_agent": "ssh -o 'A"})
+
+
+def test_an_agent_of_no_words_is_that_of_a_user_who_names_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "ssh", '#!/bin/sh\n[ "$5" = up ]\n', executable=True)
+    write(tmp_path / "up", "#!/bin/sh\n", executable=True)  # must not be run in place of the agent
+    write(tmp_path / "down", "#!/bin/sh\n", executable=True)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    hosts = (Host("up", 1), Host("down", 1))
+    assert find_answering(hosts, {"OMPI_MCA_plm_rsh_agent": " : "}) == hosts[:1]

@@ -191,14 +191,16 @@ def test_the_first_signal_lets_the_job_save(launch: Launch, sent: int, wanted: i
     assert "lets the job save the step that runs, and end; a second signal ends it at once" in told
 
 
-def test_a_signal_while_the_hosts_are_asked_starts_nothing_any_more(launch: Launch) -> None:
-    launch.hosts("#!/bin/sh\n[ -e started ] && touch asked && sleep 2\necho localhost:2\n")
+@pytest.mark.parametrize("left", [2, 1])  # fewer than the least would end the job by themselves
+def test_a_signal_while_the_hosts_are_asked_starts_nothing_any_more(launch: Launch, left: int) -> None:
+    launch.hosts(f"#!/bin/sh\n[ -e started ] || exec echo localhost:2\ntouch asked; sleep 2; echo localhost:{left}\n")
     (launch.folder / "hosts").chmod(0o755)
-    process = launch.begin("sys.exit(9)", "--check-every", "60")
+    process = launch.begin("sys.exit(9)", "--check-every", "60", "--min-np", "2")
     wait_until((launch.folder / "asked").exists)
     process.send_signal(signal.SIGTERM)
     _, told = process.communicate(timeout=30)
     assert process.returncode == 143, told
+    assert "fewer than" not in told
     assert {start for start, _, _ in launch.starts} == {0}
 
 
@@ -234,6 +236,23 @@ def test_the_second_signal_ends_the_job_at_once(launch: Launch) -> None:
     assert process.returncode == 130, told
 
 
+def test_signals_that_come_before_the_answer_to_the_first_let_the_job_save(launch: Launch) -> None:
+    """A look at the hosts while the job runs keeps the launcher, which has not yet said that the job saves."""
+    launch.hosts("#!/bin/sh\n[ -e ready0 ] && touch asked && sleep 2\necho localhost:1\n")
+    (launch.folder / "hosts").chmod(0o755)
+    process = launch.begin(
+        "def stop(*_): time.sleep(1); open('saved', 'w').close(); sys.exit(130)\n"
+        "signal.signal(signal.SIGUSR1, stop); open('ready0', 'w').close(); time.sleep(50)"
+    )
+    wait_until((launch.folder / "asked").exists)
+    for _ in range(2):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.3)  # signals that are not yet handled become one
+    _, told = process.communicate(timeout=30)
+    assert process.returncode == 130, told
+    assert (launch.folder / "saved").exists()
+
+
 def test_a_host_that_does_not_answer_is_left_out(launch: Launch) -> None:
     launch.hosts("localhost slots=1\nnobody.invalid slots=1\n")
     code, told = launch.run("")
@@ -257,6 +276,7 @@ def test_too_few_slots_are_refused_before_anything_starts(launch: Launch) -> Non
         (("--", "nowhere"), "nowhere is no program on the PATH, nor a file that can be run: correct COMMAND"),
         (("--min-np", "3"), "--min-np 3 is more than -np 2: start more ranks, or ask for fewer"),
         (("--mpirun", "'"), '--mpirun "\'": No closing quotation'),
+        (("--check-every", "nan"), "--check-every nan: give a number of seconds"),
         (("--restarts", "-1"), "Invalid value for '--restarts'"),
     ],
 )
