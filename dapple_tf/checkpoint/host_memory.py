@@ -10,7 +10,7 @@ import secrets
 import shutil
 import socket
 import stat
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -85,16 +85,18 @@ class HostMemory:
 
     def remove_older(self, complete: int) -> None:
         """Remove from this host what is older than the last complete snapshot, where this job has taken one."""
-        if not complete:
-            return
-        for snapshot, part in self.list_parts():
-            if snapshot.steps < complete or (snapshot.steps == complete and snapshot.writer != self.writer):
-                (self.folder / snapshot.path(part)).unlink(missing_ok=True)
+        if complete:
+            self._remove(lambda one: one.steps < complete or (one.steps == complete and one.writer != self.writer))
 
     def keep_only(self, steps: int) -> None:
         """Remove from this host all snapshots but those after this number of steps."""
-        for snapshot, part in self.list_parts() if self.is_first else ():
-            if snapshot.steps != steps:
+        if self.is_first:
+            self._remove(lambda one: one.steps != steps)
+
+    def _remove(self, unwanted: Callable[[Snapshot], bool]) -> None:
+        """Remove from this host the parts of the unwanted snapshots; another rank may have removed some."""
+        for snapshot, part in self.list_parts():
+            if unwanted(snapshot):
                 (self.folder / snapshot.path(part)).unlink(missing_ok=True)
 
     def make_room(self, sizes: Sequence[int], buddies: Sequence[int | None]) -> None:

@@ -1,4 +1,4 @@
-"""How many steps a folder of checkpoints has, read before TensorFlow starts."""
+"""The number of steps of the newest checkpoint in a folder is read without starting TensorFlow."""
 
 from __future__ import annotations
 

@@ -237,7 +237,10 @@ def test_the_second_signal_ends_the_job_at_once(launch: Launch) -> None:
 
 
 def test_signals_that_come_before_the_answer_to_the_first_let_the_job_save(launch: Launch) -> None:
-    """A look at the hosts while the job runs keeps the launcher, which has not yet said that the job saves."""
+    """The launcher waits for a slow script of hosts, and has not yet said that the job saves.
+
+    The rank takes a second to save: a launcher that ended it at the second signal would lose that.
+    """
     launch.hosts("#!/bin/sh\n[ -e ready0 ] && touch asked && sleep 2\necho localhost:1\n")
     (launch.folder / "hosts").chmod(0o755)
     process = launch.begin(
