@@ -396,6 +396,26 @@ def variable_name(variable: tf.Variable) -> str:
     return str(variable.name).split(":")[0]
 
 
+def view_value(variable: tf.Variable) -> Any:
+    """Return a variable's value as a NumPy array, on a CPU without a copy: what is assigned later may change the array.
+
+    Relies on ``_numpy`` of eager tensors.
+    """
+    return variable.read_value()._numpy()
+
+
+def as_tensor(array: Any) -> Any:
+    """Return an array (NumPy) as a tensor on a CPU, which takes over the array's memory where that is aligned.
+
+    The array must not be used afterwards, since an update of a variable may change it. ``tf.convert_to_tensor`` holds
+    two copies for a moment. Relies on the constructor of ``EagerTensor``.
+    """
+    context.ensure_initialized()
+    array = array if array.flags.writeable else array.copy()
+    dtype = tf.as_dtype(array.dtype)
+    return ops.EagerTensor(array, device="/device:CPU:0", dtype=dtype.as_datatype_enum)
+
+
 def keras_variables(variables: Sequence[tf.Variable]) -> list[Any]:
     """Return for each tf.Variable the live Keras variable that wraps it, or itself where there is none.
 

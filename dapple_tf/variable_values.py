@@ -272,7 +272,9 @@ class _BorrowedVariable(DeferredVariable):
     def assign(self, value: Any, *options: Any, **named: Any) -> Any:
         tensor = tf.convert_to_tensor(value, self.dtype)  # reads it, which may be a borrowed variable itself
         self._borrowing.use(self)
-        return super().assign(tensor, *options, **named)
+        super().assign(tensor, *options, **named)
+        self._borrowing.use(None)  # given back now: the caller may hold this value while it makes the next one
+        return self
 
 
 class _Borrowing:

@@ -87,9 +87,7 @@ class CheckpointFile:
     def read_value(self, name: str) -> Any:
         """Return the value of one tensor as a NumPy array."""
         entry = self.entries[name]
-        with self.path.open("rb") as stream:
-            stream.seek(entry.begin)
-            data = np.frombuffer(stream.read(entry.end - entry.begin), np.uint8)
+        data = np.fromfile(self.path, np.uint8, entry.end - entry.begin, offset=entry.begin)
         return data.view(tf.as_dtype(entry.dtype).as_numpy_dtype).reshape(entry.shape)
 
 
@@ -119,6 +117,7 @@ def write_checkpoint(
             data = np.ascontiguousarray(value).reshape(-1).view(np.uint8).data
             checksum.update(data)
             stream.write(data)
+            del value, data  # before the next value is made
         stream.seek(header.index(_NO_CHECKSUM.encode()))
         stream.write(checksum.hexdigest().encode())
         stream.flush()

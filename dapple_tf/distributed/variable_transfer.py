@@ -11,13 +11,16 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 import tensorflow as tf
 
-from dapple_tf import variable_values
+from dapple_tf import internals, variable_values
 from dapple_tf.distributed.membership import Job
 from dapple_tf.distributed.variable_locations import Ranks
 from dapple_tf.staged_model import StagedModel
 
 # Bytes of one message. Small variables share a message; a large one is sent in parts, without a second copy of it.
-_MESSAGE_BYTES = 16 * 2**20
+# Horovod and TensorFlow hold up to three copies of a message.
+_MESSAGE_BYTES = 4 * 2**20
+
+_ALIGNMENT = 64  # bytes, of TensorFlow's tensors
 
 T = TypeVar("T")
 Described: TypeAlias = Any
@@ -67,12 +70,12 @@ def send_values(job: Job, transfers: Sequence[Transfer]) -> None:
             variables = [transfer.variable for transfer in group]
             if job.rank == source:
                 variable_values.make_values(variables)
-            own = [variable.numpy() for variable in variables] if job.rank == source else None
+            own = list(map(internals.view_value, variables)) if job.rank == source else None
             receives = own is None and any(job.rank in transfer.receivers for transfer in group)
             values = _broadcast_values(job, variables, source, own, keep=receives)
             for transfer, value in zip(group, values, strict=True):
                 if receives and job.rank in transfer.receivers:
-                    transfer.variable.assign(value)
+                    transfer.variable.assign(internals.as_tensor(value))
 
 
 def gather_arrays(job: Job, own: Mapping[str, Any]) -> dict[str, Any]:
@@ -98,14 +101,14 @@ def stream_values(job: Job | None, variables: Sequence[tf.Variable]) -> Iterator
     variables.
     """
     if job is None:
-        yield from (variable.numpy() for variable in variables)
+        yield from map(internals.view_value, variables)
         return
     for source, from_source in itertools.groupby(variables, job.variable_locations.source):
         if source == 0:
-            yield from (variable.numpy() if job.rank == 0 else None for variable in from_source)
+            yield from (internals.view_value(variable) if job.rank == 0 else None for variable in from_source)
             continue
         for group in _group_by_bytes(from_source, lambda variable: variable):
-            own = [variable.numpy() for variable in group] if job.rank == source else None
+            own = list(map(internals.view_value, group)) if job.rank == source else None
             yield from _broadcast_values(job, group, source, own, keep=job.rank == 0)
 
 
@@ -123,16 +126,19 @@ def lend_values(job: Job, variables: Iterable[tf.Variable], work: Callable[[], A
     numbers = {id(variable): number for number, variable in enumerate(lent)}
 
     def answer(number: int, returned: bool) -> Any:
-        """Return the value of a variable, which its first holder sends to rank 0; if ``returned``, rank 0 to them."""
+        """Return the value (a tensor) that the first holder sends to rank 0; if ``returned``, rank 0 to all holders."""
         variable = lent[number]
         source, receivers = 0, holders[id(variable)]
         if not returned:
             source, receivers = min(receivers), frozenset({0})
-        own = [variable.numpy()] if job.rank == source else None
+        own = [internals.view_value(variable)] if job.rank == source else None
         (value,) = _broadcast_values(job, [variable], source, own, keep=job.rank in receivers)
-        if returned and job.rank in receivers:
-            variable.assign(value)
-        return value
+        if job.rank not in receivers:
+            return None
+        tensor = internals.as_tensor(value)
+        if returned:
+            variable.assign(tensor)
+        return tensor
 
     def ask(variable: tf.Variable, *, returned: bool = False) -> Any:
         number = numbers[id(variable)]
@@ -178,14 +184,19 @@ def load_values(
             variable.assign(read(name))
         return
     for group in _group_by_bytes(variables.items(), lambda item: item[1]):
-        own: list[Any] = []
-        job.run_on(source, partial(_read_into, own, read, [name for name, _ in group]))
-        variables_of_group = [variable for _, variable in group]
-        values = _broadcast_values(job, variables_of_group, source, own if job.rank == source else None, keep=True)
-        for (_, variable), value in zip(group, values, strict=True):
-            holders = job.variable_locations.ranks_of(variable)
-            if holders is None or job.rank in holders:
-                variable.assign(value)
+        _load_group(job, dict(group), read, source)
+
+
+def _load_group(job: Job, variables: Mapping[str, tf.Variable], read: Callable[[str], Any], source: int) -> None:
+    """Load the values of variables whose values are sent in one message; it holds no value afterwards."""
+    own: list[Any] = []
+    job.run_on(source, partial(_read_into, own, read, list(variables)))
+    described = list(variables.values())
+    values = _broadcast_values(job, described, source, own if job.rank == source else None, keep=True)
+    for variable, value in zip(described, values, strict=True):
+        holders = job.variable_locations.ranks_of(variable)
+        if holders is None or job.rank in holders:
+            variable.assign(internals.as_tensor(value))
 
 
 def _read_into(values: list[Any], read: Callable[[str], Any], names: Sequence[str]) -> None:
@@ -210,12 +221,11 @@ def _broadcast_values(
 
     On the other ranks the result is None for each value, and no more than one message is held at a time.
     """
-    sizes = [_byte_size(one) for one in described]
-    total = sum(sizes)
+    total = sum(map(_byte_size, described))
     if own is not None:
         data = np.concatenate([to_bytes(value) for value in own]) if len(own) != 1 else to_bytes(own[0])
     else:
-        data = np.zeros(total if keep else min(total, _MESSAGE_BYTES), np.uint8)
+        data = _aligned(total if keep else min(total, _MESSAGE_BYTES))
     with job.progress.collective_call():
         for begin in range(0, total, _MESSAGE_BYTES):
             length = min(_MESSAGE_BYTES, total - begin)
@@ -225,8 +235,25 @@ def _broadcast_values(
                 data[first : first + length] = message
     if not keep:
         return [None] * len(described)
-    parts = np.split(data, np.cumsum(sizes)[:-1])
-    return [from_bytes(part, one) for one, part in zip(described, parts, strict=True)]
+    return split_values(data, described)
+
+
+def split_values(data: Any, described: Sequence[Described]) -> list[Any]:
+    """Return the ``described`` values in a flat array of bytes; several are copied, so that none keeps all of ``data``.
+
+    A variable may take the memory of its value without a copy (``internals.as_tensor``).
+    """
+    if len(described) == 1:
+        return [from_bytes(data, described[0])]
+    parts = np.split(data, np.cumsum([_byte_size(one) for one in described])[:-1])
+    return [from_bytes(part.copy(), one) for one, part in zip(described, parts, strict=True)]
+
+
+def _aligned(size: int) -> Any:
+    """Return an array of ``size`` bytes, zeros, which TensorFlow can take as a tensor without a copy."""
+    data = np.zeros(size + _ALIGNMENT, np.uint8)
+    begin = -data.ctypes.data % _ALIGNMENT
+    return data[begin : begin + size]
 
 
 def _broadcast(message: Any, source: int) -> Any:

@@ -1137,6 +1137,50 @@ def test_is_compiled_by_xla(jit_compile: bool | None) -> None:
     assert internals.is_compiled_by_xla(len) is False
 
 
+DTYPES = (
+    tf.float32,
+    tf.float16,
+    tf.bfloat16,
+    tf.dtypes.experimental.float8_e4m3fn,
+    tf.bool,
+    tf.int8,
+    tf.uint64,
+    tf.complex128,
+)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.name)
+@pytest.mark.parametrize("shape", [(), (3,), (2, 0), (100, 100)])
+def test_arrays_become_tensors_and_values_arrays(dtype: tf.DType, shape: tuple[int, ...]) -> None:
+    array = np.ones(shape, dtype.as_numpy_dtype)
+    tensor = internals.as_tensor(array.copy())
+    assert tensor.dtype == dtype
+    assert tensor.shape == shape
+    value = np.asarray(internals.view_value(tf.Variable(tensor)))
+    assert value.dtype == array.dtype
+    np.testing.assert_array_equal(value, array)
+
+
+def test_an_aligned_array_and_the_view_of_a_value_are_not_copied() -> None:
+    raw = np.zeros(64 + 4000, np.uint8)
+    begin = -raw.ctypes.data % 64
+    array = raw[begin : begin + 4000].view(np.float32)
+    variable = tf.Variable(internals.as_tensor(array))
+    assert internals.view_value(variable).ctypes.data == internals.view_value(variable).ctypes.data
+    assert internals.view_value(variable).ctypes.data == array.ctypes.data
+
+
+def test_an_update_does_not_change_an_array_that_is_read_only() -> None:
+    raw = np.zeros(64 + 4000, np.uint8)
+    begin = -raw.ctypes.data % 64
+    array = raw[begin : begin + 4000].view(np.float32)
+    array.flags.writeable = False
+    variable = tf.Variable(internals.as_tensor(array))
+    variable.assign_add(tf.ones([1000]))
+    assert not raw.any()
+    assert variable.numpy().all()
+
+
 def test_find_xla_problem() -> None:
     with tf.device("CPU:1"):
         variable = tf.Variable([1.0, 2.0])
