@@ -92,10 +92,10 @@ def _end(number: int, group: Sequence[str], needs: Mapping[str, Set[str]], guard
 def _find_first(
     graph: Graph, groups: Sequence[Sequence[str]], needs: Mapping[str, Set[str]], guard: Attr | None
 ) -> list[list[str]]:
-    """Return for each group the nodes with which it begins: they need no other node of the group alone.
+    """Return for each group the nodes with which it begins: they take nothing from other nodes that only it needs.
 
-    Inputs of the function and constants take no memory of the group, and need not wait. Nor can a node that is outside
-    of the condition which the writes are in.
+    Inputs of the function and constants take no memory of the group, and need not wait. A node outside of the condition
+    that guards the writes cannot wait for them.
     """
     members = [set[str]().union(*(needs[name] for name in group)) for group in groups]
     groups_with = Counter(name for names in members for name in names)

@@ -33,10 +33,10 @@ indices are added, in order of first occurrence; the model looks each index up o
 class SparsePart:
     """The slices and indices that one stage returns for one use of a variable.
 
-    ``rows``: how many rows the variable has. ``position``: of the use, among those of the variable on one device. Parts
-    with the same position are of stages that look up the same rows, which do not depend on the batch. ``stage``: the
-    number after that of the last stage stands for the loss head. ``pair``: the position of the slices and indices among
-    the pairs that the stage's function returns.
+    ``rows``: how many rows the variable has. ``position``: the position of the use among the uses of the variable when
+    the model runs on one device. Parts with the same position belong to stages that look up the same rows, which do not
+    depend on the batch. ``stage``: the number after that of the last stage stands for the loss head. ``pair``: the
+    position of the slices and indices among the pairs that the stage's function returns.
     """
 
     variable: str

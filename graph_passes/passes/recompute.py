@@ -47,10 +47,7 @@ class Recompute:
     contract: ClassVar[Contract] = Contract(forbids=frozenset({OpName.FORWARD, OpName.BACKWARD}))
 
     def __call__(self, graph: Graph) -> Graph:
-        """Return the graph whose stage functions recompute ``runs``. Raises GraphError if it calls them already.
-
-        ``written``: see ``find_recomputation``.
-        """
+        """Return the graph whose stage functions recompute ``runs``. Raises GraphError if it calls them already."""
         if any(node.has("function") for node in graph.nodes):
             raise GraphError(
                 "recomputation changes the inputs of stage functions: run it before the pass that calls the functions"
@@ -164,9 +161,9 @@ class _Inputs:
 # --- Control when activations are recomputed: a recompute gate before each run of recomputed layers
 # The gate of a run (see ``analysis.recomputation``) waits for the first gradients that backward combines with what the
 # run computes, and the inputs of the run wait for the gate. So a run is recomputed when its gradient is there and not
-# earlier: of several runs, one at a time is in memory. The inputs wait by a control edge, since TensorFlow takes an
-# IdentityN of both apart. The edge also keeps TensorFlow from merging the two computations of the run where it inlines
-# forward and backward.
+# earlier: of several runs, one at a time is in memory. The inputs wait by a control edge, since TensorFlow replaces an
+# IdentityN of both by separate ops. The edge also keeps TensorFlow from merging the two computations of the run where
+# it inlines forward and backward.
 #
 # Where a call is inlined, its inputs wait for the control edges of the call. So a gradient that is known before forward
 # has run (that of the loss itself) does not open a gate.
