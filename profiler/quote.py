@@ -1,4 +1,4 @@
-"""Quote values of any size in error messages: the text is short, and made in the time of the value's top levels."""
+"""Quote values of any size in error messages: the text is short, and only the top levels of the value are read."""
 
 from __future__ import annotations
 
