@@ -18,7 +18,7 @@ from dapple_tf.profiler.units import format_samples
 from dapple_tf.wording import format_count
 
 GivenSizes = Sequence[int] | Sequence[float]
-"""Of each micro-batch the samples (whole numbers), or the share of the samples (floats)."""
+"""For each micro-batch its number of samples (whole numbers), or its share of the samples (floats)."""
 
 
 def check_batch_size(samples: int, micro_batches: int, replicas: Sequence[int], sizes: Sequence[int] = ()) -> None:
@@ -132,10 +132,10 @@ def _are_all(kind: type, given: Sequence[object]) -> bool:
 
 
 def count_samples(given: GivenSizes, samples: int) -> tuple[int, ...]:
-    """Return the samples of each micro-batch of a batch of ``samples``.
+    """Return the number of samples of each micro-batch of a batch of ``samples``.
 
-    Of shares, their sums times the samples are rounded, so that each is within one sample of its share. Raises
-    PlanError where counts do not add up to ``samples``, or a share is less than a sample.
+    The sums of the first shares are multiplied by ``samples`` and rounded, so that each micro-batch is within one
+    sample of its share. Raises PlanError where counts do not add up to ``samples``, or a share is less than a sample.
     """
     if are_counts(given):
         sizes = tuple(map(int, given))

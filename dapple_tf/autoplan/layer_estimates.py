@@ -11,7 +11,7 @@ from dapple_tf.graph_passes.ir.graph import Node, Shape
 from dapple_tf.profiler.peaks import CPU_CORE
 
 BACKWARD_OVER_FORWARD = 2.0
-"""Seconds of a backward, in those of its forward: a product for the gradients of inputs, one for those of weights."""
+"""Seconds of a backward over those of its forward: for each product of forward, the gradients of its two operands."""
 
 
 @dataclass(frozen=True)

@@ -154,7 +154,7 @@ def choose_micro_batches(inputs: PlanningInputs, plan: Plan) -> PlanDecision:
     return decide_on(problem, chosen, "requested", inputs.samples, choice, plan.micro_batch_sizes)
 
 
-# --- Move cuts of a later phase of a step, so that layers are where what they change lives
+# --- Move cuts of a later phase of a step, so that layers run on the devices of the variables that they change
 
 
 def stages_at_home(plan: Plan, homes: Mapping[int, int], positions: Sequence[int]) -> tuple[StagePlan, ...] | None:

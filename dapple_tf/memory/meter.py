@@ -76,7 +76,7 @@ def resident_bytes() -> int:
 
 
 def read_kilobytes(path: str) -> dict[str, int]:
-    """Return the bytes of the fields of a file of Linux that gives kilobytes; empty where there is no such file."""
+    """Return, in bytes, the fields that a file of Linux gives in kilobytes; empty where there is no such file."""
     fields = (line.split(":") for line in read_system_file(path).splitlines() if line.endswith(" kB"))
     return {name: 1024 * int(value.split()[0]) for name, value in fields}
 

@@ -109,7 +109,7 @@ def profile(
 
 
 def profile_layers(loss_fn: Traced, batch: Sequence[Any], batch_sizes: Sequence[int], batch_loss: BatchLoss) -> Profile:
-    """Measure the cost of each layer as ``profile`` does, but faster, and not the whole model beside them.
+    """Measure the cost of each layer as ``profile`` does, but faster, and without the time of the whole model.
 
     ``batch``: the arguments of the loss. Raises what ``profile`` raises.
     """
@@ -126,9 +126,9 @@ def profile_layers(loss_fn: Traced, batch: Sequence[Any], batch_sizes: Sequence[
 
 
 def _trace(loss_fn: Traced, batch: Sequence[Any], batch_loss: BatchLoss, other_sizes: Sequence[int]) -> Captured:
-    """Return the captured loss, of a known batch size where it needs one and no other size is to be measured.
+    """Return the captured loss; with a known batch size if it needs one and no other size is to be measured.
 
-    Of a training step it is the loss alone: what comes after its gradients is not run.
+    If ``loss_fn`` is a training step, only its loss is returned: what comes after its gradients is not run.
     """
     size = batch_size(batch)
     try:

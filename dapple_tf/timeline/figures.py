@@ -63,7 +63,7 @@ class StageSummary:
 
 @dataclass(frozen=True)
 class EarlierStep:
-    """A step that was recorded before another one, and the seconds from its first action to that of the other."""
+    """A step that was recorded before another one, and the seconds between the first actions of the two."""
 
     seconds: float
     timeline: StepFigures
@@ -313,8 +313,8 @@ def find_phases(step: StepEvents, window: Window) -> WindowPhases:
     A minibatch is done when its last backward on the last stage ends. In the steady state the seconds of a minibatch
     are the mean time between the ends of the last minibatches. As many minibatches count as form whole rounds, in which
     all replicas have had their turns. The minibatches that the first stage had in flight at the beginning do not count,
-    since their forwards came faster, unless the window is too short otherwise. In a window of one round the result is
-    the whole window's seconds over its minibatches.
+    since their forwards came faster; they count only if no round is left without them. In a window of one round the
+    result is the whole window's seconds over its minibatches.
     """
     done = [0.0] * window.minibatches
     for event in step.events:

@@ -192,7 +192,8 @@ def _make_timeline(step: _Step, where: str, title: str, recording: _Recording | 
         first = known.setdefault((event.action, event.replica), index)
         if first != index:
             raise TraceError(
-                f"{where}.actions[{index}] is {event}, as {where}.actions[{first}]: an action runs once in a step"
+                f"{where}.actions[{index}] is {event}, and so is {where}.actions[{first}]: an action runs once in a "
+                "step"
             )
     stages = {event.action.stage for event in events}
     if stages != set(range(len(stages))):
