@@ -207,7 +207,7 @@ class Cluster:
         return replace(self, intra_server=inside, inter_server=between, links=links)
 
     def with_another_device(self) -> tuple[Cluster, int]:
-        """Return this cluster with one more device in the last server, like its last one, and the device's number."""
+        """Return this cluster with one more device, of the kind of the last device and beside it, and its number."""
         last = self.servers[-1]
         grown = replace(last, devices=last.devices + 1, kinds=last.kinds and (*last.kinds, last.kinds[-1]))
         return replace(self, servers=(*self.servers[:-1], grown)), self.devices

@@ -32,7 +32,7 @@ def atomic_replacement(path: Path, *, follow_links: bool = True) -> Iterator[Pat
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a text file (UTF-8) so that a crash leaves either the old file or the new one."""
+    """Write a text file (UTF-8) so that a crash leaves either the old file or the new one. Raises OSError."""
     with atomic_replacement(path) as part:
         part.write_text(text, encoding="utf-8")
 

@@ -55,9 +55,9 @@ def linearise(profile: Profile) -> Chain:
     """Return the chain of a profile; outputs that skip over a cut count in its ``crossing_bytes``.
 
     Free layers (views, inputs) have no seconds, parameters or stash. Cuts with only free layers between them divide the
-    work equally, so of each such group only the cut with the least bytes is kept: of several such cuts a splittable
-    one, and the first of these. If it is not splittable, the splittable cut with the least bytes is kept too. Cuts with
-    only free layers before or after them would make a stage without work, and are dropped.
+    work equally, so only the cut with the least bytes is kept of each such group. Of cuts with equal bytes, the first
+    splittable one is kept, or else the first one. If it is not splittable, the splittable cut with the least bytes is
+    kept too. Cuts with only free layers before or after them would make a stage without work, and are dropped.
     """
     return cut_chain(profile, _kept_positions(profile))
 

@@ -139,7 +139,8 @@ class Profile:
         """Return the part of ``backward_seconds`` that computes gradients of weights; the rest is for inputs.
 
         Its share is that of the profile's batch. Where it was not measured, it is one half for a layer with parameters
-        (the two gradients of a matrix product are equal work), and 0 for others.
+        (the two gradients of a matrix product are equal work), and 0 for others. Raises ProfileError as
+        ``forward_seconds`` does.
         """
         return self.backward_seconds(samples) * self._weights_share
 

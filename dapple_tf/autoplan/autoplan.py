@@ -80,7 +80,7 @@ class Autoplan:
         self.layer_names: tuple[str, ...] = ()
 
     def train(self, loss_fn: Traced) -> None:
-        """Plan anew, for ``loss_fn`` in place of the function that was given, of which it is a phase."""
+        """Plan anew, for ``loss_fn``, a phase of the function that was given."""
         self._loss_fn = loss_fn
         self._decision = None
         self.layer_names = ()
@@ -155,7 +155,7 @@ class Autoplan:
         return self.options.can_run_uncut
 
     def micro_batch_size(self, samples: int) -> int:
-        """Return the samples of the largest micro-batch, at least 2, as far as the options tell without a plan."""
+        """Return the samples of the largest micro-batch, at least 2, as the options give it without a plan."""
         return max(2, self.options.largest_micro_batch(samples))
 
     def check_first_batch(self, samples: int) -> None:
@@ -268,7 +268,7 @@ class Autoplan:
             self._estimates = costs, shapes
 
     def _fit_devices(self, layers: Layers, costs: EstimatedCosts, samples: int) -> tuple[Options, PlanDecision | None]:
-        """Return the options, and the plan that is given, as far as they fit the devices that there are.
+        """Return the options and the given plan without what does not fit the devices that there are.
 
         In a job the stages or the plan must use every rank. Where they do not fit, the planner makes a new plan. Of the
         cluster only the hosts of the ranks are kept.

@@ -24,7 +24,7 @@ GivenSizes = Sequence[int] | Sequence[float]
 def check_batch_size(samples: int, micro_batches: int, replicas: Sequence[int], sizes: Sequence[int] = ()) -> None:
     """Raise PlanError unless every replica gets at least one sample of every micro-batch.
 
-    ``replicas``: of each stage. ``sizes``: the samples of each micro-batch, where they are given.
+    ``replicas``: the number of replicas of each stage. ``sizes``: the samples of each micro-batch, if they are given.
     """
     if sizes and min(sizes) < max(replicas):
         index = sizes.index(min(sizes))
@@ -48,7 +48,7 @@ def check_batch_size(samples: int, micro_batches: int, replicas: Sequence[int], 
 
 
 def check_plan_fits(plan: Plan, layers: Layers, samples: int) -> None:
-    """Raise PlanError unless the plan is for as many layers, and the batch is large enough for it."""
+    """Raise PlanError unless the plan is for this number of layers, and the batch is large enough for it."""
     planned = plan.stages[-1].last_layer + 1
     if planned != len(layers.layers):
         raise PlanError(

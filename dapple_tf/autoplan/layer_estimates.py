@@ -27,7 +27,7 @@ class EstimatedCosts:
 
 
 def estimate_costs(layers: Layers, shapes: Mapping[str, Sequence[Shape]]) -> EstimatedCosts:
-    """Return the costs of all layers and cuts. ``shapes``: of every node's outputs, at one batch size."""
+    """Return the costs of all layers and cuts. ``shapes``: the shapes of every node's outputs, at one batch size."""
     return EstimatedCosts(estimate_layer_seconds(layers, shapes), estimate_cut_seconds(layers, shapes))
 
 

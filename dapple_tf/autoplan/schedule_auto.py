@@ -165,7 +165,7 @@ def choose_profiled_schedule(
     """Return ``choose_schedule`` of the problem's profile, for these stages, over all ``micro_batch_sizes`` (samples).
 
     ``planned``: a schedule that a planner has found for them, which is tried too. Raises PlanError where the stages do
-    not fit the profile or the cluster.
+    not fit the profile or the cluster, and NoFitError and ScheduleError as ``choose_schedule`` does.
     """
     memory, flows = problem.cluster.least_memory, problem.find_flows(stages)
     if problem.schedule != "auto":
@@ -217,9 +217,9 @@ def _seconds_of(found: FoundOrder, costs: Sequence[StageCosts], flows: Flows | N
 def _with_split_backward(
     choice: ScheduleChoice, costs: Mapping[int, Sequence[StageCosts]], flows: Flows | None
 ) -> ScheduleChoice:
-    """Return the choice, or the fastest schedule that splits backwards, for the same M, where that gains enough.
+    """Return the choice, or the fastest schedule that splits backwards, for the same M, if that gains enough.
 
-    ``costs``: of each stage where backwards are split.
+    ``costs``: the costs of each stage if backwards are split.
     """
     m = choice.micro_batches
     rows, network, memory = stage_cost_arrays(costs[m]), make_network(flows, costs[m]), usable_bytes(choice.memory)

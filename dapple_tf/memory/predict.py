@@ -226,7 +226,7 @@ def _predict_stage(
 def held_bytes(state: StageState, stashed: Sequence[StashedTensor], slices: int, arriving: int) -> int:
     """Return the bytes that a stage holds of micro-batches, and of other replicas' gradients.
 
-    ``slices``: of each micro-batch's sparse gradients. ``arriving``: see ``StageMemory``.
+    ``slices``: bytes of a micro-batch's sparse gradients. ``arriving``: see ``StageMemory``.
     """
     tensors = sum(tensor.bytes * state.stashed(tensor.origin, tensor.last_use) for tensor in stashed)
     return tensors + slices * state.kept + arriving * state.ending

@@ -324,7 +324,7 @@ class _WorkerMemory:
 
 
 def _predict_workers(stages: Sequence[StageMemory], schedule: Schedule) -> tuple[_WorkerMemory, ...]:
-    """Return the memory of one device of each worker; ``stages``: of each stage, under ``schedule``.
+    """Return the memory of one device of each worker; ``stages``: the memory of each stage, under ``schedule``.
 
     A worker runs one action at a time. Its memory then is what its stages hold of micro-batches, the tensors of that
     action, and the largest messages (``transit``) of one of its stages. Weights are updated after all actions.

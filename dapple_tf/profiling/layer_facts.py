@@ -251,7 +251,7 @@ def _stash_bytes(
 def _stash_readers(
     joint: Graph, forward: Function, backward: Function, backward_layers: Mapping[str, int]
 ) -> dict[Value, set[int]]:
-    """Return the layers whose backward reads each stashed tensor or batch argument; views count as what they view."""
+    """Return the layers whose backward reads each stashed tensor or batch argument, directly or through a view."""
     ports = dict(zip(backward.graph.inputs, backward.inputs, strict=True))
     outputs = zip(forward.outputs, forward.graph.outputs, strict=True)
     stashed = {str(value): value for port, value in outputs if port.role == "stash"}

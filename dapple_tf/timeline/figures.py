@@ -108,7 +108,7 @@ class StepFigures:
 
     @property
     def plan_drawing(self) -> PlanDrawing | None:
-        """What is drawn of the plan of a ``SimulatedTimeline``; None for a recorded step."""
+        """The drawing of the plan of a ``SimulatedTimeline``; None for a recorded step."""
         return None
 
     @cached_property
@@ -245,7 +245,7 @@ class StepFigures:
 
     @property
     def speedup(self) -> float:
-        """Seconds of one device running the whole batch in the same micro-batches, over ``step_seconds``."""
+        """Seconds of one device running the whole batch in the same micro-batches, divided by ``step_seconds``."""
         return self._simulated("speedup").speedup
 
     @property

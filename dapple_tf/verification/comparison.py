@@ -83,7 +83,7 @@ class Comparison:
 
     @property
     def excused(self) -> bool:
-        """Whether some variable equals one device's only if the optimizer of one device gets the same gradients."""
+        """Whether all tensors are equal, but a variable only after one device's optimizer got the same gradients."""
         return self.ok and not all(d.ok for d in self.differences if d.kind == "variable")
 
     @property

@@ -103,7 +103,7 @@ def find_inputs(graph: Graph) -> RankInputs:
 
 
 def whole_batch(tensors: int) -> RankInputs:
-    """Return what a process uses that runs all stages: all rows of each of the ``tensors`` tensors of the batch."""
+    """Return the use by a process that runs all stages: all rows of each of the ``tensors`` tensors of the batch."""
     return RankInputs((Use.ALL,) * tensors)
 
 

@@ -35,7 +35,7 @@ class Recomputation:
 
 
 def find_recomputation(forward: Function, runs: Sequence[Set[str]], written: Set[str] = frozenset()) -> Recomputation:
-    """Return what backward repeats of ``forward`` to recompute ``runs``: the names of each run's nodes, in order.
+    """Return the nodes of ``forward`` that backward repeats to recompute ``runs``: the names of each run's nodes.
 
     ``written``: variables that other functions may write before backward runs; it reads none of them again.
     """

@@ -367,7 +367,10 @@ class Graph:
         return users
 
     def sorted(self) -> Graph:
-        """Return this graph with its nodes in a topological order, which added edges may have broken."""
+        """Return this graph with its nodes in a topological order, which added edges may have broken.
+
+        Raises GraphError for a cycle.
+        """
         return self.replace(nodes=topological(self.nodes))
 
     def replace(self, **changes: object) -> Graph:

@@ -207,7 +207,10 @@ def complete_gradients(node: Node) -> Gradients:
 
 
 def update_inputs(function: Function, gradients: Gradients) -> tuple[Value, ...]:
-    """Return the values that a function of the optimizer takes, variables left out."""
+    """Return the values that a function of the optimizer takes, variables left out.
+
+    Raises GraphError if it takes a gradient or a term that is not among ``gradients``.
+    """
     taken = [port for port in function.inputs if port.role != "variable"]
     for port in taken:
         if (port.role, port.name) not in gradients:

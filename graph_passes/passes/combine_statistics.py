@@ -62,8 +62,8 @@ class CombineStatistics:
     def __call__(self, graph: Graph) -> Graph:
         """Return the graph in which ``run_once`` of replicated stages takes combined partial statistics, not the batch.
 
-        A stage keeps its ``run_once`` as it is where something in it needs the batch's rows in another way, or where a
-        partial statistic needs the batch's size, a random draw, or a variable that ``run_once`` writes.
+        The ``run_once`` of a stage is not changed if it needs the batch's rows in another way, or if a partial
+        statistic needs the batch's size, a random draw, or a variable that ``run_once`` writes.
         """
         replicas = replica_counts(graph)
         nodes: list[Node] = []

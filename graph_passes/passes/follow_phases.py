@@ -9,7 +9,7 @@ The phases of a training step run in one TensorFlow function. Between two of the
 * A call with an effect other than on variables, such as a print or a draw from a hidden state, comes after all nodes of
   the phases before.
 
-All edges lead from a phase to a later one, so they add no cycle, nor one of ranks that wait for each other. They order
+All edges lead from a phase to a later one, so they add no cycle, and no ranks that wait for each other. They order
 whole calls, so no call is inlined: TensorFlow could then read a variable for a later phase before an earlier one writes
 it.
 """

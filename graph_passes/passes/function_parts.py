@@ -69,7 +69,7 @@ def _find_repeated(graph: Graph) -> frozenset[str]:
 
 
 def _find_parts(graph: Graph, repeated: Set[str]) -> dict[str, int]:
-    """Return the part of each node that is in one part only; of a join, the part after which it comes."""
+    """Return the part of each node that is in one part only; for a join, the part after which it comes."""
     found: dict[str, int] = {}
     for node in graph.nodes:
         if node.name not in graph.inputs and node.name not in repeated:

@@ -66,7 +66,7 @@ class GatherSlices:
     def __call__(self, graph: Graph) -> Graph:
         """Return the graph with a ``gather_slices`` for each variable of ``parts``, on the device that keeps it.
 
-        Raises GraphError if a stage gives slices that no part names, or the other way round.
+        Raises GraphError if a stage gives slices that no part names, or if a part names slices that no stage gives.
         """
         of_variable: dict[str, list[SparsePart]] = {}
         for part in self.parts:

@@ -5,8 +5,8 @@ In the middle of most schedules every worker repeats a *round* of actions, each 
 and ``Lengthening`` adds the rounds that are missing to the first of the two graphs.
 
 A pass makes the nodes of a micro-batch from what stands around its actions in the schedule: those before and after, on
-its own worker and on those with which it exchanges tensors. In the middle this is the same for each round, but for the
-numbers of micro-batches, however many rounds there are. So an added round has the nodes of the round before it, and the
+its own worker and on those with which it exchanges tensors. In the middle this is the same for each round, except for
+the numbers of micro-batches, for any number of rounds. So an added round has the nodes of the round before it, and the
 nodes after it are those of the short graph, all with later numbers; a node without a micro-batch that takes something
 from each micro-batch takes it from the added ones too. What is proved of the two graphs (``verify_pipeline``,
 ``verify_ranks``) thus holds with more rounds: each node has the same nodes around it. ``Lengthening`` does not rely on
@@ -237,7 +237,7 @@ class Lengthening:
         return self._first.replace(nodes=topological([*early, *rest, *late]))
 
     def _take_more(self, node: Node, added: _Added) -> Node:
-        """Return a node that belongs to no micro-batch, and may take values of each, as it is with more rounds."""
+        """Return the node that replaces ``node``, which belongs to no micro-batch, in the graph with more rounds."""
         other = self._second.by_name.get(node.name)
         if other is None or len(node.attrs) != len(other.attrs):
             raise _UnlikeError

@@ -97,8 +97,8 @@ def project(graph: Graph, ranks: Sequence[Sequence[int]], rank: int, sharded: Se
 
     Of the graph's outputs a rank has those that it computes: the loss and the aux, which every rank has, and the
     gradients of its stages (see ``ExposeGradients``). The last output collects the tokens of exchanges, sums and
-    barriers, so that TensorFlow never leaves out one whose results this rank does not need but for which others wait.
-    Raises GraphError unless any two stages have the same ranks, in the same order, or no rank in common.
+    barriers, so that TensorFlow leaves out none of them: other ranks may wait for one whose results this rank does not
+    need. Raises GraphError unless any two stages have the same ranks, in the same order, or no rank in common.
     """
     _check_ranks(graph, ranks)
     placement = _Placement(graph, ranks, sharded)
@@ -235,7 +235,8 @@ class _Exchange:
 def _unknown_dims(kind: TensorType) -> int:
     if kind.shape.dims is None:
         raise GraphError(
-            "a tensor of unknown rank would have to be sent between ranks: give it a shape (tf.ensure_shape)"
+            "a tensor with an unknown number of axes would have to be sent between ranks: give it a shape "
+            "(tf.ensure_shape)"
         )
     return sum(1 for dim in kind.shape.dims if dim is None or dim < 0)
 
@@ -270,7 +271,7 @@ def _exchange_name(graph: Graph, node: Node, value: Value) -> str:
     stages, since several boundaries may be between the same ranks.
     """
     producer = graph.node(value.node)
-    if node.op == OpName.JOIN:  # of all replicas with all
+    if node.op == OpName.JOIN:  # all replicas exchange values with each other
         return f"exchange/{of_replica(node, 0)}".replace("/replica0", "")
     direction = boundary_direction(graph, node, value)
     if direction is not None:

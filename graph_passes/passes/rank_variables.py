@@ -27,8 +27,8 @@ _ADDED = frozenset({OpName.READ_VARIABLE, OpName.READ_STATE, OpName.MERGE_STATE}
 class RankVariables:
     """Change the copies of variables to those that ranks need.
 
-    ``types``: the type of each variable's value. ``ranks``: of each stage, as for ``Project``. ``shares``: see
-    ``Variables``.
+    ``types``: the type of each variable's value. ``ranks``: the ranks of each stage, as for ``Project``. ``shares``:
+    see ``Variables``.
     """
 
     types: tuple[tuple[str, TensorType], ...]

@@ -36,7 +36,7 @@ from dapple_tf.graph_passes.passes.base import Contract
 
 @dataclass(frozen=True)
 class Recompute:
-    """Recompute ``runs`` in backward: for each stage its runs in order, each as the names of its nodes.
+    """Recompute ``runs`` in backward: they are the runs of each stage, in order, as sets of names of nodes.
 
     ``written``: see ``find_recomputation``; what the loss head writes is added to it.
     """
@@ -116,7 +116,7 @@ def recompute_in_backward(forward: Function, backward: Function, recomputation: 
 
 
 class _Inputs:
-    """The inputs of the new backward function: the old ones without the stash that is recomputed, and new ones.
+    """The inputs of the new backward function: those of the old one without the stash that is recomputed, and new ones.
 
     ``by_port``: port and input node, by role and name. ``recomputed``: for each old stash input that is recomputed, the
     value that takes its place.
@@ -174,7 +174,7 @@ def _add_recompute_gates(
 ) -> tuple[Node, ...]:
     """Return the nodes of a backward function with a recompute gate before each of ``runs`` (names of nodes).
 
-    ``entries``: the function's input nodes by role. Those that a run takes, but for variables, pass the run's gate.
+    ``entries``: the function's input nodes by role. The inputs of a run pass its gate, except for variables.
     """
     incoming = {*entries.get("gradient", ()), *entries.get("seed", ())}
     gated = {name for role, names in entries.items() if role != "variable" for name in names}

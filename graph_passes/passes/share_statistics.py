@@ -32,8 +32,8 @@ class ShareStatistics:
     def __call__(self, graph: Graph) -> Graph:
         """Return the graph in which replicas take statistics of the batch from the first replica of their stage.
 
-        A stage keeps its ``run_once`` as it is where what depends on the batch's rows has an effect, or reads a
-        variable that ``run_once`` writes.
+        The ``run_once`` of a stage is not changed if a node of it that depends on the batch's rows has an effect, or
+        needs a variable that ``run_once`` writes.
         """
         replicas = replica_counts(graph)
         moved: dict[Value, Value] = {}

@@ -157,7 +157,7 @@ def _followed_by(first: Updates, later: Updates) -> Updates:
 
 
 def _waits_for(graph: Graph, value: Value, kinds: Kinds, after: Set[str]) -> bool:
-    """Return whether a returned value of one site needs a write that all sites do after their own ones."""
+    """Return whether a returned value of one site needs a shared write, which all sites do after their own writes."""
     return isinstance(kinds[value.node], Site) and bool(after & ancestors(graph, [value.node]))
 
 
@@ -231,7 +231,7 @@ def _owned_by_writers(graph: Graph, owner: Mapping[str, Site], readers: Mapping[
     its values, if only writes of this site need it. Variables that all sites can compute are not returned.
     """
     terms = find_terms(graph, owner)
-    written: dict[str, set[Site]] = {}  # by variable, the sites of what is written to it
+    written: dict[str, set[Site]] = {}  # by variable, the sites that compute the values written to it
     needed: dict[str, set[Site | None]] = {}  # by variable, the sites of the writes that need it
     for name, needs in terms.needs.items():
         node = graph.node(name)
@@ -378,7 +378,7 @@ def _update_function(
     returned: Sequence[Value],
     handed: Set[str] = frozenset(),
 ) -> Function:
-    """Return the function of the nodes ``writes`` and all that they need, but for the writes ``done`` before it.
+    """Return the function of the nodes ``writes`` and all that they need, without the writes ``done`` before it.
 
     ``returned``: values that it gives, with this ``role``. ``handed``: nodes whose values it takes from the update
     before all others.
@@ -453,7 +453,7 @@ def _unguarded(graph: Graph) -> Graph:
 
 
 def _check_variables(updates: Updates, owner: Mapping[str, Site]) -> None:
-    """Raise PartitionError where a function uses a variable that lives at a site where it does not run."""
+    """Raise PartitionError where a function uses a variable that belongs to a site where the function does not run."""
     at_site = {function.name: site for site, function in (*updates.stages, *updates.terms)}
     owner = {name: site for site, function in updates.stages for name in written_variables(function.graph)} | dict(
         owner

@@ -213,7 +213,7 @@ def verify_sums_in_place(graph: Graph, schedule: Schedule) -> None:
 
 
 def verify_statistics(graph: Graph) -> None:
-    """Raise GraphError unless what each forward gives as statistics is summed, over replicas too, and written."""
+    """Raise GraphError unless the statistics of each forward are summed, also over replicas, and written."""
     consumers = graph.consumers()
     written = {value for node in nodes_of(graph, OpName.WRITE_STATISTICS) for value in node.inputs}
     for node in nodes_of(graph, OpName.FORWARD):

@@ -108,7 +108,7 @@ def _check_equal_types(name: str, nodes: dict[int, Node]) -> None:
     for rank, outputs in kinds.items():
         if outputs != kinds[first]:
             raise GraphError(
-                f"{name!r}: rank {first} has {_print(kinds[first])} in it, and rank {rank} {_print(outputs)}"
+                f"{name!r} gives {_print(kinds[first])} on rank {first}, but {_print(outputs)} on rank {rank}"
             )
 
 

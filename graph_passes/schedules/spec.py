@@ -369,7 +369,7 @@ class WarmUpSpec(ScheduleSpec):
 
 @dataclass(frozen=True)
 class ChunkedSpec(ScheduleSpec):
-    """A policy of ``CHUNKED`` with its number of stages per worker; ``text``: the option as it was given."""
+    """A policy of ``CHUNKED`` with its number of stages per worker; ``text``: the option that was given."""
 
     text: str
     policy: str
@@ -421,7 +421,7 @@ class ChunkedSpec(ScheduleSpec):
 
 @dataclass(frozen=True)
 class ActionsSpec(ScheduleSpec):
-    """The actions of every worker, written out; ``text``: as they were given."""
+    """The actions of every worker; ``text``: the text that was given."""
 
     text: str
     schedule: Schedule

@@ -83,7 +83,7 @@ def update_name(window: Window, stage: int, update: int) -> str:
 def check_updates(updates: Updates, counter: str) -> None:
     """Raise GraphError unless each stage's update needs its own gradients only, and the stages share the counter only.
 
-    The message says what the optimizer does, as the end of "the optimizer ...".
+    The message continues a sentence that begins with "the optimizer".
     """
     if updates.terms or updates.combine is not None or updates.later is not None:
         raise GraphError(

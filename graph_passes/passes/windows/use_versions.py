@@ -84,10 +84,10 @@ def version_name(stage: int, replica: int, version: int) -> str:
 
 
 def calls_of(graph: Graph, window: Window, action: Action, replica: int) -> tuple[str, ...]:
-    """Return the names of the calls of an action, in order: before a forward, what runs once for each minibatch.
+    """Return the names of the calls of an action, in order: before a forward, the calls that run once a minibatch.
 
-    Replicas that take minibatches in turn each run that for all minibatches of a group, before their own forward of the
-    group: so what it writes is the same on all of them, and so is the version of the weights that it uses.
+    Replicas that take minibatches in turn each run these calls for all minibatches of a group, before their own forward
+    of the group. So all replicas write the same values, and use the same version of the weights for them.
     """
     stage, m, each = action.stage, action.micro_batch, window.micro_batches
     group = window.updates[stage][window.update_of(stage, m)] if action.kind == "F" and m % each == 0 else ()
