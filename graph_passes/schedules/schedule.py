@@ -320,7 +320,7 @@ def _check_together(action: Action, following: Action | None, who: str, worker_m
         partner = dataclasses.replace(action, micro_batch=action.micro_batch + 1)
         if following != partner:
             raise ScheduleError(
-                f"the result of {action}+ travels with that of {partner}, so {who} must run that next, not "
+                f"the result of {action}+ travels with the result of {partner}, so {who} must run {partner} next, not "
                 f"{following or 'end there'}"
             )
         return
