@@ -80,8 +80,9 @@ class Cluster:
     ``device_memory``: bytes of each device whose kind gives none; None where every kind gives its own.
     ``intra_server``: the link between devices of one server. ``inter_server``: the network interface of each server.
     ``links``: pairs of server names that have a link of their own, in either order; a pair of one name twice is the
-    link inside that server. ``kinds``: by the names that servers use. ``execution``: "async" where communication leaves
-    the devices free to compute (BaPipe, section 3.2), else "sync". Raises ClusterError naming the field that is wrong.
+    link inside that server. ``kinds``: the kinds of devices, by the names that servers use. ``execution``: "async"
+    where the devices can compute while they communicate (BaPipe, section 3.2), else "sync". Raises ClusterError that
+    names the field that is wrong.
     """
 
     servers: tuple[Server, ...]
@@ -172,8 +173,8 @@ class Cluster:
     def on_hosts(self, hosts: Sequence[tuple[str, int]]) -> Cluster:
         """Return the cluster of some ``hosts``, each with its number of devices, in their order.
 
-        A host is the server of its name, or else the next server that no host is named like. Raises ClusterError for
-        more hosts than servers, and for a host with more devices than its server.
+        A host stands for the server of the same name. If there is none, it stands for the next server whose name no
+        host has. Raises ClusterError for more hosts than servers, and for a host with more devices than its server.
         """
         named = {server.name: server for server in self.servers}
         others = [server for server in self.servers if server.name not in dict(hosts)]
@@ -206,7 +207,7 @@ class Cluster:
         return replace(self, intra_server=inside, inter_server=between, links=links)
 
     def with_another_device(self) -> tuple[Cluster, int]:
-        """Return this cluster with one more device in the last server, like its last one, and the device's number."""
+        """Return this cluster with one more device, of the kind of the last device and beside it, and its number."""
         last = self.servers[-1]
         grown = replace(last, devices=last.devices + 1, kinds=last.kinds and (*last.kinds, last.kinds[-1]))
         return replace(self, servers=(*self.servers[:-1], grown)), self.devices
@@ -400,7 +401,8 @@ def _from_data(data: Any) -> Cluster:
             )
         _check_names(links, names)
         links = route(names, links)
-        inter = min((link for (a, b), link in links.items() if a != b), key=lambda link: link.bandwidth)  # of no pair
+        # Every pair has a link now, so no pair uses this one.
+        inter = min((link for (a, b), link in links.items() if a != b), key=lambda link: link.bandwidth)
     kinds = make_kinds(top.kinds)
     memory = None if top.device_memory is None else parse_field("device_memory", top.device_memory, BYTES)
     return Cluster(
@@ -417,7 +419,7 @@ def _from_data(data: Any) -> Cluster:
 def _read_links(top: _ClusterRecord, names: Sequence[str]) -> Links:
     """Return the links of pairs of servers: those that the file gives, then those of its switches.
 
-    ``names``: of the servers.
+    ``names``: the names of the servers.
     """
     links: Links = {}
     for index, item in enumerate(top.links):
@@ -436,7 +438,7 @@ def _read_links(top: _ClusterRecord, names: Sequence[str]) -> Links:
         if unknown := [server for server in servers if server not in names]:
             raise ClusterError(f"{where}.servers names {unknown[0]!r}; the servers are {quote(list(names))}")
         if name in switches:
-            raise ClusterError(f"{where}.name is {name!r}, as is that of another switch: give each its own")
+            raise ClusterError(f"{where}.name is {name!r}, which is the name of another switch: give each its own")
         switches.add(name)
         for pair in itertools.combinations(servers, 2):
             if (other := switch_of.setdefault(frozenset(pair), name)) != name:

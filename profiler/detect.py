@@ -23,9 +23,9 @@ _SLURM_COUNT = re.compile(r"([1-9]\d*)(?:\(x([1-9]\d*)\))?")
 
 
 def job_size(environment: Mapping[str, str]) -> int:
-    """Return how many processes the launcher started, on hosts with any numbers of them; 1 without a launcher.
+    """Return how many processes the launcher started, also where hosts run different numbers; 1 without a launcher.
 
-    Raises ClusterError for a variable of the launcher that holds no such number.
+    Raises ClusterError if a variable of the launcher does not hold a whole number of at least 1.
     """
     for size_name, _ in _LAUNCHERS:
         if size_name in environment:

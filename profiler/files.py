@@ -32,7 +32,7 @@ def atomic_replacement(path: Path, *, follow_links: bool = True) -> Iterator[Pat
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a text file (UTF-8) so that a crash leaves either the old file or the new one."""
+    """Write a text file (UTF-8) so that a crash leaves either the old file or the new one. Raises OSError."""
     with atomic_replacement(path) as part:
         part.write_text(text, encoding="utf-8")
 
@@ -57,7 +57,7 @@ def find_write_problem(path: str | os.PathLike[str]) -> str:
     if problem := _find_parent_problem(path):
         return problem
     try:
-        _create_part(target).unlink()  # tells what permissions do not: a file system that is read-only, or full
+        _create_part(target).unlink()  # fails where permissions suffice, but the file system is read-only or full
     except OSError as error:
         return f"{path} cannot be written: {error.strerror}"
     return ""
@@ -93,7 +93,7 @@ def _find_parent_problem(path: Path) -> str:
 def _resolve(path: Path) -> Path:
     """Return ``path`` without symbolic links; OSError where something that is not a file is there."""
     target = Path(os.path.realpath(path))
-    if target.is_symlink():  # of a loop, which has no end
+    if target.is_symlink():  # a link in a loop of links, which has no end
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
     if target.is_dir():
         raise OSError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))

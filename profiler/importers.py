@@ -59,10 +59,10 @@ def read_graph_file(path: str | os.PathLike[str], batch_size: int | None = None,
     Times are in milliseconds and sizes in bytes, for a batch of ``batch_size`` samples (by default the N of ``-pbs-N``
     in the file's name). ``size_scale`` multiplies all sizes (1.048576 for a file that counts MiB as 1e6 bytes). Nodes
     whose name starts with "Input" cost nothing. The file does not say what backward keeps: a layer's output is assumed,
-    or nothing if neither direction takes time. Layers keep the file's order where they can run in it, except those
-    that read nothing, or only from such layers without cost: these come right before their first reader, so that
-    their output crosses as few cuts as possible. A repeated name is prefixed with its node's. Raises ProfileError
-    naming file and line.
+    or nothing if neither direction takes time. Layers keep the file's order where they can run in it, except those that
+    read nothing, or only from such layers without cost: these come right before their first reader, so that their
+    output crosses as few cuts as possible. A repeated name gets the name of its node as a prefix. Raises ProfileError
+    that names the file and the line.
     """
     with naming_file(path, ProfileError):
         name = Path(path).stem
@@ -70,9 +70,9 @@ def read_graph_file(path: str | os.PathLike[str], batch_size: int | None = None,
             found = _BATCH.search(name)
             if not found:
                 raise ProfileError(
-                    "it is no JSON file of `dapple profile`; and for a graph.txt of PipeDream or DAPPLE give the "
-                    "batch size of its measurement (--profile-batch-size, in Python batch_size), which its name would "
-                    "tell by '-pbs-N'"
+                    "it is no JSON file of `dapple profile`. If it is a graph.txt of PipeDream or DAPPLE, give the "
+                    "batch size of its measurement (--profile-batch-size, in Python batch_size), since its name does "
+                    "not contain '-pbs-N'"
                 )
             batch_size = int(found[1])
         if not (math.isfinite(size_scale) and size_scale > 0):

@@ -30,7 +30,7 @@ class Chain:
 
     @property
     def boundary_bytes(self) -> Floats:
-        """The bytes that cross the cut before each block and behind the last: ``crossing_bytes`` between two 0."""
+        """The bytes that cross the cut before each block and the end: ``crossing_bytes``, with a 0 before and after."""
         return np.concatenate([[0.0], self.crossing_bytes, [0.0]])
 
     @property
@@ -54,10 +54,10 @@ class Chain:
 def linearise(profile: Profile) -> Chain:
     """Return the chain of a profile; outputs that skip over a cut count in its ``crossing_bytes``.
 
-    Free layers (views, inputs) have no seconds, parameters or stash. Cuts with only free layers between them divide
-    the work equally, so of each such group only the first with the least bytes is kept, and also the first splittable
-    one if that one is not. Cuts with only free layers before or after them would make a stage without work, and are
-    dropped.
+    Free layers (views, inputs) have no seconds, parameters or stash. Cuts with only free layers between them divide the
+    work equally, so only the cut with the least bytes is kept of each such group. Of cuts with equal bytes, the first
+    splittable one is kept, or else the first one. If it is not splittable, the splittable cut with the least bytes is
+    kept too. Cuts with only free layers before or after them would make a stage without work, and are dropped.
     """
     return cut_chain(profile, _kept_positions(profile))
 

@@ -256,8 +256,8 @@ def describe_cluster(
 
     Pairs are of server names; a link inside a server has its name twice. ``intra_server`` and ``inter_server`` are the
     medians; a pair gets a link of its own where bandwidth or latency differs from the median by more than a quarter.
-    Numbers are rounded to three digits. Where no pair of one kind was measured, the median of the other kind is used
-    for it, since no two devices are joined so. ``device_memory`` is in bytes.
+    Numbers are rounded to three digits. Where no link inside a server was measured, or none between servers, the median
+    of the other links is used, since no two devices are joined by such a link. ``device_memory`` is in bytes.
 
     Raises:
         ClusterError: Nothing was measured.

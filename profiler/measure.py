@@ -32,13 +32,14 @@ def measure_interleaved(
     full_share: float | None = None,
     clock: Clock = Clock(),
 ) -> tuple[Floats, ...]:
-    """Run every probe once per round, so that all see the same noise; return each one's seconds, [rounds, figures].
+    """Run every probe once per round, so that all see the same noise, and return the seconds of each.
 
-    A first round warms up and is dropped. There are ``repeats`` rounds, or as many as fit into ``budget_seconds``, but
-    at least ``LEAST_ROUNDS`` (or ``repeats``, if that is fewer). Time that other processes took is subtracted: where
-    this process had a smaller share of the processor than undisturbed, its seconds are scaled by the ratio of the two.
-    ``full_share``: the undisturbed share (CPU seconds per second: 1 on one core; 0 turns the correction off), or
-    None for the share in each probe's best round.
+    These are a float64 array [rounds, figures that the probe returns]. A first round warms up and is dropped. There are
+    ``repeats`` rounds, or as many as fit into ``budget_seconds``, but at least ``LEAST_ROUNDS`` (or ``repeats``, if
+    that is fewer). Time that other processes took is subtracted: where this process had a smaller share of the
+    processor than undisturbed, its seconds are scaled by the ratio of the two. ``full_share``: the undisturbed share
+    (CPU seconds per second: 1 on one core; 0 turns the correction off), or None for the share in each probe's best
+    round.
     """
     for probe in probes:
         probe()
@@ -91,8 +92,8 @@ def split_by_weight(seconds: Floats, bounds: Sequence[int], weights: Floats) -> 
 def choose_even_starts(weights: Floats, positions: Sequence[int], count: int) -> list[int]:
     """Return starts (ascending, without 0) that cut the layers into at most ``count`` runs of about equal weight.
 
-    Start k is the one of ``positions`` with the weight before it nearest to k / ``count`` of the whole. That takes
-    linear time; ``graph_passes.passes.partition.balance``, which minimises the largest run, takes quadratic time.
+    Start k is that one of ``positions`` before which the weight is nearest to k / ``count`` of the total weight. That
+    takes linear time; ``graph_passes.passes.partition.balance``, which minimises the largest run, takes quadratic time.
     """
     before = np.concatenate([[0.0], np.cumsum(weights)])
     if not len(positions):

@@ -14,8 +14,8 @@ class Peak:
     """A device's limits: FLOP per second of float32 training, bytes per second of its memory, and bytes of memory.
 
     ``attainable``: the fraction of both rates that large kernels reach in practice, which is not a maker's figure.
-    ``by_class``: the fraction of a kind of op that has one of its own. ``launch_seconds``: what a kernel takes at
-    least, since the host launches one after the other.
+    ``by_class``: the fraction for each class of ops that has one of its own. ``launch_seconds``: the least seconds of a
+    kernel, since the host launches one after the other.
     """
 
     name: str
@@ -27,7 +27,7 @@ class Peak:
     launch_seconds: float = 0.0
 
     def seconds(self, flops: float, moved: float, kind: OpClass = "other") -> float:
-        """Return the seconds of a kernel by the roofline: the longer of its ``flops`` and its ``moved`` bytes.
+        """Return the seconds of a kernel by the roofline: the longer of those of its ``flops`` and its ``moved`` bytes.
 
         A kernel that is launched takes ``launch_seconds`` at least.
         """
@@ -47,7 +47,7 @@ def is_launched(moved: float, kind: OpClass) -> bool:
     return moved > _HOST_BYTES and kind != "loop"
 
 
-# About what public measurements say of the launch of a kernel from TensorFlow or PyTorch; no maker's figure.
+# The launch of a kernel from TensorFlow or PyTorch takes about this time in public measurements; no maker's figure.
 _LAUNCH_SECONDS = 5e-6
 
 PEAKS = (

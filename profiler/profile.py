@@ -139,7 +139,8 @@ class Profile:
         """Return the part of ``backward_seconds`` that computes gradients of weights; the rest is for inputs.
 
         Its share is that of the profile's batch. Where it was not measured, it is one half for a layer with parameters
-        (the two gradients of a matrix product are equal work), and 0 for others.
+        (the two gradients of a matrix product are equal work), and 0 for others. Raises ProfileError as
+        ``forward_seconds`` does.
         """
         return self.backward_seconds(samples) * self._weights_share
 
@@ -301,8 +302,8 @@ def _check_layers(layers: Sequence[LayerCost]) -> None:
             raise ProfileError(f"layers[{index}].name is empty: every layer needs a name of its own")
         if first.setdefault(layer.name, index) != index:
             raise ProfileError(
-                f"layers[{index}].name is {layer.name!r}, as is that of layers[{first[layer.name]}]: every layer needs "
-                "a name of its own"
+                f"layers[{index}].name is {layer.name!r}, which is the name of layers[{first[layer.name]}]: every "
+                "layer needs a name of its own"
             )
         for field in _COSTS:
             _check_figure(f"layers[{index}].{field} ({layer.name})", getattr(layer, field))
@@ -406,7 +407,8 @@ def _to_json(profile: Profile) -> dict[str, Any]:
 def profile_on(profile: Profile, cluster: Cluster, device: int) -> Profile:
     """Return the profile with the seconds of one device; see ``Profile.of_kind``.
 
-    Raises ProfileError, naming the layer and the kind, where the profile has no seconds of the kind and it no speed.
+    Raises ProfileError, naming the layer and the kind, where the profile has no seconds of the kind, and the cluster
+    gives the kind no speed.
     """
     kind = cluster.kind_of(device)
     return profile.of_kind(kind, cluster.kind_speed(kind))

@@ -1,4 +1,4 @@
-"""Quote values of any size in error messages: the text is short, and made in the time of the value's top levels."""
+"""Quote values of any size in error messages: the text is short, and only the top levels of the value are read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _LEVELS = 3
 
 
 def quote(value: object) -> str:
-    """Return the ``repr`` of a value that a file holds; of long or deeply nested ones only a part."""
+    """Return the ``repr`` of a value that a file holds, or a part of it if the value is long or deeply nested."""
     quoting = reprlib.Repr()
     quoting.maxlevel = _LEVELS
     quoting.maxlist = quoting.maxdict = _ITEMS

@@ -41,8 +41,8 @@ def read_text(
 ) -> str:
     """Return the text of a file of ``kind``, in UTF-8.
 
-    Raises ``error`` if it does not exist, is not text or is larger than ``largest`` bytes; of a larger file, or one
-    without an end, no more is read.
+    Raises ``error`` if it does not exist, is not text or is larger than ``largest`` bytes; no more than that is read of
+    a larger file, or of one without an end.
     """
     try:
         with open(path, "rb") as stream:

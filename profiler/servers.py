@@ -64,8 +64,8 @@ def check_servers(servers: tuple[Server, ...]) -> None:
             raise ClusterError(f"servers[{index}].name is empty: every server needs a name of its own")
         if first.setdefault(server.name, index) != index:
             raise ClusterError(
-                f"servers[{index}].name is {server.name!r}, as is that of servers[{first[server.name]}]: every server "
-                "needs a name of its own"
+                f"servers[{index}].name is {server.name!r}, which is the name of servers[{first[server.name]}]: every "
+                "server needs a name of its own"
             )
         check_whole(f"servers[{index}].devices", server.devices)
         if server.devices < 1:

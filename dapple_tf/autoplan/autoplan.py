@@ -56,9 +56,9 @@ class StageCuts:
 class Autoplan:
     """The plan of a step: the one given, or one made from the ``options`` at the first trace.
 
-    ``options``: as the user gave them, and from the first trace on as far as this has settled what they leave open.
-    In a ``job`` rank 0 decides for all ranks, and every rank must make the same calls. Raises PlanError for arguments
-    that contradict each other.
+    ``options``: those that the user gave; the first trace settles some that they leave open. In a ``job`` rank 0
+    decides for all ranks, and every rank must make the same calls. Raises PlanError for arguments that contradict each
+    other.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Autoplan:
         self.layer_names: tuple[str, ...] = ()
 
     def train(self, loss_fn: Traced) -> None:
-        """Plan anew, for this function, in place of the one that was given: a phase of it."""
+        """Plan anew, for ``loss_fn``, a phase of the function that was given."""
         self._loss_fn = loss_fn
         self._decision = None
         self.layer_names = ()
@@ -155,7 +155,7 @@ class Autoplan:
         return self.options.can_run_uncut
 
     def micro_batch_size(self, samples: int) -> int:
-        """Return the samples of the largest micro-batch, at least 2, as far as the options tell without a plan."""
+        """Return the samples of the largest micro-batch, at least 2, as the options give it without a plan."""
         return max(2, self.options.largest_micro_batch(samples))
 
     def check_first_batch(self, samples: int) -> None:
@@ -185,10 +185,10 @@ class Autoplan:
         )
 
     def move_cuts(self, homes: Mapping[int, int], layers: Layers) -> None:
-        """Move cuts of the plan so that layers are on the devices where what they change lives, if cuts can be there.
+        """Move cuts of the plan so that layers run on the devices of the variables that they change, if they can.
 
-        ``homes``: the devices, by the position of a layer. ``layers``: those that the plan counts. Cuts before layers
-        that the user has named stay.
+        ``homes``: these devices, by the position of a layer. ``layers``: those that the plan counts. Nothing is moved
+        if the user has named the layers that start a stage, or if the model cannot be cut so.
         """
         assert self._decision is not None, "decide comes first"
         plan = self._decision.plan
@@ -268,10 +268,10 @@ class Autoplan:
             self._estimates = costs, shapes
 
     def _fit_devices(self, layers: Layers, costs: EstimatedCosts, samples: int) -> tuple[Options, PlanDecision | None]:
-        """Return the options, and the plan that is given, as far as they fit the devices that there are.
+        """Return the options and the given plan without what does not fit the devices that there are.
 
-        In a job stages and plan must use every rank. Those that ask for other devices are left to the planner, and of
-        the cluster only the hosts of the ranks are kept.
+        In a job the stages or the plan must use every rank. Where they do not fit, the planner makes a new plan. Of the
+        cluster only the hosts of the ranks are kept.
         """
         options, decision, job = self.options, self._decision, self._job
         devices = self._device_count
@@ -280,7 +280,7 @@ class Autoplan:
             if plan.device_count != devices if job is not None else plan.device_count > devices:
                 have = format_count(devices, "device" if job is None else "rank")
                 if self._ranks.rank == 0:
-                    LOGGER.info("elastic: there are %s, and %d were asked for: plans anew", have, plan.device_count)
+                    LOGGER.info("elastic: there are %s, and %d were asked for: planning anew", have, plan.device_count)
                 sharded = options.shard_optimizer or plan.shard_optimizer
                 options, decision = dataclasses.replace(options.planned_anew(), shard_optimizer=sharded), None
         if options.cluster is not None and options.cluster.devices != devices:
@@ -333,8 +333,8 @@ def _warn_of_dominant_layer(names: Sequence[str], costs: EstimatedCosts) -> None
     largest = max(range(len(names)), key=lambda i: costs.layers[i])
     if costs.layers[largest] > _DOMINANT_SHARE * sum(costs.layers):
         warn_user(
-            f"layer {names[largest]!r} seems to hold most of the work and cannot be cut: where it is a call of "
-            "another tf.function, call that one's python_function"
+            f"layer {names[largest]!r} seems to hold most of the work and cannot be cut: if it is a call of another "
+            "tf.function, call the python_function of that tf.function"
         )
 
 

@@ -18,13 +18,13 @@ from dapple_tf.profiler.units import format_samples
 from dapple_tf.wording import format_count
 
 GivenSizes = Sequence[int] | Sequence[float]
-"""Of each micro-batch the samples (whole numbers), or the share of the samples (floats)."""
+"""For each micro-batch its number of samples (whole numbers), or its share of the samples (floats)."""
 
 
 def check_batch_size(samples: int, micro_batches: int, replicas: Sequence[int], sizes: Sequence[int] = ()) -> None:
     """Raise PlanError unless every replica gets at least one sample of every micro-batch.
 
-    ``replicas``: of each stage. ``sizes``: the samples of each micro-batch, where they are given.
+    ``replicas``: the number of replicas of each stage. ``sizes``: the samples of each micro-batch, if they are given.
     """
     if sizes and min(sizes) < max(replicas):
         index = sizes.index(min(sizes))
@@ -48,7 +48,7 @@ def check_batch_size(samples: int, micro_batches: int, replicas: Sequence[int], 
 
 
 def check_plan_fits(plan: Plan, layers: Layers, samples: int) -> None:
-    """Raise PlanError unless the plan is for as many layers, and the batch is large enough for it."""
+    """Raise PlanError unless the plan is for this number of layers, and the batch is large enough for it."""
     planned = plan.stages[-1].last_layer + 1
     if planned != len(layers.layers):
         raise PlanError(
@@ -132,10 +132,10 @@ def _are_all(kind: type, given: Sequence[object]) -> bool:
 
 
 def count_samples(given: GivenSizes, samples: int) -> tuple[int, ...]:
-    """Return the samples of each micro-batch of a batch of ``samples``.
+    """Return the number of samples of each micro-batch of a batch of ``samples``.
 
-    Of shares, their sums times the samples are rounded, so that each is within one sample of its share. Raises
-    PlanError where counts do not add up to ``samples``, or a share is less than a sample.
+    The sums of the first shares are multiplied by ``samples`` and rounded, so that each micro-batch is within one
+    sample of its share. Raises PlanError where counts do not add up to ``samples``, or a share is less than a sample.
     """
     if are_counts(given):
         sizes = tuple(map(int, given))

@@ -48,7 +48,7 @@ def decide_on(
 ) -> PlanDecision:
     """Return the decision for ``candidate``, with its simulated step.
 
-    The plan is for a whole batch of ``samples``, of which the simulated micro-batches may leave out a few, or for
+    The plan is for a whole batch of ``samples`` (the simulated micro-batches may leave out a few of them), or for
     micro-batches of given ``sizes``.
     """
     plan, simulated = predict_plan(problem, candidate, planner, sizes)

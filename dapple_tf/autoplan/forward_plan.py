@@ -19,10 +19,10 @@ from dapple_tf.plans import Plan, StagePlan
 def follow_plan(plan: Plan, names: Sequence[str], layers: Layers, costs: EstimatedCosts, *, all_devices: bool) -> Plan:
     """Return ``plan`` for the ``layers`` of another function of the same model.
 
-    ``names``: of the layers that ``plan`` counts; without any the stages are balanced by ``costs``. A stage starts at
-    its first layer that the other function has too, so that its variables stay on its devices. A stage without such a
-    layer, of dropout alone, say, is left out. With ``all_devices`` the devices of a worker that keeps no stage become
-    replicas of the worker of the stage before. The rows of an asynchronous window are a batch here.
+    ``names``: the names of the layers that ``plan`` counts; without any the stages are balanced by ``costs``. A stage
+    starts at its first layer that the other function has too, so that its variables stay on its devices. A stage that
+    has no such layer (only dropout, for example) is left out. With ``all_devices`` the devices of a worker that keeps
+    no stage become replicas of the worker of the stage before. The rows of an asynchronous window are a batch here.
     """
     found = list(zip(plan.stages, _find_starts(plan, names, layers, costs), strict=True))
     devices = _keep_devices(found, all_devices=all_devices)
@@ -41,10 +41,10 @@ def without_cuts(plan: Plan) -> Plan:
 
 
 def plan_forward(options: Options, layers: Layers, costs: EstimatedCosts, devices: int, *, all_devices: bool) -> Plan:
-    """Return a plan for ``layers`` before training has one: as requested, or one stage per device where that is "auto".
+    """Return a plan for ``layers`` before training has one: as requested, or one stage per device for "auto".
 
-    There are fewer stages where the function can be cut in fewer places, or lacks layers that are to start a stage;
-    with ``all_devices`` the last one then has more replicas. Raises what ``plan_requested_stages`` raises.
+    There are fewer stages if the function can be cut in fewer places, or lacks layers that should start a stage; with
+    ``all_devices`` the last stage then has more replicas. Raises the errors of ``plan_requested_stages``.
     """
     options = options.forward_only()
     count = options.count_micro_batches(8)

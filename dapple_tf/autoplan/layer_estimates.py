@@ -11,7 +11,7 @@ from dapple_tf.graph_passes.ir.graph import Node, Shape
 from dapple_tf.profiler.peaks import CPU_CORE
 
 BACKWARD_OVER_FORWARD = 2.0
-"""Seconds of a backward, in those of its forward: a product for the gradients of inputs, one for those of weights."""
+"""Seconds of a backward over those of its forward: for each product of forward, the gradients of its two operands."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class EstimatedCosts:
 
 
 def estimate_costs(layers: Layers, shapes: Mapping[str, Sequence[Shape]]) -> EstimatedCosts:
-    """Return the costs of all layers and cuts. ``shapes``: of every node's outputs, at one batch size."""
+    """Return the costs of all layers and cuts. ``shapes``: the shapes of every node's outputs, at one batch size."""
     return EstimatedCosts(estimate_layer_seconds(layers, shapes), estimate_cut_seconds(layers, shapes))
 
 

@@ -1,4 +1,4 @@
-"""Make the signatures, docstrings, tables and command-line options of functions that take ``Options`` from these."""
+"""Make signatures, docstrings, tables and command-line options from the fields of ``Options``."""
 
 from __future__ import annotations
 

@@ -45,13 +45,13 @@ WINDOW_NOT_VERIFIED = (
 """Why asynchronous windows are not compared with one device, and what to do instead."""
 
 _USUAL_MICRO_BATCHES = 8
-"""M where nothing is given, and of a batch that has the samples before the simulator has chosen it."""
+"""M where none is given; also until the simulator has chosen M, for batches of at least as many samples."""
 
 Mode = Literal["sync", "async"]
 """Whether weights change once a step, or after each minibatch of a window."""
 
 SparseGradients = Literal["exact", "dense"]
-"""The form of the gradient of an embedding, or another variable that is read by rows, that the optimizer gets."""
+"""The form in which the optimizer gets the gradient of a variable that is read by rows, such as an embedding."""
 
 _OF_WINDOWS = ("minibatches", "weights", "depth")
 _NOT_OF_WINDOWS = ("schedule", "slice", "batch_loss", "batch_norm", "shard_optimizer")
@@ -101,9 +101,9 @@ def _option(
 ) -> Any:
     """Return the field of an option.
 
-    ``meaning``: a sentence, for help and tables. ``more``: what follows it in docstrings. ``page``: where the guide
-    treats it. ``flag``: its name on the command line; "" where it has none. ``check``: raises PlanError for a wrong
-    value. ``repr``: whether it is shown with the options.
+    ``meaning``: a sentence, for help and tables. ``more``: the text that follows it in docstrings. ``page``: the page
+    and section of the guide about it. ``flag``: its name on the command line; "" where it has none. ``check``: raises
+    PlanError for a wrong value. ``repr``: whether the ``repr`` of the options shows it.
     """
     about = {"meaning": meaning, "more": more, "page": page, "flag": flag, "check": check}
     return field(default=default, metadata=about, repr=repr)
@@ -379,7 +379,7 @@ class Options:
             object.__setattr__(self, declared.name, given)
             if (check := declared.metadata["check"]) is not None:
                 check(given)
-        if self.window is not None and self.replicas and min(self.replicas) > 0:  # else refused with the stages
+        if self.window is not None and self.replicas and min(self.replicas) > 0:  # 0 is refused later, with the stages
             self.window.versions(self.replicas)
         if self.spec is not None and (self.stages_are_auto or self.micro_batches_are_auto):
             check_plannable(self.spec)
@@ -421,14 +421,14 @@ class Options:
 
     @property
     def spec(self) -> ScheduleSpec | None:
-        """The schedule; None where the simulator chooses it. ``slice`` slices 1F1B, which "auto" then stands for."""
+        """The schedule; None where the simulator chooses it. With ``slice``, "auto" means 1F1B, which is sliced."""
         if self.schedule == "auto":
             return None if self.slice is None else ScheduleSpec.parse("dapple-a")
         return ScheduleSpec.parse(self.schedule)
 
     @property
     def wanted_micro_batches(self) -> MicroBatches:
-        """M, "auto" or sizes; where none is given "auto" with the stages, else 8; 1 in an asynchronous window."""
+        """M, "auto" or sizes. If not given: "auto" where the stages are, else 8. In an asynchronous window: 1."""
         if self.window is not None:
             return 1
         if self.micro_batches is None:
@@ -439,7 +439,7 @@ class Options:
     def window(self) -> WindowPlan | None:
         """The asynchronous windows that are asked for, or None for synchronous training.
 
-        An option that is not given is as in the window of ``plan``, if that has one.
+        Options that are not given are those of the window of ``plan``, if it has one.
         """
         if self.mode == "sync":
             return None
@@ -454,9 +454,10 @@ class Options:
         return self.window or Synchronous()
 
     def planned_anew(self) -> Options:
-        """Return the options with stages, replicas and schedule left to the planner, and what results depend on kept.
+        """Return the options with stages, replicas and schedule left to the planner.
 
-        M stays, since batch norm takes its statistics of each micro-batch, and so do the settings of windows.
+        M is kept, since results may depend on it: batch norm takes statistics of each micro-batch. The settings of
+        windows are kept too, except for the depth.
         """
         wanted: MicroBatches | None = self.plan.micro_batches if self.plan is not None else self.wanted_micro_batches
         settings: dict[str, Any] = {"micro_batches": len(self.given_sizes) if self.given_sizes else wanted}
@@ -465,7 +466,7 @@ class Options:
             settings = {name: getattr(window, name) for name in names} | {"depth": None}
         recompute = bool(self.plan.recompute) if self.plan is not None else self.recompute
         if isinstance(recompute, StageNumbers) or (not isinstance(recompute, bool) and not _is_list_of(str, recompute)):
-            recompute = False  # it names stages that there may not be
+            recompute = False  # it names stages, which the new plan may not have
         return dataclasses.replace(
             self,
             stages="auto",
@@ -610,7 +611,7 @@ _CONTRADICTIONS: tuple[tuple[_Predicate, str], ...] = (
     ),
     (
         lambda o: o.plan is not None and bool(o.plan.virtual_workers),
-        "the plan has virtual workers, which cut the model each in its own way: a "
+        "the plan has virtual workers, each of which cuts the model in its own way: a "
         "layer would have its weights in several stages, which is simulated but does not run; make a plan with "
         "planner 'best', or with planner 'hetpipe' and policy='ED', whose virtual workers may be equal",
     ),
@@ -640,7 +641,7 @@ _CONTRADICTIONS: tuple[tuple[_Predicate, str], ...] = (
         'or schedule to "auto"',
     ),
 )
-"""Pairs of a predicate of options that cannot be given together, and what to do, as a format of the options."""
+"""Pairs: whether options cannot be given together, and the message, a format string that takes the options."""
 
 
 def check_contradictions(options: Options) -> None:

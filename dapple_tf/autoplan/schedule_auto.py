@@ -34,7 +34,7 @@ from dapple_tf.simulator.order import encode
 from dapple_tf.simulator.order_search import FoundOrder, search_order
 from dapple_tf.timeline.stage_costs import StageCosts, activation_communication_ratio, usable_bytes
 
-# Steps of other M, and of schedules with as many stashes, are as fast where they differ by less than this share.
+# Steps count as equally fast if their seconds differ by less than this share.
 _ALIKE = 1e-3
 
 
@@ -42,7 +42,7 @@ _ALIKE = 1e-3
 class ScheduleChoice:
     """A schedule, and why it was chosen.
 
-    ``micro_batches``: M. ``acr``: see ``activation_communication_ratio``. ``seconds``: of the step under each policy
+    ``micro_batches``: M. ``acr``: see ``activation_communication_ratio``. ``seconds``: the step's under each policy
     that fits the memory, by the policy's name. ``measured``: whether costs come from a profile, and not from an
     estimate. ``memory``: bytes of a device. ``max_in_flight``: for each stage, how many micro-batches its memory holds.
     ``found``: where the schedule is ``zb-auto``, the order that was found.
@@ -92,11 +92,11 @@ def choose_schedule(
 ) -> ScheduleChoice:
     """Return the first of ``policies`` within 2% of the fastest of them, for the fastest number of micro-batches M.
 
-    ``costs``: of each stage, by M. ``memory``: bytes of a device. ``policies``: the most wanted one first; without any
-    DAPPLE's, ``more`` and the K_i of ``hiding_warm_up``, in order of the bytes of stashes that they hold. ``flows``:
-    what the stages share. D is what the memory holds (DAPPLE, V.C). Raises NoFitError where no M fits the memory,
-    naming the stage, the missing bytes and the remedies; and ScheduleError for explicit K_i, or explicit actions, that
-    cannot run.
+    ``costs``: the costs of each stage, by M. ``memory``: bytes of a device. ``policies``: the most wanted one first. If
+    there are none, those of DAPPLE, those in ``more`` and the K_i of ``hiding_warm_up`` are tried, the one that holds
+    the fewest bytes of stashes first. ``flows``: the links that stages share. D is the number of micro-batches that the
+    memory holds (DAPPLE, V.C). Raises NoFitError where no M fits the memory, naming the stage, the missing bytes and
+    the remedies; and ScheduleError for explicit K_i, or explicit actions, that cannot run.
     """
     for policy in (*policies, *more):
         spec = ScheduleSpec.parse(policy)
@@ -142,7 +142,7 @@ def hiding_warm_up(stages: Sequence[StageCosts], micro_batches: int, most: Seque
 def _by_stashes(
     policies: Sequence[str], stages: Sequence[StageCosts], micro_batches: int, most: Sequence[int]
 ) -> list[str]:
-    """Return the policies with other K_i than those before, and ``hiding_warm_up``, by the bytes of their stashes."""
+    """Return the policies and ``hiding_warm_up``, by the bytes of their stashes; of equal K_i only the first one."""
     hiding = "K=" + ",".join(map(str, hiding_warm_up(stages, micro_batches, most)))
     names: dict[tuple[int, ...] | str, str] = {}
     for name in (*policies, hiding):
@@ -165,7 +165,7 @@ def choose_profiled_schedule(
     """Return ``choose_schedule`` of the problem's profile, for these stages, over all ``micro_batch_sizes`` (samples).
 
     ``planned``: a schedule that a planner has found for them, which is tried too. Raises PlanError where the stages do
-    not fit the profile or the cluster.
+    not fit the profile or the cluster, and NoFitError and ScheduleError as ``choose_schedule`` does.
     """
     memory, flows = problem.cluster.least_memory, problem.find_flows(stages)
     if problem.schedule != "auto":
@@ -188,7 +188,7 @@ def with_found_order(
     costs: Mapping[int, Sequence[StageCosts]],
     flows: Flows | None = None,
 ) -> ScheduleChoice:
-    """Return a choice of ``zb-auto`` with the order that is found for the costs of the chosen M, without contention."""
+    """Return a choice of ``zb-auto`` with the order found for the chosen M; the search knows no contention of links."""
     workers, own = ScheduleSpec.parse(choice.schedule).worker_map(len(stages)), costs[choice.micro_batches]
     found = search_order(workers, choice.micro_batches, own, choice.memory)
     seconds = {**choice.seconds, choice.schedule: _seconds_of(found, own, flows)}
@@ -217,9 +217,9 @@ def _seconds_of(found: FoundOrder, costs: Sequence[StageCosts], flows: Flows | N
 def _with_split_backward(
     choice: ScheduleChoice, costs: Mapping[int, Sequence[StageCosts]], flows: Flows | None
 ) -> ScheduleChoice:
-    """Return the choice, or the fastest schedule that splits backwards, for the same M, where that gains enough.
+    """Return the choice, or the fastest schedule that splits backwards, for the same M, if that gains enough.
 
-    ``costs``: of each stage where backwards are split.
+    ``costs``: the costs of each stage if backwards are split.
     """
     m = choice.micro_batches
     rows, network, memory = stage_cost_arrays(costs[m]), make_network(flows, costs[m]), usable_bytes(choice.memory)
@@ -230,7 +230,7 @@ def _with_split_backward(
         found = search_order(WorkerMap.one_per_stage(len(costs[m])), m, costs[m], choice.memory)
         seconds[ZERO_BUBBLE_AUTO] = _seconds_of(found, costs[m], flows)
     split = {name: value for name, value in seconds.items() if name not in choice.seconds}
-    # Reason for the same share: two calls of a stage's functions take a little longer than one.
+    # Less is not worth it, since two calls of a stage's functions take a little longer than one.
     least = min(split.values(), default=float("inf"))
     if least > choice.seconds[choice.schedule] * (1 - WORTH_MEMORY):
         return dataclasses.replace(choice, seconds=seconds)
@@ -279,4 +279,4 @@ def _explain_shortage(costs: Mapping[int, Sequence[StageCosts]], memory: float, 
 def _compare(seconds: float, chosen: float) -> str:
     if not chosen or abs(seconds / chosen - 1) < _ALIKE / 2:
         return "takes as long"
-    return f"takes {abs(seconds / chosen - 1):.1%} {'longer' if seconds > chosen else 'less, too little to be taken'}"
+    return f"takes {abs(seconds / chosen - 1):.1%} {'longer' if seconds > chosen else 'less, too little to choose it'}"

@@ -54,9 +54,9 @@ def choose_estimated_schedule(
     *,
     ranks: bool = False,
 ) -> ScheduleChoice:
-    """Return policy and D for the stages and M of a plan, on the devices of ``cluster``; of ``zb-auto`` the order.
+    """Return policy and D for the stages and M of a plan, on the devices of ``cluster``; for ``zb-auto`` the order too.
 
-    ``costs``: estimated, of one micro-batch over all replicas. ``shapes``: of forward's values for a micro-batch.
+    ``costs``: estimates for one micro-batch over all replicas. ``shapes``: those of forward's values for a micro-batch.
     ``slots``: values that the optimizer keeps per weight. ``ranks``: whether the devices are the processes of a job.
     Raises PlanError where no schedule fits the memory.
     """

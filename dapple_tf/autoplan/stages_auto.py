@@ -53,7 +53,7 @@ def choose_stages(inputs: PlanningInputs) -> PlanDecision:
         warn_user(_explain_one_stage(problem, chosen, candidates))
     if inputs.options.spec is not None:
         return decide_on(problem, chosen, "best", inputs.samples, None)
-    if ScheduleSpec.parse(chosen.schedule).runs_several_stages:  # no policy of one stage per device is for these stages
+    if ScheduleSpec.parse(chosen.schedule).runs_several_stages:  # other policies are for one stage per device
         problem = dataclasses.replace(problem, schedule=chosen.schedule)
     recomputing = dataclasses.replace(problem, recompute=chosen.recompute)
     choice = choose_profiled_schedule(recomputing, chosen.stages, (chosen.micro_batch_size,), chosen.schedule)
@@ -117,7 +117,7 @@ def _choose_window(inputs: PlanningInputs, problem: PlanningProblem, window: Win
 def check_enough_layers(options: Options, layers: Layers) -> None:
     """Raise PlanError if the schedule of the options runs more stages on a device than the model can be cut into.
 
-    Planning says it too, but only when the model has been profiled.
+    Planning raises it too, but only after the model has been profiled.
     """
     if options.spec is None or not options.spec.runs_several_stages:
         return

@@ -35,9 +35,9 @@ def plan_requested_stages(
     """Return the plan that ``options`` describes, for a batch of ``global_batch_size`` samples on ``devices`` devices.
 
     A number of stages is cut so that they balance in estimated ``costs``. Worker by worker, devices are taken in order.
-    The schedule is dapple-a, and M what ``count_micro_batches`` returns, where they are "auto": the caller chooses them
-    later. Raises PlanError (counts that do not fit), PartitionError (cuts that cannot be made) or ScheduleError (a
-    schedule for another number of stages or micro-batches).
+    If the schedule is "auto", it is dapple-a here, and if M is "auto", it is the result of ``count_micro_batches``: the
+    caller chooses them later. Raises PlanError (counts that do not fit), PartitionError (cuts that cannot be made) or
+    ScheduleError (a schedule for another number of stages or micro-batches).
     """
     starts = _find_starts(options, layers, costs)
     count = len(starts) + 1
@@ -118,7 +118,7 @@ def _count_stages(options: Options) -> int:
 
 
 def _balance(count: int, options: Options, layers: Layers, costs: EstimatedCosts) -> list[int]:
-    """Return the starts of ``count`` stages of balanced work; of unequal replicas only at cuts that can be split."""
+    """Return the starts of ``count`` stages of balanced work; for unequal replicas only at splittable cuts."""
     if count < 1:
         raise PlanError(f"stages={count}: there must be at least one")
     positions = list(layers.positions())
@@ -154,7 +154,7 @@ def choose_micro_batches(inputs: PlanningInputs, plan: Plan) -> PlanDecision:
     return decide_on(problem, chosen, "requested", inputs.samples, choice, plan.micro_batch_sizes)
 
 
-# --- Move cuts of a later phase of a step, so that layers are where what they change lives
+# --- Move cuts of a later phase of a step, so that layers run on the devices of the variables that they change
 
 
 def stages_at_home(plan: Plan, homes: Mapping[int, int], positions: Sequence[int]) -> tuple[StagePlan, ...] | None:

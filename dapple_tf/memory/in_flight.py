@@ -43,7 +43,7 @@ class StageState:
         return self.started["F"] - sum(self.finished[kind] for kind in FREEING)
 
     def stashed(self, origin: Origin, last_use: str) -> int:
-        """Return of how many micro-batches the stage holds a tensor that exists from ``origin`` to ``last_use``.
+        """Return for how many micro-batches the stage holds a tensor that exists from ``origin`` to ``last_use``.
 
         ``last_use``: the kind of the last action that reads it. See ``StashedTensor``.
         """
@@ -91,7 +91,7 @@ def window_states(window: Window, stage: int) -> tuple[StageState, ...]:
 def _states(
     row: Sequence[Action], stage: int, ends: Mapping[Action, float], ends_update: Callable[[Action], bool]
 ) -> Iterator[StageState]:
-    """Yield the state of ``stage`` at each action of ``row``; ``ends``: of all actions.
+    """Yield the state of ``stage`` at each action of ``row``; ``ends``: when each action of all stages ends.
 
     ``ends_update``: whether the update that takes the gradients of an action follows it.
     """

@@ -105,8 +105,8 @@ def peak_bytes(
 def packed_bytes(graph: Graph, node: Node, bytes_of: BytesOf) -> int:
     """Return the bytes of the copies of both operands that Eigen's product of two matrices makes; 0 for other ops.
 
-    On several threads it packs whole slices of the operands, along the axis that is summed, at most
-    ``_PACKED_LENGTH`` entries long together.
+    On several threads it copies the operands in slices of the axis that is summed. At any time it holds slices that
+    have at most ``_PACKED_LENGTH`` entries of this axis together.
     """
     if node.op != "MatMul":
         return 0

@@ -29,9 +29,10 @@ class MeasuredMemory:
     ``source``: ``allocator`` is TensorFlow's own statistics. They leave out tensors below 256 KiB, which a CPU's
     allocator takes from the C library; ``allocator and heap`` adds what the C library has allocated since the start,
     Python's objects included. ``heap``: everything that the process has allocated, for any use. Sources with the heap
-    are sampled, so a short peak may be missed. ``samples``: each time (seconds of the system's clock) at which the
-    bytes beyond those live at the start were found changed, and these bytes; empty where nothing was sampled.
-    ``base_bytes``: what the process held before any model (code, libraries, TensorFlow's own), in a job; else 0.
+    are sampled, so a short peak may be missed. ``samples``: pairs of a time (seconds of the system's clock) and the
+    bytes beyond those live at the start, each time that a sample found them changed; empty where nothing was sampled.
+    ``base_bytes``: in a job, the bytes that the process held before any model (code, libraries, TensorFlow's own); else
+    0.
     """
 
     device: str
@@ -76,7 +77,7 @@ def resident_bytes() -> int:
 
 
 def read_kilobytes(path: str) -> dict[str, int]:
-    """Return the bytes of the fields of a file of Linux that gives kilobytes; empty where there is no such file."""
+    """Return, in bytes, the fields that a file of Linux gives in kilobytes; empty where there is no such file."""
     fields = (line.split(":") for line in read_system_file(path).splitlines() if line.endswith(" kB"))
     return {name: 1024 * int(value.split()[0]) for name, value in fields}
 

@@ -33,17 +33,18 @@ class StageMemory:
     gradients of a single one count in ``working``, and sparse ones in ``slices``); ``slots`` of the optimizer;
     ``copies`` of variables that other devices own or that forward writes; ``versions``, the ``version_count`` versions
     of its weights that a window stores. A stored version shares its memory with the weights until their next update,
-    and stays until another takes its place: at the end of a window there is one copy of the weights more than versions.
+    and stays until another version takes its place: at the end of a window the device holds ``version_count`` copies of
+    the weights beside the weights themselves.
 
     During a step: ``stashed``, the tensors stashed of each micro-batch, of which at most ``in_flight`` are in flight;
     ``waiting``, tensors received from neighbours before they are used; ``transit``, messages that a rank sends and
     receives; ``arriving``, gradients that replicas on other ranks have sent before this one's last backward ends;
-    ``working``, the peak of a function's other tensors, by kind of action; ``slices``, the sparse gradients
-    of one micro-batch, which stay until the update; ``update``, the weight update, which runs when the others are freed
-    (in a window beside stashes), with all slices. ``in_step``: the peak of all these at one time. ``tail``: what the
-    loss head takes (see ``batch_loss``), which runs on the whole batch while all micro-batches are stashed.
-    ``loops``: the number of While loops, whose insides are not counted. ``held``: the bytes of each variable that
-    ``weights`` and ``slots`` count, by its identity.
+    ``working``, the peak of a function's other tensors, by kind of action; ``slices``, the sparse gradients of one
+    micro-batch, which stay until the update; ``update``, the weight update, which runs when the others are freed (in a
+    window beside stashes), with all slices. ``in_step``: the peak of all these at one time. ``tail``: what the loss
+    head takes (see ``batch_loss``), which runs on the whole batch while all micro-batches are stashed. ``loops``: the
+    number of While loops; tensors inside of them are not counted. ``held``: the bytes of each variable that ``weights``
+    and ``slots`` count, by the variable's ``id``.
     """
 
     stage: int
@@ -136,7 +137,7 @@ def _device_names(plan: Plan) -> list[str]:
 def _with_loss_head(memory: StageMemory, function: Function, batch_size: int) -> StageMemory:
     """Return the memory of the last stage with that of the loss head; unknown lengths count as ``batch_size``.
 
-    The rows, and their gradients, are there twice: in micro-batches, and put together.
+    The rows and their gradients exist twice: in micro-batches, and put together.
     """
     sizes = FunctionSizes(function, {}, batch_size)
     rows = sum(sizes.bytes_of(Value(function.graph.inputs[i])) for i, _ in function.input_ports("boundary"))
@@ -225,7 +226,7 @@ def _predict_stage(
 def held_bytes(state: StageState, stashed: Sequence[StashedTensor], slices: int, arriving: int) -> int:
     """Return the bytes that a stage holds of micro-batches, and of other replicas' gradients.
 
-    ``slices``: of each micro-batch's sparse gradients. ``arriving``: see ``StageMemory``.
+    ``slices``: bytes of a micro-batch's sparse gradients. ``arriving``: see ``StageMemory``.
     """
     tensors = sum(tensor.bytes * state.stashed(tensor.origin, tensor.last_use) for tensor in stashed)
     return tensors + slices * state.kept + arriving * state.ending
@@ -234,8 +235,8 @@ def held_bytes(state: StageState, stashed: Sequence[StashedTensor], slices: int,
 def _arriving_bytes(gradients: int, reduced: int, replicas: int, *, sharded: bool) -> int:
     """Return the bytes of gradients that a rank receives from replicas that have ended their backwards before it.
 
-    A replica of a sharded update is sent the gradients that it sums (``reduced``) by all others. A ring of r ranks cuts
-    the gradients into r messages, and the second one comes only in answer to the rank's own first one.
+    Where the update is sharded, all other replicas send this one the gradients that it sums (``reduced``). A ring of r
+    ranks cuts the gradients into r messages, and the second one arrives only after the rank has sent its own first one.
     """
     if replicas == 1:
         return 0
@@ -284,10 +285,10 @@ def _update_bytes(
 ) -> int:
     """Return the bytes of the update: its own tensors, and copies of the gradients outside the accumulation buffers.
 
-    There is one such copy each where a single micro-batch has no buffers, for the sum over replicas, and for the
-    clipped gradients. ``reduced``: bytes of the gradients of the variables that the device updates; where these are
-    fewer, a rank receives them from all other replicas. Slices are there as they come and gathered, before the update;
-    clipped ones are dense.
+    There is one such copy where a single micro-batch has no buffers, one for the sum over replicas, and one for the
+    clipped gradients. ``reduced``: bytes of the gradients of the variables that the device updates. If these are fewer
+    than ``gradients``, the update is sharded, and a rank receives them from all other replicas. Before the update,
+    slices exist twice: as backward returned them, and gathered. Clipped slices are dense.
     """
     gathering = slices.pieces + slices.complete
     if not updates:

@@ -104,7 +104,7 @@ class Report:
             )
         if any(self.bases):
             each = ", ".join(f"{format_megabytes(size)} MB (rank {rank})" for rank, size in enumerate(self.bases))
-            lines.append(f"before any model each process held, beside the above: {each}")
+            lines.append(f"each process held before any model, beside the above: {each}")
         if self.measured is not None and self.predicted is not None:
             ratio = self.predicted / max(1, self.measured.above_start)
             lines.append(
@@ -218,7 +218,7 @@ class DeviceOfPhases:
 
 
 def _device_of_phases(device: int, phases: Mapping[int, tuple[Sequence[StageMemory], int]]) -> DeviceOfPhases:
-    """Return the memory of a device; ``phases``: by number its stages, and what it takes during these."""
+    """Return the memory of a device; ``phases``: by number, the memory of its stages, and its bytes in the phase."""
     memories = [memory for own, _ in phases.values() for memory in own]
     held: dict[int, int] = {}
     for memory in memories:
@@ -324,7 +324,7 @@ class _WorkerMemory:
 
 
 def _predict_workers(stages: Sequence[StageMemory], schedule: Schedule) -> tuple[_WorkerMemory, ...]:
-    """Return the memory of one device of each worker; ``stages``: of each stage, under ``schedule``.
+    """Return the memory of one device of each worker; ``stages``: the memory of each stage, under ``schedule``.
 
     A worker runs one action at a time. Its memory then is what its stages hold of micro-batches, the tensors of that
     action, and the largest messages (``transit``) of one of its stages. Weights are updated after all actions.

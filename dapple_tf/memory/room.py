@@ -31,7 +31,7 @@ _AMPLE = 4
 class Room:
     """The memory, in ``bytes``, that this process may still allocate; ``limit`` describes what restricts it.
 
-    ``shared``: whether all processes of the host have this together.
+    ``shared``: whether all processes of the host share this memory.
     """
 
     bytes: int
@@ -54,7 +54,7 @@ class Need:
 
     @property
     def bytes(self) -> int:
-        """All of them."""
+        """The sum of the three."""
         return self.weights + self.buffers + self.in_step
 
     def __str__(self) -> str:
@@ -75,8 +75,8 @@ def find_need(
 ) -> Need | None:
     """Return what this process has yet to allocate to run ``graph``, its pipelined graph; None on GPUs.
 
-    ``held``: names of the ``variables`` that it will hold. ``predict_step`` returns the bytes of a step beside these.
-    ``processes``: those of this host.
+    ``held``: names of the ``variables`` that it will hold. ``predict_step`` returns the bytes that a step needs beside
+    weights and buffers. ``processes``: the number of processes of the job on this host.
     """
     if tf.config.list_logical_devices("GPU"):
         return None

@@ -55,7 +55,7 @@ def infer_sizes(graph: Graph, model: StagedModel, samples: Sequence[int]) -> dic
 
     try:
         tf.function(import_all, autograph=False).get_concrete_function()
-    except ValueError:  # a report must not make a step fail that runs
+    except ValueError:  # a step that can run must not fail because of a report
         return {f.name: FunctionSizes(f, {}, samples[stage]) for stage, f in _in_order(graph, len(samples))}
     return found
 

@@ -21,9 +21,9 @@ def analytic_profile(
     """Return the profile of a loss on ``device`` (V100, A100, H100 or a Peak) by the roofline of every op.
 
     Nothing runs. ``batch`` is the tuple of the loss's arguments: arrays, or ``tf.TensorSpec`` with the batch size on
-    axis 0. An op is a kernel, which takes what launching one takes at least: ops that a compiler or a library fuses
-    take less. Raises ProfileError for an unknown device, BatchError for a batch without a known size, and what
-    ``dapple.pipeline`` raises for the loss.
+    axis 0. Each op counts as one kernel, which takes at least the seconds of a launch; ops that a compiler or a library
+    fuses take less in fact. Raises ProfileError for an unknown device, BatchError for a batch without a known size, and
+    what ``dapple.pipeline`` raises for the loss.
     """
     peak = find_peak(device) if isinstance(device, str) else device
     arguments = as_rows(as_arguments(batch))

@@ -102,8 +102,8 @@ class LayerFacts:
     def backward_kernels(self) -> Iterator[Kernel]:
         """Yield the ops of each layer's backward.
 
-        The loops of a layer's backward run twice as often as those of its forward, as the backward of a product does:
-        they take tensors from lists, whose shapes are not known.
+        The loops of a layer's backward take tensors of unknown shapes from lists. In their place those of its forward
+        count, run twice as often, since the backward of a product takes two products.
         """
         loops = {node.name for node in self._joint.nodes if node.op in LOOP_OPS}
         others = {name: layer for name, layer in self._backward_layers.items() if name not in loops}
@@ -127,7 +127,7 @@ class LayerFacts:
 def _kernels_of(
     graph: Graph, node: Node, shapes: Shapes, batch_size: int, layer: int, count: int = 1, kind: OpClass | None = None
 ) -> Iterator[Kernel]:
-    """Yield one op, or those in the body of a loop, as often as it runs; ``kind``: where it is not the op's."""
+    """Yield one op, or those in the body of a loop, as often as it runs; ``kind``: in place of the class of the op."""
     if node.op in FREE_OPS:
         return
     name = node.attr("body") if node.op in LOOP_OPS else None
@@ -251,7 +251,7 @@ def _stash_bytes(
 def _stash_readers(
     joint: Graph, forward: Function, backward: Function, backward_layers: Mapping[str, int]
 ) -> dict[Value, set[int]]:
-    """Return the layers whose backward reads each stashed tensor or batch argument; views count as what they view."""
+    """Return the layers whose backward reads each stashed tensor or batch argument, directly or through a view."""
     ports = dict(zip(backward.graph.inputs, backward.inputs, strict=True))
     outputs = zip(forward.outputs, forward.graph.outputs, strict=True)
     stashed = {str(value): value for port, value in outputs if port.role == "stash"}

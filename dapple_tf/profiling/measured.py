@@ -78,10 +78,10 @@ def profile(
     """Measure the cost of each layer of a loss, on one of the devices that a pipeline would use.
 
     ``batch`` is the tuple of the loss's arguments; the profile is for its size. ``batch_sizes``: further sizes to
-    measure at; rows of the batch are taken, and repeated where it has too few. ``repeats``: the number of rounds, of
-    which the median counts; fewer where they would take more than 8 seconds. ``model`` names the profile.
-    ``batch_loss``: as ``dapple.pipeline`` gets it; the part of the loss that runs once is no layer then. All variables
-    have their values and devices back afterwards.
+    measure at; rows of the batch are taken, and repeated where it has too few. ``repeats``: the number of rounds, whose
+    median counts; fewer where they would take more than 8 seconds. ``model`` names the profile. ``batch_loss``: the
+    option of ``dapple.pipeline``; the part of the loss that runs once is no layer then. All variables have their values
+    and devices back afterwards.
 
     On CPUs the process is limited to the cores that one device has to itself, and time that other processes took is
     subtracted. Warns (DappleWarning) where the sum over the layers differs by more than 10% from the whole model's
@@ -109,7 +109,7 @@ def profile(
 
 
 def profile_layers(loss_fn: Traced, batch: Sequence[Any], batch_sizes: Sequence[int], batch_loss: BatchLoss) -> Profile:
-    """Measure the cost of each layer as ``profile`` does, but faster, and not the whole model beside them.
+    """Measure the cost of each layer as ``profile`` does, but faster, and without the time of the whole model.
 
     ``batch``: the arguments of the loss. Raises what ``profile`` raises.
     """
@@ -126,9 +126,9 @@ def profile_layers(loss_fn: Traced, batch: Sequence[Any], batch_sizes: Sequence[
 
 
 def _trace(loss_fn: Traced, batch: Sequence[Any], batch_loss: BatchLoss, other_sizes: Sequence[int]) -> Captured:
-    """Return the captured loss, of a known batch size where it needs one and no other size is to be measured.
+    """Return the captured loss; with a known batch size if it needs one and no other size is to be measured.
 
-    Of a training step it is the loss alone: what comes after its gradients is not run.
+    If ``loss_fn`` is a training step, only its loss is returned: what comes after its gradients is not run.
     """
     size = batch_size(batch)
     try:
@@ -224,7 +224,7 @@ def _disagreement_message(profile: Profile) -> str:
     return (
         f"the layers of {profile.model} sum to {whole * (1 + relative) * 1e3:.3g} ms, which is {relative:+.0%} from "
         f"the {whole * 1e3:.3g} ms of the whole model, measured beside them (half of the rounds are further than "
-        f"{profile.error:.1%} from the median): where the machine is busy, profile again"
+        f"{profile.error:.1%} from the median): if the machine is busy, profile again"
     )
 
 

@@ -149,7 +149,10 @@ class LayerRuns:
         return LayerRuns(facts, bounds, program)
 
     def probe(self, rows: Sequence[Any]) -> Callable[[], Floats]:
-        """Return a function that runs the program on ``rows`` and returns seconds: of all forwards, then backwards."""
+        """Return a function that runs the program on ``rows``, and returns the seconds of its forwards and backwards.
+
+        They are a float64 vector [2 x number of runs]: first the forwards of all runs, then the backwards.
+        """
 
         def run() -> Floats:
             stamps = self.program.run(rows)[-1].numpy()

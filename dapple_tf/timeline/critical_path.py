@@ -30,7 +30,7 @@ PART_LABELS: Mapping[PartKind, str] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Part:
-    """A part of the critical path, from ``start`` to ``end`` (seconds): ``item`` runs, or ``waiting`` before it.
+    """A part of the critical path, from ``start`` to ``end`` (seconds): ``item`` runs, or the path waits before it.
 
     The part is shorter than the event if the next event started before the end of this one, as an AllReduce that
     overlaps backward does.

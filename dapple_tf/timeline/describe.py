@@ -60,7 +60,7 @@ class SlowOp:
 
 
 def explain_slow(timeline: StepFigures, slow: SlowAction, count: int = 3) -> tuple[SlowOp, ...]:
-    """Return the ops that made an action slow, by the seconds beyond those usual on its stage; none without ops."""
+    """Return the ops that made an action slow, by their seconds beyond the usual; empty if no ops were recorded."""
     event = slow.event
     others = [e for e in timeline.events if (e.action.stage, e.action.kind) == (event.action.stage, event.action.kind)]
     seconds: dict[tuple[Action, int], dict[tuple[str, str], float]] = {(e.action, e.replica): {} for e in others}

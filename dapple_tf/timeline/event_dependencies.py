@@ -137,8 +137,8 @@ class WindowDependencies(EventDependencies):
     def _inputs_of_stage_event(self, item: StageEvent) -> Iterator[Item]:
         """Yield the backwards of the group for an AllReduce and for an update.
 
-        An update also waits for its AllReduce, and for the previous update of its stage. An AllReduce waits for the
-        previous one, since the ranks of a job reduce gradients one after the other.
+        An update also waits for its AllReduce, and for the previous update of its stage. An AllReduce also waits for
+        the previous AllReduce of its stage.
         """
         if item.stage is None or item.micro_batch is None:
             yield from super()._inputs_of_stage_event(item)

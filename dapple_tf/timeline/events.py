@@ -186,7 +186,7 @@ class StepEvents:
 class OpRun:
     """One run of a TensorFlow op inside of an action: seconds since the action's start, and those that it took.
 
-    ``name``: of the op in the model. ``op``: its type as it ran, which may be a fused one.
+    ``name``: the name of the op in the model. ``op``: the type of the op that ran, which may be a fused one.
     """
 
     stage: Count

@@ -63,7 +63,7 @@ class StageSummary:
 
 @dataclass(frozen=True)
 class EarlierStep:
-    """A step that was recorded before another one, and the seconds from its first action to that of the other."""
+    """A step that was recorded before another one, and the seconds between the first actions of the two."""
 
     seconds: float
     timeline: StepFigures
@@ -108,7 +108,7 @@ class StepFigures:
 
     @property
     def plan_drawing(self) -> PlanDrawing | None:
-        """What is drawn of the plan of a ``SimulatedTimeline``; None for a recorded step."""
+        """The drawing of the plan of a ``SimulatedTimeline``; None for a recorded step."""
         return None
 
     @cached_property
@@ -245,7 +245,7 @@ class StepFigures:
 
     @property
     def speedup(self) -> float:
-        """Seconds of one device running the whole batch in the same micro-batches, over ``step_seconds``."""
+        """Seconds of one device running the whole batch in the same micro-batches, divided by ``step_seconds``."""
         return self._simulated("speedup").speedup
 
     @property
@@ -313,8 +313,8 @@ def find_phases(step: StepEvents, window: Window) -> WindowPhases:
     A minibatch is done when its last backward on the last stage ends. In the steady state the seconds of a minibatch
     are the mean time between the ends of the last minibatches. As many minibatches count as form whole rounds, in which
     all replicas have had their turns. The minibatches that the first stage had in flight at the beginning do not count,
-    since their forwards came faster, unless the window is too short otherwise. In a window of one round the result is
-    the whole window's seconds over its minibatches.
+    since their forwards came faster; they count only if no round is left without them. In a window of one round the
+    result is the whole window's seconds over its minibatches.
     """
     done = [0.0] * window.minibatches
     for event in step.events:

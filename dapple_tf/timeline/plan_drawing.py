@@ -23,8 +23,8 @@ def describe_plan_drawing(
 ) -> PlanDrawing:
     """Return the drawing of a plan, or of a cluster alone.
 
-    Without a ``cluster`` the plan's devices stand together. With a ``profile`` layers have names and are as wide as
-    they compute long; ``layer_names`` are used where there is none.
+    Without a ``cluster`` the plan's devices stand together. With a ``profile`` layers have names, and their widths are
+    in proportion to their seconds; without one ``layer_names`` are used.
     """
     together = (DrawnServer("devices", tuple(range(_device_count(plan)))),)
     servers = together if cluster is None else _drawn_servers(cluster)

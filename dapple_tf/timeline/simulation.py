@@ -20,7 +20,7 @@ class Simulation(ABC):
 
     Its figures need no events, which are created only when ``events_at`` is called. ``one_device_seconds``: seconds of
     one device running the whole batch in the same micro-batches. ``device_memory``: bytes of the device that has
-    fewest. ``limits``: of each stage, where devices or their shares are unequal; else none.
+    fewest. ``limits``: a limit for each stage, where devices or their shares of rows are unequal; otherwise empty.
     """
 
     plan: Plan
@@ -83,7 +83,7 @@ class Simulation(ABC):
 
     @property
     def tightest_memory(self) -> tuple[tuple[float, float], ...]:
-        """Of each stage the device that is first to run out of memory: the most bytes that it holds, and its memory."""
+        """For each stage the most bytes that a device holds, and its memory: the first device to run out of memory."""
         if not self.limits:
             return tuple((peak, self.device_memory) for peak in self.peak_memory_bytes)
         pairs = zip(self.limits, self.peak_memory_bytes, strict=True)

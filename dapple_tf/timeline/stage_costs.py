@@ -63,14 +63,14 @@ class MemoryLimit:
 
 
 def usable_bytes(device_memory: float) -> float:
-    """Return the bytes of a device's memory, and a little more (less than a byte), for sums of bytes are rounded."""
+    """Return the bytes of a device's memory, and less than a byte more, since sums of bytes are rounded."""
     return device_memory * (1 + 1e-12)
 
 
 def activation_communication_ratio(costs: Sequence[StageCosts]) -> float:
     """Return the ACR: mean seconds of a boundary's transfers, both directions, over a stage's mean seconds of compute.
 
-    Of one micro-batch (DAPPLE, Table V). 0 for one stage; infinite where only transfers take time.
+    Both are for one micro-batch (DAPPLE, Table V). 0 for one stage; infinite where only transfers take time.
     """
     sent = [cost.send_forward_seconds + cost.send_backward_seconds for cost in costs[:-1]]
     computed = [cost.forward_seconds + cost.backward_seconds for cost in costs]

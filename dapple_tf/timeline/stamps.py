@@ -46,7 +46,7 @@ def name_stamps(graph: Graph, device: str | None = None) -> tuple[Stamp, ...]:
 
 
 def fill_stamps(stamps: Sequence[Stamp], times: Any) -> tuple[Stamp, ...]:
-    """Return the stamps with the times that the graph returned: an array [2 x nodes], start and end of each node."""
+    """Return the stamps with the times that the graph returned: a vector with the start and the end of each node."""
     pairs = zip(stamps, times[::2], times[1::2], strict=True)
     return tuple(dataclasses.replace(stamp, start=float(start), end=float(end)) for stamp, start, end in pairs)
 

@@ -80,7 +80,7 @@ class PhasesTimeline:
     """The timelines of the ``phases`` of one training step. Each begins before the one before has ended.
 
     ``starts``: for each phase the seconds from the first action of the first phase to its own. ``simulated_seconds``:
-    of the step, simulated with the measured times of all actions; None where that cannot be simulated.
+    the seconds of the step, simulated with the measured times of all actions; None where it cannot be simulated.
     """
 
     phases: tuple[Timeline, ...]

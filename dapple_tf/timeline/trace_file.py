@@ -192,7 +192,8 @@ def _make_timeline(step: _Step, where: str, title: str, recording: _Recording | 
         first = known.setdefault((event.action, event.replica), index)
         if first != index:
             raise TraceError(
-                f"{where}.actions[{index}] is {event}, as {where}.actions[{first}]: an action runs once in a step"
+                f"{where}.actions[{index}] is {event}, and so is {where}.actions[{first}]: an action runs once in a "
+                "step"
             )
     stages = {event.action.stage for event in events}
     if stages != set(range(len(stages))):
@@ -224,8 +225,8 @@ def _make_timeline(step: _Step, where: str, title: str, recording: _Recording | 
         for each in (action, replace(action, micro_batch=action.micro_batch + 1)):
             if each not in actions:
                 raise TraceError(
-                    f"{where}.together[{index}] is {action}, whose result travels with that of the next micro-batch: "
-                    f"there is no action {each}"
+                    f"{where}.together[{index}] is {action}, whose result travels with the result of the next "
+                    f"micro-batch: there is no action {each}"
                 )
     window = None
     if step.window is not None:

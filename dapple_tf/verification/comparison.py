@@ -83,7 +83,7 @@ class Comparison:
 
     @property
     def excused(self) -> bool:
-        """Whether some variable equals one device's only if the optimizer of one device gets the same gradients."""
+        """Whether all tensors are equal, but a variable only after one device's optimizer got the same gradients."""
         return self.ok and not all(d.ok for d in self.differences if d.kind == "variable")
 
     @property
@@ -145,8 +145,8 @@ def compare(
 def same_rows(found: Any, wanted: Any) -> Any:
     """Return the gradient ``found`` as one device's optimizer would take it: IndexedSlices where ``wanted`` is.
 
-    A dense gradient gets the ids of ``wanted``, repeated ones too, and its rows. What the two gradients differ in is
-    added to the first row of each id.
+    A dense gradient gets the ids of ``wanted``, repeated ones too, and the slices of ``wanted``. The difference between
+    the two gradients is added to the first slice of each id.
     """
     if isinstance(found, tf.IndexedSlices) or not isinstance(wanted, tf.IndexedSlices):
         return found if isinstance(found, tf.IndexedSlices) else tf.convert_to_tensor(found)
@@ -180,7 +180,7 @@ def compare_tensor(
     if not np.array_equal(finite, found_finite):
         more, fewer = np.count_nonzero(finite & ~found_finite), np.count_nonzero(found_finite & ~finite)
         entries = format_count(int(more), "entry")
-        why = f"NaN or infinite in {entries} finite on one device, finite in {fewer} that are not"
+        why = f"NaN or infinite in {entries} finite on one device, finite in {fewer} that are not finite there"
         return Difference(kind, name, missing, tolerance, why=why)
     error = float(np.max(np.abs(found[finite] - wanted[finite]), initial=0.0))
     scale = _largest_finite(wanted)

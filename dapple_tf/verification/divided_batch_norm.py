@@ -1,4 +1,4 @@
-"""Plain training in which batch norm alone takes the samples of each micro-batch and replica by themselves."""
+"""Plain training in which only batch norm takes the batch in pieces: the samples of each micro-batch and replica."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ SizesOf = Callable[[keras.Layer], Sequence[Sequence[int]]]
 def divide_batch_norm(sizes_of: SizesOf, *, deferred: bool = False) -> Iterator[None]:
     """In the block, inside a tf.function, Keras's batch norm takes its input in pieces, one after the other.
 
-    The sum of ``sizes_of`` a layer must divide the rows of its input, as in [samples x steps, channels]. Each piece is
-    normalised by itself. Each replica writes moving statistics of its own, in order, and their means are kept; if
-    ``deferred``, they are written once, from the mean and the variance of all pieces together.
+    The sum of a layer's sizes must divide the number of rows of its input, which may have several rows for each sample
+    ([samples x steps, channels]). Each piece is normalised by itself. Each replica writes moving statistics of its own,
+    in order, and their means are kept; if ``deferred``, they are written once, from the mean and the variance of all
+    pieces together.
 
     Only for calls in the graph under construction: an inner tf.function keeps its traces, which would then be used
     elsewhere.

@@ -20,8 +20,9 @@ class Outcome:
     """The results of one training step.
 
     ``loss``, ``aux`` (flattened; None where it was not computed) and ``variables`` (after the step, by name) are NumPy
-    arrays; ``gradients``, by name of the trained variable, are dense tensors or arrays, or IndexedSlices. Of a training
-    step as the user wrote it, ``loss`` is None, ``gradients`` are empty, and ``aux`` is what it returns.
+    arrays; ``gradients``, by name of the trained variable, are dense tensors or arrays, or IndexedSlices. For a
+    training step that the user wrote, ``loss`` is None, ``gradients`` are empty, and ``aux`` are the values that it
+    returns.
     """
 
     loss: Any

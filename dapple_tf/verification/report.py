@@ -63,7 +63,7 @@ class Report:
         return self.deciding.largest("variable")
 
     def to_json(self) -> dict[str, Any]:
-        """Return the report as a JSON object; ``max_errors``: of the comparison that decides, null for infinite."""
+        """Return the report as a JSON object; ``max_errors`` are those of ``deciding``, and null where infinite."""
         return {
             "ok": self.ok,
             "max_errors": _finite(self.deciding.errors),

@@ -25,15 +25,16 @@ class Use(StrEnum):
 
     NONE = "none"
     OWN = "own"
-    """Those that its replica of its stages takes of every micro-batch."""
+    """The rows of every micro-batch that the rank's replica takes."""
     ALL = "all"
 
 
 @dataclass(frozen=True)
 class RankInputs:
-    """The use of each tensor of the batch, in their order, by a process that is ``replica`` of each of ``stages``.
+    """What a process uses of the batch: ``uses`` has an entry for each tensor of the batch, in their order.
 
-    ``shares``: the rows of the stages' replicas, as whole numbers in proportion; empty where they are equal.
+    The process runs replica number ``replica`` of each of the ``stages``, which have ``replicas`` replicas. ``shares``:
+    how many rows each replica takes, as whole numbers in this proportion; empty where all take equally many.
     """
 
     uses: tuple[Use, ...]
@@ -47,10 +48,11 @@ class RankInputs:
 class InputNeeds:
     """The rows that this rank needs of each argument of the loss (in one process: all).
 
-    ``arguments``: the flattened arguments by their paths ("0", "1[0]"); ``inputs``: the use of each. ``micro_batches``,
-    ``least_samples`` (of a micro-batch, for every replica to get one) and ``sizes`` (samples of each micro-batch; none
-    for equal ones): of the plan. ``batch_size``: of the batch that ran, or was built, last. A batch of another size
-    than the plan's is cut as ``fit_plan`` says.
+    ``arguments``: the paths of the flattened arguments ("0", "1[0]"); ``inputs``: the use of each. ``micro_batches``
+    and ``sizes`` are the plan's number of micro-batches and their samples (empty where these are equal).
+    ``least_samples``: the fewest samples of a micro-batch with which every replica gets one. ``batch_size``: the
+    samples of the batch that was run or built last. ``autoplan.batch_fit.fit_plan`` says how a batch of another size
+    than the plan's is cut.
     """
 
     arguments: tuple[str, ...]
@@ -101,7 +103,7 @@ def find_inputs(graph: Graph) -> RankInputs:
 
 
 def whole_batch(tensors: int) -> RankInputs:
-    """Return what a process uses that runs all stages: all rows of each of the ``tensors`` tensors of the batch."""
+    """Return the use by a process that runs all stages: all rows of each of the ``tensors`` tensors of the batch."""
     return RankInputs((Use.ALL,) * tensors)
 
 

@@ -35,7 +35,7 @@ CAPTURED_INPUTS = frozenset({"arg", "rows", "variable", "capture"})
 """Ops of the inputs of a captured graph."""
 
 TAKES_ROWS = "takes_rows"
-"""Attribute of a node that gives a micro-batch its rows of what is computed once: like an argument, it has a place."""
+"""Attribute of a node that takes a micro-batch's rows of a value computed once a step. Such a node does not float."""
 
 SHAPE_OPS = frozenset({"Shape", "ShapeN", "Size", "Rank"})
 """Ops whose results depend on the shapes of their inputs only."""
@@ -70,9 +70,9 @@ class Cut:
 class Layers:
     """The layers of ``graph`` in a topological order, and the cut before each layer but the first.
 
-    ``floating``: the nodes of no layer; ``once``: those that run once a step. ``weight_terms``: nodes of layers that
-    have equal results on all replicas. ``loss_head``: the nodes that run once, after all micro-batches, on the rows of
-    ``head_inputs``.
+    ``floating``: the nodes of no layer, which stages repeat; ``once``: those that run once a step. ``weight_terms``:
+    the nodes of layers whose results are equal on all replicas. ``loss_head``: the nodes that run once, after all
+    micro-batches, on the rows of ``head_inputs``.
     """
 
     graph: Graph
@@ -93,7 +93,10 @@ class Layers:
         return tuple(cut.position for cut in self.cuts if not cut.problem)
 
     def cut_only_as(self, other: Layers) -> Layers:
-        """Return these layers without the cuts that ``other``, another trace of the same function, cannot have."""
+        """Return these layers without the possible cuts that are impossible in ``other``, a trace of the same function.
+
+        A cut that is taken away stays in ``cuts``, with the reason as its ``problem``.
+        """
         where = {layer.name: position for position, layer in enumerate(other.layers)}
 
         def with_problem(cut: Cut) -> Cut:
@@ -108,7 +111,8 @@ class Layers:
     def find(self, name: str) -> int:
         """Return the index of the first layer that ``name`` matches: a layer's name, or a part of its path.
 
-        Raises PartitionError if the name is unknown (the message has the nearest names) or ambiguous (it has all).
+        Raises PartitionError if the name is unknown (the message has the nearest names) or ambiguous (the message has
+        up to six paths that it may mean).
         """
         return self.find_all(name)[0]
 
@@ -176,7 +180,7 @@ def find_floating(graph: Graph) -> frozenset[str]:
 
 
 def _computed_of_rows(graph: Graph) -> set[str]:
-    """Return the nodes that depend both on variables and on the rows of the micro-batch, or on their number."""
+    """Return the nodes that depend on variables and also on the batch or on the numbers of the micro-batch's rows."""
     rows = [node.name for node in graph.nodes if node.op in ("arg", "rows")]
     variables = [node.name for node in graph.nodes if node.op == "variable"]
     return dependents(graph, rows) & dependents(graph, variables)
@@ -185,8 +189,8 @@ def _computed_of_rows(graph: Graph) -> set[str]:
 def dependents(graph: Graph, roots: Iterable[str], stop: Iterable[str] = (), *, by_gradients: bool = False) -> set[str]:
     """Return ``roots`` and all nodes that take their values, directly or not, without those in ``stop``.
 
-    The nodes are in topological order. ``by_gradients``: what counts are values that have gradients: floats, and
-    handles of variables and lists of these.
+    The nodes are in topological order. ``by_gradients``: count only values that have gradients, or may hold such
+    values: floats, and handles of variables and lists.
     """
     barred = set(stop)
     found = set(roots) - barred
@@ -198,9 +202,10 @@ def dependents(graph: Graph, roots: Iterable[str], stop: Iterable[str] = (), *, 
 
 
 def can_run_elsewhere(graph: Graph, names: Iterable[str]) -> bool:
-    """Return whether these nodes give the same values without the others of the graph: no node acts or draws numbers.
+    """Return whether these nodes give the same values when they run without the other nodes of the graph.
 
-    Nor does one read a variable that the graph writes.
+    They do if none writes, acts on the outside world or draws random numbers, and none reads a variable that the graph
+    writes.
     """
     written = written_variables(graph)
     return all(
@@ -220,7 +225,7 @@ def find_once(graph: Graph) -> frozenset[str]:
 
 
 def live_nodes(graph: Graph) -> set[str]:
-    """Return the names of the nodes that micro-batches run: for the outputs, writes, and acts on the outside world."""
+    """Return the names of the nodes that run for each micro-batch: what outputs, writes and other effects need."""
     return outside_of_loss_head(graph, find_once(graph))
 
 
@@ -231,7 +236,7 @@ def find_layers(graph: Graph) -> Layers:
     """
     floating, once, live = find_floating(graph), find_once(graph), live_nodes(graph)
     in_layers = [node for node in graph.nodes if node.name in live and node.name not in floating]
-    if not in_layers:  # its samples are drawn: it takes only their number from its arguments
+    if not in_layers:  # such as a loss of drawn samples, which takes only their number from its arguments
         floating -= _computed_of_rows(graph)
         in_layers = [node for node in graph.nodes if node.name in live and node.name not in floating]
     if not in_layers:
@@ -312,7 +317,7 @@ def _captured_spans(graph: Graph, layer_of: Mapping[str, int]) -> dict[str, tupl
     found = {}
     for node in graph.nodes:
         if node.has("captures") and node.name in layer_of:
-            # What forward does not use is computed in the stage of the gradient, from what forward has.
+            # Captured nodes of no layer are computed again in the stage of the gradient, from results of layers.
             unused = ancestors(graph, node.strings("captures"), stop=layer_of)
             sources = {source for name in unused for source in graph.node(name).predecessors()}
             held = [graph.node(name) for name in {*node.strings("captures"), *sources} & layer_of.keys()]

@@ -76,7 +76,10 @@ _STATISTIC = "statistic"
 
 
 def mark_statistics(graph: Graph, names: Mapping[Value, str]) -> Graph:
-    """Return the graph with the values of ``names``, each the only output of a node, marked as statistics by name."""
+    """Return the graph in which the values of ``names`` are marked as statistics: each is the only output of its node.
+
+    ``names``: the name of the statistic for each value.
+    """
     of_node = {value.node: name for value, name in names.items()}
     return graph.replace(
         nodes=tuple(

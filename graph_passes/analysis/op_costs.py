@@ -30,13 +30,13 @@ FREE_OPS = (
 
 
 OpClass = Literal["product", "convolution", "loop", "other"]
-"""Kinds of op whose kernels reach different parts of a device's rates; "loop" is any op in the body of a loop."""
+"""Classes of ops whose kernels reach different fractions of a device's peak rates; "loop": all ops in a loop's body."""
 
 _PRODUCTS = frozenset({"MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum"})
 
 
 def op_class(op: str) -> OpClass:
-    """Return the kind of an op that is in no loop."""
+    """Return the class of an op that is not in a loop."""
     if op in _PRODUCTS:
         return "product"
     return "convolution" if op.startswith(("Conv2D", "Conv3D", "DepthwiseConv2dNative")) else "other"
@@ -51,7 +51,7 @@ def moved_bytes(graph: Graph, node: Node, shapes: Mapping[str, Sequence[Shape]],
 
 
 def value_bytes(graph: Graph, value: Value, shapes: Mapping[str, Sequence[Shape]], unknown: int = 1) -> int:
-    """Return the bytes of one tensor, each unknown dimension counting as ``unknown``; resource handles take 0."""
+    """Return the bytes of one tensor, with ``unknown`` for each unknown dimension; handles take 0 bytes."""
     kind = graph.type_of(value)
     if kind.dtype.handle:
         return 0
@@ -63,7 +63,9 @@ def value_bytes(graph: Graph, value: Value, shapes: Mapping[str, Sequence[Shape]
 def flops(node: Node, shapes: Mapping[str, Sequence[Shape]]) -> float:
     """Return the floating-point operations of an op.
 
-    A multiply-add counts as two; ops other than matrix products and convolutions count as 0.
+    A multiply-add counts as two. Ops other than matrix products, convolutions and their gradients count as 0, and so
+    does an op with an input of unknown rank. ``shapes``: the output shapes of all nodes; an unknown dimension counts as
+    1.
     """
     if not node.outputs or node.name not in shapes:
         return 0.0

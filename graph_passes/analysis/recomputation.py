@@ -35,7 +35,7 @@ class Recomputation:
 
 
 def find_recomputation(forward: Function, runs: Sequence[Set[str]], written: Set[str] = frozenset()) -> Recomputation:
-    """Return what backward repeats of ``forward`` to recompute ``runs``: the names of each run's nodes, in order.
+    """Return the nodes of ``forward`` that backward repeats to recompute ``runs``: the names of each run's nodes.
 
     ``written``: variables that other functions may write before backward runs; it reads none of them again.
     """
@@ -53,7 +53,7 @@ def find_recomputation(forward: Function, runs: Sequence[Set[str]], written: Set
 
 
 def find_run_once(forward: Function, written: Set[str] = frozenset()) -> frozenset[str]:
-    """Return the nodes of a forward function that must run once: with effects, or with other results if run again.
+    """Return the nodes of a forward function that must run once: they have effects, or would give other results again.
 
     ``written``: see ``find_recomputation``.
     """
@@ -100,7 +100,7 @@ class _Search:
         return constant, free
 
     def _count_draw_bytes(self) -> dict[str, int]:
-        """Return the bytes to stash for each node that depends on nodes that run once, and on free ones, only."""
+        """Return the bytes to stash for each node that runs once, or depends only on such nodes and on free ones."""
         found: dict[str, int] = {}
         for node in self.graph.nodes:
             own = sum(map(_bytes, node.outputs))
@@ -112,7 +112,7 @@ class _Search:
         return found
 
     def recompute(self, values: Sequence[Value]) -> None:
-        """Have ``values`` recomputed, or stashed where they cannot be."""
+        """Add what recomputes ``values`` to ``repeated``, and to ``stash`` the values that cannot be recomputed."""
         pending = list(values)
         while pending:
             value = pending.pop()

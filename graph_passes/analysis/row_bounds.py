@@ -7,7 +7,8 @@ to is then cut into these sizes, and any other one in their proportion. No sizes
 The rows of a micro-batch are shared between the replicas of a stage in the same way: equally, or in proportion to whole
 numbers, the *shares* of the replicas. No shares (an empty sequence) means equal ones.
 
-Every function takes numbers, or tensors of numbers, and returns the same.
+A batch size, and the first and the end row that ``share_bounds`` takes, may be integers or scalar integer tensors; the
+bounds that are returned are of the same kind.
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ def micro_batch_bounds(size: Any, micro_batch: int, micro_batches: int, sizes: S
 
 
 def micro_batch_sizes(size: int, micro_batches: int, sizes: Sequence[int] = ()) -> tuple[int, ...]:
-    """Return the samples of each micro-batch of a batch of ``size`` samples."""
+    """Return the number of samples of each micro-batch of a batch of ``size`` samples."""
     points = cut_points(micro_batches, sizes)
     rows = [cut_at(size, point, points[-1]) for point in points]
     return tuple(end - first for first, end in itertools.pairwise(rows))
 
 
 def share_bounds(begin: Any, end: Any, i: int, count: int, shares: Sequence[int] = ()) -> tuple[Any, Any]:
-    """Return the first and the end of share ``i`` when the rows [begin, end) are shared between ``count`` replicas."""
+    """Return the first and the end row of share ``i`` of the rows [begin, end) that ``count`` replicas share."""
     if count == 1:  # equal to the formula, which would add ops to the graph if the bounds are tensors
         return begin, end
     points = cut_points(count, shares)
@@ -65,10 +66,11 @@ def replica_bounds(
 
 
 def whole_shares(shares: Sequence[float]) -> tuple[int, ...]:
-    """Return numbers above 0 as whole ones in their proportion; empty if they are equal.
+    """Return whole numbers in the proportion of ``shares``, which are above 0; empty if these are equal.
 
-    Whole numbers are divided by what they have in common. Where there are others, or their sum is above 10^6, they are
-    rounded to parts of 10^6, each at least one: products with the rows of a batch stay within 64 bits.
+    Whole numbers are divided by their greatest common divisor. If one is not whole, or their sum is above 10^6, each
+    share is first rounded to parts of 10^6 of the sum, at least one part. So products with the rows of a batch stay
+    within 64 bits.
     """
     if len(set(shares)) < 2:
         return ()
@@ -82,21 +84,22 @@ def whole_shares(shares: Sequence[float]) -> tuple[int, ...]:
 
 
 def least_rows(replicas: int, shares: Sequence[int] = ()) -> int:
-    """Return the fewest rows of a micro-batch with which every replica gets one, however many more there are."""
+    """Return the smallest number of rows from which on every replica gets a row of a micro-batch."""
     return -(-sum(shares) // min(shares)) if shares else replicas
 
 
 def fit_micro_batches(samples: int, micro_batches: int, least: int) -> int:
-    """Return how many of ``micro_batches`` a batch of ``samples`` is cut into, so that every replica gets a sample.
+    """Return into how many micro-batches to cut a batch, at most ``micro_batches``, so that each replica gets a sample.
 
-    ``least``: the most ``least_rows`` of a stage. A batch of fewer samples is one micro-batch.
+    ``samples``: the size of the batch. ``least``: the largest ``least_rows`` of a stage. A batch of fewer samples than
+    that is one micro-batch.
     """
     return max(1, min(micro_batches, samples // max(1, min(least, samples))))
 
 
 def fit_sizes(samples: int, sizes: Sequence[int], least: int) -> Sequence[int]:
-    """Return ``sizes``, or none where a batch of ``samples``, cut so, would leave a replica without a sample.
+    """Return ``sizes``, or an empty sequence if a batch cut in their proportion would leave a replica without a sample.
 
-    ``least``: the most ``least_rows`` of a stage.
+    ``samples``: the size of the batch. ``least``: the largest ``least_rows`` of a stage.
     """
     return sizes if sizes and min(micro_batch_sizes(samples, len(sizes), sizes)) >= least else ()

@@ -60,8 +60,8 @@ class SteadyState:
 class _Source(NamedTuple):
     """An edge to a node: its input number ``place`` is output number ``output`` of another node.
 
-    Both numbers are -1 for a control edge. The other node is of ``kind``, and its number is ``distance`` before the
-    taker's; or, where ``kind`` is None, it is called ``name`` and is the same for all numbers.
+    Both numbers are -1 for a control edge. The other node is of kind ``kind``, and its number is ``distance`` less than
+    the number of the node that takes its output. Where ``kind`` is None, the edge comes from the one node ``name``.
     """
 
     place: int
@@ -87,8 +87,8 @@ class _Kind:
 def find_steady_state(graph: Graph, kind_of: Callable[[Node], Hashable], fewest: int) -> SteadyState | None:
     """Return the loop of ``graph``, of at least ``fewest`` iterations; None if there is none.
 
-    ``kind_of`` returns what nodes of one kind have in common. There is no loop in the graph of a rank that could then
-    wait for other ranks where it would not without a loop.
+    ``kind_of`` returns a key that is equal for nodes of one kind. For the graph of a rank, None is also returned if the
+    rank could wait for other ranks because of the loop in a place where it does not wait without it.
     """
     numbered = _number(graph, kind_of, fewest)
     stride = _find_stride(numbered)
@@ -105,7 +105,7 @@ def find_steady_state(graph: Graph, kind_of: Callable[[Node], Hashable], fewest:
     begin = max(found.first - offsets[kind] for kind, found in kinds.items())
     iterations = min(found.last - offsets[kind] for kind, found in kinds.items()) + 1 - begin
     earlier = [distance + offsets[taken] - offsets[taker] for taken, taker, distance in edges]
-    # The longest runs of two kinds may lie apart, and then need not fit one loop.
+    # The longest runs of two kinds may be far apart, and then no loop may contain both.
     if iterations < fewest or not all(0 <= count <= iterations for count in earlier):
         return None
     members = {
@@ -122,7 +122,7 @@ _Numbered = Mapping[Hashable, Mapping[int, Node]]
 
 
 def _number(graph: Graph, kind_of: Callable[[Node], Hashable], fewest: int) -> _Numbered:
-    """Return the nodes of the kinds that have at least ``fewest``, one for each micro-batch."""
+    """Return the nodes by kind and micro-batch, for kinds of at least ``fewest`` nodes, no two for one micro-batch."""
     groups: defaultdict[Hashable, list[Node]] = defaultdict(list)
     for node in graph.nodes:
         if node.has(MICRO_BATCH):
@@ -162,14 +162,15 @@ def _find_places(numbered: _Numbered) -> Mapping[str, tuple[Hashable, int]]:
 
 
 def _find_kinds(numbered: _Numbered, fewest: int) -> dict[Hashable, _Kind]:
-    """Return the kinds that take the same sources for at least ``fewest`` numbers one after another."""
+    """Return the kinds whose nodes take the same sources for at least ``fewest`` consecutive numbers."""
     numbered = {kind: nodes for kind, nodes in numbered.items() if len(nodes) >= fewest}
     while True:
         places = _find_places(numbered)
         kinds = {kind: _longest_run(nodes, places) for kind, nodes in numbered.items()}
         if all(len(found) >= fewest for found in kinds.values()):
             return kinds
-        # Without a kind those that take its nodes take other sources for each micro-batch.
+        # The nodes of a kind that is left out are different sources for each micro-batch. So kinds that take them may
+        # have to be left out in the next round.
         numbered = {kind: nodes for kind, nodes in numbered.items() if len(kinds[kind]) >= fewest}
 
 
@@ -186,7 +187,7 @@ def _longest_run(nodes: Mapping[int, Node], places: Mapping[str, tuple[Hashable,
 
 
 def _sources(node: Node, number: int, places: Mapping[str, tuple[Hashable, int]]) -> Iterator[_Source]:
-    """Yield what the node takes, whose number is given."""
+    """Yield the sources of ``node``; ``number``: the number that it has in its kind."""
     edges = [(place, value.index, value.node) for place, value in enumerate(node.inputs)]
     edges += [(-1, -1, control.source) for control in node.controls]
     for place, index, name in edges:
@@ -204,8 +205,9 @@ _Edges = Set[tuple[Hashable, Hashable, int]]
 def _find_offsets(kinds: Sequence[Hashable], edges: _Edges) -> Mapping[Hashable, int]:
     """Return offsets such that no node takes anything from a later iteration, if there are such offsets.
 
-    A node for micro-batch m of kind k takes from kind s for micro-batch m - d: o_k - o_s is at most d. A kind gets the
-    highest offset that those before it allow, or else the lowest that those after it allow: it runs in the iteration in
+    Where the node of kind k for micro-batch m takes an output of the node of kind s for micro-batch m - d, o_k - o_s
+    must be at most d. A kind gets the highest offset that the kinds which it takes from allow. If none of them has an
+    offset yet, it gets the lowest one that the kinds which take from it allow, so that it runs in the iteration in
     which its outputs are taken.
     """
     backwards = {(taker, taken, -distance) for taken, taker, distance in edges}
@@ -223,10 +225,10 @@ def _find_offsets(kinds: Sequence[Hashable], edges: _Edges) -> Mapping[Hashable,
 
 
 def _relax(offsets: dict[Hashable, int], edges: _Edges, choose: Callable[[int, int], int], rounds: int) -> None:
-    """Give offsets, which the edges allow, to the kinds that the edges reach from those with ``offsets``.
+    """Add to ``offsets`` the offsets of the kinds that ``edges`` reach from those that have one already.
 
-    An edge (k, n, d) allows n an offset of at most that of k, plus d, if ``choose`` is min, and at least if it is max.
-    As many ``rounds`` as there are kinds suffice, where any offsets do (Bellman and Ford).
+    For an edge (k, n, d), the offset of n is at most that of k plus d if ``choose`` is min, and at least that if it is
+    max. If offsets exist that satisfy all edges, as many ``rounds`` as there are kinds find them (Bellman and Ford).
     """
     fixed = frozenset(offsets)
     for _ in range(rounds):
@@ -259,9 +261,10 @@ def _divide(graph: Graph, iterations: int, members: Mapping[str, tuple[str, int]
 
 
 # --- Check that a loop on a rank cannot make the ranks wait for each other
-# ``verify_ranks`` proves that the ranks end without loops. In a loop nodes wait for more (see ``_Waits``). The ranks
-# still end if no send waits, because of that, for a receive for which it would not wait anyway. The calls of a rank run
-# one after the other, and are numbered here: a send that follows call i may wait for what the calls up to i need.
+# ``verify_ranks`` proves that the steps of the ranks end, for graphs without loops. With a loop, nodes wait for further
+# nodes (see ``_Waits``). The steps still end if this makes no send wait for a receive for which it would not wait
+# anyway. The calls of a rank run one after the other, and are numbered here: a send that follows call i may wait for
+# what the calls up to i need.
 
 _NEVER = sys.maxsize
 
@@ -275,7 +278,7 @@ def _keeps_sends(graph: Graph, state: SteadyState) -> bool:
     for node in graph.nodes:
         before = max((latest[name] for name in node.predecessors()), default=-1)
         if calls.get(node.name, before + 1) != before + 1:
-            return False  # the calls are in no order
+            return False  # the graph does not order its calls
         latest[node.name] = calls.get(node.name, before)
     needed_by = dict.fromkeys(latest, _NEVER)  # the first call that a node must precede
     for node in reversed(graph.nodes):
@@ -295,12 +298,12 @@ def _keeps_sends(graph: Graph, state: SteadyState) -> bool:
 
 
 class _Waits:
-    """For each node, the last of the calls that need what the node waits for from other ranks; -1 for none.
+    """For each node, the number of the last call that needs a receive for which the node waits; -1 where there is none.
 
-    ``every`` counts all that a node waits for, and ``by_loop`` what it waits for only because of the loop: an iteration
-    waits for the end of an earlier one, a node that waits for the end of another for all earlier ones of its kind, and
-    a node after the loop for the last of each kind whose results it takes. ``needed_by``: the first call that a node
-    precedes.
+    ``every`` counts all receives for which a node waits, and ``by_loop`` those for which it waits only because of the
+    loop. An iteration waits for the end of an earlier iteration. A node with a control edge from a node of the loop
+    also waits for the nodes of that kind in all earlier iterations. A node after the loop waits for the last node of
+    each kind whose results it takes. ``needed_by``: the first call that a node precedes.
     """
 
     def __init__(self, state: SteadyState, needed_by: Mapping[str, int]) -> None:
@@ -312,12 +315,15 @@ class _Waits:
         self.by_loop: dict[str, int] = {}
 
     def add(self, node: Node, iteration: int = 0) -> None:
-        """Add a node, after those that run before it; ``iteration``: their number for a node after the loop."""
+        """Add a node, after all nodes that run before it.
+
+        ``iteration``: the iteration of the node; for a node after the loop, the number of iterations.
+        """
         state, by_loop = self._state, -1
         ended = iteration - state.parallel_iterations
         taken = [found for name in node.predecessors() if (found := state.find(name)) is not None]
         if iteration == state.iterations:
-            ended = ended if taken else -1  # the loop gives its outputs when one more iteration may begin
+            ended = ended if taken else -1  # the loop returns its outputs when one more iteration could begin
             by_loop = max((self._of_kinds[kind][-1] for kind, _ in taken), default=-1)
         else:
             waited = (state.find(control.source) for control in node.controls)

@@ -1,9 +1,9 @@
-"""Find the values that an update moves between stages, and part it into rounds where these have been written before.
+"""Find the values that an update sends between stages, and divide the update into rounds if it writes such values.
 
-A write of one stage may take a value of another stage, such as the weight that an average follows. Such a value is
-*sent*: the stage that has it computes it as a term. Terms are computed before anything is written. So a write that
-takes a new value of another stage's variable, and what combines new values of several stages, belong to a later
-*round*, which begins when the writes of the round before are done.
+A write of one stage may take a value of another stage, such as the weight that a moving average follows. Such a value
+is *sent*: the stage that has it computes it as a term. Terms are computed before anything is written. So a write that
+takes a new value of another stage's variable belongs to a later *round*, and so does a node that combines new values of
+several stages. A round begins when the writes of the round before are done.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class Sends:
 
 
 def send_values(graph: Graph, kinds: Kinds, place_of: Mapping[str, Site | None]) -> Sends:
-    """Return the update with arguments for what a site needs of other sites and does not combine.
+    """Return the update in which nodes take values of other sites as arguments, unless they combine several sites.
 
-    ``place_of``: the site of each node that acts, None where all sites share it. What combines values for one site
-    alone runs there.
+    ``place_of``: the site of each node that writes or has another effect; None where all sites share the node. A node
+    that combines values of several sites for a single site runs on that site.
     """
     places: dict[str, Site | str | None] = {
         **kinds,
@@ -89,7 +89,7 @@ def _combined_for_one_site(graph: Graph, kinds: Kinds, place_of: Mapping[str, Si
 
 
 def _places_of_conditions(graph: Graph, place_of: Mapping[str, Site | None]) -> dict[str, Site | None]:
-    """Return the site of each open condition that guards nodes of one site, None where it guards several sites'."""
+    """Return the site whose nodes each open condition guards; None where it guards nodes of several sites."""
     guarded: dict[str, set[Site | None]] = {node.name: set() for node in graph.nodes if is_marker(node)}
     for node in graph.nodes:
         around = node
@@ -103,8 +103,9 @@ def _places_of_conditions(graph: Graph, place_of: Mapping[str, Site | None]) -> 
 class Times:
     """When the nodes of an update can be computed.
 
-    ``in_update``: those from which no term can be computed, since terms are computed before anything is written, and
-    each from what its own site has. ``late``: those for which the updates of the round must be done.
+    ``in_update``: the nodes that can only be computed during the update. No term may depend on them, since terms are
+    computed before anything is written, and each from values of its own site. ``late``: the nodes that can only be
+    computed when the updates of the round are done.
     """
 
     in_update: Set[str]
@@ -114,8 +115,8 @@ class Times:
 def find_times(sends: Sends, kinds: Kinds, state: Set[str]) -> Times:
     """Return when the nodes of an update can be computed.
 
-    ``kinds``: of the graph in ``sends``. ``state``: the variables that forward writes: they are complete when the
-    update begins.
+    ``kinds``: the kinds of the nodes of the graph in ``sends``. ``state``: the variables that forward writes; they get
+    their final values only when the update begins.
     """
     graph = sends.graph
     in_update: set[str] = set()
@@ -144,10 +145,10 @@ def find_times(sends: Sends, kinds: Kinds, state: Set[str]) -> Times:
 
 @dataclass(frozen=True)
 class Rounds:
-    """An update that is parted into what it does ``now`` and what it does ``later``.
+    """An update that is divided into what it does ``now`` and what it does ``later``.
 
     ``handed``: the values that the first part gives to the second, each with its site, or None where all sites have it.
-    The arguments that take them have their names as ports.
+    In the second part they are arguments, whose ports are named after the values.
     """
 
     now: Graph
@@ -158,10 +159,11 @@ class Rounds:
 def part_rounds(
     graph: Graph, late: Set[str], late_outputs: Set[Value], kinds: Kinds, place_of: Mapping[str, Site | None]
 ) -> Rounds:
-    """Part the update ``graph``: ``late`` names what it does later, and ``late_outputs`` what it returns then.
+    """Divide the update ``graph``: ``late`` names the nodes of its second part, ``late_outputs`` what that returns.
 
-    The first part hands over what it combines, what its writes give, and what it reads before it overwrites it. Raises
-    PartitionError if it would have to hand over a value of a condition, or if it has nothing to do.
+    The first part gives the second part the values that it combines from several sites, the results of its writes, and
+    the values that it reads from variables before it overwrites them. Raises PartitionError if it would have to give a
+    value that a condition guards, or if the first part would be empty.
     """
     acting = [node.name for node in graph.nodes if node.effect in _ACTING]
     first = {name for name in acting if name not in late}
@@ -198,9 +200,9 @@ def part_rounds(
                 _check_unguarded(graph, value)
     if not first and not handed:
         raise PartitionError(
-            f"{min(late)!r} depends on itself over several stages, such as by a forward with weights that it has "
-            "changed: use one stage, or compute that forward in the next step; for gradients at other weights, assign "
-            "these to the variables, take the gradients, and assign the old ones again",
+            f"{min(late)!r} depends on itself over several stages, for example because the step runs a forward with "
+            "weights that it has changed: use one stage, or run that forward in the next step. To take gradients at "
+            "other weights, assign these to the variables, take the gradients, and assign the old weights again",
             min(late),
         )
     inputs = {node.name for node in graph.nodes if node.op in ("arg", "variable")}

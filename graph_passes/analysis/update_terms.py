@@ -23,9 +23,9 @@ class UpdateTerms:
     ``kinds``: for each node the site that must compute it, "any", or None where it combines several sites' values.
     ``combining``: the nodes that combine terms of several stages (or of several replicas that update variables of one
     stage: see ``shard_optimizer``). ``partial``: the values that they take, each with the site that computes it.
-    ``combined``: the values that other nodes take of them. ``needs``: for each node with an effect, all nodes that it
-    depends on, itself included, as far as none combines stages. ``slots``: for each variable that is not trained, the
-    sites whose updates read it.
+    ``combined``: the results of combining nodes that other nodes take. ``needs``: for each node that writes or has
+    another effect, the node itself and all nodes that it depends on, up to those that combine stages. ``slots``: for
+    each variable that is not trained, the sites whose updates read it.
     """
 
     kinds: Mapping[str, Site | str | None]
@@ -46,10 +46,11 @@ def find_terms(
     """Return the terms of the update ``graph``, whose conditions are open; ``owner``: the site of each variable.
 
     ``returned``: values that are given to all stages, as combined terms are. ``read_by_model``: variables that all
-    stages share, whichever updates read them. ``sent``: values that one site gives to others as they are, each with
-    this site.
+    stages share, even if the updates of only one site read them. ``sent``: values that one site gives to others
+    unchanged, each with this site.
     """
-    # Slots may be combined too, and belong to stages. What meets the gradients of others first says to which.
+    # Values of slots of several sites may be combined too. So the sites of slots are found first: a slot belongs to the
+    # site whose updates need it, not counting what is needed through a node that takes values of several sites.
     meeting = frozenset(name for name, kind in _kinds(graph, owner, follow=False).items() if kind is None)
     slots = _slot_sites(graph, owner, _find_needs(graph, meeting))
     of_slots = {n: next(iter(found)) for n, found in slots.items() if len(found) == 1 and n not in read_by_model}
@@ -77,8 +78,8 @@ def find_terms(
 def _kinds(graph: Graph, site_of: Mapping[str, Site], *, follow: bool) -> dict[str, Site | str | None]:
     """Return for each node the site that must compute it, "any", or None where it combines several sites' values.
 
-    A node that takes values of one site and combined ones belongs to the site. ``follow``: a node that takes combined
-    values and none of a site combines too.
+    A node that takes values of one site and combined ones belongs to the site. ``follow``: whether a node that takes
+    combined values, and no value of a site, combines too.
     """
     kinds: dict[str, Site | str | None] = {}
     for node in graph.nodes:
@@ -99,7 +100,7 @@ def _kinds(graph: Graph, site_of: Mapping[str, Site], *, follow: bool) -> dict[s
 
 
 def _find_needs(graph: Graph, combining: Set[str]) -> dict[str, set[str]]:
-    """Return what ``UpdateTerms.needs`` holds. What a predicate needs is found once, however many nodes it guards."""
+    """Return ``UpdateTerms.needs``. What a predicate depends on is found once, however many nodes it guards."""
     markers = {node.name for node in graph.nodes if is_marker(node)}
     of_marker = {name: ancestors(graph, [name], stop=combining) for name in markers}
     needs: dict[str, set[str]] = {}

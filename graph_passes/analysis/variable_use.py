@@ -26,14 +26,13 @@ from dapple_tf.graph_passes.ir.ops import OpName
 class Variables:
     """The use of variables by stages.
 
-    ``users``: for each variable the stages that use it, the owner first, which may not use it itself. Where the loss
-    head writes it, its stage is the owner; the micro-batches of other stages use the value from before. ``state``: the
-    variables that forward writes.
-    ``once``: the variables of ``state`` that are written only once a step, with the same value on all replicas.
-    ``summed``: the variables to which every write adds a sum over its samples, so the values that the replicas add are
-    added up. ``at_end``: variables that only ``write_statistics`` uses, after all other calls. ``shares``: the
-    variables whose update is sharded, each with the replica of its owner that keeps and updates it (see
-    ``shard_optimizer``); replica 0 keeps the others.
+    ``users``: for each variable the stages that use it. The owner comes first, even if it does not use the variable. A
+    variable that the loss head writes is owned by the stage of the loss head; the micro-batches of other stages use the
+    value that it had before the step. ``state``: the variables that forward writes. ``once``: the variables of
+    ``state`` that are written only once a step, with the same value on all replicas. ``summed``: the variables to which
+    every write adds a sum over its samples, so the amounts that the replicas add are summed. ``at_end``: variables that
+    only ``write_statistics`` uses, after all other calls. ``shares``: the variables whose update is sharded, each with
+    the replica of its owner that keeps and updates it (see ``shard_optimizer``); replica 0 keeps the others.
     """
 
     users: tuple[tuple[str, tuple[int, ...]], ...]
@@ -52,14 +51,15 @@ class Variables:
         return tuple(name for name, stages in self.users if stage in stages)
 
     def owner(self, name: str) -> int:
-        """Return the stage that keeps and updates the variable: the first one that uses it, or the one that must.
+        """Return the stage that keeps and updates the variable: the first in its ``users``.
 
-        ``name``: of the variable, or of a gradient of it (see ``names.of_target``); so for ``home``.
+        ``name``: the name of the variable, or of a gradient of it (see ``names.of_target``). Raises KeyError if no
+        stage uses the variable.
         """
         return dict(self.users)[without_target(name)][0]
 
     def home(self, name: str) -> Site:
-        """Return the replica of the variable's owner that keeps it."""
+        """Return the replica of the variable's owner that keeps it; ``name``: as for ``owner``."""
         return Site(self.owner(name), self.keepers.get(without_target(name), 0))
 
     @cached_property
@@ -133,7 +133,7 @@ def _count_stages(graph: Graph) -> int:
 
 
 def _stage_functions(graph: Graph) -> Iterator[tuple[int, Function, bool]]:
-    """Yield each function that computes the loss with its stage, and whether it runs once a step."""
+    """Yield each function of forward, backward or the loss head: its stage, itself, and whether it runs once a step."""
     of_micro_batches = OpName.FORWARD, *BACKWARD_OPS
     of_the_step = OpName.RUN_ONCE, SHARED_STATISTICS, OpName.PARTIALS, OpName.LOSS_HEAD
     for stage in range(_count_stages(graph)):
@@ -198,7 +198,7 @@ def written_by(graph: Graph, node: Node, names: Sequence[str]) -> Sequence[str]:
 
 
 def _variables_of(graph: Graph, node: Node) -> Sequence[str]:
-    """Return the names of the variables that a node reads or writes, themselves or as a copy."""
+    """Return the names of the variables that a node reads or writes, directly or as a copy."""
     if node.has("function"):
         return [port.name for _, port in graph.function(node.string("function")).input_ports("variable")]
     if node.op == OpName.REFRESH:

@@ -68,7 +68,7 @@ def find_weight_terms(graph: Graph, floating: Set[str], live: Set[str], layer_of
             sources = candidates.dependent(node.predecessors())
             before = [terms[name] for name in sources if name in terms]
             if before:
-                # In the layer that uses it, unless all its sources are terms: no further stage needs what it reads.
+                # If a source is no term, the node belongs to the layer that uses it, whose stage repeats that source.
                 terms[node.name] = max(before) if len(before) == len(sources) else users[node.name].first
     return terms
 

@@ -1,10 +1,11 @@
-"""Conditions (``If``) with effects that are wanted only in part: laid open for cutting, and folded again.
+"""Mark the nodes of open conditions (``If``), and close open conditions again.
 
-A condition that writes the variables of several stages cannot be cut as it is. *Open*, it is a node ``If`` with the
-predicate as its only input and the attribute ``open`` (the *marker*), and the nodes of both branches stand in the graph
-around it. Each of these has the attribute ``guard``: the name of the marker, and the branch. Every guarded node with an
-effect has a control edge from its marker, so that what needs the node needs the predicate. A marker may itself be
-guarded.
+A condition that writes variables of several stages cannot be cut by stages while its branches are functions. An *open*
+condition has no such functions. It consists of a node ``If`` (the *marker*), which has the predicate as its only input
+and the attribute ``open``, and of the nodes of both branches, which are nodes of the graph itself. Each node of a
+branch has the attribute ``guard``: the name of the marker, and the name of the branch. Every guarded node that has an
+effect or is a marker has a control edge from its own marker, so a part of the graph that needs the node also needs the
+predicate.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ GUARD_REASON = "condition: runs only where the predicate says so"
 
 
 def guarded(node: Node, marker: str, branch: str) -> Node:
-    """Return ``node`` as one of a branch of the open condition ``marker``."""
+    """Return ``node`` marked as a node of the branch ``branch`` of the open condition ``marker``."""
     node = node.with_attrs(guard=(marker, branch))
     return node if node.effect == Effect.PURE and not is_marker(node) else node.after(marker, GUARD_REASON)
 
@@ -46,7 +47,8 @@ def is_marker(node: Node) -> bool:
 def fold_conditions(graph: Graph) -> Graph:
     """Return the graph with its outermost open conditions as ``If`` nodes, whose branches are functions of the graph.
 
-    Conditions inside the branches stay open. Branches give no outputs: nodes outside take no value of a guarded node.
+    Conditions inside the branches stay open. The branches return nothing: no node outside of a condition may take an
+    output of a node that it guards.
     """
     outermost = _outermost(graph)
     if not outermost:
@@ -84,7 +86,7 @@ def _outermost(graph: Graph) -> dict[str, str]:
 
 
 def _after_conditions(node: Node, outermost: dict[str, str]) -> Node:
-    """Return the node with its control edges from nodes of branches taken from their condition."""
+    """Return the node with control edges from the conditions in place of those from nodes of their branches."""
     controls: dict[str, Control] = {}
     for control in node.controls:
         source = outermost.get(control.source, control.source)
@@ -118,7 +120,7 @@ def _fold(graph: Graph, marker: Node, members: Sequence[Node]) -> tuple[Node, li
 
 
 def _sides(graph: Graph, marker: Node, members: Sequence[Node]) -> dict[str, str]:
-    """Return the branch of ``marker`` in which each member is, itself or by the conditions around it."""
+    """Return the branch of ``marker`` in which each member is, directly or inside of another open condition."""
     found: dict[str, str] = {}
     for node in members:
         around, side = node.strings("guard")

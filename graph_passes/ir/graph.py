@@ -53,7 +53,7 @@ class DType:
 
     @property
     def size(self) -> int:
-        """Bytes of one element (a boolean takes 1, a handle counts as 8)."""
+        """Bytes of one element (a boolean takes 1; a handle and a string count as 8)."""
         digits = re.search(r"\d+", self.name)  # the first: float8_e5m2
         return max(1, int(digits[0]) // 8) if digits else {"half": 2, "bool": 1}.get(self.name, 8)
 
@@ -72,7 +72,7 @@ class Shape:
     dims: tuple[int | None, ...] | None
 
     def elements(self, unknown: int = 1) -> int:
-        """Return the number of elements, counting ``unknown`` for each unknown dimension."""
+        """Return the number of elements, with ``unknown`` for each unknown dimension; 1 where the rank is unknown."""
         total = 1
         for dim in self.dims or ():
             total *= unknown if dim in (None, OTHER) else int(dim or 0)
@@ -170,28 +170,28 @@ class Node:
         raise GraphError(f"node {self.name!r} ({self.op}) has no attribute {key!r}")
 
     def integer(self, key: str) -> int:
-        """Return the attribute ``key``, which must be an integer."""
+        """Return the attribute ``key``. Raises GraphError if it is missing or not an integer."""
         value = self.attr(key)
         if not isinstance(value, int):
             raise GraphError(f"attribute {key!r} of {self.name!r} is {value!r}, not an integer")
         return value
 
     def string(self, key: str) -> str:
-        """Return the attribute ``key``, which must be a string."""
+        """Return the attribute ``key``. Raises GraphError if it is missing or not a string."""
         value = self.attr(key)
         if not isinstance(value, str):
             raise GraphError(f"attribute {key!r} of {self.name!r} is {value!r}, not a string")
         return value
 
     def strings(self, key: str) -> tuple[str, ...]:
-        """Return the attribute ``key``, which must be a tuple of strings."""
+        """Return the attribute ``key``. Raises GraphError if it is missing or not a tuple of strings."""
         value = self.attr(key)
         if not isinstance(value, tuple) or not all(isinstance(item, str) for item in value):
             raise GraphError(f"attribute {key!r} of {self.name!r} is {value!r}, not a tuple of strings")
         return tuple(item for item in value if isinstance(item, str))
 
     def integers(self, key: str) -> tuple[int, ...]:
-        """Return the attribute ``key``, which must be a tuple of integers."""
+        """Return the attribute ``key``. Raises GraphError if it is missing or not a tuple of integers."""
         value = self.attr(key)
         if not isinstance(value, tuple) or not all(isinstance(item, int) for item in value):
             raise GraphError(f"attribute {key!r} of {self.name!r} is {value!r}, not a tuple of integers")
@@ -258,10 +258,11 @@ forward keeps for backward; ``carry``: a tensor that backward passes to the func
 there is one, or a part of a function to a later part (see ``function_parts``); ``variable``: a resource, or its dense
 gradient; ``sum``: the resource of the sum of a variable's gradients, to which backward adds; ``slices`` and
 ``indices``: rows of a variable's sparse gradient, and the numbers of these rows (a port of each for each use of the
-variable, in the same order); ``partial``: what an optimizer computes from the gradients of one stage for all stages,
-and ``combined`` what it makes of these (see ``update_terms``); ``whole``: an output of the step, by its number, of
-which an update takes the value on the whole batch; ``statistic``: a tensor of forward that is summed over micro-batches
-and replicas, or its sum; ``loss`` and ``aux``: outputs of the model.
+variable, in the same order); ``partial``: a term that an optimizer computes from the gradients of one stage for the
+updates of all stages, and ``combined``: what it computes from such terms (see ``update_terms``); ``whole``: the value
+of an output of the step on the whole batch, for an update that takes it (the port's name is the number of the output);
+``statistic``: a tensor of forward that is summed over micro-batches and replicas, or its sum; ``loss`` and ``aux``:
+outputs of the model.
 """
 
 ROLES: tuple[Role, ...] = get_args(Role)
@@ -366,7 +367,10 @@ class Graph:
         return users
 
     def sorted(self) -> Graph:
-        """Return this graph with its nodes in a topological order, which added edges may have broken."""
+        """Return this graph with its nodes in a topological order, which added edges may have broken.
+
+        Raises GraphError for a cycle.
+        """
         return self.replace(nodes=topological(self.nodes))
 
     def replace(self, **changes: object) -> Graph:
@@ -375,9 +379,10 @@ class Graph:
 
 
 def topological(nodes: Iterable[Node]) -> tuple[Node, ...]:
-    """Return ``nodes`` in a topological order that keeps their order wherever their edges allow it.
+    """Return ``nodes`` in a topological order: a node that stands behind one that depends on it is moved before that.
 
-    Raises GraphError that names the nodes of a cycle, or two nodes of one name.
+    Edges from nodes that are not in ``nodes`` are ignored. Raises GraphError for a cycle, whose nodes the message
+    names, and for two nodes of the same name.
     """
     unsorted = list(nodes)
     by_name = {node.name: node for node in unsorted}
@@ -413,7 +418,7 @@ def topological(nodes: Iterable[Node]) -> tuple[Node, ...]:
 def ancestors(graph: Graph, roots: Iterable[str], stop: Iterable[str] = (), *, by_controls: bool = True) -> set[str]:
     """Return ``roots`` and all nodes that they depend on, without those in ``stop`` and what only these depend on.
 
-    ``by_controls``: control edges count.
+    ``by_controls``: whether control edges count as dependences. Raises GraphError for a name that is no node.
     """
     barred = set(stop)
     found: set[str] = set()

@@ -15,10 +15,10 @@ MICRO_BATCH = "micro_batch"
 """The attribute of a node that has the number of its micro-batch."""
 
 SHARED_STATISTICS = "batch_statistics"
-"""The last part of the names of calls and functions by which one replica computes the statistics of its stage."""
+"""The last part of the name of a call, and of its function, by which one replica computes statistics for its stage."""
 
 OWNED = "owned"
-"""The last part of the names of functions that take the variables which their stage owns, whichever stage uses them."""
+"""The last part of the name of a function that computes nothing, and takes the variables that its stage owns."""
 
 
 _MINIBATCH = "minibatch"
@@ -27,7 +27,7 @@ _OF_TARGET = re.compile(r"target\d+>")
 
 
 class Site(NamedTuple):
-    """A replica of a stage; replica 0 stands for the stage where its replicas do the same."""
+    """A replica of a stage. Replica 0 also stands for the whole stage, where all its replicas do the same."""
 
     stage: int
     replica: int = 0
@@ -71,7 +71,10 @@ def find_minibatch(name: str) -> int | None:
 
 
 def of_round(number: int, name: str) -> str:
-    """Return the name of a function or a call of the update in a round of it; the first round, 0, is not named."""
+    """Return ``name``, of a function or a call of the update, as it is called in a round of the update (from 0).
+
+    In round 0 the name is unchanged. See ``analysis.update_rounds``.
+    """
     return f"{_ROUND}{number}/{name}" if number else name
 
 
@@ -88,7 +91,7 @@ def _number_after(prefix: str, name: str) -> int | None:
 
 
 def of_phase(number: int, name: str) -> str:
-    """Return the name by which later phases of a step call a node of the phase of this number, counted from 0."""
+    """Return the name by which later phases of a step refer to the node ``name`` of phase ``number`` (from 0)."""
     return f"phase{number + 1}/{name}"
 
 

@@ -115,7 +115,7 @@ class Operands:
     """The inputs, or the outputs, of an op.
 
     ``count``: how many there are: a number, the name of a tuple attribute that has an item for each, or None where it
-    depends on more than the node. ``dtypes``: of the first operands, where they are always the same.
+    depends on more than the node. ``dtypes``: the dtypes of the first operands, where all nodes have the same.
     """
 
     meaning: str
@@ -201,8 +201,9 @@ _TABLE = (
         OpName.SLICE,
         "The rows of the batch that a replica of a stage takes for one micro-batch, and their share of the batch. The "
         "tensors at the positions `local` hold only the replica's rows, in the order of the micro-batches. `sizes`: "
-        "the samples of each micro-batch, where they are given; another batch is cut in their proportion. `shares`: "
-        "the rows of the replicas as whole numbers in proportion, where they are unequal.",
+        "the number of samples of each micro-batch, where it is given; a batch of another size is cut in the same "
+        "proportion. `shares`: how many rows each replica takes, as whole numbers in this proportion, where these "
+        "numbers differ.",
         Operands("the batch size, then tensors of the batch", None, ("int64",)),
         Operands("the share of the samples, then the rows of each tensor", None, ("float64",)),
         (*_CALLED, _MICRO_BATCHES, _SIZES, _REPLICAS, _SHARES, Attribute("local", "tuple[int, ...]", required=False)),
@@ -283,7 +284,7 @@ _TABLE = (
     ),
     Op(
         OpName.LOSS_SCALE,
-        "Call the function of the factor by which the optimizer scales the loss, before any backward.",
+        "Call the function that computes the factor by which the optimizer scales the loss, before any backward.",
         NOTHING,
         Operands("the factor, in the dtype of the loss", 1),
         (_FUNCTION,),
@@ -396,8 +397,8 @@ _TABLE = (
     ),
     Op(
         OpName.ROUND,
-        "Round gradients to the narrower float types that they have on one device, where a sum that does not fit into "
-        "the type is infinite.",
+        "Round sums of gradients to the narrower float types that the gradients have on one device; a sum that does "
+        "not fit into the type becomes infinite.",
         Operands("the gradients", "dtypes"),
         Operands("the rounded ones, in their own types", "dtypes"),
         (*_PLACED, Attribute("dtypes", "tuple[str, ...]")),
@@ -451,8 +452,8 @@ _TABLE = (
     Op(
         OpName.CLIP,
         "Scale a stage's gradients so that the global norm is at most `limit`; the last `slices` of them are sparse.",
-        Operands("the global norm, the gradients, then slices and their indices", None, ("float64",)),
-        Operands("the scaled gradients, dense ones"),
+        Operands("the global norm, the dense gradients, then slices and their indices", None, ("float64",)),
+        Operands("the scaled gradients, all as dense tensors"),
         (*_PLACED, Attribute("limit", "float"), Attribute("slices", "int", required=False)),
     ),
     Op(
@@ -471,8 +472,8 @@ _TABLE = (
     ),
     Op(
         OpName.MERGE,
-        "Make one output of the step from those of the micro-batches: `kind` is mean (weighted by samples), sum, "
-        "concat, or first (they are all equal). With `check`, the step fails if it is not finite.",
+        "Make one output of the step from its values on the micro-batches: `kind` is mean (weighted by samples), sum, "
+        "concat, or first (all values are equal). With `check`, the step fails if the output is not finite.",
         Operands(
             "for each replica and micro-batch, the output and its share of the samples; or the loss head's output"
         ),
@@ -481,8 +482,8 @@ _TABLE = (
     ),
     Op(
         OpName.MERGE_MINIBATCHES,
-        "Make one output of a window from those of its minibatches: `kind` is mean, sum, concat, first (they are all "
-        "equal) or stack (along a new axis 0).",
+        "Make one output of a window from its values on the minibatches: `kind` is mean, sum, concat, first (all "
+        "values are equal) or stack (along a new axis 0).",
         Operands("the output of each minibatch"),
         Operands("the output", 1),
         (Attribute("kind", "str"),),
@@ -496,28 +497,29 @@ _TABLE = (
     ),
     _call(
         OpName.UPDATE_TERMS,
-        "Call the function of the terms that the optimizer needs of a stage's gradients before it can update any "
-        "stage: whether they are finite, or the sum of their squares.",
+        "Call the function that computes terms from a stage's gradients, which the optimizer needs before it can "
+        "update any stage: whether the gradients are finite, or the sum of their squares.",
         _PLACED,
         inputs=Operands("the gradients that the function takes"),
     ),
     _call(
         OpName.COMBINE_TERMS,
-        "Call the function that combines the terms of all stages, for example to a condition of the update or a norm.",
+        "Call the function that combines the terms of all stages, for example into a condition of the update.",
         (),
         inputs=Operands("the terms"),
     ),
     Op(
         OpName.SET_UPDATING,
-        "Note whether variables are being written, so that a failure can tell whether the step is half-applied.",
+        "Record whether variables are being written, so that the error of a failed step can say whether variables have "
+        "changed.",
         NOTHING,
         NOTHING,
         (Attribute("updating", "bool"),),
     ),
     Op(
         OpName.COUNT_UPDATE,
-        "Set the copy of the step counter that a stage's next update reads to the value of the owner plus `offset`. "
-        "Without a stage, add `offset` to the counter itself.",
+        "Set a stage's copy of the step counter, which the stage's next update reads, to the counter's value plus "
+        "`offset`. Without a stage, add `offset` to the counter itself.",
         NOTHING,
         NOTHING,
         (
@@ -536,8 +538,8 @@ _TABLE = (
     ),
     Op(
         OpName.REFRESH,
-        "Set a replica's copies of variables, before its first call, to the values that their owners keep; copies of "
-        "the variables in `summed` are set to 0.",
+        "Set a replica's copies of variables, before the replica's first call, to the values that their owners keep; "
+        "copies of the variables in `summed` are set to 0.",
         Operands("values of the first variables, where their owner is another rank; the others are read"),
         NOTHING,
         (*_PLACED, _VARIABLES, _SUMMED),
@@ -595,7 +597,8 @@ _TABLE = (
     Op(
         OpName.COLLECT_TOKENS,
         "Add the tokens of exchanges, sums and barriers, so that TensorFlow leaves out none that other ranks wait for. "
-        "`guarded` is false where exchanges of a later phase follow: the step hangs, if it does, before their tokens.",
+        "Hang detection watches the step until this node has run; `guarded` is false where exchanges of a later phase "
+        "follow, so that only the last such node of the step ends it.",
         Operands("the tokens"),
         Operands("a token", 1, ("int64",)),
         (Attribute("guarded", "bool", required=False),),

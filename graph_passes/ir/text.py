@@ -1,8 +1,11 @@
 """Print a graph as text and parse it back.
 
-One node a line::
+Each node is one line::
 
-    %stage0/forward = MatMul(%x:0, %w:0) {transpose_a=False} -> (float32[?,8]) @"/device:CPU:0" !read ^%init "order"
+    %stage0/forward = MatMul(%x:0, %w:0) {transpose_a=False} -> (float32[?,8]) @'/device:CPU:0' !read ^%init 'order'
+
+The parts are the name, the op, the inputs, the attributes, the types of the outputs, the device, the effect, and the
+control edges with their reasons.
 
 A printed graph parses to an equal graph, stage functions and library included.
 """

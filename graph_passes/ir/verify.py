@@ -16,10 +16,10 @@ _NODE_OF = attrgetter("node")  # of a Value
 def verify(graph: Graph, verified: Graph | None = None) -> None:
     """Check the nodes, edges, ops and calls of ``graph``, and those of its stage functions.
 
-    A graph with an op of the table is at the call level, and has no others. ``verified``: a graph that has passed;
-    Function and Node objects that it shares with ``graph`` are not checked again, unless a node takes outputs of a new
-    node, or calls a function and the functions are others. Raises GraphError naming the first node that breaks an
-    invariant.
+    A graph that has an op of the op table is at the call level, and may have no other ops. ``verified``: a graph that
+    has passed this check. Node and Function objects that it shares with ``graph`` are not checked again, except for
+    names and edges, for nodes that take outputs of new nodes, and for calls if the two graphs differ in a function.
+    Raises GraphError that names the first node that breaks an invariant.
     """
     known = {id(item) for item in (*verified.functions, *verified.nodes)} if verified else set()
     new = {node.name for node in graph.nodes if id(node) not in known}
@@ -113,7 +113,7 @@ def _verify_input_op(graph: Graph, node: Node, *, allowed: bool) -> None:
     if not (allowed and node.op in INPUT_OPS):
         where = "" if allowed else "of the call level "
         raise GraphError(
-            f"node {node.name!r} of graph {graph.name!r} has the op {node.op!r}, but no op {where}is called so"
+            f"node {node.name!r} of graph {graph.name!r} has the op {node.op!r}, but no op {where}has this name"
         )
 
 

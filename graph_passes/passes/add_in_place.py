@@ -43,7 +43,7 @@ _SUM: Role = "sum"
 _RESOURCE = tensor("resource")
 _ADD_OP = "AssignAddVariableOp"
 _AFTER = "memory: the gradients of weights that need the gradient before are added"
-_NO_WRITE = ("an output", "another effect")  # two users, so that what they need is of no write alone
+_NO_WRITE = ("an output", "another effect")  # two users, so that no write alone needs what they need
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class AddInPlace:
 
 
 def _wait_for_calls(node: Node, call_of: Mapping[str, str]) -> Node:
-    """Return the node, which waits for the calls themselves where it waited until their gradients were added."""
+    """Return the node with control edges from calls in place of those from the nodes that added their gradients."""
     if not any(control.source in call_of for control in node.controls):
         return node
     controls: dict[str, Control] = {}
@@ -165,9 +165,10 @@ def _clear(accumulate: Node) -> Node:
 def bound_backward(graph: Graph, writes: Iterable[str]) -> Graph:
     """Return the body of a backward function, whose nodes ``writes`` each add the gradient of one variable to its sum.
 
-    The nodes that a single write needs compute it from gradients that other nodes compute. The last of these in the
-    order of the graph is where the write begins. Other nodes that read it wait for the writes that begin at the one
-    before, of those that it is computed from: gradients of several losses, or of branches, do not wait for each other.
+    Some nodes are needed by a single write only. They compute its value from gradients that other nodes compute. The
+    last of these gradients in the order of the graph is where the write *begins*. Let g be a gradient where writes
+    begin, and h the last such gradient from which g is computed. The nodes that read g, other than for a single write,
+    wait for the writes that begin at h. So gradients of several losses, or of branches, do not wait for each other.
     """
     own = _find_own(graph, frozenset(writes))
     place = {node.name: i for i, node in enumerate(graph.nodes)}
@@ -179,7 +180,7 @@ def bound_backward(graph: Graph, writes: Iterable[str]) -> Graph:
         computed = [source for source in sources if _is_computed(graph.node(_memory_of(graph, source)))]
         if computed:
             begins.setdefault(_memory_of(graph, max(computed, key=place.__getitem__)), []).append(write)
-    latest: dict[str, str] = {}  # for each node, the last where writes begin of those that it needs
+    latest: dict[str, str] = {}  # for each node, the last gradient at which writes begin, of those that it needs
     for node in graph.nodes:
         found = [source if source in begins else latest.get(source) for source in node.predecessors()]
         if known := [source for source in found if source is not None]:
@@ -198,7 +199,7 @@ def bound_backward(graph: Graph, writes: Iterable[str]) -> Graph:
 
 def _find_own(graph: Graph, writes: Set[str]) -> dict[str, str]:
     """Return the nodes that one write alone needs, with the name of this write; the write itself is one of them."""
-    users: dict[str, set[str]] = {node.name: set() for node in graph.nodes}  # writes, until there are two
+    users: dict[str, set[str]] = {node.name: set() for node in graph.nodes}  # writes; none is added to two
     for value in graph.outputs:
         users[value.node].update(_NO_WRITE)
     for node in reversed(graph.nodes):

@@ -80,7 +80,10 @@ class AllReduce:
 
 
 def allreduce_node(name: str, of_replicas: Sequence[Node]) -> Node:
-    """Return the sum of the same gradients of each replica of a stage; ``name``: of the node, if it has all of them."""
+    """Return the node that sums gradients over the replicas of a stage; ``of_replicas``: the node of each replica.
+
+    ``name``: the name of the new node; for a bucket of the gradients the number of the bucket is added to it.
+    """
     first = of_replicas[0]
     attrs: dict[str, Attr] = {
         "replica": 0,
@@ -98,7 +101,7 @@ def allreduce_node(name: str, of_replicas: Sequence[Node]) -> Node:
 def _reduce(stage: int, of_replicas: Sequence[Node], variables: Variables) -> list[Node]:
     """Return the sums of the same gradients of each replica of a stage, each where its variable is updated.
 
-    The gradient of a variable that another stage owns is summed on one of the replicas, and goes there from it.
+    The gradient of a variable that another stage owns is summed on one of the replicas, which sends it to the owner.
     """
     first, count = of_replicas[0], len(of_replicas)
     bucket, suffix = dict[str, Attr](), ""

@@ -53,7 +53,7 @@ class Apply:
         """Return the graph with a barrier, the calls ``stageN/update`` after it, and ``update/done`` after everything.
 
         Its outputs are followed by what the updates return. What the optimizer computes from the gradients of several
-        stages is computed before the barrier; of a later round, after the updates of the rounds before.
+        stages is computed before the barrier; in a later round, after the updates of the rounds before.
 
         No variable is written before the barrier, and the barrier waits for all gradients and for the loss: a step that
         fails in forward, backward or AllReduce leaves all variables as they were. Raises GraphError if an update takes
@@ -105,7 +105,7 @@ class Apply:
         outputs = [*graph.outputs]
         for number, port in enumerate(self.updates.returned):
             value = gradients[port]
-            if port[0] == "partial":  # a stage has it: bring it home, or to every rank
+            if port[0] == "partial":  # one stage has the value: in a job this node gives it to every rank
                 kind = next(node for node in added if node.name == value.node).outputs[value.index]
                 attrs = attributes({"kind": "first"})
                 added.append(Node(f"returned/{number}", OpName.MERGE, (value,), (kind,), attrs))
@@ -207,7 +207,10 @@ def complete_gradients(node: Node) -> Gradients:
 
 
 def update_inputs(function: Function, gradients: Gradients) -> tuple[Value, ...]:
-    """Return the values that a function of the optimizer takes, variables left out."""
+    """Return the values that a function of the optimizer takes, variables left out.
+
+    Raises GraphError if it takes a gradient or a term that is not among ``gradients``.
+    """
     taken = [port for port in function.inputs if port.role != "variable"]
     for port in taken:
         if (port.role, port.name) not in gradients:

@@ -22,11 +22,12 @@ from dapple_tf.graph_passes.passes.partition import Stage, StageGraph
 
 @dataclass(frozen=True)
 class SparseUse:
-    """One use of a variable by its rows: ``slices``, gradients of rows, and ``indices``, which rows these are.
+    """One lookup of rows of a variable: ``slices``, the gradients of the rows, and ``indices``, the rows' numbers.
 
-    ``kinds``: the types of both. ``rows``: of the variable. ``combine``: how micro-batches are put together (see
-    ``gather_slices``). ``position``: of the use among all uses of the variable on one device; stages that run the same
-    lookup give the same use. ``lookup``: the name of the op that looks the rows up, as far as it is known.
+    ``kinds``: the types of both. ``rows``: the number of rows of the variable. ``combine``: how micro-batches are put
+    together (see ``gather_slices``). ``position``: the position of the use among all uses of the variable when the
+    model runs on one device; uses of several stages have the same position if the stages run the same lookup.
+    ``lookup``: the name of the op that looks the rows up; empty if it is unknown.
     """
 
     variable: str
@@ -81,7 +82,7 @@ def sparse_parts(gradients: Sequence[StageGradients]) -> tuple[SparsePart, ...]:
 
 
 def prune_gradients(joint: Graph, gradients: Sequence[StageGradients]) -> tuple[StageGradients, ...]:
-    """Return ``gradients`` without the boundary gradients that the stage before does not take, and their seeds."""
+    """Return ``gradients`` without the boundary gradients that the stage before does not use, and their seeds."""
     pruned: list[StageGradients] = []
     used: set[Value] | None = None
     for found in gradients:

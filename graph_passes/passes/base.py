@@ -16,11 +16,11 @@ from dapple_tf.graph_passes.ir.verify import verify
 class Contract:
     """The call-level ops that a pass needs, and those that it leaves.
 
-    ``requires``: ops of which the graph must have nodes before the pass. ``requires_if_trained``: further ops of which
-    it must have nodes if a stage gives dense gradients of variables, and ``requires_if_sparse`` those if a stage gives
-    sparse ones. ``forbids``: ops of which it must have no nodes before, since the pass would not change them, or adds
-    them itself. ``produces``: ops of which it has nodes after the pass. ``may_produce``: further ops of which the pass
-    adds nodes to some graphs; it adds nodes of no other op.
+    ``requires``: the graph must have nodes of these ops before the pass. ``requires_if_trained``: also of these, if a
+    stage gives dense gradients of variables; ``requires_if_sparse``: also of these, if a stage gives sparse gradients.
+    ``forbids``: the graph must have no nodes of these ops before the pass, which would not change them, or adds them
+    itself. ``produces``: the graph has nodes of these ops after the pass. ``may_produce``: the pass adds nodes of these
+    ops to some graphs; it adds nodes of no other op.
     """
 
     requires: frozenset[OpName] = frozenset()

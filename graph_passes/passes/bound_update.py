@@ -24,9 +24,9 @@ _AFTER = "memory: the variables of the group before are updated"
 def bound_update(function: Function, group_bytes: int = GROUP_BYTES) -> Function:
     """Return an update function that updates its variables in groups, one after the other.
 
-    A group writes at most ``group_bytes``, or it is one variable with its slots. Variables of which one is updated from
-    another one are in the same group. What several groups need is computed once, as soon as its inputs are there. The
-    function is returned as it is where it has one group, and where it writes under several conditions.
+    A group writes at most ``group_bytes``, or it is one variable with its slots. If the new value of a variable depends
+    on that of another one, both are in the same group. Nodes that several groups need run once, as soon as their inputs
+    are there. The function is returned unchanged if it has only one group, or writes under several conditions.
     """
     graph = function.graph
     needs = {node.name: ancestors(graph, [node.name]) for node in graph.nodes if node.effect == Effect.WRITE}
@@ -76,7 +76,7 @@ def _cut(graph: Graph, units: Iterable[Sequence[str]], group_bytes: int) -> list
 
 
 def _written_bytes(graph: Graph, name: str) -> int:
-    """Return the bytes of what a write takes besides resources; an unknown dimension counts as 1."""
+    """Return the bytes of the tensors that a write takes, resources left out; an unknown dimension counts as 1."""
     kinds = map(graph.type_of, graph.node(name).inputs)
     return sum(kind.bytes() for kind in kinds if not kind.dtype.handle)
 
@@ -92,10 +92,10 @@ def _end(number: int, group: Sequence[str], needs: Mapping[str, Set[str]], guard
 def _find_first(
     graph: Graph, groups: Sequence[Sequence[str]], needs: Mapping[str, Set[str]], guard: Attr | None
 ) -> list[list[str]]:
-    """Return for each group the nodes with which it begins: they need no other node of the group alone.
+    """Return for each group the nodes with which it begins: they take nothing from other nodes that only it needs.
 
-    Inputs of the function and constants take no memory of the group, and need not wait. Nor can a node that is outside
-    of the condition which the writes are in.
+    Inputs of the function and constants take no memory of the group, and need not wait. A node outside of the condition
+    that guards the writes cannot wait for them.
     """
     members = [set[str]().union(*(needs[name] for name in group)) for group in groups]
     groups_with = Counter(name for names in members for name in names)

@@ -16,7 +16,8 @@ _COMPLETE = frozenset({OpName.REDUCED_GRADIENTS, OpName.GATHER_SLICES})
 class CheckNumerics:
     """Set ``check`` of the loss, each ``reduced_gradients`` and each ``gather_slices``: the update waits for them.
 
-    Without ``gradients`` only of the loss: an optimizer that scales the loss skips a step whose gradients overflow.
+    ``gradients``: false to check the loss only, for an optimizer that scales the loss: it skips a step whose gradients
+    overflow.
     """
 
     gradients: bool = True

@@ -1,11 +1,11 @@
 """Compute statistics of the whole batch from partial ones, which each replica of a stage computes from its own rows.
 
-For jobs, whose ranks may read only the rows that they need. A sum, product, maximum, minimum, ``all`` or ``any`` over
-samples is the combination of the same operation on disjoint parts of the rows. The frontend marks such nodes
-(``COMBINES``) if nothing that needs the whole batch enters them. Each replica computes them for its rows of every
-micro-batch and combines them; the replicas exchange the results, combine these in the same order, so that all get the
-same numbers, and compute the statistics from them. A stage whose statistics need the rows of the batch in any other way
-is left to ``share_statistics``.
+This is for jobs whose ranks read only the rows that they need. A sum, product, maximum, minimum, ``all`` or ``any``
+over samples can be computed from the results of the same operation on disjoint parts of the rows. The frontend marks
+such nodes (``COMBINES``) if nothing that needs the whole batch enters them. Each replica computes them for its rows of
+every micro-batch, and combines the results. The replicas exchange these, combine them in the same order, so that all
+get the same numbers, and compute the statistics from them. A stage whose statistics need the rows of the batch in any
+other way is left to ``share_statistics``.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.passes.base import Contract
 
 COMBINES = "combines"
-"""The attribute of a node whose values on disjoint rows can be combined: by which operation."""
+"""The attribute of a node that names the operation by which the node's values on disjoint rows can be combined."""
 
 _ADDED = frozenset({OpName.PARTIALS, OpName.COMBINE_PARTIALS})
 
@@ -62,8 +62,8 @@ class CombineStatistics:
     def __call__(self, graph: Graph) -> Graph:
         """Return the graph in which ``run_once`` of replicated stages takes combined partial statistics, not the batch.
 
-        A stage keeps its ``run_once`` as it is where something in it needs the batch's rows in another way, or where a
-        partial statistic needs the batch's size, a random draw, or a variable that ``run_once`` writes.
+        The ``run_once`` of a stage is not changed if it needs the batch's rows in another way, or if a partial
+        statistic needs the batch's size, a random draw, or a variable that ``run_once`` writes.
         """
         replicas = replica_counts(graph)
         nodes: list[Node] = []
@@ -82,9 +82,9 @@ class CombineStatistics:
 
 @dataclass(frozen=True)
 class _Cut:
-    """A ``run_once`` cut in two: ``partials`` computes partial statistics of some rows, ``rest`` all else from them.
+    """A ``run_once`` cut in two: ``partials`` computes partial statistics of some rows, and ``rest`` everything else.
 
-    ``marked``: the nodes whose values ``partials`` returns, in this order; ``rest`` takes the combined ones.
+    ``marked``: the nodes whose values ``partials`` returns, in this order; ``rest`` takes the combined values.
     """
 
     partials: Function
@@ -122,9 +122,9 @@ def _cut(function: Function) -> _Cut | None:
 
 
 def _can_run_on_rows(function: Function, names: Set[str]) -> bool:
-    """Return whether these nodes, run on some rows, compute what only those rows contribute.
+    """Return whether these nodes, when they run on some of the rows, compute the contribution of these rows alone.
 
-    They do not if they need the batch's size, or cannot run by themselves.
+    They do not if they need the batch's size, or cannot run without the rest of the function.
     """
     bounds = {function.graph.inputs[i] for i, _ in function.input_ports("rows")}
     return bounds.isdisjoint(names) and can_run_elsewhere(function.graph, names)

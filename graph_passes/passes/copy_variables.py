@@ -4,8 +4,9 @@ A variable has one owner, and there one replica that keeps it. Once a step its v
 use it: other replicas, and other stages for tied weights. What forward writes (batch norm, counters, seed states) is
 written to a copy, in micro-batch order; ``commit`` stores the result at the owner: floats averaged over the replicas,
 other values from replica 0. A variable to which forward only adds sums over samples starts from 0 on all replicas but
-the first, and the copies are added up. What is written once a step has the same value on all replicas, and each commits
-its own. A step that fails before its barrier thus changes no variable.
+the first, and the copies are added up. What is written once a step has the same value on all replicas: the copy of
+replica 0 is committed, and in a job each rank commits its own. A step that fails before its barrier thus changes no
+variable.
 """
 
 from __future__ import annotations

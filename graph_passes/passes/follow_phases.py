@@ -9,7 +9,7 @@ The phases of a training step run in one TensorFlow function. Between two of the
 * A call with an effect other than on variables, such as a print or a draw from a hidden state, comes after all nodes of
   the phases before.
 
-All edges lead from a phase to a later one, so they add no cycle, nor one of ranks that wait for each other. They order
+All edges lead from a phase to a later one, so they add no cycle, and no ranks that wait for each other. They order
 whole calls, so no call is inlined: TensorFlow could then read a variable for a later phase before an earlier one writes
 it.
 """
@@ -59,10 +59,10 @@ class FollowPhases:
     )
 
     def __call__(self, graph: Graph) -> Graph:
-        """Return the graph with a ``follow`` node for what each node waits for, unless nodes before it wait for that.
+        """Return the graph in which nodes that depend on earlier phases have a ``follow`` node to wait for.
 
-        No call is inlined. A phase that is not the last does not end the step: it leaves the note that variables are
-        being written, and the step does not end with its tokens.
+        A node gets none if nodes before it wait for the same. No call is inlined. A phase that is not the last does not
+        record the end of the writing of variables, and hang detection does not end with its tokens.
         """
         waits = _find_waits(PhaseGraph(graph, self.variables), self.earlier)
         nodes: list[Node] = []
@@ -96,7 +96,7 @@ def _open_ended(graph: Graph) -> Graph:
 
 
 def _as_whole(node: Node) -> Node:
-    """Return ``node``, as a call that is not inlined."""
+    """Return ``node`` without the attribute ``inline``: a call that is not inlined."""
     attrs = tuple(item for item in node.attrs if item[0] != "inline")
     return replace(node, attrs=attrs) if node.has("inline") else node
 
@@ -116,7 +116,7 @@ def _find_waits(phase: PhaseGraph, earlier: Sequence[PhaseGraph]) -> Mapping[str
     for end in ends:
         writers |= end.writers
         last_calls |= end.last_calls
-    everything = ends[-1].everything  # what comes before the last phase, that phase's own barrier has waited for
+    everything = ends[-1].everything  # the barrier of the phase before has waited for the phases before that
     acts = cache(lambda function: any(node.effect in _ACTING for node in phase.graph.function(function).graph.nodes))
     waits: dict[str, frozenset[str]] = {}
     for node, names in variable_uses(phase.graph):
@@ -134,7 +134,10 @@ def _find_waits(phase: PhaseGraph, earlier: Sequence[PhaseGraph]) -> Mapping[str
 
 @dataclass(frozen=True)
 class _PhaseEnds:
-    """The nodes of a phase for which later phases may have to wait, by their names there; ``number``: from 0."""
+    """The nodes of a phase for which later phases may have to wait, by the names that they have in later phases.
+
+    ``number``: the number of the phase, from 0.
+    """
 
     number: int
     phase: PhaseGraph
@@ -150,7 +153,7 @@ class _PhaseEnds:
 
     @cached_property
     def last_calls(self) -> Mapping[str, frozenset[str]]:
-        """The calls of each device after which it runs no other, and what adds up their gradients."""
+        """The last calls of each device, and the nodes that accumulate their gradients."""
         graph = self.phase.graph
         own = {node.name: node for node in graph.nodes if node.op in _ON_DEVICES}
         followed = {

@@ -1,9 +1,9 @@
 """Cut a stage function into parts between which the replicas of the stage join values, such as batch norm's statistics.
 
 A node with the attribute ``join`` gives its input as it is where a stage has one replica, and where its function runs
-by itself (profiling). With several replicas its output is made of the inputs of all of them, of which a function cannot
-know: so the function ends there, and goes on in another part. A part holds the nodes that wait for equally many joins,
-one after the other. Joins that do not wait for each other come after the same part.
+by itself (profiling). With several replicas its output combines the inputs on all replicas. The function of one replica
+does not have the others, so it ends at the join, and another part goes on after it. A part holds the nodes that depend
+on equally many joins, one after the other. Joins that do not depend on each other come after the same part.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class FunctionParts:
     """A function in parts.
 
     ``functions``: the parts in order; a part takes inputs of the whole function, and values of earlier parts and joins
-    (``carry``). ``results``: of each part the values that it gives, named as in the whole function. ``joins``: after
-    each part the nodes that join values; their order is that of the graph.
+    (``carry``). ``results``: for each part the values that it returns, named as in the whole function. ``joins``: for
+    each part the nodes that join values after it, in the order of the graph.
     """
 
     functions: tuple[Function, ...]
@@ -39,7 +39,7 @@ def has_joins(function: Function) -> bool:
 
 
 def cut_function(function: Function) -> FunctionParts:
-    """Return the parts of ``function``, called ``stage0/forward/part1``: one more than there are joins in a row."""
+    """Return the parts of ``function``, called ``stage0/forward/part0``, ``stage0/forward/part1`` and so on."""
     graph = function.graph
     repeated = _find_repeated(graph)
     part_of = _find_parts(graph, repeated)
@@ -52,9 +52,9 @@ def cut_function(function: Function) -> FunctionParts:
 
 
 def _find_repeated(graph: Graph) -> frozenset[str]:
-    """Return the nodes that every part repeats where it needs them: constants, reads of weights, and what follows.
+    """Return the nodes that every part repeats where it needs them: constants, reads of weights, what they determine.
 
-    So no part gives a constant to another as a tensor, which TensorFlow would not know to be constant.
+    So no part passes a constant to another as a tensor, which TensorFlow could not optimise as a constant.
     """
     written = written_variables(graph)
     found = {name for name in graph.inputs if graph.node(name).op == "variable"}
@@ -69,7 +69,7 @@ def _find_repeated(graph: Graph) -> frozenset[str]:
 
 
 def _find_parts(graph: Graph, repeated: Set[str]) -> dict[str, int]:
-    """Return the part of each node that is in one part only; of a join, the part after which it comes."""
+    """Return the part of each node that is in one part only; for a join, the part after which it comes."""
     found: dict[str, int] = {}
     for node in graph.nodes:
         if node.name not in graph.inputs and node.name not in repeated:

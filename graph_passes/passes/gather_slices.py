@@ -33,10 +33,10 @@ indices are added, in order of first occurrence; the model looks each index up o
 class SparsePart:
     """The slices and indices that one stage returns for one use of a variable.
 
-    ``rows``: how many rows the variable has. ``position``: of the use, among those of the variable on one device. Parts
-    with the same position are of stages that look up the same rows, which do not depend on the batch. ``stage``: the
-    number after that of the last stage stands for the loss head. ``pair``: the position of the slices and indices among
-    the pairs that the stage's function returns.
+    ``rows``: how many rows the variable has. ``position``: the position of the use among the uses of the variable when
+    the model runs on one device. Parts with the same position belong to stages that look up the same rows, which do not
+    depend on the batch. ``stage``: the number after that of the last stage stands for the loss head. ``pair``: the
+    position of the slices and indices among the pairs that the stage's function returns.
     """
 
     variable: str
@@ -66,7 +66,7 @@ class GatherSlices:
     def __call__(self, graph: Graph) -> Graph:
         """Return the graph with a ``gather_slices`` for each variable of ``parts``, on the device that keeps it.
 
-        Raises GraphError if a stage gives slices that no part names, or the other way round.
+        Raises GraphError if a stage gives slices that no part names, or if a part names slices that no stage gives.
         """
         of_variable: dict[str, list[SparsePart]] = {}
         for part in self.parts:

@@ -18,7 +18,7 @@ _TIMED = frozenset({OpName.FORWARD, *BACKWARD_OPS, OpName.EXCHANGE, OpName.ALLRE
 
 @dataclass(frozen=True)
 class Instrument:
-    """Add a last output, float64 [2 x nodes]: the start and the end of each of ``timed_nodes``, in seconds."""
+    """Add a last output, a float64 vector: the start and the end of each of ``timed_nodes``, in seconds."""
 
     name: str = "instrument"
     contract: ClassVar[Contract] = Contract(
@@ -28,10 +28,10 @@ class Instrument:
     )
 
     def __call__(self, graph: Graph) -> Graph:
-        """Return the graph with a ``timestamp`` before each timed node, when it could start, and one after it.
+        """Return the graph with a ``timestamp`` before each timed node, taken when it can start, and one after it.
 
-        A call in parts starts with its first part. All nodes that follow a timed node directly wait for its last time
-        stamp too, so whatever depends on it, even through nodes that are not timed, starts after it has ended.
+        A call in parts starts with its first part. The nodes that directly follow a timed node also wait for its last
+        time stamp, so all that depends on it, even through nodes that are not timed, starts after this stamp.
         """
         nodes: list[Node] = []
         timed = tuple(node for node in graph.nodes if node.op in _TIMED)

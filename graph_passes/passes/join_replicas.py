@@ -1,8 +1,8 @@
 """Call the functions of replicated stages part by part, and join what the parts compute over the replicas.
 
 So batch norm has the statistics of all samples of a micro-batch (``batch_norm="sync"``). All replicas call the same
-parts in the same order, and each join takes a value from each of them. This pass comes last: those before it see whole
-calls. A call keeps its name for its last part, which runs after all others.
+parts in the same order, and each join takes a value from each of them. This pass comes after all passes that look at
+whole calls. The last part of a call, which runs after the others, keeps the name of the call.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ class JoinReplicas:
 
 
 def first_part(graph: Graph, call: Node) -> Node:
-    """Return the node of the first part of a call: the call itself where that is not in parts."""
+    """Return the node of the first part of a call: the call itself where it is not cut into parts."""
     return graph.by_name.get(_part_name(call.name, 0), call)
 
 
 def of_replica(node: Node, replica: int) -> str:
-    """Return the name of the node that does on ``replica`` what ``node`` does on its own."""
+    """Return the name of the node that does on ``replica`` what ``node`` does on its own replica."""
     return node.name.replace(f"/replica{node.integer('replica')}/", f"/replica{replica}/")
 
 
@@ -100,7 +100,7 @@ class _Call:
         self._by_name = {str(value): found for value, found in self._given.items()}
 
     def output(self, index: int, calls: Mapping[str, _Call]) -> Value:
-        """Return what gives the output ``index`` of the whole call."""
+        """Return the value that is output number ``index`` of the whole call."""
         return self._find(self.function.graph.outputs[index], calls)
 
     def nodes(self, siblings: list[_Call], calls: Mapping[str, _Call]) -> list[Node]:

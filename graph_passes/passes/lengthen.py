@@ -5,8 +5,8 @@ In the middle of most schedules every worker repeats a *round* of actions, each 
 and ``Lengthening`` adds the rounds that are missing to the first of the two graphs.
 
 A pass makes the nodes of a micro-batch from what stands around its actions in the schedule: those before and after, on
-its own worker and on those with which it exchanges tensors. In the middle this is the same for each round, but for the
-numbers of micro-batches, however many rounds there are. So an added round has the nodes of the round before it, and the
+its own worker and on those with which it exchanges tensors. In the middle this is the same for each round, except for
+the numbers of micro-batches, for any number of rounds. So an added round has the nodes of the round before it, and the
 nodes after it are those of the short graph, all with later numbers; a node without a micro-batch that takes something
 from each micro-batch takes it from the added ones too. What is proved of the two graphs (``verify_pipeline``,
 ``verify_ranks``) thus holds with more rounds: each node has the same nodes around it. ``Lengthening`` does not rely on
@@ -30,13 +30,13 @@ from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.schedules.schedule import Action, Schedule
 
 _LONGEST_STRIDE = 16
-_KEPT = 4  # rounds of a short schedule: one is repeated, and the nodes around it are those of a round, too
+_KEPT = 4  # rounds of a short schedule: one is repeated, and the rounds beside it must have its nodes too
 _FEWEST = 16  # rounds to leave out: fewer are built as fast as the short graphs
 
 
 @dataclass(frozen=True)
 class Shortened:
-    """A schedule without ``rounds`` of its rounds, ``first``, and one without one round less, ``second``.
+    """A schedule from which ``rounds`` of its rounds are left out, ``first``, and ``second``, which has one round more.
 
     A round has ``stride`` micro-batches; in both schedules one begins with micro-batch ``begin``.
     """
@@ -49,7 +49,7 @@ class Shortened:
 
 
 def shorten(schedule: Schedule, fewest: int = _FEWEST) -> Shortened | None:
-    """Return the schedule without most of its rounds; None where these are less than ``fewest``, or it has none."""
+    """Return the schedule without most of its rounds; None if fewer than ``fewest`` can be left out."""
     for stride in range(1, _LONGEST_STRIDE + 1):
         found = [_find_rounds(schedule, actions, stride) for actions in schedule.workers]
         rounds = [each for each in found if each is not None]
@@ -67,7 +67,7 @@ def shorten(schedule: Schedule, fewest: int = _FEWEST) -> Shortened | None:
 class _Rounds:
     """The rounds of a worker: the first begins with its action number ``place``, and each has ``length`` actions.
 
-    They have the actions of each of its stages and kinds for the micro-batches from ``begin`` on, before ``end``.
+    The rounds have the actions of each stage and kind on the micro-batches from ``begin`` to ``end`` - 1.
     """
 
     place: int
@@ -79,7 +79,7 @@ class _Rounds:
 def _find_rounds(schedule: Schedule, actions: Sequence[Action], stride: int) -> _Rounds | None:
     """Return the rounds in the middle of a worker's actions; None unless each stage and kind is in micro-batch order.
 
-    In this order a part that repeats has, of each stage and kind, micro-batches that follow one another.
+    With this order, the rounds have consecutive micro-batches of each stage and kind.
     """
     place = end = len(actions) // 2
     following = _renumber(actions[place], stride)
@@ -124,14 +124,14 @@ def _leave_out(schedule: Schedule, rounds: Sequence[_Rounds], count: int, stride
 
 
 def _renumber(action: Action, by: int) -> Action:
-    """Return the action for the micro-batch that is ``by`` as many later."""
+    """Return the action on the micro-batch whose number is higher by ``by``."""
     return Action(action.stage, action.kind, action.micro_batch + by)
 
 
 def find_received(graphs: Sequence[Graph], graph: Graph, rank: int) -> Mapping[str, Sequence[int]]:
-    """Return of which micro-batch each output is of the exchanges of a rank for all micro-batches; -1 for none.
+    """Return the micro-batch of each output of those exchanges of a rank that are not for one micro-batch; -1 for none.
 
-    ``graph``: that of the rank; ``graphs``: those of all ranks.
+    ``graph``: the graph of the rank; ``graphs``: the graphs of all ranks.
     """
     found = {}
     for node in nodes_of(graph, OpName.EXCHANGE):
@@ -142,7 +142,7 @@ def find_received(graphs: Sequence[Graph], graph: Graph, rank: int) -> Mapping[s
 
 
 def _sent(graph: Graph, name: str, to: int) -> Iterator[int]:
-    """Yield of which micro-batch each value is that an exchange of a rank sends to another."""
+    """Yield the micro-batch of each value that the exchange ``name`` sends to the rank ``to``; -1 for none."""
     node = graph.node(name)
     for value, receiver in zip(node.inputs, node.integers("to"), strict=True):
         if receiver == to:
@@ -169,7 +169,7 @@ class Lengthening:
         sizes: tuple[int, ...] = (),
         received: Mapping[str, Sequence[int]] = MappingProxyType({}),
     ) -> Lengthening | None:
-        """Return the lengthening of two graphs; None where they do not show what the graph of all rounds is."""
+        """Return the lengthening of two graphs; None if one round added to ``first`` does not give ``second``."""
         try:
             found = Lengthening(first, second, short, sizes, received)
             longer = found._add(1)
@@ -201,7 +201,7 @@ class Lengthening:
         return self._add(self._short.rounds)
 
     def _compare(self, node: Node, later: Node | None) -> None:
-        """Note the patterns of the names and reasons of a node, which is ``later`` in the second graph."""
+        """Store the patterns of the names and reasons of a node; ``later``: the second graph's node a round later."""
         texts, others = list(_texts(node)), [] if later is None else list(_texts(later))
         if len(texts) != len(others):
             raise _UnlikeError
@@ -237,7 +237,7 @@ class Lengthening:
         return self._first.replace(nodes=topological([*early, *rest, *late]))
 
     def _take_more(self, node: Node, added: _Added) -> Node:
-        """Return a node without a micro-batch, which may take something from each micro-batch, with more rounds."""
+        """Return the node that replaces ``node``, which belongs to no micro-batch, in the graph with more rounds."""
         other = self._second.by_name.get(node.name)
         if other is None or len(node.attrs) != len(other.attrs):
             raise _UnlikeError
@@ -267,9 +267,10 @@ class Lengthening:
         return self._numbers.get(value.node, -1) if received is None else received[value.index]
 
     def _repeat(self, numbers: Sequence[int], rounds: int) -> list[_Place]:
-        """Return the places that items of micro-batches with these ``numbers`` have with more rounds; -1 is for none.
+        """Return the items that there are with more rounds, each as the place of the item that it repeats.
 
-        Items that stand side by side, and are repeated, are repeated together.
+        ``numbers``: the micro-batch of each item of the first graph, or -1. Neighbouring items that are repeated are
+        repeated as a group.
         """
         begin, end = self._short.begin, self._short.begin + self._short.stride
         found: list[_Place] = []
@@ -302,7 +303,7 @@ class _Added:
 
 
 class _Later(dict[str, str]):
-    """Names and reasons by those of the first graph, as they are for micro-batches that are ``by`` as many later."""
+    """Maps names and reasons of the first graph to those of the micro-batches whose numbers are higher by ``by``."""
 
     def __init__(self, patterns: Mapping[str, _Pattern], by: int) -> None:
         super().__init__()
@@ -316,7 +317,7 @@ class _Later(dict[str, str]):
         return found
 
     def shift(self, node: Node) -> Node:
-        """Return a node as it is for the later micro-batch."""
+        """Return the node of the later micro-batch that corresponds to ``node``."""
         return Node(
             self[node.name],
             node.op,
@@ -334,7 +335,7 @@ _Pattern = tuple[str, tuple[int, ...]]
 
 
 def _find_pattern(text: str, later: str, stride: int) -> _Pattern:
-    """Return the pattern of a text, which is ``later`` for micro-batches that are ``stride`` later."""
+    """Return the pattern of a text; ``later``: the corresponding text for micro-batches that are ``stride`` later."""
     parts, others = (re.split(r"(\d+)", each) for each in (text, later))
     if len(parts) != len(others):
         raise _UnlikeError
@@ -359,7 +360,7 @@ def _texts(node: Node) -> Iterator[str]:
 
 
 def _extrapolate(one: Attr, two: Attr, rounds: int) -> Attr:
-    """Return the attribute that is ``one``, and with a round more ``two``, as it is with more rounds."""
+    """Return the value that an attribute has with ``rounds`` more rounds: ``one`` with none, ``two`` with one."""
     if one == two:
         return one
     if isinstance(one, int) and isinstance(two, int):

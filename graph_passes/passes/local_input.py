@@ -14,7 +14,7 @@ from dapple_tf.graph_passes.passes.base import Contract
 
 @dataclass(frozen=True)
 class LocalInput:
-    """Make the batch size the last input of a rank's graph, and cut the rank's own rows where they are in its tensors.
+    """Make the batch size the last input of a rank's graph, and have slices take tensors of the rank's own rows.
 
     A tensor may then be empty where the rank uses none of its rows.
     """

@@ -1,7 +1,7 @@
 """Look rows of a variable up in the variable itself, without reading it whole first.
 
-Keras reads a whole table and gathers rows of the value. From the first update that writes single rows of the table on,
-TensorFlow copies the whole table at each such read, which is in every micro-batch.
+Keras reads a whole table and gathers rows of the value. Once an update has written single rows of the table, TensorFlow
+copies the whole table at each such read, so once for every micro-batch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from dapple_tf.graph_passes.passes.base import Contract
 
 @dataclass(frozen=True)
 class LookUpRows:
-    """Replace the ``GatherV2`` named in ``lookups``, all along axis 0, by ``ResourceGather``, where no read is left."""
+    """Replace the nodes ``GatherV2`` named in ``lookups``, which gather along axis 0, by ``ResourceGather``.
+
+    See ``look_up_rows`` for the lookups that stay as they are.
+    """
 
     lookups: frozenset[str]
     name: str = "look_up_rows"

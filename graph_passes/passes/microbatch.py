@@ -126,7 +126,7 @@ def call_stages(
     merged += [(f"aux/{i}", str(i), kind) for i, kind in enumerate(aux)]
     for name, label, kind in merged:
         results = calls.results[label]
-        merge = kind if len(results[0]) > 1 else "first"  # what the loss head gives is there once
+        merge = kind if len(results[0]) > 1 else "first"  # the loss head gives one value for the whole batch
         inputs = tuple(value for result in results for value in result)
         first = calls.types[inputs[0]]
         nodes.append(Node(name, OpName.MERGE, inputs, (first,), attributes({"kind": merge})))

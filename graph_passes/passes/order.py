@@ -38,9 +38,10 @@ class Order:
     def __call__(self, graph: Graph) -> Graph:
         """Return the graph with a control edge between each two consecutive calls of a device that no data edge joins.
 
-        The second call also gets an edge from each node that accumulates the first one's gradients, unless the order of
-        accumulation has that node wait for later calls. Raises ScheduleError if the schedule is for another number of
-        stages or micro-batches than the graph's, or writes a variable out of micro-batch order.
+        The second call also gets an edge from each node that accumulates the first one's gradients, unless that node
+        waits for later calls, since it adds in micro-batch order. Raises ScheduleError if the schedule is for another
+        number of stages or micro-batches than the graph's, if stages that share devices have unequal numbers of
+        replicas, or if it writes a variable out of micro-batch order.
         """
         replicas, micro_batches = replica_counts(graph), micro_batch_count(graph)
         shape = (len(self.schedule.stages), self.schedule.micro_batches)

@@ -37,7 +37,7 @@ class StageGraph:
     ``floating``: the nodes of no stage; ``once``: those that run once a step, on the whole batch, in each stage that
     uses them. ``weight_terms``: nodes of stages that have equal results on all replicas. ``loss_head``: the nodes that
     run once, after all micro-batches; they take the tensors ``head_inputs``, which are the outputs of the last stage.
-    ``statistics``: values of stages, by name, whose sums over micro-batches and replicas the end of the step takes.
+    ``statistics``: values of stages, by name, whose sums over micro-batches and replicas are used at the end of a step.
     """
 
     graph: Graph
@@ -119,12 +119,12 @@ def balance(
 ) -> list[int]:
     """Return the first layers of all stages but the first, for ``stages`` stages whose largest cost is minimal.
 
-    ``costs``: of each layer, in any unit; ``positions``: the layers before which the model can be cut; ``crossing[i]``:
-    the cost of sending the tensors that cross at ``positions[i]``, added to the stage that sends them. Of equal maxima
-    the cut with the least sum of squares is taken. Raises PartitionError if there are fewer positions than cuts; its
-    message has some of the ``problems``, the reasons why the model cannot be cut elsewhere.
-    ``dapple_tf.planner.search.balanced_cuts.even_starts`` is a faster version without crossing costs;
-    test_balanced_cuts.py asserts that the largest stages of both are equal.
+    ``costs``: the cost of each layer, in any unit; ``positions``: the layers before which the model can be cut;
+    ``crossing[i]``: the cost of sending the tensors that cross at ``positions[i]``, which is added to the stage that
+    sends them. If several cuts have the same largest cost, the one with the least sum of squares is taken. Raises
+    PartitionError if there are fewer positions than cuts; its message has some of the ``problems``, the reasons why the
+    model cannot be cut elsewhere. ``dapple_tf.planner.search.balanced_cuts.even_starts`` is a faster version without
+    crossing costs; test_balanced_cuts.py asserts that the largest stages of both are equal.
     """
     if stages - 1 > len(positions):
         raise PartitionError(

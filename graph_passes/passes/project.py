@@ -53,7 +53,7 @@ _OF_UPDATE = frozenset(
         OpName.UPDATE,
     }
 )
-# Ops that always do.
+# Ops that run on every rank of a stage in any case.
 _ON_EVERY_REPLICA = frozenset(
     {
         OpName.ALLREDUCE,
@@ -93,12 +93,12 @@ def project(graph: Graph, ranks: Sequence[Sequence[int]], rank: int, sharded: Se
 
     An ``exchange`` has the same name on each rank that takes part in it (``ranks``). Its inputs are the tensors that
     this rank sends (``to``: the receivers), its outputs those that it receives (``source``: the senders), and a token.
-    One that is for a single micro-batch has its number.
+    An exchange that is for a single micro-batch has the attribute ``micro_batch``.
 
     Of the graph's outputs a rank has those that it computes: the loss and the aux, which every rank has, and the
     gradients of its stages (see ``ExposeGradients``). The last output collects the tokens of exchanges, sums and
-    barriers, so that TensorFlow never leaves out one whose results this rank does not need but for which others wait.
-    Raises GraphError unless any two stages have the same ranks, in the same order, or no rank in common.
+    barriers, so that TensorFlow leaves out none of them: other ranks may wait for one whose results this rank does not
+    need. Raises GraphError unless any two stages have the same ranks, in the same order, or no rank in common.
     """
     _check_ranks(graph, ranks)
     placement = _Placement(graph, ranks, sharded)
@@ -133,7 +133,7 @@ def _check_ranks(graph: Graph, ranks: Sequence[Sequence[int]]) -> None:
     replicas, rank_counts = replica_counts(graph), tuple(len(stage) for stage in ranks)
     if replicas != rank_counts:
         raise GraphError(f"the stages have {replicas} replicas, but there are {rank_counts} ranks for them")
-    # With other ranks for another stage of the worker, the edges that order its calls would be lost.
+    # If stages of one worker were on different ranks, the control edges that order their calls would be lost.
     all_ranks = sorted(rank for worker in {tuple(stage) for stage in ranks} for rank in worker)
     if all_ranks != list(range(len(all_ranks))):
         raise GraphError(
@@ -235,7 +235,8 @@ class _Exchange:
 def _unknown_dims(kind: TensorType) -> int:
     if kind.shape.dims is None:
         raise GraphError(
-            "a tensor of unknown rank would have to be sent between ranks: give it a shape (tf.ensure_shape)"
+            "a tensor with an unknown number of axes would have to be sent between ranks: give it a shape "
+            "(tf.ensure_shape)"
         )
     return sum(1 for dim in kind.shape.dims if dim is None or dim < 0)
 
@@ -270,7 +271,7 @@ def _exchange_name(graph: Graph, node: Node, value: Value) -> str:
     stages, since several boundaries may be between the same ranks.
     """
     producer = graph.node(value.node)
-    if node.op == OpName.JOIN:  # of all replicas with all
+    if node.op == OpName.JOIN:  # all replicas exchange values with each other
         return f"exchange/{of_replica(node, 0)}".replace("/replica0", "")
     direction = boundary_direction(graph, node, value)
     if direction is not None:

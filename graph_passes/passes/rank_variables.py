@@ -1,9 +1,10 @@
-"""Place the variables of a job: where each replica is a process (rank), one rank keeps a variable and sends its value.
+"""Change the copies of variables for a job, where each replica is a process (rank) that keeps variables of its own.
 
 Each rank of a stage keeps the stage's variables and updates them from equal gradients, so replicas need no copies, and
-neither does another stage of the same ranks (tied weights). Two kinds of copies remain: of variables that forward
-writes, since a failed step must change no variable, and of variables that other ranks keep, which send their values as
-the step starts: those of a stage of other ranks, and those of a stage whose update is sharded.
+neither does another stage on the same ranks (tied weights). Two kinds of copies remain. Variables that forward writes
+have copies, since a failed step must change no variable. Variables that other ranks keep have copies too, and these
+ranks send their values when the step starts: tied weights of a stage on other ranks, and variables of a stage whose
+update is sharded.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ _ADDED = frozenset({OpName.READ_VARIABLE, OpName.READ_STATE, OpName.MERGE_STATE}
 class RankVariables:
     """Change the copies of variables to those that ranks need.
 
-    ``types``: the type of each variable's value. ``ranks``: of each stage, as for ``Project``. ``shares``: see
-    ``Variables``.
+    ``types``: the type of each variable's value. ``ranks``: the ranks of each stage, as for ``Project``. ``shares``:
+    see ``Variables``.
     """
 
     types: tuple[tuple[str, TensorType], ...]
@@ -50,7 +51,7 @@ def rank_variables(
     ranks: Sequence[Sequence[int]],
     shares: tuple[tuple[str, int], ...] = (),
 ) -> Graph:
-    """Return the graph with variables read at owners, refreshed from there, and state merged before ``commit``."""
+    """Return the graph in which owners send variables to other ranks' copies, and state is merged before ``commit``."""
     variables = find_variables(graph, shares)
     nodes: list[Node] = []
     reads: dict[str, Node] = {}

@@ -36,7 +36,7 @@ from dapple_tf.graph_passes.passes.base import Contract
 
 @dataclass(frozen=True)
 class Recompute:
-    """Recompute ``runs`` in backward: for each stage its runs in order, each as the names of its nodes.
+    """Recompute ``runs`` in backward: they are the runs of each stage, in order, as sets of names of nodes.
 
     ``written``: see ``find_recomputation``; what the loss head writes is added to it.
     """
@@ -47,10 +47,7 @@ class Recompute:
     contract: ClassVar[Contract] = Contract(forbids=frozenset({OpName.FORWARD, OpName.BACKWARD}))
 
     def __call__(self, graph: Graph) -> Graph:
-        """Return the graph whose stage functions recompute ``runs``. Raises GraphError if it calls them already.
-
-        ``written``: see ``find_recomputation``.
-        """
+        """Return the graph whose stage functions recompute ``runs``. Raises GraphError if it calls them already."""
         if any(node.has("function") for node in graph.nodes):
             raise GraphError(
                 "recomputation changes the inputs of stage functions: run it before the pass that calls the functions"
@@ -119,7 +116,7 @@ def recompute_in_backward(forward: Function, backward: Function, recomputation: 
 
 
 class _Inputs:
-    """The inputs of the new backward function: the old ones without the stash that is recomputed, and new ones.
+    """The inputs of the new backward function: those of the old one without the stash that is recomputed, and new ones.
 
     ``by_port``: port and input node, by role and name. ``recomputed``: for each old stash input that is recomputed, the
     value that takes its place.
@@ -164,9 +161,9 @@ class _Inputs:
 # --- Control when activations are recomputed: a recompute gate before each run of recomputed layers
 # The gate of a run (see ``analysis.recomputation``) waits for the first gradients that backward combines with what the
 # run computes, and the inputs of the run wait for the gate. So a run is recomputed when its gradient is there and not
-# earlier: of several runs, one at a time is in memory. The inputs wait by a control edge, since TensorFlow takes an
-# IdentityN of both apart. The edge also keeps TensorFlow from merging the two computations of the run where it inlines
-# forward and backward.
+# earlier: of several runs, one at a time is in memory. The inputs wait by a control edge, since TensorFlow replaces an
+# IdentityN of both by separate ops. The edge also keeps TensorFlow from merging the two computations of the run where
+# it inlines forward and backward.
 #
 # Where a call is inlined, its inputs wait for the control edges of the call. So a gradient that is known before forward
 # has run (that of the loss itself) does not open a gate.
@@ -177,7 +174,7 @@ def _add_recompute_gates(
 ) -> tuple[Node, ...]:
     """Return the nodes of a backward function with a recompute gate before each of ``runs`` (names of nodes).
 
-    ``entries``: the function's input nodes by role. Those that a run takes, but for variables, pass the run's gate.
+    ``entries``: the function's input nodes by role. The inputs of a run pass its gate, except for variables.
     """
     incoming = {*entries.get("gradient", ()), *entries.get("seed", ())}
     gated = {name for role, names in entries.items() if role != "variable" for name in names}

@@ -42,7 +42,7 @@ class SendTogether:
         replicas = replica_counts(graph)
         shapes = (len(self.schedule.stages), self.schedule.micro_batches), (len(replicas), micro_batch_count(graph))
         if shapes[0] != shapes[1]:
-            raise ScheduleError(f"the schedule is for {shapes[0]} stages and micro-batches, the graph has {shapes[1]}")
+            raise ScheduleError(f"the schedule is for (stages, micro-batches) {shapes[0]}, the graph has {shapes[1]}")
         nodes: list[Node] = []
         joined: dict[tuple[Value, Direction], Value] = {}  # the output of a together node that stands for a value
         leaving = _leaving(graph)

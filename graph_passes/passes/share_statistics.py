@@ -1,8 +1,8 @@
 """Compute statistics of the whole batch on one replica of a stage, which sends them to the others.
 
-For jobs, whose ranks may read only the rows that they need, and statistics that ``combine_statistics`` cannot combine
-from parts (a median): the first replica's rank reads all rows of the arguments that they take, the others only their
-own.
+This is for jobs whose ranks read only the rows that they need, and for statistics that ``combine_statistics`` cannot
+compute from partial ones (a median). The rank of the first replica reads all rows of the arguments that the statistics
+take, the other ranks only their own rows.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class ShareStatistics:
     def __call__(self, graph: Graph) -> Graph:
         """Return the graph in which replicas take statistics of the batch from the first replica of their stage.
 
-        A stage keeps its ``run_once`` as it is where what depends on the batch's rows has an effect, or reads a
-        variable that ``run_once`` writes.
+        The ``run_once`` of a stage is not changed if a node of it that depends on the batch's rows has an effect, or
+        needs a variable that ``run_once`` writes.
         """
         replicas = replica_counts(graph)
         moved: dict[Value, Value] = {}
@@ -99,7 +99,7 @@ def _extract(function: Function, name: str, outputs: Iterable[int], roots: Itera
 
 
 def _calls(node: Node, function: Function, cut: _Cut, shared: str) -> Iterator[Node]:
-    """Yield the calls that take the place of ``node``: on the first replica of the statistics, and of what is left."""
+    """Yield the calls that replace ``node``: of the shared function, on the first replica only, and of the own one."""
     taken = [port for port in function.inputs if port.role != "variable"]
     entering = {(port.role, port.name): value for port, value in zip(taken, node.inputs, strict=True)}
 
@@ -116,7 +116,7 @@ def _calls(node: Node, function: Function, cut: _Cut, shared: str) -> Iterator[N
 
 
 def _reconnect(node: Node, moved: dict[Value, Value], replaced: dict[str, list[Node]]) -> Node:
-    """Return ``node`` with inputs and control edges from the calls that have taken the place of others."""
+    """Return ``node`` with inputs and control edges from the new calls in place of those that they replace."""
     controls: list[Control] = []
     for control in node.controls:
         sources = [one.name for one in replaced[control.source]] if control.source in replaced else [control.source]

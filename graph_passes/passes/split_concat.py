@@ -44,8 +44,8 @@ _ADDED = frozenset({OpName.SPLIT, OpName.CONCAT, OpName.ADD})
 class SplitConcat:
     """Give stage s ``replicas[s]`` replicas; ``shared`` names the boundary tensors that do not depend on the batch.
 
-    ``shares[s]``: how the replicas of stage s share rows, as whole numbers in proportion; empty where equally. Without
-    ``shares`` all stages share equally.
+    ``shares[s]``: how many rows each replica of stage s takes, as whole numbers in this proportion; empty where all
+    take equally many. Without ``shares`` the replicas of each stage take equally many.
     """
 
     replicas: tuple[int, ...]
@@ -103,10 +103,10 @@ class SplitConcat:
 
 
 def overlaps(i: int, points: Sequence[int], others: Sequence[int]) -> tuple[int, ...]:
-    """Return the replicas j between ``others`` that have samples in common with replica i between ``points``.
+    """Return the replicas of another stage that have samples in common with replica ``i`` of a stage.
 
-    Both are the cut points of a stage's replicas. The bounds floor(n p / p_r) are monotone in p / p_r, so fractions
-    that do not overlap have no row in common.
+    ``points``: the cut points of the replicas of the stage; ``others``: those of the other stage. The bounds floor(n p
+    / p_r) are monotone in p / p_r, so fractions that do not overlap have no row in common.
     """
     low, high = Fraction(points[i], points[-1]), Fraction(points[i + 1], points[-1])
     bounds = [Fraction(point, others[-1]) for point in others]

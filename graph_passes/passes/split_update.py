@@ -3,11 +3,11 @@
 A site (``Site``) is a stage, or a replica of a stage whose update is sharded (see ``dapple_tf.sharding``).
 
 Any optimizer can be cut: its ``apply`` is traced once, on all variables, so that it steps once for any number of
-stages. A write belongs to the stage of the variable that it updates, a slot to the stage whose updates read it. What
-several stages read (step counter, products of betas) is shared, and runs before or after the stages' updates, as in the
-optimizer. What the optimizer computes from the gradients of several stages (are they all finite?) is cut into terms of
-the stages and their combination (see ``analysis.update_terms``), which all updates take. The update of a stage updates
-its variables in groups (see ``bound_update``).
+stages. A write belongs to the stage of the variable that it updates, a slot to the stage whose updates read it. Writes
+of what several stages read (step counter, products of betas) are shared, and run before or after the stages' updates,
+as in the optimizer. What the optimizer computes from the gradients of several stages (are they all finite?) is cut into
+terms of the stages and their combination (see ``analysis.update_terms``), which all updates take. The update of a stage
+updates its variables in groups (see ``bound_update``).
 """
 
 from __future__ import annotations
@@ -80,8 +80,9 @@ class Updates:
 class _Round:
     """The facts about one round. ``graph``: its update; ``owner`` gives the site of each variable.
 
-    ``shared``: variables that all sites hold and write. ``state``: those that forward writes. ``handed``: what the
-    round gives to the next one, with the site that has it. ``number``: of the round, from 0.
+    ``shared``: variables that all sites hold and write. ``state``: the variables that forward writes. ``handed``: the
+    values that the round gives to the next one, each with the site that has it. ``number``: the number of the round,
+    from 0.
     """
 
     graph: Graph
@@ -106,8 +107,8 @@ def cut_updates(
     site that reads each variable that belongs to the update, and that the model reads too. ``state``: the variables
     that forward writes.
 
-    Raises PartitionError if one op updates the variables of several sites, or if what a site writes depends on a
-    variable of another one that it cannot be given.
+    Raises PartitionError if one op updates variables of several sites, or if a write of a site depends on a variable of
+    another site whose value cannot be sent to it.
     """
     graph = _remove_identity_n(graph)
     owner = dict(owner) | _owned_by_writers(graph, owner, readers)
@@ -156,12 +157,12 @@ def _followed_by(first: Updates, later: Updates) -> Updates:
 
 
 def _waits_for(graph: Graph, value: Value, kinds: Kinds, after: Set[str]) -> bool:
-    """Return whether a returned value of one site needs a write that all sites do after their own ones."""
+    """Return whether a returned value of one site needs a shared write, which all sites do after their own writes."""
     return isinstance(kinds[value.node], Site) and bool(after & ancestors(graph, [value.node]))
 
 
 def _shared_before(terms: UpdateTerms, writes: Mapping[Site, Set[str]], shared: Set[str]) -> frozenset[str]:
-    """Return the shared writes that sites need, which run before theirs."""
+    """Return the shared writes that writes of sites need: these run before the updates of the sites."""
     return frozenset(name for name in shared if any(name in terms.needs[w] for group in writes.values() for w in group))
 
 
@@ -226,11 +227,11 @@ def _cut_round(
 def _owned_by_writers(graph: Graph, owner: Mapping[str, Site], readers: Mapping[str, Site]) -> dict[str, Site]:
     """Return the sites of variables that are written with values which sites compute.
 
-    A variable of ``readers`` lives where it is read. Another one lives with the site that computes its values, if only
-    writes of this site need it. All sites can write what they share.
+    A variable of ``readers`` belongs to the site that reads it. Any other variable belongs to the site that computes
+    its values, if only writes of this site need it. Variables that all sites can compute are not returned.
     """
     terms = find_terms(graph, owner)
-    written: dict[str, set[Site]] = {}  # by variable, the sites of what is written to it
+    written: dict[str, set[Site]] = {}  # by variable, the sites that compute the values written to it
     needed: dict[str, set[Site | None]] = {}  # by variable, the sites of the writes that need it
     for name, needs in terms.needs.items():
         node = graph.node(name)
@@ -305,7 +306,7 @@ def _sort_writes(
 def _needed_by_shared(
     graph: Graph, owner: Mapping[str, Site], terms: UpdateTerms, writes: Mapping[Site, Set[str]], shared: Set[str]
 ) -> set[str]:
-    """Return the writes of sites, of variables that what they share reads, which all sites can do themselves."""
+    """Return those writes of sites that every site can do itself, to variables that shared nodes read."""
     read = {source for name in shared for source in terms.needs[name] if graph.node(source).op == "variable"}
     return {
         name
@@ -317,7 +318,7 @@ def _needed_by_shared(
 
 
 def _of_several(graph: Graph, owner: Mapping[str, Site], writes: Mapping[Site, Set[str]], shared: Set[str]) -> set[str]:
-    """Return the writes of sites, of variables that no site owns and that other sites, or all, write too."""
+    """Return those writes of sites to variables that no site owns, and that other sites or shared nodes write too."""
     places: dict[str, set[Site | None]] = {}
     for site, group in [*writes.items(), (None, shared)]:
         for name in group:
@@ -346,10 +347,10 @@ def _remove_identity_n(graph: Graph) -> Graph:
 
 
 def _handed_over(graph: Graph, before: Set[str]) -> frozenset[str]:
-    """Return the nodes whose values the shared update before all others gives them.
+    """Return the nodes whose values the shared update that runs first gives to all others.
 
-    These are its writes that have results (a generator's numbers), and reads of what it overwrites. In a condition
-    there are none: its branches give no values.
+    These are its writes that have results (a generator's numbers), and reads of what it overwrites. There are none in a
+    condition, whose branches return nothing.
     """
     written: dict[str, set[str]] = {}
     for name in before:
@@ -377,7 +378,7 @@ def _update_function(
     returned: Sequence[Value],
     handed: Set[str] = frozenset(),
 ) -> Function:
-    """Return the function of the nodes ``writes`` and all that they need, but for the writes ``done`` before it.
+    """Return the function of the nodes ``writes`` and all that they need, without the writes ``done`` before it.
 
     ``returned``: values that it gives, with this ``role``. ``handed``: nodes whose values it takes from the update
     before all others.
@@ -414,7 +415,7 @@ def _role(node: Node) -> str:
 
 
 def _term_nodes(graph: Graph, values: Sequence[Value], stop: Set[str] = frozenset()) -> set[str]:
-    """Return the nodes that compute terms. Nothing here has an effect, and may run outside of a condition."""
+    """Return the nodes that compute terms. They have no effects, so they may run outside of a condition."""
     return ancestors(graph, (value.node for value in values), stop, by_controls=False)
 
 
@@ -452,7 +453,7 @@ def _unguarded(graph: Graph) -> Graph:
 
 
 def _check_variables(updates: Updates, owner: Mapping[str, Site]) -> None:
-    """Raise PartitionError where a function uses a variable that lives at a site where it does not run."""
+    """Raise PartitionError where a function uses a variable that belongs to a site where the function does not run."""
     at_site = {function.name: site for site, function in (*updates.stages, *updates.terms)}
     owner = {name: site for site, function in updates.stages for name in written_variables(function.graph)} | dict(
         owner

@@ -53,9 +53,9 @@ def split_function(function: Function, state: Set[str] = frozenset()) -> tuple[F
     """Return the part of a backward that gives the gradients of the stage's inputs, and the part for its variables.
 
     Nodes with effects (writes, prints, random draws) and reads of the variables ``state``, which are written during the
-    step, belong to the first part: they run once, and in the same order as before. A stage whose inputs have no
-    gradient, such as the first, has only these in its first part: the second is its whole backward. No stage waits for
-    the first stage, and ZB-H1 runs the two parts of its backward one right after the other.
+    step, belong to the first part: they run once, and in the same order as before. In a stage whose inputs have no
+    gradient, such as the first stage, they are all of the first part, and the second part is the whole backward. No
+    stage waits for the first stage, and ZB-H1 runs the two parts of its backward one right after the other.
     """
     graph, entering = function.graph, set(function.graph.inputs)
     results = list(zip(function.outputs, graph.outputs, strict=True))

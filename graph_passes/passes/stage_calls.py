@@ -119,7 +119,7 @@ class StageCalls:
     def backward(self, stage: int, m: int, op: OpName) -> list[Node]:
         """Return the call of a stage's backward function, or of one of its two parts, as ``op`` says.
 
-        Before the first call that takes the gradient of the loss stands the node of that gradient.
+        The node of the gradient of the loss stands before the first call that takes this gradient.
         """
         function = self.graph.function(at(stage, what=op))
         nodes: list[Node] = []

@@ -42,7 +42,7 @@ class VerifyPipeline:
 
 
 def verify_pipeline(graph: Graph, schedule: Schedule, shares: tuple[tuple[str, int], ...] = ()) -> None:
-    """Raise GraphError unless the graph is acyclic, ordered as ``schedule``, complete, and on devices."""
+    """Raise GraphError unless the graph is acyclic, ordered as ``schedule`` says, complete, and on devices."""
     edges: nx.DiGraph[str] = nx.DiGraph()
     edges.add_nodes_from(node.name for node in graph.nodes)
     edges.add_edges_from((source, node.name) for node in graph.nodes for source in node.predecessors())
@@ -184,9 +184,10 @@ def verify_sums(graph: Graph) -> None:
 
 
 def verify_sums_in_place(graph: Graph, schedule: Schedule) -> None:
-    """Raise GraphError unless calls that add to sums do so in micro-batch order, after these are cleared, before reads.
+    """Raise GraphError unless calls add to sums in micro-batch order, after these are cleared and before they are read.
 
-    Calls run in the order of the schedule, see ``verify_order``. The gradients of a last call may follow in buckets.
+    Calls run in the order of the schedule, see ``verify_order``. The gradients of the last call may be added after it,
+    in buckets.
     """
     adding = {function.name: function.input_ports("sum") for function in graph.functions}
     readers = [node for node in nodes_of(graph, OpName.GRADIENTS) if not node.inputs]
@@ -212,7 +213,7 @@ def verify_sums_in_place(graph: Graph, schedule: Schedule) -> None:
 
 
 def verify_statistics(graph: Graph) -> None:
-    """Raise GraphError unless what each forward gives as statistics is summed, over replicas too, and written."""
+    """Raise GraphError unless the statistics of each forward are summed, also over replicas, and written."""
     consumers = graph.consumers()
     written = {value for node in nodes_of(graph, OpName.WRITE_STATISTICS) for value in node.inputs}
     for node in nodes_of(graph, OpName.FORWARD):

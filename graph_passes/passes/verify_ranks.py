@@ -22,8 +22,9 @@ from dapple_tf.graph_passes.passes.project import OPS_WITH_TOKEN
 def verify_ranks(graphs: Sequence[Graph]) -> None:
     """Check the projected graphs of ranks 0, 1, ... against each other.
 
-    Raises GraphError naming the collective and the ranks: one that a rank lacks, or has with other ranks, shapes or
-    dtypes, or that TensorFlow could leave out, or a cycle of ranks that wait for each other.
+    Raises GraphError, which names the collective and the ranks, if a rank lacks a collective or has it with other
+    ranks, shapes or dtypes than the others, if TensorFlow could leave a collective out, if variables could change
+    before state is merged, or if ranks wait for each other in a cycle.
     """
     collectives: dict[str, dict[int, Node]] = {}
     for rank, graph in enumerate(graphs):
@@ -107,7 +108,7 @@ def _check_equal_types(name: str, nodes: dict[int, Node]) -> None:
     for rank, outputs in kinds.items():
         if outputs != kinds[first]:
             raise GraphError(
-                f"{name!r}: rank {first} has {_print(kinds[first])} in it, and rank {rank} {_print(outputs)}"
+                f"{name!r} gives {_print(kinds[first])} on rank {first}, but {_print(outputs)} on rank {rank}"
             )
 
 

@@ -1,9 +1,10 @@
-"""Interleaved 1F1B (Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters", 2021).
+"""Schedules of workers that hold several chunks each, looped: interleaved 1F1B, interleaved zero bubble, breadth first.
 
-Section 2.2. Each of p workers holds v chunks of the model, looped. Micro-batches go in groups: a worker runs a group's
-forwards on its first chunk, then on its second, and so on. After its warm-up it runs one forward and one backward
-alternately. If M is a multiple of p, and a chunk's forward takes f and its backward b, the bubble is (p - 1) (f + b),
-which is 1/v of 1F1B's bubble.
+Interleaved 1F1B is from Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters", 2021,
+section 2.2. Each of p workers holds v chunks (stages) of the model. They are *looped*: stage s is on worker s mod p. A
+worker takes the micro-batches in groups: it runs a group's forwards on its first chunk, then on its second, and so on.
+After its warm-up it runs one forward and one backward alternately. If M is a multiple of p, and a chunk's forward takes
+f and its backward b, each worker is idle for (p - 1) (f + b) in a step, which is 1/v of its idle time under 1F1B.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ def interleaved_1f1b(workers: int, chunks: int, micro_batches: int) -> Schedule:
     """Return the schedule of ``workers`` devices with ``chunks`` stages each.
 
     In the paper M is a multiple of p, and each group has p micro-batches. For any other M, groups have p to 2 p - 1
-    micro-batches, as equal as possible, and the warm-up is as long as the largest group needs.
+    micro-batches, as equal as possible (if M < p, there is one group of M), and the warm-up is as long as the largest
+    group needs.
     """
     groups = micro_batch_groups(workers, micro_batches)
     forwards = order_calls(groups, range(chunks))
@@ -56,18 +58,18 @@ def _alternate(
     return tuple(actions)
 
 
-# --- Interleaved zero bubble: interleaved 1F1B whose gradients of weights fill idle time, as in ZB-H1
+# --- Interleaved zero bubble: interleaved 1F1B in which gradients of weights fill idle time, as in ZB-H1
 # Each of p workers holds v chunks of the model, looped (Narayanan et al., 2021, section 2.2), and computes the
 # gradients of weights later than the gradients of inputs (Qi et al., "Zero Bubble Pipeline Parallelism", 2023). If M is
-# a multiple of p, and F, I and W of a chunk take t_f, t_i >= t_f and t_w = t_f, the bubble is
-# (p - 1) (t_f + t_i - t_w), which is 1/v of ZB-H1's bubble.
+# a multiple of p, and F, I and W of a chunk take t_f, t_i >= t_f and t_w = t_f, each worker is idle for (p - 1) (t_f +
+# t_i - t_w) in a step, which is 1/v of its idle time under ZB-H1.
 
 
 def interleaved_zero_bubble(workers: int, chunks: int, micro_batches: int) -> Schedule:
     """Return the schedule of ``workers`` devices with ``chunks`` stages each.
 
-    In its warm-up worker w runs w forwards fewer than worker 0 (in interleaved 1F1B, 2 w fewer). It runs each W after
-    w further I. So all workers hold as many stashes as worker 0.
+    In its warm-up worker w runs w forwards fewer than worker 0 (in interleaved 1F1B, 2 w fewer). It delays each W until
+    it has run w further I. So all workers hold as many stashes as worker 0.
     """
     groups = micro_batch_groups(workers, micro_batches)
     forwards = order_calls(groups, range(chunks))
@@ -91,8 +93,8 @@ def interleaved_zero_bubble(workers: int, chunks: int, micro_batches: int) -> Sc
 # --- Looped breadth-first schedule (Lamy-Poirier, "Breadth-First Pipeline Parallelism", 2022, section 4)
 # Each of p workers holds v chunks of the model, looped. It runs all forwards of a chunk before the first one of the
 # next chunk, and then the backwards in the same way, the last chunk first. AllReduce of a chunk can start when the
-# chunk's last backward has ended. If M >= p, and a chunk's forward takes f and its backward b, the bubble is
-# (p - 1) (f + b). All M micro-batches are in flight on all chunks.
+# chunk's last backward has ended. If M >= p, and a chunk's forward takes f and its backward b, each worker is idle for
+# (p - 1) (f + b) in a step. All M micro-batches are in flight on all chunks.
 
 
 def looped_breadth_first(workers: int, chunks: int, micro_batches: int) -> Schedule:

@@ -1,4 +1,4 @@
-"""List scheduling: each worker that is free runs the first action of a list of priorities that is ready.
+"""List scheduling: a worker that is free starts the action that has the highest priority among those that are ready.
 
 The method of Qi et al., "Zero Bubble Pipeline Parallelism", 2023, section 4, for any worker map: backwards come first,
 then forwards as far as memory allows, and gradients of weights fill the time in which a worker would wait. The order is
@@ -42,9 +42,10 @@ class StageTimes:
 class ListRule:
     """The priorities and limits by which a worker chooses one of the actions that are ready.
 
-    ``split``: a backward is the two actions I and W, else it is B. ``most``: the most stash that each worker may hold,
-    in the unit of ``StageTimes.stash``. ``alternate``: after a backward a worker runs a forward first, if one is ready.
-    ``wait_share``: a worker does not start a W if a result will arrive within this share of the W's seconds.
+    ``split``: whether a backward is the two actions I and W, and not one B. ``most``: the most stash that each worker
+    may hold, in the unit of ``StageTimes.stash``. ``alternate``: whether a worker that has just run a backward prefers
+    a forward to another backward, if one is ready. ``wait_share``: a worker does not start a W if a result will arrive
+    within this share of the W's seconds.
     """
 
     split: bool
@@ -63,7 +64,7 @@ def list_schedule(
 ) -> Schedule | None:
     """Return the schedule that follows from the rule; None where its limits prevent an action from ever running.
 
-    ``times``: of each stage. The forwards and the backwards of a stage run in micro-batch order.
+    ``times``: an entry for each stage. The forwards and the backwards of a stage run in micro-batch order.
     """
     workers = [_Worker(stages, micro_batches, times, rule, w) for w, stages in enumerate(worker_map.stages_of)]
     worker_of, last = worker_map.worker_of, worker_map.stages - 1
@@ -103,11 +104,11 @@ def list_schedule(
 def list_equal_stages(worker_map: WorkerMap, micro_batches: int, rule: ListRule) -> Schedule:
     """Return the schedule of stages that take equally long, with a backward twice as long as a forward.
 
-    The limits of the rule must leave room for one micro-batch on all stages of a worker.
+    Raises ScheduleError if the limits of the rule leave no room for one micro-batch on all stages of a worker.
     """
     schedule = list_schedule(worker_map, micro_batches, [StageTimes()] * worker_map.stages, rule)
     if schedule is None:
-        raise ScheduleError(f"a worker has room for {min(rule.most):g} stashes, which is less than one micro-batch's")
+        raise ScheduleError(f"a worker has room for {min(rule.most):g} stashes, and one micro-batch needs more")
     check(schedule)
     return schedule
 
@@ -141,7 +142,7 @@ class _Worker:
         return len(self.stages) * self.micro_batches * (3 if self.rule.split else 2)
 
     def receive(self, time: float, action: Action) -> None:
-        """Note that the results which ``action`` takes have arrived at ``time``."""
+        """Record that the results that ``action`` takes arrive at ``time``."""
         heapq.heappush(self.arrivals, (time, action))
 
     def choose(self, now: float) -> Action | None:
@@ -169,7 +170,7 @@ class _Worker:
         return forward or self._choose_weights(now)
 
     def _choose_weights(self, now: float) -> Action | None:
-        """Return the oldest W, or None where there is none, or a result will arrive soon: see ``ListRule``."""
+        """Return the oldest W, or None if there is none or a result will arrive soon (see ``ListRule.wait_share``)."""
         if not self.weights:
             return None
         stage, m = self.weights[0]

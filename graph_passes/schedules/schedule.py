@@ -43,8 +43,8 @@ _Result = Literal["activations", "gradients", "weights"]
 _RESULT: Mapping[Kind, _Result] = MappingProxyType(
     {"F": "activations", "B": "gradients", "I": "gradients", "W": "weights"}
 )
-# The results that each kind of action takes, for the same micro-batch: the kind of result, and the number of its stage
-# less that of the action's own stage.
+# The results that each kind of action takes, for the same micro-batch: the kind of result, and the offset from the
+# action's own stage to the stage that computes it.
 _OF_BACKWARD: tuple[tuple[_Result, int], ...] = (("activations", 0), ("gradients", 1))
 _NEEDS: Mapping[Kind, tuple[tuple[_Result, int], ...]] = MappingProxyType(
     {"F": (("activations", -1),), "B": _OF_BACKWARD, "I": _OF_BACKWARD, "W": (("gradients", 0),)}
@@ -147,9 +147,10 @@ class Schedule:
 
 
 def most_in_flight(kinds: Iterable[Kind]) -> int:
-    """Return the most micro-batches in flight at once: F has begun, and B or W, which frees the stash, has not ended.
+    """Return the largest number of micro-batches that are in flight at once.
 
-    ``kinds``: of a stage's actions in order, each F where it begins and each B and W where it ends.
+    A micro-batch is in flight from the start of its F to the end of its B or W, which frees the stash. ``kinds``: the
+    kinds of a stage's actions, in the order in which each F starts and each B or W ends.
     """
     changes = ((kind == "F") - (kind in FREEING) for kind in kinds)
     return max(itertools.accumulate(changes), default=0)
@@ -158,7 +159,8 @@ def most_in_flight(kinds: Iterable[Kind]) -> int:
 def of_kind(kind: Kind, forward: _Number, backward: _Number, weights: _Number) -> _Number:
     """Return the amount (of seconds, or another unit) for an action of this kind.
 
-    ``forward`` is the amount for F, and ``backward`` for B, of which ``weights`` is the amount for W.
+    ``forward``: the amount for F. ``backward``: the amount for B. ``weights``: the part of ``backward`` that is the
+    amount for W; the rest is the amount for I.
     """
     return {"F": forward, "B": backward, "I": backward - weights, "W": weights}[kind]
 
@@ -194,7 +196,7 @@ def dependencies(action: Action, stages: int) -> tuple[Action, ...]:
 def run_schedule(
     schedule: Schedule, seconds: Callable[[Action], float], send_seconds: Callable[[Action], float] = lambda action: 0.0
 ) -> tuple[tuple[float, ...], ...]:
-    """Return when each action ends, ``[worker][i]`` for the worker's i-th action.
+    """Return when each action ends, in seconds from the start: ``[worker][i]`` for the worker's i-th action.
 
     Each worker runs its actions strictly in order, each for ``seconds(action)``, as soon as the results that it takes
     have arrived (see ``dependencies``). The result of an action travels to a stage on another worker for
@@ -262,8 +264,8 @@ def check(schedule: Schedule) -> None:
     """Raise ScheduleError unless the schedule is complete, and runs to its end.
 
     Complete: each stage is on one worker, which runs F, and B or both I and W, of each micro-batch. Results that travel
-    together must go to another worker, and belong to consecutive actions. If the schedule deadlocks, the message shows
-    the worker x step grid, in which the blocked actions are marked ``!``.
+    together must go to another worker, and belong to consecutive actions. If the schedule deadlocks, the message has a
+    row of actions for each worker, in which the blocked action is marked ``!``.
     """
     if not schedule.workers or not all(schedule.workers):
         raise ScheduleError("each worker of a schedule must have at least one action")
@@ -318,7 +320,7 @@ def _check_together(action: Action, following: Action | None, who: str, worker_m
         partner = dataclasses.replace(action, micro_batch=action.micro_batch + 1)
         if following != partner:
             raise ScheduleError(
-                f"the result of {action}+ travels with that of {partner}, so {who} must run that next, not "
+                f"the result of {action}+ travels with the result of {partner}, so {who} must run {partner} next, not "
                 f"{following or 'end there'}"
             )
         return
@@ -326,7 +328,7 @@ def _check_together(action: Action, following: Action | None, who: str, worker_m
 
 
 def _grid(schedule: Schedule, heads: Sequence[int]) -> str:
-    """Return a row for each worker, with its blocked action marked; a long row is cut to the actions around it."""
+    """Return a row of actions for each worker, with the blocked one marked; of a long row only the actions near it."""
     rows, what = [], "stage" if schedule.worker_map.has_one_stage_per_worker else "worker"
     for worker, actions in enumerate(schedule.workers):
         cells = [f"{schedule.print_action(a)}{'!' if i == heads[worker] else ''}" for i, a in enumerate(actions)]

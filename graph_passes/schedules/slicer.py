@@ -1,10 +1,10 @@
 """AutoPipe's Slicer: 1F1B whose first micro-batches are run as two halves (AutoPipe, section III.C).
 
 The last stage starts when half a micro-batch has passed the stages before it: the start-up is halved. In the schedule
-each half is a micro-batch of its own, with half the samples. The backwards of both halves are calls in a row,
-``2B0+ 2B1``, whose gradients travel together, so they count as one action. The activations of both halves of a stage's
-last warm-up forward travel together too: the next stage has a shorter warm-up, and is still busy when the first half is
-ready.
+each half is a micro-batch of its own, with half the samples. The backwards of both halves are consecutive actions,
+``2B0+ 2B1``. Their gradients travel together, so they have the effect of one action. The activations of both halves of
+a stage's last warm-up forward travel together too: the next stage has a shorter warm-up, and is still busy when the
+first half is ready.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ def sliced_1f1b(stages: int, micro_batches: int, sliced: int) -> Schedule:
     """Return 1F1B (dapple-a) of ``micro_batches`` micro-batches, where the first ``sliced`` ones are two halves each.
 
     The schedule has ``micro_batches`` + ``sliced`` micro-batches, in the order of the samples: both halves count. Its
-    ``together`` are actions on first halves, whose results travel with the results of the second halves.
-    Raises ScheduleError for a number of sliced micro-batches that the warm-up of stage 0 does not have.
+    ``together`` are actions on first halves, whose results travel with the results of the second halves. Raises
+    ScheduleError if ``sliced`` is negative or larger than the warm-up of stage 0.
     """
     warm_up = min(stages, micro_batches)
     if not 0 <= sliced <= warm_up:
@@ -50,9 +50,9 @@ def sliced_1f1b(stages: int, micro_batches: int, sliced: int) -> Schedule:
 
 
 def slice_sizes(sizes: Sequence[int], sliced: int) -> tuple[int, ...]:
-    """Return the samples of each micro-batch of a sliced schedule; ``sizes``: before slicing.
+    """Return the number of samples of each micro-batch of a sliced schedule; ``sizes``: these numbers before slicing.
 
-    Raises ScheduleError for a sliced micro-batch of a single sample.
+    Raises ScheduleError for a micro-batch of fewer than two samples that would be sliced.
     """
     found: list[int] = []
     for m, size in enumerate(sizes):
@@ -69,9 +69,9 @@ def count_slices(forward: Sequence[float], backward: Sequence[float], send: floa
     """Return how many micro-batches to slice (AutoPipe, Algorithm 2); 0 for one or two stages, where nothing is gained.
 
     ``forward``, ``backward``: seconds of each stage; ``send``: seconds of one transfer. Enough micro-batches are sliced
-    when the first whole one, which starts on stage 0 after the last half, still arrives in time at the stage where it
-    is the first forward after a backward. (This follows the paper's text. In the printed algorithm a sign is different,
-    and the previous stage's seconds are added to the end of a half.)
+    when the first whole one, which starts on stage 0 after the last half, still arrives in time at the stage where its
+    forward is the first one after a backward. (This follows the paper's text. In the printed algorithm a sign is
+    different, and the previous stage's seconds are added to the end of a half.)
     """
     stages = len(forward)
     if stages <= 2:

@@ -1,4 +1,4 @@
-"""Schedules as options and files name them: a policy with its option, K_i of each stage, or all actions.
+"""Read the text that names a schedule in options and files: a policy and its option, K_i of each stage, or all actions.
 
 The text also determines which stages share a worker: the policies in ``CHUNKED`` put several stages on each worker, the
 other policies one. All actions are written as ``0F0 0F1 0B0 0B1; 1F0 1B0 1F1 1B1``, with a line for each worker, or
@@ -35,7 +35,7 @@ HANDCRAFTED_ZERO_BUBBLE = ("zb-h1", "zb-h2")
 
 _MOST_CHUNKS = 1024  # stages of a worker
 LONGEST_NUMBER = 9
-"""Digits of a number in the text or name of a schedule."""
+"""The most digits of a number in the text or name of a schedule."""
 
 _ACTION = re.compile(rf"(\d{{1,{LONGEST_NUMBER}}})([FBIW])(\d{{1,{LONGEST_NUMBER}}})(\+?)")
 _KINDS: dict[str, Kind] = {kind: kind for kind in CALL_OF_KIND}
@@ -161,10 +161,11 @@ def forward_only(workers: WorkerMap, micro_batches: int) -> Schedule:
 
 
 class ScheduleSpec(ABC):
-    """A schedule as an option or a file names it: for any number of stages and micro-batches, or for certain ones.
+    """A schedule that an option or a file names.
 
-    ``ScheduleSpec.parse`` reads the text. The kinds are ``PolicySpec``, ``WarmUpSpec``, ``ChunkedSpec`` and
-    ``ActionsSpec``. ``str`` gives the text back.
+    A policy is for any number of micro-batches, and of stages that it can divide among workers. Other schedules are for
+    certain numbers. ``ScheduleSpec.parse`` reads the text, and ``str`` gives it back. The kinds are ``PolicySpec``,
+    ``WarmUpSpec``, ``ChunkedSpec`` and ``ActionsSpec``.
     """
 
     @staticmethod
@@ -179,7 +180,7 @@ class ScheduleSpec(ABC):
         if explicit := _EXPLICIT.fullmatch(text):
             return WarmUpSpec(tuple(map(int, explicit[1].split(","))))
         name, colon, option = text.partition(":")
-        known = f"{name.lower()}{colon}{option}"  # 1F1B and GPipe are written so
+        known = f"{name.lower()}{colon}{option}"  # papers write 1F1B and GPipe
         match = _POLICY.fullmatch(known)
         if match is not None and match[1] in CHUNKED:
             return ChunkedSpec(known, match[1], _read_chunks(text, match[1], match[2], match[3]))
@@ -204,7 +205,7 @@ class ScheduleSpec(ABC):
         """
 
     def check(self, stages: int, micro_batches: int) -> None:
-        """Raise ScheduleError where ``build`` would; for policies the time does not grow with M."""
+        """Raise ScheduleError where ``build`` would; for a policy this takes equally long for any M."""
         self.build(stages, micro_batches)
 
     def warm_up(self, stages: int, micro_batches: int) -> tuple[int, ...] | None:
@@ -236,7 +237,10 @@ class ScheduleSpec(ABC):
         return None
 
     def micro_batches_within(self, possible: Collection[int]) -> int:
-        """Return the number of micro-batches that it is for, or the largest ``possible`` one if that is impossible."""
+        """Return the number of micro-batches that the schedule is for, if it is one of the ``possible`` numbers.
+
+        Otherwise, and for a schedule for any number, return the largest possible number.
+        """
         own = self.micro_batches
         return own if own is not None and own in possible else max(possible)
 
@@ -262,7 +266,7 @@ class ScheduleSpec(ABC):
 
     @property
     def together(self) -> frozenset[Action]:
-        """See ``Schedule.together``; empty unless the actions are written."""
+        """See ``Schedule.together``; empty unless the text has all actions."""
         return frozenset()
 
     @property
@@ -272,7 +276,7 @@ class ScheduleSpec(ABC):
 
     @property
     def short(self) -> str:
-        """The text for a line of output; of many written actions only the first ones."""
+        """The text to print within a line: of many actions only the first four."""
         return str(self)
 
     def ends_split(self, stages: int, micro_batches: int) -> frozenset[int]:
@@ -335,7 +339,7 @@ class WarmUpSpec(ScheduleSpec):
 
     def warm_up(self, stages: int, micro_batches: int) -> tuple[int, ...] | None:
         self._check_counts(stages, micro_batches)
-        # Reason: where no stage holds more than the one before, nothing deadlocks; the check of all actions takes long.
+        # If no stage holds more than the stage before, nothing deadlocks. To check all actions would take long.
         falls = all(k >= after for k, after in itertools.pairwise(self.given))
         return self.given if falls else early_backward(self.given, micro_batches).warm_up
 
@@ -365,7 +369,7 @@ class WarmUpSpec(ScheduleSpec):
 
 @dataclass(frozen=True)
 class ChunkedSpec(ScheduleSpec):
-    """A policy of ``CHUNKED`` with its number of stages per worker; ``text``: the option as it was given."""
+    """A policy of ``CHUNKED`` with its number of stages per worker; ``text``: the option that was given."""
 
     text: str
     policy: str
@@ -417,7 +421,7 @@ class ChunkedSpec(ScheduleSpec):
 
 @dataclass(frozen=True)
 class ActionsSpec(ScheduleSpec):
-    """The actions of every worker, written out; ``text``: as they were given."""
+    """The actions of every worker; ``text``: the text that was given."""
 
     text: str
     schedule: Schedule
@@ -501,10 +505,10 @@ def parse_schedule(text: str) -> Schedule:
 
 
 def _read_chunks(text: str, name: str, letter: str | None, value: str | None) -> int:
-    """Return the stages of each worker. Raises ScheduleError for an unknown option or a value."""
+    """Return the number of stages per worker. Raises ScheduleError for an unknown option or a value out of range."""
     policy = CHUNKED[name]
     if letter not in (None, policy.option):
-        has = f"it has {policy.option}, as {_form(name)}" if policy.option else "it has none"
+        has = f"it has {policy.option}, as in {_form(name)}" if policy.option else "it has none"
         raise ScheduleError(f"{text!r}: {name} has no option {letter}; {has}")
     given = policy.default if value is None else int(value)
     if not 1 <= given * policy.unit <= _MOST_CHUNKS:

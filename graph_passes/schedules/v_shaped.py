@@ -1,6 +1,7 @@
-"""Schedules of two or more stages per worker in the shape of a V, or of several.
+"""Schedules of workers with two or more stages each: the model runs from the first worker to the last and back.
 
-The rows of ZB-V and DualPipe-V are written for a least number of micro-batches. For fewer, some are left out.
+One such way is a V; Hanayo has several. ZB-V and DualPipe-V are defined for a smallest number of micro-batches. For
+fewer, the actions on the other micro-batches are left out.
 """
 
 from __future__ import annotations
@@ -67,8 +68,9 @@ def _zero_bubble_row(workers: int, worker: int, stages: tuple[int, ...], micro_b
 # --- Hanayo: waves over the workers and back (Liu et al., "Hanayo: Harnessing Wave-like Pipeline Parallelism", 2023)
 # With w waves each of p workers has 2 w stages: the model runs from the first worker to the last and back, w times. At
 # each turn two stages follow each other on one worker, and nothing is sent. The paper's runtime orders the actions by
-# their start, if a forward of a stage takes 1 unit of time and a backward 2; so does this generator. With M = p and
-# w = 1 a worker is idle for at most 4 (p - 1) units; in 1F1B, where a worker's two stages are one, for 6 (p - 1).
+# the times at which they start if a forward of a stage takes 1 unit of time and a backward 2. So does this function.
+# With M = p and w = 1 a worker is idle for at most 4 (p - 1) units; in 1F1B, where a worker's two stages are one, for 6
+# (p - 1).
 
 
 def hanayo(workers: int, waves: int, micro_batches: int) -> Schedule:
@@ -88,10 +90,10 @@ def hanayo(workers: int, waves: int, micro_batches: int) -> Schedule:
 # each one's communication can overlap the other's computation. Here a pair is two actions, one after the other, and
 # takes the sum of their seconds.
 #
-# If M >= 2 p, t_I <= t_F, and each result leaves when its own action ends, the bubble is (p - 1) (t_F + t_B - 2 t_W),
-# where t_B = t_I + t_W. The repository says (p - 1) (t_FB + t_B - 3 t_W), since there the results of a pair leave when
-# the whole pair ends, after t_FB; with t_F = t_I and t_FB = t_F + t_B that is longer by (p - 1) t_I. A worker holds at
-# most 2 p + 1 stashes.
+# If M >= 2 p, t_I <= t_F, and each result leaves when its own action ends, a worker is idle in a step for (p - 1) (t_F
+# + t_B - 2 t_W), where t_B = t_I + t_W. The repository says (p - 1) (t_FB + t_B - 3 t_W), since there the results of a
+# pair leave when the whole pair ends, after t_FB; with t_F = t_I and t_FB = t_F + t_B that is longer by (p - 1) t_I. A
+# worker holds at most 2 p + 1 stashes.
 
 
 def dualpipe_v(workers: int, micro_batches: int) -> Schedule:
@@ -134,7 +136,7 @@ class _CallSequence:
     _waiting: list[Action] = field(default_factory=list)  # the W of each I that has run, the oldest first
 
     def repeat(self, times: int, *calls: tuple[int, Kind]) -> None:
-        """Append the calls, each a stage and a kind of action, ``times`` times; W is the oldest one of its stage."""
+        """Append the calls, each a stage and a kind, ``times`` times; a W is the oldest that its stage has delayed."""
         for _ in range(times):
             for stage, kind in calls:
                 if kind == "W":

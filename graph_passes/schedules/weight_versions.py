@@ -57,7 +57,10 @@ def weight_versions(window: Window, policy: WeightPolicy) -> Versions:
             "different updates, so no version is the same on all; use equal replicas, or weights='stash'"
         )
     if (policy == "2bw") == window.in_turn:
-        raise ScheduleError(f"weights={policy!r}: only '2bw' has micro-batches, which replicas share")
+        raise ScheduleError(
+            f"weights={policy!r}: replicas share each micro-batch under '2bw', and take whole minibatches in turn "
+            "under the other policies, but this window is made for the opposite"
+        )
     newest = dict(_newest(window))
     used: dict[Action, int] = {}
     for action, version in newest.items():
@@ -82,8 +85,8 @@ def weight_versions(window: Window, policy: WeightPolicy) -> Versions:
 def _newest(window: Window) -> Iterator[tuple[Action, int]]:
     """Yield each action with the number of updates of its stage that precede it.
 
-    They are the updates of the earlier backwards of its replica, for which a forward waits. So does a backward under
-    "latest".
+    These are the updates that take gradients of earlier backwards on its replica. A forward waits for them, and under
+    ``latest`` a backward does too.
     """
     for actions in window.rows.values():
         done = 0
@@ -95,7 +98,7 @@ def _newest(window: Window) -> Iterator[tuple[Action, int]]:
 def _count_slots(window: Window, used: Mapping[Action, int], newest: Mapping[Action, int], stage: int) -> int:
     """Return how many versions a replica of ``stage`` must keep at once, if each is stored as soon as it exists.
 
-    0 where every action uses the newest version, and one replica has it: its weights themselves.
+    0 where the stage has one replica and every action uses the newest version: the replica uses its weights themselves.
     """
     rows = [actions for (of, _), actions in window.rows.items() if of == stage]
     if len(rows) == 1 and all(used[action] == newest[action] for action in rows[0]):

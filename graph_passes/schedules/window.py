@@ -105,11 +105,14 @@ class Window:
         return self.updates[stage][update][-self.turns[stage] :]
 
     def last_minibatch(self, stage: int, update: int) -> int:
-        """Return the last minibatch whose gradients an update of ``stage`` takes; the update counts as its step."""
+        """Return the last minibatch whose gradients an update of ``stage`` takes.
+
+        The optimizer counts the update as this minibatch's step.
+        """
         return self.updates[stage][update][-1] // self.micro_batches
 
     def ends_update(self, action: Action) -> bool:
-        """Return whether a replica has computed all its gradients of an update after ``action``, a backward."""
+        """Return whether ``action`` is the last backward that a replica runs for an update of its stage."""
         update = self.update_of(action.stage, action.micro_batch)
         return action.kind == "B" and action.micro_batch in self.last_of_update(action.stage, update)
 
@@ -138,7 +141,10 @@ def sharing_replicas(replicas: Sequence[int], *, in_turn: bool) -> tuple[int, ..
 
 
 def round_robin_warm_up(replicas: Sequence[int]) -> tuple[int, ...]:
-    """Return K_s = ceil(sum of r_t for t >= s / r_s), of each replica (PipeDream, section 3.2; NOAM at stage 0)."""
+    """Return K_s of each replica of stage s: the sum of r_t over all t >= s, divided by r_s and rounded up.
+
+    PipeDream, section 3.2; at stage 0 this is NOAM.
+    """
     return tuple(math.ceil(sum(replicas[stage:]) / count) for stage, count in enumerate(replicas))
 
 

@@ -2,11 +2,14 @@
 
 Stage i sends the gradients of its inputs as soon as it can, and computes the gradients of its weights up to d_i
 micro-batches later. A stage near the end has a short warm-up and holds few micro-batches, so it may delay more
-gradients of weights. It computes them when it would otherwise wait for the last backwards. If all stages take equally
-long, M is large enough, T_W <= T_F and T_W <= T_B, then the bubble of 1F1B, (S - 1) (T_F + T_B + T_W), becomes
+gradients of weights. It computes them when it would otherwise wait for the last backwards. Suppose that all stages take
+equally long, M is large enough, T_W <= T_F and T_W <= T_I. Then a stage, which is idle for (S - 1) (T_F + T_I + T_W) in
+a step of 1F1B, is idle for
 
-* (S - 1) (T_F + T_B - T_W) with ZB-H1, which holds S micro-batches as 1F1B does: K_i = S - i, d_i = i;
-* (S - 1) (T_F + T_B - 2 T_W) with ZB-H2, which holds 2 S - 1: K_i = 2 (S - i) - 1, d_i = 2 i.
+* (S - 1) (T_F + T_I - T_W) with ZB-H1, which holds S micro-batches as 1F1B does: K_i = S - i, d_i = i;
+* (S - 1) (T_F + T_I - 2 T_W) with ZB-H2, which holds 2 S - 1: K_i = 2 (S - i) - 1, d_i = 2 i.
+
+(The paper calls the gradients of inputs B; here they are I, and B is the whole backward.)
 """
 
 from __future__ import annotations
@@ -20,10 +23,12 @@ from dapple_tf.graph_passes.schedules.worker_map import WorkerMap
 
 
 def zero_bubble(warm: Sequence[int], delays: Sequence[int], micro_batches: int, most: int) -> Schedule:
-    """Return the schedule of K_i forwards, then I, the W of d_i micro-batches earlier and F in turn, then the rest.
+    """Return the schedule in which stage i delays each W by d_i micro-batches.
 
-    ``warm``: K_i. ``delays``: d_i; D - K_i counts instead where it is less. ``most``: D, the most micro-batches that a
-    stage holds, whose F has run and whose W has not. Raises ScheduleError for a K_i out of range or above D.
+    A stage runs K_i forwards. Then it runs in turn the I of a micro-batch, the W of the micro-batch d_i earlier, and
+    one F, and in the end the W that are left. ``warm``: K_i. ``delays``: d_i; the delay is D - K_i where that is less.
+    ``most``: D, the most micro-batches whose F has run and whose W has not. Raises ScheduleError for a K_i out of range
+    or above D.
     """
     stages = []
     for stage, k in enumerate(warm):
@@ -52,7 +57,7 @@ ZERO_BUBBLE_AUTO = "zb-auto"
 
 
 def zero_bubble_auto(workers: int, chunks: int, micro_batches: int) -> Schedule:
-    """Return the schedule of ``workers`` devices with ``chunks`` stages each, in waves; one or two are V-shaped.
+    """Return the schedule of ``workers`` devices with ``chunks`` stages each, in waves (see ``WorkerMap.waves``).
 
     A worker holds at most (2 p - 1) ``chunks`` stashes, as many as under ZB-H2.
     """

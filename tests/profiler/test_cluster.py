@@ -116,7 +116,10 @@ LINK_DATA = {"bandwidth": "1GB/s", "latency": "1us"}
         ({"servers": []}, "servers is empty"),
         ({"servers": [{"name": "", "devices": 1}]}, r"servers\[0\].name is empty"),
         ({"servers": [{"name": "a", "devices": 0}]}, r"servers\[0\].devices is 0; it must be at least 1"),
-        ({"servers": [{"name": "a", "devices": 1}] * 2}, r"servers\[1\].name is 'a', as is that of servers\[0\]"),
+        (
+            {"servers": [{"name": "a", "devices": 1}] * 2},
+            r"servers\[1\].name is 'a', which is the name of servers\[0\]",
+        ),
         ({"intra_server": {"bandwidth": "1GB/s"}}, "intra_server.latency is missing"),
         ({"intra_server": {**LINK_DATA, "bandwidth": 0}}, "intra_server.bandwidth is 0.0, not a finite number above"),
         ({"inter_server": {**LINK_DATA, "latency": "-1us"}}, "inter_server.latency is -1e-06, not a finite number"),

@@ -87,7 +87,7 @@ def test_the_widest_way_is_taken_and_of_equal_ones_the_shortest() -> None:
         ),
         (
             {"switches": [switch("s", "a", "b"), switch("s", "a", "b", "c", bandwidth=2.0)]},
-            r"switches\[1\].name is 's', as is that of another switch: give each its own",
+            r"switches\[1\].name is 's', which is the name of another switch: give each its own",
         ),
         ({"switches": [{"name": "s", "servers": ["a", "b"], "latency": 1}]}, r"switches\[0\].bandwidth is missing"),
         (

@@ -97,7 +97,7 @@ def change_timing(**change: Any) -> dict[str, Any]:
         ({"batch_size": 0}, "batch_size is 0; it must be at least 1"),
         ({"layers": []}, "layers is empty"),
         (change_layer(name=""), r"layers\[1\].name is empty"),
-        (change_layer(name="embed"), r"layers\[1\].name is 'embed', as is that of layers\[0\]"),
+        (change_layer(name="embed"), r"layers\[1\].name is 'embed', which is the name of layers\[0\]"),
         (change_layer(forward_second=1), r"layers\[1\].forward_second is not a field.*mean 'forward_seconds'"),
         (
             change_layer(weights_seconds=0.75),

@@ -77,7 +77,8 @@ def _gather(
 ) -> Node:
     """Return the node of one variable's slices of one update.
 
-    Each minibatch of replicas that take them in turn has slices of its own, which are a mean as a dense gradient is.
+    Where replicas take minibatches in turn, the slices of all minibatches of the group are concatenated, and divided by
+    the number of minibatches, since dense gradients are averaged too.
     """
     averaged = window.turns[stage]
     if averaged > 1:

@@ -23,7 +23,8 @@ from dapple_tf.graph_passes.passes.base import Contract
 from dapple_tf.graph_passes.passes.microbatch import MergeKind
 from dapple_tf.graph_passes.schedules.window import Window
 
-# Ops of a stage that run on every replica where replicas take minibatches in turn, so that what they write is complete.
+# Ops of a stage that run on every replica also where replicas take minibatches in turn, since each needs what they
+# write.
 _ON_ALL_REPLICAS = frozenset({OpName.RUN_ONCE, OpName.ROW_BOUNDS})
 _ROWS = "batch"  # the end of the name of the node of a minibatch's rows
 
@@ -104,7 +105,7 @@ class _Copy:
                 yield self._repeat(node, self._replica(node, turn))
 
     def _turns(self, node: Node) -> Sequence[int]:
-        """Return the turns of replicas that get a copy of ``node``: of those that take minibatches in turn."""
+        """Return which of the replicas that take minibatches in turn get a copy of ``node``; 0 if none take turns."""
         if not node.has("stage"):
             return (0,)
         turns = self._window.turns[node.integer("stage")]

@@ -1,8 +1,8 @@
 """Weight updates of an asynchronous window: a stage updates its weights as soon as a group's gradients are there.
 
 No barrier holds an update back, and no stage waits for another's (PipeDream, section 3.2). So the optimizer's step
-counter cannot be shared: each stage has its own, which it sets before each update to the index of the last minibatch of
-the group. What the users see of the counter is W further at the end of the window.
+counter cannot be shared: each stage has its own, which it sets before each update to the value of the optimizer's
+counter plus the number of the group's last minibatch. At the end of the window the optimizer's counter increases by W.
 """
 
 from __future__ import annotations
@@ -83,23 +83,25 @@ def update_name(window: Window, stage: int, update: int) -> str:
 def check_updates(updates: Updates, counter: str) -> None:
     """Raise GraphError unless each stage's update needs its own gradients only, and the stages share the counter only.
 
-    The message says what the optimizer does, as the end of "the optimizer ...".
+    The message continues a sentence that begins with "the optimizer".
     """
     if updates.terms or updates.combine is not None or updates.later is not None:
         raise GraphError(
-            "decides by the gradients of all stages at once (a global norm, or whether all are finite), which are of "
-            "different minibatches at any time"
+            "decides by the gradients of all stages at once (a global norm, or whether all are finite), but at any "
+            "time the stages have gradients of different minibatches"
         )
     for function in (updates.before, updates.after):
         names = {port.name for _, port in function.input_ports("variable")} if function else set()
         if others := sorted(names - {counter}):
-            raise GraphError(f"keeps {', '.join(others)} for all variables together, and stages update apart")
+            raise GraphError(
+                f"keeps {', '.join(others)} for all variables together, but the stages update at different times"
+            )
 
 
 def _begin(graph: Graph) -> Node:
-    """Return the node after which variables may have changed: after the first backward, if forward writes none.
+    """Return the node after which variables may have changed.
 
-    Every first update of a stage follows that backward in any case: the first one of the last stage.
+    If forward writes no variable, it comes after the first backward of the last stage, which precedes every update.
     """
     begin = Node(_BEGIN, OpName.SET_UPDATING, attrs=attributes({"updating": True}))
     backwards = nodes_of(graph, OpName.BACKWARD)

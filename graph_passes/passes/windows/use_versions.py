@@ -1,4 +1,4 @@
-"""Weight stashing: store versions of a stage's weights, and let each forward and backward use the one it is to use.
+"""Weight stashing: store versions of a stage's weights, and let each forward and backward use the version meant for it.
 
 A version is stored in one of a ring of *slots* on each replica as soon as the update that makes it is done (PipeDream,
 section 3.3). It stays until the last backward that uses it has run; then the slot is free for a later version.
@@ -61,7 +61,7 @@ class UseVersions:
                     store = store.after(
                         update_name(window, stage, version - 1), f"version: made by update {version - 1}"
                     )
-                if slot in held:  # the version before that one was done with when it was stored
+                if slot in held:  # earlier versions in this slot were no longer used when this one was stored
                     earlier = held[slot]
                     store = store.after(call_name(last[earlier], replica), f"version: {earlier} is used no more")
                 held[slot] = version
@@ -84,10 +84,10 @@ def version_name(stage: int, replica: int, version: int) -> str:
 
 
 def calls_of(graph: Graph, window: Window, action: Action, replica: int) -> tuple[str, ...]:
-    """Return the names of the calls of an action, in order: before a forward, what runs once for each minibatch.
+    """Return the names of the calls of an action, in order: before a forward, the calls that run once a minibatch.
 
-    Replicas that take minibatches in turn each run that for all minibatches of a group, before their own forward of the
-    group: so what it writes is the same on all of them, and so is the version of the weights that it uses.
+    Replicas that take minibatches in turn each run these calls for all minibatches of a group, before their own forward
+    of the group. So all replicas write the same values, and use the same version of the weights for them.
     """
     stage, m, each = action.stage, action.micro_batch, window.micro_batches
     group = window.updates[stage][window.update_of(stage, m)] if action.kind == "F" and m % each == 0 else ()

@@ -39,7 +39,7 @@ class VerifyWindow:
 
 
 def verify_window(graph: Graph, versions: Versions, trained: Set[str]) -> None:
-    """Raise GraphError unless the graph is acyclic, ordered as the window, and each call uses its version.
+    """Raise GraphError unless the graph is acyclic, ordered as the window says, and each call uses its version.
 
     A version is stored before the calls that use it, after the update that makes it and before the next one, and no
     later version takes its slot before its last call has run. Each update has the gradients of its group and no others,
@@ -119,9 +119,9 @@ def _verify_store(graph: Graph, window: Window, stage: int, version: int, store:
 
 
 def _verify_newest(graph: Graph, versions: Versions, stage: int, nodes: Sequence[Node]) -> None:
-    """Check that calls which use the weights themselves run between the updates that they are to run between.
+    """Check that calls that use the weights themselves run after the update that makes their version, before the next.
 
-    ``nodes``: those of the graph in a topological order. Only a stage of one replica stores no versions.
+    ``nodes``: the nodes of the graph in a topological order. A stage that stores no versions has one replica.
     """
     window = versions.window
     updates = [update_name(window, stage, i) for i in range(len(window.updates[stage]))]
@@ -186,7 +186,7 @@ def _gradients_of(graph: Graph, update: Node) -> Iterator[Value]:
 
 
 def _verify_sums(graph: Graph, window: Window, place: tuple[int, int]) -> None:
-    """Check that each minibatch begins its own sums of gradients, in order, and that they are read in between."""
+    """Check that minibatches begin their own sums of gradients in order, and that each sum is read before the next."""
     stage, replica = place
     previous: str | None = None
     for m in range(window.size):
@@ -210,8 +210,8 @@ def _verify_sums(graph: Graph, window: Window, place: tuple[int, int]) -> None:
 class Precedence:
     """Whether a path of edges leads from one node to another; ``marked``: the nodes that are asked about, by name.
 
-    ``nodes``: those of the graph in a topological order. A set of marked nodes is an integer, a bit for each, so it
-    takes one operation of an edge to find those before each node.
+    ``nodes``: the nodes of the graph in a topological order. A set of marked nodes is an integer with a bit for each,
+    so one operation for each edge is enough to find the marked nodes before every node.
     """
 
     def __init__(self, nodes: Iterable[Node], marked: Iterable[str]) -> None:

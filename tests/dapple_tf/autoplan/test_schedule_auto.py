@@ -47,7 +47,7 @@ def test_more_stashes_are_held_only_for_two_percent_of_the_step() -> None:
     """Two micro-batches in flight take 6 + 2 x send there and back: transfers of 0.03 cost 1%, and of 0.09 cost 3%."""
     cheap = choose(cost(1, 2, send=0.03, stash_bytes=1), cost(1, 2, stash_bytes=1), micro_batches=64)
     assert cheap.schedule == "dapple-a"
-    assert "dapple-b takes 0.9% less, too little to be taken" in str(cheap)
+    assert "dapple-b takes 0.9% less, too little to choose it" in str(cheap)
     dear = choose(cost(1, 2, send=0.09, stash_bytes=1), cost(1, 2, stash_bytes=1), micro_batches=64)
     assert dear.schedule == "dapple-b"
 

@@ -42,7 +42,7 @@ def test_the_report_says_what_each_process_held_before_any_model(reports: list[d
     bases = reports[0]["before_model"]
     assert len(bases) == 2
     assert all(100e6 < size < 2e9 for size in bases)  # TensorFlow alone takes some hundred MB
-    assert f"before any model each process held, beside the above: {round(bases[0] / 1e6)}" in reports[0]["text"]
+    assert f"each process held before any model, beside the above: {round(bases[0] / 1e6)}" in reports[0]["text"]
 
 
 @needs_library

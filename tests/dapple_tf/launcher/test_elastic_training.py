@@ -41,7 +41,7 @@ def test_a_job_that_has_lost_a_rank_goes_on_under_a_new_plan(tmp_path: Path) -> 
     np.testing.assert_allclose(found["losses"], losses_of_one_process(12)[6:], rtol=1e-12)
     assert saved_steps(saved) == [9, 12]
     assert "starts the job again (number 1) with 2 ranks on localhost:2" in stderr
-    assert "elastic: there are 2 ranks, and 3 were asked for: plans anew" in stderr
+    assert "elastic: there are 2 ranks, and 3 were asked for: planning anew" in stderr
     assert re.search(
         r"start 2 of the job, since the one before ended \(exit code 137 \(SIGKILL\)\): 2 ranks \(3 before\), "
         r"back after \d+ s, goes on from step 6 from .*, repeats [12] steps?\n"

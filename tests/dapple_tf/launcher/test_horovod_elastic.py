@@ -141,7 +141,7 @@ def test_a_job_that_has_lost_a_host_goes_on_under_a_new_plan(tmp_path: Path) -> 
     found = json.loads(stdout.splitlines()[-1])
     np.testing.assert_allclose(found["losses"], losses_of_one_process(12)[6:], rtol=1e-12)
     assert saved_steps(saved) == [9, 12]
-    assert "elastic: there are 2 ranks, and 4 were asked for: plans anew" in stderr
+    assert "elastic: there are 2 ranks, and 4 were asked for: planning anew" in stderr
     assert re.search(
         r"since the one before ended \(rank 3 was killed or has crashed \(its connection closed\)\): "
         r"2 ranks \(4 before\), back after \d+ s, goes on from step 6 from .*, repeats [12] steps?\n"

@@ -337,7 +337,7 @@ def change(place: str, value: Any) -> Callable[[dict[str, Any]], None]:
         (change("measured.actions.3.end", 0.5), r"measured\.actions\[3\]\.end is 0\.5, before its start, 2\.5"),
         (
             change("measured.actions.1.micro_batch", 0),
-            r"actions\[1\] is 0F0, as measured\.actions\[0\]: an action",
+            r"actions\[1\] is 0F0, and so is measured\.actions\[0\]: an action",
         ),
         (
             change("measured.actions.7.stage", 5),
@@ -359,7 +359,7 @@ def change(place: str, value: Any) -> Callable[[dict[str, Any]], None]:
         (change("measured.transfers.1.count", 0), r"transfers\[1\]\.count is 0"),
         (
             change("measured.together", [{"stage": 0, "kind": "F", "micro_batch": 1}]),
-            r"measured\.together\[0\] is 0F1, whose result travels with that of the next micro-batch: .* no action 0F2",
+            r"measured\.together\[0\] is 0F1, whose result travels with the result of .*: there is no action 0F2",
         ),
         (
             change("measured.together", [{"stage": 7, "kind": "F", "micro_batch": 0}]),

@@ -62,7 +62,7 @@ def test_entries_that_are_not_finite_on_either_side_are_counted() -> None:
     array = np.array([1.0, NAN, INF])
     assert compare_tensor("loss", "it", array, array).nonfinite == 2
     one_sided = compare_tensor("gradient", "w", array, np.ones(3))
-    more = "NaN or infinite in 2 entries finite on one device, finite in 0 that are not"
+    more = "NaN or infinite in 2 entries finite on one device, finite in 0 that are not finite there"
     assert str(one_sided) == f"gradient 'w', {more}"
 
 

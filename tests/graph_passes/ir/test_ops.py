@@ -89,8 +89,8 @@ def test_the_table_prints_as_markdown() -> None:
     assert rows["barrier"].endswith("| none | none; on a rank, a token | [`ranks`: tuple[int, ...]] |  |")
     assert rows["clip"] == (
         "| `clip` | Scale a stage's gradients so that the global norm is at most `limit`; the last `slices` of them "
-        "are sparse. | the global norm, the gradients, then slices and their indices (the first: float64) | the scaled "
-        "gradients, dense ones | `limit`: float, [`slices`: int] | stage, replica |"
+        "are sparse. | the global norm, the dense gradients, then slices and their indices (the first: float64) | the "
+        "scaled gradients, all as dense tensors | `limit`: float, [`slices`: int] | stage, replica |"
     )
     assert rows["timestamp"].endswith("| the time (float64) |  | [stage], [replica], [micro_batch] |")
 

@@ -141,7 +141,7 @@ def test_operands_and_attributes_of_the_wrong_number_or_type_are_refused(line: s
 
 def test_a_graph_of_the_op_level_has_tensorflow_s_ops_and_the_inputs_of_functions() -> None:
     verify(graph("%a = arg() -> (float32[])\n%c = capture() -> (float32[])\n%b = AddV2(%a:0, %c:0) -> (float32[])"))
-    with refused(GraphError, "node 'a' of graph 'f' has the op 'argument', but no op is called so"):
+    with refused(GraphError, "node 'a' of graph 'f' has the op 'argument', but no op has this name"):
         verify(graph("%a = argument() -> (float32[])"))
 
 
@@ -156,7 +156,7 @@ def test_nodes_that_do_not_stand_in_a_topological_order_are_refused() -> None:
         ("%a = Op()\n%a = Op()", "graph 'f' has two nodes called 'a'"),
         ("%a = Op(%b:0)", "node 'a' takes %b:0, but there is no such node"),
         ("%a = Op() ^%b 'x'\n%b = Op() ^%a 'x'", "the graph has a cycle: a <- b <- a"),
-        ("%a = forward()", "node 'a' of graph 'f' has the op 'forward', but no op is called so"),
+        ("%a = forward()", "node 'a' of graph 'f' has the op 'forward', but no op has this name"),
     ],
 )
 def test_the_bodies_of_stage_functions_are_verified(body: str, said: str) -> None:

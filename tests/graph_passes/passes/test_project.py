@@ -283,7 +283,7 @@ def test_shapes_are_sent_where_they_do_not_follow_from_the_number_of_elements(ty
 
 
 def test_a_tensor_of_unknown_rank_cannot_be_sent() -> None:
-    with refused(GraphError, "a tensor of unknown rank would have to be sent between ranks", "tf.ensure_shape"):
+    with refused(GraphError, "a tensor with an unknown number of axes would have to be sent", "tf.ensure_shape"):
         Project(((0,), (1,)), 0)(crossing("float32[*]"))
 
 

@@ -66,7 +66,7 @@ def test_where_no_gradient_leaves_a_stage_none_travel_together() -> None:
 
 
 def test_a_schedule_of_another_shape_is_refused() -> None:
-    with refused(ScheduleError, "the schedule is for (2, 2) stages and micro-batches, the graph has (2, 1)"):
+    with refused(ScheduleError, "the schedule is for (stages, micro-batches) (2, 2), the graph has (2, 1)"):
         SendTogether(SCHEDULE)(graph(BOTH[: len(BOTH) // 2]))
 
 

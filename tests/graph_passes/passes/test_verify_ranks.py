@@ -92,7 +92,7 @@ HERE = "%back = exchange() {dtypes=['int32'], header=False, ranks=[0, 1], source
         ([("to=[1]", "to=[0]")], "'over': rank 0 sends [] to rank 1, which expects [float32[None, 4]]"),
         (
             [("-> (float32[?,4], int64[])", "-> (float32[?,5], int64[])")],
-            "'sum': rank 0 has [float32[None, 5], int64[]] in it, and rank 1 [float32[None, 4], int64[]]",
+            "'sum' gives [float32[None, 5], int64[]] on rank 0, but [float32[None, 4], int64[]] on rank 1",
         ),
         ([("%meet = barrier() {ranks=[0, 1]} -> (int64[])", "%meet = exchange() {dtypes=['float32'], header=False, "
            "ranks=[0, 1], source=[], to=[]} -> (int64[])")], "'meet' is 'exchange' on rank 0, but 'barrier' on rank 1"),

@@ -114,7 +114,7 @@ def test_a_batch_of_fewer_micro_batches_keeps_the_policy() -> None:
         ),
         ("interleaved-1f1b", 1, "'interleaved-1f1b' gives each worker 2 stages, but there are 1 in all"),
         ("interleaved-1f1b:v=0", 4, "v is 0; it must be between 1 and 1024"),
-        ("interleaved-1f1b:D=2", 4, "interleaved-1f1b has no option D; it has v, as interleaved-1f1b:v=2"),
+        ("interleaved-1f1b:D=2", 4, "interleaved-1f1b has no option D; it has v, as in interleaved-1f1b:v=2"),
         ("dapple-a:v=2", 4, "'dapple-a:v=2' is not a schedule such as"),
         (
             "interleaved1f1b:v=2",

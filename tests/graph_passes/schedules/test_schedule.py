@@ -346,11 +346,11 @@ def test_a_warm_up_out_of_range_is_refused(k: tuple[int, ...]) -> None:
         ("0F0 0B0 0F1", "missing or unexpected: 0B1"),
         (
             "0F0+ 0B0 0F1 0B1\n1F0 1B0 1F1 1B1",
-            "the result of 0F0+ travels with that of 0F1, so stage 0 must run that next, not 0B0",
+            "the result of 0F0+ travels with the result of 0F1, so stage 0 must run 0F1 next, not 0B0",
         ),
         (
             "0F0 0F1 0B0 0B1\n1F0 1F1 1B0 1B1+",
-            "the result of 1B1+ travels with that of 1B2, so stage 1 must run that next, not end there",
+            "the result of 1B1+ travels with the result of 1B2, so stage 1 must run 1B2 next, not end there",
         ),
         (
             "0F0 0F1 0B0 0B1\n1F0 1F1 1I0 1I1 1W0+ 1W1",
@@ -428,7 +428,7 @@ def test_the_text_of_a_schedule_can_be_used_as_its_name(text: str) -> None:
 def test_a_text_may_say_what_travels_together() -> None:
     text = "0F0+ 0F1 0B0 0B1\n1F0 1F1 1I0+ 1B1 1W0"
     assert str(parse_schedule("0F0+ 0F1 0B0 0B1\n1F0 1F1 1B0+ 1B1")) == "0F0+ 0F1 0B0 0B1\n1F0 1F1 1B0+ 1B1"
-    with refused(ScheduleError, "the result of 1I0+ travels with that of 1I1, so stage 1 must run that next, not 1B1"):
+    with refused(ScheduleError, "travels with the result of 1I1, so stage 1 must run 1I1 next, not 1B1"):
         parse_schedule(text)
     halves = parse_schedule("0F0 0F1 0B0 0B1\n1F0 1F1 1B0+ 1B1 1W0 1W1")  # as earlier versions wrote I
     assert halves.together == {Action(1, "I", 0)}

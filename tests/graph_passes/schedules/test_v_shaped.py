@@ -150,7 +150,7 @@ def test_any_number_of_micro_batches_runs(name: str) -> None:
         ("dualpipe-v", "'dualpipe-v' gives each worker 2 stages, but there are 5 in all: ask for a multiple of 2"),
         ("hanayo:w=2", "'hanayo:w=2' gives each worker 4 stages, but there are 5 in all: ask for a multiple of 4"),
         ("hanayo:w=0", "'hanayo:w=0': w is 0; it must be between 1 and 512"),
-        ("hanayo:v=1", "'hanayo:v=1': hanayo has no option v; it has w, as hanayo:w=1"),
+        ("hanayo:v=1", "'hanayo:v=1': hanayo has no option v; it has w, as in hanayo:w=1"),
     ],
 )
 def test_stages_that_do_not_fit_the_policy_are_refused(name: str, said: str) -> None:

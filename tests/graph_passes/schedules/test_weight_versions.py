@@ -117,7 +117,7 @@ def test_vertical_sync_needs_equal_replicas() -> None:
     ("window", "policy"), [(STRAIGHT, "2bw"), (SHARED, "stash"), (SHARED, "vertical-sync"), (SHARED, "latest")]
 )
 def test_only_2bw_has_micro_batches(window: Window, policy: WeightPolicy) -> None:
-    with refused(ScheduleError, f"weights={policy!r}: only '2bw' has micro-batches, which replicas share"):
+    with refused(ScheduleError, f"weights={policy!r}: replicas share each micro-batch under '2bw'"):
         weight_versions(window, policy)
 
 

@@ -153,11 +153,11 @@ COMBINE = function("optimizer/combine", "partial p", "combined c")
         (Updates(None, (), None, combine=COMBINE), "decides by the gradients of all stages at once"),
         (
             Updates(None, (), function("optimizer/after", "variable t, variable z, variable y")),
-            "keeps y, z for all variables together, and stages update apart",
+            "keeps y, z for all variables together, but the stages update at different times",
         ),
         (
             Updates(function("optimizer/before", "variable scale"), (), None),
-            "keeps scale for all variables together, and stages update apart",
+            "keeps scale for all variables together, but the stages update at different times",
         ),
     ],
 )
