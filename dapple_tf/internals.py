@@ -46,6 +46,19 @@ CALLING_OPS = CALL_OPS | CONDITION_OPS | LOOP_OPS
 """Types of all ops that call functions."""
 
 
+@contextlib.contextmanager
+def _replaced(owner: Any, **others: Any) -> Iterator[None]:
+    """In the block, a class, a module or an object has ``others`` in place of its attributes of these names."""
+    originals = {name: getattr(owner, name) for name in others}
+    for name, other in others.items():
+        setattr(owner, name, other)
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(owner, name, original)
+
+
 def tensorflow_has_started() -> bool:
     """Return whether TensorFlow has made its devices and threads in this process; does not start it.
 
@@ -121,11 +134,8 @@ def inline_functions() -> Iterator[None]:
         converts = ag_ctx.ControlStatusCtx(ag_ctx.Status.ENABLED)
         return tf.__internal__.autograph.tf_convert(self.python_function, converts)(*args, **options)
 
-    kind.__call__ = tf.autograph.experimental.do_not_convert(call)
-    try:
+    with _replaced(kind, __call__=tf.autograph.experimental.do_not_convert(call)):
         yield
-    finally:
-        kind.__call__ = original
 
 
 def input_signature(function: Any) -> Any:
@@ -200,11 +210,8 @@ def record_layers(on_call: Callable[[keras.Layer, bool], None]) -> Iterator[None
         finally:
             on_call(self, False)
 
-    keras.Layer.__call__ = call
-    try:
+    with _replaced(keras.Layer, __call__=call):
         yield
-    finally:
-        keras.Layer.__call__ = original
 
 
 class TapeListener(Protocol):
@@ -260,13 +267,9 @@ def listen_to_tapes(listener: TapeListener) -> Iterator[None]:
 
     replaced = {"_push_tape": push, "_pop_tape": pop, "gradient": gradient}
     replaced |= {name: jacobian_like(name) for name in ("jacobian", "batch_jacobian")}
-    for name, function in replaced.items():
-        setattr(kind, name, tf.autograph.experimental.do_not_convert(function))
-    try:
+    unconverted = {name: tf.autograph.experimental.do_not_convert(function) for name, function in replaced.items()}
+    with _replaced(kind, **unconverted):
         yield
-    finally:
-        for name, function in originals.items():
-            setattr(kind, name, function)
 
 
 @contextlib.contextmanager
@@ -291,12 +294,9 @@ def before_updates(build: Callable[[Any, Sequence[Any]], None]) -> Iterator[None
             build(self, variables)
         return apply(self, grads, variables)
 
-    kind.apply_gradients = tf.autograph.experimental.do_not_convert(before_apply_gradients)
-    kind.apply = tf.autograph.experimental.do_not_convert(before_apply)
-    try:
+    unconverted = tf.autograph.experimental.do_not_convert
+    with _replaced(kind, apply_gradients=unconverted(before_apply_gradients), apply=unconverted(before_apply)):
         yield
-    finally:
-        kind.apply_gradients, kind.apply = apply_gradients, apply
 
 
 def is_persistent(tape: tf.GradientTape) -> bool:
@@ -359,11 +359,8 @@ def replace_batch_norm(call: Callable[..., Any]) -> Iterator[None]:
     def replacement(self: keras.Layer, inputs: Any, training: Any = None, mask: Any = None) -> Any:
         return call(original, self, inputs, training=training, mask=mask)
 
-    keras.layers.BatchNormalization.call = replacement
-    try:
+    with _replaced(keras.layers.BatchNormalization, call=replacement):
         yield
-    finally:
-        keras.layers.BatchNormalization.call = original
 
 
 Moments = Callable[[keras.layers.BatchNormalization, Any, Any, Callable[[], tuple[Any, Any]]], tuple[Any, Any]]
@@ -384,11 +381,8 @@ def replace_moments(moments: Moments) -> Iterator[None]:
     def replacement(self: keras.layers.BatchNormalization, inputs: Any, mask: Any) -> Any:
         return moments(self, inputs, mask, lambda: original(self, inputs, mask))
 
-    keras.layers.BatchNormalization._moments = replacement
-    try:
+    with _replaced(keras.layers.BatchNormalization, _moments=replacement):
         yield
-    finally:
-        keras.layers.BatchNormalization._moments = original
 
 
 def variable_name(variable: tf.Variable) -> str:
@@ -465,11 +459,8 @@ def stop_gradients_at_calls(stops: Sequence[Any]) -> Iterator[None]:
     """
     original = gradients_util._IsPartitionedCall
     stopped = {tensor.op.name for tensor in stops}
-    gradients_util._IsPartitionedCall = lambda op: op.name not in stopped and original(op)
-    try:
+    with _replaced(gradients_util, _IsPartitionedCall=lambda op: op.name not in stopped and original(op)):
         yield
-    finally:
-        gradients_util._IsPartitionedCall = original
 
 
 def is_op(name: str) -> bool:
@@ -739,11 +730,8 @@ def use_ragged_partitions() -> Iterator[Partitions]:
             shape = tf.concat([tf.cast(tf.stack([rows.rows, rows.longest]), tf.int64), inner], 0)
         return to_tensor(self, default_value, name, shape)
 
-    segment_id_ops.row_splits_to_segment_ids, tf.RaggedTensor.to_tensor = known_row_ids, pad
-    try:
+    with _replaced(segment_id_ops, row_splits_to_segment_ids=known_row_ids), _replaced(tf.RaggedTensor, to_tensor=pad):
         yield known
-    finally:
-        segment_id_ops.row_splits_to_segment_ids, tf.RaggedTensor.to_tensor = find_row_ids, to_tensor
 
 
 def ragged_tensor(values: Any, partition: RaggedPartition, known: Partitions) -> tf.RaggedTensor:
@@ -808,11 +796,8 @@ def output_losses(model: keras.Model) -> Iterator[list[Any]]:
         def __iter__(self) -> Iterator[Recorder]:
             return (Recorder() for _ in original)
 
-    compiled._metrics = Recorders()
-    try:
+    with _replaced(compiled, _metrics=Recorders()):
         yield found
-    finally:
-        compiled._metrics = original
 
 
 def make_keras_function(model: keras.Model, kind: str) -> Any:
@@ -943,12 +928,8 @@ def saving_through_files() -> Iterator[None]:
 
     Replaces and restores ``is_memory_sufficient``, by which Keras decides it.
     """
-    original = saving_lib.is_memory_sufficient
-    saving_lib.is_memory_sufficient = lambda model: False
-    try:
+    with _replaced(saving_lib, is_memory_sufficient=lambda model: False):
         yield
-    finally:
-        saving_lib.is_memory_sufficient = original
 
 
 def backup_path(callback: keras.callbacks.BackupAndRestore) -> str:
