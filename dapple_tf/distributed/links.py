@@ -1,17 +1,15 @@
-"""Connections between ranks that carry JSON objects, one a line; Horovod's own connections may be blocked."""
+"""Connections between ranks that carry messages, one a line; Horovod's own connections may be blocked."""
 
 from __future__ import annotations
 
 import errno
-import json
 import selectors
 import socket
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from dapple_tf.distributed.messages import Message, from_json, to_json
+from dapple_tf.distributed.messages import Message, decode, encode
 
 _LONGEST_BYTES = 65536  # longer than any message of a watchdog
 # These errors mean that the network has failed, and not the process at the other end.
@@ -33,16 +31,16 @@ class Link:
     _unread: bytes = field(default=b"", repr=False)
     _sending: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
-    def send(self, content: Mapping[str, Any]) -> None:
-        """Send a JSON object. If that fails, the object is lost, and ``receive`` will find the connection closed."""
+    def send(self, message: Message) -> None:
+        """Send a message. If that fails, it is lost, and ``receive`` will find the connection closed."""
         try:
             with self._sending:
-                self.connection.sendall(json.dumps(content).encode() + b"\n")
+                self.connection.sendall(encode(message) + b"\n")
         except OSError as error:  # the system reports an error once, here or to ``receive``
             self._note_network_error(error)
 
-    def receive(self) -> list[dict[str, Any]]:
-        """Return the objects that have arrived; ``open`` is False afterwards if the other end has closed."""
+    def receive(self) -> list[Message]:
+        """Return the messages that have arrived; ``open`` is False afterwards if the other end has closed."""
         try:
             data = self.connection.recv(_LONGEST_BYTES)
         except OSError as error:
@@ -52,7 +50,7 @@ class Link:
             data = b""
         self.open = bool(data) and len(self._unread) < _LONGEST_BYTES
         *lines, self._unread = (self._unread + data).split(b"\n")
-        return [json.loads(line) for line in lines]
+        return [decode(line) for line in lines]
 
     def _note_network_error(self, error: OSError) -> None:
         if error.errno in _NETWORK_ERRORS:
@@ -98,7 +96,7 @@ class Transport:
         """Send a message to every connected rank except ``but``; any thread may call this."""
         for link in self._links:
             if link.rank != but and link.open:
-                link.send(to_json(message))
+                link.send(message)
 
     def wait(self, seconds: float) -> tuple[list[Arrival], bool]:
         """Wait at most ``seconds`` for data; return the arrivals, and whether there is data on ``wakeup``."""
@@ -106,7 +104,7 @@ class Transport:
         return [self._receive(link) for link in links if link is not None], None in links
 
     def _receive(self, link: Link) -> Arrival:
-        messages = [from_json(content) for content in link.receive()]
+        messages = link.receive()
         if not link.open:
             self._selector.unregister(link.connection)
         return Arrival(link.rank, messages, link.open, link.network_error)

@@ -2,44 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TypeAlias
+
+import msgspec
 
 from dapple_tf.distributed.call_order_check import RankCall
 from dapple_tf.distributed.progress import RankStatus
 
 
-@dataclass(frozen=True)
-class Heartbeat:
+class _Message(msgspec.Struct, frozen=True, tag_field="kind"):
+    """A JSON object, whose field ``kind`` is the tag of its class."""
+
+
+class Heartbeat(_Message, frozen=True, tag="heartbeat"):
     """``rank`` is alive; sent several times a second."""
 
     rank: int
     status: RankStatus
 
 
-@dataclass(frozen=True)
-class LeaveMessage:
+class LeaveMessage(_Message, frozen=True, tag="leave"):
     """The script of ``rank`` has ended without an error."""
 
     rank: int
     status: RankStatus
 
 
-@dataclass(frozen=True)
-class AgreementMessage:
+class AgreementMessage(_Message, frozen=True, tag="agreement"):
     """From rank 0: all ranks have left and have made the same calls, so every rank may end."""
 
 
-@dataclass(frozen=True)
-class FinishedMessage:
+class FinishedMessage(_Message, frozen=True, tag="finished"):
     """Horovod has ended on ``rank``, whose process ends now; from rank 0 it means that Horovod has ended on all."""
 
     rank: int
 
 
-@dataclass(frozen=True)
-class FailureReport:
+class FailureReport(_Message, frozen=True, tag="failure"):
     """``rank`` has failed: ``what`` happened to it, as a verb phrase ("was killed").
 
     The receiver ends after ``wait_seconds`` with ``exit_code``. ``raised``: the rank itself has raised the error, and
@@ -54,23 +53,20 @@ class FailureReport:
     raised: bool = False
 
 
-@dataclass(frozen=True)
-class CallMessage:
+class CallMessage(_Message, frozen=True, tag="call"):
     """``rank`` is about to make ``call``; sent to rank 0, which compares the calls of all ranks."""
 
     rank: int
     call: RankCall
 
 
-@dataclass(frozen=True)
-class CallMismatch:
+class CallMismatch(_Message, frozen=True, tag="call mismatch"):
     """The ranks make different calls; ``what`` says which rank makes which."""
 
     what: str
 
 
-@dataclass(frozen=True)
-class StopMessage:
+class StopMessage(_Message, frozen=True, tag="stop"):
     """A stop between two steps: ``rank`` asks rank 0 for it, or rank 0 says that all stop after step ``after``.
 
     The ranks answer rank 0 with the same ``after``. 0: rank 0 has not chosen a step yet. A rank that asks sends the
@@ -80,10 +76,10 @@ class StopMessage:
     rank: int
     after: int = 0
     signal: str = ""
-    status: RankStatus = field(default_factory=RankStatus)
+    status: RankStatus = RankStatus()
 
 
-Message = (
+Message: TypeAlias = (
     Heartbeat
     | LeaveMessage
     | AgreementMessage
@@ -94,32 +90,8 @@ Message = (
     | StopMessage
 )
 
-_KINDS: Mapping[str, type[Message]] = {
-    "heartbeat": Heartbeat,
-    "leave": LeaveMessage,
-    "agreement": AgreementMessage,
-    "finished": FinishedMessage,
-    "failure": FailureReport,
-    "call": CallMessage,
-    "call mismatch": CallMismatch,
-    "stop": StopMessage,
-}
-_NAMES = {kind: name for name, kind in _KINDS.items()}
+encode = msgspec.json.encode
+"""Returns a message as a line of JSON, without its end."""
 
-
-def _read_status(value: Mapping[str, Any]) -> RankStatus:
-    return RankStatus(**{**value, "stages": tuple(value["stages"])})  # JSON has no tuples
-
-
-_NESTED: Mapping[str, Callable[[Any], Any]] = {"status": _read_status, "call": lambda value: RankCall(**value)}
-
-
-def to_json(message: Message) -> dict[str, Any]:
-    """Return the message as a JSON object."""
-    return {"kind": _NAMES[type(message)], **asdict(message)}
-
-
-def from_json(content: Mapping[str, Any]) -> Message:
-    """Return the message that ``to_json`` wrote."""
-    fields = {key: _NESTED[key](value) if key in _NESTED else value for key, value in content.items()}
-    return _KINDS[fields.pop("kind")](**fields)
+decode = msgspec.json.Decoder(Message).decode
+"""Returns the message that ``encode`` wrote."""

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from dapple_tf.distributed.links import Link
+from dapple_tf.distributed.messages import CallMismatch, encode
 
 
 @pytest.fixture
@@ -27,25 +28,31 @@ def test_messages_of_several_threads_arrive_whole(links: tuple[Link, Link]) -> N
     threads = [threading.Thread(target=send_many, args=(sender, text * 50_000)) for text in "ab"]
     for thread in threads:
         thread.start()
-    received = []
+    received: list[str] = []
     while len(received) < 100:
-        received += receiver.receive()
-    assert sorted(message["text"][:1] for message in received) == ["a"] * 50 + ["b"] * 50
+        received += texts(receiver)
+    assert sorted(text[:1] for text in received) == ["a"] * 50 + ["b"] * 50
     for thread in threads:
         thread.join(5)
 
 
 def send_many(link: Link, text: str) -> None:
     for _ in range(50):
-        link.send({"text": text})
+        link.send(CallMismatch(text))
+
+
+def texts(link: Link) -> list[str]:
+    """The texts of the messages that have arrived."""
+    return [message.what for message in link.receive() if isinstance(message, CallMismatch)]
 
 
 def test_a_message_that_arrives_in_two_parts_is_received_once_it_is_complete(links: tuple[Link, Link]) -> None:
     sender, receiver = links
-    sender.connection.sendall(b'{"text": "a"}\n{"te')
-    assert receiver.receive() == [{"text": "a"}]
-    sender.connection.sendall(b'xt": "b"}\n')
-    assert receiver.receive() == [{"text": "b"}]
+    first, second = (encode(CallMismatch(text)) + b"\n" for text in "ab")
+    sender.connection.sendall(first + second[:5])
+    assert receiver.receive() == [CallMismatch("a")]
+    sender.connection.sendall(second[5:])
+    assert receiver.receive() == [CallMismatch("b")]
     assert receiver.open
 
 
@@ -55,7 +62,7 @@ def test_a_closed_connection_is_noticed_by_the_receiver_and_ignored_by_the_sende
     assert receiver.receive() == []
     assert not receiver.open
     assert receiver.network_error == ""
-    receiver.send({"text": "lost"})
+    receiver.send(CallMismatch("lost"))
 
 
 def test_a_network_error_is_kept_in_words(links: tuple[Link, Link], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from dapple_tf.distributed.call_order_check import RankCall
@@ -16,8 +14,9 @@ from dapple_tf.distributed.messages import (
     Heartbeat,
     LeaveMessage,
     Message,
-    from_json,
-    to_json,
+    StopMessage,
+    decode,
+    encode,
 )
 from dapple_tf.distributed.progress import RankStatus
 
@@ -34,8 +33,9 @@ STATUS = RankStatus(stages=(0, 2), step=4, running=True, exchange="exchange/stag
         FailureReport(1, STATUS, "raised KeyError: 'ä'", 0.4, 130, raised=True),
         CallMessage(1, RankCall(3, "run step 2", " of float32[4]")),
         CallMismatch("rank 0 is about to save"),
+        StopMessage(1, 4, "SIGUSR1", STATUS),
     ],
     ids=lambda message: type(message).__name__,
 )
 def test_a_message_comes_back_as_it_was(message: Message) -> None:
-    assert from_json(json.loads(json.dumps(to_json(message)))) == message
+    assert decode(encode(message)) == message

@@ -13,6 +13,7 @@ import pytest
 
 from dapple_tf.distributed.handshake import prove_rank
 from dapple_tf.distributed.links import Link
+from dapple_tf.distributed.messages import FinishedMessage
 from dapple_tf.distributed.rendezvous import accept_ranks, connect_to
 from dapple_tf.errors import JobError
 
@@ -62,8 +63,8 @@ def assert_connected(ends: tuple[Sequence[Link], Sequence[Link]]) -> None:
         assert (here.rank, there.rank) == (rank, 0)
         for sender, receiver in ((here, there), (there, here)):
             receiver.connection.settimeout(5)
-            sender.send({"to": rank})
-            assert receiver.receive() == [{"to": rank}]
+            sender.send(FinishedMessage(rank))
+            assert receiver.receive() == [FinishedMessage(rank)]
 
 
 def close(ends: tuple[Sequence[Link], Sequence[Link]], *others: socket.socket) -> None:
