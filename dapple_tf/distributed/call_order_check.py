@@ -26,59 +26,18 @@ class RankCall:
     detail: str = ""
 
 
-class CallOrderCheck:
-    """Keeps the calls that some of the ``size`` ranks of a job have announced, and others have not yet."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._open: dict[int, dict[int, RankCall]] = {}
-
-    def add(self, rank: int, call: RankCall) -> str:
-        """Note a call of ``rank``; return how the calls of this number differ so far, or "" where they do not."""
-        calls = self._open.setdefault(call.number, {})
-        calls[rank] = call
-        if len({other.what for other in calls.values()}) > 1:
-            return _describe(calls)
-        if len(calls) == self._size:
-            del self._open[call.number]
-        return ""
-
-    def describe_unanswered(self) -> str:
-        """Return which ranks have made a call that others have not made, or "" if there is no such call.
-
-        It is an error once all ranks have left: then the others will not make the call.
-        """
-        if not self._open:
-            return ""
-        calls = self._open[min(self._open)]
-        others = [rank for rank in range(self._size) if rank not in calls]
-        return f"{_describe(calls)}, and {_subject(others)} not"
-
-
-def _describe(calls: dict[int, RankCall]) -> str:
-    groups: dict[str, list[int]] = {}
-    for rank in sorted(calls):
-        groups.setdefault(calls[rank].what, []).append(rank)
-    return ", ".join(f"{_subject(ranks)} about to {what}{calls[ranks[0]].detail}" for what, ranks in groups.items())
-
-
-def _subject(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]} is" if len(ranks) == 1 else f"ranks {list(ranks)} are"
-
-
-# --- Compare the calls of all ranks on rank 0, from the first call to the end of the job
-
-
 class CallComparison:
-    """Compares the calls of ``size`` ranks; ``report_difference`` is called with a description of each difference.
+    """Compares on rank 0 the calls of ``size`` ranks; ``report_difference`` is called with the text of each difference.
 
-    Any thread may call ``add_own``; one thread must call all other methods.
+    It keeps the calls that some ranks have announced, and others have not yet. Any thread may call ``add_own``; one
+    thread must call all other methods.
     """
 
     def __init__(self, size: int, report_difference: Callable[[str], None]) -> None:
-        self._check = CallOrderCheck(size)
-        self._own_calls: queue.SimpleQueue[RankCall] = queue.SimpleQueue()
+        self._size = size
         self._report_difference = report_difference
+        self._open: dict[int, dict[int, RankCall]] = {}
+        self._own_calls: queue.SimpleQueue[RankCall] = queue.SimpleQueue()
 
     def add_own(self, call: RankCall) -> None:
         """Note a call of rank 0; the next ``compare_own`` compares it."""
@@ -92,13 +51,32 @@ class CallComparison:
 
     def compare(self, rank: int, call: RankCall) -> None:
         """Compare a call of ``rank`` with those that other ranks have made under its number."""
-        difference = self._check.add(rank, call)
-        if difference:
-            self._report_difference(difference)
+        calls = self._open.setdefault(call.number, {})
+        calls[rank] = call
+        if len({other.what for other in calls.values()}) > 1:
+            self._report_difference(_describe(calls))
+        elif len(calls) == self._size:
+            del self._open[call.number]
 
     def conclude(self) -> bool:
-        """Return whether all ranks have made the same calls; call this once all ranks have left."""
-        unanswered = self._check.describe_unanswered()
-        if unanswered:
-            self._report_difference(unanswered)
-        return not unanswered
+        """Return whether all ranks have made the same calls; call this once all ranks have left.
+
+        A call that only some have made is a difference then: the others will not make it.
+        """
+        if not self._open:
+            return True
+        calls = self._open[min(self._open)]
+        others = [rank for rank in range(self._size) if rank not in calls]
+        self._report_difference(f"{_describe(calls)}, and {_subject(others)} not")
+        return False
+
+
+def _describe(calls: dict[int, RankCall]) -> str:
+    groups: dict[str, list[int]] = {}
+    for rank in sorted(calls):
+        groups.setdefault(calls[rank].what, []).append(rank)
+    return ", ".join(f"{_subject(ranks)} about to {what}{calls[ranks[0]].detail}" for what, ranks in groups.items())
+
+
+def _subject(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]} is" if len(ranks) == 1 else f"ranks {list(ranks)} are"

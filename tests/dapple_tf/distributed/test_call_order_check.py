@@ -8,54 +8,64 @@ from pathlib import Path
 
 import pytest
 
-from dapple_tf.distributed.call_order_check import CallOrderCheck, RankCall
+from dapple_tf.distributed.call_order_check import CallComparison, RankCall
 from tests.dapple_tf.distributed.failing_jobs import assert_ended
 from tests.processes import RanksError, needs_horovod, run_ranks
 
-# --- the check itself
+# --- the comparison itself
 
 
 def call(what: str, number: int = 1) -> RankCall:
     return RankCall(number, what, " of float32[4]")
 
 
+def comparison(size: int) -> tuple[CallComparison, list[str]]:
+    """A comparison, and the differences that it reports."""
+    reported: list[str] = []
+    return CallComparison(size, reported.append), reported
+
+
 def test_equal_calls_do_not_differ_in_whichever_order_they_arrive() -> None:
-    check = CallOrderCheck(2)
-    arrivals = [(1, call("a", 1)), (1, call("b", 2)), (0, call("a", 1)), (0, call("b", 2))]
-    assert [check.add(*arrival) for arrival in arrivals] == [""] * 4
+    calls, reported = comparison(2)
+    for arrival in [(1, call("a", 1)), (1, call("b", 2)), (0, call("a", 1)), (0, call("b", 2))]:
+        calls.compare(*arrival)
+    assert not reported
 
 
 def test_details_are_not_compared() -> None:
-    check = CallOrderCheck(2)
-    check.add(0, RankCall(1, "a", " of float32[4]"))
-    assert check.add(1, RankCall(1, "a", " of float64[4]")) == ""
+    calls, reported = comparison(2)
+    calls.compare(0, RankCall(1, "a", " of float32[4]"))
+    calls.compare(1, RankCall(1, "a", " of float64[4]"))
+    assert not reported
 
 
 def test_the_first_rank_that_differs_is_found_before_all_have_called() -> None:
-    check = CallOrderCheck(4)
-    check.add(2, call("run step 3"))
-    assert check.add(0, call("save")) == (
-        "rank 0 is about to save of float32[4], rank 2 is about to run step 3 of float32[4]"
-    )
+    calls, reported = comparison(4)
+    calls.compare(2, call("run step 3"))
+    calls.compare(0, call("save"))
+    assert reported == ["rank 0 is about to save of float32[4], rank 2 is about to run step 3 of float32[4]"]
 
 
 def test_ranks_that_make_the_same_call_are_named_together() -> None:
-    check = CallOrderCheck(4)
+    calls, reported = comparison(4)
     for rank in (0, 3):
-        check.add(rank, call("run step 3"))
-    text = check.add(1, call("save"))
+        calls.compare(rank, call("run step 3"))
+    calls.compare(1, call("save"))
+    (text,) = reported
     assert text.startswith("ranks [0, 3] are about to run step 3 of float32[4], rank 1 is about to save")
 
 
 def test_a_call_that_others_have_not_made_is_unanswered() -> None:
-    check = CallOrderCheck(3)
+    calls, reported = comparison(3)
     for rank in range(3):
-        check.add(rank, call("a", 1))
-    assert check.describe_unanswered() == ""
+        calls.compare(rank, call("a", 1))
+    assert calls.conclude()
+    assert not reported
     for rank in (0, 2):
-        check.add(rank, call("b", 2))
-    check.add(0, call("c", 3))
-    assert check.describe_unanswered() == "ranks [0, 2] are about to b of float32[4], and rank 1 is not"
+        calls.compare(rank, call("b", 2))
+    calls.compare(0, call("c", 3))
+    assert not calls.conclude()
+    assert reported == ["ranks [0, 2] are about to b of float32[4], and rank 1 is not"]
 
 
 # --- jobs
