@@ -38,7 +38,7 @@ def measure() -> list[tuple[str, float, float]]:
     from dapple_tf.distributed.membership import current
 
     job = current()
-    assert job is not None, "start it with mpirun"
+    assert not job.is_alone, "start it with mpirun"
     assert job.exchange_network is not None, "the native exchange is not built: make horovod"
     network = job.exchange_network
     found = []

@@ -230,7 +230,7 @@ def train_dense(way: str) -> Any:
     predicted = step.report.stages[dapple.rank()].predicted.peak
     own = {"start": start, "peak": _resident("VmHWM"), "after": _resident("VmRSS"), "predicted": predicted}
     job = membership.current()
-    assert job is not None
+    assert not job.is_alone
     return job.gather({**own, "losses": losses, "build": build})
 
 
@@ -260,7 +260,7 @@ def train_limited(folder: str, limit: int) -> Any:
         if number == SAVED > done:
             checkpoints.save(number)
     job = membership.current()
-    assert job is not None
+    assert not job.is_alone
     peaks = job.gather(_resident("VmHWM"))
     predicted = max(stage.predicted.peak for stage in step.report.stages)
     return {"losses": losses, "peak": max(peaks), "predicted": predicted}
@@ -355,7 +355,7 @@ def save_and_load_files(folder: str) -> Any:
         run_way()
         above[way] = _resident("VmHWM") - before
     job = membership.current()
-    assert job is not None
+    assert not job.is_alone
     return job.gather({"above": above, "whole": 3 * sum(w.shape.num_elements() * 4 for w in model.weights)})
 
 
@@ -388,7 +388,7 @@ def share_optimizer() -> Any:
         )
     seconds = time_interleaved(steps, 20)
     job = membership.current()
-    assert job is not None
+    assert not job.is_alone
     return job.gather({"whole": slots["without"], "sharded": slots["with"], **seconds})
 
 

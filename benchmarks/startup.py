@@ -84,6 +84,6 @@ if __name__ == "__main__":
     from dapple_tf.distributed import membership
 
     job = membership.current()
-    slowest = parts if job is None else max(job.gather(parts), key=lambda found: sum(found.values()))
-    if job is None or job.rank == 0:
+    slowest = max(job.gather(parts), key=lambda found: sum(found.values()))
+    if job.rank == 0:
         print(json.dumps(slowest))

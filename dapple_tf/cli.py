@@ -164,7 +164,7 @@ def _end_failed(error: Exception, exit_code: int) -> NoReturn:
 
 def _end_interrupted() -> NoReturn:
     """End the process as Ctrl-C does, outside of a job without waiting for threads: one may compile for seconds."""
-    if membership.current() is None and any(not thread.daemon for thread in threading.enumerate()[1:]):
+    if membership.current().is_alone and any(not thread.daemon for thread in threading.enumerate()[1:]):
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(INTERRUPTED)

@@ -42,24 +42,23 @@ def init(devices: int | None = None) -> None:
         job = membership.join()
         _make_devices(devices, job)
         _share_start(job)
-        if job is not None:
+        if not job.is_alone:
             start_exit_reporting(job)
             start_exchanges(job)
             job.base_bytes = resident_bytes()
         elif read_start() is not None:
-            report_uncaught_exceptions(None)
+            report_uncaught_exceptions(job)
 
 
-def _share_start(job: membership.Job | None) -> None:
+def _share_start(job: membership.Job) -> None:
     """Note which start of the job this is where Horovod's driver does not: rank 0 has been there from the first on."""
-    if is_driven() and (job is None or job.watchdog is None):
-        ranks = membership.AllRanks(job)
-        os.environ[VARIABLE] = ranks.run_on_rank_0(lambda: (read_start() or first_start()).to_text())
+    if is_driven() and job.watchdog is None:
+        os.environ[VARIABLE] = job.run_on_rank_0(lambda: (read_start() or first_start()).to_text())
 
 
-def _make_devices(devices: int | None, job: membership.Job | None) -> None:
+def _make_devices(devices: int | None, job: membership.Job) -> None:
     gpus = tf.config.list_physical_devices("GPU")
-    if job is not None:
+    if not job.is_alone:
         devices = 1
         if gpus:
             _choose_gpu(gpus, job)
@@ -72,17 +71,17 @@ def _make_devices(devices: int | None, job: membership.Job | None) -> None:
     configured = tf.config.get_logical_device_configuration(cpu)
     count = DEFAULT_DEVICES if devices is None else devices
     # A rank's second device is for the op that detects a failed step: see ``distributed.progress``.
-    count = count if job is None else 2
+    count = count if job.is_alone else 2
     if configured is not None and (devices is None or count == len(configured)):
         return
     try:
         tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * count)
-        _run_ops_on_one_core(count if job is None else job.local_size)
-        if job is not None:
+        _run_ops_on_one_core(count if job.is_alone else job.local_size)
+        if not job.is_alone:
             _reserve_thread_for_exchanges()
     except RuntimeError as error:
         have = len(tf.config.list_logical_devices("CPU"))
-        if have == count or job is not None:
+        if have == count or not job.is_alone:
             return
         if devices is None:
             warn_user(
@@ -148,7 +147,7 @@ def list_devices(wanted: Sequence[str | int] | None = None) -> tuple[str, ...]:
     """
     gpus = tf.config.list_logical_devices("GPU")
     found = tuple(device.name for device in gpus or tf.config.list_logical_devices("CPU"))
-    if membership.current() is not None:
+    if not membership.current().is_alone:
         found = found[:1]
     if wanted is None:
         return found

@@ -24,7 +24,7 @@ from dapple_tf.autoplan.stages_auto import check_enough_layers, choose_stages, p
 from dapple_tf.autoplan.stages_requested import choose_micro_batches, plan_requested_stages, stages_at_home
 from dapple_tf.compiler import PlannedModel
 from dapple_tf.devices import list_devices
-from dapple_tf.distributed.membership import AllRanks, Job
+from dapple_tf.distributed.membership import Job
 from dapple_tf.errors import ClusterError, PlanError, UsageError, warn_user
 from dapple_tf.exactness import BatchLoss, Inexact
 from dapple_tf.frontend.batch import batch_size
@@ -61,20 +61,14 @@ class Autoplan:
     other.
     """
 
-    def __init__(
-        self,
-        loss_fn: Traced,
-        optimizer: Any,
-        options: Options,
-        job: Job | None,
-    ) -> None:
+    def __init__(self, loss_fn: Traced, optimizer: Any, options: Options, job: Job) -> None:
         check_contradictions(options)
         self._loss_fn = loss_fn
         self._optimizer = optimizer
         self.options = options
         self._wanted_cluster = options.cluster
         self._replicable = True
-        self._job, self._ranks = job, AllRanks(job)
+        self._job = job
         self._decision = None if options.plan is None else PlanDecision(options.plan)
         self._estimates: tuple[EstimatedCosts, Mapping[str, Sequence[Shape]]] | None = None
         self.layer_names: tuple[str, ...] = ()
@@ -207,13 +201,13 @@ class Autoplan:
         """
         costs = estimate_costs(layers, shapes)
         if self._decision is not None:
-            return follow_plan(self._decision.plan, self.layer_names, layers, costs, all_devices=self._job is not None)
-        return plan_forward(self.options, layers, costs, self._device_count, all_devices=self._job is not None)
+            return follow_plan(self._decision.plan, self.layer_names, layers, costs, all_devices=not self._job.is_alone)
+        return plan_forward(self.options, layers, costs, self._device_count, all_devices=not self._job.is_alone)
 
     @property
     def _device_count(self) -> int:
         """The number of devices that there are: of the ranks of the job, or the logical ones of this process."""
-        return len(list_devices(self.options.devices)) if self._job is None else self._job.size
+        return len(list_devices(self.options.devices)) if self._job.is_alone else self._job.size
 
     def choose_schedule(self, model: StagedModel, samples: int) -> None:
         """Choose policy and D for the first trace by an estimate, where the schedule is still "auto"."""
@@ -222,9 +216,9 @@ class Autoplan:
         (costs, shapes), self._estimates = self._estimates, None
         planned = PlannedModel(model, self._decision.plan, samples)
         slots = count_slots(self._optimizer, [model.variables[without_target(name)] for name in model.trained])
-        choose = partial(_choose_by_estimate, planned, costs, shapes, slots, ranks=self._job is not None)
+        choose = partial(_choose_by_estimate, planned, costs, shapes, slots, ranks=not self._job.is_alone)
         try:
-            choice = self._ranks.run_on_rank_0(choose)
+            choice = self._job.run_on_rank_0(choose)
         except PlanError as error:  # no reason to give up: it is an estimate, and devices may share their memory
             schedule = self._decision.plan.schedule
             warn_user(f"{error}. Trying {schedule} all the same")
@@ -238,15 +232,15 @@ class Autoplan:
         samples = batch_size(batch)
         names = tuple(layer.name for layer in layers.layers)
         costs = estimate_costs(layers, shapes)
-        self._ranks.agree("number of samples", samples)
-        self._ranks.agree("call of dapple.pipeline", self.options)
-        self._ranks.agree("plan", None if self.options.plan is None else self.options.plan.to_json())
-        self._ranks.agree("layers of the model", names)
+        self._job.agree("number of samples", samples)
+        self._job.agree("call of dapple.pipeline", self.options)
+        self._job.agree("plan", None if self.options.plan is None else self.options.plan.to_json())
+        self._job.agree("layers of the model", names)
         if self.options.elastic:
             self.options, self._decision = self._fit_devices(layers, costs, samples)
         decision = self._decision
         if decision is None:
-            decision = self._ranks.run_on_rank_0(partial(self._make_decision, captured, layers, costs, batch))
+            decision = self._job.run_on_rank_0(partial(self._make_decision, captured, layers, costs, batch))
         window = self.options.window
         if window is not None and (decision.plan.window, decision.plan.global_batch_size) != (window, samples):
             decision = PlanDecision(window_plan(decision.plan, window, samples))
@@ -258,7 +252,7 @@ class Autoplan:
                 "slots could be shared out. Give replicas, or leave it out"
             )
         check_plan_fits(decision.plan, layers, samples)
-        if self.options.plan is not None and self._ranks.rank == 0:
+        if self.options.plan is not None and self._job.rank == 0:
             _warn_of_other_batch(self.options.plan, decision.plan, samples)
         if len(decision.plan.stages) > 1:
             _warn_of_dominant_layer(names, costs)
@@ -277,14 +271,14 @@ class Autoplan:
         devices = self._device_count
         if decision is not None or not options.stages_are_auto:
             plan = self.plan if decision else plan_requested_stages(options, layers, costs, samples, sys.maxsize)
-            if plan.device_count != devices if job is not None else plan.device_count > devices:
-                have = format_count(devices, "device" if job is None else "rank")
-                if self._ranks.rank == 0:
+            if plan.device_count > devices if job.is_alone else plan.device_count != devices:
+                have = format_count(devices, "device" if job.is_alone else "rank")
+                if self._job.rank == 0:
                     LOGGER.info("elastic: there are %s, and %d were asked for: planning anew", have, plan.device_count)
                 sharded = options.shard_optimizer or plan.shard_optimizer
                 options, decision = dataclasses.replace(options.planned_anew(), shard_optimizer=sharded), None
         if options.cluster is not None and options.cluster.devices != devices:
-            hosts = [] if job is None else list(Counter(job.gather(socket.gethostname())).items())
+            hosts = [] if job.is_alone else list(Counter(job.gather(socket.gethostname())).items())
             options = dataclasses.replace(options, cluster=options.cluster.on_hosts(hosts) if hosts else None)
         return options, decision
 
@@ -302,7 +296,7 @@ class Autoplan:
             devices=self._device_count,
             cluster=self.options.cluster,
             replicable=self._replicable,
-            ranks=self._job is not None,
+            ranks=not self._job.is_alone,
         )
         if self.options.stages_are_auto:
             check_enough_layers(self.options, layers)

@@ -25,7 +25,6 @@ from dapple_tf.checkpoint.file import CheckpointFile, DamagedError, can_store, o
 from dapple_tf.checkpoint.names import NAME, checkpoint_name, list_checkpoints, steps_of
 from dapple_tf.checkpoint.snapshots import SnapshotCosts, Snapshots
 from dapple_tf.distributed import membership
-from dapple_tf.distributed.membership import AllRanks
 from dapple_tf.distributed.variable_transfer import load_values, stream_values
 from dapple_tf.errors import CheckpointError, warn_user
 from dapple_tf.launcher.restart import read_start
@@ -59,7 +58,6 @@ class Checkpoints:
         self._folder = Path(folder)
         self._step = step
         self._job = membership.current()
-        self._ranks = AllRanks(self._job)
         self._lock: _FolderLock | None = None
         for name, variable in step.variables.items():
             if not can_store(variable):
@@ -67,8 +65,8 @@ class Checkpoints:
                     f"variable {name!r} ({variable.dtype.name}, shape {variable.shape}) cannot be saved: a checkpoint "
                     "holds numbers and booleans of fixed shapes; keep the variable out of the loss"
                 )
-        self._ranks.announce_call("open a checkpoint folder")
-        self._ranks.run_on_rank_0(self._open_folder)
+        self._job.announce_call("open a checkpoint folder")
+        self._job.run_on_rank_0(self._open_folder)
         self._position = Position(0, 0)
         every = step.snapshot_every
         self._snapshots = None if every is None else Snapshots(step, self._job, self._folder, every)
@@ -85,7 +83,7 @@ class Checkpoints:
     def close(self) -> None:
         """End the run, on every rank: remove its snapshots. The files of checkpoints stay."""
         if self._snapshots is not None:
-            self._ranks.announce_call("remove the snapshots")
+            self._job.announce_call("remove the snapshots")
             self._snapshots.close()
             self._step.before_training = None
             self._snapshots = None
@@ -101,8 +99,8 @@ class Checkpoints:
         A damaged file is renamed to ``*.damaged`` with a DappleWarning, and the one before it loaded. Raises
         CheckpointError if all files are damaged, or the last good one is of another model; then nothing has changed.
         """
-        self._ranks.announce_call("restore a checkpoint")
-        found: tuple[CheckpointFile, Position] | None = self._ranks.run_on_rank_0(self._choose_last)
+        self._job.announce_call("restore a checkpoint")
+        found = self._job.run_on_rank_0(self._choose_last)
         self._position = Position(0, 0) if found is None else found[1]
         if self._snapshots is not None:
             newer = self._snapshots.restore(self._position.steps)
@@ -112,8 +110,7 @@ class Checkpoints:
             self._snapshots.begin(self._position)
         elif found is not None:
             self._load(found[0])
-        if self._job is not None:
-            self._job.progress.step = self._position.steps
+        self._job.progress.step = self._position.steps
         self._note_saved(self._position.steps, f"in {self._position.origin}")
         return self._position
 
@@ -132,23 +129,22 @@ class Checkpoints:
         on every rank, if the file cannot be written or the folder has a checkpoint of a later step; earlier checkpoints
         stay.
         """
-        self._ranks.announce_call(f"save a checkpoint after step {steps}")
-        self._ranks.check_call_history()  # variables trained on different batches must not be saved
+        self._job.announce_call(f"save a checkpoint after step {steps}")
+        self._job.check_call_history()  # variables trained on different batches must not be saved
         position = Position(steps, steps if batches is None else batches)
         values = stream_values(self._job, list(self._step.variables.values()))
-        if self._ranks.rank != 0:
+        if self._job.rank != 0:
             _consume(values)
-        path = str(self._ranks.run_on_rank_0(lambda: self._write(position, values)))
+        path = str(self._job.run_on_rank_0(lambda: self._write(position, values)))
         self._position = position
         self._note_saved(steps, f"as {path}")
         return path
 
     def _note_saved(self, steps: int, where: str) -> None:
         """Note what is saved, for the line that a rank prints when the job ends early."""
-        if self._job is not None:
-            unit = self._step.plan.training.words.unit
-            said = f"{unit} {steps} is saved {where}" if steps else f"{self._folder} has no checkpoint yet"
-            self._job.progress.saved = said
+        unit = self._step.plan.training.words.unit
+        said = f"{unit} {steps} is saved {where}" if steps else f"{self._folder} has no checkpoint yet"
+        self._job.progress.saved = said
 
     # --- on rank 0
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from dapple_tf.distributed.membership import AllRanks
+from dapple_tf.distributed.membership import Job
 from dapple_tf.errors import CheckpointError
 from dapple_tf.launcher.restart import read_start
 from dapple_tf.profiler.files import write_atomically
@@ -55,23 +55,23 @@ class HostMemory:
     host has no folder in memory, or where it is not known whether the snapshots there are of this run.
     """
 
-    def __init__(self, ranks: AllRanks, checkpoints: Path) -> None:
-        self._ranks = ranks
-        self.hosts: list[str] = ranks.gather(socket.gethostname())
-        self.is_first = self.hosts.index(self.host) == ranks.rank
-        place, self.runs, certain, self.writer = ranks.run_on_rank_0(partial(_identify, checkpoints))
+    def __init__(self, job: Job, checkpoints: Path) -> None:
+        self._job = job
+        self.hosts: list[str] = job.gather(socket.gethostname())
+        self.is_first = self.hosts.index(self.host) == job.rank
+        place, self.runs, certain, self.writer = job.run_on_rank_0(partial(_identify, checkpoints))
         self.folder = _memory_folder() / self.host / place
-        ranks.run_on_all(self._make_folder)
+        job.run_on_all(self._make_folder)
         self._remove_foreign(checkpoints, certain)
 
     @property
     def host(self) -> str:
         """The host of this rank."""
-        return self.hosts[self._ranks.rank]
+        return self.hosts[self._job.rank]
 
     def name_snapshot(self, steps: int) -> Snapshot:
         """Return the name of the snapshot of this job after this number of steps."""
-        return Snapshot(steps, self.runs[-1], self.writer, self._ranks.size)
+        return Snapshot(steps, self.runs[-1], self.writer, self._job.size)
 
     def list_parts(self) -> list[tuple[Snapshot, int]]:
         """Return the parts of known runs in the memory of this host, in order."""
@@ -139,7 +139,7 @@ class HostMemory:
         Raises CheckpointError where it is not ``certain`` that they are of others: the folder is new, the memory not.
         """
         foreign = [name for name in os.listdir(self.folder) if name not in self.runs] if self.is_first else []
-        found = [(self.hosts[rank], names) for rank, names in enumerate(self._ranks.gather(foreign)) if names]
+        found = [(self.hosts[rank], names) for rank, names in enumerate(self._job.gather(foreign)) if names]
         if found and not certain:
             host, (name, *_) = found[0]
             raise CheckpointError(

@@ -24,7 +24,7 @@ from dapple_tf.checkpoint.content import Position, check_variables, read_positio
 from dapple_tf.checkpoint.file import CheckpointFile, DamagedError, Entry, open_checkpoint, write_checkpoint
 from dapple_tf.checkpoint.host_memory import HostMemory, Snapshot
 from dapple_tf.distributed.buddies import Buddies, choose_buddies
-from dapple_tf.distributed.membership import AllRanks, Job
+from dapple_tf.distributed.membership import Job
 from dapple_tf.distributed.variable_transfer import load_values
 from dapple_tf.errors import CheckpointError
 from dapple_tf.messages import LOGGER
@@ -70,10 +70,9 @@ class Snapshots:
     snapshots, or where it is not known whether the snapshots there are of this run.
     """
 
-    def __init__(self, step: PipelinedStep, job: Job | None, checkpoints: Path, every: int) -> None:
+    def __init__(self, step: PipelinedStep, job: Job, checkpoints: Path, every: int) -> None:
         self._step, self._job, self._every = step, job, every
-        self._ranks = AllRanks(job)
-        self._memory = HostMemory(self._ranks, checkpoints)
+        self._memory = HostMemory(job, checkpoints)
         self._buddies: Buddies | None = None
         self._thread: _Worker | None = None
         self._lock = threading.Lock()
@@ -98,7 +97,7 @@ class Snapshots:
 
     def _find(self, after: int) -> tuple[Position, list[_Part]] | None:
         """Return the position and the parts of the last snapshot whose parts all pass their checksums."""
-        listed = self._ranks.gather(self._memory.list_parts() if self._memory.is_first else [])
+        listed = self._job.gather(self._memory.list_parts() if self._memory.is_first else [])
         holders = defaultdict[Snapshot, dict[int, list[int]]](lambda: defaultdict(list))
         for rank, parts in enumerate(listed):
             for snapshot, part in parts:
@@ -123,13 +122,13 @@ class Snapshots:
         files: dict[int, CheckpointFile] = {}
         contents: dict[int, tuple[Position, Mapping[str, Entry]]] = {}
         for part, rank in chosen.items():
-            if rank == self._ranks.rank:
+            if rank == self._job.rank:
                 with contextlib.suppress(DamagedError, CheckpointError, OSError):
                     file = open_checkpoint(self._memory.folder / snapshot.path(part))
                     contents[part] = read_position(file), dict(file.entries)
                     files[part] = file
         gathered: dict[int, tuple[Position, Mapping[str, Entry]]] = {}
-        for of_rank in self._ranks.gather(contents):
+        for of_rank in self._job.gather(contents):
             gathered |= of_rank
         damaged = [part for part in chosen if part not in gathered or gathered[part][0] != gathered[min(gathered)][0]]
         if damaged:
@@ -137,7 +136,7 @@ class Snapshots:
             return damaged
         entries = {name: entry for _, of_part in gathered.values() for name, entry in of_part.items()}
         where = Path(f"the snapshot after step {snapshot.steps}")
-        self._ranks.run_on_rank_0(lambda: check_variables(CheckpointFile(where, {}, entries), self._step.variables))
+        self._job.run_on_rank_0(lambda: check_variables(CheckpointFile(where, {}, entries), self._step.variables))
         position = gathered[0][0]
         hosts = ", ".join(dict.fromkeys(self._memory.hosts[rank] for rank in chosen.values()))
         parts = [_Part(chosen[part], tuple(gathered[part][1]), files.get(part)) for part in sorted(chosen)]
@@ -150,7 +149,7 @@ class Snapshots:
 
         All others, which are older or not complete, are removed before: the memory need not hold three.
         """
-        self._ranks.gather("restored")
+        self._job.gather("restored")
         self._memory.keep_only(position.steps)
         if self._thread is None:
             self._connect()
@@ -159,10 +158,10 @@ class Snapshots:
 
     def _connect(self) -> None:
         buddies = choose_buddies(self._memory.hosts)
-        sizes = self._ranks.gather(sum(map(variable_bytes, self._own_variables().values())))
-        self._ranks.run_on_all(lambda: self._memory.make_room(sizes, buddies))
+        sizes = self._job.gather(sum(map(variable_bytes, self._own_variables().values())))
+        self._job.run_on_all(lambda: self._memory.make_room(sizes, buddies))
         self._thread = _Worker()
-        if self._job is not None:
+        if not self._job.is_alone:
             self._buddies = Buddies(
                 self._job, buddies, self._memory.folder / self._memory.runs[-1], self._note_done, self._fail
             )
@@ -183,9 +182,9 @@ class Snapshots:
             self._thread.stop()
         if self._buddies is not None:
             self._buddies.stop()
-            self._ranks.gather("stopped")
+            self._job.gather("stopped")
             self._buddies.close()
-        self._ranks.gather("closed")
+        self._job.gather("closed")
         self._memory.remove_all()
         self._stopped = True
 
@@ -193,14 +192,13 @@ class Snapshots:
         """Copy this rank's variables, and have them written and sent; leave it out where a rank is not done yet."""
         begin = time.perf_counter()
         with self._lock:
-            states = [self._done[rank] for rank in (self._ranks.rank, *self._senders)]
+            states = [self._done[rank] for rank in (self._job.rank, *self._senders)]
             failed = self._failed
         finished, good = (min(values) for values in zip(*states, strict=True))
-        history = 0 if self._job is None else self._job.progress.call_history
-        row = [history, finished < self._begun, good, failed]
-        rows = [row] if self._job is None else self._job.gather_integers("take a snapshot", row)
+        row = [self._job.progress.call_history, finished < self._begun, good, failed]
+        rows = self._job.gather_integers("take a snapshot", row)
         histories, unfinished, complete, failures = zip(*rows, strict=True)
-        if len(set(histories)) > 1 and self._job is not None:
+        if len(set(histories)) > 1:
             self._job.check_call_history()  # variables trained on different batches are no state of one run
         if any(failures):
             self._stopped = True
@@ -224,7 +222,7 @@ class Snapshots:
             variables = self._own_variables()
             trained = [name for name in values if variables[name].trainable and variables[name].dtype.is_floating]
             bad = any(not np.isfinite(values[name]).all() for name in trained)
-            snapshot, rank = self._memory.name_snapshot(position.steps), self._ranks.rank
+            snapshot, rank = self._memory.name_snapshot(position.steps), self._job.rank
             path = None if bad else self._memory.folder / snapshot.path(rank)
             if path is not None:
                 write_checkpoint(path, variables, values.values(), position.to_metadata())
@@ -237,15 +235,13 @@ class Snapshots:
             self._fail("")
         except OSError as error:
             self._fail(
-                f"rank {self._ranks.rank} cannot write or send a snapshot in {self._memory.folder}: {error.strerror}"
+                f"rank {self._job.rank} cannot write or send a snapshot in {self._memory.folder}: {error.strerror}"
             )
 
     def _own_variables(self) -> dict[str, Any]:
         """Return the variables whose values this rank writes: the first rank that holds a variable writes it."""
-        if self._job is None:
-            return dict(self._step.variables)
         locations = self._job.variable_locations
-        return {name: v for name, v in self._step.variables.items() if locations.source(v) == self._ranks.rank}
+        return {name: v for name, v in self._step.variables.items() if locations.source(v) == self._job.rank}
 
     @property
     def _senders(self) -> Sequence[int]:
@@ -262,7 +258,7 @@ class Snapshots:
             LOGGER.warning("snapshots: %s", problem)
 
     def _tell(self, text: str) -> None:
-        if self._ranks.rank == 0:
+        if self._job.rank == 0:
             LOGGER.warning("snapshots: %s", text)
 
 

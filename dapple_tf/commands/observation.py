@@ -43,7 +43,7 @@ class Observer:
         trace: int,
         curves: bool,
         scalars: Scalars | None,
-        job: Job | None,
+        job: Job,
         tell: Callable[[str], None],
         trace_ops: bool = False,
         record: RunFile | None = None,
@@ -89,8 +89,7 @@ class Observer:
 
     def _choose_interval(self) -> None:
         cost, seconds = min(self._costs[1:]), statistics.median(self._seconds[1:])
-        interval = choose_interval(cost, seconds)
-        self._interval = interval if self._job is None else self._job.broadcast(interval)
+        self._interval = self._job.broadcast(choose_interval(cost, seconds))
         if self._interval > 1:
             self._tell(f"one step in {self._interval} is recorded: recording a step takes {cost * 1e3:.2g} ms")
 
@@ -179,8 +178,8 @@ class LossWatch:
         job = self._ranks.job
         bad = []
         for name, variable in self._step.variables.items():
-            holders = None if job is None else job.variable_locations.ranks_of(variable)
-            held = job is None or holders is None or job.rank in holders
+            holders = job.variable_locations.ranks_of(variable)
+            held = holders is None or job.rank in holders
             checked = held and variable.trainable and variable.dtype.is_floating
             if checked and not bool(tf.reduce_all(tf.math.is_finite(variable))):
                 bad.append(name)

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeVar
 
 from dapple_tf.commands.output import print_result, print_warning
-from dapple_tf.distributed.membership import AllRanks
+from dapple_tf.distributed.membership import Job
 
 T = TypeVar("T")
 
 
-class Ranks(AllRanks):
-    """All ranks. The first prints and writes."""
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks of ``job``. The first prints and writes."""
+
+    job: Job
 
     @property
     def is_first(self) -> bool:
-        """Whether this process prints and writes files: rank 0, or the only process."""
-        return self.rank == 0
+        """Whether this process prints and writes files: rank 0."""
+        return self.job.rank == 0
 
     def print_result(self, text: str) -> None:
         """Print a result on stdout, on rank 0 only."""
@@ -31,8 +35,8 @@ class Ranks(AllRanks):
 
     def run_on_first(self, work: Callable[[], T]) -> T | None:
         """Return what ``work`` returns on rank 0, and None on the others; an error there fails every rank."""
-        return self.run_on_all(lambda: work() if self.is_first else None)
+        return self.job.run_on_all(lambda: work() if self.is_first else None)
 
     def all_of(self, value: bool) -> bool:
         """Return whether ``value`` is True on every rank; every rank must call this."""
-        return all(self.gather(value))
+        return all(self.job.gather(value))

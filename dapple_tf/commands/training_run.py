@@ -59,11 +59,11 @@ def run_training(settings: TrainSettings, given: Options, options: Mapping[str, 
     ranks = Ranks(membership.current())
     minibatches = given.training.minibatches
     plain_speed = time_plain_model(settings.baseline, minibatches, **options) if settings.baseline else None
-    step, first, batches = ranks.run_on_all(lambda: _make_step(given, options))
+    step, first, batches = ranks.job.run_on_all(lambda: _make_step(given, options))
     _build(step, first, settings, ranks)
     checkpoints, position, batches = _resume(step, batches, settings, ranks)
     done = position.steps
-    restart = ranks.run_on_first(lambda: find_restart(settings.record_path, step.plan, ranks.size, position))
+    restart = ranks.run_on_first(lambda: find_restart(settings.record_path, step.plan, ranks.job.size, position))
     if restart is not None:
         ranks.print_result(str(restart))
     losses = LossWatch(step, ranks, ranks.print_warning)
@@ -79,7 +79,7 @@ def run_training(settings: TrainSettings, given: Options, options: Mapping[str, 
         except KeyboardInterrupt:
             ranks.print_warning(saver.describe_stop())
             raise
-        ranks.check_call_history()
+        ranks.job.check_call_history()
         if checkpoints is not None:
             if checkpoints.snapshot_costs is not None:
                 ranks.print_result(str(checkpoints.snapshot_costs))
@@ -140,7 +140,7 @@ def _resume(
         )
         checkpoints.close()
         raise SystemExit(0)
-    ranks.run_on_all(lambda: check_unfinished(folder, position.steps, settings.steps))
+    ranks.job.run_on_all(lambda: check_unfinished(folder, position.steps, settings.steps))
     if not position.steps:
         return checkpoints, position, batches
     ranks.print_result(f"resumed after {step.plan.training.words.unit} {position.steps} from {position.origin}")
@@ -174,8 +174,8 @@ class _Saver:
     ) -> None:
         self._checkpoints, self._settings, self._losses, self._growth = checkpoints, settings, losses, growth
         self._ranks, self._unit = ranks, unit
-        self._watchdog = None if ranks.job is None else ranks.job.watchdog
-        if ranks.job is not None and checkpoints is None:
+        self._watchdog = ranks.job.watchdog
+        if checkpoints is None:
             ranks.job.progress.saved = _NOTHING_SAVED
         self._may_stop = False
         self._interrupted = False
@@ -229,7 +229,7 @@ class _Saver:
         folder = self._settings.checkpoint_dir
         if not folder:
             return _NOTHING_SAVED
-        if self._ranks.job is not None:
+        if not self._ranks.job.is_alone:
             return describe_resumption(self._ranks.job.progress.saved)
         command = f"{click.get_current_context().find_root().info_name} {shlex.join(sys.argv[1:])}"
         if not self.saved:
@@ -249,7 +249,6 @@ class _Saver:
 
     def _tell_job(self, what: str) -> None:
         """Say on rank 0 what has happened, and what is saved if the launcher kills the ranks before the job stops."""
-        assert self._ranks.job is not None, "only a job's watchdog calls it"
         print_line(
             f"{what}: the job stops after the next {self._unit} and saves it, unless the launcher kills the ranks "
             f"before; now {describe_resumption(self._ranks.job.progress.saved)}"
@@ -319,7 +318,7 @@ def _open_record(
         "Keras": keras.__version__,
         "NumPy": np.__version__,
         "Python": platform.python_version(),
-        **({} if ranks.job is None else {"Horovod": metadata.version("horovod")}),
+        **({} if ranks.job.is_alone else {"Horovod": metadata.version("horovod")}),
     }
 
     def open_file() -> RunFile:
@@ -328,7 +327,7 @@ def _open_record(
             steps=settings.steps,
             done=done,
             time=time.time(),
-            processes=ranks.size,
+            processes=ranks.job.size,
             versions=versions,
             options=settings.options,
             plan=step.plan.to_json(),

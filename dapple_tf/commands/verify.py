@@ -38,12 +38,12 @@ def verify(**options: Any) -> None:
     from dapple_tf.verification import verify as compare
 
     ranks = Ranks(membership.current())
-    workload, batch = ranks.run_on_all(lambda: _load_workload(options))
+    workload, batch = ranks.job.run_on_all(lambda: _load_workload(options))
     report = compare(workload.loss_fn, optimizer=workload.optimizer, batch=batch, **given)
     ranks.print_result(str(report))
     if options["as_json"]:
         ranks.print_result(json.dumps(report.to_json()))
-    ranks.check_call_history()
+    ranks.job.check_call_history()
     if not report.ok:
         sys.exit(1)
 

@@ -58,7 +58,7 @@ def report_failure(error: BaseException, exit_code: int = 1) -> None:
     Does nothing outside of a job. Ctrl-C has an exit code of its own.
     """
     job = membership.current()
-    if job is None or job.watchdog is None:
+    if job.watchdog is None:
         return
     what = f"raised {type(error).__name__}: {error}"
     if isinstance(error, KeyboardInterrupt):
@@ -74,14 +74,14 @@ def _is_of_exchange(error: BaseException) -> bool:
     return isinstance(error, StepError) or type(error).__module__.partition(".")[0] in ("tensorflow", "horovod")
 
 
-def end_for_more_ranks(job: Job | None) -> NoReturn:
+def end_for_more_ranks(job: Job) -> NoReturn:
     """End this rank, which has saved, so that its job goes on with other ranks; every rank must call this.
 
     Raises SystemExit. Under Horovod's driver the end of the program is followed by its next start.
     """
     if is_driven():
         atexit.register(begin_again, "the hosts have changed")
-        if job is not None and job.watchdog is not None:  # first leave the job: the last function is called first
+        if job.watchdog is not None:  # first leave the job: the last function is called first
             atexit.unregister(_leave_at_exit)
             atexit.register(_leave_at_exit, job.watchdog, job.process)
     raise SystemExit(CONTINUE)
@@ -90,18 +90,18 @@ def end_for_more_ranks(job: Job | None) -> NoReturn:
 def prints_error_in_full(error: BaseException) -> bool:
     """Return whether this rank must print ``error``; if another rank does, print a line that says which rank."""
     rank, job = reporting_rank(error), membership.current()
-    if rank is None or job is None or rank == job.rank:
+    if job.is_alone or rank in (None, job.rank):
         return True
     LOGGER.warning("rank %d ends: rank %d prints the error (%s)", job.rank, rank, type(error).__name__)
     return False
 
 
-def report_uncaught_exceptions(job: Job | None) -> None:
+def report_uncaught_exceptions(job: Job) -> None:
     """Report what ends this process to the other ranks of ``job``, and to the launcher by the exit code."""
     previous = sys.excepthook
 
     def report(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        if isinstance(error, KeyboardInterrupt) and job is not None and membership.current() is job:
+        if isinstance(error, KeyboardInterrupt) and membership.current() is job:
             LOGGER.warning("interrupted")  # a traceback of every rank would not help
         elif prints_error_in_full(error):
             previous(kind, error, traceback)

@@ -44,16 +44,17 @@ class Network(Protocol):
 class Job:
     """A job of ``size`` processes; this process is ``rank``, and ``local_rank`` of the ``local_size`` on its server.
 
-    It holds the state of this process as a rank: its progress, the locations of variables, and the watchdog and the
+    A process that no launcher has started is a job of one rank, whose methods wait for nobody. The object holds the
+    state of this process as a rank: its progress, the locations of variables, and the watchdog and the
     ``exchange_network``, which ``dapple.init`` starts. ``exchange_way``: "native", or "horovod", which needs no
     network. ``process``: the process id of this rank; a forked child is not a rank. ``base_bytes``: the resident set of
     the process at the end of ``dapple.init``, before any model; 0 where the system does not say.
     """
 
-    size: int
-    rank: int
-    local_rank: int
-    local_size: int
+    size: int = 1
+    rank: int = 0
+    local_rank: int = 0
+    local_size: int = 1
     progress: Progress = field(default_factory=Progress, repr=False)
     variable_locations: VariableLocations = field(default_factory=VariableLocations, repr=False)
     watchdog: Watchdog | None = field(default=None, repr=False)
@@ -62,12 +63,19 @@ class Job:
     process: int = field(default_factory=os.getpid, repr=False)
     base_bytes: int = field(default=0, repr=False)
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether this process is the only rank."""
+        return self.size == 1
+
     def announce_call(self, what: str) -> None:
         """Announce a call that every rank must make, as an imperative ("gather the variables"); does not wait."""
         self.progress.announce_call(what)
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
         """Return the ``value`` (any object that pickles) of the rank ``source`` on every rank."""
+        if self.is_alone:
+            return value
         import horovod.tensorflow as hvd
 
         self.announce_call(f"receive a value from rank {source}")
@@ -76,6 +84,8 @@ class Job:
 
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's ``value``, by rank, on every rank."""
+        if self.is_alone:
+            return [value]
         import horovod.tensorflow as hvd
 
         self.announce_call("gather a value from every rank")
@@ -88,6 +98,8 @@ class Job:
         All ranks must give equally many. Unlike ``gather`` this takes one collective and no pickling, so a step may
         call it.
         """
+        if self.is_alone:
+            return [list(numbers)]
         import horovod.tensorflow as hvd
         import tensorflow as tf
 
@@ -96,13 +108,16 @@ class Job:
             gathered = hvd.allgather(tf.constant([list(numbers)], tf.int64), name="dapple.gather_integers")
         return [[int(number) for number in row] for row in gathered.numpy()]
 
-    def run_on_rank_0(self, work: Callable[[], Any]) -> Any:
+    def run_on_rank_0(self, work: Callable[[], T]) -> T:
         """Call ``work`` on rank 0, and return its result, or raise its error, on every rank."""
         return self.run_on(0, work)
 
-    def run_on(self, rank: int, work: Callable[[], Any]) -> Any:
+    def run_on(self, rank: int, work: Callable[[], T]) -> T:
         """Call ``work`` on this ``rank``, and return its result, or raise its error, on every rank."""
-        answer: tuple[Any, Exception | None] = None, None
+        if self.is_alone:
+            return work()
+        value: T
+        answer: tuple[T | None, Exception | None] = None, None
         if self.rank == rank:
             try:
                 answer = work(), None
@@ -119,6 +134,8 @@ class Job:
         Raises what ``work`` raised here, or JobError naming the rank where it failed and how. ``work`` may call
         ``agree``, ``run_on_rank_0`` and this method: there the other ranks learn that a rank has failed before it.
         """
+        if self.is_alone:
+            return work()
         failure: Exception | None = None
         try:
             value = work()
@@ -186,72 +203,29 @@ class Job:
         return sets
 
 
-@dataclass(frozen=True)
-class AllRanks:
-    """All ranks of ``job``, or this process alone where there is no job; every rank must make the same calls."""
-
-    job: Job | None
-
-    @property
-    def rank(self) -> int:
-        """The number of this process; 0 without a job."""
-        return 0 if self.job is None else self.job.rank
-
-    @property
-    def size(self) -> int:
-        """The number of ranks; 1 without a job."""
-        return 1 if self.job is None else self.job.size
-
-    def announce_call(self, what: str) -> None:
-        """Announce a call that every rank must make; see ``Job.announce_call``."""
-        if self.job is not None:
-            self.job.announce_call(what)
-
-    def gather(self, value: Any) -> list[Any]:
-        """Return every rank's ``value``, by rank, on every rank."""
-        return [value] if self.job is None else self.job.gather(value)
-
-    def run_on_rank_0(self, work: Callable[[], T]) -> T:
-        """Return the result of ``work`` on rank 0, or raise its error, on every rank."""
-        return work() if self.job is None else self.job.run_on_rank_0(work)
-
-    def run_on_all(self, work: Callable[[], T]) -> T:
-        """Return what ``work`` returns here, once it has succeeded on every rank; see ``Job.run_on_all``."""
-        return work() if self.job is None else self.job.run_on_all(work)
-
-    def agree(self, name: str, value: T) -> T:
-        """Return ``value``, once all ranks have called this with values of the same text; see ``Job.agree``."""
-        return value if self.job is None else self.job.agree(name, value)
-
-    def check_call_history(self) -> None:
-        """Return once every rank has come here; raise JobError on every rank if they have made different calls."""
-        if self.job is not None:
-            self.job.check_call_history()
-
-
 # The job of this process, made by the first call of ``current`` after Horovod has started. Horovod, too, has one global
 # state per process.
 _job: Job | None = None
 
 
-def current() -> Job | None:
-    """Return the job that this process has joined, always the same object; None outside of a job."""
+def current() -> Job:
+    """Return the job that this process has joined, always the same object; outside of one, a job of this process."""
     global _job
     if _job is None and "horovod.tensorflow" in sys.modules:
         import horovod.tensorflow as hvd
 
         if hvd.is_initialized() and hvd.size() > 1:
             _job = Job(hvd.size(), hvd.rank(), hvd.local_rank(), hvd.local_size())
-    return _job if _job is not None and _job.process == os.getpid() else None
+    return _job if _job is not None and _job.process == os.getpid() else Job()
 
 
-def join(environment: Mapping[str, str] = os.environ) -> Job | None:
-    """Join the job that the launcher's ``environment`` describes; return it, or None without a launcher.
+def join(environment: Mapping[str, str] = os.environ) -> Job:
+    """Join the job that the launcher's ``environment`` describes; return it, or without one a job of this process.
 
     Raises DeviceError if Horovod is not installed.
     """
     if job_size(environment) < 2:
-        return None
+        return Job()
     # Open MPI and Horovod read these variables when they start. Process sets are made later, once the plan is known.
     os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
     os.environ.setdefault("HOROVOD_CYCLE_TIME", _CYCLE_MILLISECONDS)

@@ -94,15 +94,12 @@ def gather_arrays(job: Job, own: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def stream_values(job: Job | None, variables: Sequence[tf.Variable]) -> Iterator[Any]:
+def stream_values(job: Job, variables: Sequence[tf.Variable]) -> Iterator[Any]:
     """Yield the trained value (NumPy) of each variable in turn on rank 0, and None for each on the other ranks.
 
     A rank holds at most one message, or one larger value, at a time. Every rank must iterate to the end, over the same
     variables.
     """
-    if job is None:
-        yield from map(internals.view_value, variables)
-        return
     for source, from_source in itertools.groupby(variables, job.variable_locations.source):
         if source == 0:
             yield from (internals.view_value(variable) if job.rank == 0 else None for variable in from_source)
@@ -171,18 +168,12 @@ def _raise(failure: Exception | None) -> None:
         raise failure
 
 
-def load_values(
-    job: Job | None, variables: Mapping[str, tf.Variable], read: Callable[[str], Any], source: int = 0
-) -> None:
+def load_values(job: Job, variables: Mapping[str, tf.Variable], read: Callable[[str], Any], source: int = 0) -> None:
     """Assign to the variables, on the ranks that hold them, the values that ``read`` returns by name on a rank.
 
     ``source``: that rank. An error of ``read`` is raised on every rank. Every rank must call this, with variables in
-    the same order. Without a job this process reads them.
+    the same order.
     """
-    if job is None:
-        for name, variable in variables.items():
-            variable.assign(read(name))
-        return
     for group in _group_by_bytes(variables.items(), lambda item: item[1]):
         _load_group(job, dict(group), read, source)
 
@@ -221,6 +212,8 @@ def _broadcast_values(
 
     On the other ranks the result is None for each value, and no more than one message is held at a time.
     """
+    if own is not None and job.is_alone:
+        return list(own)
     total = sum(map(_byte_size, described))
     if own is not None:
         data = np.concatenate([to_bytes(value) for value in own]) if len(own) != 1 else to_bytes(own[0])

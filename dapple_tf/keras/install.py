@@ -123,7 +123,7 @@ def pipeline(
     test = step.forward_of(_evaluation_function(model, names))
     predict = step.forward_of(_prediction_function(model, names))
     job = membership.current()
-    check = None if job is None else BatchCheck(job, model.optimizer)
+    check = None if job.is_alone else BatchCheck(job, model.optimizer)
     own = {name: vars(model)[name] for name in _REPLACED if name in vars(model)}
     installed = _Installed(step, {name: getattr(model, name) for name in _SETTINGS}, own, {}, own_steps)
     setattr(model, _STEP, installed)
@@ -137,7 +137,7 @@ def pipeline(
         setattr(model, f"{kind}_function", function)
         setattr(model, f"make_{kind}_function", _maker(model, kind, function))
     _read_ahead(model, lambda: _check_methods(model))
-    if job is not None and check is not None:
+    if check is not None:
         ranks.adapt_to_ranks(model, step, job, check)
     if example_batch is not None:
         step.build((names if own_names is None else own_names).name(tuple(example_batch)))

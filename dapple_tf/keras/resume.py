@@ -67,10 +67,10 @@ class SaveAndResume(keras.callbacks.Callback):  # type: ignore[misc]  # keras is
         if position.batches:
             internals.set_initial_epoch(self.model, epoch)
             self._pass_over(epoch, batch)
-            if job is None or job.rank == 0:
+            if job.rank == 0:
                 LOGGER.info("fit goes on with epoch %d, batch %d, from %s", epoch + 1, batch + 1, position.origin)
         if installed.step.is_elastic:
-            tell = LOGGER.info if job is None or job.rank == 0 else (lambda text: None)
+            tell = LOGGER.info if job.rank == 0 else (lambda text: None)
             self._growth = Growth(installed.step, job, tell)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:

@@ -6,7 +6,7 @@ import statistics
 import time
 from collections.abc import Callable
 
-from dapple_tf.distributed.membership import AllRanks, Job
+from dapple_tf.distributed.membership import Job
 from dapple_tf.launcher.restart import HostChanges, Offers, is_driven, read_start
 from dapple_tf.profiler.units import format_seconds
 from dapple_tf.runtime.step import PipelinedStep
@@ -22,12 +22,12 @@ class Growth:
     start takes, which is measured: from when the launcher started this job until its first step was done.
     """
 
-    def __init__(self, step: PipelinedStep, job: Job | None, tell: Callable[[str], None]) -> None:
-        self._step, self._ranks, self._tell = step, AllRanks(job), tell
+    def __init__(self, step: PipelinedStep, job: Job, tell: Callable[[str], None]) -> None:
+        self._step, self._job, self._tell = step, job, tell
         self._seconds: list[float] = []
         self._start_seconds: float | None = None
         self._offers = Offers()
-        self._changes = HostChanges() if is_driven() and self._ranks.rank == 0 else None
+        self._changes = HostChanges() if is_driven() and self._job.rank == 0 else None
 
     def note_step(self, seconds: float) -> None:
         """Note the seconds of a step; those of the first one count as part of the start."""
@@ -41,7 +41,7 @@ class Growth:
         """Return, on every rank, whether the job is to end now, to go on with the ranks that the launcher offers."""
         if read_start() is None:
             return False
-        return self._ranks.run_on_rank_0(lambda: self._decide(steps_left))
+        return self._job.run_on_rank_0(lambda: self._decide(steps_left))
 
     def _decide(self, steps_left: int) -> bool:
         if self._changes is not None:
@@ -52,7 +52,7 @@ class Growth:
             return self._changes.noted
         hosts = self._offers.read()
         ranks = sum(count for _, count in hosts)
-        if ranks <= self._ranks.size:
+        if ranks <= self._job.size:
             return False
         found = self._step.predict_on(hosts)
         if found is None or not self._seconds or self._start_seconds is None:

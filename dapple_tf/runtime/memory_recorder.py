@@ -38,12 +38,12 @@ class _Measured:
 
 
 class MemoryRecorder:
-    """Keeps the memory of recorded steps, of this process or of all ranks of a ``job``.
+    """Keeps the memory of recorded steps of all ranks of a ``job``.
 
     ``planned``: the model and plan of the last recorded step.
     """
 
-    def __init__(self, job: Job | None) -> None:
+    def __init__(self, job: Job) -> None:
         self._job = job
         self._known: list[_Measured] = []
         self._predicted: tuple[PlannedModel, tuple[StageMemory, ...]] | None = None
@@ -81,7 +81,7 @@ class MemoryRecorder:
         """Return the report of ``planned``; with the ``timeline`` of a recorded step, also its measured memory."""
         # Predicting takes seconds for a large model.
         if self._predicted is None or not planned.same(self._predicted[0]):
-            memory = predict_plan_memory(planned, ranks=self._job is not None, packs=packs_operands())
+            memory = predict_plan_memory(planned, ranks=not self._job.is_alone, packs=packs_operands())
             self._predicted = planned, memory
         measured = () if timeline is None else self._of(planned).measurements
         return make_report(planned.plan, self._predicted[1], timeline, measured)
@@ -92,7 +92,7 @@ class MemoryRecorder:
         Its times are fractions of the run of the process, which is the device ``rank:1`` in a job.
         """
         return tuple(
-            MemoryCurve(memory.device if self._job is None else f"rank:{device}", *zip(*memory.samples, strict=True))
+            MemoryCurve(memory.device if self._job.is_alone else f"rank:{device}", *zip(*memory.samples, strict=True))
             for device, memory in self._of(planned).measurements
             if memory.samples
         )
@@ -110,7 +110,7 @@ def rehearse_phases(
     compiled: Sequence[CompiledStep],
     batch: Sequence[Any],
     devices: Sequence[str],
-    job: Job | None,
+    job: Job,
 ) -> None:
     """Rehearse a step and measure the memory of its phases, unless that was done before; each has one of ``recorders``.
 
@@ -123,21 +123,19 @@ def rehearse_phases(
     try:
         measured = rehearse(compiled[-1].program, batch, devices)
     except StepError:
-        if job is not None:  # the failure has been reported to the other ranks already
+        if not job.is_alone:  # the failure has been reported to the other ranks already
             raise
         return  # the real step fails too, and its error describes the state of the variables
     for (recorder, step), own in zip(phases, measured, strict=True):
         recorder.keep_rehearsed(step.planned, attribute(own, devices, job))
 
 
-def attribute(
-    measured: Sequence[MeasuredMemory], devices: Sequence[str], job: Job | None
-) -> tuple[DeviceMeasurement, ...]:
+def attribute(measured: Sequence[MeasuredMemory], devices: Sequence[str], job: Job) -> tuple[DeviceMeasurement, ...]:
     """Return each measurement with the index of its device in the plan; in a job, the measurements of all ranks.
 
     ``devices``: names of the plan's devices. In a job every rank must call this.
     """
-    if job is not None:
+    if not job.is_alone:
         found = tuple(replace(memory, base_bytes=job.base_bytes) for memory in measured)
         return tuple((rank, memory) for rank, own in enumerate(job.gather(found)) for memory in own)
     indices = {name.rpartition("device:")[2]: i for i, name in enumerate(devices)}

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from dapple_tf.distributed.membership import AllRanks, Job
+from dapple_tf.distributed.membership import Job
 from dapple_tf.errors import UsageError
 from dapple_tf.graph_passes.ir.graph import Graph
 from dapple_tf.graph_passes.ir.names import at
@@ -89,15 +89,14 @@ def _placed(curve: MemoryCurve, stamps: Sequence[Stamp], begin: float) -> Memory
 
 
 class Recorder:
-    """Keeps the last recorded steps of this process, or of all ranks of a ``job``.
+    """Keeps the last recorded steps of all ranks of a ``job``.
 
     ``cost_seconds``: about how many seconds recording has added to this step.
     """
 
-    def __init__(self, job: Job | None) -> None:
+    def __init__(self, job: Job) -> None:
         self._job = job
-        self._ranks = AllRanks(job)
-        self._clocks = None if job is None else Clocks(job)
+        self._clocks = Clocks(job)
         self._stamps: list[tuple[Graph, Sequence[Sequence[Stamp]]]] = []
         self._steps: deque[_RecordedStep] = deque(maxlen=_KEPT)
         self._timeline: Timeline | None = None
@@ -126,7 +125,7 @@ class Recorder:
             filled = times_by_ops(graph, fill_stamps(self._name_own(graph), own), runs)
             own = np.array([time for stamp in filled for time in (stamp.start, stamp.end)])
         stamps = self._name_stamps(graph)
-        gathered = [own] if self._clocks is None else self._clocks.gather(own)
+        gathered = self._clocks.gather(own)
         self._steps.append(_RecordedStep(stamps, gathered, plan, simulated, note, memory, self._ops(graph, own, runs)))
         self._timeline = None
         self.cost_seconds = time.perf_counter() - begin + _SECONDS_PER_NODE * len(own) / 2
@@ -136,10 +135,10 @@ class Recorder:
         if runs is None:
             return ()
         own = attribute_ops(graph, fill_stamps(self._name_own(graph), times), runs)
-        return [op for ops in self._ranks.gather(own) for op in ops]
+        return [op for ops in self._job.gather(own) for op in ops]
 
     def _name_own(self, graph: Graph) -> tuple[Stamp, ...]:
-        return name_stamps(graph, None if self._job is None else f"rank:{self._job.rank}")
+        return name_stamps(graph, None if self._job.is_alone else f"rank:{self._job.rank}")
 
     def _name_stamps(self, graph: Graph) -> Sequence[Sequence[Stamp]]:
         """Return the timed nodes of each process; the ranks of a job exchange them once for each graph."""
@@ -147,7 +146,7 @@ class Recorder:
             if known is graph:
                 return stamps
         own = self._name_own(graph)
-        stamps = self._ranks.gather(own)
+        stamps = self._job.gather(own)
         self._stamps.append((graph, stamps))
         return stamps
 
@@ -230,9 +229,9 @@ class Clocks:
         all leave at the same time except for the network's latency; this limits the accuracy. The result is the median
         of nine rounds.
         """
-        if not self._boot_ids:
+        if not self._boot_ids and not self._job.is_alone:
             self._boot_ids = tuple(self._job.gather(_boot_id()))
-        if len(set(self._boot_ids)) == 1:
+        if len(set(self._boot_ids)) <= 1:
             return (0.0,) * self._job.size
         times = []
         for _ in range(_ROUNDS):

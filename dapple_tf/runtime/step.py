@@ -155,11 +155,10 @@ class PipelinedStep:
         self._wanted_devices = options.devices
         self._job = membership.current()
         self._autoplan = Autoplan(loss_fn, optimizer, options, self._job)
-        rank = 0 if self._job is None else self._job.rank
         self._options = options
         self._homes = VariableHomes() if homes is None else homes
         self._later: tuple[PipelinedStep, ...] = ()
-        self._times = BuildTimes(silent=rank != 0)
+        self._times = BuildTimes(silent=self._job.rank != 0)
         self._compiled = self._nothing_compiled()
         self._forwards = [Forward(plain_function(loss_fn), self._autoplan, self._homes, self._times)]
         self._last: CompiledStep | None = None
@@ -243,8 +242,7 @@ class PipelinedStep:
 
         They are for the batch size that ran, or was built, last. UsageError before the first batch.
         """
-        needs = find_needs(self._compiled_last(), self.plan)
-        return needs[0 if self._job is None else self._job.rank]
+        return find_needs(self._compiled_last(), self.plan)[self._job.rank]
 
     @property
     def layer_names(self) -> tuple[str, ...]:
@@ -448,18 +446,16 @@ class PipelinedStep:
         loss, *values = (tensor.numpy() for tensor in tensors)
         aux = len(values) - len(names)
         gradients = dict(zip(names, values[aux:], strict=True))
-        if self._job is not None:
-            self._job.announce_call("gather the gradients")
-            self._job.check_call_history()
-            gradients = gather_arrays(self._job, gradients)
-        return ExposedOutputs(loss, tuple(values[:aux]), gradients)
+        self._job.announce_call("gather the gradients")
+        self._job.check_call_history()
+        return ExposedOutputs(loss, tuple(values[:aux]), gather_arrays(self._job, gradients))
 
     def gather(self) -> None:
         """Give this process the values that other ranks have trained, until the next step; every rank must call this.
 
         In one process all variables always hold the trained values.
         """
-        if self._job is not None:
+        if not self._job.is_alone:
             if not self.built:
                 self._compiled_last()
             self._job.announce_call("gather the variables")
@@ -475,11 +471,11 @@ class PipelinedStep:
 
         In a job a rank has one device, so this does the same as ``gather``, and every rank must call it.
         """
-        if self._job is not None:
-            self.gather()
-        else:
+        if self._job.is_alone:
             with self._lock:
                 self._homes.release()
+        else:
+            self.gather()
 
     @property
     def built(self) -> bool:
@@ -578,9 +574,9 @@ class PipelinedStep:
     @cached_property
     def _target(self) -> Target:
         """The place where steps run; it is made at the first batch, since ``dapple.init`` may come after the step."""
-        if self._job is not None:
-            return RankTarget(self._job, list_devices()[0], home_device())
-        return LocalTarget(list_devices(self._wanted_devices), home_device())
+        if self._job.is_alone:
+            return LocalTarget(list_devices(self._wanted_devices), home_device())
+        return RankTarget(self._job, list_devices()[0], home_device())
 
     def _compiled_last(self) -> CompiledStep:
         if self._last is None:
@@ -603,7 +599,7 @@ class PipelinedStep:
                 return compiled, last.program.run_parts(tensors)
 
     def _gather_variables(self) -> None:
-        if self._job is not None:
+        if not self._job.is_alone:
             gather_variables(self._job, self._models)
 
     def _compile_recorded(
@@ -621,7 +617,7 @@ class PipelinedStep:
         self, batch: Sequence[Any], variant: StepVariant, local: bool
     ) -> tuple[Sequence[CompiledStep], Sequence[Any]]:
         """Return the compiled phases of the step, and their program's inputs; one process always has all rows."""
-        if not local or self._job is None or self._options.window is not None:  # all ranks need whole windows
+        if not local or self._job.is_alone or self._options.window is not None:  # all ranks need whole windows
             rows = read_batch(batch)
             return self._compile(rows, variant), rows.tensors
         check_not_forked()

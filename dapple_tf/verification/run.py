@@ -16,7 +16,6 @@ from dapple_tf.backend.saved_variables import unchanged_variables
 from dapple_tf.compiler import PlannedModel
 from dapple_tf.devices import list_devices
 from dapple_tf.distributed import membership
-from dapple_tf.distributed.membership import AllRanks
 from dapple_tf.errors import PlanError
 from dapple_tf.exactness import Exactness
 from dapple_tf.frontend.captured import TrainingStep
@@ -87,8 +86,8 @@ def verify(
         )
     report = functools.partial(_compare, one, [phase.planned for phase in step.phases], batch, found)
     job = membership.current()
-    result = AllRanks(job).run_on_rank_0(report)
-    if job is None:
+    result = job.run_on_rank_0(report)
+    if job.is_alone:
         step.release()
     return result
 

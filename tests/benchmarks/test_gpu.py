@@ -93,7 +93,7 @@ def equals(function: Callable[..., Any], wanted: Any, *arguments: Any) -> Callab
 
 REACHED: Mapping[str, Callable[[], None]] = {
     "dapple_tf.autoplan.measured_problem.usable_devices": equals(measured_problem.usable_devices, 64, 64),
-    "dapple_tf.devices._make_devices": equals(devices._make_devices, None, 2, None),
+    "dapple_tf.devices._make_devices": equals(devices._make_devices, None, 2, Job()),
     "dapple_tf.devices._choose_gpu": equals(devices._make_devices, None, None, Job(2, 1, 1, 2)),
     "dapple_tf.devices.list_devices": equals(devices.list_devices, tuple(device.name for device in GPUS)),
     "dapple_tf.distributed.exchange_network._has_nccl": offer_nothing,

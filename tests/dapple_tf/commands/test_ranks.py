@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from dapple_tf.commands.ranks import Ranks
+from dapple_tf.distributed.membership import Job
 
 
 def job(rank: int) -> Any:
@@ -19,10 +20,10 @@ def job(rank: int) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "printed"), [(Ranks(None), "text\n"), (Ranks(job(0)), "text\n"), (Ranks(job(1)), "")]
+    ("ranks", "printed"), [(Ranks(Job()), "text\n"), (Ranks(job(0)), "text\n"), (Ranks(job(1)), "")]
 )
 def test_the_first_rank_prints_and_writes_files(ranks: Ranks, printed: str, capsys: pytest.CaptureFixture[str]) -> None:
     ranks.print_result("text")
     assert capsys.readouterr().out == printed
     assert ranks.run_on_first(lambda: "written") == ("written" if printed else None)
-    assert ranks.run_on_all(lambda: "done") == "done"
+    assert ranks.job.run_on_all(lambda: "done") == "done"

@@ -11,6 +11,7 @@ import tensorflow as tf
 from dapple_tf.commands.observation import Observer, choose_interval
 from dapple_tf.commands.tensorboard import Scalars, recorded_scalars, step_scalars
 from dapple_tf.commands.training_loop import StepResult
+from dapple_tf.distributed.membership import Job
 from dapple_tf.errors import UsageError
 from tests.dapple_tf.builders import X, chain, step_of
 from tests.dapple_tf.timeline.test_recording import MEASURED
@@ -69,7 +70,7 @@ def test_steps_are_recorded_as_their_cost_allows(tmp_path: Path, seconds: float,
     step = step_of(loss)
     scalars = Scalars(tmp_path)
     lines: list[str] = []
-    observer = Observer(step, 1, 8, trace=1, curves=True, scalars=scalars, job=None, tell=lines.append)
+    observer = Observer(step, 1, 8, trace=1, curves=True, scalars=scalars, job=Job(), tell=lines.append)
     for number in range(1, 9):
         observer.observe(StepResult(number, float(observer.run(X)), seconds, 8))
     scalars.close()
@@ -82,7 +83,7 @@ def test_steps_are_recorded_as_their_cost_allows(tmp_path: Path, seconds: float,
 def test_without_curves_only_the_last_is_recorded_for_a_trace() -> None:
     _, loss = chain(2)
     step = step_of(loss)
-    observer = Observer(step, 3, 6, trace=1, curves=False, scalars=None, job=None, tell=print)
+    observer = Observer(step, 3, 6, trace=1, curves=False, scalars=None, job=Job(), tell=print)
     for _ in range(3):
         observer.run(X)
     with pytest.raises(UsageError, match="no step was recorded"):

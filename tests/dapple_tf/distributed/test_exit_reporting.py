@@ -50,7 +50,6 @@ def watchdog(monkeypatch: pytest.MonkeyPatch) -> Iterator[RecordingWatchdog]:
     monkeypatch.setattr("atexit.register", lambda *_: None)
     hook = sys.excepthook
     job = membership.current()
-    assert job is not None
     start_exit_reporting(job)
     yield made
     sys.excepthook = hook
@@ -62,7 +61,6 @@ def raise_uncaught(error: BaseException) -> None:
 
 def test_starting_twice_starts_one_watchdog(watchdog: RecordingWatchdog) -> None:
     job, hook = membership.current(), sys.excepthook
-    assert job is not None
     assert job.watchdog is watchdog
     start_exit_reporting(job)
     assert sys.excepthook is hook

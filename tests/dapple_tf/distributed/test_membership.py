@@ -65,15 +65,35 @@ def horovod(monkeypatch: pytest.MonkeyPatch) -> FakeHorovod:
 # --- the job of this process
 
 
-def test_a_process_without_a_launcher_has_no_job(horovod: FakeHorovod) -> None:
-    assert membership.join({}) is None
-    assert membership.current() is None
+def test_a_process_without_a_launcher_is_alone(horovod: FakeHorovod) -> None:
+    assert membership.join({}).is_alone
+    assert membership.current().is_alone
     assert horovod.inits == 0
+
+
+def test_a_rank_that_is_alone_waits_for_nobody_and_raises_what_its_work_raises() -> None:
+    job = Job()
+    assert (job.size, job.rank, job.local_rank, job.local_size) == (1, 0, 0, 1)
+    assert job.broadcast("value") == "value"
+    assert job.gather("value") == ["value"]
+    assert job.gather_integers("compare the rows of the batch", [3, 4]) == [[3, 4]]
+    assert job.agree("batch", 8) == 8
+    job.check_call_history()
+    error = PlanError("of this process")
+    for run in (job.run_on_rank_0, job.run_on_all):
+        assert run(lambda: 5) == 5
+        with pytest.raises(PlanError) as caught:
+            run(lambda: fail(error))
+        assert caught.value is error
+        assert reporting_rank(error) is None
+
+
+def fail(error: Exception) -> None:
+    raise error
 
 
 def test_a_process_that_joins_has_one_job_from_then_on(horovod: FakeHorovod) -> None:
     job = membership.join(LAUNCHED)
-    assert job is not None
     assert (job.size, job.rank, job.local_rank, job.local_size) == (2, 1, 1, 2)
     assert membership.join(LAUNCHED) is job
     assert membership.current() is job
@@ -83,18 +103,17 @@ def test_a_process_that_joins_has_one_job_from_then_on(horovod: FakeHorovod) -> 
 def test_horovod_that_the_user_has_started_is_the_job_too(horovod: FakeHorovod) -> None:
     horovod.init()
     job = membership.current()
-    assert job is not None
     assert membership.join(LAUNCHED) is job
     assert horovod.inits == 1
 
 
-def test_a_forked_child_has_no_job(horovod: FakeHorovod) -> None:
-    assert membership.join(LAUNCHED) is not None
+def test_a_forked_child_is_alone(horovod: FakeHorovod) -> None:
+    assert not membership.join(LAUNCHED).is_alone
     child = os.fork()
     if not child:
-        os._exit(0 if membership.current() is None else 1)
+        os._exit(0 if membership.current().is_alone else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert membership.current() is not None
+    assert not membership.current().is_alone
 
 
 def test_joining_sets_what_the_user_has_not(horovod: FakeHorovod, monkeypatch: pytest.MonkeyPatch) -> None:

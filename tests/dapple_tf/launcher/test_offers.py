@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import tensorflow as tf
 
+from dapple_tf.distributed.membership import Job
 from dapple_tf.launcher.restart import VARIABLE, Offers, Start, offer_ranks
 from dapple_tf.launcher.supervisor import is_read
 from dapple_tf.runtime.growth import Growth
@@ -67,7 +68,7 @@ def test_standard_input_of_another_launcher_is_not_read(write: Callable[[str], N
 
 def test_a_job_does_not_end_for_an_offer_that_is_withdrawn(write: Callable[[str], None]) -> None:
     told: list[str] = []
-    growth = Growth(step_of(lambda x: tf.reduce_mean(x), stages=1), None, told.append)
+    growth = Growth(step_of(lambda x: tf.reduce_mean(x), stages=1), Job(), told.append)
     write(offer_ranks([("nodea", 2)]) + offer_ranks([("nodea", 1)]))
     assert not growth.wants_more_ranks(10)
     assert told == []

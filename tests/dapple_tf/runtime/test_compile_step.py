@@ -17,6 +17,7 @@ from dapple_tf.backend.build_times import BuildTimes
 from dapple_tf.backend.handler import ChooseCompiled
 from dapple_tf.backend.program import Program
 from dapple_tf.compiler import PlannedModel, StepVariant
+from dapple_tf.distributed.membership import Job
 from dapple_tf.errors import BatchError, UsageError
 from dapple_tf.runtime.compile_step import (
     MOST_TRACES,
@@ -68,7 +69,7 @@ class Compiler:
         self.loss = loss
         self.optimizer = keras.optimizers.SGD(0.1)
         options = Options(stages=["net/d1"], replicas=replicas, micro_batches=micro_batches, schedule="dapple-a")
-        self.autoplan = Autoplan(self.loss, self.optimizer, options, None)
+        self.autoplan = Autoplan(self.loss, self.optimizer, options, Job())
         self.target = RecordingTarget()
         self.known = CompiledSteps()
 

@@ -37,7 +37,7 @@ def run(*names: str) -> dict[str, Any]:
 def run_case(make: Callable[[], Network], options: dict[str, Any]) -> dict[str, Any]:
     """Train two windows by the reference, then as ranks; return the errors and the events of a third one."""
     job = current()
-    assert job is not None
+    assert not job.is_alone
     network = make()
     before = copies(network.variables)
     weights, replicas = options.get("weights", "stash"), options.get("replicas")

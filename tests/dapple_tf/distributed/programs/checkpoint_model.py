@@ -31,7 +31,7 @@ def chain(kill_rank: int = -1, at_batch: int = -1, in_save: str = "", how: str =
     data = tf.data.Dataset.from_tensor_slices((random.normal(size=(20, 64)), random.normal(size=(20, 64))))
     data = data.shuffle(20, seed=3).batch(8)  # two batches of 8, then one of 4
     job = membership.current()
-    fails = job is not None and job.rank == kill_rank
+    fails = not job.is_alone and job.rank == kill_rank
     if fails and in_save:
         threading.Thread(target=_kill_in_save, args=(Path(in_save),), daemon=True).start()
 
@@ -56,7 +56,7 @@ def straight(kill_rank: int = -1, in_window: int = -1) -> dapple.Workload:
     weights = [tf.Variable(random.normal(size=(64, 64)) / 8, name=f"w{i}") for i in range(4)]
     data = tf.data.Dataset.from_tensor_slices((random.normal(size=(20, 64)), random.normal(size=(20, 64))))
     job = membership.current()
-    if job is not None and job.rank == kill_rank:
+    if not job.is_alone and job.rank == kill_rank:
         threading.Thread(target=_kill_in_window, args=(job, in_window), daemon=True).start()
 
     def loss(x: Any, y: Any) -> Any:

@@ -22,7 +22,7 @@ def main(call: str, stages: int, replicas: int, folder: str) -> None:
     """Run equal steps, the call that differs, and more equal steps."""
     dapple.init()
     job = current()
-    assert job is not None, "start it with mpirun"
+    assert not job.is_alone, "start it with mpirun"
     matrices = weights(4)
     plain = chain(matrices)
     options: Any = {"stages": stages, "replicas": [replicas] * stages, "micro_batches": 2}

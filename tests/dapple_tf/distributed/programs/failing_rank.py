@@ -24,7 +24,7 @@ def main(failure: str, failing_rank: int, stages: int) -> None:
     """Train; after five steps ``failure`` happens to ``failing_rank``."""
     dapple.init()
     job = current()
-    assert job is not None, "start it with mpirun or horovodrun"
+    assert not job.is_alone, "start it with mpirun or horovodrun"
     loss_fn = chain(weights(4))
 
     def checked(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:

@@ -18,7 +18,7 @@ def main(end: str, stages: int, folder: str) -> None:
     """Write a file for each rank that has come through what follows the last step."""
     dapple.init()
     job = current()
-    assert job is not None, "start it with mpirun"
+    assert not job.is_alone, "start it with mpirun"
     options: Any = {"stages": stages, "replicas": [job.size // stages] * stages, "micro_batches": 2}
     step = dapple.pipeline(chain(weights(4)), optimizer=sgd(), **options)
     x, y = data(8)

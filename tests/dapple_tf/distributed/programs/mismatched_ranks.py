@@ -36,7 +36,7 @@ def run() -> dict[str, str]:
 
 def job() -> Job:
     found = current()
-    assert found is not None, "start it with mpirun"
+    assert not found.is_alone, "start it with mpirun"
     return found
 
 

@@ -17,7 +17,7 @@ SAVED = 3  # after a step that overflowed, and in the middle of an accumulation
 def run(folder: str) -> dict[str, Any]:
     """Return the errors against one device: of losses after the checkpoint, and of all variables at the end."""
     job = current()
-    assert job is not None
+    assert not job.is_alone
     made, problem = overflowing(), Chain(make_optimizer=all_conditions)()
     before = {name: variable.numpy() for name, variable in problem.variables.items()}
     expected = train_on_one_device(problem, made)

@@ -21,7 +21,7 @@ def main(text: str) -> None:
     from dapple_tf.distributed.membership import current
 
     job = current()
-    assert job is not None, "start it with mpirun or horovodrun"
+    assert not job.is_alone, "start it with mpirun or horovodrun"
     for number, (name, arguments) in enumerate(json.loads(text)):
         program = importlib.import_module(f"tests.dapple_tf.distributed.programs.{name}")
         # Keras numbers optimizers; if ranks made different numbers, names would differ.

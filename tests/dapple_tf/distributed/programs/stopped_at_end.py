@@ -19,7 +19,7 @@ from tests.equality.small_models import chain, data, sgd, weights
 def main() -> None:
     dapple.init()
     job = current()
-    assert job is not None, "start it with mpirun"
+    assert not job.is_alone, "start it with mpirun"
     if job.rank == 1:
         end_horovod = hvd.shutdown
 

@@ -27,7 +27,7 @@ def run(*names: str) -> dict[str, Any]:
 def check(make: Callable[[], Any], batch: Any, jit_compile: bool = False, **options: Any) -> dict[str, Any]:
     model, loss_fn = make()
     job = current()
-    assert job is not None, "start it with mpirun"
+    assert not job.is_alone, "start it with mpirun"
     wanted = values(model)
     for variable in model.variables:
         # Other ranks have other values, as if they had drawn their own: rank 0's values must reach all.
