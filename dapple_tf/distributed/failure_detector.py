@@ -1,9 +1,8 @@
 """Decide whether another rank has failed, and when this process must end because of it.
 
-No I/O and no clock: callers pass what they have observed, and the time. Before the ranks are connected, a rank has
-failed if its process has ended or stays stopped, or if it runs on another host and does not connect. Afterwards it has
-failed if its connection closes before it has left, if it is silent for too long, if it reports an error, or if it has
-left while this rank waits for it.
+No I/O and no clock: callers pass what they have observed, and the time. A rank has failed if its connection closes
+before it has left, if it is silent for too long, if it reports an error, or if it has left while this rank waits for
+it. Before the ranks are connected, ``startup_watch`` decides.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from enum import Enum
 
 from dapple_tf.distributed.messages import FailureReport
 from dapple_tf.distributed.progress import RankStatus
@@ -19,9 +17,6 @@ from dapple_tf.errors import JobError
 
 TIMEOUT = "DAPPLE_TIMEOUT_SECONDS"
 DEFAULT_TIMEOUT = 30.0
-
-_ENDED_SECONDS = 2.0  # launchers end the job by themselves when a process has failed
-_OTHER_HOSTS = 10  # a rank of another host that has not connected within this number of timeouts has failed
 
 
 def read_timeout(environment: Mapping[str, str]) -> float:
@@ -34,14 +29,6 @@ def read_timeout(environment: Mapping[str, str]) -> float:
     if not 1 <= timeout < float("inf"):
         raise JobError(f"{TIMEOUT}={text!r}: give a number of seconds, 1 or more")
     return timeout
-
-
-class ProcessState(Enum):
-    """The state of a rank's process: it runs (or waits for something), is stopped by a signal, or has ended."""
-
-    RUNS = "runs"
-    STOPPED = "stopped"
-    ENDED = "ended"
 
 
 @dataclass(frozen=True)
@@ -64,17 +51,13 @@ class Failure:
 class _Peer:
     """The state of another rank, as far as this one knows.
 
-    ``connected`` and ``last_heard`` (seconds): of this rank's own connection to it. ``process``: its number, None where
-    it is not known; it has had this ``state`` since the time ``state_since`` (seconds). ``left_after``: how many
-    collective calls the rank had entered when it left. ``finished``: Horovod has ended on it. ``raised``: it has
-    reported the error that it raised.
+    ``connected`` and ``last_heard`` (seconds): of this rank's own connection to it. ``left_after``: how many collective
+    calls the rank had entered when it left. ``finished``: Horovod has ended on it. ``raised``: it has reported the
+    error that it raised.
     """
 
     connected: bool
     last_heard: float
-    process: int | None = None
-    state: ProcessState = ProcessState.RUNS
-    state_since: float = 0.0
     status: RankStatus = field(default_factory=RankStatus)
     left_after: int | None = None
     finished: bool = False
@@ -84,16 +67,14 @@ class _Peer:
 class FailureDetector:
     """The observations of ``rank``, one of ``size`` ranks, and ``failure``, the reason for which it must end.
 
-    ``connected``: the ranks that it has a connection to; none before the ranks are connected. ``silence_seconds``: how
-    long nothing may be received from one of them, or a process may be stopped, before that rank has failed. ``agreed``:
-    all ranks have left, and rank 0 has found that they made the same calls. All times are seconds of one monotonic
-    clock.
+    ``connected``: the ranks that it has a connection to. ``silence_seconds``: how long nothing may be received from one
+    of them before that rank has failed. ``agreed``: all ranks have left, and rank 0 has found that they made the same
+    calls. All times are seconds of one monotonic clock.
     """
 
     def __init__(self, rank: int, size: int, connected: Iterable[int], silence_seconds: float, now: float) -> None:
         self._rank = rank
         self._silence_seconds = silence_seconds
-        self._began = now
         own_connections = set(connected)
         self._peers = {peer: _Peer(peer in own_connections, now) for peer in range(size) if peer != rank}
         self.failure: Failure | None = None
@@ -108,17 +89,8 @@ class FailureDetector:
 
     def note_pause(self, seconds: float) -> None:
         """Exclude ``seconds`` for which this process itself was suspended from the silence of the other ranks."""
-        self._began += seconds
         for peer in self._peers.values():
             peer.last_heard += seconds
-            peer.state_since += seconds
-
-    def note_process(self, rank: int, process: int, state: ProcessState, now: float) -> None:
-        """Note the state of the process with this number, which is ``rank``'s on this host."""
-        peer = self._peers[rank]
-        if peer.process is None or peer.state != state:
-            peer.state, peer.state_since = state, now
-        peer.process = process
 
     def note_status(self, rank: int, status: RankStatus) -> None:
         """Note the progress that another rank reports."""
@@ -161,32 +133,6 @@ class FailureDetector:
         self.failure = None
 
     # --- decisions
-
-    def check_start(self, now: float, timeout_seconds: float) -> None:
-        """Look for ranks that have failed before the ranks are connected."""
-        for rank, peer in self._peers.items():
-            lasted = now - peer.state_since
-            what = ""
-            if peer.state == ProcessState.ENDED and lasted >= min(_ENDED_SECONDS, self._silence_seconds):
-                what = "was killed or has ended before all ranks had joined"
-            elif peer.state == ProcessState.STOPPED and lasted >= self._silence_seconds:
-                what = f"has been stopped for {lasted:.1f} s (SIGSTOP, Ctrl-Z or a debugger)"
-            if what:
-                self.fail(rank, f"rank {rank} (process {peer.process}) {what}", peer.status, now)
-        waited, (_, elsewhere) = self.waited(now), self.ranks_by_host
-        if elsewhere and waited >= _OTHER_HOSTS * timeout_seconds:
-            what = f"after {waited:.0f} s not all of the ranks {elsewhere} have joined, which are not on this host"
-            self.fail(None, what, RankStatus(), now)
-
-    def waited(self, now: float) -> float:
-        """Return the seconds since this detector was made, without the time for which this process was suspended."""
-        return now - self._began
-
-    @property
-    def ranks_by_host(self) -> tuple[list[int], list[int]]:
-        """The other ranks on this host, whose processes are known, and the ranks on other hosts."""
-        here = [rank for rank, peer in self._peers.items() if peer.process is not None]
-        return here, [rank for rank in self._peers if rank not in here]
 
     def check(self, now: float, waiting_in: int | None) -> None:
         """Look for ranks that are silent, or that have left although this rank waits in the call ``waiting_in``."""

@@ -3,7 +3,7 @@
 The watchdog needs connections between the ranks, and to make these, Horovod waits for all of them. Until then the ranks
 of one host observe each other's processes: the others name a rank whose process has ended or stays stopped within the
 timeout. A rank whose process runs is waited for, however slow it is. Of ranks on other hosts only their numbers are
-known; they are given up after ten timeouts. ``failure_detector`` decides who has failed, as it does for the watchdog.
+known; they are given up after ten timeouts.
 """
 
 from __future__ import annotations
@@ -13,20 +13,17 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import Enum
 from pathlib import Path
 
-from dapple_tf.distributed.failure_detector import (
-    DEFAULT_TIMEOUT,
-    TIMEOUT,
-    FailureDetector,
-    ProcessState,
-    read_timeout,
-)
+from dapple_tf.distributed.failure_detector import DEFAULT_TIMEOUT, TIMEOUT, read_timeout
 from dapple_tf.distributed.process_exit import print_line
 from dapple_tf.errors import ClusterError, JobError
 from dapple_tf.profiler.detect import job_rank, job_size
 
 _ADVICE = f"All processes end. {TIMEOUT} sets how long a rank may be away."
+_ENDED_SECONDS = 2.0  # launchers end the job by themselves when a process has failed
+_OTHER_HOSTS = 10  # a rank of another host that has not connected within this number of timeouts has failed
 
 
 @contextlib.contextmanager
@@ -68,12 +65,14 @@ class StartupWatch:
         exit_process: Callable[[int], None] = os._exit,
     ) -> None:
         self._rank = rank
+        self._size = size
         self._timeout = timeout
         self._interval = min(1.0, timeout / 10)
         self._find_processes = find_processes
         self._exit_process = exit_process
         self._known: dict[int, Sequence[int]] = {}
-        self._detector = FailureDetector(rank, size, (), timeout - 2 * self._interval, time.monotonic())
+        self._states: dict[int, tuple[ProcessState, float]] = {}  # and since when, by rank
+        self._began = time.monotonic()
         self._has_printed = False
 
     def run(self, done: threading.Event) -> None:
@@ -82,7 +81,7 @@ class StartupWatch:
         while not done.wait(self._interval):
             now = time.monotonic()
             if now - last > 5 * self._interval:  # this process itself was stopped
-                self._detector.note_pause(now - last)
+                self.note_pause(now - last)
             last = now
             problem = self.examine(now)
             if problem:
@@ -91,21 +90,40 @@ class StartupWatch:
                     self._exit_process(1)
                 return
 
+    def note_pause(self, seconds: float) -> None:
+        """Exclude ``seconds`` for which this process itself was suspended from what others have taken."""
+        self._began += seconds
+        self._states = {rank: (state, since + seconds) for rank, (state, since) in self._states.items()}
+
     def examine(self, now: float) -> str:
         """Return which rank has failed and how, or "", as of ``now``; print once that this rank waits."""
         self._known |= self._find_processes()
-        for rank, processes in self._known.items():
-            if rank != self._rank:
-                self._detector.note_process(rank, processes[0], state_of(processes), now)
-        self._detector.check_start(now, self._timeout)
-        waited, (here, elsewhere) = self._detector.waited(now), self._detector.ranks_by_host
-        if self._detector.failure is None and waited >= self._timeout and not self._has_printed:
+        here = sorted(rank for rank in self._known if rank != self._rank)
+        for rank in here:
+            processes = self._known[rank]
+            if problem := self._find_problem(rank, state_of(processes), now):
+                return f"rank {rank} (process {processes[0]}) {problem}"
+        waited, elsewhere = now - self._began, [rank for rank in range(self._size) if rank not in self._known]
+        if elsewhere and waited >= _OTHER_HOSTS * self._timeout:
+            return f"after {waited:.0f} s not all of the ranks {elsewhere} have joined, which are not on this host"
+        if waited >= self._timeout and not self._has_printed:
             self._has_printed = True
             print_line(
                 f"rank {self._rank} has waited in dapple.init for {waited:.0f} s: not all ranks have called it. Ranks "
                 f"{here} run on this host; ranks {elsewhere} are on other hosts."
             )
-        return "" if self._detector.failure is None else self._detector.failure.what
+        return ""
+
+    def _find_problem(self, rank: int, state: ProcessState, now: float) -> str:
+        """Note the present ``state`` of a rank; return why it has failed, or ""."""
+        before, since = self._states.get(rank, (None, now))
+        self._states[rank] = state, since if state == before else now
+        lasted, patience = now - self._states[rank][1], self._timeout - 2 * self._interval
+        if state == ProcessState.ENDED and lasted >= min(_ENDED_SECONDS, patience):
+            return "was killed or has ended before all ranks had joined"
+        if state == ProcessState.STOPPED and lasted >= patience:
+            return f"has been stopped for {lasted:.1f} s (SIGSTOP, Ctrl-Z or a debugger)"
+        return ""
 
 
 # --- Find the processes of a job's ranks on this host, and their states, in /proc
@@ -118,6 +136,14 @@ _LAUNCHERS = (
     (("OMPI_MCA_orte_jobfam_session_dir", "OMPI_MCA_ess_base_jobid"), "OMPI_COMM_WORLD_RANK"),
     (("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"), "HOROVOD_RANK"),
 )
+
+
+class ProcessState(Enum):
+    """The state of a rank's process: it runs (or waits for something), is stopped by a signal, or has ended."""
+
+    RUNS = "runs"
+    STOPPED = "stopped"
+    ENDED = "ended"
 
 
 def find_rank_processes(environment: Mapping[str, str]) -> Mapping[int, Sequence[int]]:

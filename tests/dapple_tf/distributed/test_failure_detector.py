@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from dapple_tf.distributed.failure_detector import Failure, FailureDetector, ProcessState
+from dapple_tf.distributed.failure_detector import Failure, FailureDetector
 from dapple_tf.distributed.messages import FailureReport
 from dapple_tf.distributed.progress import RankStatus
 
@@ -38,63 +38,6 @@ def test_no_failure_is_known_at_first() -> None:
     assert detector.failure is None
     assert detector.deadline == math.inf
     assert not detector.may_leave
-
-
-# --- before the ranks are connected
-
-TIMEOUT = 12.0
-
-
-def starting(*states: tuple[float, ProcessState]) -> FailureDetector:
-    """Rank 0's detector before ranks 1 and 2 are connected; process 77, of rank 1, has these states at these times."""
-    detector = FailureDetector(0, 3, (), SILENCE, 100.0)
-    for now, state in states:
-        detector.note_process(1, 77, state, now)
-    return detector
-
-
-@pytest.mark.parametrize(
-    ("state", "seconds", "what"),
-    [
-        (ProcessState.ENDED, 2.0, "was killed or has ended before all ranks had joined"),
-        (ProcessState.STOPPED, SILENCE, "has been stopped for 10.0 s (SIGSTOP, Ctrl-Z or a debugger)"),
-    ],
-)
-def test_a_rank_whose_process_has_ended_or_stays_stopped_has_failed(
-    state: ProcessState, seconds: float, what: str
-) -> None:
-    detector = starting((100.0, ProcessState.RUNS), (101.0, state), (102.0, state))
-    detector.check_start(101.0 + seconds - 0.1, TIMEOUT)
-    assert detector.failure is None
-    detector.check_start(101.0 + seconds, TIMEOUT)
-    failure = failure_of(detector)
-    assert (failure.rank, failure.what) == (1, f"rank 1 (process 77) {what}")
-
-
-def test_a_rank_that_runs_again_has_not_failed() -> None:
-    stopped, runs = ProcessState.STOPPED, ProcessState.RUNS
-    detector = starting((101.0, stopped), (105.0, runs), (106.0, stopped))
-    detector.check_start(115.9, TIMEOUT)
-    assert detector.failure is None
-
-
-def test_a_process_was_not_stopped_while_this_one_was_suspended() -> None:
-    detector = starting((101.0, ProcessState.STOPPED))
-    detector.note_pause(60.0)
-    detector.check_start(170.9, TIMEOUT)
-    assert detector.failure is None
-    assert detector.waited(170.9) == pytest.approx(10.9)
-
-
-def test_ranks_of_other_hosts_have_failed_after_ten_timeouts() -> None:
-    detector = starting((100.0, ProcessState.RUNS))
-    assert detector.ranks_by_host == ([1], [2])
-    detector.check_start(100.0 + 10 * TIMEOUT - 1, TIMEOUT)
-    assert detector.failure is None
-    detector.check_start(100.0 + 10 * TIMEOUT, TIMEOUT)
-    failure = failure_of(detector)
-    what = "after 120 s not all of the ranks [2] have joined, which are not on this host"
-    assert (failure.rank, failure.what) == (None, what)
 
 
 # --- silence

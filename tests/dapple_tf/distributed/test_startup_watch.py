@@ -12,8 +12,14 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from dapple_tf.distributed.failure_detector import ProcessState
-from dapple_tf.distributed.startup_watch import StartupWatch, find_rank_processes, state_of, watching_start
+from dapple_tf.distributed import startup_watch
+from dapple_tf.distributed.startup_watch import (
+    ProcessState,
+    StartupWatch,
+    find_rank_processes,
+    state_of,
+    watching_start,
+)
 from tests.dapple_tf.distributed.failing_jobs import assert_ended
 from tests.processes import (
     HOROVODRUN,
@@ -125,6 +131,54 @@ def test_a_rank_that_has_ended_has_failed(process: subprocess.Popen[bytes]) -> N
     process.wait()
     assert watch(1.0) == ""
     assert "was killed or has ended before all ranks had joined" in watch(3.5)
+
+
+Examine = Callable[[float, ProcessState], str]
+
+
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch) -> tuple[StartupWatch, Examine]:
+    """A watch of rank 0 of 3, and what it finds at a time where process 77, of rank 1, has a state; rank 2 is away."""
+    made, begin = StartupWatch(0, 3, 12.5, lambda: {0: [1], 1: [77]}), time.monotonic()
+
+    def examine(seconds: float, state: ProcessState) -> str:
+        monkeypatch.setattr(startup_watch, "state_of", lambda processes: state)
+        return made.examine(begin + seconds)
+
+    return made, examine
+
+
+@pytest.mark.parametrize(
+    ("state", "seconds", "what"),
+    [
+        (ProcessState.ENDED, 2.0, "was killed or has ended before all ranks had joined"),
+        (ProcessState.STOPPED, 10.5, "has been stopped for 10.5 s (SIGSTOP, Ctrl-Z or a debugger)"),
+    ],
+)
+def test_a_rank_has_failed_when_its_state_has_lasted(
+    watch: tuple[StartupWatch, Examine], state: ProcessState, seconds: float, what: str
+) -> None:
+    _, examine = watch
+    assert [examine(0.0, ProcessState.RUNS), examine(1.0, state), examine(2.0, state)] == [""] * 3
+    assert examine(0.9 + seconds, state) == ""
+    assert examine(1.01 + seconds, state) == f"rank 1 (process 77) {what}"
+
+
+def test_a_rank_that_runs_again_has_not_failed(watch: tuple[StartupWatch, Examine]) -> None:
+    _, examine = watch
+    stopped, runs = ProcessState.STOPPED, ProcessState.RUNS
+    assert [examine(1.0, stopped), examine(5.0, runs), examine(6.0, stopped), examine(16.4, stopped)] == [""] * 4
+
+
+def test_a_process_was_not_stopped_while_this_one_was_suspended(
+    watch: tuple[StartupWatch, Examine], capfd: pytest.CaptureFixture[str]
+) -> None:
+    made, examine = watch
+    assert examine(1.0, ProcessState.STOPPED) == ""
+    made.note_pause(60.0)
+    assert examine(71.4, ProcessState.STOPPED) == ""
+    assert capfd.readouterr().err == ""  # it has waited for 11.4 s only
+    assert "has been stopped for 10.6 s" in examine(71.6, ProcessState.STOPPED)
 
 
 def test_without_a_job_nothing_is_watched() -> None:

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dapple_tf.distributed.failure_detector import ProcessState
-from dapple_tf.distributed.startup_watch import state_of
+from dapple_tf.distributed.startup_watch import ProcessState, state_of
 from dapple_tf.errors import ClusterError
 from dapple_tf.launcher.hosts import Host, find_answering, read_hosts
 
