@@ -114,8 +114,7 @@ def main() -> None:
         context = error.ctx if isinstance(error, click.UsageError) else None
         if context is not None and not job_rank(os.environ):
             click.echo(f"{context.get_usage()}\nTry '{context.command_path} --help' for help.\n", err=True)
-        _print_error(error, error.format_message())
-        _end_failed(error, 2 if isinstance(error, click.UsageError) else failure_code(lasts=True))
+        _fail(error, error.format_message(), 2 if isinstance(error, click.UsageError) else failure_code(lasts=True))
     except click.exceptions.Exit as error:
         sys.exit(error.exit_code)
     except click.Abort:
@@ -125,9 +124,8 @@ def main() -> None:
     except (ValueError, RuntimeError, OSError) as error:
         if not isinstance(error, DappleError | OSError | ValueError):
             raise
-        _print_error(error, str(error))
         wrong = isinstance(error, _WRONG_OPTION) and not isinstance(error, NoFitError)
-        _end_failed(error, 2 if wrong else failure_code(getattr(error, "lasts", False)))
+        _fail(error, str(error), 2 if wrong else failure_code(getattr(error, "lasts", False)))
 
 
 @contextlib.contextmanager
@@ -156,8 +154,10 @@ def _warnings_as_lines() -> Iterator[None]:
         warnings.showwarning = usual
 
 
-def _end_failed(error: Exception, exit_code: int) -> NoReturn:
-    """End the process, and the other ranks of its job, with this code."""
+def _fail(error: Exception, text: str, exit_code: int) -> NoReturn:
+    """Print the ``text`` of an error, and end the process, and the other ranks of its job, with this code."""
+    if prints_error_in_full(error):
+        print_error(text)
     report_failure(error, exit_code)
     sys.exit(exit_code)
 
@@ -169,8 +169,3 @@ def _end_interrupted() -> NoReturn:
         sys.stderr.flush()
         os._exit(INTERRUPTED)
     sys.exit(INTERRUPTED)
-
-
-def _print_error(error: Exception, text: str) -> None:
-    if prints_error_in_full(error):
-        print_error(text)

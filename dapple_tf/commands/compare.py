@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import cloup
 
 from dapple_tf.commands.command import FILE, command, result_options
-from dapple_tf.commands.output import check_chart_path, print_progress, print_result
+from dapple_tf.commands.output import check_chart_path, hand_over, print_progress, print_result
 from dapple_tf.commands.parameter_types import PLANNERS, load_cluster
 from dapple_tf.commands.planning_options import PROFILE_ARGUMENT, batch_options, cost_options
 from dapple_tf.errors import NoFitError
@@ -48,10 +47,6 @@ def compare(
         **options,
     )
     print_result(str(comparison))
-    if output:
-        comparison.save(output)
-        print_result(f"comparison: {output}")
-    if as_json:
-        print_result(json.dumps(comparison.to_json()))
+    hand_over("comparison", comparison, output, as_json)
     if comparison.fastest is None:
         raise NoFitError(f"no planner has a plan for {costs.model!r}: see the reason of each above")

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from dapple_tf.commands.ranks import Ranks
 from dapple_tf.commands.run_file import RunFile, RunStep, finite_or_none
-from dapple_tf.commands.tensorboard import Scalars, recorded_scalars, step_scalars
+from dapple_tf.commands.tensorboard import Scalars, recorded_scalars
 from dapple_tf.commands.training_loop import StepResult
 from dapple_tf.distributed.membership import Job
 from dapple_tf.runtime.step import PipelinedStep
@@ -74,7 +74,7 @@ class Observer:
         """Write the curves' points of a step that is done; after the first four steps choose the interval."""
         begin = time.perf_counter()
         if self._scalars is not None:
-            values = step_scalars(done.loss, done.samples / done.seconds)
+            values = {"loss": done.loss, "samples_per_second": done.samples / done.seconds}
             if self._recorded:
                 values |= recorded_scalars(self._step.timeline)
             self._scalars.write(done.number, values)
@@ -102,15 +102,14 @@ _WINDOW_ADVICE = "train on from a good checkpoint without --async and with --che
 
 
 class LossWatch:
-    """Notes the losses of a run of ``step``; ``tell`` prints a line.
+    """Notes the losses of a run of ``step``.
 
     ``problem``: what was wrong with the run, for its end. ``minibatch_losses``: of each asynchronous window.
     """
 
-    def __init__(self, step: PipelinedStep, ranks: Ranks, tell: Callable[[str], None]) -> None:
+    def __init__(self, step: PipelinedStep, ranks: Ranks) -> None:
         self._step = step
-        self._ranks = ranks
-        self._tell = tell
+        self._ranks, self._tell = ranks, ranks.print_warning
         self._first: StepResult | None = None
         self._bad_minibatch = 0
         self._last: StepResult | None = None

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import click
 
@@ -19,6 +21,15 @@ from dapple_tf.profiler.files import find_folder_problem, find_write_problem
 def print_result(text: str) -> None:
     """Print a result on stdout (progress and logs go to stderr)."""
     click.echo(printable(text))
+
+
+def hand_over(kind: str, result: Any, output: str | None, as_json: bool) -> None:
+    """Save a result of this ``kind`` in the file ``output``, and print it as JSON, as far as wanted."""
+    if output:
+        result.save(output)
+        print_result(f"{kind}: {output}")
+    if as_json:
+        print_result(json.dumps(result.to_json()))
 
 
 def print_progress(text: str) -> None:

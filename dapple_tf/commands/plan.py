@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 import cloup
 
 from dapple_tf.commands.command import FILE, command, result_options
-from dapple_tf.commands.output import check_output_path, print_result, showing
+from dapple_tf.commands.output import check_output_path, hand_over, print_result, showing
 from dapple_tf.commands.parameter_types import PLANNER, PLANNER_NAMES, load_cluster
 from dapple_tf.commands.planning_options import PROFILE_ARGUMENT, batch_options, cost_options
 from dapple_tf.errors import OutputError
 from dapple_tf.profiler.importers import read_profile
-
-if TYPE_CHECKING:
-    from dapple_tf.plans import Plan
 
 
 @command(short_help="Make a plan for a cluster.")
@@ -60,7 +56,7 @@ def plan(
         print_result(describe_plan(choices[0].plan, costs, devices, choices[0].timeline))
         for line in describe_runners_up(choices, [choice.plan.notation for choice in choices]):
             print_result(line)
-        _hand_over(choices[0].plan, output, as_json)
+        hand_over("plan", choices[0].plan, output, as_json)
         return
     problem = make_problem(costs, devices, **options)
     with showing(f"plans with planner {planner}"):
@@ -71,13 +67,4 @@ def plan(
     print_result(describe_result(problem, result, chosen, others))
     for line in describe_moves(problem, *chosen):
         print_result(line)
-    _hand_over(chosen[0], output, as_json)
-
-
-def _hand_over(plan: Plan, output: str | None, as_json: bool) -> None:
-    """Write the plan to a file, and print it, as far as wanted."""
-    if output:
-        plan.save(output)
-        print_result(f"plan: {output}")
-    if as_json:
-        print_result(json.dumps(plan.to_json()))
+    hand_over("plan", chosen[0], output, as_json)

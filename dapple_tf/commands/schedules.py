@@ -20,7 +20,6 @@ from dapple_tf.graph_passes.schedules.spec import NAMES, ScheduleSpec
 from dapple_tf.wording import format_count
 
 if TYPE_CHECKING:
-    from dapple_tf.graph_passes.schedules.spec import ScheduleSpec
     from dapple_tf.simulator.order_search import FoundOrder
     from dapple_tf.timeline.stage_costs import StageCosts
 

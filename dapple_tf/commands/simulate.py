@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-
 import click
 import cloup
 
 from dapple_tf.commands.command import FILE, command, result_options
-from dapple_tf.commands.output import check_chart_path, print_result
+from dapple_tf.commands.output import check_chart_path, hand_over, print_result
 from dapple_tf.commands.parameter_types import load_cluster
 from dapple_tf.commands.planning_options import cost_options
 from dapple_tf.profiler.importers import read_profile
@@ -41,18 +39,9 @@ def simulate(
     planned, costs = Plan.load(plan), read_profile(profile, profile_batch_size, size_scale)
     devices = load_cluster(cluster)
     timeline = run(
-        planned,
-        costs,
-        devices,
-        optimizer_slots=optimizer_slots,
-        contention=contention,
-        whole_rows=whole_rows,
+        planned, costs, devices, optimizer_slots=optimizer_slots, contention=contention, whole_rows=whole_rows
     )
     print_result(describe_plan(planned, costs, devices, timeline))
     if not whole_rows:
         print_result(FRACTIONS)
-    if output:
-        timeline.save(output)
-        print_result(f"timeline: {output}")
-    if as_json:
-        click.echo(json.dumps(timeline.to_json()))
+    hand_over("timeline", timeline, output, as_json)

@@ -47,11 +47,6 @@ class Scalars:
         self._writer.close()
 
 
-def step_scalars(loss: float, samples_per_second: float) -> dict[str, float]:
-    """Return the values of the curves that have a point at every step."""
-    return {"loss": loss, "samples_per_second": samples_per_second}
-
-
 def recorded_scalars(timeline: Timeline) -> dict[str, float]:
     """Return the further curves of a recorded step: its bubble, utilisations (fractions), and seconds of its parts."""
     busy = {f"utilisation/stage_{stage}": share for stage, share in enumerate(timeline.stage_utilisation)}

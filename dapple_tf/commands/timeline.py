@@ -24,13 +24,11 @@ def timeline(trace: str, output: str | None, as_json: bool) -> None:
     recording = read_recording(trace)
     print_result(recording.headline)
     print_result(str(recording))
-    slowest = find_slowest(recording.measured) if recording.measured is not None else ()
-    if slowest:
+    if recording.measured is not None and (slowest := find_slowest(recording.measured)):
         print_result(f"slowest compared with others of their kind: {', '.join(map(str, slowest))}")
-    for slow in slowest:
-        assert recording.measured is not None
-        if ops := explain_slow(recording.measured, slow):
-            print_result(f"{slow.event}: {', '.join(map(str, ops))}")
+        for slow in slowest:
+            if ops := explain_slow(recording.measured, slow):
+                print_result(f"{slow.event}: {', '.join(map(str, ops))}")
     if output:
         save_recording(recording, output)
         print_result(f"timeline: {output}")

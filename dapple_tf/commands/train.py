@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import fields
 from typing import Any
 
 import click
@@ -69,36 +70,13 @@ from dapple_tf.profiler.detect import job_rank, job_size
         "--tensorboard", metavar="DIR", help="Write curves for TensorBoard to this folder: loss, bubble, stages."
     ),
 )
-def train(
-    steps: int,
-    trace: str | None,
-    trace_steps: int,
-    trace_ops: bool,
-    record: str | None,
-    tensorboard: str | None,
-    checkpoint_dir: str | None,
-    checkpoint_every: int | None,
-    check_numerics: bool,
-    baseline: int,
-    **options: Any,
-) -> None:
+def train(**options: Any) -> None:
     """Train MODEL (path.py:callable or package.module:callable) over a pipeline.
 
     Under mpirun or horovodrun every process trains its stages, and the first one prints and saves.
     """
-    settings = TrainSettings(
-        steps,
-        trace,
-        tensorboard,
-        checkpoint_dir,
-        checkpoint_every,
-        check_numerics,
-        baseline,
-        trace_steps,
-        trace_ops,
-        record,
-        given_options(click.get_current_context()),
-    )
+    own = {field.name: options.pop(field.name) for field in fields(TrainSettings) if field.name in options}
+    settings = TrainSettings(**own, options=given_options(click.get_current_context()))
     check_usage(settings)
     start = read_start()
     if settings.checkpoint_dir and (start is None or not start.number):
@@ -109,7 +87,7 @@ def train(
         raise click.UsageError(
             "--snapshot-every: where two hosts are lost at once, a run goes on from checkpoints: give --checkpoint-dir"
         )
-    check_window_usage(check_numerics=check_numerics, **options)
+    check_window_usage(check_numerics=settings.check_numerics, **options)
     check_model_exists(options["model"])
     given = Options(**read_options(options))
     if not job_rank(os.environ):

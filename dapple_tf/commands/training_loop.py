@@ -78,14 +78,13 @@ def run_steps(
     *,
     done: int = 0,
     after: Callable[[StepResult], None] | None = None,
-    observe: Callable[[StepResult], None] | None = None,
     shown: bool = True,
     loss_name: str = "loss",
 ) -> RunResult:
     """Train ``steps`` steps, one batch each; the first has the number ``done + 1``.
 
-    After each step ``after`` is called with its result, then ``observe``. Progress (``label``, loss under
-    ``loss_name``, samples/s, time left) goes to stderr if ``shown``.
+    After each step ``after`` is called with its result. Progress (``label``, loss under ``loss_name``, samples/s, time
+    left) goes to stderr if ``shown``.
     """
     losses, seconds, samples = [], [], 0
     shown = shown and shows_progress()
@@ -108,11 +107,8 @@ def run_steps(
             losses.append(loss)
             if number > 1:
                 seconds.append(took)
-            result_of_step = StepResult(done + number, loss, took, samples)
             if after is not None:
-                after(result_of_step)
-            if observe is not None:
-                observe(result_of_step)
+                after(StepResult(done + number, loss, took, samples))
             status = f"{loss_name} {loss:.4f}  {samples / took:6.1f} samples/s"
             progress.update(task, advance=1, status=status)
             if not console.is_terminal and (number == 1 or number % max(1, steps // 10) == 0):

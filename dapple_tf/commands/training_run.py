@@ -66,7 +66,7 @@ def run_training(settings: TrainSettings, given: Options, options: Mapping[str, 
     restart = ranks.run_on_first(lambda: find_restart(settings.record_path, step.plan, ranks.job.size, position))
     if restart is not None:
         ranks.print_result(str(restart))
-    losses = LossWatch(step, ranks, ranks.print_warning)
+    losses = LossWatch(step, ranks)
     growth = Growth(step, ranks.job, ranks.print_result) if given.elastic else None
     saver = _Saver(checkpoints, settings, losses, done, ranks, step.plan.training.words.unit, growth)
     with contextlib.ExitStack() as opened:
@@ -284,7 +284,8 @@ def _train(
         tell=ranks.print_result,
     )
 
-    def observe(done: StepResult) -> None:
+    def after(done: StepResult) -> None:
+        saver.note(done)
         observer.observe(done)
         saver.stop_if_asked(done)
 
@@ -295,8 +296,7 @@ def _train(
             settings.steps - done,
             words.training,
             done=done,
-            after=saver.note,
-            observe=observe,
+            after=after,
             shown=ranks.is_first,
             loss_name=words.loss,
         )

@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 from dapple_tf.commands.observation import Observer, choose_interval
-from dapple_tf.commands.tensorboard import Scalars, recorded_scalars, step_scalars
+from dapple_tf.commands.tensorboard import Scalars, recorded_scalars
 from dapple_tf.commands.training_loop import StepResult
 from dapple_tf.distributed.membership import Job
 from dapple_tf.errors import UsageError
@@ -31,7 +31,7 @@ def read_curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
 @pytest.mark.filterwarnings("ignore")  # TensorFlow calls its only reader deprecated
 def test_written_points_can_be_read(tmp_path: Path) -> None:
     scalars = Scalars(tmp_path / "deep" / "down")
-    scalars.write(1, step_scalars(2.5, 64.0))
+    scalars.write(1, {"loss": 2.5, "samples_per_second": 64.0})
     scalars.write(2, {"loss": 1.5})
     scalars.close()
     assert read_curves(tmp_path / "deep" / "down") == {
