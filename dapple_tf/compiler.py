@@ -127,7 +127,7 @@ def passes(model: StagedModel, plan: Plan, devices: Sequence[str], home: str, va
         Accumulate(),  # needs every replica's backward, and its weights' part
         *([Overlap()] if plan.overlap else []),  # cuts the sums that AllReduce will take
         AllReduce(facts.shares),  # needs every replica's sum
-        *([RoundGradients(facts.narrow)] if _sums_gradients(plan) and facts.narrow else []),  # the complete sums
+        *([RoundGradients(facts.narrow)] if facts.narrow and not plan.uncut else []),  # the complete sums
         *([GatherSlices(facts.sparse, facts.shares)] if facts.sparse else []),  # needs every replica's backward
         *([WriteStatistics()] if facts.statistics else []),  # needs every replica's forward; AllReduce takes other sums
         Order(schedule),  # needs all calls; before timing, which repeats its edges
@@ -180,11 +180,6 @@ def _call_stages(
     """Return the pass that calls the stages of ``model`` on each micro-batch; ``sizes``, ``split``: see there."""
     interface, head_inputs = model.interface, model.for_passes.head_inputs
     return Microbatch(model.stages, micro_batches, interface.merges, interface.loss, head_inputs, split, sizes)
-
-
-def _sums_gradients(plan: Plan) -> bool:
-    """Return whether some gradient is a sum of several micro-batches' or replicas'."""
-    return plan.micro_batches > 1 or max(plan.replicas) > 1
 
 
 def _forward_passes(model: StagedModel, plan: Plan, placed: tuple[tuple[str, ...], ...], home: str) -> tuple[Pass, ...]:

@@ -396,7 +396,20 @@ class Plan:
     @staticmethod
     def from_json(data: Any) -> Plan:
         """Return the plan of parsed JSON; PlanError names the field that is wrong."""
-        return _from_json(data)
+        if isinstance(data, dict) and data.get("recompute") is None:  # a file may leave it out
+            data = {**data, "recompute": False}
+        plan = read_record(data, Plan, PlanError, file_format=FORMAT)
+        _check_size(plan)
+        if plan.window is not None:  # its order follows from the window, which Plan has checked
+            if data["window"].get("weights") is None:  # has a default in Python only
+                raise PlanError("window.weights is missing")
+            return plan
+        try:
+            for part in plan.virtual_workers or (plan,):
+                part.spec.check(len(part.stages), part.micro_batches)
+        except ScheduleError as error:
+            raise PlanError(f"schedule: {error}") from error
+        return plan
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as its file holds it."""
@@ -424,7 +437,7 @@ class Plan:
     def load(path: str | os.PathLike[str]) -> Plan:
         """Read a plan; PlanError names the file and the field that is wrong."""
         with naming_file(path, PlanError):
-            return _from_json(read_json(path, PlanError))
+            return Plan.from_json(read_json(path, PlanError))
 
 
 def check_workers(plan: Plan) -> None:
@@ -539,20 +552,3 @@ def _check_size(plan: Plan) -> None:
         raise PlanError(f"micro_batches is {plan.micro_batches}; a plan has at most {_MOST_MICRO_BATCHES}")
     if plan.stages[-1].last_layer >= _MOST_LAYERS:
         raise PlanError(f"the stages hold {plan.stages[-1].last_layer + 1} layers; a plan has at most {_MOST_LAYERS}")
-
-
-def _from_json(data: Any) -> Plan:
-    if isinstance(data, dict) and data.get("recompute") is None:  # a file may leave it out
-        data = {**data, "recompute": False}
-    plan = read_record(data, Plan, PlanError, file_format=FORMAT)
-    _check_size(plan)
-    if plan.window is not None:  # its order follows from the window, which Plan has checked
-        if data["window"].get("weights") is None:  # has a default in Python only
-            raise PlanError("window.weights is missing")
-        return plan
-    try:
-        for part in plan.virtual_workers or (plan,):
-            part.spec.check(len(part.stages), part.micro_batches)
-    except ScheduleError as error:
-        raise PlanError(f"schedule: {error}") from error
-    return plan

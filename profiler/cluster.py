@@ -514,6 +514,8 @@ _NVLINK = Link(bandwidth=130e9, latency=5e-6)
 _ETHERNET_25 = Link(bandwidth=25e9 / 8, latency=20e-6)
 _ETHERNET_10 = Link(bandwidth=10e9 / 8, latency=20e-6)
 _V100_MEMORY = 16e9
+# By letter the devices of a server, and the link between servers.
+_CONFIGS = {"a": (8, _ETHERNET_25), "b": (1, _ETHERNET_25), "c": (1, _ETHERNET_10)}
 
 _NAME = re.compile(r"config-([a-z]+)(?::([0-9]{1,5}))?")
 
@@ -526,15 +528,9 @@ def config(letter: str, devices: int = 16) -> Cluster:
     """
     if devices < 1:
         raise ClusterError(f"devices={devices}: a cluster needs at least one device")
-    match letter.lower():
-        case "a":
-            size, between = 8, _ETHERNET_25
-        case "b":
-            size, between = 1, _ETHERNET_25
-        case "c":
-            size, between = 1, _ETHERNET_10
-        case _:
-            raise ClusterError(f"there is no config-{letter}; there are config-a, config-b and config-c")
+    if letter.lower() not in _CONFIGS:
+        raise ClusterError(f"there is no config-{letter}; there are config-a, config-b and config-c")
+    size, between = _CONFIGS[letter.lower()]
     counts = [min(size, devices - first) for first in range(0, devices, size)]
     servers = tuple(Server(f"server{index}", count) for index, count in enumerate(counts))
     return Cluster(servers, _V100_MEMORY, intra_server=_NVLINK if size > 1 else between, inter_server=between)

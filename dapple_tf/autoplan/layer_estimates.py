@@ -28,27 +28,18 @@ class EstimatedCosts:
 
 def estimate_costs(layers: Layers, shapes: Mapping[str, Sequence[Shape]]) -> EstimatedCosts:
     """Return the costs of all layers and cuts. ``shapes``: the shapes of every node's outputs, at one batch size."""
-    return EstimatedCosts(estimate_layer_seconds(layers, shapes), estimate_cut_seconds(layers, shapes))
-
-
-def estimate_layer_seconds(layers: Layers, shapes: Mapping[str, Sequence[Shape]]) -> list[float]:
-    """Return the forward seconds of each layer."""
-    return [
+    seconds = [
         sum(estimate_node_seconds(layers.graph.node(name), shapes) for name in layer.nodes) for layer in layers.layers
     ]
-
-
-def estimate_cut_seconds(layers: Layers, shapes: Mapping[str, Sequence[Shape]]) -> list[float]:
-    """Return the seconds that copying the tensors of each cut takes."""
-    return [
+    crossing = [
         sum(
             layers.graph.type_of(value).dtype.size * shapes[value.node][value.index].elements()
             for value in cut.crossing
             if value.node in shapes
         )
-        / CPU_CORE.bytes_per_second
         for cut in layers.cuts
     ]
+    return EstimatedCosts(seconds, [size / CPU_CORE.bytes_per_second for size in crossing])
 
 
 def estimate_node_seconds(node: Node, shapes: Mapping[str, Sequence[Shape]]) -> float:

@@ -71,9 +71,13 @@ def predict_seconds(problem: PlanningProblem, cluster: Cluster, *, replicable: b
 
 
 def _list_candidates(problem: PlanningProblem, *, replicable: bool, all_devices: bool) -> list[Candidate]:
+    """Return the plans that planner "best" finds, the best first; without ``replicable`` those without replicas."""
     if problem.shares_devices:
         return _plan_shared_devices(problem, replicable=replicable, all_devices=all_devices)
-    return _plan_with_replicas(problem) if replicable else _plan_without_replicas(problem)
+    if not replicable:
+        return _plan_without_replicas(problem)
+    result = run_planner(problem, "best")
+    return [result.chosen, *result.runners_up]
 
 
 def _explain_one_stage(problem: PlanningProblem, chosen: Candidate, candidates: Sequence[Candidate]) -> str:
@@ -138,12 +142,6 @@ def _plan_shared_devices(problem: PlanningProblem, *, replicable: bool, all_devi
     shapes = [shape for shape in list_shapes(problem) if replicable or shape.replicas == 1]
     shapes = [shape for shape in shapes if not all_devices or shape.device_count == problem.cluster.devices]
     result = plan_chunked(problem, shapes) or run_planner(problem, "best" if replicable else "gpipe")
-    return [result.chosen, *result.runners_up]
-
-
-def _plan_with_replicas(problem: PlanningProblem) -> list[Candidate]:
-    """Return the plans that planner "best" finds, the best first."""
-    result = run_planner(problem, "best")
     return [result.chosen, *result.runners_up]
 
 

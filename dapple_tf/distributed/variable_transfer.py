@@ -41,12 +41,8 @@ def gather_variables(job: Job, models: Iterable[StagedModel]) -> None:
 
     The values stay until the next step. Every rank must call this, with models that were traced in the same order.
     """
-    locations, all_ranks = job.variable_locations, frozenset(range(job.size))
-    variables = {id(variable): variable for model in models for variable in model.variables.values()}
-    send_values(job, [Transfer(variable, locations.source(variable), all_ranks) for variable in variables.values()])
-    for variable in variables.values():
-        locations.set_ranks(variable, all_ranks)
-    locations.placed_for = None
+    variables = (variable for model in models for variable in model.variables.values())
+    _give_to_all(job, variables, job.variable_locations.source)
 
 
 def share_variables(job: Job, variables: Iterable[tf.Variable]) -> None:
@@ -54,9 +50,14 @@ def share_variables(job: Job, variables: Iterable[tf.Variable]) -> None:
 
     Every rank must call this, with the same variables in the same order, and with memory for all of them.
     """
+    _give_to_all(job, variables, lambda variable: 0)
+
+
+def _give_to_all(job: Job, variables: Iterable[tf.Variable], source_of: Callable[[tf.Variable], int]) -> None:
+    """Give every rank the value of each variable, which one rank has, until the next step."""
     locations, all_ranks = job.variable_locations, frozenset(range(job.size))
     distinct = list({id(variable): variable for variable in variables}.values())
-    send_values(job, [Transfer(variable, 0, all_ranks) for variable in distinct])
+    send_values(job, [Transfer(variable, source_of(variable), all_ranks) for variable in distinct])
     for variable in distinct:
         locations.set_ranks(variable, all_ranks)
     locations.placed_for = None

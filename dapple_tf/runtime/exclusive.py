@@ -1,15 +1,21 @@
-"""Let one step at a time use a variable: steps of several threads that share variables run one after the other."""
+"""Let one step at a time use a variable: steps of several threads that share variables run one after the other.
+
+A forked child of a process in which TensorFlow had started runs no steps: it has none of TensorFlow's threads, and a
+step would wait for them forever.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from dapple_tf import variable_values
+from dapple_tf import internals, variable_values
+from dapple_tf.errors import UsageError
 
 _COMPILING = threading.RLock()
 """Held while a step is compiled: variables move to their stages, and an optimizer makes its variables."""
@@ -18,14 +24,33 @@ _COMPILING = threading.RLock()
 _LOCKS: dict[int, Any] = {}
 _MAKING = threading.Lock()
 
+# The process from which this one was forked after TensorFlow had started there; empty if there is none.
+_PARENTS: list[int] = []
 
 # The many objects of a graph stay: with Python's own thresholds its garbage collector takes a sixth of a build's time.
 _COLLECT_AFTER = (10_000, 20, 20)
 
 
+def _note_fork() -> None:
+    if internals.tensorflow_has_started():
+        _PARENTS.append(os.getppid())
+
+
+os.register_at_fork(after_in_child=_note_fork)
+
+
 @contextlib.contextmanager
 def compiling() -> Iterator[None]:
-    """Compile one step at a time; tracing makes no values of deferred variables, which are made at their stages."""
+    """Compile one step at a time; tracing makes no values of deferred variables, which are made at their stages.
+
+    Raises UsageError in a process that was forked after TensorFlow had started.
+    """
+    if _PARENTS:
+        raise UsageError(
+            f"process {os.getpid()} was forked from process {_PARENTS[-1]}, in which TensorFlow had started: its "
+            "threads do not exist here, and a step would never end. Start processes anew (multiprocessing's 'spawn' or "
+            "'forkserver'), or fork before anything of TensorFlow runs"
+        )
     with _COMPILING, variable_values.without_values(), _rare_collections():
         yield
 

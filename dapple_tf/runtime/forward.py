@@ -33,7 +33,6 @@ from dapple_tf.runtime.compile_step import (
     trace_loss_of,
 )
 from dapple_tf.runtime.exclusive import compiling
-from dapple_tf.runtime.forked import check_not_forked
 from dapple_tf.runtime.rehearsal import compare_first
 from dapple_tf.runtime.variable_homes import VariableHomes
 from dapple_tf.staged_model import ForPasses, Interface, StagedModel, stage_graph
@@ -77,7 +76,6 @@ class Forward:
         ``gather`` brings the variables of all ranks of a job to this one. Raises ExactnessError as ``compare_first``
         does.
         """
-        check_not_forked()
         batch = read_batch(arguments)
         with compiling():
             compiled = self.compile(batch, target)

@@ -39,7 +39,6 @@ from dapple_tf.memory.report import PhasesReport, Report
 from dapple_tf.plans import Plan
 from dapple_tf.runtime.compile_step import CompiledStep, CompiledSteps, LocalTarget, Target, compile_step, read_batch
 from dapple_tf.runtime.exclusive import compiling
-from dapple_tf.runtime.forked import check_not_forked
 from dapple_tf.runtime.forward import Forward
 from dapple_tf.runtime.local_batch import compile_local, find_needs
 from dapple_tf.runtime.memory_recorder import MemoryRecorder, rehearse_phases
@@ -620,7 +619,6 @@ class PipelinedStep:
         if not local or self._job.is_alone or self._options.window is not None:  # all ranks need whole windows
             rows = read_batch(batch)
             return self._compile(rows, variant), rows.tensors
-        check_not_forked()
         if isinstance(self._loss_fn, TrainingStep) and self._loss_fn.phase is not None:
             raise UsageError(
                 "local=True: each phase of a training step needs other rows: give every rank the whole batch"
@@ -633,7 +631,6 @@ class PipelinedStep:
 
     def _compile(self, batch: Batch, variant: StepVariant) -> Sequence[CompiledStep]:
         """Return the compiled phases of the step; the last one's program runs all of them."""
-        check_not_forked()
         if self._options.window is not None:
             check_window_variant(variant)
         more = False

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from dapple_tf.autoplan.layer_estimates import estimate_cut_seconds, estimate_layer_seconds, estimate_node_seconds
+from dapple_tf.autoplan.layer_estimates import estimate_costs, estimate_node_seconds
 from dapple_tf.frontend.capture import capture
 from dapple_tf.frontend.shapes import infer_shapes
 from dapple_tf.graph_passes.analysis.layers import find_layers
@@ -84,8 +84,9 @@ def test_a_wider_layer_costs_more_and_sends_more() -> None:
     layers, shapes = find_layers(captured.graph), infer_shapes(captured, 8)
     names = [layers.graph.node(layer.nodes[0]).op for layer in layers.layers]
     assert names == ["MatMul", "Tanh", "MatMul", "Tanh", "Mean"]
-    costs, crossing = estimate_layer_seconds(layers, shapes), estimate_cut_seconds(layers, shapes)
-    assert max(costs) == costs[0]
+    costs = estimate_costs(layers, shapes)
+    crossing = costs.cuts
+    assert max(costs.layers) == costs.layers[0]
     assert crossing[0] == crossing[1] == pytest.approx(64 * crossing[2])  # 512 columns against 8
 
 
@@ -93,9 +94,9 @@ def test_there_is_one_cost_for_each_layer_and_each_cut() -> None:
     _, loss = chain(3)
     layers = layers_of(loss)
     shapes = infer_shapes(capture(loss, (X,)), 4)
-    costs = estimate_layer_seconds(layers, shapes)
-    assert len(costs) == len(layers.layers) == len(estimate_cut_seconds(layers, shapes)) + 1
-    assert costs[0] == costs[1] == costs[2] > 0
+    costs = estimate_costs(layers, shapes)
+    assert len(costs.layers) == len(layers.layers) == len(costs.cuts) + 1
+    assert costs.layers[0] == costs.layers[1] == costs.layers[2] > 0
 
 
 def test_inferred_shapes_have_the_batch_size() -> None:
