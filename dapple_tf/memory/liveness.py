@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+
+import networkx as nx
 
 from dapple_tf.graph_passes.analysis.op_costs import VIEW_OPS
 from dapple_tf.graph_passes.ir.graph import Graph, Node, Value
@@ -165,20 +167,7 @@ def execution_order(graph: Graph) -> tuple[Node, ...]:
     This differs from the order of the graph: all weight gradients that are ready at a point are computed one after the
     other, and their inputs stay live. Several threads follow the same order approximately.
     """
-    followers: dict[str, list[Node]] = {node.name: [] for node in graph.nodes}
-    pending: dict[str, int] = {}
-    for node in graph.nodes:
-        sources = dict.fromkeys(node.predecessors())
-        pending[node.name] = len(sources)
-        for source in sources:
-            followers[source].append(node)
-    ready = deque(node for node in graph.nodes if not pending[node.name])
-    order = []
-    while ready:
-        node = ready.popleft()
-        order.append(node)
-        for follower in followers[node.name]:
-            pending[follower.name] -= 1
-            if not pending[follower.name]:
-                ready.append(follower)
-    return tuple(order)
+    order: nx.DiGraph[str] = nx.DiGraph()
+    order.add_nodes_from(node.name for node in graph.nodes)
+    order.add_edges_from((source, node.name) for node in graph.nodes for source in node.predecessors())
+    return tuple(map(graph.node, nx.topological_sort(order)))

@@ -89,23 +89,8 @@ def profile(
     size, StepError for a model that fails on the batch, and what ``dapple.pipeline`` raises for the loss.
     """
     sizes = _check_options(batch_sizes, repeats)
-    arguments = as_rows(as_arguments(batch))
-    size = batch_size(arguments)
-    other_sizes = [n for n in sizes if n != size]
-    with _progress_bar(3 + repeats * (1 + len(other_sizes))) as show:
-        show("tracing", 0)
-        with variable_values.without_values():
-            facts = examine_layers(_trace(loss_fn, arguments, batch_loss, other_sizes), size)
-        _warn_of_lists(facts)
-        plain = PlainModel(taking_rows(loss_fn, arguments), arguments, list_devices()[0])
-        show("tracing", 1)
-        effort = _Effort(repeats, _BUDGET_SECONDS, _MOST_RUNS)
-        with unchanged_variables(facts.captured.variables.values()):
-            result = _measure(facts, arguments, plain, other_sizes, effort, model, show)
-    message = "" if facts.layers.head_inputs else _disagreement_message(result)
-    if message:
-        warn_user(message)
-    return result
+    effort = _Effort(repeats, _BUDGET_SECONDS, _MOST_RUNS)
+    return _profile(loss_fn, as_rows(as_arguments(batch)), sizes, batch_loss, effort, loss_fn, model)
 
 
 def profile_layers(loss_fn: Traced, batch: Sequence[Any], batch_sizes: Sequence[int], batch_loss: BatchLoss) -> Profile:
@@ -113,16 +98,36 @@ def profile_layers(loss_fn: Traced, batch: Sequence[Any], batch_sizes: Sequence[
 
     ``batch``: the arguments of the loss. Raises what ``profile`` raises.
     """
+    return _profile(loss_fn, batch, batch_sizes, batch_loss, _TO_PLAN)
+
+
+def _profile(
+    loss_fn: Traced,
+    batch: Sequence[Any],
+    batch_sizes: Sequence[int],
+    batch_loss: BatchLoss,
+    effort: _Effort,
+    whole: Callable[..., Any] | None = None,
+    model: str | None = None,
+) -> Profile:
+    """Return the profile, and warn of what is wrong with it. ``whole``: the loss, to measure the whole model too."""
     size = batch_size(batch)
     other_sizes = [n for n in batch_sizes if n != size]
-    with _progress_bar(3 + _TO_PLAN.rounds * (1 + len(other_sizes))) as show:
+    with _progress_bar(3 + effort.rounds * (1 + len(other_sizes))) as show:
         show("tracing", 0)
         with variable_values.without_values():
             facts = examine_layers(_trace(loss_fn, batch, batch_loss, other_sizes), size)
-        _warn_of_lists(facts)
+        if facts.lists:
+            names = ", ".join(facts.lists)
+            warn_user(f"stash_bytes leaves out lists of unknown length, of the While loops in {names}")
+        plain = PlainModel(taking_rows(whole, batch), batch, list_devices()[0]) if whole else None
         show("tracing", 1)
         with unchanged_variables(facts.captured.variables.values()):
-            return _measure(facts, batch, None, other_sizes, _TO_PLAN, None, show)
+            result = _measure(facts, batch, plain, other_sizes, effort, model, show)
+    message = "" if facts.layers.head_inputs else _disagreement_message(result)
+    if message:
+        warn_user(message)
+    return result
 
 
 def _trace(loss_fn: Traced, batch: Sequence[Any], batch_loss: BatchLoss, other_sizes: Sequence[int]) -> Captured:
@@ -138,12 +143,6 @@ def _trace(loss_fn: Traced, batch: Sequence[Any], batch_loss: BatchLoss, other_s
             raise
         captured = trace_uncut(loss_fn, batch, size)
     return dataclasses.replace(captured, after=None)
-
-
-def _warn_of_lists(facts: LayerFacts) -> None:
-    if facts.lists:
-        names = ", ".join(facts.lists)
-        warn_user(f"stash_bytes leaves out lists of unknown length, of the While loops in {names}")
 
 
 def _measure(
