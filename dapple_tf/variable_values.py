@@ -395,12 +395,7 @@ def _named_handle(variable: tf.Variable, advice: str) -> Any:
     options = {"dtype": variable.dtype, "shape": variable.shape, "shared_name": name}
     with tf.device(old.device):
         handle, other = (tf.raw_ops.VarHandleOp(**options) for _ in range(2))
-    for name in (
-        "_handle_data",
-        "_parent_trackable",
-        "_name",
-        "_unique_id",
-    ):  # set by tf.Variable on its handle
+    for name in ("_handle_data", "_parent_trackable", "_name", "_unique_id"):  # set by tf.Variable on its handle
         setattr(handle, name, getattr(old, name))
     weakref.finalize(handle, _destroy, other).atexit = False
     return handle

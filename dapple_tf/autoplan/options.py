@@ -17,13 +17,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 from typing_extensions import TypedDict
 
-from dapple_tf.autoplan.batch_fit import (
-    GivenSizes,
-    are_counts,
-    check_batch_size,
-    check_given_sizes,
-    count_samples,
-)
+from dapple_tf.autoplan.batch_fit import GivenSizes, are_counts, check_batch_size, check_given_sizes, count_samples
 from dapple_tf.autoplan.recompute_option import Recompute, StageNumbers, check_recompute
 from dapple_tf.autoplan.slice_option import SLICED_SCHEDULES, Slice, check_slice
 from dapple_tf.errors import PlanError, ScheduleError
@@ -358,9 +352,7 @@ class Options:
         check=_check_flag("shard_optimizer"),
     )
     devices: Sequence[str | int] | None = _option(
-        None,
-        'Names or indices of the devices to use, such as ["GPU:0", "GPU:1"].',
-        repr=False,
+        None, 'Names or indices of the devices to use, such as ["GPU:0", "GPU:1"].', repr=False
     )
     cluster: Cluster | None = _option(
         None,
@@ -468,14 +460,7 @@ class Options:
         if isinstance(recompute, StageNumbers) or (not isinstance(recompute, bool) and not _is_list_of(str, recompute)):
             recompute = False  # it names stages, which the new plan may not have
         return dataclasses.replace(
-            self,
-            stages="auto",
-            replicas=None,
-            plan=None,
-            schedule="auto",
-            slice=None,
-            recompute=recompute,
-            **settings,
+            self, stages="auto", replicas=None, plan=None, schedule="auto", slice=None, recompute=recompute, **settings
         )
 
     def forward_only(self) -> Options:

@@ -17,13 +17,7 @@ from dapple_tf.graph_passes.schedules.worker_map import WorkerMap
 from dapple_tf.graph_passes.schedules.zero_bubble import ZERO_BUBBLE_AUTO
 from dapple_tf.plan_check import check_plan
 from dapple_tf.planner.planning_problem import PlanningProblem
-from dapple_tf.planner.step_simulation import (
-    POLICIES,
-    WORTH_MEMORY,
-    fastest_schedule,
-    make_network,
-    stage_cost_arrays,
-)
+from dapple_tf.planner.step_simulation import POLICIES, WORTH_MEMORY, fastest_schedule, make_network, stage_cost_arrays
 from dapple_tf.plans import REQUESTED, StagePlan
 from dapple_tf.profiler.units import format_bytes
 from dapple_tf.simulator.contention import Flows
@@ -157,10 +151,7 @@ def _by_stashes(
 
 @interruptible
 def choose_profiled_schedule(
-    problem: PlanningProblem,
-    stages: tuple[StagePlan, ...],
-    micro_batch_sizes: Sequence[int],
-    planned: str = "auto",
+    problem: PlanningProblem, stages: tuple[StagePlan, ...], micro_batch_sizes: Sequence[int], planned: str = "auto"
 ) -> ScheduleChoice:
     """Return ``choose_schedule`` of the problem's profile, for these stages, over all ``micro_batch_sizes`` (samples).
 

@@ -75,9 +75,5 @@ def slice_plan(plan: Plan, wanted: int | str, layers: Sequence[float]) -> Plan:
             f"{format_count(max(plan.replicas), 'replica')}{shares}: use fewer micro-batches, or a larger batch"
         )
     return dataclasses.replace(
-        plan,
-        schedule=str(schedule),
-        micro_batches=len(sizes),
-        micro_batch_size=max(sizes),
-        micro_batch_sizes=sizes,
+        plan, schedule=str(schedule), micro_batches=len(sizes), micro_batch_size=max(sizes), micro_batch_sizes=sizes
     )

@@ -189,8 +189,7 @@ def _memory_folder() -> Path:
         found = folder.lstat()
     except OSError as error:
         raise CheckpointError(
-            f"{base} cannot hold snapshots: {error.strerror}; give a folder in memory by {FOLDER_VARIABLE}",
-            lasts=False,
+            f"{base} cannot hold snapshots: {error.strerror}; give a folder in memory by {FOLDER_VARIABLE}", lasts=False
         ) from error
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
         raise CheckpointError(f"{folder} belongs to another user, or is no folder: remove it, or set {FOLDER_VARIABLE}")

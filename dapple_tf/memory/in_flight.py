@@ -7,14 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from dapple_tf.graph_passes.schedules.schedule import (
-    CALL_OF_KIND,
-    FREEING,
-    Action,
-    Schedule,
-    of_kind,
-    run_schedule,
-)
+from dapple_tf.graph_passes.schedules.schedule import CALL_OF_KIND, FREEING, Action, Schedule, of_kind, run_schedule
 from dapple_tf.graph_passes.schedules.window import Window, run_window
 from dapple_tf.memory.stash import Origin
 

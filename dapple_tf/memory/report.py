@@ -125,15 +125,7 @@ class Report:
         together = workers.stages_of[workers.worker_of[memory.stage]]
         if stage.measured is not None and len(together) > 1:
             measured += f" of stages {', '.join(map(str, together))}"
-        return [
-            str(memory.stage),
-            *fixed,
-            *in_flight,
-            *stashes,
-            *versions,
-            *map(format_megabytes, sizes),
-            measured,
-        ]
+        return [str(memory.stage), *fixed, *in_flight, *stashes, *versions, *map(format_megabytes, sizes), measured]
 
     def to_json(self) -> dict[str, Any]:
         """Return the figures as JSON values (``dapple train --json`` prints them as ``memory``)."""

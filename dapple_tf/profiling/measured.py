@@ -271,9 +271,7 @@ def _roofline_of_device() -> Peak:
         return max(PEAKS, key=lambda peak: peak.flops_per_second)
     cores = _cores_per_device()
     return dataclasses.replace(
-        CPU_CORE,
-        flops_per_second=cores * CPU_CORE.flops_per_second,
-        bytes_per_second=cores * CPU_CORE.bytes_per_second,
+        CPU_CORE, flops_per_second=cores * CPU_CORE.flops_per_second, bytes_per_second=cores * CPU_CORE.bytes_per_second
     )
 
 

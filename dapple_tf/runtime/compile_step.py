@@ -455,13 +455,7 @@ def _note_owners(shared: HandOver, model: StagedModel, plan: Plan) -> None:
 
 
 def trace_loss_of(
-    function: Traced,
-    batch: Batch,
-    autoplan: Autoplan,
-    compiled: CompiledSteps,
-    *,
-    uncut: bool,
-    trains: bool = True,
+    function: Traced, batch: Batch, autoplan: Autoplan, compiled: CompiledSteps, *, uncut: bool, trains: bool = True
 ) -> tuple[TracedLoss, TracedLoss]:
     """Return the traced function on which to plan, and the one to run; in most cases these are the same.
 
