@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
-import tensorflow as tf
-
 from dapple_tf.drawing.table import format_ranges
 from dapple_tf.errors import PlanError
 from dapple_tf.exactness import Exactness
@@ -346,7 +344,10 @@ def rank_graphs(
     timed = variant is StepVariant.TIMED
     devices = [f"/rank:{rank}" for rank in range(size)]
     whole = local_graph(model, plan, devices, "/rank:*", variant=StepVariant.PLAIN if timed else variant)
-    types = tuple((name, _value_type(variable)) for name, variable in sorted(model.variables.items()))
+    types = tuple(
+        (name, TensorType(DType(variable.dtype.name), Shape(tuple(variable.shape.as_list()))))
+        for name, variable in sorted(model.variables.items())
+    )
     ranks, shares = tuple(stage.devices for stage in plan.stages), model.for_passes.shares
     sharded = find_variables(model.graph, shares).sharded
     # After all passes that expect whole calls.
@@ -360,7 +361,3 @@ def rank_graphs(
     )
     verify_ranks(graphs)
     return graphs
-
-
-def _value_type(variable: tf.Variable) -> TensorType:
-    return TensorType(DType(variable.dtype.name), Shape(tuple(variable.shape.as_list())))

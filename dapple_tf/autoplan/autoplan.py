@@ -169,7 +169,9 @@ class Autoplan:
         or batch, and the errors of the files that make it.
         """
         if not self.layer_names:
-            self.options = _settle_uncut(_settle_batch_loss(self.options, captured), captured)
+            self.options = _settle_batch_loss(self.options, captured)
+            if captured.needs_uncut and self.options.can_run_uncut:  # only M = 1 computes what one device does
+                self.options = dataclasses.replace(self.options, micro_batches=1)
             self._decide_first(captured, layers, shapes, batch)
         plan, names = self.plan, self.layer_names
         recomputed = {names[i] for i in plan.recomputed}
@@ -338,13 +340,6 @@ def _settle_batch_loss(options: Options, captured: Captured) -> Options:
         return dataclasses.replace(options, batch_loss=False)
     schedule = "gpipe" if options.spec is None else str(options.spec)
     return dataclasses.replace(options, batch_loss=True, schedule=schedule)
-
-
-def _settle_uncut(options: Options, captured: Captured) -> Options:
-    """Return the options with M = 1 where M is open and only one micro-batch computes what one device does."""
-    if captured.needs_uncut and options.can_run_uncut:
-        return dataclasses.replace(options, micro_batches=1)
-    return options
 
 
 def _may_wait(options: Options) -> bool:

@@ -528,17 +528,6 @@ class Options:
 
 # --- options that contradict each other
 
-_Predicate = Callable[[Options], bool]
-
-
-def _of_window_in_sync(name: str) -> _Predicate:
-    return lambda options: options.mode == "sync" and getattr(options, name) is not None
-
-
-def _not_default_in_async(name: str) -> _Predicate:
-    default = Options.__dataclass_fields__[name].default
-    return lambda options: options.mode == "async" and bool(getattr(options, name) != default)
-
 
 def _trains_newest_and_recomputes(options: Options) -> bool:
     recompute = options.recompute or (options.plan is not None and options.plan.recompute)
@@ -550,21 +539,7 @@ def _leaves_nothing_to_plan(options: Options) -> bool:
     return options.plan is not None or (has_order and not options.stages_are_auto)
 
 
-_CONTRADICTIONS: tuple[tuple[_Predicate, str], ...] = (
-    *(
-        (
-            _of_window_in_sync(name),
-            f"{name}={{0.{name}!r}} is for asynchronous windows: give mode='async' too, or leave it out",
-        )
-        for name in _OF_WINDOWS
-    ),
-    *(
-        (
-            _not_default_in_async(name),
-            f"{name}={{0.{name}!r}} with mode='async': windows have an order of their own; leave it out",
-        )
-        for name in _NOT_OF_WINDOWS
-    ),
+_CONTRADICTIONS: tuple[tuple[Callable[[Options], bool], str], ...] = (
     (
         lambda o: o.slice is not None and o.schedule not in SLICED_SCHEDULES,
         "slice={0.slice!r} with schedule {0.schedule!r:.62}: only the forwards of 1F1B ('dapple-a') are sliced; leave "
@@ -631,6 +606,13 @@ _CONTRADICTIONS: tuple[tuple[_Predicate, str], ...] = (
 
 def check_contradictions(options: Options) -> None:
     """Raise PlanError where some of the options cannot be given together."""
+    for name in _OF_WINDOWS:
+        if options.mode == "sync" and (given := getattr(options, name)) is not None:
+            raise PlanError(f"{name}={given!r} is for asynchronous windows: give mode='async' too, or leave it out")
+    for name in _NOT_OF_WINDOWS:
+        default = Options.__dataclass_fields__[name].default
+        if options.mode == "async" and (given := getattr(options, name)) != default:
+            raise PlanError(f"{name}={given!r} with mode='async': windows have an order of their own; leave it out")
     for contradicts, message in _CONTRADICTIONS:
         if contradicts(options):
             raise PlanError(message.format(options))

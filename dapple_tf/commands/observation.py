@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -14,7 +13,6 @@ from dapple_tf.commands.ranks import Ranks
 from dapple_tf.commands.run_file import RunFile, RunStep, finite_or_none
 from dapple_tf.commands.tensorboard import Scalars, recorded_scalars
 from dapple_tf.commands.training_loop import StepResult
-from dapple_tf.distributed.membership import Job
 from dapple_tf.runtime.step import PipelinedStep
 
 _MAX_COST = 0.01  # of a step's time, for recording that is always on
@@ -30,8 +28,8 @@ class Observer:
     """Runs the steps of a training run, numbered ``first`` to ``last``, and records some of them.
 
     ``trace``: the number of the last steps that are recorded, with their ops where ``trace_ops`` is set. ``curves``:
-    every n-th step is; the first four measure what recording costs, and rank 0 chooses n for all ranks of the ``job``.
-    ``scalars``: where rank 0 writes the curves. ``record``: where it writes the steps. ``tell``: prints a line.
+    every n-th step is; the first four measure what recording costs, and rank 0 chooses n for all ``ranks``.
+    ``scalars``: where rank 0 writes the curves. ``record``: where it writes the steps.
     """
 
     def __init__(
@@ -43,8 +41,7 @@ class Observer:
         trace: int,
         curves: bool,
         scalars: Scalars | None,
-        job: Job,
-        tell: Callable[[str], None],
+        ranks: Ranks,
         trace_ops: bool = False,
         record: RunFile | None = None,
     ) -> None:
@@ -53,8 +50,7 @@ class Observer:
         self._trace, self._trace_ops, self._curves = trace, trace_ops, curves
         self._scalars = scalars
         self._record = record
-        self._job = job
-        self._tell = tell
+        self._ranks = ranks
         self._number = first - 1
         self._recorded = False
         self._interval = 1
@@ -89,9 +85,10 @@ class Observer:
 
     def _choose_interval(self) -> None:
         cost, seconds = min(self._costs[1:]), statistics.median(self._seconds[1:])
-        self._interval = self._job.broadcast(choose_interval(cost, seconds))
+        self._interval = self._ranks.job.broadcast(choose_interval(cost, seconds))
         if self._interval > 1:
-            self._tell(f"one step in {self._interval} is recorded: recording a step takes {cost * 1e3:.2g} ms")
+            takes = f"recording a step takes {cost * 1e3:.2g} ms"
+            self._ranks.print_result(f"one step in {self._interval} is recorded: {takes}")
 
 
 # --- Notice a training run whose loss becomes NaN or infinite: warn at once, keep good checkpoints, fail at the end

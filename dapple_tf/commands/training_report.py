@@ -130,14 +130,14 @@ def find_other_data(settings: TrainSettings, position: Position) -> str:
 
     ``position``: of the run that goes on; batches are counted, so it is only there with the same data.
     """
-    try:
-        before = settings.options if settings.record_path is None else read_run(settings.record_path).start.options
-    except RunError:  # the run before has left no record, or a damaged one
+    before = _read_record(settings.record_path)
+    if before is None:
         return ""
+    given, given_before = settings.options, before.start.options
     changed = [
-        f"{name} is {settings.options.get(name, 'not given')} (before: {before.get(name, 'not given')})"
+        f"{name} is {given.get(name, 'not given')} (before: {given_before.get(name, 'not given')})"
         for name in _DATA_OPTIONS
-        if settings.options.get(name) != before.get(name)
+        if given.get(name) != given_before.get(name)
     ]
     if not changed:
         return ""
@@ -170,10 +170,7 @@ def find_restart(record: str | None, plan: Plan, ranks: int, position: Position)
         f"rank{'s' * (len(start.lost) > 1)} {', '.join(map(str, start.lost))}" if start.lost else "",
         planned_seconds(plan),
     )
-    try:
-        before = read_run(record) if record is not None else None
-    except RunError:  # it failed before its first step
-        before = None
+    before = _read_record(record)
     if before is None:
         return restart
     done = position.steps
@@ -192,11 +189,16 @@ def read_restarts(record: str | None, last: RunRestart | None) -> tuple[RunResta
     """Return all restarts of the run that its record knows, or else the ``last`` one."""
     if last is None:
         return ()
+    run = _read_record(record)
+    return run.restarts if run is not None and last in run.restarts else (last,)
+
+
+def _read_record(path: str | None) -> Run | None:
+    """Return the run that is recorded at ``path``; None without a record, or where it is empty or damaged."""
     try:
-        found = () if record is None else read_run(record).restarts
-    except RunError:  # the disk was full: said already
-        found = ()
-    return found if last in found else (last,)
+        return None if path is None else read_run(path)
+    except RunError:
+        return None
 
 
 def _describe_lost(rank: int, before: Run) -> str:

@@ -280,8 +280,7 @@ def _train(
         curves=settings.records_curves,
         scalars=scalars,
         record=record,
-        job=ranks.job,
-        tell=ranks.print_result,
+        ranks=ranks,
     )
 
     def after(done: StepResult) -> None:

@@ -181,19 +181,14 @@ def load_values(job: Job, variables: Mapping[str, tf.Variable], read: Callable[[
 
 def _load_group(job: Job, variables: Mapping[str, tf.Variable], read: Callable[[str], Any], source: int) -> None:
     """Load the values of variables whose values are sent in one message; it holds no value afterwards."""
-    own: list[Any] = []
-    job.run_on(source, partial(_read_into, own, read, list(variables)))
+    own: list[Any] = []  # its values stay on this rank: a result of ``run_on`` is sent to all ranks
+    job.run_on(source, partial(own.extend, map(read, variables)))
     described = list(variables.values())
     values = _broadcast_values(job, described, source, own if job.rank == source else None, keep=True)
     for variable, value in zip(described, values, strict=True):
         holders = job.variable_locations.ranks_of(variable)
         if holders is None or job.rank in holders:
             variable.assign(internals.as_tensor(value))
-
-
-def _read_into(values: list[Any], read: Callable[[str], Any], names: Sequence[str]) -> None:
-    """Append the values to a list, which stays on this rank: a result of ``run_on`` is sent to all ranks."""
-    values.extend(map(read, names))
 
 
 def to_bytes(value: Any) -> Any:

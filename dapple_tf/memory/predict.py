@@ -21,7 +21,6 @@ from dapple_tf.memory.in_flight import StageState, stage_states, window_states
 from dapple_tf.memory.liveness import peak_bytes
 from dapple_tf.memory.sizes import FunctionSizes, infer_sizes, stage_functions
 from dapple_tf.memory.stash import StashedTensor, find_stashed_tensors, transfer_bytes
-from dapple_tf.plans import Plan
 from dapple_tf.staged_model import StagedModel
 
 
@@ -97,7 +96,8 @@ def predict_plan_memory(planned: PlannedModel, *, ranks: bool, packs: bool = Fal
     else:
         states_of, kept_versions = partial(window_states, plan.versions.window), plan.versions.slots
     # Predict from the graph of all stages, on made-up device names: a rank's own graph lacks the other stages.
-    graph = pipeline_graph(model, plan, _device_names(plan), "home")
+    devices = [f"device:{i}" for i in range(1 + max(max(stage.devices) for stage in plan.stages))]
+    graph = pipeline_graph(model, plan, devices, "home")
     largest = max(micro_batch_sizes(planned.batch_size, plan.micro_batches, plan.sizes))
     shares = [stage.row_shares or (1,) * sharing for stage, sharing in zip(plan.stages, plan.sharing, strict=True)]
     bytes_of = infer_sizes(graph, model, [-(-largest * max(own) // sum(own)) for own in shares])
@@ -128,10 +128,6 @@ def predict_plan_memory(planned: PlannedModel, *, ranks: bool, packs: bool = Fal
         loss_head = graph.function(at(model.stages - 1, what=OpName.LOSS_HEAD))
         stages[-1] = _with_loss_head(stages[-1], loss_head, planned.batch_size)
     return tuple(stages)
-
-
-def _device_names(plan: Plan) -> list[str]:
-    return [f"device:{i}" for i in range(1 + max(d for stage in plan.stages for d in stage.devices))]
 
 
 def _with_loss_head(memory: StageMemory, function: Function, batch_size: int) -> StageMemory:

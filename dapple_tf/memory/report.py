@@ -41,18 +41,12 @@ _HEAD = (
     "measured",
 )
 _WORKER_HEAD = ("stages", "stashes", "between steps", "in step", "peak")
-# JSON key -> field of StageMemory.
-_JSON_FIELDS = {
-    **{name: name for name in _FIXED},
-    "most_held": "in_flight",
-    **{
-        name: name
-        for name in (
-            *("stash", "waiting", "transit", "arriving", "working", "slices"),
-            *("tail", "update", "in_step", "peak", "loops"),
-        )
-    },
-}
+_JSON_FIELDS = (
+    *_FIXED,
+    *("in_flight", "stash", "waiting", "transit", "arriving", "working", "slices"),
+    *("tail", "update", "in_step", "peak", "loops"),
+)
+"""The fields of StageMemory that are in the JSON values of a report."""
 
 
 @dataclass(frozen=True)
@@ -133,8 +127,10 @@ class Report:
         return {
             "stages": [
                 {
-                    **{key: _json_value(getattr(stage.predicted, name)) for key, name in _JSON_FIELDS.items()},
-                    **{name: getattr(stage.predicted, name) for name in versions},
+                    **{
+                        "most_held" if name == "in_flight" else name: getattr(stage.predicted, name)
+                        for name in (*_JSON_FIELDS, *versions)
+                    },
                     "seen": stage.seen,
                     "measured": _measured_json(stage.measured),
                 }
@@ -280,10 +276,6 @@ def _describe_plan(plan: Plan) -> str:
 def _worker_row(worker: _WorkerMemory) -> list[str]:
     sizes = map(format_megabytes, (worker.fixed, worker.in_step, worker.peak))
     return [", ".join(map(str, worker.stages)), str(worker.stashes), *sizes]
-
-
-def _json_value(value: int | Mapping[str, int]) -> Any:
-    return value if isinstance(value, int) else dict(value)
 
 
 def _measured_json(measured: MeasuredMemory | None) -> dict[str, Any] | None:

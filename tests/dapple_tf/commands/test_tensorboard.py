@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 
 from dapple_tf.commands.observation import Observer, choose_interval
+from dapple_tf.commands.ranks import Ranks
 from dapple_tf.commands.tensorboard import Scalars, recorded_scalars
 from dapple_tf.commands.training_loop import StepResult
 from dapple_tf.distributed.membership import Job
@@ -64,26 +65,28 @@ def test_recording_costs_at_most_one_percent(cost: float, step: float, wanted: i
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("seconds", "recorded"), [(1e3, [1, 2, 3, 4, 5, 6, 7, 8]), (1e-9, [1, 2, 3, 4, 8])])
-def test_steps_are_recorded_as_their_cost_allows(tmp_path: Path, seconds: float, recorded: list[int]) -> None:
+def test_steps_are_recorded_as_their_cost_allows(
+    tmp_path: Path, seconds: float, recorded: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
     """Of steps that take long every one; of those that take no time the first four, and the last one for a trace."""
     _, loss = chain(2)
     step = step_of(loss)
     scalars = Scalars(tmp_path)
-    lines: list[str] = []
-    observer = Observer(step, 1, 8, trace=1, curves=True, scalars=scalars, job=Job(), tell=lines.append)
+    observer = Observer(step, 1, 8, trace=1, curves=True, scalars=scalars, ranks=Ranks(Job()))
     for number in range(1, 9):
         observer.observe(StepResult(number, float(observer.run(X)), seconds, 8))
     scalars.close()
     curves = read_curves(tmp_path)
     assert [number for number, _ in curves["loss"]] == list(range(1, 9))
     assert [number for number, _ in curves["bubble"]] == recorded
-    assert [line.partition(" is recorded")[1] != "" for line in lines] == [True] * (len(recorded) < 8)
+    lines = capsys.readouterr().out.splitlines()
+    assert [" is recorded" in line for line in lines] == [True] * (len(recorded) < 8)
 
 
 def test_without_curves_only_the_last_is_recorded_for_a_trace() -> None:
     _, loss = chain(2)
     step = step_of(loss)
-    observer = Observer(step, 3, 6, trace=1, curves=False, scalars=None, job=Job(), tell=print)
+    observer = Observer(step, 3, 6, trace=1, curves=False, scalars=None, ranks=Ranks(Job()))
     for _ in range(3):
         observer.run(X)
     with pytest.raises(UsageError, match="no step was recorded"):
