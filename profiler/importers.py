@@ -16,7 +16,7 @@ from dapple_tf.errors import ProfileError
 from dapple_tf.profiler.profile import LayerCost, Profile
 from dapple_tf.profiler.quote import quote
 from dapple_tf.profiler.read_files import naming_file, read_text
-from dapple_tf.profiler.topology import check_runnable
+from dapple_tf.profiler.topology import runnable_graph
 
 _BATCH = re.compile(r"-pbs-(\d+)")
 _EDGE = re.compile(r"(node\d+)\s+--\s+(node\d+)")
@@ -161,10 +161,8 @@ def _parse_figure(text: str, figure: str, line: int) -> float:
 def _build(model: str, batch_size: int, nodes: Mapping[str, _Node], edges: Mapping[tuple[str, str], int]) -> Profile:
     keys = list(nodes)
     index = {key: i for i, key in enumerate(keys)}
-    graph: nx.DiGraph[int] = nx.DiGraph()
-    graph.add_nodes_from(range(len(keys)))
-    graph.add_edges_from((index[source], index[target]) for source, target in edges)
-    check_runnable(graph, [f"line {nodes[key].line}: {key} {nodes[key].cost.name}" for key in keys])
+    lines = [f"line {nodes[key].line}: {key} {nodes[key].cost.name}" for key in keys]
+    graph = runnable_graph(lines, ((index[source], index[target]) for source, target in edges))
     order = _order(graph, [nodes[key].cost for key in keys])
     place = {node: position for position, node in enumerate(order)}
     names = [nodes[key].cost.name for key in keys]

@@ -190,27 +190,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     output: Path = parser.parse_args(arguments).output
     try:
         cluster = probe()
+        hvd, tf = _import_horovod()
+        try:
+            if hvd.rank() == 0:
+                cluster.save(output)
+        finally:
+            _wait_for_all(hvd, tf)  # a rank that leaves early shuts Horovod down for all
     except ClusterError as error:
-        return _fail(error)
-    hvd, tf = _import_horovod()
-    failure = _write(cluster, output) if hvd.rank() == 0 else None
-    _wait_for_all(hvd, tf)  # a rank that leaves early shuts Horovod down for all
-    return _fail(failure) if failure else 0
-
-
-def _write(cluster: Cluster, output: Path) -> ClusterError | None:
-    try:
-        cluster.save(output)
-    except ClusterError as error:
-        return error
-    return None
-
-
-def _fail(error: ClusterError) -> int:
-    # The first rank of each server prints: an error may be on one server only.
-    if int(os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK", os.environ.get("HOROVOD_LOCAL_RANK", "0"))) == 0:
-        print(f"error: {error}", file=sys.stderr)
-    return 1
+        # The first rank of each server prints: an error may be on one server only.
+        if int(os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK", os.environ.get("HOROVOD_LOCAL_RANK", "0"))) == 0:
+            print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
 
 
 # --- Fit links to measured times, and describe a cluster by its links; this part of the probe needs no other process

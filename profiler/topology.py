@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import networkx as nx
 
@@ -26,10 +26,7 @@ def check_edges(names: Sequence[str], edges: Sequence[tuple[int, int]]) -> None:
         if (source, target) in seen:
             raise ProfileError(f"edges[{index}] repeats [{source}, {target}]: give each edge once")
         seen.add((source, target))
-    graph: nx.DiGraph[int] = nx.DiGraph()
-    graph.add_nodes_from(range(len(names)))
-    graph.add_edges_from(edges)
-    check_runnable(graph, names)
+    runnable_graph(names, edges)
     for index, (source, target) in enumerate(edges):
         if source > target:
             raise ProfileError(
@@ -38,11 +35,14 @@ def check_edges(names: Sequence[str], edges: Sequence[tuple[int, int]]) -> None:
             )
 
 
-def check_runnable(graph: nx.DiGraph[int], names: Sequence[str]) -> None:
-    """Raise ProfileError unless the layers can run in some order and are connected.
+def runnable_graph(names: Sequence[str], edges: Iterable[tuple[int, int]]) -> nx.DiGraph[int]:
+    """Return the graph of the layers; raise ProfileError unless they can run in some order and are connected.
 
     The error names the layers on a cycle, or a layer that is not connected to the rest.
     """
+    graph: nx.DiGraph[int] = nx.DiGraph()
+    graph.add_nodes_from(range(len(names)))
+    graph.add_edges_from(edges)
     if not nx.is_directed_acyclic_graph(graph):
         cycle = [source for source, *_ in nx.find_cycle(graph)]
         raise ProfileError(
@@ -55,3 +55,4 @@ def check_runnable(graph: nx.DiGraph[int], names: Sequence[str]) -> None:
             f"layer {lone} ({names[lone]}) is not connected to the rest: the graph has {len(parts)} parts; "
             "add the missing edges, or remove the layer"
         )
+    return graph

@@ -80,6 +80,9 @@ class StepFigures:
     recorded. Traces show these three.
     """
 
+    simulation: Simulation | None = None
+    """The simulation of a ``SimulatedTimeline``; None for a recorded step."""
+
     def __init__(
         self,
         events: Iterable[Event] = (),
@@ -100,11 +103,6 @@ class StepFigures:
         self.memory_curves = tuple(memory_curves)
         self.ops = tuple(ops)
         self._recorded = StepEvents(tuple(events), tuple(transfers), tuple(stage_events), frozenset(together), window)
-
-    @property
-    def simulation(self) -> Simulation | None:
-        """The simulation of a ``SimulatedTimeline``; None for a recorded step."""
-        return None
 
     @property
     def plan_drawing(self) -> PlanDrawing | None:

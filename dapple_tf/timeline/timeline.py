@@ -180,24 +180,19 @@ class SimulatedTimeline(Timeline):
         cluster: Cluster | None = None,
     ) -> None:
         super().__init__(title=title, note=note)
-        self._simulation = simulation
+        self.simulation: Simulation = simulation
         self._profile, self._cluster = profile, cluster
 
     def with_note(self, note: str) -> SimulatedTimeline:
         """Return the timeline with this note."""
-        return SimulatedTimeline(
-            self._simulation, title=self.title, note=note, profile=self._profile, cluster=self._cluster
-        )
+        found = copy.copy(self)
+        found.note = note
+        return found
 
     @property
     def plan_drawing(self) -> PlanDrawing:
         """What is drawn of the plan."""
-        return describe_plan_drawing(self._simulation.plan, self._cluster, self._profile)
-
-    @property
-    def simulation(self) -> Simulation:
-        """The simulated step."""
-        return self._simulation
+        return describe_plan_drawing(self.simulation.plan, self._cluster, self._profile)
 
     @cached_property
     def step(self) -> StepEvents:
