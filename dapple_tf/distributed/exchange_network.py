@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import tensorflow as tf
 
@@ -33,7 +32,7 @@ class ExchangeNetwork:
         self._connected: set[Pair] = set()
         os.register_at_fork(after_in_child=library.close_in_child)
         job.progress.exchanges = library
-        report_stalls(job.rank, library)
+        report_stalls(job.rank, library.find_waits)
 
     def connect(self, pairs: Iterable[Pair]) -> None:
         """Connect the ranks of each of the ``pairs`` that is not connected; every rank must give the same pairs.
@@ -138,28 +137,25 @@ _SECONDS = "HOROVOD_STALL_CHECK_TIME_SECONDS"  # Horovod's own option, whose def
 _DEFAULT_SECONDS = 60.0
 
 
-class Waits(Protocol):
-    """Lists the messages for which this process waits."""
-
-    def find_waits(self, seconds: float) -> Mapping[int, list[str]]:
-        """Return the names of the exchanges that have been waited for longer than ``seconds``, by rank."""
+FindWaits = Callable[[float], Mapping[int, list[str]]]
+"""Returns the names of the exchanges that have been waited for longer than these seconds, by rank."""
 
 
-def report_stalls(rank: int, waits: Waits, environment: Mapping[str, str] = os.environ) -> None:
+def report_stalls(rank: int, find_waits: FindWaits, environment: Mapping[str, str] = os.environ) -> None:
     """Start a thread that reports stalls of this ``rank``; HOROVOD_STALL_CHECK_TIME_SECONDS (default 60; 0: never)."""
     try:
         seconds = float(environment.get(_SECONDS) or _DEFAULT_SECONDS)
     except ValueError:
         seconds = _DEFAULT_SECONDS
     if seconds > 0:
-        threading.Thread(target=_run, args=(rank, waits, seconds), name="dapple-stalls", daemon=True).start()
+        threading.Thread(target=_run, args=(rank, find_waits, seconds), name="dapple-stalls", daemon=True).start()
 
 
-def _run(rank: int, waits: Waits, seconds: float) -> None:
+def _run(rank: int, find_waits: FindWaits, seconds: float) -> None:
     known: Mapping[int, list[str]] = {}
     pause = threading.Event()
     while not pause.wait(seconds):
-        found = waits.find_waits(seconds)
+        found = find_waits(seconds)
         if found and found != known:
             LOGGER.warning(describe_stall(rank, found, seconds))
         known = found

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from dapple_tf.drawing.chart import COLOURS
 from dapple_tf.drawing.page import build_page, make_legend
 from dapple_tf.drawing.plan import PlanDrawing, draw_plan
+from dapple_tf.drawing.png import open_frame
 from dapple_tf.profiler.units import format_bytes, scale_bytes, scale_time
 
 if TYPE_CHECKING:
@@ -110,18 +111,15 @@ _LABEL, _NOTE = 70, 110  # characters
 
 def draw_bars(chart: BarChart, path: Path) -> None:
     """Write the picture: on the left the seconds of each row, on the right the bytes."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(_WIDTH, _ROW * len(chart.bars) + 1.6), layout="constrained")
-    FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2, sharey=True, width_ratios=[3.2, 1])
     figure.suptitle(chart.title, fontsize=11, x=0.01, ha="left")
     _draw_seconds(chart, left)
     _draw_memory(chart, right)
-    for axes in (left, right):
-        for side in ("top", "right"):
-            axes.spines[side].set_visible(False)
+    open_frame(left)
+    open_frame(right)
     left.set_yticks(range(len(chart.bars)), [bar.name for bar in chart.bars])
     left.set_ylim(len(chart.bars) - 0.5, -0.5)
     figure.savefig(path, dpi=_DPI, format="png")

@@ -45,7 +45,6 @@ _LEGEND_COLUMNS = 6  # entries of the legend that fit side by side
 
 def draw(chart: Chart, path: Path) -> None:
     """Write the picture: the rows, and below them the curves of memory if there are any."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     least, largest = _INCHES
@@ -53,7 +52,6 @@ def draw(chart: Chart, path: Path) -> None:
     rows = min(_ROW_INCHES * chart.height, _MOST_ROWS_INCHES) + 1.2
     memory = 2.6 if chart.curves else 0.0
     figure = Figure(figsize=(width, rows + memory), layout="constrained")
-    FigureCanvasAgg(figure)
     if chart.curves:
         upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[rows, memory])
         _draw_memory(chart, lower)
@@ -171,7 +169,7 @@ def _draw_rows(chart: Chart, axes: Axes, width: float) -> None:
         borderaxespad=0.2,
         borderpad=0,
     )
-    _open(axes)
+    open_frame(axes)
 
 
 def _draw_columns(chart: Chart, axes: Axes, columns: int, lows: Floats, highs: Floats) -> None:
@@ -234,10 +232,11 @@ def _draw_memory(chart: Chart, axes: Axes) -> None:
     axes.set_ylabel(unit)
     axes.set_title(note, fontsize=10, loc="left")
     axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=7, frameon=False, fontsize=8)
-    _open(axes)
+    open_frame(axes)
 
 
-def _open(axes: Axes) -> None:
+def open_frame(axes: Axes) -> None:
+    """Leave out the upper and the right edge of the axes' frame."""
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
 

@@ -34,14 +34,14 @@ class RecordedWaits:
 
 def test_a_stall_is_reported_once(capfd: pytest.CaptureFixture[str]) -> None:
     waits = RecordedWaits()
-    report_stalls(0, waits, {"HOROVOD_STALL_CHECK_TIME_SECONDS": "0.05"})
+    report_stalls(0, waits.find_waits, {"HOROVOD_STALL_CHECK_TIME_SECONDS": "0.05"})
     assert waits.asked.wait(20)
     assert capfd.readouterr().err.count("1: [exchange/outputs]") == 1
 
 
 def test_zero_turns_the_report_off() -> None:
     before = threading.active_count()
-    report_stalls(0, RecordedWaits(), {"HOROVOD_STALL_CHECK_TIME_SECONDS": "0"})
+    report_stalls(0, RecordedWaits().find_waits, {"HOROVOD_STALL_CHECK_TIME_SECONDS": "0"})
     assert threading.active_count() == before
 
 
