@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Literal
 
 import tensorflow as tf
@@ -65,9 +64,7 @@ class MemoryMeter:
         self._running = [meter for meter in meters if meter is not None]
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.measured = tuple(meter.stop() for meter in self._running)
 
 
@@ -148,10 +145,10 @@ def _start_meter(device: str) -> _AllocatorMeter | None:
     if has_statistics(device):
         if heap is None:
             return _AllocatorMeter(device, "allocator", True, None)
-        return _AllocatorMeter(device, "allocator and heap", True, lambda: _current(device) + heap().arenas)
+        return _AllocatorMeter(device, "allocator and heap", True, lambda: _current(device) + heap().uordblks)
     if heap is None:
         return None
-    return _AllocatorMeter(device, "heap", False, lambda: heap().live)
+    return _AllocatorMeter(device, "heap", False, lambda: (now := heap()).uordblks + now.hblkhd)
 
 
 def _current(device: str) -> int:
@@ -190,37 +187,21 @@ class _Sampler:
 
 
 class _Mallinfo(ctypes.Structure):
-    """The result of glibc's ``mallinfo2``."""
+    """The result of glibc's ``mallinfo2``: ``uordblks`` counts the small blocks, ``hblkhd`` those mapped one by one."""
 
-    _fields_ = (
-        ("arena", ctypes.c_size_t),
-        ("ordblks", ctypes.c_size_t),
-        ("smblks", ctypes.c_size_t),
-        ("hblks", ctypes.c_size_t),
-        ("hblkhd", ctypes.c_size_t),
-        ("usmblks", ctypes.c_size_t),
-        ("fsmblks", ctypes.c_size_t),
-        ("uordblks", ctypes.c_size_t),
-        ("fordblks", ctypes.c_size_t),
-        ("keepcost", ctypes.c_size_t),
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
     )
+    uordblks: int
+    hblkhd: int
 
 
-@dataclass(frozen=True)
-class _Heap:
-    """Live bytes: ``arenas`` holds the small blocks, ``mapped`` the large blocks that are mapped one by one."""
-
-    arenas: int
-    mapped: int
-
-    @property
-    def live(self) -> int:
-        """All live bytes."""
-        return self.arenas + self.mapped
-
-
-def _find_heap_reader() -> Callable[[], _Heap] | None:
-    """Return a function that reads the heap's size, or None where glibc is older than 2.33 or absent.
+def _find_heap_reader() -> Callable[[], _Mallinfo] | None:
+    """Return the function of glibc that reads the heap's size, or None where it is older than 2.33 or absent.
 
     A read visits all free blocks and locks each arena meanwhile: it takes a microsecond in a new process, and 0.3 to
     1 ms in one that has traced a large model.
@@ -230,9 +211,4 @@ def _find_heap_reader() -> Callable[[], _Heap] | None:
     except (AttributeError, OSError):
         return None
     mallinfo.restype = _Mallinfo
-
-    def read() -> _Heap:
-        info = mallinfo()
-        return _Heap(int(info.uordblks), int(info.hblkhd))
-
-    return read
+    return mallinfo
