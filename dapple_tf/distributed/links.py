@@ -63,19 +63,6 @@ class Link:
 _SEND_SECONDS = 1.0  # the longest that a message may block its sender
 
 
-@dataclass(frozen=True)
-class Arrival:
-    """The messages that came from ``rank``, and possibly the end of its connection.
-
-    ``network_error``: see ``Link``.
-    """
-
-    rank: int
-    messages: Sequence[Message]
-    open: bool
-    network_error: str
-
-
 class Transport:
     """Sends and receives over the ``links`` of a rank; data on the socket ``wakeup`` ends a wait."""
 
@@ -98,16 +85,17 @@ class Transport:
             if link.rank != but and link.open:
                 link.send(message)
 
-    def wait(self, seconds: float) -> tuple[list[Arrival], bool]:
-        """Wait at most ``seconds`` for data; return the arrivals, and whether there is data on ``wakeup``."""
-        links = [key.data for key, _ in self._selector.select(max(0.0, seconds))]
-        return [self._receive(link) for link in links if link is not None], None in links
+    def wait(self, seconds: float) -> tuple[list[tuple[Link, list[Message]]], bool]:
+        """Wait at most ``seconds`` for data; return what has come on which links, and if there is data on ``wakeup``.
 
-    def _receive(self, link: Link) -> Arrival:
-        messages = link.receive()
-        if not link.open:
-            self._selector.unregister(link.connection)
-        return Arrival(link.rank, messages, link.open, link.network_error)
+        A link may have been closed at its other end.
+        """
+        ready = [key.data for key, _ in self._selector.select(max(0.0, seconds))]
+        arrivals = [(link, link.receive()) for link in ready if link is not None]
+        for link, _ in arrivals:
+            if not link.open:
+                self._selector.unregister(link.connection)
+        return arrivals, None in ready
 
     def close(self) -> None:
         """Close the connections."""

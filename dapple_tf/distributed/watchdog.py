@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 
 from dapple_tf.distributed.call_order_check import CallComparison, RankCall
 from dapple_tf.distributed.failure_detector import Failure, FailureDetector
-from dapple_tf.distributed.links import Arrival, Link, Transport
+from dapple_tf.distributed.links import Link, Transport
 from dapple_tf.distributed.messages import (
     AgreementMessage,
     CallMessage,
@@ -189,8 +189,8 @@ class Watchdog:
             if now - last > 2 * self._heartbeat_seconds:  # this process was stopped, and messages have waited meanwhile
                 self._detector.note_pause(now - last)
             last = now
-            for arrival in arrivals:
-                self._receive(arrival, now)
+            for link, messages in arrivals:
+                self._receive(link, messages, now)
             if woken:  # after the messages, which may contain the cause of the failure that this rank will report
                 for number in self.signals.receive():
                     self._handle_signal(number)
@@ -206,12 +206,12 @@ class Watchdog:
         self._may_leave.set()
         self._may_finish.set()
 
-    def _receive(self, arrival: Arrival, now: float) -> None:
-        self._detector.note_received(arrival.rank, now)
-        for message in arrival.messages:
-            self._handle(message, arrival.rank, now)
-        if not arrival.open:
-            self._detector.note_disconnect(arrival.rank, arrival.network_error, now)
+    def _receive(self, link: Link, messages: Sequence[Message], now: float) -> None:
+        self._detector.note_received(link.rank, now)
+        for message in messages:
+            self._handle(message, link.rank, now)
+        if not link.open:
+            self._detector.note_disconnect(link.rank, link.network_error, now)
 
     def _handle(self, message: Message, sender: int, now: float) -> None:
         match message:

@@ -71,7 +71,7 @@ def find_critical_path(step: StepEvents) -> tuple[Part, ...]:
     """
     dependencies = dependencies_of(step)
     item: Item | None = max(step.items, key=_end_and_rank)
-    until = step.seconds
+    until = step.step_seconds
     parts: list[Part] = []
     seen: set[int] = set()
     while item is not None:

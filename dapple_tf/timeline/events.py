@@ -122,7 +122,7 @@ class StepEvents:
         return (*self.events, *self.transfers, *self.stage_events)
 
     @cached_property
-    def seconds(self) -> float:
+    def step_seconds(self) -> float:
         """Seconds from the first start of an action to the last end of any event."""
         return max(item.end for item in self.items)
 
@@ -148,7 +148,7 @@ class StepEvents:
         busy = dict.fromkeys(self.devices, 0.0)
         for event in self.events:
             busy[event.device] += event.end - event.start
-        return {device: seconds / self.seconds for device, seconds in busy.items()}
+        return {device: seconds / self.step_seconds for device, seconds in busy.items()}
 
     @cached_property
     def stage_utilisation(self) -> tuple[float, ...]:
@@ -157,7 +157,7 @@ class StepEvents:
         for event in self.events:
             busy[event.action.stage] += event.end - event.start
         replicas = Counter(stage for stage, _, _ in self.places)
-        return tuple(seconds / replicas[stage] / self.seconds for stage, seconds in busy.items())
+        return tuple(seconds / replicas[stage] / self.step_seconds for stage, seconds in busy.items())
 
     def start(self, item: Item) -> float:
         """Return when ``item`` started, in seconds; an AllReduce starts when the last of its devices reaches it."""

@@ -129,10 +129,15 @@ class StepFigures:
         """The AllReduces and weight updates, by start."""
         return self.step.stage_events
 
+    @property
+    def _figures(self) -> StepEvents | Simulation:
+        """What knows the figures: the simulation, which needs no events for them, or the recorded events."""
+        return self.step if self.simulation is None else self.simulation
+
     @cached_property
     def window(self) -> Window | None:
         """The asynchronous window; None for a synchronous step."""
-        return self.step.window
+        return self._figures.window
 
     @property
     def runs_whole_minibatches(self) -> bool:
@@ -149,7 +154,7 @@ class StepFigures:
     @property
     def step_seconds(self) -> float:
         """Seconds from the start of the first action to the end of the last event."""
-        return self.step.seconds
+        return self._figures.step_seconds
 
     @property
     def seconds(self) -> float:
@@ -165,7 +170,7 @@ class StepFigures:
     @cached_property
     def stage_utilisation(self) -> tuple[float, ...]:
         """The fraction of the step in which each stage's devices compute; transfers and AllReduce do not count."""
-        return self.step.stage_utilisation
+        return self._figures.stage_utilisation
 
     @property
     def utilisation(self) -> tuple[float, ...]:
@@ -194,6 +199,8 @@ class StepFigures:
 
     def _summarise(self, stage: int) -> StageSummary:
         costs, order = self.costs[stage], self.order(stage)
+        in_turn = self.runs_whole_minibatches  # else the replicas are alike
+        others = [replica for index, replica, _ in self.places if in_turn and index == stage and replica > 0]
         return StageSummary(
             stage=stage,
             devices=tuple(device for index, _, device in self.places if index == stage),
@@ -203,17 +210,12 @@ class StepFigures:
             weights_seconds=costs.weights_seconds if any(action.kind == "W" for action in order) else None,
             allreduce_seconds=costs.allreduce_seconds,
             order=order,
-            other_replicas=self._other_orders(stage),
+            other_replicas=tuple(self.order(stage, replica) for replica in others),
         )
-
-    def _other_orders(self, stage: int) -> tuple[tuple[Action, ...], ...]:
-        """Return the orders of all replicas but the first, if they take minibatches in turn; else they are alike."""
-        others = [replica for index, replica, _ in self.places if index == stage and replica > 0]
-        return tuple(self.order(stage, replica) for replica in others) if self.runs_whole_minibatches else ()
 
     def order(self, stage: int, replica: int = 0) -> tuple[Action, ...]:
         """Return the actions of one replica of ``stage`` in the order in which they ran."""
-        return self.step.order(stage, replica)
+        return self._figures.order(stage, replica)
 
     def actions(self, stage: int, replica: int = 0) -> str:
         """Return the actions of a replica of ``stage`` in the order in which they ran, as text: ``0F0 0F1 0B0 ...``."""
@@ -222,6 +224,8 @@ class StepFigures:
     @cached_property
     def costs(self) -> tuple[StageCosts, ...]:
         """The costs of each stage: from the cost model, or medians of the recorded step (without bytes)."""
+        if self.simulation is not None:
+            return self.simulation.costs
         return tuple(measure_stage_costs(self.step, stage) for stage in range(self.step.stages))
 
     @cached_property
@@ -322,7 +326,8 @@ def find_phases(step: StepEvents, window: Window) -> WindowPhases:
     done.sort()
     last = window.stages - 1
     first = min(e.end for e in step.events if (e.action.stage, e.action.kind) == (last, "B"))
-    return WindowPhases(first, _steady_seconds(window, done, step.seconds), step.seconds - done[-1])
+    seconds = step.step_seconds
+    return WindowPhases(first, _steady_seconds(window, done, seconds), seconds - done[-1])
 
 
 def _steady_seconds(window: Window, done: list[float], seconds: float) -> float:

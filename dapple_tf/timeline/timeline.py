@@ -10,8 +10,6 @@ from functools import cached_property
 from typing import Any
 
 from dapple_tf.drawing.plan import PlanDrawing
-from dapple_tf.graph_passes.schedules.schedule import Action
-from dapple_tf.graph_passes.schedules.window import Window
 from dapple_tf.profiler.cluster import Cluster
 from dapple_tf.profiler.profile import Profile
 from dapple_tf.profiler.units import format_seconds
@@ -22,7 +20,6 @@ from dapple_tf.timeline.picture import save_recording
 from dapple_tf.timeline.plan_drawing import describe_plan_drawing
 from dapple_tf.timeline.recording import BY_PROFILE, Prediction, Recording
 from dapple_tf.timeline.simulation import Simulation
-from dapple_tf.timeline.stage_costs import StageCosts
 
 
 class Timeline(StepFigures):
@@ -199,27 +196,12 @@ class SimulatedTimeline(Timeline):
         """All events of the step."""
         return self.simulation.events_at(self.places)
 
-    @cached_property
-    def window(self) -> Window | None:
-        """The asynchronous window; None for a synchronous step."""
-        return self.simulation.window
-
-    @property
-    def step_seconds(self) -> float:
-        """Seconds from the start of the first action to the end of the last event."""
-        return self.simulation.step_seconds
-
     @property
     def bubble(self) -> float:
         """The idle fraction of device time: 1 less the mean fraction of the step in which a device runs actions."""
         replicas = self.simulation.plan.replicas
         busy = sum(r * share for r, share in zip(replicas, self.stage_utilisation, strict=True))
         return max(0.0, 1 - busy / self.simulation.plan.device_count)  # a sum may round
-
-    @cached_property
-    def stage_utilisation(self) -> tuple[float, ...]:
-        """The fraction of the step in which each stage's devices compute; transfers and AllReduce do not count."""
-        return self.simulation.stage_utilisation
 
     @cached_property
     def device_utilisation(self) -> Mapping[str, float]:
@@ -240,15 +222,6 @@ class SimulatedTimeline(Timeline):
 
     def _summarise(self, stage: int) -> StageSummary:
         return replace(super()._summarise(stage), peak_memory_bytes=self.simulation.peak_memory_bytes[stage])
-
-    def order(self, stage: int, replica: int = 0) -> tuple[Action, ...]:
-        """Return the actions of one replica of ``stage`` in the order in which they ran."""
-        return self.simulation.order(stage, replica)
-
-    @cached_property
-    def costs(self) -> tuple[StageCosts, ...]:
-        """The costs of each stage under the cost model."""
-        return self.simulation.costs
 
     @property
     def summary(self) -> str:
