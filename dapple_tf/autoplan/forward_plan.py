@@ -26,13 +26,12 @@ def follow_plan(plan: Plan, names: Sequence[str], layers: Layers, costs: Estimat
     """
     found = list(zip(plan.stages, _find_starts(plan, names, layers, costs), strict=True))
     devices = _keep_devices(found, all_devices=all_devices)
-    kept = [_start_at(stage, start, devices[stage.devices]) for stage, start in found if start is not None]
+    kept = []
+    for stage, start in found:
+        if start is not None:  # it keeps its shares with its own devices
+            own = devices[stage.devices]
+            kept.append(StagePlan(start, start, own, stage.shares if own == stage.devices else None))
     return dataclasses.replace(plan, stages=_until_next(kept, layers), recompute=False, predicted=None, window=None)
-
-
-def _start_at(stage: StagePlan, start: int, devices: tuple[int, ...]) -> StagePlan:
-    """Return ``stage`` from layer ``start`` on, on ``devices``; it keeps its shares with its own devices."""
-    return StagePlan(start, start, devices, stage.shares if devices == stage.devices else None)
 
 
 def without_cuts(plan: Plan) -> Plan:

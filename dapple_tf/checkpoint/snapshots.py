@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -192,7 +192,8 @@ class Snapshots:
         """Copy this rank's variables, and have them written and sent; leave it out where a rank is not done yet."""
         begin = time.perf_counter()
         with self._lock:
-            states = [self._done[rank] for rank in (self._job.rank, *self._senders)]
+            senders = () if self._buddies is None else self._buddies.senders
+            states = [self._done[rank] for rank in (self._job.rank, *senders)]
             failed = self._failed
         finished, good = (min(values) for values in zip(*states, strict=True))
         row = [self._job.progress.call_history, finished < self._begun, good, failed]
@@ -242,10 +243,6 @@ class Snapshots:
         """Return the variables whose values this rank writes: the first rank that holds a variable writes it."""
         locations = self._job.variable_locations
         return {name: v for name, v in self._step.variables.items() if locations.source(v) == self._job.rank}
-
-    @property
-    def _senders(self) -> Sequence[int]:
-        return () if self._buddies is None else self._buddies.senders
 
     def _note_done(self, rank: int, steps: int, good: bool) -> None:
         with self._lock:

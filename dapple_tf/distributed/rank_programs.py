@@ -310,13 +310,14 @@ def _place_variables(job: Job, needs: VariableNeeds, *, synchronize: bool = Fals
             locations.release = variable_values.make_releaser(others)
         locations.release()
         return
-    deferred = _find_deferred(job, needs)
+    of_ranks = job.gather([variable_values.is_deferred(variable) for variable, _ in needs.ranks])
     transfers, dropped = [], []
-    for (variable, ranks), is_deferred in zip(needs.ranks, deferred, strict=True):
+    for (variable, ranks), deferred in zip(needs.ranks, zip(*of_ranks, strict=True), strict=True):
         holders, source = locations.ranks_of(variable), locations.source(variable)
         wanted = ranks or frozenset({source})
+        is_deferred = all(deferred)  # where a rank has a value, rank 0's is sent, as of all variables
         if is_deferred:
-            source = min(wanted)
+            source = min(wanted)  # the first rank that needs it makes it
         made_here_only = is_deferred and len(wanted) == 1
         if (synchronize or holders is None or wanted - holders) and not made_here_only:
             transfers.append(Transfer(variable, source, wanted))
@@ -327,15 +328,6 @@ def _place_variables(job: Job, needs: VariableNeeds, *, synchronize: bool = Fals
     send_values(job, transfers)
     variable_values.release_variables(dropped, _ADVICE)
     locations.placed_for, locations.release = needs, None
-
-
-def _find_deferred(job: Job, needs: VariableNeeds) -> list[bool]:
-    """Return for each variable whether it is deferred on all ranks, so that the first rank that needs it makes it.
-
-    Where a rank has a value, rank 0's is sent, as of all variables.
-    """
-    of_ranks = job.gather([variable_values.is_deferred(variable) for variable, _ in needs.ranks])
-    return [all(on_each) for on_each in zip(*of_ranks, strict=True)]
 
 
 # --- Detect settings of an optimizer, such as its learning rate, that a user changes between steps

@@ -23,22 +23,8 @@ DeviceMeasurement = tuple[int | None, MeasuredMemory]
 
 _FIXED = ("weights", "gradients", "slots", "copies")
 _HEAD = (
-    "stage",
-    *_FIXED,
-    "K",
-    "seen",
-    "stash",
-    "K x stash",
-    "V",
-    "V x weights",
-    "waiting",
-    "transit",
-    "arriving",
-    "working",
-    "slices",
-    "in step",
-    "peak",
-    "measured",
+    *("stage", *_FIXED, "K", "seen", "stash", "K x stash", "V", "V x weights"),
+    *("waiting", "transit", "arriving", "working", "slices", "in step", "peak", "measured"),
 )
 _WORKER_HEAD = ("stages", "stashes", "between steps", "in step", "peak")
 _JSON_FIELDS = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -338,11 +338,8 @@ def _without_idle_backwards(schedule: Schedule, model: Graph) -> Schedule:
 
 def _measure_sizes(measured: Timeline, sizes: Sequence[int]) -> list[list[StageCosts]]:
     """Return, for each micro-batch, the costs of each stage for those of its size; nothing without ``sizes``."""
-    of_size = {size: _measure(measured, [m for m, n in enumerate(sizes) if n == size]) for size in set(sizes)}
+    step, of_size = measured.step, dict[int, list[StageCosts]]()
+    for size in set(sizes):
+        micro_batches = [m for m, n in enumerate(sizes) if n == size]
+        of_size[size] = [measure_stage_costs(step, stage, micro_batches) for stage in range(step.stages)]
     return [of_size[size] for size in sizes]
-
-
-def _measure(measured: Timeline, micro_batches: Collection[int]) -> list[StageCosts]:
-    """Return the costs of each stage for these micro-batches."""
-    step = measured.step
-    return [measure_stage_costs(step, stage, micro_batches) for stage in range(step.stages)]
