@@ -147,11 +147,9 @@ def _warnings_as_lines() -> Iterator[None]:
         place = "" if filename == getattr(sys.modules["__main__"], "__file__", "") else f"{filename}:{lineno}: "
         print_warning(f"warning: {place}{message}")
 
-    warnings.showwarning = show
-    try:
+    with warnings.catch_warnings():  # which restores the function that shows them
+        warnings.showwarning = show
         yield
-    finally:
-        warnings.showwarning = usual
 
 
 def _fail(error: Exception, text: str, exit_code: int) -> NoReturn:

@@ -130,7 +130,7 @@ class LossWatch:
         """
         last = self._last
         good = last is None or (math.isfinite(last.loss) and not self._find_bad_variables())
-        if self._ranks.all_of(good):
+        if all(self._ranks.job.gather(good)):
             return True
         self._unsaved += 1
         if self._unsaved == 1:

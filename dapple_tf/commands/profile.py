@@ -52,11 +52,7 @@ def profile(
     check_output_path("--output", output)
     check_model_exists(options["model"])
     start_tensorflow(devices)
-    name = options["model"].rpartition(":")[2]
-    if device is None:
-        found, disagreement = _measure(options, name, sizes, repeats)
-    else:
-        found, disagreement = _compute(options, name, device), None
+    found, disagreement = _find_profile(options, sizes, repeats, device)
     _print_table(found)
     print_result(_describe(found, disagreement))
     found.save(output)
@@ -65,25 +61,24 @@ def profile(
         print_result(json.dumps({"profile": output, "disagreement": disagreement, **_totals(found)}))
 
 
-def _measure(options: Mapping[str, Any], name: str, sizes: list[int], repeats: int) -> tuple[Profile, float | None]:
-    """Return the measured profile, and how far the sum of its layers is from the whole model."""
+def _find_profile(
+    options: Mapping[str, Any], sizes: list[int], repeats: int, device: str | None
+) -> tuple[Profile, float | None]:
+    """Return the measured profile, and how far the sum of its layers is from the whole model.
+
+    Or return the profile computed from the data sheet of ``device``, and None.
+    """
     from dapple_tf.commands.training_loop import repeat_batches
+    from dapple_tf.profiling.analytic import analytic_profile
     from dapple_tf.profiling.measured import disagreement
     from dapple_tf.profiling.measured import profile as measure
 
-    workload = load_model(**options)
+    name, workload = options["model"].rpartition(":")[2], load_model(**options)
     batch = next(repeat_batches(workload.dataset))
+    if device is not None:
+        return analytic_profile(workload.loss_fn, batch, device, model=name), None
     found = measure(workload.loss_fn, batch, batch_sizes=sizes, repeats=repeats, model=name)
     return found, disagreement(found)
-
-
-def _compute(options: Mapping[str, Any], name: str, device: str) -> Profile:
-    """Return the profile computed from the data sheet of ``device``."""
-    from dapple_tf.commands.training_loop import repeat_batches
-    from dapple_tf.profiling.analytic import analytic_profile
-
-    workload = load_model(**options)
-    return analytic_profile(workload.loss_fn, next(repeat_batches(workload.dataset)), device, model=name)
 
 
 def _parse_sizes(text: str | None) -> list[int]:

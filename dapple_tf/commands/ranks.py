@@ -36,7 +36,3 @@ class Ranks:
     def run_on_first(self, work: Callable[[], T]) -> T | None:
         """Return what ``work`` returns on rank 0, and None on the others; an error there fails every rank."""
         return self.job.run_on_all(lambda: work() if self.is_first else None)
-
-    def all_of(self, value: bool) -> bool:
-        """Return whether ``value`` is True on every rank; every rank must call this."""
-        return all(self.job.gather(value))
