@@ -97,14 +97,13 @@ def _check_layers(plan: Plan, profile: Profile) -> None:
 
 
 def _check_devices(plan: Plan, cluster: Cluster) -> None:
-    needed = 1 + max(device for stage in plan.stages for device in stage.devices)
     for index, stage in enumerate(plan.stages):
         for device in stage.devices:
             if device >= cluster.devices:
                 raise PlanError(
                     f"stage {index} is on device {device}, but the cluster has the devices 0 to "
-                    f"{cluster.devices - 1}: give the cluster that the plan was made for, such as config-a:{needed}, "
-                    "or plan again"
+                    f"{cluster.devices - 1}: give the cluster that the plan was made for, such as "
+                    f"config-a:{len(plan.device_numbers)}, or plan again"
                 )
     check_workers(plan)
 

@@ -361,6 +361,11 @@ class Plan:
         return len({device for stage in self.stages for device in stage.devices})
 
     @property
+    def device_numbers(self) -> range:
+        """The numbers of devices from 0 to the largest that the plan uses."""
+        return range(1 + max(max(stage.devices) for stage in self.stages))
+
+    @property
     def recomputed(self) -> tuple[int, ...]:
         """The numbers of the layers that backward computes again."""
         if isinstance(self.recompute, bool):

@@ -96,8 +96,7 @@ def predict_plan_memory(planned: PlannedModel, *, ranks: bool, packs: bool = Fal
     else:
         states_of, kept_versions = partial(window_states, plan.versions.window), plan.versions.slots
     # Predict from the graph of all stages, on made-up device names: a rank's own graph lacks the other stages.
-    devices = [f"device:{i}" for i in range(1 + max(max(stage.devices) for stage in plan.stages))]
-    graph = pipeline_graph(model, plan, devices, "home")
+    graph = pipeline_graph(model, plan, [f"device:{number}" for number in plan.device_numbers], "home")
     largest = max(micro_batch_sizes(planned.batch_size, plan.micro_batches, plan.sizes))
     shares = [stage.row_shares or (1,) * sharing for stage, sharing in zip(plan.stages, plan.sharing, strict=True)]
     bytes_of = infer_sizes(graph, model, [-(-largest * max(own) // sum(own)) for own in shares])

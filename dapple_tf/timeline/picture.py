@@ -141,6 +141,7 @@ def _draw(timeline: StepFigures, title: str) -> tuple[Chart, Mapping[int, int]]:
         for index, stage in enumerate(own)
     }
     spans, drawn = _spans(timeline, {place: index for index, place in enumerate(rows)}, shades)
+    numbers = "minibatches" if timeline.runs_whole_minibatches else "micro-batches"
     chart = Chart(
         title,
         timeline.step_seconds,
@@ -148,7 +149,7 @@ def _draw(timeline: StepFigures, title: str) -> tuple[Chart, Mapping[int, int]]:
         tuple(spans),
         curves=tuple(_memory_curves(timeline)),
         limit=_memory_limit(simulation),
-        numbers=_name_numbers(timeline),
+        numbers=numbers if timeline.window is None else f"{numbers}, v is the version of the weights",
         plan=timeline.plan_drawing,
     )
     return chart, drawn
@@ -159,12 +160,6 @@ def _memory_limit(simulation: Simulation | None) -> float | None:
     if simulation is None or len({memory for _, memory in simulation.tightest_memory}) > 1:
         return None
     return simulation.tightest_memory[0][1]
-
-
-def _name_numbers(timeline: StepFigures) -> str:
-    """Return the meaning of the numbers in the picture."""
-    name = "minibatches" if timeline.runs_whole_minibatches else "micro-batches"
-    return name if timeline.window is None else f"{name}, v is the version of the weights"
 
 
 def _spans(

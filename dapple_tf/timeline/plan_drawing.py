@@ -26,7 +26,7 @@ def describe_plan_drawing(
     Without a ``cluster`` the plan's devices stand together. With a ``profile`` layers have names, and their widths are
     in proportion to their seconds; without one ``layer_names`` are used.
     """
-    together = (DrawnServer("devices", tuple(range(_device_count(plan)))),)
+    together = (DrawnServer("devices", () if plan is None else tuple(plan.device_numbers)),)
     servers = together if cluster is None else _drawn_servers(cluster)
     seconds: tuple[float, ...] = ()
     if profile is not None:
@@ -41,10 +41,6 @@ def describe_plan_drawing(
         () if plan is None else plan.recomputed,
         () if plan is not None or cluster is None else tuple(_notes(cluster)),
     )
-
-
-def _device_count(plan: Plan | None) -> int:
-    return 0 if plan is None else 1 + max(device for stage in plan.stages for device in stage.devices)
 
 
 def _drawn_servers(cluster: Cluster) -> tuple[DrawnServer, ...]:
