@@ -60,7 +60,9 @@ def run_training(settings: TrainSettings, given: Options, options: Mapping[str, 
     minibatches = given.training.minibatches
     plain_speed = time_plain_model(settings.baseline, minibatches, **options) if settings.baseline else None
     step, first, batches = ranks.job.run_on_all(lambda: _make_step(given, options))
-    _build(step, first, settings, ranks)
+    step.check_numerics = settings.check_numerics
+    step.build(*first, record=settings.records_steps)
+    ranks.print_result(step.summary())
     checkpoints, position, batches = _resume(step, batches, settings, ranks)
     done = position.steps
     restart = ranks.run_on_first(lambda: find_restart(settings.record_path, step.plan, ranks.job.size, position))
@@ -112,13 +114,6 @@ def _make_step(given: Options, options: Mapping[str, Any]) -> tuple[PipelinedSte
     batches = repeat_batches(workload.dataset)
     first = next(batches)
     return step, first, itertools.chain([first], batches)
-
-
-def _build(step: PipelinedStep, first: tuple[Any, ...], settings: TrainSettings, ranks: Ranks) -> None:
-    """Plan and compile the step for the first batch; print the plan, the reasons for it, and the predicted memory."""
-    step.check_numerics = settings.check_numerics
-    step.build(*first, record=settings.records_steps)
-    ranks.print_result(step.summary())
 
 
 def _resume(
