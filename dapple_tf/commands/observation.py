@@ -129,7 +129,7 @@ class LossWatch:
         In a job every rank must call it. Of a step whose loss is finite the update may not be.
         """
         last = self._last
-        good = last is None or (math.isfinite(last.loss) and not self._find_bad_variables())
+        good = last is None or (math.isfinite(last.loss) and not self._has_bad_variable())
         if all(self._ranks.job.gather(good)):
             return True
         self._unsaved += 1
@@ -169,14 +169,13 @@ class LossWatch:
         losses = self.minibatch_losses[-1] if self._in_windows else []
         return next((m for m, loss in enumerate(losses) if not math.isfinite(loss)), 0)
 
-    def _find_bad_variables(self) -> list[str]:
-        """Return the names of the trained variables, of those that this rank holds, that are not finite."""
+    def _has_bad_variable(self) -> bool:
+        """Return whether a trained variable, of those that this rank holds, is not finite."""
         job = self._ranks.job
-        bad = []
-        for name, variable in self._step.variables.items():
+        for variable in self._step.variables.values():
             holders = job.variable_locations.ranks_of(variable)
             held = holders is None or job.rank in holders
             checked = held and variable.trainable and variable.dtype.is_floating
             if checked and not bool(tf.reduce_all(tf.math.is_finite(variable))):
-                bad.append(name)
-        return bad
+                return True
+        return False

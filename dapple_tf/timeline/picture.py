@@ -17,7 +17,6 @@ from dapple_tf.timeline.event_dependencies import EventDependencies
 from dapple_tf.timeline.events import Event, Transfer
 from dapple_tf.timeline.figures import StepFigures
 from dapple_tf.timeline.recording import Recording
-from dapple_tf.timeline.simulation import Simulation
 from dapple_tf.timeline.trace_data import recording_data
 
 _MEASURED = "measured"  # the group of rows
@@ -142,24 +141,18 @@ def _draw(timeline: StepFigures, title: str) -> tuple[Chart, Mapping[int, int]]:
     }
     spans, drawn = _spans(timeline, {place: index for index, place in enumerate(rows)}, shades)
     numbers = "minibatches" if timeline.runs_whole_minibatches else "micro-batches"
+    memories = set() if simulation is None else {memory for _, memory in simulation.tightest_memory}
     chart = Chart(
         title,
         timeline.step_seconds,
         tuple(rows.values()),
         tuple(spans),
         curves=tuple(_memory_curves(timeline)),
-        limit=_memory_limit(simulation),
+        limit=memories.pop() if len(memories) == 1 else None,  # of devices with unequal memories there is none
         numbers=numbers if timeline.window is None else f"{numbers}, v is the version of the weights",
         plan=timeline.plan_drawing,
     )
     return chart, drawn
-
-
-def _memory_limit(simulation: Simulation | None) -> float | None:
-    """Return the bytes of a device's memory; None without a simulation, and if devices have unequal memories."""
-    if simulation is None or len({memory for _, memory in simulation.tightest_memory}) > 1:
-        return None
-    return simulation.tightest_memory[0][1]
 
 
 def _spans(
