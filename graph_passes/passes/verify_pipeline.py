@@ -7,11 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-import networkx as nx
-
 from dapple_tf.errors import GraphError
 from dapple_tf.graph_passes.analysis.variable_use import find_variables
-from dapple_tf.graph_passes.ir.graph import Graph, Node, Value
+from dapple_tf.graph_passes.ir.graph import Graph, Node, Value, ancestors, topological
 from dapple_tf.graph_passes.ir.names import BACKWARD_OPS, STAGE_OPS, at, nodes_of, replica_counts, site_of
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.passes.base import Contract
@@ -43,21 +41,16 @@ class VerifyPipeline:
 
 def verify_pipeline(graph: Graph, schedule: Schedule, shares: tuple[tuple[str, int], ...] = ()) -> None:
     """Raise GraphError unless the graph is acyclic, ordered as ``schedule`` says, complete, and on devices."""
-    edges: nx.DiGraph[str] = nx.DiGraph()
-    edges.add_nodes_from(node.name for node in graph.nodes)
-    edges.add_edges_from((source, node.name) for node in graph.nodes for source in node.predecessors())
-    if not nx.is_directed_acyclic_graph(edges):
-        cycle = nx.find_cycle(edges)
-        raise GraphError("the pipelined graph has a cycle: " + " -> ".join(source for source, _ in cycle))
+    topological(graph.nodes)  # raises GraphError for a cycle
     verify_order(graph, schedule)
     verify_together(graph, schedule)
-    verify_gradients(graph, edges)
+    verify_gradients(graph)
     verify_sums(graph)
     verify_sums_in_place(graph, schedule)
     verify_statistics(graph)
     verify_inlined(graph)
     verify_copies(graph, shares)
-    verify_writers(graph, edges)
+    verify_writers(graph)
     for node in graph.nodes:
         if not node.device:
             raise GraphError(f"node {node.name!r} has no device")
@@ -132,7 +125,7 @@ def verify_copies(graph: Graph, shares: tuple[tuple[str, int], ...] = ()) -> Non
             raise GraphError(f"no control edge makes {node.name!r} wait for {refresh.name!r}")
 
 
-def verify_writers(graph: Graph, edges: nx.DiGraph[str]) -> None:
+def verify_writers(graph: Graph) -> None:
     """Raise GraphError unless each stage's update runs after its commit.
 
     Both may write one variable, and the optimizer starts from the value that commit writes.
@@ -140,19 +133,16 @@ def verify_writers(graph: Graph, edges: nx.DiGraph[str]) -> None:
     commits = {node.integer("stage"): node.name for node in nodes_of(graph, OpName.COMMIT)}
     for node in nodes_of(graph, OpName.UPDATE):
         commit = commits.get(node.integer("stage")) if node.has("stage") else None
-        if commit is not None and not nx.has_path(edges, commit, node.name):
+        if commit is not None and commit not in ancestors(graph, [node.name]):
             raise GraphError(f"no path orders {node.name!r} after {commit!r}, and both may write the same variable")
 
 
-def verify_gradients(graph: Graph, edges: nx.DiGraph[str]) -> None:
+def verify_gradients(graph: Graph) -> None:
     """Raise GraphError unless each gradient of a backward call reaches an update, summed over its replicas."""
     updates = {node.name for node in nodes_of(graph, OpName.UPDATE)}
     if not updates:
         return
-    reached: set[str] = set(updates)
-    for name in reversed(list(nx.topological_sort(edges))):
-        if name in reached:
-            reached.update(edges.predecessors(name))
+    reached = ancestors(graph, updates)
     consumers = graph.consumers()
     for node in nodes_of(graph, OpName.LOSS_HEAD, *BACKWARD_OPS):
         ports = graph.function(node.string("function")).output_ports("variable", "slices", "indices", "gradient")
