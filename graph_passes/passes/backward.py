@@ -181,7 +181,8 @@ def _split_stage(
     backward = needed - forward
     # Both functions have the floating nodes that both use, except for those that depend on tensors of the batch.
     used = ancestors(joint, [*backward, *roots], stop=outside | (forward - floating))
-    repeated = (used & forward & floating) - _from_args(joint)
+    of_batch = dependents(joint, [node.name for node in joint.nodes if node.op == "arg"], by_controls=True)
+    repeated = (used & forward & floating) - of_batch
     backward |= repeated
 
     stash = _find_stash(joint, backward, forward - repeated, stage.inputs, gradient_values)
@@ -240,15 +241,6 @@ def _find_small(joint: Graph, candidates: set[str], known: set[str], inputs: Seq
     for node in joint.nodes:
         available = all(v in entering or v.node in known or v.node in found for v in node.inputs)
         if node.name in candidates and node.op in SMALL_OPS and available:
-            found.add(node.name)
-    return found
-
-
-def _from_args(joint: Graph) -> set[str]:
-    """Return the nodes that depend on a tensor of the batch."""
-    found: set[str] = set()
-    for node in joint.nodes:
-        if node.op == "arg" or not found.isdisjoint(node.predecessors()):
             found.add(node.name)
     return found
 

@@ -255,9 +255,7 @@ class _Decision:
             fixed = {node.name for node in self.graph.nodes if node.effect in (Effect.SIDE, Effect.RANDOM)}
             fixed |= {size.node for size in self._shapes(once)}
             fixed |= {write.name for write, _, _ in self._read_too_early(once)}
-            for node in self.graph.nodes:
-                if not fixed.isdisjoint(node.predecessors()):
-                    fixed.add(node.name)
+            fixed = dependents(self.graph, fixed, by_controls=True)
             if once.isdisjoint(fixed):
                 return once
             once -= fixed
@@ -538,7 +536,8 @@ def _cut_loss_head(
     whole = [value.node for value in aux if _needs_whole_batch(kinds[value])]
     roots = [loss.node, *whole, *writes]
     constant = [name for name in once if not (Value(name) in kinds and kinds[Value(name)].trained)]
-    computed, late = _from_variables(graph, constant), _after(graph, writes)
+    computed = _from_variables(graph, constant)
+    late = dependents(graph, writes, by_controls=True)  # these may read what is written
     nodes: set[str] = set()
     head_inputs: dict[Value, LossHeadInput] = {}
     pending = [value for name in roots for value in graph.node(name).inputs]
@@ -561,15 +560,6 @@ def _cut_loss_head(
     order = {node.name: i for i, node in enumerate(graph.nodes)}
     ordered = sorted(head_inputs.values(), key=lambda entry: (order[entry.value.node], entry.value.index))
     return LossHead(frozenset(nodes), frozenset(nodes - outside), tuple(ordered))
-
-
-def _after(graph: Graph, names: Collection[str]) -> set[str]:
-    """Return the nodes that come after one of ``names``: they may read what it writes."""
-    found = set(names)
-    for node in graph.nodes:
-        if not found.isdisjoint(node.predecessors()):
-            found.add(node.name)
-    return found
 
 
 def _needs_whole_batch(kind: Kind) -> bool:
