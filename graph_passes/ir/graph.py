@@ -358,6 +358,11 @@ class Graph:
         except KeyError:
             raise GraphError(f"graph {self.name!r} has no function {name!r}") from None
 
+    def in_order(self, values: Iterable[Value]) -> list[Value]:
+        """Return ``values`` in the order in which the graph's nodes give them."""
+        position = {node.name: i for i, node in enumerate(self.nodes)}
+        return sorted(values, key=lambda value: (position[value.node], value.index))
+
     def consumers(self) -> dict[str, list[Node]]:
         """Return, for the name of each node, the nodes that take one of its outputs, in order."""
         users: dict[str, list[Node]] = {node.name: [] for node in self.nodes}

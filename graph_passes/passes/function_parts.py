@@ -88,10 +88,8 @@ def _find_results(graph: Graph, part_of: Mapping[str, int], count: int) -> tuple
         for value in node.inputs:
             if node.has(JOIN) or part_of.get(node.name, 0) > part_of.get(value.node, len(graph.nodes)):
                 wanted.add(value)
-    position = {node.name: i for i, node in enumerate(graph.nodes)}
-    given = sorted(
-        (value for value in wanted if value.node not in graph.inputs and not graph.node(value.node).has(JOIN)),
-        key=lambda value: (position[value.node], value.index),
+    given = graph.in_order(
+        value for value in wanted if value.node not in graph.inputs and not graph.node(value.node).has(JOIN)
     )
     return tuple(tuple(value for value in given if part_of.get(value.node, 0) == part) for part in range(count))
 

@@ -557,9 +557,8 @@ def _cut_loss_head(
     acting = [n.name for n in graph.nodes if n.effect in (Effect.WRITE, Effect.SIDE)]
     others = [name for name in (*acting, *(value.node for value in aux)) if name not in roots]
     outside = ancestors(graph, [*(value.node for value in head_inputs), *others], stop=once)
-    order = {node.name: i for i, node in enumerate(graph.nodes)}
-    ordered = sorted(head_inputs.values(), key=lambda entry: (order[entry.value.node], entry.value.index))
-    return LossHead(frozenset(nodes), frozenset(nodes - outside), tuple(ordered))
+    ordered = tuple(head_inputs[value] for value in graph.in_order(head_inputs))
+    return LossHead(frozenset(nodes), frozenset(nodes - outside), ordered)
 
 
 def _needs_whole_batch(kind: Kind) -> bool:
