@@ -94,8 +94,8 @@ def _call_on_numbers(context: Context, node: Node, function: Callable[[Any, Any]
             experimental_attributes={internals.NO_INLINE: True},
         ).get_concrete_function()
 
-    attrs = tuple(item for item in node.attrs if item[0] != MICRO_BATCH)
-    outputs, _ = call(context.shared((node.op, attrs), build), [size, _micro_batch(context, node)], not_inlined=True)
+    shared = context.shared((node.op, node.without(MICRO_BATCH).attrs), build)
+    outputs, _ = call(shared, [size, _micro_batch(context, node)], not_inlined=True)
     return outputs
 
 

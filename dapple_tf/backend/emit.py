@@ -315,7 +315,7 @@ class _Template:
 
 def _template_key(graph: Graph, node: Node) -> Hashable:
     """Return what nodes have in common whose ops differ only in names, inputs and micro-batch."""
-    attrs = tuple(item for item in node.attrs if item[0] != MICRO_BATCH)
+    attrs = node.without(MICRO_BATCH).attrs
     return node.op, attrs, node.has(MICRO_BATCH), node.device, node.outputs, tuple(map(graph.type_of, node.inputs))
 
 

@@ -205,6 +205,10 @@ class Node:
         """Return this node with these attributes added or replaced."""
         return dataclasses.replace(self, attrs=attributes({**dict(self.attrs), **attrs}))
 
+    def without(self, key: str) -> Node:
+        """Return this node without the attribute ``key``."""
+        return dataclasses.replace(self, attrs=tuple(item for item in self.attrs if item[0] != key))
+
     def after(self, source: str, reason: str) -> Node:
         """Return this node with a control edge from ``source``; unchanged if it has one from there."""
         if any(control.source == source for control in self.controls):
@@ -214,6 +218,10 @@ class Node:
     def values(self) -> tuple[Value, ...]:
         """Return the node's outputs, in order."""
         return tuple(Value(self.name, i) for i in range(len(self.outputs)))
+
+    def taking(self, moved: Mapping[Value, Value]) -> Node:
+        """Return this node with the values that ``moved`` gives in place of its inputs; others stay."""
+        return dataclasses.replace(self, inputs=tuple(moved.get(value, value) for value in self.inputs))
 
     def predecessors(self) -> Iterator[str]:
         """Yield the names of the nodes that must run before this one, those of data edges first."""
@@ -302,6 +310,15 @@ class Function:
         """Return the role and the name of the input that is ``value``; None for a value that the function computes."""
         port = self._ports.get(value.node)
         return None if port is None else (port.role, port.name)
+
+    def passed_by(self, call: Node) -> dict[tuple[Role, str], Value]:
+        """Return the values that a call passes, by the role and the name of the input."""
+        return {(port.role, port.name): value for port, value in zip(self.passed, call.inputs, strict=True)}
+
+    def call(self, name: str, op: str, inputs: Iterable[Value], **attrs: Attr) -> Node:
+        """Return the node called ``name`` that calls this function."""
+        outputs = tuple(port.type for port in self.outputs)
+        return Node(name, op, tuple(inputs), outputs, attributes({**attrs, "function": self.name}))
 
     def input_ports(self, *roles: Role) -> tuple[tuple[int, Port], ...]:
         """Return the inputs that have one of these roles, each with its position."""

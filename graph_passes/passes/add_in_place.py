@@ -89,8 +89,7 @@ class AddInPlace:
                 nodes += [_clear(node)] if node.attr("first") else []
                 continue
             if node.name in outputs or not moved.keys().isdisjoint(node.inputs):
-                inputs = tuple(moved.get(value, value) for value in node.inputs)
-                node = dataclasses.replace(node, inputs=inputs, outputs=outputs.get(node.name, node.outputs))
+                node = dataclasses.replace(node.taking(moved), outputs=outputs.get(node.name, node.outputs))
             if node.name in first:
                 node = node.after(first[node.name], "sum: it is cleared before")
             nodes.append(_wait_for_calls(node, call_of))

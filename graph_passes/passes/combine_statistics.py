@@ -133,8 +133,7 @@ def _can_run_on_rows(function: Function, names: Set[str]) -> bool:
 def _nodes(node: Node, graph: Graph, cut: _Cut, replicas: int) -> Iterator[Node]:
     """Yield the nodes that replace the ``run_once`` of one replica."""
     stage, replica, count = node.integer("stage"), node.integer("replica"), micro_batch_count(graph)
-    taken = [port for port in graph.function(node.string("function")).inputs if port.role != "variable"]
-    entering = {(port.role, port.name): value for port, value in zip(taken, node.inputs, strict=True)}
+    entering = graph.function(node.string("function")).passed_by(node)
     rows = [entering["arg", port.name] for _, port in cut.partials.input_ports("arg")]
     types = tuple(port.type for port in cut.partials.outputs)
     calls, shares = [], share_attributes(replica_shares(graph, stage))
@@ -147,17 +146,11 @@ def _nodes(node: Node, graph: Graph, cut: _Cut, replicas: int) -> Iterator[Node]
             (tensor("float64"), *(graph.type_of(value) for value in rows)),
             attributes({**place, **cut_attributes(graph), "replicas": replicas, **shares}),
         )
-        call = Node(
-            at(stage, replica, m, OpName.PARTIALS),
-            OpName.PARTIALS,
-            tuple(piece.values()[1:]),
-            types,
-            attributes({**place, "function": cut.partials.name}),
-            node.controls,  # it may read copies of variables, which must be up to date
-        )
-        calls.append(call)
+        call = cut.partials.call(at(stage, replica, m, OpName.PARTIALS), OpName.PARTIALS, piece.values()[1:], **place)
+        # It may read copies of variables, which must be up to date.
+        calls.append(dataclasses.replace(call, controls=node.controls))
         yield piece
-        yield call
+        yield calls[-1]
     operations = tuple(marked.string(COMBINES) for marked in cut.marked)
     attrs: dict[str, Attr] = {"replica": replica, "stage": stage, "operations": operations}
     yield Node(
@@ -177,8 +170,6 @@ def _nodes(node: Node, graph: Graph, cut: _Cut, replicas: int) -> Iterator[Node]
     yield combined
     results = {str(Value(marked.name)): value for marked, value in zip(cut.marked, combined.values(), strict=True)}
     inputs = tuple(
-        results[port.name] if port.role == "once" else entering[port.role, port.name]
-        for port in cut.rest.inputs
-        if port.role != "variable"
+        results[port.name] if port.role == "once" else entering[port.role, port.name] for port in cut.rest.passed
     )
     yield dataclasses.replace(node, inputs=inputs)

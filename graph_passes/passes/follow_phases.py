@@ -79,7 +79,7 @@ class FollowPhases:
                     attrs = attributes({"after": tuple(sorted(needed))})
                     nodes.append(Node(added[place], OpName.FOLLOW, attrs=attrs, device=node.device))
                 node = node.after(added[place], "phases: it depends on what earlier ones do")
-            nodes.append(_as_whole(node))
+            nodes.append(node.without("inline") if node.has("inline") else node)
         found = graph.replace(nodes=tuple(nodes))
         return found if self.last else _open_ended(found)
 
@@ -93,12 +93,6 @@ def _open_ended(graph: Graph) -> Graph:
         if node.name not in ends
     ]
     return graph.replace(nodes=tuple(nodes))
-
-
-def _as_whole(node: Node) -> Node:
-    """Return ``node`` without the attribute ``inline``: a call that is not inlined."""
-    attrs = tuple(item for item in node.attrs if item[0] != "inline")
-    return replace(node, attrs=attrs) if node.has("inline") else node
 
 
 def _without(node: Node, removed: set[str]) -> Node:

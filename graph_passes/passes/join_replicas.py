@@ -87,10 +87,7 @@ class _Call:
         self.node = node
         self.function = function
         self.parts = parts
-        ports = zip(function.graph.inputs, function.inputs, strict=True)
-        taken = [(name, port) for name, port in ports if port.role not in BOUND_ROLES]
-        self._entering = {name: value for (name, _), value in zip(taken, node.inputs, strict=True)}
-        self._by_port = {(port.role, port.name): self._entering[name] for name, port in taken}
+        self._by_port = function.passed_by(node)
         self._given: dict[Value, Value] = {}
         for part, results in enumerate(parts.results):
             self._given |= {value: Value(self._name(part), i) for i, value in enumerate(results)}
@@ -115,7 +112,9 @@ class _Call:
     def _find(self, value: Value, calls: Mapping[str, _Call]) -> Value:
         if value in self._given:
             return self._given[value]
-        return _moved(self._entering[value.node], calls)
+        port = self.function.carrier_of(value)
+        assert port is not None, "parts and joins give all that inputs do not"
+        return _moved(self._by_port[port], calls)
 
     def _name(self, part: int) -> str:
         return self.node.name if part == len(self.parts.functions) - 1 else _part_name(self.node.name, part)

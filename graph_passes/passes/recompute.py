@@ -193,12 +193,7 @@ def _add_recompute_gates(graph: Graph, runs: Sequence[Set[str]]) -> Graph:
             added += [gate, *passed]
             for name in run:
                 replaced[name] = {value: Value(node.name) for value, node in zip(entering, passed, strict=True)}
-    changed = [
-        dataclasses.replace(node, inputs=tuple(replaced[node.name].get(value, value) for value in node.inputs))
-        if node.name in replaced
-        else node
-        for node in graph.nodes
-    ]
+    changed = (node.taking(replaced.get(node.name, {})) for node in graph.nodes)
     return graph.replace(nodes=topological([*changed, *added]))
 
 

@@ -7,7 +7,6 @@ scaling depends on. Micro-batches and replicas are summed in float32, so the sum
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -79,12 +78,8 @@ class RoundGradients:
                 if source.op not in (OpName.TIED_SUM, OpName.LOSS_HEAD) and (source.integer("stage"), name) in dtypes:
                     chosen[value] = dtypes[source.integer("stage"), name]
         added, rounded = _round(graph, chosen)
-        nodes = [
-            dataclasses.replace(node, inputs=tuple(rounded.get(value, value) for value in node.inputs))
-            if node.op in (OpName.REDUCED_GRADIENTS, OpName.TIED_SUM)
-            else node
-            for node in graph.nodes
-        ]
+        users = (OpName.REDUCED_GRADIENTS, OpName.TIED_SUM)
+        nodes = [node.taking(rounded) if node.op in users else node for node in graph.nodes]
         return graph.replace(nodes=(*nodes, *added)).sorted()
 
 

@@ -338,7 +338,7 @@ def _remove_identity_n(graph: Graph) -> Graph:
     same: dict[Value, Value] = {}
     nodes = []
     for node in graph.nodes:
-        node = dataclasses.replace(node, inputs=tuple(same.get(value, value) for value in node.inputs))
+        node = node.taking(same)
         if node.op == "IdentityN" and not node.controls:
             same.update(zip(node.values(), node.inputs, strict=True))
         else:
@@ -444,12 +444,7 @@ def _combine_function(graph: Graph, terms: UpdateTerms, number: int) -> Function
 
 def _unguarded(graph: Graph) -> Graph:
     """Return the graph with nothing guarded by a condition: terms have no effects and may be computed at any time."""
-    return graph.replace(
-        nodes=tuple(
-            dataclasses.replace(node, attrs=tuple((key, value) for key, value in node.attrs if key != "guard"))
-            for node in graph.nodes
-        )
-    )
+    return graph.replace(nodes=tuple(node.without("guard") for node in graph.nodes))
 
 
 def _check_variables(updates: Updates, owner: Mapping[str, Site]) -> None:
