@@ -35,7 +35,7 @@ class Contract:
 class Pass(Protocol):
     """A pure function from a valid graph to a valid graph, which keeps its ``contract``.
 
-    A pass is a frozen dataclass whose fields are its options. Its ``__call__`` calls a plain function.
+    A pass is a frozen dataclass whose fields are its options.
     """
 
     @property

@@ -89,7 +89,7 @@ class Project:
 
 
 def project(graph: Graph, ranks: Sequence[Sequence[int]], rank: int, sharded: Set[int] = frozenset()) -> Graph:
-    """Return the graph of ``rank``, from a graph that ``rank_variables`` returned.
+    """Return the graph of ``rank``, from a graph that ``RankVariables`` returned.
 
     An ``exchange`` has the same name on each rank that takes part in it (``ranks``). Its inputs are the tensors that
     this rank sends (``to``: the receivers), its outputs those that it receives (``source``: the senders), and a token.

@@ -42,35 +42,27 @@ class RankVariables:
     )
 
     def __call__(self, graph: Graph) -> Graph:
-        return rank_variables(graph, dict(self.types), self.ranks, self.shares)
-
-
-def rank_variables(
-    graph: Graph,
-    types: Mapping[str, TensorType],
-    ranks: Sequence[Sequence[int]],
-    shares: tuple[tuple[str, int], ...] = (),
-) -> Graph:
-    """Return the graph in which owners send variables to other ranks' copies, and state is merged before ``commit``."""
-    variables = find_variables(graph, shares)
-    nodes: list[Node] = []
-    reads: dict[str, Node] = {}
-    removed: set[str] = set()
-    for node in graph.nodes:
-        if node.op == OpName.REFRESH:
-            refresh = _rank_refresh(node, variables, types, ranks, reads)
-            nodes += [] if refresh is None else [refresh]
-            removed |= {node.name} if refresh is None else set()
-        elif node.op == OpName.COMMIT and node.integer("replicas") > 1:
-            nodes += _merge_state(graph, node, types)
-        elif node.op == OpName.BARRIER:
-            nodes.append(_after_merges(graph, node))
-        else:
-            nodes.append(node)
-    connected = [
-        dataclasses.replace(node, controls=tuple(c for c in node.controls if c.source not in removed)) for node in nodes
-    ]
-    return graph.replace(nodes=(*reads.values(), *connected)).sorted()
+        """Return the graph in which owners send variables to other ranks' copies; state is merged before ``commit``."""
+        variables, types = find_variables(graph, self.shares), dict(self.types)
+        nodes: list[Node] = []
+        reads: dict[str, Node] = {}
+        removed: set[str] = set()
+        for node in graph.nodes:
+            if node.op == OpName.REFRESH:
+                refresh = _rank_refresh(node, variables, types, self.ranks, reads)
+                nodes += [] if refresh is None else [refresh]
+                removed |= {node.name} if refresh is None else set()
+            elif node.op == OpName.COMMIT and node.integer("replicas") > 1:
+                nodes += _merge_state(graph, node, types)
+            elif node.op == OpName.BARRIER:
+                nodes.append(_after_merges(graph, node))
+            else:
+                nodes.append(node)
+        connected = [
+            dataclasses.replace(node, controls=tuple(c for c in node.controls if c.source not in removed))
+            for node in nodes
+        ]
+        return graph.replace(nodes=(*reads.values(), *connected)).sorted()
 
 
 def _rank_refresh(
