@@ -85,16 +85,9 @@ def _call_on_numbers(context: Context, node: Node, function: Callable[[Any, Any]
 
     Every micro-batch of every stage has its bounds, for which a dozen ops each would slow the build of the step.
     """
-
-    def build() -> Any:
-        return tf.function(
-            function,
-            autograph=False,
-            input_signature=[tf.TensorSpec([], tf.int64)] * 2,
-            experimental_attributes={internals.NO_INLINE: True},
-        ).get_concrete_function()
-
-    shared = context.shared((node.op, node.without(MICRO_BATCH).attrs), build)
+    specs = [tf.TensorSpec([], tf.int64)] * 2
+    key = node.op, node.without(MICRO_BATCH).attrs
+    shared = context.shared(key, lambda: internals.trace_function(function, specs, internals.NO_INLINE))
     outputs, _ = call(shared, [size, _micro_batch(context, node)], not_inlined=True)
     return outputs
 

@@ -36,9 +36,7 @@ def _build_accumulator(dtypes: Sequence[tf.DType], first: bool) -> Any:
             write(resource=handle, value=value)
 
     specs = [tf.TensorSpec([], tf.resource)] * len(dtypes) + [tf.TensorSpec(None, dtype) for dtype in dtypes]
-    attributes = {internals.NO_INLINE: True}
-    traced = tf.function(accumulate, autograph=False, input_signature=specs, experimental_attributes=attributes)
-    return traced.get_concrete_function()
+    return internals.trace_function(accumulate, specs, internals.NO_INLINE)
 
 
 def _clear_sums(context: Context, node: Node, inputs: list[Any]) -> Outcome:
@@ -62,10 +60,7 @@ def _build_clearing(dtypes: Sequence[tf.DType]) -> Any:
                 zeros = tf.zeros_like(tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype))
                 written = [tf.raw_ops.AssignVariableOp(resource=handle, value=zeros)]
 
-    specs = [tf.TensorSpec([], tf.resource)] * len(dtypes)
-    attributes = {internals.NO_INLINE: True}
-    traced = tf.function(clear, autograph=False, input_signature=specs, experimental_attributes=attributes)
-    return traced.get_concrete_function()
+    return internals.trace_function(clear, [tf.TensorSpec([], tf.resource)] * len(dtypes), internals.NO_INLINE)
 
 
 def _gradients(context: Context, node: Node, inputs: list[Any]) -> Outcome:

@@ -73,10 +73,7 @@ def _build_copier(dtypes: Sequence[tf.DType]) -> Any:
             value = tf.raw_ops.ReadVariableOp(resource=source, dtype=dtype)
             tf.raw_ops.AssignVariableOp(resource=target, value=value)
 
-    specs = [tf.TensorSpec([], tf.resource)] * (2 * len(dtypes))
-    attributes = {internals.NO_INLINE: True}
-    traced = tf.function(copy, autograph=False, input_signature=specs, experimental_attributes=attributes)
-    return traced.get_concrete_function()
+    return internals.trace_function(copy, [tf.TensorSpec([], tf.resource)] * (2 * len(dtypes)), internals.NO_INLINE)
 
 
 def _commit(context: Context, node: Node, inputs: list[Any]) -> Outcome:

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from dapple_tf.graph_passes.analysis.variable_use import Variables, find_variables
 from dapple_tf.graph_passes.ir.graph import Attr, Graph, Node, TensorType, Value, attributes
-from dapple_tf.graph_passes.ir.names import Site, at, nodes_of, replica_counts, without_target
+from dapple_tf.graph_passes.ir.names import Site, at, nodes_of, replica_counts, site_of, without_target
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.passes.base import Contract
 
@@ -44,7 +44,7 @@ class AllReduce:
         replicas, variables = replica_counts(graph), find_variables(graph, self.shares)
         gradients: dict[tuple[int, int], list[Node]] = {}
         for node in nodes_of(graph, OpName.GRADIENTS):
-            gradients.setdefault((node.integer("stage"), node.integer("replica")), []).append(node)
+            gradients.setdefault(site_of(node), []).append(node)
         added: list[Node] = []
         # (stage, variable) -> the gradient that this stage computes, summed over its replicas; the loss head comes last
         stage_sums: dict[tuple[int, str], Value] = {}

@@ -16,7 +16,7 @@ from typing import ClassVar
 
 from dapple_tf.graph_passes.analysis.variable_use import find_variables
 from dapple_tf.graph_passes.ir.graph import Control, Graph, Node, attributes
-from dapple_tf.graph_passes.ir.names import STAGE_OPS, WRITING_OPS, at, nodes_of, replica_counts
+from dapple_tf.graph_passes.ir.names import STAGE_OPS, WRITING_OPS, at, nodes_of, replica_counts, site_of
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.passes.base import Contract
 
@@ -74,7 +74,7 @@ class CopyVariables:
         nodes: list[Node] = []
         added: set[str] = set()
         for node in graph.nodes:
-            place = (node.integer("stage"), node.integer("replica")) if node.op in STAGE_OPS else None
+            place = site_of(node) if node.op in STAGE_OPS else None
             if place in refreshes:
                 refresh = refreshes[place]
                 if refresh.name not in added:

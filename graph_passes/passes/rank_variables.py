@@ -107,7 +107,7 @@ def _merge_state(graph: Graph, commit: Node, types: Mapping[str, TensorType]) ->
         attrs = attributes({"replica": replica, "stage": stage, "variables": names})
         state = Node(at(stage, replica, what=OpName.READ_STATE), OpName.READ_STATE, (), kinds, attrs)
         for node in nodes_of(graph, *WRITING_OPS):
-            if (node.integer("stage"), node.integer("replica")) == (stage, replica):
+            if site_of(node) == (stage, replica):
                 state = state.after(node.name, "state: every forward has written its copy")
         states.append(state)
     inputs = tuple(value for state in states for value in state.values())

@@ -113,11 +113,11 @@ def _print_together(micro_batches: Sequence[int]) -> str:
 def verify_copies(graph: Graph, shares: tuple[tuple[str, int], ...] = ()) -> None:
     """Raise GraphError unless each call waits for the ``refresh`` of the copies of variables that its replica uses."""
     variables = find_variables(graph, shares)
-    refreshed = {(node.integer("stage"), node.integer("replica")): node for node in nodes_of(graph, OpName.REFRESH)}
+    refreshed = {site_of(node): node for node in nodes_of(graph, OpName.REFRESH)}
     for node in nodes_of(graph, *STAGE_OPS):
-        stage, replica = node.integer("stage"), node.integer("replica")
+        stage, replica = site_of(node)
         copied = variables.copied(stage, replica)
-        refresh = refreshed.get((stage, replica))
+        refresh = refreshed.get(site_of(node))
         for name in copied:
             if refresh is None or name not in refresh.strings("variables"):
                 raise GraphError(f"no refresh gives stage {stage}, replica {replica} its copy of {name!r}")
@@ -162,7 +162,7 @@ def verify_sums(graph: Graph) -> None:
     users: dict[tuple[int, int, str], list[Node]] = {}
     for node in (*nodes_of(graph, OpName.ACCUMULATE), *readers):
         for name in node.strings("variables"):
-            users.setdefault((node.integer("stage"), node.integer("replica"), name), []).append(node)
+            users.setdefault((*site_of(node), name), []).append(node)
     for (_, _, variable), nodes in users.items():
         nodes.sort(key=lambda node: (node.op == OpName.GRADIENTS, node.integer("micro_batch") if node.inputs else 0))
         for first, second in itertools.pairwise(nodes):
@@ -225,6 +225,6 @@ def verify_statistics(graph: Graph) -> None:
 def verify_inlined(graph: Graph) -> None:
     """Raise GraphError unless each inlined backward call waits for its forward: it may read what forward wrote."""
     for node in nodes_of(graph, *BACKWARD_OPS):
-        forward = at(node.integer("stage"), node.integer("replica"), node.integer("micro_batch"), OpName.FORWARD)
+        forward = at(*site_of(node), node.integer("micro_batch"), OpName.FORWARD)
         if node.has("inline") and forward not in {control.source for control in node.controls}:
             raise GraphError(f"{node.name!r} is inlined, and no control edge makes it wait for {forward!r}")
