@@ -104,7 +104,6 @@ class Analysis:
     disordered: set[str] = field(default_factory=set)
     _trained_norms: set[int] = field(default_factory=set)
     _whole_norms: set[int] = field(default_factory=set)
-    _other_shapes: dict[int, Shapes] = field(default_factory=dict)
     _reductions: int = 0  # of floats over the batch, in bodies
     _couples_unused: bool = False  # samples were combined in a tensor that only a gradient may use
     _owner: Any = None  # the FuncGraph of the body that is being looked at
@@ -112,7 +111,7 @@ class Analysis:
 
     def run(self, graph: Graph, shapes: Shapes, whole: frozenset[Value]) -> Scope:
         """Return the kinds of all values of ``graph``; ``whole``: see ``Scope``."""
-        scope = Scope(graph, shapes, self.batch, whole=whole, blocks=self.blocks, shapes_at=self._cached_shapes)
+        scope = Scope(graph, shapes, self.batch, whole=whole, blocks=self.blocks, shapes_at=self.shapes_at)
         for node in graph.nodes:
             self._visit(scope, node)
         return scope
@@ -366,11 +365,6 @@ class Analysis:
             self.partials[node.name] = "sum"
         elif node.op in contract.COMBINED_BY and contract.reduces_batch_axis(scope, node, kinds[0]):
             self.partials[node.name] = contract.COMBINED_BY[node.op]
-
-    def _cached_shapes(self, samples: int) -> Shapes:
-        if samples not in self._other_shapes:
-            self._other_shapes[samples] = self.shapes_at(samples)
-        return self._other_shapes[samples]
 
     def _batch_norm(self, scope: Scope, node: Node, value: Value) -> Kind:
         """Return the kind of a value of batch norm in training mode; that it combines samples is documented."""

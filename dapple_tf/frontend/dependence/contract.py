@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from dapple_tf.frontend.dependence.elementwise import PAIRS_SHARED, scale_total
-from dapple_tf.frontend.dependence.kinds import SIZE, Form, Kind, shared
-from dapple_tf.frontend.dependence.operands import Rule, only_rows, same_order
+from dapple_tf.frontend.dependence.kinds import SIZE, Form, Kind, first_rows, only_rows, same_order, shared
+from dapple_tf.frontend.dependence.operands import Rule
 from dapple_tf.frontend.dependence.scope import Scope, attr, op_names
 from dapple_tf.graph_passes.ir.graph import Node, Value
 
@@ -133,16 +133,14 @@ def _contracted(scope: Scope, node: Node, kinds: Sequence[Kind], labels: Sequenc
     found = {label for label in labels if label is not None}
     if len(found) > 1:
         return scope.couple(node, "multiplies samples with each other")
-    layouts = {kind.layout for kind in kinds if kind.rows and kind.outer}
-    if len(layouts) > 1:
+    if not same_order(kinds):
         return scope.couple(node, "multiplies rows of the batch that are in different orders")
     if any(kind.total for kind in kinds):
         return scope.couple(node, "multiplies samples with a sum or mean over the batch")
     label = found.pop()
     if label == 0:
         return Kind(Form.SUM)
-    first = next((kind for kind in kinds if kind.rows and kind.outer), next(kind for kind in kinds if kind.rows))
-    return dataclasses.replace(first, axis=rank + label)
+    return dataclasses.replace(first_rows(kinds), axis=rank + label)
 
 
 def _multilinear(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
@@ -251,7 +249,7 @@ def _entry_by_entry(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind | l
     if any(kind.axis or kind.slope for kind in found) or not _same_rows(found):
         why = f"applies {node.op}, which mixes the entries of all axes but the first, to a batch on another axis"
         return scope.couple(node, why)
-    kind = next((kind for kind in found if kind.outer), found[0])
+    kind = first_rows(found)
     if node.op.startswith("FusedBatchNorm"):
         return [kind, *[shared()] * (len(node.outputs) - 1)]
     return kind

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Mapping, Sequence, Set
+from dataclasses import dataclass
 from types import MappingProxyType
 
 from dapple_tf.exactness import BatchLoss, Exactness, Inexactness, Tried
@@ -81,7 +83,7 @@ def _decide(
     *,
     waits: bool,
 ) -> _Decision:
-    graph, live = captured.graph, live_nodes(captured.graph)
+    graph, live, shapes_at = captured.graph, live_nodes(captured.graph), functools.cache(shapes_at)
     writes = [node for node in graph.nodes if node.effect is Effect.WRITE and node.name in live]
     written = written_variables(graph).keys()
     once_written, whole, divided, blocks = set(written), frozenset[Value](), frozenset[int](), frozenset[str]()
@@ -138,36 +140,30 @@ def _writes_once(scope: Scope, node: Node) -> bool:
     return True
 
 
+@dataclass(eq=False)
 class _Decision:
     """Collects the parts of a ``BatchDependence``."""
 
-    def __init__(
-        self,
-        captured: Captured,
-        analysis: Analysis,
-        scope: Scope,
-        live: set[str],
-        writes: Sequence[Node],
-        once_written: set[str],
-        batch_loss: BatchLoss,
-    ) -> None:
-        self.captured = captured
-        self.graph: Graph = captured.graph
-        self.analysis = analysis
-        self.scope = scope
-        self.live = live
-        self.writes = writes
-        self.once_written = once_written
+    captured: Captured
+    analysis: Analysis
+    scope: Scope
+    live: set[str]
+    writes: Sequence[Node]
+    once_written: set[str]
+    batch_loss: BatchLoss
+
+    def __post_init__(self) -> None:
+        self.graph: Graph = self.captured.graph
         self.reasons: list[Inexactness] = []
         self.adds: set[str] = set()
         self.mean_adds: set[str] = set()
-        with_head = "" if batch_loss else "batch_loss=True (with mode='sync'), or "
+        with_head = "" if self.batch_loss else "batch_loss=True (with mode='sync'), or "
         self.no_sum, self.write_remedy = _NO_SUM.format(batch_loss=with_head), _WRITE.format(batch_loss=with_head)
-        scope.once_sizes |= {value for value in captured.graph.outputs[1:] if self._is_only_returned(value)}
-        self.whole_sizes = _of_whole_sizes(captured.graph, scope)
+        self.scope.once_sizes |= {value for value in self.graph.outputs[1:] if self._is_only_returned(value)}
+        self.whole_sizes = _of_whole_sizes(self.graph, self.scope)
         self.once = self._once()
-        needs_head = batch_loss and (self._couples() or any(map(self._differs, self.writes)))
-        self.loss_head = self._find_loss_head() if batch_loss is True or needs_head else None
+        needs_head = self.batch_loss and (self._couples() or any(map(self._differs, self.writes)))
+        self.loss_head = self._find_loss_head() if self.batch_loss is True or needs_head else None
 
     def result(self) -> BatchDependence:
         loss, *aux = self.graph.outputs

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from dapple_tf.frontend.dependence.kinds import SIZE, Form, Kind, shared
+from dapple_tf.frontend.dependence.kinds import SIZE, Form, Kind, first_rows, same_order, shared
 from dapple_tf.frontend.dependence.numbers import affine, varies
 from dapple_tf.frontend.dependence.scope import Scope, attr, op_names
 from dapple_tf.graph_passes.ir.graph import Node, TensorType, Value
@@ -195,21 +195,18 @@ def _of_rows(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
     others = [value for value, kind in zip(node.inputs, kinds, strict=False) if not kind.rows]
     if not all(scope.repeats(value, axis) for value in others for axis in from_right):
         return scope.couple(node, PAIRS_SHARED)
-    layouts = {kind.layout for _, kind in batched if kind.outer}
-    if len(layouts) > 1:
+    if not same_order(kinds):
         return scope.couple(node, "combines rows of the batch in different orders, or chosen by different data")
-    first = next((kind for _, kind in batched if kind.outer), batched[0][1])
     axis = max(known) + (batched[0][1].axis - (scope.rank(batched[0][0]) or 0))
-    return _positions(scope, node, kinds, dataclasses.replace(first.plain(), axis=axis))
+    return _positions(scope, node, kinds, dataclasses.replace(first_rows(kinds).plain(), axis=axis))
 
 
 def _select_rows(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
     """Return the kind of a ``Select`` whose condition is a vector: it has an entry for each entry of axis 0."""
     aligned = all(kind.rows and not kind.axis and not kind.slope for kind in kinds)
-    layouts = {kind.layout for kind in kinds if kind.rows and kind.outer}
-    if not aligned or len(layouts) > 1:
+    if not aligned or not same_order(kinds):
         return scope.couple(node, "chooses between rows of the batch that are in different orders")
-    return next((kind for kind in kinds if kind.rows and kind.outer), next(kind for kind in kinds if kind.rows))
+    return first_rows(kinds)
 
 
 def _positions(scope: Scope, node: Node, kinds: Sequence[Kind], result: Kind) -> Kind:

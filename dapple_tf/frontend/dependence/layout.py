@@ -7,14 +7,23 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from dapple_tf.frontend.dependence.elementwise import PAIRS_SHARED
-from dapple_tf.frontend.dependence.kinds import CONSTANT, SIZE, Form, Kind, rows, shared
+from dapple_tf.frontend.dependence.kinds import (
+    CONSTANT,
+    SIZE,
+    Form,
+    Kind,
+    first_rows,
+    only_rows,
+    rows,
+    same_order,
+    shared,
+)
 from dapple_tf.frontend.dependence.operands import (
     ALL,
     CONSTANT_ROWS,
     Rule,
     data_operands,
     equal_rows,
-    only_rows,
     whole_number,
 )
 from dapple_tf.frontend.dependence.scope import Scope, attr
@@ -41,11 +50,11 @@ def _concat(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
         return scope.couple(node, "concatenates along an axis that cannot be inferred")
     if len({kind.axis for kind in found}) > 1:
         return scope.couple(node, "concatenates tensors that have the batch on different axes")
-    axis, first = found[0].axis, next((kind for kind in found if kind.outer), found[0])
+    axis, first = found[0].axis, first_rows(found)
     if len(found) < len(data):
         return scope.couple(node, "concatenates the batch with rows that are no samples of it")
     if axes[0] != axis:
-        if len({kind.layout for kind in found if kind.outer}) > 1:
+        if not same_order(found):
             return scope.couple(node, "concatenates rows of the batch that are in different orders")
         return dataclasses.replace(first, slope=_concat_slopes(scope, node, data, axes[0] == rank - 1))
     inner = first.inner if first.outer else 1
@@ -79,10 +88,10 @@ def _pack(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
         return scope.couple(node, "stacks tensors of unknown rank")
     if len(found) < len(kinds):
         return scope.couple(node, PAIRS_SHARED)
-    if len({kind.axis for kind in found}) > 1 or len({kind.layout for kind in found if kind.outer}) > 1:
+    if len({kind.axis for kind in found}) > 1 or not same_order(found):
         return scope.couple(node, "stacks rows of the batch that are in different orders")
     new = attr(node, "axis", 0) % rank
-    first = next((kind for kind in found if kind.outer), found[0])
+    first = first_rows(found)
     slope: tuple[int, ...] = ()
     if any(kind.slope for kind in kinds):
         if new != rank - 1 or any(len(kind.slope) > 1 for kind in kinds):

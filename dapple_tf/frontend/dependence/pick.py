@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from dapple_tf.frontend.dependence.elementwise import PAIRS_SHARED
-from dapple_tf.frontend.dependence.kinds import SIZE, Form, Kind, rows, shared
-from dapple_tf.frontend.dependence.operands import CONSTANT_ROWS, Rule, only_rows, same_order
+from dapple_tf.frontend.dependence.kinds import SIZE, Form, Kind, only_rows, rows, same_order, shared
+from dapple_tf.frontend.dependence.operands import CONSTANT_ROWS, Rule
 from dapple_tf.frontend.dependence.ragged import reduce_rows
 from dapple_tf.frontend.dependence.scope import Scope, attr
 from dapple_tf.graph_passes.analysis.layers import CAPTURED_INPUTS

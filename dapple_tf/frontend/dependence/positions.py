@@ -7,6 +7,8 @@ and be compared with known whole numbers, which the experiment then reaches.
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -121,9 +123,7 @@ class PositionUses:
         return [self._compute(node, inputs)]
 
     def _compute(self, node: node_def_pb2.NodeDef, inputs: Sequence[Flow]) -> Flow:
-        total = Flow()
-        for each in inputs:
-            total |= each
+        total = _join(inputs)
         if node.op in _SIZES:
             return Flow(position=total.long or total.position)
         if node.op in _NUMBERING and total.long:
@@ -148,9 +148,7 @@ class PositionUses:
         return replace(total, long=total.long or node.op == "Range")
 
     def _divide(self, node: node_def_pb2.NodeDef, inputs: Sequence[Flow]) -> Flow:
-        total = Flow()
-        for each in inputs:
-            total |= each
+        total = _join(inputs)
         if node.op == "Identity":
             return total
         divides = node.op in ("RealDiv", "DivNoNan") and inputs[0].given and not inputs[0].divisor
@@ -159,12 +157,8 @@ class PositionUses:
 
     def _place(self, node: node_def_pb2.NodeDef, inputs: Sequence[Flow]) -> Flow:
         places = _PLACES[node.op]
-        total, placed = Flow(), Flow()
-        for i, each in enumerate(inputs):
-            if i in places:
-                placed |= each
-            else:
-                total |= each
+        placed = _join(each for i, each in enumerate(inputs) if i in places)
+        total = _join(each for i, each in enumerate(inputs) if i not in places)
         if node.op in _PICKING:
             self.unknown |= placed.position and not (total.long or total.position)
             return replace(total, long=placed.long if _picks_one(node) else total.long or placed.long)
@@ -226,6 +220,11 @@ def _flow(found: Mapping[str, Sequence[Flow]], text: str) -> Flow:
     """Return what flows into the value that an input names: ``node``, ``node:index`` or ``node:output:index``."""
     node, _, place = text.partition(":")
     return found[node][min(int(place.rpartition(":")[2] or 0), len(found[node]) - 1)]
+
+
+def _join(flows: Iterable[Flow]) -> Flow:
+    """Return what flows into a value that is computed of all these."""
+    return functools.reduce(operator.or_, flows, Flow())
 
 
 def _bits(flow: Flow) -> tuple[bool, bool, bool, bool]:

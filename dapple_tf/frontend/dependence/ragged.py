@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from dapple_tf.frontend.dependence.kinds import Form, Kind, rows, shared
-from dapple_tf.frontend.dependence.operands import Rule, only_rows
+from dapple_tf.frontend.dependence.kinds import Form, Kind, only_rows, rows, shared
+from dapple_tf.frontend.dependence.operands import Rule
 from dapple_tf.frontend.dependence.scope import Scope, attr
 from dapple_tf.graph_passes.ir.graph import Node, Value
 
