@@ -81,7 +81,7 @@ def part_step(
     earlier phases hand over. These are values of the whole batch, so they belong to the part after the gradients unless
     the target needs them. Raises CaptureError where the target depends on a gradient.
     """
-    needed = _with_gradients(graph, [target.node], used)
+    needed = ancestors(graph, [target.node], used=used)
     of_batch = dependents(graph, [node.name for node in graph.nodes if node.op == "arg" and not node.has("role")])
 
     def acts_after(node: Node) -> bool:
@@ -165,15 +165,7 @@ def loss_nodes(part: AfterGradients, used: Mapping[str, Sequence[Value]]) -> set
     kept = [node.name for node in graph.nodes if node.has("batch_norm") and node.name not in part.nodes]
     acting = [node.name for node in graph.nodes if node.effect in _ACTING and node.name not in part.nodes]
     arguments = [node.name for node in graph.nodes if node.op == "arg" and not node.has("role")]
-    return _with_gradients(graph, [*(value.node for value in part.whole), *acting, *arguments, *kept], used)
-
-
-def _with_gradients(graph: Graph, roots: Sequence[str], used: Mapping[str, Sequence[Value]]) -> set[str]:
-    """Return ``roots``, all nodes that they depend on, and those that the custom gradients of these use."""
-    found = ancestors(graph, roots)
-    while missing := {value.node for name in found & used.keys() for value in used[name]} - found:
-        found |= ancestors(graph, missing)
-    return found
+    return ancestors(graph, [*(value.node for value in part.whole), *acting, *arguments, *kept], used=used)
 
 
 def trace_of(part: AfterGradients, func_graph: Any, trained: Sequence[str]) -> TracedUpdate:

@@ -11,8 +11,7 @@ from tensorflow.core.framework import attr_value_pb2, function_pb2, graph_pb2
 
 from dapple_tf import internals
 from dapple_tf.frontend.names import tensor_name
-from dapple_tf.frontend.node_attributes import dtype_number, write_attribute
-from dapple_tf.frontend.read_graph import called_functions
+from dapple_tf.frontend.node_attributes import called_functions, dtype_number, write_attribute
 from dapple_tf.graph_passes.ir.graph import Attr, FunctionRef, Graph, Node, Opaque, Value
 
 # Attributes that only the IR has.

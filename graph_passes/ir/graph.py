@@ -10,10 +10,11 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
+from types import MappingProxyType
 from typing import Literal, get_args
 
 from dapple_tf.errors import GraphError
@@ -437,10 +438,18 @@ def topological(nodes: Iterable[Node]) -> tuple[Node, ...]:
     return tuple(result)
 
 
-def ancestors(graph: Graph, roots: Iterable[str], stop: Iterable[str] = (), *, by_controls: bool = True) -> set[str]:
+def ancestors(
+    graph: Graph,
+    roots: Iterable[str],
+    stop: Iterable[str] = (),
+    *,
+    by_controls: bool = True,
+    used: Mapping[str, Sequence[Value]] = MappingProxyType({}),
+) -> set[str]:
     """Return ``roots`` and all nodes that they depend on, without those in ``stop`` and what only these depend on.
 
-    ``by_controls``: whether control edges count as dependences. Raises GraphError for a name that is no node.
+    ``by_controls``: whether control edges count as dependences. ``used``: further values on which nodes depend, by the
+    node's name. Raises GraphError for a name that is no node.
     """
     barred = set(stop)
     found: set[str] = set()
@@ -452,5 +461,6 @@ def ancestors(graph: Graph, roots: Iterable[str], stop: Iterable[str] = (), *, b
         found.add(name)
         node = graph.node(name)
         sources = node.predecessors() if by_controls else (value.node for value in node.inputs)
-        stack.extend(source for source in sources if source not in barred)
+        further = (value.node for value in used.get(name, ()))
+        stack.extend(source for source in (*sources, *further) if source not in barred)
     return found
