@@ -10,7 +10,7 @@ from types import MappingProxyType
 from dapple_tf.exactness import BatchLoss, Exactness, Inexactness, Tried
 from dapple_tf.frontend.additions import ADDITION_OPS
 from dapple_tf.frontend.captured import Captured, CapturedTensors
-from dapple_tf.frontend.dependence.analyse import BATCH_NORM, Analysis, ShapesAt
+from dapple_tf.frontend.dependence.analyse import BATCH_NORM, Analysis
 from dapple_tf.frontend.dependence.elementwise import SCALING, whole_size
 from dapple_tf.frontend.dependence.kinds import Form, Kind, rows
 from dapple_tf.frontend.dependence.numbers import affine
@@ -20,6 +20,7 @@ from dapple_tf.frontend.dependence.scope import Scope
 from dapple_tf.frontend.dependence.undecided import Experiments
 from dapple_tf.frontend.inference import Shapes
 from dapple_tf.frontend.row_draws import RowDraw
+from dapple_tf.frontend.shapes import infer_shapes, probe_shapes
 from dapple_tf.graph_passes.analysis.layers import CAPTURED_INPUTS, SHAPE_OPS, dependents, live_nodes, written_variables
 from dapple_tf.graph_passes.analysis.loss_head import LossHeadInput
 from dapple_tf.graph_passes.ir.graph import Effect, Graph, Node, Value, ancestors
@@ -46,44 +47,39 @@ _DRAW = "give the draw a seed (keras.random with a SeedGenerator, tf.random.stat
 
 
 def find_dependence(
-    captured: Captured,
-    shapes: Shapes,
-    batch: int,
-    shapes_at: ShapesAt,
-    experiments: Experiments,
-    batch_loss: BatchLoss = False,
+    captured: Captured, batch_size: int, experiments: Experiments, batch_loss: BatchLoss = False
 ) -> BatchDependence:
     """Return how the micro-batches of ``captured`` make up the whole batch.
 
-    ``shapes``: of every node for a batch of ``batch`` samples. No axis without samples has a multiple of this length.
-    ``shapes_at``: infers the shapes for another batch size, where they decide. ``experiments``: of this trace.
+    ``batch_size``: any number of samples that the model accepts. ``experiments``: of this trace.
     """
-    found = _decide(captured, shapes, batch, shapes_at, experiments, batch_loss, waits=False).result()
+    probed = probe_shapes(captured, batch_size)
+    found = _decide(captured, probed, experiments, batch_loss, waits=False).result()
     if not found.exactness.undocumented or not any(kind.undecided for kind in found.kinds.values()):
         return found
-    other = _decide(captured, shapes, batch, shapes_at, experiments, batch_loss, waits=True).result()
+    other = _decide(captured, probed, experiments, batch_loss, waits=True).result()
     return found if other.exactness.undocumented else other
 
 
-def find_uncut_dependence(captured: Captured, shapes: Shapes, batch: int, shapes_at: ShapesAt) -> BatchDependence:
+def find_uncut_dependence(captured: Captured, batch_size: int) -> BatchDependence:
     """Return the decisions for one micro-batch on one replica that is the whole batch: nothing is rewritten.
 
-    Parameters: see ``find_dependence``.
+    ``batch_size``: any number of samples that the model accepts.
     """
-    return _decide(captured, shapes, batch, shapes_at, None, False, waits=False).uncut()
+    return _decide(captured, probe_shapes(captured, batch_size), None, False, waits=False).uncut()
 
 
 def _decide(
     captured: Captured,
-    shapes: Shapes,
-    batch: int,
-    shapes_at: ShapesAt,
+    probed: tuple[int, Shapes],
     experiments: Experiments | None,
     batch_loss: BatchLoss,
     *,
     waits: bool,
 ) -> _Decision:
-    graph, live, shapes_at = captured.graph, live_nodes(captured.graph), functools.cache(shapes_at)
+    """Analyse the loss with the shapes that were inferred for a number of samples; ``probed``: see ``probe_shapes``."""
+    graph, live, (batch, shapes) = captured.graph, live_nodes(captured.graph), probed
+    shapes_at = functools.cache(functools.partial(infer_shapes, captured))
     writes = [node for node in graph.nodes if node.effect is Effect.WRITE and node.name in live]
     written = written_variables(graph).keys()
     once_written, whole, divided, blocks = set(written), frozenset[Value](), frozenset[int](), frozenset[str]()
@@ -163,7 +159,10 @@ class _Decision:
         self.whole_sizes = _of_whole_sizes(self.graph, self.scope)
         self.once = self._once()
         needs_head = self.batch_loss and (self._couples() or any(map(self._differs, self.writes)))
-        self.loss_head = self._find_loss_head() if self.batch_loss is True or needs_head else None
+        self.loss_head: LossHead | None = None
+        if self.batch_loss is True or needs_head:
+            writes = [node.name for node in self.writes if node.name not in self.once and not node.has("batch_norm")]
+            self.loss_head = _cut_loss_head(self.graph, self.scope.kinds, self.once, writes)
 
     def result(self) -> BatchDependence:
         loss, *aux = self.graph.outputs
@@ -278,11 +277,6 @@ class _Decision:
             if name in self.once and not whole & (set(ancestors(self.graph, [name])) - {name}):
                 found[name] = how
         return MappingProxyType(found)
-
-    def _find_loss_head(self) -> LossHead | None:
-        """Return the loss head that gives the loss, and the aux outputs and writes that need the whole batch too."""
-        writes = [node.name for node in self.writes if node.name not in self.once and not node.has("batch_norm")]
-        return _cut_loss_head(self.graph, self.scope.kinds, self.once, writes)
 
     def _divided(self, loss: Value) -> bool:
         """Return whether the loss, a sum over the batch, was multiplied or divided by anything after the sum."""
