@@ -236,10 +236,6 @@ def _combine_partials(context: Context, node: Node, inputs: list[Any]) -> Outcom
     return [_REDUCE[kind](each, 0) for kind, each in zip(node.strings("operations"), pieces, strict=True)], []
 
 
-def _merge_state(context: Context, node: Node, inputs: list[Any]) -> Outcome:
-    return context.communication.merge_state(node, inputs), []
-
-
 def _exchange(context: Context, node: Node, inputs: list[Any]) -> Outcome:
     return context.communication.exchange(node, inputs, context.micro_batch), []
 
@@ -250,20 +246,8 @@ def _collect_tokens(context: Context, node: Node, inputs: list[Any]) -> Outcome:
     return [context.communication.guard_step(total) if guarded else total], [total.op]
 
 
-def _follow(context: Context, node: Node, inputs: list[Any]) -> Outcome:
-    return [], [tf.no_op()]
-
-
 def _barrier(context: Context, node: Node, inputs: list[Any]) -> Outcome:
     return ([context.communication.barrier(node)], []) if node.has("ranks") else ([], [tf.no_op()])
-
-
-def _timestamp(context: Context, node: Node, inputs: list[Any]) -> Outcome:
-    return [tf.timestamp()], []
-
-
-def _stack_timestamps(context: Context, node: Node, inputs: list[Any]) -> Outcome:
-    return [tf.stack(inputs)], []
 
 
 def _never_inlined(graph: Graph) -> set[str]:
@@ -291,12 +275,12 @@ HANDLERS: Mapping[OpName, Handler] = MappingProxyType(
         OpName.COMBINE_PARTIALS: _combine_partials,
         OpName.JOIN: _join,
         OpName.BARRIER: _barrier,
-        OpName.MERGE_STATE: _merge_state,
+        OpName.MERGE_STATE: lambda context, node, inputs: (context.communication.merge_state(node, inputs), []),
         OpName.EXCHANGE: _exchange,
         OpName.COLLECT_TOKENS: _collect_tokens,
-        OpName.FOLLOW: _follow,
-        OpName.TIMESTAMP: _timestamp,
-        OpName.STACK_TIMESTAMPS: _stack_timestamps,
+        OpName.FOLLOW: lambda context, node, inputs: ([], [tf.no_op()]),
+        OpName.TIMESTAMP: lambda context, node, inputs: ([tf.timestamp()], []),
+        OpName.STACK_TIMESTAMPS: lambda context, node, inputs: ([tf.stack(inputs)], []),
     }
 )
 """The handler of each call-level op except ``input``, whose tensors are the arguments of the step."""

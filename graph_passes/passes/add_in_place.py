@@ -67,7 +67,8 @@ class AddInPlace:
 
         The functions of the calls take the sums (role ``sum``), and do not return the gradients any more.
         """
-        in_order = [_runs_in_order(self.schedule, stage) for stage in range(len(self.schedule.stages))]
+        freeing = [[a.micro_batch for a in actions if a.kind in FREEING] for actions in self.schedule.stages]
+        in_order = [micro_batches == sorted(micro_batches) for micro_batches in freeing]  # in which they are added
         sums = [node for node in nodes_of(graph, OpName.ACCUMULATE) if in_order[node.integer("stage")]]
         call_of = {node.name: node.inputs[0].node for node in sums if not node.has("bucket")}
         adding: dict[str, _Adding] = {}
@@ -117,12 +118,6 @@ class _Adding:
 
     function: Function
     added: frozenset[int]
-
-
-def _runs_in_order(schedule: Schedule, stage: int) -> bool:
-    """Return whether a stage computes the gradients of its weights in micro-batch order, in which they are added."""
-    micro_batches = [action.micro_batch for action in schedule.stages[stage] if action.kind in FREEING]
-    return micro_batches == sorted(micro_batches)
 
 
 def _add(function: Function, accumulate: Node) -> _Adding:

@@ -88,16 +88,13 @@ def _open_ended(graph: Graph) -> Graph:
     """Return the graph of a phase after which others follow."""
     ends = {node.name for node in nodes_of(graph, OpName.SET_UPDATING) if not node.attr("updating")}
     nodes = [
-        node.with_attrs(guarded=False) if node.op == OpName.COLLECT_TOKENS else _without(node, ends)
+        node.with_attrs(guarded=False)
+        if node.op == OpName.COLLECT_TOKENS
+        else replace(node, controls=tuple(control for control in node.controls if control.source not in ends))
         for node in graph.nodes
         if node.name not in ends
     ]
     return graph.replace(nodes=tuple(nodes))
-
-
-def _without(node: Node, removed: set[str]) -> Node:
-    controls = tuple(control for control in node.controls if control.source not in removed)
-    return node if controls == node.controls else replace(node, controls=controls)
 
 
 def _find_waits(phase: PhaseGraph, earlier: Sequence[PhaseGraph]) -> Mapping[str, frozenset[str]]:

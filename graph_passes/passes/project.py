@@ -206,14 +206,11 @@ class _Exchange:
             "ranks": self.ranks,
             "source": tuple(transfer.source for transfer in received),
             "to": tuple(transfer.to for transfer in sent),
-            **self._micro_batch(),
         }
+        if match := re.search(r"/mb(\d+)/", self.name):
+            attrs[MICRO_BATCH] = int(match[1])
         outputs = (*(graph.type_of(transfer.value) for transfer in received), TOKEN)
         return Node(self.name, OpName.EXCHANGE, tuple(transfer.value for transfer in sent), outputs, attributes(attrs))
-
-    def _micro_batch(self) -> dict[str, Attr]:
-        match = re.search(r"/mb(\d+)/", self.name)
-        return {} if match is None else {MICRO_BATCH: int(match[1])}
 
     def _needs_header(self, graph: Graph) -> bool:
         """Return whether the shapes must be sent, since receivers cannot compute them from the number of elements.

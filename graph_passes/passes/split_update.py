@@ -13,7 +13,7 @@ updates its variables in groups (see ``bound_update``).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -127,8 +127,11 @@ def _cut_rounds(this: _Round) -> Updates:
     times = find_times(sends, terms.kinds, this.state)
     before = _shared_before(terms, writes, shared)
     kinds, late = terms.kinds, frozenset(times.late)
+    after = shared - before  # what a site returns may need these, which all sites do after their own writes
     late_outputs = {
-        value for value in graph.outputs if value.node in late or _waits_for(graph, value, kinds, shared - before)
+        value
+        for value in graph.outputs
+        if value.node in late or (isinstance(kinds[value.node], Site) and after & ancestors(graph, [value.node]))
     }
     if not late_outputs and not late.intersection(place_of):
         return _cut_round(this, sends, kinds, times.in_update, writes, shared)
@@ -154,11 +157,6 @@ def _cut_rounds(this: _Round) -> Updates:
 def _followed_by(first: Updates, later: Updates) -> Updates:
     rest = later if first.later is None else _followed_by(first.later, later)
     return dataclasses.replace(first, later=rest)
-
-
-def _waits_for(graph: Graph, value: Value, kinds: Kinds, after: Set[str]) -> bool:
-    """Return whether a returned value of one site needs a shared write, which all sites do after their own writes."""
-    return isinstance(kinds[value.node], Site) and bool(after & ancestors(graph, [value.node]))
 
 
 def _shared_before(terms: UpdateTerms, writes: Mapping[Site, Set[str]], shared: Set[str]) -> frozenset[str]:
@@ -216,7 +214,7 @@ def _cut_round(
         last,
         tuple((s, _terms_function(graph, terms, s, this.number)) for s in sorted({of for _, of in terms.partial})),
         _combine_function(graph, terms, this.number) if terms.combined else None,
-        tuple(_returned_port(value, sites) for value in graph.outputs),
+        tuple(("combined" if sites.get(value) is None else "partial", str(value)) for value in graph.outputs),
     )
     if updates.after is not None:
         _check_order(graph, updates.after, all_writes - after, "what the stages share of the optimizer")
@@ -261,14 +259,6 @@ def _site_of(graph: Graph, owner: Mapping[str, Site], name: str) -> Site | None:
     return owner.get(name) if node.op == "variable" else None
 
 
-def _name_sites(sites: Iterable[Site]) -> str:
-    return " and ".join(map(str, sorted(sites)))
-
-
-def _returned_port(value: Value, sites: Mapping[Value, Site | None]) -> tuple[Role, str]:
-    return ("partial" if sites.get(value) is not None else "combined"), str(value)
-
-
 def _sort_writes(
     graph: Graph, owner: Mapping[str, Site], terms: UpdateTerms, read_by_model: Set[str]
 ) -> tuple[dict[Site, set[str]], set[str]]:
@@ -284,7 +274,8 @@ def _sort_writes(
         owners = {owner[target] for target in targets if target in owner}
         if len(owners) > 1:
             raise PartitionError(
-                f"the optimizer's op {name!r} ({node.op}) updates variables of {_name_sites(owners)} at once, so "
+                f"the optimizer's op {name!r} ({node.op}) updates variables of "
+                f"{' and '.join(map(str, sorted(owners)))} at once, so "
                 f"it cannot run where they live: {_CONDITION if node.op == 'If' else _ALONE}",
                 name,
             )
