@@ -11,7 +11,7 @@ other way is left to ``share_statistics``.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -152,21 +152,14 @@ def _nodes(node: Node, graph: Graph, cut: _Cut, replicas: int) -> Iterator[Node]
         yield piece
         yield calls[-1]
     operations = tuple(marked.string(COMBINES) for marked in cut.marked)
-    attrs: dict[str, Attr] = {"replica": replica, "stage": stage, "operations": operations}
-    yield Node(
-        at(stage, replica, what="own_partials"),
-        OpName.COMBINE_PARTIALS,
-        tuple(Value(call.name, i) for i in range(len(types)) for call in calls),
-        types,
-        attributes({**attrs, "pieces": count}),
-    )
-    combined = Node(
-        at(stage, replica, what="all_partials"),
-        OpName.COMBINE_PARTIALS,
-        tuple(Value(at(stage, r, what="own_partials"), i) for i in range(len(types)) for r in range(replicas)),
-        types,
-        attributes({**attrs, "pieces": replicas}),
-    )
+
+    def combine(what: str, pieces: Sequence[str]) -> Node:
+        inputs = tuple(Value(piece, i) for i in range(len(types)) for piece in pieces)
+        attrs: dict[str, Attr] = {"operations": operations, "pieces": len(pieces), "replica": replica, "stage": stage}
+        return Node(at(stage, replica, what=what), OpName.COMBINE_PARTIALS, inputs, types, attributes(attrs))
+
+    yield combine("own_partials", [call.name for call in calls])
+    combined = combine("all_partials", [at(stage, r, what="own_partials") for r in range(replicas)])
     yield combined
     results = {str(Value(marked.name)): value for marked, value in zip(cut.marked, combined.values(), strict=True)}
     inputs = tuple(

@@ -8,7 +8,7 @@ that runs the backward of some micro-batches whole keeps that function too.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -64,7 +64,10 @@ def split_function(function: Function, state: Set[str] = frozenset()) -> tuple[F
     acting = [node.name for node in graph.nodes if _has_effect(graph, node, state)]
     first = ancestors(graph, [*(value.node for _, value in boundary), *acting], stop=entering)
     second = ancestors(graph, [value.node for _, value in weights], stop=entering | first)
-    second |= _repeated(graph, first - set(acting), second, [value for _, value in weights])
+    free = {node.name for node in graph.nodes if node.op in FREE} & first - {*acting}
+    taken = [value.node for name in second for value in graph.node(name).inputs]
+    roots = [*(value.node for _, value in weights), *taken]
+    second |= ancestors(graph, roots, stop=graph.by_name.keys() - free, by_controls=False)
     carried = values_between(graph, first - second, second, [value for _, value in weights])
     boundary += [(Port("carry", str(value), graph.type_of(value)), value) for value in carried]
 
@@ -86,15 +89,3 @@ def _has_effect(graph: Graph, node: Node, state: Set[str]) -> bool:
     if node.effect == Effect.READ:
         return any(graph.node(name).string("port") in state for name in variables_of(graph, node))
     return node.effect != Effect.PURE
-
-
-def _repeated(graph: Graph, first: Set[str], second: Set[str], results: Iterable[Value]) -> set[str]:
-    """Return the nodes of ``first`` that ``second`` repeats, since they cost nothing (``FREE``)."""
-    found: set[str] = set()
-    pending = [*results, *(value for name in second for value in graph.node(name).inputs)]
-    while pending:
-        node = graph.node(pending.pop().node)
-        if node.op in FREE and node.name in first and node.name not in found:
-            found.add(node.name)
-            pending += node.inputs
-    return found

@@ -69,6 +69,12 @@ def verify_order(graph: Graph, schedule: Schedule) -> None:
     verify_rows(graph, rows, "the schedule", (OpName.FORWARD, *BACKWARD_OPS))
 
 
+def verify_edge(node: Node, source: str, why: str = "") -> None:
+    """Raise GraphError unless an edge makes ``node`` run after ``source``; ``why`` it must, for the message."""
+    if source not in set(node.predecessors()):
+        raise GraphError(f"no edge makes {node.name!r} run after {source!r}{why}")
+
+
 def verify_rows(graph: Graph, rows: Sequence[Sequence[str]], order: str, ops: Sequence[OpName]) -> None:
     """Raise GraphError unless the nodes of each of the ``rows`` can only run one after the other.
 
@@ -76,8 +82,7 @@ def verify_rows(graph: Graph, rows: Sequence[Sequence[str]], order: str, ops: Se
     joined by an edge, and that the rows have all nodes of these ``ops``. ``order``: what the rows are, for messages.
     """
     for first, second in (pair for row in rows for pair in itertools.pairwise(row)):
-        if first not in set(graph.node(second).predecessors()):
-            raise GraphError(f"no edge makes {second!r} run after {first!r}, as {order} says")
+        verify_edge(graph.node(second), first, f", as {order} says")
     known = {name for row in rows for name in row}
     for node in nodes_of(graph, *ops):
         if node.name not in known:
@@ -166,11 +171,7 @@ def verify_sums(graph: Graph) -> None:
     for (_, _, variable), nodes in users.items():
         nodes.sort(key=lambda node: (node.op == OpName.GRADIENTS, node.integer("micro_batch") if node.inputs else 0))
         for first, second in itertools.pairwise(nodes):
-            if first.name not in set(second.predecessors()):
-                raise GraphError(
-                    f"no edge makes {second.name!r} run after {first.name!r}, and both use the sum of the gradients of "
-                    f"{variable!r}"
-                )
+            verify_edge(second, first.name, f", and both use the sum of the gradients of {variable!r}")
 
 
 def verify_sums_in_place(graph: Graph, schedule: Schedule) -> None:
@@ -191,15 +192,10 @@ def verify_sums_in_place(graph: Graph, schedule: Schedule) -> None:
             micro_batches = [node.integer("micro_batch") for node in calls]
             if micro_batches != sorted(micro_batches):
                 raise GraphError(f"the calls of stage {stage} add their gradients in the order {micro_batches}")
-            cleared = at(stage, replica, what=OpName.CLEAR_SUMS)
-            if cleared not in set(calls[0].predecessors()):
-                raise GraphError(f"no edge makes {calls[0].name!r} run after {cleared!r}, which clears its sums")
+            verify_edge(calls[0], at(stage, replica, what=OpName.CLEAR_SUMS), ", which clears its sums")
             buckets = [node for node in nodes_of(graph, OpName.ACCUMULATE) if site_of(node) == (stage, replica)]
             for user in buckets or (node for node in readers if site_of(node) == (stage, replica)):
-                if calls[-1].name not in set(user.predecessors()):
-                    raise GraphError(
-                        f"no edge makes {user.name!r} run after {calls[-1].name!r}, which adds to its sums"
-                    )
+                verify_edge(user, calls[-1].name, ", which adds to its sums")
 
 
 def verify_statistics(graph: Graph) -> None:

@@ -13,7 +13,7 @@ from dapple_tf.graph_passes.ir.names import BACKWARD_OPS, at, nodes_of, of_minib
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.passes.base import Contract
 from dapple_tf.graph_passes.passes.order import call_name
-from dapple_tf.graph_passes.passes.verify_pipeline import verify_rows
+from dapple_tf.graph_passes.passes.verify_pipeline import verify_edge, verify_rows
 from dapple_tf.graph_passes.passes.windows.update_groups import last_backwards, update_name
 from dapple_tf.graph_passes.passes.windows.use_versions import calls_of, version_name
 from dapple_tf.graph_passes.schedules.schedule import Action
@@ -146,8 +146,8 @@ def _verify_updates(graph: Graph, window: Window, stage: int) -> None:
         if count.integer("offset") != last:
             raise GraphError(f"{count.name!r} counts {count.integer('offset')} minibatches of the window, not {last}")
         for first, second in ((previous, count), (count.name, update)):
-            if first is not None and not _waits(second, first):
-                raise GraphError(f"no edge makes {second.name!r} run after {first!r}")
+            if first is not None:
+                verify_edge(second, first)
         previous = update.name
         controls = {control.source for control in update.controls}
         for call in last_backwards(window, stage, index):
@@ -199,8 +199,8 @@ def _verify_sums(graph: Graph, window: Window, place: tuple[int, int]) -> None:
         reader = graph.node(of_minibatch(minibatch, at(stage, replica, what=OpName.GRADIENTS)))
         users = [node, *([reader] if (m + 1) % window.micro_batches == 0 else [])]
         for user in users:
-            if previous is not None and not _waits(user, previous):
-                raise GraphError(f"no edge makes {user.name!r} run after {previous!r}, and both use the same sums")
+            if previous is not None:
+                verify_edge(user, previous, ", and both use the same sums")
             previous = user.name
 
 
