@@ -298,14 +298,10 @@ class PolicySpec(ScheduleSpec):
     """A policy that gives K_i for any number of stages, one on each worker (see the function ``warm_up``)."""
 
     policy: str
-    given_limit: int | None = None
+    limit: int | None = None
 
     def __str__(self) -> str:
-        return self.policy if self.given_limit is None else f"{self.policy}:D={self.given_limit}"
-
-    @property
-    def limit(self) -> int | None:
-        return self.given_limit
+        return self.policy if self.limit is None else f"{self.policy}:D={self.limit}"
 
     @property
     def splits_backward(self) -> bool:
