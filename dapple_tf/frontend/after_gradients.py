@@ -19,7 +19,7 @@ from dapple_tf import internals
 from dapple_tf.errors import CaptureError
 from dapple_tf.frontend.conditions import open_conditions
 from dapple_tf.frontend.optimizer_update import TracedUpdate
-from dapple_tf.graph_passes.analysis.layers import dependents, is_of_layer
+from dapple_tf.graph_passes.analysis.layers import dependents, layer_of
 from dapple_tf.graph_passes.ir.graph import Effect, Graph, Node, Value, ancestors, attributes
 from dapple_tf.graph_passes.ir.names import without_target
 
@@ -88,7 +88,7 @@ def part_step(
         """Return whether a node with an effect runs once, after the gradients, also if it depends on none of them."""
         if node.effect not in _ACTING or node.name in needed:
             return False
-        own = not is_of_layer(node) or (node.name in of_batch and not node.has("batch_norm"))
+        own = not layer_of(node) or (node.name in of_batch and not node.has("batch_norm"))
         return numbers[node.name] >= first_op or (node.effect is Effect.WRITE and own)
 
     kept = [node for node in graph.nodes if node.effect is Effect.WRITE and not acts_after(node)]

@@ -16,7 +16,7 @@ from dapple_tf.exactness import BatchLoss, BatchNorm, Exactness, Inexact, Inexac
 from dapple_tf.frontend.affine_sizes import fit_sizes
 from dapple_tf.frontend.after_gradients import take_inputs_of
 from dapple_tf.frontend.batch import batch_signature
-from dapple_tf.frontend.batch_norm_calls import layer_of, statistics_writes
+from dapple_tf.frontend.batch_norm_calls import statistics_writes
 from dapple_tf.frontend.capture import capture
 from dapple_tf.frontend.captured import Captured, SeveralPhasesError, Traced, plain_function
 from dapple_tf.frontend.composite import unknown_lengths
@@ -30,7 +30,7 @@ from dapple_tf.frontend.joined_moments import mark_joins
 from dapple_tf.frontend.open_lengths import Analysed, ServedLengths, has_open_lengths, open_signature, with_unknown
 from dapple_tf.frontend.rows import use_rows
 from dapple_tf.frontend.shapes import probe_shapes
-from dapple_tf.graph_passes.analysis.layers import SHAPE_OPS, live_nodes
+from dapple_tf.graph_passes.analysis.layers import SHAPE_OPS, layer_of, live_nodes
 from dapple_tf.graph_passes.analysis.loss_head import mark_loss_head
 from dapple_tf.graph_passes.ir.graph import Graph, Node, Value
 from dapple_tf.graph_passes.passes.combine_statistics import COMBINES

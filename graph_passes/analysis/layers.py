@@ -223,9 +223,9 @@ def can_run_elsewhere(graph: Graph, names: Iterable[str]) -> bool:
     )
 
 
-def is_of_layer(node: Node) -> bool:
-    """Return whether a Keras layer has made this node."""
-    return node.has("layer") or node.has("within")
+def layer_of(node: Node) -> str:
+    """Return the path of the Keras layer that has made this node; "" where none has."""
+    return next((node.string(key) for key in ("layer", "within") if node.has(key)), "")
 
 
 def find_once(graph: Graph) -> frozenset[str]:

@@ -21,7 +21,14 @@ from dapple_tf.frontend.dependence.undecided import Experiments
 from dapple_tf.frontend.inference import Shapes
 from dapple_tf.frontend.row_draws import RowDraw
 from dapple_tf.frontend.shapes import infer_shapes, probe_shapes
-from dapple_tf.graph_passes.analysis.layers import CAPTURED_INPUTS, SHAPE_OPS, dependents, live_nodes, written_variables
+from dapple_tf.graph_passes.analysis.layers import (
+    CAPTURED_INPUTS,
+    SHAPE_OPS,
+    dependents,
+    layer_of,
+    live_nodes,
+    written_variables,
+)
 from dapple_tf.graph_passes.analysis.loss_head import LossHeadInput
 from dapple_tf.graph_passes.ir.graph import Effect, Graph, Node, Value, ancestors
 from dapple_tf.graph_passes.passes.microbatch import MergeKind
@@ -498,10 +505,7 @@ class _Decision:
 
 
 def _layer(node: Node) -> str:
-    for key in ("layer", "within"):
-        if node.has(key):
-            return node.string(key)
-    return node.name
+    return layer_of(node) or node.name
 
 
 # --- Cut a loss that combines samples after the last tensors whose row i depends on sample i alone
