@@ -36,7 +36,7 @@ from dapple_tf.graph_passes.ir.graph import (
 )
 from dapple_tf.graph_passes.ir.names import at, nodes_of
 from dapple_tf.graph_passes.ir.ops import OpName
-from dapple_tf.graph_passes.passes.base import Contract
+from dapple_tf.graph_passes.passes.base import BuiltInPass, Contract
 from dapple_tf.graph_passes.schedules.schedule import FREEING, Schedule
 
 _SUM: Role = "sum"
@@ -47,14 +47,13 @@ _NO_WRITE = ("an output", "another effect")  # two users, so that no write alone
 
 
 @dataclass(frozen=True)
-class AddInPlace:
+class AddInPlace(BuiltInPass):
     """Give the sums of gradients to the backward calls of the stages that run them in micro-batch order.
 
     Gradients that are added in buckets (see ``Overlap``: those of the last micro-batch) are still returned.
     """
 
     schedule: Schedule
-    name: str = "add_in_place"
     contract: ClassVar[Contract] = Contract(
         requires=frozenset({OpName.FORWARD}),
         requires_if_trained=frozenset({OpName.REDUCED_GRADIENTS}),

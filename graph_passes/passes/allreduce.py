@@ -15,24 +15,27 @@ from dapple_tf.graph_passes.analysis.variable_use import Variables, find_variabl
 from dapple_tf.graph_passes.ir.graph import Attr, Graph, Node, TensorType, Value, attributes
 from dapple_tf.graph_passes.ir.names import Site, at, nodes_of, replica_counts, site_of, without_target
 from dapple_tf.graph_passes.ir.ops import OpName
-from dapple_tf.graph_passes.passes.base import Contract
+from dapple_tf.graph_passes.passes.base import BuiltInPass, Contract
 
 
 @dataclass(frozen=True)
-class AllReduce:
+class AllReduce(BuiltInPass):
     """Add ``allreduce`` (replicated stages), ``tied_sum`` (shared variables) and ``reduced_gradients`` (each owner).
 
     ``shares``: see ``Variables``; stages whose update is sharded get ``reduce`` in place of ``allreduce``.
     """
 
     shares: tuple[tuple[str, int], ...] = ()
-    name: str = "allreduce"
     contract: ClassVar[Contract] = Contract(
         requires=frozenset({OpName.FORWARD}),
         requires_if_trained=frozenset({OpName.GRADIENTS}),
         forbids=frozenset({OpName.ALLREDUCE, OpName.REDUCE, OpName.TIED_SUM, OpName.REDUCED_GRADIENTS, OpName.BARRIER}),
         may_produce=frozenset({OpName.ALLREDUCE, OpName.REDUCE, OpName.TIED_SUM, OpName.REDUCED_GRADIENTS}),
     )
+
+    @property
+    def name(self) -> str:
+        return str(OpName.ALLREDUCE)
 
     def __call__(self, graph: Graph) -> Graph:
         """Return the graph with ``reduced_gradients`` for each stage, of all variables that it owns.

@@ -20,7 +20,7 @@ from dapple_tf.graph_passes.ir.graph import (
 )
 from dapple_tf.graph_passes.ir.names import Site, nodes_of, site_of
 from dapple_tf.graph_passes.ir.ops import OpName
-from dapple_tf.graph_passes.passes.base import Contract
+from dapple_tf.graph_passes.passes.base import BuiltInPass, Contract
 from dapple_tf.graph_passes.passes.gather_slices import dense_type
 from dapple_tf.graph_passes.passes.split_update import Updates
 
@@ -32,12 +32,11 @@ Gradients = dict[tuple[Role, str], Value]
 
 
 @dataclass(frozen=True)
-class Apply:
+class Apply(BuiltInPass):
     """Add clipping by the global norm over all stages, the updates, and the end of the step."""
 
     updates: Updates
     global_clipnorm: float | None = None
-    name: str = "apply"
     contract: ClassVar[Contract] = Contract(
         requires=frozenset({OpName.FORWARD, OpName.MERGE}),
         requires_if_trained=frozenset({OpName.REDUCED_GRADIENTS}),

@@ -40,7 +40,7 @@ from dapple_tf.graph_passes.ir.names import (
     share_attributes,
 )
 from dapple_tf.graph_passes.ir.ops import OpName
-from dapple_tf.graph_passes.passes.base import Contract
+from dapple_tf.graph_passes.passes.base import BuiltInPass, Contract
 
 COMBINES = "combines"
 """The attribute of a node that names the operation by which the node's values on disjoint rows can be combined."""
@@ -49,10 +49,9 @@ _ADDED = frozenset({OpName.PARTIALS, OpName.COMBINE_PARTIALS})
 
 
 @dataclass(frozen=True)
-class CombineStatistics:
+class CombineStatistics(BuiltInPass):
     """Compute the statistics of stages with several replicas from partial ones, where that is possible."""
 
-    name: str = "combine_statistics"
     contract: ClassVar[Contract] = Contract(
         requires=frozenset({OpName.FORWARD}),
         forbids=_ADDED | {OpName.EXCHANGE, OpName.TIMESTAMP},

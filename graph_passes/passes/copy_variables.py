@@ -18,11 +18,11 @@ from dapple_tf.graph_passes.analysis.variable_use import Variables, find_variabl
 from dapple_tf.graph_passes.ir.graph import Control, Graph, Node, attributes
 from dapple_tf.graph_passes.ir.names import STAGE_OPS, WRITING_OPS, at, nodes_of, replica_counts, site_of
 from dapple_tf.graph_passes.ir.ops import OpName
-from dapple_tf.graph_passes.passes.base import Contract
+from dapple_tf.graph_passes.passes.base import BuiltInPass, Contract
 
 
 @dataclass(frozen=True)
-class CopyVariables:
+class CopyVariables(BuiltInPass):
     """Add a ``refresh`` for each replica that uses copies, and a ``commit`` where a stage owns what forward writes.
 
     ``versioned``: variables that replicas store as versions instead (see ``UseVersions``). ``shares``: see
@@ -31,7 +31,6 @@ class CopyVariables:
 
     versioned: frozenset[str] = frozenset()
     shares: tuple[tuple[str, int], ...] = ()
-    name: str = "copy_variables"
     contract: ClassVar[Contract] = Contract(
         requires=frozenset({OpName.FORWARD}),
         forbids=frozenset({OpName.REFRESH, OpName.COMMIT, OpName.BARRIER}),

@@ -26,7 +26,7 @@ from dapple_tf.graph_passes.analysis.variable_use import variable_uses, written_
 from dapple_tf.graph_passes.ir.graph import Effect, Graph, Node, attributes
 from dapple_tf.graph_passes.ir.names import STAGE_OPS, nodes_of, of_phase
 from dapple_tf.graph_passes.ir.ops import OpName
-from dapple_tf.graph_passes.passes.base import Contract
+from dapple_tf.graph_passes.passes.base import BuiltInPass, Contract
 from dapple_tf.graph_passes.passes.instrument import end_of, starts_of
 
 _ACTING = (Effect.SIDE, Effect.RANDOM)
@@ -42,7 +42,7 @@ class PhaseGraph:
 
 
 @dataclass(frozen=True)
-class FollowPhases:
+class FollowPhases(BuiltInPass):
     """Add ``follow`` nodes, by which the graph of a phase waits for nodes of the ``earlier`` phases of its step.
 
     ``variables``: as in ``PhaseGraph``. ``last``: no phase follows this one.
@@ -51,7 +51,6 @@ class FollowPhases:
     earlier: tuple[PhaseGraph, ...]
     variables: Mapping[str, int]
     last: bool
-    name: str = "follow_phases"
     contract: ClassVar[Contract] = Contract(
         requires=frozenset({OpName.FORWARD}),
         forbids=frozenset({OpName.FOLLOW}),

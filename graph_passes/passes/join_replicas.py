@@ -15,7 +15,7 @@ from typing import ClassVar
 from dapple_tf.graph_passes.ir.graph import BOUND_ROLES, Function, Graph, Node, Value, attributes
 from dapple_tf.graph_passes.ir.names import BACKWARD_OPS, nodes_of, replica_counts
 from dapple_tf.graph_passes.ir.ops import OpName
-from dapple_tf.graph_passes.passes.base import Contract
+from dapple_tf.graph_passes.passes.base import BuiltInPass, Contract
 from dapple_tf.graph_passes.passes.function_parts import JOIN, FunctionParts, cut_function, has_joins
 
 _CALLS = (OpName.FORWARD, *BACKWARD_OPS)
@@ -23,10 +23,9 @@ _ADDED = frozenset({OpName.PART, OpName.JOIN})
 
 
 @dataclass(frozen=True)
-class JoinReplicas:
+class JoinReplicas(BuiltInPass):
     """Join values over the replicas of each stage that has several."""
 
-    name: str = "join_replicas"
     contract: ClassVar[Contract] = Contract(
         requires=frozenset({OpName.FORWARD}),
         forbids=_ADDED | {OpName.EXCHANGE},

@@ -17,7 +17,7 @@ from dapple_tf.graph_passes.analysis.loss_head import LossHeadInput
 from dapple_tf.graph_passes.ir.graph import OTHER, Graph, Node, TensorType, Value, attributes, tensor
 from dapple_tf.graph_passes.ir.names import BACKWARD_OPS, BATCH_SIZE_NAME, at
 from dapple_tf.graph_passes.ir.ops import OpName
-from dapple_tf.graph_passes.passes.base import Contract
+from dapple_tf.graph_passes.passes.base import BuiltInPass, Contract
 from dapple_tf.graph_passes.passes.stage_calls import StageCalls
 
 _HALVES = OpName.INPUTS, OpName.WEIGHTS
@@ -51,7 +51,7 @@ def merge_kind(kind: TensorType) -> MergeKind:
 
 
 @dataclass(frozen=True)
-class Microbatch:
+class Microbatch(BuiltInPass):
     """Call the functions of ``stages`` stages on each of ``micro_batches`` micro-batches.
 
     The graph before has ``input`` nodes and, for each stage, the function ``stageN/forward``, and ``stageN/backward``
@@ -69,7 +69,6 @@ class Microbatch:
     head_inputs: tuple[LossHeadInput, ...] = ()
     split: frozenset[tuple[int, int]] = frozenset()
     sizes: tuple[int, ...] = ()
-    name: str = "microbatch"
     contract: ClassVar[Contract] = Contract(
         requires=frozenset({OpName.INPUT}),
         forbids=frozenset({OpName.BATCH_SIZE, OpName.FORWARD}),

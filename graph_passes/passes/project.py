@@ -28,7 +28,7 @@ from dapple_tf.graph_passes.ir.names import (
     site_of,
 )
 from dapple_tf.graph_passes.ir.ops import OpName
-from dapple_tf.graph_passes.passes.base import Contract
+from dapple_tf.graph_passes.passes.base import BuiltInPass, Contract
 from dapple_tf.graph_passes.passes.join_replicas import of_replica
 from dapple_tf.graph_passes.passes.send_together import boundary_direction, sent_together
 
@@ -68,7 +68,7 @@ _REDUCTIONS = frozenset({OpName.ALLREDUCE, OpName.MERGE_STATE})
 
 
 @dataclass(frozen=True)
-class Project:
+class Project(BuiltInPass):
     """Reduce the graph to that of ``rank``; ``ranks[s][r]`` is the rank of replica r of stage s.
 
     Stages of one worker have the same ranks. ``sharded``: the stages whose update is sharded.
@@ -77,7 +77,6 @@ class Project:
     ranks: tuple[tuple[int, ...], ...]
     rank: int
     sharded: frozenset[int] = frozenset()
-    name: str = "project"
     contract: ClassVar[Contract] = Contract(
         requires=frozenset({OpName.FORWARD}),
         forbids=frozenset({OpName.EXCHANGE, OpName.COLLECT_TOKENS, OpName.TIMESTAMP}),

@@ -18,13 +18,13 @@ from dapple_tf.graph_passes.analysis.variable_use import Variables, find_variabl
 from dapple_tf.graph_passes.ir.graph import Graph, Node, TensorType, Value, attributes
 from dapple_tf.graph_passes.ir.names import WRITING_OPS, at, nodes_of, site_of
 from dapple_tf.graph_passes.ir.ops import OpName
-from dapple_tf.graph_passes.passes.base import Contract
+from dapple_tf.graph_passes.passes.base import BuiltInPass, Contract
 
 _ADDED = frozenset({OpName.READ_VARIABLE, OpName.READ_STATE, OpName.MERGE_STATE})
 
 
 @dataclass(frozen=True)
-class RankVariables:
+class RankVariables(BuiltInPass):
     """Change the copies of variables to those that ranks need.
 
     ``types``: the type of each variable's value. ``ranks``: the ranks of each stage, as for ``Project``. ``shares``:
@@ -34,7 +34,6 @@ class RankVariables:
     types: tuple[tuple[str, TensorType], ...]
     ranks: tuple[tuple[int, ...], ...]
     shares: tuple[tuple[str, int], ...] = ()
-    name: str = "rank_variables"
     contract: ClassVar[Contract] = Contract(
         requires=frozenset({OpName.FORWARD}),
         forbids=_ADDED | {OpName.EXCHANGE, OpName.TIMESTAMP},

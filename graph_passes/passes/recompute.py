@@ -31,11 +31,11 @@ from dapple_tf.graph_passes.ir.graph import (
 )
 from dapple_tf.graph_passes.ir.names import at
 from dapple_tf.graph_passes.ir.ops import OpName
-from dapple_tf.graph_passes.passes.base import Contract
+from dapple_tf.graph_passes.passes.base import BuiltInPass, Contract
 
 
 @dataclass(frozen=True)
-class Recompute:
+class Recompute(BuiltInPass):
     """Recompute ``runs`` in backward: they are the runs of each stage, in order, as sets of names of nodes.
 
     ``written``: see ``find_recomputation``; what the loss head writes is added to it.
@@ -43,7 +43,6 @@ class Recompute:
 
     runs: tuple[tuple[frozenset[str], ...], ...]
     written: frozenset[str] = frozenset()
-    name: str = "recompute"
     contract: ClassVar[Contract] = Contract(forbids=frozenset({OpName.FORWARD, OpName.BACKWARD}))
 
     def __call__(self, graph: Graph) -> Graph:

@@ -15,7 +15,7 @@ from dapple_tf.graph_passes.ir.graph import Graph, Node, Value, attributes
 from dapple_tf.graph_passes.ir.names import Site, nodes_of, site_of
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.passes.backward import StageGradients
-from dapple_tf.graph_passes.passes.base import Contract
+from dapple_tf.graph_passes.passes.base import BuiltInPass, Contract
 
 _NARROW = frozenset({"float16", "half"})
 _UNCHANGING = frozenset({"Identity", "Reshape"})
@@ -51,11 +51,10 @@ def _cast_from(joint: Graph, value: Value) -> str:
 
 
 @dataclass(frozen=True)
-class RoundGradients:
+class RoundGradients(BuiltInPass):
     """Add a ``round`` for each stage that has some of the gradients ``narrow``."""
 
     narrow: tuple[Narrow, ...]
-    name: str = "round_gradients"
     contract: ClassVar[Contract] = Contract(
         requires=frozenset({OpName.FORWARD}),
         requires_if_trained=frozenset({OpName.REDUCED_GRADIENTS}),

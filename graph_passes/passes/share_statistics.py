@@ -17,14 +17,13 @@ from dapple_tf.graph_passes.ir.extract import extract_function
 from dapple_tf.graph_passes.ir.graph import Control, Effect, Function, Graph, Node, Value, ancestors
 from dapple_tf.graph_passes.ir.names import SHARED_STATISTICS, at, nodes_of, replica_counts
 from dapple_tf.graph_passes.ir.ops import OpName
-from dapple_tf.graph_passes.passes.base import Contract
+from dapple_tf.graph_passes.passes.base import BuiltInPass, Contract
 
 
 @dataclass(frozen=True)
-class ShareStatistics:
+class ShareStatistics(BuiltInPass):
     """Call the part of ``run_once`` that takes rows of the batch on the first replica of each stage only."""
 
-    name: str = "share_statistics"
     contract: ClassVar[Contract] = Contract(
         requires=frozenset({OpName.FORWARD}), forbids=frozenset({OpName.EXCHANGE, OpName.TIMESTAMP})
     )

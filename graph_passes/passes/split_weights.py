@@ -18,7 +18,7 @@ from dapple_tf.graph_passes.ir.extract import PortOf, extract_function, values_b
 from dapple_tf.graph_passes.ir.graph import Effect, Function, Graph, Node, Port, Role, Value, ancestors
 from dapple_tf.graph_passes.ir.names import at
 from dapple_tf.graph_passes.ir.ops import OpName
-from dapple_tf.graph_passes.passes.base import Contract
+from dapple_tf.graph_passes.passes.base import BuiltInPass, Contract
 
 # Views, constants and values of weights: the second function repeats these ops, which costs nothing, and carries none.
 FREE = frozenset({"Identity", "Reshape", "ExpandDims", "Squeeze", "Const", "capture", "ReadVariableOp"})
@@ -26,7 +26,7 @@ _OF_VARIABLES: frozenset[Role] = frozenset({"variable", "slices", "indices"})
 
 
 @dataclass(frozen=True)
-class SplitWeights:
+class SplitWeights(BuiltInPass):
     """Add ``stageN/inputs``, and ``stageN/weights`` for the gradients of variables, to stages that split backwards.
 
     ``split``: stage and micro-batch of each backward that runs as two calls. A stage that splits all of its
@@ -35,7 +35,6 @@ class SplitWeights:
 
     split: frozenset[tuple[int, int]]
     micro_batches: int
-    name: str = "split_weights"
     contract: ClassVar[Contract] = Contract(forbids=frozenset({OpName.FORWARD, OpName.BACKWARD}))
 
     def __call__(self, graph: Graph) -> Graph:

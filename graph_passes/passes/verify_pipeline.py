@@ -12,14 +12,14 @@ from dapple_tf.graph_passes.analysis.variable_use import find_variables
 from dapple_tf.graph_passes.ir.graph import Graph, Node, Value, ancestors, topological
 from dapple_tf.graph_passes.ir.names import BACKWARD_OPS, STAGE_OPS, at, nodes_of, replica_counts, site_of
 from dapple_tf.graph_passes.ir.ops import OpName
-from dapple_tf.graph_passes.passes.base import Contract
+from dapple_tf.graph_passes.passes.base import BuiltInPass, Contract
 from dapple_tf.graph_passes.passes.order import call_name
 from dapple_tf.graph_passes.passes.send_together import Direction, boundary_direction, direction_of, sent_together
 from dapple_tf.graph_passes.schedules.schedule import FREEING, Action, Schedule, groups_together
 
 
 @dataclass(frozen=True)
-class VerifyPipeline:
+class VerifyPipeline(BuiltInPass):
     """Check the order of calls on each device, the path of each gradient, and that each node has a device.
 
     ``shares``: see ``Variables``.
@@ -27,7 +27,6 @@ class VerifyPipeline:
 
     schedule: Schedule
     shares: tuple[tuple[str, int], ...] = ()
-    name: str = "verify_pipeline"
     contract: ClassVar[Contract] = Contract(
         requires=frozenset({OpName.FORWARD}),
         requires_if_trained=frozenset({OpName.REDUCED_GRADIENTS}),

@@ -14,14 +14,13 @@ from dapple_tf.graph_passes.ir.graph import Function, Graph, Node, Value, attrib
 from dapple_tf.graph_passes.ir.names import BACKWARD_OPS, at, micro_batch_count, nodes_of, replica_counts
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.passes.allreduce import allreduce_node
-from dapple_tf.graph_passes.passes.base import Contract
+from dapple_tf.graph_passes.passes.base import BuiltInPass, Contract
 
 
 @dataclass(frozen=True)
-class WriteStatistics:
+class WriteStatistics(BuiltInPass):
     """Sum the statistics that forward gives, and call each ``stageN/write_statistics`` on the sums."""
 
-    name: str = "write_statistics"
     contract: ClassVar[Contract] = Contract(
         requires=frozenset({OpName.FORWARD}),
         forbids=frozenset({OpName.SUM_STATISTICS, OpName.WRITE_STATISTICS, OpName.BARRIER}),

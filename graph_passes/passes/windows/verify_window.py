@@ -11,7 +11,7 @@ from dapple_tf.graph_passes.analysis.variable_use import find_variables
 from dapple_tf.graph_passes.ir.graph import Graph, Node, Value, topological
 from dapple_tf.graph_passes.ir.names import BACKWARD_OPS, at, nodes_of, of_minibatch, site_of
 from dapple_tf.graph_passes.ir.ops import OpName
-from dapple_tf.graph_passes.passes.base import Contract
+from dapple_tf.graph_passes.passes.base import BuiltInPass, Contract
 from dapple_tf.graph_passes.passes.order import call_name
 from dapple_tf.graph_passes.passes.verify_pipeline import verify_edge, verify_rows
 from dapple_tf.graph_passes.passes.windows.update_groups import last_backwards, update_name
@@ -22,7 +22,7 @@ from dapple_tf.graph_passes.schedules.window import Window
 
 
 @dataclass(frozen=True)
-class VerifyWindow:
+class VerifyWindow(BuiltInPass):
     """Check the order of calls, the weights that each uses, and the updates, of a window of ``versions``.
 
     ``trained``: the names of the trained variables.
@@ -30,7 +30,6 @@ class VerifyWindow:
 
     versions: Versions
     trained: frozenset[str]
-    name: str = "verify_window"
     contract: ClassVar[Contract] = Contract(requires=frozenset({OpName.FORWARD, OpName.MINIBATCH}))
 
     def __call__(self, graph: Graph) -> Graph:
