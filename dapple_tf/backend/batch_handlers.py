@@ -9,21 +9,8 @@ from typing import Any
 import tensorflow as tf
 
 from dapple_tf import internals
-from dapple_tf.backend.handler import (
-    TEMPLATE,
-    Context,
-    Handler,
-    Outcome,
-    call,
-    check_finite,
-    micro_batch_in_minibatch,
-)
-from dapple_tf.graph_passes.analysis.row_bounds import (
-    cut_at,
-    cut_points,
-    micro_batch_bounds,
-    share_bounds,
-)
+from dapple_tf.backend.handler import TEMPLATE, Context, Handler, Outcome, call, check_finite, micro_batch_in_minibatch
+from dapple_tf.graph_passes.analysis.row_bounds import cut_at, cut_points, micro_batch_bounds, share_bounds
 from dapple_tf.graph_passes.ir.graph import Node
 from dapple_tf.graph_passes.ir.names import MICRO_BATCH
 from dapple_tf.graph_passes.ir.ops import OpName

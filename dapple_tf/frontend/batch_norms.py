@@ -36,11 +36,7 @@ class BatchNormRecorder:
         self.calls: list[BatchNormCall] = []
 
     def __call__(
-        self,
-        layer: keras.layers.BatchNormalization,
-        inputs: Any,
-        mask: Any,
-        compute: Callable[[], tuple[Any, Any]],
+        self, layer: keras.layers.BatchNormalization, inputs: Any, mask: Any, compute: Callable[[], tuple[Any, Any]]
     ) -> tuple[Any, Any]:
         mean, variance = compute()
         wide_mean, wide_variance = (_widen(statistic) for statistic in (mean, variance))

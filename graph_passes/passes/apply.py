@@ -8,16 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from dapple_tf.errors import GraphError
-from dapple_tf.graph_passes.ir.graph import (
-    Control,
-    Function,
-    Graph,
-    Node,
-    Role,
-    Value,
-    attributes,
-    tensor,
-)
+from dapple_tf.graph_passes.ir.graph import Control, Function, Graph, Node, Role, Value, attributes, tensor
 from dapple_tf.graph_passes.ir.names import Site, nodes_of, site_of
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.passes.base import BuiltInPass, Contract

@@ -55,13 +55,7 @@ _OF_UPDATE = frozenset(
 )
 # Ops that run on every rank of a stage in any case.
 _ON_EVERY_REPLICA = frozenset(
-    {
-        OpName.ALLREDUCE,
-        OpName.COUNT_UPDATE,
-        OpName.WRITE_STATISTICS,
-        OpName.COMMIT,
-        OpName.MERGE_STATE,
-    }
+    {OpName.ALLREDUCE, OpName.COUNT_UPDATE, OpName.WRITE_STATISTICS, OpName.COMMIT, OpName.MERGE_STATE}
 )
 # Sums over the ranks of a stage: each rank passes the values of its own replica.
 _REDUCTIONS = frozenset({OpName.ALLREDUCE, OpName.MERGE_STATE})

@@ -165,12 +165,7 @@ def _shared_before(terms: UpdateTerms, writes: Mapping[Site, Set[str]], shared: 
 
 
 def _cut_round(
-    this: _Round,
-    sends: Sends,
-    kinds: Kinds,
-    in_update: Set[str],
-    writes: Mapping[Site, set[str]],
-    shared: set[str],
+    this: _Round, sends: Sends, kinds: Kinds, in_update: Set[str], writes: Mapping[Site, set[str]], shared: set[str]
 ) -> Updates:
     """Return the updates of one round, after which nothing is left to do. ``in_update``: see ``Times``."""
     graph, owner = sends.graph, this.owner

@@ -18,14 +18,7 @@ from dapple_tf.frontend.dependence.kinds import (
     same_order,
     shared,
 )
-from dapple_tf.frontend.dependence.operands import (
-    ALL,
-    CONSTANT_ROWS,
-    Rule,
-    data_operands,
-    equal_rows,
-    whole_number,
-)
+from dapple_tf.frontend.dependence.operands import ALL, CONSTANT_ROWS, Rule, data_operands, equal_rows, whole_number
 from dapple_tf.frontend.dependence.scope import Scope, attr
 from dapple_tf.graph_passes.ir.graph import Node, Value
 

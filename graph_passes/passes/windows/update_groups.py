@@ -123,13 +123,7 @@ def _gradients(graph: Graph) -> dict[tuple[int, int], Gradients]:
 
 
 def _update(
-    function: Function,
-    window: Window,
-    stage: int,
-    update: int,
-    gradients: Gradients,
-    counter: str,
-    previous: Control,
+    function: Function, window: Window, stage: int, update: int, gradients: Gradients, counter: str, previous: Control
 ) -> Sequence[Node]:
     """Return the nodes of one update of a stage: that of its step counter, then the update itself."""
     last = window.last_minibatch(stage, update)
