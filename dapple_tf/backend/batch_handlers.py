@@ -30,7 +30,7 @@ def _slice(context: Context, node: Node, inputs: list[Any]) -> Outcome:
     size, *tensors = inputs
     if node.integer("micro_batches") == 1 and node.integer("replicas") == 1:
         return [tf.ones([], tf.float64), *tensors], []
-    local = node.integers("local") if node.has("local") else ()
+    local = node.get("local", ())
 
     def find_bounds(size: Any, micro_batch: Any) -> list[Any]:
         low, high = _bounds(size, node, micro_batch)
@@ -50,9 +50,9 @@ def _slice(context: Context, node: Node, inputs: list[Any]) -> Outcome:
 
 def _own_rows_before(size: Any, node: Node, micro_batch: Any) -> Any:
     """Return how many rows the node's replica takes of all earlier micro-batches."""
-    points = cut_points(node.integer("micro_batches"), _sizes(node))
+    points = cut_points(node.integer("micro_batches"), node.get("sizes", ()))
     rows = cut_at(size, tf.constant(list(points), tf.int64)[: micro_batch + 1], points[-1])
-    low, high = share_bounds(rows[:-1], rows[1:], *_replica(node), _shares(node))
+    low, high = share_bounds(rows[:-1], rows[1:], *_replica(node), node.get("shares", ()))
     return tf.reduce_sum(high - low)
 
 
@@ -92,9 +92,9 @@ def _loss_gradient(context: Context, node: Node, inputs: list[Any]) -> Outcome:
 def _split(context: Context, node: Node, inputs: list[Any]) -> Outcome:
     size, *tensors = inputs
     begin, end = _micro_batch_bounds(size, node, _micro_batch(context, node))
-    low, high = share_bounds(begin, end, *_replica(node), _shares(node))
+    low, high = share_bounds(begin, end, *_replica(node), node.get("shares", ()))
     receivers, outputs = node.integer("of"), []
-    of_shares = _shares(node, "of_shares")
+    of_shares = node.get("of_shares", ())
     for tensor, axis in zip(tensors, node.integers("axes"), strict=True):
         for j in node.integers("receivers"):
             first, last = share_bounds(begin, end, j, receivers, of_shares)
@@ -185,12 +185,12 @@ def _merge_minibatches(context: Context, node: Node, inputs: list[Any]) -> Outco
 
 def _bounds(size: Any, node: Node, micro_batch: Any) -> tuple[Any, Any]:
     """Return the first and the end sample of the share of the micro-batch that the node's replica takes."""
-    return share_bounds(*_micro_batch_bounds(size, node, micro_batch), *_replica(node), _shares(node))
+    return share_bounds(*_micro_batch_bounds(size, node, micro_batch), *_replica(node), node.get("shares", ()))
 
 
 def _micro_batch_bounds(size: Any, node: Node, micro_batch: Any) -> tuple[Any, Any]:
     """Return the first and the end sample of the micro-batch."""
-    sizes = _sizes(node)
+    sizes = node.get("sizes", ())
     points = cut_points(node.integer("micro_batches"), sizes)
     first, end = micro_batch, micro_batch + 1
     if sizes:
@@ -208,16 +208,6 @@ def _micro_batch(context: Context, node: Node) -> Any:
 
 def _replica(node: Node) -> tuple[int, int]:
     return node.integer("replica"), node.integer("replicas")
-
-
-def _sizes(node: Node) -> tuple[int, ...]:
-    """Return the given samples of each micro-batch; none where they are equal."""
-    return node.integers("sizes") if node.has("sizes") else ()
-
-
-def _shares(node: Node, name: str = "shares") -> tuple[int, ...]:
-    """Return how the replicas of a stage share rows; empty where equally."""
-    return node.integers(name) if node.has(name) else ()
 
 
 def slice_axis(tensor: Any, axis: int, first: Any, last: Any) -> Any:

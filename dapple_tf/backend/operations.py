@@ -43,7 +43,7 @@ def _read_variables(context: Context, node: Node, inputs: list[Any]) -> Outcome:
 
 def _refresh(context: Context, node: Node, inputs: list[Any]) -> Outcome:
     names = node.strings("variables")
-    summed = node.strings("summed") if node.has("summed") else ()
+    summed = node.get("summed", ())
     owned = [read_variable(context.bindings.owner(name)) for name in names[len(inputs) :]]
     zeroed = [tf.zeros_like(v) if n in summed else v for n, v in zip(names[len(inputs) :], owned, strict=True)]
     values = [*inputs, *zeroed]
@@ -85,7 +85,7 @@ def _commit(context: Context, node: Node, inputs: list[Any]) -> Outcome:
 def _merge_copies(context: Context, node: Node, name: str) -> Any:
     """Return the sum of the replicas' copies where it is so marked; else their average, if they are floating-point."""
     values = [read_variable(copy) for copy in context.bindings.copies(node, name)]
-    if node.has("summed") and name in node.strings("summed"):
+    if name in node.get("summed", ()):
         return tf.add_n(values)
     mean = node.integer("replicas") > 1 and len(values) > 1 and values[0].dtype.is_floating
     return tf.add_n(values) / len(values) if mean else values[0]
@@ -242,8 +242,7 @@ def _exchange(context: Context, node: Node, inputs: list[Any]) -> Outcome:
 
 def _collect_tokens(context: Context, node: Node, inputs: list[Any]) -> Outcome:
     total = tf.add_n(inputs)
-    guarded = not node.has("guarded") or node.attr("guarded")
-    return [context.communication.guard_step(total) if guarded else total], [total.op]
+    return [context.communication.guard_step(total) if node.get("guarded", True) else total], [total.op]
 
 
 def _barrier(context: Context, node: Node, inputs: list[Any]) -> Outcome:

@@ -117,5 +117,5 @@ def mark_joins(graph: Graph, captured: Graph | None = None) -> Graph:
 
 def _kind(node: Node) -> str | None:
     """Return how the node joins the values of replicas, or None if it does not."""
-    gradient = node.attr(_GRADIENT) if node.op == "Identity" and node.has(_GRADIENT) else b""
+    gradient = node.get(_GRADIENT) if node.op == "Identity" else None
     return next((kind for kind, name in _GRADIENTS.items() if gradient == name.encode()), None)

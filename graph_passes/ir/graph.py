@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 from types import MappingProxyType
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from dapple_tf.errors import GraphError
 from dapple_tf.wording import format_count
@@ -169,6 +169,10 @@ class Node:
             if name == key:
                 return value
         raise GraphError(f"node {self.name!r} ({self.op}) has no attribute {key!r}")
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return the attribute ``key``, or ``default`` where the node has none of that name."""
+        return dict(self.attrs).get(key, default)
 
     def integer(self, key: str) -> int:
         """Return the attribute ``key``. Raises GraphError if it is missing or not an integer."""

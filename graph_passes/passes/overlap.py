@@ -64,8 +64,8 @@ class Overlap(BuiltInPass):
                     functions.append(dataclasses.replace(function, name=name, graph=function.graph.replace(name=name)))
         nodes: list[Node] = []
         for node in graph.nodes:
-            stage = node.integer("stage") if node.has("stage") else -1
-            final = node.has("micro_batch") and node.integer("micro_batch") == last
+            stage = node.get("stage")
+            final = node.get("micro_batch") == last
             if stage not in buckets:
                 nodes.append(node)
             elif node.op == weight_gradient_op(graph, stage, last) and final:

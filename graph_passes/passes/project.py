@@ -106,7 +106,8 @@ def project(graph: Graph, ranks: Sequence[Sequence[int]], rank: int, sharded: Se
     own = [node for node in graph.nodes if rank in placement.ranks_of(node)]
     names = {node.name for node in own}
     nodes += [_on_rank(node, rank, placement, names, received) for node in own]
-    with_token = sorted((node for node in nodes if node.op in OPS_WITH_TOKEN), key=_number_of)
+    with_token = [node for node in nodes if node.op in OPS_WITH_TOKEN]
+    with_token.sort(key=lambda node: node.get(MICRO_BATCH, math.inf))
     tokens = tuple(node.values()[-1] for node in with_token)
     if tokens:
         nodes.append(Node(TOKENS_NAME, OpName.COLLECT_TOKENS, tokens, (TOKEN,)))
@@ -115,11 +116,6 @@ def project(graph: Graph, ranks: Sequence[Sequence[int]], rank: int, sharded: Se
     called = {node.string("function") for node in nodes if node.has("function")}
     functions = tuple(function for function in graph.functions if function.name in called)
     return graph.replace(nodes=tuple(nodes), outputs=outputs, functions=functions).sorted()
-
-
-def _number_of(node: Node) -> float:
-    """Return the micro-batch of a node; infinity where it has none."""
-    return node.integer(MICRO_BATCH) if node.has(MICRO_BATCH) else math.inf
 
 
 def _check_ranks(graph: Graph, ranks: Sequence[Sequence[int]]) -> None:

@@ -115,7 +115,7 @@ def overlaps(i: int, points: Sequence[int], others: Sequence[int]) -> tuple[int,
 def _own_control(graph: Graph, stage: int, control: Control, replica: int) -> Control:
     """Return the control edge for ``replica`` of ``stage``: an edge inside of the stage stays on this replica."""
     source = graph.node(control.source)
-    if not source.has("stage") or source.integer("stage") != stage:
+    if source.get("stage") != stage:
         return control
     return dataclasses.replace(control, source=_of_replica(control.source, replica))
 
@@ -245,7 +245,7 @@ class _Boundaries:
             found = {
                 value
                 for node in self.graph.nodes
-                if node.has("stage") and node.integer("stage") == here
+                if node.get("stage") == here
                 for value in node.inputs
                 if value.node == producer.name
             }

@@ -22,7 +22,7 @@ from dapple_tf.graph_passes.analysis.layers import written_variables
 from dapple_tf.graph_passes.analysis.update_rounds import Kinds, Sends, find_times, part_rounds, send_values
 from dapple_tf.graph_passes.analysis.update_terms import UpdateTerms, find_terms
 from dapple_tf.graph_passes.ir.extract import extract_function
-from dapple_tf.graph_passes.ir.graph import Effect, Function, Graph, Node, Port, Role, Value, ancestors
+from dapple_tf.graph_passes.ir.graph import Effect, Function, Graph, Port, Role, Value, ancestors
 from dapple_tf.graph_passes.ir.names import Site, of_round
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.passes.bound_update import bound_update
@@ -250,7 +250,7 @@ def _site_of(graph: Graph, owner: Mapping[str, Site], name: str) -> Site | None:
     """Return the site of a variable or a gradient; None for any other node."""
     node = graph.node(name)
     if node.op == "arg":
-        return owner.get(node.string("port")) if _role(node) != "whole" else None
+        return owner.get(node.string("port")) if node.get("role") != "whole" else None
     return owner.get(name) if node.op == "variable" else None
 
 
@@ -392,12 +392,8 @@ def _input_port(graph: Graph, value: Value) -> tuple[Role, str] | None:
     """Return the port of a gradient or a variable; None for any other value."""
     source = graph.node(value.node)
     if source.op == "arg":
-        return _ARGUMENT_ROLES[_role(source)], source.string("port")
+        return _ARGUMENT_ROLES[source.get("role", "gradient")], source.string("port")
     return ("variable", source.name) if source.op == "variable" else None
-
-
-def _role(node: Node) -> str:
-    return node.string("role") if node.has("role") else "gradient"
 
 
 def _term_nodes(graph: Graph, values: Sequence[Value], stop: Set[str] = frozenset()) -> set[str]:

@@ -368,7 +368,7 @@ class Analysis:
 
     def _batch_norm(self, scope: Scope, node: Node, value: Value) -> Kind:
         """Return the kind of a value of batch norm in training mode; that it combines samples is documented."""
-        layer = node.string("layer") if node.has("layer") else node.name
+        layer = node.get("layer", node.name)
         if layer not in self.batch_norms:
             self.batch_norms.append(layer)
         axes = scope.batch_axes(value)

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from dapple_tf.frontend.dependence.elementwise import PAIRS_SHARED, scale_total
 from dapple_tf.frontend.dependence.kinds import SIZE, Form, Kind, first_rows, only_rows, same_order, shared
 from dapple_tf.frontend.dependence.operands import Rule
-from dapple_tf.frontend.dependence.scope import Scope, attr, op_names
+from dapple_tf.frontend.dependence.scope import Scope, op_names
 from dapple_tf.graph_passes.ir.graph import Node, Value
 
 REDUCTIONS = frozenset({"Sum", "Mean", "Max", "Min", "Prod", "All", "Any", "EuclideanNorm"})
@@ -63,7 +63,7 @@ def _reduce(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
     if kind.slope:
         return scope.couple(node, "computes with positions of samples in the batch (tf.range of its size)")
     if kind.axis not in axes:
-        return kind if attr(node, "keep_dims", False) else kind.at(kind.axis - sum(a < kind.axis for a in axes))
+        return kind if node.get("keep_dims", False) else kind.at(kind.axis - sum(a < kind.axis for a in axes))
     return _reduce_batch(scope, node, kind, axes)
 
 
@@ -104,8 +104,8 @@ def _matmul(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
     if None in ranks or any(kind.slope for kind in kinds):
         return scope.couple(node, "multiplies matrices of unknown rank, or positions of samples")
     rank = max(int(r or 0) for r in ranks)
-    flip_first = attr(node, "transpose_a", False) or attr(node, "adj_x", False)
-    flip_second = attr(node, "transpose_b", False) or attr(node, "adj_y", False)
+    flip_first = node.get("transpose_a", False) or node.get("adj_x", False)
+    flip_second = node.get("transpose_b", False) or node.get("adj_y", False)
     # Axis labels of the operands, counted from the right end of the result: -1 column, -2 row; 0 is contracted.
     labels: list[int | None] = []
     for kind, r, flip, free in ((first, ranks[0], flip_first, 0), (second, ranks[1], flip_second, 1)):
@@ -157,7 +157,7 @@ def _einsum(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
         return _multilinear(scope, node, kinds)
     if any(kind.slope for kind in kinds):
         return scope.couple(node, "multiplies positions of samples")
-    equation = attr(node, "equation", b"").decode().replace(" ", "")
+    equation = node.get("equation", b"").decode().replace(" ", "")
     left, _, right = equation.partition("->")
     labels: list[int | None] = []
     result = scope.rank(Value(node.name))
@@ -235,7 +235,7 @@ def _same_rows(found: Sequence[Kind]) -> bool:
 
 def _entry_by_entry(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind | list[Kind]:
     found = only_rows(kinds)
-    if node.op.startswith("FusedBatchNorm") and attr(node, "is_training", True) and found:
+    if node.op.startswith("FusedBatchNorm") and node.get("is_training", True) and found:
         return scope.couple(node, "normalises by the mean and variance of the batch")
     if any(kind.total or kind.form is Form.ROW_BOUNDS for kind in kinds):
         return scope.couple(node, f"applies {node.op} to a sum or mean over the batch")
@@ -270,7 +270,7 @@ def _bias_add(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
     if not only_rows(kinds):
         return shared()
     rank = scope.rank(node.inputs[0])
-    channels = 1 if attr(node, "data_format", b"NHWC") == b"NCHW" else (rank or 0) - 1
+    channels = 1 if node.get("data_format", b"NHWC") == b"NCHW" else (rank or 0) - 1
     if rank is None or not data.rows or bias.rows or data.axis == channels or data.slope:
         return scope.couple(node, "adds a bias for each sample, or to each sample as a channel")
     return data

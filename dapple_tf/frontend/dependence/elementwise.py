@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from dapple_tf.frontend.dependence.kinds import SIZE, Form, Kind, first_rows, same_order, shared
 from dapple_tf.frontend.dependence.numbers import affine, varies
-from dapple_tf.frontend.dependence.scope import Scope, attr, op_names
+from dapple_tf.frontend.dependence.scope import Scope, op_names
 from dapple_tf.graph_passes.ir.graph import Node, TensorType, Value
 
 UNARY = op_names(
@@ -55,7 +55,7 @@ def elementwise(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
     if any(kind.total or kind.form is Form.ROW_BOUNDS for kind in kinds):
         return _of_totals(scope, node, kinds)
     if any(kind.rows for kind in kinds):
-        if node.op in _QUANTIZING and not attr(node, "range_given", False):
+        if node.op in _QUANTIZING and not node.get("range_given", False):
             return scope.couple(node, "quantizes by the smallest and the largest number of the batch")
         return _of_rows(scope, node, kinds)
     return shared(once=any(kind.once for kind in kinds))

@@ -19,7 +19,7 @@ from dapple_tf.frontend.dependence.kinds import (
     shared,
 )
 from dapple_tf.frontend.dependence.operands import ALL, CONSTANT_ROWS, Rule, data_operands, equal_rows, whole_number
-from dapple_tf.frontend.dependence.scope import Scope, attr
+from dapple_tf.frontend.dependence.scope import Scope
 from dapple_tf.graph_passes.ir.graph import Node, Value
 
 
@@ -83,7 +83,7 @@ def _pack(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
         return scope.couple(node, PAIRS_SHARED)
     if len({kind.axis for kind in found}) > 1 or not same_order(found):
         return scope.couple(node, "stacks rows of the batch that are in different orders")
-    new = attr(node, "axis", 0) % rank
+    new = node.get("axis", 0) % rank
     first = first_rows(found)
     slope: tuple[int, ...] = ()
     if any(kind.slope for kind in kinds):
@@ -142,8 +142,8 @@ def _reverse_sequence(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
     found = only_rows(kinds)
     if not found:
         return next((kind for kind in kinds if kind.coupled or kind.total), shared())
-    inside = kinds[0].rows and attr(node, "seq_dim", 0) != kinds[0].axis and not kinds[0].slope
-    own = attr(node, "batch_dim", 0) == kinds[0].axis  # each sample has a length of its own
+    inside = kinds[0].rows and node.get("seq_dim", 0) != kinds[0].axis and not kinds[0].slope
+    own = node.get("batch_dim", 0) == kinds[0].axis  # each sample has a length of its own
     if inside and (kinds[1].rows and kinds[1].layout == kinds[0].layout if own else kinds[1].shared):
         return kinds[0]
     return scope.couple(node, "moves samples along the batch axis (ReverseSequence)")

@@ -101,7 +101,7 @@ class _Weighing:
 
     def _mean_of_chosen(self, node: Node, inputs: Sequence[Any]) -> Any:
         """Return the sum of rows that data chose, divided by their number in the whole batch."""
-        keep = bool(dict(node.attrs).get("keep_dims", False))
+        keep = bool(node.get("keep_dims"))
         total = tf.raw_ops.Sum(input=inputs[0], axis=inputs[1], keep_dims=keep)
         origin = self.dependence.kinds[node.inputs[0]].origin
         of_origin = [value for value, kind in self.dependence.kinds.items() if kind.origin == origin]

@@ -113,7 +113,7 @@ class _Copy:
 
     def _replica(self, node: Node, turn: int) -> int:
         """Return the replica of the copy of ``node`` for a turn."""
-        own = node.integer("replica") if node.has("replica") else 0
+        own: int = node.get("replica", 0)
         return turn * self._window.sharing[node.integer("stage")] + own if node.has("stage") else own
 
     def _repeat(self, node: Node, replica: int) -> Node:

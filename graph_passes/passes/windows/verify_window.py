@@ -80,7 +80,7 @@ def _verify_versions(graph: Graph, versions: Versions, place: tuple[int, int], n
         needed = version_name(stage, replica, version)
         for name in calls_of(graph, versions.window, action, replica):
             call, last[version] = graph.node(name), name
-            if not call.has("version") or call.integer("version") != version % slots:
+            if call.get("version") != version % slots:
                 raise GraphError(f"{name!r} must use version {version} of the weights, in slot {version % slots}")
             if not _waits(call, needed):
                 raise GraphError(f"no edge makes {name!r} wait for {needed!r}, the weights that it uses")
