@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from dapple_tf import internals
+from dapple_tf.frontend.names import name_set
 from dapple_tf.frontend.node_attributes import called_functions, read_attribute
 from dapple_tf.frontend.tables import TABLE_READS
 from dapple_tf.graph_passes.ir.graph import (
@@ -23,22 +24,10 @@ from dapple_tf.graph_passes.ir.graph import (
 )
 
 _READS = TABLE_READS | {"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape", "VarIsInitializedOp"}
-HIDDEN_DRAWS = frozenset(
-    {
-        "RandomUniform",
-        "RandomUniformInt",
-        "RandomStandardNormal",
-        "TruncatedNormal",
-        "ParameterizedTruncatedNormal",
-        "RandomShuffle",
-        "RandomGamma",
-        "RandomPoissonV2",
-        "Multinomial",
-        "UniformCandidateSampler",
-        "LogUniformCandidateSampler",
-        "LearnedUnigramCandidateSampler",
-        "FixedUnigramCandidateSampler",
-    }
+HIDDEN_DRAWS = name_set(
+    "RandomUniform RandomUniformInt RandomStandardNormal TruncatedNormal ParameterizedTruncatedNormal RandomShuffle "
+    "RandomGamma RandomPoissonV2 Multinomial UniformCandidateSampler LogUniformCandidateSampler "
+    "LearnedUnigramCandidateSampler FixedUnigramCandidateSampler"
 )
 """Ops that draw from a generator's hidden state."""
 

@@ -23,10 +23,11 @@ from dapple_tf.frontend.dependence.bodies import Body, read_body
 from dapple_tf.frontend.dependence.custom_gradients import check_gradient, has_custom_gradient
 from dapple_tf.frontend.dependence.kinds import CONSTANT, SIZE, Form, Kind, coupled, rows, shared
 from dapple_tf.frontend.dependence.numbers import varies
-from dapple_tf.frontend.dependence.scope import Scope, op_names
+from dapple_tf.frontend.dependence.scope import Scope
 from dapple_tf.frontend.dependence.size_numbers import evaluate_sizes
 from dapple_tf.frontend.dependence.undecided import Experiments
 from dapple_tf.frontend.inference import BodyShapes, Shapes, infer_body
+from dapple_tf.frontend.names import name_set
 from dapple_tf.graph_passes.analysis.layers import SHAPE_OPS
 from dapple_tf.graph_passes.ir.graph import Effect, FunctionRef, Graph, Node, Shape, Value, ancestors
 
@@ -56,7 +57,7 @@ BATCH_NORM = "normalises by the mean and variance of its micro-batch, as batch n
 
 # Ops that are not tried, since their rules say all, except where they give integers: these may be indices that a later
 # op turns into rows.
-_DECIDED = internals.CONDITION_OPS | op_names(
+_DECIDED = internals.CONDITION_OPS | name_set(
     "All Any ArgMax ArgMin BatchMatMul BatchMatMulV2 BatchMatMulV3 Cumprod Cumsum CumulativeLogsumexp Einsum "
     "EuclideanNorm L2Loss LogSoftmax MatMul Max Mean Min Prod Softmax Sum"
 )

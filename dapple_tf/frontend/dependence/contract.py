@@ -9,7 +9,8 @@ from types import MappingProxyType
 from dapple_tf.frontend.dependence.elementwise import PAIRS_SHARED, scale_total
 from dapple_tf.frontend.dependence.kinds import SIZE, Form, Kind, first_rows, only_rows, same_order, shared
 from dapple_tf.frontend.dependence.operands import Rule
-from dapple_tf.frontend.dependence.scope import Scope, op_names
+from dapple_tf.frontend.dependence.scope import Scope
+from dapple_tf.frontend.names import name_set
 from dapple_tf.graph_passes.ir.graph import Node, Value
 
 REDUCTIONS = frozenset({"Sum", "Mean", "Max", "Min", "Prod", "All", "Any", "EuclideanNorm"})
@@ -20,7 +21,7 @@ COMBINED_BY: Mapping[str, str] = MappingProxyType(
 _ALONG_AXIS = frozenset({"ArgMax", "ArgMin", "Cumsum", "Cumprod", "CumulativeLogsumexp"})
 _LAST_AXIS = frozenset({"Softmax", "LogSoftmax", "TopKV2", "TopK", "InTopKV2", "NthElement"})
 # Ops whose first axis holds independent entries; their other operands are shared, sizes, or rows of the same axis.
-_ENTRY_BY_ENTRY = op_names(
+_ENTRY_BY_ENTRY = name_set(
     "AvgPool AvgPool3D AvgPoolGrad AvgPool3DGrad Conv2D Conv2DBackpropInput Conv3D Conv "
     "Conv3DBackpropInputV2 DepthToSpace DepthwiseConv2dNative DepthwiseConv2dNativeBackpropInput "
     "Dilation2D ExtractImagePatches FusedBatchNorm FusedBatchNormV2 FusedBatchNormV3 FusedBatchNormGradV3 "
@@ -41,7 +42,7 @@ _ENTRIES: Mapping[str, tuple[int, ...]] = MappingProxyType(
     }
 )
 # Ops on the last two axes; all axes before them hold independent matrices.
-_MATRICES = op_names(
+_MATRICES = name_set(
     "Cholesky LogMatrixDeterminant MatrixBandPart MatrixDeterminant MatrixDiag MatrixDiagPart MatrixDiagPartV2 "
     "MatrixDiagPartV3 MatrixDiagV2 MatrixDiagV3 MatrixInverse MatrixSetDiagV3 MatrixSolve MatrixTriangularSolve "
     "MatrixExponential Qr SelfAdjointEigV2 Svd CholeskyGrad FFT IFFT RFFT IRFFT FFT2D IFFT2D"

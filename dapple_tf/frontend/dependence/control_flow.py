@@ -12,8 +12,9 @@ from tensorflow.core.framework import attr_value_pb2
 from dapple_tf.frontend.dependence.elementwise import whole_size
 from dapple_tf.frontend.dependence.kinds import SIZE, Form, Kind, coupled, shared
 from dapple_tf.frontend.dependence.numbers import Numbers
-from dapple_tf.frontend.dependence.scope import Layout, Scope, op_names
+from dapple_tf.frontend.dependence.scope import Layout, Scope
 from dapple_tf.frontend.inference import chosen_branch
+from dapple_tf.frontend.names import name_set
 from dapple_tf.graph_passes.ir.graph import FunctionRef, Node, Opaque, Value
 
 
@@ -163,7 +164,7 @@ def tensor_list(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind | list[
     return shared()  # lengths and element shapes
 
 
-TENSOR_LISTS = op_names(
+TENSOR_LISTS = name_set(
     "TensorListReserve EmptyTensorList TensorListFromTensor TensorListSetItem TensorListPushBack "
     "TensorListGetItem TensorListPopBack TensorListStack TensorListConcatV2 TensorListConcat TensorListGather "
     "TensorListLength TensorListElementShape TensorListResize"

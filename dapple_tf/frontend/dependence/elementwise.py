@@ -7,10 +7,11 @@ from collections.abc import Sequence
 
 from dapple_tf.frontend.dependence.kinds import SIZE, Form, Kind, first_rows, same_order, shared
 from dapple_tf.frontend.dependence.numbers import affine, varies
-from dapple_tf.frontend.dependence.scope import Scope, op_names
+from dapple_tf.frontend.dependence.scope import Scope
+from dapple_tf.frontend.names import name_set
 from dapple_tf.graph_passes.ir.graph import Node, TensorType, Value
 
-UNARY = op_names(
+UNARY = name_set(
     "Abs Acos Acosh Angle Asin Asinh Atan Atanh BesselI0 BesselI0e BesselI1 BesselI1e BesselJ0 BesselJ1 BesselK0 "
     "BesselK0e BesselK1 BesselK1e BesselY0 BesselY1 Bitcast Bucketize Cast Ceil CheckNumerics CheckNumericsV2 "
     "ComplexAbs Conj Cos Cosh Dawsn DeepCopy Digamma Elu EnsureShape Erf Erfc Erfinv Exp Expint Expm1 "
@@ -21,7 +22,7 @@ UNARY = op_names(
     "StaticRegexReplace StringLength StringLower StringStrip StringToHashBucket StringToHashBucketFast "
     "StringToHashBucketStrong StringToNumber StringUpper UnicodeTranscode"
 )
-BINARY = op_names(
+BINARY = name_set(
     "AccumulateNV2 Add AddN AddV2 ApproximateEqual Atan2 Betainc BiasAddV1 BitwiseAnd BitwiseOr BitwiseXor "
     "ClipByValue Complex Div DivNoNan Equal FakeQuantWithMinMaxVars FloorDiv FloorMod Greater GreaterEqual Igamma "
     "IgammaGradA Igammac LeftShift Less LessEqual LogicalAnd LogicalOr Maximum Minimum Mod Mul MulNoNan NextAfter "
@@ -35,11 +36,11 @@ ELEMENTWISE = UNARY | BINARY
 _ADDING = frozenset({"AccumulateNV2", "Add", "AddV2", "AddN", "Sub"})
 _CHOOSING = frozenset({"Select", "SelectV2"})
 _DIVIDING = frozenset({"RealDiv", "Div", "DivNoNan"})
-_QUANTIZING = op_names("QuantizeAndDequantizeV2 QuantizeAndDequantizeV3 QuantizeAndDequantizeV4")
+_QUANTIZING = name_set("QuantizeAndDequantizeV2 QuantizeAndDequantizeV3 QuantizeAndDequantizeV4")
 SCALING = frozenset({"Mul", "MulNoNan"}) | _DIVIDING
 _WIDE = frozenset({"int32", "int64", "uint32", "uint64", "float32", "float64"})  # they hold all positions of samples
 PAIRS_SHARED = "pairs samples, by their positions, with entries of a tensor that all micro-batches share"
-_LINEAR_UNARY = op_names(
+_LINEAR_UNARY = name_set(
     "Identity IdentityN Neg StopGradient PreventGradient CheckNumerics CheckNumericsV2 Snapshot EnsureShape Real "
     "Imag Conj Cast DeepCopy"
 )

@@ -18,21 +18,21 @@ import tensorflow as tf
 from tensorflow.core.framework import function_pb2, node_def_pb2
 
 from dapple_tf import internals
-from dapple_tf.frontend.dependence.scope import op_names
+from dapple_tf.frontend.names import name_set
 
 _FLOATS = frozenset({tf.float32, tf.float64})
 _NARROW = frozenset({tf.int8, tf.uint8, tf.int16, tf.uint16, tf.float16, tf.bfloat16})
-_ROUNDING = op_names("AsString Bitcast UnicodeEncode")
-_KEEPING = op_names(
+_ROUNDING = name_set("AsString Bitcast UnicodeEncode")
+_KEEPING = name_set(
     "Identity IdentityN StopGradient EnsureShape Squeeze ExpandDims Pack Unpack ConcatV2 Split SplitV Transpose Range "
     "Add AddV2 Sub Neg Reverse ReverseV2 Shape ShapeN Size Prod Sum Max Min ZerosLike OnesLike BroadcastArgs "
     "LogicalAnd LogicalOr LogicalNot All Any Cast"
 )
-_COMPARING = op_names("Less LessEqual Greater GreaterEqual Equal NotEqual Maximum Minimum")
-_SCALING = op_names("Mul FloorDiv FloorMod TruncateDiv TruncateMod Div Mod")
-_CHOOSING = op_names("Select SelectV2")
-_SIZES = op_names("Shape ShapeN Size TensorListLength")
-_NUMBERING = op_names("Where Unique UniqueV2 UniqueWithCounts UniqueWithCountsV2 Cumsum TopKV2")  # samples, by data
+_COMPARING = name_set("Less LessEqual Greater GreaterEqual Equal NotEqual Maximum Minimum")
+_SCALING = name_set("Mul FloorDiv FloorMod TruncateDiv TruncateMod Div Mod")
+_CHOOSING = name_set("Select SelectV2")
+_SIZES = name_set("Shape ShapeN Size TensorListLength")
+_NUMBERING = name_set("Where Unique UniqueV2 UniqueWithCounts UniqueWithCountsV2 Cumsum TopKV2")  # samples, by data
 
 # The operands that may be positions or lengths: they choose entries of the others, or give the result its shape.
 _PLACES: Mapping[str, tuple[int, ...]] = {
@@ -49,8 +49,8 @@ _PLACES: Mapping[str, tuple[int, ...]] = {
     **dict.fromkeys(("TensorListReserve", "TensorListStack", "TensorListFromTensor", "TensorListResize"), (1,)),
     "EmptyTensorList": (0, 1),
 }
-_REPEATING = op_names("Fill Reshape BroadcastTo Tile")
-_PICKING = op_names("StridedSlice Slice Gather GatherV2 GatherNd TensorListGetItem")
+_REPEATING = name_set("Fill Reshape BroadcastTo Tile")
+_PICKING = name_set("StridedSlice Slice Gather GatherV2 GatherNd TensorListGetItem")
 
 
 @dataclass(frozen=True)

@@ -182,8 +182,3 @@ class Scope:
     def couple(self, node: Node, why: str) -> Kind:
         """Return the kind of a tensor whose samples ``node`` combines."""
         return coupled(node.name, why)
-
-
-def op_names(text: str) -> frozenset[str]:
-    """Return the names of ops in ``text``, where they are separated by spaces."""
-    return frozenset(text.split())

@@ -20,7 +20,7 @@ from dapple_tf.frontend.captured import Captured, CapturedTensors
 from dapple_tf.frontend.dependence.kinds import Form
 from dapple_tf.frontend.dependence.numbers import constant_value
 from dapple_tf.frontend.dependence.result import BatchDependence
-from dapple_tf.frontend.dependence.scope import op_names
+from dapple_tf.frontend.names import name_set
 from dapple_tf.frontend.rows import share_of
 from dapple_tf.graph_passes.ir.graph import Node, Value
 
@@ -31,7 +31,7 @@ _TERMS = {
     "Split": slice(1, None),
     "SplitV": slice(1),
 }
-_ONE_TERM = op_names(
+_ONE_TERM = name_set(
     "Reshape Squeeze ExpandDims Sum Mean Transpose StridedSlice Slice GatherV2 Tile BroadcastTo Pad PadV2 Cumsum "
     "Cast ReverseV2 Roll MirrorPad ConjugateTranspose"
 )
