@@ -22,10 +22,6 @@ def _minibatch(context: Context, node: Node, inputs: list[Any]) -> Outcome:
     return [tensor[first:end] for tensor in tensors], []
 
 
-def _batch_size(context: Context, node: Node, inputs: list[Any]) -> Outcome:
-    return [tf.shape(inputs[0], out_type=tf.int64)[0]], []
-
-
 def _slice(context: Context, node: Node, inputs: list[Any]) -> Outcome:
     size, *tensors = inputs
     if node.integer("micro_batches") == 1 and node.integer("replicas") == 1:
@@ -218,7 +214,7 @@ def slice_axis(tensor: Any, axis: int, first: Any, last: Any) -> Any:
 HANDLERS: Mapping[OpName, Handler] = MappingProxyType(
     {
         OpName.MINIBATCH: _minibatch,
-        OpName.BATCH_SIZE: _batch_size,
+        OpName.BATCH_SIZE: lambda context, node, inputs: ([tf.shape(inputs[0], out_type=tf.int64)[0]], []),
         OpName.SLICE: _slice,
         OpName.ROW_BOUNDS: _rows,
         OpName.LOSS_GRADIENT: _loss_gradient,
