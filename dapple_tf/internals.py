@@ -138,6 +138,13 @@ def inline_functions() -> Iterator[None]:
         yield
 
 
+def trace_function(function: Callable[..., Any], signature: Sequence[tf.TensorSpec], key: str) -> Any:
+    """Return the ConcreteFunction of a Python function, as it stands, for these inputs; ``key``: see ``NO_INLINE``."""
+    attributes = {key: True}
+    traced = tf.function(function, autograph=False, input_signature=list(signature), experimental_attributes=attributes)
+    return traced.get_concrete_function()
+
+
 def input_signature(function: Any) -> Any:
     """Return the ``input_signature`` that a tf.function was declared with, or None."""
     return function.input_signature

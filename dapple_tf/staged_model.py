@@ -30,6 +30,7 @@ from dapple_tf.graph_passes.ir.names import OWNED, Site, at, without_target
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.passes.backward import (
     StageGradients,
+    build_loss_head,
     prune_gradients,
     send_captured,
     sparse_parts,
@@ -37,7 +38,6 @@ from dapple_tf.graph_passes.passes.backward import (
 )
 from dapple_tf.graph_passes.passes.function_parts import has_joins
 from dapple_tf.graph_passes.passes.gather_slices import SparsePart
-from dapple_tf.graph_passes.passes.loss_head_function import build_loss_head
 from dapple_tf.graph_passes.passes.microbatch import MergeKind, merge_kind
 from dapple_tf.graph_passes.passes.once import build_once
 from dapple_tf.graph_passes.passes.partition import Stage, partition

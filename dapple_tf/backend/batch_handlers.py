@@ -9,21 +9,8 @@ from typing import Any
 import tensorflow as tf
 
 from dapple_tf import internals
-from dapple_tf.backend.handler import (
-    TEMPLATE,
-    Context,
-    Handler,
-    Outcome,
-    call,
-    check_finite,
-    micro_batch_in_minibatch,
-)
-from dapple_tf.graph_passes.analysis.row_bounds import (
-    cut_at,
-    cut_points,
-    micro_batch_bounds,
-    share_bounds,
-)
+from dapple_tf.backend.handler import TEMPLATE, Context, Handler, Outcome, call, check_finite, micro_batch_in_minibatch
+from dapple_tf.graph_passes.analysis.row_bounds import cut_at, cut_points, micro_batch_bounds, share_bounds
 from dapple_tf.graph_passes.ir.graph import Node
 from dapple_tf.graph_passes.ir.names import MICRO_BATCH
 from dapple_tf.graph_passes.ir.ops import OpName
@@ -35,15 +22,11 @@ def _minibatch(context: Context, node: Node, inputs: list[Any]) -> Outcome:
     return [tensor[first:end] for tensor in tensors], []
 
 
-def _batch_size(context: Context, node: Node, inputs: list[Any]) -> Outcome:
-    return [tf.shape(inputs[0], out_type=tf.int64)[0]], []
-
-
 def _slice(context: Context, node: Node, inputs: list[Any]) -> Outcome:
     size, *tensors = inputs
     if node.integer("micro_batches") == 1 and node.integer("replicas") == 1:
         return [tf.ones([], tf.float64), *tensors], []
-    local = node.integers("local") if node.has("local") else ()
+    local = node.get("local", ())
 
     def find_bounds(size: Any, micro_batch: Any) -> list[Any]:
         low, high = _bounds(size, node, micro_batch)
@@ -63,9 +46,9 @@ def _slice(context: Context, node: Node, inputs: list[Any]) -> Outcome:
 
 def _own_rows_before(size: Any, node: Node, micro_batch: Any) -> Any:
     """Return how many rows the node's replica takes of all earlier micro-batches."""
-    points = cut_points(node.integer("micro_batches"), _sizes(node))
+    points = cut_points(node.integer("micro_batches"), node.get("sizes", ()))
     rows = cut_at(size, tf.constant(list(points), tf.int64)[: micro_batch + 1], points[-1])
-    low, high = share_bounds(rows[:-1], rows[1:], *_replica(node), _shares(node))
+    low, high = share_bounds(rows[:-1], rows[1:], *_replica(node), node.get("shares", ()))
     return tf.reduce_sum(high - low)
 
 
@@ -85,17 +68,10 @@ def _call_on_numbers(context: Context, node: Node, function: Callable[[Any, Any]
 
     Every micro-batch of every stage has its bounds, for which a dozen ops each would slow the build of the step.
     """
-
-    def build() -> Any:
-        return tf.function(
-            function,
-            autograph=False,
-            input_signature=[tf.TensorSpec([], tf.int64)] * 2,
-            experimental_attributes={internals.NO_INLINE: True},
-        ).get_concrete_function()
-
-    attrs = tuple(item for item in node.attrs if item[0] != MICRO_BATCH)
-    outputs, _ = call(context.shared((node.op, attrs), build), [size, _micro_batch(context, node)], not_inlined=True)
+    specs = [tf.TensorSpec([], tf.int64)] * 2
+    key = node.op, node.without(MICRO_BATCH).attrs
+    shared = context.shared(key, lambda: internals.trace_function(function, specs, internals.NO_INLINE))
+    outputs, _ = call(shared, [size, _micro_batch(context, node)], not_inlined=True)
     return outputs
 
 
@@ -112,9 +88,9 @@ def _loss_gradient(context: Context, node: Node, inputs: list[Any]) -> Outcome:
 def _split(context: Context, node: Node, inputs: list[Any]) -> Outcome:
     size, *tensors = inputs
     begin, end = _micro_batch_bounds(size, node, _micro_batch(context, node))
-    low, high = share_bounds(begin, end, *_replica(node), _shares(node))
+    low, high = share_bounds(begin, end, *_replica(node), node.get("shares", ()))
     receivers, outputs = node.integer("of"), []
-    of_shares = _shares(node, "of_shares")
+    of_shares = node.get("of_shares", ())
     for tensor, axis in zip(tensors, node.integers("axes"), strict=True):
         for j in node.integers("receivers"):
             first, last = share_bounds(begin, end, j, receivers, of_shares)
@@ -205,12 +181,12 @@ def _merge_minibatches(context: Context, node: Node, inputs: list[Any]) -> Outco
 
 def _bounds(size: Any, node: Node, micro_batch: Any) -> tuple[Any, Any]:
     """Return the first and the end sample of the share of the micro-batch that the node's replica takes."""
-    return share_bounds(*_micro_batch_bounds(size, node, micro_batch), *_replica(node), _shares(node))
+    return share_bounds(*_micro_batch_bounds(size, node, micro_batch), *_replica(node), node.get("shares", ()))
 
 
 def _micro_batch_bounds(size: Any, node: Node, micro_batch: Any) -> tuple[Any, Any]:
     """Return the first and the end sample of the micro-batch."""
-    sizes = _sizes(node)
+    sizes = node.get("sizes", ())
     points = cut_points(node.integer("micro_batches"), sizes)
     first, end = micro_batch, micro_batch + 1
     if sizes:
@@ -230,16 +206,6 @@ def _replica(node: Node) -> tuple[int, int]:
     return node.integer("replica"), node.integer("replicas")
 
 
-def _sizes(node: Node) -> tuple[int, ...]:
-    """Return the given samples of each micro-batch; none where they are equal."""
-    return node.integers("sizes") if node.has("sizes") else ()
-
-
-def _shares(node: Node, name: str = "shares") -> tuple[int, ...]:
-    """Return how the replicas of a stage share rows; empty where equally."""
-    return node.integers(name) if node.has(name) else ()
-
-
 def slice_axis(tensor: Any, axis: int, first: Any, last: Any) -> Any:
     """Return ``tensor[first:last]`` along one axis."""
     return tensor[(slice(None),) * axis + (slice(first, last),)]
@@ -248,7 +214,7 @@ def slice_axis(tensor: Any, axis: int, first: Any, last: Any) -> Any:
 HANDLERS: Mapping[OpName, Handler] = MappingProxyType(
     {
         OpName.MINIBATCH: _minibatch,
-        OpName.BATCH_SIZE: _batch_size,
+        OpName.BATCH_SIZE: lambda context, node, inputs: ([tf.shape(inputs[0], out_type=tf.int64)[0]], []),
         OpName.SLICE: _slice,
         OpName.ROW_BOUNDS: _rows,
         OpName.LOSS_GRADIENT: _loss_gradient,

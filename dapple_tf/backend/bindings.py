@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import tensorflow as tf
 
 from dapple_tf.graph_passes.ir.graph import Graph, Node, Port
-from dapple_tf.graph_passes.ir.names import STAGE_OPS, nodes_of, without_target
+from dapple_tf.graph_passes.ir.names import STAGE_OPS, nodes_of, site_of, without_target
 from dapple_tf.graph_passes.ir.ops import OpName
 
 # Ops that use a replica's copy of a variable, where it has one.
@@ -48,12 +48,12 @@ class StepVariables:
         self._counters: dict[tuple[int, str], tf.Variable] = {}
         self._accumulators: dict[tuple[int, int, str], tf.Variable] = {}
         for node in nodes_of(graph, OpName.REFRESH):
-            stage, replica = _place(node)
+            stage, replica = site_of(node)
             for name in node.strings("variables"):
                 copy = buffers.like(variables[name], node.device, f"copy of stage {stage}")
                 self._copies[stage, replica, name] = copy
         for node in nodes_of(graph, OpName.STORE_VERSION):
-            stage, replica = _place(node)
+            stage, replica = site_of(node)
             slot = node.integer("version")
             for name in node.strings("variables"):
                 version = buffers.like(variables[name], node.device, f"version {slot} of stage {stage}")
@@ -63,7 +63,7 @@ class StepVariables:
                 stage, name = node.integer("stage"), node.string("variable")
                 self._counters[stage, name] = buffers.like(variables[name], node.device, f"counter of stage {stage}")
         for node in nodes_of(graph, OpName.GRADIENTS):
-            stage, replica = _place(node)
+            stage, replica = site_of(node)
             for name in node.strings("variables") if not node.inputs else ():
                 variable = without_target(name)
                 purpose = f"sum of stage {stage} {name.removesuffix(variable)}"
@@ -73,11 +73,11 @@ class StepVariables:
     def variable(self, node: Node, name: str) -> tf.Variable:
         if node.op in _COUNTING and node.has("stage"):
             return self._counters.get((node.integer("stage"), name), self._variables[name])
-        key = (*_place(node), name, node.integer("version")) if node.has("version") else None
+        key = (*site_of(node), name, node.integer("version")) if node.has("version") else None
         if key in self._versions:
             return self._versions[key]
         if node.op in _USE_COPIES:
-            return self._copies.get((*_place(node), name), self._variables[name])
+            return self._copies.get((*site_of(node), name), self._variables[name])
         return self._variables[name]
 
     def owner(self, name: str) -> tf.Variable:
@@ -90,18 +90,14 @@ class StepVariables:
     def resource(self, node: Node, port: Port) -> tf.Variable:
         if port.role != "sum":
             return self.variable(node, port.name)
-        stage, replica = _place(node)
+        stage, replica = site_of(node)
         return self._accumulators[stage, replica, port.name]
 
     def accumulators(self, node: Node) -> Sequence[tf.Variable]:
-        stage, replica = _place(node)
+        stage, replica = site_of(node)
         return [self._accumulators[stage, replica, name] for name in node.strings("variables")]
 
     @property
     def updating(self) -> tf.Variable:
         """A boolean variable that is True while a step writes variables."""
         return self._updating
-
-
-def _place(node: Node) -> tuple[int, int]:
-    return node.integer("stage"), node.integer("replica")

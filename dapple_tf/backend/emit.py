@@ -19,7 +19,7 @@ import tensorflow as tf
 from tensorflow.core.framework import attr_value_pb2, function_pb2, graph_pb2, node_def_pb2
 
 from dapple_tf import internals
-from dapple_tf.backend.emit_loop import emit_loop
+from dapple_tf.backend.emit_loop import Loop
 from dapple_tf.backend.handler import TEMPLATE, as_template, assign_variable, micro_batch_in_minibatch
 from dapple_tf.backend.operations import Operations
 from dapple_tf.backend.stage_function import spec_of
@@ -64,7 +64,7 @@ def emit(parts: Sequence[Part], signature: Sequence[tf.TensorSpec], *, loops: bo
             with tf.control_dependencies(last):
                 return [tensor for emitter in emitters for tensor in emitter.outputs()]
 
-    return _trace(step, signature)
+    return internals.trace_function(step, signature, internals.NO_AUTOMATIC_CONTROL)
 
 
 def _end_of_writing(part: Part, after: Sequence[Any]) -> Any:
@@ -73,16 +73,6 @@ def _end_of_writing(part: Part, after: Sequence[Any]) -> Any:
     internals.capture_of(tf.compat.v1.get_default_graph(), updating.handle)
     with tf.control_dependencies(after):
         return assign_variable(updating, tf.constant(False))
-
-
-def _trace(function: Any, signature: Sequence[tf.TensorSpec]) -> Any:
-    traced = tf.function(
-        function,
-        autograph=False,
-        input_signature=list(signature),
-        experimental_attributes={internals.NO_AUTOMATIC_CONTROL: True},
-    )
-    return traced.get_concrete_function()
 
 
 class _Emitter:
@@ -150,7 +140,7 @@ class _Emitter:
         def ends_of(name: str) -> list[Any]:
             return [self._target.get_operation_by_name(end) for end in self._ends[name]]
 
-        outputs = emit_loop(self._graph, state, self._operations, self._tensor, ends_of)
+        outputs = Loop(self._graph, state, self._operations, self._tensor, ends_of).emit()
         self._tensors.update((value, tensor.name) for value, tensor in outputs.tensors.items())
         self._ends.update((name, (op.name,)) for name, op in outputs.ends.items())
         self._loop_ends = tuple(op.name for op in outputs.last)
@@ -315,7 +305,7 @@ class _Template:
 
 def _template_key(graph: Graph, node: Node) -> Hashable:
     """Return what nodes have in common whose ops differ only in names, inputs and micro-batch."""
-    attrs = tuple(item for item in node.attrs if item[0] != MICRO_BATCH)
+    attrs = node.without(MICRO_BATCH).attrs
     return node.op, attrs, node.has(MICRO_BATCH), node.device, node.outputs, tuple(map(graph.type_of, node.inputs))
 
 
@@ -329,7 +319,8 @@ def _make_template(graph: Graph, node: Node, operations: Operations) -> _Templat
         made.append((outputs, ops or [tensor.op for tensor in outputs]))
         return outputs
 
-    concrete = _trace(handle, [spec_of(graph.type_of(value)) for value in node.inputs])
+    signature = [spec_of(graph.type_of(value)) for value in node.inputs]
+    concrete = internals.trace_function(handle, signature, internals.NO_AUTOMATIC_CONTROL)
     outputs, ends = made[-1]  # TensorFlow traces twice where the handler makes a variable
     places = {tensor.op.name: f"#{place}" for place, tensor in enumerate(concrete.inputs)}
 

@@ -40,54 +40,41 @@ class LoopOutputs:
     last: tuple[Any, ...]
 
 
-def emit_loop(
-    graph: Graph,
-    state: SteadyState,
-    operations: Operations,
-    tensor_of: Callable[[Value], Any],
-    ends_of: Callable[[str], Sequence[Any]],
-) -> LoopOutputs:
-    """Emit the loop into the TensorFlow graph under construction, which has the nodes before it.
+@dataclass(eq=False)
+class Loop:
+    """Emits a loop into the TensorFlow graph under construction, which has the nodes before it.
 
     ``tensor_of`` returns the tensor of a value of these nodes, ``ends_of`` the ops that have run once a node has.
     """
-    return _Loop(graph, state, operations, tensor_of, ends_of).emit()
 
+    graph: Graph
+    state: SteadyState
+    operations: Operations
+    tensor_of: Callable[[Value], Any]
+    ends_of: Callable[[str], Sequence[Any]]
 
-class _Loop:
-    def __init__(
-        self,
-        graph: Graph,
-        state: SteadyState,
-        operations: Operations,
-        tensor_of: Callable[[Value], Any],
-        ends_of: Callable[[str], Sequence[Any]],
-    ) -> None:
-        self._graph = graph
-        self._state = state
-        self._operations = operations
-        self._tensor_of = tensor_of
-        self._ends_of = ends_of
-        self._names = {member: name for name, member in state.members.items()}
-        self._carried, self._collected = _find_carried(graph, state)
+    def __post_init__(self) -> None:
+        self._names = {member: name for name, member in self.state.members.items()}
+        self._carried, self._collected = _find_carried(self.graph, self.state)
         # What the nodes of the loop wait for outside of it.
         self._outside = {
             control.source: self._token(control.source)
-            for node in state.body
+            for node in self.state.body
             for control in node.controls
-            if control.source not in state.members
+            if control.source not in self.state.members
         }
 
     def emit(self) -> LoopOutputs:
+        """Emit all nodes of the loop."""
         carried = [self._first(key, -age) for key, depth in self._carried.items() for age in range(1, depth + 1)]
         lists = [self._new_list(value) for value in self._collected]
         variables = [tf.zeros([], tf.int64), *carried, *lists]
         outputs = tf.while_loop(
-            lambda iteration, *_: iteration < self._state.iterations,
+            lambda iteration, *_: iteration < self.state.iterations,
             self._run,
             variables,
             shape_invariants=[tf.TensorShape(v.shape if v.dtype == tf.variant else None) for v in variables],
-            parallel_iterations=self._state.parallel_iterations,
+            parallel_iterations=self.state.parallel_iterations,
         )
         return self._outputs(self._by_key(outputs[1 : 1 + len(carried)]), outputs[1 + len(carried) :])
 
@@ -97,16 +84,16 @@ class _Loop:
         before, lists = self._by_key(variables[:count]), variables[count:]
         tensors: dict[Value, Any] = {}
         ends: dict[str, Sequence[Any]] = {}
-        for node in self._state.body:
+        for node in self.state.body:
             inputs = [self._taken(value, tensors, before) for value in node.inputs]
             waits = [op for control in node.controls for op in self._waits(control.source, node, ends, before)]
             graph = tf.compat.v1.get_default_graph()
-            for variable in self._operations.resources(node):
+            for variable in self.operations.resources(node):
                 internals.capture_of(graph, variable.handle)
             with tf.name_scope(node.name + "/"), tf.device(node.device):
-                number = iteration * self._state.stride + node.integer(MICRO_BATCH)
+                number = iteration * self.state.stride + node.integer(MICRO_BATCH)
                 with tf.control_dependencies(waits):
-                    outputs, ops = self._operations.run(node, inputs, number)
+                    outputs, ops = self.operations.run(node, inputs, number)
             tensors.update(zip(node.values(), outputs, strict=True))
             ends[node.name] = ops or [tensor.op for tensor in outputs]
         after: list[Any] = []
@@ -123,9 +110,9 @@ class _Loop:
         return [iteration + 1, *after]
 
     def _taken(self, value: Value, tensors: Mapping[Value, Any], before: Mapping[Value | str, Sequence[Any]]) -> Any:
-        if value.node not in self._state.members:
-            return self._tensor_of(value)
-        kind, iteration = self._state.members[value.node]
+        if value.node not in self.state.members:
+            return self.tensor_of(value)
+        kind, iteration = self.state.members[value.node]
         key = Value(kind, value.index)
         return tensors[key] if iteration == 0 else self._shaped(before[key][-iteration - 1], key)
 
@@ -138,7 +125,7 @@ class _Loop:
         if source in self._outside:
             token = self._outside[source]
         else:
-            kind, iteration = self._state.members[source]
+            kind, iteration = self.state.members[source]
             token = before[kind][-iteration - 1]
         with tf.device(node.device):
             return [tf.identity(token).op]
@@ -146,20 +133,20 @@ class _Loop:
     def _outputs(self, carried: Mapping[Value | str, Sequence[Any]], lists: Sequence[Any]) -> LoopOutputs:
         collected = {key: self._items(key, items) for key, items in zip(self._collected, lists, strict=True)}
         tensors = {}
-        for value in _taken_after(self._graph, self._state):
-            kind, iteration = self._state.members[value.node]
-            key, age = Value(kind, value.index), self._state.iterations - iteration
+        for value in _taken_after(self.graph, self.state):
+            kind, iteration = self.state.members[value.node]
+            key, age = Value(kind, value.index), self.state.iterations - iteration
             kept = carried.get(key, ())
             tensors[value] = self._shaped(kept[age - 1], key) if age <= len(kept) else collected[key][iteration]
         ends = {}
-        for name in _awaited_after(self._state):
-            kind, iteration = self._state.members[name]
-            age = self._state.iterations - iteration
+        for name in _awaited_after(self.state):
+            kind, iteration = self.state.members[name]
+            age = self.state.iterations - iteration
             with tf.device(self._device(kind)):
                 # A token comes after those of all earlier iterations.
                 ends[name] = tf.identity(carried[kind][age - 1 if age <= len(carried[kind]) else 0]).op
         last: list[Any] = []
-        for kind in filter(self._carried.__contains__, (node.name for node in self._state.body)):
+        for kind in filter(self._carried.__contains__, (node.name for node in self.state.body)):
             with tf.device(self._device(kind)):
                 last.append(tf.identity(carried[kind][0]).op)
         return LoopOutputs(tensors, ends, tuple(last))
@@ -172,12 +159,12 @@ class _Loop:
     def _first(self, key: Value | str, iteration: int) -> Any:
         """Return what the first iteration takes from an earlier one, which runs before the loop."""
         if isinstance(key, Value):
-            return self._tensor_of(Value(self._names[key.node, iteration], key.index))
+            return self.tensor_of(Value(self._names[key.node, iteration], key.index))
         name = self._names.get((key, iteration))
         return self._token(name) if name is not None else tf.constant(True)
 
     def _token(self, name: str) -> Any:
-        with tf.device(self._graph.node(name).device), tf.control_dependencies(self._ends_of(name)):
+        with tf.device(self.graph.node(name).device), tf.control_dependencies(self.ends_of(name)):
             return tf.constant(True)
 
     def _token_after(self, kind: str, ops: Sequence[Any], before: Any) -> Any:
@@ -185,19 +172,19 @@ class _Loop:
             return tf.identity(before)
 
     def _new_list(self, value: Value) -> Any:
-        spec = spec_of(self._graph.type_of(value))
+        spec = spec_of(self.graph.type_of(value))
         shape = -1 if spec.shape.rank is None else [-1 if dim is None else dim for dim in spec.shape]
         with tf.device(self._device(value)):
             return tf.raw_ops.TensorListReserve(
                 element_shape=tf.constant(shape, tf.int64),
-                num_elements=self._state.iterations,
+                num_elements=self.state.iterations,
                 element_dtype=spec.dtype,
             )
 
     def _items(self, value: Value, items: Any) -> Sequence[Any]:
         """Return the items of a list, by iteration."""
-        spec = spec_of(self._graph.type_of(value))
-        count = self._state.iterations
+        spec = spec_of(self.graph.type_of(value))
+        count = self.state.iterations
         with tf.device(self._device(value)):
             if spec.shape.is_fully_defined():
                 shape = tf.constant(spec.shape.as_list(), tf.int32)
@@ -209,11 +196,11 @@ class _Loop:
             return [get(input_handle=items, index=i, element_shape=-1, element_dtype=spec.dtype) for i in range(count)]
 
     def _shaped(self, tensor: Any, value: Value) -> Any:
-        tensor.set_shape(spec_of(self._graph.type_of(value)).shape)
+        tensor.set_shape(spec_of(self.graph.type_of(value)).shape)
         return tensor
 
     def _device(self, key: Value | str) -> str:
-        return self._graph.node(key if isinstance(key, str) else key.node).device
+        return self.graph.node(key if isinstance(key, str) else key.node).device
 
 
 def _find_carried(graph: Graph, state: SteadyState) -> tuple[_Carried, tuple[Value, ...]]:

@@ -36,9 +36,7 @@ def _build_accumulator(dtypes: Sequence[tf.DType], first: bool) -> Any:
             write(resource=handle, value=value)
 
     specs = [tf.TensorSpec([], tf.resource)] * len(dtypes) + [tf.TensorSpec(None, dtype) for dtype in dtypes]
-    attributes = {internals.NO_INLINE: True}
-    traced = tf.function(accumulate, autograph=False, input_signature=specs, experimental_attributes=attributes)
-    return traced.get_concrete_function()
+    return internals.trace_function(accumulate, specs, internals.NO_INLINE)
 
 
 def _clear_sums(context: Context, node: Node, inputs: list[Any]) -> Outcome:
@@ -62,10 +60,7 @@ def _build_clearing(dtypes: Sequence[tf.DType]) -> Any:
                 zeros = tf.zeros_like(tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype))
                 written = [tf.raw_ops.AssignVariableOp(resource=handle, value=zeros)]
 
-    specs = [tf.TensorSpec([], tf.resource)] * len(dtypes)
-    attributes = {internals.NO_INLINE: True}
-    traced = tf.function(clear, autograph=False, input_signature=specs, experimental_attributes=attributes)
-    return traced.get_concrete_function()
+    return internals.trace_function(clear, [tf.TensorSpec([], tf.resource)] * len(dtypes), internals.NO_INLINE)
 
 
 def _gradients(context: Context, node: Node, inputs: list[Any]) -> Outcome:
@@ -127,10 +122,6 @@ def _concatenate(slices: Sequence[Any], indices: Sequence[Any]) -> tuple[Any, An
     return tf.concat(slices, 0), tf.concat(indices, 0)
 
 
-def _add_by_position(slices: Sequence[Any], indices: Sequence[Any]) -> tuple[Any, Any]:
-    return tf.add_n(slices), indices[0]
-
-
 def _merge_equal_indices(slices: Sequence[Any], indices: Sequence[Any]) -> tuple[Any, Any]:
     every_slice, every_index = _concatenate(slices, indices)
     merged, position = tf.unique(every_index)
@@ -138,13 +129,12 @@ def _merge_equal_indices(slices: Sequence[Any], indices: Sequence[Any]) -> tuple
 
 
 _COMBINE: Mapping[str, Callable[[Sequence[Any], Sequence[Any]], tuple[Any, Any]]] = MappingProxyType(
-    {"concat": _concatenate, "sum": _add_by_position, "merge": _merge_equal_indices}
+    {
+        "concat": _concatenate,
+        "sum": lambda slices, indices: (tf.add_n(slices), indices[0]),
+        "merge": _merge_equal_indices,
+    }
 )
-
-
-def _densify(context: Context, node: Node, inputs: list[Any]) -> Outcome:
-    slices, indices = inputs
-    return [_add_to_rows(slices, indices, node.outputs[0])], []
 
 
 def _add_to_rows(slices: Any, indices: Any, kind: TensorType) -> Any:
@@ -158,10 +148,6 @@ def _square_norm(context: Context, node: Node, inputs: list[Any]) -> Outcome:
     # ranks of a stage would round differently and their weights drift apart.
     squares = [tf.cast(tf.reduce_sum(tf.square(gradient)), tf.float64) for gradient in inputs]
     return [tf.reduce_sum(tf.stack(squares))], []
-
-
-def _global_norm(context: Context, node: Node, inputs: list[Any]) -> Outcome:
-    return [tf.sqrt(tf.reduce_sum(tf.stack(inputs)))], []
 
 
 def _clip(context: Context, node: Node, inputs: list[Any]) -> Outcome:
@@ -187,9 +173,9 @@ HANDLERS: Mapping[OpName, Handler] = MappingProxyType(
         OpName.ROUND: _round,
         OpName.REDUCED_GRADIENTS: _reduced_gradients,
         OpName.GATHER_SLICES: _gather_slices,
-        OpName.DENSIFY: _densify,
+        OpName.DENSIFY: lambda context, node, inputs: ([_add_to_rows(inputs[0], inputs[1], node.outputs[0])], []),
         OpName.SQUARE_NORM: _square_norm,
-        OpName.GLOBAL_NORM: _global_norm,
+        OpName.GLOBAL_NORM: lambda context, node, inputs: ([tf.sqrt(tf.reduce_sum(tf.stack(inputs)))], []),
         OpName.CLIP: _clip,
     }
 )

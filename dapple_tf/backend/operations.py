@@ -43,7 +43,7 @@ def _read_variables(context: Context, node: Node, inputs: list[Any]) -> Outcome:
 
 def _refresh(context: Context, node: Node, inputs: list[Any]) -> Outcome:
     names = node.strings("variables")
-    summed = node.strings("summed") if node.has("summed") else ()
+    summed = node.get("summed", ())
     owned = [read_variable(context.bindings.owner(name)) for name in names[len(inputs) :]]
     zeroed = [tf.zeros_like(v) if n in summed else v for n, v in zip(names[len(inputs) :], owned, strict=True)]
     values = [*inputs, *zeroed]
@@ -73,10 +73,7 @@ def _build_copier(dtypes: Sequence[tf.DType]) -> Any:
             value = tf.raw_ops.ReadVariableOp(resource=source, dtype=dtype)
             tf.raw_ops.AssignVariableOp(resource=target, value=value)
 
-    specs = [tf.TensorSpec([], tf.resource)] * (2 * len(dtypes))
-    attributes = {internals.NO_INLINE: True}
-    traced = tf.function(copy, autograph=False, input_signature=specs, experimental_attributes=attributes)
-    return traced.get_concrete_function()
+    return internals.trace_function(copy, [tf.TensorSpec([], tf.resource)] * (2 * len(dtypes)), internals.NO_INLINE)
 
 
 def _commit(context: Context, node: Node, inputs: list[Any]) -> Outcome:
@@ -88,7 +85,7 @@ def _commit(context: Context, node: Node, inputs: list[Any]) -> Outcome:
 def _merge_copies(context: Context, node: Node, name: str) -> Any:
     """Return the sum of the replicas' copies where it is so marked; else their average, if they are floating-point."""
     values = [read_variable(copy) for copy in context.bindings.copies(node, name)]
-    if node.has("summed") and name in node.strings("summed"):
+    if name in node.get("summed", ()):
         return tf.add_n(values)
     mean = node.integer("replicas") > 1 and len(values) > 1 and values[0].dtype.is_floating
     return tf.add_n(values) / len(values) if mean else values[0]
@@ -239,34 +236,17 @@ def _combine_partials(context: Context, node: Node, inputs: list[Any]) -> Outcom
     return [_REDUCE[kind](each, 0) for kind, each in zip(node.strings("operations"), pieces, strict=True)], []
 
 
-def _merge_state(context: Context, node: Node, inputs: list[Any]) -> Outcome:
-    return context.communication.merge_state(node, inputs), []
-
-
 def _exchange(context: Context, node: Node, inputs: list[Any]) -> Outcome:
     return context.communication.exchange(node, inputs, context.micro_batch), []
 
 
 def _collect_tokens(context: Context, node: Node, inputs: list[Any]) -> Outcome:
     total = tf.add_n(inputs)
-    guarded = not node.has("guarded") or node.attr("guarded")
-    return [context.communication.guard_step(total) if guarded else total], [total.op]
-
-
-def _follow(context: Context, node: Node, inputs: list[Any]) -> Outcome:
-    return [], [tf.no_op()]
+    return [context.communication.guard_step(total) if node.get("guarded", True) else total], [total.op]
 
 
 def _barrier(context: Context, node: Node, inputs: list[Any]) -> Outcome:
     return ([context.communication.barrier(node)], []) if node.has("ranks") else ([], [tf.no_op()])
-
-
-def _timestamp(context: Context, node: Node, inputs: list[Any]) -> Outcome:
-    return [tf.timestamp()], []
-
-
-def _stack_timestamps(context: Context, node: Node, inputs: list[Any]) -> Outcome:
-    return [tf.stack(inputs)], []
 
 
 def _never_inlined(graph: Graph) -> set[str]:
@@ -294,12 +274,12 @@ HANDLERS: Mapping[OpName, Handler] = MappingProxyType(
         OpName.COMBINE_PARTIALS: _combine_partials,
         OpName.JOIN: _join,
         OpName.BARRIER: _barrier,
-        OpName.MERGE_STATE: _merge_state,
+        OpName.MERGE_STATE: lambda context, node, inputs: (context.communication.merge_state(node, inputs), []),
         OpName.EXCHANGE: _exchange,
         OpName.COLLECT_TOKENS: _collect_tokens,
-        OpName.FOLLOW: _follow,
-        OpName.TIMESTAMP: _timestamp,
-        OpName.STACK_TIMESTAMPS: _stack_timestamps,
+        OpName.FOLLOW: lambda context, node, inputs: ([], [tf.no_op()]),
+        OpName.TIMESTAMP: lambda context, node, inputs: ([tf.timestamp()], []),
+        OpName.STACK_TIMESTAMPS: lambda context, node, inputs: ([tf.stack(inputs)], []),
     }
 )
 """The handler of each call-level op except ``input``, whose tensors are the arguments of the step."""

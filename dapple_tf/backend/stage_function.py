@@ -48,13 +48,8 @@ def build_compiled_function(
                 passed[i] = tf.raw_ops.ReadVariableOp(resource=arguments[i], dtype=compiled.inputs[i].dtype)
         return compiled(*passed)
 
-    traced = tf.function(
-        read_and_call,
-        autograph=False,
-        input_signature=[spec_of(port.type) for port in function.inputs],
-        experimental_attributes={internals.NO_INLINE: True},
-    )
-    return traced.get_concrete_function()
+    signature = [spec_of(port.type) for port in function.inputs]
+    return internals.trace_function(read_and_call, signature, internals.NO_INLINE)
 
 
 def import_body(function: Function, constants: Constants, library: Library, arguments: Sequence[Any]) -> list[Any]:

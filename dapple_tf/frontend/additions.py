@@ -51,9 +51,9 @@ class _Reader:
             if read is None or read.op != "ReadVariableOp" or read.inputs[0] != variable:
                 continue
             if self._has_shape_of(added, read) and not self._is_written_between(read, node):
-                attrs = tuple((key, attr) for key, attr in node.attrs if key != "validate_shape")
                 controls = tuple(control for control in node.controls if control.source != read.name)
-                return dataclasses.replace(node, op=op, inputs=(variable, added), controls=controls, attrs=attrs)
+                made = dataclasses.replace(node, op=op, inputs=(variable, added), controls=controls)
+                return made.without("validate_shape")
         return None
 
     def _computed_for(self, value: Value, taker: Node) -> Node | None:

@@ -19,7 +19,7 @@ from dapple_tf import internals
 from dapple_tf.errors import CaptureError
 from dapple_tf.frontend.conditions import open_conditions
 from dapple_tf.frontend.optimizer_update import TracedUpdate
-from dapple_tf.graph_passes.analysis.layers import dependents, is_of_layer
+from dapple_tf.graph_passes.analysis.layers import dependents, layer_of
 from dapple_tf.graph_passes.ir.graph import Effect, Graph, Node, Value, ancestors, attributes
 from dapple_tf.graph_passes.ir.names import without_target
 
@@ -81,14 +81,14 @@ def part_step(
     earlier phases hand over. These are values of the whole batch, so they belong to the part after the gradients unless
     the target needs them. Raises CaptureError where the target depends on a gradient.
     """
-    needed = _with_gradients(graph, [target.node], used)
+    needed = ancestors(graph, [target.node], used=used)
     of_batch = dependents(graph, [node.name for node in graph.nodes if node.op == "arg" and not node.has("role")])
 
     def acts_after(node: Node) -> bool:
         """Return whether a node with an effect runs once, after the gradients, also if it depends on none of them."""
         if node.effect not in _ACTING or node.name in needed:
             return False
-        own = not is_of_layer(node) or (node.name in of_batch and not node.has("batch_norm"))
+        own = not layer_of(node) or (node.name in of_batch and not node.has("batch_norm"))
         return numbers[node.name] >= first_op or (node.effect is Effect.WRITE and own)
 
     kept = [node for node in graph.nodes if node.effect is Effect.WRITE and not acts_after(node)]
@@ -165,15 +165,7 @@ def loss_nodes(part: AfterGradients, used: Mapping[str, Sequence[Value]]) -> set
     kept = [node.name for node in graph.nodes if node.has("batch_norm") and node.name not in part.nodes]
     acting = [node.name for node in graph.nodes if node.effect in _ACTING and node.name not in part.nodes]
     arguments = [node.name for node in graph.nodes if node.op == "arg" and not node.has("role")]
-    return _with_gradients(graph, [*(value.node for value in part.whole), *acting, *arguments, *kept], used)
-
-
-def _with_gradients(graph: Graph, roots: Sequence[str], used: Mapping[str, Sequence[Value]]) -> set[str]:
-    """Return ``roots``, all nodes that they depend on, and those that the custom gradients of these use."""
-    found = ancestors(graph, roots)
-    while missing := {value.node for name in found & used.keys() for value in used[name]} - found:
-        found |= ancestors(graph, missing)
-    return found
+    return ancestors(graph, [*(value.node for value in part.whole), *acting, *arguments, *kept], used=used)
 
 
 def trace_of(part: AfterGradients, func_graph: Any, trained: Sequence[str]) -> TracedUpdate:

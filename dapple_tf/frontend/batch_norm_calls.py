@@ -10,7 +10,7 @@ from dapple_tf.exactness import BatchNorm
 from dapple_tf.frontend.captured import Captured
 from dapple_tf.frontend.dependence.elementwise import is_integer
 from dapple_tf.frontend.dependence.kinds import Form, Kind
-from dapple_tf.graph_passes.analysis.layers import live_nodes
+from dapple_tf.graph_passes.analysis.layers import layer_of, live_nodes
 from dapple_tf.graph_passes.ir.graph import Effect, Graph, Node, Value
 
 
@@ -58,8 +58,3 @@ def _check_sizes(graph: Graph, kinds: Mapping[Value, Kind], writes: Sequence[Nod
                 f"({node.name!r}, {node.op}): it sees those of one micro-batch on one replica, and its statistics are "
                 "taken over more. Take batch_norm='micro-batch', or a layer that does not use that number"
             )
-
-
-def layer_of(node: Node) -> str:
-    """Return the name of the layer that made this node of a batch norm's call."""
-    return node.string("layer" if node.has("layer") else "within")

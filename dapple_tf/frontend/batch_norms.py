@@ -36,15 +36,11 @@ class BatchNormRecorder:
         self.calls: list[BatchNormCall] = []
 
     def __call__(
-        self,
-        layer: keras.layers.BatchNormalization,
-        inputs: Any,
-        mask: Any,
-        compute: Callable[[], tuple[Any, Any]],
+        self, layer: keras.layers.BatchNormalization, inputs: Any, mask: Any, compute: Callable[[], tuple[Any, Any]]
     ) -> tuple[Any, Any]:
         mean, variance = compute()
         wide_mean, wide_variance = (_widen(statistic) for statistic in (mean, variance))
-        weight = _weight(layer, inputs, mask)
+        weight = count_entries(layer, inputs, mask, tf.float64)
         sums = tf.stack([weight, weight * wide_mean, weight * (wide_variance + tf.square(wide_mean))])
         self.calls.append(BatchNormCall(layer, sums, inputs.shape.rank, inputs.dtype.name))
         return mean, variance
@@ -62,28 +58,18 @@ def join_sums(sums: Any) -> tuple[Any, Any]:
     return mean, tf.math.divide_no_nan(squares, weight) - tf.square(mean)
 
 
-def _weight(layer: keras.layers.BatchNormalization, inputs: Any, mask: Any) -> Any:
-    """Return how many entries of each channel the statistics are taken over, as float64."""
-    if mask is None:
-        return count_entries(layer, inputs, tf.float64)
-    return count_kept(layer, inputs, mask, tf.float64)
+def count_entries(layer: keras.layers.BatchNormalization, inputs: Any, mask: Any, dtype: tf.DType) -> Any:
+    """Return how many entries of each channel of ``inputs`` statistics are taken over: those that the ``mask`` keeps.
 
-
-def count_entries(layer: keras.layers.BatchNormalization, inputs: Any, dtype: tf.DType) -> Any:
-    """Return how many entries each channel of ``inputs`` has.
-
-    Along axes of unknown length it sums ones. The length itself must not be used: the analysis replaces a length that
-    is cast to a float by that of the whole batch.
+    Without a mask (None) these are all. Along axes of unknown length it sums ones. The length itself must not be used:
+    the analysis replaces a length that is cast to a float by that of the whole batch.
     """
     channels, lengths = layer.axis % inputs.shape.rank, inputs.shape.as_list()
+    if mask is not None:
+        counted = tf.broadcast_to(tf.expand_dims(mask, -1), tf.shape(inputs))
+        axes = [axis for axis in range(len(lengths)) if axis != channels]
+        return tf.reduce_sum(tf.cast(tf.cast(counted, tf.bool), dtype), axes)
     first_entries = inputs[tuple(slice(None) if length is None else slice(0, 1) for length in lengths)]
     others = math.prod(length or 1 for axis, length in enumerate(lengths) if axis != channels)
     ones = tf.cast(tf.raw_ops.OnesLike(x=first_entries), dtype)
     return tf.fill([lengths[channels]], others * tf.reduce_sum(ones))
-
-
-def count_kept(layer: keras.layers.BatchNormalization, inputs: Any, mask: Any, dtype: tf.DType) -> Any:
-    """Return how many entries of each channel of ``inputs`` the ``mask`` keeps."""
-    counted = tf.broadcast_to(tf.expand_dims(mask, -1), tf.shape(inputs))
-    axes = [axis for axis in range(inputs.shape.rank) if axis != layer.axis % inputs.shape.rank]
-    return tf.reduce_sum(tf.cast(tf.cast(counted, tf.bool), dtype), axes)

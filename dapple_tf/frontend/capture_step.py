@@ -316,7 +316,7 @@ def error_of_step(name: str, error: Exception) -> Exception:
 def _check_recorded(calls: Sequence[TapeCall]) -> None:
     """Raise CaptureError where the tapes of ``calls`` with one target have recorded different ops before it."""
     first, *others = calls
-    needed = {op.name for op in ops_before(first.target)} if others else set[str]()
+    needed = ops_before([first.target]).keys() if others else set[str]()
     for call in others:
         if call.unrecorded & needed != first.unrecorded & needed:
             raise CaptureError(

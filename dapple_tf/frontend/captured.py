@@ -13,9 +13,7 @@ from dapple_tf.frontend.after_gradients import AfterGradients
 from dapple_tf.frontend.batch_norms import BatchNormCall
 from dapple_tf.frontend.dependence.result import BatchDependence
 from dapple_tf.frontend.names import tensor_name
-from dapple_tf.frontend.phases import (
-    HandOver,
-)
+from dapple_tf.frontend.phases import HandOver
 from dapple_tf.frontend.read_graph import read_value
 from dapple_tf.frontend.rows import ROWS_NAME
 from dapple_tf.frontend.trace_inputs import small_constants

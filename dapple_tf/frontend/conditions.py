@@ -67,7 +67,7 @@ def _open(graph: Graph, func_graph: Any, library: dict[str, bytes]) -> tuple[lis
     result: list[Node] = []
     unused = set(opened)  # nodes to leave out: they take a result of an opened condition, which has none
     for node in graph.nodes:
-        node = dataclasses.replace(node, inputs=tuple(results.get(value, value) for value in node.inputs))
+        node = node.taking(results)
         if node.name not in live and not unused.isdisjoint(value.node for value in node.inputs):
             unused.add(node.name)
             continue
@@ -138,8 +138,8 @@ def _can_always_run(inside: Mapping[str, Node], node: Node) -> bool:
 
 def _always(node: Node, marker: str) -> Node:
     """Return the node of a branch as one that runs whatever the predicate is."""
-    attrs = tuple((key, value) for key, value in node.attrs if key != "guard")
-    return dataclasses.replace(node, attrs=attrs, controls=tuple(c for c in node.controls if c.source != marker))
+    controls = tuple(control for control in node.controls if control.source != marker)
+    return dataclasses.replace(node.without("guard"), controls=controls)
 
 
 def _open_branch(

@@ -16,10 +16,11 @@ import tensorflow as tf
 
 from dapple_tf import internals
 from dapple_tf.errors import CaptureError
-from dapple_tf.frontend.batch_norm_calls import layer_of, statistics_writes
+from dapple_tf.frontend.batch_norm_calls import statistics_writes
 from dapple_tf.frontend.batch_norms import BatchNormCall, join_sums
 from dapple_tf.frontend.captured import Captured
 from dapple_tf.frontend.read_graph import read_graph
+from dapple_tf.graph_passes.analysis.layers import layer_of
 from dapple_tf.graph_passes.analysis.loss_head import mark_statistics
 from dapple_tf.graph_passes.ir.extract import extract_function
 from dapple_tf.graph_passes.ir.graph import Effect, Function, Graph, Node, Role, Value, ancestors, attributes

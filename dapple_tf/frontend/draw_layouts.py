@@ -15,6 +15,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from dapple_tf.frontend.names import name_set
 from dapple_tf.graph_passes.ir.graph import DType
 
 _KEYED = ("shape", "key", "counter", "alg")
@@ -54,13 +55,8 @@ class CounterLayout:
     counters: int
 
 
-_ONE_SAMPLE_AN_ELEMENT = frozenset(
-    {
-        "StatelessRandomUniformV2",
-        "StatelessRandomNormalV2",
-        "StatelessRandomUniformIntV2",
-        "StatelessRandomUniformFullIntV2",
-    }
+_ONE_SAMPLE_AN_ELEMENT = name_set(
+    "StatelessRandomUniformV2 StatelessRandomNormalV2 StatelessRandomUniformIntV2 StatelessRandomUniformFullIntV2"
 )
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from dapple_tf.frontend.batch_norms import count_entries, count_kept
+from dapple_tf.frontend.batch_norms import count_entries
 from dapple_tf.graph_passes.ir.graph import Effect, Graph, Node
 from dapple_tf.graph_passes.passes.function_parts import JOIN
 
@@ -31,10 +31,7 @@ def join_moments(
 ) -> tuple[Any, Any]:
     """Return mean and variance over all replicas; for ``internals.replace_moments``."""
     mean, variance = compute()
-    if mask is None:
-        weight = count_entries(layer, inputs, inputs.dtype)
-    else:
-        weight = count_kept(layer, inputs, mask, inputs.dtype)
+    weight = count_entries(layer, inputs, mask, inputs.dtype)
     flat = [tf.reshape(statistic, [-1]) for statistic in (mean, variance)]  # Keras squeezes one channel with a mask
     own = tf.stack([weight, *(flat if mask is None else _without_epsilon(weight, *flat))])
     weight, *found = tf.unstack(_identity(own, _MOMENTS))
@@ -120,5 +117,5 @@ def mark_joins(graph: Graph, captured: Graph | None = None) -> Graph:
 
 def _kind(node: Node) -> str | None:
     """Return how the node joins the values of replicas, or None if it does not."""
-    gradient = node.attr(_GRADIENT) if node.op == "Identity" and node.has(_GRADIENT) else b""
+    gradient = node.get(_GRADIENT) if node.op == "Identity" else None
     return next((kind for kind, name in _GRADIENTS.items() if gradient == name.encode()), None)

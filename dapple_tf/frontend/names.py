@@ -1,4 +1,4 @@
-"""Names of tensors and variables."""
+"""Names of tensors, variables and ops."""
 
 from __future__ import annotations
 
@@ -19,3 +19,8 @@ def unique_name(name: str, taken: Container[str]) -> str:
         count += 1
         candidate = f"{name}_{count}"
     return candidate
+
+
+def name_set(text: str) -> frozenset[str]:
+    """Return the names in ``text``, where they are separated by spaces."""
+    return frozenset(text.split())

@@ -59,6 +59,12 @@ def write_attribute(proto: attr_value_pb2.AttrValue, value: Attr) -> None:
             raise TypeError(f"{value!r} cannot be an attribute of a TensorFlow op")
 
 
+def called_functions(node: Any) -> list[str]:
+    """Return the names of the functions in the attributes of a NodeDef."""
+    names = [value.func.name for value in node.attr.values() if value.func.name]
+    return names + [function.name for value in node.attr.values() for function in value.list.func]
+
+
 def dtype_number(dtype: DType) -> int:
     """Return TensorFlow's enum number of a dtype."""
     return int(tf.as_dtype(dtype.name).as_datatype_enum)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -17,6 +17,7 @@ from dapple_tf.errors import PlanError
 from dapple_tf.frontend.conditions import open_conditions
 from dapple_tf.frontend.names import unique_name
 from dapple_tf.frontend.read_graph import read_graph
+from dapple_tf.frontend.trace_inputs import TraceInputs
 from dapple_tf.graph_passes.ir.graph import Attr, Graph, Node, Role, attributes
 
 
@@ -154,15 +155,6 @@ def _errors_of_update(optimizer: Any, sparse: Mapping[str, str]) -> Iterator[Non
         ) from error
 
 
-@dataclass
-class _Inputs:
-    """The inputs of the trace. ``nodes``: the input nodes by the name of the placeholder they replace."""
-
-    variables: dict[str, tf.Variable]
-    nodes: dict[str, Node] = field(default_factory=dict)
-    constants: dict[str, tf.Tensor] = field(default_factory=dict)
-
-
 def _arguments(
     names: Sequence[str], variables: Mapping[str, tf.Variable], sparse: Mapping[str, str]
 ) -> tuple[_Argument, ...]:
@@ -194,9 +186,9 @@ def _pack(
 
 def _read_inputs(
     func_graph: Any, optimizer: Any, arguments: Sequence[_Argument], variables: Mapping[str, tf.Variable]
-) -> _Inputs:
+) -> TraceInputs:
     """Return the trace's inputs: gradients, trained variables, the optimizer's own variables, and constants."""
-    found = _Inputs(dict(variables))
+    found = TraceInputs(variables=dict(variables))
     for i, (argument, tensor) in enumerate(zip(arguments, func_graph.inputs, strict=False)):
         role: dict[str, Attr] = {} if argument.role == "gradient" else {"role": argument.role}
         attrs = attributes({"port": argument.variable, **role})

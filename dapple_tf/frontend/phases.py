@@ -404,14 +404,8 @@ class _PhaseNodes:
 
 def _data_ancestors(graph: Graph, asked: Asked) -> frozenset[str]:
     """Return the nodes whose values the targets and their gradients are computed from."""
-    found: set[str] = set()
-    pending = [value.node for value in asked.targets]
-    while pending:
-        name = pending.pop()
-        if name not in found:
-            found.add(name)
-            pending += [value.node for value in (*graph.node(name).inputs, *asked.kept.get(name, ()))]
-    return frozenset(found)
+    targets = [value.node for value in asked.targets]
+    return frozenset(ancestors(graph, targets, by_controls=False, used=asked.kept))
 
 
 def _reached_by_gradients(graph: Graph, asked: Asked) -> set[str]:

@@ -8,7 +8,8 @@ from typing import Any
 import tensorflow as tf
 
 from dapple_tf import internals
-from dapple_tf.frontend.node_attributes import read_attribute
+from dapple_tf.frontend.names import name_set
+from dapple_tf.frontend.node_attributes import called_functions, read_attribute
 from dapple_tf.frontend.tables import TABLE_READS
 from dapple_tf.graph_passes.ir.graph import (
     DType,
@@ -23,22 +24,10 @@ from dapple_tf.graph_passes.ir.graph import (
 )
 
 _READS = TABLE_READS | {"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape", "VarIsInitializedOp"}
-HIDDEN_DRAWS = frozenset(
-    {
-        "RandomUniform",
-        "RandomUniformInt",
-        "RandomStandardNormal",
-        "TruncatedNormal",
-        "ParameterizedTruncatedNormal",
-        "RandomShuffle",
-        "RandomGamma",
-        "RandomPoissonV2",
-        "Multinomial",
-        "UniformCandidateSampler",
-        "LogUniformCandidateSampler",
-        "LearnedUnigramCandidateSampler",
-        "FixedUnigramCandidateSampler",
-    }
+HIDDEN_DRAWS = name_set(
+    "RandomUniform RandomUniformInt RandomStandardNormal TruncatedNormal ParameterizedTruncatedNormal RandomShuffle "
+    "RandomGamma RandomPoissonV2 Multinomial UniformCandidateSampler LogUniformCandidateSampler "
+    "LearnedUnigramCandidateSampler FixedUnigramCandidateSampler"
 )
 """Ops that draw from a generator's hidden state."""
 
@@ -92,12 +81,6 @@ def skip_identities(tensor: Any) -> Any:
 def read_shape(tensor: Any) -> Shape:
     """Return the static shape of a tensor."""
     return Shape(None if tensor.shape.rank is None else tuple(tensor.shape.as_list()))
-
-
-def called_functions(node: Any) -> list[str]:
-    """Return the names of the functions in the attributes of a NodeDef."""
-    names = [value.func.name for value in node.attr.values() if value.func.name]
-    return names + [function.name for value in node.attr.values() for function in value.list.func]
 
 
 def _node_name(op_name: str, inputs: Mapping[str, Node]) -> str:

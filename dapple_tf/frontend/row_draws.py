@@ -29,6 +29,7 @@ from dapple_tf.frontend.draw_layouts import (
 )
 from dapple_tf.frontend.traced_nodes import replacement_nodes
 from dapple_tf.frontend.write_graph import import_graph
+from dapple_tf.graph_passes.analysis.layers import layer_of
 from dapple_tf.graph_passes.ir.graph import Graph, Node, Opaque, Shape, TensorType, Value
 
 _PHILOX = (1, 3)  # RNG_ALG_PHILOX and RNG_ALG_AUTO_SELECT, which is Philox on CPUs and GPUs (rng_alg.h)
@@ -51,11 +52,6 @@ class RowDraw:
     inner: int = 1
 
 
-def can_draw_rows(node: Node) -> bool:
-    """Return whether ``draw_rows`` can make ``node`` draw only the rows of a micro-batch."""
-    return node.op in DRAW_INPUTS
-
-
 def draw_rows(graph: Graph, draws: Sequence[RowDraw], rows: Value) -> Graph:
     """Return the graph in which each of ``draws`` gives the micro-batch's rows of the whole batch's draw.
 
@@ -76,7 +72,7 @@ def draw_rows(graph: Graph, draws: Sequence[RowDraw], rows: Value) -> Graph:
 
 
 def _replacement(graph: Graph, node: Node, draw: RowDraw, rows: Value, taken: set[str]) -> list[Node]:
-    if not can_draw_rows(node):
+    if node.op not in DRAW_INPUTS:
         raise CaptureError(
             f"{_describe(node)} cannot draw only the rows of a micro-batch: use tf.random.stateless_uniform, "
             "stateless_normal or another stateless distribution, with the batch size in its shape"
@@ -219,5 +215,4 @@ def _rank(kind: TensorType) -> int | None:
 
 
 def _describe(node: Node) -> str:
-    places = [node.string(key) for key in ("layer", "within") if node.has(key)]
-    return f"the random draw {node.name!r} ({node.op}, in {places[0] if places else 'no Keras layer'})"
+    return f"the random draw {node.name!r} ({node.op}, in {layer_of(node) or 'no Keras layer'})"

@@ -13,7 +13,7 @@ import tensorflow as tf
 from dapple_tf.frontend.dependence.result import BatchDependence, WholeSize
 from dapple_tf.frontend.row_draws import draw_rows
 from dapple_tf.frontend.traced_nodes import TracedNodes, place_nodes, place_of, replacement_nodes, trace_nodes
-from dapple_tf.graph_passes.analysis.layers import TAKES_ROWS, is_of_layer
+from dapple_tf.graph_passes.analysis.layers import TAKES_ROWS, layer_of
 from dapple_tf.graph_passes.ir.graph import Graph, Node, Value, tensor
 
 ROWS_NAME = "micro_batch/rows"
@@ -44,7 +44,7 @@ def use_rows(graph: Graph, dependence: BatchDependence | None) -> Graph:
     graph = _slice_rows(_use_whole_sizes(graph, dependence), dependence.sliced)
     graph = _add_shares(graph, dependence.mean_adds)
     # A draw outside of Keras layers becomes a layer of its own, so that the ops that pick its rows stay with it.
-    named = {draw.node for draw in dependence.draws if not is_of_layer(graph.node(draw.node))}
+    named = {draw.node for draw in dependence.draws if not layer_of(graph.node(draw.node))}
     nodes = (node.with_attrs(layer=node.name) if node.name in named else node for node in graph.nodes)
     return draw_rows(graph.replace(nodes=tuple(nodes)), dependence.draws, Value(ROWS_NAME))
 

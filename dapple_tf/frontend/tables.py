@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from dapple_tf import internals
+from dapple_tf.frontend.node_attributes import called_functions
 from dapple_tf.graph_passes.ir.graph import Graph, Node, Value, tensor
 
 FIND = "LookupTableFindV2"
@@ -52,7 +53,8 @@ def find_misuse(tensor: Any) -> str | None:
             found = find_misuse(op.outputs[0])
         else:
             position = index - (op.type in internals.CONDITION_OPS)
-            inner = [internals.function_graph(tensor.graph, name).inputs[position] for name in _called(op)]
+            called = (internals.function_graph(tensor.graph, name) for name in called_functions(op.node_def))
+            inner = [body.inputs[position] for body in called]
             found = next(filter(None, map(find_misuse, inner)), None) if inner else op.type
         if found:
             return found
@@ -63,8 +65,3 @@ def _users(tensor: Any) -> Iterator[tuple[Any, int]]:
     """Yield the ops that take the tensor, each with the position at which it does."""
     for op in tensor.consumers():
         yield from ((op, i) for i, taken in enumerate(op.inputs) if taken is tensor)
-
-
-def _called(op: Any) -> list[str]:
-    attrs = op.node_def.attr.values()
-    return [name for value in attrs for name in (value.func.name, *(f.name for f in value.list.func)) if name]

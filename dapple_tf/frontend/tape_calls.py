@@ -108,7 +108,9 @@ class TapeCalls:
                 "a tf.cond, of tf.map_fn or of a loop over tensors): call it outside of it; for a gradient that is not "
                 "always used, take it always, and let a condition decide on the update"
             )
-        if any(_is_loop_variable(op) for tensor in _tensors(target) for op in ops_before(tensor)):
+        targets = [item for item in tf.nest.flatten(target) if isinstance(item, tf.Tensor)]
+        # The number of the round, in the body of tf.vectorized_map, is such an op.
+        if any(op.type == "PlaceholderWithDefault" for op in ops_before(targets).values()):
             raise self._refuse(
                 f"{place}: tape.gradient is called for each sample by itself (tf.vectorized_map), and such gradients "
                 "are no sum over micro-batches: take the gradient of a loss over the batch; or train on one device, "
@@ -173,6 +175,7 @@ class TapeCalls:
             operations = graph.get_operations()
             added = {op.name for op in operations[start:end]}
             kept += (t for op in operations[:start] for t in op.inputs if t.op.name in added)  # loops keep lists for it
+            needed = ops_before(tf.nest.flatten(kept, expand_composites=True), added)
             self.calls.append(
                 TapeCall(
                     graph,
@@ -181,7 +184,7 @@ class TapeCalls:
                     tuple(gradients),
                     place,
                     before,
-                    frozenset(added - _needed(kept, added)),
+                    frozenset(added - needed.keys()),
                     frozenset(op.name for op in operations[:start]) - self._recorded(tape, graph, operations[:start]),
                 )
             )
@@ -289,39 +292,17 @@ def _placeholders(variable: tf.Variable, gradient: Any) -> tuple[Any, Any]:
     return tf.IndexedSlices(slices, indices, shape), (("slices", slices), ("indices", indices))
 
 
-def _needed(tensors: Sequence[Any], names: set[str]) -> set[str]:
-    """Return those of the ops ``names`` that compute ``tensors``."""
-    found: set[str] = set()
-    pending = [part.op for tensor in tensors for part in tf.nest.flatten(tensor, expand_composites=True)]
+def ops_before(tensors: Sequence[Any], among: Set[str] | None = None) -> dict[str, Any]:
+    """Return the ops of a graph that compute ``tensors``, by name; ``among``: the names of those that count."""
+    found: dict[str, Any] = {}
+    pending = [tensor.op for tensor in tensors]
     while pending:
         op = pending.pop()
-        if op.name in names and op.name not in found:
-            found.add(op.name)
-            pending += [tensor.op for tensor in op.inputs]
-            pending += op.control_inputs
-    return found
-
-
-def ops_before(tensor: Any) -> set[Any]:
-    """Return the ops that compute a tensor."""
-    found: set[Any] = set()
-    pending = [tensor.op]
-    while pending:
-        op = pending.pop()
-        if op not in found:
-            found.add(op)
+        if op.name not in found and (among is None or op.name in among):
+            found[op.name] = op
             pending += [value.op for value in op.inputs]
             pending += op.control_inputs
     return found
-
-
-def _is_loop_variable(op: Any) -> bool:
-    """Return whether an op is the number of the round, in the body of tf.vectorized_map."""
-    return bool(op.type == "PlaceholderWithDefault")
-
-
-def _tensors(structure: Any) -> list[tf.Tensor]:
-    return [item for item in tf.nest.flatten(structure) if isinstance(item, tf.Tensor)]
 
 
 def _place(graph: Any) -> str:

@@ -16,7 +16,7 @@ from dapple_tf.exactness import BatchLoss, BatchNorm, Exactness, Inexact, Inexac
 from dapple_tf.frontend.affine_sizes import fit_sizes
 from dapple_tf.frontend.after_gradients import take_inputs_of
 from dapple_tf.frontend.batch import batch_signature
-from dapple_tf.frontend.batch_norm_calls import layer_of, statistics_writes
+from dapple_tf.frontend.batch_norm_calls import statistics_writes
 from dapple_tf.frontend.capture import capture
 from dapple_tf.frontend.captured import Captured, SeveralPhasesError, Traced, plain_function
 from dapple_tf.frontend.composite import unknown_lengths
@@ -29,8 +29,8 @@ from dapple_tf.frontend.dependence.weigh import weigh_terms
 from dapple_tf.frontend.joined_moments import mark_joins
 from dapple_tf.frontend.open_lengths import Analysed, ServedLengths, has_open_lengths, open_signature, with_unknown
 from dapple_tf.frontend.rows import use_rows
-from dapple_tf.frontend.shapes import infer_shapes, probe_shapes
-from dapple_tf.graph_passes.analysis.layers import SHAPE_OPS, live_nodes
+from dapple_tf.frontend.shapes import probe_shapes
+from dapple_tf.graph_passes.analysis.layers import SHAPE_OPS, layer_of, live_nodes
 from dapple_tf.graph_passes.analysis.loss_head import mark_loss_head
 from dapple_tf.graph_passes.ir.graph import Graph, Node, Value
 from dapple_tf.graph_passes.passes.combine_statistics import COMBINES
@@ -127,7 +127,7 @@ def trace_loss(
     """
     captured = capture(loss_fn, batch, batch_norm=batch_norm, trains=trains, signature=signature)
     experiments = Experiments(captured, example_rows(captured, batch))
-    find = partial(_find, batch_size=batch_size, experiments=experiments, batch_loss=batch_loss)
+    find = partial(find_dependence, batch_size=batch_size, experiments=experiments, batch_loss=batch_loss)
 
     def accepts(captured: Captured) -> bool:
         return bool(probe_shapes(captured, batch_size)[1])
@@ -176,7 +176,7 @@ def trace_uncut(loss_fn: Traced, batch: Sequence[Any], batch_size: int, *, train
     """
     signature = with_unknown(batch_signature(batch), unknown_lengths(batch))
     captured = capture(loss_fn, batch, trains=trains, signature=signature, sized=True)
-    find = partial(_find_uncut, batch_size=batch_size)
+    find = partial(find_uncut_dependence, batch_size=batch_size)
     dependence = find(captured)
     graph = _mark(captured.graph, dependence)
     return dataclasses.replace(_served(captured, [Analysed(captured, dependence)], find), graph=graph)
@@ -223,16 +223,6 @@ def trace_batch(
         with contextlib.suppress(ExactnessError):
             return trace("error", signature)
     return trace(inexact, opened)  # inexact either way: it raises, warns or goes on as the user wants
-
-
-def _find(captured: Captured, batch_size: int, experiments: Experiments, batch_loss: BatchLoss) -> BatchDependence:
-    probe, shapes = probe_shapes(captured, batch_size)
-    return find_dependence(captured, shapes, probe, partial(infer_shapes, captured), experiments, batch_loss)
-
-
-def _find_uncut(captured: Captured, batch_size: int) -> BatchDependence:
-    probe, shapes = probe_shapes(captured, batch_size)
-    return find_uncut_dependence(captured, shapes, probe, partial(infer_shapes, captured))
 
 
 def _mark(graph: Graph, dependence: BatchDependence) -> Graph:

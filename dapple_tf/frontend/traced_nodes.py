@@ -15,10 +15,7 @@ from dapple_tf.graph_passes.ir.graph import OTHER, Attr, Graph, Node, Shape, Ten
 
 
 def replacement_nodes(
-    node: Node,
-    function: Callable[..., Any],
-    inputs: Sequence[tuple[Value, TensorType]],
-    taken: Iterable[str],
+    node: Node, function: Callable[..., Any], inputs: Sequence[tuple[Value, TensorType]], taken: Iterable[str]
 ) -> list[Node]:
     """Return the nodes that compute ``function`` of ``inputs`` in the place of ``node``, which has one output.
 

@@ -10,28 +10,14 @@ import tensorflow as tf
 from tensorflow.core.framework import attr_value_pb2, function_pb2, graph_pb2
 
 from dapple_tf import internals
-from dapple_tf.frontend.names import tensor_name
-from dapple_tf.frontend.node_attributes import dtype_number, write_attribute
-from dapple_tf.frontend.read_graph import called_functions
+from dapple_tf.frontend.names import name_set, tensor_name
+from dapple_tf.frontend.node_attributes import called_functions, dtype_number, write_attribute
 from dapple_tf.graph_passes.ir.graph import Attr, FunctionRef, Graph, Node, Opaque, Value
 
 # Attributes that only the IR has.
-_IR_ATTRS = frozenset(
-    {
-        "adds",
-        "batch_norm",
-        "captures",
-        "combines",
-        "guard",
-        "head_inputs",
-        "join",
-        "layer",
-        "once",
-        "open",
-        "stands_for",
-        "statistic",
-    }
-    | {"loss_head", "takes_rows", "within", "writes"}
+_IR_ATTRS = name_set(
+    "adds batch_norm captures combines guard head_inputs join layer loss_head once open stands_for statistic "
+    "takes_rows within writes"
 )
 _CHECKED = ("ResourceGatherNd", "ResourceScatterNd")
 """The first letters of the ops for which TensorFlow checks the shape of their variable."""

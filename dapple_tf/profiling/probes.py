@@ -76,12 +76,7 @@ def _cause(message: str) -> str:
 def empty_calls(device: str) -> Callable[[], Floats]:
     """Return a function that runs calls which do nothing, and returns the seconds of each by time stamps."""
     signature = [tf.TensorSpec([])] * 4  # a few tensors in and out, as for a stage
-    identity = tf.function(
-        lambda *x: [tf.identity(value) for value in x],
-        autograph=False,
-        input_signature=signature,
-        experimental_attributes={internals.NO_INLINE: True},
-    ).get_concrete_function()
+    identity = internals.trace_function(lambda *x: [tf.identity(value) for value in x], signature, internals.NO_INLINE)
 
     def chain(*values: Any) -> Any:
         stamps: list[Any] = []
@@ -97,12 +92,7 @@ def empty_calls(device: str) -> Callable[[], Floats]:
             last = [end.op]
         return tf.stack(stamps), tensors  # returned, since TensorFlow drops calls whose results are not used
 
-    calls = tf.function(
-        chain,
-        autograph=False,
-        input_signature=signature,
-        experimental_attributes={internals.NO_AUTOMATIC_CONTROL: True},
-    ).get_concrete_function()
+    calls = internals.trace_function(chain, signature, internals.NO_AUTOMATIC_CONTROL)
 
     def probe() -> Floats:
         with tf.device(device), internals.without_specialisation():

@@ -18,8 +18,7 @@ from dapple_tf.frontend.trace import report_exactness
 from dapple_tf.graph_passes.analysis.layers import Layers
 from dapple_tf.graph_passes.analysis.variable_use import find_variables
 from dapple_tf.graph_passes.ir.graph import Function
-from dapple_tf.graph_passes.passes.backward import StageGradients, split_backward
-from dapple_tf.graph_passes.passes.loss_head_function import build_loss_head
+from dapple_tf.graph_passes.passes.backward import StageGradients, build_loss_head, split_backward
 from dapple_tf.graph_passes.passes.once import build_once
 from dapple_tf.graph_passes.passes.partition import partition
 from dapple_tf.plans import Plan

@@ -85,7 +85,7 @@ def early_backward_order(warm_up: Sequence[int] | Integers, micro_batches: int) 
 
 
 def interleaved_order(workers: int, chunks: int, micro_batches: int) -> Order:
-    """Return the order of ``dapple_tf.graph_passes.schedules.interleaved.interleaved_1f1b``, without checks.
+    """Return the order of ``dapple_tf.graph_passes.schedules.chunked.interleaved_1f1b``, without checks.
 
     It takes far less time; test_engine.py asserts that both return the same order.
     """

@@ -51,12 +51,7 @@ class Difference:
         return f"{self.kind} {self.name!r}, " + (self.why or f"error {self.error:.1e} (allowed {self.tolerance:.0e})")
 
 
-_WORDS = {
-    "loss": "loss",
-    "aux": "returned values",
-    "gradient": "gradients",
-    "variable": "variables after the step",
-}
+_WORDS = {"loss": "loss", "aux": "returned values", "gradient": "gradients", "variable": "variables after the step"}
 """The kinds of differences in the order of a report, with their words."""
 
 

@@ -30,11 +30,7 @@ from dapple_tf.verification.report import NORMALISED_IN_TURN, Report
 
 @document_options("mode", "minibatches", "weights", "depth")
 def verify(
-    loss_fn: Callable[..., Any],
-    *,
-    optimizer: Any = None,
-    batch: Sequence[Any],
-    **options: Unpack[OptionTypes],
+    loss_fn: Callable[..., Any], *, optimizer: Any = None, batch: Sequence[Any], **options: Unpack[OptionTypes]
 ) -> Report:
     """Run one step over the pipeline and one plain training step from the same variables, and compare them.
 

@@ -186,17 +186,26 @@ def _computed_of_rows(graph: Graph) -> set[str]:
     return dependents(graph, rows) & dependents(graph, variables)
 
 
-def dependents(graph: Graph, roots: Iterable[str], stop: Iterable[str] = (), *, by_gradients: bool = False) -> set[str]:
+def dependents(
+    graph: Graph,
+    roots: Iterable[str],
+    stop: Iterable[str] = (),
+    *,
+    by_gradients: bool = False,
+    by_controls: bool = False,
+) -> set[str]:
     """Return ``roots`` and all nodes that take their values, directly or not, without those in ``stop``.
 
     The nodes are in topological order. ``by_gradients``: count only values that have gradients, or may hold such
-    values: floats, and handles of variables and lists.
+    values: floats, and handles of variables and lists. ``by_controls``: count control edges, too.
     """
     barred = set(stop)
     found = set(roots) - barred
     for node in graph.nodes:
         kinds = (graph.type_of(value).dtype for value in node.inputs if value.node in found)
-        if node.name not in barred and any(not by_gradients or kind.differentiable or kind.handle for kind in kinds):
+        takes = any(not by_gradients or kind.differentiable or kind.handle for kind in kinds)
+        waits = by_controls and any(control.source in found for control in node.controls)
+        if node.name not in barred and (takes or waits):
             found.add(node.name)
     return found
 
@@ -214,9 +223,9 @@ def can_run_elsewhere(graph: Graph, names: Iterable[str]) -> bool:
     )
 
 
-def is_of_layer(node: Node) -> bool:
-    """Return whether a Keras layer has made this node."""
-    return node.has("layer") or node.has("within")
+def layer_of(node: Node) -> str:
+    """Return the path of the Keras layer that has made this node; "" where none has."""
+    return next((node.string(key) for key in ("layer", "within") if node.has(key)), "")
 
 
 def find_once(graph: Graph) -> frozenset[str]:

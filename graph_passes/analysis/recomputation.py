@@ -46,10 +46,9 @@ def find_recomputation(forward: Function, runs: Sequence[Set[str]], written: Set
     search.stash.update(value for value in old_stash if value.node not in run_of)
     for index in reversed(range(len(runs))):  # later runs first: they may take values of earlier ones
         search.recompute([value for value in old_stash if run_of.get(value.node) == index])
-    position = {node.name: i for i, node in enumerate(graph.nodes)}
-    stash = sorted(search.stash, key=lambda value: (position[value.node], value.index))
     nodes = [frozenset(n for n in search.repeated if run_of.get(n) == i) - search.free for i in range(len(runs))]
-    return Recomputation(tuple(nodes), frozenset(search.repeated).difference(*nodes), tuple(stash))
+    free = frozenset(search.repeated).difference(*nodes)
+    return Recomputation(tuple(nodes), free, tuple(graph.in_order(search.stash)))
 
 
 def find_run_once(forward: Function, written: Set[str] = frozenset()) -> frozenset[str]:

@@ -84,7 +84,7 @@ def _kinds(graph: Graph, site_of: Mapping[str, Site], *, follow: bool) -> dict[s
     kinds: dict[str, Site | str | None] = {}
     for node in graph.nodes:
         if node.op == "arg":
-            whole = node.has("role") and node.string("role") == "whole"
+            whole = node.get("role") == "whole"
             kinds[node.name] = "any" if whole else site_of.get(node.string("port"), "any")
         elif node.op == "variable":
             kinds[node.name] = site_of.get(node.name, "any")

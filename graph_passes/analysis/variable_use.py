@@ -17,6 +17,7 @@ from dapple_tf.graph_passes.ir.names import (
     Site,
     at,
     nodes_of,
+    site_of,
     without_target,
 )
 from dapple_tf.graph_passes.ir.ops import OpName
@@ -176,16 +177,12 @@ def resident_variables(graph: Graph) -> frozenset[str]:
 
 def variable_uses(graph: Graph) -> Iterator[tuple[Node, Sequence[str]]]:
     """Yield each node with the names of the variables that it reads or writes itself, not a replica's copy of them."""
-    copies = {
-        (node.integer("stage"), node.integer("replica"), name)
-        for node in nodes_of(graph, OpName.REFRESH)
-        for name in node.strings("variables")
-    }
+    refreshes = nodes_of(graph, OpName.REFRESH)
+    copies = {(*site_of(node), name) for node in refreshes for name in node.strings("variables")}
     for node in graph.nodes:
         names = _variables_of(graph, node)
         if node.op in _USE_COPIES:
-            place = node.integer("stage"), node.integer("replica")
-            names = [name for name in names if (*place, name) not in copies]
+            names = [name for name in names if (*site_of(node), name) not in copies]
         yield node, names
 
 

@@ -143,16 +143,9 @@ def _branch(graph: Graph, name: str, nodes: Sequence[Node], entering: Sequence[V
     marker_of = {node.name: node for node in nodes if is_marker(node)}
     body = []
     for node in nodes:
-        attrs = node.attrs
         if node.strings("guard")[0] not in marker_of:  # guarded by the condition that is folded
-            attrs = tuple((key, value) for key, value in attrs if key != "guard")
-        body.append(
-            dataclasses.replace(
-                node,
-                attrs=attrs,
-                inputs=tuple(by_value.get(value, value) for value in node.inputs),
-                controls=tuple(control for control in node.controls if control.source in inside),
-            )
-        )
+            node = node.without("guard")
+        controls = tuple(control for control in node.controls if control.source in inside)
+        body.append(dataclasses.replace(node.taking(by_value), controls=controls))
     ordered = topological([*(node for _, node in inputs), *body])
     return Function(name, Graph(name, ordered, tuple(n.name for _, n in inputs)), tuple(p for p, _ in inputs), ())

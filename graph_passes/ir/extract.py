@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 
 from dapple_tf.graph_passes.ir.graph import ROLES, Function, Graph, Node, Port, Role, Value, attributes, topological
 
@@ -44,3 +44,9 @@ def extract_function(
     nodes = topological([*(node for _, node in ordered), *body])
     extracted = Graph(name, nodes, tuple(node.name for _, node in ordered), results)
     return Function(name, extracted, tuple(port for port, _ in ordered), tuple(outputs))
+
+
+def values_between(graph: Graph, sources: Set[str], takers: Iterable[str], results: Iterable[Value]) -> list[Value]:
+    """Return the values of the nodes ``sources`` that ``takers`` take, or that are ``results``, in order."""
+    taken = {value for name in takers for value in graph.node(name).inputs} | set(results)
+    return graph.in_order(value for value in taken if value.node in sources)

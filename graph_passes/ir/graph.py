@@ -10,11 +10,12 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
-from typing import Literal, get_args
+from types import MappingProxyType
+from typing import Any, Literal, get_args
 
 from dapple_tf.errors import GraphError
 from dapple_tf.wording import format_count
@@ -169,6 +170,10 @@ class Node:
                 return value
         raise GraphError(f"node {self.name!r} ({self.op}) has no attribute {key!r}")
 
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return the attribute ``key``, or ``default`` where the node has none of that name."""
+        return dict(self.attrs).get(key, default)
+
     def integer(self, key: str) -> int:
         """Return the attribute ``key``. Raises GraphError if it is missing or not an integer."""
         value = self.attr(key)
@@ -205,6 +210,10 @@ class Node:
         """Return this node with these attributes added or replaced."""
         return dataclasses.replace(self, attrs=attributes({**dict(self.attrs), **attrs}))
 
+    def without(self, key: str) -> Node:
+        """Return this node without the attribute ``key``."""
+        return dataclasses.replace(self, attrs=tuple(item for item in self.attrs if item[0] != key))
+
     def after(self, source: str, reason: str) -> Node:
         """Return this node with a control edge from ``source``; unchanged if it has one from there."""
         if any(control.source == source for control in self.controls):
@@ -214,6 +223,10 @@ class Node:
     def values(self) -> tuple[Value, ...]:
         """Return the node's outputs, in order."""
         return tuple(Value(self.name, i) for i in range(len(self.outputs)))
+
+    def taking(self, moved: Mapping[Value, Value]) -> Node:
+        """Return this node with the values that ``moved`` gives in place of its inputs; others stay."""
+        return dataclasses.replace(self, inputs=tuple(moved.get(value, value) for value in self.inputs))
 
     def predecessors(self) -> Iterator[str]:
         """Yield the names of the nodes that must run before this one, those of data edges first."""
@@ -303,6 +316,15 @@ class Function:
         port = self._ports.get(value.node)
         return None if port is None else (port.role, port.name)
 
+    def passed_by(self, call: Node) -> dict[tuple[Role, str], Value]:
+        """Return the values that a call passes, by the role and the name of the input."""
+        return {(port.role, port.name): value for port, value in zip(self.passed, call.inputs, strict=True)}
+
+    def call(self, name: str, op: str, inputs: Iterable[Value], **attrs: Attr) -> Node:
+        """Return the node called ``name`` that calls this function."""
+        outputs = tuple(port.type for port in self.outputs)
+        return Node(name, op, tuple(inputs), outputs, attributes({**attrs, "function": self.name}))
+
     def input_ports(self, *roles: Role) -> tuple[tuple[int, Port], ...]:
         """Return the inputs that have one of these roles, each with its position."""
         return tuple((i, port) for i, port in enumerate(self.inputs) if port.role in roles)
@@ -357,6 +379,11 @@ class Graph:
             return self.function_by_name[name]
         except KeyError:
             raise GraphError(f"graph {self.name!r} has no function {name!r}") from None
+
+    def in_order(self, values: Iterable[Value]) -> list[Value]:
+        """Return ``values`` in the order in which the graph's nodes give them."""
+        position = {node.name: i for i, node in enumerate(self.nodes)}
+        return sorted(values, key=lambda value: (position[value.node], value.index))
 
     def consumers(self) -> dict[str, list[Node]]:
         """Return, for the name of each node, the nodes that take one of its outputs, in order."""
@@ -415,10 +442,18 @@ def topological(nodes: Iterable[Node]) -> tuple[Node, ...]:
     return tuple(result)
 
 
-def ancestors(graph: Graph, roots: Iterable[str], stop: Iterable[str] = (), *, by_controls: bool = True) -> set[str]:
+def ancestors(
+    graph: Graph,
+    roots: Iterable[str],
+    stop: Iterable[str] = (),
+    *,
+    by_controls: bool = True,
+    used: Mapping[str, Sequence[Value]] = MappingProxyType({}),
+) -> set[str]:
     """Return ``roots`` and all nodes that they depend on, without those in ``stop`` and what only these depend on.
 
-    ``by_controls``: whether control edges count as dependences. Raises GraphError for a name that is no node.
+    ``by_controls``: whether control edges count as dependences. ``used``: further values on which nodes depend, by the
+    node's name. Raises GraphError for a name that is no node.
     """
     barred = set(stop)
     found: set[str] = set()
@@ -430,5 +465,6 @@ def ancestors(graph: Graph, roots: Iterable[str], stop: Iterable[str] = (), *, b
         found.add(name)
         node = graph.node(name)
         sources = node.predecessors() if by_controls else (value.node for value in node.inputs)
-        stack.extend(source for source in sources if source not in barred)
+        further = (value.node for value in used.get(name, ()))
+        stack.extend(source for source in (*sources, *further) if source not in barred)
     return found

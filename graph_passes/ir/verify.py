@@ -33,7 +33,8 @@ def verify(graph: Graph, verified: Graph | None = None) -> None:
             if node.name in new:
                 _verify_attributes(node, OPS[node.op])
             if not is_known:
-                _verify_tensors(graph, node, OPS[node.op])
+                _verify_operands(node, "inputs", OPS[node.op].inputs, tuple(map(graph.type_of, node.inputs)))
+                _verify_operands(node, "outputs", OPS[node.op].outputs, node.outputs)
         elif call_level or node.op[0].islower():
             _verify_input_op(graph, node, allowed=not call_level)
         if not (is_known and same_functions) and node.has("function"):
@@ -75,11 +76,6 @@ def _refuse_source(graph: Graph, node: Node, source: str, needs: str) -> NoRetur
         raise GraphError(f"node {node.name!r} {needs}, but there is no such node")
     topological(graph.nodes)  # raises GraphError for a cycle
     raise GraphError(f"node {node.name!r} stands before {source!r}, on which it depends")
-
-
-def _verify_tensors(graph: Graph, node: Node, op: Op) -> None:
-    _verify_operands(node, "inputs", op.inputs, tuple(map(graph.type_of, node.inputs)))
-    _verify_operands(node, "outputs", op.outputs, node.outputs)
 
 
 def _verify_attributes(node: Node, op: Op) -> None:

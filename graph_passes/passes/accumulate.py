@@ -8,14 +8,13 @@ from typing import ClassVar
 from dapple_tf.graph_passes.ir.graph import Attr, Control, Graph, Node, Value, attributes
 from dapple_tf.graph_passes.ir.names import at, micro_batch_count, nodes_of
 from dapple_tf.graph_passes.ir.ops import OpName
-from dapple_tf.graph_passes.passes.base import Contract
+from dapple_tf.graph_passes.passes.base import BuiltInPass, Contract
 
 
 @dataclass(frozen=True)
-class Accumulate:
+class Accumulate(BuiltInPass):
     """Add an ``accumulate`` after each call that gives gradients of weights, and a ``gradients`` for each replica."""
 
-    name: str = "accumulate"
     contract: ClassVar[Contract] = Contract(
         requires=frozenset({OpName.FORWARD}),
         forbids=frozenset({OpName.ACCUMULATE, OpName.GRADIENTS, OpName.ALLREDUCE, OpName.REDUCED_GRADIENTS}),

@@ -36,7 +36,7 @@ from dapple_tf.graph_passes.ir.graph import (
 )
 from dapple_tf.graph_passes.ir.names import at, nodes_of
 from dapple_tf.graph_passes.ir.ops import OpName
-from dapple_tf.graph_passes.passes.base import Contract
+from dapple_tf.graph_passes.passes.base import BuiltInPass, Contract
 from dapple_tf.graph_passes.schedules.schedule import FREEING, Schedule
 
 _SUM: Role = "sum"
@@ -47,14 +47,13 @@ _NO_WRITE = ("an output", "another effect")  # two users, so that no write alone
 
 
 @dataclass(frozen=True)
-class AddInPlace:
+class AddInPlace(BuiltInPass):
     """Give the sums of gradients to the backward calls of the stages that run them in micro-batch order.
 
     Gradients that are added in buckets (see ``Overlap``: those of the last micro-batch) are still returned.
     """
 
     schedule: Schedule
-    name: str = "add_in_place"
     contract: ClassVar[Contract] = Contract(
         requires=frozenset({OpName.FORWARD}),
         requires_if_trained=frozenset({OpName.REDUCED_GRADIENTS}),
@@ -67,7 +66,8 @@ class AddInPlace:
 
         The functions of the calls take the sums (role ``sum``), and do not return the gradients any more.
         """
-        in_order = [_runs_in_order(self.schedule, stage) for stage in range(len(self.schedule.stages))]
+        freeing = [[a.micro_batch for a in actions if a.kind in FREEING] for actions in self.schedule.stages]
+        in_order = [micro_batches == sorted(micro_batches) for micro_batches in freeing]  # in which they are added
         sums = [node for node in nodes_of(graph, OpName.ACCUMULATE) if in_order[node.integer("stage")]]
         call_of = {node.name: node.inputs[0].node for node in sums if not node.has("bucket")}
         adding: dict[str, _Adding] = {}
@@ -89,8 +89,7 @@ class AddInPlace:
                 nodes += [_clear(node)] if node.attr("first") else []
                 continue
             if node.name in outputs or not moved.keys().isdisjoint(node.inputs):
-                inputs = tuple(moved.get(value, value) for value in node.inputs)
-                node = dataclasses.replace(node, inputs=inputs, outputs=outputs.get(node.name, node.outputs))
+                node = dataclasses.replace(node.taking(moved), outputs=outputs.get(node.name, node.outputs))
             if node.name in first:
                 node = node.after(first[node.name], "sum: it is cleared before")
             nodes.append(_wait_for_calls(node, call_of))
@@ -118,12 +117,6 @@ class _Adding:
 
     function: Function
     added: frozenset[int]
-
-
-def _runs_in_order(schedule: Schedule, stage: int) -> bool:
-    """Return whether a stage computes the gradients of its weights in micro-batch order, in which they are added."""
-    micro_batches = [action.micro_batch for action in schedule.stages[stage] if action.kind in FREEING]
-    return micro_batches == sorted(micro_batches)
 
 
 def _add(function: Function, accumulate: Node) -> _Adding:

@@ -13,26 +13,29 @@ from typing import ClassVar
 
 from dapple_tf.graph_passes.analysis.variable_use import Variables, find_variables
 from dapple_tf.graph_passes.ir.graph import Attr, Graph, Node, TensorType, Value, attributes
-from dapple_tf.graph_passes.ir.names import Site, at, nodes_of, replica_counts, without_target
+from dapple_tf.graph_passes.ir.names import Site, at, nodes_of, replica_counts, site_of, without_target
 from dapple_tf.graph_passes.ir.ops import OpName
-from dapple_tf.graph_passes.passes.base import Contract
+from dapple_tf.graph_passes.passes.base import BuiltInPass, Contract
 
 
 @dataclass(frozen=True)
-class AllReduce:
+class AllReduce(BuiltInPass):
     """Add ``allreduce`` (replicated stages), ``tied_sum`` (shared variables) and ``reduced_gradients`` (each owner).
 
     ``shares``: see ``Variables``; stages whose update is sharded get ``reduce`` in place of ``allreduce``.
     """
 
     shares: tuple[tuple[str, int], ...] = ()
-    name: str = "allreduce"
     contract: ClassVar[Contract] = Contract(
         requires=frozenset({OpName.FORWARD}),
         requires_if_trained=frozenset({OpName.GRADIENTS}),
         forbids=frozenset({OpName.ALLREDUCE, OpName.REDUCE, OpName.TIED_SUM, OpName.REDUCED_GRADIENTS, OpName.BARRIER}),
         may_produce=frozenset({OpName.ALLREDUCE, OpName.REDUCE, OpName.TIED_SUM, OpName.REDUCED_GRADIENTS}),
     )
+
+    @property
+    def name(self) -> str:
+        return str(OpName.ALLREDUCE)
 
     def __call__(self, graph: Graph) -> Graph:
         """Return the graph with ``reduced_gradients`` for each stage, of all variables that it owns.
@@ -44,7 +47,7 @@ class AllReduce:
         replicas, variables = replica_counts(graph), find_variables(graph, self.shares)
         gradients: dict[tuple[int, int], list[Node]] = {}
         for node in nodes_of(graph, OpName.GRADIENTS):
-            gradients.setdefault((node.integer("stage"), node.integer("replica")), []).append(node)
+            gradients.setdefault(site_of(node), []).append(node)
         added: list[Node] = []
         # (stage, variable) -> the gradient that this stage computes, summed over its replicas; the loss head comes last
         stage_sums: dict[tuple[int, str], Value] = {}

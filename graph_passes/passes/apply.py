@@ -8,20 +8,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from dapple_tf.errors import GraphError
-from dapple_tf.graph_passes.ir.graph import (
-    Attr,
-    Control,
-    Function,
-    Graph,
-    Node,
-    Role,
-    Value,
-    attributes,
-    tensor,
-)
+from dapple_tf.graph_passes.ir.graph import Control, Function, Graph, Node, Role, Value, attributes, tensor
 from dapple_tf.graph_passes.ir.names import Site, nodes_of, site_of
 from dapple_tf.graph_passes.ir.ops import OpName
-from dapple_tf.graph_passes.passes.base import Contract
+from dapple_tf.graph_passes.passes.base import BuiltInPass, Contract
 from dapple_tf.graph_passes.passes.gather_slices import dense_type
 from dapple_tf.graph_passes.passes.split_update import Updates
 
@@ -33,12 +23,11 @@ Gradients = dict[tuple[Role, str], Value]
 
 
 @dataclass(frozen=True)
-class Apply:
+class Apply(BuiltInPass):
     """Add clipping by the global norm over all stages, the updates, and the end of the step."""
 
     updates: Updates
     global_clipnorm: float | None = None
-    name: str = "apply"
     contract: ClassVar[Contract] = Contract(
         requires=frozenset({OpName.FORWARD, OpName.MERGE}),
         requires_if_trained=frozenset({OpName.REDUCED_GRADIENTS}),
@@ -180,17 +169,13 @@ def _terms(updates: Updates, gradients: Gradients) -> list[Node]:
     """Return the calls that compute and combine the stages' terms, and put their results in ``gradients``."""
     calls: list[Node] = []
     for site, function in updates.terms:
-        attrs = attributes({**site.attrs, "function": function.name})
-        kinds = tuple(port.type for port in function.outputs)
-        calls.append(Node(function.name, OpName.UPDATE_TERMS, update_inputs(function, gradients), kinds, attrs))
+        inputs = update_inputs(function, gradients)
+        calls.append(function.call(function.name, OpName.UPDATE_TERMS, inputs, **site.attrs))
         gradients |= _results(function, calls[-1])
     if updates.combine is not None:
-        function = updates.combine
-        kinds = tuple(port.type for port in function.outputs)
-        attrs = attributes({"function": function.name})
-        name = function.name.replace("optimizer", "update")
-        calls.append(Node(name, OpName.COMBINE_TERMS, update_inputs(function, gradients), kinds, attrs))
-        gradients |= _results(function, calls[-1])
+        name, inputs = updates.combine.name.replace("optimizer", "update"), update_inputs(updates.combine, gradients)
+        calls.append(updates.combine.call(name, OpName.COMBINE_TERMS, inputs))
+        gradients |= _results(updates.combine, calls[-1])
     return calls
 
 
@@ -220,9 +205,6 @@ def update_inputs(function: Function, gradients: Gradients) -> tuple[Value, ...]
 
 
 def _update(function: Function, site: Site | None, gradients: Gradients, after: tuple[Control, ...]) -> Node:
-    inputs = update_inputs(function, gradients)
-    attrs: dict[str, Attr] = {"function": function.name}
-    if site is not None:
-        attrs |= site.attrs
-    name = function.name.replace("optimizer", "update")
-    return Node(name, OpName.UPDATE, inputs, tuple(port.type for port in function.outputs), attributes(attrs), after)
+    name, attrs = function.name.replace("optimizer", "update"), {} if site is None else site.attrs
+    call = function.call(name, OpName.UPDATE, update_inputs(function, gradients), **attrs)
+    return dataclasses.replace(call, controls=after)

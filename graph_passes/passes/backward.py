@@ -7,17 +7,21 @@ Here it is cut into the two functions, and the *stash* is found: the values of f
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from dapple_tf.errors import PartitionError
 from dapple_tf.graph_passes.analysis.layers import CAPTURED_INPUTS, SMALL_OPS, dependents
-from dapple_tf.graph_passes.ir.extract import PortOf, extract_function
+from dapple_tf.graph_passes.ir.extract import extract_function, values_between
 from dapple_tf.graph_passes.ir.graph import Effect, Function, Graph, Port, Role, TensorType, Value, ancestors
 from dapple_tf.graph_passes.ir.names import at, without_target
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.passes.gather_slices import Combine, SparsePart
 from dapple_tf.graph_passes.passes.partition import Stage, StageGraph
+
+_NOT_SENT = (
+    "another stage computes and does not send: a custom gradient of this stage uses it. Start the stage before {}"
+)
 
 
 @dataclass(frozen=True)
@@ -181,26 +185,27 @@ def _split_stage(
     backward = needed - forward
     # Both functions have the floating nodes that both use, except for those that depend on tensors of the batch.
     used = ancestors(joint, [*backward, *roots], stop=outside | (forward - floating))
-    repeated = (used & forward & floating) - _from_args(joint)
+    of_batch = dependents(joint, [node.name for node in joint.nodes if node.op == "arg"], by_controls=True)
+    repeated = (used & forward & floating) - of_batch
     backward |= repeated
 
-    stash = _find_stash(joint, backward, forward - repeated, stage.inputs, gradient_values)
-    forward_ports = [*result_ports, *(Port("stash", str(v), joint.type_of(v)) for v in stash)]
+    between = values_between(joint, forward - repeated, backward, gradient_values)
+    stash = [v for v in between if v not in stage.inputs and joint.node(v.node).op not in CAPTURED_INPUTS]
+    entering: dict[Value, tuple[Role, str]] = {value: ("boundary", str(value)) for value in stage.inputs}
+    ports = [*result_ports, *(Port("stash", str(v), joint.type_of(v)) for v in stash)]
     name = at(stage.index, what=OpName.FORWARD)
-    port_of = _port_of(name, joint, forward, stages, stage, {})
-    forward_function = extract_function(name, joint, forward, port_of, forward_ports, [*results, *stash])
+    forward_function = _extract(name, stages, joint, forward, entering, ports, [*results, *stash])
 
     of_tensors = ((x, Value(without_target(x.node), x.index)) for x, _ in gradients.boundary)
-    backward_ports = [Port("gradient", str(x), joint.type_of(value)) for x, value in of_tensors]
-    backward_ports += [Port("variable", name, joint.type_of(g)) for name, g in gradients.variables]
-    backward_ports += [port for use in gradients.slices for port in use.ports]
-    entering: dict[Value, tuple[Role, str]] = {v: ("stash", str(v)) for v in stash}
+    ports = [Port("gradient", str(x), joint.type_of(value)) for x, value in of_tensors]
+    ports += [Port("variable", name, joint.type_of(g)) for name, g in gradients.variables]
+    ports += [port for use in gradients.slices for port in use.ports]
+    entering |= {value: ("stash", str(value)) for value in stash}
     loss = stages.graph.outputs[0]
     for value, placeholder in gradients.seeds:
         entering[Value(placeholder)] = ("seed", "loss") if value == loss else ("gradient", str(value))
     name = at(stage.index, what=OpName.BACKWARD)
-    port_of = _port_of(name, joint, backward, stages, stage, entering)
-    return forward_function, extract_function(name, joint, backward, port_of, backward_ports, gradient_values)
+    return forward_function, _extract(name, stages, joint, backward, entering, ports, gradient_values)
 
 
 def _changed_by_backward(stages: StageGraph, joint: Graph) -> set[str]:
@@ -244,56 +249,60 @@ def _find_small(joint: Graph, candidates: set[str], known: set[str], inputs: Seq
     return found
 
 
-def _from_args(joint: Graph) -> set[str]:
-    """Return the nodes that depend on a tensor of the batch."""
-    found: set[str] = set()
-    for node in joint.nodes:
-        if node.op == "arg" or not found.isdisjoint(node.predecessors()):
-            found.add(node.name)
-    return found
-
-
-def _find_stash(
-    joint: Graph, backward: set[str], forward: set[str], inputs: Sequence[Value], results: Iterable[Value]
-) -> tuple[Value, ...]:
-    """Return the values computed by nodes of forward only that backward takes or returns, in the order of the graph."""
-    entering = set(inputs)
-    taken = {value for name in backward for value in joint.node(name).inputs} | set(results)
-    found = [
-        v for v in taken if v.node in forward and v not in entering and joint.node(v.node).op not in CAPTURED_INPUTS
-    ]
-    position = {node.name: i for i, node in enumerate(joint.nodes)}
-    return tuple(sorted(found, key=lambda v: (position[v.node], v.index)))
-
-
-def _port_of(
+def _extract(
     name: str,
+    stages: StageGraph,
     joint: Graph,
     members: set[str],
-    stages: StageGraph,
-    stage: Stage,
     entering: Mapping[Value, tuple[Role, str]],
-) -> PortOf:
-    """Return the ports of a function of ``stage``: boundary tensors, values ``entering``, arguments and variables."""
+    outputs: Sequence[Port],
+    values: Sequence[Value],
+    problem: str = _NOT_SENT,
+) -> Function:
+    """Return a function that takes the values ``entering``, those that run once, arguments and variables.
+
+    ``problem``: what is wrong with any other value that it needs, with braces for the name of the value's node. The
+    other parameters: see ``extract_function``.
+    """
 
     def port_of(value: Value) -> tuple[Role, str] | None:
         source = joint.node(value.node)
-        if value in stage.inputs:
-            return "boundary", str(value)
         if value in entering:
             return entering[value]
         if value.node in stages.once:
             return "once", str(value)
         match source.op:
-            case "arg" | "rows":
+            case "arg" | "rows" | "variable":
                 return source.op, source.name
-        if source.op == "variable":
-            return "variable", source.name
         if value.node in members:
             return None
-        raise PartitionError(
-            f"{name} needs {value}, which another stage computes and does not send: a custom gradient of this stage "
-            f"uses it. Start the stage before {value.node!r}"
-        )
+        raise PartitionError(f"{name} needs {value}, which {problem.format(repr(value.node))}")
 
-    return port_of
+    return extract_function(name, joint, members, port_of, outputs, values)
+
+
+def build_loss_head(stages: StageGraph, joint: Graph, gradients: StageGradients) -> Function | None:
+    """Return the function that gives the outputs and all gradients of the loss head; None without a loss head.
+
+    The function takes the gradient of the loss where ``gradients`` have a seed; otherwise the gradient is 1.
+    ``joint``: the graph after differentiation. Raises PartitionError if a gradient needs a tensor that the loss head
+    does not get.
+    """
+    if not stages.loss_head:
+        return None
+    name = at(len(stages.stages) - 1, what=OpName.LOSS_HEAD)
+    head_inputs = [entry.value for entry in stages.head_inputs]
+    entering: dict[Value, tuple[Role, str]] = {value: ("boundary", str(value)) for value in head_inputs}
+    entering |= {Value(placeholder): ("seed", "loss") for _, placeholder in gradients.seeds}
+    loss, *aux = stages.graph.outputs
+    outputs: list[tuple[Role, str, Value]] = [("loss", "loss", loss)]
+    outputs += [("aux", str(i), value) for i, value in enumerate(aux) if value.node in stages.loss_head]
+    outputs += [("gradient", str(value), gradient) for value, gradient in gradients.boundary]
+    outputs += [("variable", variable, gradient) for variable, gradient in gradients.variables]
+    ports = [Port(role, label, joint.type_of(value)) for role, label, value in outputs]
+    ports += [port for use in gradients.slices for port in use.ports]
+    values = [*(value for _, _, value in outputs), *(v for use in gradients.slices for v in (use.slices, use.indices))]
+    acting = [n for n in stages.loss_head if joint.node(n).effect in (Effect.WRITE, Effect.SIDE)] + [*gradients.acting]
+    stop = {value.node for value in entering} - stages.loss_head | stages.once
+    members = ancestors(joint, [*(value.node for value in values), *acting], stop=stop)
+    return _extract(name, stages, joint, members, entering, ports, values, "is not an output of the last stage")

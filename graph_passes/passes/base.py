@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -35,7 +36,7 @@ class Contract:
 class Pass(Protocol):
     """A pure function from a valid graph to a valid graph, which keeps its ``contract``.
 
-    A pass is a frozen dataclass whose fields are its options. Its ``__call__`` calls a plain function.
+    A pass is a frozen dataclass whose fields are its options.
     """
 
     @property
@@ -47,6 +48,15 @@ class Pass(Protocol):
         """The ops that the pass needs before it, and those that it leaves."""
 
     def __call__(self, graph: Graph) -> Graph: ...
+
+
+class BuiltInPass:
+    """A pass of this library. Its name is that of its class: ``add_in_place`` for ``AddInPlace``."""
+
+    @property
+    def name(self) -> str:
+        """The name of the pass in errors and dumps."""
+        return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(self).__name__).lower()
 
 
 Observer = Callable[[str, Graph], None]

@@ -9,11 +9,12 @@ its piece. All three run on the first replica of the last stage.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from dapple_tf.errors import ScheduleError
 from dapple_tf.graph_passes.analysis.loss_head import LossHeadInput
-from dapple_tf.graph_passes.ir.graph import Attr, Function, Node, Port, TensorType, Value, attributes, tensor
+from dapple_tf.graph_passes.ir.graph import Function, Node, Port, TensorType, Value, attributes, tensor
 from dapple_tf.graph_passes.ir.names import at
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.schedules.schedule import Schedule
@@ -46,50 +47,37 @@ def call_loss_head(
     """
     kinds = {port.name: port.type for _, port in function.input_ports("boundary")}
     kinds |= {port.name: port.type for _, port in function.output_ports("gradient")}
-    taken = [entry for entry in head_inputs if str(entry.value) in kinds]
-    names = [str(entry.value) for entry in taken]
-    gather = _gather(stage, taken, [kinds[name] for name in names], [pieces(name) for name in names])
-    whole = dict(zip(names, gather.values(), strict=False))
-    lengths = dict(zip(names, gather.values()[len(names) :], strict=True))
-    inputs = tuple(
-        whole[port.name] if port.role == "boundary" else source(port)
-        for port in function.inputs
-        if port.role != "variable"
-    )
-    outputs = tuple(port.type for port in function.outputs)
-    attrs = attributes({"function": function.name, "replica": 0, "stage": stage})
-    call = Node(at(stage, 0, what=OpName.LOSS_HEAD), OpName.LOSS_HEAD, inputs, outputs, attrs)
+    taken = {str(entry.value): entry for entry in head_inputs if str(entry.value) in kinds}
+    parts = [pieces(name) for name in taken]
+    count = len(parts[0])
+    gathered = [*(kinds[name] for name in taken), *(tensor("int64", count) for _ in taken)]
+    gather = _row_node(OpName.GATHER_ROWS, stage, taken.values(), count, itertools.chain(*parts), gathered)
+    whole = dict(zip(taken, gather.values(), strict=False))
+    lengths = dict(zip(taken, gather.values()[len(taken) :], strict=True))
+    inputs = (whole[port.name] if port.role == "boundary" else source(port) for port in function.passed)
+    call = function.call(at(stage, 0, what=OpName.LOSS_HEAD), OpName.LOSS_HEAD, inputs, replica=0, stage=stage)
     given = {port.name: Value(call.name, i) for i, port in function.output_ports("gradient")}
     if not given:
         return [gather, call], {}
-    count, taken = gather.integer("pieces"), [entry for entry in taken if str(entry.value) in given]
-    names = [str(entry.value) for entry in taken]
-    tensors = [*(given[name] for name in names), *(lengths[name] for name in names)]
-    cut = _cut(stage, taken, [kinds[name] for name in names], tensors, count)
-    return [gather, call, cut], {name: list(cut.values()[k * count :][:count]) for k, name in enumerate(names)}
+    cut_entries = {name: entry for name, entry in taken.items() if name in given}
+    tensors = [*(given[name] for name in cut_entries), *(lengths[name] for name in cut_entries)]
+    cut_kinds = [kinds[name] for name in cut_entries for _ in range(count)]
+    cut = _row_node(OpName.CUT_ROWS, stage, cut_entries.values(), count, tensors, cut_kinds)
+    return [gather, call, cut], {name: list(cut.values()[k * count :][:count]) for k, name in enumerate(cut_entries)}
 
 
-def _gather(
-    stage: int, taken: Sequence[LossHeadInput], kinds: Sequence[TensorType], pieces: Sequence[Sequence[Value]]
+def _row_node(
+    op: OpName,
+    stage: int,
+    entries: Collection[LossHeadInput],
+    count: int,
+    inputs: Iterable[Value],
+    outputs: Iterable[TensorType],
 ) -> Node:
-    count = len(pieces[0])
-    inputs = tuple(value for own in pieces for value in own)
-    outputs = (*kinds, *(tensor("int64", count) for _ in taken))
-    attrs = _row_attributes(stage, taken, count)
-    return Node(at(stage, 0, what=OpName.GATHER_ROWS), OpName.GATHER_ROWS, inputs, outputs, attrs)
-
-
-def _cut(
-    stage: int, taken: Sequence[LossHeadInput], kinds: Sequence[TensorType], inputs: Sequence[Value], count: int
-) -> Node:
-    outputs = tuple(kind for kind in kinds for _ in range(count))
-    attrs = _row_attributes(stage, taken, count)
-    return Node(at(stage, 0, what=OpName.CUT_ROWS), OpName.CUT_ROWS, tuple(inputs), outputs, attrs)
-
-
-def _row_attributes(stage: int, taken: Sequence[LossHeadInput], count: int) -> tuple[tuple[str, Attr], ...]:
-    axes, outer = tuple(entry.axis for entry in taken), tuple(entry.outer for entry in taken)
-    return attributes({"axes": axes, "outer": outer, "pieces": count, "replica": 0, "stage": stage})
+    """Return the node that gathers or cuts rows of these inputs of the loss head, in ``count`` pieces."""
+    axes, outer = tuple(entry.axis for entry in entries), tuple(entry.outer for entry in entries)
+    attrs = attributes({"axes": axes, "outer": outer, "pieces": count, "replica": 0, "stage": stage})
+    return Node(at(stage, 0, what=op), op, tuple(inputs), tuple(outputs), attrs)
 
 
 def replicate_loss_head(node: Node, replicas: int, of_replica: Callable[[str, int], str]) -> Node:

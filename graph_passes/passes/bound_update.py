@@ -31,7 +31,7 @@ def bound_update(function: Function, group_bytes: int = GROUP_BYTES) -> Function
     graph = function.graph
     needs = {node.name: ancestors(graph, [node.name]) for node in graph.nodes if node.effect == Effect.WRITE}
     groups = _cut(graph, _find_units(needs), group_bytes)
-    guards = {_guard(graph.node(name)) for name in needs}
+    guards = {graph.node(name).get("guard") for name in needs}
     if len(groups) < 2 or len(guards) > 1:
         return function
     (guard,) = guards
@@ -41,10 +41,6 @@ def bound_update(function: Function, group_bytes: int = GROUP_BYTES) -> Function
         first |= dict.fromkeys(waiting, end.name)
     nodes = (node.after(first[node.name], _AFTER) if node.name in first else node for node in graph.nodes)
     return dataclasses.replace(function, graph=graph.replace(nodes=(*nodes, *ends)).sorted())
-
-
-def _guard(node: Node) -> Attr | None:
-    return node.attr("guard") if node.has("guard") else None
 
 
 def _find_units(needs: Mapping[str, Set[str]]) -> list[list[str]]:
@@ -100,6 +96,6 @@ def _find_first(
     members = [set[str]().union(*(needs[name] for name in group)) for group in groups]
     groups_with = Counter(name for names in members for name in names)
     movable = {node.name for node in graph.nodes if node.op[0].isupper() and node.op != "Const"}
-    movable = {name for name in movable if _guard(graph.node(name)) == guard}
+    movable = {name for name in movable if graph.node(name).get("guard") == guard}
     own = [{name for name in names if groups_with[name] == 1 and name in movable} for names in members]
     return [[name for name in names if names.isdisjoint(graph.node(name).predecessors())] for names in own]

@@ -7,13 +7,13 @@ from typing import ClassVar
 
 from dapple_tf.graph_passes.ir.graph import Graph, Node
 from dapple_tf.graph_passes.ir.ops import OpName
-from dapple_tf.graph_passes.passes.base import Contract
+from dapple_tf.graph_passes.passes.base import BuiltInPass, Contract
 
 _COMPLETE = frozenset({OpName.REDUCED_GRADIENTS, OpName.GATHER_SLICES})
 
 
 @dataclass(frozen=True)
-class CheckNumerics:
+class CheckNumerics(BuiltInPass):
     """Set ``check`` of the loss, each ``reduced_gradients`` and each ``gather_slices``: the update waits for them.
 
     ``gradients``: false to check the loss only, for an optimizer that scales the loss: it skips a step whose gradients
@@ -21,7 +21,6 @@ class CheckNumerics:
     """
 
     gradients: bool = True
-    name: str = "check_numerics"
     contract: ClassVar[Contract] = Contract(
         requires=frozenset({OpName.FORWARD, OpName.MERGE}),
         requires_if_trained=frozenset({OpName.REDUCED_GRADIENTS}),

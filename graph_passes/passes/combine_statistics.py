@@ -11,7 +11,7 @@ other way is left to ``share_statistics``.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -40,7 +40,7 @@ from dapple_tf.graph_passes.ir.names import (
     share_attributes,
 )
 from dapple_tf.graph_passes.ir.ops import OpName
-from dapple_tf.graph_passes.passes.base import Contract
+from dapple_tf.graph_passes.passes.base import BuiltInPass, Contract
 
 COMBINES = "combines"
 """The attribute of a node that names the operation by which the node's values on disjoint rows can be combined."""
@@ -49,10 +49,9 @@ _ADDED = frozenset({OpName.PARTIALS, OpName.COMBINE_PARTIALS})
 
 
 @dataclass(frozen=True)
-class CombineStatistics:
+class CombineStatistics(BuiltInPass):
     """Compute the statistics of stages with several replicas from partial ones, where that is possible."""
 
-    name: str = "combine_statistics"
     contract: ClassVar[Contract] = Contract(
         requires=frozenset({OpName.FORWARD}),
         forbids=_ADDED | {OpName.EXCHANGE, OpName.TIMESTAMP},
@@ -133,8 +132,7 @@ def _can_run_on_rows(function: Function, names: Set[str]) -> bool:
 def _nodes(node: Node, graph: Graph, cut: _Cut, replicas: int) -> Iterator[Node]:
     """Yield the nodes that replace the ``run_once`` of one replica."""
     stage, replica, count = node.integer("stage"), node.integer("replica"), micro_batch_count(graph)
-    taken = [port for port in graph.function(node.string("function")).inputs if port.role != "variable"]
-    entering = {(port.role, port.name): value for port, value in zip(taken, node.inputs, strict=True)}
+    entering = graph.function(node.string("function")).passed_by(node)
     rows = [entering["arg", port.name] for _, port in cut.partials.input_ports("arg")]
     types = tuple(port.type for port in cut.partials.outputs)
     calls, shares = [], share_attributes(replica_shares(graph, stage))
@@ -147,38 +145,23 @@ def _nodes(node: Node, graph: Graph, cut: _Cut, replicas: int) -> Iterator[Node]
             (tensor("float64"), *(graph.type_of(value) for value in rows)),
             attributes({**place, **cut_attributes(graph), "replicas": replicas, **shares}),
         )
-        call = Node(
-            at(stage, replica, m, OpName.PARTIALS),
-            OpName.PARTIALS,
-            tuple(piece.values()[1:]),
-            types,
-            attributes({**place, "function": cut.partials.name}),
-            node.controls,  # it may read copies of variables, which must be up to date
-        )
-        calls.append(call)
+        call = cut.partials.call(at(stage, replica, m, OpName.PARTIALS), OpName.PARTIALS, piece.values()[1:], **place)
+        # It may read copies of variables, which must be up to date.
+        calls.append(dataclasses.replace(call, controls=node.controls))
         yield piece
-        yield call
+        yield calls[-1]
     operations = tuple(marked.string(COMBINES) for marked in cut.marked)
-    attrs: dict[str, Attr] = {"replica": replica, "stage": stage, "operations": operations}
-    yield Node(
-        at(stage, replica, what="own_partials"),
-        OpName.COMBINE_PARTIALS,
-        tuple(Value(call.name, i) for i in range(len(types)) for call in calls),
-        types,
-        attributes({**attrs, "pieces": count}),
-    )
-    combined = Node(
-        at(stage, replica, what="all_partials"),
-        OpName.COMBINE_PARTIALS,
-        tuple(Value(at(stage, r, what="own_partials"), i) for i in range(len(types)) for r in range(replicas)),
-        types,
-        attributes({**attrs, "pieces": replicas}),
-    )
+
+    def combine(what: str, pieces: Sequence[str]) -> Node:
+        inputs = tuple(Value(piece, i) for i in range(len(types)) for piece in pieces)
+        attrs: dict[str, Attr] = {"operations": operations, "pieces": len(pieces), "replica": replica, "stage": stage}
+        return Node(at(stage, replica, what=what), OpName.COMBINE_PARTIALS, inputs, types, attributes(attrs))
+
+    yield combine("own_partials", [call.name for call in calls])
+    combined = combine("all_partials", [at(stage, r, what="own_partials") for r in range(replicas)])
     yield combined
     results = {str(Value(marked.name)): value for marked, value in zip(cut.marked, combined.values(), strict=True)}
     inputs = tuple(
-        results[port.name] if port.role == "once" else entering[port.role, port.name]
-        for port in cut.rest.inputs
-        if port.role != "variable"
+        results[port.name] if port.role == "once" else entering[port.role, port.name] for port in cut.rest.passed
     )
     yield dataclasses.replace(node, inputs=inputs)

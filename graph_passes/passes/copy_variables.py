@@ -14,15 +14,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from dapple_tf.graph_passes.analysis.variable_use import find_variables
+from dapple_tf.graph_passes.analysis.variable_use import Variables, find_variables
 from dapple_tf.graph_passes.ir.graph import Control, Graph, Node, attributes
-from dapple_tf.graph_passes.ir.names import STAGE_OPS, WRITING_OPS, at, nodes_of, replica_counts
+from dapple_tf.graph_passes.ir.names import STAGE_OPS, WRITING_OPS, at, nodes_of, replica_counts, site_of
 from dapple_tf.graph_passes.ir.ops import OpName
-from dapple_tf.graph_passes.passes.base import Contract
+from dapple_tf.graph_passes.passes.base import BuiltInPass, Contract
 
 
 @dataclass(frozen=True)
-class CopyVariables:
+class CopyVariables(BuiltInPass):
     """Add a ``refresh`` for each replica that uses copies, and a ``commit`` where a stage owns what forward writes.
 
     ``versioned``: variables that replicas store as versions instead (see ``UseVersions``). ``shares``: see
@@ -31,7 +31,6 @@ class CopyVariables:
 
     versioned: frozenset[str] = frozenset()
     shares: tuple[tuple[str, int], ...] = ()
-    name: str = "copy_variables"
     contract: ClassVar[Contract] = Contract(
         requires=frozenset({OpName.FORWARD}),
         forbids=frozenset({OpName.REFRESH, OpName.COMMIT, OpName.BARRIER}),
@@ -52,10 +51,8 @@ class CopyVariables:
                 names = tuple(name for name in variables.copied(stage, replica) if name not in self.versioned)
                 if names:
                     attrs = attributes({"replica": replica, "stage": stage, "variables": names})
-                    summed = tuple(name for name in names if name in variables.summed) if replica else ()
-                    attrs = attributes({**dict(attrs), "summed": summed}) if summed else attrs
-                    name = at(stage, replica, what=OpName.REFRESH)
-                    refreshes[stage, replica] = Node(name, OpName.REFRESH, attrs=attrs)
+                    refresh = Node(at(stage, replica, what=OpName.REFRESH), OpName.REFRESH, attrs=attrs)
+                    refreshes[stage, replica] = _with_summed(refresh, variables) if replica else refresh
             state = [name for name in variables.owned(stage) if name in variables.state]
             for what, count, names in (
                 (str(OpName.COMMIT), replicas, tuple(name for name in state if name not in variables.once)),
@@ -63,9 +60,8 @@ class CopyVariables:
             ):
                 if names:
                     attrs = attributes({"replica": 0, "replicas": count, "stage": stage, "variables": names})
-                    summed = tuple(name for name in names if name in variables.summed) if count > 1 else ()
-                    attrs = attributes({**dict(attrs), "summed": summed}) if summed else attrs
-                    commits.append(Node(at(stage, what=what), OpName.COMMIT, attrs=attrs))
+                    commit = Node(at(stage, what=what), OpName.COMMIT, attrs=attrs)
+                    commits.append(_with_summed(commit, variables) if count > 1 else commit)
         writers: dict[int, list[Control]] = {}
         for node in nodes_of(graph, *WRITING_OPS):
             done = Control(node.name, "commit: every write to the copies is done")
@@ -74,7 +70,7 @@ class CopyVariables:
         nodes: list[Node] = []
         added: set[str] = set()
         for node in graph.nodes:
-            place = (node.integer("stage"), node.integer("replica")) if node.op in STAGE_OPS else None
+            place = site_of(node) if node.op in STAGE_OPS else None
             if place in refreshes:
                 refresh = refreshes[place]
                 if refresh.name not in added:
@@ -83,3 +79,9 @@ class CopyVariables:
                 node = node.after(refresh.name, "refresh: the copies of variables hold this step's values")
             nodes.append(node)
         return graph.replace(nodes=(*nodes, *commits))
+
+
+def _with_summed(node: Node, variables: Variables) -> Node:
+    """Return the node with the names of those of its variables whose copies are added up, if there are any."""
+    summed = tuple(name for name in node.strings("variables") if name in variables.summed)
+    return node.with_attrs(summed=summed) if summed else node

@@ -9,15 +9,14 @@ from dapple_tf.errors import GraphError
 from dapple_tf.graph_passes.ir.graph import Graph, Node, attributes
 from dapple_tf.graph_passes.ir.names import at, nodes_of, site_of
 from dapple_tf.graph_passes.ir.ops import OpName
-from dapple_tf.graph_passes.passes.base import Contract
+from dapple_tf.graph_passes.passes.base import BuiltInPass, Contract
 from dapple_tf.graph_passes.passes.gather_slices import dense_type
 
 
 @dataclass(frozen=True)
-class ExposeGradients:
+class ExposeGradients(BuiltInPass):
     """Add the gradients of all variables as last outputs; ``exposed_gradients`` gives their order."""
 
-    name: str = "expose_gradients"
     contract: ClassVar[Contract] = Contract(
         requires=frozenset({OpName.FORWARD}),
         requires_if_trained=frozenset({OpName.REDUCED_GRADIENTS}),

@@ -26,7 +26,7 @@ from dapple_tf.graph_passes.analysis.variable_use import variable_uses, written_
 from dapple_tf.graph_passes.ir.graph import Effect, Graph, Node, attributes
 from dapple_tf.graph_passes.ir.names import STAGE_OPS, nodes_of, of_phase
 from dapple_tf.graph_passes.ir.ops import OpName
-from dapple_tf.graph_passes.passes.base import Contract
+from dapple_tf.graph_passes.passes.base import BuiltInPass, Contract
 from dapple_tf.graph_passes.passes.instrument import end_of, starts_of
 
 _ACTING = (Effect.SIDE, Effect.RANDOM)
@@ -42,7 +42,7 @@ class PhaseGraph:
 
 
 @dataclass(frozen=True)
-class FollowPhases:
+class FollowPhases(BuiltInPass):
     """Add ``follow`` nodes, by which the graph of a phase waits for nodes of the ``earlier`` phases of its step.
 
     ``variables``: as in ``PhaseGraph``. ``last``: no phase follows this one.
@@ -51,7 +51,6 @@ class FollowPhases:
     earlier: tuple[PhaseGraph, ...]
     variables: Mapping[str, int]
     last: bool
-    name: str = "follow_phases"
     contract: ClassVar[Contract] = Contract(
         requires=frozenset({OpName.FORWARD}),
         forbids=frozenset({OpName.FOLLOW}),
@@ -79,7 +78,7 @@ class FollowPhases:
                     attrs = attributes({"after": tuple(sorted(needed))})
                     nodes.append(Node(added[place], OpName.FOLLOW, attrs=attrs, device=node.device))
                 node = node.after(added[place], "phases: it depends on what earlier ones do")
-            nodes.append(_as_whole(node))
+            nodes.append(node.without("inline") if node.has("inline") else node)
         found = graph.replace(nodes=tuple(nodes))
         return found if self.last else _open_ended(found)
 
@@ -88,22 +87,13 @@ def _open_ended(graph: Graph) -> Graph:
     """Return the graph of a phase after which others follow."""
     ends = {node.name for node in nodes_of(graph, OpName.SET_UPDATING) if not node.attr("updating")}
     nodes = [
-        node.with_attrs(guarded=False) if node.op == OpName.COLLECT_TOKENS else _without(node, ends)
+        node.with_attrs(guarded=False)
+        if node.op == OpName.COLLECT_TOKENS
+        else replace(node, controls=tuple(control for control in node.controls if control.source not in ends))
         for node in graph.nodes
         if node.name not in ends
     ]
     return graph.replace(nodes=tuple(nodes))
-
-
-def _as_whole(node: Node) -> Node:
-    """Return ``node`` without the attribute ``inline``: a call that is not inlined."""
-    attrs = tuple(item for item in node.attrs if item[0] != "inline")
-    return replace(node, attrs=attrs) if node.has("inline") else node
-
-
-def _without(node: Node, removed: set[str]) -> Node:
-    controls = tuple(control for control in node.controls if control.source not in removed)
-    return node if controls == node.controls else replace(node, controls=controls)
 
 
 def _find_waits(phase: PhaseGraph, earlier: Sequence[PhaseGraph]) -> Mapping[str, frozenset[str]]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from dapple_tf.graph_passes.analysis.layers import variables_of, written_variables
 from dapple_tf.graph_passes.ir.extract import extract_function
-from dapple_tf.graph_passes.ir.graph import Effect, Function, Graph, Node, Port, Role, Value
+from dapple_tf.graph_passes.ir.graph import Effect, Function, Graph, Node, Port, Role, Value, ancestors
 
 JOIN = "join"
 """The attribute of a node that says how it joins the values of all replicas: see ``OpName.JOIN``."""
@@ -88,10 +88,8 @@ def _find_results(graph: Graph, part_of: Mapping[str, int], count: int) -> tuple
         for value in node.inputs:
             if node.has(JOIN) or part_of.get(node.name, 0) > part_of.get(value.node, len(graph.nodes)):
                 wanted.add(value)
-    position = {node.name: i for i, node in enumerate(graph.nodes)}
-    given = sorted(
-        (value for value in wanted if value.node not in graph.inputs and not graph.node(value.node).has(JOIN)),
-        key=lambda value: (position[value.node], value.index),
+    given = graph.in_order(
+        value for value in wanted if value.node not in graph.inputs and not graph.node(value.node).has(JOIN)
     )
     return tuple(tuple(value for value in given if part_of.get(value.node, 0) == part) for part in range(count))
 
@@ -102,13 +100,8 @@ def _extract(
     """Return one part as a function, with the repeated nodes that it needs."""
     graph, given = function.graph, tuple(results)
     own = {name for name, found in part_of.items() if found == part and not graph.node(name).has(JOIN)}
-    members, pending = set(own), [value.node for value in given]
-    pending += [source for name in own for source in graph.node(name).predecessors()]
-    while pending:
-        name = pending.pop()
-        if name in repeated and name not in members:
-            members.add(name)
-            pending += graph.node(name).predecessors()
+    needed = [*(value.node for value in given), *(source for name in own for source in graph.node(name).predecessors())]
+    members = own | ancestors(graph, needed, stop=graph.by_name.keys() - repeated)
 
     def port_of(value: Value) -> tuple[Role, str] | None:
         found = function.carrier_of(value)

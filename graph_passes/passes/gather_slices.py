@@ -18,7 +18,7 @@ from dapple_tf.graph_passes.analysis.variable_use import find_variables
 from dapple_tf.graph_passes.ir.graph import OTHER, DType, Function, Graph, Node, Shape, TensorType, Value, attributes
 from dapple_tf.graph_passes.ir.names import Site, at, micro_batch_count, nodes_of, replica_counts, weight_gradient_op
 from dapple_tf.graph_passes.ir.ops import OpName
-from dapple_tf.graph_passes.passes.base import Contract
+from dapple_tf.graph_passes.passes.base import BuiltInPass, Contract
 
 Combine = Literal["concat", "sum", "merge"]
 """The way to join the slices of one use, from all micro-batches and replicas, into those of the whole batch.
@@ -48,7 +48,7 @@ class SparsePart:
 
 
 @dataclass(frozen=True)
-class GatherSlices:
+class GatherSlices(BuiltInPass):
     """Add a ``gather_slices`` for each variable whose gradient is sparse; ``parts``: its uses, in order.
 
     ``shares``: see ``Variables``.
@@ -56,7 +56,6 @@ class GatherSlices:
 
     parts: tuple[SparsePart, ...]
     shares: tuple[tuple[str, int], ...] = ()
-    name: str = "gather_slices"
     contract: ClassVar[Contract] = Contract(
         requires=frozenset({OpName.FORWARD}),
         forbids=frozenset({OpName.GATHER_SLICES, OpName.BARRIER}),

@@ -8,7 +8,7 @@ from typing import ClassVar
 from dapple_tf.graph_passes.ir.graph import Control, Graph, Node, Value, attributes, tensor
 from dapple_tf.graph_passes.ir.names import BACKWARD_OPS, nodes_of
 from dapple_tf.graph_passes.ir.ops import OpName
-from dapple_tf.graph_passes.passes.base import Contract
+from dapple_tf.graph_passes.passes.base import BuiltInPass, Contract
 from dapple_tf.graph_passes.passes.join_replicas import first_part
 
 _STAMP = tensor("float64")
@@ -17,10 +17,9 @@ _TIMED = frozenset({OpName.FORWARD, *BACKWARD_OPS, OpName.EXCHANGE, OpName.ALLRE
 
 
 @dataclass(frozen=True)
-class Instrument:
+class Instrument(BuiltInPass):
     """Add a last output, a float64 vector: the start and the end of each of ``timed_nodes``, in seconds."""
 
-    name: str = "instrument"
     contract: ClassVar[Contract] = Contract(
         requires=frozenset({OpName.FORWARD}),
         forbids=frozenset({OpName.TIMESTAMP, OpName.STACK_TIMESTAMPS}),

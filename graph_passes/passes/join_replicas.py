@@ -15,7 +15,7 @@ from typing import ClassVar
 from dapple_tf.graph_passes.ir.graph import BOUND_ROLES, Function, Graph, Node, Value, attributes
 from dapple_tf.graph_passes.ir.names import BACKWARD_OPS, nodes_of, replica_counts
 from dapple_tf.graph_passes.ir.ops import OpName
-from dapple_tf.graph_passes.passes.base import Contract
+from dapple_tf.graph_passes.passes.base import BuiltInPass, Contract
 from dapple_tf.graph_passes.passes.function_parts import JOIN, FunctionParts, cut_function, has_joins
 
 _CALLS = (OpName.FORWARD, *BACKWARD_OPS)
@@ -23,10 +23,9 @@ _ADDED = frozenset({OpName.PART, OpName.JOIN})
 
 
 @dataclass(frozen=True)
-class JoinReplicas:
+class JoinReplicas(BuiltInPass):
     """Join values over the replicas of each stage that has several."""
 
-    name: str = "join_replicas"
     contract: ClassVar[Contract] = Contract(
         requires=frozenset({OpName.FORWARD}),
         forbids=_ADDED | {OpName.EXCHANGE},
@@ -87,10 +86,7 @@ class _Call:
         self.node = node
         self.function = function
         self.parts = parts
-        ports = zip(function.graph.inputs, function.inputs, strict=True)
-        taken = [(name, port) for name, port in ports if port.role not in BOUND_ROLES]
-        self._entering = {name: value for (name, _), value in zip(taken, node.inputs, strict=True)}
-        self._by_port = {(port.role, port.name): self._entering[name] for name, port in taken}
+        self._by_port = function.passed_by(node)
         self._given: dict[Value, Value] = {}
         for part, results in enumerate(parts.results):
             self._given |= {value: Value(self._name(part), i) for i, value in enumerate(results)}
@@ -115,7 +111,9 @@ class _Call:
     def _find(self, value: Value, calls: Mapping[str, _Call]) -> Value:
         if value in self._given:
             return self._given[value]
-        return _moved(self._entering[value.node], calls)
+        port = self.function.carrier_of(value)
+        assert port is not None, "parts and joins give all that inputs do not"
+        return _moved(self._by_port[port], calls)
 
     def _name(self, part: int) -> str:
         return self.node.name if part == len(self.parts.functions) - 1 else _part_name(self.node.name, part)

@@ -147,7 +147,7 @@ def _sent(graph: Graph, name: str, to: int) -> Iterator[int]:
     for value, receiver in zip(node.inputs, node.integers("to"), strict=True):
         if receiver == to:
             source = graph.node(value.node)
-            yield source.integer(MICRO_BATCH) if source.has(MICRO_BATCH) else -1
+            yield source.get(MICRO_BATCH, -1)
 
 
 class _UnlikeError(Exception):

@@ -9,17 +9,16 @@ from dapple_tf.graph_passes.analysis.input_needs import Use, find_inputs
 from dapple_tf.graph_passes.ir.graph import Graph, Node, attributes, tensor
 from dapple_tf.graph_passes.ir.names import BATCH_SIZE_NAME
 from dapple_tf.graph_passes.ir.ops import OpName
-from dapple_tf.graph_passes.passes.base import Contract
+from dapple_tf.graph_passes.passes.base import BuiltInPass, Contract
 
 
 @dataclass(frozen=True)
-class LocalInput:
+class LocalInput(BuiltInPass):
     """Make the batch size the last input of a rank's graph, and have slices take tensors of the rank's own rows.
 
     A tensor may then be empty where the rank uses none of its rows.
     """
 
-    name: str = "local_input"
     contract: ClassVar[Contract] = Contract(
         requires=frozenset({OpName.BATCH_SIZE, OpName.FORWARD, OpName.COLLECT_TOKENS}),
         forbids=frozenset({OpName.TIMESTAMP}),

@@ -13,18 +13,17 @@ from typing import ClassVar
 
 from dapple_tf.graph_passes.ir.graph import Function, Graph, Node, attributes
 from dapple_tf.graph_passes.ir.ops import OpName
-from dapple_tf.graph_passes.passes.base import Contract
+from dapple_tf.graph_passes.passes.base import BuiltInPass, Contract
 
 
 @dataclass(frozen=True)
-class LookUpRows:
+class LookUpRows(BuiltInPass):
     """Replace the nodes ``GatherV2`` named in ``lookups``, which gather along axis 0, by ``ResourceGather``.
 
     See ``look_up_rows`` for the lookups that stay as they are.
     """
 
     lookups: frozenset[str]
-    name: str = "look_up_rows"
     contract: ClassVar[Contract] = Contract(forbids=frozenset({OpName.FORWARD, OpName.BACKWARD}))
 
     def __call__(self, graph: Graph) -> Graph:

@@ -9,7 +9,6 @@ share or the 1 is multiplied by the scale.
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
@@ -18,7 +17,7 @@ from dapple_tf.graph_passes.analysis.loss_head import LossHeadInput
 from dapple_tf.graph_passes.ir.graph import OTHER, Graph, Node, TensorType, Value, attributes, tensor
 from dapple_tf.graph_passes.ir.names import BACKWARD_OPS, BATCH_SIZE_NAME, at
 from dapple_tf.graph_passes.ir.ops import OpName
-from dapple_tf.graph_passes.passes.base import Contract
+from dapple_tf.graph_passes.passes.base import BuiltInPass, Contract
 from dapple_tf.graph_passes.passes.stage_calls import StageCalls
 
 _HALVES = OpName.INPUTS, OpName.WEIGHTS
@@ -52,7 +51,7 @@ def merge_kind(kind: TensorType) -> MergeKind:
 
 
 @dataclass(frozen=True)
-class Microbatch:
+class Microbatch(BuiltInPass):
     """Call the functions of ``stages`` stages on each of ``micro_batches`` micro-batches.
 
     The graph before has ``input`` nodes and, for each stage, the function ``stageN/forward``, and ``stageN/backward``
@@ -70,7 +69,6 @@ class Microbatch:
     head_inputs: tuple[LossHeadInput, ...] = ()
     split: frozenset[tuple[int, int]] = frozenset()
     sizes: tuple[int, ...] = ()
-    name: str = "microbatch"
     contract: ClassVar[Contract] = Contract(
         requires=frozenset({OpName.INPUT}),
         forbids=frozenset({OpName.BATCH_SIZE, OpName.FORWARD}),
@@ -80,55 +78,46 @@ class Microbatch:
     )
 
     def __call__(self, graph: Graph) -> Graph:
-        options = self.aux, self.loss, self.head_inputs, self.split, self.sizes
-        return call_stages(graph, self.stages, self.micro_batches, *options)
+        """Return the graph with slices, calls, and the merged loss and aux outputs, for one replica of each stage.
 
+        Raises GraphError if there is no micro-batch, no batched argument, an unknown kind of merge, or another number
+        of sizes.
+        """
+        stages, micro_batches = self.stages, self.micro_batches
+        self._check(graph)
+        size = Node(BATCH_SIZE_NAME, OpName.BATCH_SIZE, (Value(graph.inputs[0]),), (tensor("int64"),))
+        calls = StageCalls(graph, micro_batches, self.loss, self.sizes)
+        nodes: list[Node] = [*graph.nodes, size, *calls.loss_scale()]
+        for stage in range(stages):
+            nodes += calls.once(stage)
+        has_loss_head = at(stages - 1, what=OpName.LOSS_HEAD) in graph.function_by_name
+        for together in [range(micro_batches)] if has_loss_head else [[m] for m in range(micro_batches)]:
+            nodes += [node for m in together for stage in range(stages) for node in calls.forward(stage, m)]
+            nodes += calls.loss_head(stages - 1, self.head_inputs)
+            for m in together:
+                for stage in reversed(range(stages)):
+                    for op in _HALVES if (stage, m) in self.split else [OpName.BACKWARD]:
+                        if at(stage, what=op) in graph.function_by_name:
+                            nodes += calls.backward(stage, m, op)
+        merged: list[tuple[str, str, MergeKind]] = [("loss", "loss", self.loss)]
+        merged += [(f"aux/{i}", str(i), kind) for i, kind in enumerate(self.aux)]
+        for name, label, kind in merged:
+            results = calls.results[label]
+            merge = kind if len(results[0]) > 1 else "first"  # the loss head gives one value for the whole batch
+            inputs = tuple(value for result in results for value in result)
+            first = calls.types[inputs[0]]
+            nodes.append(Node(name, OpName.MERGE, inputs, (first,), attributes({"kind": merge})))
+        outputs = tuple(Value(name) for name, _, _ in merged)
+        return graph.replace(nodes=tuple(nodes), outputs=outputs)
 
-def call_stages(
-    graph: Graph,
-    stages: int,
-    micro_batches: int,
-    aux: Sequence[MergeKind] = (),
-    loss: Literal["mean", "sum"] = "mean",
-    head_inputs: Sequence[LossHeadInput] = (),
-    split: Set[tuple[int, int]] = frozenset(),
-    sizes: Sequence[int] = (),
-) -> Graph:
-    """Return the graph with slices, calls, and the merged loss and aux outputs, for one replica of each stage.
-
-    Raises GraphError if there is no micro-batch, no batched argument, an unknown kind of merge, or another number of
-    sizes.
-    """
-    if micro_batches < 1:
-        raise GraphError(f"M = {micro_batches}: there must be at least one micro-batch")
-    if sizes and len(sizes) != micro_batches:
-        raise GraphError(f"M = {micro_batches}, but there are {len(sizes)} sizes of micro-batches: give one for each")
-    if not graph.inputs:
-        raise GraphError("a pipeline needs at least one batched argument")
-    for kind in (loss, *aux):
-        if kind not in get_args(MergeKind):
-            raise GraphError(f"outputs are merged by one of {', '.join(get_args(MergeKind))}, not by {kind!r}")
-    size = Node(BATCH_SIZE_NAME, OpName.BATCH_SIZE, (Value(graph.inputs[0]),), (tensor("int64"),))
-    calls = StageCalls(graph, micro_batches, loss, sizes)
-    nodes: list[Node] = [*graph.nodes, size, *calls.loss_scale()]
-    for stage in range(stages):
-        nodes += calls.once(stage)
-    has_loss_head = at(stages - 1, what=OpName.LOSS_HEAD) in graph.function_by_name
-    for together in [range(micro_batches)] if has_loss_head else [[m] for m in range(micro_batches)]:
-        nodes += [node for m in together for stage in range(stages) for node in calls.forward(stage, m)]
-        nodes += calls.loss_head(stages - 1, head_inputs)
-        for m in together:
-            for stage in reversed(range(stages)):
-                for op in _HALVES if (stage, m) in split else [OpName.BACKWARD]:
-                    if at(stage, what=op) in graph.function_by_name:
-                        nodes += calls.backward(stage, m, op)
-    merged: list[tuple[str, str, MergeKind]] = [("loss", "loss", loss)]
-    merged += [(f"aux/{i}", str(i), kind) for i, kind in enumerate(aux)]
-    for name, label, kind in merged:
-        results = calls.results[label]
-        merge = kind if len(results[0]) > 1 else "first"  # the loss head gives one value for the whole batch
-        inputs = tuple(value for result in results for value in result)
-        first = calls.types[inputs[0]]
-        nodes.append(Node(name, OpName.MERGE, inputs, (first,), attributes({"kind": merge})))
-    outputs = tuple(Value(name) for name, _, _ in merged)
-    return graph.replace(nodes=tuple(nodes), outputs=outputs)
+    def _check(self, graph: Graph) -> None:
+        count, sizes = self.micro_batches, self.sizes
+        if count < 1:
+            raise GraphError(f"M = {count}: there must be at least one micro-batch")
+        if sizes and len(sizes) != count:
+            raise GraphError(f"M = {count}, but there are {len(sizes)} sizes of micro-batches: give one for each")
+        if not graph.inputs:
+            raise GraphError("a pipeline needs at least one batched argument")
+        for kind in (self.loss, *self.aux):
+            if kind not in get_args(MergeKind):
+                raise GraphError(f"outputs are merged by one of {', '.join(get_args(MergeKind))}, not by {kind!r}")

@@ -16,7 +16,7 @@ from dapple_tf.graph_passes.analysis.layers import written_variables
 from dapple_tf.graph_passes.ir.graph import Graph
 from dapple_tf.graph_passes.ir.names import at, micro_batch_count, nodes_of, replica_counts
 from dapple_tf.graph_passes.ir.ops import OpName
-from dapple_tf.graph_passes.passes.base import Contract
+from dapple_tf.graph_passes.passes.base import BuiltInPass, Contract
 from dapple_tf.graph_passes.schedules.schedule import CALL_OF_KIND, FREEING, Action, Kind, Schedule
 from dapple_tf.wording import format_count
 
@@ -24,11 +24,10 @@ _WRITING: tuple[tuple[Kind, ...], ...] = (("F",), ("B", "I"))  # the kinds of ac
 
 
 @dataclass(frozen=True)
-class Order:
+class Order(BuiltInPass):
     """Join the calls of each device by control edges in the order of ``schedule``."""
 
     schedule: Schedule
-    name: str = "order"
     contract: ClassVar[Contract] = Contract(
         requires=frozenset({OpName.FORWARD}),
         requires_if_trained=frozenset({OpName.GRADIENTS}),

@@ -16,7 +16,7 @@ from dapple_tf.errors import GraphError
 from dapple_tf.graph_passes.ir.graph import Control, Function, Graph, Node, Port, attributes
 from dapple_tf.graph_passes.ir.names import at, micro_batch_count, nodes_of, replica_counts, weight_gradient_op
 from dapple_tf.graph_passes.ir.ops import OpName
-from dapple_tf.graph_passes.passes.base import Contract
+from dapple_tf.graph_passes.passes.base import BuiltInPass, Contract
 
 # Large enough that the latency of a collective (0.3 to 2 ms) is small against its transfer (4 ms at 1 GB/s, 40 ms at
 # 1 Gbps), and small enough that the last bucket, which nothing overlaps, is short. Horovod fuses small buckets that
@@ -30,11 +30,10 @@ IndexedPort = tuple[int, Port]
 
 
 @dataclass(frozen=True)
-class Overlap:
+class Overlap(BuiltInPass):
     """Reduce the gradients of each replicated stage in buckets of about ``bucket_bytes``."""
 
     bucket_bytes: int = BUCKET_BYTES
-    name: str = "overlap"
     contract: ClassVar[Contract] = Contract(
         requires=frozenset({OpName.FORWARD}),
         requires_if_trained=frozenset({OpName.GRADIENTS}),
@@ -65,8 +64,8 @@ class Overlap:
                     functions.append(dataclasses.replace(function, name=name, graph=function.graph.replace(name=name)))
         nodes: list[Node] = []
         for node in graph.nodes:
-            stage = node.integer("stage") if node.has("stage") else -1
-            final = node.has("micro_batch") and node.integer("micro_batch") == last
+            stage = node.get("stage")
+            final = node.get("micro_batch") == last
             if stage not in buckets:
                 nodes.append(node)
             elif node.op == weight_gradient_op(graph, stage, last) and final:

@@ -10,16 +10,15 @@ from dapple_tf.errors import GraphError
 from dapple_tf.graph_passes.ir.graph import Graph
 from dapple_tf.graph_passes.ir.names import replica_counts
 from dapple_tf.graph_passes.ir.ops import OpName
-from dapple_tf.graph_passes.passes.base import Contract
+from dapple_tf.graph_passes.passes.base import BuiltInPass, Contract
 
 
 @dataclass(frozen=True)
-class Place:
+class Place(BuiltInPass):
     """``devices[s][r]`` is the device of replica r of stage s, ``home`` that of the inputs, the loss and the aux."""
 
     devices: tuple[tuple[str, ...], ...]
     home: str
-    name: str = "place"
     contract: ClassVar[Contract] = Contract(requires=frozenset({OpName.FORWARD}))
 
     def __call__(self, graph: Graph) -> Graph:
@@ -37,12 +36,11 @@ class Place:
 
 
 @dataclass(frozen=True)
-class PlaceRank:
+class PlaceRank(BuiltInPass):
     """Put the nodes of a rank's stages on ``device``, and those that belong to no stage on ``home``."""
 
     device: str
     home: str
-    name: str = "place_rank"
     contract: ClassVar[Contract] = Contract(requires=frozenset({OpName.FORWARD}))
 
     def __call__(self, graph: Graph) -> Graph:

@@ -28,7 +28,7 @@ from dapple_tf.graph_passes.ir.names import (
     site_of,
 )
 from dapple_tf.graph_passes.ir.ops import OpName
-from dapple_tf.graph_passes.passes.base import Contract
+from dapple_tf.graph_passes.passes.base import BuiltInPass, Contract
 from dapple_tf.graph_passes.passes.join_replicas import of_replica
 from dapple_tf.graph_passes.passes.send_together import boundary_direction, sent_together
 
@@ -55,20 +55,14 @@ _OF_UPDATE = frozenset(
 )
 # Ops that run on every rank of a stage in any case.
 _ON_EVERY_REPLICA = frozenset(
-    {
-        OpName.ALLREDUCE,
-        OpName.COUNT_UPDATE,
-        OpName.WRITE_STATISTICS,
-        OpName.COMMIT,
-        OpName.MERGE_STATE,
-    }
+    {OpName.ALLREDUCE, OpName.COUNT_UPDATE, OpName.WRITE_STATISTICS, OpName.COMMIT, OpName.MERGE_STATE}
 )
 # Sums over the ranks of a stage: each rank passes the values of its own replica.
 _REDUCTIONS = frozenset({OpName.ALLREDUCE, OpName.MERGE_STATE})
 
 
 @dataclass(frozen=True)
-class Project:
+class Project(BuiltInPass):
     """Reduce the graph to that of ``rank``; ``ranks[s][r]`` is the rank of replica r of stage s.
 
     Stages of one worker have the same ranks. ``sharded``: the stages whose update is sharded.
@@ -77,7 +71,6 @@ class Project:
     ranks: tuple[tuple[int, ...], ...]
     rank: int
     sharded: frozenset[int] = frozenset()
-    name: str = "project"
     contract: ClassVar[Contract] = Contract(
         requires=frozenset({OpName.FORWARD}),
         forbids=frozenset({OpName.EXCHANGE, OpName.COLLECT_TOKENS, OpName.TIMESTAMP}),
@@ -89,7 +82,7 @@ class Project:
 
 
 def project(graph: Graph, ranks: Sequence[Sequence[int]], rank: int, sharded: Set[int] = frozenset()) -> Graph:
-    """Return the graph of ``rank``, from a graph that ``rank_variables`` returned.
+    """Return the graph of ``rank``, from a graph that ``RankVariables`` returned.
 
     An ``exchange`` has the same name on each rank that takes part in it (``ranks``). Its inputs are the tensors that
     this rank sends (``to``: the receivers), its outputs those that it receives (``source``: the senders), and a token.
@@ -113,7 +106,8 @@ def project(graph: Graph, ranks: Sequence[Sequence[int]], rank: int, sharded: Se
     own = [node for node in graph.nodes if rank in placement.ranks_of(node)]
     names = {node.name for node in own}
     nodes += [_on_rank(node, rank, placement, names, received) for node in own]
-    with_token = sorted((node for node in nodes if node.op in OPS_WITH_TOKEN), key=_number_of)
+    with_token = [node for node in nodes if node.op in OPS_WITH_TOKEN]
+    with_token.sort(key=lambda node: node.get(MICRO_BATCH, math.inf))
     tokens = tuple(node.values()[-1] for node in with_token)
     if tokens:
         nodes.append(Node(TOKENS_NAME, OpName.COLLECT_TOKENS, tokens, (TOKEN,)))
@@ -122,11 +116,6 @@ def project(graph: Graph, ranks: Sequence[Sequence[int]], rank: int, sharded: Se
     called = {node.string("function") for node in nodes if node.has("function")}
     functions = tuple(function for function in graph.functions if function.name in called)
     return graph.replace(nodes=tuple(nodes), outputs=outputs, functions=functions).sorted()
-
-
-def _number_of(node: Node) -> float:
-    """Return the micro-batch of a node; infinity where it has none."""
-    return node.integer(MICRO_BATCH) if node.has(MICRO_BATCH) else math.inf
 
 
 def _check_ranks(graph: Graph, ranks: Sequence[Sequence[int]]) -> None:
@@ -206,14 +195,11 @@ class _Exchange:
             "ranks": self.ranks,
             "source": tuple(transfer.source for transfer in received),
             "to": tuple(transfer.to for transfer in sent),
-            **self._micro_batch(),
         }
+        if match := re.search(r"/mb(\d+)/", self.name):
+            attrs[MICRO_BATCH] = int(match[1])
         outputs = (*(graph.type_of(transfer.value) for transfer in received), TOKEN)
         return Node(self.name, OpName.EXCHANGE, tuple(transfer.value for transfer in sent), outputs, attributes(attrs))
-
-    def _micro_batch(self) -> dict[str, Attr]:
-        match = re.search(r"/mb(\d+)/", self.name)
-        return {} if match is None else {MICRO_BATCH: int(match[1])}
 
     def _needs_header(self, graph: Graph) -> bool:
         """Return whether the shapes must be sent, since receivers cannot compute them from the number of elements.

@@ -18,13 +18,13 @@ from dapple_tf.graph_passes.analysis.variable_use import Variables, find_variabl
 from dapple_tf.graph_passes.ir.graph import Graph, Node, TensorType, Value, attributes
 from dapple_tf.graph_passes.ir.names import WRITING_OPS, at, nodes_of, site_of
 from dapple_tf.graph_passes.ir.ops import OpName
-from dapple_tf.graph_passes.passes.base import Contract
+from dapple_tf.graph_passes.passes.base import BuiltInPass, Contract
 
 _ADDED = frozenset({OpName.READ_VARIABLE, OpName.READ_STATE, OpName.MERGE_STATE})
 
 
 @dataclass(frozen=True)
-class RankVariables:
+class RankVariables(BuiltInPass):
     """Change the copies of variables to those that ranks need.
 
     ``types``: the type of each variable's value. ``ranks``: the ranks of each stage, as for ``Project``. ``shares``:
@@ -34,7 +34,6 @@ class RankVariables:
     types: tuple[tuple[str, TensorType], ...]
     ranks: tuple[tuple[int, ...], ...]
     shares: tuple[tuple[str, int], ...] = ()
-    name: str = "rank_variables"
     contract: ClassVar[Contract] = Contract(
         requires=frozenset({OpName.FORWARD}),
         forbids=_ADDED | {OpName.EXCHANGE, OpName.TIMESTAMP},
@@ -42,35 +41,27 @@ class RankVariables:
     )
 
     def __call__(self, graph: Graph) -> Graph:
-        return rank_variables(graph, dict(self.types), self.ranks, self.shares)
-
-
-def rank_variables(
-    graph: Graph,
-    types: Mapping[str, TensorType],
-    ranks: Sequence[Sequence[int]],
-    shares: tuple[tuple[str, int], ...] = (),
-) -> Graph:
-    """Return the graph in which owners send variables to other ranks' copies, and state is merged before ``commit``."""
-    variables = find_variables(graph, shares)
-    nodes: list[Node] = []
-    reads: dict[str, Node] = {}
-    removed: set[str] = set()
-    for node in graph.nodes:
-        if node.op == OpName.REFRESH:
-            refresh = _rank_refresh(node, variables, types, ranks, reads)
-            nodes += [] if refresh is None else [refresh]
-            removed |= {node.name} if refresh is None else set()
-        elif node.op == OpName.COMMIT and node.integer("replicas") > 1:
-            nodes += _merge_state(graph, node, types)
-        elif node.op == OpName.BARRIER:
-            nodes.append(_after_merges(graph, node))
-        else:
-            nodes.append(node)
-    connected = [
-        dataclasses.replace(node, controls=tuple(c for c in node.controls if c.source not in removed)) for node in nodes
-    ]
-    return graph.replace(nodes=(*reads.values(), *connected)).sorted()
+        """Return the graph in which owners send variables to other ranks' copies; state is merged before ``commit``."""
+        variables, types = find_variables(graph, self.shares), dict(self.types)
+        nodes: list[Node] = []
+        reads: dict[str, Node] = {}
+        removed: set[str] = set()
+        for node in graph.nodes:
+            if node.op == OpName.REFRESH:
+                refresh = _rank_refresh(node, variables, types, self.ranks, reads)
+                nodes += [] if refresh is None else [refresh]
+                removed |= {node.name} if refresh is None else set()
+            elif node.op == OpName.COMMIT and node.integer("replicas") > 1:
+                nodes += _merge_state(graph, node, types)
+            elif node.op == OpName.BARRIER:
+                nodes.append(_after_merges(graph, node))
+            else:
+                nodes.append(node)
+        connected = [
+            dataclasses.replace(node, controls=tuple(c for c in node.controls if c.source not in removed))
+            for node in nodes
+        ]
+        return graph.replace(nodes=(*reads.values(), *connected)).sorted()
 
 
 def _rank_refresh(
@@ -115,7 +106,7 @@ def _merge_state(graph: Graph, commit: Node, types: Mapping[str, TensorType]) ->
         attrs = attributes({"replica": replica, "stage": stage, "variables": names})
         state = Node(at(stage, replica, what=OpName.READ_STATE), OpName.READ_STATE, (), kinds, attrs)
         for node in nodes_of(graph, *WRITING_OPS):
-            if (node.integer("stage"), node.integer("replica")) == (stage, replica):
+            if site_of(node) == (stage, replica):
                 state = state.after(node.name, "state: every forward has written its copy")
         states.append(state)
     inputs = tuple(value for state in states for value in state.values())

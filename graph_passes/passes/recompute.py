@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Collection, Sequence, Set
 from dataclasses import dataclass
 from typing import ClassVar
 
 from dapple_tf.errors import GraphError
+from dapple_tf.graph_passes.analysis.layers import dependents
 from dapple_tf.graph_passes.analysis.recomputation import Recomputation, find_recomputation
 from dapple_tf.graph_passes.analysis.variable_use import written_by_loss_head
 from dapple_tf.graph_passes.ir.graph import (
@@ -22,7 +23,6 @@ from dapple_tf.graph_passes.ir.graph import (
     Graph,
     Node,
     Port,
-    Role,
     TensorType,
     Value,
     ancestors,
@@ -31,11 +31,11 @@ from dapple_tf.graph_passes.ir.graph import (
 )
 from dapple_tf.graph_passes.ir.names import at
 from dapple_tf.graph_passes.ir.ops import OpName
-from dapple_tf.graph_passes.passes.base import Contract
+from dapple_tf.graph_passes.passes.base import BuiltInPass, Contract
 
 
 @dataclass(frozen=True)
-class Recompute:
+class Recompute(BuiltInPass):
     """Recompute ``runs`` in backward: they are the runs of each stage, in order, as sets of names of nodes.
 
     ``written``: see ``find_recomputation``; what the loss head writes is added to it.
@@ -43,7 +43,6 @@ class Recompute:
 
     runs: tuple[tuple[frozenset[str], ...], ...]
     written: frozenset[str] = frozenset()
-    name: str = "recompute"
     contract: ClassVar[Contract] = Contract(forbids=frozenset({OpName.FORWARD, OpName.BACKWARD}))
 
     def __call__(self, graph: Graph) -> Graph:
@@ -107,11 +106,8 @@ def recompute_in_backward(forward: Function, backward: Function, recomputation: 
     outputs = tuple(map(inputs.for_backward, backward.graph.outputs))
     ports = inputs.ports()
     nodes = topological([*(node for _, node in ports), *added, *kept])
-    entries: dict[Role, set[str]] = {}
-    for port, node in ports:
-        entries.setdefault(port.role, set()).add(node.name)
-    gated = _add_recompute_gates(nodes, recomputation.runs, entries)
-    graph = Graph(backward.name, gated, tuple(node.name for _, node in ports), outputs)
+    graph = Graph(backward.name, nodes, tuple(node.name for _, node in ports), outputs)
+    graph = _add_recompute_gates(graph, recomputation.runs)
     return Function(backward.name, graph, tuple(port for port, _ in ports), backward.outputs)
 
 
@@ -169,36 +165,35 @@ class _Inputs:
 # has run (that of the loss itself) does not open a gate.
 
 
-def _add_recompute_gates(
-    nodes: Sequence[Node], runs: Sequence[Set[str]], entries: Mapping[Role, Set[str]]
-) -> tuple[Node, ...]:
-    """Return the nodes of a backward function with a recompute gate before each of ``runs`` (names of nodes).
+def _add_recompute_gates(graph: Graph, runs: Sequence[Set[str]]) -> Graph:
+    """Return the graph of a backward function with a recompute gate before each of ``runs`` (names of nodes).
 
-    ``entries``: the function's input nodes by role. The inputs of a run pass its gate, except for variables.
+    The inputs of a run pass its gate, except for variables.
     """
-    incoming = {*entries.get("gradient", ()), *entries.get("seed", ())}
-    gated = {name for role, names in entries.items() if role != "variable" for name in names}
-    from_gradients = _dependents(nodes, incoming)
-    types = {value: kind for node in nodes for value, kind in zip(node.values(), node.outputs, strict=True)}
+    role_of = {name: graph.node(name).op for name in graph.inputs}
+    incoming = {name for name, role in role_of.items() if role in ("gradient", "seed")}
+    from_gradients = dependents(graph, incoming, by_controls=True)
     added: list[Node] = []
     replaced: dict[str, dict[Value, Value]] = {}  # for each node of a run, the inputs that pass the gate
     for index, run in enumerate(runs):
-        entering = tuple(dict.fromkeys(v for n in nodes if n.name in run for v in n.inputs if v.node in gated))
+        taken = dict.fromkeys(value for node in graph.nodes if node.name in run for value in node.inputs)
+        entering = [value for value in taken if role_of.get(value.node, "variable") != "variable"]
         # A run's gate must not wait for the run, nor for an earlier run, whose gate may wait for this one.
-        circular = _dependents(nodes, set().union(*runs[: index + 1]))
-        waits = _first_gradients(nodes, run, from_gradients, circular) or tuple(map(Value, sorted(incoming)))
+        circular = dependents(graph, set().union(*runs[: index + 1]), by_controls=True)
+        waits = _first_gradients(graph, run, from_gradients, circular) or tuple(map(Value, sorted(incoming)))
         if entering and waits:
-            gate = _make_gate(f"recompute{index}/gate", waits, types)
-            passed = [_pass(f"recompute{index}/enter{i}", v, types[v], gate) for i, v in enumerate(entering)]
+            kinds = tuple(map(graph.type_of, waits))
+            attrs = attributes({"T": tuple(kind.dtype for kind in kinds)})
+            gate = Node(f"recompute{index}/gate", "IdentityN", waits, kinds, attrs)
+            passed = [
+                _pass(f"recompute{index}/enter{i}", value, graph.type_of(value), gate)
+                for i, value in enumerate(entering)
+            ]
             added += [gate, *passed]
             for name in run:
                 replaced[name] = {value: Value(node.name) for value, node in zip(entering, passed, strict=True)}
-    return topological([*(_replace_inputs(node, replaced.get(node.name, {})) for node in nodes), *added])
-
-
-def _make_gate(name: str, waits: tuple[Value, ...], types: Mapping[Value, TensorType]) -> Node:
-    kinds = tuple(types[value] for value in waits)
-    return Node(name, "IdentityN", waits, kinds, attributes({"T": tuple(kind.dtype for kind in kinds)}))
+    changed = (node.taking(replaced.get(node.name, {})) for node in graph.nodes)
+    return graph.replace(nodes=topological([*changed, *added]))
 
 
 def _pass(name: str, value: Value, kind: TensorType, gate: Node) -> Node:
@@ -207,13 +202,11 @@ def _pass(name: str, value: Value, kind: TensorType, gate: Node) -> Node:
     return Node(name, "Identity", (value,), (kind,), attributes({"T": kind.dtype}), controls)
 
 
-def _first_gradients(
-    nodes: Sequence[Node], run: Set[str], from_gradients: Set[str], circular: Set[str]
-) -> tuple[Value, ...]:
+def _first_gradients(graph: Graph, run: Set[str], from_gradients: Set[str], circular: Set[str]) -> tuple[Value, ...]:
     """Return the gradients that are combined with values of ``run``, or with values computed from these alone."""
     without_gradients = set(run)
     found: dict[Value, None] = {}
-    for node in nodes:
+    for node in graph.nodes:
         if without_gradients.isdisjoint(value.node for value in node.inputs):
             continue
         if node.name in from_gradients:
@@ -221,16 +214,3 @@ def _first_gradients(
         else:
             without_gradients.add(node.name)
     return tuple(found)
-
-
-def _dependents(nodes: Sequence[Node], roots: Set[str]) -> set[str]:
-    """Return ``roots`` and all nodes that depend on them."""
-    found = set(roots)
-    for node in nodes:
-        if not found.isdisjoint(node.predecessors()):
-            found.add(node.name)
-    return found
-
-
-def _replace_inputs(node: Node, by: Mapping[Value, Value]) -> Node:
-    return dataclasses.replace(node, inputs=tuple(by.get(value, value) for value in node.inputs))

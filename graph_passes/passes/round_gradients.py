@@ -7,7 +7,6 @@ scaling depends on. Micro-batches and replicas are summed in float32, so the sum
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -16,7 +15,7 @@ from dapple_tf.graph_passes.ir.graph import Graph, Node, Value, attributes
 from dapple_tf.graph_passes.ir.names import Site, nodes_of, site_of
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.passes.backward import StageGradients
-from dapple_tf.graph_passes.passes.base import Contract
+from dapple_tf.graph_passes.passes.base import BuiltInPass, Contract
 
 _NARROW = frozenset({"float16", "half"})
 _UNCHANGING = frozenset({"Identity", "Reshape"})
@@ -52,11 +51,10 @@ def _cast_from(joint: Graph, value: Value) -> str:
 
 
 @dataclass(frozen=True)
-class RoundGradients:
+class RoundGradients(BuiltInPass):
     """Add a ``round`` for each stage that has some of the gradients ``narrow``."""
 
     narrow: tuple[Narrow, ...]
-    name: str = "round_gradients"
     contract: ClassVar[Contract] = Contract(
         requires=frozenset({OpName.FORWARD}),
         requires_if_trained=frozenset({OpName.REDUCED_GRADIENTS}),
@@ -79,12 +77,8 @@ class RoundGradients:
                 if source.op not in (OpName.TIED_SUM, OpName.LOSS_HEAD) and (source.integer("stage"), name) in dtypes:
                     chosen[value] = dtypes[source.integer("stage"), name]
         added, rounded = _round(graph, chosen)
-        nodes = [
-            dataclasses.replace(node, inputs=tuple(rounded.get(value, value) for value in node.inputs))
-            if node.op in (OpName.REDUCED_GRADIENTS, OpName.TIED_SUM)
-            else node
-            for node in graph.nodes
-        ]
+        users = (OpName.REDUCED_GRADIENTS, OpName.TIED_SUM)
+        nodes = [node.taking(rounded) if node.op in users else node for node in graph.nodes]
         return graph.replace(nodes=(*nodes, *added)).sorted()
 
 

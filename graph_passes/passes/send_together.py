@@ -15,7 +15,7 @@ from dapple_tf.errors import ScheduleError
 from dapple_tf.graph_passes.ir.graph import Graph, Node, Value, attributes
 from dapple_tf.graph_passes.ir.names import at, micro_batch_count, replica_counts
 from dapple_tf.graph_passes.ir.ops import OpName
-from dapple_tf.graph_passes.passes.base import Contract
+from dapple_tf.graph_passes.passes.base import BuiltInPass, Contract
 from dapple_tf.graph_passes.schedules.schedule import CALL_OF_KIND, Action, Schedule, groups_together
 
 Direction = Literal["forward", "backward"]
@@ -23,11 +23,10 @@ Direction = Literal["forward", "backward"]
 
 
 @dataclass(frozen=True)
-class SendTogether:
+class SendTogether(BuiltInPass):
     """Put a ``together`` node behind the calls whose results travel together in ``schedule``."""
 
     schedule: Schedule
-    name: str = "send_together"
     contract: ClassVar[Contract] = Contract(
         requires=frozenset({OpName.FORWARD}),
         forbids=frozenset({OpName.TOGETHER, OpName.EXCHANGE}),

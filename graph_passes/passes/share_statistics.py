@@ -14,17 +14,16 @@ from typing import ClassVar
 
 from dapple_tf.graph_passes.analysis.layers import can_run_elsewhere, dependents
 from dapple_tf.graph_passes.ir.extract import extract_function
-from dapple_tf.graph_passes.ir.graph import Control, Effect, Function, Graph, Node, Value, ancestors, attributes
+from dapple_tf.graph_passes.ir.graph import Control, Effect, Function, Graph, Node, Value, ancestors
 from dapple_tf.graph_passes.ir.names import SHARED_STATISTICS, at, nodes_of, replica_counts
 from dapple_tf.graph_passes.ir.ops import OpName
-from dapple_tf.graph_passes.passes.base import Contract
+from dapple_tf.graph_passes.passes.base import BuiltInPass, Contract
 
 
 @dataclass(frozen=True)
-class ShareStatistics:
+class ShareStatistics(BuiltInPass):
     """Call the part of ``run_once`` that takes rows of the batch on the first replica of each stage only."""
 
-    name: str = "share_statistics"
     contract: ClassVar[Contract] = Contract(
         requires=frozenset({OpName.FORWARD}), forbids=frozenset({OpName.EXCHANGE, OpName.TIMESTAMP})
     )
@@ -100,14 +99,12 @@ def _extract(function: Function, name: str, outputs: Iterable[int], roots: Itera
 
 def _calls(node: Node, function: Function, cut: _Cut, shared: str) -> Iterator[Node]:
     """Yield the calls that replace ``node``: of the shared function, on the first replica only, and of the own one."""
-    taken = [port for port in function.inputs if port.role != "variable"]
-    entering = {(port.role, port.name): value for port, value in zip(taken, node.inputs, strict=True)}
+    entering = function.passed_by(node)
 
     def call(name: str, called: Function) -> Node:
-        inputs = [entering[port.role, port.name] for port in called.inputs if port.role != "variable"]
-        kinds = tuple(port.type for port in called.outputs)
-        attrs = attributes({**dict(node.attrs), "function": called.name})
-        return dataclasses.replace(node, name=name, inputs=tuple(inputs), outputs=kinds, attrs=attrs)
+        inputs = (entering[port.role, port.name] for port in called.passed)
+        made = called.call(name, node.op, inputs, **dict(node.attrs))
+        return dataclasses.replace(made, controls=node.controls, device=node.device)
 
     if node.integer("replica") == 0:
         yield call(shared, cut.shared)
@@ -121,5 +118,4 @@ def _reconnect(node: Node, moved: dict[Value, Value], replaced: dict[str, list[N
     for control in node.controls:
         sources = [one.name for one in replaced[control.source]] if control.source in replaced else [control.source]
         controls += [dataclasses.replace(control, source=source) for source in sources]
-    inputs = tuple(moved.get(value, value) for value in node.inputs)
-    return dataclasses.replace(node, inputs=inputs, controls=tuple(controls))
+    return dataclasses.replace(node.taking(moved), controls=tuple(controls))

@@ -33,7 +33,7 @@ from dapple_tf.graph_passes.ir.names import (
     without_target,
 )
 from dapple_tf.graph_passes.ir.ops import OpName
-from dapple_tf.graph_passes.passes.base import Contract
+from dapple_tf.graph_passes.passes.base import BuiltInPass, Contract
 from dapple_tf.graph_passes.passes.batch_loss import LOSS_HEAD_OPS, piece_of_replica, replicate_loss_head
 from dapple_tf.wording import format_count
 
@@ -41,7 +41,7 @@ _ADDED = frozenset({OpName.SPLIT, OpName.CONCAT, OpName.ADD})
 
 
 @dataclass(frozen=True)
-class SplitConcat:
+class SplitConcat(BuiltInPass):
     """Give stage s ``replicas[s]`` replicas; ``shared`` names the boundary tensors that do not depend on the batch.
 
     ``shares[s]``: how many rows each replica of stage s takes, as whole numbers in this proportion; empty where all
@@ -51,7 +51,6 @@ class SplitConcat:
     replicas: tuple[int, ...]
     shared: frozenset[str] = frozenset()
     shares: tuple[tuple[int, ...], ...] = ()
-    name: str = "split_concat"
     contract: ClassVar[Contract] = Contract(
         requires=frozenset({OpName.BATCH_SIZE, OpName.FORWARD}),
         forbids=_ADDED | {OpName.REFRESH, OpName.COMMIT, OpName.ACCUMULATE, OpName.GRADIENTS, OpName.GATHER_SLICES},
@@ -116,7 +115,7 @@ def overlaps(i: int, points: Sequence[int], others: Sequence[int]) -> tuple[int,
 def _own_control(graph: Graph, stage: int, control: Control, replica: int) -> Control:
     """Return the control edge for ``replica`` of ``stage``: an edge inside of the stage stays on this replica."""
     source = graph.node(control.source)
-    if not source.has("stage") or source.integer("stage") != stage:
+    if source.get("stage") != stage:
         return control
     return dataclasses.replace(control, source=_of_replica(control.source, replica))
 
@@ -246,7 +245,7 @@ class _Boundaries:
             found = {
                 value
                 for node in self.graph.nodes
-                if node.has("stage") and node.integer("stage") == here
+                if node.get("stage") == here
                 for value in node.inputs
                 if value.node == producer.name
             }

@@ -13,7 +13,7 @@ updates its variables in groups (see ``bound_update``).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -22,7 +22,7 @@ from dapple_tf.graph_passes.analysis.layers import written_variables
 from dapple_tf.graph_passes.analysis.update_rounds import Kinds, Sends, find_times, part_rounds, send_values
 from dapple_tf.graph_passes.analysis.update_terms import UpdateTerms, find_terms
 from dapple_tf.graph_passes.ir.extract import extract_function
-from dapple_tf.graph_passes.ir.graph import Effect, Function, Graph, Node, Port, Role, Value, ancestors
+from dapple_tf.graph_passes.ir.graph import Effect, Function, Graph, Port, Role, Value, ancestors
 from dapple_tf.graph_passes.ir.names import Site, of_round
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.passes.bound_update import bound_update
@@ -127,8 +127,11 @@ def _cut_rounds(this: _Round) -> Updates:
     times = find_times(sends, terms.kinds, this.state)
     before = _shared_before(terms, writes, shared)
     kinds, late = terms.kinds, frozenset(times.late)
+    after = shared - before  # what a site returns may need these, which all sites do after their own writes
     late_outputs = {
-        value for value in graph.outputs if value.node in late or _waits_for(graph, value, kinds, shared - before)
+        value
+        for value in graph.outputs
+        if value.node in late or (isinstance(kinds[value.node], Site) and after & ancestors(graph, [value.node]))
     }
     if not late_outputs and not late.intersection(place_of):
         return _cut_round(this, sends, kinds, times.in_update, writes, shared)
@@ -156,23 +159,13 @@ def _followed_by(first: Updates, later: Updates) -> Updates:
     return dataclasses.replace(first, later=rest)
 
 
-def _waits_for(graph: Graph, value: Value, kinds: Kinds, after: Set[str]) -> bool:
-    """Return whether a returned value of one site needs a shared write, which all sites do after their own writes."""
-    return isinstance(kinds[value.node], Site) and bool(after & ancestors(graph, [value.node]))
-
-
 def _shared_before(terms: UpdateTerms, writes: Mapping[Site, Set[str]], shared: Set[str]) -> frozenset[str]:
     """Return the shared writes that writes of sites need: these run before the updates of the sites."""
     return frozenset(name for name in shared if any(name in terms.needs[w] for group in writes.values() for w in group))
 
 
 def _cut_round(
-    this: _Round,
-    sends: Sends,
-    kinds: Kinds,
-    in_update: Set[str],
-    writes: Mapping[Site, set[str]],
-    shared: set[str],
+    this: _Round, sends: Sends, kinds: Kinds, in_update: Set[str], writes: Mapping[Site, set[str]], shared: set[str]
 ) -> Updates:
     """Return the updates of one round, after which nothing is left to do. ``in_update``: see ``Times``."""
     graph, owner = sends.graph, this.owner
@@ -216,7 +209,7 @@ def _cut_round(
         last,
         tuple((s, _terms_function(graph, terms, s, this.number)) for s in sorted({of for _, of in terms.partial})),
         _combine_function(graph, terms, this.number) if terms.combined else None,
-        tuple(_returned_port(value, sites) for value in graph.outputs),
+        tuple(("combined" if sites.get(value) is None else "partial", str(value)) for value in graph.outputs),
     )
     if updates.after is not None:
         _check_order(graph, updates.after, all_writes - after, "what the stages share of the optimizer")
@@ -257,16 +250,8 @@ def _site_of(graph: Graph, owner: Mapping[str, Site], name: str) -> Site | None:
     """Return the site of a variable or a gradient; None for any other node."""
     node = graph.node(name)
     if node.op == "arg":
-        return owner.get(node.string("port")) if _role(node) != "whole" else None
+        return owner.get(node.string("port")) if node.get("role") != "whole" else None
     return owner.get(name) if node.op == "variable" else None
-
-
-def _name_sites(sites: Iterable[Site]) -> str:
-    return " and ".join(map(str, sorted(sites)))
-
-
-def _returned_port(value: Value, sites: Mapping[Value, Site | None]) -> tuple[Role, str]:
-    return ("partial" if sites.get(value) is not None else "combined"), str(value)
 
 
 def _sort_writes(
@@ -284,7 +269,8 @@ def _sort_writes(
         owners = {owner[target] for target in targets if target in owner}
         if len(owners) > 1:
             raise PartitionError(
-                f"the optimizer's op {name!r} ({node.op}) updates variables of {_name_sites(owners)} at once, so "
+                f"the optimizer's op {name!r} ({node.op}) updates variables of "
+                f"{' and '.join(map(str, sorted(owners)))} at once, so "
                 f"it cannot run where they live: {_CONDITION if node.op == 'If' else _ALONE}",
                 name,
             )
@@ -338,7 +324,7 @@ def _remove_identity_n(graph: Graph) -> Graph:
     same: dict[Value, Value] = {}
     nodes = []
     for node in graph.nodes:
-        node = dataclasses.replace(node, inputs=tuple(same.get(value, value) for value in node.inputs))
+        node = node.taking(same)
         if node.op == "IdentityN" and not node.controls:
             same.update(zip(node.values(), node.inputs, strict=True))
         else:
@@ -406,12 +392,8 @@ def _input_port(graph: Graph, value: Value) -> tuple[Role, str] | None:
     """Return the port of a gradient or a variable; None for any other value."""
     source = graph.node(value.node)
     if source.op == "arg":
-        return _ARGUMENT_ROLES[_role(source)], source.string("port")
+        return _ARGUMENT_ROLES[source.get("role", "gradient")], source.string("port")
     return ("variable", source.name) if source.op == "variable" else None
-
-
-def _role(node: Node) -> str:
-    return node.string("role") if node.has("role") else "gradient"
 
 
 def _term_nodes(graph: Graph, values: Sequence[Value], stop: Set[str] = frozenset()) -> set[str]:
@@ -444,12 +426,7 @@ def _combine_function(graph: Graph, terms: UpdateTerms, number: int) -> Function
 
 def _unguarded(graph: Graph) -> Graph:
     """Return the graph with nothing guarded by a condition: terms have no effects and may be computed at any time."""
-    return graph.replace(
-        nodes=tuple(
-            dataclasses.replace(node, attrs=tuple((key, value) for key, value in node.attrs if key != "guard"))
-            for node in graph.nodes
-        )
-    )
+    return graph.replace(nodes=tuple(node.without("guard") for node in graph.nodes))
 
 
 def _check_variables(updates: Updates, owner: Mapping[str, Site]) -> None:

@@ -42,9 +42,7 @@ class StageCalls:
         function = self.graph.function_by_name.get(LOSS_SCALE_NAME)
         if function is None:
             return []
-        kinds = tuple(port.type for port in function.outputs)
-        attrs = attributes({"function": function.name})
-        return [Node(LOSS_SCALE_NAME, OpName.LOSS_SCALE, (), kinds, attrs)]
+        return [function.call(LOSS_SCALE_NAME, OpName.LOSS_SCALE, ())]
 
     def once(self, stage: int) -> list[Node]:
         """Return the call of a stage's function that runs once a step, on the whole batch, and what it takes."""
@@ -59,10 +57,7 @@ class StageCalls:
             elif port.role == "rows":
                 nodes.append(_whole_batch_bounds(stage))
                 inputs.append(Value(nodes[-1].name))
-        kinds = tuple(port.type for port in function.outputs)
-        call = Node(
-            at(stage, 0, what=OpName.RUN_ONCE), OpName.RUN_ONCE, tuple(inputs), kinds, _once_place(stage, function)
-        )
+        call = function.call(at(stage, 0, what=OpName.RUN_ONCE), OpName.RUN_ONCE, inputs, replica=0, stage=stage)
         for value, port in zip(call.values(), function.outputs, strict=True):
             self.values["once", port.name, stage, 0] = value
         return [*nodes, call]
@@ -163,9 +158,8 @@ class StageCalls:
 
     def _call(self, function: Function, stage: int, m: int, op: OpName) -> Node:
         """Return the call of a stage's function on a micro-batch. The nodes whose values it takes must exist."""
-        inputs = tuple(self._find(port, stage, m) for port in function.inputs if port.role != "variable")
-        attrs = _place(stage, m, function=function.name)
-        node = Node(at(stage, 0, m, op), op, inputs, tuple(port.type for port in function.outputs), attrs)
+        inputs = (self._find(port, stage, m) for port in function.passed)
+        node = function.call(at(stage, 0, m, op), op, inputs, micro_batch=m, replica=0, stage=stage)
         self.types.update(zip(node.values(), node.outputs, strict=True))
         return node
 
@@ -188,13 +182,7 @@ def _place(stage: int, m: int, **attrs: Attr) -> tuple[tuple[str, Attr], ...]:
     return attributes({"micro_batch": m, "replica": 0, "stage": stage, **attrs})
 
 
-def _once_place(stage: int, function: Function | None = None) -> tuple[tuple[str, Attr], ...]:
-    """Return the attributes of a node of the first replica that belongs to no micro-batch; a call has a function."""
-    attrs: dict[str, Attr] = {} if function is None else {"function": function.name}
-    return attributes({"replica": 0, "stage": stage, **attrs})
-
-
 def _whole_batch_bounds(stage: int) -> Node:
     """Return the node of the row bounds that a call of a stage takes when it runs on the whole batch."""
-    name = at(stage, 0, what=OpName.ROW_BOUNDS)
-    return Node(name, OpName.ROW_BOUNDS, (Value(BATCH_SIZE_NAME),), (_ROWS,), _once_place(stage))
+    name, attrs = at(stage, 0, what=OpName.ROW_BOUNDS), attributes({"replica": 0, "stage": stage})
+    return Node(name, OpName.ROW_BOUNDS, (Value(BATCH_SIZE_NAME),), (_ROWS,), attrs)

@@ -7,21 +7,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-import networkx as nx
-
 from dapple_tf.errors import GraphError
 from dapple_tf.graph_passes.analysis.variable_use import find_variables
-from dapple_tf.graph_passes.ir.graph import Graph, Node, Value
+from dapple_tf.graph_passes.ir.graph import Graph, Node, Value, ancestors, topological
 from dapple_tf.graph_passes.ir.names import BACKWARD_OPS, STAGE_OPS, at, nodes_of, replica_counts, site_of
 from dapple_tf.graph_passes.ir.ops import OpName
-from dapple_tf.graph_passes.passes.base import Contract
+from dapple_tf.graph_passes.passes.base import BuiltInPass, Contract
 from dapple_tf.graph_passes.passes.order import call_name
 from dapple_tf.graph_passes.passes.send_together import Direction, boundary_direction, direction_of, sent_together
 from dapple_tf.graph_passes.schedules.schedule import FREEING, Action, Schedule, groups_together
 
 
 @dataclass(frozen=True)
-class VerifyPipeline:
+class VerifyPipeline(BuiltInPass):
     """Check the order of calls on each device, the path of each gradient, and that each node has a device.
 
     ``shares``: see ``Variables``.
@@ -29,7 +27,6 @@ class VerifyPipeline:
 
     schedule: Schedule
     shares: tuple[tuple[str, int], ...] = ()
-    name: str = "verify_pipeline"
     contract: ClassVar[Contract] = Contract(
         requires=frozenset({OpName.FORWARD}),
         requires_if_trained=frozenset({OpName.REDUCED_GRADIENTS}),
@@ -43,21 +40,16 @@ class VerifyPipeline:
 
 def verify_pipeline(graph: Graph, schedule: Schedule, shares: tuple[tuple[str, int], ...] = ()) -> None:
     """Raise GraphError unless the graph is acyclic, ordered as ``schedule`` says, complete, and on devices."""
-    edges: nx.DiGraph[str] = nx.DiGraph()
-    edges.add_nodes_from(node.name for node in graph.nodes)
-    edges.add_edges_from((source, node.name) for node in graph.nodes for source in node.predecessors())
-    if not nx.is_directed_acyclic_graph(edges):
-        cycle = nx.find_cycle(edges)
-        raise GraphError("the pipelined graph has a cycle: " + " -> ".join(source for source, _ in cycle))
+    topological(graph.nodes)  # raises GraphError for a cycle
     verify_order(graph, schedule)
     verify_together(graph, schedule)
-    verify_gradients(graph, edges)
+    verify_gradients(graph)
     verify_sums(graph)
     verify_sums_in_place(graph, schedule)
     verify_statistics(graph)
     verify_inlined(graph)
     verify_copies(graph, shares)
-    verify_writers(graph, edges)
+    verify_writers(graph)
     for node in graph.nodes:
         if not node.device:
             raise GraphError(f"node {node.name!r} has no device")
@@ -76,6 +68,12 @@ def verify_order(graph: Graph, schedule: Schedule) -> None:
     verify_rows(graph, rows, "the schedule", (OpName.FORWARD, *BACKWARD_OPS))
 
 
+def verify_edge(node: Node, source: str, why: str = "") -> None:
+    """Raise GraphError unless an edge makes ``node`` run after ``source``; ``why`` it must, for the message."""
+    if source not in set(node.predecessors()):
+        raise GraphError(f"no edge makes {node.name!r} run after {source!r}{why}")
+
+
 def verify_rows(graph: Graph, rows: Sequence[Sequence[str]], order: str, ops: Sequence[OpName]) -> None:
     """Raise GraphError unless the nodes of each of the ``rows`` can only run one after the other.
 
@@ -83,8 +81,7 @@ def verify_rows(graph: Graph, rows: Sequence[Sequence[str]], order: str, ops: Se
     joined by an edge, and that the rows have all nodes of these ``ops``. ``order``: what the rows are, for messages.
     """
     for first, second in (pair for row in rows for pair in itertools.pairwise(row)):
-        if first not in set(graph.node(second).predecessors()):
-            raise GraphError(f"no edge makes {second!r} run after {first!r}, as {order} says")
+        verify_edge(graph.node(second), first, f", as {order} says")
     known = {name for row in rows for name in row}
     for node in nodes_of(graph, *ops):
         if node.name not in known:
@@ -120,11 +117,11 @@ def _print_together(micro_batches: Sequence[int]) -> str:
 def verify_copies(graph: Graph, shares: tuple[tuple[str, int], ...] = ()) -> None:
     """Raise GraphError unless each call waits for the ``refresh`` of the copies of variables that its replica uses."""
     variables = find_variables(graph, shares)
-    refreshed = {(node.integer("stage"), node.integer("replica")): node for node in nodes_of(graph, OpName.REFRESH)}
+    refreshed = {site_of(node): node for node in nodes_of(graph, OpName.REFRESH)}
     for node in nodes_of(graph, *STAGE_OPS):
-        stage, replica = node.integer("stage"), node.integer("replica")
+        stage, replica = site_of(node)
         copied = variables.copied(stage, replica)
-        refresh = refreshed.get((stage, replica))
+        refresh = refreshed.get(site_of(node))
         for name in copied:
             if refresh is None or name not in refresh.strings("variables"):
                 raise GraphError(f"no refresh gives stage {stage}, replica {replica} its copy of {name!r}")
@@ -132,7 +129,7 @@ def verify_copies(graph: Graph, shares: tuple[tuple[str, int], ...] = ()) -> Non
             raise GraphError(f"no control edge makes {node.name!r} wait for {refresh.name!r}")
 
 
-def verify_writers(graph: Graph, edges: nx.DiGraph[str]) -> None:
+def verify_writers(graph: Graph) -> None:
     """Raise GraphError unless each stage's update runs after its commit.
 
     Both may write one variable, and the optimizer starts from the value that commit writes.
@@ -140,19 +137,16 @@ def verify_writers(graph: Graph, edges: nx.DiGraph[str]) -> None:
     commits = {node.integer("stage"): node.name for node in nodes_of(graph, OpName.COMMIT)}
     for node in nodes_of(graph, OpName.UPDATE):
         commit = commits.get(node.integer("stage")) if node.has("stage") else None
-        if commit is not None and not nx.has_path(edges, commit, node.name):
+        if commit is not None and commit not in ancestors(graph, [node.name]):
             raise GraphError(f"no path orders {node.name!r} after {commit!r}, and both may write the same variable")
 
 
-def verify_gradients(graph: Graph, edges: nx.DiGraph[str]) -> None:
+def verify_gradients(graph: Graph) -> None:
     """Raise GraphError unless each gradient of a backward call reaches an update, summed over its replicas."""
     updates = {node.name for node in nodes_of(graph, OpName.UPDATE)}
     if not updates:
         return
-    reached: set[str] = set(updates)
-    for name in reversed(list(nx.topological_sort(edges))):
-        if name in reached:
-            reached.update(edges.predecessors(name))
+    reached = ancestors(graph, updates)
     consumers = graph.consumers()
     for node in nodes_of(graph, OpName.LOSS_HEAD, *BACKWARD_OPS):
         ports = graph.function(node.string("function")).output_ports("variable", "slices", "indices", "gradient")
@@ -172,15 +166,11 @@ def verify_sums(graph: Graph) -> None:
     users: dict[tuple[int, int, str], list[Node]] = {}
     for node in (*nodes_of(graph, OpName.ACCUMULATE), *readers):
         for name in node.strings("variables"):
-            users.setdefault((node.integer("stage"), node.integer("replica"), name), []).append(node)
+            users.setdefault((*site_of(node), name), []).append(node)
     for (_, _, variable), nodes in users.items():
         nodes.sort(key=lambda node: (node.op == OpName.GRADIENTS, node.integer("micro_batch") if node.inputs else 0))
         for first, second in itertools.pairwise(nodes):
-            if first.name not in set(second.predecessors()):
-                raise GraphError(
-                    f"no edge makes {second.name!r} run after {first.name!r}, and both use the sum of the gradients of "
-                    f"{variable!r}"
-                )
+            verify_edge(second, first.name, f", and both use the sum of the gradients of {variable!r}")
 
 
 def verify_sums_in_place(graph: Graph, schedule: Schedule) -> None:
@@ -201,15 +191,10 @@ def verify_sums_in_place(graph: Graph, schedule: Schedule) -> None:
             micro_batches = [node.integer("micro_batch") for node in calls]
             if micro_batches != sorted(micro_batches):
                 raise GraphError(f"the calls of stage {stage} add their gradients in the order {micro_batches}")
-            cleared = at(stage, replica, what=OpName.CLEAR_SUMS)
-            if cleared not in set(calls[0].predecessors()):
-                raise GraphError(f"no edge makes {calls[0].name!r} run after {cleared!r}, which clears its sums")
+            verify_edge(calls[0], at(stage, replica, what=OpName.CLEAR_SUMS), ", which clears its sums")
             buckets = [node for node in nodes_of(graph, OpName.ACCUMULATE) if site_of(node) == (stage, replica)]
             for user in buckets or (node for node in readers if site_of(node) == (stage, replica)):
-                if calls[-1].name not in set(user.predecessors()):
-                    raise GraphError(
-                        f"no edge makes {user.name!r} run after {calls[-1].name!r}, which adds to its sums"
-                    )
+                verify_edge(user, calls[-1].name, ", which adds to its sums")
 
 
 def verify_statistics(graph: Graph) -> None:
@@ -235,6 +220,6 @@ def verify_statistics(graph: Graph) -> None:
 def verify_inlined(graph: Graph) -> None:
     """Raise GraphError unless each inlined backward call waits for its forward: it may read what forward wrote."""
     for node in nodes_of(graph, *BACKWARD_OPS):
-        forward = at(node.integer("stage"), node.integer("replica"), node.integer("micro_batch"), OpName.FORWARD)
+        forward = at(*site_of(node), node.integer("micro_batch"), OpName.FORWARD)
         if node.has("inline") and forward not in {control.source for control in node.controls}:
             raise GraphError(f"{node.name!r} is inlined, and no control edge makes it wait for {forward!r}")

@@ -13,14 +13,14 @@ from dapple_tf.errors import GraphError
 from dapple_tf.graph_passes.ir.graph import Function, Graph, Node, Value, attributes
 from dapple_tf.graph_passes.ir.names import BACKWARD_OPS, at, micro_batch_count, nodes_of, replica_counts
 from dapple_tf.graph_passes.ir.ops import OpName
-from dapple_tf.graph_passes.passes.base import Contract
+from dapple_tf.graph_passes.passes.allreduce import allreduce_node
+from dapple_tf.graph_passes.passes.base import BuiltInPass, Contract
 
 
 @dataclass(frozen=True)
-class WriteStatistics:
+class WriteStatistics(BuiltInPass):
     """Sum the statistics that forward gives, and call each ``stageN/write_statistics`` on the sums."""
 
-    name: str = "write_statistics"
     contract: ClassVar[Contract] = Contract(
         requires=frozenset({OpName.FORWARD}),
         forbids=frozenset({OpName.SUM_STATISTICS, OpName.WRITE_STATISTICS, OpName.BARRIER}),
@@ -45,10 +45,7 @@ class WriteStatistics:
             of_replicas = [_sum(graph, stage, replica) for replica in range(count)]
             added += of_replicas
             if count > 1:
-                inputs = tuple(value for node in of_replicas for value in node.values())
-                attrs = attributes({"replica": 0, "replicas": count, "stage": stage, "variables": names})
-                kinds = of_replicas[0].outputs
-                added.append(Node(at(stage, what="allreduce_statistics"), OpName.ALLREDUCE, inputs, kinds, attrs))
+                added.append(allreduce_node(at(stage, what="allreduce_statistics"), of_replicas))
             sums |= dict(zip(names, added[-1].values(), strict=True))
         for stage in range(len(replica_counts(graph))):
             function = graph.function_by_name.get(at(stage, what=OpName.WRITE_STATISTICS))
@@ -73,9 +70,8 @@ def _write(graph: Graph, stage: int, function: Function, sums: dict[str, Value])
     for name in taken:
         if name not in sums:
             raise GraphError(f"{function.name!r} takes the statistic {name!r}, but no forward gives it")
-    attrs = attributes({"function": function.name, "replica": 0, "stage": stage})
     op = OpName.WRITE_STATISTICS
-    node = Node(at(stage, what=op), op, tuple(sums[name] for name in taken), (), attrs)
+    node = function.call(at(stage, what=op), op, (sums[name] for name in taken), replica=0, stage=stage)
     for call in nodes_of(graph, OpName.FORWARD, *BACKWARD_OPS):
         if call.integer("stage") == stage:
             node = node.after(call.name, "statistics: what forward and backward read is not written before")

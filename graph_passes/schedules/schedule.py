@@ -165,6 +165,28 @@ def of_kind(kind: Kind, forward: _Number, backward: _Number, weights: _Number) -
     return {"F": forward, "B": backward, "I": backward - weights, "W": weights}[kind]
 
 
+def of_stage(stage: int, kind: Kind, micro_batches: int) -> list[Action]:
+    """Return a stage's actions of one kind, in micro-batch order."""
+    return [Action(stage, kind, m) for m in range(micro_batches)]
+
+
+def alternate(
+    forwards: Sequence[Action], backwards: Sequence[Action], ahead: int, weights: Sequence[Action] = (), delay: int = 0
+) -> tuple[Action, ...]:
+    """Return ``ahead`` forwards, then one backward and one forward alternately, then the other backwards.
+
+    ``weights``: the W of each of the ``backwards``, where these are I. A W runs after the I that is ``delay`` later, or
+    after all of them.
+    """
+    actions = list(forwards[:ahead])
+    for i, backward in enumerate(backwards):
+        actions.append(backward)
+        if i >= delay:
+            actions += weights[i - delay : i - delay + 1]
+        actions += forwards[ahead + i : ahead + i + 1]
+    return (*actions, *weights[max(0, len(weights) - delay) :])
+
+
 def name_input_halves(actions: Iterable[Action]) -> tuple[Action, ...]:
     """Return the actions with I in place of each B that has a W of the same stage and micro-batch.
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dapple_tf.errors import ScheduleError
-from dapple_tf.graph_passes.schedules.schedule import Action, Kind, Schedule, checked_schedule
+from dapple_tf.graph_passes.schedules.schedule import Action, Schedule, alternate, checked_schedule, of_stage
 from dapple_tf.wording import format_count
 
 
@@ -30,10 +30,6 @@ def sliced_1f1b(stages: int, micro_batches: int, sliced: int) -> Schedule:
             f"0 to {warm_up} can be sliced"
         )
     parts = [(2 * m, 2 * m + 1) if m < sliced else (m + sliced,) for m in range(micro_batches)]
-
-    def run(stage: int, kind: Kind, m: int) -> list[Action]:
-        return [Action(stage, kind, part) for part in parts[m]]
-
     rows = []
     together = {Action(stage, "B", 2 * m) for stage in range(1, stages) for m in range(sliced)}
     for stage in range(stages):
@@ -41,11 +37,8 @@ def sliced_1f1b(stages: int, micro_batches: int, sliced: int) -> Schedule:
         next_ahead = min(stages - stage - 1, micro_batches)
         if 0 < next_ahead < ahead <= sliced:
             together.add(Action(stage, "F", 2 * (ahead - 1)))
-        actions = [action for m in range(ahead) for action in run(stage, "F", m)]
-        for m in range(micro_batches):
-            actions += run(stage, "B", m)
-            actions += run(stage, "F", m + ahead) if m + ahead < micro_batches else []
-        rows.append(tuple(actions))
+        whole = alternate(of_stage(stage, "F", micro_batches), of_stage(stage, "B", micro_batches), ahead)
+        rows.append(tuple(Action(stage, action.kind, part) for action in whole for part in parts[action.micro_batch]))
     return checked_schedule(rows, together)
 
 

@@ -16,16 +16,24 @@ from functools import lru_cache
 from types import MappingProxyType
 
 from dapple_tf.errors import ScheduleError
-from dapple_tf.graph_passes.schedules.interleaved import interleaved_1f1b, interleaved_zero_bubble, looped_breadth_first
+from dapple_tf.graph_passes.schedules.chunked import (
+    dualpipe_v,
+    hanayo,
+    interleaved_1f1b,
+    interleaved_zero_bubble,
+    looped_breadth_first,
+    zero_bubble_v,
+)
 from dapple_tf.graph_passes.schedules.schedule import (
     CALL_OF_KIND,
     Action,
     Kind,
     Schedule,
+    alternate,
     checked_schedule,
     name_input_halves,
+    of_stage,
 )
-from dapple_tf.graph_passes.schedules.v_shaped import dualpipe_v, hanayo, zero_bubble_v
 from dapple_tf.graph_passes.schedules.worker_map import WorkerMap
 from dapple_tf.graph_passes.schedules.zero_bubble import ZERO_BUBBLE_AUTO, zero_bubble, zero_bubble_auto
 from dapple_tf.wording import format_count, suggest
@@ -136,15 +144,10 @@ def early_backward(warm: Sequence[int], micro_batches: int) -> Schedule:
     See DAPPLE, section III.B. With K_i = M it is GPipe's schedule. Raises ScheduleError for a K_i out of range.
     """
     _check_range(warm, micro_batches)
-    stages = []
-    for stage, k in enumerate(warm):
-        actions = [Action(stage, "F", m) for m in range(k)]
-        for m in range(micro_batches):
-            actions.append(Action(stage, "B", m))
-            if k + m < micro_batches:
-                actions.append(Action(stage, "F", k + m))
-        stages.append(tuple(actions))
-    return checked_schedule(stages)
+    return checked_schedule(
+        alternate(of_stage(stage, "F", micro_batches), of_stage(stage, "B", micro_batches), k)
+        for stage, k in enumerate(warm)
+    )
 
 
 def forward_only(workers: WorkerMap, micro_batches: int) -> Schedule:
@@ -155,7 +158,7 @@ def forward_only(workers: WorkerMap, micro_batches: int) -> Schedule:
     """
     rows = []
     for stages in workers.stages_of:
-        actions = [Action(stage, "F", m) for stage in stages for m in range(micro_batches)]
+        actions = [action for stage in stages for action in of_stage(stage, "F", micro_batches)]
         rows.append(tuple(sorted(actions, key=lambda a: (a.micro_batch // workers.workers, a.stage, a.micro_batch))))
     return Schedule(tuple(rows))
 
@@ -295,14 +298,10 @@ class PolicySpec(ScheduleSpec):
     """A policy that gives K_i for any number of stages, one on each worker (see the function ``warm_up``)."""
 
     policy: str
-    given_limit: int | None = None
+    limit: int | None = None
 
     def __str__(self) -> str:
-        return self.policy if self.given_limit is None else f"{self.policy}:D={self.given_limit}"
-
-    @property
-    def limit(self) -> int | None:
-        return self.given_limit
+        return self.policy if self.limit is None else f"{self.policy}:D={self.limit}"
 
     @property
     def splits_backward(self) -> bool:

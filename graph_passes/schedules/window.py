@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from dapple_tf.errors import ScheduleError
-from dapple_tf.graph_passes.schedules.schedule import Action, dependencies
+from dapple_tf.graph_passes.schedules.schedule import Action, alternate, dependencies
 from dapple_tf.wording import format_count
 
 
@@ -120,19 +120,15 @@ class Window:
     def rows(self) -> Mapping[tuple[int, int], tuple[Action, ...]]:
         """The actions of each stage and replica, in the order in which its device runs them."""
         return {
-            (stage, replica): tuple(self._row(stage, replica))
+            (stage, replica): self._row(stage, replica)
             for stage, count in enumerate(self.replicas)
             for replica in range(count)
         }
 
-    def _row(self, stage: int, replica: int) -> Sequence[Action]:
+    def _row(self, stage: int, replica: int) -> tuple[Action, ...]:
         own = [m for m in range(self.size) if replica in self.replicas_of(stage, m)]
-        ahead = min(self.warm_up[stage], len(own))
-        actions = [Action(stage, "F", m) for m in own[:ahead]]
-        for i, m in enumerate(own):
-            actions.append(Action(stage, "B", m))
-            actions += [Action(stage, "F", n) for n in own[i + ahead : i + ahead + 1]]
-        return actions
+        forwards, backwards = [Action(stage, "F", m) for m in own], [Action(stage, "B", m) for m in own]
+        return alternate(forwards, backwards, self.warm_up[stage])
 
 
 def sharing_replicas(replicas: Sequence[int], *, in_turn: bool) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from dapple_tf.errors import ScheduleError
 from dapple_tf.graph_passes.schedules.list_schedule import ListRule, list_equal_stages
-from dapple_tf.graph_passes.schedules.schedule import Action, Schedule, checked_schedule
+from dapple_tf.graph_passes.schedules.schedule import Schedule, alternate, checked_schedule, of_stage
 from dapple_tf.graph_passes.schedules.worker_map import WorkerMap
 
 
@@ -34,16 +34,9 @@ def zero_bubble(warm: Sequence[int], delays: Sequence[int], micro_batches: int, 
     for stage, k in enumerate(warm):
         if not 1 <= k <= min(micro_batches, most):
             raise ScheduleError(f"K_{stage} = {k} is not between 1 and M = {micro_batches} and D = {most}")
-        delay = min(delays[stage], most - k)
-        actions = [Action(stage, "F", m) for m in range(k)]
-        for m in range(micro_batches):
-            actions.append(Action(stage, "I", m))
-            if m >= delay:
-                actions.append(Action(stage, "W", m - delay))
-            if k + m < micro_batches:
-                actions.append(Action(stage, "F", k + m))
-        actions += [Action(stage, "W", m) for m in range(max(0, micro_batches - delay), micro_batches)]
-        stages.append(tuple(actions))
+        forwards, inputs = of_stage(stage, "F", micro_batches), of_stage(stage, "I", micro_batches)
+        weights, delay = of_stage(stage, "W", micro_batches), min(delays[stage], most - k)
+        stages.append(alternate(forwards, inputs, k, weights, delay))
     return checked_schedule(stages)
 
 

@@ -22,7 +22,7 @@ from dapple_tf.graph_passes.passes.microbatch import Microbatch
 from dapple_tf.graph_passes.passes.order import Order
 from dapple_tf.graph_passes.passes.overlap import Overlap
 from dapple_tf.graph_passes.passes.project import project
-from dapple_tf.graph_passes.passes.rank_variables import rank_variables
+from dapple_tf.graph_passes.passes.rank_variables import RankVariables
 from dapple_tf.graph_passes.passes.send_together import SendTogether
 from dapple_tf.graph_passes.passes.split_concat import SplitConcat
 from dapple_tf.graph_passes.passes.split_update import Updates
@@ -223,7 +223,7 @@ def graph_for_ranks(kind: Kind) -> Graph:
     """The whole graph as it is projected to ranks."""
     graph = whole_graph(kind)
     names = {port.name for f in graph.functions for _, port in f.input_ports("variable")}
-    return rank_variables(graph, {name: parse_type("float32[4]") for name in names}, kind.ranks)
+    return RankVariables(tuple((name, parse_type("float32[4]")) for name in names), kind.ranks)(graph)
 
 
 def ranks_of(kind: Kind, ranks: Sequence[Sequence[int]] | None = None) -> tuple[Graph, ...]:

@@ -19,7 +19,7 @@ from dapple_tf.graph_passes.passes.gather_slices import SparsePart
 from dapple_tf.graph_passes.passes.microbatch import Microbatch
 from dapple_tf.graph_passes.passes.place import Place
 from dapple_tf.graph_passes.passes.project import project
-from dapple_tf.graph_passes.passes.rank_variables import rank_variables
+from dapple_tf.graph_passes.passes.rank_variables import RankVariables
 from dapple_tf.graph_passes.passes.split_concat import SplitConcat
 from dapple_tf.graph_passes.passes.split_update import Updates
 from dapple_tf.graph_passes.passes.windows.group_gradients import GroupGradients
@@ -162,7 +162,7 @@ class WindowKind:
         """The graphs of all ranks."""
         whole = self.graph()
         names = {port.name for f in whole.functions for _, port in f.input_ports("variable")}
-        whole = rank_variables(whole, {name: parse_type("float32[4]") for name in names}, self.ranks)
+        whole = RankVariables(tuple((name, parse_type("float32[4]")) for name in names), self.ranks)(whole)
         return tuple(project(whole, self.ranks, rank) for rank in range(self.size))
 
 

@@ -23,10 +23,11 @@ from dapple_tf.frontend.dependence.bodies import Body, read_body
 from dapple_tf.frontend.dependence.custom_gradients import check_gradient, has_custom_gradient
 from dapple_tf.frontend.dependence.kinds import CONSTANT, SIZE, Form, Kind, coupled, rows, shared
 from dapple_tf.frontend.dependence.numbers import varies
-from dapple_tf.frontend.dependence.scope import Scope, op_names
+from dapple_tf.frontend.dependence.scope import Scope
 from dapple_tf.frontend.dependence.size_numbers import evaluate_sizes
 from dapple_tf.frontend.dependence.undecided import Experiments
 from dapple_tf.frontend.inference import BodyShapes, Shapes, infer_body
+from dapple_tf.frontend.names import name_set
 from dapple_tf.graph_passes.analysis.layers import SHAPE_OPS
 from dapple_tf.graph_passes.ir.graph import Effect, FunctionRef, Graph, Node, Shape, Value, ancestors
 
@@ -56,7 +57,7 @@ BATCH_NORM = "normalises by the mean and variance of its micro-batch, as batch n
 
 # Ops that are not tried, since their rules say all, except where they give integers: these may be indices that a later
 # op turns into rows.
-_DECIDED = internals.CONDITION_OPS | op_names(
+_DECIDED = internals.CONDITION_OPS | name_set(
     "All Any ArgMax ArgMin BatchMatMul BatchMatMulV2 BatchMatMulV3 Cumprod Cumsum CumulativeLogsumexp Einsum "
     "EuclideanNorm L2Loss LogSoftmax MatMul Max Mean Min Prod Softmax Sum"
 )
@@ -104,7 +105,6 @@ class Analysis:
     disordered: set[str] = field(default_factory=set)
     _trained_norms: set[int] = field(default_factory=set)
     _whole_norms: set[int] = field(default_factory=set)
-    _other_shapes: dict[int, Shapes] = field(default_factory=dict)
     _reductions: int = 0  # of floats over the batch, in bodies
     _couples_unused: bool = False  # samples were combined in a tensor that only a gradient may use
     _owner: Any = None  # the FuncGraph of the body that is being looked at
@@ -112,7 +112,7 @@ class Analysis:
 
     def run(self, graph: Graph, shapes: Shapes, whole: frozenset[Value]) -> Scope:
         """Return the kinds of all values of ``graph``; ``whole``: see ``Scope``."""
-        scope = Scope(graph, shapes, self.batch, whole=whole, blocks=self.blocks, shapes_at=self._cached_shapes)
+        scope = Scope(graph, shapes, self.batch, whole=whole, blocks=self.blocks, shapes_at=self.shapes_at)
         for node in graph.nodes:
             self._visit(scope, node)
         return scope
@@ -367,14 +367,9 @@ class Analysis:
         elif node.op in contract.COMBINED_BY and contract.reduces_batch_axis(scope, node, kinds[0]):
             self.partials[node.name] = contract.COMBINED_BY[node.op]
 
-    def _cached_shapes(self, samples: int) -> Shapes:
-        if samples not in self._other_shapes:
-            self._other_shapes[samples] = self.shapes_at(samples)
-        return self._other_shapes[samples]
-
     def _batch_norm(self, scope: Scope, node: Node, value: Value) -> Kind:
         """Return the kind of a value of batch norm in training mode; that it combines samples is documented."""
-        layer = node.string("layer") if node.has("layer") else node.name
+        layer = node.get("layer", node.name)
         if layer not in self.batch_norms:
             self.batch_norms.append(layer)
         axes = scope.batch_axes(value)

@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from dapple_tf.frontend.dependence.elementwise import PAIRS_SHARED, scale_total
-from dapple_tf.frontend.dependence.kinds import SIZE, Form, Kind, shared
-from dapple_tf.frontend.dependence.operands import Rule, only_rows, same_order
-from dapple_tf.frontend.dependence.scope import Scope, attr, op_names
+from dapple_tf.frontend.dependence.kinds import SIZE, Form, Kind, first_rows, only_rows, same_order, shared
+from dapple_tf.frontend.dependence.operands import Rule
+from dapple_tf.frontend.dependence.scope import Scope
+from dapple_tf.frontend.names import name_set
 from dapple_tf.graph_passes.ir.graph import Node, Value
 
 REDUCTIONS = frozenset({"Sum", "Mean", "Max", "Min", "Prod", "All", "Any", "EuclideanNorm"})
@@ -20,7 +21,7 @@ COMBINED_BY: Mapping[str, str] = MappingProxyType(
 _ALONG_AXIS = frozenset({"ArgMax", "ArgMin", "Cumsum", "Cumprod", "CumulativeLogsumexp"})
 _LAST_AXIS = frozenset({"Softmax", "LogSoftmax", "TopKV2", "TopK", "InTopKV2", "NthElement"})
 # Ops whose first axis holds independent entries; their other operands are shared, sizes, or rows of the same axis.
-_ENTRY_BY_ENTRY = op_names(
+_ENTRY_BY_ENTRY = name_set(
     "AvgPool AvgPool3D AvgPoolGrad AvgPool3DGrad Conv2D Conv2DBackpropInput Conv3D Conv "
     "Conv3DBackpropInputV2 DepthToSpace DepthwiseConv2dNative DepthwiseConv2dNativeBackpropInput "
     "Dilation2D ExtractImagePatches FusedBatchNorm FusedBatchNormV2 FusedBatchNormV3 FusedBatchNormGradV3 "
@@ -41,7 +42,7 @@ _ENTRIES: Mapping[str, tuple[int, ...]] = MappingProxyType(
     }
 )
 # Ops on the last two axes; all axes before them hold independent matrices.
-_MATRICES = op_names(
+_MATRICES = name_set(
     "Cholesky LogMatrixDeterminant MatrixBandPart MatrixDeterminant MatrixDiag MatrixDiagPart MatrixDiagPartV2 "
     "MatrixDiagPartV3 MatrixDiagV2 MatrixDiagV3 MatrixInverse MatrixSetDiagV3 MatrixSolve MatrixTriangularSolve "
     "MatrixExponential Qr SelfAdjointEigV2 Svd CholeskyGrad FFT IFFT RFFT IRFFT FFT2D IFFT2D"
@@ -63,7 +64,7 @@ def _reduce(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
     if kind.slope:
         return scope.couple(node, "computes with positions of samples in the batch (tf.range of its size)")
     if kind.axis not in axes:
-        return kind if attr(node, "keep_dims", False) else kind.at(kind.axis - sum(a < kind.axis for a in axes))
+        return kind if node.get("keep_dims", False) else kind.at(kind.axis - sum(a < kind.axis for a in axes))
     return _reduce_batch(scope, node, kind, axes)
 
 
@@ -104,8 +105,8 @@ def _matmul(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
     if None in ranks or any(kind.slope for kind in kinds):
         return scope.couple(node, "multiplies matrices of unknown rank, or positions of samples")
     rank = max(int(r or 0) for r in ranks)
-    flip_first = attr(node, "transpose_a", False) or attr(node, "adj_x", False)
-    flip_second = attr(node, "transpose_b", False) or attr(node, "adj_y", False)
+    flip_first = node.get("transpose_a", False) or node.get("adj_x", False)
+    flip_second = node.get("transpose_b", False) or node.get("adj_y", False)
     # Axis labels of the operands, counted from the right end of the result: -1 column, -2 row; 0 is contracted.
     labels: list[int | None] = []
     for kind, r, flip, free in ((first, ranks[0], flip_first, 0), (second, ranks[1], flip_second, 1)):
@@ -133,16 +134,14 @@ def _contracted(scope: Scope, node: Node, kinds: Sequence[Kind], labels: Sequenc
     found = {label for label in labels if label is not None}
     if len(found) > 1:
         return scope.couple(node, "multiplies samples with each other")
-    layouts = {kind.layout for kind in kinds if kind.rows and kind.outer}
-    if len(layouts) > 1:
+    if not same_order(kinds):
         return scope.couple(node, "multiplies rows of the batch that are in different orders")
     if any(kind.total for kind in kinds):
         return scope.couple(node, "multiplies samples with a sum or mean over the batch")
     label = found.pop()
     if label == 0:
         return Kind(Form.SUM)
-    first = next((kind for kind in kinds if kind.rows and kind.outer), next(kind for kind in kinds if kind.rows))
-    return dataclasses.replace(first, axis=rank + label)
+    return dataclasses.replace(first_rows(kinds), axis=rank + label)
 
 
 def _multilinear(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
@@ -159,7 +158,7 @@ def _einsum(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
         return _multilinear(scope, node, kinds)
     if any(kind.slope for kind in kinds):
         return scope.couple(node, "multiplies positions of samples")
-    equation = attr(node, "equation", b"").decode().replace(" ", "")
+    equation = node.get("equation", b"").decode().replace(" ", "")
     left, _, right = equation.partition("->")
     labels: list[int | None] = []
     result = scope.rank(Value(node.name))
@@ -237,7 +236,7 @@ def _same_rows(found: Sequence[Kind]) -> bool:
 
 def _entry_by_entry(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind | list[Kind]:
     found = only_rows(kinds)
-    if node.op.startswith("FusedBatchNorm") and attr(node, "is_training", True) and found:
+    if node.op.startswith("FusedBatchNorm") and node.get("is_training", True) and found:
         return scope.couple(node, "normalises by the mean and variance of the batch")
     if any(kind.total or kind.form is Form.ROW_BOUNDS for kind in kinds):
         return scope.couple(node, f"applies {node.op} to a sum or mean over the batch")
@@ -251,7 +250,7 @@ def _entry_by_entry(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind | l
     if any(kind.axis or kind.slope for kind in found) or not _same_rows(found):
         why = f"applies {node.op}, which mixes the entries of all axes but the first, to a batch on another axis"
         return scope.couple(node, why)
-    kind = next((kind for kind in found if kind.outer), found[0])
+    kind = first_rows(found)
     if node.op.startswith("FusedBatchNorm"):
         return [kind, *[shared()] * (len(node.outputs) - 1)]
     return kind
@@ -272,7 +271,7 @@ def _bias_add(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
     if not only_rows(kinds):
         return shared()
     rank = scope.rank(node.inputs[0])
-    channels = 1 if attr(node, "data_format", b"NHWC") == b"NCHW" else (rank or 0) - 1
+    channels = 1 if node.get("data_format", b"NHWC") == b"NCHW" else (rank or 0) - 1
     if rank is None or not data.rows or bias.rows or data.axis == channels or data.slope:
         return scope.couple(node, "adds a bias for each sample, or to each sample as a channel")
     return data

@@ -12,8 +12,9 @@ from tensorflow.core.framework import attr_value_pb2
 from dapple_tf.frontend.dependence.elementwise import whole_size
 from dapple_tf.frontend.dependence.kinds import SIZE, Form, Kind, coupled, shared
 from dapple_tf.frontend.dependence.numbers import Numbers
-from dapple_tf.frontend.dependence.scope import Layout, Scope, attr, op_names
+from dapple_tf.frontend.dependence.scope import Layout, Scope
 from dapple_tf.frontend.inference import chosen_branch
+from dapple_tf.frontend.names import name_set
 from dapple_tf.graph_passes.ir.graph import FunctionRef, Node, Opaque, Value
 
 
@@ -97,16 +98,16 @@ def _with(kind: Kind, decides: Kind) -> Kind:
 
 def _branches(node: Node) -> list[str]:
     """Return the names of the functions of a condition; the IR keeps a list of functions in serialized form."""
-    listed = attr(node, "branches", ())
+    listed = node.get("branches", ())
     if isinstance(listed, Opaque):
         return [function.name for function in attr_value_pb2.AttrValue.FromString(listed.data).list.func]
-    found = [attr(node, name, ()) for name in ("then_branch", "else_branch")]
+    found = [node.get(name, ()) for name in ("then_branch", "else_branch")]
     return [ref.name for ref in found if isinstance(ref, FunctionRef)]
 
 
 def loop(scope: Scope, node: Node, kinds: Sequence[Kind], call_body: CallBody) -> list[Output]:
     """Return a loop's variables at its end; the number of rounds must not depend on samples."""
-    cond, body = attr(node, "cond", ()), attr(node, "body", ())
+    cond, body = node.get("cond", ()), node.get("body", ())
     found = list(kinds)
     if not isinstance(cond, FunctionRef) or not isinstance(body, FunctionRef):
         return [Output(scope.couple(node, "is a loop whose body cannot be read"))]
@@ -163,7 +164,7 @@ def tensor_list(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind | list[
     return shared()  # lengths and element shapes
 
 
-TENSOR_LISTS = op_names(
+TENSOR_LISTS = name_set(
     "TensorListReserve EmptyTensorList TensorListFromTensor TensorListSetItem TensorListPushBack "
     "TensorListGetItem TensorListPopBack TensorListStack TensorListConcatV2 TensorListConcat TensorListGather "
     "TensorListLength TensorListElementShape TensorListResize"

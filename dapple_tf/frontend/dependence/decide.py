@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Mapping, Sequence, Set
+from dataclasses import dataclass
 from types import MappingProxyType
 
 from dapple_tf.exactness import BatchLoss, Exactness, Inexactness, Tried
 from dapple_tf.frontend.additions import ADDITION_OPS
 from dapple_tf.frontend.captured import Captured, CapturedTensors
-from dapple_tf.frontend.dependence.analyse import BATCH_NORM, Analysis, ShapesAt
+from dapple_tf.frontend.dependence.analyse import BATCH_NORM, Analysis
 from dapple_tf.frontend.dependence.elementwise import SCALING, whole_size
 from dapple_tf.frontend.dependence.kinds import Form, Kind, rows
 from dapple_tf.frontend.dependence.numbers import affine
@@ -18,7 +20,15 @@ from dapple_tf.frontend.dependence.scope import Scope
 from dapple_tf.frontend.dependence.undecided import Experiments
 from dapple_tf.frontend.inference import Shapes
 from dapple_tf.frontend.row_draws import RowDraw
-from dapple_tf.graph_passes.analysis.layers import CAPTURED_INPUTS, SHAPE_OPS, dependents, live_nodes, written_variables
+from dapple_tf.frontend.shapes import infer_shapes, probe_shapes
+from dapple_tf.graph_passes.analysis.layers import (
+    CAPTURED_INPUTS,
+    SHAPE_OPS,
+    dependents,
+    layer_of,
+    live_nodes,
+    written_variables,
+)
 from dapple_tf.graph_passes.analysis.loss_head import LossHeadInput
 from dapple_tf.graph_passes.ir.graph import Effect, Graph, Node, Value, ancestors
 from dapple_tf.graph_passes.passes.microbatch import MergeKind
@@ -44,44 +54,39 @@ _DRAW = "give the draw a seed (keras.random with a SeedGenerator, tf.random.stat
 
 
 def find_dependence(
-    captured: Captured,
-    shapes: Shapes,
-    batch: int,
-    shapes_at: ShapesAt,
-    experiments: Experiments,
-    batch_loss: BatchLoss = False,
+    captured: Captured, batch_size: int, experiments: Experiments, batch_loss: BatchLoss = False
 ) -> BatchDependence:
     """Return how the micro-batches of ``captured`` make up the whole batch.
 
-    ``shapes``: of every node for a batch of ``batch`` samples. No axis without samples has a multiple of this length.
-    ``shapes_at``: infers the shapes for another batch size, where they decide. ``experiments``: of this trace.
+    ``batch_size``: any number of samples that the model accepts. ``experiments``: of this trace.
     """
-    found = _decide(captured, shapes, batch, shapes_at, experiments, batch_loss, waits=False).result()
+    probed = probe_shapes(captured, batch_size)
+    found = _decide(captured, probed, experiments, batch_loss, waits=False).result()
     if not found.exactness.undocumented or not any(kind.undecided for kind in found.kinds.values()):
         return found
-    other = _decide(captured, shapes, batch, shapes_at, experiments, batch_loss, waits=True).result()
+    other = _decide(captured, probed, experiments, batch_loss, waits=True).result()
     return found if other.exactness.undocumented else other
 
 
-def find_uncut_dependence(captured: Captured, shapes: Shapes, batch: int, shapes_at: ShapesAt) -> BatchDependence:
+def find_uncut_dependence(captured: Captured, batch_size: int) -> BatchDependence:
     """Return the decisions for one micro-batch on one replica that is the whole batch: nothing is rewritten.
 
-    Parameters: see ``find_dependence``.
+    ``batch_size``: any number of samples that the model accepts.
     """
-    return _decide(captured, shapes, batch, shapes_at, None, False, waits=False).uncut()
+    return _decide(captured, probe_shapes(captured, batch_size), None, False, waits=False).uncut()
 
 
 def _decide(
     captured: Captured,
-    shapes: Shapes,
-    batch: int,
-    shapes_at: ShapesAt,
+    probed: tuple[int, Shapes],
     experiments: Experiments | None,
     batch_loss: BatchLoss,
     *,
     waits: bool,
 ) -> _Decision:
-    graph, live = captured.graph, live_nodes(captured.graph)
+    """Analyse the loss with the shapes that were inferred for a number of samples; ``probed``: see ``probe_shapes``."""
+    graph, live, (batch, shapes) = captured.graph, live_nodes(captured.graph), probed
+    shapes_at = functools.cache(functools.partial(infer_shapes, captured))
     writes = [node for node in graph.nodes if node.effect is Effect.WRITE and node.name in live]
     written = written_variables(graph).keys()
     once_written, whole, divided, blocks = set(written), frozenset[Value](), frozenset[int](), frozenset[str]()
@@ -138,36 +143,33 @@ def _writes_once(scope: Scope, node: Node) -> bool:
     return True
 
 
+@dataclass(eq=False)
 class _Decision:
     """Collects the parts of a ``BatchDependence``."""
 
-    def __init__(
-        self,
-        captured: Captured,
-        analysis: Analysis,
-        scope: Scope,
-        live: set[str],
-        writes: Sequence[Node],
-        once_written: set[str],
-        batch_loss: BatchLoss,
-    ) -> None:
-        self.captured = captured
-        self.graph: Graph = captured.graph
-        self.analysis = analysis
-        self.scope = scope
-        self.live = live
-        self.writes = writes
-        self.once_written = once_written
+    captured: Captured
+    analysis: Analysis
+    scope: Scope
+    live: set[str]
+    writes: Sequence[Node]
+    once_written: set[str]
+    batch_loss: BatchLoss
+
+    def __post_init__(self) -> None:
+        self.graph: Graph = self.captured.graph
         self.reasons: list[Inexactness] = []
         self.adds: set[str] = set()
         self.mean_adds: set[str] = set()
-        with_head = "" if batch_loss else "batch_loss=True (with mode='sync'), or "
+        with_head = "" if self.batch_loss else "batch_loss=True (with mode='sync'), or "
         self.no_sum, self.write_remedy = _NO_SUM.format(batch_loss=with_head), _WRITE.format(batch_loss=with_head)
-        scope.once_sizes |= {value for value in captured.graph.outputs[1:] if self._is_only_returned(value)}
-        self.whole_sizes = _of_whole_sizes(captured.graph, scope)
+        self.scope.once_sizes |= {value for value in self.graph.outputs[1:] if self._is_only_returned(value)}
+        self.whole_sizes = _of_whole_sizes(self.graph, self.scope)
         self.once = self._once()
-        needs_head = batch_loss and (self._couples() or any(map(self._differs, self.writes)))
-        self.loss_head = self._find_loss_head() if batch_loss is True or needs_head else None
+        needs_head = self.batch_loss and (self._couples() or any(map(self._differs, self.writes)))
+        self.loss_head: LossHead | None = None
+        if self.batch_loss is True or needs_head:
+            writes = [node.name for node in self.writes if node.name not in self.once and not node.has("batch_norm")]
+            self.loss_head = _cut_loss_head(self.graph, self.scope.kinds, self.once, writes)
 
     def result(self) -> BatchDependence:
         loss, *aux = self.graph.outputs
@@ -255,9 +257,7 @@ class _Decision:
             fixed = {node.name for node in self.graph.nodes if node.effect in (Effect.SIDE, Effect.RANDOM)}
             fixed |= {size.node for size in self._shapes(once)}
             fixed |= {write.name for write, _, _ in self._read_too_early(once)}
-            for node in self.graph.nodes:
-                if not fixed.isdisjoint(node.predecessors()):
-                    fixed.add(node.name)
+            fixed = dependents(self.graph, fixed, by_controls=True)
             if once.isdisjoint(fixed):
                 return once
             once -= fixed
@@ -284,11 +284,6 @@ class _Decision:
             if name in self.once and not whole & (set(ancestors(self.graph, [name])) - {name}):
                 found[name] = how
         return MappingProxyType(found)
-
-    def _find_loss_head(self) -> LossHead | None:
-        """Return the loss head that gives the loss, and the aux outputs and writes that need the whole batch too."""
-        writes = [node.name for node in self.writes if node.name not in self.once and not node.has("batch_norm")]
-        return _cut_loss_head(self.graph, self.scope.kinds, self.once, writes)
 
     def _divided(self, loss: Value) -> bool:
         """Return whether the loss, a sum over the batch, was multiplied or divided by anything after the sum."""
@@ -510,10 +505,7 @@ class _Decision:
 
 
 def _layer(node: Node) -> str:
-    for key in ("layer", "within"):
-        if node.has(key):
-            return node.string(key)
-    return node.name
+    return layer_of(node) or node.name
 
 
 # --- Cut a loss that combines samples after the last tensors whose row i depends on sample i alone
@@ -538,7 +530,8 @@ def _cut_loss_head(
     whole = [value.node for value in aux if _needs_whole_batch(kinds[value])]
     roots = [loss.node, *whole, *writes]
     constant = [name for name in once if not (Value(name) in kinds and kinds[Value(name)].trained)]
-    computed, late = _from_variables(graph, constant), _after(graph, writes)
+    computed = _from_variables(graph, constant)
+    late = dependents(graph, writes, by_controls=True)  # these may read what is written
     nodes: set[str] = set()
     head_inputs: dict[Value, LossHeadInput] = {}
     pending = [value for name in roots for value in graph.node(name).inputs]
@@ -558,18 +551,8 @@ def _cut_loss_head(
     acting = [n.name for n in graph.nodes if n.effect in (Effect.WRITE, Effect.SIDE)]
     others = [name for name in (*acting, *(value.node for value in aux)) if name not in roots]
     outside = ancestors(graph, [*(value.node for value in head_inputs), *others], stop=once)
-    order = {node.name: i for i, node in enumerate(graph.nodes)}
-    ordered = sorted(head_inputs.values(), key=lambda entry: (order[entry.value.node], entry.value.index))
-    return LossHead(frozenset(nodes), frozenset(nodes - outside), tuple(ordered))
-
-
-def _after(graph: Graph, names: Collection[str]) -> set[str]:
-    """Return the nodes that come after one of ``names``: they may read what it writes."""
-    found = set(names)
-    for node in graph.nodes:
-        if not found.isdisjoint(node.predecessors()):
-            found.add(node.name)
-    return found
+    ordered = tuple(head_inputs[value] for value in graph.in_order(head_inputs))
+    return LossHead(frozenset(nodes), frozenset(nodes - outside), ordered)
 
 
 def _needs_whole_batch(kind: Kind) -> bool:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from dapple_tf.frontend.dependence.kinds import SIZE, Form, Kind, shared
+from dapple_tf.frontend.dependence.kinds import SIZE, Form, Kind, first_rows, same_order, shared
 from dapple_tf.frontend.dependence.numbers import affine, varies
-from dapple_tf.frontend.dependence.scope import Scope, attr, op_names
+from dapple_tf.frontend.dependence.scope import Scope
+from dapple_tf.frontend.names import name_set
 from dapple_tf.graph_passes.ir.graph import Node, TensorType, Value
 
-UNARY = op_names(
+UNARY = name_set(
     "Abs Acos Acosh Angle Asin Asinh Atan Atanh BesselI0 BesselI0e BesselI1 BesselI1e BesselJ0 BesselJ1 BesselK0 "
     "BesselK0e BesselK1 BesselK1e BesselY0 BesselY1 Bitcast Bucketize Cast Ceil CheckNumerics CheckNumericsV2 "
     "ComplexAbs Conj Cos Cosh Dawsn DeepCopy Digamma Elu EnsureShape Erf Erfc Erfinv Exp Expint Expm1 "
@@ -21,7 +22,7 @@ UNARY = op_names(
     "StaticRegexReplace StringLength StringLower StringStrip StringToHashBucket StringToHashBucketFast "
     "StringToHashBucketStrong StringToNumber StringUpper UnicodeTranscode"
 )
-BINARY = op_names(
+BINARY = name_set(
     "AccumulateNV2 Add AddN AddV2 ApproximateEqual Atan2 Betainc BiasAddV1 BitwiseAnd BitwiseOr BitwiseXor "
     "ClipByValue Complex Div DivNoNan Equal FakeQuantWithMinMaxVars FloorDiv FloorMod Greater GreaterEqual Igamma "
     "IgammaGradA Igammac LeftShift Less LessEqual LogicalAnd LogicalOr Maximum Minimum Mod Mul MulNoNan NextAfter "
@@ -35,11 +36,11 @@ ELEMENTWISE = UNARY | BINARY
 _ADDING = frozenset({"AccumulateNV2", "Add", "AddV2", "AddN", "Sub"})
 _CHOOSING = frozenset({"Select", "SelectV2"})
 _DIVIDING = frozenset({"RealDiv", "Div", "DivNoNan"})
-_QUANTIZING = op_names("QuantizeAndDequantizeV2 QuantizeAndDequantizeV3 QuantizeAndDequantizeV4")
+_QUANTIZING = name_set("QuantizeAndDequantizeV2 QuantizeAndDequantizeV3 QuantizeAndDequantizeV4")
 SCALING = frozenset({"Mul", "MulNoNan"}) | _DIVIDING
 _WIDE = frozenset({"int32", "int64", "uint32", "uint64", "float32", "float64"})  # they hold all positions of samples
 PAIRS_SHARED = "pairs samples, by their positions, with entries of a tensor that all micro-batches share"
-_LINEAR_UNARY = op_names(
+_LINEAR_UNARY = name_set(
     "Identity IdentityN Neg StopGradient PreventGradient CheckNumerics CheckNumericsV2 Snapshot EnsureShape Real "
     "Imag Conj Cast DeepCopy"
 )
@@ -55,7 +56,7 @@ def elementwise(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
     if any(kind.total or kind.form is Form.ROW_BOUNDS for kind in kinds):
         return _of_totals(scope, node, kinds)
     if any(kind.rows for kind in kinds):
-        if node.op in _QUANTIZING and not attr(node, "range_given", False):
+        if node.op in _QUANTIZING and not node.get("range_given", False):
             return scope.couple(node, "quantizes by the smallest and the largest number of the batch")
         return _of_rows(scope, node, kinds)
     return shared(once=any(kind.once for kind in kinds))
@@ -195,21 +196,18 @@ def _of_rows(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
     others = [value for value, kind in zip(node.inputs, kinds, strict=False) if not kind.rows]
     if not all(scope.repeats(value, axis) for value in others for axis in from_right):
         return scope.couple(node, PAIRS_SHARED)
-    layouts = {kind.layout for _, kind in batched if kind.outer}
-    if len(layouts) > 1:
+    if not same_order(kinds):
         return scope.couple(node, "combines rows of the batch in different orders, or chosen by different data")
-    first = next((kind for _, kind in batched if kind.outer), batched[0][1])
     axis = max(known) + (batched[0][1].axis - (scope.rank(batched[0][0]) or 0))
-    return _positions(scope, node, kinds, dataclasses.replace(first.plain(), axis=axis))
+    return _positions(scope, node, kinds, dataclasses.replace(first_rows(kinds).plain(), axis=axis))
 
 
 def _select_rows(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
     """Return the kind of a ``Select`` whose condition is a vector: it has an entry for each entry of axis 0."""
     aligned = all(kind.rows and not kind.axis and not kind.slope for kind in kinds)
-    layouts = {kind.layout for kind in kinds if kind.rows and kind.outer}
-    if not aligned or len(layouts) > 1:
+    if not aligned or not same_order(kinds):
         return scope.couple(node, "chooses between rows of the batch that are in different orders")
-    return next((kind for kind in kinds if kind.rows and kind.outer), next(kind for kind in kinds if kind.rows))
+    return first_rows(kinds)
 
 
 def _positions(scope: Scope, node: Node, kinds: Sequence[Kind], result: Kind) -> Kind:

@@ -369,24 +369,16 @@ def _at_scales(scales: Sequence[float], rng: Any, shape: tuple[int, ...]) -> Any
     return rng.normal(size=shape) * rng.choice([0.1, 1.0, *(4 * scale for scale in scales)], shape)
 
 
-def _ties(rng: Any, shape: tuple[int, ...]) -> Any:
-    return rng.integers(-1, 2, shape).astype(np.float64)
-
-
-def _normal(rng: Any, shape: tuple[int, ...]) -> Any:
-    return rng.normal(size=shape)
-
-
 def _example(rng: Any, dtype: str, shape: tuple[int, ...]) -> Any:
     """Return draws for operands without a known example."""
     return _MODERATE[0](rng, dtype, shape)
 
 
 _MODERATE: tuple[_Draw, ...] = (
-    _style(_normal, 1),
+    _style(lambda rng, shape: rng.normal(size=shape), 1),
     _style(_positive_definite, 2),
     _style(_probabilities, 3),
-    _style(_ties, 3),
+    _style(lambda rng, shape: rng.integers(-1, 2, shape).astype(np.float64), 3),  # ties
     _style(_sorted, 5),
     _example,
 )

@@ -7,6 +7,7 @@ Let v be a tensor's value on the whole batch of N samples, and v_m its value on 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -95,6 +96,22 @@ class Kind:
     def plain(self) -> Kind:
         """Return the kind of these rows where their values are no positions of rows."""
         return dataclasses.replace(self, slope=())
+
+
+def only_rows(kinds: Sequence[Kind]) -> list[Kind]:
+    """Return the kinds that are rows."""
+    return [kind for kind in kinds if kind.rows]
+
+
+def same_order(kinds: Sequence[Kind]) -> bool:
+    """Return whether those that are rows hold the samples in the same order; equal rows fit any order."""
+    return len({kind.layout for kind in kinds if kind.rows and kind.outer}) <= 1
+
+
+def first_rows(kinds: Sequence[Kind]) -> Kind:
+    """Return the first of those that are rows in an order; equal rows, where there are no others, have none."""
+    found = only_rows(kinds)
+    return next((kind for kind in found if kind.outer), found[0])
 
 
 CONSTANT = Kind(Form.SHARED)

@@ -7,17 +7,19 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from dapple_tf.frontend.dependence.elementwise import PAIRS_SHARED
-from dapple_tf.frontend.dependence.kinds import CONSTANT, SIZE, Form, Kind, rows, shared
-from dapple_tf.frontend.dependence.operands import (
-    ALL,
-    CONSTANT_ROWS,
-    Rule,
-    data_operands,
-    equal_rows,
+from dapple_tf.frontend.dependence.kinds import (
+    CONSTANT,
+    SIZE,
+    Form,
+    Kind,
+    first_rows,
     only_rows,
-    whole_number,
+    rows,
+    same_order,
+    shared,
 )
-from dapple_tf.frontend.dependence.scope import Scope, attr
+from dapple_tf.frontend.dependence.operands import ALL, CONSTANT_ROWS, Rule, data_operands, equal_rows, whole_number
+from dapple_tf.frontend.dependence.scope import Scope
 from dapple_tf.graph_passes.ir.graph import Node, Value
 
 
@@ -41,11 +43,11 @@ def _concat(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
         return scope.couple(node, "concatenates along an axis that cannot be inferred")
     if len({kind.axis for kind in found}) > 1:
         return scope.couple(node, "concatenates tensors that have the batch on different axes")
-    axis, first = found[0].axis, next((kind for kind in found if kind.outer), found[0])
+    axis, first = found[0].axis, first_rows(found)
     if len(found) < len(data):
         return scope.couple(node, "concatenates the batch with rows that are no samples of it")
     if axes[0] != axis:
-        if len({kind.layout for kind in found if kind.outer}) > 1:
+        if not same_order(found):
             return scope.couple(node, "concatenates rows of the batch that are in different orders")
         return dataclasses.replace(first, slope=_concat_slopes(scope, node, data, axes[0] == rank - 1))
     inner = first.inner if first.outer else 1
@@ -79,10 +81,10 @@ def _pack(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
         return scope.couple(node, "stacks tensors of unknown rank")
     if len(found) < len(kinds):
         return scope.couple(node, PAIRS_SHARED)
-    if len({kind.axis for kind in found}) > 1 or len({kind.layout for kind in found if kind.outer}) > 1:
+    if len({kind.axis for kind in found}) > 1 or not same_order(found):
         return scope.couple(node, "stacks rows of the batch that are in different orders")
-    new = attr(node, "axis", 0) % rank
-    first = next((kind for kind in found if kind.outer), found[0])
+    new = node.get("axis", 0) % rank
+    first = first_rows(found)
     slope: tuple[int, ...] = ()
     if any(kind.slope for kind in kinds):
         if new != rank - 1 or any(len(kind.slope) > 1 for kind in kinds):
@@ -140,8 +142,8 @@ def _reverse_sequence(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
     found = only_rows(kinds)
     if not found:
         return next((kind for kind in kinds if kind.coupled or kind.total), shared())
-    inside = kinds[0].rows and attr(node, "seq_dim", 0) != kinds[0].axis and not kinds[0].slope
-    own = attr(node, "batch_dim", 0) == kinds[0].axis  # each sample has a length of its own
+    inside = kinds[0].rows and node.get("seq_dim", 0) != kinds[0].axis and not kinds[0].slope
+    own = node.get("batch_dim", 0) == kinds[0].axis  # each sample has a length of its own
     if inside and (kinds[1].rows and kinds[1].layout == kinds[0].layout if own else kinds[1].shared):
         return kinds[0]
     return scope.couple(node, "moves samples along the batch axis (ReverseSequence)")

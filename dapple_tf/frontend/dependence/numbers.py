@@ -24,7 +24,7 @@ Numbers = tuple[Any, ...]
 
 def constant_value(node: Node, largest: int = LARGEST) -> Any | None:
     """Return the NumPy value of a ``Const`` of at most ``largest`` elements, else None."""
-    value = dict(node.attrs).get("value")
+    value = node.get("value")
     if node.op != "Const" or not isinstance(value, Opaque):
         return None
     if node.outputs[0].shape.dims is None or node.outputs[0].shape.elements() > largest:

@@ -77,13 +77,3 @@ def equal_rows(scope: Scope, node: Node) -> Kind:
         if dims is None or (axis >= 0 and dims[axis] != 1):
             return scope.couple(node, why)
     return rows(axes[0], CONSTANT_ROWS, int(lengths[axes[0]]) // scope.batch)
-
-
-def same_order(kinds: Sequence[Kind]) -> bool:
-    """Return whether those that are rows hold the samples in the same order; equal rows fit any order."""
-    return len({kind.layout for kind in kinds if kind.rows and kind.outer}) <= 1
-
-
-def only_rows(kinds: Sequence[Kind]) -> list[Kind]:
-    """Return the kinds that are rows."""
-    return [kind for kind in kinds if kind.rows]

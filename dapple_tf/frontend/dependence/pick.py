@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from dapple_tf.frontend.dependence.elementwise import PAIRS_SHARED
-from dapple_tf.frontend.dependence.kinds import SIZE, Form, Kind, rows, shared
-from dapple_tf.frontend.dependence.operands import CONSTANT_ROWS, Rule, only_rows, same_order
+from dapple_tf.frontend.dependence.kinds import SIZE, Form, Kind, only_rows, rows, same_order, shared
+from dapple_tf.frontend.dependence.operands import CONSTANT_ROWS, Rule
 from dapple_tf.frontend.dependence.ragged import reduce_rows
-from dapple_tf.frontend.dependence.scope import Scope, attr
+from dapple_tf.frontend.dependence.scope import Scope
 from dapple_tf.graph_passes.analysis.layers import CAPTURED_INPUTS
 from dapple_tf.graph_passes.ir.graph import Effect, Node, Value
 
@@ -22,7 +22,7 @@ _DEEPEST = 8  # ops that are nested in a text of ``_expression``; a deeper value
 def _gather(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
     source, index = kinds[0], kinds[1]
     ranks = [scope.rank(value) for value in node.inputs[:2]]
-    batch_dims = attr(node, "batch_dims", 0)
+    batch_dims = node.get("batch_dims", 0)
     number = scope.number(node.inputs[2]) if node.op == "GatherV2" else None
     if not source.rows and not index.rows:
         return _gather_shared(scope, node, source, index)
@@ -87,7 +87,7 @@ def _gather_nd(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
     if source.total or index.total:
         return scope.couple(node, "picks, by samples or for them, entries of a sum or mean over the batch")
     dims, index_rank = scope.dims(node.inputs[1]), scope.rank(node.inputs[1])
-    if dims is None or dims[-1] is None or index_rank is None or attr(node, "batch_dims", 0):
+    if dims is None or dims[-1] is None or index_rank is None or node.get("batch_dims", 0):
         return scope.couple(node, "picks entries of tensors of unknown rank")
     depth = int(dims[-1])
     slopes = index.slope or (0,)
@@ -129,7 +129,7 @@ def _one_hot(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
     if not kinds[0].rows:
         return scope.couple(node, "compares a sum over the batch with others") if kinds[0].total else shared()
     rank = scope.rank(Value(node.name))
-    axis = attr(node, "axis", -1)
+    axis = node.get("axis", -1)
     if rank is None:
         return scope.couple(node, "has an unknown rank")
     return kinds[0].at(kinds[0].axis + (axis % rank <= kinds[0].axis))
@@ -216,7 +216,7 @@ def _count_by_value(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
         return scope.couple(node, "counts values of the samples")
     if rank == 2 and values.axis == 0:  # each row by itself
         return values
-    if rank == 1 and not attr(node, "binary_output", False):
+    if rank == 1 and not node.get("binary_output", False):
         return Kind(Form.SUM)
     return scope.couple(node, "counts values of the samples")
 

@@ -7,6 +7,8 @@ and be compared with known whole numbers, which the experiment then reaches.
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,21 +18,21 @@ import tensorflow as tf
 from tensorflow.core.framework import function_pb2, node_def_pb2
 
 from dapple_tf import internals
-from dapple_tf.frontend.dependence.scope import op_names
+from dapple_tf.frontend.names import name_set
 
 _FLOATS = frozenset({tf.float32, tf.float64})
 _NARROW = frozenset({tf.int8, tf.uint8, tf.int16, tf.uint16, tf.float16, tf.bfloat16})
-_ROUNDING = op_names("AsString Bitcast UnicodeEncode")
-_KEEPING = op_names(
+_ROUNDING = name_set("AsString Bitcast UnicodeEncode")
+_KEEPING = name_set(
     "Identity IdentityN StopGradient EnsureShape Squeeze ExpandDims Pack Unpack ConcatV2 Split SplitV Transpose Range "
     "Add AddV2 Sub Neg Reverse ReverseV2 Shape ShapeN Size Prod Sum Max Min ZerosLike OnesLike BroadcastArgs "
     "LogicalAnd LogicalOr LogicalNot All Any Cast"
 )
-_COMPARING = op_names("Less LessEqual Greater GreaterEqual Equal NotEqual Maximum Minimum")
-_SCALING = op_names("Mul FloorDiv FloorMod TruncateDiv TruncateMod Div Mod")
-_CHOOSING = op_names("Select SelectV2")
-_SIZES = op_names("Shape ShapeN Size TensorListLength")
-_NUMBERING = op_names("Where Unique UniqueV2 UniqueWithCounts UniqueWithCountsV2 Cumsum TopKV2")  # samples, by data
+_COMPARING = name_set("Less LessEqual Greater GreaterEqual Equal NotEqual Maximum Minimum")
+_SCALING = name_set("Mul FloorDiv FloorMod TruncateDiv TruncateMod Div Mod")
+_CHOOSING = name_set("Select SelectV2")
+_SIZES = name_set("Shape ShapeN Size TensorListLength")
+_NUMBERING = name_set("Where Unique UniqueV2 UniqueWithCounts UniqueWithCountsV2 Cumsum TopKV2")  # samples, by data
 
 # The operands that may be positions or lengths: they choose entries of the others, or give the result its shape.
 _PLACES: Mapping[str, tuple[int, ...]] = {
@@ -47,8 +49,8 @@ _PLACES: Mapping[str, tuple[int, ...]] = {
     **dict.fromkeys(("TensorListReserve", "TensorListStack", "TensorListFromTensor", "TensorListResize"), (1,)),
     "EmptyTensorList": (0, 1),
 }
-_REPEATING = op_names("Fill Reshape BroadcastTo Tile")
-_PICKING = op_names("StridedSlice Slice Gather GatherV2 GatherNd TensorListGetItem")
+_REPEATING = name_set("Fill Reshape BroadcastTo Tile")
+_PICKING = name_set("StridedSlice Slice Gather GatherV2 GatherNd TensorListGetItem")
 
 
 @dataclass(frozen=True)
@@ -121,9 +123,7 @@ class PositionUses:
         return [self._compute(node, inputs)]
 
     def _compute(self, node: node_def_pb2.NodeDef, inputs: Sequence[Flow]) -> Flow:
-        total = Flow()
-        for each in inputs:
-            total |= each
+        total = _join(inputs)
         if node.op in _SIZES:
             return Flow(position=total.long or total.position)
         if node.op in _NUMBERING and total.long:
@@ -148,9 +148,7 @@ class PositionUses:
         return replace(total, long=total.long or node.op == "Range")
 
     def _divide(self, node: node_def_pb2.NodeDef, inputs: Sequence[Flow]) -> Flow:
-        total = Flow()
-        for each in inputs:
-            total |= each
+        total = _join(inputs)
         if node.op == "Identity":
             return total
         divides = node.op in ("RealDiv", "DivNoNan") and inputs[0].given and not inputs[0].divisor
@@ -159,12 +157,8 @@ class PositionUses:
 
     def _place(self, node: node_def_pb2.NodeDef, inputs: Sequence[Flow]) -> Flow:
         places = _PLACES[node.op]
-        total, placed = Flow(), Flow()
-        for i, each in enumerate(inputs):
-            if i in places:
-                placed |= each
-            else:
-                total |= each
+        placed = _join(each for i, each in enumerate(inputs) if i in places)
+        total = _join(each for i, each in enumerate(inputs) if i not in places)
         if node.op in _PICKING:
             self.unknown |= placed.position and not (total.long or total.position)
             return replace(total, long=placed.long if _picks_one(node) else total.long or placed.long)
@@ -226,6 +220,11 @@ def _flow(found: Mapping[str, Sequence[Flow]], text: str) -> Flow:
     """Return what flows into the value that an input names: ``node``, ``node:index`` or ``node:output:index``."""
     node, _, place = text.partition(":")
     return found[node][min(int(place.rpartition(":")[2] or 0), len(found[node]) - 1)]
+
+
+def _join(flows: Iterable[Flow]) -> Flow:
+    """Return what flows into a value that is computed of all these."""
+    return functools.reduce(operator.or_, flows, Flow())
 
 
 def _bits(flow: Flow) -> tuple[bool, bool, bool, bool]:

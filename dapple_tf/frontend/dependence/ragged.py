@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from dapple_tf.frontend.dependence.kinds import Form, Kind, rows, shared
-from dapple_tf.frontend.dependence.operands import Rule, only_rows
-from dapple_tf.frontend.dependence.scope import Scope, attr
+from dapple_tf.frontend.dependence.kinds import Form, Kind, only_rows, rows, shared
+from dapple_tf.frontend.dependence.operands import Rule
+from dapple_tf.frontend.dependence.scope import Scope
 from dapple_tf.graph_passes.ir.graph import Node, Value
 
 
@@ -52,7 +52,7 @@ def _sparse_to_dense(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
 
 def _sparse_matmul(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
     places, values, shape, other = kinds
-    if attr(node, "adjoint_a", False):
+    if node.get("adjoint_a", False):
         return scope.couple(node, "multiplies a sparse matrix whose columns are samples")
     return _of_sparse_rows(scope, node, places, values, shape, other)
 

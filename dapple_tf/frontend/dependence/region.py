@@ -20,7 +20,8 @@ from dapple_tf.frontend.dependence.experiment import Limits
 from dapple_tf.frontend.dependence.kinds import CONSTANT, Form
 from dapple_tf.frontend.dependence.numbers import Numbers, affine, constant_value, varies
 from dapple_tf.frontend.dependence.positions import Flow, PositionUses, constant_flow, rounds
-from dapple_tf.frontend.dependence.scope import Scope, op_names
+from dapple_tf.frontend.dependence.scope import Scope
+from dapple_tf.frontend.names import name_set
 from dapple_tf.frontend.write_graph import needed_library, write_graph
 from dapple_tf.graph_passes.analysis.layers import CAPTURED_INPUTS
 from dapple_tf.graph_passes.ir.graph import Effect, Graph, Node, Value
@@ -29,7 +30,7 @@ LOOPING = internals.CALL_OPS | internals.LOOP_OPS
 _MOST_NODES = 250
 # Python code has effects of its own. The kernels of the others do not raise an error, but end the process: FFTs with a
 # tensor that has no entries, searches and LSTM cells with operands of different numbers of rows.
-_NEVER_RUN = op_names(
+_NEVER_RUN = name_set(
     "PyFunc PyFuncStateless EagerPyFunc LowerBound UpperBound LSTMBlockCell LSTMBlockCellGrad "
     "FFT FFT2D FFT3D FFTND IFFT IFFT2D IFFT3D IFFTND RFFT RFFT2D RFFT3D RFFTND IRFFT "
     "IRFFT2D IRFFT3D IRFFTND"

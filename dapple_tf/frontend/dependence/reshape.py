@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 from dapple_tf.frontend.dependence.kinds import Kind
 from dapple_tf.frontend.dependence.operands import CONSTANT_ROWS, Rule, data_operands
-from dapple_tf.frontend.dependence.scope import Scope, attr
+from dapple_tf.frontend.dependence.scope import Scope
 from dapple_tf.graph_passes.ir.graph import Node, Value
 
 UNKNOWN = -1
@@ -90,7 +90,7 @@ def _reshape(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
 @data_operands(1)
 def _squeeze(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
     rank, after = scope.rank(node.inputs[0]), scope.rank(Value(node.name))
-    named = attr(node, "squeeze_dims", ())
+    named = node.get("squeeze_dims", ())
     if rank is None:
         return scope.couple(node, "squeezes a tensor of unknown rank")
     removed = {axis % rank for axis in named}

@@ -12,7 +12,7 @@ from dapple_tf.frontend.dependence.kinds import CONSTANT, Kind, coupled
 from dapple_tf.frontend.dependence.numbers import Numbers, affine, varies
 from dapple_tf.frontend.inference import Shapes
 from dapple_tf.graph_passes.analysis.layers import SHAPE_OPS
-from dapple_tf.graph_passes.ir.graph import OTHER, Attr, Graph, Node, Value, ancestors
+from dapple_tf.graph_passes.ir.graph import OTHER, Graph, Node, Value, ancestors
 
 MULTIPLES = (1, 2, 3)
 """Small integers are evaluated for these multiples of the batch size at which shapes were inferred."""
@@ -182,13 +182,3 @@ class Scope:
     def couple(self, node: Node, why: str) -> Kind:
         """Return the kind of a tensor whose samples ``node`` combines."""
         return coupled(node.name, why)
-
-
-def op_names(text: str) -> frozenset[str]:
-    """Return the names of ops in ``text``, where they are separated by spaces."""
-    return frozenset(text.split())
-
-
-def attr(node: Node, name: str, default: Attr) -> Any:
-    """Return an attribute of a node, or ``default``."""
-    return dict(node.attrs).get(name, default)

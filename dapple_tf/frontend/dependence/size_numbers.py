@@ -13,14 +13,7 @@ from typing import Any
 import numpy as np
 
 from dapple_tf.frontend.dependence.kinds import CONSTANT
-from dapple_tf.frontend.dependence.numbers import (
-    Numbers,
-    affine,
-    constant_value,
-    evaluate,
-    strided_index,
-    varies,
-)
+from dapple_tf.frontend.dependence.numbers import Numbers, affine, constant_value, evaluate, strided_index, varies
 from dapple_tf.frontend.dependence.scope import MULTIPLES, Scope
 from dapple_tf.graph_passes.analysis.layers import SHAPE_OPS
 from dapple_tf.graph_passes.ir.graph import DType, Node, Value

@@ -10,16 +10,16 @@ from typing import Any
 from dapple_tf.frontend.dependence.kinds import SIZE, Form, Kind, shared
 from dapple_tf.frontend.dependence.numbers import strided_index
 from dapple_tf.frontend.dependence.operands import CONSTANT_ROWS, Rule, data_operands
-from dapple_tf.frontend.dependence.scope import Scope, attr
+from dapple_tf.frontend.dependence.scope import Scope
 from dapple_tf.graph_passes.ir.graph import Node
 
 
 @data_operands(1)
 def _unpack(scope: Scope, node: Node, kinds: Sequence[Kind]) -> list[Kind] | Kind:
     rank = scope.rank(node.inputs[0])
-    if rank is None or attr(node, "axis", 0) % rank == kinds[0].axis:
+    if rank is None or node.get("axis", 0) % rank == kinds[0].axis:
         return scope.couple(node, "unstacks the batch into single samples")
-    axis = attr(node, "axis", 0) % rank
+    axis = node.get("axis", 0) % rank
     kind = kinds[0].at(kinds[0].axis - (axis < kinds[0].axis))
     last = axis == rank - 1
     return [
@@ -91,9 +91,9 @@ def _slice_of_unknown(scope: Scope, node: Node, kinds: Sequence[Kind], strides: 
         return scope.couple(node, "slices by bounds that depend on the micro-batch's size and cannot be inferred")
     bit = 1 << kind.axis
     steps = strides is not None and (kind.axis >= len(strides) or strides[kind.axis] == 1)
-    plain = steps and not any(attr(node, mask, 0) for mask in ("ellipsis_mask", "new_axis_mask"))
-    taken = attr(node, "begin_mask", 0) & bit and attr(node, "end_mask", 0) & bit
-    shrunk = attr(node, "shrink_axis_mask", 0)
+    plain = steps and not any(node.get(mask, 0) for mask in ("ellipsis_mask", "new_axis_mask"))
+    taken = node.get("begin_mask", 0) & bit and node.get("end_mask", 0) & bit
+    shrunk = node.get("shrink_axis_mask", 0)
     if plain and taken and len(kind.slope) < 2:
         return kind.at(kind.axis - bin(shrunk & (bit - 1)).count("1"))
     return scope.couple(node, "slices the batch by bounds that cannot be inferred")

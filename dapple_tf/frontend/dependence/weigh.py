@@ -20,7 +20,7 @@ from dapple_tf.frontend.captured import Captured, CapturedTensors
 from dapple_tf.frontend.dependence.kinds import Form
 from dapple_tf.frontend.dependence.numbers import constant_value
 from dapple_tf.frontend.dependence.result import BatchDependence
-from dapple_tf.frontend.dependence.scope import op_names
+from dapple_tf.frontend.names import name_set
 from dapple_tf.frontend.rows import share_of
 from dapple_tf.graph_passes.ir.graph import Node, Value
 
@@ -31,7 +31,7 @@ _TERMS = {
     "Split": slice(1, None),
     "SplitV": slice(1),
 }
-_ONE_TERM = op_names(
+_ONE_TERM = name_set(
     "Reshape Squeeze ExpandDims Sum Mean Transpose StridedSlice Slice GatherV2 Tile BroadcastTo Pad PadV2 Cumsum "
     "Cast ReverseV2 Roll MirrorPad ConjugateTranspose"
 )
@@ -66,9 +66,6 @@ class _Weighing:
             targets = [replace(target, value=self.tensors.value(self._weighted(target.value))) for target in several]
         return replace(read_again(self.captured, loss, self.rows), several=tuple(targets))
 
-    def _tensor(self, value: Value) -> Any:
-        return self.tensors[value]
-
     def _weighted(self, value: Value) -> Any:
         """Return a tensor whose values on the micro-batches add up to ``value`` on the whole batch."""
         if value not in self.built:
@@ -78,13 +75,13 @@ class _Weighing:
         return self.built[value]
 
     def _build(self, value: Value) -> Any:
-        kind, tensor = self.dependence.kinds[value], self._tensor(value)
+        kind, tensor = self.dependence.kinds[value], self.tensors[value]
         if kind.form is Form.SUM and not kind.mixed:
             return tensor
         if kind.form is not Form.SUM:
             return tensor * tf.cast(self.share, tensor.dtype)
         node = self.graph.node(value.node)
-        inputs = [self._tensor(operand) for operand in node.inputs]
+        inputs = [self.tensors[operand] for operand in node.inputs]
         if self.dependence.kinds[node.inputs[0]].rows:
             return self._mean_of_chosen(node, inputs)
         for i in self._terms(node, value.index):
@@ -104,11 +101,11 @@ class _Weighing:
 
     def _mean_of_chosen(self, node: Node, inputs: Sequence[Any]) -> Any:
         """Return the sum of rows that data chose, divided by their number in the whole batch."""
-        keep = bool(dict(node.attrs).get("keep_dims", False))
+        keep = bool(node.get("keep_dims"))
         total = tf.raw_ops.Sum(input=inputs[0], axis=inputs[1], keep_dims=keep)
         origin = self.dependence.kinds[node.inputs[0]].origin
         of_origin = [value for value, kind in self.dependence.kinds.items() if kind.origin == origin]
-        chosen = self._tensor(next(value for value in of_origin if self.graph.node(value.node).op == "Where"))
+        chosen = self.tensors[next(value for value in of_origin if self.graph.node(value.node).op == "Where")]
         count = tf.cast(tf.shape(chosen, tf.int64)[0], tf.float64)
         return total / tf.cast(count * self._entries(node), total.dtype)
 

@@ -11,13 +11,13 @@ from dapple_tf.graph_passes.ir.graph import Graph, Node, Value, attributes
 from dapple_tf.graph_passes.ir.names import Site, at, of_minibatch
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.passes.allreduce import allreduce_node
-from dapple_tf.graph_passes.passes.base import Contract
+from dapple_tf.graph_passes.passes.base import BuiltInPass, Contract
 from dapple_tf.graph_passes.passes.gather_slices import SparsePart, gather_node, slice_ports
 from dapple_tf.graph_passes.schedules.window import Window
 
 
 @dataclass(frozen=True)
-class GroupGradients:
+class GroupGradients(BuiltInPass):
     """Add ``reduced_gradients`` for each update of each stage, and ``allreduce`` where the stage has replicas.
 
     Replicas that take minibatches in turn average their gradients; those that share micro-batches add theirs up.
@@ -26,7 +26,6 @@ class GroupGradients:
 
     window: Window
     parts: tuple[SparsePart, ...] = ()
-    name: str = "group_gradients"
     contract: ClassVar[Contract] = Contract(
         requires=frozenset({OpName.FORWARD, OpName.MINIBATCH}),
         requires_if_trained=frozenset({OpName.GRADIENTS}),

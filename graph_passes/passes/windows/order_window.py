@@ -9,18 +9,17 @@ from dapple_tf.errors import ScheduleError
 from dapple_tf.graph_passes.ir.graph import Graph, Node
 from dapple_tf.graph_passes.ir.names import replica_counts
 from dapple_tf.graph_passes.ir.ops import OpName
-from dapple_tf.graph_passes.passes.base import Contract
+from dapple_tf.graph_passes.passes.base import BuiltInPass, Contract
 from dapple_tf.graph_passes.passes.windows.update_groups import update_name
 from dapple_tf.graph_passes.passes.windows.use_versions import calls_of
 from dapple_tf.graph_passes.schedules.weight_versions import Versions
 
 
 @dataclass(frozen=True)
-class OrderWindow:
+class OrderWindow(BuiltInPass):
     """Join the calls of each replica by control edges, in the order of the window of ``versions``."""
 
     versions: Versions
-    name: str = "order_window"
     contract: ClassVar[Contract] = Contract(
         requires=frozenset({OpName.FORWARD, OpName.MINIBATCH, OpName.SET_UPDATING}),
         forbids=frozenset({OpName.TIMESTAMP}),

@@ -19,7 +19,7 @@ from dapple_tf.graph_passes.ir.names import (
     replica_counts,
 )
 from dapple_tf.graph_passes.ir.ops import OpName
-from dapple_tf.graph_passes.passes.base import Contract
+from dapple_tf.graph_passes.passes.base import BuiltInPass, Contract
 from dapple_tf.graph_passes.passes.microbatch import MergeKind
 from dapple_tf.graph_passes.schedules.window import Window
 
@@ -30,7 +30,7 @@ _ROWS = "batch"  # the end of the name of the node of a minibatch's rows
 
 
 @dataclass(frozen=True)
-class RepeatMinibatches:
+class RepeatMinibatches(BuiltInPass):
     """Make the graph of a window from that of one minibatch, which has no update yet.
 
     ``aux``: how to merge each aux output. The outputs are then the mean of the minibatches' losses, the aux outputs,
@@ -39,7 +39,6 @@ class RepeatMinibatches:
 
     window: Window
     aux: tuple[MergeKind, ...] = ()
-    name: str = "repeat_minibatches"
     contract: ClassVar[Contract] = Contract(
         requires=frozenset({OpName.FORWARD, OpName.MERGE, OpName.BATCH_SIZE}),
         forbids=frozenset({OpName.MINIBATCH, OpName.REFRESH, OpName.COMMIT, OpName.ALLREDUCE, OpName.BARRIER})
@@ -114,7 +113,7 @@ class _Copy:
 
     def _replica(self, node: Node, turn: int) -> int:
         """Return the replica of the copy of ``node`` for a turn."""
-        own = node.integer("replica") if node.has("replica") else 0
+        own: int = node.get("replica", 0)
         return turn * self._window.sharing[node.integer("stage")] + own if node.has("stage") else own
 
     def _repeat(self, node: Node, replica: int) -> Node:

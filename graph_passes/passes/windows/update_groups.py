@@ -16,7 +16,7 @@ from dapple_tf.graph_passes.ir.graph import Attr, Control, Function, Graph, Node
 from dapple_tf.graph_passes.ir.names import at, find_minibatch, nodes_of, of_minibatch
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.passes.apply import Gradients, complete_gradients, update_inputs
-from dapple_tf.graph_passes.passes.base import Contract
+from dapple_tf.graph_passes.passes.base import BuiltInPass, Contract
 from dapple_tf.graph_passes.passes.split_update import Updates
 from dapple_tf.graph_passes.schedules.window import Window
 
@@ -24,13 +24,12 @@ _BEGIN, _DONE, _COUNT = "update/begin", "update/done", "update/count"
 
 
 @dataclass(frozen=True)
-class UpdateGroups:
+class UpdateGroups(BuiltInPass):
     """Add each stage's updates, in the order of the minibatches; ``counter``: the variable of the step counter."""
 
     window: Window
     updates: Updates
     counter: str
-    name: str = "update_groups"
     contract: ClassVar[Contract] = Contract(
         requires=frozenset({OpName.FORWARD, OpName.MINIBATCH}),
         requires_if_trained=frozenset({OpName.REDUCED_GRADIENTS}),
@@ -124,13 +123,7 @@ def _gradients(graph: Graph) -> dict[tuple[int, int], Gradients]:
 
 
 def _update(
-    function: Function,
-    window: Window,
-    stage: int,
-    update: int,
-    gradients: Gradients,
-    counter: str,
-    previous: Control,
+    function: Function, window: Window, stage: int, update: int, gradients: Gradients, counter: str, previous: Control
 ) -> Sequence[Node]:
     """Return the nodes of one update of a stage: that of its step counter, then the update itself."""
     last = window.last_minibatch(stage, update)

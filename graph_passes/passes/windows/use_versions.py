@@ -13,7 +13,7 @@ from dapple_tf.graph_passes.analysis.variable_use import find_variables
 from dapple_tf.graph_passes.ir.graph import Graph, Node, attributes
 from dapple_tf.graph_passes.ir.names import at, of_minibatch
 from dapple_tf.graph_passes.ir.ops import OpName
-from dapple_tf.graph_passes.passes.base import Contract
+from dapple_tf.graph_passes.passes.base import BuiltInPass, Contract
 from dapple_tf.graph_passes.passes.order import call_name
 from dapple_tf.graph_passes.passes.windows.update_groups import update_name
 from dapple_tf.graph_passes.schedules.schedule import Action
@@ -22,12 +22,11 @@ from dapple_tf.graph_passes.schedules.window import Window
 
 
 @dataclass(frozen=True)
-class UseVersions:
+class UseVersions(BuiltInPass):
     """Store the ``versions`` of the weights ``trained``, and give each call the attribute ``version``, its slot."""
 
     versions: Versions
     trained: frozenset[str]
-    name: str = "use_versions"
     contract: ClassVar[Contract] = Contract(
         requires=frozenset({OpName.FORWARD, OpName.MINIBATCH, OpName.SET_UPDATING}),
         forbids=frozenset({OpName.STORE_VERSION, OpName.TIMESTAMP}),

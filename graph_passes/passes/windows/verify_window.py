@@ -11,9 +11,9 @@ from dapple_tf.graph_passes.analysis.variable_use import find_variables
 from dapple_tf.graph_passes.ir.graph import Graph, Node, Value, topological
 from dapple_tf.graph_passes.ir.names import BACKWARD_OPS, at, nodes_of, of_minibatch, site_of
 from dapple_tf.graph_passes.ir.ops import OpName
-from dapple_tf.graph_passes.passes.base import Contract
+from dapple_tf.graph_passes.passes.base import BuiltInPass, Contract
 from dapple_tf.graph_passes.passes.order import call_name
-from dapple_tf.graph_passes.passes.verify_pipeline import verify_rows
+from dapple_tf.graph_passes.passes.verify_pipeline import verify_edge, verify_rows
 from dapple_tf.graph_passes.passes.windows.update_groups import last_backwards, update_name
 from dapple_tf.graph_passes.passes.windows.use_versions import calls_of, version_name
 from dapple_tf.graph_passes.schedules.schedule import Action
@@ -22,7 +22,7 @@ from dapple_tf.graph_passes.schedules.window import Window
 
 
 @dataclass(frozen=True)
-class VerifyWindow:
+class VerifyWindow(BuiltInPass):
     """Check the order of calls, the weights that each uses, and the updates, of a window of ``versions``.
 
     ``trained``: the names of the trained variables.
@@ -30,7 +30,6 @@ class VerifyWindow:
 
     versions: Versions
     trained: frozenset[str]
-    name: str = "verify_window"
     contract: ClassVar[Contract] = Contract(requires=frozenset({OpName.FORWARD, OpName.MINIBATCH}))
 
     def __call__(self, graph: Graph) -> Graph:
@@ -81,7 +80,7 @@ def _verify_versions(graph: Graph, versions: Versions, place: tuple[int, int], n
         needed = version_name(stage, replica, version)
         for name in calls_of(graph, versions.window, action, replica):
             call, last[version] = graph.node(name), name
-            if not call.has("version") or call.integer("version") != version % slots:
+            if call.get("version") != version % slots:
                 raise GraphError(f"{name!r} must use version {version} of the weights, in slot {version % slots}")
             if not _waits(call, needed):
                 raise GraphError(f"no edge makes {name!r} wait for {needed!r}, the weights that it uses")
@@ -146,8 +145,8 @@ def _verify_updates(graph: Graph, window: Window, stage: int) -> None:
         if count.integer("offset") != last:
             raise GraphError(f"{count.name!r} counts {count.integer('offset')} minibatches of the window, not {last}")
         for first, second in ((previous, count), (count.name, update)):
-            if first is not None and not _waits(second, first):
-                raise GraphError(f"no edge makes {second.name!r} run after {first!r}")
+            if first is not None:
+                verify_edge(second, first)
         previous = update.name
         controls = {control.source for control in update.controls}
         for call in last_backwards(window, stage, index):
@@ -199,8 +198,8 @@ def _verify_sums(graph: Graph, window: Window, place: tuple[int, int]) -> None:
         reader = graph.node(of_minibatch(minibatch, at(stage, replica, what=OpName.GRADIENTS)))
         users = [node, *([reader] if (m + 1) % window.micro_batches == 0 else [])]
         for user in users:
-            if previous is not None and not _waits(user, previous):
-                raise GraphError(f"no edge makes {user.name!r} run after {previous!r}, and both use the same sums")
+            if previous is not None:
+                verify_edge(user, previous, ", and both use the same sums")
             previous = user.name
 
 

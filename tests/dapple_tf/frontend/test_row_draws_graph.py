@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 from dapple_tf.errors import CaptureError
-from dapple_tf.frontend.row_draws import RowDraw, can_draw_rows
+from dapple_tf.frontend.row_draws import RowDraw
 from dapple_tf.graph_passes.ir.graph import Graph, Node, ancestors
 from tests.dapple_tf.frontend.divided_draws import draws_of, samples_of, trace, with_rows
 
@@ -52,7 +52,6 @@ def test_a_draw_whose_rows_are_whole_blocks_costs_a_few_small_ops() -> None:
 def test_other_ops_are_refused_by_name_and_layer(draw: Callable[[tf.Tensor], tf.Tensor]) -> None:
     _, graph = trace(draw, tf.TensorSpec((None, 2)))
     (node,) = (n for n in graph.nodes if n.op.startswith("Random") or "Shuffle" in n.op)
-    assert not can_draw_rows(node)
     inside = graph.replace(nodes=tuple(n.with_attrs(layer="net/mix") if n is node else n for n in graph.nodes))
     with pytest.raises(CaptureError, match=rf"'{node.name}' \({node.op}, in net/mix\).*stateless_uniform"):
         with_rows(inside, [RowDraw(node.name, 0)])

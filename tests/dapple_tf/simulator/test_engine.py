@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dapple_tf.errors import ScheduleError
-from dapple_tf.graph_passes.schedules.interleaved import interleaved_1f1b
+from dapple_tf.graph_passes.schedules.chunked import interleaved_1f1b
 from dapple_tf.graph_passes.schedules.schedule import Action, Kind, Schedule, run_schedule
 from dapple_tf.graph_passes.schedules.spec import ScheduleSpec, early_backward, parse_schedule
 from dapple_tf.simulator.engine import make_rings, run, step_seconds, uniform_seconds

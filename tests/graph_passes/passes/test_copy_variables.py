@@ -6,7 +6,7 @@ from dapple_tf.graph_passes.analysis.variable_use import Variables, find_variabl
 from dapple_tf.graph_passes.ir.graph import ancestors
 from dapple_tf.graph_passes.ir.names import Site
 from dapple_tf.graph_passes.passes.copy_variables import CopyVariables
-from dapple_tf.graph_passes.passes.microbatch import call_stages
+from dapple_tf.graph_passes.passes.microbatch import Microbatch
 from dapple_tf.graph_passes.passes.order import Order
 from dapple_tf.graph_passes.passes.split_concat import SplitConcat
 from dapple_tf.graph_passes.schedules.spec import ScheduleSpec
@@ -107,7 +107,7 @@ def test_a_model_without_state_and_shared_variables_has_no_copies() -> None:
 
 
 def test_state_is_committed_after_every_forward_that_writes_it_also_without_an_optimizer() -> None:
-    graph = call_stages(calls("inputs %x\n%x = input() -> (float32[?,4])", *TIED), 2, 3)
+    graph = Microbatch(2, 3)(calls("inputs %x\n%x = input() -> (float32[?,4])", *TIED))
     graph = Order(ScheduleSpec.parse("dapple-a").build(2, 3))(CopyVariables()(SplitConcat((2, 1))(graph)))
     forwards = {f"stage0/replica{replica}/mb{m}/forward" for replica in (0, 1) for m in range(3)}
     assert forwards <= ancestors(graph, ["stage0/commit"])

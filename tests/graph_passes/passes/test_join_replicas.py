@@ -11,7 +11,7 @@ from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.passes.base import run_passes
 from dapple_tf.graph_passes.passes.instrument import Instrument
 from dapple_tf.graph_passes.passes.join_replicas import JoinReplicas
-from dapple_tf.graph_passes.passes.microbatch import call_stages
+from dapple_tf.graph_passes.passes.microbatch import Microbatch
 from dapple_tf.graph_passes.passes.place import Place
 from dapple_tf.graph_passes.passes.project import parse_exchange_name
 from dapple_tf.graph_passes.passes.split_concat import SplitConcat
@@ -67,7 +67,7 @@ def test_a_call_becomes_a_node_for_each_part_and_takes_what_all_replicas_join() 
 
 
 def staged(*replicas: int) -> Graph:
-    return SplitConcat(replicas)(call_stages(calls(X, *map(joining, two_stages())), 2, 2))
+    return SplitConcat(replicas)(Microbatch(2, 2)(calls(X, *map(joining, two_stages()))))
 
 
 def test_a_stage_with_one_replica_calls_whole_functions() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from dapple_tf.graph_passes.ir.graph import Graph, Value
 from dapple_tf.graph_passes.ir.names import MICRO_BATCH
 from dapple_tf.graph_passes.passes.lengthen import Lengthening, Shortened, find_received, shorten
-from dapple_tf.graph_passes.passes.microbatch import call_stages
+from dapple_tf.graph_passes.passes.microbatch import Microbatch
 from dapple_tf.graph_passes.schedules.schedule import Schedule, check
 from dapple_tf.graph_passes.schedules.spec import ScheduleSpec, parse_schedule
 from tests.graph_passes.whole import FLAGS, Kind, input_graph, ranks_of, whole_graph
@@ -145,7 +145,7 @@ def test_given_sizes_of_micro_batches() -> None:
     short = shortened(kind.build_schedule())
 
     def build(count: int) -> Graph:
-        return call_stages(input_graph(kind), 2, count, sizes=sizes[:count]).sorted()
+        return Microbatch(2, count, sizes=sizes[:count])(input_graph(kind)).sorted()
 
     (found,) = lengthened([build(short.first.micro_batches)], [build(short.second.micro_batches)], short, sizes)
     check_equal(found, build(16))

@@ -6,8 +6,7 @@ from dapple_tf.errors import PartitionError
 from dapple_tf.graph_passes.analysis.layers import find_layers
 from dapple_tf.graph_passes.analysis.loss_head import LossHeadInput, mark_loss_head
 from dapple_tf.graph_passes.ir.graph import Function, Graph, Value
-from dapple_tf.graph_passes.passes.backward import StageGradients, prune_gradients, split_backward
-from dapple_tf.graph_passes.passes.loss_head_function import build_loss_head
+from dapple_tf.graph_passes.passes.backward import StageGradients, build_loss_head, prune_gradients, split_backward
 from dapple_tf.graph_passes.passes.partition import partition
 from tests.graph_passes.builders import graph, refused, value
 

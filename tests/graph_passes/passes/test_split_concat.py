@@ -13,7 +13,7 @@ from dapple_tf.errors import PartitionError
 from dapple_tf.graph_passes.analysis.row_bounds import whole_shares
 from dapple_tf.graph_passes.ir.graph import Graph, Node, Value
 from dapple_tf.graph_passes.ir.verify import verify
-from dapple_tf.graph_passes.passes.microbatch import call_stages
+from dapple_tf.graph_passes.passes.microbatch import Microbatch
 from dapple_tf.graph_passes.passes.split_concat import SplitConcat, overlaps
 from tests.graph_passes.builders import assert_graph, calls, function, refused, two_stages
 
@@ -83,13 +83,13 @@ def test_one_to_many_splits_each_tensor_on_its_batch_axis() -> None:
 
 
 def test_splits_have_the_given_sizes_of_micro_batches() -> None:
-    before = call_stages(calls(X, *two_stages()), 2, 2, sizes=(1, 3))
+    before = Microbatch(2, 2, sizes=(1, 3))(calls(X, *two_stages()))
     result = SplitConcat((2, 3))(before)
     verify(result)
     splits = [node for node in result.nodes if node.op == "split"]
     assert len(splits) == 6  # of both replicas forward, of the middle one of three backward, in two micro-batches
     assert {(node.integer("micro_batches"), node.integers("sizes")) for node in splits} == {(2, (1, 3))}
-    plain = SplitConcat((2, 3))(call_stages(calls(X, *two_stages()), 2, 2))
+    plain = SplitConcat((2, 3))(Microbatch(2, 2)(calls(X, *two_stages())))
     assert not any(node.has("sizes") for node in plain.nodes)
 
 
@@ -122,7 +122,7 @@ def test_equal_counts_are_connected_one_to_one_without_extra_nodes() -> None:
 
 
 def test_loss_gathers_each_replica_with_its_weight_in_sample_order() -> None:
-    result = SplitConcat((1, 2))(call_stages(calls(X, *two_stages()), 2, 2))
+    result = SplitConcat((1, 2))(Microbatch(2, 2)(calls(X, *two_stages())))
     assert list(map(str, result.node("loss").inputs)) == [
         f"%stage1/replica{replica}/mb{m}/{what}:0"
         for m in (0, 1)
@@ -138,7 +138,7 @@ def test_a_tensor_without_a_batch_axis_cannot_be_split() -> None:
         function("stage1/forward", "boundary %table:0 float32[9,4]", "loss loss"),
         function("stage1/backward", "seed loss"),
     )
-    before = call_stages(calls(X, *functions), 2, 1)
+    before = Microbatch(2, 1)(calls(X, *functions))
     verify(SplitConcat((2, 2))(before))
     with refused(
         PartitionError,
@@ -238,7 +238,7 @@ ROUTED = (
 
 @given(st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4)), st.integers(1, 2))
 def test_each_part_of_a_shared_gradient_arrives_at_one_replica(replicas: tuple[int, int, int], m: int) -> None:
-    result = SplitConcat(replicas, frozenset({"t"}))(call_stages(calls(X, *ROUTED), 3, m))
+    result = SplitConcat(replicas, frozenset({"t"}))(Microbatch(3, m)(calls(X, *ROUTED)))
     verify(result)
     parts: dict[Value, list[str]] = {}  # of the gradient of t: the calls that it comes from
     arrived: list[str] = []
@@ -258,14 +258,14 @@ def test_each_part_of_a_shared_gradient_arrives_at_one_replica(replicas: tuple[i
 
 
 def test_stages_that_are_replicated_already_are_refused() -> None:
-    replicated = SplitConcat((1, 2))(call_stages(calls(X, *two_stages()), 2, 1))
+    replicated = SplitConcat((1, 2))(Microbatch(2, 1)(calls(X, *two_stages())))
     with refused(PartitionError, "the stages have (1, 2) replicas already"):
         SplitConcat((1, 2))(replicated)
 
 
 @pytest.mark.parametrize("replicas", [(1,), (1, 2, 1), (1, 0)])
 def test_a_replica_count_for_each_stage_is_required(replicas: tuple[int, ...]) -> None:
-    before = call_stages(calls(X, *two_stages()), 2, 1)
+    before = Microbatch(2, 1)(calls(X, *two_stages()))
     with refused(PartitionError, f"replicas {replicas} do not give each of 2 stages at least one device"):
         SplitConcat(replicas)(before)
 
@@ -340,7 +340,7 @@ THREE_STAGES = (
     st.integers(1, 30),
 )
 def test_every_call_takes_exactly_its_own_rows_in_order(replicas: tuple[int, ...], m: int, size: int) -> None:
-    result = SplitConcat(replicas)(call_stages(calls(X, *THREE_STAGES), 3, m))
+    result = SplitConcat(replicas)(Microbatch(3, m)(calls(X, *THREE_STAGES)))
     verify(result)
     taken = run_rows(result, size, m, replicas)
     assert len(taken) == 2 * m * sum(replicas)
@@ -356,7 +356,7 @@ PARTS = st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple)
 def test_every_call_takes_exactly_its_own_rows_of_unequal_shares(parts: Shares, m: int, size: int) -> None:
     replicas = tuple(map(len, parts))
     shares = tuple(whole_shares(own) for own in parts)
-    result = SplitConcat(replicas, shares=shares)(call_stages(calls(X, *THREE_STAGES), 3, m))
+    result = SplitConcat(replicas, shares=shares)(Microbatch(3, m)(calls(X, *THREE_STAGES)))
     verify(result)
     for name, rows in run_rows(result, size, m, replicas, parts).items():
         wanted = list(rows_of(result.node(name), size, m, replicas, parts))
@@ -405,7 +405,7 @@ def test_wrong_shares_are_refused(shares: Shares) -> None:
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 40))
 def test_the_slices_of_a_stage_cover_the_batch_exactly_once(r: int, m: int, size: int) -> None:
-    result = SplitConcat((r,))(call_stages(calls(X, *ONE_STAGE), 1, m))
+    result = SplitConcat((r,))(Microbatch(1, m)(calls(X, *ONE_STAGE)))
     slices = [node for node in result.nodes if node.op == "slice"]
     places = [(node.integer("micro_batch"), node.integer("replica")) for node in slices]
     assert places == [(i, j) for i in range(m) for j in range(r)]

@@ -48,7 +48,7 @@ def test_a_finished_pipeline_passes_unchanged() -> None:
         (
             "forward() {micro_batch=0, replica=0, stage=0} -> (float32[?,4]) @'a'",
             "forward() {micro_batch=0, replica=0, stage=0} -> (float32[?,4]) @'a' ^%stage0/update 'late'",
-            "the pipelined graph has a cycle: ",
+            "the graph has a cycle: ",
         ),
         (
             "backward(%stage0/replica0/mb0/forward:0)",

@@ -10,7 +10,7 @@ from dapple_tf.graph_passes.ir.graph import Function, Graph, Value
 from dapple_tf.graph_passes.ir.names import nodes_of
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.passes.copy_variables import CopyVariables
-from dapple_tf.graph_passes.passes.microbatch import call_stages
+from dapple_tf.graph_passes.passes.microbatch import Microbatch
 from dapple_tf.graph_passes.passes.split_concat import SplitConcat
 from dapple_tf.graph_passes.passes.write_statistics import WriteStatistics
 from tests.graph_passes.builders import calls, function, refused, two_stages
@@ -38,7 +38,7 @@ def end(stage: int, *names: str) -> Function:
 
 
 def written(*ends: Function, replicas: tuple[int, int] = (1, 1)) -> Graph:
-    graph = call_stages(calls(X, *functions(*ends)), 2, 2)
+    graph = Microbatch(2, 2)(calls(X, *functions(*ends)))
     return WriteStatistics()(SplitConcat(replicas)(graph))
 
 
@@ -80,7 +80,7 @@ def test_what_is_written_waits_for_all_calls_of_its_stage() -> None:
 
 
 def test_moving_statistics_have_no_copies_and_belong_to_the_stage_that_writes_them() -> None:
-    graph = SplitConcat((2, 1))(call_stages(calls(X, *functions(end(0, "a"), end(1, "b"))), 2, 2))
+    graph = SplitConcat((2, 1))(Microbatch(2, 2)(calls(X, *functions(end(0, "a"), end(1, "b")))))
     variables = find_variables(graph)
     assert (variables.owner("m0"), variables.owner("m1"), variables.at_end) == (0, 1, {"m0", "m1"})
     assert variables.state == frozenset()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,6 @@ from dapple_tf.frontend.dependence.result import BatchDependence
 from dapple_tf.frontend.dependence.undecided import Experiments
 from dapple_tf.frontend.names import tensor_name
 from dapple_tf.frontend.rows import ROWS_NAME, use_rows, whole_name
-from dapple_tf.frontend.shapes import infer_shapes, probe_shapes
 from dapple_tf.frontend.write_graph import write_graph
 from dapple_tf.graph_passes.ir.graph import Graph, Node, Value
 
@@ -82,8 +80,7 @@ def analyse(loss: Callable[..., Any]) -> tuple[Captured, BatchDependence]:
 
 def depend(captured: Captured) -> BatchDependence:
     """Return how a traced loss depends on the batch."""
-    probe, shapes = probe_shapes(captured, N)
-    return find_dependence(captured, shapes, probe, partial(infer_shapes, captured), Experiments(captured, {}))
+    return find_dependence(captured, N, Experiments(captured, {}))
 
 
 def decide(compute: Compute) -> BatchDependence:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import keras
@@ -13,7 +12,6 @@ import tensorflow as tf
 
 from dapple_tf.frontend.dependence.decide import find_uncut_dependence
 from dapple_tf.frontend.dependence.result import BatchDependence
-from dapple_tf.frontend.shapes import infer_shapes, probe_shapes
 from tests.dapple_tf.frontend.dependence.evaluation import Batch, Compute, N, analyse, decide, make_loss
 
 
@@ -302,8 +300,7 @@ def test_the_shape_of_activations_that_data_choose_is_no_number_of_the_whole_bat
 def uncut(compute: Compute) -> BatchDependence:
     captured, dependence = analyse(make_loss(compute))
     assert not dependence.exactness.exact
-    probe, shapes = probe_shapes(captured, N)
-    return find_uncut_dependence(captured, shapes, probe, partial(infer_shapes, captured))
+    return find_uncut_dependence(captured, N)
 
 
 def test_what_one_micro_batch_computes_is_not_rewritten() -> None:

@@ -1,18 +1,96 @@
-"""Schedules of workers with two or more stages each: the model runs from the first worker to the last and back.
+"""Schedules of workers with several stages each (chunks of the model): looped, or there and back.
 
-One such way is a V; Hanayo has several. ZB-V and DualPipe-V are defined for a smallest number of micro-batches. For
-fewer, the actions on the other micro-batches are left out.
+*Looped*: with p workers stage s is on worker s mod p. There and back: the model runs from the first worker to the last
+and back; one such way is a V, and Hanayo has several.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from dapple_tf.graph_passes.schedules.list_schedule import ListRule, list_equal_stages
-from dapple_tf.graph_passes.schedules.schedule import Action, Kind, Schedule, check
+from dapple_tf.graph_passes.schedules.schedule import Action, Kind, Schedule, alternate, check, checked_schedule
 from dapple_tf.graph_passes.schedules.worker_map import WorkerMap
+
+# --- Interleaved 1F1B (Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters", 2021, 2.2)
+# Each of p workers holds v chunks of the model, looped. A worker takes the micro-batches in groups: it runs a group's
+# forwards on its first chunk, then on its second, and so on. After its warm-up it runs one forward and one backward
+# alternately. If M is a multiple of p, and a chunk's forward takes f and its backward b, each worker is idle for
+# (p - 1) (f + b) in a step, which is 1/v of its idle time under 1F1B.
+
+
+def interleaved_1f1b(workers: int, chunks: int, micro_batches: int) -> Schedule:
+    """Return the schedule of ``workers`` devices with ``chunks`` stages each.
+
+    In the paper M is a multiple of p, and each group has p micro-batches. For any other M, groups have p to 2 p - 1
+    micro-batches, as equal as possible (if M < p, there is one group of M), and the warm-up is as long as the largest
+    group needs.
+    """
+    groups = _group(workers, micro_batches)
+    rows = []
+    for worker, stages in enumerate(WorkerMap.looped(workers, chunks).stages_of):
+        ahead = 2 * (workers - worker - 1) + (chunks - 1) * max(map(len, groups)) + 1
+        rows.append(alternate(_in_turn(groups, stages, "F"), _in_turn(groups, stages[::-1], "B"), ahead))
+    return checked_schedule(rows)
+
+
+def _group(workers: int, micro_batches: int) -> list[range]:
+    """Return groups of at least ``workers`` micro-batches, as equal as possible; one group where there are fewer."""
+    count = max(1, micro_batches // workers)
+    bounds = [micro_batches * group // count for group in range(count + 1)]
+    return [range(begin, end) for begin, end in itertools.pairwise(bounds)]
+
+
+def _in_turn(groups: Sequence[range], stages: Sequence[int], kind: Kind) -> list[Action]:
+    """Return the actions of one kind: group by group, on one stage after the other."""
+    return [Action(stage, kind, m) for group in groups for stage in stages for m in group]
+
+
+# --- Interleaved zero bubble: interleaved 1F1B in which gradients of weights fill idle time, as in ZB-H1
+# Each of p workers holds v chunks of the model, looped (Narayanan et al., 2021, section 2.2), and computes the
+# gradients of weights later than the gradients of inputs (Qi et al., "Zero Bubble Pipeline Parallelism", 2023). If M is
+# a multiple of p, and F, I and W of a chunk take t_f, t_i >= t_f and t_w = t_f, each worker is idle for (p - 1) (t_f +
+# t_i - t_w) in a step, which is 1/v of its idle time under ZB-H1.
+
+
+def interleaved_zero_bubble(workers: int, chunks: int, micro_batches: int) -> Schedule:
+    """Return the schedule of ``workers`` devices with ``chunks`` stages each.
+
+    In its warm-up worker w runs w forwards fewer than worker 0 (in interleaved 1F1B, 2 w fewer). It delays each W until
+    it has run w further I. So all workers hold as many stashes as worker 0.
+    """
+    groups = _group(workers, micro_batches)
+    rows = []
+    for worker, stages in enumerate(WorkerMap.looped(workers, chunks).stages_of):
+        ahead = workers - worker + (chunks - 1) * max(map(len, groups))
+        inputs, weights = _in_turn(groups, stages[::-1], "I"), _in_turn(groups, stages[::-1], "W")
+        rows.append(alternate(_in_turn(groups, stages, "F"), inputs, ahead, weights, delay=worker))
+    return checked_schedule(rows)
+
+
+# --- Looped breadth-first schedule (Lamy-Poirier, "Breadth-First Pipeline Parallelism", 2022, section 4)
+# Each of p workers holds v chunks of the model, looped. It runs all forwards of a chunk before the first one of the
+# next chunk, and then the backwards in the same way, the last chunk first. AllReduce of a chunk can start when the
+# chunk's last backward has ended. If M >= p, and a chunk's forward takes f and its backward b, each worker is idle for
+# (p - 1) (f + b) in a step. All M micro-batches are in flight on all chunks.
+
+
+def looped_breadth_first(workers: int, chunks: int, micro_batches: int) -> Schedule:
+    """Return the schedule of ``workers`` devices with ``chunks`` stages each; with one chunk it is GPipe's."""
+    rows = []
+    for stages in WorkerMap.looped(workers, chunks).stages_of:
+        every = [range(micro_batches)]
+        rows.append((*_in_turn(every, stages, "F"), *_in_turn(every, stages[::-1], "B")))
+    return checked_schedule(rows)
+
+
+# --- Schedules in the shape of a V
+# ZB-V and DualPipe-V are defined for a smallest number of micro-batches. For fewer, the actions on the other
+# micro-batches are left out.
+
 
 RowOfWorker = Callable[[int, int, tuple[int, ...], int], tuple[Action, ...]]
 """Takes the number of workers, the number of one worker, its two stages, and M; returns this worker's actions."""
