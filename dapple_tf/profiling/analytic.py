@@ -21,7 +21,8 @@ def analytic_profile(
     """Return the profile of a loss on ``device`` (V100, A100, H100 or a Peak) by the roofline of every op.
 
     Nothing runs. ``batch`` is the tuple of the loss's arguments: arrays, or ``tf.TensorSpec`` with the batch size on
-    axis 0. Each op counts as one kernel, which takes at least the seconds of a launch; ops that a compiler or a library
+    axis 0. The profile has times for other batch sizes too (``timings``), from 1 sample to 4 times the batch or more,
+    unless the model accepts its batch only. Each op counts as one kernel, which takes at least the seconds of a launch; ops that a compiler or a library
     fuses take less in fact. Raises ProfileError for an unknown device, BatchError for a batch without a known size, and
     what ``dapple.pipeline`` raises for the loss.
     """
@@ -30,12 +31,14 @@ def analytic_profile(
     size = batch_size(arguments)
     with variable_values.without_values():
         facts = examine_layers(trace_loss(loss_fn, arguments, size, "allow"), size)
+        timings = facts.timings(peak)
     return make_profile(
         facts,
         model or facts.captured.graph.name,
         f"{peak.name} (analytic)",
         facts.forward_seconds(peak),
         facts.backward_seconds(peak),
+        timings=timings,
     )
 
 

@@ -34,7 +34,9 @@ from dapple_tf.graph_passes.passes.partition import partition
 from dapple_tf.internals import LOOP_OPS
 from dapple_tf.profiler.measure import Floats
 from dapple_tf.profiler.peaks import Peak
+from dapple_tf.profiler.profile import Timing
 
+_LEAST_LARGEST_SIZE = 64  # samples: the least of the largest batch sizes that times are computed for
 _LIST_DTYPE = "variant"  # of the lists in which a While loop stashes a tensor for each iteration
 
 
@@ -95,6 +97,28 @@ class LayerFacts:
         """Return the seconds of each layer's backward by the roofline of its ops in the differentiated graph."""
         return self._sum_seconds(self.backward_kernels(), peak)
 
+    def timings(self, peak: Peak) -> tuple[Timing, ...]:
+        """Return the seconds of each layer by the roofline at other batch sizes: powers of 2 up to 4 times the batch.
+
+        They are at least 1 to 64 samples. A small micro-batch takes more seconds for each sample, since kernels read
+        all weights and wait for their launch. The operations and bytes of an op are taken as linear in the samples.
+        Empty where the model does not accept twice the batch.
+        """
+        doubled = infer_shapes(replace(self.captured, graph=self._joint), 2 * self.batch_size)
+        if not doubled:
+            return ()
+        twice = replace(self, batch_size=2 * self.batch_size, _shapes=doubled)
+        pairs = [
+            list(zip(self.forward_kernels(), twice.forward_kernels(), strict=True)),
+            list(zip(self.backward_kernels(), twice.backward_kernels(), strict=True)),
+        ]
+        largest = max(_LEAST_LARGEST_SIZE, 4 * self.batch_size)
+        sizes = [size for size in (2**i for i in range(largest.bit_length())) if size != self.batch_size]
+        return tuple(
+            Timing(size, *(tuple(self._sum_seconds(_scaled(part, size / self.batch_size), peak)) for part in pairs))
+            for size in sizes
+        )
+
     def forward_kernels(self) -> Iterator[Kernel]:
         """Yield the ops of each layer's forward."""
         return self._kernels({name: i for i, layer in enumerate(self.layers.layers) for name in layer.nodes})
@@ -122,6 +146,13 @@ class LayerFacts:
         for kernel in kernels:
             total[kernel.layer] += kernel.count * peak.seconds(kernel.flops, kernel.moved, kernel.kind)
         return total
+
+
+def _scaled(pairs: Iterable[tuple[Kernel, Kernel]], ratio: float) -> Iterator[Kernel]:
+    """Yield the kernels for ``ratio`` times the batch; ``pairs``: those for the batch, and for twice the batch."""
+    for one, two in pairs:
+        flops, moved = (max(0.0, a + (b - a) * (ratio - 1)) for a, b in ((one.flops, two.flops), (one.moved, two.moved)))
+        yield Kernel(one.layer, one.kind, flops, moved, one.count)
 
 
 def _kernels_of(

@@ -32,7 +32,33 @@ def test_seconds_are_flops_over_the_attainable_rate() -> None:
     assert [layer.backward_seconds for layer in found.layers] == [first / 5, 0, 2 * second / 5, 0]
     assert [layer.activation_bytes for layer in found.layers] == [80, 80, 32, 0]
     assert [layer.parameter_bytes for layer in found.layers] == [60, 0, 40, 0]
-    assert (found.whole, found.error, found.timings) == (None, None, ())
+    assert (found.whole, found.error, found.measured_sizes) == (None, None, (1, 2, 4, 8, 16, 32, 64))
+
+
+def recurrent() -> Any:
+    rnn = keras.layers.SimpleRNN(4)
+    rnn.build((None, 5, 3))
+    matrix = tf.Variable(tf.ones((4, 600)))
+    return lambda x: tf.reduce_mean(tf.tanh(rnn(x)) @ matrix)
+
+
+@pytest.mark.parametrize(("make", "shape"), [(dense, (3,)), (recurrent, (5, 3))])
+def test_times_at_other_batch_sizes_are_those_of_a_profile_for_them(make: Any, shape: tuple[int, ...]) -> None:
+    loss, peak = make(), Peak("p", 1e6, 1e5, 0.0, 1.0, {}, 1e-3)
+    found = dapple.analytic_profile(loss, tf.TensorSpec((20, *shape), tf.float32), peak)
+    assert found.measured_sizes == (1, 2, 4, 8, 16, 20, 32, 64)
+    for size in (1, 8, 32, 64):
+        other = dapple.analytic_profile(loss, tf.TensorSpec((size, *shape), tf.float32), peak)
+        for field in ("forward_seconds", "backward_seconds"):
+            wanted = [getattr(layer, field) for layer in other.layers]
+            np.testing.assert_allclose(getattr(found, field)(size), wanted, rtol=1e-12)
+    assert found.forward_seconds(1).sum() > 1.5 * found.forward_seconds(20).sum() / 20  # launches, and weights
+
+
+def test_a_model_for_one_batch_size_has_times_for_that_alone() -> None:
+    a = tf.Variable(tf.ones((3, 5)))
+    found = dapple.analytic_profile(lambda x: tf.reduce_mean((x + tf.ones([4, 3])) @ a), tf.TensorSpec((4, 3)), SLOW)
+    assert found.measured_sizes == (4,)
 
 
 def test_a_loop_takes_the_time_of_its_body_in_every_round() -> None:
