@@ -48,7 +48,9 @@ def profile(
     """Profile MODEL (path.py:callable or package.module:callable) at the size of its first batch."""
     sizes = _parse_sizes(batch_sizes)
     if sizes and device:
-        raise click.UsageError("--batch-sizes asks for measured times, but --device computes those of many sizes: leave one out")
+        raise click.UsageError(
+            "--batch-sizes asks for measured times, but --device computes those of many sizes: leave one out"
+        )
     check_output_path("--output", output)
     check_model_exists(options["model"])
     start_tensorflow(devices)

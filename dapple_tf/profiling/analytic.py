@@ -22,9 +22,9 @@ def analytic_profile(
 
     Nothing runs. ``batch`` is the tuple of the loss's arguments: arrays, or ``tf.TensorSpec`` with the batch size on
     axis 0. The profile has times for other batch sizes too (``timings``), from 1 sample to 4 times the batch or more,
-    unless the model accepts its batch only. Each op counts as one kernel, which takes at least the seconds of a launch; ops that a compiler or a library
-    fuses take less in fact. Raises ProfileError for an unknown device, BatchError for a batch without a known size, and
-    what ``dapple.pipeline`` raises for the loss.
+    unless the model accepts its batch only. Each op counts as one kernel, which takes at least the seconds of a launch;
+    ops that a compiler or a library fuses take less in fact. Raises ProfileError for an unknown device, BatchError for
+    a batch without a known size, and what ``dapple.pipeline`` raises for the loss.
     """
     peak = find_peak(device) if isinstance(device, str) else device
     arguments = as_rows(as_arguments(batch))

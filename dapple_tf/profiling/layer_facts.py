@@ -151,7 +151,8 @@ class LayerFacts:
 def _scaled(pairs: Iterable[tuple[Kernel, Kernel]], ratio: float) -> Iterator[Kernel]:
     """Yield the kernels for ``ratio`` times the batch; ``pairs``: those for the batch, and for twice the batch."""
     for one, two in pairs:
-        flops, moved = (max(0.0, a + (b - a) * (ratio - 1)) for a, b in ((one.flops, two.flops), (one.moved, two.moved)))
+        flops = max(0.0, one.flops + (two.flops - one.flops) * (ratio - 1))
+        moved = max(0.0, one.moved + (two.moved - one.moved) * (ratio - 1))
         yield Kernel(one.layer, one.kind, flops, moved, one.count)
 
 
