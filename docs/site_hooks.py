@@ -111,14 +111,34 @@ operation of the installed TensorFlow. The rules are in `dapple_tf/frontend/depe
 """
 
 
+# What attributes and functions of the API return, whose classes ``import dapple_tf as dapple`` does not give.
+RETURNED = {
+    "step.recording": "dapple_tf.timeline.recording.Recording",
+    "step.report": "dapple_tf.memory.report.Report",
+    "step.exactness": "dapple_tf.exactness.Exactness",
+    "dapple.compare": "dapple_tf.planner.compare.Comparison",
+}
+
+
 def api_page() -> str:
-    """Return the page of everything that ``import dapple_tf as dapple`` gives."""
+    """Return the page of everything that ``import dapple_tf as dapple`` gives, and of what that returns."""
     parts = ["# Python API\n\nEverything that `import dapple_tf as dapple` gives, from its docstrings.\n"]
     for name in dapple_tf.__all__:
         is_module = name in dapple_tf._MODULES
         home = f"dapple_tf.{name}" if is_module else f"{dapple_tf._HOMES[name]}.{name}"
-        parts.append(f"::: {home}\n    options:\n      heading: dapple.{name}\n      toc_label: {name}\n")
+        parts.append(_docstrings(home, f"dapple.{name}", label=name, level=2))
+    parts.append("## What these return\n\nObjects that the names above return. There is no need to import them.\n")
+    for source, home in RETURNED.items():
+        name = f"{home.rpartition('.')[2]}, from {source}"
+        parts.append(_docstrings(home, name, label=name, level=3))
     return "\n".join(parts)
+
+
+def _docstrings(home: str, heading: str, *, label: str, level: int) -> str:
+    """Return the lines in place of which mkdocstrings puts the docstrings of an object; ``label`` is for the menu."""
+    options = {"heading": heading, "heading_level": level, "toc_label": label}
+    lines = [f"::: {home}", "    options:", *(f"      {name}: {value}" for name, value in options.items())]
+    return "\n".join(lines) + "\n"
 
 
 def options_page() -> str:

@@ -1,7 +1,8 @@
 """Train as a job of two processes (ranks), one device each.
 
-Run it with ``mpirun -np 2 .venv/bin/python examples/two_ranks.py`` (``make horovod`` installs what it needs). The same
-script also runs in one process, on logical devices: ``python examples/two_ranks.py``.
+Run it with ``mpirun -np 2 python train.py``, where ``train.py`` is this file. Jobs need what ``python -m
+dapple_tf.distributed.horovod`` installs. The same script also runs in one process, on logical devices: ``python
+train.py``.
 
 Every rank makes the same calls with the same batches, and gets the same loss. Each prints which stage it has, its
 losses, and how many of the model's variables it holds before and after ``step.gather()``. In one process the
