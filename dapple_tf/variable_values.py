@@ -272,7 +272,9 @@ class _BorrowedVariable(DeferredVariable):
     def assign(self, value: Any, *options: Any, **named: Any) -> Any:
         tensor = tf.convert_to_tensor(value, self.dtype)  # reads it, which may be a borrowed variable itself
         self._borrowing.use(self)
-        super().assign(tensor, *options, **named)
+        result = super().assign(tensor, *options, **named)
+        if not context.executing_eagerly():  # a trace: the value is there once the function has run
+            return result
         self._borrowing.use(None)  # given back now: the caller may hold this value while it makes the next one
         return self
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TypeAlias
 
 import msgspec
@@ -90,8 +91,14 @@ Message: TypeAlias = (
     | StopMessage
 )
 
-encode = msgspec.json.encode
-"""Returns a message as a line of JSON, without its end."""
+
+def encode(message: Message) -> bytes:
+    """Return a message as a line of JSON, without its end; "?" is in place of each character that UTF-8 does not have.
+
+    The text of an error may have such ones: Python reads a file name that is not UTF-8 as half surrogate pairs.
+    """
+    return json.dumps(msgspec.to_builtins(message), ensure_ascii=False).encode(errors="replace")
+
 
 decode = msgspec.json.Decoder(Message).decode
 """Returns the message that ``encode`` wrote."""

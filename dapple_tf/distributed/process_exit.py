@@ -64,7 +64,7 @@ def print_line(text: str) -> None:
         descriptor = sys.stderr.fileno()
     except (AttributeError, OSError, ValueError):  # stderr is closed, or replaced by an object without a descriptor
         descriptor = 2
-    os.write(descriptor, f"dapple: {text}\n".encode())
+    os.write(descriptor, f"dapple: {text}\n".encode(errors="backslashreplace"))
 
 
 def _flush_output() -> None:

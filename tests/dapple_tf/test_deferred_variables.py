@@ -444,6 +444,22 @@ def test_of_borrowed_variables_one_at_a_time_is_in_memory() -> None:
         variables["v2"].numpy()
 
 
+def test_a_traced_function_may_assign_a_borrowed_variable() -> None:
+    """Tracing once tried to give the value back, which is there only when the function runs."""
+    variable = tf.Variable(tf.zeros((WIDTH, WIDTH)))
+    variable_values.release_variables([variable], "ask for it")
+    returned: list[Any] = []
+
+    @tf.function
+    def double(value: Any) -> None:
+        variable.assign(2.0 * value)
+
+    with variable_values.borrowing([variable], lambda v: tf.zeros(v.shape), lambda v: returned.append(v.numpy())):
+        double(tf.ones((WIDTH, WIDTH)))
+    np.testing.assert_array_equal(returned, [np.full((WIDTH, WIDTH), 2.0, "float32")])
+    assert not has_memory(variable)
+
+
 def test_borrowed_variables_are_released_when_their_use_fails() -> None:
     variable = tf.Variable(tf.ones((WIDTH, WIDTH)))
     variable_values.release_variables([variable], "ask for it")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import sys
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import tensorflow as tf
 from dapple_tf.distributed import exit_reporting, membership
 from dapple_tf.distributed.exit_reporting import prints_error_in_full, report_failure, start_exit_reporting
 from dapple_tf.distributed.membership import Job
+from dapple_tf.distributed.process_exit import print_line
 from dapple_tf.distributed.shared_errors import share_error
 from dapple_tf.errors import CheckpointError, JobError, OutputError, PlanError, StepError
 from dapple_tf.launcher.restart import REFUSED, VARIABLE, Start
@@ -148,3 +150,8 @@ def test_outside_of_a_job_nothing_is_reported(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(membership, "_job", None)
     report_failure(KeyError("no such sample"))
     assert prints_error_in_full(share_error(PlanError("too few ranks"), 0))
+
+
+def test_a_line_about_a_name_that_is_not_utf_8_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
+    print_line(f"rank 1 has no file {os.fsdecode(b'caf' + bytes([0xE9]))}")
+    assert capfd.readouterr().err == "dapple: rank 1 has no file caf\\udce9\n"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from dapple_tf.distributed.call_order_check import RankCall
@@ -39,3 +41,10 @@ STATUS = RankStatus(stages=(0, 2), step=4, running=True, exchange="exchange/stag
 )
 def test_a_message_comes_back_as_it_was(message: Message) -> None:
     assert decode(encode(message)) == message
+
+
+def test_a_message_has_a_question_mark_for_what_is_not_utf_8() -> None:
+    """The rank whose error it was once ended without a report: the others said that it had crashed."""
+    name = os.fsdecode(b"caf\xe9.txt")
+    received = decode(encode(FailureReport(1, STATUS, f"raised ValueError: no rows in {name}")))
+    assert received == FailureReport(1, STATUS, "raised ValueError: no rows in caf?.txt")
