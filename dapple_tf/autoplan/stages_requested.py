@@ -16,6 +16,7 @@ from dapple_tf.autoplan.options import Options, check_worker_count
 from dapple_tf.autoplan.recompute_option import choose_recompute
 from dapple_tf.autoplan.schedule_auto import choose_profiled_schedule
 from dapple_tf.autoplan.slice_option import slice_plan
+from dapple_tf.distributed.membership import describe_missing_init
 from dapple_tf.errors import PlanError
 from dapple_tf.graph_passes.analysis.layers import Layers
 from dapple_tf.graph_passes.passes.partition import balance
@@ -50,8 +51,11 @@ def plan_requested_stages(
     if sum(replicas) > devices:
         raise PlanError(
             f"{format_count(count, 'stage')} with replicas {list(replicas)} need "
-            f"{format_count(sum(replicas), 'device')}, but there are {devices}: ask for fewer, or "
-            f"{_MORE_RANKS if job_size(os.environ) > 1 else MORE_DEVICES}"
+            f"{format_count(sum(replicas), 'device')}, but there are {devices}: "
+            + (
+                describe_missing_init()
+                or f"ask for fewer, or {_MORE_RANKS if job_size(os.environ) > 1 else MORE_DEVICES}"
+            )
         )
     micro_batches = options.count_micro_batches(global_batch_size, max(replicas))
     sizes = options.sizes(global_batch_size)

@@ -219,6 +219,17 @@ def current() -> Job:
     return _job if _job is not None and _job.process == os.getpid() else Job()
 
 
+def describe_missing_init(environment: Mapping[str, str] = os.environ) -> str:
+    """Return a text that says so if a launcher started this process as a rank that has not joined; else ""."""
+    ranks = job_size(environment)
+    if ranks < 2 or not current().is_alone:
+        return ""
+    return (
+        f"this process was started as one of {ranks} ranks, but dapple.init() was not called before the pipeline was "
+        "made, so it trains alone: call dapple.init() at the start of the script"
+    )
+
+
 def join(environment: Mapping[str, str] = os.environ) -> Job:
     """Join the job that the launcher's ``environment`` describes; return it, or without one a job of this process.
 

@@ -122,6 +122,30 @@ def test_impossible_options_are_refused(
         step_of(loss, **options)(X)
 
 
+@pytest.fixture
+def started_as_one_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The variables of a launcher, in a process that has not called ``dapple.init`` as its rank."""
+    for name in ("SIZE", "LOCAL_SIZE"):
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", "2")
+
+
+_NO_INIT = (
+    r"this process was started as one of 2 ranks, but dapple\.init\(\) was not called .*: call dapple\.init\(\) at"
+)
+
+
+@pytest.mark.usefixtures("started_as_one_of_two")
+def test_too_few_devices_without_init_in_a_job_are_explained(loss: Loss) -> None:
+    with pytest.raises(PlanError, match=rf"need 2 devices, but there are 1: {_NO_INIT}"):
+        step_of(loss, devices=["CPU:0"])(X)
+
+
+@pytest.mark.usefixtures("started_as_one_of_two")
+def test_training_alone_in_a_job_is_a_warning(loss: Loss) -> None:
+    with pytest.warns(DappleWarning, match=f"^{_NO_INIT}"):
+        step_of(loss, stages=1)(X)
+
+
 def test_errors_have_one_base_and_are_value_or_runtime_errors() -> None:
     names = [name for name in dapple.errors.__all__ if name not in ("DappleError", "DappleWarning")]
     kinds = [getattr(dapple.errors, name) for name in names]
