@@ -146,6 +146,14 @@ def test_training_alone_in_a_job_is_a_warning(loss: Loss) -> None:
         step_of(loss, stages=1)(X)
 
 
+def test_a_later_batch_of_a_wrong_width_fails_as_the_first_would(loss: Loss) -> None:
+    """As in a second ``fit``, whose function leaves lengths unknown that have changed."""
+    step, wrong = step_of(tf.function(loss, reduce_retracing=True)), np.zeros((8, 3), np.float32)
+    step(X)
+    with pytest.raises(CaptureError, match=r"(?s)cannot be traced: .*incompatible with the layer: expected axis -1"):
+        step(wrong)
+
+
 def test_errors_have_one_base_and_are_value_or_runtime_errors() -> None:
     names = [name for name in dapple.errors.__all__ if name not in ("DappleError", "DappleWarning")]
     kinds = [getattr(dapple.errors, name) for name in names]
