@@ -104,9 +104,17 @@ def _find_starts(options: Options, layers: Layers, costs: EstimatedCosts) -> lis
     if isinstance(wanted, int):
         return _balance(wanted, options, layers, costs)
     starts = [layers.find(name) for name in wanted]
-    for before, after, name in zip(starts, starts[1:], wanted[1:], strict=False):
-        if after <= before:
-            raise PlanError(f"stages={list(wanted)}: {name!r} does not come after the layer before it in the model")
+    for before, after, earlier, name in zip(starts, starts[1:], wanted, wanted[1:], strict=False):
+        if after == before:
+            twice = "is given twice" if name == earlier else f"and {earlier!r} are the same layer"
+            raise PlanError(f"stages={list(wanted)}: {name!r} {twice}: name each layer that starts a stage once")
+        if after < before:
+            raise PlanError(f"stages={list(wanted)}: {name!r} does not come after {earlier!r} in the model")
+    if starts == [0]:
+        raise PlanError(
+            f"stages={list(wanted)}: {wanted[0]!r} starts at the model's first layer, so there would be one stage: "
+            "name the layers that start the other stages, or give stages=1"
+        )
     return [start for start in starts if start > 0]  # the first stage's first layer may be named, but needs not be
 
 
