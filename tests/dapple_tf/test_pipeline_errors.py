@@ -161,6 +161,13 @@ def test_a_later_batch_of_a_wrong_width_fails_as_the_first_would(loss: Loss) -> 
         step(wrong)
 
 
+@pytest.mark.parametrize(("batch", "error"), [((X,), LossError), ((X, X), CaptureError)])
+def test_a_keras_model_in_place_of_a_loss_function_is_explained(batch: tuple[Any, ...], error: type[Exception]) -> None:
+    model, _ = chain(3)
+    with pytest.raises(error, match=r"It is a Keras model, and a loss function is needed, .*dapple\.keras\.pipeline"):
+        step_of(model)(*batch)
+
+
 def test_errors_have_one_base_and_are_value_or_runtime_errors() -> None:
     names = [name for name in dapple.errors.__all__ if name not in ("DappleError", "DappleWarning")]
     kinds = [getattr(dapple.errors, name) for name in names]
