@@ -18,7 +18,10 @@ from dapple_tf.errors import JobError
 from dapple_tf.launcher.supervisor import LaunchSettings, Supervisor
 
 
-@command(short_help="Run a job, and start it again on the hosts that are left when it fails.")
+@command(
+    short_help="Run a job, and start it again on the hosts that are left when it fails.",
+    explain_unknown=lambda name: f"If {name} belongs to COMMAND, write -- before COMMAND.",
+)
 @cloup.option(
     "--hosts",
     required=True,
