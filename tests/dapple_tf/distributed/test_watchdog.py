@@ -186,6 +186,22 @@ def test_a_rank_that_has_left_is_named_by_who_waits_for_it(ranks: Ranks, capfd: 
     assert "rank 1 (stage 1), after step 7, has exited" in line_of(capfd, 2)
 
 
+def test_the_call_that_a_rank_which_has_left_does_not_make_is_named(
+    ranks: Ranks, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """For example, ``step.gather()`` on rank 0 only."""
+    leaving = [threading.Thread(target=watchdog.leave) for watchdog in ranks.watchdogs[1:]]
+    ranks.progress[0].announce_call("gather the variables")
+    with ranks.progress[0].collective_call():
+        for thread in leaving:
+            thread.start()
+        assert ranks.ended(3) == {0: 1, 1: 1, 2: 1}
+    for thread in leaving:
+        thread.join()
+    said = "rank 0 is about to gather the variables, and ranks [1, 2] are not, and all ranks must make the same calls"
+    assert said in line_of(capfd, 0)
+
+
 def test_a_rank_may_leave_while_others_finish_the_same_step(ranks: Ranks) -> None:
     ranks.progress[2].completed_collective_calls = 8  # it is still in the call that rank 1 has completed
     leaving = threading.Thread(target=ranks.watchdogs[1].leave)
