@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import logging
+import shlex
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -77,6 +79,11 @@ class Command(cloup.Command):
             return word
         print_warning(f"{name} is now {self.former_names[name]}; the old name will go in version 0.3")
         return f"{self.former_names[name]}{equals}{value}"
+
+
+def describe_own_command() -> str:
+    """Return the command line of this process, as a user would write it again."""
+    return f"{click.get_current_context().find_root().info_name} {shlex.join(sys.argv[1:])}"
 
 
 def command(**settings: Any) -> Decorator:
