@@ -15,7 +15,7 @@ from dapple_tf.distributed.exchange_network import start_exchanges
 from dapple_tf.distributed.exit_reporting import report_uncaught_exceptions, start_exit_reporting
 from dapple_tf.distributed.startup_watch import watching_start
 from dapple_tf.errors import DeviceError, UsageError, warn_user
-from dapple_tf.launcher.restart import VARIABLE, first_start, is_driven, read_start
+from dapple_tf.launcher.restart import VARIABLE, first_start, is_driven, read_start, starts_again
 from dapple_tf.memory.meter import resident_bytes
 from dapple_tf.profiler.detect import count_cores, job_rank, job_size
 from dapple_tf.wording import format_count
@@ -38,6 +38,8 @@ def init(devices: int | None = None) -> None:
     """
     if devices is not None and devices < 1:
         raise DeviceError(f"devices={devices}: at least one is needed")
+    if starts_again():
+        report_uncaught_exceptions()
     with watching_start():
         job = membership.join()
         _make_devices(devices, job)
@@ -46,8 +48,6 @@ def init(devices: int | None = None) -> None:
             start_exit_reporting(job)
             start_exchanges(job)
             job.base_bytes = resident_bytes()
-        elif read_start() is not None:
-            report_uncaught_exceptions(job)
 
 
 def _share_start(job: membership.Job) -> None:

@@ -44,7 +44,13 @@ def read_profile(path: str | os.PathLike[str], batch_size: int | None = None, si
     ``batch_size`` and ``size_scale``: only for graph.txt, see ``read_graph_file``. Raises ProfileError.
     """
     with naming_file(path, ProfileError):
-        text = read_text(path, ProfileError)
+        try:
+            text = read_text(path, ProfileError)
+        except ProfileError as error:
+            if not isinstance(error.__cause__, FileNotFoundError):
+                raise
+            model = os.fspath(path) if ":" in os.fspath(path) else "MODEL"
+            raise ProfileError(f"{error}; `dapple profile {model} -o profile.json` makes a profile") from error
     graph = " -- " in text or Path(path).suffix != ".json"
     if graph and not text.lstrip().startswith(("{", "[")):
         return read_graph_file(path, batch_size, size_scale)

@@ -109,9 +109,21 @@ def read_record(
         if "format" not in data:
             raise error(f"format is missing; it must be {file_format!r}")
         if (found := data["format"]) != file_format:
-            raise error(f"format is {quote(found)}, not {file_format!r}")
+            raise error(f"format is {quote(found)}, not {file_format!r}{_describe_source(found, file_format)}")
         data = {key: value for key, value in data.items() if key != "format"}
     return _Reader(error).convert(data, kind, where)
+
+
+_SOURCES = {
+    "dapple-plan": "a plan, which `dapple plan profile.json -o plan.json` makes",
+    "dapple-profile": "a profile, which `dapple profile MODEL -o profile.json` makes",
+}
+
+
+def _describe_source(found: Any, wanted: str) -> str:
+    """Return how to make a file of the ``wanted`` format; "" where only the version differs, or it is not known."""
+    name = wanted.partition("/")[0]
+    return "" if name not in _SOURCES or str(found).partition("/")[0] == name else f": give {_SOURCES[name]}"
 
 
 @functools.cache

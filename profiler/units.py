@@ -82,14 +82,16 @@ def format_seconds(seconds: float) -> str:
     return f"{seconds * factor:.4g} {unit}"
 
 
-def format_seconds_fixed(seconds: float) -> str:
+def format_seconds_fixed(seconds: float, *others: float) -> str:
     """Return ``seconds`` with its unit: to 1 ms from 1 s on, to 0.1 ms from 1 ms on, else to 0.1 µs: ``12.3 ms``.
 
-    With a fixed number of decimals, times that are compared show their difference.
+    With a fixed number of decimals, times that are compared show their difference. The longest of ``others``, with
+    which ``seconds`` are compared, chooses the unit if it is longer.
     """
-    if seconds >= 1:
+    longest = max(seconds, *others) if others else seconds
+    if longest >= 1:
         return f"{seconds:.3f} s"
-    return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 or not seconds else f"{seconds * 1e6:.1f} µs"
+    return f"{seconds * 1e3:.1f} ms" if longest >= 1e-3 or not longest else f"{seconds * 1e6:.1f} µs"
 
 
 def format_bytes(count: float, digits: int = 3) -> str:

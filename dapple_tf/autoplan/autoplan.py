@@ -24,7 +24,7 @@ from dapple_tf.autoplan.stages_auto import check_enough_layers, choose_stages, p
 from dapple_tf.autoplan.stages_requested import choose_micro_batches, plan_requested_stages, stages_at_home
 from dapple_tf.compiler import PlannedModel
 from dapple_tf.devices import list_devices
-from dapple_tf.distributed.membership import Job
+from dapple_tf.distributed.membership import Job, describe_missing_init
 from dapple_tf.errors import ClusterError, PlanError, UsageError, warn_user
 from dapple_tf.exactness import BatchLoss, Inexact
 from dapple_tf.frontend.batch import batch_size
@@ -258,6 +258,8 @@ class Autoplan:
             _warn_of_other_batch(self.options.plan, decision.plan, samples)
         if len(decision.plan.stages) > 1:
             _warn_of_dominant_layer(names, costs)
+        if missing := describe_missing_init():
+            warn_user(missing)
         self._decision, self.layer_names = decision, names
         unknown = self.options.spec is None or self.options.spec.is_searched
         if self.options.plan is None and decision.choice is None and unknown and decision.plan.window is None:

@@ -53,7 +53,7 @@ def check_plan_fits(plan: Plan, layers: Layers, samples: int) -> None:
     if planned != len(layers.layers):
         raise PlanError(
             f"the plan is for {format_count(planned, 'layer')}, but {layers.graph.name} has {len(layers.layers)}: it "
-            "was made for another model"
+            "was made for another model, or for other options of it: give those, on the command line by --set"
         )
     try:
         sizes = plan.sizes if samples == plan.global_batch_size else ()  # another batch may get equal micro-batches

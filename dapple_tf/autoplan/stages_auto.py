@@ -27,7 +27,7 @@ from dapple_tf.planner.search.chunk_search import plan_chunked
 from dapple_tf.planner.search.chunk_shapes import least_stages, list_shapes
 from dapple_tf.planner.search.fit_cuts import fit_cuts
 from dapple_tf.profiler.cluster import Cluster
-from dapple_tf.profiler.units import format_samples
+from dapple_tf.profiler.units import format_samples, format_seconds_fixed
 from dapple_tf.simulator.interrupts import interruptible
 from dapple_tf.window_plan import WindowPlan
 from dapple_tf.wording import format_count
@@ -89,13 +89,16 @@ def _explain_one_stage(problem: PlanningProblem, chosen: Candidate, candidates: 
             stages = fit_cuts(problem, [devices[:1], devices[1:2]], size)
             known += [found] if stages and (found := problem.evaluate(stages, size, "straight")) else []
     one = "one device" if chosen.device_count == 1 else f"one stage on {chosen.device_count} devices"
-    text = f"the plan is {one}, at {chosen.seconds:.3g} s per step"
     if not known:
-        return f"{text}: no plan of two stages was found that fits"
+        alone = format_seconds_fixed(chosen.seconds)
+        return f"the plan is {one}, at {alone} per step: no plan of two stages was found that fits"
     other = _fastest(known)
+    seconds, longer = chosen.seconds, other.seconds
+    text = f"the plan is {one}, at {format_seconds_fixed(seconds, longer)} per step"
     plans = [predict_plan(problem, candidate, "best") for candidate in (chosen, other)]
     other_form = format_count(len(other.stages), "stage")
-    return f"{text}: {other_form} would take {other.seconds:.3g} s, {describe_loss(plans[0], plans[1])}"
+    then = format_seconds_fixed(longer, seconds)
+    return f"{text}: {other_form} would take {then}, {describe_loss(plans[0], plans[1])}"
 
 
 def _choose_window(inputs: PlanningInputs, problem: PlanningProblem, window: WindowPlan) -> PlanDecision:
@@ -185,8 +188,9 @@ def _fastest_on_all_ranks(problem: PlanningProblem, candidates: Sequence[Candida
     chosen = _fastest(on_all)
     if chosen.seconds > fastest.seconds:
         warn_user(
-            f"{fewer} of the job's {devices} ranks would be faster, at {fastest.seconds:.3g} s per step, than all of "
-            f"them, at {chosen.seconds:.3g} s: start fewer processes, or make batches larger"
+            f"{fewer} of the job's {devices} ranks would be faster, at "
+            f"{format_seconds_fixed(fastest.seconds, chosen.seconds)} per step, than all of them, at "
+            f"{format_seconds_fixed(chosen.seconds)}: start fewer processes, or make batches larger"
         )
     return chosen
 

@@ -16,6 +16,7 @@ from dapple_tf.autoplan.options import Options, check_worker_count
 from dapple_tf.autoplan.recompute_option import choose_recompute
 from dapple_tf.autoplan.schedule_auto import choose_profiled_schedule
 from dapple_tf.autoplan.slice_option import slice_plan
+from dapple_tf.distributed.membership import describe_missing_init
 from dapple_tf.errors import PlanError
 from dapple_tf.graph_passes.analysis.layers import Layers
 from dapple_tf.graph_passes.passes.partition import balance
@@ -50,8 +51,11 @@ def plan_requested_stages(
     if sum(replicas) > devices:
         raise PlanError(
             f"{format_count(count, 'stage')} with replicas {list(replicas)} need "
-            f"{format_count(sum(replicas), 'device')}, but there are {devices}: ask for fewer, or "
-            f"{_MORE_RANKS if job_size(os.environ) > 1 else MORE_DEVICES}"
+            f"{format_count(sum(replicas), 'device')}, but there are {devices}: "
+            + (
+                describe_missing_init()
+                or f"ask for fewer, or {_MORE_RANKS if job_size(os.environ) > 1 else MORE_DEVICES}"
+            )
         )
     micro_batches = options.count_micro_batches(global_batch_size, max(replicas))
     sizes = options.sizes(global_batch_size)
@@ -100,9 +104,17 @@ def _find_starts(options: Options, layers: Layers, costs: EstimatedCosts) -> lis
     if isinstance(wanted, int):
         return _balance(wanted, options, layers, costs)
     starts = [layers.find(name) for name in wanted]
-    for before, after, name in zip(starts, starts[1:], wanted[1:], strict=False):
-        if after <= before:
-            raise PlanError(f"stages={list(wanted)}: {name!r} does not come after the layer before it in the model")
+    for before, after, earlier, name in zip(starts, starts[1:], wanted, wanted[1:], strict=False):
+        if after == before:
+            twice = "is given twice" if name == earlier else f"and {earlier!r} are the same layer"
+            raise PlanError(f"stages={list(wanted)}: {name!r} {twice}: name each layer that starts a stage once")
+        if after < before:
+            raise PlanError(f"stages={list(wanted)}: {name!r} does not come after {earlier!r} in the model")
+    if starts == [0]:
+        raise PlanError(
+            f"stages={list(wanted)}: {wanted[0]!r} starts at the model's first layer, so there would be one stage: "
+            "name the layers that start the other stages, or give stages=1"
+        )
     return [start for start in starts if start > 0]  # the first stage's first layer may be named, but needs not be
 
 

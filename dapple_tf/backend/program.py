@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from dapple_tf import internals, variable_values
@@ -270,6 +271,8 @@ def find_cause(message: str, running: int | None = None) -> str:
 # instead of the failure.
 
 
+# What TensorFlow adds to the message of an op that runs by itself.
+_EAGER = re.compile(r"\{\{function_node [^}]*\}\} ?| \[Op:CheckNumerics\] name: ?$")
 # Ops that write the user's variables, and ops without a result that others use.
 _SKIPPED = frozenset(
     {
@@ -303,9 +306,19 @@ def find_failure(graph: Graph, operations: Operations, batch: Sequence[Any], *, 
             with tf.device(node.device):
                 outputs, _ = operations.run(node, [values[value] for value in node.inputs])
         except tf.errors.OpError as error:
-            return f"{_describe_place(node, _count_micro_batches(graph))}: {error.message}"
+            place = _describe_place(_find_place(graph, node, values), _count_micro_batches(graph))
+            return f"{place}: {_EAGER.sub('', error.message)}"
         values.update(zip(node.values(), outputs, strict=True))
     return ""
+
+
+def _find_place(graph: Graph, failed: Node, values: Mapping[Value, Any]) -> Node:
+    """Return the node to name for a node that ``failed``: for a loss that is not finite, the first that gave such."""
+    if failed.op == OpName.MERGE and failed.has("check"):
+        for value in failed.inputs[::2]:
+            if not np.isfinite(values[value].numpy()).all():
+                return graph.node(value.node)
+    return failed
 
 
 def _count_micro_batches(graph: Graph) -> int:

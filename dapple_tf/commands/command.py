@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import logging
+import shlex
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,16 +22,27 @@ FILE = click.Path()  # for completion only: each command checks its files itself
 
 
 class Command(cloup.Command):
-    """A command. ``former_names`` maps old names of its options, which still work with a warning, to the new ones."""
+    """A command. ``former_names`` maps old names of its options, which still work with a warning, to the new ones.
 
-    def __init__(self, *args: Any, former_names: Mapping[str, str] | None = None, **settings: Any) -> None:
+    ``explain_unknown`` returns what to do where an option, by its name, does not exist; "" if it knows nothing.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        former_names: Mapping[str, str] | None = None,
+        explain_unknown: Callable[[str], str] = lambda name: "",
+        **settings: Any,
+    ) -> None:
         super().__init__(*args, **settings)
         self.former_names = former_names or {}
+        self.explain_unknown = explain_unknown
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse the words of the command line, after replacing old names of options by the new ones.
 
-        Raises UsageError where an option whose value may be left out took the argument that is missing.
+        Raises UsageError where an option whose value may be left out took the argument that is missing, and for an
+        unknown option.
         """
         words = [self._present_name(word) for word in args]
         try:
@@ -37,6 +50,10 @@ class Command(cloup.Command):
         except click.MissingParameter as error:
             if isinstance(error.param, click.Argument):
                 self._check_taken(words, error.param, ctx)
+            raise
+        except click.NoSuchOption as error:
+            if advice := self.explain_unknown(error.option_name):
+                raise click.UsageError(f"{error.format_message()} {advice}", ctx) from error
             raise
 
     def _check_taken(self, words: Sequence[str], missing: click.Argument, ctx: click.Context) -> None:
@@ -62,6 +79,11 @@ class Command(cloup.Command):
             return word
         print_warning(f"{name} is now {self.former_names[name]}; the old name will go in version 0.3")
         return f"{self.former_names[name]}{equals}{value}"
+
+
+def describe_own_command() -> str:
+    """Return the command line of this process, as a user would write it again."""
+    return f"{click.get_current_context().find_root().info_name} {shlex.join(sys.argv[1:])}"
 
 
 def command(**settings: Any) -> Decorator:

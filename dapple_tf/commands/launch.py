@@ -11,14 +11,17 @@ import sys
 import click
 import cloup
 
-from dapple_tf.commands.command import FILE, command
+from dapple_tf.commands.command import FILE, command, describe_own_command
 from dapple_tf.commands.output import print_progress
 from dapple_tf.distributed.failure_detector import read_timeout
 from dapple_tf.errors import JobError
-from dapple_tf.launcher.supervisor import LaunchSettings, Supervisor
+from dapple_tf.launcher.supervisor import ENDED_BY, LaunchSettings, Supervisor
 
 
-@command(short_help="Run a job, and start it again on the hosts that are left when it fails.")
+@command(
+    short_help="Run a job, and start it again on the hosts that are left when it fails.",
+    explain_unknown=lambda name: f"If {name} belongs to COMMAND, write -- before COMMAND.",
+)
 @cloup.option(
     "--hosts",
     required=True,
@@ -78,4 +81,7 @@ def launch(
     except ValueError as error:
         raise click.UsageError(f"--mpirun {options!r}: {error}") from error
     settings = LaunchSettings(hosts, most, least, restarts, words, more, check_every, timeout)
-    sys.exit(Supervisor(settings, lambda text: print_progress(f"launch: {text}")).run())
+    code = Supervisor(settings, lambda text: print_progress(f"launch: {text}")).run()
+    if code > ENDED_BY:
+        print_progress(f"launch: to start the job again: {describe_own_command()}")
+    sys.exit(code)

@@ -16,7 +16,13 @@ from dapple_tf.errors import OutputError
 from dapple_tf.profiler.importers import read_profile
 
 
-@command(short_help="Make a plan for a cluster.")
+def _explain_unknown(name: str) -> str:
+    if name not in ("--stages", "--replicas"):
+        return ""
+    return f"The planner chooses stages and replicas: leave {name} out, or give it to dapple train or dapple verify."
+
+
+@command(short_help="Make a plan for a cluster.", explain_unknown=_explain_unknown)
 @PROFILE_ARGUMENT
 @batch_options(
     cloup.option(

@@ -8,9 +8,7 @@ import itertools
 import json
 import os
 import platform
-import shlex
 import signal
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from importlib import metadata
@@ -26,6 +24,7 @@ from dapple_tf.autoplan.options import Options
 from dapple_tf.checkpoint.checkpoints import Checkpoints
 from dapple_tf.checkpoint.content import Position
 from dapple_tf.checkpoint.names import checkpoint_name
+from dapple_tf.commands.command import describe_own_command
 from dapple_tf.commands.model_loading import load_model
 from dapple_tf.commands.observation import LossWatch, Observer
 from dapple_tf.commands.plain import time_plain_model
@@ -226,7 +225,7 @@ class _Saver:
             return _NOTHING_SAVED
         if not self._ranks.job.is_alone:
             return describe_resumption(self._ranks.job.progress.saved)
-        command = f"{click.get_current_context().find_root().info_name} {shlex.join(sys.argv[1:])}"
+        command = describe_own_command()
         if not self.saved:
             return f"{folder} has no checkpoint yet; to start again: {command}"
         name = os.path.join(folder, checkpoint_name(self.saved))

@@ -63,12 +63,17 @@ class CallComparison:
 
         A call that only some have made is a difference then: the others will not make it.
         """
+        if missing := self.describe_missing():
+            self._report_difference(missing)
+        return not missing
+
+    def describe_missing(self) -> str:
+        """Return which ranks have made, and which not, the first call that only some have made; "" if there is none."""
         if not self._open:
-            return True
+            return ""
         calls = self._open[min(self._open)]
         others = [rank for rank in range(self._size) if rank not in calls]
-        self._report_difference(f"{_describe(calls)}, and {_subject(others)} not")
-        return False
+        return f"{_describe(calls)}, and {_subject(others)} not"
 
 
 def _describe(calls: dict[int, RankCall]) -> str:

@@ -6,9 +6,9 @@ import atexit
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from dapple_tf.distributed import membership
 from dapple_tf.distributed.failure_detector import read_timeout
@@ -33,7 +33,7 @@ def start_exit_reporting(job: Job) -> None:
     if job.watchdog is not None:
         return
     watchdog = job.watchdog = start_watchdog(job)
-    report_uncaught_exceptions(job)
+    report_uncaught_exceptions()
     watchdog.signals.install()
     os.register_at_fork(after_in_child=lambda: _detach(watchdog))
     atexit.register(_leave_at_exit, watchdog, job.process)
@@ -96,21 +96,30 @@ def prints_error_in_full(error: BaseException) -> bool:
     return False
 
 
-def report_uncaught_exceptions(job: Job) -> None:
-    """Report what ends this process to the other ranks of ``job``, and to the launcher by the exit code."""
-    previous = sys.excepthook
+def report_uncaught_exceptions() -> None:
+    """Report what ends this process to the other ranks of its job, and to the launcher by the exit code.
 
-    def report(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        if isinstance(error, KeyboardInterrupt) and membership.current() is job:
+    A second call does nothing.
+    """
+    if not isinstance(sys.excepthook, _ExceptionReport):
+        sys.excepthook = _ExceptionReport(sys.excepthook)
+
+
+class _ExceptionReport:
+    """The function that Python calls for an uncaught exception; ``previous``, the one before it, prints it."""
+
+    def __init__(self, previous: Callable[[type[BaseException], BaseException, TracebackType | None], Any]) -> None:
+        self._previous = previous
+
+    def __call__(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        if isinstance(error, KeyboardInterrupt) and not membership.current().is_alone:
             LOGGER.warning("interrupted")  # a traceback of every rank would not help
         elif prints_error_in_full(error):
-            previous(kind, error, traceback)
+            self._previous(kind, error, traceback)
         code = failure_code(getattr(error, "lasts", False))
         report_failure(error, code)
         if code != 1:
             raise SystemExit(code)  # with which Python ends here
-
-    sys.excepthook = report
 
 
 def _detach(watchdog: Watchdog) -> None:

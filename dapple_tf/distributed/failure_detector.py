@@ -134,8 +134,11 @@ class FailureDetector:
 
     # --- decisions
 
-    def check(self, now: float, waiting_in: int | None) -> None:
-        """Look for ranks that are silent, or that have left although this rank waits in the call ``waiting_in``."""
+    def check(self, now: float, waiting_in: int | None, missing: str = "") -> None:
+        """Look for ranks that are silent, or that have left although this rank waits in the call ``waiting_in``.
+
+        ``missing``: which ranks have made a call that others have not made, in words, if this rank knows.
+        """
         for rank, peer in self._peers.items():
             silent = now - peer.last_heard
             if peer.connected and silent > self._silence_seconds:  # also after the rank has left: Horovod waits for it
@@ -145,8 +148,8 @@ class FailureDetector:
                 self.fail(rank, what, peer.status, now)
             elif peer.left_after is not None and waiting_in is not None and waiting_in > peer.left_after:
                 what = (
-                    "has exited (its script ended, or called sys.exit) while other ranks wait for it: all ranks must "
-                    "take the same steps"
+                    "has exited (its script ended, or called sys.exit) while other ranks wait for it: "
+                    f"{f'{missing}, and ' if missing else ''}all ranks must make the same calls"
                 )
                 self.fail(rank, what, peer.status, now)
 

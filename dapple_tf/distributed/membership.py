@@ -9,7 +9,13 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from dapple_tf.distributed.progress import Progress
-from dapple_tf.distributed.shared_errors import describe_difference, make_picklable, reporting_rank, share_error
+from dapple_tf.distributed.shared_errors import (
+    SAME_SCRIPT,
+    describe_difference,
+    make_picklable,
+    reporting_rank,
+    share_error,
+)
 from dapple_tf.distributed.variable_locations import VariableLocations
 from dapple_tf.distributed.watchdog import Watchdog
 from dapple_tf.errors import DeviceError, JobError
@@ -148,12 +154,13 @@ class Job:
             raise share_error(failure, min(rank for rank, text in failures.items() if text == failures[self.rank]))
         return value
 
-    def agree(self, name: str, value: T) -> T:
+    def agree(self, name: str, value: T, advice: str = SAME_SCRIPT) -> T:
         """Return ``value``, once all ranks have called this with values of the same text; ``name``: of the value.
 
-        Where the texts differ, raises JobError on every rank, with the name, and each text with its ranks.
+        Where the texts differ, raises JobError on every rank, with the name, each text with its ranks, and the
+        ``advice``.
         """
-        self._exchange_results(None, name, str(value))
+        self._exchange_results(None, name, str(value), advice)
         return value
 
     def check_call_history(self) -> None:
@@ -163,7 +170,9 @@ class Job:
         """
         self.agree("batches or calls until now", self.progress.call_history)
 
-    def _exchange_results(self, failure: Exception | None, name: str = "", text: str = "") -> dict[int, str]:
+    def _exchange_results(
+        self, failure: Exception | None, name: str = "", text: str = "", advice: str = SAME_SCRIPT
+    ) -> dict[int, str]:
         """Exchange a failure, or the text of a value, with all ranks; raise JobError where a rank failed or two differ.
 
         Every method by which ranks wait for each other's work does this, so ranks that call different ones meet here. A
@@ -182,7 +191,7 @@ class Job:
         for compared in dict.fromkeys(name for _, name, _ in results if name):
             values = [text if name == compared else "nothing" for _, name, text in results]
             if len(set(values)) > 1:
-                raise share_error(JobError(describe_difference(compared, values)), 0)
+                raise share_error(JobError(describe_difference(compared, values, advice)), 0)
         return {}
 
     def make_process_sets(self, wanted: Iterable[Sequence[int]]) -> dict[tuple[int, ...], Any]:
@@ -217,6 +226,17 @@ def current() -> Job:
         if hvd.is_initialized() and hvd.size() > 1:
             _job = Job(hvd.size(), hvd.rank(), hvd.local_rank(), hvd.local_size())
     return _job if _job is not None and _job.process == os.getpid() else Job()
+
+
+def describe_missing_init(environment: Mapping[str, str] = os.environ) -> str:
+    """Return a text that says so if a launcher started this process as a rank that has not joined; else ""."""
+    ranks = job_size(environment)
+    if ranks < 2 or not current().is_alone:
+        return ""
+    return (
+        f"this process was started as one of {ranks} ranks, but dapple.init() was not called before the pipeline was "
+        "made, so it trains alone: call dapple.init() at the start of the script"
+    )
 
 
 def join(environment: Mapping[str, str] = os.environ) -> Job:

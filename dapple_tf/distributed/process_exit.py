@@ -84,12 +84,13 @@ def _flush() -> None:
 
 
 def describe_resumption(saved: str) -> str:
-    """Return how a job that ends goes on; ``saved``: what is saved, in words, or "" where that is not known."""
-    if not saved:
-        return "restart from the last checkpoint"
-    if starts_again():
-        return saved
-    return f"{saved}; start the job again with ranks that run {shlex.join(sys.orig_argv)}"
+    """Return what is saved, and how a job that ends goes on; a launcher that starts it again says the latter itself.
+
+    ``saved``: what is saved, in words; "" where dapple has saved nothing.
+    """
+    saved = saved or "dapple has saved no checkpoint of this job"
+    command = shlex.join(sys.orig_argv)
+    return saved if starts_again() else f"{saved}; start the job again with ranks that run {command}"
 
 
 def describe_failure(
@@ -101,7 +102,10 @@ def describe_failure(
     """
     name = name_rank(rank, status)
     if failed == rank:
-        return f"{name} stops {status.when}: it {what}; the last exchange it completed: {status.last_exchange}."
+        return (
+            f"{name} stops {status.when}: it {what}; the last exchange it completed: {status.last_exchange}. All "
+            f"processes end; {describe_resumption(saved)}."
+        )
     return (
         f"{name} stops: {name_rank(failed, failed_status)}, {failed_status.when}, {what}; the last exchange it "
         f"completed, by its last report: {failed_status.last_exchange}. {name} was {status.when}; the last exchange it "

@@ -34,7 +34,11 @@ def make_picklable(error: Exception, rank: int) -> Exception:
     return error
 
 
-def describe_difference(what: str, values: Sequence[str]) -> str:
+SAME_SCRIPT = "Start the same script with the same packages and data shapes everywhere."
+"""What to do where ranks differ, for most values."""
+
+
+def describe_difference(what: str, values: Sequence[str], advice: str = SAME_SCRIPT) -> str:
     """Return a text that says which ranks have which value; ``values[i]`` is the value of rank i."""
     groups: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
@@ -42,10 +46,7 @@ def describe_difference(what: str, values: Sequence[str]) -> str:
     columns = zip(*groups, strict=False)
     first_difference = next((i for i, column in enumerate(columns) if len(set(column)) > 1), min(map(len, groups)))
     found = ", ".join(f"{_subject(ranks)} {_quote(value, first_difference)}" for value, ranks in groups.items())
-    return (
-        f"the ranks differ in their {what}: {found}. Start the same script with the same packages and data shapes "
-        "everywhere."
-    )
+    return f"the ranks differ in their {what}: {found}. {advice}"
 
 
 def _subject(ranks: Sequence[int]) -> str:

@@ -201,7 +201,7 @@ class Watchdog:
                 if self._progress.step_has_failed(now):
                     self._abort_exchanges()
             self._calls.compare_own()
-            self._detector.check(time.monotonic(), self._progress.waiting_in)
+            self._detector.check(time.monotonic(), self._progress.waiting_in, self._calls.describe_missing())
             self._act(time.monotonic())
         self._may_leave.set()
         self._may_finish.set()

@@ -11,6 +11,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from dapple_tf import internals
@@ -144,7 +145,7 @@ def _read_loss(
 ) -> Captured:
     """Return the captured loss of a trace; see ``capture`` for what it raises."""
     func_graph = concrete.graph
-    outputs, aux = _loss_and_aux(concrete, name)
+    outputs, aux = _loss_and_aux(concrete, name, _hint_for_model(loss_fn))
     kept = internals.kept_for_gradients(func_graph)  # first: it captures what gradients alone use of the outside
     inputs = read_inputs(func_graph, len(specs), name)
     graph = recorder.mark_layers(read_graph(func_graph, inputs.nodes, name), func_graph)
@@ -199,7 +200,8 @@ def _trace(
         try:
             found = *trace(known), known
         except (TypeError, ValueError):
-            raise CaptureError(f"{name} cannot be traced: {error}{_hint(batch, error)}") from error
+            hint = _hint(batch, error) or _hint_for_model(function)
+            raise CaptureError(f"{name} cannot be traced: {error}{hint}") from error
         if sized:
             return found
         raise CaptureError(
@@ -211,6 +213,16 @@ def _trace(
 def _hint(batch: Sequence[Any], error: Exception) -> str:
     nested = len(batch) == 1 and isinstance(batch[0], tuple | list) and isinstance(error, TypeError)
     return ". The batch is one tuple: give its tensors one by one, step(*batch)" if nested else ""
+
+
+def _hint_for_model(function: Any) -> str:
+    """Return what to give in place of a Keras model or layer as the loss function; "" for another ``function``."""
+    if not isinstance(internals.python_function_of(function), keras.Layer):
+        return ""
+    return (
+        ". It is a Keras model, and a loss function is needed, such as lambda x, y: tf.reduce_mean((model(x) - y) ** 2)"
+        "; dapple.keras.pipeline(model) takes a compiled model"
+    )
 
 
 def _check_signature(function: Any) -> None:
@@ -228,18 +240,21 @@ def _function_name(function: Any) -> str:
     return "".join(c if c.isalnum() or c in "_.-" else "_" for c in str(name)).strip("_") or "loss"
 
 
-def _loss_and_aux(concrete: Any, name: str) -> tuple[list[Any], Any]:
-    """Return the flattened output tensors of a trace, the loss first, and the nesting of the aux outputs."""
+def _loss_and_aux(concrete: Any, name: str, hint: str) -> tuple[list[Any], Any]:
+    """Return the flattened output tensors of a trace, the loss first, and the nesting of the aux outputs.
+
+    ``hint``: what else to say where there is no loss.
+    """
     result = concrete.structured_outputs
     loss, aux = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
     if not isinstance(loss, tf.TensorSpec | tf.Tensor):
         raise LossError(
             f"{name} must return a scalar loss, or (loss, aux), but returns {type(loss).__name__}; a whole training "
-            "step, which takes gradients by itself, is for dapple.train_step"
+            f"step, which takes gradients by itself, is for dapple.train_step{hint}"
         )
     if loss.shape.rank != 0:
         raise LossError(
-            f"the loss of {name} has shape {loss.shape}, not (): return its mean over the batch (tf.reduce_mean)"
+            f"the loss of {name} has shape {loss.shape}, not (): return its mean over the batch (tf.reduce_mean){hint}"
         )
     if not loss.dtype.is_floating:
         raise LossError(f"the loss of {name} is {loss.dtype.name}, not a float")

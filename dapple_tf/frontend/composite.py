@@ -138,9 +138,10 @@ def _as_rows(path: str, leaf: Any, argument: Any, *, partial: bool) -> Any:
         return None
     if is_python_value(leaf):
         if leaf is not argument and isinstance(leaf, bool | int | float | complex | str | bytes):
+            what, kind = "strings" if isinstance(leaf, str | bytes) else "numbers", type(argument).__name__
             raise BatchError(
-                f"argument {path} is {leaf!r}, inside of an argument: give an array or a tensor of the samples, "
-                "batched on axis 0, or the value as an argument of its own"
+                f"argument {path.partition('[')[0]} is a {kind} of {what} ({path} is {leaf!r}): give an array or a "
+                "tensor of the samples, batched on axis 0, or each value as an argument of its own"
             )
         return PythonValue(leaf)
     if isinstance(leaf, tf.RaggedTensor):

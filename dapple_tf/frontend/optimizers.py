@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from collections.abc import Mapping
 from typing import Any
@@ -37,7 +38,13 @@ def as_keras_optimizer(optimizer: Any) -> Any:
         try:
             return keras.optimizers.get(optimizer)
         except (ValueError, TypeError) as error:
-            raise PlanError(f"optimizer={optimizer!r} is not known to Keras: {error}") from error
+            near = difflib.get_close_matches(str(optimizer).lower(), _names_of_optimizers())
+            hint = f"the nearest are {', '.join(map(repr, near))}" if near else str(error)
+            raise PlanError(f"optimizer={optimizer!r} is not known to Keras: {hint}") from error
+    if isinstance(optimizer, type):
+        raise PlanError(
+            f"optimizer is the class {optimizer.__name__}: call it, as in {optimizer.__name__}(learning_rate)"
+        )
     name, packages = type(optimizer).__name__, {base.__module__.split(".")[0] for base in type(optimizer).__mro__}
     if "tf_keras" in packages:
         return _convert(optimizer)
@@ -48,6 +55,13 @@ def as_keras_optimizer(optimizer: Any) -> Any:
     if optimizer is None:
         raise PlanError("optimizer is None: give a keras.optimizers.Optimizer")
     raise PlanError(f"optimizer is a {name}, not a keras.optimizers.Optimizer: {_GIVE}")
+
+
+def _names_of_optimizers() -> list[str]:
+    """Return the names by which ``model.compile`` knows optimizers, in lower case."""
+    kinds = {name: kind for name, kind in vars(keras.optimizers).items() if isinstance(kind, type)}
+    base = keras.optimizers.Optimizer
+    return [name.lower() for name, kind in kinds.items() if issubclass(kind, base) and kind is not base]
 
 
 def _convert(optimizer: Any) -> Any:

@@ -121,6 +121,12 @@ def align_randomness(job: Job) -> None:
         tf.random.set_seed(seed)
 
 
+_SEED = (
+    "Every rank must read the same data in the same order: call keras.utils.set_random_seed(n) before the data are "
+    "made, with the same n on all ranks, and give each shuffle a seed."
+)
+
+
 class BatchCheck:
     """Compares first batches between ranks: all must read the same data in the same order.
 
@@ -140,7 +146,7 @@ class BatchCheck:
         """Raise JobError on every rank where a batch is to be compared and differs; every rank must call this."""
         if self._expected:
             self._expected = False
-            what = "first batch of the epoch (seed the data set's shuffle alike on all ranks)"
             rates = [float(v.numpy()) for v in self._optimizer.variables if v.name == "learning_rate"]
-            self._job.agree(what, digest_tensors(tensors)[:16])
-            self._job.agree("learning rate (set it on every rank)", rates)
+            values = f"values of digest {digest_tensors(tensors)[:16]}"
+            self._job.agree("first batch of the epoch", values, _SEED)
+            self._job.agree("learning rate", rates, "Set the same one on every rank.")

@@ -106,6 +106,8 @@ def pipeline(
             its ``train_step`` cannot be pipelined.
         PlanError: The model is compiled with options that contradict a pipeline, or the ``options`` do.
     """
+    if "optimizer" in options:
+        raise TypeError("dapple.keras.pipeline() takes no optimizer: the model trains with that of model.compile")
     made = make_options("dapple.keras.pipeline", options)
     if _is_installed(model):
         restore(model)

@@ -27,7 +27,8 @@ from dapple_tf.launcher.restart import CONTINUE, REFUSED, VARIABLE, Start, offer
 from dapple_tf.wording import format_count
 
 _USAGE = 2  # the exit code of a command with a wrong option
-_ENDED_BY = 128  # plus the number of a signal: the exit code of a process that the signal has ended
+ENDED_BY = 128
+"""Plus the number of a signal: the exit code of a process that the signal has ended."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # SIGHUP comes when the terminal is closed
 _POLL_SECONDS = 0.2
 _PASSED_ON = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
@@ -94,7 +95,7 @@ class Supervisor:
                     lost=_ranks_on(hosts, self._lost),
                 )
                 if self._stopped_by is not None and code != 0:
-                    return _ENDED_BY + self._stopped_by
+                    return ENDED_BY + self._stopped_by
                 if code == 0:
                     return 0
                 if code in (_USAGE, REFUSED):
@@ -113,7 +114,7 @@ class Supervisor:
                         return 1
                 hosts = self._find_next_hosts(hosts)
                 if self._stopped_by is not None:  # while the hosts were asked
-                    return _ENDED_BY + self._stopped_by
+                    return ENDED_BY + self._stopped_by
                 if _count_slots(hosts) < settings.least:
                     self._tell(
                         f"the hosts that answer have {format_count(_count_slots(hosts), 'slot')}, fewer than --min-np "
@@ -208,7 +209,10 @@ class Supervisor:
         """
         # A check of the hosts may have delayed this message, and a user who saw nothing happen may have tried again.
         self._signals = 1
-        self._tell("lets the job save the step that runs, and end; a second signal ends it at once")
+        self._tell(
+            "asks the job to end: dapple train --checkpoint-dir saves the step that runs first, any other job ends as "
+            "it is; a second signal ends it at once"
+        )
         process.send_signal(signal.SIGUSR1)
         end = math.inf if number == signal.SIGINT else time.monotonic() + self._settings.timeout_seconds
         while process.poll() is None and self._signals == 1 and time.monotonic() < end:
@@ -218,7 +222,7 @@ class Supervisor:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(self._settings.timeout_seconds)
         # mpirun also ends with code 0 if the signal comes while it starts the ranks.
-        return _end(process, self._settings.timeout_seconds) or _ENDED_BY + number
+        return _end(process, self._settings.timeout_seconds) or ENDED_BY + number
 
     def _find_lost(self, hosts: Sequence[Host]) -> list[str]:
         """Return the names of the hosts that do not answer twice in a row."""

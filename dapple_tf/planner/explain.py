@@ -180,8 +180,9 @@ def describe_loss(chosen: tuple[Plan, Timeline], other: tuple[Plan, Timeline]) -
     part = max(other_parts, key=lambda name: other_parts[name] - parts[name])
     # The step of a model whose layers take no time can be 0 s.
     slower = format_slower(seconds / least) if least else "slower"
-    loss = f"{_PARTS[part]} takes {format_seconds_fixed(other_parts[part])} against {format_seconds_fixed(parts[part])}"
-    return f"{slower}: {loss}"
+    more, before = other_parts[part], parts[part]
+    against = format_seconds_fixed(before, more)
+    return f"{slower}: {_PARTS[part]} takes {format_seconds_fixed(more, before)} against {against}"
 
 
 def step_parts(plan: Plan, timeline: Timeline) -> dict[str, float]:

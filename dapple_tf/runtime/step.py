@@ -23,6 +23,7 @@ from dapple_tf.backend.program import Program
 from dapple_tf.compiler import PlannedModel, StepVariant
 from dapple_tf.devices import home_device, list_devices
 from dapple_tf.distributed import membership
+from dapple_tf.distributed.exit_reporting import report_uncaught_exceptions
 from dapple_tf.distributed.rank_programs import RankTarget
 from dapple_tf.distributed.variable_transfer import gather_arrays, gather_variables
 from dapple_tf.errors import CaptureError, ExactnessError, PlanError, UsageError
@@ -35,6 +36,7 @@ from dapple_tf.graph_passes.analysis.input_needs import InputNeeds
 from dapple_tf.graph_passes.ir.graph import Graph
 from dapple_tf.graph_passes.ir.text import print_graph
 from dapple_tf.graph_passes.passes.expose_gradients import exposed_gradients
+from dapple_tf.launcher.restart import starts_again
 from dapple_tf.memory.report import PhasesReport, Report
 from dapple_tf.plans import Plan
 from dapple_tf.runtime.compile_step import CompiledStep, CompiledSteps, LocalTarget, Target, compile_step, read_batch
@@ -573,6 +575,8 @@ class PipelinedStep:
     @cached_property
     def _target(self) -> Target:
         """The place where steps run; it is made at the first batch, since ``dapple.init`` may come after the step."""
+        if starts_again():  # dapple.init does this, too, but it may not have been called
+            report_uncaught_exceptions()
         if self._job.is_alone:
             return LocalTarget(list_devices(self._wanted_devices), home_device())
         return RankTarget(self._job, list_devices()[0], home_device())

@@ -53,7 +53,14 @@ def matrix(name: str = "w") -> tf.Variable:
         ),
         ({"stages": 0}, PlanError, "stages=0: there must be at least one"),
         ({"stages": ["d9"]}, PartitionError, "no layer is called 'd9'; the nearest are 'd2', 'd1', 'd0'"),
-        ({"stages": ["d2", "d1"]}, PlanError, "'d1' does not come after the layer before it in the model"),
+        ({"stages": ["d2", "d1"]}, PlanError, "'d1' does not come after 'd2' in the model"),
+        ({"stages": ["d1", "d1"]}, PlanError, "'d1' is given twice: name each layer that starts a stage once"),
+        ({"stages": ["d1", "net/d1"]}, PlanError, "'net/d1' and 'd1' are the same layer: name each layer"),
+        (
+            {"stages": ["d0"]},
+            PlanError,
+            "'d0' starts at the model's first layer, .*: name the layers that .* or give stages=1",
+        ),
         ({"stages": "d1"}, PlanError, "stages='d1': give a number, a list of layer names, or 'auto'"),
         ({"replicas": [1]}, PlanError, r"replicas=\[1\] names 1 stage, but there are 2"),
         ({"replicas": [2, 0]}, PlanError, "every stage needs at least one device"),
@@ -122,6 +129,45 @@ def test_impossible_options_are_refused(
         step_of(loss, **options)(X)
 
 
+@pytest.fixture
+def started_as_one_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The variables of a launcher, in a process that has not called ``dapple.init`` as its rank."""
+    for name in ("SIZE", "LOCAL_SIZE"):
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", "2")
+
+
+_NO_INIT = (
+    r"this process was started as one of 2 ranks, but dapple\.init\(\) was not called .*: call dapple\.init\(\) at"
+)
+
+
+@pytest.mark.usefixtures("started_as_one_of_two")
+def test_too_few_devices_without_init_in_a_job_are_explained(loss: Loss) -> None:
+    with pytest.raises(PlanError, match=rf"need 2 devices, but there are 1: {_NO_INIT}"):
+        step_of(loss, devices=["CPU:0"])(X)
+
+
+@pytest.mark.usefixtures("started_as_one_of_two")
+def test_training_alone_in_a_job_is_a_warning(loss: Loss) -> None:
+    with pytest.warns(DappleWarning, match=f"^{_NO_INIT}"):
+        step_of(loss, stages=1)(X)
+
+
+def test_a_later_batch_of_a_wrong_width_fails_as_the_first_would(loss: Loss) -> None:
+    """As in a second ``fit``, whose function leaves lengths unknown that have changed."""
+    step, wrong = step_of(tf.function(loss, reduce_retracing=True)), np.zeros((8, 3), np.float32)
+    step(X)
+    with pytest.raises(CaptureError, match=r"(?s)cannot be traced: .*incompatible with the layer: expected axis -1"):
+        step(wrong)
+
+
+@pytest.mark.parametrize(("batch", "error"), [((X,), LossError), ((X, X), CaptureError)])
+def test_a_keras_model_in_place_of_a_loss_function_is_explained(batch: tuple[Any, ...], error: type[Exception]) -> None:
+    model, _ = chain(3)
+    with pytest.raises(error, match=r"It is a Keras model, and a loss function is needed, .*dapple\.keras\.pipeline"):
+        step_of(model)(*batch)
+
+
 def test_errors_have_one_base_and_are_value_or_runtime_errors() -> None:
     names = [name for name in dapple.errors.__all__ if name not in ("DappleError", "DappleWarning")]
     kinds = [getattr(dapple.errors, name) for name in names]
@@ -175,7 +221,9 @@ def test_an_optimizer_that_updates_variables_of_two_stages_in_one_op_is_refused(
 
 
 def test_a_plan_for_another_model_is_refused(loss: Loss) -> None:
-    with pytest.raises(PlanError, match="the plan is for 3 layers, but loss has 5: it was made for another model"):
+    with pytest.raises(
+        PlanError, match=r"the plan is for 3 layers, but loss has 5: it was made for .* options of it: give .* by --set"
+    ):
         step_of(loss, plan=make_plan((0, 1, (0,)), (2, 2, (1,))))(X)
 
 
@@ -345,7 +393,8 @@ def test_a_function_that_is_not_a_mean_loss_is_refused(
         ((None,), "the batch has no tensors"),
         ((tf.constant(3.0),), "argument 0 is a scalar"),
         ((X, tf.constant("text")), "argument 1 is a scalar"),
-        ((X, [1, 2]), r"argument 1\[0\] is 1, inside of an argument: give an array or a tensor of the samples"),
+        ((X, [1, 2]), r"argument 1 is a list of numbers \(1\[0\] is 1\): give an array or a tensor of the samples"),
+        ((X, {"words": ("one",)}), r"argument 1 is a dict of strings \(1.* is 'one'\): give an array or a tensor"),
         ((X, X[:3]), "not batched alike on axis 0: argument 0: 8, argument 1: 3"),
         ((X[:0],), "the batch is empty"),
     ],

@@ -175,8 +175,11 @@ STAGE = {"first_layer": 0, "last_layer": 2, "devices": [0]}
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"format": "dapple-plan/2"}, "format is 'dapple-plan/2', not 'dapple-plan/1'"),
-        ({"format": "other/1", "window": {"size": 4}}, "format is 'other/1', not 'dapple-plan/1'"),
+        ({"format": "dapple-plan/2"}, "format is 'dapple-plan/2', not 'dapple-plan/1'$"),
+        (
+            {"format": "other/1", "window": {"size": 4}},
+            "format is 'other/1', not 'dapple-plan/1': give a plan, which `dapple plan",
+        ),
         ({"micro_batches": True}, "micro_batches is True, not a whole number"),
         ({"micro_batches": 0}, "micro_batches is 0; it must be at least 1"),
         ({"schedule": "zigzag"}, "schedule: no schedule is called 'zigzag'"),

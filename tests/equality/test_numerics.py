@@ -38,6 +38,19 @@ def test_data_that_is_not_finite_is_reported_and_changes_no_variable(replicas: l
     assert not np.array_equal(values(matrices), before)
 
 
+@pytest.mark.parametrize(
+    ("options", "place"),
+    [({"stages": 2}, "stage 1, replica 0"), ({"stages": 2, "replicas": [1, 2]}, "stage 1, replica 1")],
+)
+def test_a_loss_that_is_not_finite_is_named_with_its_stage_and_micro_batch(options: Any, place: str) -> None:
+    step = dapple.pipeline(chain(weights(4)), optimizer=sgd(), micro_batches=3, **options)
+    step.check_numerics = True
+    x, y = data(12)
+    said = f"The step failed: {place}, micro-batch 1, forward: the loss is not finite : Tensor had NaN values$"
+    with pytest.raises(StepError, match=said):
+        step(x, tf.concat([y[:7], y[7:8] * np.nan, y[8:]], 0))
+
+
 def test_a_gradient_that_is_not_finite_is_named_with_its_stage() -> None:
     """The loss is 0; the root's gradient at 0 is not finite."""
     matrices = weights(2)

@@ -196,7 +196,11 @@ def test_an_impossible_size_scale_is_refused(tmp_path: Path, scale: float) -> No
 
 def test_a_file_that_is_not_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a-pbs-1.txt").write_bytes(b"\xff\xfe")
-    for name, problem in (("a-pbs-1.txt", "not a readable text file"), ("absent-pbs-1.txt", "there is no such file")):
+    for name, problem in (
+        ("a-pbs-1.txt", "not a readable text file"),
+        ("absent-pbs-1.txt", "there is no such file; `dapple profile MODEL -o profile.json` makes"),
+        ("zoo.py:net", "there is no such file; `dapple profile .*zoo.py:net -o profile.json` makes"),
+    ):
         path = tmp_path / name
         with pytest.raises(ProfileError, match=f"^{path}: {problem}"):
             read_profile(path)

@@ -92,7 +92,11 @@ def change_timing(**change: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"format": "dapple-plan/1"}, "format is 'dapple-plan/1', not 'dapple-profile/1'"),
+        (
+            {"format": "dapple-plan/1"},
+            "format is 'dapple-plan/1', not 'dapple-profile/1': give a profile, which `dapple profile MODEL -o",
+        ),
+        ({"format": "dapple-profile/2"}, "format is 'dapple-profile/2', not 'dapple-profile/1'$"),
         ({"batch_sise": 8}, "batch_sise is not a field of this file; did you mean 'batch_size'?"),
         ({"batch_size": 0}, "batch_size is 0; it must be at least 1"),
         ({"layers": []}, "layers is empty"),

@@ -112,6 +112,11 @@ def test_seconds_are_written_with_their_unit(seconds: float, text: str, fixed: s
     assert format_seconds_fixed(seconds) == fixed
 
 
+def test_seconds_that_are_compared_have_one_unit() -> None:
+    found = [format_seconds_fixed(*pair) for pair in ((46.2e-6, 0.0), (0.0, 46.2e-6), (0.0012, 3.5), (3.5, 0.0012))]
+    assert found == ["46.2 µs", "0.0 µs", "0.001 s", "3.500 s"]
+
+
 def test_a_difference_that_would_be_rounded_to_none_is_told_in_words() -> None:
     differences = (0.013, -0.013, 0.0005, 0.0004, -1e-9, 0.0)
     assert [*map(format_difference, differences)] == ["1.3%", "1.3%", "0.1%", *2 * ["less than 0.1%"], "0.0%"]

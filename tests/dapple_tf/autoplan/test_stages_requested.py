@@ -51,7 +51,6 @@ def test_names_start_stages_and_the_first_may_be_named_too() -> None:
     expected = [(0, 0, (0,)), (1, 2, (1,)), (3, 3, (2,))]
     assert stages(plan(stages=["b", "d"])) == expected
     assert stages(plan(stages=["a", "b", "d"])) == expected
-    assert stages(plan(stages=["a"])) == [(0, 3, (0,))]
 
 
 def test_replicas_take_devices_in_order() -> None:
@@ -122,9 +121,13 @@ def test_the_other_fields_of_the_plan() -> None:
         ),
         ({"stages": 2, "recompute": [True]}, r"recompute=\[True\] is for 1 stage, but there are 2"),
         ({"stages": 2, "recompute": StageNumbers((0, 2))}, "recompute names stage 2, but the stages are 0 to 1"),
-        ({"stages": ["c", "b"]}, r"stages=\['c', 'b'\]: 'b' does not come after the layer before it in the model"),
-        ({"stages": ["b", "b"]}, "'b' does not come after"),
-        ({"stages": ["a", "a"]}, "'a' does not come after"),
+        ({"stages": ["c", "b"]}, r"stages=\['c', 'b'\]: 'b' does not come after 'c' in the model"),
+        ({"stages": ["b", "b"]}, "'b' is given twice: name each layer that starts a stage once"),
+        ({"stages": ["a", "a"]}, "'a' is given twice"),
+        (
+            {"stages": ["a"]},
+            "'a' starts at the model's first layer, so there would be one stage: name the .*, or give stages=1",
+        ),
         ({"stages": ["a", "c", "b"]}, "'b' does not come after"),
         (
             {"stages": 1, "micro_batches": 17},

@@ -29,6 +29,12 @@ def test_help_and_version(run_here: Run, words: tuple[str, ...]) -> None:
         (("trane", TINY_MODEL), "There is no command 'trane'; did you mean train?"),
         (("train", TINY_MODEL, "--stages"), "requires an argument"),
         (("train", TINY_MODEL, "--stagez", 2), "No such option"),
+        (("plan", "p.json", "--stages", 2), "The planner chooses stages and replicas: leave --stages out"),
+        (("plan", "p.json", "--stagez", 2), "No such option"),
+        (
+            ("launch", "--hosts", "h", "-np", 2, "python", "a.py", "--foo"),
+            "If --foo belongs to COMMAND, write -- before COMMAND",
+        ),
         (("train", TINY_MODEL, "--micro-batches", "many"), "--micro-batches many: give a whole number, auto, or"),
         (("train", TINY_MODEL, "--micro-batches", "--8"), "--micro-batches --8: give a whole number, auto, or"),
         (

@@ -11,7 +11,7 @@ import pytest
 from tests.processes import MPIRUN, Launcher, Rank, RanksError, run_ranks
 
 EXCHANGE = r"(exchange/\S+|stage\d+/allreduce|update/barrier|none( of step \d+)?)"
-ADVICE = r"restart from the last checkpoint"
+ADVICE = r"dapple has saved no checkpoint of this job; start the job again with ranks that run .*"
 ADVICE_OF_TRAIN = (
     r"(\S+ has no checkpoint yet|(step|window) \d+ is saved as \S+); start the job again with ranks that run .*"
 )

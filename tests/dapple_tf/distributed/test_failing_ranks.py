@@ -111,7 +111,11 @@ def test_a_rank_that_hangs_is_declared_failed_after_the_timeout() -> None:
 
 def test_a_rank_that_exits_before_the_others_is_named() -> None:
     error, seconds = run_until_failure("exit", 1)
-    assert_stopped(error.ranks[0], 0, 1, r"has exited \(its script ended, .* must take the same steps")
+    assert_stopped(error.ranks[0], 0, 1, r"has exited \(its script ended, .* must make the same calls")
+    call = (
+        r"rank 0 is about to run step 6 with \d+ samples .*, and rank 1 is not, and all ranks must make the same calls"
+    )
+    assert re.search(call, error.ranks[0].stderr)
     assert "rank 1 (stage 1), after step 5, has exited" in error.ranks[0].stderr
     assert seconds < 10
 

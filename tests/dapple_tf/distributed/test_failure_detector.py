@@ -147,7 +147,13 @@ def test_a_rank_that_left_is_missing_in_a_call_that_waits_for_it() -> None:
     detector.check(102.0, waiting_in=6)
     failure = failure_of(detector)
     assert (failure.rank, failure.deadline) == (2, 102.0)
-    assert failure.what.startswith("has exited (its script ended, or called sys.exit) while other ranks wait for it")
+    ended = "has exited (its script ended, or called sys.exit) while other ranks wait for it"
+    assert failure.what == f"{ended}: all ranks must make the same calls"
+    detector = detector_of()
+    detector.note_leave(2, status(collective_calls=5))
+    detector.check(102.0, waiting_in=6, missing="rank 0 is about to save, and rank 2 is not")
+    what = f"{ended}: rank 0 is about to save, and rank 2 is not, and all ranks must make the same calls"
+    assert failure_of(detector).what == what
 
 
 # --- calls that differ

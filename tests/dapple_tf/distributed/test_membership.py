@@ -295,6 +295,11 @@ def test_values_that_differ_are_named_with_their_ranks(call: Callable[[ThreadJob
     assert all(isinstance(error, JobError) and str(error).startswith(text) for error in errors)
 
 
+def test_values_that_differ_come_with_the_advice_for_them() -> None:
+    for error in on_three_ranks(lambda job: job.agree("batch", job.rank, "Seed the data.")):
+        assert str(error) == "the ranks differ in their batch: rank 0 has 0, rank 1 has 1, rank 2 has 2. Seed the data."
+
+
 def test_a_long_value_is_quoted_around_the_first_difference() -> None:
     errors = on_three_ranks(lambda job: job.agree("text", "a" * 900 + "xyz"[job.rank] + "b" * 900))
     for error in errors:

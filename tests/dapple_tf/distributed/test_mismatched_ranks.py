@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from dapple_tf.launcher.restart import REFUSED, VARIABLE, Start
 from tests.dapple_tf.distributed.launches import Launches
 from tests.dapple_tf.distributed.train_command import MODEL, train_arguments
 from tests.processes import RanksError, needs_horovod, run_python, run_ranks
@@ -113,6 +114,10 @@ def test_options_that_a_job_does_not_support_are_refused_before_it_starts() -> N
     assert not any("Traceback" in rank.stderr for rank in caught.value.ranks)
 
 
+LAUNCHED = {
+    f"OMPI_COMM_WORLD_{name}": value
+    for name, value in {"SIZE": "2", "RANK": "0", "LOCAL_SIZE": "2", "LOCAL_RANK": "0"}.items()
+}
 WITHOUT_HOROVOD = """
 import sys
 
@@ -123,17 +128,29 @@ class Hidden:
 
 sys.meta_path.insert(0, Hidden())
 import dapple_tf as dapple
-try:
-    dapple.init()
-except dapple.errors.DeviceError as error:
-    print(error)
+dapple.init()
+"""
+WITHOUT_INIT = """
+import tensorflow as tf
+import dapple_tf as dapple
+weight = tf.Variable([1.0])
+dapple.pipeline(lambda x: tf.reduce_mean(x * weight), optimizer="sgd", stages=2, micro_batches=1)(tf.ones([8, 1]))
 """
 
 
-def test_a_job_without_horovod_says_how_to_install_it() -> None:
-    launcher = {"SIZE": "2", "RANK": "0", "LOCAL_SIZE": "2", "LOCAL_RANK": "0"}
-    variables = {f"OMPI_COMM_WORLD_{name}": value for name, value in launcher.items()}
-    done = run_python("-c", WITHOUT_HOROVOD, variables=variables)
-    start = "the launcher started 2 processes, but Horovod is not installed here (No module named 'horovod"
-    assert done.stdout.startswith(start), done.stderr
-    assert "run python -m dapple_tf.distributed.horovod" in done.stdout
+@pytest.mark.parametrize(("variables", "exit_code"), [({}, 1), ({VARIABLE: Start(0).to_text()}, REFUSED)])
+def test_a_job_without_horovod_says_how_to_install_it_and_is_not_started_again(
+    variables: dict[str, str], exit_code: int
+) -> None:
+    done = run_python("-c", WITHOUT_HOROVOD, variables=LAUNCHED | variables, exit_code=exit_code)
+    message = (
+        "DeviceError: the launcher started 2 processes, but Horovod is not installed here (No module named 'horovod"
+    )
+    assert done.stderr.count(message) == 1
+    assert "run python -m dapple_tf.distributed.horovod" in done.stderr
+
+
+def test_a_job_whose_script_does_not_call_init_is_not_started_again() -> None:
+    variables = LAUNCHED | {VARIABLE: Start(0).to_text()}
+    done = run_python("-c", WITHOUT_INIT, variables=variables, exit_code=REFUSED)
+    assert done.stderr.count("but dapple.init() was not called before the pipeline was made") == 1

@@ -18,9 +18,11 @@ from dapple_tf.distributed.exit_reporting import start_watchdog
 from dapple_tf.distributed.links import Link
 from dapple_tf.distributed.membership import Job
 from dapple_tf.distributed.messages import LeaveMessage
-from dapple_tf.distributed.progress import Progress
+from dapple_tf.distributed.process_exit import describe_failure, describe_resumption
+from dapple_tf.distributed.progress import Progress, RankStatus
 from dapple_tf.distributed.watchdog import Watchdog
 from dapple_tf.errors import JobError
+from dapple_tf.launcher.restart import VARIABLE, Start
 from tests.processes import needs_horovod, run_python
 
 KILLED = "was killed or has crashed (its connection closed)"
@@ -135,7 +137,7 @@ def test_a_closed_connection_ends_all_ranks(
     assert line_of(capfd, survivor) == (
         f"dapple: rank {survivor} (stage {survivor}) stops: rank {victim} (stage {victim}), after step 12, {KILLED}; "
         f"the last exchange it completed, by its last report: none. rank {survivor} (stage {survivor}) was after step "
-        "7; the last exchange it completed: none. All processes end; restart from the last checkpoint."
+        f"7; the last exchange it completed: none. All processes end; {describe_resumption('')}."
     )
 
 
@@ -184,6 +186,22 @@ def test_a_rank_that_has_left_is_named_by_who_waits_for_it(ranks: Ranks, capfd: 
     assert ends == {0: 1, 1: 1, 2: 1}
     leaving.join()
     assert "rank 1 (stage 1), after step 7, has exited" in line_of(capfd, 2)
+
+
+def test_the_call_that_a_rank_which_has_left_does_not_make_is_named(
+    ranks: Ranks, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """For example, ``step.gather()`` on rank 0 only."""
+    leaving = [threading.Thread(target=watchdog.leave) for watchdog in ranks.watchdogs[1:]]
+    ranks.progress[0].announce_call("gather the variables")
+    with ranks.progress[0].collective_call():
+        for thread in leaving:
+            thread.start()
+        assert ranks.ended(3) == {0: 1, 1: 1, 2: 1}
+    for thread in leaving:
+        thread.join()
+    said = "rank 0 is about to gather the variables, and ranks [1, 2] are not, and all ranks must make the same calls"
+    assert said in line_of(capfd, 0)
 
 
 def test_a_rank_may_leave_while_others_finish_the_same_step(ranks: Ranks) -> None:
@@ -310,7 +328,7 @@ def test_ranks_that_make_different_calls_end_and_all_say_who_called_what(
         f"dapple: rank {me} (stage {me}) stops after step 7, because the ranks make different calls: ranks [0, 2] are "
         "about to run step 9 with 6 samples of this kind, rank 1 is about to run step 9 with 8 samples of this kind. "
         "Every rank must be called with the same batches, and make the same calls in the same order. The last exchange "
-        "it completed: none. All processes end; restart from the last checkpoint."
+        f"it completed: none. All processes end; {describe_resumption('')}."
     )
 
 
@@ -341,6 +359,20 @@ def test_different_calls_are_printed_though_a_rank_is_gone_by_then(
     assert len(lines) == 3
     for line in lines:
         assert "because the ranks make different calls: ranks [0, 2] are about to run step 8" in line
+
+
+@pytest.mark.parametrize("saved", ["", "step 6 is saved as run/checkpoint-6.safetensors"])
+def test_a_rank_that_ends_itself_says_what_is_saved_and_how_to_go_on(
+    monkeypatch: pytest.MonkeyPatch, saved: str
+) -> None:
+    """Under a launcher that starts jobs again, the launcher says how."""
+    monkeypatch.setattr("sys.orig_argv", ["python", "fit.py"])
+    status = RankStatus((1,), 7)
+    what = saved or "dapple has saved no checkpoint of this job"
+    said = describe_failure(1, status, 1, status, "was terminated (SIGTERM)", saved)
+    assert said.endswith(f". All processes end; {what}; start the job again with ranks that run python fit.py.")
+    monkeypatch.setenv(VARIABLE, Start(0).to_text())
+    assert describe_failure(1, status, 1, status, "was terminated", saved).endswith(f". All processes end; {what}.")
 
 
 def test_a_signal_counts_only_while_the_watchdog_handles_it(ranks: Ranks, capfd: pytest.CaptureFixture[str]) -> None:

@@ -25,8 +25,12 @@ def test_names_and_configurations_are_those_of_compile() -> None:
     given = as_keras_optimizer({"class_name": "SGD", "config": {"learning_rate": 0.25}})
     assert isinstance(given, keras.optimizers.SGD)
     assert float(given.learning_rate.numpy()) == 0.25
-    with pytest.raises(PlanError, match=r"optimizer='adm' is not known to Keras"):
-        as_keras_optimizer("adm")
+    with pytest.raises(PlanError, match=r"optimizer='Adma' is not known to Keras: the nearest are 'adamax', 'adam'"):
+        as_keras_optimizer("Adma")
+    with pytest.raises(PlanError, match="optimizer='zzz' is not known to Keras: Could not"):
+        as_keras_optimizer("zzz")
+    with pytest.raises(PlanError, match=r"optimizer is the class Adam: call it, as in Adam\(learning_rate\)"):
+        as_keras_optimizer(keras.optimizers.Adam)
     own = keras.optimizers.SGD()
     assert as_keras_optimizer(own) is own
 

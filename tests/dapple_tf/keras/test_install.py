@@ -67,6 +67,8 @@ def test_a_step_is_recorded_with_a_dictionary_and_says_so() -> None:
 def test_options_are_those_of_dapple_pipeline() -> None:
     with pytest.raises(PlanError, match="stages='two'"):
         dapple.keras.pipeline(models.sequential(), stages="two")
+    with pytest.raises(TypeError, match="takes no optimizer: the model trains with that"):
+        dapple.keras.pipeline(models.sequential(), optimizer="sgd")  # type: ignore[call-arg]  # it takes none
     with pytest.raises(TypeError, match="micro_batch"):
         dapple.keras.pipeline(models.sequential(), micro_batch=4)
 

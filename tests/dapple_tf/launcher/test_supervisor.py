@@ -188,7 +188,13 @@ def test_the_first_signal_lets_the_job_save(launch: Launch, sent: int, wanted: i
     _, told = process.communicate(timeout=30)
     assert process.returncode == wanted, told
     assert all((launch.folder / f"saved{rank}").exists() for rank in (0, 1))
-    assert "lets the job save the step that runs, and end; a second signal ends it at once" in told
+    asked = (
+        "asks the job to end: dapple train --checkpoint-dir saves the step that runs first, any other job ends as it"
+    )
+    assert asked in told
+    assert (
+        "dapple: launch: to start the job again: python -m dapple_tf launch --hosts hosts -np 2 --check-every" in told
+    )
 
 
 @pytest.mark.parametrize("left", [2, 1])  # fewer than the least would end the job by themselves

@@ -89,7 +89,7 @@ def test_runners_up_are_listed_with_how_much_slower_they_are_and_why() -> None:
     # Straight is 13.7 s: eight times 1.5 s, 0.5 s + 0.1 s there, 1 s + 0.1 s back. DP halves 24 s, reduces for 3 s.
     assert lines[0] == (
         "runner-up DP, 4 micro-batches, dapple-a: 15.000 s, 9.5% slower: "
-        "AllReduce after the last backward takes 3.000 s against 0.0 ms"
+        "AllReduce after the last backward takes 3.000 s against 0.000 s"
     )
     assert lines[1].startswith("runner-up one device, 8 micro-batches, dapple-a: 24.000 s, 75.2% slower: computing on ")
     assert "at most 14.2% above any plan: devices must compute for 12.000 s" in lines
@@ -120,7 +120,7 @@ def test_equally_fast_runners_up_are_called_as_fast() -> None:
 def test_no_percentage_is_given_over_a_step_of_zero_seconds() -> None:
     text = say(make_profile((0, 0, 0, 0, 10)), make_cluster(2), batch=4)
     # DP reduces 2 (2 - 1)/2 x 10 bytes at 10 a second; one device has nothing to do.
-    assert "dapple-a: 1.000 s, slower: AllReduce after the last backward takes 1.000 s against 0.0 ms" in text
+    assert "dapple-a: 1.000 s, slower: AllReduce after the last backward takes 1.000 s against 0.000 s" in text
 
 
 def test_no_part_of_a_step_is_negative() -> None:
