@@ -17,7 +17,7 @@ from dapple_tf.autoplan.recompute_option import choose_recompute
 from dapple_tf.autoplan.schedule_auto import choose_profiled_schedule
 from dapple_tf.autoplan.slice_option import slice_plan
 from dapple_tf.distributed.membership import describe_missing_init
-from dapple_tf.errors import PlanError
+from dapple_tf.errors import PlanError, warn_user
 from dapple_tf.graph_passes.analysis.layers import Layers
 from dapple_tf.graph_passes.passes.partition import balance
 from dapple_tf.graph_passes.schedules.worker_map import WorkerMap
@@ -111,9 +111,9 @@ def _find_starts(options: Options, layers: Layers, costs: EstimatedCosts) -> lis
         if after < before:
             raise PlanError(f"stages={list(wanted)}: {name!r} does not come after {earlier!r} in the model")
     if starts == [0]:
-        raise PlanError(
-            f"stages={list(wanted)}: {wanted[0]!r} starts at the model's first layer, so there would be one stage: "
-            "name the layers that start the other stages, or give stages=1"
+        warn_user(
+            f"stages={list(wanted)}: {wanted[0]!r} starts at the model's first layer, so there is one stage: name the "
+            "layers that start the other stages, or give stages=1"
         )
     return [start for start in starts if start > 0]  # the first stage's first layer may be named, but needs not be
 

@@ -56,11 +56,6 @@ def matrix(name: str = "w") -> tf.Variable:
         ({"stages": ["d2", "d1"]}, PlanError, "'d1' does not come after 'd2' in the model"),
         ({"stages": ["d1", "d1"]}, PlanError, "'d1' is given twice: name each layer that starts a stage once"),
         ({"stages": ["d1", "net/d1"]}, PlanError, "'net/d1' and 'd1' are the same layer: name each layer"),
-        (
-            {"stages": ["d0"]},
-            PlanError,
-            "'d0' starts at the model's first layer, .*: name the layers that .* or give stages=1",
-        ),
         ({"stages": "d1"}, PlanError, "stages='d1': give a number, a list of layer names, or 'auto'"),
         ({"replicas": [1]}, PlanError, r"replicas=\[1\] names 1 stage, but there are 2"),
         ({"replicas": [2, 0]}, PlanError, "every stage needs at least one device"),

@@ -11,7 +11,7 @@ from dapple_tf.autoplan.layer_estimates import EstimatedCosts
 from dapple_tf.autoplan.options import Options
 from dapple_tf.autoplan.recompute_option import StageNumbers
 from dapple_tf.autoplan.stages_requested import plan_requested_stages, stages_at_home
-from dapple_tf.errors import PartitionError, PlanError, ScheduleError
+from dapple_tf.errors import DappleWarning, PartitionError, PlanError, ScheduleError
 from dapple_tf.graph_passes.analysis.layers import Layers, find_layers
 from dapple_tf.graph_passes.ir.graph import Graph, Node, Value, tensor
 from dapple_tf.plans import Plan, StagePlan
@@ -51,6 +51,11 @@ def test_names_start_stages_and_the_first_may_be_named_too() -> None:
     expected = [(0, 0, (0,)), (1, 2, (1,)), (3, 3, (2,))]
     assert stages(plan(stages=["b", "d"])) == expected
     assert stages(plan(stages=["a", "b", "d"])) == expected
+
+
+def test_the_first_layer_alone_gives_one_stage_and_a_warning() -> None:
+    with pytest.warns(DappleWarning, match="'a' starts at the model's first layer, .*: name the .* or give stages=1"):
+        assert stages(plan(stages=["a"])) == [(0, 3, (0,))]
 
 
 def test_replicas_take_devices_in_order() -> None:
@@ -124,10 +129,6 @@ def test_the_other_fields_of_the_plan() -> None:
         ({"stages": ["c", "b"]}, r"stages=\['c', 'b'\]: 'b' does not come after 'c' in the model"),
         ({"stages": ["b", "b"]}, "'b' is given twice: name each layer that starts a stage once"),
         ({"stages": ["a", "a"]}, "'a' is given twice"),
-        (
-            {"stages": ["a"]},
-            "'a' starts at the model's first layer, so there would be one stage: name the .*, or give stages=1",
-        ),
         ({"stages": ["a", "c", "b"]}, "'b' does not come after"),
         (
             {"stages": 1, "micro_batches": 17},
