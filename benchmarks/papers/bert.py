@@ -97,7 +97,7 @@ def profile_two_layers(batch_size: int) -> Profile:
 def repeat_layer(profile: Profile, layers: int) -> Profile:
     """Return the profile of ``layers`` encoder layers, from that of two: the second one's costs are repeated.
 
-    Stages may start at whole encoder layers only.
+    Stages may start at whole encoder layers only. The profile has times for its own batch size alone.
     """
     parts = [layer.name.split("/")[0] for layer in profile.layers]
     first, end = parts.index("layer_0"), len(parts) - parts[::-1].index("layer_1")
@@ -109,4 +109,4 @@ def repeat_layer(profile: Profile, layers: int) -> Profile:
         found += [replace(cost, name=cost.name.replace("layer_1/", f"layer_{number}/", 1)) for cost in one]
     found += profile.layers[end:]
     uncuttable = tuple(sorted(set(range(1, len(found))) - set(starts)))
-    return replace(profile, layers=tuple(found), uncuttable=uncuttable, unsplittable=())
+    return replace(profile, layers=tuple(found), timings=(), uncuttable=uncuttable, unsplittable=())
