@@ -173,8 +173,9 @@ class Cluster:
     def on_hosts(self, hosts: Sequence[tuple[str, int]]) -> Cluster:
         """Return the cluster of some ``hosts``, each with its number of devices, in their order.
 
-        A host stands for the server of the same name. If there is none, it stands for the next server whose name no
-        host has. Raises ClusterError for more hosts than servers, and for a host with more devices than its server.
+        A host with the name of a server has that server's links. Each other host takes the next server whose name none
+        of the hosts has. Raises ClusterError for more hosts than servers, and for a host with more devices than its
+        server.
         """
         named = {server.name: server for server in self.servers}
         others = [server for server in self.servers if server.name not in dict(hosts)]

@@ -35,7 +35,7 @@ def make_picklable(error: Exception, rank: int) -> Exception:
 
 
 SAME_SCRIPT = "Start the same script with the same packages and data shapes everywhere."
-"""What to do where ranks differ, for most values."""
+"""The advice that ends most messages about ranks with different values."""
 
 
 def describe_difference(what: str, values: Sequence[str], advice: str = SAME_SCRIPT) -> str:

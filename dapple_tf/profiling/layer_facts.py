@@ -100,14 +100,14 @@ class LayerFacts:
     def timings(self, peak: Peak) -> tuple[Timing, ...]:
         """Return the seconds of each layer by the roofline at other batch sizes: powers of 2 up to 4 times the batch.
 
-        They are at least 1 to 64 samples. A small micro-batch takes more seconds for each sample, since kernels read
-        all weights and wait for their launch. The operations and bytes of an op are taken as linear in the samples.
-        Empty where the model does not accept twice the batch.
+        The largest size is at least 64 samples. A small micro-batch takes more seconds for each sample, since kernels
+        read all weights and wait for their launch. The operations and bytes of an op are taken as linear in the
+        samples. Empty where the model does not accept twice the batch.
         """
         doubled = infer_shapes(replace(self.captured, graph=self._joint), 2 * self.batch_size)
         if not doubled:
             return ()
-        twice = replace(self, batch_size=2 * self.batch_size, _shapes=doubled)
+        twice = replace(self, batch_size=2 * self.batch_size, _shapes=doubled)  # used for its kernels alone
         pairs = [
             list(zip(self.forward_kernels(), twice.forward_kernels(), strict=True)),
             list(zip(self.backward_kernels(), twice.backward_kernels(), strict=True)),

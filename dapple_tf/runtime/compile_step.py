@@ -320,9 +320,8 @@ def _find_model(
             report_exactness(name, reasons, autoplan.options.inexact)
         micro_batch = autoplan.micro_batch_size(size)
         if not to_run.shapes and micro_batch != size and not uncut:
-            trace_uncut(
-                function, batch.arguments, size
-            )  # raises an error where the whole batch cannot be traced either
+            # If the whole batch cannot be traced either, its error says what is wrong, not the size of a micro-batch.
+            trace_uncut(function, batch.arguments, size)
             raise LossError(
                 f"{name} cannot run on a micro-batch of {format_samples(micro_batch)}: it needs more samples or a "
                 f"multiple of some number, or it holds something with as many rows as the batch, {size} (pass that as "

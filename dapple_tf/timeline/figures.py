@@ -131,7 +131,7 @@ class StepFigures:
 
     @property
     def _figures(self) -> StepEvents | Simulation:
-        """What knows the figures: the simulation, which needs no events for them, or the recorded events."""
+        """The source of the step's figures: the simulation, if there is one, else the recorded events."""
         return self.step if self.simulation is None else self.simulation
 
     @cached_property

@@ -31,7 +31,7 @@ class Use(StrEnum):
 
 @dataclass(frozen=True)
 class RankInputs:
-    """What a process uses of the batch: ``uses`` has an entry for each tensor of the batch, in their order.
+    """The rows of the batch that a process needs: ``uses`` has an entry for each tensor of the batch, in order.
 
     The process runs replica number ``replica`` of each of the ``stages``, which have ``replicas`` replicas. ``shares``:
     how many rows each replica takes, as whole numbers in this proportion; empty where all take equally many.
