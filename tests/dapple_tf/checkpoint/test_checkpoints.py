@@ -568,6 +568,9 @@ def test_a_file_that_changes_while_it_is_loaded_is_reported(tmp_path: Path, made
     found.path.unlink()
     with pytest.raises(CheckpointError, match=r"No such file.* SOME VARIABLES HAVE CHANGED"):
         read_value(found, name)
+    os.mkfifo(found.path)
+    with pytest.raises(CheckpointError, match=r"is not a regular file.* SOME VARIABLES HAVE CHANGED"):
+        read_value(found, name)
 
 
 def test_a_missing_value_leaves_no_file(tmp_path: Path) -> None:
