@@ -680,7 +680,8 @@ inline Layout Search::empty(int z, int workers, int chunks) const {
 }
 
 // The pools from which planned stages take devices. One of all devices: as given, one device of each of some servers in
-// turn, the last server first, by falling and by rising speed. Or one of each kind.
+// turn, the last server first, by falling and by rising speed, and by these with the servers of a speed in turn. Or one
+// of each kind.
 inline std::vector<Search::Pools> Search::pools() const {
   std::vector<int> given(p_.devices);
   for (int d = 0; d < p_.devices; ++d) given[d] = d;
