@@ -66,7 +66,6 @@ def check_decision(problem: PlanningProblem, decision: PlannerResult) -> None:
 
 
 @pytest.mark.always  # the only one that tries all plans
-@settings(max_examples=settings().max_examples * 3 // 4)
 @given(cases(8))
 def test_planner_best_finds_the_optimum_of_all_plans(case: Case) -> None:
     check_best(case)
