@@ -35,6 +35,11 @@ def test_of_the_long_cases_of_a_test_the_quickest_is_not_slow() -> None:
     assert find_slow(durations, durations) == {"a.py::test_a[2]"}
 
 
+def test_of_long_cases_that_take_equally_long_one_is_not_slow() -> None:
+    durations = dict.fromkeys(["a.py::test_a[2]", "a.py::test_a[1]", "a.py::test_a[3]"], CASE_SECONDS + 0.1)
+    assert find_slow(durations, durations) == {"a.py::test_a[2]", "a.py::test_a[3]"}
+
+
 def test_a_long_case_is_slow_where_a_case_without_a_line_is_quicker() -> None:
     durations = {"a.py::test_a[1]": CASE_SECONDS + 0.5}
     assert find_slow(["a.py::test_a[1]", "a.py::test_a[2]"], durations) == {"a.py::test_a[1]"}
