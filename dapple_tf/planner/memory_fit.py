@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import numpy as np
 from numpy.typing import NDArray
 
+from dapple_tf.planner.costs import make_stages
 from dapple_tf.planner.planning_problem import PlanningProblem
 from dapple_tf.plans import StagePlan
-from dapple_tf.simulator.arrays import Floats, Integers
+from dapple_tf.simulator.arrays import Floats
 from dapple_tf.timeline.stage_costs import usable_bytes
 
 _MOST_REPLICAS = 4096  # of a stage
@@ -22,7 +25,7 @@ def fit_memory(problem: PlanningProblem, micro_batch_size: int | None = None) ->
     size = problem.micro_batch_sizes[0] if micro_batch_size is None else micro_batch_size
     chain = problem.chain
     scale = size / problem.profile.batch_size
-    starts, replicas = _fit(
+    found = _fit(
         np.array(chain.parameter_bytes * problem.values_per_weight),
         np.array(chain.stash_bytes * scale),
         np.array(chain.working_bytes * scale),
@@ -32,12 +35,11 @@ def fit_memory(problem: PlanningProblem, micro_batch_size: int | None = None) ->
         min(size, _MOST_REPLICAS),
         size if problem.whole_rows else 0,
     )
-    bounds = [*(chain.positions[start] for start in starts), len(problem.profile.layers)]
-    ends = np.cumsum(replicas).tolist()
-    stages = [
-        StagePlan(bounds[s], bounds[s + 1] - 1, tuple(range(end - int(replicas[s]), end))) for s, end in enumerate(ends)
-    ]
-    return tuple(stages) or None
+    if not found:
+        return None
+    ends = accumulate(replicas for _, replicas in found)
+    devices = (range(end - replicas, end) for end, (_, replicas) in zip(ends, found, strict=True))
+    return make_stages(chain, [*(start for start, _ in found), len(chain.parameter_bytes)], devices)
 
 
 def devices_needed(problem: PlanningProblem, micro_batch_size: int | None = None) -> int | None:
@@ -63,8 +65,8 @@ def _fit(
     memory: float,
     most_replicas: int,
     rows: int,
-) -> tuple[Integers, Integers]:
-    """Return the first block and the replicas of each stage; empty if nothing fits.
+) -> list[tuple[int, int]]:
+    """Return the first block and the replicas of each stage; none if nothing fits.
 
     By dynamic programming over (blocks planned, replicas of the last stage). Bytes of blocks are those of a whole
     micro-batch. ``rows``: its number of rows, of which each replica holds whole ones; 0 if replicas hold equal
@@ -103,16 +105,15 @@ def _fit(
                 if splittable[first] and (end == n or splittable[end]):
                     break  # more replicas only need more devices
     if any_replicas[n] == never:
-        return np.zeros(0, np.int64), np.zeros(0, np.int64)
-    starts, replicas, end, r = [n], [0], n, best[n]
+        return []
+    stages, end, r = list[tuple[int, int]](), n, best[n]
     while end:
         start = from_block[end, r]
-        starts.append(start)
-        replicas.append(r)
+        stages.append((int(start), int(r)))
         if splittable[start]:
             r = best[start]
         end = start
-    return np.array(starts[:0:-1]), np.array(replicas[:0:-1])
+    return stages[::-1]
 
 
 def may_bind(problem: PlanningProblem) -> bool:

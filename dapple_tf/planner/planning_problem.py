@@ -11,10 +11,7 @@ from dapple_tf.errors import PlanError, ScheduleError
 from dapple_tf.graph_passes.analysis.row_bounds import least_rows
 from dapple_tf.graph_passes.schedules.spec import ScheduleSpec
 from dapple_tf.planner.row_shares import can_meet, share_rows
-from dapple_tf.planner.search.formula_search import CostTables, FoundPlan, make_cost_tables
-from dapple_tf.planner.search.placement import device_indices
-from dapple_tf.planner.search.search_space import SearchSpace, find_search_spaces
-from dapple_tf.planner.step_simulation import fastest_schedule, least_step_seconds, make_network, stage_cost_arrays
+from dapple_tf.planner.step_simulation import fastest_schedule, least_step_seconds, stage_cost_arrays
 from dapple_tf.planner.systems.pipedream_formula import PipedreamPrediction
 from dapple_tf.plans import Plan, StagePlan, check_workers
 from dapple_tf.profiler.cluster import Cluster
@@ -72,38 +69,22 @@ class PlanningProblem:
         """Whether the schedule is given, and runs several stages on a device."""
         return self.schedule != "auto" and self.spec.runs_several_stages
 
+    def schedule_or(self, usual: str) -> str:
+        """Return the schedule that is given, or the ``usual`` one under "auto"."""
+        return usual if self.schedule == "auto" else self.schedule
+
+    def check_devices(self, planner: str, most: int) -> None:
+        """Raise PlanError if the cluster has more devices than ``planner`` is for."""
+        if self.cluster.devices > most:
+            raise PlanError(
+                f"the cluster has {self.cluster.devices} devices; planner {planner!r} is for at most {most}: use "
+                "planner 'best'"
+            )
+
     @property
     def searches_order(self) -> bool:
         """Whether the schedule is given, and its order is searched for (``zb-auto``)."""
         return self.schedule != "auto" and self.spec.is_searched
-
-    @cached_property
-    def search_spaces(self) -> tuple[SearchSpace, ...]:
-        """The spaces to search, at each micro-batch size; see ``find_search_spaces``."""
-        return find_search_spaces(self.chain, self.cluster)
-
-    def cost_tables(self, space: SearchSpace, micro_batch_size: int) -> CostTables:
-        """Return the tables for a search of ``space`` with this micro-batch size."""
-        check_stop()
-        return make_cost_tables(
-            space,
-            self.global_batch_size,
-            micro_batch_size,
-            optimizer_slots=self.optimizer_slots,
-            shard_optimizer=self.shard_optimizer,
-            recompute=bool(self.recompute),
-            overlap=self.overlap,
-            splits_backward=self.schedule != "auto" and self.spec.splits_backward,
-        )
-
-    def stage_plans(self, space: SearchSpace, found: FoundPlan) -> tuple[StagePlan, ...]:
-        """Return the stages of a plan found in ``space``, with layers and devices."""
-        positions = space.chain.positions
-        bounds = [positions[start] for start in found.starts] + [len(self.profile.layers)]
-        return tuple(
-            StagePlan(first, end - 1, device_indices(self.cluster, space.placements.items[placement], space.order))
-            for first, end, placement in zip(bounds, bounds[1:], found.placements, strict=False)
-        )
 
     def make_plan(
         self,
@@ -197,9 +178,9 @@ class PlanningProblem:
             return None
         of_stages = self.costs.stage_costs(plan, optimizer_slots=self.optimizer_slots)
         of_stages, memory = fit_to_one_limit(plan, of_stages, self.cluster)
-        arrays = stage_cost_arrays(of_stages)
-        network = make_network(self.find_flows([self.costs.in_rows(s, micro_batch_size) for s in stages]), of_stages)
-        found = fastest_schedule(arrays, plan.micro_batches, usable_bytes(memory), wanted, network, ceiling)
+        flows = self.find_flows([self.costs.in_rows(s, micro_batch_size) for s in stages])
+        arrays = stage_cost_arrays(of_stages, flows)
+        found = fastest_schedule(arrays, plan.micro_batches, usable_bytes(memory), wanted, ceiling)
         if found.seconds == math.inf:
             return None
         return Candidate(stages, micro_batch_size, found.schedule, found.seconds, origin, plan.recompute)
@@ -311,10 +292,9 @@ class PlannerResult:
         return PlannerResult(order[0], tuple(by_origin.values()))
 
 
-# --- Micro-batch sizes: which are possible, and in which order to search them
+# --- The micro-batch sizes that are possible
 
 
-_MOST_SEARCH_STEPS = 300_000_000  # over all sizes
 _LARGEST_BATCH = 10**12  # samples; the divisors of more take seconds to find
 _MOST_MICRO_BATCHES = 16384  # more take long to simulate, and make the bubble hardly shorter
 
@@ -337,16 +317,3 @@ def list_micro_batch_sizes(global_batch_size: int, wanted: int | None) -> tuple[
             f"use {' or '.join(map(str, near))}"
         )
     return (wanted,)
-
-
-def promising_sizes(problem: PlanningProblem, candidates: Iterable[Candidate]) -> tuple[int, ...]:
-    """Return the micro-batch sizes in the order in which to search them: best known candidate first.
-
-    A good plan found early lowers the ceiling of all later searches. If searching every size takes too long, only the
-    first are returned, at least two.
-    """
-    best = dict.fromkeys(problem.micro_batch_sizes, math.inf)
-    for candidate in candidates:
-        best[candidate.micro_batch_size] = min(best[candidate.micro_batch_size], candidate.seconds)
-    count = max(2, _MOST_SEARCH_STEPS // sum(space.search_steps for space in problem.search_spaces))
-    return tuple(sorted(best, key=lambda size: (best[size], size)))[:count]

@@ -9,7 +9,7 @@ import numpy as np
 
 from dapple_tf.plans import Plan, StagePlan
 from dapple_tf.profiler.cluster import Cluster
-from dapple_tf.profiler.profile import Profile, profile_on
+from dapple_tf.profiler.profile import Profile, profile_on, profiles_on
 from dapple_tf.simulator.arrays import Floats
 from dapple_tf.simulator.memory import values_per_weight
 from dapple_tf.simulator.transfer import LinkCosts, ring_seconds
@@ -36,6 +36,11 @@ def stage_costs(
     """
     model = CostModel(profile, cluster, whole_rows=whole_rows)
     return model.stage_costs(plan, optimizer_slots=optimizer_slots, samples=samples)
+
+
+def one_device_seconds(profile: Profile, cluster: Cluster, samples: int) -> float:
+    """Return the seconds that the fastest device of the cluster takes for a micro-batch of ``samples`` samples."""
+    return min(own.model_seconds(samples) for own in profiles_on(profile, cluster))
 
 
 class CostModel:

@@ -120,25 +120,31 @@ def is_interleaved(spec: ScheduleSpec) -> bool:
     return isinstance(spec, ChunkedSpec) and spec.policy == "interleaved-1f1b"
 
 
-@lru_cache(maxsize=128)
 def named_order(name: str, stages: int, micro_batches: int) -> Ordered:
     """Return the order of a schedule, which must not be written to.
 
     Raises ScheduleError for an unknown name, and where ``check_plannable`` does.
     """
     spec = ScheduleSpec.parse(name)
+    warm = spec.warm_up(stages, micro_batches)
+    if warm is None:
+        return _order_of_actions(name, stages, micro_batches)
+    in_flight = np.array(warm, np.int64)
+    return Ordered(early_backward_order(in_flight, micro_batches), in_flight)
+
+
+@lru_cache(maxsize=128)  # those of ``early_backward_order`` are made as fast as they are found, and some are large
+def _order_of_actions(name: str, stages: int, micro_batches: int) -> Ordered:
+    """Return the order of a schedule that K_i alone do not determine."""
+    spec = ScheduleSpec.parse(name)
     if is_interleaved(spec):
         spec.check(stages, micro_batches)
         workers = spec.worker_map(stages).workers
         order = interleaved_order(workers, stages // workers, micro_batches)
         return Ordered(order, HeldStash.of(order).in_flight())
-    warm = spec.warm_up(stages, micro_batches)
-    if warm is None:
-        check_plannable(spec)
-        schedule = spec.build(stages, micro_batches)
-        return Ordered(encode(schedule), np.array(schedule.in_flight, np.int64))
-    in_flight = np.array(warm, np.int64)
-    return Ordered(early_backward_order(in_flight, micro_batches), in_flight)
+    check_plannable(spec)
+    schedule = spec.build(stages, micro_batches)
+    return Ordered(encode(schedule), np.array(schedule.in_flight, np.int64))
 
 
 def check_plannable(spec: ScheduleSpec) -> None:

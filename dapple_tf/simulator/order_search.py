@@ -129,15 +129,14 @@ class _Problem:
     """
 
     worker_map: WorkerMap
-    times: tuple[Floats, Floats, Floats, Floats, Floats, Floats]
+    times: tuple[Floats, ...]  # those of ``engine.step_seconds``
     stash: Floats
     most: Floats
 
     @staticmethod
     def of(worker_map: WorkerMap, costs: Sequence[StageCosts], device_memory: float) -> _Problem:
         names = ("forward", "backward", "weights", "send_forward", "send_backward", "exposed")
-        arrays = [np.array([getattr(cost, f"{name}_seconds") for cost in costs], np.float64) for name in names]
-        forward, backward, weights, send_forward, send_backward, exposed = arrays
+        times = (np.array([getattr(cost, f"{name}_seconds") for cost in costs], np.float64) for name in names)
         stash = np.array([cost.stash_bytes for cost in costs], np.float64)
         most = [
             usable_bytes(device_memory)
@@ -145,8 +144,7 @@ class _Problem:
             - max(costs[stage].working_bytes for stage in stages)
             for stages in worker_map.stages_of
         ]
-        times = forward, backward, weights, send_forward, send_backward, exposed
-        return _Problem(worker_map, times, stash, np.array(most, np.float64))
+        return _Problem(worker_map, tuple(times), stash, np.array(most, np.float64))
 
     def fastest(self, schedules: Iterator[tuple[str, Schedule]]) -> tuple[str, float, Schedule] | None:
         """Return the name, the seconds and the schedule of the fastest one that fits the memory."""

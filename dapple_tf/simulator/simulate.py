@@ -9,9 +9,9 @@ from functools import partial
 from dapple_tf.plan_check import check_inputs, check_optimizer_slots, check_plan
 from dapple_tf.plans import Plan
 from dapple_tf.profiler.cluster import Cluster
-from dapple_tf.profiler.profile import Profile, profiles_on
+from dapple_tf.profiler.profile import Profile
 from dapple_tf.simulator.contention import Flows, plan_flows
-from dapple_tf.simulator.costs import CostModel
+from dapple_tf.simulator.costs import CostModel, one_device_seconds
 from dapple_tf.simulator.execution import Execution, execute
 from dapple_tf.simulator.interrupts import interruptible
 from dapple_tf.simulator.memory import memory_limits
@@ -56,13 +56,12 @@ def simulate(
         last = max(range(len(steps)), key=lambda worker: float(steps[worker].execution.last_gradients.max()))
         note = f"virtual worker {last} of {len(steps)}, the last to end its backwards; AllReduce joins all of them"
         return SimulatedTimeline(steps[last], title=plan_title(plan), note=note, profile=profile, cluster=cluster)
-    on_devices = profiles_on(profile, cluster)
     if plan.window is not None:
         execution_of_window = execute_window(
             plan.versions,
             window_costs(plan, profile, cluster, optimizer_slots=optimizer_slots, contention=contention),
         )
-        seconds = plan.micro_batches * _one_device_seconds(on_devices, plan.micro_batch_size)
+        seconds = plan.micro_batches * one_device_seconds(profile, cluster, plan.micro_batch_size)
         limits = _limits(plan, execution_of_window.costs.stages, cluster)
         window = SimulatedWindow(plan, execution_of_window, seconds, cluster.least_memory, limits)
         return SimulatedTimeline(window, title=plan_title(plan), profile=profile, cluster=cluster)
@@ -73,13 +72,13 @@ def simulate(
     if plan.sizes or plan.spec.together:
         sizes = plan.sizes or (plan.micro_batch_size,) * plan.micro_batches
         execution = _execute_sizes(plan, sizes, {size: costs_of(samples=size) for size in set(sizes)}, flows)
-        one_device_seconds = sum(_one_device_seconds(on_devices, size) for size in sizes)
+        alone = sum(one_device_seconds(profile, cluster, size) for size in sizes)
     else:
         order = named_order(plan.schedule, len(plan.stages), plan.micro_batches).order
         execution = execute(order, costs_of(), flows)
-        one_device_seconds = plan.micro_batches * _one_device_seconds(on_devices, plan.micro_batch_size)
+        alone = plan.micro_batches * one_device_seconds(profile, cluster, plan.micro_batch_size)
     limits = _limits(plan, execution.costs, cluster)
-    step = SimulatedStep(plan, execution, one_device_seconds, cluster.least_memory, limits)
+    step = SimulatedStep(plan, execution, alone, cluster.least_memory, limits)
     return SimulatedTimeline(step, title=plan_title(plan), profile=profile, cluster=cluster)
 
 
@@ -99,8 +98,3 @@ def _limits(plan: Plan, costs: Sequence[StageCosts], cluster: Cluster) -> tuple[
     """Return the limit of each stage's memory; none where all devices and all shares are equal."""
     equal = len(set(cluster.memories)) == 1 and not plan.shares
     return () if equal else memory_limits(plan, costs, cluster)
-
-
-def _one_device_seconds(profiles: Sequence[Profile], samples: int) -> float:
-    """Return the seconds that the fastest device takes for a micro-batch of ``samples``; ``profiles``: on each kind."""
-    return min(float(p.forward_seconds(samples).sum() + p.backward_seconds(samples).sum()) for p in profiles)

@@ -7,6 +7,7 @@ device list, and two replicas exchange the samples that both intervals contain.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -155,24 +156,16 @@ class LinkCosts:
     """
 
     def __init__(self, cluster: Cluster) -> None:
-        self.tables: LinkTables = link_tables(cluster)
-        self._transfers: dict[tuple[Servers, Servers, tuple[Sequence[int], Sequence[int]]], tuple[float, float]] = {}
-        self._rings: dict[Servers, tuple[float, float]] = {}
+        self._tables = link_tables(cluster)
+        self.transfer = cache(self._transfer)
+        self.allreduce = cache(self._allreduce)
 
-    def transfer(
-        self,
-        senders: Servers,
-        receivers: Servers,
-        shares: tuple[tuple[int, ...], tuple[int, ...]] = ((), ()),
+    def _transfer(
+        self, senders: Servers, receivers: Servers, shares: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
     ) -> tuple[float, float]:
         """Return the latency (seconds) and the seconds per byte of a transfer; see ``transfer_cost``."""
-        key = senders, receivers, shares
-        if key not in self._transfers:
-            self._transfers[key] = transfer_cost(senders, receivers, self.tables, shares)
-        return self._transfers[key]
+        return transfer_cost(senders, receivers, self._tables, shares)
 
-    def allreduce(self, servers: Servers) -> tuple[float, float]:
+    def _allreduce(self, servers: Servers) -> tuple[float, float]:
         """Return the latency (seconds) and the seconds per byte of an AllReduce; see ``allreduce_cost``."""
-        if servers not in self._rings:
-            self._rings[servers] = allreduce_cost(servers, self.tables)
-        return self._rings[servers]
+        return allreduce_cost(servers, self._tables)

@@ -11,8 +11,8 @@ import numpy as np
 
 from dapple_tf.plans import Plan, StagePlan
 from dapple_tf.profiler.cluster import Cluster
-from dapple_tf.profiler.profile import Profile, profiles_on
-from dapple_tf.simulator.costs import stage_costs
+from dapple_tf.profiler.profile import Profile
+from dapple_tf.simulator.costs import one_device_seconds, stage_costs
 from dapple_tf.simulator.execution import Execution, execute
 from dapple_tf.simulator.memory import memory_limits
 from dapple_tf.simulator.order import named_order
@@ -37,10 +37,7 @@ def simulate_workers(
         executions.append(execute(named_order(part.schedule, len(part.stages), part.micro_batches).order, costs))
     ends = _reduce(plan, parts, executions, profile, cluster)
     whole = plan.micro_batches * len(parts)
-    seconds = whole * min(
-        float(p.forward_seconds(plan.micro_batch_size).sum() + p.backward_seconds(plan.micro_batch_size).sum())
-        for p in profiles_on(profile, cluster)
-    )
+    seconds = whole * one_device_seconds(profile, cluster, plan.micro_batch_size)
     steps = []
     for part, execution in zip(parts, executions, strict=True):
         costs = tuple(

@@ -30,7 +30,8 @@ def window_costs(
     whole = replace(plan, window=None, overlap=False)
     if versions.window.in_turn:
         # The costs of a plan without replicas are those of a replica that computes a minibatch on its own.
-        slowest = [max(stage.devices, key=lambda d: _seconds_on(profile, cluster, d)) for stage in plan.stages]
+        seconds = [profile_on(profile, cluster, d).model_seconds(profile.batch_size) for d in range(cluster.devices)]
+        slowest = [max(stage.devices, key=lambda d: seconds[d]) for stage in plan.stages]
         alone = tuple(StagePlan(s.first_layer, s.last_layer, (d,)) for s, d in zip(plan.stages, slowest, strict=True))
         costs = stage_costs(replace(whole, stages=alone), profile, cluster, optimizer_slots=optimizer_slots)
     else:
@@ -70,12 +71,6 @@ def window_costs(
         return WindowCosts(tuple(found), there, back, updates, rings)
     unshared = {key: replace(route, demand=FlowDemand()) for key, route in there.items()}
     return WindowCosts(tuple(found), unshared, unshared, updates)
-
-
-def _seconds_on(profile: Profile, cluster: Cluster, device: int) -> float:
-    """Return the seconds of the whole model on a device, for the profile's batch."""
-    own = profile_on(profile, cluster, device)
-    return float(own.forward_seconds(own.batch_size).sum() + own.backward_seconds(own.batch_size).sum())
 
 
 def uniform_costs(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cache, cached_property, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +19,7 @@ from dapple_tf.planner.step_simulation import StageCostArrays, order_seconds
 from dapple_tf.plans import StagePlan
 from dapple_tf.simulator.arrays import Floats, Integers, prefix_sums
 from dapple_tf.simulator.costs import exposed_seconds
+from dapple_tf.simulator.engine import whole_rings
 from dapple_tf.simulator.interrupts import check_stop
 from dapple_tf.simulator.order import HeldStash, Ordered, named_order
 from dapple_tf.simulator.transfer import LinkCosts
@@ -86,8 +87,9 @@ class CostSource:
         self.problem = problem
         self._links = LinkCosts(problem.cluster)
         self._work: dict[float, float] = {}
-        self._blocks: dict[tuple[int, int, bool], BlockCosts] = {}
-        self._placements: dict[tuple[int, int, int], Sequence[Groups]] = {}
+        # The costs of blocks for micro-batches of some samples on a number of devices, and whether backwards are split.
+        self.blocks = cache(partial(_block_costs, problem))
+        self._placements = cache(partial(list_worker_placements, problem.cluster))
 
     def least_seconds(self, shape: ChunkShape, size: int) -> float:
         """Return a lower bound of the step for this micro-batch ``size`` and any cuts: all work, spread evenly."""
@@ -97,16 +99,6 @@ class CostSource:
             self._work[samples] = float(backward + (2 if self.problem.recompute else 1) * forward)
         return self.problem.global_batch_size // size * self._work[samples] / shape.workers.workers
 
-    def blocks(self, size: int, replicas: int, splits: bool) -> BlockCosts:
-        """Return the costs of blocks for micro-batches of ``size`` samples on ``replicas`` devices.
-
-        ``splits``: the schedule runs gradients of weights on their own.
-        """
-        key = size, replicas, splits
-        if key not in self._blocks:
-            self._blocks[key] = _block_costs(self.problem, size, replicas, splits)
-        return self._blocks[key]
-
     def even_starts(self, workers: WorkerMap) -> Integers:
         """Return cuts that make the seconds of the profile's batch nearly even over stages and workers."""
         forward, backward = self.problem.chain.block_seconds(self.problem.profile.batch_size)
@@ -115,10 +107,7 @@ class CostSource:
 
     def placements(self, shape: ChunkShape) -> Sequence[Groups]:
         """Return the placements of a shape: the devices of each worker; see ``list_worker_placements``."""
-        key = shape.total, shape.workers.workers, shape.replicas
-        if key not in self._placements:
-            self._placements[key] = list_worker_placements(self.problem.cluster, *key)
-        return self._placements[key]
+        return self._placements(shape.total, shape.workers.workers, shape.replicas)
 
     def worker_links(self, shape: ChunkShape, devices: Groups) -> WorkerLinks:
         """Return the costs of communication of a plan's stages; ``devices``: of each worker."""
@@ -188,7 +177,7 @@ class CutSimulator:
         """Return what each worker should have less of: bytes where memory is ``lacking``, else seconds of a step."""
         if lacking:
             return self.peaks(costs)
-        seconds = self.micro_batches * (costs.forward_seconds + costs.backward_seconds) + costs.exposed_seconds
+        seconds = self.micro_batches * (costs.forward_seconds + costs.backward_seconds) + costs.rings.exposed
         return np.asarray(np.bincount(self._links.worker_of, seconds), np.float64)
 
     def even_starts(self, share: float) -> Integers:
@@ -251,11 +240,11 @@ def _stage_costs(b: BlockCosts, links: WorkerLinks, starts: Integers) -> StageCo
         forward_seconds=b.forward[ends] - b.forward[starts],
         backward_seconds=b.backward[ends] - b.backward[starts],
         send_seconds=links.latency + links.per_byte * b.boundary_bytes[ends],
-        exposed_seconds=_exposed_seconds(b, links, starts, ends),
         fixed_bytes=b.fixed_bytes[ends] - b.fixed_bytes[starts],
         stash_bytes=stash,
         working_bytes=working,
         weights_seconds=b.weights[ends] - b.weights[starts],
+        rings=whole_rings(_exposed_seconds(b, links, starts, ends)),
     )
 
 
@@ -282,7 +271,7 @@ def _bound(c: StageCostArrays, worker_of: Integers, micro_batches: int) -> float
     workers, splits = int(worker_of.max()) + 1, bool(c.weights_seconds.any())
     before, load, after = [np.inf] * workers, [0.0] * workers, [np.inf] * workers
     there, back = 0.0, 0.0  # seconds of micro-batch 0 up to a stage, and of the last one from it
-    columns = (c.forward_seconds, c.backward_seconds, c.weights_seconds, c.send_seconds, c.exposed_seconds)
+    columns = (c.forward_seconds, c.backward_seconds, c.weights_seconds, c.send_seconds, c.rings.exposed)
     for w, forward, backward, weights, send, exposed in zip(
         worker_of.tolist(), *(column.tolist() for column in columns), strict=True
     ):

@@ -10,16 +10,19 @@ from dataclasses import replace
 import numpy as np
 
 from dapple_tf.planner.baselines import baseline_candidates, baseline_stages, data_parallel
-from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem, promising_sizes
+from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem
 from dapple_tf.planner.registration import planner
 from dapple_tf.planner.row_shares import share_rows
 from dapple_tf.planner.search.fit_cuts import ORIGIN as UNEQUAL
 from dapple_tf.planner.search.fit_cuts import SizedStages, find_unequal_stages
-from dapple_tf.planner.search.formula_search import search_by_formula
+from dapple_tf.planner.search.formula_search import make_cost_tables, make_found_stages, search_by_formula
+from dapple_tf.planner.search.search_space import SearchSpace, find_search_spaces
 from dapple_tf.plans import StagePlan
 from dapple_tf.simulator.arrays import Floats
+from dapple_tf.simulator.interrupts import check_stop
 
 _SEARCH_STEPS = 2_000_000  # labels times what may follow them
+_MOST_SEARCH_STEPS = 300_000_000  # over all sizes
 _MAX_WIDTH = 512
 _KNOWN = 3
 
@@ -40,11 +43,12 @@ def plan_dapple(problem: PlanningProblem) -> PlannerResult | None:
 
 def choose_by_formula(problem: PlanningProblem, known: Sequence[Candidate]) -> PlannerResult | None:
     """Return the result of ``plan_dapple``, given candidates that fit; the search looks below their least latency."""
-    sizes = promising_sizes(problem, known)
+    spaces = find_search_spaces(problem.chain, problem.cluster)
+    sizes = _promising_sizes(problem, spaces, known)
     fractions = replace(problem, whole_rows=False)  # as the paper's formulas and the tables of the search count rows
     ceiling = _least_latency(fractions, [c for c in known if ":D=" not in c.schedule])
     for require_warm_up, limit in ((True, ceiling), (True, math.inf), (False, math.inf)):
-        if found := _search(problem, sizes, limit, require_warm_up):
+        if found := _search(problem, spaces, sizes, limit, require_warm_up):
             candidate, latency = found
             return PlannerResult(candidate, tuple(c for c in known if c.origin == "DP"), formula_seconds=latency)
     return None
@@ -86,18 +90,37 @@ def _simulate_again(problem: PlanningProblem, candidate: Candidate) -> Candidate
     return found
 
 
+def _promising_sizes(
+    problem: PlanningProblem, spaces: Sequence[SearchSpace], candidates: Iterable[Candidate]
+) -> tuple[int, ...]:
+    """Return the micro-batch sizes in the order in which to search them: best known candidate first.
+
+    A good plan found early lowers the ceiling of all later searches. If searching every size takes too long, only the
+    first are returned, at least two.
+    """
+    best = dict.fromkeys(problem.micro_batch_sizes, math.inf)
+    for candidate in candidates:
+        best[candidate.micro_batch_size] = min(best[candidate.micro_batch_size], candidate.seconds)
+    count = max(2, _MOST_SEARCH_STEPS // sum(space.search_steps for space in spaces))
+    return tuple(sorted(best, key=lambda size: (best[size], size)))[:count]
+
+
 def _search(
-    problem: PlanningProblem, sizes: Iterable[int], ceiling: float, require_warm_up: bool
+    problem: PlanningProblem,
+    spaces: Sequence[SearchSpace],
+    sizes: Iterable[int],
+    ceiling: float,
+    require_warm_up: bool,
 ) -> tuple[Candidate, float] | None:
     """Return the plan with the least latency below ``ceiling``, and its latency (seconds)."""
     best: tuple[Candidate, float] | None = None
     for size in sizes:
-        for space in problem.search_spaces:
+        for space in spaces:
+            check_stop()
             width = max(1, min(_MAX_WIDTH, _SEARCH_STEPS // space.search_steps))
-            tables = problem.cost_tables(space, size)
-            result = search_by_formula(tables, ceiling=ceiling, width=width, results=1, require_warm_up=require_warm_up)
-            for found in result.plans:
-                candidate = problem.evaluate(problem.stage_plans(space, found), size, "DAPPLE's formulas")
+            tables = make_cost_tables(problem, space, size)
+            for found in search_by_formula(tables, ceiling=ceiling, width=width, require_warm_up=require_warm_up):
+                candidate = problem.evaluate(make_found_stages(problem, space, found), size, "DAPPLE's formulas")
                 if candidate is not None:
                     best, ceiling = (candidate, found.score), found.score
     return best

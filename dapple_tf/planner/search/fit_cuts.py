@@ -111,7 +111,7 @@ def fit_cuts(
     found = table.partition(len(devices) + 1, ways)
     if not np.isfinite(found.values[len(devices), -1]):
         return None
-    return make_stages(costs.chain, [0, *(stage.end for stage in found.stages(len(devices)))], devices)
+    return make_stages(costs.chain, found.bounds(len(devices)), devices)
 
 
 # --- Cut the blocks and an order of the devices at the same time: for devices of different kinds
@@ -179,7 +179,7 @@ def device_orders(profile: Profile, cluster: Cluster) -> tuple[tuple[int, ...], 
     """
     given = tuple(range(cluster.devices))
     seconds = {
-        kind: _seconds(profile_on(profile, cluster, cluster.device_kinds.index(kind)))
+        kind: profile_on(profile, cluster, cluster.device_kinds.index(kind)).model_seconds(profile.batch_size)
         for kind in dict.fromkeys(cluster.device_kinds)
     }
     orders = [given, *(tuple(sorted(given, key=lambda d: sign * seconds[cluster.kind_of(d)])) for sign in (1, -1))]
@@ -192,11 +192,6 @@ def device_orders(profile: Profile, cluster: Cluster) -> tuple[tuple[int, ...], 
     for first in range(1, min(servers, _MOST_FIRST_SERVERS)) if cluster.devices <= _FEW_DEVICES else ():
         orders.append(tuple(sorted(given, key=lambda d: (cluster.homes[d] - first) % servers)))
     return tuple(dict.fromkeys(orders))
-
-
-def _seconds(profile: Profile) -> float:
-    size = profile.batch_size
-    return float(profile.forward_seconds(size).sum() + profile.backward_seconds(size).sum())
 
 
 # --- The best few stages of every number, over all orders: for planner "dapple"

@@ -7,7 +7,7 @@ import itertools
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,17 +25,6 @@ _MOST_SEARCH_STEPS = 30_000_000
 _MOST_PLACEMENTS = 2500
 _LEAST_BLOCKS = 32
 _MOST_DEVICES_OF_POLICIES = 128
-
-
-class Transitions(NamedTuple):
-    """Pairs of placements of consecutive stages: fields of ``CostTables``."""
-
-    first_transition: Integers
-    next_placement: Integers
-    same_replicas: NDArray[np.bool_]
-    rest_transition: Integers
-    transfer_latency: Floats
-    transfer_seconds_per_byte: Floats
 
 
 @dataclass(frozen=True)
@@ -63,8 +52,8 @@ class SearchSpace:
         return np.array([item.devices_left for item in self.placements.items], np.int64)
 
     @cached_property
-    def transitions(self) -> Transitions:
-        """The pairs of placements that consecutive stages can have, with the costs of a transfer between them."""
+    def transitions(self) -> dict[str, NDArray[Any]]:
+        """The pairs of placements that consecutive stages can have, with transfers: the fields of ``CostTables``."""
         successors = self.placements.successors
         first = np.concatenate([[0], np.cumsum([len(found) for found in successors])]).astype(np.int64)
         following = np.array([q for found in successors for q in found], np.int64)
@@ -75,7 +64,14 @@ class SearchSpace:
         to_rest[source[completing]] = completing
         offsets, servers = self.home_servers
         latency, per_byte = _transfer_costs(first, following, offsets, servers, self.links)
-        return Transitions(first, following, same, to_rest, latency, per_byte)
+        return {
+            "first_transition": first,
+            "next_placement": following,
+            "same_replicas": same,
+            "rest_transition": to_rest,
+            "transfer_latency": latency,
+            "transfer_seconds_per_byte": per_byte,
+        }
 
     @cached_property
     def search_steps(self) -> int:

@@ -17,7 +17,7 @@ import numpy as np
 from dapple_tf.errors import PlanError
 from dapple_tf.graph_passes.schedules.slicer import count_slices, slice_sizes, sliced_1f1b
 from dapple_tf.planner.costs import ChainCosts, make_stages, runs
-from dapple_tf.planner.partition import Partition, Way, Ways, partition
+from dapple_tf.planner.partition import Partition, Ways, partition
 from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem
 from dapple_tf.planner.registration import planner
 from dapple_tf.planner.search.search_space import coarsen
@@ -52,7 +52,7 @@ def plan_autopipe(problem: PlanningProblem, *, stages: int | None = None, sliced
                 continue
             blocks = _make_blocks(ChainCosts(problem, chain, size), depth)
             found = search_scheme(blocks, depth)
-            schedule = "dapple-a" if problem.schedule == "auto" else problem.schedule
+            schedule = problem.schedule_or("dapple-a")
             plans = make_stages(chain, found.scheme, [range(x * replicas, (x + 1) * replicas) for x in range(depth)])
             ceiling = math.inf if best is None else best[0].seconds
             candidate = unsliced.evaluate(plans, size, "AutoPipe's heuristic", schedule, ceiling=ceiling)
@@ -185,11 +185,6 @@ def search_scheme(blocks: Blocks, stages: int) -> Simulated:
     return _Search(blocks, stages).run()
 
 
-def balanced_scheme(work: Floats, stages: int) -> Scheme:
-    """Return the scheme of Algorithm 1: the largest sum of ``work`` of a stage is the least possible."""
-    return _scheme(_balance(work, stages), len(work), stages)
-
-
 class _Search:
     """The state of one search."""
 
@@ -197,12 +192,12 @@ class _Search:
         self.blocks, self.stages = blocks, stages
         self.forward = prefix_sums(blocks.forward)
         self.backward = prefix_sums(blocks.backward)
-        self.balanced = _balance(blocks.forward + blocks.backward, stages)
+        self.balanced = balance(blocks.forward + blocks.backward, stages)
         self.known: dict[Scheme, Simulated] = {}
 
     def run(self) -> Simulated:
         """Return the fastest scheme."""
-        waiting = [self.simulate(_scheme(self.balanced, len(self.blocks.forward), self.stages))]
+        waiting = [self.simulate(self.balanced.bounds(self.stages))]
         taken_up = {waiting[0].scheme}
         while waiting and len(self.known) < _MOST_SCHEMES:
             found = self.adjust(waiting.pop())
@@ -249,22 +244,16 @@ class _Search:
         first = (*scheme[:i], scheme[i] + 1, *scheme[i + 1 :])
         yield first
         if i > 1:
-            yield (*_scheme(self.balanced, scheme[i - 1], i - 1), *first[i:])
+            yield (*self.balanced.bounds(i - 1, scheme[i - 1]), *first[i:])
         if i + 1 < self.stages:
             last = (*scheme[: i + 1], scheme[i + 1] - 1, *scheme[i + 2 :])
             yield last
-            yield (*_scheme(self.balanced, scheme[i], i), *last[i + 1 :])
+            yield (*self.balanced.bounds(i, scheme[i]), *last[i + 1 :])
 
 
-def _balance(work: Floats, stages: int) -> Partition:
-    """Return time[i][j] of Algorithm 1, the largest stage of i blocks in j stages; state j is j stages."""
-    ways = [Way(stage + 1, stage) for stage in range(stages)]
-    return partition(runs(prefix_sums(work))[None], Ways.of(stages + 1, ways), latest=False)
-
-
-def _scheme(found: Partition, blocks: int, stages: int) -> Scheme:
-    """Return the scheme of Algorithm 1 for the first ``blocks`` blocks in ``stages`` stages."""
-    return (0, *(stage.end for stage in found.stages(stages, blocks)))
+def balance(work: Floats, stages: int) -> Partition:
+    """Return time[i][j] of Algorithm 1, the least largest ``work`` of a stage; state j is j stages."""
+    return partition(runs(prefix_sums(work))[None], Ways.in_turn([0] * stages), latest=False)
 
 
 # --- The pipeline simulator: iteration time, critical path and master stage (AutoPipe, section III.B.1)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from dapple_tf.planner.baselines import data_parallel
 from dapple_tf.planner.costs import ChainCosts, make_stages, runs
-from dapple_tf.planner.partition import Way, Ways, partition
+from dapple_tf.planner.partition import least_slowest
 from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem
 from dapple_tf.planner.registration import planner
 from dapple_tf.planner.search.search_space import coarsen
@@ -110,7 +110,7 @@ def _explore_asynchronous(problem: PlanningProblem) -> Iterator[_Explored]:
             if found is None:
                 continue
             network, cuts, is_bound = found
-            name = synchronous if problem.schedule == "auto" else problem.schedule
+            name = problem.schedule_or(synchronous)
             candidate = problem.evaluate(_stages(network, cuts), size, _ORIGIN, name)
             if candidate is not None:
                 forward, backward = (_of_stages(sums, cuts) for sums in (network.forward, network.backward))
@@ -139,12 +139,8 @@ def _partition(problem: PlanningProblem, size: int, schedule: str) -> tuple[_Net
     is_bound = _is_bound_by_communication(network, cuts, slowest(network.seconds, cuts))
     if is_bound:
         network = _coarsen_by_communication(network)
-        cuts = balance(network.seconds)
-    fitting = _fitting(network, schedule)
-    if not fits(fitting, cuts):
-        found = balance_within(network.seconds, fitting)
-        return None if found is None else (network, found, is_bound)
-    return network, cuts, is_bound
+    cuts = balance(network.seconds, _fitting(network, schedule))
+    return (network, cuts, is_bound) if cuts else None
 
 
 def _is_bound_by_communication(network: _Network, cuts: Cuts, seconds: float) -> bool:
@@ -290,45 +286,24 @@ def partition_by_ideal(seconds: Floats) -> Cuts:
     return (*cuts, layers)
 
 
-def balance(seconds: Floats) -> Cuts:
-    """Return the inter-layer partition with the least slowest stage.
+def balance(seconds: Floats, fitting: NDArray[np.bool_] | None = None) -> Cuts:
+    """Return the inter-layer partition with the least slowest stage; empty where none fits the memory.
 
-    The paper iterates "to load balancing" from the partition according to T, without saying how: here the slowest stage
-    is the least possible. The partition according to T is taken if no other has a faster slowest stage.
+    ``fitting`` [N, L, L + 1]: whether an accelerator has the memory for a stage of layers; None: it always has. The
+    paper iterates "to load balancing" from the partition according to T, and tunes stages "finely" to the memory,
+    without saying how: here the slowest stage is the least possible. The partition according to T is taken if it fits
+    and no other has a faster slowest stage.
     """
+    stages = runs(seconds) if fitting is None else np.where(fitting, runs(seconds), np.inf)
     ideal = partition_by_ideal(seconds)
-    least, cuts = _least_slowest(runs(seconds))
-    return cuts if least < slowest(seconds, ideal) else ideal
-
-
-def balance_within(seconds: Floats, fitting: NDArray[np.bool_]) -> Cuts | None:
-    """Return ``balance`` of the partitions that fit the memory, as the paper tunes stages "finely"; None without any.
-
-    ``fitting`` [N, L, L + 1]: whether an accelerator has the memory for a stage of layers.
-    """
-    ideal = partition_by_ideal(seconds)
-    least, cuts = _least_slowest(np.where(fitting, runs(seconds), np.inf))
-    if fits(fitting, ideal) and not least < slowest(seconds, ideal):
-        return ideal
-    return cuts if np.isfinite(least) else None
-
-
-def _least_slowest(stages: Floats) -> tuple[float, Cuts]:
-    """Return the least slowest stage, and the cuts that reach it; ``stages`` [N, L, L + 1]: seconds of each."""
-    count = len(stages)
-    found = partition(stages, Ways.of(count + 1, [Way(n + 1, n, n) for n in range(count)]))
-    least = float(found.values[count, -1])
-    return least, (0, *(stage.end for stage in found.stages(count))) if np.isfinite(least) else ()
+    of_ideal = max(stages[n, first, end] for n, (first, end) in enumerate(itertools.pairwise(ideal)))
+    least, cuts = least_slowest(stages)
+    return ideal if np.isfinite(of_ideal) and not least < of_ideal else cuts
 
 
 def slowest(seconds: Floats, cuts: Cuts) -> float:
     """Return the seconds of the slowest stage."""
     return float(_of_stages(seconds, cuts).max())
-
-
-def fits(fitting: NDArray[np.bool_], cuts: Cuts) -> bool:
-    """Return whether each stage fits the memory of its accelerator."""
-    return all(fitting[n, first, end] for n, (first, end) in enumerate(itertools.pairwise(cuts)))
 
 
 def feature_threshold(seconds: float, bandwidth: float, latency: float) -> float:

@@ -1,6 +1,6 @@
 """The order of devices, or of servers, by the link graph: recursive device ordering, RDO (SPP, IV.B.1, Algorithm 2).
 
-Planner "spp" orders devices by it.
+Planner "spp" orders devices by it. The bandwidths of the graph are here for other planners too.
 """
 
 from __future__ import annotations
@@ -15,10 +15,14 @@ from dapple_tf.profiler.cluster import Cluster
 from dapple_tf.simulator.arrays import Floats
 
 
-def _server_bandwidths(cluster: Cluster) -> Floats:
+def server_bandwidths(cluster: Cluster) -> Floats:
     """Return the bandwidth of each pair of servers, and on the diagonal that inside a server (bytes per second)."""
-    servers = range(len(cluster.servers))
-    return np.array([[cluster.link(a, b).bandwidth for b in servers] for a in servers], np.float64)
+    index_of = {server.name: index for index, server in enumerate(cluster.servers)}
+    found = np.full((len(index_of), len(index_of)), cluster.inter_server.bandwidth, np.float64)
+    np.fill_diagonal(found, cluster.intra_server.bandwidth)
+    for (a, b), link in cluster.links.items():
+        found[index_of[a], index_of[b]] = found[index_of[b], index_of[a]] = link.bandwidth
+    return found
 
 
 def list_devices(cluster: Cluster, servers: Sequence[int]) -> tuple[int, ...]:
@@ -36,7 +40,7 @@ def device_bandwidths(cluster: Cluster) -> Floats:
     a bandwidth for each pair of devices, and does not know that devices of a server share its network interface.
     """
     homes = np.array(cluster.homes)
-    found: Floats = _server_bandwidths(cluster)[np.ix_(homes, homes)]
+    found: Floats = server_bandwidths(cluster)[np.ix_(homes, homes)]
     np.fill_diagonal(found, 0.0)
     return found
 

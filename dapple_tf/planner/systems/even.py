@@ -80,7 +80,7 @@ def _list_shapes(problem: PlanningProblem, pipeline_size: int | None, chunks: Se
         if v > 1:
             yield ChunkShape(f"interleaved-1f1b:v={v}", WorkerMap.looped(p, v), total // p, total)
         else:
-            yield ChunkShape("dapple-a" if auto else problem.schedule, WorkerMap.one_per_stage(p), total // p, total)
+            yield ChunkShape(problem.schedule_or("dapple-a"), WorkerMap.one_per_stage(p), total // p, total)
 
 
 def _even_stages(problem: PlanningProblem, shape: ChunkShape) -> tuple[StagePlan, ...]:

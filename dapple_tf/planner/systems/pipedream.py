@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dapple_tf.errors import PlanError
 from dapple_tf.planner.costs import make_stages, runs
 from dapple_tf.planner.partition import Partition, Ways, partition
 from dapple_tf.planner.planning_problem import PlannerResult, PlanningProblem
@@ -39,11 +38,7 @@ def plan_pipedream(
     1 and for more than 4096 devices.
     """
     size = problem.profile.batch_size if minibatch_size is None else check_minibatch_size(minibatch_size)
-    if problem.cluster.devices > _MOST_DEVICES:
-        raise PlanError(
-            f"the cluster has {problem.cluster.devices} devices; planner 'pipedream' is for at most {_MOST_DEVICES}: "
-            "use planner 'best'"
-        )
+    problem.check_devices("pipedream", _MOST_DEVICES)
     hierarchy = derive_hierarchy(problem.cluster)
     hierarchy = hierarchy.flatten() if flat else hierarchy
     stages = _find_stages(_limit_blocks(without_unsplittable_cuts(problem.chain), hierarchy), hierarchy, size)
@@ -141,12 +136,8 @@ def _unwind(
         yield FoundStage(first, end, tuple(sorted(index for component in components for index in component)))
         return
     size, high = hierarchy.sizes[level - 1], hierarchy.levels[level - 1].count
-    groups = list[tuple[int, int, int, int]]()  # first block and end, first component and the one after the last
     table = solved[level - 1][first]
-    for stage in reversed(table.stages(high, end)):
-        low = int(table.before[stage.way])
-        groups.append((stage.first, stage.end, low, high))
-        high = low
-    for begin, stop, low, high in reversed(groups):
-        parts = [whole[c * size : (c + 1) * size] for whole in components for c in range(low, high)]
-        yield from _unwind(solved, hierarchy, level - 1, begin, stop, parts)
+    for stage in table.stages(high, end):
+        own = range(table.before[stage.way], table.state[stage.way])
+        parts = [whole[c * size : (c + 1) * size] for whole in components for c in own]
+        yield from _unwind(solved, hierarchy, level - 1, stage.first, stage.end, parts)

@@ -9,7 +9,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dapple_tf.errors import PlanError
 from dapple_tf.planner.costs import ChainCosts, from_the_end, make_stages, runs
 from dapple_tf.planner.partition import Ways, partition
 from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem
@@ -49,11 +48,7 @@ def plan_piper(problem: PlanningProblem) -> PlannerResult | None:
     micro-batch; here it takes a d-th of each. With ``recompute`` all stages re-compute. Blocks are merged where there
     are too many. Raises PlanError for more than 4096 devices.
     """
-    if problem.cluster.devices > _MOST_DEVICES:
-        raise PlanError(
-            f"the cluster has {problem.cluster.devices} devices; planner 'piper' is for at most {_MOST_DEVICES}: use "
-            "planner 'best'"
-        )
+    problem.check_devices("piper", _MOST_DEVICES)
     chain = without_unsplittable_cuts(problem.chain)
     found = []
     for size in problem.micro_batch_sizes:
@@ -138,6 +133,6 @@ def _evaluate(costs: ChainCosts, found: tuple[PiperStage, ...]) -> Candidate | N
         layer for stage in found if stage.recompute for layer in range(positions[stage.first], positions[stage.end])
     ]
     everything = len(layers) == len(problem.profile.layers)
-    schedule = "dapple-a" if problem.schedule == "auto" else problem.schedule
+    schedule = problem.schedule_or("dapple-a")
     recompute = everything or (tuple(layers) if layers else False)
     return problem.evaluate(stages, costs.size, "piper", schedule, recompute)

@@ -16,7 +16,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dapple_tf.errors import PlanError
 from dapple_tf.graph_passes.schedules.schedule import Action, Schedule
 from dapple_tf.planner.costs import ChainCosts, make_stages, runs
 from dapple_tf.planner.partition import Partition, Ways, partition
@@ -54,11 +53,7 @@ def plan_spp(problem: PlanningProblem) -> PlannerResult | None:
     PlanError for more than 64 devices.
     """
     cluster = problem.cluster
-    if cluster.devices > _MOST_DEVICES:
-        raise PlanError(
-            f"the cluster has {cluster.devices} devices; planner 'spp' is for at most {_MOST_DEVICES}: use planner "
-            "'best'"
-        )
+    problem.check_devices("spp", _MOST_DEVICES)
     bandwidths = device_bandwidths(cluster)
     order = order_by_cuts(bandwidths)
     least = least_bandwidths(bandwidths[np.ix_(order, order)])
@@ -74,7 +69,7 @@ def plan_spp(problem: PlanningProblem) -> PlannerResult | None:
             choices.append(_Choice(seconds, size, make_stages(chain, bounds, devices), name))
     unbounded = replace(problem, ceiling=math.inf)  # None must mean that a choice does not fit
     for choice in sorted(choices, key=lambda choice: choice.seconds):
-        schedule = choice.schedule if problem.schedule == "auto" else problem.schedule
+        schedule = problem.schedule_or(choice.schedule)
         found = unbounded.evaluate(choice.stages, choice.micro_batch_size, "SPP's algorithm 3", schedule)
         if found is not None:
             result = PlannerResult(found, formula_seconds=choice.seconds, formula="T_PE by SPP's costs")
@@ -177,7 +172,7 @@ def find_partitions(costs: SppCosts) -> tuple[Mapped, ...]:
     for states in last:
         state = int(states[np.argmin(found.values[states, -1])]) if len(states) else 0
         if np.isfinite(found.values[state, -1]):
-            mapped.append(Mapped(float(found.values[state, -1]), _mapped_stages(found, ways, state, costs.devices)))
+            mapped.append(Mapped(float(found.values[state, -1]), _mapped_stages(found, ways, state)))
     return tuple(mapped)
 
 
@@ -208,14 +203,14 @@ def _prm_ways(costs: SppCosts) -> tuple[Ways, list[Integers]]:
     return Ways.of_arrays(count + 1, state, before, row, link, ring, alike), last
 
 
-def _mapped_stages(found: Partition, ways: Ways, state: int, devices: int) -> tuple[SppStage, ...]:
+def _mapped_stages(found: Partition, ways: Ways, state: int) -> tuple[SppStage, ...]:
     """Return the stages of a state with their devices."""
-    stages, high = list[SppStage](), devices
-    for stage in reversed(found.stages(state)):
-        low = high - int(ways.row[stage.way]) - 1
+    stages, low = list[SppStage](), 0
+    for stage in found.stages(state):
+        high = low + int(ways.row[stage.way]) + 1
         stages.append(SppStage(stage.first, stage.end, low, high))
-        high = low
-    return tuple(reversed(stages))
+        low = high
+    return tuple(stages)
 
 
 def stage_seconds(costs: SppCosts, stages: Sequence[SppStage]) -> StageSeconds:
