@@ -14,7 +14,7 @@ from dapple_tf.planner.planning_problem import PlanningProblem
 from dapple_tf.plans import StagePlan
 from dapple_tf.profiler.linearise import Chain
 from dapple_tf.profiler.profile import profile_on
-from dapple_tf.simulator.arrays import Floats, Integers, prefix_sums
+from dapple_tf.simulator.arrays import Floats, Integers, prefix_sums, runs
 from dapple_tf.timeline.stage_costs import usable_bytes
 
 
@@ -130,18 +130,6 @@ class ChainCosts:
     @property
     def _scale(self) -> float:
         return self.size / self.chain.batch_size
-
-
-def runs(sums: Floats) -> Floats:
-    """Return from prefix sums [..., N + 1] the sums of the blocks from a first one to an end, [..., N, N + 1]."""
-    return sums[..., None, :] - sums[..., :-1, None]
-
-
-def from_the_end(stages: Floats) -> Floats:
-    """Return the array [..., N, N + 1] with blocks numbered from the last one, for a program that runs backwards."""
-    behind = np.full((*stages.shape[:-2], 1, stages.shape[-1]), np.inf)  # the block behind the last begins no stage
-    square = np.concatenate([stages, behind], axis=-2)
-    return np.swapaxes(square[..., ::-1, ::-1], -1, -2)[..., :-1, :]
 
 
 def make_stages(chain: Chain, bounds: Sequence[int], devices: Iterable[Iterable[int]]) -> tuple[StagePlan, ...]:

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dapple_tf.simulator.arrays import Floats, Integers
+from dapple_tf.simulator.arrays import Floats, Integers, runs
 from dapple_tf.simulator.native.library import address, load_library
 
 _FREE = (0.0, 0.0)
@@ -126,6 +126,13 @@ class Ways:
         return Ways.of_arrays(len(rows) + 1, stage + 1, stage, np.array(rows))
 
 
+def from_the_end(stages: Floats) -> Floats:
+    """Return the array [..., N, N + 1] with blocks numbered from the last one, for a program that runs backwards."""
+    behind = np.full((*stages.shape[:-2], 1, stages.shape[-1]), np.inf)  # the block behind the last begins no stage
+    square = np.concatenate([stages, behind], axis=-2)
+    return np.swapaxes(square[..., ::-1, ::-1], -1, -2)[..., :-1, :]
+
+
 def least_slowest(seconds: Floats) -> tuple[float, tuple[int, ...]]:
     """Return the seconds of the slowest stage of the partition in which it is fastest, and the bounds of its stages.
 
@@ -203,7 +210,7 @@ def _fill(
     blocks = seconds.shape[1]
     combine = np.add if add else np.maximum
     starts, ends = np.arange(blocks)[:, None], np.arange(blocks + 1)
-    bytes_of = parameters[None, :] - parameters[:-1, None]
+    bytes_of = runs(parameters)
     order = np.arange(blocks)[:: -1 if latest else 1]
     for group in _same_stages(ways):
         sent = ways.link[group, :1] + ways.link[group, 1:] * boundary[None, :blocks]

@@ -157,7 +157,7 @@ def least_step_seconds(
     for stage in stages:
         if stage.worker != worker:  # the first stage of another pipeline
             before, worker = 0.0, stage.worker
-        own = costs.replicas.compute_seconds(costs.in_rows(stage, samples), samples)
+        own = costs.compute_seconds(stage, samples)
         if stage.devices not in busy:
             busy[stage.devices] = 0.0
             around[stage.devices] = 0.0 if splits else max(before, 0.0 if overlap else costs.allreduce_seconds(stage))

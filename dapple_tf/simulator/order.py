@@ -77,11 +77,16 @@ def early_backward_order(warm_up: Sequence[int] | Integers, micro_batches: int) 
     actions = np.empty((stages, 2 * micro_batches), np.int64)
     for s, k in enumerate(warm_up):
         forwards = (s << STAGE_SHIFT) | every
-        backwards, steady = forwards | (BACKWARD << KIND_SHIFT), micro_batches - k
-        actions[s, :k] = forwards[:k]
-        actions[s, k : k + 2 * steady : 2], actions[s, k + 1 : k + 2 * steady : 2] = backwards[:steady], forwards[k:]
-        actions[s, k + 2 * steady :] = backwards[steady:]
+        _alternate(actions[s], forwards, forwards | (BACKWARD << KIND_SHIFT), k)
     return Order(actions, np.arange(stages, dtype=np.int64), micro_batches)
+
+
+def _alternate(row: Integers, forwards: Integers, backwards: Integers, ahead: int) -> None:
+    """Fill in ``ahead`` forwards, then one backward and one forward in turn, then the remaining backwards."""
+    steady = len(forwards) - ahead
+    row[:ahead] = forwards[:ahead]
+    row[ahead : ahead + 2 * steady : 2], row[ahead + 1 : ahead + 2 * steady : 2] = backwards[:steady], forwards[ahead:]
+    row[ahead + 2 * steady :] = backwards[steady:]
 
 
 def interleaved_order(workers: int, chunks: int, micro_batches: int) -> Order:
@@ -100,11 +105,7 @@ def interleaved_order(workers: int, chunks: int, micro_batches: int) -> Order:
     actions = np.empty((workers, 2 * calls), np.int64)
     for w in range(workers):
         ahead = min(2 * (workers - w - 1) + (chunks - 1) * largest + 1, calls)
-        own, steady = w << STAGE_SHIFT, calls - ahead
-        actions[w, :ahead] = forwards[:ahead] + own
-        actions[w, ahead : ahead + 2 * steady : 2] = backwards[:steady] + own
-        actions[w, ahead + 1 : ahead + 2 * steady : 2] = forwards[ahead:] + own
-        actions[w, ahead + 2 * steady :] = backwards[steady:] + own
+        _alternate(actions[w], forwards + (w << STAGE_SHIFT), backwards + (w << STAGE_SHIFT), ahead)
     return Order(actions, np.arange(workers * chunks, dtype=np.int64) % workers, micro_batches)
 
 

@@ -14,7 +14,7 @@ from dapple_tf.planner.planning_problem import Candidate, PlannerResult, Plannin
 from dapple_tf.planner.registration import planner
 from dapple_tf.planner.row_shares import share_rows
 from dapple_tf.planner.search.fit_cuts import ORIGIN as UNEQUAL
-from dapple_tf.planner.search.fit_cuts import SizedStages, find_unequal_stages
+from dapple_tf.planner.search.fit_cuts import find_unequal_stages
 from dapple_tf.planner.search.formula_search import make_cost_tables, make_found_stages, search_by_formula
 from dapple_tf.planner.search.search_space import SearchSpace, find_search_spaces
 from dapple_tf.plans import StagePlan
@@ -37,12 +37,8 @@ def plan_dapple(problem: PlanningProblem) -> PlannerResult | None:
     it is that of the stages of ``find_unequal_stages``, DP and even pipelines with the least latency.
     """
     if not problem.cluster.is_uniform:
-        return choose_unequal(problem, find_unequal_stages(problem))
-    return choose_by_formula(problem, baseline_candidates(problem))
-
-
-def choose_by_formula(problem: PlanningProblem, known: Sequence[Candidate]) -> PlannerResult | None:
-    """Return the result of ``plan_dapple``, given candidates that fit; the search looks below their least latency."""
+        return _plan_unequal(problem)
+    known = baseline_candidates(problem)  # they fit; the search looks below their least latency
     spaces = find_search_spaces(problem.chain, problem.cluster)
     sizes = _promising_sizes(problem, spaces, known)
     fractions = replace(problem, whole_rows=False)  # as the paper's formulas and the tables of the search count rows
@@ -54,15 +50,15 @@ def choose_by_formula(problem: PlanningProblem, known: Sequence[Candidate]) -> P
     return None
 
 
-def choose_unequal(problem: PlanningProblem, found: Sequence[SizedStages]) -> PlannerResult | None:
-    """Return the result of ``plan_dapple`` on unequal devices, given what ``find_unequal_stages`` found.
+def _plan_unequal(problem: PlanningProblem) -> PlannerResult | None:
+    """Return the result of ``plan_dapple`` on unequal devices.
 
     Plans are simulated only where none with less latency can hold the warm-up of policy A.
     """
     alone = replace(problem, contention=False)  # which the formulas do not model; simulating it takes long
     fractions = replace(alone, whole_rows=False)
     known = [(size, stages, origin) for stages, origin in baseline_stages(alone) for size in alone.micro_batch_sizes]
-    known += [(size, entry.stages, UNEQUAL) for size, entry in found]
+    known += [(size, stages, UNEQUAL) for size, stages in find_unequal_stages(problem)]
     ranked = sorted(((formula_latency(fractions, stages, size), i) for i, (size, stages, _) in enumerate(known)))
     limited: tuple[float, Candidate] | None = None  # by memory
     for latency, i in ranked:

@@ -15,14 +15,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dapple_tf.planner.costs import ChainCosts, make_stages, runs
+from dapple_tf.planner.costs import ChainCosts, make_stages
 from dapple_tf.planner.partition import Partition, Way, Ways, partition
 from dapple_tf.planner.planning_problem import PlanningProblem
 from dapple_tf.planner.search.search_space import coarsen
 from dapple_tf.plans import StagePlan
 from dapple_tf.profiler.cluster import Cluster
 from dapple_tf.profiler.profile import Profile, profile_on
-from dapple_tf.simulator.arrays import Floats, prefix_sums
+from dapple_tf.simulator.arrays import Floats, prefix_sums, runs
 from dapple_tf.simulator.transfer import LinkCosts
 from dapple_tf.timeline.stage_costs import usable_bytes
 
@@ -200,20 +200,17 @@ def device_orders(profile: Profile, cluster: Cluster) -> tuple[tuple[int, ...], 
 ORIGIN = "unequal devices"
 _MOST = 4  # stages of each number, for one micro-batch size
 
-SizedStages = tuple[int, UnequalStages]
-"""A micro-batch size (samples), and stages for it."""
 
-
-def find_unequal_stages(problem: PlanningProblem) -> list[SizedStages]:
+def find_unequal_stages(problem: PlanningProblem) -> list[tuple[int, tuple[StagePlan, ...]]]:
     """Return stages for every micro-batch size, of every number: those whose busiest stage takes the fewest seconds.
 
-    Each stage has devices that follow each other in one of ``device_orders``. Raises ProfileError for a kind without
-    costs.
+    They come with the size (samples). Each stage has devices that follow each other in one of ``device_orders``. Raises
+    ProfileError for a kind without costs.
     """
-    return [(size, entry) for size in problem.micro_batch_sizes for entry in _stages_of_size(problem, size)]
+    return [(size, stages) for size in problem.micro_batch_sizes for stages in _stages_of_size(problem, size)]
 
 
-def _stages_of_size(problem: PlanningProblem, size: int) -> Iterator[UnequalStages]:
+def _stages_of_size(problem: PlanningProblem, size: int) -> Iterator[tuple[StagePlan, ...]]:
     """Yield the best few stages of every number, over all orders of the devices, each once."""
     found = dict[tuple[StagePlan, ...], UnequalStages]()
     table = _Table(ChainCosts(problem, coarsen(problem.chain, _MOST_BLOCKS), size))
@@ -225,4 +222,4 @@ def _stages_of_size(problem: PlanningProblem, size: int) -> Iterator[UnequalStag
     for entry in sorted(found.values(), key=lambda entry: (entry.seconds, len(entry.stages))):
         counts[len(entry.stages)] = counts.get(len(entry.stages), 0) + 1
         if counts[len(entry.stages)] <= _MOST:
-            yield entry
+            yield entry.stages

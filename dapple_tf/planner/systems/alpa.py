@@ -11,15 +11,15 @@ from typing import NamedTuple
 import numpy as np
 
 from dapple_tf.errors import PlanError
-from dapple_tf.planner.costs import ChainCosts, from_the_end, make_stages, runs
-from dapple_tf.planner.partition import Ways, partition
+from dapple_tf.planner.costs import ChainCosts, make_stages
+from dapple_tf.planner.partition import Ways, from_the_end, partition
 from dapple_tf.planner.planning_problem import PlannerResult, PlanningProblem
 from dapple_tf.planner.registration import planner
 from dapple_tf.planner.search.search_space import coarsen
 from dapple_tf.planner.systems.device_order import server_bandwidths
 from dapple_tf.plans import StagePlan
 from dapple_tf.profiler.linearise import Chain, without_unsplittable_cuts
-from dapple_tf.simulator.arrays import Floats, Integers
+from dapple_tf.simulator.arrays import Floats, Integers, runs
 
 _MOST_DEVICES = 1024
 _MOST_STEPS = 4_000_000  # of one dynamic program: some milliseconds

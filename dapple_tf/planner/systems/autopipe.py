@@ -16,13 +16,13 @@ import numpy as np
 
 from dapple_tf.errors import PlanError
 from dapple_tf.graph_passes.schedules.slicer import count_slices, slice_sizes, sliced_1f1b
-from dapple_tf.planner.costs import ChainCosts, make_stages, runs
+from dapple_tf.planner.costs import ChainCosts, make_stages
 from dapple_tf.planner.partition import Partition, Ways, partition
 from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem
 from dapple_tf.planner.registration import planner
 from dapple_tf.planner.search.search_space import coarsen
 from dapple_tf.profiler.linearise import Chain, cut_chain
-from dapple_tf.simulator.arrays import Floats, prefix_sums
+from dapple_tf.simulator.arrays import Floats, prefix_sums, runs
 from dapple_tf.simulator.native.library import address, load_library
 from dapple_tf.simulator.transfer import link_tables, transfer_cost
 from dapple_tf.wording import format_count

@@ -6,14 +6,14 @@ Zhao et al., "BaPipe: Exploration of Balanced Pipeline Parallelism for DNN Train
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dapple_tf.planner.baselines import data_parallel
-from dapple_tf.planner.costs import ChainCosts, make_stages, runs
+from dapple_tf.planner.costs import ChainCosts, make_stages
 from dapple_tf.planner.partition import least_slowest
 from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem
 from dapple_tf.planner.registration import planner
@@ -21,7 +21,7 @@ from dapple_tf.planner.search.search_space import coarsen
 from dapple_tf.plans import StagePlan
 from dapple_tf.profiler.cluster import Link
 from dapple_tf.profiler.linearise import cut_chain
-from dapple_tf.simulator.arrays import Floats, Integers
+from dapple_tf.simulator.arrays import Floats, Integers, runs
 from dapple_tf.simulator.engine import step_seconds
 from dapple_tf.simulator.order import early_backward_order
 from dapple_tf.timeline.stage_costs import usable_bytes
@@ -58,10 +58,12 @@ class _Network(NamedTuple):
 
 
 class _Explored(NamedTuple):
-    """A partition under a schedule, and its seconds of a mini-batch."""
+    """A balanced partition for a schedule, simulated; ``is_bound``: whether communication is the bottleneck."""
 
-    seconds: float
     schedule: str
+    network: _Network
+    cuts: Cuts
+    is_bound: bool
     candidate: Candidate
 
 
@@ -81,70 +83,54 @@ def plan_bapipe(problem: PlanningProblem, *, pipelines_only: bool = False) -> Pl
     the schedule of synchronous execution that holds as many micro-batches. Left out: pipelines replicated by data
     parallelism, which the paper calls orthogonal. More than 400 blocks are merged.
     """
+    auto = problem.schedule == "auto"
     if problem.cluster.execution == "async":
-        explored = min(_explore_asynchronous(problem), key=lambda found: found.seconds, default=None)
-        if explored is None:
+        schedules = AS_SCHEDULES if auto else dict.fromkeys(AS_SCHEDULES, problem.schedule)
+        timed = [(_seconds_of_minibatch(explored), explored) for explored in _explore(problem, schedules)]
+        if not timed:
             return None
+        seconds, explored = min(timed, key=lambda entry: entry[0])
         formula = f"{explored.schedule} on accelerators of asynchronous execution"
-        return PlannerResult(explored.candidate, formula_seconds=explored.seconds, formula=formula)
-    found = list(_explore_synchronous(problem))
+        return PlannerResult(explored.candidate, formula_seconds=seconds, formula=formula)
+    # Under a given schedule stages are tuned as if they held as many micro-batches as under 1F1B-SNO.
+    schedules = _SYNCHRONOUS if auto else {"1F1B-SNO": problem.schedule}
+    found = [explored.candidate for explored in _explore(problem, schedules)]
     found += [] if pipelines_only else problem.evaluate_all_sizes(data_parallel(problem), "DP")
     return PlannerResult.fastest(found)
 
 
-def _explore_synchronous(problem: PlanningProblem) -> Iterator[Candidate]:
-    """Yield the partition of each micro-batch size under 1F1B-SNO and 1F1B-SO, or the given schedule, that fits."""
-    given = {"1F1B-SNO": problem.schedule}  # stages are tuned as if they held as many micro-batches
-    for size in problem.micro_batch_sizes:
-        for schedule, name in (_SYNCHRONOUS if problem.schedule == "auto" else given).items():
-            found = _partition(problem, size, schedule)
-            if found is not None and (candidate := problem.evaluate(_stages(*found[:2]), size, _ORIGIN, name)):
-                yield candidate
+def _explore(problem: PlanningProblem, schedules: Mapping[str, str]) -> Iterator[_Explored]:
+    """Yield the balanced partition (section 3.3) of each micro-batch size under each schedule, if it fits the memory.
 
-
-def _explore_asynchronous(problem: PlanningProblem) -> Iterator[_Explored]:
-    """Yield the partition of each micro-batch size under 1F1B-AS and FBP-AS that fits, with simulated seconds."""
-    for size in problem.micro_batch_sizes:
-        for schedule, synchronous in AS_SCHEDULES.items():
-            found = _partition(problem, size, schedule)
-            if found is None:
-                continue
-            network, cuts, is_bound = found
-            name = problem.schedule_or(synchronous)
-            candidate = problem.evaluate(_stages(network, cuts), size, _ORIGIN, name)
-            if candidate is not None:
-                forward, backward = (_of_stages(sums, cuts) for sums in (network.forward, network.backward))
-                if not is_bound:
-                    even = intra_layer_seconds(network.seconds)
-                    both = np.where(forward + backward > 0, forward + backward, 1.0)
-                    forward, backward = even * forward / both, even * backward / both
-                sending = np.array(
-                    [
-                        network.crossing_bytes[cut - 1] / link.bandwidth
-                        for cut, link in zip(cuts[1:-1], network.links, strict=True)
-                    ]
-                )
-                micro_batches = problem.global_batch_size // size
-                seconds = asynchronous_seconds(schedule, forward, backward, sending, micro_batches)
-                yield _Explored(seconds, schedule, candidate)
-
-
-def _partition(problem: PlanningProblem, size: int, schedule: str) -> tuple[_Network, Cuts, bool] | None:
-    """Return the network and its balanced partition (section 3.3), and whether communication is the bottleneck.
-
-    None if no partition fits the memory.
+    ``schedules``: by BaPipe's name, those under which the partitions are simulated.
     """
-    network = _make_network(ChainCosts(problem, coarsen(problem.chain, _MOST_BLOCKS), size))
-    cuts = balance(network.seconds)
-    is_bound = _is_bound_by_communication(network, cuts, slowest(network.seconds, cuts))
-    if is_bound:
-        network = _coarsen_by_communication(network)
-    cuts = balance(network.seconds, _fitting(network, schedule))
-    return (network, cuts, is_bound) if cuts else None
+    for size in problem.micro_batch_sizes:
+        for schedule, name in schedules.items():
+            network = _make_network(ChainCosts(problem, coarsen(problem.chain, _MOST_BLOCKS), size))
+            if is_bound := _is_bound_by_communication(network):
+                network = _coarsen_by_communication(network)
+            cuts = balance(network.seconds, _fitting(network, schedule))
+            if cuts and (candidate := problem.evaluate(_stages(network, cuts), size, _ORIGIN, name)):
+                yield _Explored(schedule, network, cuts, is_bound, candidate)
 
 
-def _is_bound_by_communication(network: _Network, cuts: Cuts, seconds: float) -> bool:
+def _seconds_of_minibatch(explored: _Explored) -> float:
+    """Return the simulated seconds of a mini-batch under a schedule of asynchronous execution."""
+    network, cuts = explored.network, explored.cuts
+    forward, backward = (_of_stages(sums, cuts) for sums in (network.forward, network.backward))
+    if not explored.is_bound:
+        even = intra_layer_seconds(network.seconds)
+        both = np.where(forward + backward > 0, forward + backward, 1.0)
+        forward, backward = even * forward / both, even * backward / both
+    pairs = zip(cuts[1:-1], network.links, strict=True)
+    sending = np.array([network.crossing_bytes[cut - 1] / link.bandwidth for cut, link in pairs])
+    return asynchronous_seconds(explored.schedule, forward, backward, sending, network.costs.micro_batches)
+
+
+def _is_bound_by_communication(network: _Network) -> bool:
     """Return whether sending features over some link takes longer than the slowest stage (section 3.3.3)."""
+    cuts = balance(network.seconds)
+    seconds = slowest(network.seconds, cuts)
     pairs = zip(cuts[1:-1], network.links, strict=True)
     return any(link.latency + network.crossing_bytes[cut - 1] / link.bandwidth > seconds for cut, link in pairs)
 

@@ -27,10 +27,16 @@ def server_bandwidths(cluster: Cluster) -> Floats:
 
 def list_devices(cluster: Cluster, servers: Sequence[int]) -> tuple[int, ...]:
     """Return all devices, server by server in this order."""
-    of_server: list[list[int]] = [[] for _ in cluster.servers]
-    for device, home in enumerate(cluster.homes):
-        of_server[home].append(device)
+    of_server = devices_of_servers(cluster)
     return tuple(device for server in servers for device in of_server[server])
+
+
+def devices_of_servers(cluster: Cluster) -> list[list[int]]:
+    """Return the devices of each server."""
+    found: list[list[int]] = [[] for _ in cluster.servers]
+    for device, home in enumerate(cluster.homes):
+        found[home].append(device)
+    return found
 
 
 def device_bandwidths(cluster: Cluster) -> Floats:

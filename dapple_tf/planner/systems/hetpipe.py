@@ -10,14 +10,15 @@ from dataclasses import replace
 import numpy as np
 
 from dapple_tf.errors import PlanError
-from dapple_tf.planner.costs import ChainCosts, make_stages, runs
+from dapple_tf.planner.costs import ChainCosts, make_stages
 from dapple_tf.planner.partition import least_slowest
 from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem
 from dapple_tf.planner.registration import planner
+from dapple_tf.planner.systems.device_order import devices_of_servers
 from dapple_tf.profiler.cluster import Cluster
 from dapple_tf.profiler.profile import profile_on
 from dapple_tf.profiler.units import format_samples
-from dapple_tf.simulator.arrays import prefix_sums
+from dapple_tf.simulator.arrays import prefix_sums, runs
 from dapple_tf.simulator.virtual_workers import simulate_workers
 from dapple_tf.timeline.stage_costs import usable_bytes
 from dapple_tf.wording import format_count
@@ -95,10 +96,7 @@ def _check_possible(problem: PlanningProblem, possible: Sequence[Sequence[Worker
 
 def allocate(problem: PlanningProblem, policy: str) -> tuple[Worker, ...]:
     """Return the virtual workers of a policy; none where the servers do not allow it."""
-    cluster = problem.cluster
-    servers: list[list[int]] = [[] for _ in cluster.servers]
-    for device, home in enumerate(cluster.homes):
-        servers[home].append(device)
+    servers = devices_of_servers(problem.cluster)
     if policy == "NP":
         return tuple(map(tuple, servers))
     count = len(servers[0])

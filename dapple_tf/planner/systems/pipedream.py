@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dapple_tf.planner.costs import make_stages, runs
+from dapple_tf.planner.costs import make_stages
 from dapple_tf.planner.partition import Partition, Ways, partition
 from dapple_tf.planner.planning_problem import PlannerResult, PlanningProblem
 from dapple_tf.planner.registration import planner
@@ -17,7 +17,7 @@ from dapple_tf.planner.systems.hierarchy import Hierarchy, Level, derive_hierarc
 from dapple_tf.planner.systems.pipedream_formula import check_minibatch_size, predict_throughput, replicated_seconds
 from dapple_tf.plans import StagePlan
 from dapple_tf.profiler.linearise import Chain, without_unsplittable_cuts
-from dapple_tf.simulator.arrays import Floats, prefix_sums
+from dapple_tf.simulator.arrays import Floats, prefix_sums, runs
 
 _MOST_DEVICES = 4096
 _MOST_STEPS = 4_000_000_000  # of the dynamic program: some seconds

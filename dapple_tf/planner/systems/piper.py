@@ -9,15 +9,15 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dapple_tf.planner.costs import ChainCosts, from_the_end, make_stages, runs
-from dapple_tf.planner.partition import Ways, partition
+from dapple_tf.planner.costs import ChainCosts, make_stages
+from dapple_tf.planner.partition import Ways, from_the_end, partition
 from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem
 from dapple_tf.planner.registration import planner
 from dapple_tf.planner.search.search_space import coarsen
 from dapple_tf.planner.systems.hierarchy import derive_hierarchy
 from dapple_tf.profiler.cluster import Cluster
 from dapple_tf.profiler.linearise import Chain, without_unsplittable_cuts
-from dapple_tf.simulator.arrays import Floats
+from dapple_tf.simulator.arrays import Floats, runs
 
 _MOST_DEVICES = 4096
 _MOST_LOADS = 30_000_000  # of stages that one dynamic program may tabulate: some hundred megabytes

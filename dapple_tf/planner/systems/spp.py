@@ -7,24 +7,21 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dapple_tf.graph_passes.schedules.schedule import Action, Schedule
-from dapple_tf.planner.costs import ChainCosts, make_stages, runs
+from dapple_tf.planner.costs import ChainCosts, make_stages
 from dapple_tf.planner.partition import Partition, Ways, partition
 from dapple_tf.planner.planning_problem import PlannerResult, PlanningProblem
 from dapple_tf.planner.registration import planner
 from dapple_tf.planner.search.search_space import coarsen
 from dapple_tf.planner.systems.device_order import device_bandwidths, order_by_cuts
 from dapple_tf.plans import StagePlan
-from dapple_tf.simulator.arrays import Floats, Integers
+from dapple_tf.simulator.arrays import Floats, Integers, runs
 from dapple_tf.simulator.engine import step_seconds
 from dapple_tf.simulator.order import early_backward_order
 
@@ -267,46 +264,23 @@ class StageSeconds(NamedTuple):
     allreduce: Floats
 
 
-def execution_order(stages: int, micro_batches: int) -> Schedule:
-    """Return the execution order queues U_s (Algorithm 1, lines 1 to 8) as a schedule.
+def warm_up_of_queues(stages: int, micro_batches: int) -> tuple[int, ...]:
+    """Return K of each stage, with which a schedule ``K=9,5,1`` is that of the queues U_s (Algorithm 1, lines 1 to 8).
 
     Blocks J = 1 ... 4 |S| - 3 are the computation and communication blocks of a micro-batch, from the first stage's
     forward to its backward; forward and backward of the last stage are one block. Each pass over the blocks pops a
     micro-batch of each queue Q_j that held one when the pass began. (Printed is a loop over the j whose Q_j is not
     empty. Read as one that sees what was pushed in the same pass, it would run one micro-batch after the other; the
     text has "at most one microbatch to be processed by each block" that can run "about simultaneously", as in Fig. 4.)
-    """
-    last = 2 * (stages - 1)  # the last stage's block; even blocks compute, odd ones communicate
-    blocks = 2 * last + 1
-    queues: list[deque[int]] = [deque(range(micro_batches)), *(deque[int]() for _ in range(blocks - 1))]
-    found: list[list[Action]] = [[] for _ in range(stages)]
-    while any(queues):
-        for block in [j for j in range(blocks) if queues[j]]:
-            micro_batch = queues[block].popleft()
-            if block + 1 < blocks:
-                queues[block + 1].append(micro_batch)
-            if block % 2:
-                continue
-            if block <= last:
-                found[block // 2].append(Action(block // 2, "F", micro_batch))
-            if block >= last:
-                found[(blocks - 1 - block) // 2].append(Action((blocks - 1 - block) // 2, "B", micro_batch))
-    return Schedule(tuple(map(tuple, found)))
-
-
-@lru_cache(maxsize=4096)
-def warm_up_of_queues(stages: int, micro_batches: int) -> tuple[int, ...]:
-    """Return K of each stage; the schedule ``K=9,5,1`` with these numbers is the order of ``execution_order``.
-
     Queues are first in, first out, so micro-batch m is in block j in pass m + j, however many micro-batches there are.
     So stage n (from 1) runs K = min(4 (|S| - n) + 1, M) forwards before its first backward, and then a backward and a
     forward in turn.
     """
-    return execution_order(stages, min(micro_batches, 4 * stages - 3)).warm_up  # more micro-batches do not change K
+    return tuple(min(4 * (stages - n) + 1, micro_batches) for n in range(1, stages + 1))
 
 
 def schedule_name(stages: int, micro_batches: int) -> str:
-    """Return the name of the schedule that ``execution_order`` returns."""
+    """Return the name of the schedule with these K."""
     return "K=" + ",".join(map(str, warm_up_of_queues(stages, micro_batches)))
 
 
