@@ -5,12 +5,10 @@ from __future__ import annotations
 from itertools import accumulate
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dapple_tf.planner.costs import make_stages
 from dapple_tf.planner.planning_problem import PlanningProblem
 from dapple_tf.plans import StagePlan
-from dapple_tf.simulator.arrays import Floats
 from dapple_tf.timeline.stage_costs import usable_bytes
 
 _MOST_REPLICAS = 4096  # of a stage
@@ -23,18 +21,7 @@ def fit_memory(problem: PlanningProblem, micro_batch_size: int | None = None) ->
     more devices than the cluster has (``devices_needed``): their devices are numbered from 0.
     """
     size = problem.micro_batch_sizes[0] if micro_batch_size is None else micro_batch_size
-    chain = problem.chain
-    scale = size / problem.profile.batch_size
-    found = _fit(
-        np.array(chain.parameter_bytes * problem.values_per_weight),
-        np.array(chain.stash_bytes * scale),
-        np.array(chain.working_bytes * scale),
-        chain.boundary_bytes[:-1] * scale * bool(problem.recompute),
-        np.concatenate([[True], chain.splittable]),
-        usable_bytes(problem.cluster.least_memory),
-        min(size, _MOST_REPLICAS),
-        size if problem.whole_rows else 0,
-    )
+    chain, found = problem.chain, _fit(problem, size)
     if not found:
         return None
     ends = accumulate(replicas for _, replicas in found)
@@ -56,22 +43,19 @@ def fits_memory(problem: PlanningProblem) -> bool:
     return needed is not None and needed <= problem.cluster.devices
 
 
-def _fit(
-    fixed: Floats,
-    stash: Floats,
-    working: Floats,
-    entering: Floats,
-    splittable: NDArray[np.bool_],
-    memory: float,
-    most_replicas: int,
-    rows: int,
-) -> list[tuple[int, int]]:
+def _fit(problem: PlanningProblem, size: int) -> list[tuple[int, int]]:
     """Return the first block and the replicas of each stage; none if nothing fits.
 
     By dynamic programming over (blocks planned, replicas of the last stage). Bytes of blocks are those of a whole
-    micro-batch. ``rows``: its number of rows, of which each replica holds whole ones; 0 if replicas hold equal
-    fractions. ``entering``: the bytes of an input that re-computation keeps.
+    micro-batch of ``size`` samples.
     """
+    chain, scale = problem.chain, size / problem.profile.batch_size
+    fixed, stash = chain.parameter_bytes * problem.values_per_weight, chain.stash_bytes * scale
+    working = chain.working_bytes * scale
+    entering = chain.boundary_bytes[:-1] * scale * bool(problem.recompute)  # an input that re-computation keeps
+    splittable = np.concatenate([[True], chain.splittable])
+    memory, most_replicas = usable_bytes(problem.cluster.least_memory), min(size, _MOST_REPLICAS)
+    rows = size if problem.whole_rows else 0  # of which each replica holds whole ones; 0: equal fractions
     n = len(fixed)
     never = 1 << 60
     least = np.full((n + 1, most_replicas + 1), never)  # devices of the stages so far, by the replicas of the last one

@@ -35,8 +35,7 @@ class PlanningProblem:
     ``schedule``: a name, or "auto" for the fastest of dapple-a, dapple-b and gpipe. ``recompute``: as in ``Plan``, but
     the searches re-compute all layers or none. ``optimizer_slots``: values that the optimizer keeps of each weight.
     ``overlap``: AllReduce runs during the last backward. ``contention``: steps are simulated with contention for the
-    servers' network interfaces. ``shard_optimizer``: as in ``Plan``. ``ceiling``: seconds; only plans with a shorter
-    step are wanted, and ``evaluate`` returns None for the others. ``whole_rows``: as in ``dapple.simulate``.
+    servers' network interfaces. ``shard_optimizer``: as in ``Plan``. ``whole_rows``: as in ``dapple.simulate``.
     ``least_rows``: the least number of rows of a micro-batch that each replica of a stage must get.
     """
 
@@ -49,7 +48,6 @@ class PlanningProblem:
     optimizer_slots: int = 2
     overlap: bool = False
     contention: bool = True
-    ceiling: float = math.inf
     whole_rows: bool = True
     least_rows: int = 1
     shard_optimizer: bool = False
@@ -151,7 +149,7 @@ class PlanningProblem:
         Stages without shares get them by the speeds of their devices, where those are unequal (see ``share_rows``).
         Return None for stages that cannot be a plan: they do not fit the memory, a replica would get no sample,
         neighbouring stages would have unequal shares at a cut whose tensors cannot be split, or the schedule puts other
-        stages on one device. Return None too if the step is not shorter than ``ceiling`` and the problem's ceiling
+        stages on one device. Return None too if the step is not shorter than ``ceiling``
         (seconds). ``origin``: see ``Candidate``. ``recompute``: see ``make_plan``.
         """
         check_stop()
@@ -160,7 +158,6 @@ class PlanningProblem:
             return None
         if not (self.cluster.is_uniform or can_meet(stages, self.profile)):
             return None
-        ceiling = min(ceiling, self.ceiling)
         wanted = self.schedule if schedule is None else schedule
         splits = wanted != "auto" and ScheduleSpec.parse(wanted).splits_backward
         micro_batches = self._micro_batches(stages, micro_batch_size)
@@ -223,11 +220,9 @@ class PlanningProblem:
         """Return ``values_per_weight`` of a stage with this number of replicas."""
         return values_per_weight(self.optimizer_slots, replicas if self.shard_optimizer else 1)
 
-    def evaluate_all_sizes(
-        self, stages: Sequence[StagePlan], origin: str, recompute: bool | tuple[int, ...] = False
-    ) -> list[Candidate]:
+    def evaluate_all_sizes(self, stages: Sequence[StagePlan], origin: str) -> list[Candidate]:
         """Simulate these stages at every micro-batch size; return what fits. See ``evaluate``."""
-        found = [self.evaluate(stages, size, origin, recompute=recompute) for size in self.micro_batch_sizes]
+        found = [self.evaluate(stages, size, origin) for size in self.micro_batch_sizes]
         return [candidate for candidate in found if candidate is not None]
 
 
@@ -254,6 +249,11 @@ class Candidate:
     def device_count(self) -> int:
         """The number of devices."""
         return len({device for stage in self.stages for device in stage.devices})
+
+    @property
+    def rank(self) -> tuple[float, int, int]:
+        """What planners sort by: the seconds, of equally fast candidates the stages, then the devices."""
+        return self.seconds, len(self.stages), self.device_count
 
 
 @dataclass(frozen=True)
@@ -282,7 +282,7 @@ class PlannerResult:
 
         Of equally fast candidates the one with fewest stages, then fewest devices, is chosen. None without any.
         """
-        order = sorted(candidates, key=lambda c: (c.seconds, len(c.stages), c.device_count))
+        order = sorted(candidates, key=lambda c: c.rank)
         if not order:
             return None
         by_origin: dict[str, Candidate] = {}

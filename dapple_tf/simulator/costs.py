@@ -80,7 +80,7 @@ class CostModel:
     ) -> tuple[StageCosts, ...]:
         """Return the costs of every stage of ``plan``; see the function ``stage_costs``."""
         homes = [tuple(self._cluster.homes[d] for d in stage.devices) for stage in plan.stages]
-        parameters, stash = self._profile.parameter_bytes, self._profile.stash_bytes
+        parameters = self._profile.parameter_bytes
         samples = plan.micro_batch_size if samples is None else samples
         stages = [self.in_rows(stage, samples) for stage in plan.stages]
         splits = plan.spec.splits_backward
@@ -98,7 +98,7 @@ class CostModel:
                 send = latency + per_byte * float(self._crossing[stage.last_layer]) * scale
             parts = sum(stage.row_shares) / max(stage.row_shares) if stage.row_shares else stage.replicas
             trained = float(parameters[layers].sum())
-            stashed, work = _memory(layers, runs, stash, self._working, self._crossing)
+            stashed, work = self._memory(layers, runs)
             ring_cost = self._links.allreduce(homes[index])
             # Where AllReduce overlaps backward each layer with parameters has a ring of its own and pays its latency.
             rings = [ring_seconds(*ring_cost, x) for x in (parameters[layers] if plan.overlap else [trained])]
@@ -132,6 +132,19 @@ class CostModel:
             forwards.append(float(forward.sum()))
             backwards.append(BackwardSeconds(float(backward.sum()) + again, backward, weights))
         return max(forwards), max(backwards, key=lambda found: found.total)
+
+    def _memory(self, layers: slice, runs: Sequence[range]) -> tuple[float, float]:
+        """Return the bytes of a stage's stash, and of its largest working set, for the profile's batch.
+
+        A re-computed run adds its inputs to the stash, and all its stash to its working set.
+        """
+        stash, working = self._profile.stash_bytes, self._working
+        if not runs:
+            return float(stash[layers].sum()), float(working[layers].max())
+        run_inputs = sum(float(self._crossing[run.start - 1]) for run in runs if run.start)
+        others = [layer for layer in range(layers.start, layers.stop) if not any(layer in run for run in runs)]
+        of_runs = [float(working[run.start : run.stop].max() + stash[run.start : run.stop].sum()) for run in runs]
+        return float(stash[others].sum()) + run_inputs, max([float(working[layers].max()), *of_runs])
 
     def compute_seconds(self, stage: StagePlan, samples: int) -> float:
         """Return the seconds of forward and backward of a micro-batch on the replica where they take longest.
@@ -167,22 +180,6 @@ class CostModel:
             own = profile_on(self._profile, self._cluster, device)
             self._known[key] = own.forward_seconds(samples), own.backward_seconds(samples), own.weights_seconds(samples)
         return self._known[key]
-
-
-def _memory(
-    layers: slice, runs: Sequence[range], stash: Floats, working: Floats, crossing: Floats
-) -> tuple[float, float]:
-    """Return the bytes of a stage's stash, and of its largest working set, for the profile's batch.
-
-    A re-computed run adds its inputs to the stash, and all its stash to its working set. ``crossing``: bytes that cross
-    the cut after each layer.
-    """
-    if not runs:
-        return float(stash[layers].sum()), float(working[layers].max())
-    run_inputs = sum(float(crossing[run.start - 1]) for run in runs if run.start)
-    others = [layer for layer in range(layers.start, layers.stop) if not any(layer in run for run in runs)]
-    of_runs = [float(working[run.start : run.stop].max() + stash[run.start : run.stop].sum()) for run in runs]
-    return float(stash[others].sum()) + run_inputs, max([float(working[layers].max()), *of_runs])
 
 
 def exposed_seconds(backward: Sequence[float] | Floats, ring: Floats) -> float:

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -168,24 +169,33 @@ def run_in_python(
     return _Engine(order, seconds, rings, flows).execute(ceiling)
 
 
-class _Sending(NamedTuple):
-    """A transfer that waits for its channel or is under way: when it may start, its seconds, and its micro-batches."""
+class _Channel:
+    """A boundary in one direction, or the AllReduces of a worker: one flow at a time, first in, first out."""
 
-    ready: float
-    seconds: float
-    micro_batches: range
+    def __init__(self, events: SharedFlows) -> None:
+        self._events, self._free, self._busy = events, 0.0, False
+        self._queue = deque[tuple[float, float, FlowDemand, Callable[[float, float], None], int]]()
 
+    def add(
+        self, ready: float, seconds: float, demand: FlowDemand, done: Callable[[float, float], None], rank: int
+    ) -> None:
+        """Queue a flow that may start at ``ready``; call ``done`` with its start and end. See ``SharedFlows.start``."""
+        self._queue.append((ready, seconds, demand, done, rank))
+        if not self._busy:
+            self._begin()
 
-class _Ring(NamedTuple):
-    """An AllReduce that waits for the worker's earlier ones.
+    def _begin(self) -> None:
+        ready, seconds, demand, done, rank = self._queue.popleft()
+        begin = max(ready, self._free)
 
-    ``ready``: when it may start. ``last``: whether it is the last ring of its stage.
-    """
+        def end(time: float) -> None:
+            self._busy, self._free = False, time
+            done(begin, time)
+            if self._queue:
+                self._begin()
 
-    ready: float
-    seconds: float
-    stage: int
-    last: bool
+        self._busy = True
+        self._events.start(begin, seconds, demand, end, rank)
 
 
 class _Engine:
@@ -198,16 +208,13 @@ class _Engine:
         self.worker_of = order.worker_of.tolist()
         self.times = np.full((10, self.stages, order.micro_batches), np.nan)
         self.events, self.shared = SharedFlows(), demands_of(flows)
-        self.free = [[0.0] * self.stages, [0.0] * self.stages]
-        self.queue: list[list[list[_Sending]]] = [[[] for _ in range(self.stages)] for _ in range(2)]
-        self.under_way = set[int]()  # transfers that share interfaces
+        self.channels = [[_Channel(self.events) for _ in range(self.stages)] for _ in range(2)]
+        self.rings_of = [_Channel(self.events) for _ in range(workers)]
         self.turned = [False] * order.micro_batches  # whether the last stage's forward has ended
         self.head, self.now = [0] * workers, [0.0] * workers
         self.unsent, self.unsent_seconds = [0] * workers, [0.0] * workers
-        self.waiting_rings: list[list[_Ring]] = [[] for _ in range(workers)]
-        self.ring_runs, self.ring_free = [False] * workers, [0.0] * workers
         self.rings_end = np.full(self.stages, np.nan)
-        self.complete, self.missing = [0.0] * self.stages, [0] * self.stages
+        self.missing = [0] * self.stages
         self.left = [math.inf] * workers  # seconds that a worker still needs: its actions and the least AllReduce
         for s, w in enumerate(self.worker_of):
             self.left[w] = min(self.left[w], float(rings.exposed[s]))
@@ -290,69 +297,33 @@ class _Engine:
         together = self.seconds.backward_together if way else self.seconds.forward_together
         if together[s, column]:
             return
-        sending = _Sending(end, self.unsent_seconds[w], range(m - self.unsent[w] + 1, m + 1))
+        micro_batches, seconds = range(m - self.unsent[w] + 1, m + 1), self.unsent_seconds[w]
         self.unsent[w], self.unsent_seconds[w] = 0, 0.0
         flow = way * self.stages + boundary
-        if flow not in self.shared:
-            begin = max(end, self.free[way][boundary])
-            self.free[way][boundary] = begin + sending.seconds
-            self._arrive(way, boundary, sending.micro_batches, begin, begin + sending.seconds)
+        demand = self.shared.get(flow, FlowDemand())
+
+        def arrive(begin: float, time: float) -> None:
+            self._arrive(way, boundary, micro_batches, begin, time)
             self.waiting.append(self.worker_of[target])
-        elif flow in self.under_way:
-            self.queue[way][boundary].append(sending)
-        else:
-            self._begin_sending(flow, sending)
+
+        demand = FlowDemand(demand.latency * len(micro_batches), demand.of)
+        self.channels[way][boundary].add(end, seconds, demand, arrive, flow)
 
     def _arrive(self, way: int, boundary: int, micro_batches: range, begin: float, end: float) -> None:
         for m in micro_batches:
             self.times[6 + 2 * way, boundary, m], self.times[7 + 2 * way, boundary, m] = begin, end
 
-    def _begin_sending(self, flow: int, sending: _Sending) -> None:
-        way, boundary = divmod(flow, self.stages)
-        begin = max(sending.ready, self.free[way][boundary])
-
-        def end(time: float) -> None:
-            self.free[way][boundary] = time
-            self._arrive(way, boundary, sending.micro_batches, begin, time)
-            self.under_way.remove(flow)
-            if self.queue[way][boundary]:
-                self._begin_sending(flow, self.queue[way][boundary].pop(0))
-            self.waiting.append(self.worker_of[boundary + 1 - way])
-
-        self.under_way.add(flow)
-        demand = self.shared[flow]
-        together = FlowDemand(demand.latency * len(sending.micro_batches), demand.of)
-        self.events.start(begin, sending.seconds, together, end, flow)
-
     def _all_reduce(self, w: int, s: int, start: float, end: float) -> None:
         """Queue the rings of a stage whose last gradients were computed from ``start`` to ``end``."""
-        self.complete[s] = end
-        first, stop = self.rings.first[s], self.rings.first[s + 1]
-        for r in range(first, stop):
+        flow = 2 * self.stages + s
+        demand = self.shared.get(flow, FlowDemand())
+
+        def done(_: float, time: float) -> None:
+            self.rings_end[s] = max(time, end)
+
+        for r in range(self.rings.first[s], self.rings.first[s + 1]):
             ready = max(start, end - float(self.rings.before[r]))
-            ring = _Ring(ready, float(self.rings.seconds[r]), s, r + 1 == stop)
-            if 2 * self.stages + s in self.shared:
-                self.waiting_rings[w].append(ring)
-                if not self.ring_runs[w]:
-                    self._begin_ring(w)
-            else:  # so are those of the worker's other stages
-                self.ring_free[w] = max(ready, self.ring_free[w]) + ring.seconds
-                if ring.last:
-                    self.rings_end[s] = max(end, self.ring_free[w])
-
-    def _begin_ring(self, w: int) -> None:
-        ring = self.waiting_rings[w].pop(0)
-        flow = 2 * self.stages + ring.stage
-
-        def end(time: float) -> None:
-            self.ring_runs[w], self.ring_free[w] = False, time
-            if ring.last:
-                self.rings_end[ring.stage] = max(time, self.complete[ring.stage])
-            if self.waiting_rings[w]:
-                self._begin_ring(w)
-
-        self.ring_runs[w] = True
-        self.events.start(max(ring.ready, self.ring_free[w]), ring.seconds, self.shared[flow], end, flow)
+            self.rings_of[w].add(ready, float(self.rings.seconds[r]), demand, done, flow)
 
 
 class Rings(NamedTuple):

@@ -54,15 +54,14 @@ def has_weights(order: Order) -> bool:
     return bool(np.any((kinds == WEIGHTS) & (order.actions != NONE)))
 
 
-def decode(code: int) -> Action:
-    """Return the action that an entry of ``Order.actions`` stands for."""
-    return Action(code >> STAGE_SHIFT, _KINDS[(code >> KIND_SHIFT) & KIND_MASK], code & MICRO_BATCH_MASK)
-
-
 def decode_order(order: Order) -> tuple[tuple[Action, ...], ...]:
     """Return the actions of each worker."""
     return tuple(
-        tuple(decode(code) for code in itertools.takewhile(lambda code: code != NONE, row))
+        tuple(
+            Action(code >> STAGE_SHIFT, _KINDS[(code >> KIND_SHIFT) & KIND_MASK], code & MICRO_BATCH_MASK)
+            for code in row
+            if code != NONE
+        )
         for row in order.actions.tolist()
     )
 

@@ -22,7 +22,7 @@ from dapple_tf.simulator.virtual_workers import simulate_workers
 from dapple_tf.simulator.window_costs import window_costs
 from dapple_tf.simulator.window_execution import execute_window
 from dapple_tf.timeline.recording import plan_title
-from dapple_tf.timeline.stage_costs import MemoryLimit, StageCosts
+from dapple_tf.timeline.stage_costs import StageCosts
 from dapple_tf.timeline.timeline import SimulatedTimeline
 
 
@@ -62,7 +62,7 @@ def simulate(
             window_costs(plan, profile, cluster, optimizer_slots=optimizer_slots, contention=contention),
         )
         seconds = plan.micro_batches * one_device_seconds(profile, cluster, plan.micro_batch_size)
-        limits = _limits(plan, execution_of_window.costs.stages, cluster)
+        limits = memory_limits(plan, execution_of_window.costs.stages, cluster)
         window = SimulatedWindow(plan, execution_of_window, seconds, cluster.least_memory, limits)
         return SimulatedTimeline(window, title=plan_title(plan), profile=profile, cluster=cluster)
     model = CostModel(profile, cluster, whole_rows=whole_rows)
@@ -77,7 +77,7 @@ def simulate(
         order = named_order(plan.schedule, len(plan.stages), plan.micro_batches).order
         execution = execute(order, costs_of(), flows)
         alone = plan.micro_batches * one_device_seconds(profile, cluster, plan.micro_batch_size)
-    limits = _limits(plan, execution.costs, cluster)
+    limits = memory_limits(plan, execution.costs, cluster)
     step = SimulatedStep(plan, execution, alone, cluster.least_memory, limits)
     return SimulatedTimeline(step, title=plan_title(plan), profile=profile, cluster=cluster)
 
@@ -92,9 +92,3 @@ def _execute_sizes(
     schedule = plan.build_schedule()
     of_micro_batches = [costs[size] for size in sizes]
     return execute(encode(schedule), shown, flows, of_micro_batches=of_micro_batches, together=schedule.together)
-
-
-def _limits(plan: Plan, costs: Sequence[StageCosts], cluster: Cluster) -> tuple[MemoryLimit, ...]:
-    """Return the limit of each stage's memory; none where all devices and all shares are equal."""
-    equal = len(set(cluster.memories)) == 1 and not plan.shares
-    return () if equal else memory_limits(plan, costs, cluster)

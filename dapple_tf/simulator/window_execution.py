@@ -33,19 +33,21 @@ class Route:
     demand: FlowDemand = field(default_factory=FlowDemand)
 
 
+Routes = Mapping[tuple[int, int, int], tuple[Route, Route]]
+
+
 @dataclass(frozen=True)
 class WindowCosts:
     """Costs of the stages of a window.
 
     ``stages``: of an action on one replica, and of the AllReduce of one update (``allreduce_seconds``).
-    ``forward_routes``, ``backward_routes``: by the first stage of a boundary, its replica, and that of the next stage;
-    replicas that share micro-batches exchange them together, and have the one route of replicas 0. ``update_seconds``:
+    ``routes``: forward and backward, by the first stage of a boundary, its replica, and that of the next stage;
+    replicas that share micro-batches exchange them together, and have the one pair of replicas 0. ``update_seconds``:
     of each stage's update. ``rings``: what each stage's AllReduce shares; empty if nothing.
     """
 
     stages: tuple[StageCosts, ...]
-    forward_routes: Mapping[tuple[int, int, int], Route]
-    backward_routes: Mapping[tuple[int, int, int], Route]
+    routes: Routes
     update_seconds: tuple[float, ...]
     rings: tuple[FlowDemand, ...] = ()
 
@@ -199,11 +201,9 @@ class _Run:
             return
         sender, *_ = self._window.replicas_of(action.stage, action.micro_batch)
         receivers = self._window.replicas_of(target, action.micro_batch)
-        if action.kind == "F":
-            boundary, routes, ends = action.stage, self._costs.forward_routes, (sender, receivers[0])
-        else:
-            boundary, routes, ends = target, self._costs.backward_routes, (receivers[0], sender)
-        route = routes[boundary, ends[0], ends[1]]
+        boundary, backward = min(action.stage, target), action.kind == "B"
+        first, second = (receivers[0], sender) if backward else (sender, receivers[0])
+        route = self._costs.routes[boundary, first, second][backward]
         turn = _Turn(action, route, [(target, replica) for replica in receivers])
         if route.seconds:
             channels = [(action.kind, boundary, channel) for channel in route.channels]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
 from functools import cache, cached_property, partial
 from typing import NamedTuple
 
@@ -90,7 +89,8 @@ class CostSource:
         self._work: dict[float, float] = {}
         # The costs of blocks for micro-batches of some samples on a number of devices, and whether backwards are split.
         self.blocks = cache(partial(_block_costs, problem))
-        self._placements = cache(partial(list_worker_placements, problem.cluster))
+        # By the number of workers and of replicas of each.
+        self.placements = cache(partial(list_worker_placements, problem.cluster))
 
     def least_seconds(self, shape: ChunkShape, size: int) -> float:
         """Return a lower bound of the step for this micro-batch ``size`` and any cuts: all work, spread evenly."""
@@ -105,10 +105,6 @@ class CostSource:
         forward, backward = self.problem.chain.block_seconds(self.problem.profile.batch_size)
         worker_of, nothing = np.array(workers.worker_of, np.int64), np.zeros(len(forward))
         return even_sums(forward + backward, nothing, np.zeros(workers.stages), worker_of, _ROUNDS)
-
-    def placements(self, shape: ChunkShape) -> Sequence[Groups]:
-        """Return the placements of a shape: the devices of each worker; see ``list_worker_placements``."""
-        return self._placements(shape.total, shape.workers.workers, shape.replicas)
 
     def worker_links(self, shape: ChunkShape, devices: Groups) -> WorkerLinks:
         """Return the costs of communication of a plan's stages; ``devices``: of each worker."""

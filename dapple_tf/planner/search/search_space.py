@@ -31,15 +31,13 @@ _MOST_DEVICES_OF_POLICIES = 128
 class SearchSpace:
     """Blocks of layers and placements of stages on a cluster, independent of the micro-batch size.
 
-    ``order``: the server that each entry of a placement stands for. ``complete``: the space has every cut, replica
-    count and placement that the policies reach with the servers in that order.
+    ``order``: the server that each entry of a placement stands for.
     """
 
     chain: Chain
     cluster: Cluster
     placements: Placements
     order: tuple[int, ...]
-    complete: bool = False
 
     @cached_property
     def replicas(self) -> Integers:
@@ -62,8 +60,18 @@ class SearchSpace:
         to_rest = np.full(len(self.replicas), -1, np.int64)
         completing = np.flatnonzero((self.devices_left[following] == 0) & (source < len(self.replicas)))
         to_rest[source[completing]] = completing
-        offsets, servers = self.home_servers
-        latency, per_byte = _transfer_costs(first, following, offsets, servers, self.links)
+        library, links = load_library(), self.links
+        assert library is not None, "the registry refuses planners that need it"
+        latency, per_byte = np.zeros(len(following)), np.zeros(len(following))  # 0 for those of the start
+        library.dapple_transfers(
+            len(first) - 2,
+            *map(address, (first, following, *self.home_servers)),
+            len(links.inside),
+            *map(address, (links.inside, links.inside_latency)),
+            *(ctypes.c_double(links.interface), ctypes.c_double(links.interface_latency)),
+            *map(address, (links.own, links.own_latency)),
+            *(int(links.has_own), address(latency), address(per_byte)),
+        )
         return {
             "first_transition": first,
             "next_placement": following,
@@ -97,25 +105,6 @@ class SearchSpace:
         return offsets, np.array([server for servers in lists for server in servers], np.int64)
 
 
-def _transfer_costs(
-    first: Integers, following: Integers, offsets: Integers, servers: Integers, links: LinkTables
-) -> tuple[Floats, Floats]:
-    """Return latency (seconds) and seconds per byte of every transition; 0 for those of the start."""
-    library = load_library()
-    assert library is not None, "the registry refuses planners that need it"
-    latency, per_byte = np.zeros(len(following)), np.zeros(len(following))
-    library.dapple_transfers(
-        len(first) - 2,
-        *map(address, (first, following, offsets, servers)),
-        len(links.inside),
-        *map(address, (links.inside, links.inside_latency)),
-        *(ctypes.c_double(links.interface), ctypes.c_double(links.interface_latency)),
-        *map(address, (links.own, links.own_latency)),
-        *(int(links.has_own), address(latency), address(per_byte)),
-    )
-    return latency, per_byte
-
-
 def find_search_spaces(chain: Chain, cluster: Cluster) -> tuple[SearchSpace, ...]:
     """Return one complete space, or smaller ones if searching the complete one takes too long.
 
@@ -140,7 +129,7 @@ def _spaces_of_order(chain: Chain, cluster: Cluster, order: tuple[int, ...]) -> 
     sizes = [cluster.servers[server].devices for server in order]
     total = cluster.devices
     if every := find_all_placements(sizes, _MOST_PLACEMENTS):
-        space = SearchSpace(chain, cluster, every, order, complete=True)
+        space = SearchSpace(chain, cluster, every, order)
         if space.search_steps <= 2 * _MOST_SEARCH_STEPS:
             return (space,)
     unit = max(sizes) if total > 256 else 1

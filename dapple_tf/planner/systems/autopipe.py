@@ -44,7 +44,6 @@ def plan_autopipe(problem: PlanningProblem, *, stages: int | None = None, sliced
     """
     chain = coarsen(sub_layer_blocks(problem.chain), _MOST_BLOCKS)
     best: tuple[Candidate, Simulated, Blocks] | None = None
-    unsliced = dataclasses.replace(problem, ceiling=math.inf)  # slicing may bring a step below the problem's ceiling
     for depth in _depths(problem, chain, stages):
         for size in problem.micro_batch_sizes:
             replicas = problem.cluster.devices // depth
@@ -55,15 +54,13 @@ def plan_autopipe(problem: PlanningProblem, *, stages: int | None = None, sliced
             schedule = problem.schedule_or("dapple-a")
             plans = make_stages(chain, found.scheme, [range(x * replicas, (x + 1) * replicas) for x in range(depth)])
             ceiling = math.inf if best is None else best[0].seconds
-            candidate = unsliced.evaluate(plans, size, "AutoPipe's heuristic", schedule, ceiling=ceiling)
+            candidate = problem.evaluate(plans, size, "AutoPipe's heuristic", schedule, ceiling=ceiling)
             best = best if candidate is None else (candidate, found, blocks)
     if best is None:
         return None
     candidate, found, blocks = best
     if sliced and problem.schedule == "auto" and candidate.schedule == "dapple-a":
         candidate = _slice(problem, candidate, found, blocks)
-    if candidate.seconds >= problem.ceiling:
-        return None
     return PlannerResult(candidate, formula_seconds=found.seconds, formula="1F1B by AutoPipe's simulator")
 
 
@@ -105,12 +102,6 @@ def _slice(problem: PlanningProblem, candidate: Candidate, found: Simulated, blo
     depth = len(f)
     count = min(count_slices(f.tolist(), b.tolist(), blocks.comm), depth, blocks.micro_batches)
     if not count or candidate.micro_batch_size // 2 < candidate.stages[0].replicas:
-        return candidate
-    # With one measured size time is proportional to the samples: two halves compute as long as one micro-batch. A stage
-    # starts after half a micro-batch at the earliest, and its last backward is followed by those of the stages before.
-    linear = len(problem.profile.measured_sizes) == 1
-    around = prefix_sums(f / 2 + b)[:-1]
-    if linear and float((around + blocks.micro_batches * (f + b)).max()) >= problem.ceiling:
         return candidate
     schedule = sliced_1f1b(depth, blocks.micro_batches, count)
     sizes = slice_sizes((candidate.micro_batch_size,) * blocks.micro_batches, count)

@@ -110,8 +110,20 @@ def find_stages(
         ways = _level_ways(level.count)
         solved.append([partition(rows, ways, boundary_bytes=send, begin=first) for first in range(first_blocks)])
         inner = np.array([found.values[level.count] for found in solved[-1]])
+
+    def unwind(level: int, first: int, end: int, components: Sequence[tuple[int, ...]]) -> Iterator[FoundStage]:
+        """Yield the stages of A^level of the blocks ``first`` to ``end``, which runs in each of the ``components``."""
+        if level == 0:
+            yield FoundStage(first, end, tuple(sorted(index for component in components for index in component)))
+            return
+        size, table = hierarchy.sizes[level - 1], solved[level - 1][first]
+        for stage in table.stages(hierarchy.levels[level - 1].count, end):
+            own = range(table.before[stage.way], table.state[stage.way])
+            parts = [whole[c * size : (c + 1) * size] for whole in components for c in own]
+            yield from unwind(level - 1, stage.first, stage.end, parts)
+
     indices = tuple(range(len(hierarchy.devices)))
-    return float(inner[0, -1]), tuple(_unwind(solved, hierarchy, len(solved), 0, blocks, (indices,)))
+    return float(inner[0, -1]), tuple(unwind(len(solved), 0, blocks, (indices,)))
 
 
 def _level_ways(count: int) -> Ways:
@@ -121,23 +133,3 @@ def _level_ways(count: int) -> Ways:
     order = np.lexsort((last, ~alone, m))
     link = np.stack([np.zeros(len(m)), np.where(alone, 0.0, 1.0)], axis=1)  # what crosses a cut is given in seconds
     return Ways.of_arrays(count + 1, m[order], (m - last)[order], last[order] - 1, link=link[order])
-
-
-def _unwind(
-    solved: Sequence[Sequence[Partition]],
-    hierarchy: Hierarchy,
-    level: int,
-    first: int,
-    end: int,
-    components: Sequence[tuple[int, ...]],
-) -> Iterator[FoundStage]:
-    """Yield the stages of A^level of the blocks ``first`` to ``end``, which runs in each of these ``components``."""
-    if level == 0:
-        yield FoundStage(first, end, tuple(sorted(index for component in components for index in component)))
-        return
-    size, high = hierarchy.sizes[level - 1], hierarchy.levels[level - 1].count
-    table = solved[level - 1][first]
-    for stage in table.stages(high, end):
-        own = range(table.before[stage.way], table.state[stage.way])
-        parts = [whole[c * size : (c + 1) * size] for whole in components for c in own]
-        yield from _unwind(solved, hierarchy, level - 1, stage.first, stage.end, parts)

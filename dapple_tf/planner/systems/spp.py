@@ -6,9 +6,8 @@ Luo et al., "Efficient Pipeline Planning for Expedited Distributed DNN Training"
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -64,13 +63,11 @@ def plan_spp(problem: PlanningProblem) -> PlannerResult | None:
             bounds = [*(stage.first for stage in stages), costs.layers]
             devices = [order[stage.low : stage.high] for stage in stages]
             choices.append(_Choice(seconds, size, make_stages(chain, bounds, devices), name))
-    unbounded = replace(problem, ceiling=math.inf)  # None must mean that a choice does not fit
     for choice in sorted(choices, key=lambda choice: choice.seconds):
         schedule = problem.schedule_or(choice.schedule)
-        found = unbounded.evaluate(choice.stages, choice.micro_batch_size, "SPP's algorithm 3", schedule)
+        found = problem.evaluate(choice.stages, choice.micro_batch_size, "SPP's algorithm 3", schedule)
         if found is not None:
-            result = PlannerResult(found, formula_seconds=choice.seconds, formula="T_PE by SPP's costs")
-            return result if found.seconds < problem.ceiling else None
+            return PlannerResult(found, formula_seconds=choice.seconds, formula="T_PE by SPP's costs")
     return None
 
 
