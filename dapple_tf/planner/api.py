@@ -123,13 +123,7 @@ def cut_window(mode: str, minibatches: int | None, given: Mapping[str, Any]) -> 
         if given[name] != default:
             raise PlanError(f"{name}={given[name]!r} with mode='async': windows do not have this option; leave it out")
     window = WindowPlan(USUAL_MINIBATCHES if minibatches is None else minibatches)
-    samples = given["global_batch_size"]
-    if samples < 1 or samples % window.minibatches:
-        raise PlanError(
-            f"global_batch_size={samples} is no multiple of minibatches={window.minibatches}: with mode='async' it "
-            "is the samples of a whole window, and every minibatch has as many"
-        )
-    return window, {**given, "micro_batch_size": samples // window.minibatches}
+    return window, {**given, "micro_batch_size": window.minibatch_size(given["global_batch_size"])}
 
 
 def make_problem(

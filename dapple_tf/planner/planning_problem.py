@@ -112,16 +112,16 @@ class PlanningProblem:
 
     def plan_of(self, candidate: Candidate, planner: str) -> Plan:
         """Return the candidate as a plan, without a prediction; ``planner``: the name in its file."""
-        stages, size = candidate.stages, candidate.micro_batch_size
-        if candidate.sizes is None:
-            return self.make_plan(stages, size, candidate.schedule, planner, candidate.recompute)
-        bare = self.make_plan(stages, size, "dapple-a", planner, candidate.recompute)
+        sizes, named = candidate.sizes, candidate.schedule if candidate.sizes is None else "dapple-a"
+        bare = self.make_plan(candidate.stages, candidate.micro_batch_size, named, planner, candidate.recompute)
+        if sizes is None:
+            return bare
         return replace(
             bare,
-            micro_batch_size=max(candidate.sizes),
-            micro_batches=len(candidate.sizes),
+            micro_batch_size=max(sizes),
+            micro_batches=len(sizes),
             schedule=candidate.schedule,
-            micro_batch_sizes=candidate.sizes,
+            micro_batch_sizes=sizes,
         )
 
     def simulate(self, plan: Plan) -> SimulatedTimeline:

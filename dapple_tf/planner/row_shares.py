@@ -56,14 +56,8 @@ def _with_shares(
     """Return ``stage`` with the shares of all stages ``together`` on its devices."""
     of_devices = [cluster.kind_of(device) for device in stage.devices]
     names = list(dict.fromkeys(of_devices))
-    forward, backward = np.array(
-        [
-            _seconds(
-                together, size / stage.replicas, profile_on(profile, cluster, stage.devices[of_devices.index(name)])
-            )
-            for name in names
-        ]
-    ).T.copy()
+    profiles = [profile_on(profile, cluster, stage.devices[of_devices.index(name)]) for name in names]
+    forward, backward = np.array([_seconds(together, size / stage.replicas, own) for own in profiles]).T.copy()
     if len(set(forward)) == len(set(backward)) == 1:  # shares equally, as where all devices of the cluster are equal
         return replace(stage, devices=stage.devices[:size])
     rows = share_by_kind(size, np.array([names.index(name) for name in of_devices]), forward, backward)
@@ -144,10 +138,7 @@ def share_by_kind(rows: int, kinds: Integers, forward: Floats, backward: Floats)
 
 def _longest(rows: Integers, kinds: Integers, seconds: Floats) -> float:
     """Return the seconds of the device that takes longest for its rows."""
-    longest = 0.0
-    for count, kind in zip(rows, kinds, strict=True):
-        longest = max(longest, count * seconds[kind])
-    return longest
+    return float(np.max(rows * seconds[kinds], initial=0.0))
 
 
 def _room(backward_seconds: float, most: Integers, counts: Integers, backward: Floats) -> int:

@@ -117,8 +117,9 @@ def _schedule_seconds(
             limit = int((room[short] / costs.stash_bytes[short]).min()) if (room[short] > 0).all() else 0
             if schedule not in _LIMITED or limit < 1:
                 return nothing
-            schedule = f"{schedule}:D={limit}"
-            order = named_order(schedule, stages, micro_batches).order
+            if limit < in_flight.max():  # else it is less by a rounding error
+                schedule = f"{schedule}:D={limit}"
+                order = named_order(schedule, stages, micro_batches).order
     seconds = order_seconds(order, costs, ceiling)
     return ScheduleSeconds(seconds if seconds < ceiling else np.inf, schedule)
 

@@ -94,7 +94,7 @@ class CostModel:
             send = 0.0
             if index + 1 < len(stages) and stages[index + 1].devices != stage.devices:
                 shares = stage.row_shares, stages[index + 1].row_shares
-                latency, per_byte = self._links.transfer(homes[index], homes[index + 1], shares)
+                latency, per_byte = self._links.transfer(homes[index], homes[index + 1], shares=shares)
                 send = latency + per_byte * float(self._crossing[stage.last_layer]) * scale
             parts = sum(stage.row_shares) / max(stage.row_shares) if stage.row_shares else stage.replicas
             trained = float(parameters[layers].sum())

@@ -48,12 +48,6 @@ def encode(schedule: Schedule) -> Order:
     return Order(actions, np.array(schedule.worker_map.worker_of, np.int64), schedule.micro_batches)
 
 
-def has_weights(order: Order) -> bool:
-    """Return whether weight gradients are actions of their own in an order."""
-    kinds = (order.actions >> KIND_SHIFT) & KIND_MASK
-    return bool(np.any((kinds == WEIGHTS) & (order.actions != NONE)))
-
-
 def decode_order(order: Order) -> tuple[tuple[Action, ...], ...]:
     """Return the actions of each worker."""
     return tuple(

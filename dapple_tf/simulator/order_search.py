@@ -110,8 +110,8 @@ def lower_bound(worker_map: WorkerMap, micro_batches: int, costs: Sequence[Stage
         inputs = cost.backward_seconds - cost.weights_seconds
         way.append(way[-1] + crosses * cost.send_backward_seconds + inputs)
     ending = costs[0].weights_seconds + costs[0].exposed_seconds
-    found = [arrival[-1] + costs[-1].forward_seconds + costs[-1].backward_seconds - costs[-1].weights_seconds + way[-1]]
-    found[0] += ending
+    last = costs[-1]
+    found = [arrival[-1] + last.forward_seconds + last.backward_seconds - last.weights_seconds + way[-1] + ending]
     for stages in worker_map.stages_of:
         first = min(stages)
         own = [costs[stage] for stage in stages]

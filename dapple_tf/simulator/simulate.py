@@ -56,14 +56,14 @@ def simulate(
         last = max(range(len(steps)), key=lambda worker: float(steps[worker].execution.last_gradients.max()))
         note = f"virtual worker {last} of {len(steps)}, the last to end its backwards; AllReduce joins all of them"
         return SimulatedTimeline(steps[last], title=plan_title(plan), note=note, profile=profile, cluster=cluster)
+    alone = plan.micro_batches * one_device_seconds(profile, cluster, plan.micro_batch_size)
     if plan.window is not None:
         execution_of_window = execute_window(
             plan.versions,
             window_costs(plan, profile, cluster, optimizer_slots=optimizer_slots, contention=contention),
         )
-        seconds = plan.micro_batches * one_device_seconds(profile, cluster, plan.micro_batch_size)
         limits = memory_limits(plan, execution_of_window.costs.stages, cluster)
-        window = SimulatedWindow(plan, execution_of_window, seconds, cluster.least_memory, limits)
+        window = SimulatedWindow(plan, execution_of_window, alone, cluster.least_memory, limits)
         return SimulatedTimeline(window, title=plan_title(plan), profile=profile, cluster=cluster)
     model = CostModel(profile, cluster, whole_rows=whole_rows)
     in_rows = [model.in_rows(stage, plan.micro_batch_size) for stage in plan.stages]
@@ -72,11 +72,11 @@ def simulate(
     if plan.sizes or plan.spec.together:
         sizes = plan.sizes or (plan.micro_batch_size,) * plan.micro_batches
         execution = _execute_sizes(plan, sizes, {size: costs_of(samples=size) for size in set(sizes)}, flows)
-        alone = sum(one_device_seconds(profile, cluster, size) for size in sizes)
+        seconds = {size: one_device_seconds(profile, cluster, size) for size in set(sizes)}
+        alone = sum(seconds[size] for size in sizes)
     else:
         order = named_order(plan.schedule, len(plan.stages), plan.micro_batches).order
         execution = execute(order, costs_of(), flows)
-        alone = plan.micro_batches * one_device_seconds(profile, cluster, plan.micro_batch_size)
     limits = memory_limits(plan, execution.costs, cluster)
     step = SimulatedStep(plan, execution, alone, cluster.least_memory, limits)
     return SimulatedTimeline(step, title=plan_title(plan), profile=profile, cluster=cluster)

@@ -91,9 +91,8 @@ def _events_of_place(execution: Execution, place: Place) -> list[Event]:
         "F": (execution.times.start_forward[stage].tolist(), execution.times.end_forward[stage].tolist()),
         "B": backward,
         "I": backward,
+        "W": (execution.times.start_weights[stage].tolist(), execution.times.end_weights[stage].tolist()),
     }
-    if execution.splits:
-        times["W"] = execution.times.start_weights[stage].tolist(), execution.times.end_weights[stage].tolist()
     events = []
     for action in execution.stage_actions(stage):
         starts, ends = times[action.kind]

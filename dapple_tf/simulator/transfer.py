@@ -7,7 +7,7 @@ device list, and two replicas exchange the samples that both intervals contain.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -145,10 +145,6 @@ def ring_seconds(latency: float, seconds_per_byte: float, parameter_bytes: float
     return latency + seconds_per_byte * parameter_bytes if parameter_bytes > 0 else 0.0
 
 
-Servers = tuple[int, ...]
-"""The server of each replica of a stage."""
-
-
 class LinkCosts:
     """A cache of the costs of transfers and AllReduces over the links of one cluster.
 
@@ -156,16 +152,6 @@ class LinkCosts:
     """
 
     def __init__(self, cluster: Cluster) -> None:
-        self._tables = link_tables(cluster)
-        self.transfer = cache(self._transfer)
-        self.allreduce = cache(self._allreduce)
-
-    def _transfer(
-        self, senders: Servers, receivers: Servers, shares: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
-    ) -> tuple[float, float]:
-        """Return the latency (seconds) and the seconds per byte of a transfer; see ``transfer_cost``."""
-        return transfer_cost(senders, receivers, self._tables, shares)
-
-    def _allreduce(self, servers: Servers) -> tuple[float, float]:
-        """Return the latency (seconds) and the seconds per byte of an AllReduce; see ``allreduce_cost``."""
-        return allreduce_cost(servers, self._tables)
+        tables = link_tables(cluster)
+        self.transfer = cache(partial(transfer_cost, tables=tables))  # with ``shares`` by name
+        self.allreduce = cache(partial(allreduce_cost, t=tables))

@@ -70,8 +70,12 @@ def _reduce(
     }
     layers = len(profile.layers)
     cuts = sorted({0, layers, *itertools.chain.from_iterable(part.starts for part in parts)})
+    # Of each worker, the device that has a layer.
+    holders = [
+        {layer: s.devices[0] for s in part.stages for layer in range(s.first_layer, s.last_layer + 1)} for part in parts
+    ]
     groups = tuple(
-        StagePlan(first, end - 1, tuple(_holder(part, first) for part in parts))
+        StagePlan(first, end - 1, tuple(of_worker[first] for of_worker in holders))
         for first, end in itertools.pairwise(cuts)
     )
     # The cost model has an AllReduce for each stage: here a stage is what lies on the same devices of all workers.
@@ -84,8 +88,3 @@ def _reduce(
         end = max(free[d] for d in devices) + took
         free |= dict.fromkeys(devices, end)
     return free
-
-
-def _holder(part: Plan, layer: int) -> int:
-    """Return the device of the worker's stage that has the layer."""
-    return next(stage.devices[0] for stage in part.stages if stage.first_layer <= layer <= stage.last_layer)

@@ -225,14 +225,11 @@ class _Run:
                 follower.waits -= 1
                 if not follower.waits:
                     self._begin(follower, time)
-            self._arrive(turn.action, turn.places, time)
+            self._arrived |= {(turn.action, place) for place in turn.places}
+            for place in turn.places:
+                self._start(place, time)
 
         self._events.start(now, turn.route.seconds, turn.route.demand, end)
-
-    def _arrive(self, action: Action, places: list[Place], now: float) -> None:
-        self._arrived |= {(action, place) for place in places}
-        for place in places:
-            self._start(place, now)
 
     def _reduce(self, stage: int, number: int, now: float) -> None:
         def end(time: float) -> None:

@@ -99,10 +99,10 @@ def _fastest_candidates(problem: PlanningProblem, entries: Sequence[_Entry]) -> 
     found = []
     for entry in entries[: _SIMULATED if problem.contention else 1]:
         simulator = entry.simulator
-        found.append(
-            problem.evaluate(simulator.stage_plans(entry.starts), simulator.size, "chunks", simulator.shape.schedule)
-        )
-    return [candidate for candidate in found if candidate is not None]
+        stages, schedule = simulator.stage_plans(entry.starts), simulator.shape.schedule
+        if (candidate := problem.evaluate(stages, simulator.size, "chunks", schedule)) is not None:
+            found.append(candidate)
+    return found
 
 
 def _search(problem: PlanningProblem, shapes: Iterable[ChunkShape], budget: _Budget) -> list[_Entry]:

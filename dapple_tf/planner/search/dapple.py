@@ -176,16 +176,8 @@ def pipeline_latency(forward: Floats, backward: Floats, allreduce: Floats, micro
     s = Q). With one stage that would lose the last backward, so here s = Q belongs to the other case, as in Fig. 4.
     """
     pivot = pivot_stage(forward, backward, micro_batches)
-    warm_up = 0.0
-    for stage in range(pivot + 1):
-        warm_up += forward[stage]
+    warm_up = np.cumsum(forward[: pivot + 1])[-1]
     steady = (micro_batches - 1) * (forward[pivot] + backward[pivot])
-    ending, backwards = 0.0, 0.0
-    for stage in range(pivot, -1, -1):
-        backwards += backward[stage]
-        ending = max(ending, allreduce[stage] + backwards)
-    backwards = backward[pivot]
-    for stage in range(pivot + 1, len(forward)):
-        backwards += backward[stage]
-        ending = max(ending, allreduce[stage] - backwards)
-    return float(warm_up + steady + ending)
+    before = allreduce[pivot::-1] + np.cumsum(backward[pivot::-1])
+    behind = allreduce[pivot + 1 :] - np.cumsum(backward[pivot:])[1:]
+    return float(warm_up + steady + max(0.0, *before, *behind))

@@ -63,11 +63,6 @@ class CostTables(NamedTuple):
     transfer_latency: Floats  # [E] seconds
     transfer_seconds_per_byte: Floats  # [E]
 
-    @property
-    def blocks(self) -> int:
-        """N."""
-        return len(self.working_bytes)
-
 
 _SCALARS: tuple[tuple[str, type[Any]], ...] = (
     ("blocks", ctypes.c_int32),
@@ -193,9 +188,10 @@ def search_by_formula(
         kept.append(np.ascontiguousarray(value, kinds[value.dtype.kind]))
         return kept[-1].ctypes.data
 
-    given = _Tables(tables.blocks, len(tables.replicas), *map(field, tables))
+    blocks = len(tables.working_bytes)
+    given = _Tables(blocks, len(tables.replicas), *map(field, tables))
     latencies, stages, below = np.zeros(results), np.zeros(results, np.int32), np.zeros(1)
-    starts, placements = (np.zeros((results, tables.blocks), np.int32) for _ in range(2))
+    starts, placements = (np.zeros((results, blocks), np.int32) for _ in range(2))
     count = library.dapple_formula_search(
         *(ctypes.byref(given), ctypes.c_int64(width), ctypes.c_double(ceiling), results, int(require_warm_up)),
         *map(address, (latencies, stages, starts, placements, below, stop_flag())),

@@ -224,12 +224,10 @@ class _Program:
 
     def _fits(self, stages: Sequence[MeshStage]) -> bool:
         """Return whether every stage fits the memory with the micro-batches that it holds."""
-        costs = self._costs
-        for index, (first, end, mesh) in enumerate(stages):
-            at, held = (mesh, first, end), min(len(stages) - index, costs.micro_batches)
-            if costs.fixed_bytes[at] + held * costs.stash_bytes[at] > costs.memory_bytes:
-                return False
-        return True
+        costs, (first, end, mesh) = self._costs, np.array(stages).T
+        held = np.minimum(np.arange(len(stages), 0, -1), costs.micro_batches)
+        needed = costs.fixed_bytes[mesh, first, end] + held * costs.stash_bytes[mesh, first, end]
+        return bool((needed <= costs.memory_bytes).all())
 
 
 def _limit_layers(chain: Chain, meshes: Submeshes) -> Chain:

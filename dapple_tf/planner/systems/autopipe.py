@@ -173,7 +173,17 @@ def search_scheme(blocks: Blocks, stages: int) -> Simulated:
     blocks as the inequality allows, and one at least); which i counts in 3) after that (the adjusted scheme's); and
     when the search ends (no scheme is taken up twice, and 400 are simulated at most).
     """
-    return _Search(blocks, stages).run()
+    search = _Search(blocks, stages)
+    waiting = [search.simulate(search.balanced.bounds(stages))]
+    taken_up = {waiting[0].scheme}
+    while waiting and len(search.known) < _MOST_SCHEMES:
+        found = search.adjust(waiting.pop())
+        for scheme in search.shift(found) if found.master else ():
+            moved = search.simulate(scheme)
+            if moved.master <= found.master and scheme not in taken_up:
+                taken_up.add(scheme)
+                waiting.append(moved)
+    return min(search.known.values(), key=lambda found: found.seconds)
 
 
 class _Search:
@@ -185,21 +195,6 @@ class _Search:
         self.backward = prefix_sums(blocks.backward)
         self.balanced = balance(blocks.forward + blocks.backward, stages)
         self.known: dict[Scheme, Simulated] = {}
-
-    def run(self) -> Simulated:
-        """Return the fastest scheme."""
-        waiting = [self.simulate(self.balanced.bounds(self.stages))]
-        taken_up = {waiting[0].scheme}
-        while waiting and len(self.known) < _MOST_SCHEMES:
-            found = self.adjust(waiting.pop())
-            if found.master == 0:
-                continue
-            for scheme in self.shift(found):
-                moved = self.simulate(scheme)
-                if moved.master <= found.master and scheme not in taken_up:
-                    taken_up.add(scheme)
-                    waiting.append(moved)
-        return min(self.known.values(), key=lambda found: found.seconds)
 
     def simulate(self, scheme: Scheme) -> Simulated:
         """Return the scheme with its time and master stage."""

@@ -18,7 +18,6 @@ from dapple_tf.planner.partition import least_slowest
 from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem
 from dapple_tf.planner.registration import planner
 from dapple_tf.planner.search.search_space import coarsen
-from dapple_tf.plans import StagePlan
 from dapple_tf.profiler.cluster import Link
 from dapple_tf.profiler.linearise import cut_chain
 from dapple_tf.simulator.arrays import Floats, Integers, runs
@@ -110,7 +109,8 @@ def _explore(problem: PlanningProblem, schedules: Mapping[str, str]) -> Iterator
             if is_bound := _is_bound_by_communication(network):
                 network = _coarsen_by_communication(network)
             cuts = balance(network.seconds, _fitting(network, schedule))
-            if cuts and (candidate := problem.evaluate(_stages(network, cuts), size, _ORIGIN, name)):
+            stages = make_stages(network.costs.chain, cuts, ((n,) for n in range(len(cuts) - 1)))
+            if cuts and (candidate := problem.evaluate(stages, size, _ORIGIN, name)):
                 yield _Explored(schedule, network, cuts, is_bound, candidate)
 
 
@@ -164,11 +164,6 @@ def _fitting(network: _Network, schedule: str) -> NDArray[np.bool_]:
     held = in_flight(schedule, count, costs.micro_batches).tolist()
     needed = {pair: costs.needed_bytes(pair[0]) <= pair[1] for pair in set(zip(held, memory, strict=True))}
     return np.array([needed[pair] for pair in zip(held, memory, strict=True)])
-
-
-def _stages(network: _Network, cuts: Cuts) -> tuple[StagePlan, ...]:
-    """Return the stages, each on the accelerator of its number."""
-    return make_stages(network.costs.chain, cuts, ((n,) for n in range(len(cuts) - 1)))
 
 
 def _of_stages(sums: Floats, cuts: Cuts) -> Floats:

@@ -51,8 +51,8 @@ def device_bandwidths(cluster: Cluster) -> Floats:
     return found
 
 
-def order_by_cuts(bandwidths: Floats) -> tuple[int, ...]:
-    """Return v_1, v_2 ... v_V: the vertices of a link graph, devices or servers, by rank.
+def order_by_cuts(bandwidths: Floats, devices: Sequence[int] | None = None) -> tuple[int, ...]:
+    """Return v_1, v_2 ... v_V: the vertices of a link graph, or some of them (``devices``), by rank.
 
     ``bandwidths``: symmetric, [V, V]; 0 where two have no link. A global minimum cut (Stoer and Wagner) divides them
     into the first and the last of the order, and each part is divided again. The paper does not say which part comes
@@ -60,22 +60,19 @@ def order_by_cuts(bandwidths: Floats) -> tuple[int, ...]:
     highest, as the order is to have "maximal bandwidth between consecutive GPUs"; where several are equal the smaller
     part is first. Raises PlanError for a graph that is not connected.
     """
-    return tuple(_order(bandwidths, list(range(len(bandwidths)))))
-
-
-def _order(bandwidths: Floats, devices: Sequence[int]) -> list[int]:
-    """Return the order of some devices."""
+    devices = range(len(bandwidths)) if devices is None else devices
     if len(devices) == 1:
-        return list(devices)
+        return tuple(devices)
     inside = bandwidths[np.ix_(devices, devices)]
     others = inside[~np.eye(len(devices), dtype=bool)]
     if others.min() == others.max() > 0:
-        return list(devices)  # each minimum cut is that of one device, any of them
-    first, last = sorted((_order(bandwidths, part) for part in _min_cut(inside, devices)), key=lambda p: (len(p), p))
+        return tuple(devices)  # each minimum cut is that of one device, any of them
+    parts = (order_by_cuts(bandwidths, part) for part in _min_cut(inside, devices))
+    first, last = sorted(parts, key=lambda part: (len(part), part))
     pairs = [(a, b) for a in (first, first[::-1]) for b in (last, last[::-1])]
     joined = [*pairs, *((b, a) for a, b in pairs)]
     best = max(joined, key=lambda pair: float(bandwidths[pair[0][-1], pair[1][0]]))
-    return [*best[0], *best[1]]
+    return (*best[0], *best[1])
 
 
 def _min_cut(inside: Floats, devices: Sequence[int]) -> tuple[list[int], list[int]]:

@@ -163,13 +163,10 @@ def _partition_worker(
     problem: PlanningProblem, worker: Worker, samples: int, micro_batches: int
 ) -> tuple[Worker, tuple[int, ...]] | None:
     """Return the worker's devices in the best order of their kinds, and the bounds of their stages in blocks."""
-    best: tuple[float, Worker, tuple[int, ...]] | None = None
     costs = ChainCosts(problem, problem.chain, samples)
-    for order in _orders(problem, worker):
-        found = partition_worker(costs, order, micro_batches)
-        if found is not None and (best is None or found[0] < best[0]):
-            best = found[0], order, found[1]
-    return None if best is None else best[1:]
+    found = ((partition_worker(costs, order, micro_batches), order) for order in _orders(problem, worker))
+    fitting = [(partition[0], order, partition[1]) for partition, order in found if partition is not None]
+    return min(fitting, key=lambda entry: entry[0])[1:] if fitting else None
 
 
 def _orders(problem: PlanningProblem, worker: Worker) -> Iterator[Worker]:

@@ -15,7 +15,6 @@ from dapple_tf.planner.registration import planner
 from dapple_tf.planner.search.search_space import coarsen
 from dapple_tf.planner.systems.hierarchy import Hierarchy, Level, derive_hierarchy
 from dapple_tf.planner.systems.pipedream_formula import check_minibatch_size, predict_throughput, replicated_seconds
-from dapple_tf.plans import StagePlan
 from dapple_tf.profiler.linearise import Chain, without_unsplittable_cuts
 from dapple_tf.simulator.arrays import Floats, prefix_sums, runs
 
@@ -41,22 +40,17 @@ def plan_pipedream(
     problem.check_devices("pipedream", _MOST_DEVICES)
     hierarchy = derive_hierarchy(problem.cluster)
     hierarchy = hierarchy.flatten() if flat else hierarchy
-    stages = _find_stages(_limit_blocks(without_unsplittable_cuts(problem.chain), hierarchy), hierarchy, size)
+    chain = _limit_blocks(without_unsplittable_cuts(problem.chain), hierarchy)
+    activations = chain.crossing_bytes * (size / chain.batch_size)
+    _, cut = find_stages(np.add(*chain.block_seconds(size)), chain.parameter_bytes, activations, hierarchy)
+    bounds = [*(stage.first for stage in cut), len(chain.parameter_bytes)]
+    devices = [sorted(hierarchy.devices[index] for index in stage.indices) for stage in cut]
+    stages = make_stages(chain, bounds, devices)
     found = problem.evaluate_all_sizes(stages, "PipeDream's formulas")
     if not found:
         return None
     prediction = predict_throughput(stages, problem.profile, hierarchy, size)
     return PlannerResult(min(found, key=lambda c: c.seconds), pipedream=prediction)
-
-
-def _find_stages(chain: Chain, hierarchy: Hierarchy, minibatch_size: int) -> tuple[StagePlan, ...]:
-    """Return the stages of the dynamic program, with layers and devices."""
-    forward, backward = chain.block_seconds(minibatch_size)
-    activations = chain.crossing_bytes * (minibatch_size / chain.batch_size)
-    _, found = find_stages(forward + backward, chain.parameter_bytes, activations, hierarchy)
-    bounds = [*(stage.first for stage in found), len(chain.parameter_bytes)]
-    devices = [sorted(hierarchy.devices[index] for index in stage.indices) for stage in found]
-    return make_stages(chain, bounds, devices)
 
 
 def _limit_blocks(chain: Chain, hierarchy: Hierarchy) -> Chain:

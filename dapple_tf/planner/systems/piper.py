@@ -15,7 +15,6 @@ from dapple_tf.planner.planning_problem import Candidate, PlannerResult, Plannin
 from dapple_tf.planner.registration import planner
 from dapple_tf.planner.search.search_space import coarsen
 from dapple_tf.planner.systems.hierarchy import derive_hierarchy
-from dapple_tf.profiler.cluster import Cluster
 from dapple_tf.profiler.linearise import Chain, without_unsplittable_cuts
 from dapple_tf.simulator.arrays import Floats, runs
 
@@ -65,7 +64,9 @@ def find_configuration(costs: ChainCosts) -> tuple[PiperStage, ...]:
     t = 1 the paper's two parameters, devices and sum of data-parallel degrees, are one. Of equal loads the fewest
     devices are used, then the fewest replicas of the earliest stage, and activations are kept rather than re-computed.
     """
-    devices, blocks, bandwidth = costs.problem.cluster.devices, costs.blocks, _least_bandwidth(costs.problem.cluster)
+    devices, blocks = costs.problem.cluster.devices, costs.blocks
+    levels = derive_hierarchy(costs.problem.cluster).levels
+    bandwidth = min((level.bandwidth for level in levels), default=math.inf)  # of the slowest link
     most_held = _most_held(costs.problem, costs.size)
     tables = [_loads(costs, d, most, bandwidth) for d, most in enumerate(most_held, 1)]
     loads, again = (np.concatenate(parts) for parts in zip(*tables, strict=True))
@@ -112,12 +113,6 @@ def _loads(costs: ChainCosts, d: int, most: int, bandwidth: float) -> tuple[Floa
     return np.where(keeps, seconds, np.where(fits, seconds if must else seconds + forward, np.inf)), ~keeps
 
 
-def _least_bandwidth(cluster: Cluster) -> float:
-    """Return the bytes per second of the slowest link; infinity for one device."""
-    levels = derive_hierarchy(cluster).levels
-    return float(min((level.bandwidth for level in levels), default=math.inf))
-
-
 def _limit_blocks(chain: Chain, problem: PlanningProblem, size: int) -> Chain:
     """Return the chain with blocks merged until there are few enough loads to tabulate."""
     return coarsen(chain, max(_LEAST_BLOCKS, math.isqrt(_MOST_LOADS // sum(_most_held(problem, size)))))
@@ -132,7 +127,5 @@ def _evaluate(costs: ChainCosts, found: tuple[PiperStage, ...]) -> Candidate | N
     layers = [
         layer for stage in found if stage.recompute for layer in range(positions[stage.first], positions[stage.end])
     ]
-    everything = len(layers) == len(problem.profile.layers)
-    schedule = problem.schedule_or("dapple-a")
-    recompute = everything or (tuple(layers) if layers else False)
-    return problem.evaluate(stages, costs.size, "piper", schedule, recompute)
+    recompute = len(layers) == len(problem.profile.layers) or tuple(layers) or False
+    return problem.evaluate(stages, costs.size, "piper", problem.schedule_or("dapple-a"), recompute)

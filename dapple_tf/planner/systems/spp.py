@@ -5,7 +5,6 @@ Luo et al., "Efficient Pipeline Planning for Expedited Distributed DNN Training"
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -122,11 +121,6 @@ class SppStage:
     low: int
     high: int
 
-    @property
-    def replicas(self) -> int:
-        """|F(s)|."""
-        return self.high - self.low
-
 
 class Mapped(NamedTuple):
     """W(|S|) in seconds, and stages that reach it."""
@@ -208,14 +202,19 @@ def _mapped_stages(found: Partition, ways: Ways, state: int) -> tuple[SppStage, 
 
 
 def stage_seconds(costs: SppCosts, stages: Sequence[SppStage]) -> StageSeconds:
-    """Return the seconds of the stages, of the transfers between them, and of their AllReduces (equation 1)."""
-    sends = [_send_seconds(costs, a, b) for a, b in itertools.pairwise(stages)]
-    forward, backward = (
-        np.array([sums[s.replicas - 1, s.end] - sums[s.replicas - 1, s.first] for s in stages])
-        for sums in (costs.forward, costs.backward)
-    )
-    reduced = np.array([_allreduce_seconds(costs, stage) for stage in stages])
-    return StageSeconds(forward, backward, np.array(sends, np.float64), reduced)
+    """Return the seconds of the stages, of the transfers between them, and of their AllReduces (equation 1).
+
+    c^f (and c^b) behind a stage is d / (|F(s_n)| |F(s_{n+1})|) over the least bandwidth between the two: in section
+    III.B the bandwidth stands behind the fraction; Algorithm 4 divides by it. A_s is 2 (k - 1) / k x bytes over the
+    least bandwidth between any two of the k replicas, which is infinite for one.
+    """
+    first, end, low, high = np.array([(s.first, s.end, s.low, s.high) for s in stages]).T
+    k = high - low
+    forward, backward = (sums[k - 1, end] - sums[k - 1, first] for sums in (costs.forward, costs.backward))
+    total = costs.parameter_bytes[end] - costs.parameter_bytes[first]
+    slowest = costs.least.between[low[:-1], high[:-1], high[1:]]
+    sends = costs.sent_bytes[end[:-1]] / (k[:-1] * k[1:] * slowest)
+    return StageSeconds(forward, backward, sends, 2 * (k - 1) * total / (k * costs.least.among[low, high]))
 
 
 def least_bandwidths(bandwidths: Floats) -> LeastBandwidths:
@@ -229,21 +228,6 @@ def least_bandwidths(bandwidths: Floats) -> LeastBandwidths:
             nearest = bandwidths[low:middle].min(axis=0)[middle:]
             between[low, middle, middle + 1 :] = np.minimum.accumulate(nearest)
     return LeastBandwidths(among, between)
-
-
-def _allreduce_seconds(costs: SppCosts, s: SppStage) -> float:
-    """Return A_s (equation 1): 2 (k - 1) / k x bytes over the least bandwidth between any two of the k replicas."""
-    k, total = s.replicas, costs.parameter_bytes[s.end] - costs.parameter_bytes[s.first]
-    return float(2 * (k - 1) * total / (k * costs.least.among[s.low, s.high])) if k > 1 else 0.0
-
-
-def _send_seconds(costs: SppCosts, s: SppStage, after: SppStage) -> float:
-    """Return c^f (and c^b) behind a stage: d / (|F(s_n)| |F(s_{n+1})|) over the least bandwidth between them.
-
-    In section III.B the bandwidth stands behind the fraction; Algorithm 4 divides by it.
-    """
-    pairs = s.replicas * after.replicas
-    return float(costs.sent_bytes[s.end] / (pairs * costs.least.between[s.low, s.high, after.high]))
 
 
 # --- The pipeline execution scheduler, PE (SPP, section IV.A and Algorithm 1)
