@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[1]
 CASES = PROFILES.parent / "planner-cases"
 _NATIVE = "simulator/native/"
 _SEARCH, _MAIN, _BEST = _NATIVE + "search.h", _NATIVE + "planner.cc", "planner/best.py"
-_VARIANTS = "{std::tuple{false, false, false}, {true, false, false}, {true, true, false}, {true, true, true}}"
+_VARIANTS = "{std::tuple{true, false, false}, {false, false, false}, {true, true, false}, {true, true, true}}"
 # Of each phase the file of the package, the text that does it, and the text that takes its place.
 PHASES = {
     "baselines": (_BEST, "candidates = leading_baselines(problem) or", "candidates = []\n    candidates +="),
@@ -44,11 +44,18 @@ PHASES = {
     "starts: with contention": (_MAIN, "search.rank(runs, true);", ""),
     "planned: servers in turn": (_SEARCH, "together > 1; together", "together < 0; together"),
     "planned: pools of kinds": (_SEARCH, "    found.emplace_back(p_.kinds);", "    return found;"),
+    "planned: servers of a kind in turn": (
+        _SEARCH,
+        "return std::pair(-speed(a), place[a]) < std::pair(-speed(b), place[b]);",
+        "return speed(a) > speed(b);",
+    ),
+    "planned: stages that re-compute": (_SEARCH, "again = p_.may_recompute &&", "again = false &&"),
+    "planned: devices in the order of servers": (_SEARCH, "    std::sort(found.begin(), found.end());\n", ""),
     "moves: devices that change rows": (_SEARCH, "if (kind == 3 || have == 0)", "if (true)"),
     "searches that begin with what was found": (_MAIN, "add(second, distinct(found, 16, 4));", "(void)found;"),
     "starts: planned": (_MAIN, "planned ? search.planned_starts() : search.starts()", "search.starts()"),
-    "planned: without AllReduce": (_SEARCH, _VARIANTS, _VARIANTS.replace("{false, false, false}, {true", "{true")),
-    "planned: with AllReduce": (_SEARCH, _VARIANTS, _VARIANTS.replace(", {true, false, false}", "")),
+    "planned: without AllReduce": (_SEARCH, _VARIANTS, _VARIANTS.replace(", {false, false, false}", "")),
+    "planned: with AllReduce": (_SEARCH, _VARIANTS, _VARIANTS.replace("{true, false, false}, {", "{")),
     "planned: with transfers": (_SEARCH, _VARIANTS, _VARIANTS.replace(", {true, true, false}", "")),
     "planned: shorter later stages": (_SEARCH, _VARIANTS, _VARIANTS.replace(", {true, true, true}", "")),
     "estimate: devices in order": (_MAIN, "in_order(Search::kInOrder, number + 1, 16);", "(void)number;"),

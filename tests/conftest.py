@@ -56,6 +56,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=lambda item: (group_of(item.nodeid) != "jobs", -seconds[group_of(item.nodeid)]))
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Free what was collected and left out: each trace of a model walks over all objects of its process."""
+    if hasattr(session.config, "workerinput"):
+        gc.collect()
+
+
 def _shares_launch(item: pytest.Item) -> bool:
     """Return whether a test examines a job that others examine too, which is launched by the first of them."""
     return isinstance(item, pytest.Function) and "launches" in item.fixturenames

@@ -20,12 +20,14 @@ from tests.paths import ROOT
 
 DURATIONS = ROOT / "tests" / "durations.txt"
 
-LISTED_SECONDS = 0.3
-# A case above CASE_SECONDS is slow where another case of the same test is quicker, the quickest one above TEST_SECONDS,
-# and a test without cases above LONE_SECONDS.
-CASE_SECONDS = 0.3
+LISTED_SECONDS = 0.15
+# A case above CASE_SECONDS is slow unless it is the quickest one of its test (of equal ones, the first by name). That
+# one is slow above TEST_SECONDS, and a test without cases above LONE_SECONDS. Where all tests of a file would be slow,
+# the quickest one is not, unless it is above FILE_SECONDS: no file is left out whole for want of a second.
+CASE_SECONDS = 0.15
 TEST_SECONDS = 1.5
-LONE_SECONDS = 0.8
+LONE_SECONDS = 0.5
+FILE_SECONDS = 1.1
 
 _UNKNOWN = "?"
 # Folders whose tests plan: one process runs them.
@@ -57,17 +59,25 @@ def function_of(test: str) -> str:
 
 
 def find_slow(tests: Iterable[str], durations: Mapping[str, float]) -> frozenset[str]:
-    """Return which of these tests are slow. Cases of one test are compared with each other: give all of them."""
+    """Return which of these tests are slow. The tests of one file are compared with each other: give all of them."""
     seconds = {test: seconds_of(test, durations) for test in tests}
-    quickest: defaultdict[str, float] = defaultdict(lambda: math.inf)
-    for test, taken in seconds.items():
-        quickest[function_of(test)] = min(quickest[function_of(test)], taken)
-    return frozenset(
+    by_seconds = sorted(seconds, key=lambda test: (seconds[test], test))
+    quickest: dict[str, str] = {}
+    for test in by_seconds:
+        quickest.setdefault(function_of(test), test)
+    slow = {
         test
         for test, taken in seconds.items()
         if taken > (TEST_SECONDS if "[" in test else LONE_SECONDS)
-        or (taken > CASE_SECONDS and taken > quickest[function_of(test)])
-    )
+        or (taken > CASE_SECONDS and test != quickest[function_of(test)])
+    }
+    of_files: defaultdict[str, list[str]] = defaultdict(list)
+    for test in by_seconds:
+        of_files[_file_of(test)].append(test)
+    for of_file in of_files.values():
+        if slow.issuperset(of_file) and seconds[of_file[0]] <= FILE_SECONDS:
+            slow.remove(of_file[0])
+    return frozenset(slow)
 
 
 def seconds_of(test: str, durations: Mapping[str, float]) -> float:
@@ -80,10 +90,15 @@ def group_of(test: str) -> str:
 
     Two jobs of several ranks at a time would disturb each other's timing.
     """
-    path = test.partition("::")[0]
+    path = _file_of(test)
     if starts_jobs(path):
         return "jobs"
     return "plans" if path.startswith(_PLAN) else path
+
+
+def _file_of(test: str) -> str:
+    """Return the path of a test's file."""
+    return test.partition("::")[0]
 
 
 @cache

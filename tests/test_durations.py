@@ -7,7 +7,15 @@ import math
 
 import pytest
 
-from tests.durations import CASE_SECONDS, LONE_SECONDS, TEST_SECONDS, find_slow, group_of, read_durations
+from tests.durations import (
+    CASE_SECONDS,
+    FILE_SECONDS,
+    LONE_SECONDS,
+    TEST_SECONDS,
+    find_slow,
+    group_of,
+    read_durations,
+)
 from tests.paths import ROOT
 
 DURATIONS = read_durations()
@@ -22,9 +30,14 @@ def test_every_listed_test_is_in_its_file(path: str) -> None:
 
 
 def test_of_the_long_cases_of_a_test_the_quickest_is_not_slow() -> None:
-    long = CASE_SECONDS + 0.5
+    long = CASE_SECONDS + 0.1
     durations = {"a.py::test_a[1]": long, "a.py::test_a[2]": long + 0.1, "a.py::test_b": long}
     assert find_slow(durations, durations) == {"a.py::test_a[2]"}
+
+
+def test_of_long_cases_that_take_equally_long_one_is_not_slow() -> None:
+    durations = dict.fromkeys(["a.py::test_a[2]", "a.py::test_a[1]", "a.py::test_a[3]"], CASE_SECONDS + 0.1)
+    assert find_slow(durations, durations) == {"a.py::test_a[2]", "a.py::test_a[3]"}
 
 
 def test_a_long_case_is_slow_where_a_case_without_a_line_is_quicker() -> None:
@@ -40,6 +53,12 @@ def test_a_test_that_takes_too_long_is_slow_though_it_is_alone() -> None:
 def test_a_case_that_takes_too_long_is_slow_though_it_is_the_quickest() -> None:
     durations = {"a.py::test_a[1]": TEST_SECONDS - 0.1, "a.py::test_b[1]": TEST_SECONDS + 0.1}
     assert find_slow(durations, durations) == {"a.py::test_b[1]"}
+
+
+def test_of_a_file_of_long_tests_the_quickest_is_not_slow() -> None:
+    long = FILE_SECONDS - 0.1
+    durations = {"a.py::test_a": long + 0.05, "a.py::test_b": long, "b.py::test_a": FILE_SECONDS + 0.1}
+    assert find_slow(durations, durations) == {"a.py::test_a", "b.py::test_a"}
 
 
 def test_what_was_not_measured_is_slow() -> None:

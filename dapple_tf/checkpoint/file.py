@@ -87,7 +87,9 @@ class CheckpointFile:
     def read_value(self, name: str) -> Any:
         """Return the value of one tensor as a NumPy array."""
         entry = self.entries[name]
-        data = np.fromfile(self.path, np.uint8, entry.end - entry.begin, offset=entry.begin)
+        with _open_regular(self.path) as stream:
+            stream.seek(entry.begin)
+            data = np.fromfile(stream, np.uint8, entry.end - entry.begin)
         return data.view(tf.as_dtype(entry.dtype).as_numpy_dtype).reshape(entry.shape)
 
 

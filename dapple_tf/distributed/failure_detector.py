@@ -114,18 +114,15 @@ class FailureDetector:
         peer.status, peer.raised = report.status, report.raised
         self.fail(report.rank, report.what, report.status, now, report.wait_seconds, report.exit_code)
 
-    def note_disconnect(self, rank: int, network_error: str, now: float) -> None:
-        """Note that the connection to ``rank`` has closed; ``network_error``: see ``Link``."""
+    def note_disconnect(self, rank: int, failure: str, now: float) -> None:
+        """Note that the connection to ``rank`` has closed; ``failure``: see ``Link``."""
         peer = self._peers[rank]
         peer.connected = False
         known = self.failure is not None and self.failure.rank == rank
         needed = rank == 0 and not self.agreed  # rank 0 decides whether all ranks have made the same calls
         if known or (peer.left_after is not None and not needed):
             return
-        what = "was killed or has crashed (its connection closed)"
-        if network_error:
-            what = f"cannot be reached ({network_error}): its host is cut off from the network"
-        self.fail(rank, what, peer.status, now)
+        self.fail(rank, failure or "was killed or has crashed (its connection closed)", peer.status, now)
 
     def note_own_error(self) -> None:
         """Note that this rank has raised an error and reported it: no later failure of a rank ends this process."""

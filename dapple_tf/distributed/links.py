@@ -9,25 +9,28 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from dapple_tf.distributed.messages import Message, decode, encode
 
 _LONGEST_BYTES = 65536  # longer than any message of a watchdog
 # These errors mean that the network has failed, and not the process at the other end.
 _NETWORK_ERRORS = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN)
+_UNREADABLE = "has sent a message that cannot be read: install the same version of dapple_tf on every host"
 
 
 @dataclass
 class Link:
     """The connection to ``rank``. Any thread may send, one thread may receive.
 
-    ``open``: the other end has not closed it. ``network_error``: the system's error text if the network has failed, or
-    "".
+    ``open``: both ends can use it. ``failure``: what has happened to the rank, in words, if it is known by other means
+    than that the connection has closed; else "".
     """
 
     rank: int
     connection: socket.socket
     open: bool = True
-    network_error: str = ""
+    failure: str = ""
     _unread: bytes = field(default=b"", repr=False)
     _sending: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
@@ -40,7 +43,10 @@ class Link:
             self._note_network_error(error)
 
     def receive(self) -> list[Message]:
-        """Return the messages that have arrived; ``open`` is False afterwards if the other end has closed."""
+        """Return the messages that have arrived.
+
+        ``open`` is False afterwards if the other end has closed, or has sent what is no message.
+        """
         try:
             data = self.connection.recv(_LONGEST_BYTES)
         except OSError as error:
@@ -48,13 +54,21 @@ class Link:
                 return []
             self._note_network_error(error)
             data = b""
-        self.open = bool(data) and len(self._unread) < _LONGEST_BYTES
+        self.open = bool(data)
         *lines, self._unread = (self._unread + data).split(b"\n")
-        return [decode(line) for line in lines]
+        messages = list[Message]()
+        try:
+            messages.extend(decode(line) for line in lines)
+            readable = len(self._unread) < _LONGEST_BYTES
+        except msgspec.DecodeError:
+            readable = False
+        if not readable:
+            self.open, self.failure = False, _UNREADABLE
+        return messages
 
     def _note_network_error(self, error: OSError) -> None:
         if error.errno in _NETWORK_ERRORS:
-            self.network_error = str(error.strerror)
+            self.failure = f"cannot be reached ({error.strerror}): its host is cut off from the network"
 
 
 # --- Send messages to the connected ranks, and wait for theirs

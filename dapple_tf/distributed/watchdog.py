@@ -211,7 +211,7 @@ class Watchdog:
         for message in messages:
             self._handle(message, link.rank, now)
         if not link.open:
-            self._detector.note_disconnect(link.rank, link.network_error, now)
+            self._detector.note_disconnect(link.rank, link.failure, now)
 
     def _handle(self, message: Message, sender: int, now: float) -> None:
         match message:

@@ -101,6 +101,8 @@ def share_by_kind(rows: int, kinds: Integers, forward: Floats, backward: Floats)
     kind; seconds grow in proportion to the rows. The longest forward and the longest backward may be on different
     devices. If no other rows are better, they are those of ``cut_rows`` for the sum of both.
     """
+    used, kinds = np.unique(kinds, return_inverse=True)
+    forward, backward = forward[used], backward[used]
     both = forward + backward
     found = cut_rows(rows, np.array([1 / both[k] if both[k] > 0 else 1.0 for k in kinds]))
     counts, proportional = np.zeros(len(forward), np.int64), True
@@ -117,8 +119,6 @@ def share_by_kind(rows: int, kinds: Integers, forward: Floats, backward: Floats)
     shortest_forward = _longest(cut_rows(rows, 1 / forward[kinds]), kinds, forward)
     shortest_backward = _longest(cut_rows(rows, 1 / backward[kinds]), kinds, backward)
     for p in range(len(forward)):  # the kind whose forward is the longest
-        if counts[p] == 0:
-            continue
         count = int(np.ceil(shortest_forward / forward[p] * (1 - _SAME)))
         while count * forward[p] + shortest_backward < least * (1 - _SAME):
             most = (count * forward[p] / forward * (1 + _SAME)).astype(np.int64)
@@ -145,6 +145,5 @@ def _room(backward_seconds: float, most: Integers, counts: Integers, backward: F
     """Return the rows that all devices take within these seconds, each at most the ``most`` of its kind."""
     rows = 0
     for k, count in enumerate(counts):
-        if count:
-            rows += count * min(most[k], int(backward_seconds / backward[k] * (1 + _SAME)))
+        rows += count * min(most[k], int(backward_seconds / backward[k] * (1 + _SAME)))
     return rows

@@ -27,6 +27,13 @@ def make_step(network: Network, **options: Any) -> Any:
     return dapple.pipeline(network.loss_fn, mode="async", **{**given, **options})
 
 
+@pytest.fixture(scope="module")
+def built() -> tuple[Network, Any]:
+    """A network of two stages and its step, built for windows of 8 samples; tests may train them."""
+    network = dense([1, 1])
+    return network, make_step(network, example_batch=network.batch(8))
+
+
 def assert_refused(error: type[Exception], said: str, network: Network, work: Callable[[], Any]) -> None:
     """Assert that ``work`` raises such an error and leaves the variables of the network as they are."""
     before = copies(network.variables)
@@ -41,11 +48,13 @@ def assert_refused(error: type[Exception], said: str, network: Network, work: Ca
 
 @pytest.mark.parametrize("member", ["run_exposed", "expose", "build_exposed"])
 @pytest.mark.parametrize("trained", [False, True])
-def test_a_window_has_no_gradients_to_show(member: str, trained: bool) -> None:
-    network = dense([1, 1])
-    step, batch = make_step(network), network.batch(8)
+def test_a_window_has_no_gradients_to_show(member: str, trained: bool, built: tuple[Network, Any]) -> None:
+    network, step = built
+    batch = network.batch(8)
     if trained:
         step(*batch)
+    else:
+        step = make_step(network)
     said = "gradients.*mode='async'.*each minibatch.*mode='sync'"
     assert_refused(UsageError, said, network, lambda: getattr(step, member)(*batch))
 
@@ -60,9 +69,9 @@ def test_a_window_cannot_check_its_numbers(member: str) -> None:
     step(x, y)
 
 
-def test_in_one_process_all_rows_are_local_and_needed() -> None:
-    network = dense([1, 1])
-    step, batch = make_step(network), network.batch(9)
+def test_in_one_process_all_rows_are_local_and_needed(built: tuple[Network, Any]) -> None:
+    network, step = built
+    batch = network.batch(9)
     step(*batch)
     assert step.needs.rows() == {"0": ((0, 9),), "1": ((0, 9),)}
     assert step.needs.rows(5) == {"0": ((0, 5),), "1": ((0, 5),)}
@@ -70,10 +79,9 @@ def test_in_one_process_all_rows_are_local_and_needed() -> None:
     close("mean loss", loss.numpy(), np.mean(step.losses))
 
 
-def test_a_sharded_data_set_has_whole_windows_in_one_process() -> None:
-    network = dense([1, 1])
+def test_a_sharded_data_set_has_whole_windows_in_one_process(built: tuple[Network, Any]) -> None:
+    network, step = built
     x, y = network.batch(20)
-    step = make_step(network, example_batch=(x[:8], y[:8]))
     found = [
         [rows.numpy() for rows in batch] for batch in dapple.shard(tf.data.Dataset.from_tensor_slices((x, y)), step)
     ]

@@ -21,6 +21,8 @@ from tests.packaging.environments import (
     run,
 )
 
+LIBRARY = "dapple_tf/simulator/native/library.py"  # it has the options of the planner's compiler
+
 Make = Callable[[str, Callable[[Path], None]], Path]
 
 
@@ -49,10 +51,18 @@ def wheel(make_once: Make) -> Path:
 
     def build(folder: Path) -> None:
         copy_source(folder)
+        compile_quickly(folder / LIBRARY)
         check(run([sys.executable, "-m", "build", "--no-isolation", "--outdir", "dist", "."], folder, 120))
 
     (found,) = (make_once("build", build) / "dist").glob("*.whl")
     return found
+
+
+def compile_quickly(library: Path) -> None:
+    """Have the planner's library compiled without optimisation, which takes most of the time of a build."""
+    text = library.read_text(encoding="utf-8")
+    assert '"-O3"' in text
+    library.write_text(text.replace('"-O3"', '"-O0"'), encoding="utf-8")
 
 
 @pytest.fixture(scope="session")

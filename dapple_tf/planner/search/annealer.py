@@ -164,7 +164,10 @@ class Annealer:
             *(slope, stages or 0, problem.least_rows, len(may_have) - 1),
             array(may_have, np.uint8),
         )
-        both = [own.forward_seconds(own.batch_size) + own.backward_seconds(own.batch_size) for own in profiles]
+        both = [
+            (own.forward_seconds(own.batch_size) + own.backward_seconds(own.batch_size)) / own.batch_size
+            for own in profiles
+        ]
         speeds = np.array([both[0].sum() / max(own.sum(), 1e-300) for own in both])
         return Annealer(
             problem,

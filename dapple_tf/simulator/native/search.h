@@ -185,7 +185,8 @@ inline bool Moves::split(Layout& l, int w, Random& random) const {
     ++l.workers;
   } else {
     const int first = l.starts[w], end = l.starts[w + 1];
-    for (int s = stages; s > w; --s) l.starts[s + 1] = l.starts[s], l.recompute[s] = l.recompute[s - 1], l.ahead[s] = l.ahead[s - 1];
+    for (int s = stages; s > w; --s)
+      l.starts[s + 1] = l.starts[s], l.recompute[s] = l.recompute[s - 1], l.ahead[s] = l.ahead[s - 1];
     l.starts[w + 1] = first + 1 + random.draw(end - first - 1);
     ++l.workers;
   }
@@ -679,7 +680,8 @@ inline Layout Search::empty(int z, int workers, int chunks) const {
 }
 
 // The pools from which planned stages take devices. One of all devices: as given, one device of each of some servers in
-// turn, the last server first, by falling and by rising speed. Or one of each kind.
+// turn, the last server first, by falling and by rising speed, and by these with the servers of a speed in turn. Or one
+// of each kind.
 inline std::vector<Search::Pools> Search::pools() const {
   std::vector<int> given(p_.devices);
   for (int d = 0; d < p_.devices; ++d) given[d] = d;
@@ -711,8 +713,11 @@ inline std::vector<Search::Pools> Search::pools() const {
   }
   add([&](int a, int b) { return p_.server[a] > p_.server[b]; });
   if (p_.kinds > 1) {
-    add([&](int a, int b) { return speed_[p_.kind[a]] > speed_[p_.kind[b]]; });
-    add([&](int a, int b) { return speed_[p_.kind[a]] < speed_[p_.kind[b]]; });
+    const auto speed = [&](int d) { return speed_[p_.kind[d]]; };
+    add([&](int a, int b) { return speed(a) > speed(b); });
+    add([&](int a, int b) { return speed(a) < speed(b); });
+    add([&](int a, int b) { return std::pair(-speed(a), place[a]) < std::pair(-speed(b), place[b]); });
+    add([&](int a, int b) { return std::pair(speed(a), place[a]) < std::pair(speed(b), place[b]); });
     found.emplace_back(p_.kinds);
     for (int d = 0; d < p_.devices; ++d) found.back()[p_.kind[d]].push_back(d);
   }
@@ -771,7 +776,8 @@ inline std::vector<Run> Search::starts() const {
 // seconds together, with and without their AllReduces, if no stage takes longer than the limit (Alpa, section 5.2,
 // equation 3), and a third time if no transfer, nor all that a server's interface moves of a micro-batch, does. The
 // fourth time later stages are shorter: what a stage takes for all micro-batches, and the stages before it to fill and
-// drain the pipeline, is together at most M times the limit. Rows, links and memory are estimated here; what comes out is evaluated as any other layout.
+// drain the pipeline, is together at most M times the limit. Rows, rings, interfaces and memory are estimated here; what
+// comes out is evaluated as any other layout.
 inline std::vector<Run> Search::planned_starts() const {
   const int most_cuts = p_.devices > 32 ? 64 : 128;  // with more the stages take longer to plan than to search
   // Cuts with nearly equal work between them; all where there are few blocks.
@@ -798,6 +804,8 @@ inline std::vector<Run> Search::plan_stages(const std::vector<int>& cuts, const 
   constexpr int kMostUnits = 64;
   constexpr int kFineCells = 3000, kCoarseCells = 10000;  // cuts times states, up to which limits rise by 2% and by 4%
   constexpr double kWorse = 1.5;  // by an estimate; stages that are so much slower than others are no good start
+  constexpr double kRise = 1.1;   // of a limit, where it need not be fine
+  constexpr double kRecomputed = 4.0 / 3;  // with a second forward, where backward takes twice as long as forward
   const int n = static_cast<int>(cuts.size()) - 1, count = static_cast<int>(pools.size());
   const double rows = static_cast<double>(p_.size[z]), m = static_cast<double>(p_.micro_batches[z]);
   const double scale = rows / p_.batch;
@@ -811,27 +819,23 @@ inline std::vector<Run> Search::plan_stages(const std::vector<int>& cuts, const 
     }
     if (count == 1 || states <= kMostStates) break;
   }
-  const auto own_link = [&](int x, int y) { return p_.own_links && x != y && p_.own[x * p_.servers + y] > 0; };
-  const auto wait = [&](int x, int y) {
-    return own_link(x, y) ? p_.own_latency[x * p_.servers + y] : x == y ? p_.inside_latency[x] : p_.interface_latency;
-  };
   const auto link = [&](int x, int y) {  // seconds per byte
-    return own_link(x, y) ? p_.own[x * p_.servers + y] : x == y ? p_.inside[x] : p_.interface_;
+    const bool own = p_.own_links && x != y && p_.own[x * p_.servers + y] > 0;
+    return own ? p_.own[x * p_.servers + y] : x == y ? p_.inside[x] : p_.interface_;
   };
-  const auto by_interface = [&](int x, int y) { return x != y && !own_link(x, y); };
   const auto taken = [&](int state, int k) { return state / strides[k] % (units[k] + 1); };
-  // The devices of a stage: `units` from one unit of a pool on, and what its figures depend on.
+  // The devices of a stage: `units` from the unit `begin` of a pool on, and what its figures depend on.
   struct Group {
-    int units;
+    int pool, begin, units;
     double seconds, stash, fixed, ring, memory;  // of a second of work, and of a byte; bytes of its smallest device
-    int first, last, next;                       // servers of its first and last device and of the one after; or -1
   };
-  std::vector<std::vector<std::vector<Group>>> groups(count);  // of each pool, from each unit on
+  std::vector<Group> groups;
+  std::vector<std::vector<std::vector<int>>> beginning(count);  // the groups that begin with each unit of each pool
   double all_speed = 0;
   for (int k = 0; k < count; ++k) {
     const auto& order = pools[k];
     const auto server = [&](int d) { return d < units[k] * unit ? p_.server[order[d]] : -1; };
-    groups[k].resize(units[k] + 1);
+    beginning[k].resize(units[k] + 1);
     for (const int d : order) all_speed += speed_[p_.kind[d]];
     for (int a = 0; a < units[k]; ++a) {
       double least_memory = kInfinity, speed = 0, rows_before = kInfinity, slowest = 0;
@@ -851,8 +855,9 @@ inline std::vector<Run> Search::plan_stages(const std::vector<int>& cuts, const 
         const double divided = p_.kinds > 1 ? speed : p_.whole_rows ? rows / most_rows : r;
         const int x = server(a * unit), y = server((a + size) * unit - 1);
         const double ring = 2 * (r - 1) / r * std::max(slowest, link(y, x));
-        groups[k][a].push_back({size, rows / divided, scale / divided, p_.fixed_factor + p_.shared_factor / r, ring,
-                                least_memory, x, y, server((a + size) * unit)});
+        beginning[k][a].push_back(static_cast<int>(groups.size()));
+        groups.push_back({k, a, size, rows / divided, scale / divided, p_.fixed_factor + p_.shared_factor / r, ring,
+                          least_memory});
       }
     }
   }
@@ -861,9 +866,49 @@ inline std::vector<Run> Search::plan_stages(const std::vector<int>& cuts, const 
     work[i] = work_[cuts[i]], bytes[i] = p_.parameters[cuts[i]], stash[i] = p_.stash[cuts[i]];
     sent[i] = p_.boundary[cuts[i]] * scale;
   }
+  // The transfer from one group to one that can follow it, measured when it is first needed. If the devices are taken
+  // by several, the first of each unit stands for all.
+  struct Sending {
+    double latency = kNever, per_byte = 0;
+    bool by_interface = false, on_same_server = false;  // some device of both
+  };
+  std::vector<std::vector<Sending>> sendings(groups.size());
+  Transfer transfer({p_.servers, p_.inside, p_.inside_latency, p_.interface_, p_.interface_latency, p_.own,
+                     p_.own_latency, p_.own_links != 0});
+  const auto servers_of = [&](const Group& group) {  // in the order in which they get rows
+    std::vector<int> found;
+    for (int i = 0; i < group.units; ++i) found.push_back(p_.server[pools[group.pool][(group.begin + i) * unit]]);
+    std::sort(found.begin(), found.end());
+    return found;
+  };
+  const auto cut_rows = [&](int parts) {
+    std::vector<int64_t> found;
+    for (int i = 0; i <= parts; ++i) found.push_back(p_.whole_rows && unit == 1 ? p_.size[z] * i / parts : i);
+    return found;
+  };
+  const auto sending = [&](int from, int to) -> const Sending& {
+    const Group &sender = groups[from], &receiver = groups[to];
+    // From one pool only the groups that begin where the sender ends can follow.
+    const std::vector<int>& next = beginning[0][count == 1 ? sender.begin + sender.units : 0];
+    std::vector<Sending>& of_sender = sendings[from];
+    if (of_sender.empty()) of_sender.resize(count == 1 ? next.size() : groups.size());
+    Sending& found = of_sender[count == 1 ? to - next.front() : to];
+    if (!std::isnan(found.latency)) return found;
+    const std::vector<int> senders = servers_of(sender), receivers = servers_of(receiver);
+    transfer.measure(sender.units, [&](int i) { return senders[i]; }, cut_rows(sender.units).data(), receiver.units,
+                     [&](int i) { return receivers[i]; }, cut_rows(receiver.units).data());
+    std::vector<int> common;
+    std::set_intersection(senders.begin(), senders.end(), receivers.begin(), receivers.end(),
+                          std::back_inserter(common));
+    return found = {transfer.latency, transfer.per_byte, !transfer.touched.empty(), !common.empty()};
+  };
   std::vector<Run> runs;
   std::vector<double> best((n + 1) * states);
-  std::vector<int> from_cut((n + 1) * states), from_pool((n + 1) * states), from_state((n + 1) * states);
+  // Seconds in which the interfaces of the last stage's servers move what they move of a micro-batch, one way.
+  std::vector<double> moving((n + 1) * states);
+  std::vector<int> from_cut((n + 1) * states), from_group((n + 1) * states), from_state((n + 1) * states);
+  std::vector<uint8_t> recompute((n + 1) * states);
+  double whole = 0;  // the seconds of all stages together, as they were planned last
   const auto solve = [&](double limit, bool rings, bool sends, bool tapers) {
     std::fill(best.begin(), best.end(), kInfinity);
     best[0] = 0;
@@ -872,80 +917,91 @@ inline std::vector<Run> Search::plan_stages(const std::vector<int>& cuts, const 
       for (int state = 0; state < states; ++state) {
         const double before = best[i * states + state];
         if (before == kInfinity) continue;
-        int from = -1;  // the server of the last device of the stage before
-        if (i) {
-          const int k = from_pool[i * states + state];
-          from = p_.server[pools[k][taken(state, k) * unit - 1]];
-        }
+        const int from = from_group[i * states + state];
+        const double moving_before = i && p_.contention ? moving[i * states + state] : 0;
         for (int k = 0; k < count; ++k) {
-          for (const Group& group : groups[k][taken(state, k)]) {
-            const double in = i ? wait(from, group.first) + sent[i] * link(from, group.first) : 0;
+          for (const int to_group : beginning[k][taken(state, k)]) {
+            const Group& group = groups[to_group];
+            double in = 0, moving_here = 0;
+            if (i) {
+              const Sending& sent_here = sending(from, to_group);
+              in = sent_here.latency + sent[i] * sent_here.per_byte;
+              const double by_interface = sent_here.by_interface ? in : 0;
+              // One interface moves what comes to the stage before and what goes on from it.
+              if (sends && (in > limit || (by_interface > 0 && moving_before + in > limit))) continue;
+              moving_here = by_interface + (sent_here.on_same_server ? moving_before : 0);
+            }
             const double own = tapers ? limit - (before + 2 * in) / m : limit;
-            if (own <= 0 || (sends && in > own)) break;
-            // One interface moves what comes from the stage before and what goes to the next.
-            const bool inside = p_.contention && group.first == group.last;
-            const bool one_interface = inside && i && by_interface(from, group.first);
+            // Micro-batches that are computed before the first one comes back.
+            const double in_flight = std::min(m, std::max(1.0, std::ceil((whole - before) / limit)));
+            const double inputs = sent[i] * group.stash / scale;
             const int to_state = state + group.units * strides[k];
             for (int j = i + 1; j <= n; ++j) {
               const double seconds = (work[j] - work[i]) * group.seconds, parameters = bytes[j] - bytes[i];
-              if (seconds + group.ring * parameters / m > own) break;
-              const bool fits = parameters * group.fixed + (stash[j] - stash[i]) * group.stash <= group.memory;
-              if (!fits && !p_.may_recompute && !p_.recompute_all) break;
-              if (sends && j < n && group.next >= 0) {
-                const double out = wait(group.last, group.next) + sent[j] * link(group.last, group.next);
-                if (out + (one_interface && by_interface(group.last, group.next) ? in : 0) > own) continue;
-              }
-              const double found = before + seconds + 2 * in + (rings ? group.ring * parameters : 0);
+              const double ring = group.ring * parameters;
+              const double room = group.memory - parameters * group.fixed, held = (stash[j] - stash[i]) * group.stash;
+              const bool again = p_.may_recompute && held * in_flight > room;
+              if (again ? held + inputs * in_flight > room : held > room && !p_.recompute_all) break;
+              const double all_seconds = again ? seconds * kRecomputed : seconds;
+              if (all_seconds + ring / m > own) break;
+              const double found = before + all_seconds + 2 * in + (rings ? ring : 0);
               const int to = j * states + to_state;
-              if (found < best[to]) best[to] = found, from_cut[to] = i, from_pool[to] = k, from_state[to] = state;
+              if (found >= best[to]) continue;
+              best[to] = found, moving[to] = moving_here, recompute[to] = again;
+              from_cut[to] = i, from_group[to] = to_group, from_state[to] = state;
             }
           }
         }
       }
     }
     const auto end = std::min_element(best.begin() + n * states, best.end());
+    if (*end < kInfinity) whole = *end;
     return *end < kInfinity ? static_cast<int>(end - best.begin()) - n * states : -1;
   };
-  const double equal_share = work_[p_.blocks] * rows / std::max(all_speed, 1e-300);
-  double least = kInfinity;
+  double least = kInfinity;  // the step of the fastest stages, by an estimate
+  const auto add_stages_within = [&](double limit, bool rings, bool sends, bool tapers) {
+    const int end = solve(limit, rings, sends, tapers);
+    if (end < 0) return;
+    if (tapers) {
+      least = std::min(least, m * limit);
+    } else if (rings || p_.devices == 1) {
+      least = std::min(least, best[n * states + end] + (m - 1) * limit);
+    }
+    std::vector<int> entries;  // of the stages, the last one first
+    for (int entry = n * states + end; entry > 0; entry = from_cut[entry] * states + from_state[entry])
+      entries.push_back(entry);
+    const int found = static_cast<int>(entries.size());
+    if ((p_.workers && found != p_.workers) || found > std::min(p_.devices, p_.blocks)) return;
+    Layout l = empty(z, found, 1);
+    std::vector<uint8_t> used(p_.devices, 0);
+    int at = 0;
+    for (int s = 0; s < found; ++s) {
+      const int entry = entries[found - 1 - s];
+      const Group& group = groups[from_group[entry]];
+      const auto first = pools[group.pool].begin() + group.begin * unit;
+      std::vector<int> own(first, first + group.units * unit);
+      std::sort(own.begin(), own.end());  // the devices of a server get rows that follow each other
+      l.starts[s] = cuts[from_cut[entry]], l.recompute[s] = recompute[entry];
+      for (const int d : own) l.device_at[at] = d, l.owner[at++] = s, used[d] = 1;
+    }
+    for (const auto& order : pools)
+      for (const int d : order)
+        if (!used[d]) l.device_at[at] = d, l.owner[at++] = kIdleDevice;
+    runs.push_back({l, kInfinity});
+  };
+  const double equal_share = work_[p_.blocks] * rows / std::max(all_speed, 1e-300), most = 2.0 * p_.devices;
   const int cells = n * states;
   const double fine = m >= 16 && cells <= kFineCells ? 1.02 : cells <= kCoarseCells ? 1.04 : 1.1;
-  for (double factor = 1; factor <= 2 * p_.devices; factor *= factor < 1.4 ? fine : factor < 2 ? 1.1 : 1.4) {
-    const double limit = equal_share * factor;
-    if ((m - 1) * limit > least * kWorse) break;
-    for (const auto& [rings, sends, tapers] :
-         {std::tuple{false, false, false}, {true, false, false}, {true, true, false}, {true, true, true}}) {
-      const int end = rings && p_.devices == 1 ? -1 : solve(limit, rings, sends, tapers);
-      if (end < 0) continue;
-      if (tapers) {
-        least = std::min(least, m * limit);
-      } else if (rings || p_.devices == 1) {
-        least = std::min(least, best[n * states + end] + (m - 1) * limit);
-      }
-      struct Stage {
-        int cut, pool, first, end;
-      };
-      std::vector<Stage> stages;  // the last one first
-      for (int j = n, state = end; j > 0;) {
-        const int to = j * states + state, k = from_pool[to];
-        stages.push_back({from_cut[to], k, taken(from_state[to], k) * unit, taken(state, k) * unit});
-        j = from_cut[to], state = from_state[to];
-      }
-      const int found = static_cast<int>(stages.size());
-      if ((p_.workers && found != p_.workers) || found > std::min(p_.devices, p_.blocks)) continue;
-      Layout l = empty(z, found, 1);
-      std::vector<uint8_t> used(p_.devices, 0);
-      int at = 0;
-      for (int s = 0; s < found; ++s) {
-        const Stage& stage = stages[found - 1 - s];
-        l.starts[s] = cuts[stage.cut];
-        for (int d = stage.first; d < stage.end; ++d, ++at)
-          l.device_at[at] = pools[stage.pool][d], l.owner[at] = s, used[l.device_at[at]] = 1;
-      }
-      for (const auto& order : pools)
-        for (const int d : order)
-          if (!used[d]) l.device_at[at] = d, l.owner[at++] = kIdleDevice;
-      runs.push_back({l, kInfinity});
+  for (const auto& [rings, sends, tapers] :
+       {std::tuple{true, false, false}, {false, false, false}, {true, true, false}, {true, true, true}}) {
+    if (rings && p_.devices == 1) continue;
+    whole = 0;
+    double first = 1;  // nearly the least limit, in equal shares, within which there are stages
+    while (first <= most && solve(equal_share * first, rings, sends, tapers) < 0) first *= kRise;
+    first = std::max(1.0, first / kRise);
+    for (double factor = first; factor <= most && (m - 1) * equal_share * factor <= least * kWorse;) {
+      add_stages_within(equal_share * factor, rings, sends, tapers);
+      factor *= factor < 1.4 * first ? fine : factor < 2 * first ? kRise : 1.4;
     }
   }
   return runs;

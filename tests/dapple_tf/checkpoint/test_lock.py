@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import multiprocessing
 import os
 import re
 import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 
 import pytest
@@ -22,33 +26,33 @@ from dapple_tf.launcher.restart import Start
 from tests.dapple_tf.builders import X, step_of
 from tests.paths import ROOT
 
-HOLD = """
-import os, sys, time
-from pathlib import Path
-from dapple_tf.checkpoint.checkpoints import lock_folder
-lock = lock_folder(Path(sys.argv[1]))
-if os.fork() == 0:  # the child prints its id once its handlers of the fork have run
-    print(os.getpid(), flush=True)
-time.sleep(60)
-"""
+
+def hold(folder: Path, to_parent: Connection) -> None:
+    """Lock the folder, start a child, send its id, and stay."""
+    lock = lock_folder(folder)
+    assert lock is not None
+    if os.fork() == 0:  # the child sends its id once its handlers of the fork have run
+        to_parent.send(os.getpid())
+    time.sleep(60)
 
 
 @pytest.fixture
-def holder(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
+def holder(tmp_path: Path) -> Iterator[tuple[ForkProcess, int]]:
     """Return a process that holds the lock of the folder, and the id of its child."""
-    command = [sys.executable, "-c", HOLD, str(tmp_path)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        child = int(process.stdout.readline())
-        yield process, child
-        os.kill(child, signal.SIGKILL)
-        process.kill()
+    here, there = multiprocessing.Pipe()
+    process = multiprocessing.get_context("fork").Process(target=hold, args=(tmp_path, there))
+    process.start()
+    child = here.recv()
+    yield process, child
+    os.kill(child, signal.SIGKILL)
+    process.kill()
+    process.join()
 
 
 @pytest.mark.always  # the only test of a lock that another process holds
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 def test_a_second_run_is_refused_until_the_first_is_killed_even_if_a_child_of_the_first_goes_on(
-    tmp_path: Path, holder: tuple[subprocess.Popen[str], int]
+    tmp_path: Path, holder: tuple[ForkProcess, int]
 ) -> None:
     """A worker of a data loader may outlive its parent."""
     process, child = holder
@@ -63,7 +67,7 @@ def test_a_second_run_is_refused_until_the_first_is_killed_even_if_a_child_of_th
     assert lock_folder(tmp_path.parent) is not None  # another folder is free
 
     process.kill()
-    process.wait(10)
+    process.join(10)
     os.kill(child, 0)  # it is alive
     assert lock_folder(tmp_path) is not None
 

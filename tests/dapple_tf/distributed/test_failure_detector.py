@@ -88,10 +88,10 @@ def test_a_closed_connection_means_that_the_process_is_gone() -> None:
     assert failure.what == "was killed or has crashed (its connection closed)"
 
 
-def test_a_network_error_is_reported_as_such() -> None:
+def test_what_the_connection_says_of_the_failure_is_reported() -> None:
     detector = detector_of()
-    detector.note_disconnect(0, "No route to host", 101.0)
-    assert failure_of(detector).what == "cannot be reached (No route to host): its host is cut off from the network"
+    detector.note_disconnect(0, "cannot be reached (No route to host)", 101.0)
+    assert failure_of(detector).what == "cannot be reached (No route to host)"
 
 
 def test_a_rank_that_has_left_may_close_its_connection() -> None:

@@ -61,7 +61,7 @@ def test_a_closed_connection_is_noticed_by_the_receiver_and_ignored_by_the_sende
     sender.connection.close()
     assert receiver.receive() == []
     assert not receiver.open
-    assert receiver.network_error == ""
+    assert receiver.failure == ""
     receiver.send(CallMismatch("lost"))
 
 
@@ -73,7 +73,7 @@ def test_a_network_error_is_kept_in_words(links: tuple[Link, Link], monkeypatch:
     link = Link(1, Unreachable())  # type: ignore[arg-type]  # a socket that fails cannot be had otherwise
     assert link.receive() == []
     assert not link.open
-    assert link.network_error == "No route to host"
+    assert link.failure == "cannot be reached (No route to host): its host is cut off from the network"
 
 
 def test_an_idle_connection_is_open(links: tuple[Link, Link]) -> None:
@@ -81,3 +81,22 @@ def test_an_idle_connection_is_open(links: tuple[Link, Link]) -> None:
     receiver.connection.settimeout(0.01)
     assert receiver.receive() == []
     assert receiver.open
+
+
+@pytest.mark.parametrize(
+    "sent", [b"GET / HTTP/1.1\r\n", b'{"kind": "Unknown"}\n', b"\xff\n", b"x" * 65536 + b"y" * 65536]
+)
+def test_what_is_no_message_closes_the_connection_with_the_reason(links: tuple[Link, Link], sent: bytes) -> None:
+    sender, receiver = links
+    sender.connection.sendall(encode(CallMismatch("a")) + b"\n")
+    sending = threading.Thread(target=sender.connection.sendall, args=(sent,))
+    sending.start()
+    received = list[str]()
+    while receiver.open:
+        received += texts(receiver)
+    sending.join(5)
+    assert received == ["a"]
+    assert (
+        receiver.failure
+        == "has sent a message that cannot be read: install the same version of dapple_tf on every host"
+    )

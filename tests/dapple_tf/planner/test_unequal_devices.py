@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import dapple_tf as dapple
@@ -56,6 +56,7 @@ def test_rows_are_cut_so_that_the_slowest_device_ends_earliest(rows: int, speeds
     seconds=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=3, max_size=3),
     kinds=st.lists(st.integers(0, 2), min_size=1, max_size=4),
 )
+@example(rows=1, seconds=[(0, 0), (1, 2), (2, 1)], kinds=[1, 2])  # no device is of the kind that takes no time
 def test_rows_are_shared_so_that_the_longest_forward_and_backward_are_least(
     rows: int, seconds: list[tuple[int, int]], kinds: list[int]
 ) -> None:

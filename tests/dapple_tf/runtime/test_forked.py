@@ -2,40 +2,40 @@
 
 from __future__ import annotations
 
+import multiprocessing
+from multiprocessing.connection import Connection
+
 import pytest
+import tensorflow as tf
 
-from tests.processes import run_python
+from dapple_tf.errors import UsageError
+from tests.dapple_tf.builders import X, step_of
 
-FORK = """
-import os, sys, time
-import numpy as np, tensorflow as tf, keras
-import dapple_tf as dapple
-dapple.init(2)
-weight = tf.Variable(tf.ones((4, 1)))
-optimizer = keras.optimizers.SGD()
-step = dapple.pipeline(lambda x: tf.reduce_mean(x @ weight), optimizer=optimizer, stages=1, micro_batches=1)
-x = np.ones((4, 4), "float32")
-step(x)
-if os.fork() == 0:
-    begin = time.monotonic()
-    try:
-        {call}
-    except dapple.errors.UsageError as error:
-        print(error, flush=True)
-    os._exit(0 if time.monotonic() - begin < 2 else 3)
-_, status = os.wait()
-step(x)  # here it still runs
-sys.exit(os.waitstatus_to_exitcode(status))
-"""
-
-
-def run(call: str) -> str:
-    return run_python("-c", FORK.replace("{call}", call)).stdout
+SECONDS = 5
+"""A child that waits is killed after these."""
 
 
 @pytest.mark.always  # the only test of its kind
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 def test_a_step_in_a_forked_child_is_an_error_at_once() -> None:
     """It once waited for threads that the child does not have."""
-    said = run("step(x)")
+    weight = tf.Variable(tf.ones((4, 1)))
+    step = step_of(lambda x: tf.reduce_mean(x @ weight), stages=1, micro_batches=1)
+    step(X)
+
+    def call(to_parent: Connection) -> None:
+        try:
+            step(X)
+        except UsageError as error:
+            to_parent.send(str(error))
+
+    here, there = multiprocessing.Pipe()
+    child = multiprocessing.get_context("fork").Process(target=call, args=(there,))
+    child.start()
+    child.join(SECONDS)
+    child.kill()
+    assert child.exitcode == 0
+    said = here.recv()
     assert "was forked from process" in said
     assert "Start processes anew (multiprocessing's 'spawn' or 'forkserver')" in said
+    step(X)  # here it still runs

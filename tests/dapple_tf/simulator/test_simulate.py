@@ -170,6 +170,7 @@ def test_another_suffix_is_refused_and_nothing_is_written(tmp_path: Path) -> Non
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.always  # the only quick test of a program that does without TensorFlow
 def test_simulating_and_drawing_do_not_start_tensorflow() -> None:
     code = (
         "import sys; import dapple_tf.simulator.simulate, dapple_tf.drawing.save, dapple_tf.drawing.html, "

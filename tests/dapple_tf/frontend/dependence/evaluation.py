@@ -65,6 +65,8 @@ def make_loss(compute: Compute, *, as_aux: bool = False) -> Callable[..., Any]:
     w = tf.Variable([0.5, -1.0, 2.0, 1.5], dtype=tf.float64, name="w")
     u = tf.Variable([1.0, 2.0, 3.0, 4.0], dtype=tf.float64, name="u", trainable=False)
 
+    # AutoGraph would find nothing to convert, but takes most of the time of a trace.
+    @tf.autograph.experimental.do_not_convert
     def loss(x: Any, y: Any, mask: Any) -> Any:
         batch = Batch(x, y, mask, x * w, w, u)
         return (tf.reduce_mean(batch.z), compute(batch)) if as_aux else compute(batch)
