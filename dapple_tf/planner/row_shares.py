@@ -143,7 +143,5 @@ def _longest(rows: Integers, kinds: Integers, seconds: Floats) -> float:
 
 def _room(backward_seconds: float, most: Integers, counts: Integers, backward: Floats) -> int:
     """Return the rows that all devices take within these seconds, each at most the ``most`` of its kind."""
-    rows = 0
-    for k, count in enumerate(counts):
-        rows += count * min(most[k], int(backward_seconds / backward[k] * (1 + _SAME)))
-    return rows
+    fit = (min(most[k], int(backward_seconds / backward[k] * (1 + _SAME))) for k in range(len(counts)))
+    return sum(count * rows for count, rows in zip(counts.tolist(), fit, strict=True))
