@@ -57,9 +57,7 @@ def _check_part_of_batch(plan: Plan) -> None:
 
 
 def _check_batch(plan: Plan) -> None:
-    equal = plan.micro_batch_size * plan.micro_batches == plan.global_batch_size
-    if plan.window is not None:  # its minibatches may differ by a sample
-        equal = plan.micro_batch_size == -(-plan.global_batch_size // plan.micro_batches)
+    equal = plan.training.cuts_evenly(plan.global_batch_size, plan.micro_batches, plan.micro_batch_size)
     if not (equal or plan.sizes) or plan.global_batch_size < 1:
         raise PlanError(
             f"micro_batch_size {plan.micro_batch_size} x micro_batches {plan.micro_batches} is not global_batch_size "

@@ -25,12 +25,13 @@ USUAL_MINIBATCHES = 64
 class Words:
     """The words for what one call trains: a step, or an asynchronous window.
 
-    ``unit``, ``units``: one, and several. ``training``: the label of the progress. ``loss``: the name of a call's loss,
-    and ``curve`` of a curve of these.
+    ``unit``, ``units``: one, and several. ``batch``: the samples that a call takes. ``training``: the label of the
+    progress. ``loss``: the name of a call's loss, and ``curve`` of a curve of these.
     """
 
     unit: str
     units: str
+    batch: str
     training: str
     loss: str
     curve: str
@@ -40,7 +41,7 @@ class Words:
 class Synchronous:
     """Training in steps: all micro-batches of a batch use the same weights, which change once."""
 
-    words: ClassVar[Words] = Words("step", "steps", "training", "loss", "loss")
+    words: ClassVar[Words] = Words("step", "steps", "batch", "training", "loss", "loss")
     minibatches: ClassVar[int] = 1
     parts: ClassVar[int] = 1
     in_turn: ClassVar[bool] = False
@@ -51,6 +52,10 @@ class Synchronous:
     def check_samples(self, samples: int, micro_batches: int, replicas: Sequence[int]) -> None:
         """Accept any batch: one that is small is cut into fewer micro-batches."""
 
+    def cuts_evenly(self, samples: int, micro_batches: int, size: int) -> bool:
+        """Return whether micro-batches of ``size`` are a whole batch of ``samples``."""
+        return size * micro_batches == samples
+
     def versions(self, replicas: Sequence[int]) -> Versions:
         """Raise PlanError: only windows have several versions of the weights."""
         raise PlanError("the plan is synchronous: it has no window")
@@ -58,6 +63,10 @@ class Synchronous:
     def describe_parts(self, micro_batches: int, sizes: str) -> str:
         """Return M and the ``sizes`` of each."""
         return f"{format_count(micro_batches, 'micro-batch')} of {sizes}"
+
+    def describe_step(self, schedule: str, micro_batches: int) -> str:
+        """Return the schedule and M, for a title."""
+        return f"{schedule}, M = {micro_batches}"
 
     def describe_order(self, replicas: Sequence[int]) -> Mapping[str, Sequence[str]]:
         """Return no columns: the order follows from the schedule."""
@@ -106,7 +115,7 @@ class WindowPlan:
     def words(self) -> Words:
         """The words by which messages name a window of this plan, and its loss."""
         units = f"windows of {format_count(self.minibatches, 'minibatch')}"
-        return Words("window", units, "training window", "mean loss", "mean loss of a window")
+        return Words("window", units, "window", "training window", "mean loss", "mean loss of a window")
 
     def check(self, replicas: Sequence[int], micro_batches: int, *, shard_optimizer: bool) -> None:
         """Raise PlanError unless a plan with these fields can train in windows."""
@@ -118,6 +127,15 @@ class WindowPlan:
                 "of their own: leave out shard_optimizer, or window"
             )
 
+    def minibatch_size(self, samples: int) -> int:
+        """Return the samples of a minibatch to plan for; PlanError unless a window of ``samples`` divides evenly."""
+        if samples < 1 or samples % self.minibatches:
+            raise PlanError(
+                f"global_batch_size={samples} is no multiple of minibatches={self.minibatches}: with mode='async' it "
+                "is the samples of a whole window, and every minibatch has as many"
+            )
+        return samples // self.minibatches
+
     def check_samples(self, samples: int, micro_batches: int, replicas: Sequence[int]) -> None:
         """Raise PlanError unless a window of ``samples`` has a sample for each replica of each micro-batch."""
         if samples // micro_batches < max(replicas):
@@ -127,10 +145,18 @@ class WindowPlan:
                 "one), leave this one out (drop_remainder=True), or give fewer minibatches"
             )
 
+    def cuts_evenly(self, samples: int, micro_batches: int, size: int) -> bool:
+        """Return whether ``size`` is that of the largest parts of a window of ``samples``; others have one less."""
+        return size == -(-samples // micro_batches)
+
     def describe_parts(self, micro_batches: int, sizes: str) -> str:
         """Return the number of minibatches, and of the micro-batches of each, and the ``sizes`` of these."""
         each = "" if self.in_turn else f"{format_count(micro_batches // self.minibatches, 'micro-batch')} of "
         return f"{format_count(self.minibatches, 'minibatch')} of {each}{sizes}"
+
+    def describe_step(self, schedule: str, micro_batches: int) -> str:
+        """Return the minibatches and the weights, for a title: the schedule follows from these and the stages."""
+        return f"window of {self.minibatches} minibatches, weights {self.weights!r}"
 
     def describe_order(self, replicas: Sequence[int]) -> Mapping[str, Sequence[str]]:
         """Return K of each stage and the versions of the weights that its replicas keep, as columns of a table."""

@@ -135,6 +135,10 @@ class Profile:
         """Return the backward seconds of every layer for ``samples`` samples; see ``forward_seconds``."""
         return _interpolate(self.measured_sizes, self._tables["backward_seconds"], samples)
 
+    def model_seconds(self, samples: float) -> float:
+        """Return the forward and backward seconds of all layers for ``samples`` samples; see ``forward_seconds``."""
+        return float(self.forward_seconds(samples).sum() + self.backward_seconds(samples).sum())
+
     def weights_seconds(self, samples: float) -> Floats:
         """Return the part of ``backward_seconds`` that computes gradients of weights; the rest is for inputs.
 

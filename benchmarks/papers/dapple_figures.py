@@ -471,7 +471,7 @@ def _gain(curve: Mapping[int, tuple[float, float, float]], line: int, before: in
 def _speedups(problem: PlanningProblem) -> tuple[float, float, float]:
     """Return the speed-ups over one device of the best plan, DP with overlap and DP; NaN where none fits."""
     profile, batch = problem.profile, problem.global_batch_size
-    alone = float(profile.forward_seconds(batch).sum() + profile.backward_seconds(batch).sum())
+    alone = profile.model_seconds(batch)
     decision = plan_best(problem, chunks=())  # one stage per device, as in the paper
     found = (decision and decision.chosen, _data_parallel(problem), _data_parallel(replace(problem, overlap=False)))
     best, overlapped, plain = (alone / candidate.seconds if candidate else math.nan for candidate in found)

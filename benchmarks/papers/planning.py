@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from benchmarks.papers.published import Model, count_units
 from dapple_tf.errors import PlanError
@@ -12,7 +11,6 @@ from dapple_tf.planner.api import predict_plan, run_planner
 from dapple_tf.planner.explain import describe_result
 from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem
 from dapple_tf.planner.search.dapple import formula_latency
-from dapple_tf.planner.search.formula_search import CostTables
 from dapple_tf.plans import StagePlan
 from dapple_tf.timeline.timeline import Timeline
 
@@ -24,11 +22,6 @@ class WholeSlices(PlanningProblem):
     The paper plans with the time of that one batch (Table II) and asks for micro-batches "large enough to ensure device
     efficiency" (section V.B.2). For smaller slices one must guess that time is proportional to their size.
     """
-
-    def cost_tables(self, *asked: Any) -> CostTables:
-        """Return the search's tables, in which a stage has no more replicas than whole slices."""
-        tables = super().cost_tables(*asked)
-        return tables._replace(micro_batch_size=tables.micro_batch_size // self.profile.batch_size)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "least_rows", self.profile.batch_size)

@@ -318,7 +318,7 @@ class Autoplan:
 def _warn_of_other_batch(given: Plan, used: Plan, samples: int) -> None:
     """Warn where the plan that was ``given`` was made for another batch than one of ``samples``."""
     if given.window == used.window and given.global_batch_size != samples:
-        unit = "batch" if given.window is None else "window"
+        unit = given.training.words.batch
         warn_user(
             f"the plan was made for a {unit} of {format_samples(given.global_batch_size)}, and the first {unit} has "
             f"{samples}: its micro-batches have other sizes than planned, and the predicted step time and memory are "

@@ -17,7 +17,7 @@ from dapple_tf.graph_passes.schedules.worker_map import WorkerMap
 from dapple_tf.graph_passes.schedules.zero_bubble import ZERO_BUBBLE_AUTO
 from dapple_tf.plan_check import check_plan
 from dapple_tf.planner.planning_problem import PlanningProblem
-from dapple_tf.planner.step_simulation import POLICIES, WORTH_MEMORY, fastest_schedule, make_network, stage_cost_arrays
+from dapple_tf.planner.step_simulation import POLICIES, WORTH_MEMORY, fastest_schedule, stage_cost_arrays
 from dapple_tf.plans import REQUESTED, StagePlan
 from dapple_tf.profiler.units import format_bytes
 from dapple_tf.simulator.contention import Flows
@@ -98,10 +98,10 @@ def choose_schedule(
             spec.build(len(costs[max(costs)]), spec.micro_batches_within(costs))
     best: ScheduleChoice | None = None
     for m, stages in sorted(costs.items()):
-        rows, network = stage_cost_arrays(stages), make_network(flows, stages)
+        rows = stage_cost_arrays(stages, flows)
         max_in_flight = tuple(_count_in_flight(stage, memory, m) for stage in stages)
         tried = policies or _by_stashes([*POLICIES, *more], stages, m, max_in_flight)
-        found = [fastest_schedule(rows, m, usable_bytes(memory), policy, network) for policy in tried]
+        found = [fastest_schedule(rows, m, usable_bytes(memory), policy) for policy in tried]
         seconds = {entry.schedule: entry.seconds for entry in found if entry.seconds < float("inf")}
         if not seconds:
             continue
@@ -213,8 +213,8 @@ def _with_split_backward(
     ``costs``: the costs of each stage if backwards are split.
     """
     m = choice.micro_batches
-    rows, network, memory = stage_cost_arrays(costs[m]), make_network(flows, costs[m]), usable_bytes(choice.memory)
-    tried = [fastest_schedule(rows, m, memory, policy, network) for policy in HANDCRAFTED_ZERO_BUBBLE]
+    rows, memory = stage_cost_arrays(costs[m], flows), usable_bytes(choice.memory)
+    tried = [fastest_schedule(rows, m, memory, policy) for policy in HANDCRAFTED_ZERO_BUBBLE]
     seconds = {**choice.seconds, **{entry.schedule: entry.seconds for entry in tried if entry.seconds < float("inf")}}
     found = None
     if any(entry.seconds < float("inf") for entry in tried):

@@ -9,7 +9,7 @@ from typing import Any
 from dapple_tf.errors import NoFitError, PlanError
 from dapple_tf.graph_passes.schedules.spec import ScheduleSpec
 from dapple_tf.plan_check import check_inputs, check_optimizer_slots
-from dapple_tf.planner.asynchronous import WindowChoice, check_window_batch, more_candidates, rank_windows
+from dapple_tf.planner.asynchronous import WindowChoice, more_candidates, predicted_figures, rank_windows
 from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem, list_micro_batch_sizes
 from dapple_tf.planner.refusal import explain_failure
 from dapple_tf.planner.registry import check_flags, check_sizes, find_result
@@ -123,7 +123,7 @@ def cut_window(mode: str, minibatches: int | None, given: Mapping[str, Any]) -> 
         if given[name] != default:
             raise PlanError(f"{name}={given[name]!r} with mode='async': windows do not have this option; leave it out")
     window = WindowPlan(USUAL_MINIBATCHES if minibatches is None else minibatches)
-    return window, {**given, "micro_batch_size": check_window_batch(given["global_batch_size"], window.minibatches)}
+    return window, {**given, "micro_batch_size": window.minibatch_size(given["global_batch_size"])}
 
 
 def make_problem(
@@ -264,12 +264,7 @@ def predict_plan(
         bare = replace(bare, global_batch_size=sum(sizes), micro_batch_sizes=sizes)
     timeline = problem.simulate(bare)
     timeline = timeline.with_note(note) if note else timeline
-    prediction: dict[str, Any] = {
-        "step_seconds": timeline.step_seconds,
-        "speedup": timeline.speedup,
-        "bubble": timeline.bubble,
-        "peak_memory_bytes": list(timeline.peak_memory_bytes),
-    }
+    prediction = predicted_figures(timeline)
     if bare.virtual_workers:
         prediction |= predict_workers(bare, problem.profile, problem.cluster, optimizer_slots=problem.optimizer_slots)
     if pipedream is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -32,27 +31,13 @@ class WindowChoice:
         return self.timeline.phases.minibatch_seconds
 
 
-def check_window_batch(global_batch_size: int, minibatches: int) -> int:
-    """Return the samples of a minibatch; PlanError unless a window of ``global_batch_size`` samples divides evenly."""
-    if global_batch_size < 1 or global_batch_size % minibatches:
-        raise PlanError(
-            f"global_batch_size={global_batch_size} is no multiple of minibatches={minibatches}: with mode='async' it "
-            "is the samples of a whole window, and every minibatch has as many"
-        )
-    return global_batch_size // minibatches
-
-
 def more_candidates(problem: PlanningProblem) -> list[Candidate]:
     """Return the candidates that planner "best" ranks with those of its search.
 
     They are PipeDream's plan, data parallelism, one device, and straight pipelines.
     """
     found = plan_pipedream(problem, minibatch_size=problem.micro_batch_sizes[0])
-    return [
-        *([found.chosen] if found else []),
-        *baseline_candidates(problem),
-        *fitted_baseline_candidates(problem),
-    ]
+    return [*([found.chosen] if found else []), *baseline_candidates(problem), *fitted_baseline_candidates(problem)]
 
 
 def rank_windows(
@@ -71,7 +56,7 @@ def rank_windows(
         if bare.stages in found:
             continue
         try:
-            plan = window_plan(replace(bare, schedule="dapple-a"), window, problem.global_batch_size)
+            plan = window_plan(bare, window, problem.global_batch_size)
         except (PlanError, ScheduleError) as error:
             reasons.append(str(error))
             continue
@@ -79,7 +64,9 @@ def rank_windows(
         if not all(timeline.fits):
             reasons.append("the versions of the weights and the stashes of a window do not fit the devices' memory")
             continue
-        found[bare.stages] = WindowChoice(with_prediction(plan, timeline), timeline, candidate.origin)
+        found[bare.stages] = WindowChoice(
+            replace(plan, predicted=predicted_figures(timeline)), timeline, candidate.origin
+        )
     if not found:
         raise PlanError(f"no plan can train in windows of {window.minibatches} minibatches: {reasons[0]}")
     return tuple(
@@ -87,19 +74,15 @@ def rank_windows(
     )
 
 
-def with_prediction(plan: Plan, timeline: Timeline) -> Plan:
-    """Return the plan of a window with its prediction."""
-    assert timeline.phases is not None, "plans of windows only"
-    return replace(
-        plan,
-        predicted={
-            "step_seconds": timeline.step_seconds,
-            "speedup": timeline.speedup,
-            "bubble": timeline.bubble,
-            "peak_memory_bytes": list(timeline.peak_memory_bytes),
-            **asdict(timeline.phases),
-        },
-    )
+def predicted_figures(timeline: Timeline) -> dict[str, Any]:
+    """Return the figures of ``Plan.predicted`` of a simulated step or window."""
+    return {
+        "step_seconds": timeline.step_seconds,
+        "speedup": timeline.speedup,
+        "bubble": timeline.bubble,
+        "peak_memory_bytes": list(timeline.peak_memory_bytes),
+        **({} if timeline.phases is None else asdict(timeline.phases)),
+    }
 
 
 def describe_runners_up(choices: Sequence[WindowChoice], names: Sequence[str]) -> list[str]:
@@ -128,7 +111,7 @@ def window_plan(plan: Plan, window: WindowPlan, samples: int) -> Plan:
     found = window.versions(plan.replicas).window
     total, warm_up = found.size, found.warm_up
     window.check_samples(samples, total, found.sharing)
-    return dataclasses.replace(
+    return replace(
         plan,
         global_batch_size=samples,
         micro_batch_size=-(-samples // total),

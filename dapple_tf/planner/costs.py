@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -14,7 +14,7 @@ from dapple_tf.planner.planning_problem import PlanningProblem
 from dapple_tf.plans import StagePlan
 from dapple_tf.profiler.linearise import Chain
 from dapple_tf.profiler.profile import profile_on
-from dapple_tf.simulator.arrays import Floats, Integers, prefix_sums
+from dapple_tf.simulator.arrays import Floats, Integers, prefix_sums, runs
 from dapple_tf.timeline.stage_costs import usable_bytes
 
 
@@ -58,6 +58,11 @@ class ChainCosts:
         return prefix_sums(self.chain.stash_bytes) * self._scale
 
     @cached_property
+    def working_bytes(self) -> Floats:
+        """Bytes of the largest layer's working set of each block, [N]."""
+        return self.chain.working_bytes * self._scale
+
+    @cached_property
     def boundary_bytes(self) -> Floats:
         """Bytes that cross the cut before each block and behind the last, [N + 1]; 0 at both ends."""
         return self.chain.boundary_bytes * self._scale
@@ -73,9 +78,7 @@ class ChainCosts:
         Backward includes the forward where it is re-computed.
         """
         profile = profile_on(self.problem.profile, self.problem.cluster, device)
-        starts = self.chain.positions[:-1]
-        forward = np.add.reduceat(profile.forward_seconds(samples), starts)
-        backward = np.add.reduceat(profile.backward_seconds(samples), starts)
+        forward, backward = replace(self.chain, profile=profile).block_seconds(samples)
         return forward, backward + forward if self.problem.recompute else backward
 
     def second_sums(self, samples: float, device: int = 0) -> tuple[Floats, Floats]:
@@ -99,7 +102,7 @@ class ChainCosts:
     @cached_property
     def _kept(self) -> tuple[Floats, Floats]:
         """The stash and the largest working set, [N, N + 1]."""
-        working = np.broadcast_to(self.chain.working_bytes * self._scale, (self.blocks, self.blocks))
+        working = np.broadcast_to(self.working_bytes, (self.blocks, self.blocks))
         largest = np.maximum.accumulate(np.triu(working), axis=1)
         return runs(self.stash_bytes), np.concatenate([np.zeros((self.blocks, 1)), largest], axis=1)
 
@@ -127,21 +130,6 @@ class ChainCosts:
     @property
     def _scale(self) -> float:
         return self.size / self.chain.batch_size
-
-
-def runs(sums: Floats) -> Floats:
-    """Return from prefix sums [..., N + 1] the sums of the blocks from a first one to an end, [..., N, N + 1]."""
-    return sums[..., None, :] - sums[..., :-1, None]
-
-
-def from_the_end(stages: Floats) -> Floats:
-    """Return the array [..., N, N + 1] with blocks numbered from the last one, for a program that runs backwards."""
-    return np.swapaxes(_square(stages)[..., ::-1, ::-1], -1, -2)[..., :-1, :]
-
-
-def _square(stages: Floats) -> Floats:
-    """Return the array with a row for the block behind the last, which begins no stage."""
-    return np.concatenate([stages, np.full((*stages.shape[:-2], 1, stages.shape[-1]), np.inf)], axis=-2)
 
 
 def make_stages(chain: Chain, bounds: Sequence[int], devices: Iterable[Iterable[int]]) -> tuple[StagePlan, ...]:

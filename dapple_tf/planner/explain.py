@@ -10,7 +10,6 @@ from dapple_tf.errors import PlanError
 from dapple_tf.planner.best import least_plan_seconds
 from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem
 from dapple_tf.planner.step_simulation import POLICIES, WORTH_MEMORY
-from dapple_tf.planner.systems.pipedream_formula import PipedreamPrediction
 from dapple_tf.plans import Plan, StagePlan
 from dapple_tf.profiler.cluster import Cluster
 from dapple_tf.profiler.profile import Profile
@@ -77,8 +76,11 @@ def describe_result(
         lines.append(f"{_name(candidate, plan)}: {seconds}, {loss}")
     if result.formula_seconds is not None:
         lines.append(f"{result.formula}: {format_seconds_fixed(result.formula_seconds)}")
-    if result.pipedream is not None:
-        lines.append(_describe_prediction(result.pipedream))
+    if (found := result.pipedream) is not None:
+        lines.append(
+            f"asynchronously, by PipeDream's formulas: {format_seconds_fixed(found.minibatch_seconds)} a minibatch of "
+            f"{format_samples(found.minibatch_size)}, {found.samples_per_second:.4g} samples/s, NOAM {found.noam}"
+        )
     if chosen[0].recompute and not problem.recompute:
         lines.append("recompute was chosen, not asked for: in this memory no plan was found without it that is as fast")
     if not problem.whole_rows:
@@ -155,13 +157,6 @@ def describe_moves(problem: PlanningProblem, plan: Plan, timeline: SimulatedTime
             lines.append(describe(f"schedule {policy}", changed, memory(changed)))
             break
     return lines
-
-
-def _describe_prediction(found: PipedreamPrediction) -> str:
-    return (
-        f"asynchronously, by PipeDream's formulas: {format_seconds_fixed(found.minibatch_seconds)} a minibatch of "
-        f"{format_samples(found.minibatch_size)}, {found.samples_per_second:.4g} samples/s, NOAM {found.noam}"
-    )
 
 
 def _name(candidate: Candidate, plan: Plan) -> str:

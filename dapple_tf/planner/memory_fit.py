@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import numpy as np
-from numpy.typing import NDArray
+from itertools import accumulate
 
+import numpy as np
+
+from dapple_tf.planner.costs import make_stages
 from dapple_tf.planner.planning_problem import PlanningProblem
 from dapple_tf.plans import StagePlan
-from dapple_tf.simulator.arrays import Floats, Integers
 from dapple_tf.timeline.stage_costs import usable_bytes
 
 _MOST_REPLICAS = 4096  # of a stage
@@ -20,24 +21,12 @@ def fit_memory(problem: PlanningProblem, micro_batch_size: int | None = None) ->
     more devices than the cluster has (``devices_needed``): their devices are numbered from 0.
     """
     size = problem.micro_batch_sizes[0] if micro_batch_size is None else micro_batch_size
-    chain = problem.chain
-    scale = size / problem.profile.batch_size
-    starts, replicas = _fit(
-        np.array(chain.parameter_bytes * problem.values_per_weight),
-        np.array(chain.stash_bytes * scale),
-        np.array(chain.working_bytes * scale),
-        chain.boundary_bytes[:-1] * scale * bool(problem.recompute),
-        np.concatenate([[True], chain.splittable]),
-        usable_bytes(problem.cluster.least_memory),
-        min(size, _MOST_REPLICAS),
-        size if problem.whole_rows else 0,
-    )
-    bounds = [*(chain.positions[start] for start in starts), len(problem.profile.layers)]
-    ends = np.cumsum(replicas).tolist()
-    stages = [
-        StagePlan(bounds[s], bounds[s + 1] - 1, tuple(range(end - int(replicas[s]), end))) for s, end in enumerate(ends)
-    ]
-    return tuple(stages) or None
+    chain, found = problem.chain, _fit(problem, size)
+    if not found:
+        return None
+    ends = accumulate(replicas for _, replicas in found)
+    devices = (range(end - replicas, end) for end, (_, replicas) in zip(ends, found, strict=True))
+    return make_stages(chain, [*(start for start, _ in found), len(chain.parameter_bytes)], devices)
 
 
 def devices_needed(problem: PlanningProblem, micro_batch_size: int | None = None) -> int | None:
@@ -54,22 +43,19 @@ def fits_memory(problem: PlanningProblem) -> bool:
     return needed is not None and needed <= problem.cluster.devices
 
 
-def _fit(
-    fixed: Floats,
-    stash: Floats,
-    working: Floats,
-    entering: Floats,
-    splittable: NDArray[np.bool_],
-    memory: float,
-    most_replicas: int,
-    rows: int,
-) -> tuple[Integers, Integers]:
-    """Return the first block and the replicas of each stage; empty if nothing fits.
+def _fit(problem: PlanningProblem, size: int) -> list[tuple[int, int]]:
+    """Return the first block and the replicas of each stage; none if nothing fits.
 
     By dynamic programming over (blocks planned, replicas of the last stage). Bytes of blocks are those of a whole
-    micro-batch. ``rows``: its number of rows, of which each replica holds whole ones; 0 if replicas hold equal
-    fractions. ``entering``: the bytes of an input that re-computation keeps.
+    micro-batch of ``size`` samples.
     """
+    chain, scale = problem.chain, size / problem.profile.batch_size
+    fixed, stash = chain.parameter_bytes * problem.values_per_weight, chain.stash_bytes * scale
+    working = chain.working_bytes * scale
+    entering = chain.boundary_bytes[:-1] * scale * bool(problem.recompute)  # an input that re-computation keeps
+    splittable = np.concatenate([[True], chain.splittable])
+    memory, most_replicas = usable_bytes(problem.cluster.least_memory), min(size, _MOST_REPLICAS)
+    rows = size if problem.whole_rows else 0  # of which each replica holds whole ones; 0: equal fractions
     n = len(fixed)
     never = 1 << 60
     least = np.full((n + 1, most_replicas + 1), never)  # devices of the stages so far, by the replicas of the last one
@@ -103,16 +89,15 @@ def _fit(
                 if splittable[first] and (end == n or splittable[end]):
                     break  # more replicas only need more devices
     if any_replicas[n] == never:
-        return np.zeros(0, np.int64), np.zeros(0, np.int64)
-    starts, replicas, end, r = [n], [0], n, best[n]
+        return []
+    stages, end, r = list[tuple[int, int]](), n, best[n]
     while end:
         start = from_block[end, r]
-        starts.append(start)
-        replicas.append(r)
+        stages.append((int(start), int(r)))
         if splittable[start]:
             r = best[start]
         end = start
-    return np.array(starts[:0:-1]), np.array(replicas[:0:-1])
+    return stages[::-1]
 
 
 def may_bind(problem: PlanningProblem) -> bool:

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dapple_tf.simulator.arrays import Floats, Integers
+from dapple_tf.simulator.arrays import Floats, Integers, runs
 from dapple_tf.simulator.native.library import address, load_library
 
 _FREE = (0.0, 0.0)
@@ -79,6 +79,10 @@ class Partition:
             state, end = int(self.before[way]), first
         return tuple(reversed(found))
 
+    def bounds(self, state: int, blocks: int | None = None) -> tuple[int, ...]:
+        """Return the first block of each of these stages, and the number of blocks."""
+        return (0, *(stage.end for stage in self.stages(state, blocks)))
+
 
 @dataclass(frozen=True, eq=False)
 class Ways:
@@ -103,29 +107,42 @@ class Ways:
         alike: Integers | None = None,
     ) -> Ways:
         """Return the ways with these fields, sorted by state; those of one state keep their order."""
-        order = np.argsort(state, kind="stable")
-        free = np.zeros((len(state), 2))
-        same = np.ones(len(state), np.uint8) if alike is None else alike[order]
-        link, ring = (free if pair is None else pair[order] for pair in (link, ring))
-        return Ways._make(states, state[order], before[order], row[order], link, ring, same)
+        order, free = np.argsort(state, kind="stable"), np.zeros((len(state), 2))
+        same = np.ones(len(state)) if alike is None else alike
+        fields = (state, before, row, free if link is None else link, free if ring is None else ring, same)
+        types = (np.int32, np.int32, np.int32, np.float64, np.float64, np.uint8)
+        arrays: list[NDArray[Any]] = [np.ascontiguousarray(f[order], t) for f, t in zip(fields, types, strict=True)]
+        return Ways(states, *arrays)
 
     @staticmethod
     def of(states: int, ways: Sequence[Way]) -> Ways:
         """Return the ``ways``, sorted by state; those of one state keep their order."""
-        state, before, row, link, ring, alike = zip(*sorted(ways, key=lambda way: way.state), strict=True)
-        return Ways._make(states, state, before, row, link, ring, alike)
+        return Ways.of_arrays(states, *map(np.array, zip(*ways, strict=True)))
 
     @staticmethod
-    def _make(states: int, state: Any, before: Any, row: Any, link: Any, ring: Any, alike: Any) -> Ways:
-        return Ways(
-            states,
-            np.ascontiguousarray(state, np.int32),
-            np.ascontiguousarray(before, np.int32),
-            np.ascontiguousarray(row, np.int32),
-            np.ascontiguousarray(link, np.float64),
-            np.ascontiguousarray(ring, np.float64),
-            np.ascontiguousarray(alike, np.uint8),
-        )
+    def in_turn(rows: Sequence[int]) -> Ways:
+        """Return the ways in which one stage follows the other: in state n there are n, the last of row n - 1."""
+        stage = np.arange(len(rows))
+        return Ways.of_arrays(len(rows) + 1, stage + 1, stage, np.array(rows))
+
+
+def from_the_end(stages: Floats) -> Floats:
+    """Return the array [..., N, N + 1] with blocks numbered from the last one, for a program that runs backwards."""
+    behind = np.full((*stages.shape[:-2], 1, stages.shape[-1]), np.inf)  # the block behind the last begins no stage
+    square = np.concatenate([stages, behind], axis=-2)
+    return np.swapaxes(square[..., ::-1, ::-1], -1, -2)[..., :-1, :]
+
+
+def least_slowest(seconds: Floats) -> tuple[float, tuple[int, ...]]:
+    """Return the seconds of the slowest stage of the partition in which it is fastest, and the bounds of its stages.
+
+    ``seconds`` [stages, N, N + 1]: of blocks i to j (exclusive) as stage n; infinite if they may not be. Infinity and
+    no bounds if there is no partition. Of equal ones the earlier stages have as few blocks as possible.
+    """
+    count = len(seconds)
+    found = partition(seconds, Ways.in_turn(range(count)))
+    least = float(found.values[count, -1])
+    return least, found.bounds(count) if np.isfinite(least) else ()
 
 
 def partition(
@@ -193,7 +210,7 @@ def _fill(
     blocks = seconds.shape[1]
     combine = np.add if add else np.maximum
     starts, ends = np.arange(blocks)[:, None], np.arange(blocks + 1)
-    bytes_of = parameters[None, :] - parameters[:-1, None]
+    bytes_of = runs(parameters)
     order = np.arange(blocks)[:: -1 if latest else 1]
     for group in _same_stages(ways):
         sent = ways.link[group, :1] + ways.link[group, 1:] * boundary[None, :blocks]
@@ -213,9 +230,7 @@ def _fill(
 
 def _same_stages(ways: Ways) -> Iterator[slice]:
     """Yield the ways that follow each other and differ only in the state before and the link."""
-    keys = zip(ways.state.tolist(), ways.row.tolist(), *ways.ring.T.tolist(), strict=True)
-    begin = 0
-    for _, group in groupby(keys):
-        end = begin + sum(1 for _ in group)
-        yield slice(begin, end)
-        begin = end
+    keys = list(zip(ways.state.tolist(), ways.row.tolist(), *ways.ring.T.tolist(), strict=True))
+    for _, group in groupby(range(len(keys)), keys.__getitem__):
+        members = list(group)
+        yield slice(members[0], members[-1] + 1)

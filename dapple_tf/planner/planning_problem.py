@@ -11,10 +11,7 @@ from dapple_tf.errors import PlanError, ScheduleError
 from dapple_tf.graph_passes.analysis.row_bounds import least_rows
 from dapple_tf.graph_passes.schedules.spec import ScheduleSpec
 from dapple_tf.planner.row_shares import can_meet, share_rows
-from dapple_tf.planner.search.formula_search import CostTables, FoundPlan, make_cost_tables
-from dapple_tf.planner.search.placement import device_indices
-from dapple_tf.planner.search.search_space import SearchSpace, find_search_spaces
-from dapple_tf.planner.step_simulation import fastest_schedule, least_step_seconds, make_network, stage_cost_arrays
+from dapple_tf.planner.step_simulation import fastest_schedule, least_step_seconds, stage_cost_arrays
 from dapple_tf.planner.systems.pipedream_formula import PipedreamPrediction
 from dapple_tf.plans import Plan, StagePlan, check_workers
 from dapple_tf.profiler.cluster import Cluster
@@ -38,8 +35,7 @@ class PlanningProblem:
     ``schedule``: a name, or "auto" for the fastest of dapple-a, dapple-b and gpipe. ``recompute``: as in ``Plan``, but
     the searches re-compute all layers or none. ``optimizer_slots``: values that the optimizer keeps of each weight.
     ``overlap``: AllReduce runs during the last backward. ``contention``: steps are simulated with contention for the
-    servers' network interfaces. ``shard_optimizer``: as in ``Plan``. ``ceiling``: seconds; only plans with a shorter
-    step are wanted, and ``evaluate`` returns None for the others. ``whole_rows``: as in ``dapple.simulate``.
+    servers' network interfaces. ``shard_optimizer``: as in ``Plan``. ``whole_rows``: as in ``dapple.simulate``.
     ``least_rows``: the least number of rows of a micro-batch that each replica of a stage must get.
     """
 
@@ -52,7 +48,6 @@ class PlanningProblem:
     optimizer_slots: int = 2
     overlap: bool = False
     contention: bool = True
-    ceiling: float = math.inf
     whole_rows: bool = True
     least_rows: int = 1
     shard_optimizer: bool = False
@@ -72,38 +67,22 @@ class PlanningProblem:
         """Whether the schedule is given, and runs several stages on a device."""
         return self.schedule != "auto" and self.spec.runs_several_stages
 
+    def schedule_or(self, usual: str) -> str:
+        """Return the schedule that is given, or the ``usual`` one under "auto"."""
+        return usual if self.schedule == "auto" else self.schedule
+
+    def check_devices(self, planner: str, most: int) -> None:
+        """Raise PlanError if the cluster has more devices than ``planner`` is for."""
+        if self.cluster.devices > most:
+            raise PlanError(
+                f"the cluster has {self.cluster.devices} devices; planner {planner!r} is for at most {most}: use "
+                "planner 'best'"
+            )
+
     @property
     def searches_order(self) -> bool:
         """Whether the schedule is given, and its order is searched for (``zb-auto``)."""
         return self.schedule != "auto" and self.spec.is_searched
-
-    @cached_property
-    def search_spaces(self) -> tuple[SearchSpace, ...]:
-        """The spaces to search, at each micro-batch size; see ``find_search_spaces``."""
-        return find_search_spaces(self.chain, self.cluster)
-
-    def cost_tables(self, space: SearchSpace, micro_batch_size: int) -> CostTables:
-        """Return the tables for a search of ``space`` with this micro-batch size."""
-        check_stop()
-        return make_cost_tables(
-            space,
-            self.global_batch_size,
-            micro_batch_size,
-            optimizer_slots=self.optimizer_slots,
-            shard_optimizer=self.shard_optimizer,
-            recompute=bool(self.recompute),
-            overlap=self.overlap,
-            splits_backward=self.schedule != "auto" and self.spec.splits_backward,
-        )
-
-    def stage_plans(self, space: SearchSpace, found: FoundPlan) -> tuple[StagePlan, ...]:
-        """Return the stages of a plan found in ``space``, with layers and devices."""
-        positions = space.chain.positions
-        bounds = [positions[start] for start in found.starts] + [len(self.profile.layers)]
-        return tuple(
-            StagePlan(first, end - 1, device_indices(self.cluster, space.placements.items[placement], space.order))
-            for first, end, placement in zip(bounds, bounds[1:], found.placements, strict=False)
-        )
 
     def make_plan(
         self,
@@ -133,16 +112,16 @@ class PlanningProblem:
 
     def plan_of(self, candidate: Candidate, planner: str) -> Plan:
         """Return the candidate as a plan, without a prediction; ``planner``: the name in its file."""
-        stages, size = candidate.stages, candidate.micro_batch_size
-        if candidate.sizes is None:
-            return self.make_plan(stages, size, candidate.schedule, planner, candidate.recompute)
-        bare = self.make_plan(stages, size, "dapple-a", planner, candidate.recompute)
+        sizes, named = candidate.sizes, candidate.schedule if candidate.sizes is None else "dapple-a"
+        bare = self.make_plan(candidate.stages, candidate.micro_batch_size, named, planner, candidate.recompute)
+        if sizes is None:
+            return bare
         return replace(
             bare,
-            micro_batch_size=max(candidate.sizes),
-            micro_batches=len(candidate.sizes),
+            micro_batch_size=max(sizes),
+            micro_batches=len(sizes),
             schedule=candidate.schedule,
-            micro_batch_sizes=candidate.sizes,
+            micro_batch_sizes=sizes,
         )
 
     def simulate(self, plan: Plan) -> SimulatedTimeline:
@@ -170,7 +149,7 @@ class PlanningProblem:
         Stages without shares get them by the speeds of their devices, where those are unequal (see ``share_rows``).
         Return None for stages that cannot be a plan: they do not fit the memory, a replica would get no sample,
         neighbouring stages would have unequal shares at a cut whose tensors cannot be split, or the schedule puts other
-        stages on one device. Return None too if the step is not shorter than ``ceiling`` and the problem's ceiling
+        stages on one device. Return None too if the step is not shorter than ``ceiling``
         (seconds). ``origin``: see ``Candidate``. ``recompute``: see ``make_plan``.
         """
         check_stop()
@@ -179,7 +158,6 @@ class PlanningProblem:
             return None
         if not (self.cluster.is_uniform or can_meet(stages, self.profile)):
             return None
-        ceiling = min(ceiling, self.ceiling)
         wanted = self.schedule if schedule is None else schedule
         splits = wanted != "auto" and ScheduleSpec.parse(wanted).splits_backward
         micro_batches = self._micro_batches(stages, micro_batch_size)
@@ -197,9 +175,9 @@ class PlanningProblem:
             return None
         of_stages = self.costs.stage_costs(plan, optimizer_slots=self.optimizer_slots)
         of_stages, memory = fit_to_one_limit(plan, of_stages, self.cluster)
-        arrays = stage_cost_arrays(of_stages)
-        network = make_network(self.find_flows([self.costs.in_rows(s, micro_batch_size) for s in stages]), of_stages)
-        found = fastest_schedule(arrays, plan.micro_batches, usable_bytes(memory), wanted, network, ceiling)
+        flows = self.find_flows([self.costs.in_rows(s, micro_batch_size) for s in stages])
+        arrays = stage_cost_arrays(of_stages, flows)
+        found = fastest_schedule(arrays, plan.micro_batches, usable_bytes(memory), wanted, ceiling)
         if found.seconds == math.inf:
             return None
         return Candidate(stages, micro_batch_size, found.schedule, found.seconds, origin, plan.recompute)
@@ -242,11 +220,9 @@ class PlanningProblem:
         """Return ``values_per_weight`` of a stage with this number of replicas."""
         return values_per_weight(self.optimizer_slots, replicas if self.shard_optimizer else 1)
 
-    def evaluate_all_sizes(
-        self, stages: Sequence[StagePlan], origin: str, recompute: bool | tuple[int, ...] = False
-    ) -> list[Candidate]:
+    def evaluate_all_sizes(self, stages: Sequence[StagePlan], origin: str) -> list[Candidate]:
         """Simulate these stages at every micro-batch size; return what fits. See ``evaluate``."""
-        found = [self.evaluate(stages, size, origin, recompute=recompute) for size in self.micro_batch_sizes]
+        found = [self.evaluate(stages, size, origin) for size in self.micro_batch_sizes]
         return [candidate for candidate in found if candidate is not None]
 
 
@@ -273,6 +249,11 @@ class Candidate:
     def device_count(self) -> int:
         """The number of devices."""
         return len({device for stage in self.stages for device in stage.devices})
+
+    @property
+    def rank(self) -> tuple[float, int, int]:
+        """What planners sort by: the seconds, of equally fast candidates the stages, then the devices."""
+        return self.seconds, len(self.stages), self.device_count
 
 
 @dataclass(frozen=True)
@@ -301,7 +282,7 @@ class PlannerResult:
 
         Of equally fast candidates the one with fewest stages, then fewest devices, is chosen. None without any.
         """
-        order = sorted(candidates, key=lambda c: (c.seconds, len(c.stages), c.device_count))
+        order = sorted(candidates, key=lambda c: c.rank)
         if not order:
             return None
         by_origin: dict[str, Candidate] = {}
@@ -311,10 +292,9 @@ class PlannerResult:
         return PlannerResult(order[0], tuple(by_origin.values()))
 
 
-# --- Micro-batch sizes: which are possible, and in which order to search them
+# --- The micro-batch sizes that are possible
 
 
-_MOST_SEARCH_STEPS = 300_000_000  # over all sizes
 _LARGEST_BATCH = 10**12  # samples; the divisors of more take seconds to find
 _MOST_MICRO_BATCHES = 16384  # more take long to simulate, and make the bubble hardly shorter
 
@@ -337,16 +317,3 @@ def list_micro_batch_sizes(global_batch_size: int, wanted: int | None) -> tuple[
             f"use {' or '.join(map(str, near))}"
         )
     return (wanted,)
-
-
-def promising_sizes(problem: PlanningProblem, candidates: Iterable[Candidate]) -> tuple[int, ...]:
-    """Return the micro-batch sizes in the order in which to search them: best known candidate first.
-
-    A good plan found early lowers the ceiling of all later searches. If searching every size takes too long, only the
-    first are returned, at least two.
-    """
-    best = dict.fromkeys(problem.micro_batch_sizes, math.inf)
-    for candidate in candidates:
-        best[candidate.micro_batch_size] = min(best[candidate.micro_batch_size], candidate.seconds)
-    count = max(2, _MOST_SEARCH_STEPS // sum(space.search_steps for space in problem.search_spaces))
-    return tuple(sorted(best, key=lambda size: (best[size], size)))[:count]

@@ -56,14 +56,8 @@ def _with_shares(
     """Return ``stage`` with the shares of all stages ``together`` on its devices."""
     of_devices = [cluster.kind_of(device) for device in stage.devices]
     names = list(dict.fromkeys(of_devices))
-    forward, backward = np.array(
-        [
-            _seconds(
-                together, size / stage.replicas, profile_on(profile, cluster, stage.devices[of_devices.index(name)])
-            )
-            for name in names
-        ]
-    ).T.copy()
+    profiles = [profile_on(profile, cluster, stage.devices[of_devices.index(name)]) for name in names]
+    forward, backward = np.array([_seconds(together, size / stage.replicas, own) for own in profiles]).T.copy()
     if len(set(forward)) == len(set(backward)) == 1:  # shares equally, as where all devices of the cluster are equal
         return replace(stage, devices=stage.devices[:size])
     rows = share_by_kind(size, np.array([names.index(name) for name in of_devices]), forward, backward)
@@ -144,15 +138,10 @@ def share_by_kind(rows: int, kinds: Integers, forward: Floats, backward: Floats)
 
 def _longest(rows: Integers, kinds: Integers, seconds: Floats) -> float:
     """Return the seconds of the device that takes longest for its rows."""
-    longest = 0.0
-    for count, kind in zip(rows, kinds, strict=True):
-        longest = max(longest, count * seconds[kind])
-    return longest
+    return float(np.max(rows * seconds[kinds], initial=0.0))
 
 
 def _room(backward_seconds: float, most: Integers, counts: Integers, backward: Floats) -> int:
     """Return the rows that all devices take within these seconds, each at most the ``most`` of its kind."""
-    rows = 0
-    for k, count in enumerate(counts):
-        rows += count * min(most[k], int(backward_seconds / backward[k] * (1 + _SAME)))
-    return rows
+    fit = (min(most[k], int(backward_seconds / backward[k] * (1 + _SAME))) for k in range(len(counts)))
+    return sum(count * rows for count, rows in zip(counts.tolist(), fit, strict=True))

@@ -14,3 +14,8 @@ Integers = NDArray[np.integer[Any]]
 def prefix_sums(values: Floats) -> Floats:
     """Return the sums of the first 0, 1, ... entries along the last axis, which gets one longer."""
     return np.concatenate([np.zeros((*values.shape[:-1], 1)), np.cumsum(values, axis=-1)], axis=-1)
+
+
+def runs(sums: Floats) -> Floats:
+    """Return from prefix sums [..., N + 1] the sums of the entries from a first one to an end, [..., N, N + 1]."""
+    return sums[..., None, :] - sums[..., :-1, None]

@@ -9,7 +9,7 @@ import numpy as np
 
 from dapple_tf.plans import Plan, StagePlan
 from dapple_tf.profiler.cluster import Cluster
-from dapple_tf.profiler.profile import Profile, profile_on
+from dapple_tf.profiler.profile import Profile, profile_on, profiles_on
 from dapple_tf.simulator.arrays import Floats
 from dapple_tf.simulator.memory import values_per_weight
 from dapple_tf.simulator.transfer import LinkCosts, ring_seconds
@@ -38,13 +38,31 @@ def stage_costs(
     return model.stage_costs(plan, optimizer_slots=optimizer_slots, samples=samples)
 
 
+def one_device_seconds(profile: Profile, cluster: Cluster, samples: int) -> float:
+    """Return the seconds that the fastest device of the cluster takes for a micro-batch of ``samples`` samples."""
+    return min(own.model_seconds(samples) for own in profiles_on(profile, cluster))
+
+
+class BackwardSeconds(NamedTuple):
+    """Seconds of a stage's backward.
+
+    ``total``: of all layers, with the forwards that are computed again. ``layers``: of each layer, without these.
+    ``weights``: of each layer's gradients of weights.
+    """
+
+    total: float
+    layers: Floats
+    weights: Floats
+
+
 class CostModel:
     """The cost model of one profile on one cluster; the costs of links and replicas are kept from plan to plan."""
 
     def __init__(self, profile: Profile, cluster: Cluster, *, whole_rows: bool = True) -> None:
         self._profile, self._cluster, self._whole_rows = profile, cluster, whole_rows
         self._links = LinkCosts(cluster)
-        self.replicas = ReplicaSeconds(profile, cluster)
+        self._known: dict[tuple[str | None, float], tuple[Floats, Floats, Floats]] = {}
+        self._sums: dict[tuple[str | None, float], list[float]] = {}
         self._crossing, self._working = profile.crossing_bytes(), profile.working_bytes()
         self._parameter_sums = [0.0, *np.cumsum(profile.parameter_bytes).tolist()]
 
@@ -62,7 +80,7 @@ class CostModel:
     ) -> tuple[StageCosts, ...]:
         """Return the costs of every stage of ``plan``; see the function ``stage_costs``."""
         homes = [tuple(self._cluster.homes[d] for d in stage.devices) for stage in plan.stages]
-        parameters, stash = self._profile.parameter_bytes, self._profile.stash_bytes
+        parameters = self._profile.parameter_bytes
         samples = plan.micro_batch_size if samples is None else samples
         stages = [self.in_rows(stage, samples) for stage in plan.stages]
         splits = plan.spec.splits_backward
@@ -72,15 +90,15 @@ class CostModel:
         for index, stage in enumerate(stages):
             layers = slice(stage.first_layer, stage.last_layer + 1)
             runs = plan.runs(index)
-            forward, backward = self.replicas.slowest(stage, samples, runs)
+            forward, backward = self._slowest(stage, samples, runs)
             send = 0.0
             if index + 1 < len(stages) and stages[index + 1].devices != stage.devices:
                 shares = stage.row_shares, stages[index + 1].row_shares
-                latency, per_byte = self._links.transfer(homes[index], homes[index + 1], shares)
+                latency, per_byte = self._links.transfer(homes[index], homes[index + 1], shares=shares)
                 send = latency + per_byte * float(self._crossing[stage.last_layer]) * scale
             parts = sum(stage.row_shares) / max(stage.row_shares) if stage.row_shares else stage.replicas
             trained = float(parameters[layers].sum())
-            stashed, work = _memory(layers, runs, stash, self._working, self._crossing)
+            stashed, work = self._memory(layers, runs)
             ring_cost = self._links.allreduce(homes[index])
             # Where AllReduce overlaps backward each layer with parameters has a ring of its own and pays its latency.
             rings = [ring_seconds(*ring_cost, x) for x in (parameters[layers] if plan.overlap else [trained])]
@@ -102,65 +120,7 @@ class CostModel:
             )
         return tuple(found)
 
-
-def _memory(
-    layers: slice, runs: Sequence[range], stash: Floats, working: Floats, crossing: Floats
-) -> tuple[float, float]:
-    """Return the bytes of a stage's stash, and of its largest working set, for the profile's batch.
-
-    A re-computed run adds its inputs to the stash, and all its stash to its working set. ``crossing``: bytes that cross
-    the cut after each layer.
-    """
-    if not runs:
-        return float(stash[layers].sum()), float(working[layers].max())
-    run_inputs = sum(float(crossing[run.start - 1]) for run in runs if run.start)
-    others = [layer for layer in range(layers.start, layers.stop) if not any(layer in run for run in runs)]
-    of_runs = [float(working[run.start : run.stop].max() + stash[run.start : run.stop].sum()) for run in runs]
-    return float(stash[others].sum()) + run_inputs, max([float(working[layers].max()), *of_runs])
-
-
-def exposed_seconds(backward: Sequence[float] | Floats, ring: Floats) -> float:
-    """Return the seconds of AllReduce after the last backward, if each layer's starts as soon as its gradient exists.
-
-    ``backward``, ``ring``: seconds of each layer's backward and AllReduce, in forward order; one AllReduce runs at a
-    time.
-    """
-    ready, done = 0.0, 0.0
-    for layer in range(len(ring) - 1, -1, -1):
-        ready += backward[layer]
-        done = max(done, ready) + ring[layer]
-    return float(max(0.0, done - ready))
-
-
-def overlapped_rings(backward: Floats, rings: Sequence[float]) -> tuple[tuple[float, float], ...]:
-    """Return ``StageCosts.rings``; the arguments are as in ``exposed_seconds``."""
-    before = np.cumsum(backward) - backward  # seconds of the layers whose backward comes later
-    pairs = zip(before.tolist(), rings, strict=True)
-    return tuple((left, seconds) for left, seconds in reversed(list(pairs)) if seconds > 0)
-
-
-class BackwardSeconds(NamedTuple):
-    """Seconds of a stage's backward.
-
-    ``total``: of all layers, with the forwards that are computed again. ``layers``: of each layer, without these.
-    ``weights``: of each layer's gradients of weights.
-    """
-
-    total: float
-    layers: Floats
-    weights: Floats
-
-
-class ReplicaSeconds:
-    """Seconds of the replicas of stages; what was computed for one stage is kept for the next."""
-
-    def __init__(self, profile: Profile, cluster: Cluster) -> None:
-        self._profile = profile
-        self._cluster = cluster
-        self._known: dict[tuple[str | None, float], tuple[Floats, Floats, Floats]] = {}
-        self._sums: dict[tuple[str | None, float], list[float]] = {}
-
-    def slowest(self, stage: StagePlan, samples: float, recomputed: Sequence[range]) -> tuple[float, BackwardSeconds]:
+    def _slowest(self, stage: StagePlan, samples: float, recomputed: Sequence[range]) -> tuple[float, BackwardSeconds]:
         """Return the seconds of forward and of backward of a stage, each on the replica where it takes longest.
 
         ``samples``: of a micro-batch. ``recomputed``: the ranges of layers whose forward is a part of backward.
@@ -173,13 +133,26 @@ class ReplicaSeconds:
             backwards.append(BackwardSeconds(float(backward.sum()) + again, backward, weights))
         return max(forwards), max(backwards, key=lambda found: found.total)
 
-    def compute_seconds(self, stage: StagePlan, samples: float) -> float:
+    def _memory(self, layers: slice, runs: Sequence[range]) -> tuple[float, float]:
+        """Return the bytes of a stage's stash, and of its largest working set, for the profile's batch.
+
+        A re-computed run adds its inputs to the stash, and all its stash to its working set.
+        """
+        stash, working = self._profile.stash_bytes, self._working
+        if not runs:
+            return float(stash[layers].sum()), float(working[layers].max())
+        run_inputs = sum(float(self._crossing[run.start - 1]) for run in runs if run.start)
+        others = [layer for layer in range(layers.start, layers.stop) if not any(layer in run for run in runs)]
+        of_runs = [float(working[run.start : run.stop].max() + stash[run.start : run.stop].sum()) for run in runs]
+        return float(stash[others].sum()) + run_inputs, max([float(working[layers].max()), *of_runs])
+
+    def compute_seconds(self, stage: StagePlan, samples: int) -> float:
         """Return the seconds of forward and backward of a micro-batch on the replica where they take longest.
 
-        In less time than ``slowest`` and without re-computation. It may differ by rounding.
+        In less time than ``stage_costs`` and without re-computation. It may differ by rounding.
         """
         longest = 0.0
-        for device, part in self._parts(stage, samples):
+        for device, part in self._parts(self.in_rows(stage, samples), samples):
             key = self._cluster.kind_of(device), part
             if key not in self._sums:
                 forward, backward, _ = self._rows(device, part)
@@ -207,3 +180,23 @@ class ReplicaSeconds:
             own = profile_on(self._profile, self._cluster, device)
             self._known[key] = own.forward_seconds(samples), own.backward_seconds(samples), own.weights_seconds(samples)
         return self._known[key]
+
+
+def exposed_seconds(backward: Sequence[float] | Floats, ring: Floats) -> float:
+    """Return the seconds of AllReduce after the last backward, if each layer's starts as soon as its gradient exists.
+
+    ``backward``, ``ring``: seconds of each layer's backward and AllReduce, in forward order; one AllReduce runs at a
+    time.
+    """
+    ready, done = 0.0, 0.0
+    for layer in range(len(ring) - 1, -1, -1):
+        ready += backward[layer]
+        done = max(done, ready) + ring[layer]
+    return float(max(0.0, done - ready))
+
+
+def overlapped_rings(backward: Floats, rings: Sequence[float]) -> tuple[tuple[float, float], ...]:
+    """Return ``StageCosts.rings``; the arguments are as in ``exposed_seconds``."""
+    before = np.cumsum(backward) - backward  # seconds of the layers whose backward comes later
+    pairs = zip(before.tolist(), rings, strict=True)
+    return tuple((left, seconds) for left, seconds in reversed(list(pairs)) if seconds > 0)

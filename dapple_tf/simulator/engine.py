@@ -16,10 +16,9 @@ events are those of flows that share an interface: the end of a flow's latency, 
 from __future__ import annotations
 
 import ctypes
-import heapq
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -39,6 +38,7 @@ from dapple_tf.simulator.order import (
     WEIGHTS,
     Order,
 )
+from dapple_tf.simulator.shared_flows import FlowDemand, SharedFlows, demands_of
 from dapple_tf.timeline.stage_costs import StageCosts
 
 _ALMOST = 1 - 1e-9  # of seconds that were added and subtracted again
@@ -100,16 +100,10 @@ def uniform_seconds(
     The arguments have an entry for each stage. ``weights`` may be of size 0.
     """
     own_weights = weights if len(weights) else np.zeros(len(forward))
+    columns = (forward, backward, own_weights, send_forward, send_backward)
+    f, b, w, there, back = (column.reshape(-1, 1) for column in columns)
     alone = np.zeros((len(forward), 1), np.bool_)
-    return Seconds(
-        forward.reshape(-1, 1),
-        backward.reshape(-1, 1),
-        own_weights.reshape(-1, 1),
-        send_forward.reshape(-1, 1),
-        send_backward.reshape(-1, 1),
-        alone,
-        alone,
-    )
+    return Seconds(f, b, w, there, back, alone, alone)
 
 
 def step_seconds(
@@ -175,92 +169,70 @@ def run_in_python(
     return _Engine(order, seconds, rings, flows).execute(ceiling)
 
 
-class _Sending(NamedTuple):
-    """A transfer that waits for its channel or is under way: when it may start, its seconds, and its micro-batches."""
+class _Channel:
+    """A boundary in one direction, or the AllReduces of a worker: one flow at a time, first in, first out."""
 
-    ready: float
-    seconds: float
-    micro_batches: range
+    def __init__(self, events: SharedFlows) -> None:
+        self._events, self._free, self._busy = events, 0.0, False
+        self._queue = deque[tuple[float, float, FlowDemand, Callable[[float, float], None], int]]()
 
+    def add(
+        self, ready: float, seconds: float, demand: FlowDemand, done: Callable[[float, float], None], rank: int
+    ) -> None:
+        """Queue a flow that may start at ``ready``; call ``done`` with its start and end. See ``SharedFlows.start``."""
+        self._queue.append((ready, seconds, demand, done, rank))
+        if not self._busy:
+            self._begin()
 
-class _Ring(NamedTuple):
-    """An AllReduce that waits for the worker's earlier ones.
+    def _begin(self) -> None:
+        ready, seconds, demand, done, rank = self._queue.popleft()
+        begin = max(ready, self._free)
 
-    ``ready``: when it may start. ``last``: whether it is the last ring of its stage.
-    """
+        def end(time: float) -> None:
+            self._busy, self._free = False, time
+            done(begin, time)
+            if self._queue:
+                self._begin()
 
-    ready: float
-    seconds: float
-    stage: int
-    last: bool
-
-
-@dataclass
-class _Flow:
-    """A transfer or ring that shares interfaces. It first waits for its latency, then moves its bytes.
-
-    ``left``: the seconds that the bytes which are left at the time ``since`` would take without other flows.
-    ``factor``: how many times more slowly than that they move since then. ``slowed``: whether the flow ends later than
-    ``begin`` + ``seconds``, when it would end without other flows. ``number``: that of its present event; older events
-    in the heap are no longer valid.
-    """
-
-    uses: list[tuple[int, float]]
-    latency: float
-    near: list[int]
-    begin: float = 0.0
-    seconds: float = 0.0
-    left: float = 0.0
-    since: float = 0.0
-    factor: float = 1.0
-    busy: bool = False
-    moves: bool = False
-    waits: bool = False
-    slowed: bool = False
-    number: int = 0
+        self._busy = True
+        self._events.start(begin, seconds, demand, end, rank)
 
 
-@dataclass
 class _Engine:
-    order: Order
-    seconds: Seconds
-    rings: Rings
-    flows: Flows | None
-    events: list[tuple[float, int, int]] = field(default_factory=list)  # time, flow, number
+    """The state of a step that is being executed."""
 
-    def execute(self, ceiling: float) -> Run:
-        order, stages = self.order, len(self.order.worker_of)
-        workers, micro_batches = len(order.actions), order.micro_batches
-        self.stages, self.columns = stages, self.seconds.forward.shape[1]
+    def __init__(self, order: Order, seconds: Seconds, rings: Rings, flows: Flows | None) -> None:
+        self.seconds, self.rings = seconds, rings
+        workers, self.stages, self.columns = len(order.actions), len(order.worker_of), seconds.forward.shape[1]
         self.rows = [[code for code in row if code != NONE] for row in order.actions.tolist()]
         self.worker_of = order.worker_of.tolist()
-        self.times = np.full((10, stages, micro_batches), np.nan)
-        self.free = [[0.0] * stages, [0.0] * stages]
-        self.queue: list[list[list[_Sending]]] = [[[] for _ in range(stages)] for _ in range(2)]
-        self.under_way: dict[int, _Sending] = {}
-        self.turned = [False] * micro_batches  # whether the last stage's forward has ended
+        self.times = np.full((10, self.stages, order.micro_batches), np.nan)
+        self.events, self.shared = SharedFlows(), demands_of(flows)
+        self.channels = [[_Channel(self.events) for _ in range(self.stages)] for _ in range(2)]
+        self.rings_of = [_Channel(self.events) for _ in range(workers)]
+        self.turned = [False] * order.micro_batches  # whether the last stage's forward has ended
         self.head, self.now = [0] * workers, [0.0] * workers
         self.unsent, self.unsent_seconds = [0] * workers, [0.0] * workers
-        self.waiting_rings: list[list[_Ring]] = [[] for _ in range(workers)]
-        self.running_ring: list[_Ring | None] = [None] * workers
-        self.ring_free, self.rings_end = [0.0] * workers, np.full(stages, np.nan)
-        self.complete, self.missing = [0.0] * stages, [0] * stages
+        self.rings_end = np.full(self.stages, np.nan)
+        self.missing = [0] * self.stages
         self.left = [math.inf] * workers  # seconds that a worker still needs: its actions and the least AllReduce
         for s, w in enumerate(self.worker_of):
-            self.left[w] = min(self.left[w], float(self.rings.exposed[s]))
+            self.left[w] = min(self.left[w], float(rings.exposed[s]))
         for w, row in enumerate(self.rows):
             for code in row:
                 self.left[w] += self._action_seconds(code)
                 self.missing[code >> STAGE_SHIFT] += (code >> KIND_SHIFT) & KIND_MASK != FORWARD
-        self._make_flows()
         self.waiting = list(range(workers))[::-1]
+
+    def execute(self, ceiling: float) -> Run:
+        """Run all actions, unless the step is found to be no shorter than ``ceiling``."""
         while True:
             while self.waiting:
                 w = self.waiting.pop()
                 while self.head[w] < len(self.rows[w]) and self._advance(w):
                     if self.now[w] + self.left[w] * _ALMOST >= ceiling:
                         return self._result(math.inf)
-            if not self._next_event():
+            if not self.events.run_next():
                 break
         return self._result(math.inf if np.isnan(self.rings_end).any() else float(self.rings_end.max()))
 
@@ -325,133 +297,33 @@ class _Engine:
         together = self.seconds.backward_together if way else self.seconds.forward_together
         if together[s, column]:
             return
-        sending = _Sending(end, self.unsent_seconds[w], range(m - self.unsent[w] + 1, m + 1))
+        micro_batches, seconds = range(m - self.unsent[w] + 1, m + 1), self.unsent_seconds[w]
         self.unsent[w], self.unsent_seconds[w] = 0, 0.0
         flow = way * self.stages + boundary
-        if flow not in self.shared:
-            begin = max(end, self.free[way][boundary])
-            self.free[way][boundary] = begin + sending.seconds
-            self._arrive(way, boundary, sending.micro_batches, begin, begin + sending.seconds)
+        demand = self.shared.get(flow, FlowDemand())
+
+        def arrive(begin: float, time: float) -> None:
+            self._arrive(way, boundary, micro_batches, begin, time)
             self.waiting.append(self.worker_of[target])
-        elif self.shared[flow].busy:
-            self.queue[way][boundary].append(sending)
-        else:
-            self._begin_sending(flow, sending)
+
+        demand = FlowDemand(demand.latency * len(micro_batches), demand.of)
+        self.channels[way][boundary].add(end, seconds, demand, arrive, flow)
 
     def _arrive(self, way: int, boundary: int, micro_batches: range, begin: float, end: float) -> None:
         for m in micro_batches:
             self.times[6 + 2 * way, boundary, m], self.times[7 + 2 * way, boundary, m] = begin, end
 
-    def _begin_sending(self, flow: int, sending: _Sending) -> None:
-        way, boundary = divmod(flow, self.stages)
-        self.under_way[flow] = sending
-        begin = max(sending.ready, self.free[way][boundary])
-        self._begin(flow, begin, self.shared[flow].latency * len(sending.micro_batches), sending.seconds)
-
     def _all_reduce(self, w: int, s: int, start: float, end: float) -> None:
         """Queue the rings of a stage whose last gradients were computed from ``start`` to ``end``."""
-        self.complete[s] = end
-        first, stop = self.rings.first[s], self.rings.first[s + 1]
-        for r in range(first, stop):
+        flow = 2 * self.stages + s
+        demand = self.shared.get(flow, FlowDemand())
+
+        def done(_: float, time: float) -> None:
+            self.rings_end[s] = max(time, end)
+
+        for r in range(self.rings.first[s], self.rings.first[s + 1]):
             ready = max(start, end - float(self.rings.before[r]))
-            ring = _Ring(ready, float(self.rings.seconds[r]), s, r + 1 == stop)
-            if 2 * self.stages + s in self.shared:
-                self.waiting_rings[w].append(ring)
-                if self.running_ring[w] is None:
-                    self._begin_ring(w)
-            else:  # so are those of the worker's other stages
-                self.ring_free[w] = max(ready, self.ring_free[w]) + ring.seconds
-                if ring.last:
-                    self.rings_end[s] = max(end, self.ring_free[w])
-
-    def _begin_ring(self, w: int) -> None:
-        ring = self.running_ring[w] = self.waiting_rings[w].pop(0)
-        flow = 2 * self.stages + ring.stage
-        self._begin(flow, max(ring.ready, self.ring_free[w]), self.shared[flow].latency, ring.seconds)
-
-    def _make_flows(self) -> None:
-        """Make the flows that share interfaces; ``counts``: the flows that move in each direction."""
-        self.shared: dict[int, _Flow] = {}
-        self.counts = [0] * (self.flows.directions if self.flows else 0)
-        if self.flows is None or not self.flows.directions:
-            return
-        for flow in range(3 * self.stages):
-            entries = range(self.flows.first[flow], self.flows.first[flow + 1])
-            if entries:
-                uses = [(int(self.flows.direction[i]), float(self.flows.demand[i])) for i in entries]
-                near = self.flows.near[self.flows.near_first[flow] : self.flows.near_first[flow + 1]].tolist()
-                self.shared[flow] = _Flow(uses, float(self.flows.latency[flow]), near)
-
-    def _set_event(self, flow: int, time: float) -> None:
-        state = self.shared[flow]
-        state.number += 1
-        heapq.heappush(self.events, (time, flow, state.number))
-
-    def _begin(self, flow: int, begin: float, latency: float, seconds: float) -> None:
-        """Let a flow that takes ``seconds`` alone begin with its latency."""
-        state, wait = self.shared[flow], min(latency, seconds)
-        state.busy, state.waits, state.moves, state.slowed = True, True, False, False
-        state.begin, state.seconds, state.left = begin, seconds, seconds - wait
-        self._set_event(flow, begin + wait)
-
-    def _factor(self, flow: int) -> float:
-        """Return how many times more slowly than alone a flow moves."""
-        return max(1.0, *(self.counts[direction] * demand for direction, demand in self.shared[flow].uses))
-
-    def _count(self, flow: int, change: int, now: float) -> None:
-        """Add a flow to those that move (``change`` 1) or remove it (-1), and recompute how slowly those near it do."""
-        for direction, _ in self.shared[flow].uses:
-            self.counts[direction] += change
-        for other in self.shared[flow].near:
-            state = self.shared[other]
-            if state.moves and (factor := self._factor(other)) != state.factor:
-                state.left = max(0.0, state.left - (now - state.since) / state.factor)
-                state.since, state.factor, state.slowed = now, factor, True
-                self._set_event(other, now + state.left * factor)
-
-    def _move(self, flow: int, now: float) -> None:
-        """Let a flow move after its latency, if it has anything to move."""
-        state = self.shared[flow]
-        state.waits = False
-        if state.left <= 0:
-            self._set_event(flow, now)
-            return
-        state.moves, state.factor = True, 1.0
-        self._count(flow, 1, now)
-        state.since, state.factor = now, self._factor(flow)
-        state.slowed = state.slowed or state.factor > 1
-        self._set_event(flow, now + state.left * state.factor if state.slowed else state.begin + state.seconds)
-
-    def _next_event(self) -> bool:
-        """Let the next flow end its latency or its transfer; return False if there is none."""
-        while self.events and self.events[0][2] != self.shared[self.events[0][1]].number:
-            heapq.heappop(self.events)
-        if not self.events:
-            return False
-        time, flow, _ = heapq.heappop(self.events)
-        state = self.shared[flow]
-        if state.waits:
-            self._move(flow, time)
-            return True
-        if state.moves:
-            state.moves = False
-            self._count(flow, -1, time)
-        state.busy = False
-        way, s = divmod(flow, self.stages)
-        if way == 2:
-            w = self.worker_of[s]
-            ring, self.running_ring[w], self.ring_free[w] = self.running_ring[w], None, time
-            if ring is not None and ring.last:
-                self.rings_end[s] = max(time, self.complete[s])
-            if self.waiting_rings[w]:
-                self._begin_ring(w)
-            return True
-        self.free[way][s] = time
-        self._arrive(way, s, self.under_way.pop(flow).micro_batches, state.begin, time)
-        if self.queue[way][s]:
-            self._begin_sending(flow, self.queue[way][s].pop(0))
-        self.waiting.append(self.worker_of[s + 1 - way])
-        return True
+            self.rings_of[w].add(ready, float(self.rings.seconds[r]), demand, done, flow)
 
 
 class Rings(NamedTuple):

@@ -13,7 +13,7 @@ from dapple_tf.graph_passes.schedules.schedule import Action
 from dapple_tf.simulator.arrays import Floats
 from dapple_tf.simulator.contention import Flows
 from dapple_tf.simulator.engine import Seconds, Times, make_rings, run
-from dapple_tf.simulator.order import Order, decode_order, has_weights
+from dapple_tf.simulator.order import Order, decode_order
 from dapple_tf.timeline.stage_costs import StageCosts
 from dapple_tf.wording import format_count
 
@@ -68,11 +68,6 @@ class Execution:
                 for of_stage in zip(*self.of_micro_batches, strict=True)
             )
         return tuple(self.micro_batches * (cost.forward_seconds + cost.backward_seconds) for cost in self.costs)
-
-    @cached_property
-    def splits(self) -> bool:
-        """Whether some weight gradients are actions of their own."""
-        return has_weights(self.order)
 
     @cached_property
     def last_gradients(self) -> Floats:

@@ -64,7 +64,12 @@ def peak_bytes(execution: Execution) -> tuple[float, ...]:
 
 
 def memory_limits(plan: Plan, costs: Sequence[StageCosts], cluster: Cluster) -> tuple[MemoryLimit, ...]:
-    """Return the device of each stage that is the first to run out of memory; ``costs``: of each stage."""
+    """Return the device of each stage that is the first to run out of memory; ``costs``: of each stage.
+
+    None are returned where all devices have equal memory and no stage has shares.
+    """
+    if len(set(cluster.memories)) == 1 and not plan.shares:
+        return ()
     limits: dict[int, MemoryLimit] = {}
     for stages in plan.worker_map.stages_of:
         fixed, stage = sum(costs[s].fixed_bytes for s in stages), plan.stages[stages[0]].in_rows(plan.micro_batch_size)
@@ -84,9 +89,9 @@ def fit_to_one_limit(plan: Plan, costs: Sequence[StageCosts], cluster: Cluster) 
     devices or shares are unequal, the fixed bytes of each stage grow by as much as its room is below the largest room
     of any stage (``MemoryLimit.room``).
     """
-    if len(set(cluster.memories)) == 1 and not plan.shares:
-        return tuple(costs), cluster.memories[0]
     limits = memory_limits(plan, costs, cluster)
+    if not limits:
+        return tuple(costs), cluster.memories[0]
     largest = max(limit.room for limit in limits)
     first = {stages[0] for stages in plan.worker_map.stages_of}  # counted once on each worker
     missing = [largest - limit.room if stage in first else 0.0 for stage, limit in enumerate(limits)]

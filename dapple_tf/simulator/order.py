@@ -48,21 +48,14 @@ def encode(schedule: Schedule) -> Order:
     return Order(actions, np.array(schedule.worker_map.worker_of, np.int64), schedule.micro_batches)
 
 
-def has_weights(order: Order) -> bool:
-    """Return whether weight gradients are actions of their own in an order."""
-    kinds = (order.actions >> KIND_SHIFT) & KIND_MASK
-    return bool(np.any((kinds == WEIGHTS) & (order.actions != NONE)))
-
-
-def decode(code: int) -> Action:
-    """Return the action that an entry of ``Order.actions`` stands for."""
-    return Action(code >> STAGE_SHIFT, _KINDS[(code >> KIND_SHIFT) & KIND_MASK], code & MICRO_BATCH_MASK)
-
-
 def decode_order(order: Order) -> tuple[tuple[Action, ...], ...]:
     """Return the actions of each worker."""
     return tuple(
-        tuple(decode(code) for code in itertools.takewhile(lambda code: code != NONE, row))
+        tuple(
+            Action(code >> STAGE_SHIFT, _KINDS[(code >> KIND_SHIFT) & KIND_MASK], code & MICRO_BATCH_MASK)
+            for code in row
+            if code != NONE
+        )
         for row in order.actions.tolist()
     )
 
@@ -77,11 +70,16 @@ def early_backward_order(warm_up: Sequence[int] | Integers, micro_batches: int) 
     actions = np.empty((stages, 2 * micro_batches), np.int64)
     for s, k in enumerate(warm_up):
         forwards = (s << STAGE_SHIFT) | every
-        backwards, steady = forwards | (BACKWARD << KIND_SHIFT), micro_batches - k
-        actions[s, :k] = forwards[:k]
-        actions[s, k : k + 2 * steady : 2], actions[s, k + 1 : k + 2 * steady : 2] = backwards[:steady], forwards[k:]
-        actions[s, k + 2 * steady :] = backwards[steady:]
+        _alternate(actions[s], forwards, forwards | (BACKWARD << KIND_SHIFT), k)
     return Order(actions, np.arange(stages, dtype=np.int64), micro_batches)
+
+
+def _alternate(row: Integers, forwards: Integers, backwards: Integers, ahead: int) -> None:
+    """Fill in ``ahead`` forwards, then one backward and one forward in turn, then the remaining backwards."""
+    steady = len(forwards) - ahead
+    row[:ahead] = forwards[:ahead]
+    row[ahead : ahead + 2 * steady : 2], row[ahead + 1 : ahead + 2 * steady : 2] = backwards[:steady], forwards[ahead:]
+    row[ahead + 2 * steady :] = backwards[steady:]
 
 
 def interleaved_order(workers: int, chunks: int, micro_batches: int) -> Order:
@@ -100,11 +98,7 @@ def interleaved_order(workers: int, chunks: int, micro_batches: int) -> Order:
     actions = np.empty((workers, 2 * calls), np.int64)
     for w in range(workers):
         ahead = min(2 * (workers - w - 1) + (chunks - 1) * largest + 1, calls)
-        own, steady = w << STAGE_SHIFT, calls - ahead
-        actions[w, :ahead] = forwards[:ahead] + own
-        actions[w, ahead : ahead + 2 * steady : 2] = backwards[:steady] + own
-        actions[w, ahead + 1 : ahead + 2 * steady : 2] = forwards[ahead:] + own
-        actions[w, ahead + 2 * steady :] = backwards[steady:] + own
+        _alternate(actions[w], forwards + (w << STAGE_SHIFT), backwards + (w << STAGE_SHIFT), ahead)
     return Order(actions, np.arange(workers * chunks, dtype=np.int64) % workers, micro_batches)
 
 
@@ -120,25 +114,31 @@ def is_interleaved(spec: ScheduleSpec) -> bool:
     return isinstance(spec, ChunkedSpec) and spec.policy == "interleaved-1f1b"
 
 
-@lru_cache(maxsize=128)
 def named_order(name: str, stages: int, micro_batches: int) -> Ordered:
     """Return the order of a schedule, which must not be written to.
 
     Raises ScheduleError for an unknown name, and where ``check_plannable`` does.
     """
     spec = ScheduleSpec.parse(name)
+    warm = spec.warm_up(stages, micro_batches)
+    if warm is None:
+        return _order_of_actions(name, stages, micro_batches)
+    in_flight = np.array(warm, np.int64)
+    return Ordered(early_backward_order(in_flight, micro_batches), in_flight)
+
+
+@lru_cache(maxsize=128)  # those of ``early_backward_order`` are made as fast as they are found, and some are large
+def _order_of_actions(name: str, stages: int, micro_batches: int) -> Ordered:
+    """Return the order of a schedule that K_i alone do not determine."""
+    spec = ScheduleSpec.parse(name)
     if is_interleaved(spec):
         spec.check(stages, micro_batches)
         workers = spec.worker_map(stages).workers
         order = interleaved_order(workers, stages // workers, micro_batches)
         return Ordered(order, HeldStash.of(order).in_flight())
-    warm = spec.warm_up(stages, micro_batches)
-    if warm is None:
-        check_plannable(spec)
-        schedule = spec.build(stages, micro_batches)
-        return Ordered(encode(schedule), np.array(schedule.in_flight, np.int64))
-    in_flight = np.array(warm, np.int64)
-    return Ordered(early_backward_order(in_flight, micro_batches), in_flight)
+    check_plannable(spec)
+    schedule = spec.build(stages, micro_batches)
+    return Ordered(encode(schedule), np.array(schedule.in_flight, np.int64))
 
 
 def check_plannable(spec: ScheduleSpec) -> None:

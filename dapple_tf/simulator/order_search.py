@@ -7,6 +7,7 @@ map that fit the memory; the improvement moves single actions of a worker while 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 import math
@@ -76,7 +77,7 @@ def search_order(
         )
     problem = _Problem.of(worker_map, costs, device_memory)
     named = problem.fastest(_named_schedules(worker_map, micro_batches, problem))
-    listed = problem.fastest(_list_schedules(worker_map, micro_batches, costs, problem.most))
+    listed = problem.fastest(_list_schedules(worker_map, micro_batches, problem))
     start = min((found for found in (named, listed) if found is not None), key=lambda found: found[1], default=None)
     if start is None:
         raise ScheduleError(
@@ -109,8 +110,8 @@ def lower_bound(worker_map: WorkerMap, micro_batches: int, costs: Sequence[Stage
         inputs = cost.backward_seconds - cost.weights_seconds
         way.append(way[-1] + crosses * cost.send_backward_seconds + inputs)
     ending = costs[0].weights_seconds + costs[0].exposed_seconds
-    found = [arrival[-1] + costs[-1].forward_seconds + costs[-1].backward_seconds - costs[-1].weights_seconds + way[-1]]
-    found[0] += ending
+    last = costs[-1]
+    found = [arrival[-1] + last.forward_seconds + last.backward_seconds - last.weights_seconds + way[-1] + ending]
     for stages in worker_map.stages_of:
         first = min(stages)
         own = [costs[stage] for stage in stages]
@@ -129,15 +130,14 @@ class _Problem:
     """
 
     worker_map: WorkerMap
-    times: tuple[Floats, Floats, Floats, Floats, Floats, Floats]
+    times: tuple[Floats, ...]  # those of ``engine.step_seconds``
     stash: Floats
     most: Floats
 
     @staticmethod
     def of(worker_map: WorkerMap, costs: Sequence[StageCosts], device_memory: float) -> _Problem:
         names = ("forward", "backward", "weights", "send_forward", "send_backward", "exposed")
-        arrays = [np.array([getattr(cost, f"{name}_seconds") for cost in costs], np.float64) for name in names]
-        forward, backward, weights, send_forward, send_backward, exposed = arrays
+        times = (np.array([getattr(cost, f"{name}_seconds") for cost in costs], np.float64) for name in names)
         stash = np.array([cost.stash_bytes for cost in costs], np.float64)
         most = [
             usable_bytes(device_memory)
@@ -145,8 +145,7 @@ class _Problem:
             - max(costs[stage].working_bytes for stage in stages)
             for stages in worker_map.stages_of
         ]
-        times = forward, backward, weights, send_forward, send_backward, exposed
-        return _Problem(worker_map, times, stash, np.array(most, np.float64))
+        return _Problem(worker_map, tuple(times), stash, np.array(most, np.float64))
 
     def fastest(self, schedules: Iterator[tuple[str, Schedule]]) -> tuple[str, float, Schedule] | None:
         """Return the name, the seconds and the schedule of the fastest one that fits the memory."""
@@ -187,47 +186,29 @@ class _Problem:
 
 def _named_schedules(worker_map: WorkerMap, micro_batches: int, problem: _Problem) -> Iterator[tuple[str, Schedule]]:
     """Yield the schedules that have a name and are for this worker map, with D where the memory needs one."""
-    for name in _names(worker_map, micro_batches, problem):
-        try:
-            if ScheduleSpec.parse(name).worker_map(worker_map.stages) == worker_map:
-                yield name, ScheduleSpec.parse(name).build(worker_map.stages, micro_batches)
-        except ScheduleError:  # a number of stages that the policy cannot divide
-            continue
-
-
-def _names(worker_map: WorkerMap, micro_batches: int, problem: _Problem) -> Iterator[str]:
+    names = []
     if worker_map.has_one_stage_per_worker:
         holds = (problem.most[problem.stash > 0] / problem.stash[problem.stash > 0]).tolist()
         limit = int(min([micro_batches, *holds]))
-        yield "gpipe"
-        for name in _ONE_STAGE_PER_WORKER:
-            yield name
-            if 1 <= limit < micro_batches:
-                yield f"{name}:D={limit}"
+        limited = (f":D={limit}",) if 1 <= limit < micro_batches else ()
+        names += ["gpipe", *(name + option for name in _ONE_STAGE_PER_WORKER for option in ("", *limited))]
     per_worker = max(map(len, worker_map.stages_of))
     for name, policy in CHUNKED.items():
-        yield f"{name}:{policy.option}={per_worker // policy.unit}" if policy.option else name
+        names.append(f"{name}:{policy.option}={per_worker // policy.unit}" if policy.option else name)
+    for name in names:
+        with contextlib.suppress(ScheduleError):  # a number of stages that the policy cannot divide
+            if ScheduleSpec.parse(name).worker_map(worker_map.stages) == worker_map:
+                yield name, ScheduleSpec.parse(name).build(worker_map.stages, micro_batches)
 
 
-def _list_schedules(
-    worker_map: WorkerMap, micro_batches: int, costs: Sequence[StageCosts], most: Floats
-) -> Iterator[tuple[str, Schedule]]:
+def _list_schedules(worker_map: WorkerMap, micro_batches: int, problem: _Problem) -> Iterator[tuple[str, Schedule]]:
     """Yield what list scheduling makes of several rules: with all the memory, and with that of 1F1B, twice and once."""
-    times = [
-        StageTimes(
-            cost.forward_seconds,
-            cost.backward_seconds,
-            cost.weights_seconds,
-            cost.send_forward_seconds,
-            cost.send_backward_seconds,
-            cost.stash_bytes,
-        )
-        for cost in costs
-    ]
+    fields = (array.tolist() for array in (*problem.times[:-1], problem.stash))
+    times = [StageTimes(*of_stage) for of_stage in zip(*fields, strict=True)]
     workers = worker_map.workers
-    usual = [sum(costs[stage].stash_bytes for stage in stages) for stages in worker_map.stages_of]
+    usual = [sum(times[stage].stash for stage in stages) for stages in worker_map.stages_of]
     for factor, alternate, wait_share in itertools.product((math.inf, 2.0, 1.0), (False, True), (0.0, 0.5, 1.0)):
-        held = [min(float(room), factor * workers * own) for room, own in zip(most, usual, strict=True)]
+        held = [min(float(room), factor * workers * own) for room, own in zip(problem.most, usual, strict=True)]
         schedule = list_schedule(worker_map, micro_batches, times, ListRule(True, tuple(held), alternate, wait_share))
         if schedule is not None:
             yield "", schedule

@@ -9,9 +9,9 @@ from functools import partial
 from dapple_tf.plan_check import check_inputs, check_optimizer_slots, check_plan
 from dapple_tf.plans import Plan
 from dapple_tf.profiler.cluster import Cluster
-from dapple_tf.profiler.profile import Profile, profiles_on
+from dapple_tf.profiler.profile import Profile
 from dapple_tf.simulator.contention import Flows, plan_flows
-from dapple_tf.simulator.costs import CostModel
+from dapple_tf.simulator.costs import CostModel, one_device_seconds
 from dapple_tf.simulator.execution import Execution, execute
 from dapple_tf.simulator.interrupts import interruptible
 from dapple_tf.simulator.memory import memory_limits
@@ -22,7 +22,7 @@ from dapple_tf.simulator.virtual_workers import simulate_workers
 from dapple_tf.simulator.window_costs import window_costs
 from dapple_tf.simulator.window_execution import execute_window
 from dapple_tf.timeline.recording import plan_title
-from dapple_tf.timeline.stage_costs import MemoryLimit, StageCosts
+from dapple_tf.timeline.stage_costs import StageCosts
 from dapple_tf.timeline.timeline import SimulatedTimeline
 
 
@@ -56,15 +56,14 @@ def simulate(
         last = max(range(len(steps)), key=lambda worker: float(steps[worker].execution.last_gradients.max()))
         note = f"virtual worker {last} of {len(steps)}, the last to end its backwards; AllReduce joins all of them"
         return SimulatedTimeline(steps[last], title=plan_title(plan), note=note, profile=profile, cluster=cluster)
-    on_devices = profiles_on(profile, cluster)
+    alone = plan.micro_batches * one_device_seconds(profile, cluster, plan.micro_batch_size)
     if plan.window is not None:
         execution_of_window = execute_window(
             plan.versions,
             window_costs(plan, profile, cluster, optimizer_slots=optimizer_slots, contention=contention),
         )
-        seconds = plan.micro_batches * _one_device_seconds(on_devices, plan.micro_batch_size)
-        limits = _limits(plan, execution_of_window.costs.stages, cluster)
-        window = SimulatedWindow(plan, execution_of_window, seconds, cluster.least_memory, limits)
+        limits = memory_limits(plan, execution_of_window.costs.stages, cluster)
+        window = SimulatedWindow(plan, execution_of_window, alone, cluster.least_memory, limits)
         return SimulatedTimeline(window, title=plan_title(plan), profile=profile, cluster=cluster)
     model = CostModel(profile, cluster, whole_rows=whole_rows)
     in_rows = [model.in_rows(stage, plan.micro_batch_size) for stage in plan.stages]
@@ -73,13 +72,13 @@ def simulate(
     if plan.sizes or plan.spec.together:
         sizes = plan.sizes or (plan.micro_batch_size,) * plan.micro_batches
         execution = _execute_sizes(plan, sizes, {size: costs_of(samples=size) for size in set(sizes)}, flows)
-        one_device_seconds = sum(_one_device_seconds(on_devices, size) for size in sizes)
+        seconds = {size: one_device_seconds(profile, cluster, size) for size in set(sizes)}
+        alone = sum(seconds[size] for size in sizes)
     else:
         order = named_order(plan.schedule, len(plan.stages), plan.micro_batches).order
         execution = execute(order, costs_of(), flows)
-        one_device_seconds = plan.micro_batches * _one_device_seconds(on_devices, plan.micro_batch_size)
-    limits = _limits(plan, execution.costs, cluster)
-    step = SimulatedStep(plan, execution, one_device_seconds, cluster.least_memory, limits)
+    limits = memory_limits(plan, execution.costs, cluster)
+    step = SimulatedStep(plan, execution, alone, cluster.least_memory, limits)
     return SimulatedTimeline(step, title=plan_title(plan), profile=profile, cluster=cluster)
 
 
@@ -93,14 +92,3 @@ def _execute_sizes(
     schedule = plan.build_schedule()
     of_micro_batches = [costs[size] for size in sizes]
     return execute(encode(schedule), shown, flows, of_micro_batches=of_micro_batches, together=schedule.together)
-
-
-def _limits(plan: Plan, costs: Sequence[StageCosts], cluster: Cluster) -> tuple[MemoryLimit, ...]:
-    """Return the limit of each stage's memory; none where all devices and all shares are equal."""
-    equal = len(set(cluster.memories)) == 1 and not plan.shares
-    return () if equal else memory_limits(plan, costs, cluster)
-
-
-def _one_device_seconds(profiles: Sequence[Profile], samples: int) -> float:
-    """Return the seconds that the fastest device takes for a micro-batch of ``samples``; ``profiles``: on each kind."""
-    return min(float(p.forward_seconds(samples).sum() + p.backward_seconds(samples).sum()) for p in profiles)

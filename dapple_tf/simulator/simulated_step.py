@@ -91,9 +91,8 @@ def _events_of_place(execution: Execution, place: Place) -> list[Event]:
         "F": (execution.times.start_forward[stage].tolist(), execution.times.end_forward[stage].tolist()),
         "B": backward,
         "I": backward,
+        "W": (execution.times.start_weights[stage].tolist(), execution.times.end_weights[stage].tolist()),
     }
-    if execution.splits:
-        times["W"] = execution.times.start_weights[stage].tolist(), execution.times.end_weights[stage].tolist()
     events = []
     for action in execution.stage_actions(stage):
         starts, ends = times[action.kind]
@@ -105,25 +104,18 @@ def _transfers(execution: Execution, stage: int) -> list[Transfer]:
     """Return the transfers between ``stage`` and the next one, in both directions; none on one worker."""
     if execution.order.worker_of[stage] == execution.order.worker_of[stage + 1]:
         return []
-    cost, ex = execution.costs[stage], execution
-    transfers: list[Transfer] = []
+    cost, times, transfers = execution.costs[stage], execution.times, list[Transfer]()
     if cost.send_forward_seconds:
-        transfers += _of_channel(
-            ex, stage, stage + 1, ex.times.start_send_forward[stage], ex.times.end_send_forward[stage]
-        )
+        starts, ends = times.start_send_forward[stage], times.end_send_forward[stage]
+        transfers += _of_channel(execution, stage, stage + 1, starts, ends)
     if cost.send_backward_seconds:
-        transfers += _of_channel(
-            ex, stage + 1, stage, ex.times.start_send_backward[stage], ex.times.end_send_backward[stage]
-        )
+        starts, ends = times.start_send_backward[stage], times.end_send_backward[stage]
+        transfers += _of_channel(execution, stage + 1, stage, starts, ends)
     return transfers
 
 
 def _of_channel(execution: Execution, source: int, target: int, starts: Floats, ends: Floats) -> Iterator[Transfer]:
     """Yield the transfers of one channel; some carry the results of several micro-batches."""
-    if not execution.together:
-        for m, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
-            yield Transfer(source, target, m, start, end)
-        return
     count = 0
     for m, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
         count += 1

@@ -52,17 +52,14 @@ class SimulatedWindow(Simulation):
     def peak_memory_bytes(self) -> tuple[float, ...]:
         """The most bytes that one device of each stage holds."""
         places = [[p for p in self.window.rows if p[0] == stage] for stage in range(len(self.costs))]
-        return tuple(max(max(self._memory(*place)[1]) for place in of_stage) for of_stage in places)
+        return tuple(max(max(self.memory(*place)[1]) for place in of_stage) for of_stage in places)
 
-    def memory(self, stage: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Return times (seconds), and the bytes that replica 0 of ``stage`` holds from each on.
+    def memory(self, stage: int, replica: int = 0) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Return times (seconds), and the bytes that a replica of ``stage`` holds from each on.
 
         Weights, gradients, slots and versions count all the time, and the largest working set. A forward adds a stash
         when it starts, and the backward of the micro-batch frees it when it ends.
         """
-        return self._memory(stage, 0)
-
-    def _memory(self, stage: int, replica: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
         cost = self.costs[stage]
         times, changes = [0.0], [0]
         for action in self.window.rows[stage, replica]:

@@ -7,6 +7,7 @@ device list, and two replicas exchange the samples that both intervals contain.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -144,10 +145,6 @@ def ring_seconds(latency: float, seconds_per_byte: float, parameter_bytes: float
     return latency + seconds_per_byte * parameter_bytes if parameter_bytes > 0 else 0.0
 
 
-Servers = tuple[int, ...]
-"""The server of each replica of a stage."""
-
-
 class LinkCosts:
     """A cache of the costs of transfers and AllReduces over the links of one cluster.
 
@@ -155,24 +152,6 @@ class LinkCosts:
     """
 
     def __init__(self, cluster: Cluster) -> None:
-        self.tables: LinkTables = link_tables(cluster)
-        self._transfers: dict[tuple[Servers, Servers, tuple[Sequence[int], Sequence[int]]], tuple[float, float]] = {}
-        self._rings: dict[Servers, tuple[float, float]] = {}
-
-    def transfer(
-        self,
-        senders: Servers,
-        receivers: Servers,
-        shares: tuple[tuple[int, ...], tuple[int, ...]] = ((), ()),
-    ) -> tuple[float, float]:
-        """Return the latency (seconds) and the seconds per byte of a transfer; see ``transfer_cost``."""
-        key = senders, receivers, shares
-        if key not in self._transfers:
-            self._transfers[key] = transfer_cost(senders, receivers, self.tables, shares)
-        return self._transfers[key]
-
-    def allreduce(self, servers: Servers) -> tuple[float, float]:
-        """Return the latency (seconds) and the seconds per byte of an AllReduce; see ``allreduce_cost``."""
-        if servers not in self._rings:
-            self._rings[servers] = allreduce_cost(servers, self.tables)
-        return self._rings[servers]
+        tables = link_tables(cluster)
+        self.transfer = cache(partial(transfer_cost, tables=tables))  # with ``shares`` by name
+        self.allreduce = cache(partial(allreduce_cost, t=tables))

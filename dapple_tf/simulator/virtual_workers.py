@@ -11,8 +11,8 @@ import numpy as np
 
 from dapple_tf.plans import Plan, StagePlan
 from dapple_tf.profiler.cluster import Cluster
-from dapple_tf.profiler.profile import Profile, profiles_on
-from dapple_tf.simulator.costs import stage_costs
+from dapple_tf.profiler.profile import Profile
+from dapple_tf.simulator.costs import one_device_seconds, stage_costs
 from dapple_tf.simulator.execution import Execution, execute
 from dapple_tf.simulator.memory import memory_limits
 from dapple_tf.simulator.order import named_order
@@ -37,10 +37,7 @@ def simulate_workers(
         executions.append(execute(named_order(part.schedule, len(part.stages), part.micro_batches).order, costs))
     ends = _reduce(plan, parts, executions, profile, cluster)
     whole = plan.micro_batches * len(parts)
-    seconds = whole * min(
-        float(p.forward_seconds(plan.micro_batch_size).sum() + p.backward_seconds(plan.micro_batch_size).sum())
-        for p in profiles_on(profile, cluster)
-    )
+    seconds = whole * one_device_seconds(profile, cluster, plan.micro_batch_size)
     steps = []
     for part, execution in zip(parts, executions, strict=True):
         costs = tuple(
@@ -73,8 +70,12 @@ def _reduce(
     }
     layers = len(profile.layers)
     cuts = sorted({0, layers, *itertools.chain.from_iterable(part.starts for part in parts)})
+    # Of each worker, the device that has a layer.
+    holders = [
+        {layer: s.devices[0] for s in part.stages for layer in range(s.first_layer, s.last_layer + 1)} for part in parts
+    ]
     groups = tuple(
-        StagePlan(first, end - 1, tuple(_holder(part, first) for part in parts))
+        StagePlan(first, end - 1, tuple(of_worker[first] for of_worker in holders))
         for first, end in itertools.pairwise(cuts)
     )
     # The cost model has an AllReduce for each stage: here a stage is what lies on the same devices of all workers.
@@ -87,8 +88,3 @@ def _reduce(
         end = max(free[d] for d in devices) + took
         free |= dict.fromkeys(devices, end)
     return free
-
-
-def _holder(part: Plan, layer: int) -> int:
-    """Return the device of the worker's stage that has the layer."""
-    return next(stage.devices[0] for stage in part.stages if stage.first_layer <= layer <= stage.last_layer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 from dapple_tf.plans import Plan, StagePlan
@@ -30,14 +31,15 @@ def window_costs(
     whole = replace(plan, window=None, overlap=False)
     if versions.window.in_turn:
         # The costs of a plan without replicas are those of a replica that computes a minibatch on its own.
-        slowest = [max(stage.devices, key=lambda d: _seconds_on(profile, cluster, d)) for stage in plan.stages]
+        seconds = [profile_on(profile, cluster, d).model_seconds(profile.batch_size) for d in range(cluster.devices)]
+        slowest = [max(stage.devices, key=lambda d: seconds[d]) for stage in plan.stages]
         alone = tuple(StagePlan(s.first_layer, s.last_layer, (d,)) for s, d in zip(plan.stages, slowest, strict=True))
         costs = stage_costs(replace(whole, stages=alone), profile, cluster, optimizer_slots=optimizer_slots)
     else:
         costs = stage_costs(whole, profile, cluster, optimizer_slots=optimizer_slots)
     tables, crossing = link_tables(cluster), profile.crossing_bytes()
     homes = [[cluster.homes[device] for device in stage.devices] for stage in plan.stages]
-    found, there, back = [], dict[tuple[int, int, int], Route](), dict[tuple[int, int, int], Route]()
+    found, routes = [], dict[tuple[int, int, int], tuple[Route, Route]]()
     for index, (stage, cost) in enumerate(zip(plan.stages, costs, strict=True)):
         parameters = float(profile.parameter_bytes[stage.first_layer : stage.last_layer + 1].sum())
         sent = 0.0
@@ -51,8 +53,7 @@ def window_costs(
                 demands = transfer_demand(*pair, tables, shares), transfer_demand(*pair[::-1], tables, shares[::-1])
                 forward, backward = (Route(cost.send_forward_seconds, demand=demand) for demand in demands)
                 own = {(index, 0, 0): (forward, backward)}
-            there |= {key: forward for key, (forward, _) in own.items()}
-            back |= {key: backward for key, (_, backward) in own.items()}
+            routes |= own
             sent = max(route.seconds for route, _ in own.values())
         reduced = ring_seconds(*allreduce_cost(homes[index], tables), parameters)
         found.append(
@@ -67,15 +68,9 @@ def window_costs(
         )
     updates, rings = (0.0,) * len(found), tuple(ring_demand(servers, tables) for servers in homes)
     if contention:
-        return WindowCosts(tuple(found), there, back, updates, rings)
-    unshared = {key: replace(route, demand=FlowDemand()) for key, route in there.items()}
-    return WindowCosts(tuple(found), unshared, unshared, updates)
-
-
-def _seconds_on(profile: Profile, cluster: Cluster, device: int) -> float:
-    """Return the seconds of the whole model on a device, for the profile's batch."""
-    own = profile_on(profile, cluster, device)
-    return float(own.forward_seconds(own.batch_size).sum() + own.backward_seconds(own.batch_size).sum())
+        return WindowCosts(tuple(found), routes, updates, rings)
+    unshared = {key: (replace(route, demand=FlowDemand()),) * 2 for key, (route, _) in routes.items()}
+    return WindowCosts(tuple(found), unshared, updates)
 
 
 def uniform_costs(
@@ -86,19 +81,13 @@ def uniform_costs(
     They are ``send_forward_seconds`` and ``send_backward_seconds`` of ``stages``. A replica sends one transfer at a
     time, and receives one at a time.
     """
-    pairs = [
-        (boundary, a, b)
-        for boundary in range(len(stages) - 1)
-        for a in range(replicas[boundary])
-        for b in range(replicas[boundary + 1])
-    ]
-    channels = {pair: (f"device {pair[1]}", f"device {pair[2]} of the next stage") for pair in pairs}
-    return WindowCosts(
-        stages,
-        {pair: Route(stages[pair[0]].send_forward_seconds, channels[pair]) for pair in pairs},
-        {pair: Route(stages[pair[0]].send_backward_seconds, channels[pair]) for pair in pairs},
-        update_seconds,
-    )
+    routes = {}
+    for boundary, cost in enumerate(stages[:-1]):
+        for a, b in itertools.product(range(replicas[boundary]), range(replicas[boundary + 1])):
+            channels = f"device {a}", f"device {b} of the next stage"
+            seconds = cost.send_forward_seconds, cost.send_backward_seconds
+            routes[boundary, a, b] = Route(seconds[0], channels), Route(seconds[1], channels)
+    return WindowCosts(stages, routes, update_seconds)
 
 
 def _routes(

@@ -5,9 +5,7 @@ Planners simulate few windows, so this is plain Python: a window of 64 minibatch
 
 from __future__ import annotations
 
-import heapq
-import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from dapple_tf.errors import ScheduleError
@@ -35,19 +33,21 @@ class Route:
     demand: FlowDemand = field(default_factory=FlowDemand)
 
 
+Routes = Mapping[tuple[int, int, int], tuple[Route, Route]]
+
+
 @dataclass(frozen=True)
 class WindowCosts:
     """Costs of the stages of a window.
 
     ``stages``: of an action on one replica, and of the AllReduce of one update (``allreduce_seconds``).
-    ``forward_routes``, ``backward_routes``: by the first stage of a boundary, its replica, and that of the next stage;
-    replicas that share micro-batches exchange them together, and have the one route of replicas 0. ``update_seconds``:
+    ``routes``: forward and backward, by the first stage of a boundary, its replica, and that of the next stage;
+    replicas that share micro-batches exchange them together, and have the one pair of replicas 0. ``update_seconds``:
     of each stage's update. ``rings``: what each stage's AllReduce shares; empty if nothing.
     """
 
     stages: tuple[StageCosts, ...]
-    forward_routes: Mapping[tuple[int, int, int], Route]
-    backward_routes: Mapping[tuple[int, int, int], Route]
+    routes: Routes
     update_seconds: tuple[float, ...]
     rings: tuple[FlowDemand, ...] = ()
 
@@ -146,9 +146,7 @@ class _Run:
         self._updated = [0] * self._window.stages
         self._reduced: set[tuple[int, int]] = set()
         self._last: dict[tuple[str, int, str], _Turn] = {}  # on each channel
-        self._events: list[tuple[float, int, Callable[[float], None]]] = []
-        self._numbers = itertools.count()
-        self._flows = SharedFlows(self._at)
+        self._events = SharedFlows()
         self.actions: dict[tuple[Action, int], Timed] = {}
         self.transfers: dict[Action, Timed] = {}
         self.reductions: dict[tuple[int, int], Timed] = {}
@@ -158,12 +156,8 @@ class _Run:
         """Run all events in order of time; of those at one time the first that was found comes first."""
         for place in self._window.rows:
             self._start(place, 0.0)
-        while self._events:
-            now, _, happen = heapq.heappop(self._events)
-            happen(now)
-
-    def _at(self, time: float, happen: Callable[[float], None]) -> None:
-        heapq.heappush(self._events, (time, next(self._numbers), happen))
+        while self._events.run_next():
+            pass
 
     def _start(self, place: Place, now: float) -> None:
         """Start a replica's next action, if it is idle and what the action needs is there."""
@@ -174,7 +168,7 @@ class _Run:
         end = now + (cost.forward_seconds if action.kind == "F" else cost.backward_seconds)
         self._busy[place] = True
         self.actions[action, place[1]] = Timed(now, end)
-        self._at(end, lambda time: self._end(place, action, time))
+        self._events.at(end, lambda time: self._end(place, action, time))
 
     def _is_ready(self, place: Place, action: Action) -> bool:
         waits = action.kind == "F" or self._versions.policy == "latest"
@@ -207,11 +201,9 @@ class _Run:
             return
         sender, *_ = self._window.replicas_of(action.stage, action.micro_batch)
         receivers = self._window.replicas_of(target, action.micro_batch)
-        if action.kind == "F":
-            boundary, routes, ends = action.stage, self._costs.forward_routes, (sender, receivers[0])
-        else:
-            boundary, routes, ends = target, self._costs.backward_routes, (receivers[0], sender)
-        route = routes[boundary, ends[0], ends[1]]
+        boundary, backward = min(action.stage, target), action.kind == "B"
+        first, second = (receivers[0], sender) if backward else (sender, receivers[0])
+        route = self._costs.routes[boundary, first, second][backward]
         turn = _Turn(action, route, [(target, replica) for replica in receivers])
         if route.seconds:
             channels = [(action.kind, boundary, channel) for channel in route.channels]
@@ -233,14 +225,11 @@ class _Run:
                 follower.waits -= 1
                 if not follower.waits:
                     self._begin(follower, time)
-            self._arrive(turn.action, turn.places, time)
+            self._arrived |= {(turn.action, place) for place in turn.places}
+            for place in turn.places:
+                self._start(place, time)
 
-        self._flows.start(now, turn.route.seconds, turn.route.demand, end)
-
-    def _arrive(self, action: Action, places: list[Place], now: float) -> None:
-        self._arrived |= {(action, place) for place in places}
-        for place in places:
-            self._start(place, now)
+        self._events.start(now, turn.route.seconds, turn.route.demand, end)
 
     def _reduce(self, stage: int, number: int, now: float) -> None:
         def end(time: float) -> None:
@@ -248,7 +237,7 @@ class _Run:
             self._update(stage, number, time)
 
         demand = self._costs.rings[stage] if self._costs.rings else FlowDemand()
-        self._flows.start(now, self._costs.stages[stage].allreduce_seconds, demand, end)
+        self._events.start(now, self._costs.stages[stage].allreduce_seconds, demand, end)
 
     def _update(self, stage: int, number: int, now: float) -> None:
         """Start the update of a group whose gradients are complete, unless the one before it has not ended."""
@@ -256,7 +245,7 @@ class _Run:
         if number == self._updated[stage]:
             end = now + self._costs.update_seconds[stage]
             self.updates[stage, number] = Timed(now, end)
-            self._at(end, lambda time: self._end_update(stage, time))
+            self._events.at(end, lambda time: self._end_update(stage, time))
 
     def _end_update(self, stage: int, now: float) -> None:
         self._updated[stage] += 1

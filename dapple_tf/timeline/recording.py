@@ -118,9 +118,7 @@ def _slow_json(measured: StepFigures, slow: SlowAction) -> dict[str, Any]:
 
 def plan_title(plan: Plan) -> str:
     """Return the title of a step of ``plan``: model, schedule and micro-batches, or minibatches of a window."""
-    if plan.window is not None:
-        return f"{plan.model}: window of {plan.window.minibatches} minibatches, weights {plan.window.weights!r}"
-    return f"{plan.model}: {plan.short_schedule}, M = {plan.whole_micro_batches}"
+    return f"{plan.model}: {plan.training.describe_step(plan.short_schedule, plan.whole_micro_batches)}"
 
 
 def planned_seconds(plan: Plan) -> float | None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from dapple_tf.simulator.arrays import Floats, Integers, prefix_sums
+from dapple_tf.planner.partition import Ways, partition
+from dapple_tf.simulator.arrays import Floats, Integers, prefix_sums, runs
 from dapple_tf.simulator.native.library import address, load_library
 
 
@@ -72,34 +73,9 @@ def least_squares(sums: Floats, more_sums: Floats, factors: Floats, beside: Floa
     """
     library = load_library()
     if library is None:
-        return least_squares_in_python(sums, more_sums, factors, beside)
+        own = runs(sums) + factors[:, None, None] * runs(more_sums) + beside[:, None, None]
+        return np.array(partition(own**2, Ways.in_turn(range(len(beside))), add=True).bounds(len(beside))[:-1])
     starts = np.zeros(len(beside), np.int64)
     arrays = [np.ascontiguousarray(each, np.float64) for each in (sums, more_sums, factors, beside)]
     library.dapple_least_squares(len(sums) - 1, len(beside), *map(address, (*arrays, starts)))
-    return starts
-
-
-def least_squares_in_python(sums: Floats, more_sums: Floats, factors: Floats, beside: Floats) -> Integers:
-    """Return what ``least_squares`` does."""
-    stages, n = len(beside), len(sums) - 1
-    best = np.full(n + 1, np.inf)  # best[i]: the least sum of squares with the first i blocks in the stages so far
-    best[0] = 0.0
-    choice = np.zeros((stages, n + 1), np.int64)
-    for s in range(stages):
-        following = np.full(n + 1, np.inf)
-        for end in range(s + 1, n + 1 - (stages - 1 - s)):
-            for start in range(end - 1, s - 1, -1):
-                own = sums[end] - sums[start] + factors[s] * (more_sums[end] - more_sums[start])
-                last = (own + beside[s]) ** 2
-                if last >= following[end]:
-                    break  # it only grows from here on
-                total = best[start] + last
-                if total < following[end]:
-                    following[end], choice[s, end] = total, start
-        best = following
-    starts = np.zeros(stages, np.int64)
-    end = n
-    for s in range(stages - 1, -1, -1):
-        end = choice[s, end]
-        starts[s] = end
     return starts

@@ -84,14 +84,13 @@ def plan_chunked(problem: PlanningProblem, shapes: Sequence[ChunkShape] | None =
     The runners-up have other numbers of workers. ``shapes``: by default those of ``list_shapes``. Raises ScheduleError
     where the schedule allows none of the numbers of micro-batches.
     """
-    entries = _search(
-        problem, list_shapes(problem) if shapes is None else shapes, math.inf, _Budget(_PLANS, _CUTS, _MOVES, _EVENTS)
-    )
+    listed = list_shapes(problem) if shapes is None else shapes
+    entries = _search(problem, listed, _Budget(_PLANS, _CUTS, _MOVES, _EVENTS))
     of_workers: dict[int, list[_Entry]] = {}
     for entry in entries:
         of_workers.setdefault(entry.simulator.shape.workers.workers, []).append(entry)
-    found = [min(few, key=_sort_key) for own in of_workers.values() if (few := _fastest_candidates(problem, own))]
-    ranked = sorted(found, key=_sort_key)
+    candidates = (_fastest_candidates(problem, own) for own in of_workers.values())
+    ranked = sorted((min(few, key=lambda c: c.rank) for few in candidates if few), key=lambda c: c.rank)
     return PlannerResult(ranked[0], tuple(ranked[1:3])) if ranked else None
 
 
@@ -100,22 +99,15 @@ def _fastest_candidates(problem: PlanningProblem, entries: Sequence[_Entry]) -> 
     found = []
     for entry in entries[: _SIMULATED if problem.contention else 1]:
         simulator = entry.simulator
-        found.append(
-            problem.evaluate(simulator.stage_plans(entry.starts), simulator.size, "chunks", simulator.shape.schedule)
-        )
-    return [candidate for candidate in found if candidate is not None]
+        stages, schedule = simulator.stage_plans(entry.starts), simulator.shape.schedule
+        if (candidate := problem.evaluate(stages, simulator.size, "chunks", schedule)) is not None:
+            found.append(candidate)
+    return found
 
 
-def _sort_key(candidate: Candidate) -> tuple[float, int, int]:
-    return candidate.seconds, len(candidate.stages), candidate.device_count
-
-
-def _search(problem: PlanningProblem, shapes: Sequence[ChunkShape], ceiling: float, budget: _Budget) -> list[_Entry]:
-    """Return the shapes at each micro-batch size with the best cuts found, the fastest first, if they fit the memory.
-
-    Shapes that cannot be faster than ``ceiling`` seconds with any cuts are left out: the work goes to the others.
-    """
-    entries = sorted(_start(problem, shapes, ceiling), key=lambda entry: entry.bound)
+def _search(problem: PlanningProblem, shapes: Iterable[ChunkShape], budget: _Budget) -> list[_Entry]:
+    """Return the shapes at each micro-batch size with the best cuts found that fit the memory, the fastest first."""
+    entries = sorted(_start(problem, shapes), key=lambda entry: entry.bound)
     fastest = math.inf
     problems, possible = list[ScheduleError](), list[_Entry]()
     for entry in entries:
@@ -146,15 +138,14 @@ def _rank(entry: _Entry) -> tuple[float, ...]:
     return (2, entry.result.lacking_bytes) if entry.result.lacking_bytes else (0, entry.result.seconds)
 
 
-def _start(problem: PlanningProblem, shapes: Iterable[ChunkShape], ceiling: float) -> Iterator[_Entry]:
+def _start(problem: PlanningProblem, shapes: Iterable[ChunkShape]) -> Iterator[_Entry]:
     """Yield each shape with each placement and micro-batch size, cut evenly by the seconds of the profile's batch."""
     source, even = CostSource(problem), dict[WorkerMap, Integers]()
     for shape in shapes:
         sizes = [size for size in problem.micro_batch_sizes if size >= shape.replicas]  # each replica needs a sample
-        sizes = [size for size in sizes if source.least_seconds(shape, size) < ceiling * _ALMOST]
         if sizes and shape.workers not in even:
             even[shape.workers] = source.even_starts(shape.workers)
-        for devices in source.placements(shape) if sizes else ():
+        for devices in source.placements(shape.workers.workers, shape.replicas) if sizes else ():
             links = source.worker_links(shape, devices)
             for size in sizes:
                 simulator = CutSimulator(source, shape, devices, links, size)

@@ -21,15 +21,11 @@ Groups = tuple[tuple[int, ...], ...]  # the devices of each worker
 
 @dataclass(frozen=True)
 class ChunkShape:
-    """The worker map of a ``schedule``, with equally many ``replicas`` of each worker.
-
-    ``total``: the devices of the cluster that may be used, counted server by server.
-    """
+    """The worker map of a ``schedule``, with equally many ``replicas`` of each worker."""
 
     schedule: str
     workers: WorkerMap
     replicas: int
-    total: int
 
     @property
     def device_count(self) -> int:
@@ -59,7 +55,7 @@ def list_shapes(problem: PlanningProblem) -> list[ChunkShape]:
     for workers in _worker_maps(problem):
         most = total // workers.workers
         counts = range(1, most + 1) if total <= _MOST_DEVICES else (most,)
-        found += [ChunkShape(problem.schedule, workers, replicas, total) for replicas in counts]
+        found += [ChunkShape(problem.schedule, workers, replicas) for replicas in counts]
     return found
 
 
@@ -68,31 +64,24 @@ def _worker_maps(problem: PlanningProblem) -> Iterator[WorkerMap]:
     spec, total = problem.spec, problem.cluster.devices
     least, stages = least_stages(spec), most_stages(problem)
     most = stages // least  # workers, or 1 for the only map of a schedule given by its actions
-    for count in range(1, most + 1) if total <= _MOST_DEVICES else _even_counts(total, most):
-        with contextlib.suppress(ScheduleError):  # a number of workers that the policy is not for
-            yield spec.worker_map(count * least)
+    for count in range(1, most + 1):
+        if total <= _MOST_DEVICES or total % count == 0 or count == most:
+            with contextlib.suppress(ScheduleError):  # a number of workers that the policy is not for
+                yield spec.worker_map(count * least)
 
 
-def _even_counts(total: int, most: int) -> list[int]:
-    """Return the numbers of workers up to ``most`` that divide ``total`` devices, and ``most``."""
-    return [count for count in range(1, most + 1) if total % count == 0 or count == most]
-
-
-def list_worker_placements(cluster: Cluster, total: int, workers: int, replicas: int) -> Sequence[Groups]:
-    """Return the devices of each worker by each placement policy (DAPPLE, section IV.B), on ``total`` devices.
+def list_worker_placements(cluster: Cluster, workers: int, replicas: int) -> Sequence[Groups]:
+    """Return the devices of each worker by each placement policy (DAPPLE, section IV.B).
 
     The policies take servers in each of ``server_orders``.
     """
     homes, found = cluster.homes, dict[Groups, Groups]()
     for order in server_orders(cluster):
-        sizes, left = [], total
-        for server in order:
-            sizes.append(min(cluster.servers[server].devices, left))
-            left -= sizes[-1]
+        sizes = tuple(cluster.servers[server].devices for server in order)
         for policy in (append_first, scatter_first, fresh_first):  # of placements on the same servers the first is kept
             used, groups = (0,) * len(sizes), []
             for _ in range(workers):
-                after = policy(used, tuple(sizes), replicas)
+                after = policy(used, sizes, replicas)
                 groups.append(device_indices(cluster, Placement(used, after, 0), order))
                 used = after
             servers = tuple(tuple(homes[device] for device in group) for group in groups)

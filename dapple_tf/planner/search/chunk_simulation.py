@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
-from functools import cached_property
+from functools import cache, cached_property, partial
 from typing import NamedTuple
 
 import numpy as np
 
 from dapple_tf.graph_passes.schedules.spec import ScheduleSpec
 from dapple_tf.graph_passes.schedules.worker_map import WorkerMap
+from dapple_tf.planner.costs import ChainCosts, make_stages
 from dapple_tf.planner.planning_problem import PlanningProblem
 from dapple_tf.planner.search.balanced_cuts import even_sums
 from dapple_tf.planner.search.chunk_shapes import ChunkShape, Groups, list_worker_placements
@@ -19,6 +19,7 @@ from dapple_tf.planner.step_simulation import StageCostArrays, order_seconds
 from dapple_tf.plans import StagePlan
 from dapple_tf.simulator.arrays import Floats, Integers, prefix_sums
 from dapple_tf.simulator.costs import exposed_seconds
+from dapple_tf.simulator.engine import whole_rings
 from dapple_tf.simulator.interrupts import check_stop
 from dapple_tf.simulator.order import HeldStash, Ordered, named_order
 from dapple_tf.simulator.transfer import LinkCosts
@@ -86,8 +87,10 @@ class CostSource:
         self.problem = problem
         self._links = LinkCosts(problem.cluster)
         self._work: dict[float, float] = {}
-        self._blocks: dict[tuple[int, int, bool], BlockCosts] = {}
-        self._placements: dict[tuple[int, int, int], Sequence[Groups]] = {}
+        # The costs of blocks for micro-batches of some samples on a number of devices, and whether backwards are split.
+        self.blocks = cache(partial(_block_costs, problem))
+        # By the number of workers and of replicas of each.
+        self.placements = cache(partial(list_worker_placements, problem.cluster))
 
     def least_seconds(self, shape: ChunkShape, size: int) -> float:
         """Return a lower bound of the step for this micro-batch ``size`` and any cuts: all work, spread evenly."""
@@ -97,28 +100,11 @@ class CostSource:
             self._work[samples] = float(backward + (2 if self.problem.recompute else 1) * forward)
         return self.problem.global_batch_size // size * self._work[samples] / shape.workers.workers
 
-    def blocks(self, size: int, replicas: int, splits: bool) -> BlockCosts:
-        """Return the costs of blocks for micro-batches of ``size`` samples on ``replicas`` devices.
-
-        ``splits``: the schedule runs gradients of weights on their own.
-        """
-        key = size, replicas, splits
-        if key not in self._blocks:
-            self._blocks[key] = _block_costs(self.problem, size, replicas, splits)
-        return self._blocks[key]
-
     def even_starts(self, workers: WorkerMap) -> Integers:
         """Return cuts that make the seconds of the profile's batch nearly even over stages and workers."""
         forward, backward = self.problem.chain.block_seconds(self.problem.profile.batch_size)
         worker_of, nothing = np.array(workers.worker_of, np.int64), np.zeros(len(forward))
         return even_sums(forward + backward, nothing, np.zeros(workers.stages), worker_of, _ROUNDS)
-
-    def placements(self, shape: ChunkShape) -> Sequence[Groups]:
-        """Return the placements of a shape: the devices of each worker; see ``list_worker_placements``."""
-        key = shape.total, shape.workers.workers, shape.replicas
-        if key not in self._placements:
-            self._placements[key] = list_worker_placements(self.problem.cluster, *key)
-        return self._placements[key]
 
     def worker_links(self, shape: ChunkShape, devices: Groups) -> WorkerLinks:
         """Return the costs of communication of a plan's stages; ``devices``: of each worker."""
@@ -160,13 +146,48 @@ class CutSimulator:
         return HeldStash.of(self._ordered.order)
 
     def costs(self, starts: Integers) -> StageCostArrays:
-        """Return the costs of the stages."""
-        check_stop()
-        return _stage_costs(self._blocks, self._links, starts)
+        """Return the costs of the stages, from sums over blocks; they are those of ``simulator.costs.stage_costs``.
 
-    def bound(self, costs: StageCostArrays) -> float:
-        """Return a lower bound of the seconds of a step."""
-        return _bound(costs, self._links.worker_of, self.micro_batches)
+        There is one difference: with ``overlap``, every stage of a schedule that splits backwards is assumed to end
+        with W. Under ``dualpipe-v`` some do not.
+        """
+        check_stop()
+        b, links = self._blocks, self._links
+        ends = np.append(starts[1:], len(b.working_bytes))
+        stash, working = b.stash_bytes[ends] - b.stash_bytes[starts], np.maximum.reduceat(b.working_bytes, starts)
+        if b.recompute:
+            stash, working = b.boundary_bytes[starts] * b.fullest, working + stash
+        return StageCostArrays(
+            forward_seconds=b.forward[ends] - b.forward[starts],
+            backward_seconds=b.backward[ends] - b.backward[starts],
+            send_seconds=links.latency + links.per_byte * b.boundary_bytes[ends],
+            fixed_bytes=b.fixed_bytes[ends] - b.fixed_bytes[starts],
+            stash_bytes=stash,
+            working_bytes=working,
+            weights_seconds=b.weights[ends] - b.weights[starts],
+            rings=whole_rings(_exposed_seconds(b, links, starts, ends)),
+        )
+
+    def bound(self, c: StageCostArrays) -> float:
+        """Return a lower bound of a step (seconds): the largest over the workers of three times, added up.
+
+        They are the time before the worker's first action, its own work, and what must follow its last action. Before a
+        stage's first forward, micro-batch 0 runs through all stages before it. After its last gradients comes its
+        AllReduce. Where backwards are not split, the stages before it then still run a backward each.
+        """
+        workers, splits = self.shape.workers.workers, bool(c.weights_seconds.any())
+        before, load, after = [np.inf] * workers, [0.0] * workers, [np.inf] * workers
+        there, back = 0.0, 0.0  # seconds of micro-batch 0 up to a stage, and of the last one from it
+        columns = (c.forward_seconds, c.backward_seconds, c.weights_seconds, c.send_seconds, c.rings.exposed)
+        for w, forward, backward, weights, send, exposed in zip(
+            self.shape.workers.worker_of, *(column.tolist() for column in columns), strict=True
+        ):
+            before[w] = min(before[w], there)
+            load[w] += self.micro_batches * (forward + backward)
+            after[w] = min(after[w], exposed if splits else max(exposed, back))
+            there += forward + send
+            back += backward - weights + send
+        return max(*map(sum, zip(before, load, after, strict=True)), there + back)
 
     def simulate(self, costs: StageCostArrays) -> CutResult:
         """Return the result for stages with these costs. Raises ScheduleError if the schedule cannot have M."""
@@ -188,7 +209,7 @@ class CutSimulator:
         """Return what each worker should have less of: bytes where memory is ``lacking``, else seconds of a step."""
         if lacking:
             return self.peaks(costs)
-        seconds = self.micro_batches * (costs.forward_seconds + costs.backward_seconds) + costs.exposed_seconds
+        seconds = self.micro_batches * (costs.forward_seconds + costs.backward_seconds) + costs.rings.exposed
         return np.asarray(np.bincount(self._links.worker_of, seconds), np.float64)
 
     def even_starts(self, share: float) -> Integers:
@@ -206,56 +227,30 @@ class CutSimulator:
 
     def stage_plans(self, starts: Integers) -> tuple[StagePlan, ...]:
         """Return the stages with their layers and devices."""
-        layers = len(self._problem.profile.layers)
-        bounds = [*(self._problem.chain.positions[start] for start in starts.tolist()), layers]
-        return tuple(
-            StagePlan(first, end - 1, self._devices[worker])
-            for (first, end), worker in zip(itertools.pairwise(bounds), self.shape.workers.worker_of, strict=True)
-        )
+        chain, worker_of = self._problem.chain, self.shape.workers.worker_of
+        bounds = [*starts.tolist(), len(chain.parameter_bytes)]
+        return make_stages(chain, bounds, (self._devices[worker] for worker in worker_of))
 
 
 def _block_costs(problem: PlanningProblem, size: int, replicas: int, splits: bool) -> BlockCosts:
-    chain, profile = problem.chain, problem.profile
+    chain, profile, costs = problem.chain, problem.profile, ChainCosts(problem, problem.chain, size)
     samples = math.ceil(size / replicas) if problem.whole_rows else size / replicas
-    scale, recompute = size / profile.batch_size, bool(problem.recompute)
-    forward, backward = chain.block_seconds(samples)
-    weights = chain.weights_seconds(samples) if splits else np.zeros(len(forward))
+    forward, backward = costs.second_sums(samples)
+    weights = chain.weights_seconds(samples) if splits else np.zeros(costs.blocks)
     gradients = profile.weights_seconds(samples) if splits else profile.backward_seconds(samples)
     return BlockCosts(
-        forward=prefix_sums(forward),
-        backward=prefix_sums(backward + forward if recompute else backward),
+        forward=forward,
+        backward=backward,
         weights=prefix_sums(weights),
         fixed_bytes=prefix_sums(chain.parameter_bytes * problem.values_on(replicas)),
         stash_bytes=prefix_sums(chain.stash_bytes * samples / profile.batch_size),
         working_bytes=chain.working_bytes * samples / profile.batch_size,
-        boundary_bytes=chain.boundary_bytes * scale,
+        boundary_bytes=costs.boundary_bytes,
         parameter_bytes=np.asarray(profile.parameter_bytes, np.float64),
         gradients=np.asarray(gradients if problem.overlap else (), np.float64),
         positions=np.array(chain.positions, np.int64),
         fullest=samples / size,
-        recompute=recompute,
-    )
-
-
-def _stage_costs(b: BlockCosts, links: WorkerLinks, starts: Integers) -> StageCostArrays:
-    """Return the costs of stages from sums over blocks; they are those of ``simulator.costs.stage_costs``.
-
-    There is one difference: with ``overlap``, every stage of a schedule that splits backwards is assumed to end with W.
-    Under ``dualpipe-v`` some do not.
-    """
-    ends = np.append(starts[1:], len(b.working_bytes))
-    stash, working = b.stash_bytes[ends] - b.stash_bytes[starts], np.maximum.reduceat(b.working_bytes, starts)
-    if b.recompute:
-        stash, working = b.boundary_bytes[starts] * b.fullest, working + stash
-    return StageCostArrays(
-        forward_seconds=b.forward[ends] - b.forward[starts],
-        backward_seconds=b.backward[ends] - b.backward[starts],
-        send_seconds=links.latency + links.per_byte * b.boundary_bytes[ends],
-        exposed_seconds=_exposed_seconds(b, links, starts, ends),
-        fixed_bytes=b.fixed_bytes[ends] - b.fixed_bytes[starts],
-        stash_bytes=stash,
-        working_bytes=working,
-        weights_seconds=b.weights[ends] - b.weights[starts],
+        recompute=bool(problem.recompute),
     )
 
 
@@ -270,25 +265,3 @@ def _exposed_seconds(b: BlockCosts, links: WorkerLinks, starts: Integers, ends: 
     rings = np.where(b.parameter_bytes > 0, latency[stage_of] + per_byte[stage_of] * b.parameter_bytes, 0.0)
     layers = zip(first.tolist(), end.tolist(), strict=True)
     return np.array([exposed_seconds(b.gradients[low:high], rings[low:high]) for low, high in layers])
-
-
-def _bound(c: StageCostArrays, worker_of: Integers, micro_batches: int) -> float:
-    """Return a lower bound of a step (seconds): the largest over the workers of three times, added up.
-
-    They are the time before the worker's first action, its own work, and what must follow its last action. Before a
-    stage's first forward, micro-batch 0 runs through all stages before it. After its last gradients comes its
-    AllReduce. Where backwards are not split, the stages before it then still run a backward each.
-    """
-    workers, splits = int(worker_of.max()) + 1, bool(c.weights_seconds.any())
-    before, load, after = [np.inf] * workers, [0.0] * workers, [np.inf] * workers
-    there, back = 0.0, 0.0  # seconds of micro-batch 0 up to a stage, and of the last one from it
-    columns = (c.forward_seconds, c.backward_seconds, c.weights_seconds, c.send_seconds, c.exposed_seconds)
-    for w, forward, backward, weights, send, exposed in zip(
-        worker_of.tolist(), *(column.tolist() for column in columns), strict=True
-    ):
-        before[w] = min(before[w], there)
-        load[w] += micro_batches * (forward + backward)
-        after[w] = min(after[w], exposed if splits else max(exposed, back))
-        there += forward + send
-        back += backward - weights + send
-    return max(*map(sum, zip(before, load, after, strict=True)), there + back)

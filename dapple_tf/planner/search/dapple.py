@@ -10,16 +10,19 @@ from dataclasses import replace
 import numpy as np
 
 from dapple_tf.planner.baselines import baseline_candidates, baseline_stages, data_parallel
-from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem, promising_sizes
+from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem
 from dapple_tf.planner.registration import planner
 from dapple_tf.planner.row_shares import share_rows
 from dapple_tf.planner.search.fit_cuts import ORIGIN as UNEQUAL
-from dapple_tf.planner.search.fit_cuts import SizedStages, find_unequal_stages
-from dapple_tf.planner.search.formula_search import search_by_formula
+from dapple_tf.planner.search.fit_cuts import find_unequal_stages
+from dapple_tf.planner.search.formula_search import make_cost_tables, make_found_stages, search_by_formula
+from dapple_tf.planner.search.search_space import SearchSpace, find_search_spaces
 from dapple_tf.plans import StagePlan
 from dapple_tf.simulator.arrays import Floats
+from dapple_tf.simulator.interrupts import check_stop
 
 _SEARCH_STEPS = 2_000_000  # labels times what may follow them
+_MOST_SEARCH_STEPS = 300_000_000  # over all sizes
 _MAX_WIDTH = 512
 _KNOWN = 3
 
@@ -34,31 +37,28 @@ def plan_dapple(problem: PlanningProblem) -> PlannerResult | None:
     it is that of the stages of ``find_unequal_stages``, DP and even pipelines with the least latency.
     """
     if not problem.cluster.is_uniform:
-        return choose_unequal(problem, find_unequal_stages(problem))
-    return choose_by_formula(problem, baseline_candidates(problem))
-
-
-def choose_by_formula(problem: PlanningProblem, known: Sequence[Candidate]) -> PlannerResult | None:
-    """Return the result of ``plan_dapple``, given candidates that fit; the search looks below their least latency."""
-    sizes = promising_sizes(problem, known)
+        return _plan_unequal(problem)
+    known = baseline_candidates(problem)  # they fit; the search looks below their least latency
+    spaces = find_search_spaces(problem.chain, problem.cluster)
+    sizes = _promising_sizes(problem, spaces, known)
     fractions = replace(problem, whole_rows=False)  # as the paper's formulas and the tables of the search count rows
     ceiling = _least_latency(fractions, [c for c in known if ":D=" not in c.schedule])
     for require_warm_up, limit in ((True, ceiling), (True, math.inf), (False, math.inf)):
-        if found := _search(problem, sizes, limit, require_warm_up):
+        if found := _search(problem, spaces, sizes, limit, require_warm_up):
             candidate, latency = found
             return PlannerResult(candidate, tuple(c for c in known if c.origin == "DP"), formula_seconds=latency)
     return None
 
 
-def choose_unequal(problem: PlanningProblem, found: Sequence[SizedStages]) -> PlannerResult | None:
-    """Return the result of ``plan_dapple`` on unequal devices, given what ``find_unequal_stages`` found.
+def _plan_unequal(problem: PlanningProblem) -> PlannerResult | None:
+    """Return the result of ``plan_dapple`` on unequal devices.
 
     Plans are simulated only where none with less latency can hold the warm-up of policy A.
     """
     alone = replace(problem, contention=False)  # which the formulas do not model; simulating it takes long
     fractions = replace(alone, whole_rows=False)
     known = [(size, stages, origin) for stages, origin in baseline_stages(alone) for size in alone.micro_batch_sizes]
-    known += [(size, entry.stages, UNEQUAL) for size, entry in found]
+    known += [(size, stages, UNEQUAL) for size, stages in find_unequal_stages(problem)]
     ranked = sorted(((formula_latency(fractions, stages, size), i) for i, (size, stages, _) in enumerate(known)))
     limited: tuple[float, Candidate] | None = None  # by memory
     for latency, i in ranked:
@@ -86,18 +86,37 @@ def _simulate_again(problem: PlanningProblem, candidate: Candidate) -> Candidate
     return found
 
 
+def _promising_sizes(
+    problem: PlanningProblem, spaces: Sequence[SearchSpace], candidates: Iterable[Candidate]
+) -> tuple[int, ...]:
+    """Return the micro-batch sizes in the order in which to search them: best known candidate first.
+
+    A good plan found early lowers the ceiling of all later searches. If searching every size takes too long, only the
+    first are returned, at least two.
+    """
+    best = dict.fromkeys(problem.micro_batch_sizes, math.inf)
+    for candidate in candidates:
+        best[candidate.micro_batch_size] = min(best[candidate.micro_batch_size], candidate.seconds)
+    count = max(2, _MOST_SEARCH_STEPS // sum(space.search_steps for space in spaces))
+    return tuple(sorted(best, key=lambda size: (best[size], size)))[:count]
+
+
 def _search(
-    problem: PlanningProblem, sizes: Iterable[int], ceiling: float, require_warm_up: bool
+    problem: PlanningProblem,
+    spaces: Sequence[SearchSpace],
+    sizes: Iterable[int],
+    ceiling: float,
+    require_warm_up: bool,
 ) -> tuple[Candidate, float] | None:
     """Return the plan with the least latency below ``ceiling``, and its latency (seconds)."""
     best: tuple[Candidate, float] | None = None
     for size in sizes:
-        for space in problem.search_spaces:
+        for space in spaces:
+            check_stop()
             width = max(1, min(_MAX_WIDTH, _SEARCH_STEPS // space.search_steps))
-            tables = problem.cost_tables(space, size)
-            result = search_by_formula(tables, ceiling=ceiling, width=width, results=1, require_warm_up=require_warm_up)
-            for found in result.plans:
-                candidate = problem.evaluate(problem.stage_plans(space, found), size, "DAPPLE's formulas")
+            tables = make_cost_tables(problem, space, size)
+            for found in search_by_formula(tables, ceiling=ceiling, width=width, require_warm_up=require_warm_up):
+                candidate = problem.evaluate(make_found_stages(problem, space, found), size, "DAPPLE's formulas")
                 if candidate is not None:
                     best, ceiling = (candidate, found.score), found.score
     return best
@@ -157,16 +176,8 @@ def pipeline_latency(forward: Floats, backward: Floats, allreduce: Floats, micro
     s = Q). With one stage that would lose the last backward, so here s = Q belongs to the other case, as in Fig. 4.
     """
     pivot = pivot_stage(forward, backward, micro_batches)
-    warm_up = 0.0
-    for stage in range(pivot + 1):
-        warm_up += forward[stage]
+    warm_up = np.cumsum(forward[: pivot + 1])[-1]
     steady = (micro_batches - 1) * (forward[pivot] + backward[pivot])
-    ending, backwards = 0.0, 0.0
-    for stage in range(pivot, -1, -1):
-        backwards += backward[stage]
-        ending = max(ending, allreduce[stage] + backwards)
-    backwards = backward[pivot]
-    for stage in range(pivot + 1, len(forward)):
-        backwards += backward[stage]
-        ending = max(ending, allreduce[stage] - backwards)
-    return float(warm_up + steady + ending)
+    before = allreduce[pivot::-1] + np.cumsum(backward[pivot::-1])
+    behind = allreduce[pivot + 1 :] - np.cumsum(backward[pivot:])[1:]
+    return float(warm_up + steady + max(0.0, *before, *behind))

@@ -15,14 +15,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dapple_tf.planner.costs import ChainCosts, make_stages, runs
+from dapple_tf.planner.costs import ChainCosts, make_stages
 from dapple_tf.planner.partition import Partition, Way, Ways, partition
 from dapple_tf.planner.planning_problem import PlanningProblem
 from dapple_tf.planner.search.search_space import coarsen
 from dapple_tf.plans import StagePlan
 from dapple_tf.profiler.cluster import Cluster
 from dapple_tf.profiler.profile import Profile, profile_on
-from dapple_tf.simulator.arrays import Floats, prefix_sums
+from dapple_tf.simulator.arrays import Floats, prefix_sums, runs
 from dapple_tf.simulator.transfer import LinkCosts
 from dapple_tf.timeline.stage_costs import usable_bytes
 
@@ -111,7 +111,7 @@ def fit_cuts(
     found = table.partition(len(devices) + 1, ways)
     if not np.isfinite(found.values[len(devices), -1]):
         return None
-    return make_stages(costs.chain, [0, *(stage.end for stage in found.stages(len(devices)))], devices)
+    return make_stages(costs.chain, found.bounds(len(devices)), devices)
 
 
 # --- Cut the blocks and an order of the devices at the same time: for devices of different kinds
@@ -179,7 +179,7 @@ def device_orders(profile: Profile, cluster: Cluster) -> tuple[tuple[int, ...], 
     """
     given = tuple(range(cluster.devices))
     seconds = {
-        kind: _seconds(profile_on(profile, cluster, cluster.device_kinds.index(kind)))
+        kind: profile_on(profile, cluster, cluster.device_kinds.index(kind)).model_seconds(profile.batch_size)
         for kind in dict.fromkeys(cluster.device_kinds)
     }
     orders = [given, *(tuple(sorted(given, key=lambda d: sign * seconds[cluster.kind_of(d)])) for sign in (1, -1))]
@@ -194,31 +194,23 @@ def device_orders(profile: Profile, cluster: Cluster) -> tuple[tuple[int, ...], 
     return tuple(dict.fromkeys(orders))
 
 
-def _seconds(profile: Profile) -> float:
-    size = profile.batch_size
-    return float(profile.forward_seconds(size).sum() + profile.backward_seconds(size).sum())
-
-
 # --- The best few stages of every number, over all orders: for planner "dapple"
 
 
 ORIGIN = "unequal devices"
 _MOST = 4  # stages of each number, for one micro-batch size
 
-SizedStages = tuple[int, UnequalStages]
-"""A micro-batch size (samples), and stages for it."""
 
-
-def find_unequal_stages(problem: PlanningProblem) -> list[SizedStages]:
+def find_unequal_stages(problem: PlanningProblem) -> list[tuple[int, tuple[StagePlan, ...]]]:
     """Return stages for every micro-batch size, of every number: those whose busiest stage takes the fewest seconds.
 
-    Each stage has devices that follow each other in one of ``device_orders``. Raises ProfileError for a kind without
-    costs.
+    They come with the size (samples). Each stage has devices that follow each other in one of ``device_orders``. Raises
+    ProfileError for a kind without costs.
     """
-    return [(size, entry) for size in problem.micro_batch_sizes for entry in _stages_of_size(problem, size)]
+    return [(size, stages) for size in problem.micro_batch_sizes for stages in _stages_of_size(problem, size)]
 
 
-def _stages_of_size(problem: PlanningProblem, size: int) -> Iterator[UnequalStages]:
+def _stages_of_size(problem: PlanningProblem, size: int) -> Iterator[tuple[StagePlan, ...]]:
     """Yield the best few stages of every number, over all orders of the devices, each once."""
     found = dict[tuple[StagePlan, ...], UnequalStages]()
     table = _Table(ChainCosts(problem, coarsen(problem.chain, _MOST_BLOCKS), size))
@@ -230,4 +222,4 @@ def _stages_of_size(problem: PlanningProblem, size: int) -> Iterator[UnequalStag
     for entry in sorted(found.values(), key=lambda entry: (entry.seconds, len(entry.stages))):
         counts[len(entry.stages)] = counts.get(len(entry.stages), 0) + 1
         if counts[len(entry.stages)] <= _MOST:
-            yield entry
+            yield entry.stages

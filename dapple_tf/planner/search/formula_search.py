@@ -13,13 +13,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dapple_tf.errors import PlanError
+from dapple_tf.planner.costs import ChainCosts, make_stages
+from dapple_tf.planner.planning_problem import PlanningProblem
+from dapple_tf.planner.search.placement import device_indices
 from dapple_tf.planner.search.search_space import SearchSpace
+from dapple_tf.plans import StagePlan
 from dapple_tf.simulator.arrays import Floats, Integers, prefix_sums
 from dapple_tf.simulator.interrupts import check_stop, stop_flag
 from dapple_tf.simulator.memory import values_per_weight
 from dapple_tf.simulator.native.library import address, load_library
 from dapple_tf.simulator.transfer import ring_seconds
-from dapple_tf.timeline.stage_costs import usable_bytes
 
 
 class CostTables(NamedTuple):
@@ -60,11 +63,6 @@ class CostTables(NamedTuple):
     transfer_latency: Floats  # [E] seconds
     transfer_seconds_per_byte: Floats  # [E]
 
-    @property
-    def blocks(self) -> int:
-        """N."""
-        return len(self.working_bytes)
-
 
 _SCALARS: tuple[tuple[str, type[Any]], ...] = (
     ("blocks", ctypes.c_int32),
@@ -85,52 +83,35 @@ class _Tables(ctypes.Structure):
     _fields_ = (*_SCALARS, *((name, ctypes.c_void_p) for name in CostTables._fields[len(_SCALARS) - 2 :]))
 
 
-def make_cost_tables(
-    space: SearchSpace,
-    global_batch_size: int,
-    micro_batch_size: int,
-    *,
-    optimizer_slots: int,
-    shard_optimizer: bool = False,
-    recompute: bool,
-    overlap: bool,
-    splits_backward: bool = False,
-) -> CostTables:
-    """Return the tables of ``space`` for micro-batches of ``micro_batch_size`` samples.
-
-    ``optimizer_slots``: values that the optimizer keeps of each weight. ``shard_optimizer``: the replicas of a stage
-    share these out. ``overlap``: AllReduce runs during the last
-    backward. ``splits_backward``: the schedule runs gradients of weights as actions of their own.
-    """
-    chain, replicas = space.chain, space.replicas
+def make_cost_tables(problem: PlanningProblem, space: SearchSpace, micro_batch_size: int) -> CostTables:
+    """Return the tables of ``space`` for micro-batches of ``micro_batch_size`` samples."""
+    costs, replicas = ChainCosts(problem, space.chain, micro_batch_size), space.replicas
+    splits = problem.schedule != "auto" and problem.spec.splits_backward
     counts = np.unique(replicas)
-    seconds = [chain.block_seconds(micro_batch_size / r) for r in counts]
-    forward = np.array([f for f, _ in seconds])
-    backward = np.array([b for _, b in seconds]) + (forward if recompute else 0)
-    weights = np.array([chain.weights_seconds(micro_batch_size / r) for r in counts]) * splits_backward
+    slices = micro_batch_size / counts
+    forward, backward = (np.array(rows) for rows in zip(*map(costs.block_seconds, slices), strict=True))
+    weights = np.array([space.chain.weights_seconds(n) for n in slices]) * splits
     device_seconds = (counts[:, None] * (forward + backward - weights)).min(axis=0)
-    row = np.searchsorted(counts, replicas)
-    profile, slices = chain.profile, micro_batch_size / counts
-    gradients = [profile.weights_seconds(n) if splits_backward else profile.backward_seconds(n) for n in slices]
-    exposed, exposed_row = _exposed_tables(space, np.array(gradients), row, overlap)
-    scale = micro_batch_size / chain.batch_size
+    row, profile = np.searchsorted(counts, replicas), space.chain.profile
+    gradients = [profile.weights_seconds(n) if splits else profile.backward_seconds(n) for n in slices]
+    exposed, exposed_row = _exposed_tables(space, np.array(gradients), row, problem.overlap)
     return CostTables(
-        micro_batches=global_batch_size // micro_batch_size,
-        micro_batch_size=micro_batch_size,
-        memory_bytes=usable_bytes(space.cluster.least_memory),
-        fixed_bytes_per_parameter_byte=values_per_weight(0 if shard_optimizer else optimizer_slots),
-        shared_bytes_per_parameter_byte=optimizer_slots * shard_optimizer,
-        recompute=recompute,
-        overlap=overlap,
+        micro_batches=costs.micro_batches,
+        micro_batch_size=micro_batch_size // problem.least_rows,
+        memory_bytes=costs.memory_bytes,
+        fixed_bytes_per_parameter_byte=values_per_weight(0 if problem.shard_optimizer else problem.optimizer_slots),
+        shared_bytes_per_parameter_byte=problem.optimizer_slots * problem.shard_optimizer,
+        recompute=bool(problem.recompute),
+        overlap=problem.overlap,
         forward=prefix_sums(forward),
         backward=prefix_sums(backward),
         least_remaining=np.append(np.cumsum(device_seconds[::-1])[::-1], 0.0),
-        parameter_bytes=prefix_sums(chain.parameter_bytes),
-        trained=np.concatenate([[0], np.cumsum(chain.parameter_bytes > 0)]),
-        stash_bytes=prefix_sums(chain.stash_bytes) * scale,
-        working_bytes=chain.working_bytes * scale,
-        boundary_bytes=chain.boundary_bytes * scale,
-        splittable=np.concatenate([[True], chain.splittable, [True]]),
+        parameter_bytes=costs.parameter_bytes,
+        trained=np.concatenate([[0], np.cumsum(space.chain.parameter_bytes > 0)]),
+        stash_bytes=costs.stash_bytes,
+        working_bytes=costs.working_bytes,
+        boundary_bytes=costs.boundary_bytes,
+        splittable=costs.splittable,
         replicas=replicas,
         seconds_row=row,
         allreduce_latency=space.allreduce[:, 0],
@@ -138,7 +119,7 @@ def make_cost_tables(
         exposed=exposed,
         exposed_row=exposed_row,
         devices_left=space.devices_left,
-        **space.transitions._asdict(),
+        **space.transitions,
     )
 
 
@@ -179,38 +160,16 @@ class FoundPlan:
     placements: tuple[int, ...]
 
 
-@dataclass(frozen=True, eq=False)
-class SearchResult:
-    """Plans found, by rising score; complete for scores below both ``exhaustive_below`` and the ceiling.
-
-    ``scores``: seconds. ``stages``: number of stages of each plan. ``starts`` and ``placements`` [plans, stages]: first
-    block and placement of each stage, 0 after a plan's last stage.
-    """
-
-    scores: Floats
-    stages: Integers
-    starts: Integers
-    placements: Integers
-    exhaustive_below: float
-
-    def __len__(self) -> int:
-        return len(self.scores)
-
-    def plan(self, index: int) -> FoundPlan:
-        """Return one plan."""
-        s = int(self.stages[index])
-        starts, placements = self.starts[index, :s].tolist(), self.placements[index, :s].tolist()
-        return FoundPlan(float(self.scores[index]), tuple(starts), tuple(placements))
-
-    @property
-    def plans(self) -> tuple[FoundPlan, ...]:
-        """All plans."""
-        return tuple(self.plan(index) for index in range(len(self)))
+def make_found_stages(problem: PlanningProblem, space: SearchSpace, found: FoundPlan) -> tuple[StagePlan, ...]:
+    """Return the stages of a plan found in ``space``, with layers and devices."""
+    placements = (space.placements.items[placement] for placement in found.placements)
+    devices = (device_indices(problem.cluster, placement, space.order) for placement in placements)
+    return make_stages(space.chain, [*found.starts, len(space.chain.parameter_bytes)], devices)
 
 
 def search_by_formula(
-    tables: CostTables, *, ceiling: float = np.inf, width: int, results: int = 16, require_warm_up: bool = False
-) -> SearchResult:
+    tables: CostTables, *, ceiling: float = np.inf, width: int, results: int = 1, require_warm_up: bool = False
+) -> tuple[FoundPlan, ...]:
     """Return plans on all devices with the least latency by formulas 1 to 3, below ``ceiling`` seconds.
 
     DAPPLE, formulas 4 and 5. At most ``results`` plans, with at most ``width`` labels for each state. With
@@ -229,9 +188,10 @@ def search_by_formula(
         kept.append(np.ascontiguousarray(value, kinds[value.dtype.kind]))
         return kept[-1].ctypes.data
 
-    given = _Tables(tables.blocks, len(tables.replicas), *map(field, tables))
+    blocks = len(tables.working_bytes)
+    given = _Tables(blocks, len(tables.replicas), *map(field, tables))
     latencies, stages, below = np.zeros(results), np.zeros(results, np.int32), np.zeros(1)
-    starts, placements = (np.zeros((results, tables.blocks), np.int32) for _ in range(2))
+    starts, placements = (np.zeros((results, blocks), np.int32) for _ in range(2))
     count = library.dapple_formula_search(
         *(ctypes.byref(given), ctypes.c_int64(width), ctypes.c_double(ceiling), results, int(require_warm_up)),
         *map(address, (latencies, stages, starts, placements, below, stop_flag())),
@@ -243,4 +203,5 @@ def search_by_formula(
             "'best'"
         )
     order = np.lexsort((*starts[:count].T[::-1], stages[:count], latencies[:count]))
-    return SearchResult(latencies[order], stages[order], starts[order], placements[order], float(below[0]))
+    found = zip(latencies[order].tolist(), stages[order].tolist(), starts[order], placements[order], strict=True)
+    return tuple(FoundPlan(score, tuple(own[:s].tolist()), tuple(at[:s].tolist())) for score, s, own, at in found)

@@ -7,7 +7,7 @@ import itertools
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,30 +27,17 @@ _LEAST_BLOCKS = 32
 _MOST_DEVICES_OF_POLICIES = 128
 
 
-class Transitions(NamedTuple):
-    """Pairs of placements of consecutive stages: fields of ``CostTables``."""
-
-    first_transition: Integers
-    next_placement: Integers
-    same_replicas: NDArray[np.bool_]
-    rest_transition: Integers
-    transfer_latency: Floats
-    transfer_seconds_per_byte: Floats
-
-
 @dataclass(frozen=True)
 class SearchSpace:
     """Blocks of layers and placements of stages on a cluster, independent of the micro-batch size.
 
-    ``order``: the server that each entry of a placement stands for. ``complete``: the space has every cut, replica
-    count and placement that the policies reach with the servers in that order.
+    ``order``: the server that each entry of a placement stands for.
     """
 
     chain: Chain
     cluster: Cluster
     placements: Placements
     order: tuple[int, ...]
-    complete: bool = False
 
     @cached_property
     def replicas(self) -> Integers:
@@ -63,8 +50,8 @@ class SearchSpace:
         return np.array([item.devices_left for item in self.placements.items], np.int64)
 
     @cached_property
-    def transitions(self) -> Transitions:
-        """The pairs of placements that consecutive stages can have, with the costs of a transfer between them."""
+    def transitions(self) -> dict[str, NDArray[Any]]:
+        """The pairs of placements that consecutive stages can have, with transfers: the fields of ``CostTables``."""
         successors = self.placements.successors
         first = np.concatenate([[0], np.cumsum([len(found) for found in successors])]).astype(np.int64)
         following = np.array([q for found in successors for q in found], np.int64)
@@ -73,9 +60,26 @@ class SearchSpace:
         to_rest = np.full(len(self.replicas), -1, np.int64)
         completing = np.flatnonzero((self.devices_left[following] == 0) & (source < len(self.replicas)))
         to_rest[source[completing]] = completing
-        offsets, servers = self.home_servers
-        latency, per_byte = _transfer_costs(first, following, offsets, servers, self.links)
-        return Transitions(first, following, same, to_rest, latency, per_byte)
+        library, links = load_library(), self.links
+        assert library is not None, "the registry refuses planners that need it"
+        latency, per_byte = np.zeros(len(following)), np.zeros(len(following))  # 0 for those of the start
+        library.dapple_transfers(
+            len(first) - 2,
+            *map(address, (first, following, *self.home_servers)),
+            len(links.inside),
+            *map(address, (links.inside, links.inside_latency)),
+            *(ctypes.c_double(links.interface), ctypes.c_double(links.interface_latency)),
+            *map(address, (links.own, links.own_latency)),
+            *(int(links.has_own), address(latency), address(per_byte)),
+        )
+        return {
+            "first_transition": first,
+            "next_placement": following,
+            "same_replicas": same,
+            "rest_transition": to_rest,
+            "transfer_latency": latency,
+            "transfer_seconds_per_byte": per_byte,
+        }
 
     @cached_property
     def search_steps(self) -> int:
@@ -99,25 +103,6 @@ class SearchSpace:
         lists = [sorted(self.order[entry] for entry in item.servers()) for item in self.placements.items]
         offsets = np.concatenate([[0], np.cumsum([len(servers) for servers in lists])]).astype(np.int64)
         return offsets, np.array([server for servers in lists for server in servers], np.int64)
-
-
-def _transfer_costs(
-    first: Integers, following: Integers, offsets: Integers, servers: Integers, links: LinkTables
-) -> tuple[Floats, Floats]:
-    """Return latency (seconds) and seconds per byte of every transition; 0 for those of the start."""
-    library = load_library()
-    assert library is not None, "the registry refuses planners that need it"
-    latency, per_byte = np.zeros(len(following)), np.zeros(len(following))
-    library.dapple_transfers(
-        len(first) - 2,
-        *map(address, (first, following, offsets, servers)),
-        len(links.inside),
-        *map(address, (links.inside, links.inside_latency)),
-        *(ctypes.c_double(links.interface), ctypes.c_double(links.interface_latency)),
-        *map(address, (links.own, links.own_latency)),
-        *(int(links.has_own), address(latency), address(per_byte)),
-    )
-    return latency, per_byte
 
 
 def find_search_spaces(chain: Chain, cluster: Cluster) -> tuple[SearchSpace, ...]:
@@ -144,7 +129,7 @@ def _spaces_of_order(chain: Chain, cluster: Cluster, order: tuple[int, ...]) -> 
     sizes = [cluster.servers[server].devices for server in order]
     total = cluster.devices
     if every := find_all_placements(sizes, _MOST_PLACEMENTS):
-        space = SearchSpace(chain, cluster, every, order, complete=True)
+        space = SearchSpace(chain, cluster, every, order)
         if space.search_steps <= 2 * _MOST_SEARCH_STEPS:
             return (space,)
     unit = max(sizes) if total > 256 else 1

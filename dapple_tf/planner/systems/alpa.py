@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,14 +11,15 @@ from typing import NamedTuple
 import numpy as np
 
 from dapple_tf.errors import PlanError
-from dapple_tf.planner.costs import ChainCosts, from_the_end, make_stages, runs
-from dapple_tf.planner.partition import Ways, partition
+from dapple_tf.planner.costs import ChainCosts, make_stages
+from dapple_tf.planner.partition import Ways, from_the_end, partition
 from dapple_tf.planner.planning_problem import PlannerResult, PlanningProblem
 from dapple_tf.planner.registration import planner
 from dapple_tf.planner.search.search_space import coarsen
+from dapple_tf.planner.systems.device_order import server_bandwidths
 from dapple_tf.plans import StagePlan
 from dapple_tf.profiler.linearise import Chain, without_unsplittable_cuts
-from dapple_tf.simulator.arrays import Floats, Integers
+from dapple_tf.simulator.arrays import Floats, Integers, runs
 
 _MOST_DEVICES = 1024
 _MOST_STEPS = 4_000_000  # of one dynamic program: some milliseconds
@@ -66,14 +66,10 @@ def plan_alpa_inter(problem: PlanningProblem) -> PlannerResult | None:
             f"planner 'alpa-inter' takes a cluster as a mesh, but its servers have {', '.join(map(str, counts))} "
             "devices: use planner 'best', or servers with equally many devices"
         )
-    if problem.cluster.devices > _MOST_DEVICES:
-        raise PlanError(
-            f"the cluster has {problem.cluster.devices} devices; planner 'alpa-inter' is for at most {_MOST_DEVICES}: "
-            "use planner 'best'"
-        )
+    problem.check_devices("alpa-inter", _MOST_DEVICES)
     meshes = list_submeshes(problem)
     chain = _limit_layers(without_unsplittable_cuts(problem.chain), meshes)
-    schedule = "dapple-a" if problem.schedule == "auto" else problem.schedule
+    schedule = problem.schedule_or("dapple-a")
     found = []
     for size in problem.micro_batch_sizes:
         if sliced := slice_operators(mesh_costs(ChainCosts(problem, chain, size), meshes)):
@@ -86,8 +82,9 @@ def list_submeshes(problem: PlanningProblem) -> Submeshes:
     cluster, servers = problem.cluster, range(len(problem.cluster.servers))
     count = cluster.servers[0].devices
     shapes = [(1, 2**k) for k in range(count.bit_length()) if 2**k < count] + [(n + 1, count) for n in servers]
-    inside = min((cluster.link(i, i).bandwidth for i in servers), default=math.inf)
-    between = min((cluster.link(i, j).bandwidth for i, j in itertools.combinations(servers, 2)), default=math.inf)
+    bandwidths = server_bandwidths(cluster)
+    inside = float(bandwidths.diagonal().min())
+    between = float(bandwidths[~np.eye(len(servers), dtype=bool)].min(initial=np.inf))
     return Submeshes(
         tuple(shapes),
         tuple(min(inside if m > 1 else math.inf, between if n > 1 else math.inf) for n, m in shapes),
@@ -227,12 +224,10 @@ class _Program:
 
     def _fits(self, stages: Sequence[MeshStage]) -> bool:
         """Return whether every stage fits the memory with the micro-batches that it holds."""
-        costs = self._costs
-        for index, (first, end, mesh) in enumerate(stages):
-            at, held = (mesh, first, end), min(len(stages) - index, costs.micro_batches)
-            if costs.fixed_bytes[at] + held * costs.stash_bytes[at] > costs.memory_bytes:
-                return False
-        return True
+        costs, (first, end, mesh) = self._costs, np.array(stages).T
+        held = np.minimum(np.arange(len(stages), 0, -1), costs.micro_batches)
+        needed = costs.fixed_bytes[mesh, first, end] + held * costs.stash_bytes[mesh, first, end]
+        return bool((needed <= costs.memory_bytes).all())
 
 
 def _limit_layers(chain: Chain, meshes: Submeshes) -> Chain:

@@ -16,13 +16,13 @@ import numpy as np
 
 from dapple_tf.errors import PlanError
 from dapple_tf.graph_passes.schedules.slicer import count_slices, slice_sizes, sliced_1f1b
-from dapple_tf.planner.costs import ChainCosts, make_stages, runs
-from dapple_tf.planner.partition import Partition, Way, Ways, partition
+from dapple_tf.planner.costs import ChainCosts, make_stages
+from dapple_tf.planner.partition import Partition, Ways, partition
 from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem
 from dapple_tf.planner.registration import planner
 from dapple_tf.planner.search.search_space import coarsen
 from dapple_tf.profiler.linearise import Chain, cut_chain
-from dapple_tf.simulator.arrays import Floats, prefix_sums
+from dapple_tf.simulator.arrays import Floats, prefix_sums, runs
 from dapple_tf.simulator.native.library import address, load_library
 from dapple_tf.simulator.transfer import link_tables, transfer_cost
 from dapple_tf.wording import format_count
@@ -44,7 +44,6 @@ def plan_autopipe(problem: PlanningProblem, *, stages: int | None = None, sliced
     """
     chain = coarsen(sub_layer_blocks(problem.chain), _MOST_BLOCKS)
     best: tuple[Candidate, Simulated, Blocks] | None = None
-    unsliced = dataclasses.replace(problem, ceiling=math.inf)  # slicing may bring a step below the problem's ceiling
     for depth in _depths(problem, chain, stages):
         for size in problem.micro_batch_sizes:
             replicas = problem.cluster.devices // depth
@@ -52,18 +51,16 @@ def plan_autopipe(problem: PlanningProblem, *, stages: int | None = None, sliced
                 continue
             blocks = _make_blocks(ChainCosts(problem, chain, size), depth)
             found = search_scheme(blocks, depth)
-            schedule = "dapple-a" if problem.schedule == "auto" else problem.schedule
+            schedule = problem.schedule_or("dapple-a")
             plans = make_stages(chain, found.scheme, [range(x * replicas, (x + 1) * replicas) for x in range(depth)])
             ceiling = math.inf if best is None else best[0].seconds
-            candidate = unsliced.evaluate(plans, size, "AutoPipe's heuristic", schedule, ceiling=ceiling)
+            candidate = problem.evaluate(plans, size, "AutoPipe's heuristic", schedule, ceiling=ceiling)
             best = best if candidate is None else (candidate, found, blocks)
     if best is None:
         return None
     candidate, found, blocks = best
     if sliced and problem.schedule == "auto" and candidate.schedule == "dapple-a":
         candidate = _slice(problem, candidate, found, blocks)
-    if candidate.seconds >= problem.ceiling:
-        return None
     return PlannerResult(candidate, formula_seconds=found.seconds, formula="1F1B by AutoPipe's simulator")
 
 
@@ -105,12 +102,6 @@ def _slice(problem: PlanningProblem, candidate: Candidate, found: Simulated, blo
     depth = len(f)
     count = min(count_slices(f.tolist(), b.tolist(), blocks.comm), depth, blocks.micro_batches)
     if not count or candidate.micro_batch_size // 2 < candidate.stages[0].replicas:
-        return candidate
-    # With one measured size time is proportional to the samples: two halves compute as long as one micro-batch. A stage
-    # starts after half a micro-batch at the earliest, and its last backward is followed by those of the stages before.
-    linear = len(problem.profile.measured_sizes) == 1
-    around = prefix_sums(f / 2 + b)[:-1]
-    if linear and float((around + blocks.micro_batches * (f + b)).max()) >= problem.ceiling:
         return candidate
     schedule = sliced_1f1b(depth, blocks.micro_batches, count)
     sizes = slice_sizes((candidate.micro_batch_size,) * blocks.micro_batches, count)
@@ -182,12 +173,17 @@ def search_scheme(blocks: Blocks, stages: int) -> Simulated:
     blocks as the inequality allows, and one at least); which i counts in 3) after that (the adjusted scheme's); and
     when the search ends (no scheme is taken up twice, and 400 are simulated at most).
     """
-    return _Search(blocks, stages).run()
-
-
-def balanced_scheme(work: Floats, stages: int) -> Scheme:
-    """Return the scheme of Algorithm 1: the largest sum of ``work`` of a stage is the least possible."""
-    return _scheme(_balance(work, stages), len(work), stages)
+    search = _Search(blocks, stages)
+    waiting = [search.simulate(search.balanced.bounds(stages))]
+    taken_up = {waiting[0].scheme}
+    while waiting and len(search.known) < _MOST_SCHEMES:
+        found = search.adjust(waiting.pop())
+        for scheme in search.shift(found) if found.master else ():
+            moved = search.simulate(scheme)
+            if moved.master <= found.master and scheme not in taken_up:
+                taken_up.add(scheme)
+                waiting.append(moved)
+    return min(search.known.values(), key=lambda found: found.seconds)
 
 
 class _Search:
@@ -197,23 +193,8 @@ class _Search:
         self.blocks, self.stages = blocks, stages
         self.forward = prefix_sums(blocks.forward)
         self.backward = prefix_sums(blocks.backward)
-        self.balanced = _balance(blocks.forward + blocks.backward, stages)
+        self.balanced = balance(blocks.forward + blocks.backward, stages)
         self.known: dict[Scheme, Simulated] = {}
-
-    def run(self) -> Simulated:
-        """Return the fastest scheme."""
-        waiting = [self.simulate(_scheme(self.balanced, len(self.blocks.forward), self.stages))]
-        taken_up = {waiting[0].scheme}
-        while waiting and len(self.known) < _MOST_SCHEMES:
-            found = self.adjust(waiting.pop())
-            if found.master == 0:
-                continue
-            for scheme in self.shift(found):
-                moved = self.simulate(scheme)
-                if moved.master <= found.master and scheme not in taken_up:
-                    taken_up.add(scheme)
-                    waiting.append(moved)
-        return min(self.known.values(), key=lambda found: found.seconds)
 
     def simulate(self, scheme: Scheme) -> Simulated:
         """Return the scheme with its time and master stage."""
@@ -249,22 +230,16 @@ class _Search:
         first = (*scheme[:i], scheme[i] + 1, *scheme[i + 1 :])
         yield first
         if i > 1:
-            yield (*_scheme(self.balanced, scheme[i - 1], i - 1), *first[i:])
+            yield (*self.balanced.bounds(i - 1, scheme[i - 1]), *first[i:])
         if i + 1 < self.stages:
             last = (*scheme[: i + 1], scheme[i + 1] - 1, *scheme[i + 2 :])
             yield last
-            yield (*_scheme(self.balanced, scheme[i], i), *last[i + 1 :])
+            yield (*self.balanced.bounds(i, scheme[i]), *last[i + 1 :])
 
 
-def _balance(work: Floats, stages: int) -> Partition:
-    """Return time[i][j] of Algorithm 1, the largest stage of i blocks in j stages; state j is j stages."""
-    ways = [Way(stage + 1, stage) for stage in range(stages)]
-    return partition(runs(prefix_sums(work))[None], Ways.of(stages + 1, ways), latest=False)
-
-
-def _scheme(found: Partition, blocks: int, stages: int) -> Scheme:
-    """Return the scheme of Algorithm 1 for the first ``blocks`` blocks in ``stages`` stages."""
-    return (0, *(stage.end for stage in found.stages(stages, blocks)))
+def balance(work: Floats, stages: int) -> Partition:
+    """Return time[i][j] of Algorithm 1, the least largest ``work`` of a stage; state j is j stages."""
+    return partition(runs(prefix_sums(work))[None], Ways.in_turn([0] * stages), latest=False)
 
 
 # --- The pipeline simulator: iteration time, critical path and master stage (AutoPipe, section III.B.1)

@@ -6,22 +6,21 @@ Zhao et al., "BaPipe: Exploration of Balanced Pipeline Parallelism for DNN Train
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dapple_tf.planner.baselines import data_parallel
-from dapple_tf.planner.costs import ChainCosts, make_stages, runs
-from dapple_tf.planner.partition import Way, Ways, partition
+from dapple_tf.planner.costs import ChainCosts, make_stages
+from dapple_tf.planner.partition import least_slowest
 from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem
 from dapple_tf.planner.registration import planner
 from dapple_tf.planner.search.search_space import coarsen
-from dapple_tf.plans import StagePlan
 from dapple_tf.profiler.cluster import Link
 from dapple_tf.profiler.linearise import cut_chain
-from dapple_tf.simulator.arrays import Floats, Integers
+from dapple_tf.simulator.arrays import Floats, Integers, runs
 from dapple_tf.simulator.engine import step_seconds
 from dapple_tf.simulator.order import early_backward_order
 from dapple_tf.timeline.stage_costs import usable_bytes
@@ -58,10 +57,12 @@ class _Network(NamedTuple):
 
 
 class _Explored(NamedTuple):
-    """A partition under a schedule, and its seconds of a mini-batch."""
+    """A balanced partition for a schedule, simulated; ``is_bound``: whether communication is the bottleneck."""
 
-    seconds: float
     schedule: str
+    network: _Network
+    cuts: Cuts
+    is_bound: bool
     candidate: Candidate
 
 
@@ -81,74 +82,55 @@ def plan_bapipe(problem: PlanningProblem, *, pipelines_only: bool = False) -> Pl
     the schedule of synchronous execution that holds as many micro-batches. Left out: pipelines replicated by data
     parallelism, which the paper calls orthogonal. More than 400 blocks are merged.
     """
+    auto = problem.schedule == "auto"
     if problem.cluster.execution == "async":
-        explored = min(_explore_asynchronous(problem), key=lambda found: found.seconds, default=None)
-        if explored is None:
+        schedules = AS_SCHEDULES if auto else dict.fromkeys(AS_SCHEDULES, problem.schedule)
+        timed = [(_seconds_of_minibatch(explored), explored) for explored in _explore(problem, schedules)]
+        if not timed:
             return None
+        seconds, explored = min(timed, key=lambda entry: entry[0])
         formula = f"{explored.schedule} on accelerators of asynchronous execution"
-        return PlannerResult(explored.candidate, formula_seconds=explored.seconds, formula=formula)
-    found = list(_explore_synchronous(problem))
+        return PlannerResult(explored.candidate, formula_seconds=seconds, formula=formula)
+    # Under a given schedule stages are tuned as if they held as many micro-batches as under 1F1B-SNO.
+    schedules = _SYNCHRONOUS if auto else {"1F1B-SNO": problem.schedule}
+    found = [explored.candidate for explored in _explore(problem, schedules)]
     found += [] if pipelines_only else problem.evaluate_all_sizes(data_parallel(problem), "DP")
     return PlannerResult.fastest(found)
 
 
-def _explore_synchronous(problem: PlanningProblem) -> Iterator[Candidate]:
-    """Yield the partition of each micro-batch size under 1F1B-SNO and 1F1B-SO, or the given schedule, that fits."""
-    given = {"1F1B-SNO": problem.schedule}  # stages are tuned as if they held as many micro-batches
-    for size in problem.micro_batch_sizes:
-        for schedule, name in (_SYNCHRONOUS if problem.schedule == "auto" else given).items():
-            found = _partition(problem, size, schedule)
-            if found is not None and (candidate := problem.evaluate(_stages(*found[:2]), size, _ORIGIN, name)):
-                yield candidate
+def _explore(problem: PlanningProblem, schedules: Mapping[str, str]) -> Iterator[_Explored]:
+    """Yield the balanced partition (section 3.3) of each micro-batch size under each schedule, if it fits the memory.
 
-
-def _explore_asynchronous(problem: PlanningProblem) -> Iterator[_Explored]:
-    """Yield the partition of each micro-batch size under 1F1B-AS and FBP-AS that fits, with simulated seconds."""
-    for size in problem.micro_batch_sizes:
-        for schedule, synchronous in AS_SCHEDULES.items():
-            found = _partition(problem, size, schedule)
-            if found is None:
-                continue
-            network, cuts, is_bound = found
-            name = synchronous if problem.schedule == "auto" else problem.schedule
-            candidate = problem.evaluate(_stages(network, cuts), size, _ORIGIN, name)
-            if candidate is not None:
-                forward, backward = (_of_stages(sums, cuts) for sums in (network.forward, network.backward))
-                if not is_bound:
-                    even = intra_layer_seconds(network.seconds)
-                    both = np.where(forward + backward > 0, forward + backward, 1.0)
-                    forward, backward = even * forward / both, even * backward / both
-                sending = np.array(
-                    [
-                        network.crossing_bytes[cut - 1] / link.bandwidth
-                        for cut, link in zip(cuts[1:-1], network.links, strict=True)
-                    ]
-                )
-                micro_batches = problem.global_batch_size // size
-                seconds = asynchronous_seconds(schedule, forward, backward, sending, micro_batches)
-                yield _Explored(seconds, schedule, candidate)
-
-
-def _partition(problem: PlanningProblem, size: int, schedule: str) -> tuple[_Network, Cuts, bool] | None:
-    """Return the network and its balanced partition (section 3.3), and whether communication is the bottleneck.
-
-    None if no partition fits the memory.
+    ``schedules``: by BaPipe's name, those under which the partitions are simulated.
     """
-    network = _make_network(ChainCosts(problem, coarsen(problem.chain, _MOST_BLOCKS), size))
-    cuts = balance(network.seconds)
-    is_bound = _is_bound_by_communication(network, cuts, slowest(network.seconds, cuts))
-    if is_bound:
-        network = _coarsen_by_communication(network)
-        cuts = balance(network.seconds)
-    fitting = _fitting(network, schedule)
-    if not fits(fitting, cuts):
-        found = balance_within(network.seconds, fitting)
-        return None if found is None else (network, found, is_bound)
-    return network, cuts, is_bound
+    for size in problem.micro_batch_sizes:
+        for schedule, name in schedules.items():
+            network = _make_network(ChainCosts(problem, coarsen(problem.chain, _MOST_BLOCKS), size))
+            if is_bound := _is_bound_by_communication(network):
+                network = _coarsen_by_communication(network)
+            cuts = balance(network.seconds, _fitting(network, schedule))
+            stages = make_stages(network.costs.chain, cuts, ((n,) for n in range(len(cuts) - 1)))
+            if cuts and (candidate := problem.evaluate(stages, size, _ORIGIN, name)):
+                yield _Explored(schedule, network, cuts, is_bound, candidate)
 
 
-def _is_bound_by_communication(network: _Network, cuts: Cuts, seconds: float) -> bool:
+def _seconds_of_minibatch(explored: _Explored) -> float:
+    """Return the simulated seconds of a mini-batch under a schedule of asynchronous execution."""
+    network, cuts = explored.network, explored.cuts
+    forward, backward = (_of_stages(sums, cuts) for sums in (network.forward, network.backward))
+    if not explored.is_bound:
+        even = intra_layer_seconds(network.seconds)
+        both = np.where(forward + backward > 0, forward + backward, 1.0)
+        forward, backward = even * forward / both, even * backward / both
+    pairs = zip(cuts[1:-1], network.links, strict=True)
+    sending = np.array([network.crossing_bytes[cut - 1] / link.bandwidth for cut, link in pairs])
+    return asynchronous_seconds(explored.schedule, forward, backward, sending, network.costs.micro_batches)
+
+
+def _is_bound_by_communication(network: _Network) -> bool:
     """Return whether sending features over some link takes longer than the slowest stage (section 3.3.3)."""
+    cuts = balance(network.seconds)
+    seconds = slowest(network.seconds, cuts)
     pairs = zip(cuts[1:-1], network.links, strict=True)
     return any(link.latency + network.crossing_bytes[cut - 1] / link.bandwidth > seconds for cut, link in pairs)
 
@@ -182,11 +164,6 @@ def _fitting(network: _Network, schedule: str) -> NDArray[np.bool_]:
     held = in_flight(schedule, count, costs.micro_batches).tolist()
     needed = {pair: costs.needed_bytes(pair[0]) <= pair[1] for pair in set(zip(held, memory, strict=True))}
     return np.array([needed[pair] for pair in zip(held, memory, strict=True)])
-
-
-def _stages(network: _Network, cuts: Cuts) -> tuple[StagePlan, ...]:
-    """Return the stages, each on the accelerator of its number."""
-    return make_stages(network.costs.chain, cuts, ((n,) for n in range(len(cuts) - 1)))
 
 
 def _of_stages(sums: Floats, cuts: Cuts) -> Floats:
@@ -290,45 +267,24 @@ def partition_by_ideal(seconds: Floats) -> Cuts:
     return (*cuts, layers)
 
 
-def balance(seconds: Floats) -> Cuts:
-    """Return the inter-layer partition with the least slowest stage.
+def balance(seconds: Floats, fitting: NDArray[np.bool_] | None = None) -> Cuts:
+    """Return the inter-layer partition with the least slowest stage; empty where none fits the memory.
 
-    The paper iterates "to load balancing" from the partition according to T, without saying how: here the slowest stage
-    is the least possible. The partition according to T is taken if no other has a faster slowest stage.
+    ``fitting`` [N, L, L + 1]: whether an accelerator has the memory for a stage of layers; None: it always has. The
+    paper iterates "to load balancing" from the partition according to T, and tunes stages "finely" to the memory,
+    without saying how: here the slowest stage is the least possible. The partition according to T is taken if it fits
+    and no other has a faster slowest stage.
     """
+    stages = runs(seconds) if fitting is None else np.where(fitting, runs(seconds), np.inf)
     ideal = partition_by_ideal(seconds)
-    least, cuts = _least_slowest(runs(seconds))
-    return cuts if least < slowest(seconds, ideal) else ideal
-
-
-def balance_within(seconds: Floats, fitting: NDArray[np.bool_]) -> Cuts | None:
-    """Return ``balance`` of the partitions that fit the memory, as the paper tunes stages "finely"; None without any.
-
-    ``fitting`` [N, L, L + 1]: whether an accelerator has the memory for a stage of layers.
-    """
-    ideal = partition_by_ideal(seconds)
-    least, cuts = _least_slowest(np.where(fitting, runs(seconds), np.inf))
-    if fits(fitting, ideal) and not least < slowest(seconds, ideal):
-        return ideal
-    return cuts if np.isfinite(least) else None
-
-
-def _least_slowest(stages: Floats) -> tuple[float, Cuts]:
-    """Return the least slowest stage, and the cuts that reach it; ``stages`` [N, L, L + 1]: seconds of each."""
-    count = len(stages)
-    found = partition(stages, Ways.of(count + 1, [Way(n + 1, n, n) for n in range(count)]))
-    least = float(found.values[count, -1])
-    return least, (0, *(stage.end for stage in found.stages(count))) if np.isfinite(least) else ()
+    of_ideal = max(stages[n, first, end] for n, (first, end) in enumerate(itertools.pairwise(ideal)))
+    least, cuts = least_slowest(stages)
+    return ideal if np.isfinite(of_ideal) and not least < of_ideal else cuts
 
 
 def slowest(seconds: Floats, cuts: Cuts) -> float:
     """Return the seconds of the slowest stage."""
     return float(_of_stages(seconds, cuts).max())
-
-
-def fits(fitting: NDArray[np.bool_], cuts: Cuts) -> bool:
-    """Return whether each stage fits the memory of its accelerator."""
-    return all(fitting[n, first, end] for n, (first, end) in enumerate(itertools.pairwise(cuts)))
 
 
 def feature_threshold(seconds: float, bandwidth: float, latency: float) -> float:

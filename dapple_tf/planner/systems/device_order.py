@@ -1,6 +1,6 @@
 """The order of devices, or of servers, by the link graph: recursive device ordering, RDO (SPP, IV.B.1, Algorithm 2).
 
-Planner "spp" orders devices by it.
+Planner "spp" orders devices by it. The bandwidths of the graph are here for other planners too.
 """
 
 from __future__ import annotations
@@ -15,18 +15,28 @@ from dapple_tf.profiler.cluster import Cluster
 from dapple_tf.simulator.arrays import Floats
 
 
-def _server_bandwidths(cluster: Cluster) -> Floats:
+def server_bandwidths(cluster: Cluster) -> Floats:
     """Return the bandwidth of each pair of servers, and on the diagonal that inside a server (bytes per second)."""
-    servers = range(len(cluster.servers))
-    return np.array([[cluster.link(a, b).bandwidth for b in servers] for a in servers], np.float64)
+    index_of = {server.name: index for index, server in enumerate(cluster.servers)}
+    found = np.full((len(index_of), len(index_of)), cluster.inter_server.bandwidth, np.float64)
+    np.fill_diagonal(found, cluster.intra_server.bandwidth)
+    for (a, b), link in cluster.links.items():
+        found[index_of[a], index_of[b]] = found[index_of[b], index_of[a]] = link.bandwidth
+    return found
 
 
 def list_devices(cluster: Cluster, servers: Sequence[int]) -> tuple[int, ...]:
     """Return all devices, server by server in this order."""
-    of_server: list[list[int]] = [[] for _ in cluster.servers]
-    for device, home in enumerate(cluster.homes):
-        of_server[home].append(device)
+    of_server = devices_of_servers(cluster)
     return tuple(device for server in servers for device in of_server[server])
+
+
+def devices_of_servers(cluster: Cluster) -> list[list[int]]:
+    """Return the devices of each server."""
+    found: list[list[int]] = [[] for _ in cluster.servers]
+    for device, home in enumerate(cluster.homes):
+        found[home].append(device)
+    return found
 
 
 def device_bandwidths(cluster: Cluster) -> Floats:
@@ -36,13 +46,13 @@ def device_bandwidths(cluster: Cluster) -> Floats:
     a bandwidth for each pair of devices, and does not know that devices of a server share its network interface.
     """
     homes = np.array(cluster.homes)
-    found: Floats = _server_bandwidths(cluster)[np.ix_(homes, homes)]
+    found: Floats = server_bandwidths(cluster)[np.ix_(homes, homes)]
     np.fill_diagonal(found, 0.0)
     return found
 
 
-def order_by_cuts(bandwidths: Floats) -> tuple[int, ...]:
-    """Return v_1, v_2 ... v_V: the vertices of a link graph, devices or servers, by rank.
+def order_by_cuts(bandwidths: Floats, devices: Sequence[int] | None = None) -> tuple[int, ...]:
+    """Return v_1, v_2 ... v_V: the vertices of a link graph, or some of them (``devices``), by rank.
 
     ``bandwidths``: symmetric, [V, V]; 0 where two have no link. A global minimum cut (Stoer and Wagner) divides them
     into the first and the last of the order, and each part is divided again. The paper does not say which part comes
@@ -50,22 +60,19 @@ def order_by_cuts(bandwidths: Floats) -> tuple[int, ...]:
     highest, as the order is to have "maximal bandwidth between consecutive GPUs"; where several are equal the smaller
     part is first. Raises PlanError for a graph that is not connected.
     """
-    return tuple(_order(bandwidths, list(range(len(bandwidths)))))
-
-
-def _order(bandwidths: Floats, devices: Sequence[int]) -> list[int]:
-    """Return the order of some devices."""
+    devices = range(len(bandwidths)) if devices is None else devices
     if len(devices) == 1:
-        return list(devices)
+        return tuple(devices)
     inside = bandwidths[np.ix_(devices, devices)]
     others = inside[~np.eye(len(devices), dtype=bool)]
     if others.min() == others.max() > 0:
-        return list(devices)  # each minimum cut is that of one device, any of them
-    first, last = sorted((_order(bandwidths, part) for part in _min_cut(inside, devices)), key=lambda p: (len(p), p))
+        return tuple(devices)  # each minimum cut is that of one device, any of them
+    parts = (order_by_cuts(bandwidths, part) for part in _min_cut(inside, devices))
+    first, last = sorted(parts, key=lambda part: (len(part), part))
     pairs = [(a, b) for a in (first, first[::-1]) for b in (last, last[::-1])]
     joined = [*pairs, *((b, a) for a, b in pairs)]
     best = max(joined, key=lambda pair: float(bandwidths[pair[0][-1], pair[1][0]]))
-    return [*best[0], *best[1]]
+    return (*best[0], *best[1])
 
 
 def _min_cut(inside: Floats, devices: Sequence[int]) -> tuple[list[int], list[int]]:

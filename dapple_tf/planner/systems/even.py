@@ -11,7 +11,7 @@ import numpy as np
 from dapple_tf.errors import PlanError
 from dapple_tf.graph_passes.schedules.worker_map import WorkerMap
 from dapple_tf.planner.costs import make_stages
-from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem
+from dapple_tf.planner.planning_problem import PlannerResult, PlanningProblem
 from dapple_tf.planner.registration import planner
 from dapple_tf.planner.search.chunk_shapes import ChunkShape, list_shapes
 from dapple_tf.plans import StagePlan
@@ -43,8 +43,7 @@ def plan_even(
         for shape, stages in shapes
         for size in problem.micro_batch_sizes
     ]
-    fastest: Candidate | None = None
-    ceiling = problem.ceiling
+    fastest, ceiling = None, math.inf
     for least, shape, stages, size in sorted(tries, key=lambda entry: entry[0]):
         if least >= ceiling:
             break
@@ -78,9 +77,9 @@ def _list_shapes(problem: PlanningProblem, pipeline_size: int | None, chunks: Se
         if p * v > blocks or (p == 1 and v > 1):
             continue
         if v > 1:
-            yield ChunkShape(f"interleaved-1f1b:v={v}", WorkerMap.looped(p, v), total // p, total)
+            yield ChunkShape(f"interleaved-1f1b:v={v}", WorkerMap.looped(p, v), total // p)
         else:
-            yield ChunkShape("dapple-a" if auto else problem.schedule, WorkerMap.one_per_stage(p), total // p, total)
+            yield ChunkShape(problem.schedule_or("dapple-a"), WorkerMap.one_per_stage(p), total // p)
 
 
 def _even_stages(problem: PlanningProblem, shape: ChunkShape) -> tuple[StagePlan, ...]:

@@ -10,14 +10,15 @@ from dataclasses import replace
 import numpy as np
 
 from dapple_tf.errors import PlanError
-from dapple_tf.planner.costs import ChainCosts, make_stages, runs
-from dapple_tf.planner.partition import Way, Ways, partition
+from dapple_tf.planner.costs import ChainCosts, make_stages
+from dapple_tf.planner.partition import least_slowest
 from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem
 from dapple_tf.planner.registration import planner
+from dapple_tf.planner.systems.device_order import devices_of_servers
 from dapple_tf.profiler.cluster import Cluster
 from dapple_tf.profiler.profile import profile_on
 from dapple_tf.profiler.units import format_samples
-from dapple_tf.simulator.arrays import prefix_sums
+from dapple_tf.simulator.arrays import prefix_sums, runs
 from dapple_tf.simulator.virtual_workers import simulate_workers
 from dapple_tf.timeline.stage_costs import usable_bytes
 from dapple_tf.wording import format_count
@@ -49,11 +50,7 @@ def plan_hetpipe(problem: PlanningProblem, *, policy: str | None = None) -> Plan
     """
     if policy is not None and policy not in _POLICIES:
         raise PlanError(f"policy={policy!r}: HetPipe's policies are {', '.join(_POLICIES)}")
-    if problem.cluster.devices > _MOST_DEVICES:
-        raise PlanError(
-            f"the cluster has {problem.cluster.devices} devices; planner 'hetpipe' is for at most {_MOST_DEVICES}: "
-            "use planner 'best'"
-        )
+    problem.check_devices("hetpipe", _MOST_DEVICES)
     allocations = {name: allocate(problem, name) for name in (_POLICIES if policy is None else (policy,))}
     if policy is not None and not allocations[policy]:
         counts = [server.devices for server in problem.cluster.servers]
@@ -99,10 +96,7 @@ def _check_possible(problem: PlanningProblem, possible: Sequence[Sequence[Worker
 
 def allocate(problem: PlanningProblem, policy: str) -> tuple[Worker, ...]:
     """Return the virtual workers of a policy; none where the servers do not allow it."""
-    cluster = problem.cluster
-    servers: list[list[int]] = [[] for _ in cluster.servers]
-    for device, home in enumerate(cluster.homes):
-        servers[home].append(device)
+    servers = devices_of_servers(problem.cluster)
     if policy == "NP":
         return tuple(map(tuple, servers))
     count = len(servers[0])
@@ -122,9 +116,7 @@ def allocate(problem: PlanningProblem, policy: str) -> tuple[Worker, ...]:
 
 def _seconds(problem: PlanningProblem, device: int) -> float:
     """Return the seconds of the whole model for the profile's batch on a device."""
-    profile = profile_on(problem.profile, problem.cluster, device)
-    both = profile.forward_seconds(profile.batch_size) + profile.backward_seconds(profile.batch_size)
-    return float(both.sum())
+    return profile_on(problem.profile, problem.cluster, device).model_seconds(problem.profile.batch_size)
 
 
 def _plan_workers(problem: PlanningProblem, workers: Sequence[Worker], size: int) -> Candidate | None:
@@ -141,7 +133,7 @@ def _plan_workers(problem: PlanningProblem, workers: Sequence[Worker], size: int
             found[key] = tuple(worker.index(device) for device in best[0]), best[1]
         order, bounds = found[key]
         pipelines.append((tuple(worker[index] for index in order), bounds))
-    schedule = "dapple-a" if problem.schedule == "auto" else problem.schedule
+    schedule = problem.schedule_or("dapple-a")
     kinds = {(tuple(map(problem.cluster.kind_of, devices)), bounds) for devices, bounds in pipelines}
     if len(kinds) == 1:
         together = zip(*(devices for devices, _ in pipelines), strict=True)
@@ -171,13 +163,10 @@ def _partition_worker(
     problem: PlanningProblem, worker: Worker, samples: int, micro_batches: int
 ) -> tuple[Worker, tuple[int, ...]] | None:
     """Return the worker's devices in the best order of their kinds, and the bounds of their stages in blocks."""
-    best: tuple[float, Worker, tuple[int, ...]] | None = None
     costs = ChainCosts(problem, problem.chain, samples)
-    for order in _orders(problem, worker):
-        found = partition_worker(costs, order, micro_batches)
-        if found is not None and (best is None or found[0] < best[0]):
-            best = found[0], order, found[1]
-    return None if best is None else best[1:]
+    found = ((partition_worker(costs, order, micro_batches), order) for order in _orders(problem, worker))
+    fitting = [(partition[0], order, partition[1]) for partition, order in found if partition is not None]
+    return min(fitting, key=lambda entry: entry[0])[1:] if fitting else None
 
 
 def _orders(problem: PlanningProblem, worker: Worker) -> Iterator[Worker]:
@@ -228,8 +217,5 @@ def partition_worker(costs: ChainCosts, order: Worker, micro_batches: int) -> tu
         needed = costs.needed_bytes(min(count - index, micro_batches))
         fits = needed <= usable_bytes(cluster.memory_of(device))
         seconds[index] = np.where(fits, of_kind[cluster.kind_of(device)] + (activations + gradients), np.inf)
-    found = partition(seconds, Ways.of(count + 1, [Way(index + 1, index, index) for index in range(count)]))
-    least = float(found.values[count, -1])
-    if not math.isfinite(least):
-        return None
-    return least, (0, *(stage.end for stage in found.stages(count)))
+    least, bounds = least_slowest(seconds)
+    return (least, bounds) if bounds else None

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dapple_tf.errors import PlanError
+from dapple_tf.planner.systems.device_order import server_bandwidths
 from dapple_tf.profiler.cluster import Cluster
 from dapple_tf.simulator.arrays import Floats
 from dapple_tf.wording import format_count
@@ -70,8 +71,9 @@ def derive_hierarchy(cluster: Cluster) -> Hierarchy:
     is one level, at the least bandwidth of any link: PipeDream's levels have equal components only.
     """
     counts = {server.devices for server in cluster.servers}
-    inside = [cluster.link(i, i).bandwidth for i, server in enumerate(cluster.servers) if server.devices > 1]
-    between = _bandwidths(cluster)
+    between = server_bandwidths(cluster)
+    inside = [float(between[i, i]) for i, server in enumerate(cluster.servers) if server.devices > 1]
+    np.fill_diagonal(between, np.inf)
     if len(counts) > 1:
         least = min([*inside, *between[~np.eye(len(between), dtype=bool)]])
         return Hierarchy((Level(cluster.devices, float(least)),), tuple(range(cluster.devices)))
@@ -80,16 +82,6 @@ def derive_hierarchy(cluster: Cluster) -> Hierarchy:
     above, order = _join_servers(between)
     devices = tuple(server * count + device for server in order for device in range(count))
     return Hierarchy((*levels, *above), devices)
-
-
-def _bandwidths(cluster: Cluster) -> Floats:
-    """Return the bandwidth of the link of each pair of servers; infinity of a server with itself."""
-    index_of = {server.name: index for index, server in enumerate(cluster.servers)}
-    between = np.full((len(index_of), len(index_of)), cluster.inter_server.bandwidth, np.float64)
-    for (a, b), link in cluster.links.items():
-        between[index_of[a], index_of[b]] = between[index_of[b], index_of[a]] = link.bandwidth
-    np.fill_diagonal(between, np.inf)
-    return between
 
 
 def _join_servers(between: Floats) -> tuple[list[Level], list[int]]:

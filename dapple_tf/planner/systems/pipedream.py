@@ -8,17 +8,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dapple_tf.errors import PlanError
-from dapple_tf.planner.costs import make_stages, runs
+from dapple_tf.planner.costs import make_stages
 from dapple_tf.planner.partition import Partition, Ways, partition
 from dapple_tf.planner.planning_problem import PlannerResult, PlanningProblem
 from dapple_tf.planner.registration import planner
 from dapple_tf.planner.search.search_space import coarsen
 from dapple_tf.planner.systems.hierarchy import Hierarchy, Level, derive_hierarchy
 from dapple_tf.planner.systems.pipedream_formula import check_minibatch_size, predict_throughput, replicated_seconds
-from dapple_tf.plans import StagePlan
 from dapple_tf.profiler.linearise import Chain, without_unsplittable_cuts
-from dapple_tf.simulator.arrays import Floats, prefix_sums
+from dapple_tf.simulator.arrays import Floats, prefix_sums, runs
 
 _MOST_DEVICES = 4096
 _MOST_STEPS = 4_000_000_000  # of the dynamic program: some seconds
@@ -39,29 +37,20 @@ def plan_pipedream(
     1 and for more than 4096 devices.
     """
     size = problem.profile.batch_size if minibatch_size is None else check_minibatch_size(minibatch_size)
-    if problem.cluster.devices > _MOST_DEVICES:
-        raise PlanError(
-            f"the cluster has {problem.cluster.devices} devices; planner 'pipedream' is for at most {_MOST_DEVICES}: "
-            "use planner 'best'"
-        )
+    problem.check_devices("pipedream", _MOST_DEVICES)
     hierarchy = derive_hierarchy(problem.cluster)
     hierarchy = hierarchy.flatten() if flat else hierarchy
-    stages = _find_stages(_limit_blocks(without_unsplittable_cuts(problem.chain), hierarchy), hierarchy, size)
+    chain = _limit_blocks(without_unsplittable_cuts(problem.chain), hierarchy)
+    activations = chain.crossing_bytes * (size / chain.batch_size)
+    _, cut = find_stages(np.add(*chain.block_seconds(size)), chain.parameter_bytes, activations, hierarchy)
+    bounds = [*(stage.first for stage in cut), len(chain.parameter_bytes)]
+    devices = [sorted(hierarchy.devices[index] for index in stage.indices) for stage in cut]
+    stages = make_stages(chain, bounds, devices)
     found = problem.evaluate_all_sizes(stages, "PipeDream's formulas")
     if not found:
         return None
     prediction = predict_throughput(stages, problem.profile, hierarchy, size)
     return PlannerResult(min(found, key=lambda c: c.seconds), pipedream=prediction)
-
-
-def _find_stages(chain: Chain, hierarchy: Hierarchy, minibatch_size: int) -> tuple[StagePlan, ...]:
-    """Return the stages of the dynamic program, with layers and devices."""
-    forward, backward = chain.block_seconds(minibatch_size)
-    activations = chain.crossing_bytes * (minibatch_size / chain.batch_size)
-    _, found = find_stages(forward + backward, chain.parameter_bytes, activations, hierarchy)
-    bounds = [*(stage.first for stage in found), len(chain.parameter_bytes)]
-    devices = [sorted(hierarchy.devices[index] for index in stage.indices) for stage in found]
-    return make_stages(chain, bounds, devices)
 
 
 def _limit_blocks(chain: Chain, hierarchy: Hierarchy) -> Chain:
@@ -115,8 +104,20 @@ def find_stages(
         ways = _level_ways(level.count)
         solved.append([partition(rows, ways, boundary_bytes=send, begin=first) for first in range(first_blocks)])
         inner = np.array([found.values[level.count] for found in solved[-1]])
+
+    def unwind(level: int, first: int, end: int, components: Sequence[tuple[int, ...]]) -> Iterator[FoundStage]:
+        """Yield the stages of A^level of the blocks ``first`` to ``end``, which runs in each of the ``components``."""
+        if level == 0:
+            yield FoundStage(first, end, tuple(sorted(index for component in components for index in component)))
+            return
+        size, table = hierarchy.sizes[level - 1], solved[level - 1][first]
+        for stage in table.stages(hierarchy.levels[level - 1].count, end):
+            own = range(table.before[stage.way], table.state[stage.way])
+            parts = [whole[c * size : (c + 1) * size] for whole in components for c in own]
+            yield from unwind(level - 1, stage.first, stage.end, parts)
+
     indices = tuple(range(len(hierarchy.devices)))
-    return float(inner[0, -1]), tuple(_unwind(solved, hierarchy, len(solved), 0, blocks, (indices,)))
+    return float(inner[0, -1]), tuple(unwind(len(solved), 0, blocks, (indices,)))
 
 
 def _level_ways(count: int) -> Ways:
@@ -126,27 +127,3 @@ def _level_ways(count: int) -> Ways:
     order = np.lexsort((last, ~alone, m))
     link = np.stack([np.zeros(len(m)), np.where(alone, 0.0, 1.0)], axis=1)  # what crosses a cut is given in seconds
     return Ways.of_arrays(count + 1, m[order], (m - last)[order], last[order] - 1, link=link[order])
-
-
-def _unwind(
-    solved: Sequence[Sequence[Partition]],
-    hierarchy: Hierarchy,
-    level: int,
-    first: int,
-    end: int,
-    components: Sequence[tuple[int, ...]],
-) -> Iterator[FoundStage]:
-    """Yield the stages of A^level of the blocks ``first`` to ``end``, which runs in each of these ``components``."""
-    if level == 0:
-        yield FoundStage(first, end, tuple(sorted(index for component in components for index in component)))
-        return
-    size, high = hierarchy.sizes[level - 1], hierarchy.levels[level - 1].count
-    groups = list[tuple[int, int, int, int]]()  # first block and end, first component and the one after the last
-    table = solved[level - 1][first]
-    for stage in reversed(table.stages(high, end)):
-        low = int(table.before[stage.way])
-        groups.append((stage.first, stage.end, low, high))
-        high = low
-    for begin, stop, low, high in reversed(groups):
-        parts = [whole[c * size : (c + 1) * size] for whole in components for c in range(low, high)]
-        yield from _unwind(solved, hierarchy, level - 1, begin, stop, parts)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -52,12 +52,10 @@ def predict_throughput(
         prefix_sums(seconds).tolist(),
         prefix_sums(profile.parameter_bytes).tolist(),
         [0.0, *(profile.crossing_bytes() * (size / profile.batch_size)).tolist()],
+        {stage.first_layer: index for index, stage in enumerate(stages)},
     )
-    parts = [
-        _Part(index, stage.first_layer, stage.last_layer, tuple(sorted(index_of[device] for device in stage.devices)))
-        for index, stage in enumerate(stages)
-    ]
-    slowest = costs.slowest(len(hierarchy.levels), parts)
+    numbered = [_on(stage, (index_of[device] for device in stage.devices)) for stage in stages]
+    slowest = costs.slowest(len(hierarchy.levels), numbered)
     return PipedreamPrediction(slowest, size, count_active_minibatches([stage.replicas for stage in stages]))
 
 
@@ -99,68 +97,64 @@ def _check_devices(stages: Sequence[StagePlan], known: Container[int]) -> None:
 
 
 @dataclass(frozen=True)
-class _Part:
-    """A stage, or what of it lies in one component; ``indices`` count from the first device of the component."""
-
-    index: int
-    first_layer: int
-    last_layer: int
-    indices: tuple[int, ...]
-
-
-@dataclass(frozen=True)
 class _Costs:
-    """Prefix sums over layers (seconds of a minibatch, parameter bytes), and the bytes that enter each layer's cut."""
+    """Prefix sums over layers (seconds of a minibatch, parameter bytes), and the bytes that enter each layer's cut.
+
+    ``index_of``: the index of each stage, by its first layer. The methods take stages, or what of them lies in one
+    component, whose devices count from the first one of the component.
+    """
 
     hierarchy: Hierarchy
     seconds: list[float]
     parameters: list[float]
     crossing: list[float]
+    index_of: dict[int, int]
 
-    def slowest(self, level: int, parts: Sequence[_Part]) -> float:
-        """Return the seconds per minibatch of the slowest of ``parts``, which share one component of ``level``."""
-        first, last = parts[0].first_layer, parts[-1].last_layer
+    def slowest(self, level: int, stages: Sequence[StagePlan]) -> float:
+        """Return the seconds per minibatch of the slowest of ``stages``, which share one component of ``level``."""
+        first, last = stages[0].first_layer, stages[-1].last_layer
         if level == 0:  # one device, and so one stage
             return self.seconds[last + 1] - self.seconds[first]
         size, bandwidth = self.hierarchy.sizes[level - 1], self.hierarchy.levels[level - 1].bandwidth
         found = []
-        for group in _divide(level, parts, size):
+        for group in self._divide(level, stages, size):
             first, last = group[0].first_layer, group[-1].last_layer
-            components = sorted({i // size for i in group[0].indices})
-            inner = [self.slowest(level - 1, [_within(part, c, size) for part in group]) for c in components]
+            components = sorted(_components(group[0], size))
+            inner = [self.slowest(level - 1, [_within(stage, c, size) for stage in group]) for c in components]
             parameters = self.parameters[last + 1] - self.parameters[first]
             found.append(float(replicated_seconds(max(inner), parameters, bandwidth, len(components))))
-            if first > parts[0].first_layer:
+            if first > stages[0].first_layer:
                 found.append(2 * self.crossing[first] / bandwidth)
         return max(found)
 
-
-def _divide(level: int, parts: Sequence[_Part], size: int) -> list[list[_Part]]:
-    """Return the parts in groups that are on the same components of ``size`` devices, one group on each."""
-    groups: list[list[_Part]] = []
-    owner: dict[int, int] = {}  # the group of each component
-    for part in parts:
-        components = {i // size for i in part.indices}
-        alike = bool(groups) and components == {i // size for i in groups[-1][0].indices}
-        if not alike:
-            groups.append([])
-        groups[-1].append(part)
-        for component in components:
-            if owner.setdefault(component, len(groups) - 1) != len(groups) - 1:
-                raise _refuse(part, level)
-        if len({len(_within(part, component, size).indices) for component in components}) > 1:
-            raise _refuse(part, level)
-    return groups
-
-
-def _within(part: _Part, component: int, size: int) -> _Part:
-    """Return what of a part lies in one component of ``size`` devices."""
-    indices = tuple(i % size for i in part.indices if i // size == component)
-    return _Part(part.index, part.first_layer, part.last_layer, indices)
+    def _divide(self, level: int, stages: Sequence[StagePlan], size: int) -> list[list[StagePlan]]:
+        """Return the stages in groups that are on the same components of ``size`` devices, one group on each."""
+        groups: list[list[StagePlan]] = []
+        owner: dict[int, int] = {}  # the group of each component
+        for stage in stages:
+            components = _components(stage, size)
+            if not groups or components != _components(groups[-1][0], size):
+                groups.append([])
+            groups[-1].append(stage)
+            shared = any(owner.setdefault(component, len(groups) - 1) != len(groups) - 1 for component in components)
+            if shared or len({_within(stage, component, size).replicas for component in components}) > 1:
+                raise PlanError(
+                    f"stage {self.index_of[stage.first_layer]} divides components of level {level - 1} otherwise than "
+                    "the hierarchy allows: stages that share components must have the same ones, and equally many "
+                    "devices of each; use hierarchy.flatten()"
+                )
+        return groups
 
 
-def _refuse(part: _Part, level: int) -> PlanError:
-    return PlanError(
-        f"stage {part.index} divides components of level {level - 1} otherwise than the hierarchy allows: stages that "
-        "share components must have the same ones, and equally many devices of each; use hierarchy.flatten()"
-    )
+def _on(stage: StagePlan, devices: Iterable[int]) -> StagePlan:
+    return StagePlan(stage.first_layer, stage.last_layer, tuple(sorted(devices)))
+
+
+def _components(stage: StagePlan, size: int) -> set[int]:
+    """Return the components of ``size`` devices that a stage is on."""
+    return {device // size for device in stage.devices}
+
+
+def _within(stage: StagePlan, component: int, size: int) -> StagePlan:
+    """Return what of a stage lies in one component of ``size`` devices."""
+    return _on(stage, (device % size for device in stage.devices if device // size == component))

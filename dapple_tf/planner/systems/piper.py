@@ -9,16 +9,14 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dapple_tf.errors import PlanError
-from dapple_tf.planner.costs import ChainCosts, from_the_end, make_stages, runs
-from dapple_tf.planner.partition import Ways, partition
+from dapple_tf.planner.costs import ChainCosts, make_stages
+from dapple_tf.planner.partition import Ways, from_the_end, partition
 from dapple_tf.planner.planning_problem import Candidate, PlannerResult, PlanningProblem
 from dapple_tf.planner.registration import planner
 from dapple_tf.planner.search.search_space import coarsen
 from dapple_tf.planner.systems.hierarchy import derive_hierarchy
-from dapple_tf.profiler.cluster import Cluster
 from dapple_tf.profiler.linearise import Chain, without_unsplittable_cuts
-from dapple_tf.simulator.arrays import Floats
+from dapple_tf.simulator.arrays import Floats, runs
 
 _MOST_DEVICES = 4096
 _MOST_LOADS = 30_000_000  # of stages that one dynamic program may tabulate: some hundred megabytes
@@ -49,11 +47,7 @@ def plan_piper(problem: PlanningProblem) -> PlannerResult | None:
     micro-batch; here it takes a d-th of each. With ``recompute`` all stages re-compute. Blocks are merged where there
     are too many. Raises PlanError for more than 4096 devices.
     """
-    if problem.cluster.devices > _MOST_DEVICES:
-        raise PlanError(
-            f"the cluster has {problem.cluster.devices} devices; planner 'piper' is for at most {_MOST_DEVICES}: use "
-            "planner 'best'"
-        )
+    problem.check_devices("piper", _MOST_DEVICES)
     chain = without_unsplittable_cuts(problem.chain)
     found = []
     for size in problem.micro_batch_sizes:
@@ -70,7 +64,9 @@ def find_configuration(costs: ChainCosts) -> tuple[PiperStage, ...]:
     t = 1 the paper's two parameters, devices and sum of data-parallel degrees, are one. Of equal loads the fewest
     devices are used, then the fewest replicas of the earliest stage, and activations are kept rather than re-computed.
     """
-    devices, blocks, bandwidth = costs.problem.cluster.devices, costs.blocks, _least_bandwidth(costs.problem.cluster)
+    devices, blocks = costs.problem.cluster.devices, costs.blocks
+    levels = derive_hierarchy(costs.problem.cluster).levels
+    bandwidth = min((level.bandwidth for level in levels), default=math.inf)  # of the slowest link
     most_held = _most_held(costs.problem, costs.size)
     tables = [_loads(costs, d, most, bandwidth) for d, most in enumerate(most_held, 1)]
     loads, again = (np.concatenate(parts) for parts in zip(*tables, strict=True))
@@ -117,12 +113,6 @@ def _loads(costs: ChainCosts, d: int, most: int, bandwidth: float) -> tuple[Floa
     return np.where(keeps, seconds, np.where(fits, seconds if must else seconds + forward, np.inf)), ~keeps
 
 
-def _least_bandwidth(cluster: Cluster) -> float:
-    """Return the bytes per second of the slowest link; infinity for one device."""
-    levels = derive_hierarchy(cluster).levels
-    return float(min((level.bandwidth for level in levels), default=math.inf))
-
-
 def _limit_blocks(chain: Chain, problem: PlanningProblem, size: int) -> Chain:
     """Return the chain with blocks merged until there are few enough loads to tabulate."""
     return coarsen(chain, max(_LEAST_BLOCKS, math.isqrt(_MOST_LOADS // sum(_most_held(problem, size)))))
@@ -137,7 +127,5 @@ def _evaluate(costs: ChainCosts, found: tuple[PiperStage, ...]) -> Candidate | N
     layers = [
         layer for stage in found if stage.recompute for layer in range(positions[stage.first], positions[stage.end])
     ]
-    everything = len(layers) == len(problem.profile.layers)
-    schedule = "dapple-a" if problem.schedule == "auto" else problem.schedule
-    recompute = everything or (tuple(layers) if layers else False)
-    return problem.evaluate(stages, costs.size, "piper", schedule, recompute)
+    recompute = len(layers) == len(problem.profile.layers) or tuple(layers) or False
+    return problem.evaluate(stages, costs.size, "piper", problem.schedule_or("dapple-a"), recompute)

@@ -5,27 +5,21 @@ Luo et al., "Efficient Pipeline Planning for Expedited Distributed DNN Training"
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dapple_tf.errors import PlanError
-from dapple_tf.graph_passes.schedules.schedule import Action, Schedule
-from dapple_tf.planner.costs import ChainCosts, make_stages, runs
+from dapple_tf.planner.costs import ChainCosts, make_stages
 from dapple_tf.planner.partition import Partition, Ways, partition
 from dapple_tf.planner.planning_problem import PlannerResult, PlanningProblem
 from dapple_tf.planner.registration import planner
 from dapple_tf.planner.search.search_space import coarsen
 from dapple_tf.planner.systems.device_order import device_bandwidths, order_by_cuts
 from dapple_tf.plans import StagePlan
-from dapple_tf.simulator.arrays import Floats, Integers
+from dapple_tf.simulator.arrays import Floats, Integers, runs
 from dapple_tf.simulator.engine import step_seconds
 from dapple_tf.simulator.order import early_backward_order
 
@@ -54,11 +48,7 @@ def plan_spp(problem: PlanningProblem) -> PlannerResult | None:
     PlanError for more than 64 devices.
     """
     cluster = problem.cluster
-    if cluster.devices > _MOST_DEVICES:
-        raise PlanError(
-            f"the cluster has {cluster.devices} devices; planner 'spp' is for at most {_MOST_DEVICES}: use planner "
-            "'best'"
-        )
+    problem.check_devices("spp", _MOST_DEVICES)
     bandwidths = device_bandwidths(cluster)
     order = order_by_cuts(bandwidths)
     least = least_bandwidths(bandwidths[np.ix_(order, order)])
@@ -72,13 +62,11 @@ def plan_spp(problem: PlanningProblem) -> PlannerResult | None:
             bounds = [*(stage.first for stage in stages), costs.layers]
             devices = [order[stage.low : stage.high] for stage in stages]
             choices.append(_Choice(seconds, size, make_stages(chain, bounds, devices), name))
-    unbounded = replace(problem, ceiling=math.inf)  # None must mean that a choice does not fit
     for choice in sorted(choices, key=lambda choice: choice.seconds):
-        schedule = choice.schedule if problem.schedule == "auto" else problem.schedule
-        found = unbounded.evaluate(choice.stages, choice.micro_batch_size, "SPP's algorithm 3", schedule)
+        schedule = problem.schedule_or(choice.schedule)
+        found = problem.evaluate(choice.stages, choice.micro_batch_size, "SPP's algorithm 3", schedule)
         if found is not None:
-            result = PlannerResult(found, formula_seconds=choice.seconds, formula="T_PE by SPP's costs")
-            return result if found.seconds < problem.ceiling else None
+            return PlannerResult(found, formula_seconds=choice.seconds, formula="T_PE by SPP's costs")
     return None
 
 
@@ -133,11 +121,6 @@ class SppStage:
     low: int
     high: int
 
-    @property
-    def replicas(self) -> int:
-        """|F(s)|."""
-        return self.high - self.low
-
 
 class Mapped(NamedTuple):
     """W(|S|) in seconds, and stages that reach it."""
@@ -177,7 +160,7 @@ def find_partitions(costs: SppCosts) -> tuple[Mapped, ...]:
     for states in last:
         state = int(states[np.argmin(found.values[states, -1])]) if len(states) else 0
         if np.isfinite(found.values[state, -1]):
-            mapped.append(Mapped(float(found.values[state, -1]), _mapped_stages(found, ways, state, costs.devices)))
+            mapped.append(Mapped(float(found.values[state, -1]), _mapped_stages(found, ways, state)))
     return tuple(mapped)
 
 
@@ -208,25 +191,30 @@ def _prm_ways(costs: SppCosts) -> tuple[Ways, list[Integers]]:
     return Ways.of_arrays(count + 1, state, before, row, link, ring, alike), last
 
 
-def _mapped_stages(found: Partition, ways: Ways, state: int, devices: int) -> tuple[SppStage, ...]:
+def _mapped_stages(found: Partition, ways: Ways, state: int) -> tuple[SppStage, ...]:
     """Return the stages of a state with their devices."""
-    stages, high = list[SppStage](), devices
-    for stage in reversed(found.stages(state)):
-        low = high - int(ways.row[stage.way]) - 1
+    stages, low = list[SppStage](), 0
+    for stage in found.stages(state):
+        high = low + int(ways.row[stage.way]) + 1
         stages.append(SppStage(stage.first, stage.end, low, high))
-        high = low
-    return tuple(reversed(stages))
+        low = high
+    return tuple(stages)
 
 
 def stage_seconds(costs: SppCosts, stages: Sequence[SppStage]) -> StageSeconds:
-    """Return the seconds of the stages, of the transfers between them, and of their AllReduces (equation 1)."""
-    sends = [_send_seconds(costs, a, b) for a, b in itertools.pairwise(stages)]
-    forward, backward = (
-        np.array([sums[s.replicas - 1, s.end] - sums[s.replicas - 1, s.first] for s in stages])
-        for sums in (costs.forward, costs.backward)
-    )
-    reduced = np.array([_allreduce_seconds(costs, stage) for stage in stages])
-    return StageSeconds(forward, backward, np.array(sends, np.float64), reduced)
+    """Return the seconds of the stages, of the transfers between them, and of their AllReduces (equation 1).
+
+    c^f (and c^b) behind a stage is d / (|F(s_n)| |F(s_{n+1})|) over the least bandwidth between the two: in section
+    III.B the bandwidth stands behind the fraction; Algorithm 4 divides by it. A_s is 2 (k - 1) / k x bytes over the
+    least bandwidth between any two of the k replicas, which is infinite for one.
+    """
+    first, end, low, high = np.array([(s.first, s.end, s.low, s.high) for s in stages]).T
+    k = high - low
+    forward, backward = (sums[k - 1, end] - sums[k - 1, first] for sums in (costs.forward, costs.backward))
+    total = costs.parameter_bytes[end] - costs.parameter_bytes[first]
+    slowest = costs.least.between[low[:-1], high[:-1], high[1:]]
+    sends = costs.sent_bytes[end[:-1]] / (k[:-1] * k[1:] * slowest)
+    return StageSeconds(forward, backward, sends, 2 * (k - 1) * total / (k * costs.least.among[low, high]))
 
 
 def least_bandwidths(bandwidths: Floats) -> LeastBandwidths:
@@ -240,21 +228,6 @@ def least_bandwidths(bandwidths: Floats) -> LeastBandwidths:
             nearest = bandwidths[low:middle].min(axis=0)[middle:]
             between[low, middle, middle + 1 :] = np.minimum.accumulate(nearest)
     return LeastBandwidths(among, between)
-
-
-def _allreduce_seconds(costs: SppCosts, s: SppStage) -> float:
-    """Return A_s (equation 1): 2 (k - 1) / k x bytes over the least bandwidth between any two of the k replicas."""
-    k, total = s.replicas, costs.parameter_bytes[s.end] - costs.parameter_bytes[s.first]
-    return float(2 * (k - 1) * total / (k * costs.least.among[s.low, s.high])) if k > 1 else 0.0
-
-
-def _send_seconds(costs: SppCosts, s: SppStage, after: SppStage) -> float:
-    """Return c^f (and c^b) behind a stage: d / (|F(s_n)| |F(s_{n+1})|) over the least bandwidth between them.
-
-    In section III.B the bandwidth stands behind the fraction; Algorithm 4 divides by it.
-    """
-    pairs = s.replicas * after.replicas
-    return float(costs.sent_bytes[s.end] / (pairs * costs.least.between[s.low, s.high, after.high]))
 
 
 # --- The pipeline execution scheduler, PE (SPP, section IV.A and Algorithm 1)
@@ -272,46 +245,23 @@ class StageSeconds(NamedTuple):
     allreduce: Floats
 
 
-def execution_order(stages: int, micro_batches: int) -> Schedule:
-    """Return the execution order queues U_s (Algorithm 1, lines 1 to 8) as a schedule.
+def warm_up_of_queues(stages: int, micro_batches: int) -> tuple[int, ...]:
+    """Return K of each stage, with which a schedule ``K=9,5,1`` is that of the queues U_s (Algorithm 1, lines 1 to 8).
 
     Blocks J = 1 ... 4 |S| - 3 are the computation and communication blocks of a micro-batch, from the first stage's
     forward to its backward; forward and backward of the last stage are one block. Each pass over the blocks pops a
     micro-batch of each queue Q_j that held one when the pass began. (Printed is a loop over the j whose Q_j is not
     empty. Read as one that sees what was pushed in the same pass, it would run one micro-batch after the other; the
     text has "at most one microbatch to be processed by each block" that can run "about simultaneously", as in Fig. 4.)
-    """
-    last = 2 * (stages - 1)  # the last stage's block; even blocks compute, odd ones communicate
-    blocks = 2 * last + 1
-    queues: list[deque[int]] = [deque(range(micro_batches)), *(deque[int]() for _ in range(blocks - 1))]
-    found: list[list[Action]] = [[] for _ in range(stages)]
-    while any(queues):
-        for block in [j for j in range(blocks) if queues[j]]:
-            micro_batch = queues[block].popleft()
-            if block + 1 < blocks:
-                queues[block + 1].append(micro_batch)
-            if block % 2:
-                continue
-            if block <= last:
-                found[block // 2].append(Action(block // 2, "F", micro_batch))
-            if block >= last:
-                found[(blocks - 1 - block) // 2].append(Action((blocks - 1 - block) // 2, "B", micro_batch))
-    return Schedule(tuple(map(tuple, found)))
-
-
-@lru_cache(maxsize=4096)
-def warm_up_of_queues(stages: int, micro_batches: int) -> tuple[int, ...]:
-    """Return K of each stage; the schedule ``K=9,5,1`` with these numbers is the order of ``execution_order``.
-
     Queues are first in, first out, so micro-batch m is in block j in pass m + j, however many micro-batches there are.
     So stage n (from 1) runs K = min(4 (|S| - n) + 1, M) forwards before its first backward, and then a backward and a
     forward in turn.
     """
-    return execution_order(stages, min(micro_batches, 4 * stages - 3)).warm_up  # more micro-batches do not change K
+    return tuple(min(4 * (stages - n) + 1, micro_batches) for n in range(1, stages + 1))
 
 
 def schedule_name(stages: int, micro_batches: int) -> str:
-    """Return the name of the schedule that ``execution_order`` returns."""
+    """Return the name of the schedule with these K."""
     return "K=" + ",".join(map(str, warm_up_of_queues(stages, micro_batches)))
 
 

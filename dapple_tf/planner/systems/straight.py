@@ -30,7 +30,7 @@ def plan_gpipe(problem: PlanningProblem, *, stages: int | None = None) -> Planne
     None if it does not fit the memory. Raises PlanError for more stages than the devices can run, or than blocks of
     layers, and ScheduleError for a number of stages that the schedule is not for.
     """
-    scheduled = replace(problem, schedule="gpipe") if problem.schedule == "auto" else problem
+    scheduled = replace(problem, schedule=problem.schedule_or("gpipe"))
     blocks = len(problem.chain.parameter_bytes)
     most = most_stages(scheduled) if scheduled.shares_devices else min(problem.cluster.devices, blocks)
     count = most if stages is None else stages
@@ -89,7 +89,7 @@ def plan_torchgpipe(problem: PlanningProblem, *, by: str = "time", stages: int |
             f"{format_count(problem.cluster.devices, 'device')} can have at least 1 and at most "
             f"{format_count(most, 'stage')}"
         )
-    schedule = "gpipe" if problem.schedule == "auto" else problem.schedule
+    schedule = problem.schedule_or("gpipe")
     found = []
     for size in problem.micro_batch_sizes:
         costs = ChainCosts(problem, problem.chain, size)

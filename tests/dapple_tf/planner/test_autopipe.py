@@ -13,7 +13,7 @@ import dapple_tf as dapple
 from dapple_tf.errors import PlanError
 from dapple_tf.graph_passes.schedules.slicer import count_slices, sliced_1f1b
 from dapple_tf.planner.api import make_problem, run_planner
-from dapple_tf.planner.systems.autopipe import Blocks, balanced_scheme, search_scheme, simulate_1f1b, sub_layer_blocks
+from dapple_tf.planner.systems.autopipe import Blocks, balance, search_scheme, simulate_1f1b, sub_layer_blocks
 from dapple_tf.plans import Plan
 from dapple_tf.profiler.linearise import linearise
 from dapple_tf.profiler.profile import Profile
@@ -95,7 +95,7 @@ def test_algorithm_1_has_the_least_largest_stage(model: tuple[Blocks, int]) -> N
     blocks, depth = model
     work = (blocks.forward + blocks.backward).tolist()
     least = min(max(sums(work, scheme)) for scheme in all_bounds(len(work), depth))
-    found = balanced_scheme(np.array(work), depth)
+    found = balance(np.array(work), depth).bounds(depth)
     assert found in set(all_bounds(len(work), depth))
     assert max(sums(work, found)) == pytest.approx(least, rel=1e-12)
 
@@ -111,7 +111,7 @@ def test_the_heuristic_is_between_algorithm_1_and_the_optimum(model: tuple[Block
     blocks, depth = model
     found = search_scheme(blocks, depth)
     least = min(seconds_of(blocks, scheme) for scheme in all_bounds(len(blocks.forward), depth))
-    first = seconds_of(blocks, balanced_scheme(blocks.forward + blocks.backward, depth))
+    first = seconds_of(blocks, balance(blocks.forward + blocks.backward, depth).bounds(depth))
     assert found.seconds == pytest.approx(seconds_of(blocks, found.scheme), rel=1e-12)
     assert least * (1 - 1e-12) <= found.seconds <= first * (1 + 1e-12)
 
@@ -123,7 +123,7 @@ def make_blocks(*seconds: float, micro_batches: int = 8) -> Blocks:
 def test_the_heuristic_improves_on_algorithm_1() -> None:
     """Of three equal blocks Algorithm 1 gives the last stage two; with two in the first one it is faster."""
     blocks = make_blocks(1.0, 1.0, 1.0)
-    assert balanced_scheme(blocks.forward * 3, 2) == (0, 1, 3)
+    assert balance(blocks.forward * 3, 2).bounds(2) == (0, 1, 3)
     # One FP of 1 s, eight times 2 + 4 s, one BP of 2 s.
     assert seconds_of(blocks, (0, 1, 3)) == 51
     # Two of 2 s, but the last BP follows 1 + 2 s of the last stage at once: 2 + 1 + 2 + 4, then 7 x 6 s.

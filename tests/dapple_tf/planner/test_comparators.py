@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -47,23 +45,6 @@ def check_never_slower(problem: PlanningProblem) -> None:
 @given(cases(largest=6))
 def test_never_slower_than_any_planner(case: Case) -> None:
     check_never_slower(make_problem(case.profile, case.cluster, global_batch_size=case.batch, **case.options))
-
-
-@given(cases(largest=6))
-def test_with_a_ceiling_a_planner_has_the_same_plan_below_it_and_none_above(case: Case) -> None:
-    problem = make_problem(case.profile, case.cluster, global_batch_size=case.batch, **case.options)
-    for name in PLANNERS.keys() - {
-        "best",
-        "dapple",
-        "hetpipe",
-    }:  # best does not call these with a ceiling, or not alone
-        with contextlib.suppress(PlanError):
-            result = find_result(problem, name)
-            if result is not None and result.chosen.seconds > 0:  # no step is below a ceiling of 0
-                above = find_result(replace(problem, ceiling=result.chosen.seconds * 1.01), name)
-                assert above is not None, name
-                assert above.chosen == result.chosen, name
-                assert PLANNERS[name](replace(problem, ceiling=result.chosen.seconds)) is None, name
 
 
 @pytest.mark.skipif(not SHARED_PROFILES.is_dir(), reason="the published profiles (../shared/profiles) are not here")

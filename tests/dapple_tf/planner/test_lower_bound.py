@@ -16,7 +16,7 @@ from dapple_tf.plans import StagePlan
 from dapple_tf.profiler.cluster import Cluster, Link
 from dapple_tf.profiler.profile import Profile, Timing
 from dapple_tf.profiler.servers import DeviceKind, Server
-from dapple_tf.simulator.costs import ReplicaSeconds
+from dapple_tf.simulator.costs import CostModel
 from tests.dapple_tf.planner.builders import Case, cases, make_cluster, make_profile
 
 
@@ -46,14 +46,14 @@ def test_no_plan_is_faster_than_what_its_devices_compute(case: Case, seconds: li
 def test_a_stage_computes_no_longer_than_its_costs_say(case: Case, unequal: bool) -> None:
     cluster = of_kinds(case.cluster) if unequal else case.cluster
     problem = make_problem(case.profile, cluster, global_batch_size=case.batch)
-    seconds = ReplicaSeconds(case.profile, cluster)
+    seconds = CostModel(case.profile, cluster)
     for found in baseline_candidates(problem):
         costs = problem.simulate(problem.plan_of(found, "test")).costs
         for stage, cost in zip(found.stages, costs, strict=True):
             computed = cost.forward_seconds + cost.backward_seconds
             # Costs are differences of sums over all layers, and are rounded as these sums are.
             rounding = 1e-15 * sum(layer.forward_seconds + layer.backward_seconds for layer in case.profile.layers)
-            least = seconds.compute_seconds(stage.in_rows(found.micro_batch_size), found.micro_batch_size)
+            least = seconds.compute_seconds(stage, found.micro_batch_size)
             assert least <= computed * (1 + 1e-9) + rounding
             # Forward and backward may take longest on devices of different kinds.
             if cluster.is_uniform:

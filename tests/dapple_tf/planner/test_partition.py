@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from dapple_tf.planner import partition as program
 from dapple_tf.planner.api import make_problem
-from dapple_tf.planner.costs import from_the_end
-from dapple_tf.planner.partition import Stage, Way, Ways, partition
+from dapple_tf.planner.partition import Stage, Way, Ways, from_the_end, partition
 from dapple_tf.planner.search.fit_cuts import fit_cuts
 from tests.dapple_tf.planner.builders import figures, make_cluster, make_profile
 

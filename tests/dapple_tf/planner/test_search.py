@@ -10,8 +10,13 @@ from hypothesis import strategies as st
 
 from dapple_tf.planner.api import make_problem
 from dapple_tf.planner.planning_problem import PlanningProblem
-from dapple_tf.planner.search.formula_search import CostTables, search_by_formula
-from dapple_tf.planner.search.search_space import SearchSpace
+from dapple_tf.planner.search.formula_search import (
+    CostTables,
+    make_cost_tables,
+    make_found_stages,
+    search_by_formula,
+)
+from dapple_tf.planner.search.search_space import SearchSpace, find_search_spaces
 from dapple_tf.planner.step_simulation import stage_cost_arrays
 from dapple_tf.simulator.costs import stage_costs
 from tests.dapple_tf.planner.builders import Case, cases
@@ -23,7 +28,7 @@ ALL = {"width": 2000, "results": 10**6}
 
 def whole_space(problem: PlanningProblem) -> SearchSpace:
     """Return the search space, which is one complete space on so few devices."""
-    (space,) = problem.search_spaces
+    (space,) = find_search_spaces(problem.chain, problem.cluster)
     return space
 
 
@@ -39,21 +44,21 @@ def draw_tables(
     schedule = data.draw(st.sampled_from(schedules))
     problem = make_problem(profile, cluster, global_batch_size=batch, schedule=schedule, **options)
     size = data.draw(st.sampled_from([size for size in divisors(batch) if size >= least]))
-    return problem, size, problem.cost_tables(whole_space(problem), size)
+    return problem, size, make_cost_tables(problem, whole_space(problem), size)
 
 
 @given(by_formula, st.data())
 def test_the_score_of_a_search_by_formula_is_the_latency_of_the_plan(case: Case, data: st.DataObject) -> None:
     problem, size, tables = draw_tables(case, data, 6)
-    plans = search_by_formula(tables, width=2000, results=50).plans
+    plans = search_by_formula(tables, width=2000, results=50)
     found = data.draw(st.sampled_from(plans))
-    plan = problem.make_plan(problem.stage_plans(whole_space(problem), found), size, "dapple-a", "test")
+    plan = problem.make_plan(make_found_stages(problem, whole_space(problem), found), size, "dapple-a", "test")
     arrays = stage_cost_arrays(stage_costs(plan, problem.profile, problem.cluster, whole_rows=False))
     costs = ReferenceCosts(
         forward=arrays.forward_seconds.tolist(),
         backward=arrays.backward_seconds.tolist(),
-        exposed=arrays.exposed_seconds.tolist(),
-        rings=[((0.0, seconds),) for seconds in arrays.exposed_seconds.tolist()],
+        exposed=arrays.rings.exposed.tolist(),
+        rings=[((0.0, seconds),) for seconds in arrays.rings.exposed.tolist()],
         send=arrays.send_seconds[:-1].tolist(),
         fixed=arrays.fixed_bytes.tolist(),
         stash=arrays.stash_bytes.tolist(),
@@ -65,7 +70,7 @@ def test_the_score_of_a_search_by_formula_is_the_latency_of_the_plan(case: Case,
 @given(by_formula, st.data())
 def test_a_ceiling_loses_no_plan_of_a_search_by_formula(case: Case, data: st.DataObject) -> None:
     tables = draw_tables(case, data, 6)[2]
-    whole = search_by_formula(tables, **ALL).plans
+    whole = search_by_formula(tables, **ALL)
     ceiling = data.draw(st.sampled_from(whole)).score
-    below = search_by_formula(tables, ceiling=ceiling, **ALL).plans
+    below = search_by_formula(tables, ceiling=ceiling, **ALL)
     assert set(below) == {plan for plan in whole if plan.score < ceiling}

@@ -17,6 +17,7 @@ from dapple_tf.planner.step_simulation import (
     fastest_schedule,
     order_seconds,
 )
+from dapple_tf.simulator.engine import whole_rings
 from dapple_tf.simulator.order import encode
 from tests.dapple_tf.planner.builders import figures
 
@@ -41,7 +42,10 @@ def stage_costs(draw: st.DrawFn) -> StageCostArrays:
     stages = draw(st.integers(1, 5))
     seconds = st.lists(figures(10), min_size=stages, max_size=stages).map(np.array)
     sizes = st.lists(st.integers(0, 20).map(float), min_size=stages, max_size=stages).map(np.array)
-    return StageCostArrays(*[draw(seconds) for _ in range(4)], *[draw(sizes) for _ in range(3)], np.zeros(stages))
+    rings = whole_rings(draw(seconds))
+    return StageCostArrays(
+        *[draw(seconds) for _ in range(3)], *[draw(sizes) for _ in range(3)], np.zeros(stages), rings
+    )
 
 
 @given(stage_costs(), st.integers(1, 8), st.integers(0, 120), st.sampled_from(POLICIES))

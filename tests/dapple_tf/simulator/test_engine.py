@@ -23,7 +23,6 @@ from dapple_tf.simulator.order import (
     decode_order,
     early_backward_order,
     encode,
-    has_weights,
     interleaved_order,
 )
 from dapple_tf.timeline.stage_costs import StageCosts
@@ -50,14 +49,12 @@ def test_a_worker_with_fewer_actions_than_others_has_a_shorter_row() -> None:
 def test_each_kind_of_action_has_a_code() -> None:
     order = encode(parse_schedule("0F0 0F1 0I0 0B1 0W0"))
     assert order.actions.tolist() == [[0, 1, 3 << 32, (1 << 32) + 1, 2 << 32]]
-    assert (order.micro_batches, order.size, has_weights(order)) == (2, 5, True)
-    assert not has_weights(encode(parse_schedule("0F0 0B0; 1F0 2F0 2B0 1B0")))
+    assert (order.micro_batches, order.size) == (2, 5)
 
 
 @given(schedules())
 def test_decoding_an_order_gives_the_schedule(schedule: Schedule) -> None:
     order = encode(schedule)
-    assert has_weights(order) == bool(schedule.split)
     assert decode_order(order) == schedule.workers
 
 
@@ -230,7 +227,6 @@ def test_a_mixed_schedule_by_hand() -> None:
     assert np.isnan(done.times.start_weights[[0, 1], [1, 0]]).all()
     assert done.last_gradients.tolist() == [17, 12]
     assert done.step_seconds == 17
-    assert done.splits
 
 
 def test_the_allreduce_starts_after_the_last_of_both_kinds_of_gradients_by_hand() -> None:
@@ -344,7 +340,7 @@ def test_a_deadlock_ends_and_is_reported(text: str, ran: int) -> None:
     *columns, _ = arrays(costs, weights=True)
     done = run(order, uniform_seconds(*columns), make_rings(costs)).done
     assert done == ran == sum(map(len, run_schedule(unchecked(text), lambda action: 1.0)))
-    assert step_seconds(order, *arrays(costs, has_weights(order))) == np.inf
+    assert step_seconds(order, *arrays(costs, bool(unchecked(text).split))) == np.inf
     with refused(ScheduleError, f"the schedule deadlocks after {ran} of {order.size} actions"):
         execute(order, costs)
 

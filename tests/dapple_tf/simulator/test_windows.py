@@ -171,16 +171,16 @@ def test_servers_share_their_interface_and_pairs_have_links_of_their_own() -> No
     plan = plan_window(WindowPlan(4), (0, 0, (0, 1)), (1, 1, (2, 3)))
     servers = Server("a", 2), Server("b", 2)
     shared = Cluster(servers, 1e6, Link(8, 0.5), Link(4, 0.25))
-    routes = window_costs(plan, PROFILE, shared).forward_routes
-    assert {route.seconds for route in routes.values()} == {0.25 + 8 / 4}
-    assert len({route.channels for route in routes.values()}) == 1
+    routes = window_costs(plan, PROFILE, shared).routes
+    assert {forward.seconds for forward, _ in routes.values()} == {0.25 + 8 / 4}
+    assert len({forward.channels for forward, _ in routes.values()}) == 1
     timeline = simulate(plan, PROFILE, shared)
     forward = [t for t in timeline.transfers if t.source == 0]
     assert [(t.start, t.end) for t in forward[:2]] == [(1, 3.25), (3.25, 5.5)]
-    inside = window_costs(plan, PROFILE, make_cluster(4)).forward_routes
-    assert not set(inside[0, 0, 0].channels) & set(inside[0, 1, 1].channels)
+    inside = window_costs(plan, PROFILE, make_cluster(4)).routes
+    assert not set(inside[0, 0, 0][0].channels) & set(inside[0, 1, 1][0].channels)
     own = Cluster(servers, 1e6, Link(8, 0.5), Link(4, 0.25), {("a", "b"): Link(16, 0)})
-    linked = window_costs(plan, PROFILE, own).backward_routes[0, 1, 1]
+    linked = window_costs(plan, PROFILE, own).routes[0, 1, 1][1]
     assert linked.seconds == 0.5
     assert linked.channels == ("link of servers 0 and 1",)
 
