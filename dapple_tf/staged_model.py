@@ -14,10 +14,9 @@ import tensorflow as tf
 from dapple_tf.errors import CaptureError, PartitionError
 from dapple_tf.exactness import Exactness, Inexactness
 from dapple_tf.frontend.after_gradients import AfterGradients, trace_of
-from dapple_tf.frontend.backward_writes import find_write_reasons
 from dapple_tf.frontend.captured import Captured, PhaseOfStep, Serves, UnexpectedGradientsError
 from dapple_tf.frontend.deferred_statistics import trace_statistics
-from dapple_tf.frontend.gradients import differentiate
+from dapple_tf.frontend.gradients import differentiate, find_write_reasons
 from dapple_tf.frontend.optimizer_update import TracedUpdate, trace_update
 from dapple_tf.frontend.phases import HANDED_OVER
 from dapple_tf.frontend.read_graph import read_graph, read_value

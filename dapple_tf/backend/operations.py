@@ -28,7 +28,7 @@ from dapple_tf.backend.handler import (
     read_variable,
 )
 from dapple_tf.backend.stage_function import build_compiled_function, build_function
-from dapple_tf.frontend.joined_moments import join
+from dapple_tf.frontend.batch_norms import join
 from dapple_tf.graph_passes.analysis.layers import written_variables
 from dapple_tf.graph_passes.ir.graph import BOUND_ROLES, Graph, Node
 from dapple_tf.graph_passes.ir.names import nodes_of

@@ -19,8 +19,10 @@ from dapple_tf import internals
 from dapple_tf.errors import CaptureError
 from dapple_tf.frontend.conditions import open_conditions
 from dapple_tf.frontend.optimizer_update import TracedUpdate
+from dapple_tf.frontend.phases import StepTrace
+from dapple_tf.frontend.trace_inputs import TraceInputs
 from dapple_tf.graph_passes.analysis.layers import dependents, layer_of
-from dapple_tf.graph_passes.ir.graph import Effect, Graph, Node, Value, ancestors, attributes
+from dapple_tf.graph_passes.ir.graph import Effect, Graph, Node, Value, ancestors, attributes, search_back
 from dapple_tf.graph_passes.ir.names import without_target
 
 _ACTING = (Effect.WRITE, Effect.SIDE, Effect.RANDOM)
@@ -62,26 +64,22 @@ class AfterGradients:
 
 
 def part_step(
-    graph: Graph,
+    trace: StepTrace,
+    inputs: TraceInputs,
     target: Value,
     first_op: int,
-    numbers: Mapping[str, int],
     returned: Sequence[Value | None],
     structure: Any,
-    variables: Mapping[str, tf.Variable],
-    constants: Mapping[str, tf.Tensor],
-    place_of: Callable[[str], str],
-    used: Mapping[str, Sequence[Value]],
-    handed_over: Set[str] = frozenset(),
+    handed_over: Set[str],
 ) -> AfterGradients:
-    """Return the part of the trace ``graph`` after the gradients of ``target``.
+    """Return the part of the trace after the gradients of ``target``.
 
-    ``first_op``: the number of ops before the gradients were taken; ``numbers``: of each op in the trace. ``used``: the
-    values of the forward that the custom gradient of each node uses. ``handed_over``: the nodes that read values which
-    earlier phases hand over. These are values of the whole batch, so they belong to the part after the gradients unless
-    the target needs them. Raises CaptureError where the target depends on a gradient.
+    ``inputs``: of the trace. ``first_op``: the number of ops before the gradients were taken. ``handed_over``: the
+    nodes that read values which earlier phases hand over. These are values of the whole batch, so they belong to the
+    part after the gradients unless the target needs them. Raises CaptureError where the target depends on a gradient.
     """
-    needed = ancestors(graph, [target.node], used=used)
+    graph, numbers = trace.graph, trace.numbers
+    needed = ancestors(graph, [target.node], used=trace.kept)
     of_batch = dependents(graph, [node.name for node in graph.nodes if node.op == "arg" and not node.has("role")])
 
     def acts_after(node: Node) -> bool:
@@ -105,13 +103,20 @@ def part_step(
             after.add(node.name)
     if late := sorted(after & needed, key=lambda name: numbers[name]):
         raise CaptureError(
-            f"{place_of(late[0])}: the target of tape.gradient depends on what the step computes from its gradients, "
-            "or on what it does after taking them: compute the target before"
+            f"{trace.place_of(late[0])}: the target of tape.gradient depends on what the step computes from its "
+            "gradients, or on what it does after taking them: compute the target before"
         )
     acting = [name for name in after if graph.node(name).effect in _ACTING]
     after &= ancestors(graph, [*acting, *(value.node for value in returned if value is not None)])
     part = AfterGradients(
-        graph, frozenset(after), (target,), tuple(returned), structure, variables, constants, place_of
+        graph,
+        frozenset(after),
+        (target,),
+        tuple(returned),
+        structure,
+        inputs.variables,
+        inputs.constants,
+        trace.place_of,
     )
     return dataclasses.replace(part, whole=(target, *_crossing(part, part.roots, {target})))
 
@@ -136,9 +141,8 @@ def take_inputs_of(part: AfterGradients, values: Sequence[Value]) -> AfterGradie
 
 def _crossing(part: AfterGradients, values: Sequence[Value], known: Set[Value]) -> list[Value]:
     """Return those of ``values`` that are to be taken from the loss's graph, and that are not ``known``."""
-    alone = _without_batch(part)
-    found = dict.fromkeys(v for v in values if v.node not in part.nodes and v.node not in alone and v not in known)
-    return list(found)
+    own = part.nodes | _without_batch(part)
+    return list(dict.fromkeys(value for value in values if value.node not in own and value not in known))
 
 
 def _without_batch(part: AfterGradients) -> set[str]:
@@ -177,15 +181,8 @@ def trace_of(part: AfterGradients, func_graph: Any, trained: Sequence[str]) -> T
     """
     graph = part.graph
     taken = {value: Node(f"{WHOLE}/{i}", "arg") for i, value in enumerate(part.whole)}
-    members, used = set(part.nodes), set[Value]()
-    pending = list(part.roots)
-    while pending:
-        value = pending.pop()
-        if value in taken:
-            used.add(value)
-        elif value.node not in members:
-            members.add(value.node)
-            pending += graph.node(value.node).inputs
+    computed, used = search_back(graph, part.roots, lambda value: value in taken)
+    members = part.nodes | computed
     whole = [
         dataclasses.replace(
             taken[value],
@@ -197,8 +194,7 @@ def trace_of(part: AfterGradients, func_graph: Any, trained: Sequence[str]) -> T
     ]
     nodes = [
         dataclasses.replace(
-            node,
-            inputs=tuple(Value(taken[v].name) if v in taken else v for v in node.inputs),
+            node.taking({value: Value(argument.name) for value, argument in taken.items()}),
             controls=tuple(control for control in node.controls if control.source in members),
         )
         for node in graph.nodes

@@ -19,12 +19,11 @@ from dapple_tf.errors import CaptureError, DappleError, LossError
 from dapple_tf.exactness import BatchNorm
 from dapple_tf.frontend.additions import read_additions
 from dapple_tf.frontend.batch import batch_signature, batch_size
-from dapple_tf.frontend.batch_norms import BatchNormRecorder
+from dapple_tf.frontend.batch_norms import BatchNormRecorder, join_moments
 from dapple_tf.frontend.capture_step import error_of_step, read_step
 from dapple_tf.frontend.captured import Captured, CapturedTensors, Traced, TrainingStep, plain_function
 from dapple_tf.frontend.composite import taking_rows
 from dapple_tf.frontend.dependence.custom_gradients import check_read_by_gradients
-from dapple_tf.frontend.joined_moments import join_moments
 from dapple_tf.frontend.layer_calls import LayerRecorder
 from dapple_tf.frontend.optimizer_update import build_before_update
 from dapple_tf.frontend.read_graph import read_graph, read_value, skip_identities

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,17 +29,18 @@ from dapple_tf.frontend.phases import (
     HANDED_OVER,
     Asked,
     HandOver,
+    StepTrace,
     cut_phases,
     join_asked,
     join_targets,
     rowless_targets,
     unrecorded_of,
 )
-from dapple_tf.frontend.read_graph import read_graph, read_value, skip_identities
+from dapple_tf.frontend.read_graph import node_name, read_graph, read_value, skip_identities
 from dapple_tf.frontend.tape_calls import TapeCall, ops_before
 from dapple_tf.frontend.trace_inputs import TraceInputs, read_inputs
 from dapple_tf.graph_passes.analysis.layers import written_variables
-from dapple_tf.graph_passes.ir.graph import Graph, Node, Value, attributes
+from dapple_tf.graph_passes.ir.graph import Node, Value, attributes
 from dapple_tf.graph_passes.ir.names import of_target, without_target
 
 
@@ -83,33 +84,20 @@ def read_step(
         )
     of_targets = phases[step.phase or 0]
     target, terms = _loss_of(func_graph, [calls[0].target for calls in of_targets])
-    inputs, graph = trace.read(left_out, of_targets)
+    inputs, read = trace.read(left_out, of_targets)
+    graph, first_op = read.graph, of_targets[0][0].first_op
     loss = read_value(target, inputs.nodes)
     values = [read_value(term, inputs.nodes) for term in terms]
-    operations = func_graph.get_operations()
-    node_of, first_op = trace.node_of(inputs), of_targets[0][0].first_op
-    numbers = {node_of[op.name]: i for i, op in enumerate(operations)}
-    after = part_step(
-        graph,
-        loss,
-        first_op,
-        numbers,
-        [None if tensor is None else read_value(tensor, inputs.nodes) for tensor in returned],
-        structure,
-        inputs.variables,
-        inputs.constants,
-        trace.place_of(inputs),
-        trace.values_kept(inputs),
-        handed_over,
-    )
+    results = [None if tensor is None else read_value(tensor, inputs.nodes) for tensor in returned]
+    after = part_step(read, inputs, loss, first_op, results, structure, handed_over)
     if not after.trained:
         raise CaptureError(f"{name} uses none of the gradients that it takes, so there is nothing to train")
-    before = [node for node in graph.nodes if node.name not in after.nodes or numbers[node.name] < first_op]
+    before = [node for node in graph.nodes if node.name not in after.nodes or read.numbers[node.name] < first_op]
     check_read_by_gradients(trace.kept, inputs, before, name)
-    members = loss_nodes(after, trace.values_kept(inputs))
+    members = loss_nodes(after, read.kept)
     gradients = [{without_target(of): of for of in after.trained if of in names} for names in inputs.gradients.values()]
     asked = [trace.asked(calls, inputs) for calls in of_targets]
-    unrecorded = [unrecorded_of(graph, item) for item in asked]
+    unrecorded = [unrecorded_of(read, item) for item in asked]
     graph = graph.replace(
         nodes=tuple(node for node in graph.nodes if node.name in members),
         inputs=tuple(inputs.nodes[tensor.op.name].name for tensor in func_graph.inputs[: len(specs)]),
@@ -128,7 +116,7 @@ def read_step(
         example,
         after=after,
         certain=step.certain,
-        left_out=frozenset(op.name for op in operations if node_of[op.name] not in members),
+        left_out=frozenset(trace.ops_without(members, inputs)),
         unrecorded=frozenset().union(*unrecorded),
         several=tuple(several) if len(of_targets) > 1 else (),
         apart=len(groups),
@@ -164,33 +152,42 @@ class _Trace:
 
     def read(
         self, left_out: frozenset[str], of_targets: Sequence[Sequence[TapeCall]] = ()
-    ) -> tuple[TraceInputs, Graph]:
-        """Return the inputs, gradients included, and the graph, without the ops ``left_out``.
+    ) -> tuple[TraceInputs, StepTrace]:
+        """Return the inputs, gradients included, and the trace in the IR, without the ops ``left_out``.
 
         ``of_targets``: the calls of each target whose gradients are computed apart from the others'.
         """
         inputs = read_inputs(self.func_graph, self.arguments, self.name)
         _add_gradients(inputs, of_targets or [self.calls])
         graph = read_graph(self.func_graph, inputs.nodes, self.name, left_out)
-        return inputs, self.recorder.mark_layers(graph, self.func_graph)
+        operations = self.func_graph.get_operations()
+        of_node = {node_name(op.name, inputs.nodes): op for op in operations}
+        trace = StepTrace(
+            self.recorder.mark_layers(graph, self.func_graph),
+            {node_name(op.name, inputs.nodes): i for i, op in enumerate(operations)},
+            lambda node: _place_of(node, of_node) or self.name,
+            {op: [read_value(tensor, inputs.nodes) for tensor in tensors] for op, tensors in self.kept.items()},
+        )
+        return inputs, trace
+
+    def ops_without(self, nodes: Set[str], inputs: TraceInputs) -> set[str]:
+        """Return the names of the ops that are not these ``nodes`` of the graph."""
+        names = (op.name for op in self.func_graph.get_operations())
+        return {name for name in names if node_name(name, inputs.nodes) not in nodes}
 
     def asked(self, calls: Sequence[TapeCall], inputs: TraceInputs) -> Asked:
         """Return the gradients that the ``calls`` with one target ask for."""
-        node_of, names = self.node_of(inputs), {id(v.handle): label for label, v in inputs.variables.items()}
+        names = {id(v.handle): label for label, v in inputs.variables.items()}
+        placeholders = [p for call in calls for gradient in call.gradients for _, p in gradient.placeholders]
         _check_recorded(calls)
         return Asked(
             (read_value(calls[0].target, inputs.nodes),),
-            frozenset(node_of[p.op.name] for call in calls for g in call.gradients for _, p in g.placeholders),
+            frozenset(node_name(placeholder.op.name, inputs.nodes) for placeholder in placeholders),
             frozenset(names[id(gradient.variable.handle)] for call in calls for gradient in call.gradients),
             calls[0].first_op,
             frozenset(calls[0].unrecorded),
             calls[0].place,
-            self.values_kept(inputs),
         )
-
-    def values_kept(self, inputs: TraceInputs) -> dict[str, list[Value]]:
-        """Return the values of the forward that the custom gradient of each node uses."""
-        return {op: [read_value(tensor, inputs.nodes) for tensor in tensors] for op, tensors in self.kept.items()}
 
     def phases(
         self, groups: Sequence[Sequence[TapeCall]], left_out: frozenset[str], *, joined: bool
@@ -201,28 +198,14 @@ class _Trace:
         """
         if len(groups) == 1:
             return [[calls] for calls in groups]
-        inputs, graph = self.read(left_out)
+        inputs, trace = self.read(left_out)
         asked = [self.asked(calls, inputs) for calls in groups]
-        rowless = rowless_targets(graph, asked)
+        rowless = rowless_targets(trace, asked)
         if 0 < len(rowless) < len(groups):
             raise RowlessTargetsError(frozenset(call.number for i in rowless for call in groups[i]))
         if not joined:
             return [[calls] for calls in groups]
-        node_of = self.node_of(inputs)
-        numbers = {node_of[op.name]: i for i, op in enumerate(self.func_graph.get_operations())}
-        found = join_targets(graph, asked, numbers)
-        return [[groups[i] for i in members] for members in found]
-
-    def node_of(self, inputs: TraceInputs) -> dict[str, str]:
-        """Return the name of the node of each op."""
-        names = (op.name for op in self.func_graph.get_operations())
-        return {name: inputs.nodes[name].name if name in inputs.nodes else name for name in names}
-
-    def place_of(self, inputs: TraceInputs) -> Callable[[str], str]:
-        """Return the function that returns the file and line of a node."""
-        node_of = self.node_of(inputs)
-        of_node = {node_of[op.name]: op for op in self.func_graph.get_operations()}
-        return lambda node: _place_of(node, of_node) or self.name
+        return [[groups[i] for i in members] for members in join_targets(trace, asked)]
 
 
 def _hand_over(
@@ -239,15 +222,14 @@ def _hand_over(
     those of all ops that are not part of it, and what it gives of the tensors ``returned``, the others as None.
     """
     func_graph = trace.func_graph
-    inputs, graph = trace.read(left_out)
-    operations, node_of = func_graph.get_operations(), trace.node_of(inputs)
+    inputs, whole = trace.read(left_out)
+    operations = func_graph.get_operations()
     asked = [join_asked([trace.asked(calls, inputs) for calls in of_targets]) for of_targets in groups]
     values = [None if tensor is None else read_value(tensor, inputs.nodes) for tensor in returned]
-    places = {node_of[op.name]: i for i, op in enumerate(operations)}
-    phases = cut_phases(graph, asked, places, values, trace.place_of(inputs))
+    phases = cut_phases(whole, asked, values)
     phase = phases[number]
     arguments = {tensor.op.name for tensor in func_graph.inputs[: trace.arguments]}
-    others = left_out | {op.name for op in operations if node_of[op.name] not in phase.kept} - arguments
+    others = left_out | trace.ops_without(phase.kept, inputs) - arguments
     inside = {node.name: op for op, node in inputs.nodes.items()}
 
     def tensor_of(value: Value) -> Any:
@@ -278,7 +260,7 @@ def _hand_over(
         _digest(operations),
         frozenset(handed[id(variable)] for _, variable in taken),
         frozenset(handed[id(variable)] for _, variable in given),
-        frozenset(id(inputs.variables[name]) for name in written_variables(graph) if name in inputs.variables)
+        frozenset(id(inputs.variables[name]) for name in written_variables(whole.graph) if name in inputs.variables)
         | handed.keys(),
     )
     own = [tensor if i in phase.returned else None for i, tensor in enumerate(returned)]

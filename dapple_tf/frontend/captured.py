@@ -156,6 +156,12 @@ class Captured:
         return self.several or (Target(self.graph.outputs[0], {name: name for name in self.trainable}),)
 
     @property
+    def decisions(self) -> BatchDependence:
+        """The ``dependence``, after it was found out."""
+        assert self.dependence is not None, "the analysis comes before what needs its decisions"
+        return self.dependence
+
+    @property
     def uncut(self) -> bool:
         """Whether it is only for steps of one micro-batch on one replica."""
         return self.dependence is not None and self.dependence.uncut

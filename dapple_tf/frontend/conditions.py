@@ -22,6 +22,7 @@ from dapple_tf.graph_passes.ir.graph import (
     Value,
     ancestors,
     attributes,
+    search_back,
     topological,
 )
 
@@ -92,12 +93,13 @@ def _open_condition(
         assert isinstance(reference, FunctionRef), "TensorFlow's If names its branches"
         body = internals.function_graph(func_graph, reference.name)
         branches.append(_open_branch(graph, node.name, side, body, entering, library, {value.index for value in used}))
-    inside = {part.name: part for nodes, _ in branches for part in nodes}
+    parts = Graph(node.name, tuple(part for nodes, _ in branches for part in nodes))
+    inside = parts.by_name
     needed: set[str] = set()
     selects: dict[Value, Node] = {}
     for value in used:
         sources = [outputs[value.index] for _, outputs in branches]
-        computing = _computing(inside, sources)
+        computing, _ = search_back(parts, sources, lambda value: value.node not in inside)
         kind = node.outputs[value.index]
         dims = kind.shape.dims
         known = dims is not None and None not in dims and kind.dtype.name not in ("resource", "variant")
@@ -109,18 +111,6 @@ def _open_condition(
     nodes = [_always(part, node.name) if part.name in needed else part for part in inside.values()]
     marker = Node(node.name, "If", (pred,), (), attributes({**attrs, "open": True}), controls)
     return [marker, *nodes, *selects.values()], {value: Value(select.name) for value, select in selects.items()}
-
-
-def _computing(inside: Mapping[str, Node], values: Sequence[Value]) -> set[str]:
-    """Return the names of the nodes ``inside`` that compute ``values``."""
-    found: set[str] = set()
-    pending = [value.node for value in values]
-    while pending:
-        name = pending.pop()
-        if name in inside and name not in found:
-            found.add(name)
-            pending += [value.node for value in inside[name].inputs]
-    return found
 
 
 def _can_always_run(inside: Mapping[str, Node], node: Node) -> bool:

@@ -8,7 +8,7 @@ backward graph before all forward graphs; then backward graphs in reverse order.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,16 +17,16 @@ import tensorflow as tf
 
 from dapple_tf import internals
 from dapple_tf.errors import CaptureError
+from dapple_tf.exactness import Inexactness
 from dapple_tf.frontend.additions import read_additions
-from dapple_tf.frontend.backward_writes import check_backward_writes
+from dapple_tf.frontend.batch_norms import mark_joins
 from dapple_tf.frontend.captured import Captured, CapturedTensors, Target
 from dapple_tf.frontend.deferred_statistics import drop_nodes
-from dapple_tf.frontend.joined_moments import mark_joins
 from dapple_tf.frontend.read_graph import read_graph
 from dapple_tf.frontend.rows import use_rows
 from dapple_tf.frontend.sparse_gradients import find_uses, read_uses
-from dapple_tf.graph_passes.analysis.layers import dependents
-from dapple_tf.graph_passes.ir.graph import Effect, FunctionRef, Graph, Value, ancestors
+from dapple_tf.graph_passes.analysis.layers import dependents, variables_of
+from dapple_tf.graph_passes.ir.graph import Effect, FunctionRef, Graph, Node, Value, ancestors
 from dapple_tf.graph_passes.ir.names import of_target, without_target
 from dapple_tf.graph_passes.passes.backward import StageGradients
 from dapple_tf.graph_passes.passes.combine_statistics import COMBINES
@@ -45,7 +45,7 @@ def differentiate(
     ``sparse``: IndexedSlices stay as they are, as far as TensorFlow keeps them; otherwise all gradients are dense.
     ``scaled``: the gradients are those of the loss times a factor, from which a loss head starts too.
     Raises CaptureError for a tf.py_function between a trainable variable and the loss, and what
-    ``check_backward_writes`` raises.
+    ``_check_backward_writes`` raises.
     """
     tensors = CapturedTensors(captured)
     trained = [_depend_on_training(captured, target) for target in captured.targets]
@@ -70,7 +70,9 @@ def differentiate(
         differentiated = {value for value, _ in result.boundary}
     found.reverse()
     with captured.func_graph.as_default():
-        whole = None if _calls_functions(captured.graph) else partial(_differentiate_whole, captured, tensors)
+        # TensorFlow changes ops that call functions each time it differentiates them.
+        calls = any(isinstance(value, FunctionRef) for node in captured.graph.nodes for _, value in node.attrs)
+        whole = None if calls else partial(_differentiate_whole, captured, tensors)
         variables = {name: captured.variables[without_target(name)] for name in captured.trainable}
         uses = find_uses([result.variables for result in found], captured.graph.by_name, whole) if sparse else {}
         dense = [
@@ -92,7 +94,7 @@ def differentiate(
         )
         for i, result in enumerate(found)
     )
-    check_backward_writes(captured, joint, gradients)
+    _check_backward_writes(captured, joint, gradients)
     return joint, gradients
 
 
@@ -108,11 +110,6 @@ def _check_captures(captured: Captured, tensors: CapturedTensors) -> None:
                 f"that nothing else uses ({names[0] if names else outside.shape}): read it in the forward there "
                 "(value = tf.identity(variable)), and use this value in the gradient"
             )
-
-
-def _calls_functions(graph: Graph) -> bool:
-    """Return whether ops call functions: TensorFlow changes these ops each time it differentiates them."""
-    return any(isinstance(value, FunctionRef) for node in graph.nodes for _, value in node.attrs)
 
 
 def _differentiate_whole(captured: Captured, tensors: CapturedTensors, name: str) -> Any:
@@ -194,23 +191,36 @@ def _differentiate_stage(
                 place = tf.compat.v1.placeholder
                 seeds[key] = place(tensors[value].dtype, tensors[value].shape, name=f"seed{len(seeds)}")
         stops = [tensors[value] for value in (*entering, *terms, *_unrecorded(captured))]
-        with internals.stop_gradients_at_calls(stops):
-            gradients = tf.gradients(
-                [tensors[value] for value in results.values()],
-                sources,
-                grad_ys=[seeds[key] for key in results],
-                stop_gradients=stops,
-                name="gradients",
-            )
-        of_boundary, of_variables = gradients[: len(entering)], gradients[len(entering) :]
-        boundary += [(_by_target(number, v), g) for v, g in zip(entering, of_boundary, strict=True) if g is not None]
-        variables += [(target.gradients[name], g) for name, g in zip(names, of_variables, strict=True) if g is not None]
-    values = [(key, tensors.value(tf.convert_to_tensor(g))) for key, g in boundary]
+        of_results = [seeds[key] for key in results]
+        gradients = _gradients([tensors[value] for value in results.values()], sources, of_results, stops)
+        boundary += [(_by_target(number, v), g) for v, g in zip(entering, gradients, strict=False)]
+        variables += [(target.gradients[name], g) for name, g in zip(names, gradients[len(entering) :], strict=True)]
+    return _result(captured, tensors, before, seeds, boundary, variables)
+
+
+def _gradients(
+    results: Sequence[Any], sources: Sequence[Any], seeds: Sequence[Any] | None, stops: Sequence[Any]
+) -> Any:
+    """Add the gradients of ``results`` with respect to ``sources``; ``stops``: the tensors at which they end."""
+    with internals.stop_gradients_at_calls(stops):
+        return tf.gradients(results, sources, grad_ys=seeds, stop_gradients=stops, name="gradients")
+
+
+def _result(
+    captured: Captured,
+    tensors: CapturedTensors,
+    before: int,
+    seeds: Mapping[Value, Any],
+    boundary: Sequence[tuple[Value, Any]],
+    variables: Sequence[tuple[str, Any]],
+) -> _StageResult:
+    """Return the result of a differentiation, without gradients that are None; ``before``: the number of ops before."""
+    given = tuple((key, tensors.value(tf.convert_to_tensor(g))) for key, g in boundary if g is not None)
     return _StageResult(
         tuple((key, tensors.value(seed).node) for key, seed in seeds.items()),
-        tuple(values),
-        tuple(variables),
-        _added_since(captured, before),
+        given,
+        tuple((name, g) for name, g in variables if g is not None),
+        frozenset(op.name for op in captured.func_graph.get_operations()[before:]),
     )
 
 
@@ -238,16 +248,10 @@ def _differentiate_loss_head(
     taken = [value for value in entering if value.node in trained]
     sources = [tensors[value] for value in taken] + [tensors.handles[name] for name in names]
     before = len(captured.func_graph.get_operations())
-    seeds = [tf.compat.v1.placeholder(tensors[loss].dtype, [], name="seed")] if scaled else []
-    with internals.stop_gradients_at_calls(stops):
-        gradients = tf.gradients(tensors[loss], sources, grad_ys=seeds or None, stop_gradients=stops, name="gradients")
-    values = [None if g is None else tensors.value(tf.convert_to_tensor(g)) for g in gradients[: len(taken)]]
-    return _StageResult(
-        tuple((loss, tensors.value(seed).node) for seed in seeds),
-        tuple((v, g) for v, g in zip(taken, values, strict=True) if g is not None),
-        tuple((n, g) for n, g in zip(names, gradients[len(taken) :], strict=True) if g is not None),
-        _added_since(captured, before),
-    )
+    seeds = {loss: tf.compat.v1.placeholder(tensors[loss].dtype, [], name="seed")} if scaled else {}
+    gradients = _gradients([tensors[loss]], sources, [*seeds.values()] or None, stops)
+    of_variables = zip(names, gradients[len(taken) :], strict=True)
+    return _result(captured, tensors, before, seeds, [*zip(taken, gradients, strict=False)], [*of_variables])
 
 
 def _unrecorded(captured: Captured) -> list[Value]:
@@ -257,6 +261,94 @@ def _unrecorded(captured: Captured) -> list[Value]:
     return [value for node in computed for value in node.values() if captured.graph.type_of(value).dtype.differentiable]
 
 
-def _added_since(captured: Captured, before: int) -> frozenset[str]:
-    """Return the names of the ops that were added to the trace when it had ``before`` ops."""
-    return frozenset(op.name for op in captured.func_graph.get_operations()[before:])
+# --- Writes of variables in backward: in a custom gradient, or in what tf.recompute_grad calls again
+# On one device they happen once a step, in the order of the program. In a pipeline they happen once for each
+# micro-batch and replica, in an order that only data and control edges fix.
+
+
+_WRITE_OUTSIDE = (
+    "write it in the loss itself, or take micro_batches=1 and one replica of that stage; or pass inexact='allow'"
+)
+
+
+def _check_backward_writes(captured: Captured, joint: Graph, gradients: Sequence[StageGradients]) -> None:
+    """Raise CaptureError if backward writes a variable, and no gradient depends on it, or its order is unknown.
+
+    ``joint``: the graph after differentiation; ``gradients``: of its stages, and of the loss head if any.
+    """
+    for i, of_stage in enumerate(gradients):
+        writes = _writes(joint, of_stage)
+        if not writes:
+            continue
+        needed = _needed(joint, of_stage)
+        for node in writes:
+            if node.name not in needed:
+                raise CaptureError(
+                    f"{_describe(captured, node)} in a custom gradient or in tf.recompute_grad, and no gradient "
+                    "depends on that write, so its order among the other ops of backward is not known: write the "
+                    "variable in the loss itself; in place of tf.recompute_grad give recompute=True to the pipeline"
+                )
+        others = [_needed(joint, other) for j, other in enumerate(gradients) if j != i]
+        for node in writes:
+            _check_order(captured, joint, node, needed, others)
+
+
+def find_write_reasons(
+    captured: Captured, joint: Graph, gradients: Sequence[StageGradients], users: Mapping[str, Sequence[int]]
+) -> tuple[tuple[int, Inexactness], ...]:
+    """Return for each write of backward its stage, and why it is inexact if that stage runs it more than once.
+
+    ``gradients``: of stages, without the loss head, which runs once. ``users``: the stages that use each variable.
+    Raises CaptureError if several stages use a variable that backward writes.
+    """
+    found = []
+    for stage, of_stage in enumerate(gradients):
+        for node in _writes(joint, of_stage):
+            what = _describe(captured, node)
+            if any(len(users[name]) > 1 for name in node.strings("writes")):
+                raise CaptureError(
+                    f"{what} in a custom gradient, and other stages use that variable: cut the model elsewhere, or "
+                    "write it in the loss itself"
+                )
+            why = f"{what} once for each micro-batch and replica; one device writes it once a step"
+            found.append((stage, Inexactness(node.name, why, _WRITE_OUTSIDE)))
+    return tuple(found)
+
+
+def _writes(joint: Graph, of_stage: StageGradients) -> list[Node]:
+    nodes = [joint.node(name) for name in of_stage.acting]
+    return [node for node in nodes if node.effect is Effect.WRITE]
+
+
+def _needed(joint: Graph, of_stage: StageGradients) -> set[str]:
+    """Return the nodes that the gradients of a stage depend on."""
+    values = [*(value for _, value in of_stage.boundary), *of_stage.of_variables]
+    return ancestors(joint, [value.node for value in values])
+
+
+def _check_order(
+    captured: Captured, joint: Graph, write: Node, needed: Collection[str], others: Sequence[Collection[str]]
+) -> None:
+    """Raise CaptureError if other ops of backward use a variable of ``write`` in an order that is not known.
+
+    On the write's stage: an op that a gradient depends on, where neither it nor the write depends on the other. On
+    another stage: any such op. ``needed``: the nodes of the write's stage; ``others``: those of the other stages.
+    """
+    written, before = set(write.strings("writes")), ancestors(joint, [write.name])
+    for node in joint.nodes:
+        if node.name in captured.graph.by_name or node.name == write.name:
+            continue  # forward has run by then
+        if written.isdisjoint(variables_of(joint, node)):
+            continue
+        ordered = node.name in before or write.name in ancestors(joint, [node.name])
+        if (node.name in needed and not ordered) or any(node.name in other for other in others):
+            raise CaptureError(
+                f"{_describe(captured, write)} in a custom gradient, and {node.name!r} ({node.op}) uses it in backward "
+                "too, in an order that is not known: use the value that assign(..., read_value=True) returns, not "
+                "another read of the variable, and only in that custom gradient"
+            )
+
+
+def _describe(captured: Captured, node: Node) -> str:
+    names = [name for name in node.strings("writes") if name in captured.variables]
+    return f"backward writes {', '.join(names) or 'a variable'} ({node.name!r}, {node.op})"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,8 @@ import tensorflow as tf
 from tensorflow.core.framework import graph_pb2
 
 from dapple_tf import internals
-from dapple_tf.frontend.read_graph import read_shape, skip_identities
-from dapple_tf.graph_passes.ir.graph import Shape
+from dapple_tf.frontend.read_graph import read_graph, read_shape, read_value, skip_identities
+from dapple_tf.graph_passes.ir.graph import Graph, Node, Shape
 
 LARGEST = 256
 """The number of elements above which the value of an integer tensor is not evaluated."""
@@ -35,7 +36,7 @@ class Shapes(Mapping[str, tuple[Shape, ...]]):
     """
 
     outputs: Mapping[str, tuple[Shape, ...]] = field(default_factory=dict)
-    bodies: Mapping[tuple[str, str], BodyShapes] = field(default_factory=dict)
+    bodies: Mapping[tuple[str, str], Body] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> tuple[Shape, ...]:
         return self.outputs[name]
@@ -70,19 +71,28 @@ class Known:
 
 
 @dataclass(frozen=True, eq=False)
-class BodyShapes:
-    """A function's FuncGraph, and the ``shapes`` of all its values for the operands of one call of it.
+class Body:
+    """A function's FuncGraph, and the ``shapes`` of all its values for the operands of one call of it, as far as known.
 
-    In ``shapes`` the arguments have the names ``argument_name``. ``kept``: the positions of arguments that have the
-    same value in all calls that the op makes: all of them, but for a loop.
+    ``kept``: the positions of arguments that have the same value in all calls that the op makes: all of them, but for a
+    loop.
     """
 
     func_graph: Any
     shapes: Shapes
     kept: frozenset[int]
 
+    @cached_property
+    def graph(self) -> Graph:
+        """The function in the IR; its inputs are ``arg`` nodes."""
+        inputs = {t.op.name: Node(_argument_name(i), "arg") for i, t in enumerate(self.func_graph.inputs)}
+        return read_graph(self.func_graph, inputs, self.func_graph.name).replace(
+            inputs=tuple(node.name for node in inputs.values()),
+            outputs=tuple(read_value(tensor, inputs) for tensor in self.func_graph.outputs),
+        )
 
-def argument_name(position: int) -> str:
+
+def _argument_name(position: int) -> str:
     """Return the name of the node of a function's argument."""
     return f"input/{position}"
 
@@ -97,7 +107,7 @@ class Imported:
     functions: set[str]
     tensors: dict[str, list[Any]] = field(default_factory=dict)
     elements: dict[tuple[str, int], Elements] = field(default_factory=dict)
-    bodies: dict[tuple[str, str], BodyShapes] = field(default_factory=dict)
+    bodies: dict[tuple[str, str], Body] = field(default_factory=dict)
 
     @property
     def shapes(self) -> Shapes:
@@ -124,7 +134,7 @@ def import_for_shapes(definition: graph_pb2.GraphDef, inputs: Mapping[str, Any],
     return _import(definition, Imported(set(), {name: [tensor] for name, tensor in inputs.items()}), owner)
 
 
-def infer_body(body: Any, shapes: Sequence[Shape], *, kept: bool = True) -> BodyShapes:
+def infer_body(body: Any, shapes: Sequence[Shape], *, kept: bool = True) -> Body:
     """Return the shapes of the values of the FuncGraph ``body`` for arguments of these shapes.
 
     ``kept``: whether the arguments have the same values in all calls.
@@ -266,12 +276,12 @@ def _is_same(one: Known, other: Known) -> bool:
 
 def _import_body(
     body: Any, tensors: Sequence[Any], known: Sequence[Known], kept: frozenset[int], functions: set[str]
-) -> tuple[BodyShapes, list[Known]]:
+) -> tuple[Body, list[Known]]:
     """Return the shapes of a function's values, and what is known of its outputs; none where it refuses the operands.
 
     ``tensors``: the operands, or others with their dtypes and handle data. ``functions``: see ``Imported``.
     """
-    arguments = {argument_name(i): (one.shape,) for i, one in enumerate(known)}
+    arguments = {_argument_name(i): (one.shape,) for i, one in enumerate(known)}
     start = Imported(functions)
     for parameter, tensor, one in zip(body.inputs, tensors, known, strict=True):
         dims = None if one.shape.dims is None else list(one.shape.dims)
@@ -282,9 +292,9 @@ def _import_body(
     try:
         found = _import(body.as_graph_def(add_shapes=True), start, body)
     except ValueError:  # unknown shapes are always correct
-        return BodyShapes(body, Shapes(arguments), kept), [Known(Shape(None)) for _ in body.outputs]
+        return Body(body, Shapes(arguments), kept), [Known(Shape(None)) for _ in body.outputs]
     shapes = Shapes({**found.shapes, **arguments}, found.bodies)
-    return BodyShapes(body, shapes, kept), [found.known(tensor.name) for tensor in body.outputs]
+    return Body(body, shapes, kept), [found.known(tensor.name) for tensor in body.outputs]
 
 
 def _join(one: Known, other: Known) -> Known:

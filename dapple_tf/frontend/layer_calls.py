@@ -14,18 +14,8 @@ from dapple_tf.graph_passes.ir.graph import Graph
 
 
 @dataclass
-class _OpenCall:
-    """A layer's call that has not returned: its graph and the number of ops there when it began."""
-
-    layer: keras.Layer
-    graph: Any
-    first_op: int
-    calls_layers: bool = False
-
-
-@dataclass(frozen=True)
 class _Call:
-    """A layer's call: the ops ``first_op`` to ``end_op`` (exclusive) of ``graph``.
+    """A layer's call: the ops ``first_op`` to ``end_op`` (exclusive, and known when it returns) of ``graph``.
 
     ``path`` holds the names of the layer and of those that called it. A ``container`` calls other layers, or is a
     model. ``batch_norm``: the number of the call among those of ``keras.layers.BatchNormalization`` layers, or None.
@@ -33,17 +23,17 @@ class _Call:
 
     graph: Any
     first_op: int
-    end_op: int
     path: str
     container: bool
-    batch_norm: int | None
+    end_op: int = 0
+    batch_norm: int | None = None
 
 
 class LayerRecorder:
     """Records which ops of a trace each Keras layer's call created; for ``internals.record_layers``."""
 
     def __init__(self) -> None:
-        self._open: list[_OpenCall] = []
+        self._open: list[_Call] = []
         self._calls: list[_Call] = []
         self._batch_norms = 0
 
@@ -52,16 +42,15 @@ class LayerRecorder:
         count = len(graph.get_operations()) if graph.building_function else 0
         if entering:
             if self._open and self._open[-1].graph is graph:
-                self._open[-1].calls_layers = True
-            self._open.append(_OpenCall(layer, graph, count))
+                self._open[-1].container = True
+            path = "/".join([*(call.path for call in self._open[-1:]), layer.name])
+            self._open.append(_Call(graph, count, path, isinstance(layer, keras.Model)))
             return
-        path = "/".join(call.layer.name for call in self._open)
         call = self._open.pop()
-        container = call.calls_layers or isinstance(layer, keras.Model)
-        batch_norm = None
+        call.end_op = count
         if isinstance(layer, keras.layers.BatchNormalization):
-            batch_norm, self._batch_norms = self._batch_norms, self._batch_norms + 1
-        self._calls.append(_Call(graph, call.first_op, count, path, container, batch_norm))
+            call.batch_norm, self._batch_norms = self._batch_norms, self._batch_norms + 1
+        self._calls.append(call)
 
     def mark_layers(self, graph: Graph, func_graph: Any) -> Graph:
         """Return ``graph``, read from ``func_graph``, with each node's Keras layer as an attribute.

@@ -13,39 +13,23 @@ from dapple_tf.graph_passes.ir.graph import Attr, DType, FunctionRef, Opaque, Sh
 
 def read_attribute(value: attr_value_pb2.AttrValue) -> Attr:
     """Return the IR's form of an attribute; ``Opaque`` where the IR has none (constant tensors, for example)."""
-    match value.WhichOneof("value"):
-        case "s":
-            return bytes(value.s)
-        case "i":
-            return int(value.i)
-        case "f":
-            return float(value.f)
-        case "b":
-            return bool(value.b)
-        case "type":
-            return _read_dtype(value.type)
-        case "shape":
-            return _read_shape(value.shape)
-        case "func" if not value.func.attr:
-            return FunctionRef(value.func.name)
-        case "list":
-            return _read_list(value)
+    kind = value.WhichOneof("value")
+    if kind in _READERS:
+        return _READERS[kind](getattr(value, kind))
+    if kind == "func" and not value.func.attr:
+        return FunctionRef(value.func.name)
+    if kind == "list":
+        for name, read in _READERS.items():
+            if items := getattr(value.list, name):
+                return tuple(map(read, items))
+        if value.list.ByteSize() == 0:
+            return ()
     return Opaque(value.SerializeToString(deterministic=True))
 
 
 def write_attribute(proto: attr_value_pb2.AttrValue, value: Attr) -> None:
     """Write an attribute into ``proto``. Raises TypeError for a value that TensorFlow's attributes cannot hold."""
     match value:
-        case bool():
-            proto.b = value
-        case int():
-            proto.i = value
-        case float():
-            proto.f = value
-        case bytes():
-            proto.s = value
-        case DType():
-            proto.type = dtype_number(value)
         case Shape():
             proto.shape.SetInParent()  # a scalar's shape is present and empty
             _write_shape(proto.shape, value)
@@ -55,6 +39,8 @@ def write_attribute(proto: attr_value_pb2.AttrValue, value: Attr) -> None:
             proto.MergeFromString(data)
         case tuple():
             _write_list(proto, value)
+        case _ if field := _field_of(value):
+            setattr(proto, *field)
         case _:
             raise TypeError(f"{value!r} cannot be an attribute of a TensorFlow op")
 
@@ -70,14 +56,6 @@ def dtype_number(dtype: DType) -> int:
     return int(tf.as_dtype(dtype.name).as_datatype_enum)
 
 
-def _read_list(value: attr_value_pb2.AttrValue) -> Attr:
-    items = value.list
-    for name, read in _LIST_READERS.items():
-        if field := getattr(items, name):
-            return tuple(read(item) for item in field)
-    return () if items.ByteSize() == 0 else Opaque(value.SerializeToString(deterministic=True))
-
-
 def _read_dtype(number: int) -> DType:
     return DType(tf.dtypes.as_dtype(number).name)
 
@@ -88,7 +66,8 @@ def _read_shape(proto: Any) -> Shape:
     return Shape(tuple(None if dim.size < 0 else int(dim.size) for dim in proto.dim))
 
 
-_LIST_READERS: Mapping[str, Callable[[Any], Attr]] = {
+# By the field of the protocol buffer, of an attribute or of a list.
+_READERS: Mapping[str, Callable[[Any], Attr]] = {
     "s": bytes,
     "i": int,
     "f": float,
@@ -98,24 +77,31 @@ _LIST_READERS: Mapping[str, Callable[[Any], Attr]] = {
 }
 
 
+def _field_of(value: Attr) -> tuple[str, Any] | None:
+    """Return the field of a protocol buffer for a value that is one number or text, and what it holds; else None."""
+    match value:
+        case bool():
+            return "b", value
+        case int():
+            return "i", value
+        case float():
+            return "f", value
+        case bytes():
+            return "s", value
+        case DType():
+            return "type", dtype_number(value)
+    return None
+
+
 def _write_list(proto: attr_value_pb2.AttrValue, items: tuple[Attr, ...]) -> None:
     proto.list.SetInParent()
     for item in items:
-        match item:
-            case bool():
-                proto.list.b.append(item)
-            case int():
-                proto.list.i.append(item)
-            case float():
-                proto.list.f.append(item)
-            case bytes():
-                proto.list.s.append(item)
-            case DType():
-                proto.list.type.append(dtype_number(item))
-            case Shape():
-                _write_shape(proto.list.shape.add(), item)
-            case _:
-                raise TypeError(f"{item!r} cannot be an item of a list attribute of a TensorFlow op")
+        if isinstance(item, Shape):
+            _write_shape(proto.list.shape.add(), item)
+        elif field := _field_of(item):
+            getattr(proto.list, field[0]).append(field[1])
+        else:
+            raise TypeError(f"{item!r} cannot be an item of a list attribute of a TensorFlow op")
 
 
 def _write_shape(proto: Any, shape: Shape) -> None:

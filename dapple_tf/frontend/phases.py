@@ -27,12 +27,25 @@ _ACTING = (Effect.WRITE, Effect.SIDE, Effect.RANDOM)
 
 
 @dataclass(frozen=True)
+class StepTrace:
+    """The trace of a training step in the IR: its ``graph``, and the ``numbers`` of its ops in the trace, by node.
+
+    ``place_of``: returns the file and line of a node. ``kept``: the values of the forward that the custom gradient of
+    each node uses.
+    """
+
+    graph: Graph
+    numbers: Mapping[str, int]
+    place_of: Callable[[str], str]
+    kept: Mapping[str, Sequence[Value]]
+
+
+@dataclass(frozen=True)
 class Asked:
     """The gradients of one or several ``targets``: their ``arguments`` in the graph, by name, and their ``variables``.
 
     ``first_op``: the number of ops in the trace before they were first asked for. ``unrecorded``: the names of nodes
-    through which no gradient passes. ``place``: file and line. ``kept``: the values of the forward that the custom
-    gradient of each node uses (see ``values_kept``).
+    through which no gradient passes. ``place``: file and line.
     """
 
     targets: tuple[Value, ...]
@@ -41,7 +54,6 @@ class Asked:
     first_op: int
     unrecorded: frozenset[str]
     place: str
-    kept: Mapping[str, Sequence[Value]]
 
 
 @dataclass(frozen=True)
@@ -80,8 +92,8 @@ class HandOver:
         return self.variables[key]
 
 
-def join_targets(graph: Graph, asked: Sequence[Asked], numbers: Mapping[str, int]) -> list[list[int]]:
-    """Return the positions in ``asked`` of the targets of each phase, in order; ``numbers``: see ``cut_phases``.
+def join_targets(trace: StepTrace, asked: Sequence[Asked]) -> list[list[int]]:
+    """Return the positions in ``asked`` of the targets of each phase, in order.
 
     A target joins the phase of the targets before it on two conditions. It depends on none of their gradients, neither
     directly nor through what the step computes from them. And between their gradients and this target the step changes
@@ -90,36 +102,36 @@ def join_targets(graph: Graph, asked: Sequence[Asked], numbers: Mapping[str, int
     found: list[list[int]] = []
     for i, item in enumerate(asked):
         group = [asked[j] for j in found[-1]] if found else []
-        if group and _can_join(graph, group, item, numbers):
+        if group and _can_join(trace, group, item):
             found[-1].append(i)
         else:
             found.append([i])
     return found
 
 
-def _can_join(graph: Graph, group: Sequence[Asked], item: Asked, numbers: Mapping[str, int]) -> bool:
-    taken = frozenset().union(*(other.arguments for other in group))
-    needed = ancestors(graph, _data_ancestors(graph, item))
+def _can_join(trace: StepTrace, group: Sequence[Asked], item: Asked) -> bool:
+    graph, taken = trace.graph, frozenset().union(*(other.arguments for other in group))
+    needed = ancestors(graph, _data_ancestors(trace, item))
     if taken & needed or len({graph.type_of(of.targets[0]).dtype for of in (*group, item)}) > 1:
         return False
     for node in (graph.node(name) for name in needed):
-        if node.effect is not Effect.WRITE or numbers[node.name] < group[0].first_op:
+        if node.effect is not Effect.WRITE or trace.numbers[node.name] < group[0].first_op:
             continue
         if any(graph.type_of(value).dtype.differentiable for value in node.inputs):
             return False
-    return all(_agree(graph, item, other) and _agree(graph, other, item) for other in group)
+    return all(_agree(trace, item, other) and _agree(trace, other, item) for other in group)
 
 
-def _agree(graph: Graph, item: Asked, other: Asked) -> bool:
+def _agree(trace: StepTrace, item: Asked, other: Asked) -> bool:
     """Return whether gradients of ``other`` pass through no node at which those of ``item`` end."""
-    ends = unrecorded_of(graph, item)
-    passed = (_data_ancestors(graph, other) & _of_variables(graph, other)) - unrecorded_of(graph, other)
+    ends = unrecorded_of(trace, item)
+    passed = (_data_ancestors(trace, other) & _of_variables(trace.graph, other)) - unrecorded_of(trace, other)
     return ends.isdisjoint(passed)
 
 
-def unrecorded_of(graph: Graph, asked: Asked) -> frozenset[str]:
+def unrecorded_of(trace: StepTrace, asked: Asked) -> frozenset[str]:
     """Return the nodes at which the gradients ``asked`` for end, since no tape recorded them."""
-    return asked.unrecorded & _data_ancestors(graph, asked) & _of_variables(graph, asked)
+    return asked.unrecorded & _data_ancestors(trace, asked) & _of_variables(trace.graph, asked)
 
 
 def _of_variables(graph: Graph, asked: Asked) -> set[str]:
@@ -127,12 +139,12 @@ def _of_variables(graph: Graph, asked: Asked) -> set[str]:
     return dependents(graph, asked.variables, by_gradients=True)
 
 
-def rowless_targets(graph: Graph, asked: Sequence[Asked]) -> list[int]:
+def rowless_targets(trace: StepTrace, asked: Sequence[Asked]) -> list[int]:
     """Return the positions in ``asked`` of targets whose gradients pass through nothing that takes rows of the batch.
 
     Such gradients need no micro-batches: the rate of a constraint, trained by the mean that a forward has returned.
     """
-    of_batch = _of_batch(graph, asked)
+    graph, of_batch = trace.graph, _of_batch(trace.graph, asked)
     rows = (node for node in graph.nodes if node.op == "arg" and node.name in of_batch)
     sized = all(None not in (kind.shape.dims or (None,)) for node in rows for kind in node.outputs)
 
@@ -142,7 +154,7 @@ def rowless_targets(graph: Graph, asked: Sequence[Asked]) -> list[int]:
 
     found = []
     for i, item in enumerate(asked):
-        passed = _reached_by_gradients(graph, item) & _data_ancestors(graph, item)
+        passed = _reached_by_gradients(graph, item) & _data_ancestors(trace, item)
         if all(is_whole(value) for name in passed for value in graph.node(name).inputs):
             found.append(i)
     return found
@@ -165,27 +177,19 @@ def join_asked(asked: Sequence[Asked]) -> Asked:
         first.first_op,
         frozenset.intersection(*(item.unrecorded for item in asked)),
         first.place,
-        first.kept,
     )
 
 
-def cut_phases(
-    graph: Graph,
-    asked: Sequence[Asked],
-    numbers: Mapping[str, int],
-    returned: Sequence[Value | None],
-    place_of: Callable[[str], str],
-) -> tuple[Phase, ...]:
-    """Return the phases of the trace ``graph``, one for each item of ``asked``, in this order.
+def cut_phases(trace: StepTrace, asked: Sequence[Asked], returned: Sequence[Value | None]) -> tuple[Phase, ...]:
+    """Return the phases of the trace, one for each item of ``asked``, in this order; ``returned``: by the step.
 
-    ``numbers``: of each op in the trace; ``returned``: what the step returns. ``place_of``: returns the file and line
-    of a node. Raises CaptureError where a phase needs what it cannot compute and what cannot be handed over to it.
+    Raises CaptureError where a phase needs what it cannot compute and what cannot be handed over to it.
     """
-    facts = _Facts.of(graph, asked, numbers)
+    facts = _Facts.of(trace, asked)
     roots = [
         [
             *(target.node for target in asked[i].targets),
-            *(node.name for node in graph.nodes if node.effect in _ACTING and facts.phases[node.name] == i),
+            *(node.name for node in trace.graph.nodes if node.effect in _ACTING and facts.phases[node.name] == i),
             *(value.node for value in returned if value is not None and facts.home(value.node) == i),
         ]
         for i in range(len(asked))
@@ -194,7 +198,7 @@ def cut_phases(
     found: list[Phase] = []
     for i in reversed(range(len(asked))):  # what a phase takes, an earlier one must compute
         names = [*roots[i], *(value.node for value in given[i])]
-        kept, taken = _PhaseNodes(graph, facts, asked[i], i, place_of).find(names)
+        kept, taken = _PhaseNodes(trace, facts, asked[i], i).find(names)
         for value in taken:
             given[facts.home(value.node)][value] = None
         here = {k for k, value in enumerate(returned) if value is not None and facts.home(value.node) == i}
@@ -222,9 +226,10 @@ class _Facts:
     written_before: Mapping[str, Set[str]]
 
     @staticmethod
-    def of(graph: Graph, asked: Sequence[Asked], numbers: Mapping[str, int]) -> _Facts:
+    def of(trace: StepTrace, asked: Sequence[Asked]) -> _Facts:
         """Return the facts; see ``cut_phases``."""
-        losses = tuple(_data_ancestors(graph, item) for item in asked)
+        graph = trace.graph
+        losses = tuple(_data_ancestors(trace, item) for item in asked)
         differentiated = tuple(_reached_by_gradients(graph, item) for item in asked)
         own = {name: i for i, item in enumerate(asked) for name in item.arguments}
         last_read: dict[str, int] = {}  # by variable, the last phase whose gradients pass through a read so far
@@ -245,7 +250,7 @@ class _Facts:
             elif node.name in of_batch and node.name not in of_gradient:
                 found = max(found, next((i for i, names in enumerate(losses) if node.name in names), -1))
             if node.effect in _ACTING:
-                found = max(0, found, sum(item.first_op <= numbers[node.name] for item in asked) - 1)
+                found = max(0, found, sum(item.first_op <= trace.numbers[node.name] for item in asked) - 1)
             earlier = {written_before[source] for source in before}
             written = none.union(*earlier) if len(earlier) != 1 else next(iter(earlier))
             if node.effect is Effect.READ:
@@ -268,12 +273,12 @@ class _Facts:
 class _PhaseNodes:
     """Finds the nodes of one phase, and the values that it takes from earlier ones."""
 
-    def __init__(self, graph: Graph, facts: _Facts, asked: Asked, number: int, place_of: Callable[[str], str]) -> None:
-        self._graph, self._facts, self._asked, self._number = graph, facts, asked, number
-        self._place_of = place_of
+    def __init__(self, trace: StepTrace, facts: _Facts, asked: Asked, number: int) -> None:
+        self._graph, self._facts, self._asked, self._number = trace.graph, facts, asked, number
+        self._place_of, self._kept_of = trace.place_of, trace.kept
         self._loss = facts.losses[number]
         self._earlier = {
-            node.name for node in graph.nodes if node.effect in _ACTING and facts.phases[node.name] < number
+            node.name for node in trace.graph.nodes if node.effect in _ACTING and facts.phases[node.name] < number
         }
         self._foreign = self._find_foreign()
         self._differentiated = facts.differentiated[number]
@@ -293,7 +298,7 @@ class _PhaseNodes:
             for control in node.controls:
                 if control.source in self._graph.by_name:
                     self._check_time(self._graph.node(control.source), node)
-            of_gradient = self._asked.kept.get(node.name, ())
+            of_gradient = self._kept_of.get(node.name, ())
             for value in (*node.inputs, *of_gradient):
                 if self._is_taken(value):
                     self._check_taken(value)
@@ -402,10 +407,10 @@ class _PhaseNodes:
             )
 
 
-def _data_ancestors(graph: Graph, asked: Asked) -> frozenset[str]:
+def _data_ancestors(trace: StepTrace, asked: Asked) -> frozenset[str]:
     """Return the nodes whose values the targets and their gradients are computed from."""
     targets = [value.node for value in asked.targets]
-    return frozenset(ancestors(graph, targets, by_controls=False, used=asked.kept))
+    return frozenset(ancestors(trace.graph, targets, by_controls=False, used=trace.kept))
 
 
 def _reached_by_gradients(graph: Graph, asked: Asked) -> set[str]:

@@ -51,7 +51,7 @@ def read_graph(graph: Any, inputs: Mapping[str, Node], name: str, left_out: Coll
     for op in graph.get_operations():
         if op.name in left_out:
             continue
-        types = tuple(_read_type(output) for output in op.outputs)
+        types = tuple(TensorType(DType(out.dtype.base_dtype.name), read_shape(out)) for out in op.outputs)
         if op.name in inputs:
             input_node = inputs[op.name]
             nodes.append(Node(input_node.name, input_node.op, outputs=types, attrs=input_node.attrs))
@@ -68,7 +68,7 @@ def read_graph(graph: Any, inputs: Mapping[str, Node], name: str, left_out: Coll
 
 def read_value(tensor: Any, inputs: Mapping[str, Node]) -> Value:
     """Return the IR value of a tensor of a graph that was read with these ``inputs``."""
-    return Value(_node_name(tensor.op.name, inputs), tensor.value_index)
+    return Value(node_name(tensor.op.name, inputs), tensor.value_index)
 
 
 def skip_identities(tensor: Any) -> Any:
@@ -83,12 +83,9 @@ def read_shape(tensor: Any) -> Shape:
     return Shape(None if tensor.shape.rank is None else tuple(tensor.shape.as_list()))
 
 
-def _node_name(op_name: str, inputs: Mapping[str, Node]) -> str:
+def node_name(op_name: str, inputs: Mapping[str, Node]) -> str:
+    """Return the name of an op's node in a graph that was read with these ``inputs``."""
     return inputs[op_name].name if op_name in inputs else op_name
-
-
-def _read_type(tensor: Any) -> TensorType:
-    return TensorType(DType(tensor.dtype.base_dtype.name), read_shape(tensor))
 
 
 def _read_effect(op: Any, inputs: Mapping[str, Node], bodies: Mapping[str, Any]) -> tuple[Effect, tuple[str, ...]]:
@@ -103,7 +100,7 @@ def _read_effect(op: Any, inputs: Mapping[str, Node], bodies: Mapping[str, Any])
     if resources:
         read_only = set(op.node_def.attr["_read_only_resource_inputs"].list.i)  # which calls have
         written = tuple(
-            _node_name(tensor.op.name, inputs)
+            node_name(tensor.op.name, inputs)
             for i, tensor in resources
             if i not in read_only and not _is_table(tensor.op.name, inputs)
         )

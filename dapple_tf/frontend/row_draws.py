@@ -15,9 +15,9 @@ from functools import partial
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.core.framework import attr_value_pb2
 
 from dapple_tf.errors import CaptureError
+from dapple_tf.frontend.dependence.numbers import constant_value
 from dapple_tf.frontend.draw_layouts import (
     DRAW_INPUTS,
     ROW_PARAMETERS,
@@ -30,7 +30,7 @@ from dapple_tf.frontend.draw_layouts import (
 from dapple_tf.frontend.traced_nodes import replacement_nodes
 from dapple_tf.frontend.write_graph import import_graph
 from dapple_tf.graph_passes.analysis.layers import layer_of
-from dapple_tf.graph_passes.ir.graph import Graph, Node, Opaque, Shape, TensorType, Value
+from dapple_tf.graph_passes.ir.graph import Graph, Node, Shape, TensorType, Value
 
 _PHILOX = (1, 3)  # RNG_ALG_PHILOX and RNG_ALG_AUTO_SELECT, which is Philox on CPUs and GPUs (rng_alg.h)
 
@@ -97,22 +97,14 @@ def _layout_of_rows(graph: Graph, node: Node, draw: RowDraw, kinds: Mapping[str,
     """Return how the rows of a draw use the counter, or None where they do not use consecutive values of it."""
     dims = node.outputs[0].shape.dims
     outermost = draw.outer == 1 and (draw.axis == 0 or (dims is not None and set(dims[: draw.axis]) == {1}))
-    if not outermost or "alg" not in kinds or not _is_philox(graph, node.inputs[3]):
+    algorithm = constant_value(graph.node(node.inputs[3].node)) if outermost and "alg" in kinds else None
+    if algorithm is None or int(algorithm) not in _PHILOX:
         return None
     if "alpha" in kinds:
         rank = _rank(kinds["alpha"])
         if rank is None or rank not in (0, _rank(node.outputs[0])):
             return None
     return counter_layout(node.op, node.outputs[0].dtype)
-
-
-def _is_philox(graph: Graph, algorithm: Value) -> bool:
-    """Return whether the number of a generator's algorithm is known, and is Philox."""
-    source = graph.node(algorithm.node)
-    value = source.attr("value") if source.op == "Const" else None
-    if not isinstance(value, Opaque):
-        return False
-    return int(tf.make_ndarray(attr_value_pb2.AttrValue.FromString(value.data).tensor)) in _PHILOX
 
 
 def _known_row_elements(node: Node, draw: RowDraw) -> int | None:

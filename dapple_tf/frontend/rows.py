@@ -35,7 +35,8 @@ def use_rows(graph: Graph, dependence: BatchDependence | None) -> Graph:
     """
     if dependence is None:
         return graph
-    graph = _name_squeezed(graph, dependence.squeezed)
+    if dependence.squeezed:
+        graph = _name_squeezed(graph, dependence.squeezed)
     sized = dependence.sizes or dependence.shapes
     if not (dependence.draws or sized or dependence.sliced or dependence.mean_adds):
         return graph
@@ -51,13 +52,10 @@ def use_rows(graph: Graph, dependence: BatchDependence | None) -> Graph:
 
 def _name_squeezed(graph: Graph, squeezed: Mapping[str, tuple[int, ...]]) -> Graph:
     """Return the graph in which each Squeeze of ``squeezed`` removes these axes only."""
-    if not squeezed:
-        return graph
-    return graph.replace(
-        nodes=tuple(
-            node.with_attrs(squeeze_dims=squeezed[node.name]) if node.name in squeezed else node for node in graph.nodes
-        )
+    nodes = (
+        node.with_attrs(squeeze_dims=squeezed[node.name]) if node.name in squeezed else node for node in graph.nodes
     )
+    return graph.replace(nodes=tuple(nodes))
 
 
 def _use_whole_sizes(graph: Graph, dependence: BatchDependence) -> Graph:
@@ -111,7 +109,8 @@ def _slice_rows(graph: Graph, sliced: Sequence[Value]) -> Graph:
                 continue
             name = node.name if len(node.outputs) == 1 else f"{node.name}/rows{value.index}"
             result = Node(name, "StridedSlice", (), (kind,)).with_attrs(**place)
-            *added, last = replacement_nodes(result, _take_rows, [(source, kind), (Value(ROWS_NAME), _ROWS)], used)
+            taken = [(source, kind), (Value(ROWS_NAME), _ROWS)]
+            *added, last = replacement_nodes(result, lambda whole, rows: whole[rows[0] : rows[1]], taken, used)
             found += [*added, last.with_attrs(**{TAKES_ROWS: True})]
             parts.append(Value(name))
         if len(node.outputs) > 1:
@@ -130,14 +129,13 @@ def _add_shares(graph: Graph, mean_adds: Collection[str]) -> Graph:
             variable, mean = node.inputs
             kind = graph.type_of(mean)
             share = Node(f"{node.name}/share", "Mul", (), (kind,)).with_attrs(**place_of(node))
-            nodes += replacement_nodes(share, _take_share, [(mean, kind), (Value(ROWS_NAME), _ROWS)], graph.by_name)
+            taken = [(mean, kind), (Value(ROWS_NAME), _ROWS)]
+            nodes += replacement_nodes(
+                share, lambda mean, rows: mean * tf.cast(share_of(rows), mean.dtype), taken, graph.by_name
+            )
             node = dataclasses.replace(node, inputs=(variable, Value(share.name)))
         nodes.append(node)
     return graph.replace(nodes=tuple(nodes)).sorted()
-
-
-def _take_share(mean: Any, rows: Any) -> Any:
-    return mean * tf.cast(share_of(rows), mean.dtype)
 
 
 def share_of(rows: Any) -> Any:
@@ -149,10 +147,6 @@ def share_of(rows: Any) -> Any:
 def whole_name(name: str) -> str:
     """Return the name of the node that computes on the whole batch what the node ``name`` gives a micro-batch."""
     return f"{name}/whole"
-
-
-def _take_rows(whole: Any, rows: Any) -> Any:
-    return whole[rows[0] : rows[1]]
 
 
 class _SizeNodes:

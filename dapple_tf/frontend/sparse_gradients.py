@@ -112,34 +112,21 @@ def read_uses(
     ``once``: the nodes that run once a step, on the whole batch: what only they compute is equal in all micro-batches.
     Raises CaptureError where it is not known how to join the slices of the micro-batches.
     """
-    return tuple(
-        _read_use(joint, use, position, name, variables[name], value_of, once)
-        for name, own in uses.items()
-        for position, same in enumerate(own)
-        for use in same
-        if use.stage == stage
-    )
-
-
-def _read_use(
-    joint: Graph,
-    use: TensorUse,
-    position: int,
-    name: str,
-    variable: tf.Variable,
-    value_of: Callable[[Any], Value],
-    once: Collection[str],
-) -> SparseUse:
-    indices = value_of(use.indices)
-    length = use.indices.shape[0] if use.indices.shape.rank else None
-    rows, *row = variable.shape.as_list()
-    count = OTHER if length is None else length
-    kinds = (
-        TensorType(DType(use.slices.dtype.name), Shape((count, *row))),
-        TensorType(DType(use.indices.dtype.name), Shape((count,))),
-    )
-    combine: Combine = "sum" if length is not None else _combine(joint, indices, name, once)
-    return SparseUse(name, rows, value_of(use.slices), indices, kinds, combine, position, use.lookup)
+    found: list[SparseUse] = []
+    for name, own in uses.items():
+        rows, *row = variables[name].shape.as_list()
+        for position, use in ((i, use) for i, same in enumerate(own) for use in same if use.stage == stage):
+            indices = value_of(use.indices)
+            length = use.indices.shape[0] if use.indices.shape.rank else None
+            count = OTHER if length is None else length
+            kinds = (
+                TensorType(DType(use.slices.dtype.name), Shape((count, *row))),
+                TensorType(DType(use.indices.dtype.name), Shape((count,))),
+            )
+            combine: Combine = "sum" if length is not None else _combine(joint, indices, name, once)
+            slices = value_of(use.slices)
+            found.append(SparseUse(name, rows, slices, indices, kinds, combine, position, use.lookup))
+    return tuple(found)
 
 
 def _combine(joint: Graph, indices: Value, variable: str, once: Collection[str]) -> Combine:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from dapple_tf import internals
@@ -46,7 +45,8 @@ def find_misuse(tensor: Any) -> str | None:
     ``tensor``: the resource in a FuncGraph. Functions that it is passed to, such as branches and bodies of loops, are
     searched too.
     """
-    for op, index in _users(tensor):
+    users = ((op, i) for op in tensor.consumers() for i, taken in enumerate(op.inputs) if taken is tensor)
+    for op, index in users:
         if op.type in TABLE_READS:
             continue
         if op.type == "Identity":
@@ -59,9 +59,3 @@ def find_misuse(tensor: Any) -> str | None:
         if found:
             return found
     return None
-
-
-def _users(tensor: Any) -> Iterator[tuple[Any, int]]:
-    """Yield the ops that take the tensor, each with the position at which it does."""
-    for op in tensor.consumers():
-        yield from ((op, i) for i, taken in enumerate(op.inputs) if taken is tensor)

@@ -13,21 +13,19 @@ import tensorflow as tf
 
 from dapple_tf.errors import CaptureError, ExactnessError, warn_user
 from dapple_tf.exactness import BatchLoss, BatchNorm, Exactness, Inexact, Inexactness
-from dapple_tf.frontend.affine_sizes import fit_sizes
 from dapple_tf.frontend.after_gradients import take_inputs_of
 from dapple_tf.frontend.batch import batch_signature
-from dapple_tf.frontend.batch_norm_calls import statistics_writes
+from dapple_tf.frontend.batch_norms import mark_joins
 from dapple_tf.frontend.capture import capture
 from dapple_tf.frontend.captured import Captured, SeveralPhasesError, Traced, plain_function
 from dapple_tf.frontend.composite import unknown_lengths
-from dapple_tf.frontend.deferred_statistics import defer_statistics
+from dapple_tf.frontend.deferred_statistics import defer_statistics, statistics_writes
 from dapple_tf.frontend.dependence.decide import find_dependence, find_uncut_dependence
 from dapple_tf.frontend.dependence.kinds import Kind
 from dapple_tf.frontend.dependence.result import BatchDependence
 from dapple_tf.frontend.dependence.undecided import Experiments, example_rows
 from dapple_tf.frontend.dependence.weigh import weigh_terms
-from dapple_tf.frontend.joined_moments import mark_joins
-from dapple_tf.frontend.open_lengths import Analysed, ServedLengths, has_open_lengths, open_signature, with_unknown
+from dapple_tf.frontend.open_lengths import ServedLengths, fit_sizes, has_open_lengths, open_signature, with_unknown
 from dapple_tf.frontend.rows import use_rows
 from dapple_tf.frontend.shapes import probe_shapes
 from dapple_tf.graph_passes.analysis.layers import SHAPE_OPS, layer_of, live_nodes
@@ -50,7 +48,6 @@ def _join_statistics(captured: Captured) -> Captured:
     for write in statistics_writes(captured, "sync"):
         if write.integer("batch_norm") not in joins:
             raise _own_statistics(write)
-    assert captured.dependence is not None, "it was there for the writes"
     calls: dict[int, list[Node]] = {}
     for node in graph.nodes:
         if node.has("batch_norm"):
@@ -58,7 +55,7 @@ def _join_statistics(captured: Captured) -> Captured:
     users, live = graph.consumers(), live_nodes(graph)
     used = {name: [user.name for user in nodes if user.name in live] for name, nodes in users.items()}
     for number, join in joins.items():
-        _check_joined(graph, calls[number], join, captured.dependence.kinds, used)
+        _check_joined(graph, calls[number], join, captured.decisions.kinds, used)
     return dataclasses.replace(captured, graph=graph)
 
 
@@ -132,19 +129,19 @@ def trace_loss(
     def accepts(captured: Captured) -> bool:
         return bool(probe_shapes(captured, batch_size)[1])
 
-    def analyse(captured: Captured) -> Analysed:
-        return Analysed(captured, fit_sizes(captured, find(captured), find, accepts))
+    def analyse(captured: Captured) -> Captured:
+        return dataclasses.replace(captured, dependence=fit_sizes(captured, find(captured), find, accepts))
 
-    captured = _take_apart(captured, find)
-    analysed = [analyse(captured)]
-    if analysed[0].dependence.mixed and not analysed[0].dependence.exactness.undocumented:
-        analysed.append(analyse(weigh_terms(captured, analysed[0].dependence)))
-    captured, dependence = analysed[-1].captured, analysed[-1].dependence
+    analysed = [analyse(_take_apart(captured, find))]
+    decisions = analysed[0].decisions
+    if decisions.mixed and not decisions.exactness.undocumented:
+        analysed.append(analyse(weigh_terms(analysed[0], decisions)))
+    captured, dependence = analysed[-1], analysed[-1].decisions
     _report(captured, dependence, inexact, trains=trains)
     graph = use_rows(_mark(captured.graph, dependence), dependence)
     if dependence.loss_head:
         graph = mark_loss_head(graph, dependence.loss_head.own, dependence.loss_head.head_inputs)
-    return _REWRITES[batch_norm](dataclasses.replace(_served(captured, analysed, find), graph=graph))
+    return _REWRITES[batch_norm](dataclasses.replace(_served(analysed, find), graph=graph))
 
 
 def _take_apart(captured: Captured, find: Callable[[Captured], BatchDependence]) -> Captured:
@@ -177,16 +174,15 @@ def trace_uncut(loss_fn: Traced, batch: Sequence[Any], batch_size: int, *, train
     signature = with_unknown(batch_signature(batch), unknown_lengths(batch))
     captured = capture(loss_fn, batch, trains=trains, signature=signature, sized=True)
     find = partial(find_uncut_dependence, batch_size=batch_size)
-    dependence = find(captured)
-    graph = _mark(captured.graph, dependence)
-    return dataclasses.replace(_served(captured, [Analysed(captured, dependence)], find), graph=graph)
+    captured = dataclasses.replace(captured, dependence=find(captured))
+    return dataclasses.replace(_served([captured], find), graph=_mark(captured.graph, captured.decisions))
 
 
-def _served(captured: Captured, analysed: Sequence[Analysed], find: Callable[[Captured], BatchDependence]) -> Captured:
-    """Return the captured loss with the last of its analyses, and the lengths that it serves."""
-    served = ServedLengths(tuple(analysed), find, {captured.example: True})
-    serves = served.serves if has_open_lengths(captured.signature) else None
-    return dataclasses.replace(captured, dependence=analysed[-1].dependence, serves=serves)
+def _served(analysed: Sequence[Captured], find: Callable[[Captured], BatchDependence]) -> Captured:
+    """Return the last of the analysed losses, with the lengths that it serves."""
+    last = analysed[-1]
+    served = ServedLengths(tuple(analysed), find, {last.example: True})
+    return dataclasses.replace(last, serves=served.serves if has_open_lengths(last.signature) else None)
 
 
 def trace_batch(
@@ -248,11 +244,10 @@ def report_exactness(name: str, reasons: Sequence[Inexactness], inexact: Inexact
     nothing, as ``inexact`` says.
     """
     prefix = f"{places}: " if places else ""
+    table = Exactness(tuple(reasons))
     if reasons and inexact == "error":
-        table = Exactness(tuple(reasons))
         raise ExactnessError(f"{prefix}a pipelined step of {name} would not equal one device's step:\n{table}")
     if reasons and inexact == "warn":
-        table = Exactness(tuple(reasons))
         warn_user(f"{prefix}a pipelined step of {name} does not equal one device's step:\n{table}")
 
 

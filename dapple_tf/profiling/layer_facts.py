@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from dapple_tf.frontend.captured import Captured
-from dapple_tf.frontend.dependence.bodies import read_body
 from dapple_tf.frontend.gradients import differentiate
 from dapple_tf.frontend.inference import Shapes
 from dapple_tf.frontend.shapes import infer_shapes, mark_batch
@@ -163,12 +162,12 @@ def _kernels_of(
     if node.op in FREE_OPS:
         return
     name = node.attr("body") if node.op in LOOP_OPS else None
-    found = shapes.bodies.get((node.name, name.name)) if isinstance(name, FunctionRef) else None
-    if found is None or not isinstance(name, FunctionRef):
+    body = shapes.bodies.get((node.name, name.name)) if isinstance(name, FunctionRef) else None
+    if body is None:
         moved = moved_bytes(graph, node, shapes, batch_size)
         yield Kernel(layer, kind or op_class(node.op), flops(node, shapes), moved, count)
         return
-    body, count = read_body(found, name.name), count * _count_rounds(graph, node, shapes)
+    count *= _count_rounds(graph, node, shapes)
     for inner in body.graph.nodes:
         yield from _kernels_of(body.graph, inner, body.shapes, batch_size, layer, count, "loop")
 

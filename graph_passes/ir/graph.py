@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -468,3 +468,17 @@ def ancestors(
         further = (value.node for value in used.get(name, ()))
         stack.extend(source for source in (*sources, *further) if source not in barred)
     return found
+
+
+def search_back(graph: Graph, values: Iterable[Value], ends: Callable[[Value], bool]) -> tuple[set[str], set[Value]]:
+    """Return the nodes that compute ``values``, up to the values at which the search ``ends``, and these values."""
+    nodes, ended = set[str](), set[Value]()
+    pending = list(values)
+    while pending:
+        value = pending.pop()
+        if ends(value):
+            ended.add(value)
+        elif value.node not in nodes:
+            nodes.add(value.node)
+            pending += graph.node(value.node).inputs
+    return nodes, ended

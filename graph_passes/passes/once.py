@@ -13,7 +13,7 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from dapple_tf.graph_passes.ir.extract import extract_function
-from dapple_tf.graph_passes.ir.graph import Effect, Function, Graph, Port, Role, Value
+from dapple_tf.graph_passes.ir.graph import Effect, Function, Graph, Port, Role, Value, ancestors
 from dapple_tf.graph_passes.ir.names import at
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.passes.partition import StageGraph
@@ -126,16 +126,8 @@ def _add_writes(
 
 def _needed(stages: StageGraph, joint: Graph, roots: Sequence[str]) -> set[str]:
     """Return ``roots`` and all nodes that they need: those of control edges only if they run once too."""
-    found: set[str] = set()
-    pending = list(roots)
-    while pending:
-        name = pending.pop()
-        if name not in found:
-            found.add(name)
-            node = joint.node(name)
-            pending += [value.node for value in node.inputs]
-            pending += [control.source for control in node.controls if control.source in stages.once]
-    return found
+    before = {node.name: [Value(c.source) for c in node.controls if c.source in stages.once] for node in joint.nodes}
+    return ancestors(joint, roots, by_controls=False, used=before)
 
 
 def _once_function(

@@ -8,43 +8,35 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dapple_tf import internals
-from dapple_tf.frontend.dependence import (
-    contract,
-    control_flow,
-    elementwise,
-    layout,
-    pick,
-    ragged,
-    random,
-    reshape,
-    slicing,
-)
-from dapple_tf.frontend.dependence.bodies import Body, read_body
+from dapple_tf.frontend.dependence import contract, control_flow, elementwise, layout, pick, random, slicing
 from dapple_tf.frontend.dependence.custom_gradients import check_gradient, has_custom_gradient
 from dapple_tf.frontend.dependence.kinds import CONSTANT, SIZE, Form, Kind, coupled, rows, shared
 from dapple_tf.frontend.dependence.numbers import varies
 from dapple_tf.frontend.dependence.scope import Scope
 from dapple_tf.frontend.dependence.size_numbers import evaluate_sizes
 from dapple_tf.frontend.dependence.undecided import Experiments
-from dapple_tf.frontend.inference import BodyShapes, Shapes, infer_body
+from dapple_tf.frontend.inference import Body, Shapes, infer_body
 from dapple_tf.frontend.names import name_set
 from dapple_tf.graph_passes.analysis.layers import SHAPE_OPS
 from dapple_tf.graph_passes.ir.graph import Effect, FunctionRef, Graph, Node, Shape, Value, ancestors
 
 _RULES = {
     **layout.RULES,
-    **reshape.RULES,
     **slicing.RULES,
     **contract.RULES,
     **pick.RULES,
-    **ragged.RULES,
     **dict.fromkeys(elementwise.ELEMENTWISE, elementwise.elementwise),
 }
 # Ops whose rules say what an operand made of sizes of the micro-batch means; most ops combine sizes to a size.
-_TAKE_SIZES = elementwise.ELEMENTWISE | frozenset(
-    {*layout.RULES, *ragged.RULES, *reshape.RULES, *slicing.RULES, "GatherV2", "Gather", "GatherNd", "ScatterNd"}
-    | {"OneHot", "Sum", "Prod", "Max", "Min", "Mean", "All", "Any", "Conv2DBackpropInput", "Conv3DBackpropInputV2"}
-    | {"DepthwiseConv2dNativeBackpropInput", "AvgPoolGrad", "AvgPool3DGrad", "UnsortedSegmentSum"}
+_TAKE_SIZES = (
+    elementwise.ELEMENTWISE
+    | {*layout.RULES, *slicing.RULES}
+    | name_set(
+        "GatherV2 Gather GatherNd ScatterNd OneHot Sum Prod Max Min Mean All Any Conv2DBackpropInput "
+        "Conv3DBackpropInputV2 DepthwiseConv2dNativeBackpropInput AvgPoolGrad AvgPool3DGrad UnsortedSegmentSum "
+        "UnsortedSegmentMax UnsortedSegmentMin UnsortedSegmentProd RaggedTensorToTensor SparseToDense "
+        "SparseTensorDenseMatMul"
+    )
 )
 _READS = frozenset({"ReadVariableOp", "VariableShape", "VarIsInitializedOp"})
 RULED = frozenset(
@@ -108,7 +100,6 @@ class Analysis:
     _reductions: int = 0  # of floats over the batch, in bodies
     _couples_unused: bool = False  # samples were combined in a tensor that only a gradient may use
     _owner: Any = None  # the FuncGraph of the body that is being looked at
-    _bodies: dict[BodyShapes, Body] = field(default_factory=dict)
 
     def run(self, graph: Graph, shapes: Shapes, whole: frozenset[Value]) -> Scope:
         """Return the kinds of all values of ``graph``; ``whole``: see ``Scope``."""
@@ -133,10 +124,8 @@ class Analysis:
         evaluate_sizes(scope, node)
         _note_positional(scope, node, kinds)
         found = self._find(scope, node, kinds)
-        results = found if isinstance(found, list) else [found] * len(node.outputs)
-        if len(results) < len(node.outputs):
-            results = [*results, *[results[-1] if results else CONSTANT] * (len(node.outputs) - len(results))]
-        results = results[: len(node.outputs)]
+        first = found if isinstance(found, list) else [found]  # the last one stands for all further outputs
+        results = [*first, *(first[-1:] or [CONSTANT]) * len(node.outputs)][: len(node.outputs)]
         if any(kind.coupled and kind.node == node.name for kind in results):
             self.disordered |= _disordered_draws(scope, node, kinds)
         results = self._try_undecided(scope, node, kinds, results)
@@ -253,15 +242,12 @@ class Analysis:
     def _call_body(self, scope: Scope, node: Node, name: str, operands: Sequence[Kind]) -> list[control_flow.Output]:
         """Return the outputs of the function ``name``; ``operands``: the kinds of the last inputs of ``node``."""
         values = node.inputs[len(node.inputs) - len(operands) :]
-        shapes = scope.shapes.bodies.get((node.name, name))
-        if shapes is None:  # the op was refused in shape inference
+        body = scope.shapes.bodies.get((node.name, name))
+        if body is None:  # the op was refused in shape inference
             owner = self._owner if scope.nested else self.func_graph
             dims = [Shape(scope.dims(value)) for value in values]
             kept = node.op not in internals.LOOP_OPS
-            shapes = infer_body(internals.function_graph(owner, name), dims, kept=kept)
-        if shapes not in self._bodies:
-            self._bodies[shapes] = read_body(shapes, name)
-        body = self._bodies[shapes]
+            body = infer_body(internals.function_graph(owner, name), dims, kept=kept)
         inner = Scope(body.graph, body.shapes, self.batch, nested=True)
         inner.shapes_at = lambda samples: scope.shapes_at(samples).of_body(node.name, name)
         for i, (argument, value) in enumerate(zip(body.graph.inputs, values, strict=True)):
@@ -354,9 +340,7 @@ class Analysis:
         if kind.shared:
             once = kind.once or any(operand.once for operand in kinds if operand.shared)
             return dataclasses.replace(kind, trained=trained, once=once)
-        if kind.rows and node.effect is not Effect.RANDOM and kind.trained != trained:
-            return dataclasses.replace(kind, trained=trained)
-        return kind if kind.trained == trained else dataclasses.replace(kind, trained=trained)
+        return dataclasses.replace(kind, trained=trained)
 
     def _note_partial(self, scope: Scope, node: Node, kind: Kind, kinds: Sequence[Kind]) -> None:
         """Note the operation that combines the node's values on disjoint rows, if there is one."""

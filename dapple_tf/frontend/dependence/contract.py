@@ -6,29 +6,27 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from dapple_tf.frontend.dependence.elementwise import PAIRS_SHARED, scale_total
+from dapple_tf.frontend.dependence.elementwise import PAIRS_SHARED, POSITIONS_AS_NUMBERS, scale_total
 from dapple_tf.frontend.dependence.kinds import SIZE, Form, Kind, first_rows, only_rows, same_order, shared
-from dapple_tf.frontend.dependence.operands import Rule
+from dapple_tf.frontend.dependence.operands import rule_of_each
 from dapple_tf.frontend.dependence.scope import Scope
 from dapple_tf.frontend.names import name_set
 from dapple_tf.graph_passes.ir.graph import Node, Value
 
-REDUCTIONS = frozenset({"Sum", "Mean", "Max", "Min", "Prod", "All", "Any", "EuclideanNorm"})
+REDUCTIONS = name_set("Sum Mean Max Min Prod All Any EuclideanNorm")
 COMBINED_BY: Mapping[str, str] = MappingProxyType(
     {"Max": "max", "Min": "min", "Prod": "product", "All": "all", "Any": "any"}
 )
 """The operation that combines a reduction's values on disjoint rows (see ``COMBINES``); sums have their own kind."""
-_ALONG_AXIS = frozenset({"ArgMax", "ArgMin", "Cumsum", "Cumprod", "CumulativeLogsumexp"})
-_LAST_AXIS = frozenset({"Softmax", "LogSoftmax", "TopKV2", "TopK", "InTopKV2", "NthElement"})
 # Ops whose first axis holds independent entries; their other operands are shared, sizes, or rows of the same axis.
-_ENTRY_BY_ENTRY = name_set(
+_ENTRY_BY_ENTRY = (
     "AvgPool AvgPool3D AvgPoolGrad AvgPool3DGrad Conv2D Conv2DBackpropInput Conv3D Conv "
     "Conv3DBackpropInputV2 DepthToSpace DepthwiseConv2dNative DepthwiseConv2dNativeBackpropInput "
     "Dilation2D ExtractImagePatches FusedBatchNorm FusedBatchNormV2 FusedBatchNormV3 FusedBatchNormGradV3 "
     "HSVToRGB ImageProjectiveTransformV2 ImageProjectiveTransformV3 LRN LRNGrad MaxPool MaxPool3D MaxPoolGrad "
     "MaxPool3DGrad MaxPoolV2 MaxPoolGradV2 RGBToHSV ResizeArea ResizeBicubic ResizeBilinear ResizeBilinearGrad "
     "ResizeBicubicGrad ResizeNearestNeighbor ResizeNearestNeighborGrad AdjustContrastv2 AdjustHue "
-    "AdjustSaturation SpaceToDepth SparseSoftmaxCrossEntropyWithLogits SoftmaxCrossEntropyWithLogits"
+    "AdjustSaturation SpaceToDepth SparseSoftmaxCrossEntropyWithLogits"
 )
 # The operands of these ops that hold entries, by position; of the others of _ENTRY_BY_ENTRY it is the first one.
 _ENTRIES: Mapping[str, tuple[int, ...]] = MappingProxyType(
@@ -42,7 +40,7 @@ _ENTRIES: Mapping[str, tuple[int, ...]] = MappingProxyType(
     }
 )
 # Ops on the last two axes; all axes before them hold independent matrices.
-_MATRICES = name_set(
+_MATRICES = (
     "Cholesky LogMatrixDeterminant MatrixBandPart MatrixDeterminant MatrixDiag MatrixDiagPart MatrixDiagPartV2 "
     "MatrixDiagPartV3 MatrixDiagV2 MatrixDiagV3 MatrixInverse MatrixSetDiagV3 MatrixSolve MatrixTriangularSolve "
     "MatrixExponential Qr SelfAdjointEigV2 Svd CholeskyGrad FFT IFFT RFFT IRFFT FFT2D IFFT2D"
@@ -57,12 +55,11 @@ def _reduce(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
         if kind.total and node.op not in ("Sum", "Mean"):
             return scope.couple(node, f"applies {node.op} to a sum or mean over the batch, which is not linear")
         return kind if kind.total or kind.form in (Form.SIZE, Form.ROW_BOUNDS) else shared()
-    rank = scope.rank(node.inputs[0])
-    axes = None if rank is None else scope.axes(node.inputs[1], rank)
-    if rank is None or axes is None:
+    axes = scope.axes(node.inputs[1], scope.rank(node.inputs[0]))
+    if axes is None:
         return scope.couple(node, "reduces axes that cannot be inferred")
     if kind.slope:
-        return scope.couple(node, "computes with positions of samples in the batch (tf.range of its size)")
+        return scope.couple(node, POSITIONS_AS_NUMBERS)
     if kind.axis not in axes:
         return kind if node.get("keep_dims", False) else kind.at(kind.axis - sum(a < kind.axis for a in axes))
     return _reduce_batch(scope, node, kind, axes)
@@ -70,8 +67,7 @@ def _reduce(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
 
 def reduces_batch_axis(scope: Scope, node: Node, kind: Kind) -> bool:
     """Return whether the reduction runs over the batch axis, of values that are no positions of samples."""
-    rank = scope.rank(node.inputs[0])
-    axes = None if rank is None else scope.axes(node.inputs[1], rank)
+    axes = scope.axes(node.inputs[1], scope.rank(node.inputs[0]))
     return kind.rows and not kind.slope and axes is not None and kind.axis in axes
 
 
@@ -104,44 +100,9 @@ def _matmul(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
     ranks = [scope.rank(value) for value in node.inputs[:2]]
     if None in ranks or any(kind.slope for kind in kinds):
         return scope.couple(node, "multiplies matrices of unknown rank, or positions of samples")
-    rank = max(int(r or 0) for r in ranks)
-    flip_first = node.get("transpose_a", False) or node.get("adj_x", False)
-    flip_second = node.get("transpose_b", False) or node.get("adj_y", False)
-    # Axis labels of the operands, counted from the right end of the result: -1 column, -2 row; 0 is contracted.
-    labels: list[int | None] = []
-    for kind, r, flip, free in ((first, ranks[0], flip_first, 0), (second, ranks[1], flip_second, 1)):
-        if not kind.rows:
-            labels.append(None)
-            continue
-        axis = kind.axis - int(r or 0)
-        if axis < -2:
-            labels.append(axis)
-            continue
-        place = (axis + 2) ^ int(bool(flip))  # 0: row, 1: column
-        labels.append((-2 if free == 0 else -1) if place == free else 0)
-    for value, label, other in zip(node.inputs, labels[::-1], kinds, strict=False):
-        if not other.rows and label is not None and (label == 0 or (label < -2 and not scope.repeats(value, label))):
-            return scope.couple(node, PAIRS_SHARED)
-    return _contracted(scope, node, kinds[:2], labels, rank)
-
-
-def _contracted(scope: Scope, node: Node, kinds: Sequence[Kind], labels: Sequence[int | None], rank: int) -> Kind:
-    """Return the kind of a product.
-
-    ``labels``: for each operand with a batch axis, that axis in the result, counted from the right (-1 is the last); 0
-    where it is contracted.
-    """
-    found = {label for label in labels if label is not None}
-    if len(found) > 1:
-        return scope.couple(node, "multiplies samples with each other")
-    if not same_order(kinds):
-        return scope.couple(node, "multiplies rows of the batch that are in different orders")
-    if any(kind.total for kind in kinds):
-        return scope.couple(node, "multiplies samples with a sum or mean over the batch")
-    label = found.pop()
-    if label == 0:
-        return Kind(Form.SUM)
-    return dataclasses.replace(first_rows(kinds), axis=rank + label)
+    left = "...ji" if node.get("transpose_a", False) or node.get("adj_x", False) else "...ij"
+    right = "...kj" if node.get("transpose_b", False) or node.get("adj_y", False) else "...jk"
+    return _contract(scope, node, kinds[:2], (left, right), "...ik", max(int(r or 0) for r in ranks))
 
 
 def _multilinear(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
@@ -160,36 +121,37 @@ def _einsum(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
         return scope.couple(node, "multiplies positions of samples")
     equation = node.get("equation", b"").decode().replace(" ", "")
     left, _, right = equation.partition("->")
-    labels: list[int | None] = []
-    result = scope.rank(Value(node.name))
-    for value, kind, term in zip(node.inputs, kinds, left.split(","), strict=True):
-        rank = scope.rank(value)
+    return _contract(scope, node, kinds, left.split(","), right, scope.rank(Value(node.name)))
+
+
+def _contract(
+    scope: Scope, node: Node, kinds: Sequence[Kind], terms: Sequence[str], right: str, result: int | None
+) -> Kind:
+    """Return the kind of an einsum of ``terms`` to ``right``, whose rank is ``result``; some of ``kinds`` are rows."""
+    axes = [_expanded(term, scope.rank(value) or 0) for value, term in zip(node.inputs, terms, strict=False)]
+    labels: set[str] = set()  # of the batch axes
+    for value, kind, own in zip(node.inputs, kinds, axes, strict=False):
         if not kind.rows:
-            labels.append(None)
             continue
-        if rank is None or result is None:
+        if scope.rank(value) is None or result is None:
             return scope.couple(node, "contracts tensors of unknown rank")
-        label = _expanded(term, rank)[kind.axis]
-        output = _expanded(right, result)
-        if output.count(label) > 1 or _expanded(term, rank).count(label) > 1:
+        label, output = own[kind.axis], _expanded(right, result)
+        if output.count(label) > 1 or own.count(label) > 1:
             return scope.couple(node, "takes a diagonal over the batch")
-        labels.append(output.index(label) - result if label in output else 0)
-        for other, operand, axes in _terms(node, kinds, left):
-            places = _expanded(axes, scope.rank(other) or 0)
-            shares = operand.rows or label not in places or scope.repeats(other, places.index(label) - len(places))
-            if not shares or (label not in output and label in places and not operand.rows):
+        labels.add(label)
+        for other, operand, places in zip(node.inputs, kinds, axes, strict=False):
+            if operand.rows or label not in places:
+                continue
+            if label not in output or not scope.repeats(other, places.index(label) - len(places)):
                 return scope.couple(node, PAIRS_SHARED)
-    if 0 in labels and len({_label_of(scope, n, k, t) for n, k, t in _terms(node, kinds, left) if k.rows}) > 1:
+    if len(labels) > 1:
         return scope.couple(node, "multiplies samples with each other")
-    return _contracted(scope, node, kinds, labels, result or 0)
-
-
-def _terms(node: Node, kinds: Sequence[Kind], left: str) -> list[tuple[Value, Kind, str]]:
-    return list(zip(node.inputs, kinds, left.split(","), strict=True))
-
-
-def _label_of(scope: Scope, value: Value, kind: Kind, term: str) -> str:
-    return _expanded(term, scope.rank(value) or 0)[kind.axis]
+    if not same_order(kinds):
+        return scope.couple(node, "multiplies rows of the batch that are in different orders")
+    if any(kind.total for kind in kinds):
+        return scope.couple(node, "multiplies samples with a sum or mean over the batch")
+    label = labels.pop()
+    return dataclasses.replace(first_rows(kinds), axis=output.index(label)) if label in output else Kind(Form.SUM)
 
 
 def _expanded(term: str, rank: int) -> list[str]:
@@ -208,8 +170,7 @@ def _along_axis(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
         return kind if linear else scope.couple(node, f"applies {node.op} to a sum or mean over the batch")
     if not kind.rows:
         return SIZE if kind.form is Form.SIZE else shared()
-    rank = scope.rank(node.inputs[0])
-    axes = None if rank is None else scope.axes(node.inputs[1], rank)
+    axes = scope.axes(node.inputs[1], scope.rank(node.inputs[0]))
     if axes is None or axes[0] == kind.axis or kind.slope:
         return scope.couple(node, f"applies {node.op} along the batch axis")
     removed = node.op in ("ArgMax", "ArgMin") and axes[0] < kind.axis
@@ -313,22 +274,18 @@ def _matrices(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind | list[Ki
     return found[0]
 
 
-RULES: Mapping[str, Rule] = MappingProxyType(
+RULES = rule_of_each(
     {
-        **dict.fromkeys(REDUCTIONS, _reduce),
-        **dict.fromkeys(_ALONG_AXIS, _along_axis),
-        **dict.fromkeys(_LAST_AXIS, _last_axis),
-        **dict.fromkeys(_ENTRY_BY_ENTRY, _entry_by_entry),
-        "SoftmaxCrossEntropyWithLogits": _cross_entropy,
-        **dict.fromkeys(_MATRICES, _matrices),
-        "BiasAdd": _bias_add,
-        "LowerBound": _search,
-        "UpperBound": _search,
-        "L2Loss": _l2_loss,
-        "MatMul": _matmul,
-        "BatchMatMul": _matmul,
-        "BatchMatMulV2": _matmul,
-        "BatchMatMulV3": _matmul,
-        "Einsum": _einsum,
+        _reduce: " ".join(REDUCTIONS),
+        _along_axis: "ArgMax ArgMin Cumsum Cumprod CumulativeLogsumexp",
+        _last_axis: "Softmax LogSoftmax TopKV2 TopK InTopKV2 NthElement",
+        _entry_by_entry: _ENTRY_BY_ENTRY,
+        _cross_entropy: "SoftmaxCrossEntropyWithLogits",
+        _matrices: _MATRICES,
+        _bias_add: "BiasAdd",
+        _search: "LowerBound UpperBound",
+        _l2_loss: "L2Loss",
+        _matmul: "MatMul BatchMatMul BatchMatMulV2 BatchMatMulV3",
+        _einsum: "Einsum",
     }
 )

@@ -16,10 +16,9 @@ import tensorflow as tf
 
 from dapple_tf import internals
 from dapple_tf.errors import CaptureError
-from dapple_tf.frontend.dependence.bodies import Body, read_body
 from dapple_tf.frontend.dependence.kinds import CONSTANT, Form, Kind, shared
 from dapple_tf.frontend.dependence.scope import Scope
-from dapple_tf.frontend.inference import infer_body
+from dapple_tf.frontend.inference import Body, infer_body
 from dapple_tf.frontend.read_graph import read_value
 from dapple_tf.frontend.trace_inputs import TraceInputs
 from dapple_tf.graph_passes.ir.graph import Effect, Node, Shape, Value
@@ -65,7 +64,7 @@ def check_gradient(
     shapes = [Shape(scope.dims(value)) for value in node.values()]
     for value, tensor in zip(outer, gradients.captured, strict=True):
         shapes.append(Shape(tuple(tensor.shape) if value is None else scope.dims(value)))
-    found = of_body(read_body(infer_body(gradients.func_graph, shapes), node.name), [*incoming, *captured])
+    found = of_body(infer_body(gradients.func_graph, shapes), [*incoming, *captured])
     results = zip(gradients.places, found, gradients.func_graph.outputs, strict=True)
     return all(_is_zero(tensor) or _fits(kinds[place], kind) for place, kind, tensor in results)
 

@@ -13,7 +13,6 @@ from dapple_tf.frontend.captured import Captured, CapturedTensors
 from dapple_tf.frontend.dependence.analyse import BATCH_NORM, Analysis
 from dapple_tf.frontend.dependence.elementwise import SCALING, whole_size
 from dapple_tf.frontend.dependence.kinds import Form, Kind, rows
-from dapple_tf.frontend.dependence.numbers import affine
 from dapple_tf.frontend.dependence.random import is_stateless_draw
 from dapple_tf.frontend.dependence.result import BatchDependence, LossHead, WholeSize
 from dapple_tf.frontend.dependence.scope import Scope
@@ -30,7 +29,7 @@ from dapple_tf.graph_passes.analysis.layers import (
     written_variables,
 )
 from dapple_tf.graph_passes.analysis.loss_head import LossHeadInput
-from dapple_tf.graph_passes.ir.graph import Effect, Graph, Node, Value, ancestors
+from dapple_tf.graph_passes.ir.graph import Effect, Graph, Node, Value, ancestors, search_back
 from dapple_tf.graph_passes.passes.microbatch import MergeKind
 
 _NO_SUM = (
@@ -165,7 +164,9 @@ class _Decision:
         self.scope.once_sizes |= {value for value in self.graph.outputs[1:] if self._is_only_returned(value)}
         self.whole_sizes = _of_whole_sizes(self.graph, self.scope)
         self.once = self._once()
-        needs_head = self.batch_loss and (self._couples() or any(map(self._differs, self.writes)))
+        kinds = [self.scope.kinds[value] for value in self.graph.outputs]
+        couples = any(kind.coupled and not kind.documented for kind in kinds)
+        needs_head = self.batch_loss and (couples or any(map(self._differs, self.writes)))
         self.loss_head: LossHead | None = None
         if self.batch_loss is True or needs_head:
             writes = [node.name for node in self.writes if node.name not in self.once and not node.has("batch_norm")]
@@ -234,18 +235,9 @@ class _Decision:
         """
         return BatchDependence(
             loss="mean",
-            mixed=False,
             grows=self._grows(),
             aux=tuple("first" for _ in self.graph.outputs[1:]),
-            adds=frozenset(),
             once=self._once_uncut(),
-            draws=(),
-            sizes=(),
-            shapes=(),
-            sliced=(),
-            squeezed=MappingProxyType({}),
-            exactness=Exactness(),
-            kinds=MappingProxyType({}),
             uncut=True,
             captured_lists=MappingProxyType(self.scope.captured_lists),
         )
@@ -267,11 +259,6 @@ class _Decision:
         loss = self.graph.outputs[0]
         return self.scope.kinds[loss].form is Form.SUM and not self._divided(loss)
 
-    def _couples(self) -> bool:
-        """Return whether the loss, or an aux output, does not add up over micro-batches."""
-        loss, *aux = (self.scope.kinds[value] for value in self.graph.outputs)
-        return any(kind.coupled and not kind.documented for kind in (loss, *aux))
-
     def _partials(self) -> Mapping[str, str]:
         """Return the nodes that can be combined from parts, and by which operation.
 
@@ -287,24 +274,14 @@ class _Decision:
 
     def _divided(self, loss: Value) -> bool:
         """Return whether the loss, a sum over the batch, was multiplied or divided by anything after the sum."""
-        pending, seen = [loss], set()
-        while pending:
-            value = pending.pop()
-            kind = self.scope.kinds[value]
-            if value in seen or kind.form is not Form.SUM:
-                continue
-            seen.add(value)
-            node = self.graph.node(value.node)
-            if node.op in SCALING:
-                return True
-            pending += node.inputs
-        return False
+        names, _ = search_back(self.graph, [loss], lambda value: self.scope.kinds[value].form is not Form.SUM)
+        return any(self.graph.node(name).op in SCALING for name in names)
 
     def _sizes(self) -> tuple[WholeSize, ...]:
         """Return the sizes to replace by the whole batch's: floats for all their users, integers for one operand."""
         found: dict[tuple[str, int | None], WholeSize] = {}
         for (name, operand), value in self.scope.sizes.items():
-            coefficients = affine(self.scope.numbers[value], self.scope.batch)
+            coefficients = self.scope.affine(value)
             if name not in self.live or coefficients is None:
                 continue
             scale, offset = coefficients
@@ -323,10 +300,9 @@ class _Decision:
             if node.op in SHAPE_OPS and any(scope.kinds[value].trained for value in node.inputs)
         }
         for name in sorted(ancestors(self.graph, once) & activations):
-            coefficients = [affine(scope.numbers[value], scope.batch) for value in self.graph.node(name).values()]
-            for index, pair in enumerate(coefficients):
-                if pair is not None:
-                    found.append(WholeSize(name, index, *pair))
+            for value in self.graph.node(name).values():
+                if (coefficients := scope.affine(value)) is not None:
+                    found.append(WholeSize(name, value.index, *coefficients))
         return tuple(found)
 
     def _add(self, reason: Inexactness) -> None:
@@ -370,11 +346,11 @@ class _Decision:
 
     def _make_whole(self, value: Value) -> bool:
         """Return whether a size computed from sizes of the whole batch is one too, and note to replace it by it."""
-        numbers = self.scope.numbers.get(value)
-        if value not in self.scope.once_sizes and (numbers is None or affine(numbers, self.scope.batch) is None):
+        if value in self.scope.once_sizes:
+            return True
+        if self.scope.affine(value) is None:
             return False
-        if value not in self.scope.once_sizes:
-            self.scope.sizes[value.node, 0] = value
+        self.scope.sizes[value.node, 0] = value
         return True
 
     def _is_only_returned(self, value: Value) -> bool:
@@ -385,8 +361,7 @@ class _Decision:
 
     def _is_proportional(self, value: Value) -> bool:
         """Return whether a size is proportional to the number of samples, so that those of micro-batches add up."""
-        numbers = self.scope.numbers.get(value)
-        coefficients = None if numbers is None else affine(numbers, self.scope.batch)
+        coefficients = self.scope.affine(value)
         return coefficients is not None and not coefficients[1].any()
 
     def _check_writes(self) -> None:
@@ -530,29 +505,29 @@ def _cut_loss_head(
     whole = [value.node for value in aux if _needs_whole_batch(kinds[value])]
     roots = [loss.node, *whole, *writes]
     constant = [name for name in once if not (Value(name) in kinds and kinds[Value(name)].trained)]
-    computed = _from_variables(graph, constant)
+    # What depends on a variable or a hidden draw, other than through sizes and what is constant.
+    varying = [node.name for node in graph.nodes if node.op == "variable" or node.effect is Effect.RANDOM]
+    sizes = (node.name for node in graph.nodes if node.op in SHAPE_OPS)
+    computed = dependents(graph, varying, {*constant, *sizes})
     late = dependents(graph, writes, by_controls=True)  # these may read what is written
-    nodes: set[str] = set()
-    head_inputs: dict[Value, LossHeadInput] = {}
-    pending = [value for name in roots for value in graph.node(name).inputs]
-    nodes.update(roots)
-    while pending:
-        value = pending.pop()
-        node, kind = graph.node(value.node), kinds.get(value)
-        if node.op in CAPTURED_INPUTS or node.name in once or value in head_inputs:
-            continue
-        if kind is not None and node.name in computed and node.name not in late and _can_cross(graph, value, kind):
-            head_inputs[value] = LossHeadInput(value, kind.axis, kind.outer)
-        elif node.name not in nodes:
-            nodes.add(node.name)
-            pending += node.inputs
-    if not any(kinds[value].trained for value in head_inputs):
+
+    def is_given(value: Value) -> bool:
+        return graph.node(value.node).op in CAPTURED_INPUTS or value.node in once
+
+    def crosses(value: Value) -> bool:
+        of_stage = not is_given(value) and value.node in computed and value.node not in late
+        return of_stage and value in kinds and _can_cross(graph, value, kinds[value])
+
+    taken = [value for name in roots for value in graph.node(name).inputs]
+    between, ended = search_back(graph, taken, lambda value: is_given(value) or crosses(value))
+    nodes, crossing = between.union(roots), graph.in_order(filter(crosses, ended))
+    if not any(kinds[value].trained for value in crossing):
         return None
     acting = [n.name for n in graph.nodes if n.effect in (Effect.WRITE, Effect.SIDE)]
     others = [name for name in (*acting, *(value.node for value in aux)) if name not in roots]
-    outside = ancestors(graph, [*(value.node for value in head_inputs), *others], stop=once)
-    ordered = tuple(head_inputs[value] for value in graph.in_order(head_inputs))
-    return LossHead(frozenset(nodes), frozenset(nodes - outside), ordered)
+    outside = ancestors(graph, [*(value.node for value in crossing), *others], stop=once)
+    head_inputs = tuple(LossHeadInput(value, kinds[value].axis, kinds[value].outer) for value in crossing)
+    return LossHead(frozenset(nodes), frozenset(nodes - outside), head_inputs)
 
 
 def _needs_whole_batch(kind: Kind) -> bool:
@@ -564,10 +539,3 @@ def _can_cross(graph: Graph, value: Value, kind: Kind) -> bool:
     if graph.node(value.node).op in _REARRANGING or not graph.type_of(value).dtype.transferable:
         return False
     return kind.rows and not kind.slope and kind.outer > 0 and kind.inner > 0
-
-
-def _from_variables(graph: Graph, constant: Collection[str]) -> set[str]:
-    """Return the nodes that depend on a variable or a hidden draw, other than through the ``constant`` nodes."""
-    roots = [node.name for node in graph.nodes if node.op == "variable" or node.effect is Effect.RANDOM]
-    sizes = (node.name for node in graph.nodes if node.op in SHAPE_OPS)
-    return dependents(graph, roots, {*constant, *sizes})

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Sequence
 
 from dapple_tf.frontend.dependence.kinds import SIZE, Form, Kind, first_rows, same_order, shared
-from dapple_tf.frontend.dependence.numbers import affine, varies
 from dapple_tf.frontend.dependence.scope import Scope
 from dapple_tf.frontend.names import name_set
 from dapple_tf.graph_passes.ir.graph import Node, TensorType, Value
@@ -40,6 +39,7 @@ _QUANTIZING = name_set("QuantizeAndDequantizeV2 QuantizeAndDequantizeV3 Quantize
 SCALING = frozenset({"Mul", "MulNoNan"}) | _DIVIDING
 _WIDE = frozenset({"int32", "int64", "uint32", "uint64", "float32", "float64"})  # they hold all positions of samples
 PAIRS_SHARED = "pairs samples, by their positions, with entries of a tensor that all micro-batches share"
+POSITIONS_AS_NUMBERS = "computes with positions of samples in the batch (tf.range of its size)"
 _LINEAR_UNARY = name_set(
     "Identity IdentityN Neg StopGradient PreventGradient CheckNumerics CheckNumericsV2 Snapshot EnsureShape Real "
     "Imag Conj Cast DeepCopy"
@@ -69,9 +69,8 @@ def add_totals(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
     if any(kind.form in (Form.SIZE, Form.LIST) for kind in kinds):
         return scope.couple(node, "joins a sum or mean over the batch and sizes of the micro-batch")
     if any(kind.form is Form.ROW_BOUNDS for kind in kinds):
-        return (
-            kinds[0] if all(kind.form is Form.ROW_BOUNDS for kind in kinds) else scope.couple(node, "uses row bounds")
-        )
+        alone = all(kind.form is Form.ROW_BOUNDS for kind in kinds)
+        return kinds[0] if alone else scope.couple(node, "uses row bounds")
     sums = [kind for kind in kinds if kind.form is Form.SUM]
     if not sums:
         return Kind(Form.MEAN)
@@ -103,8 +102,7 @@ def _whole_sizes(scope: Scope, node: Node, kinds: Sequence[Kind]) -> list[Kind]:
     if not sizes or all(kind.form is Form.SIZE or (kind.shared and not kind.once) for kind in kinds):
         return [SIZE if sizes else kind for kind in kinds]
     if node.op in _DIVIDING and kinds[0].form is Form.SUM and not kinds[0].mixed and sizes == [1]:
-        found = scope.numbers.get(node.inputs[1])
-        coefficients = None if found is None else affine(found, scope.batch)
+        coefficients = scope.affine(node.inputs[1])
         proportional = coefficients is not None and coefficients[0].shape == () and not coefficients[1]
         if proportional and node.inputs[1] not in scope.whole:
             scope.mean_sizes.add(node.inputs[1])
@@ -121,13 +119,12 @@ def whole_size(scope: Scope, node: Node, operand: int) -> Kind:
     kind = scope.kinds[value]
     if scope.nested:
         return scope.couple(node, "uses the size of the micro-batch as a number, inside a nested function")
-    found = scope.numbers.get(value)
-    if found is not None and not varies(found):
+    if scope.number(value) is not None:
         return shared()
     if _becomes_integer(scope, value):
         return scope.couple(node, "computes with a size of the micro-batch that is used as a shape or an index too")
     alone = not scope.graph.type_of(value).dtype.differentiable or len(scope.graph.node(value.node).outputs) == 1
-    if alone and found is not None and affine(found, scope.batch) is not None:
+    if alone and scope.affine(value) is not None:
         scope.sizes[node.name, operand] = value
         return shared()
     no_shape = not is_integer(scope.graph.type_of(value))  # no op uses it as a shape
@@ -223,12 +220,9 @@ def _positions(scope: Scope, node: Node, kinds: Sequence[Kind], result: Kind) ->
     moved = any(kind.rows and kind.outer and not kind.slope for kind in kinds)
     if moved and node.op in ("Add", "AddV2", "Sub") and any(slope == (1,) for slope in slopes):
         return scope.couple(node, "adds data to positions of samples in the batch, which may name other samples")
-    if node.op in ("Add", "AddV2"):
-        total = tuple(sum(column) for column in zip(*wide, strict=True))
-        return dataclasses.replace(result, slope=total if any(total) else ())
-    if node.op == "Sub":
-        total = tuple(a - b for a, b in zip(*wide, strict=True))
-        return dataclasses.replace(result, slope=total if any(total) else ())
+    if node.op in ("Add", "AddV2", "Sub"):
+        sign = -1 if node.op == "Sub" else 1
+        return result.sloped([a + sign * b for a, b in zip(*wide, strict=True)])
     if node.op == "Mul":
         for i, j in ((0, 1), (1, 0)):
             number = scope.number(node.inputs[j])
@@ -236,10 +230,9 @@ def _positions(scope: Scope, node: Node, kinds: Sequence[Kind], result: Kind) ->
                 factors = [int(factor) for factor in number.reshape(-1)]
                 own = slopes[i] * len(factors) if len(slopes[i]) == 1 else slopes[i]
                 factors = factors * len(own) if len(factors) == 1 else factors
-                slope = tuple(s * factor for s, factor in zip(own, factors, strict=True))
-                return dataclasses.replace(result, slope=slope if any(slope) else ())
+                return result.sloped([s * factor for s, factor in zip(own, factors, strict=True)])
     if node.op in ("Equal", "NotEqual", "Less", "LessEqual", "Greater", "GreaterEqual") and wide[0] == wide[1]:
         return result
     if node.op in ("SelectV2", "Select") and not kinds[0].slope and wide[1] == wide[2]:
         return dataclasses.replace(result, slope=wide[1])
-    return scope.couple(node, "computes with positions of samples in the batch (tf.range of its size)")
+    return scope.couple(node, POSITIONS_AS_NUMBERS)

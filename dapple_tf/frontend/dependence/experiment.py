@@ -233,9 +233,7 @@ def _says_something(trials: Sequence[_Trial], output: int) -> bool:
 
 def _is_rows(trial: _Trial, output: int, axis: int, inner: int) -> bool:
     def entries(result: Any, first: int, end: int) -> Any:
-        index = [slice(None)] * np.ndim(result)
-        index[axis] = slice(first * inner, end * inner)
-        return result[tuple(index)]
+        return result[_index(result, axis, inner, first, end)]
 
     whole = _result(trial.whole, output)
     for first, end in itertools.chain.from_iterable(trial.splits):
@@ -310,18 +308,20 @@ def _part(operand: Operand, value: Any, first: int, end: int) -> Any:
         return np.asarray(scale * (end - first) + offset).astype(operand.dtype)
     if operand.axis is None:
         return value
-    index = [slice(None)] * np.ndim(value)
-    index[operand.axis] = slice(first * operand.inner, end * operand.inner)
-    return value[tuple(index)]
+    return value[_index(value, operand.axis, operand.inner, first, end)]
+
+
+def _index(value: Any, axis: int, inner: int, first: int, end: int) -> tuple[slice, ...]:
+    """Return the index of the entries of the samples from ``first`` to ``end``; each has ``inner`` on ``axis``."""
+    own = slice(first * inner, end * inner)
+    return tuple(own if i == axis else slice(None) for i in range(np.ndim(value)))
 
 
 def _replace_sample(operand: Operand, value: Any, other: Any, sample: int) -> Any:
     if operand.axis is None:
         return value
-    index = [slice(None)] * np.ndim(value)
-    index[operand.axis] = slice(sample * operand.inner, (sample + 1) * operand.inner)
-    result = np.array(value)
-    result[tuple(index)] = other[tuple(index)]
+    index, result = _index(value, operand.axis, operand.inner, sample, sample + 1), np.array(value)
+    result[index] = other[index]
     return result
 
 

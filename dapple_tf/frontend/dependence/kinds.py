@@ -97,6 +97,10 @@ class Kind:
         """Return the kind of these rows where their values are no positions of rows."""
         return dataclasses.replace(self, slope=())
 
+    def sloped(self, slope: Sequence[int]) -> Kind:
+        """Return the kind of these rows where their values are positions of this slope; plain where it is zero."""
+        return dataclasses.replace(self, slope=tuple(slope) if any(slope) else ())
+
 
 def only_rows(kinds: Sequence[Kind]) -> list[Kind]:
     """Return the kinds that are rows."""
@@ -123,9 +127,9 @@ def shared(*, trained: bool = False, once: bool = False) -> Kind:
     return Kind(Form.SHARED, trained=trained, once=once)
 
 
-def rows(axis: int = 0, outer: int = 1, inner: int = 1, *, trained: bool = False, origin: str = "") -> Kind:
+def rows(axis: int = 0, outer: int = 1, inner: int = 1, *, trained: bool = False) -> Kind:
     """Return the kind of a tensor of rows."""
-    return Kind(Form.ROWS, trained=trained, axis=axis, outer=outer, inner=inner, origin=origin)
+    return Kind(Form.ROWS, trained=trained, axis=axis, outer=outer, inner=inner)
 
 
 def coupled(node: str, why: str, *, trained: bool = False, documented: bool = False) -> Kind:

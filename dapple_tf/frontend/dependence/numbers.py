@@ -152,9 +152,7 @@ _BINARY: dict[str, Callable[..., Any]] = {
 
 _RULES: dict[str, Callable[..., Any]] = {
     **{op: (lambda attrs, x, y, f=f: f(x, y)) for op, f in _BINARY.items()},
-    "Identity": lambda attrs, x: x,
-    "StopGradient": lambda attrs, x: x,
-    "EnsureShape": lambda attrs, x: x,
+    **dict.fromkeys(("Identity", "StopGradient", "EnsureShape"), lambda attrs, x: x),
     "Neg": lambda attrs, x: -x,
     "Abs": lambda attrs, x: np.abs(x),
     "LogicalNot": lambda attrs, x: np.logical_not(x),
@@ -180,8 +178,7 @@ _RULES: dict[str, Callable[..., Any]] = {
     "Min": _reduce(np.min),
     "All": _reduce(np.all),
     "Any": _reduce(np.any),
-    "Select": lambda attrs, c, x, y: np.where(c, x, y),
-    "SelectV2": lambda attrs, c, x, y: np.where(c, x, y),
+    **dict.fromkeys(("Select", "SelectV2"), lambda attrs, c, x, y: np.where(c, x, y)),
     "InvertPermutation": lambda attrs, x: np.argsort(x).astype(x.dtype),
     "BroadcastArgs": lambda attrs, x, y: np.asarray(np.broadcast_shapes(tuple(x), tuple(y)), x.dtype),
     "BroadcastGradientArgs": _broadcast_gradient_axes,

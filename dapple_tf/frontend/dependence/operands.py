@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 from dapple_tf.frontend.dependence.elementwise import add_totals, is_integer, whole_size
 from dapple_tf.frontend.dependence.kinds import SIZE, Form, Kind, rows, shared
@@ -11,6 +12,11 @@ from dapple_tf.frontend.dependence.scope import Scope
 from dapple_tf.graph_passes.ir.graph import Node
 
 Rule = Callable[[Scope, Node, Sequence[Kind]], Kind | list[Kind]]
+
+
+def rule_of_each(ops: Mapping[Rule, str]) -> Mapping[str, Rule]:
+    """Return the rule of each op; ``ops``: the ops of each rule, separated by spaces."""
+    return MappingProxyType({op: rule for rule, names in ops.items() for op in names.split()})
 
 
 ALL = sys.maxsize

@@ -1,16 +1,14 @@
-"""Rules of ops that pick entries by index, choose rows by data, or sum rows by their labels."""
+"""Rules of ops that pick entries by index, choose rows by data, sum rows by label, or take ragged or sparse rows."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 
-from dapple_tf.frontend.dependence.elementwise import PAIRS_SHARED
+from dapple_tf.frontend.dependence.elementwise import PAIRS_SHARED, POSITIONS_AS_NUMBERS
 from dapple_tf.frontend.dependence.kinds import SIZE, Form, Kind, only_rows, rows, same_order, shared
-from dapple_tf.frontend.dependence.operands import CONSTANT_ROWS, Rule
-from dapple_tf.frontend.dependence.ragged import reduce_rows
+from dapple_tf.frontend.dependence.operands import CONSTANT_ROWS, rule_of_each
 from dapple_tf.frontend.dependence.scope import Scope
 from dapple_tf.graph_passes.analysis.layers import CAPTURED_INPUTS
 from dapple_tf.graph_passes.ir.graph import Effect, Node, Value
@@ -24,12 +22,10 @@ def _gather(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
     ranks = [scope.rank(value) for value in node.inputs[:2]]
     batch_dims = node.get("batch_dims", 0)
     number = scope.number(node.inputs[2]) if node.op == "GatherV2" else None
-    if not source.rows and not index.rows:
-        return _gather_shared(scope, node, source, index)
-    if source.total or index.total:
-        return scope.couple(node, "picks, by samples or for them, entries of a sum or mean over the batch")
+    if (found := _gather_without_rows(scope, node, source, index)) is not None:
+        return found
     if node.op == "ResourceGather":
-        return index.plain().at(index.axis) if not index.slope else _positions_as_numbers(scope, node)
+        return index.plain().at(index.axis) if not index.slope else scope.couple(node, POSITIONS_AS_NUMBERS)
     if None in ranks or (node.op == "GatherV2" and number is None):
         return scope.couple(node, "picks entries of tensors of unknown rank")
     source_rank, index_rank = (int(r or 0) for r in ranks)
@@ -38,7 +34,7 @@ def _gather(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
         batch_dims += index_rank
     if not source.rows:
         if index.slope:
-            return _positions_as_numbers(scope, node)
+            return scope.couple(node, POSITIONS_AS_NUMBERS)
         if index.axis < batch_dims:
             return scope.couple(node, PAIRS_SHARED)
         return index.at(axis + index.axis - batch_dims)
@@ -58,7 +54,12 @@ def _gather(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
     return scope.couple(node, "picks samples of the batch by index")
 
 
-def _gather_shared(scope: Scope, node: Node, source: Kind, index: Kind) -> Kind:
+def _gather_without_rows(scope: Scope, node: Node, source: Kind, index: Kind) -> Kind | None:
+    """Return the kind of entries that are picked, where neither operand is rows, or the other one is a total."""
+    if source.rows or index.rows:
+        total = source.total or index.total
+        why = "picks, by samples or for them, entries of a sum or mean over the batch"
+        return scope.couple(node, why) if total else None
     if index.total:
         return scope.couple(node, "picks entries by a sum or mean over the batch")
     if source.total:
@@ -76,16 +77,10 @@ def _names_own(source: Kind, index: Kind, slope: int) -> bool:
     return index.rows and slope == source.inner and source.outer == 1 and not source.origin and not source.slope
 
 
-def _positions_as_numbers(scope: Scope, node: Node) -> Kind:
-    return scope.couple(node, "computes with positions of samples in the batch (tf.range of its size)")
-
-
 def _gather_nd(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
     source, index = kinds[0], kinds[1]
-    if not source.rows and not index.rows:
-        return _gather_shared(scope, node, source, index)
-    if source.total or index.total:
-        return scope.couple(node, "picks, by samples or for them, entries of a sum or mean over the batch")
+    if (found := _gather_without_rows(scope, node, source, index)) is not None:
+        return found
     dims, index_rank = scope.dims(node.inputs[1]), scope.rank(node.inputs[1])
     if dims is None or dims[-1] is None or index_rank is None or node.get("batch_dims", 0):
         return scope.couple(node, "picks entries of tensors of unknown rank")
@@ -97,7 +92,7 @@ def _gather_nd(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
     if index.rows and index.axis == index_rank - 1:
         return scope.couple(node, "picks entries by an index that spans samples")
     if not source.rows:
-        return _positions_as_numbers(scope, node) if any(wide) else index.plain()
+        return scope.couple(node, POSITIONS_AS_NUMBERS) if any(wide) else index.plain()
     if source.axis >= depth:
         if index.rows:
             return scope.couple(node, "pairs each sample with others (it gathers by an index of every sample)")
@@ -196,7 +191,7 @@ def _segment_sum(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
         return scope.couple(node, "sums a total over the batch by label") if any(k.total for k in kinds) else shared()
     data, labels, count = kinds
     if labels.slope:
-        return reduce_rows(scope, node, kinds)
+        return _reduce_rows(scope, node, kinds)
     aligned = data.rows and labels.rows and data.axis == labels.axis == 0 and data.layout == labels.layout
     if aligned and not data.slope and count.shared:
         return Kind(Form.SUM)
@@ -256,25 +251,75 @@ def _ctc(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind | list[Kind]:
     return scope.couple(node, "computes a CTC loss whose labels cannot be matched with the samples")
 
 
-RULES: Mapping[str, Rule] = MappingProxyType(
+# --- Ragged and sparse tensors whose rows are samples
+# Their values are entries that a mask chose (see ``frontend.composite``), and the number of each value's row is the
+# position of its sample.
+
+
+def _reduce_rows(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
+    """Return the kind of values that are reduced by the sample to which they belong (``unsorted_segment_sum``)."""
+    values, row_ids, _ = kinds
+    a_row_a_sample = (0, 1) in scope.batch_axes(Value(node.name))
+    if a_row_a_sample and _of_equal_rows(values, row_ids) and not values.slope and row_ids.slope == (1,):
+        return rows(0)
+    return scope.couple(node, "sums samples by label, or combines entries by the positions of samples")
+
+
+def _reduce(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
+    if not only_rows(kinds):
+        return scope.couple(node, "combines totals over the batch") if any(k.total for k in kinds) else shared()
+    return _reduce_rows(scope, node, kinds) if kinds[1].slope else scope.couple(node, "combines samples by label")
+
+
+def _pad(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
+    """Return the kind of ragged rows that are padded to a known length, as to that of the whole batch's longest."""
+    values, default, samples, row_ids = kinds[1], kinds[2], kinds[3], kinds[-1]
+    if not only_rows(kinds):
+        return scope.couple(node, "pads a sum over the batch") if any(kind.total for kind in kinds) else shared()
+    if len(kinds) != 5 or samples.form is not Form.SIZE or row_ids.slope != (1,):
+        return scope.couple(node, "pads rows that cannot be assigned to samples")
+    if not _of_equal_rows(values, row_ids) or values.slope or not default.shared:
+        return scope.couple(node, "pads rows with values of other samples")
+    dims = scope.dims(Value(node.name))
+    if dims is None or dims[1] is None:
+        return scope.couple(node, "pads rows to the longest of the micro-batch")
+    return rows(0)
+
+
+def _of_sparse_rows(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
+    """Return the kind of a sparse matrix as a dense one, or of its product with a dense one."""
+    places, values, shape, other = kinds
+    if node.op == "SparseToDense":
+        places, shape, values, other = kinds
+    if node.get("adjoint_a", False):
+        return scope.couple(node, "multiplies a sparse matrix whose columns are samples")
+    if not only_rows(kinds):
+        total = any(kind.total for kind in kinds)
+        return scope.couple(node, "takes a sum over the batch as a sparse matrix") if total else shared()
+    in_place = _of_equal_rows(values, places) and places.slope == (1, 0) and not values.slope
+    if in_place and shape.form is Form.SIZE and other.shared:
+        return rows(0)
+    return scope.couple(node, "computes with a sparse matrix whose rows are not samples")
+
+
+def _of_equal_rows(values: Kind, row_ids: Kind) -> bool:
+    return values.rows and row_ids.rows and values.axis == row_ids.axis == 0 and values.layout == row_ids.layout
+
+
+RULES = rule_of_each(
     {
-        "GatherV2": _gather,
-        "Gather": _gather,
-        "ResourceGather": _gather,
-        "GatherNd": _gather_nd,
-        "ResourceGatherNd": _gather_nd,
-        "CropAndResize": _crop,
-        "OneHot": _one_hot,
-        "LookupTableFindV2": _look_up,
-        "Where": _where,
-        "UnsortedSegmentSum": _segment_sum,
-        "DenseBincount": _count_by_value,
-        "Bincount": _count_by_value,
-        "ScatterNd": _scatter_nd,
-        "TensorScatterUpdate": _scatter_nd,
-        "TensorScatterAdd": _scatter_nd,
-        "TensorScatterSub": _scatter_nd,
-        "CTCLoss": _ctc,
-        "CTCLossV2": _ctc,
+        _gather: "GatherV2 Gather ResourceGather",
+        _gather_nd: "GatherNd ResourceGatherNd",
+        _crop: "CropAndResize",
+        _one_hot: "OneHot",
+        _look_up: "LookupTableFindV2",
+        _where: "Where",
+        _segment_sum: "UnsortedSegmentSum",
+        _count_by_value: "DenseBincount Bincount",
+        _scatter_nd: "ScatterNd TensorScatterUpdate TensorScatterAdd TensorScatterSub",
+        _ctc: "CTCLoss CTCLossV2",
+        _reduce: "UnsortedSegmentMax UnsortedSegmentMin UnsortedSegmentProd",
+        _pad: "RaggedTensorToTensor",
+        _of_sparse_rows: "SparseToDense SparseTensorDenseMatMul",
     }
 )

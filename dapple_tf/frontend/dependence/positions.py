@@ -59,14 +59,15 @@ class Flow:
 
     ``position``: it is computed of positions or numbers of samples. ``divisor``: it is a float of these, by which only
     samples may be divided. ``long``: its length depends on the number of samples. ``given``: it depends on other values
-    than constants. ``largest``: the largest magnitude of its numbers, if these are constants.
+    than constants. ``largest``: the largest magnitude of its numbers, if these are constants; flows that differ in it
+    alone are equal.
     """
 
     position: bool = False
     divisor: bool = False
     long: bool = False
     given: bool = False
-    largest: int | None = None
+    largest: int | None = field(default=None, compare=False)
 
     def __or__(self, other: Flow) -> Flow:
         """Return what flows into a value that is computed of both."""
@@ -208,10 +209,10 @@ class PositionUses:
         while True:
             (goes_on,) = self._call(cond, flows)
             after = [one | other for one, other in zip(flows, self._call(body, flows), strict=True)]
-            if list(map(_bits, after)) == list(map(_bits, flows)):
+            if after == flows:
                 return flows, goes_on
             flows = [
-                replace(now, largest=before.largest) if _bits(now) == _bits(before) else now
+                replace(now, largest=before.largest) if now == before else now
                 for before, now in zip(flows, after, strict=True)
             ]
 
@@ -225,10 +226,6 @@ def _flow(found: Mapping[str, Sequence[Flow]], text: str) -> Flow:
 def _join(flows: Iterable[Flow]) -> Flow:
     """Return what flows into a value that is computed of all these."""
     return functools.reduce(operator.or_, flows, Flow())
-
-
-def _bits(flow: Flow) -> tuple[bool, bool, bool, bool]:
-    return flow.position, flow.divisor, flow.long, flow.given
 
 
 def rounds(node: node_def_pb2.NodeDef) -> bool:

@@ -18,13 +18,13 @@ from dapple_tf.frontend.captured import Captured
 from dapple_tf.frontend.dependence.elementwise import ELEMENTWISE
 from dapple_tf.frontend.dependence.experiment import Limits
 from dapple_tf.frontend.dependence.kinds import CONSTANT, Form
-from dapple_tf.frontend.dependence.numbers import Numbers, affine, constant_value, varies
+from dapple_tf.frontend.dependence.numbers import Numbers, constant_value, varies
 from dapple_tf.frontend.dependence.positions import Flow, PositionUses, constant_flow, rounds
 from dapple_tf.frontend.dependence.scope import Scope
 from dapple_tf.frontend.names import name_set
 from dapple_tf.frontend.write_graph import needed_library, write_graph
 from dapple_tf.graph_passes.analysis.layers import CAPTURED_INPUTS
-from dapple_tf.graph_passes.ir.graph import Effect, Graph, Node, Value
+from dapple_tf.graph_passes.ir.graph import Effect, Graph, Node, Value, search_back
 
 LOOPING = internals.CALL_OPS | internals.LOOP_OPS
 _MOST_NODES = 250
@@ -100,26 +100,17 @@ def _fit_together(scope: Scope, names: Set[str], leaves: Sequence[Value]) -> boo
     Kernels of ragged tensors trust their row lengths, and read past the end of the values where these are fewer: both
     must come from the same leaves.
     """
+
+    def sources(value: Value) -> set[Value]:
+        _, ended = search_back(scope.graph, [value], lambda value: value in leaves or value.node not in names)
+        return ended.intersection(leaves)
+
     for name in names:
         if scope.graph.node(name).op.startswith("Ragged"):
-            found = [_sources(scope, value, names, leaves) for value in scope.graph.node(name).inputs]
-            sizes = sorted((sources for sources in found if sources), key=len)
+            sizes = sorted(filter(None, map(sources, scope.graph.node(name).inputs)), key=len)
             if not all(one <= other for one, other in itertools.pairwise(sizes)):
                 return False
     return True
-
-
-def _sources(scope: Scope, value: Value, names: Set[str], leaves: Sequence[Value]) -> set[Value]:
-    """Return the leaves from which the nodes ``names`` compute a value."""
-    found, seen, pending = set(), set(), [value]
-    while pending:
-        each = pending.pop()
-        if each in leaves:
-            found.add(each)
-        elif each.node in names and each.node not in seen:
-            seen.add(each.node)
-            pending += scope.graph.node(each.node).inputs
-    return found
 
 
 @dataclass
@@ -179,8 +170,7 @@ def _is_leaf(scope: Scope, source: Node, value: Value) -> bool:
     if source.op == "Const" or kind is None or scope.graph.type_of(value).dtype.handle:
         return False
     if kind.form is Form.SIZE:
-        numbers = scope.numbers.get(value)
-        return numbers is not None and affine(numbers, scope.batch) is not None
+        return scope.affine(value) is not None
     if kind.rows:
         return kind.outer == 1 and kind.inner > 0 and not kind.origin and not kind.slope
     return kind.shared
@@ -258,7 +248,7 @@ def _follow_positions(scope: Scope, region: Region, held: Sequence[Any]) -> Posi
     written = write_graph(graph).node
     inside = [*written, *(each for body in uses.functions.values() for each in body.node_def)]
     if internals.LOOP_OPS.isdisjoint(each.op for each in inside):
-        if _has_positions(scope, region):
+        if any(value in scope.positional for node in region.nodes for value in (*node.inputs, *node.values())):
             uses.unknown, uses.reach = any(map(rounds, inside)), _largest_float(held)
         return uses
     flows = {name: [Flow(given=True)] for name in region.resources}
@@ -275,11 +265,6 @@ def _leaf_flow(scope: Scope, value: Value) -> Flow:
         return Flow(position=True)
     known = scope.number(value) if kind.shared else None
     return Flow(long=kind.rows, given=True) if known is None else constant_flow(np.asarray(known))
-
-
-def _has_positions(scope: Scope, region: Region) -> bool:
-    """Return whether the region computes with positions of samples."""
-    return any(value in scope.positional for node in region.nodes for value in (*node.inputs, *node.values()))
 
 
 def _largest_float(held: Sequence[Any]) -> int:

@@ -76,18 +76,18 @@ class BatchDependence:
     """
 
     loss: Literal["mean", "sum"]
-    mixed: bool
     grows: bool
     aux: tuple[MergeKind | None, ...]
-    adds: frozenset[str]
     once: frozenset[str]
-    draws: tuple[RowDraw, ...]
-    sizes: tuple[WholeSize, ...]
-    shapes: tuple[WholeSize, ...]
-    sliced: tuple[Value, ...]
-    squeezed: Mapping[str, tuple[int, ...]]
-    exactness: Exactness
-    kinds: Mapping[Value, Kind] = field(repr=False)
+    mixed: bool = False
+    adds: frozenset[str] = frozenset()
+    draws: tuple[RowDraw, ...] = ()
+    sizes: tuple[WholeSize, ...] = ()
+    shapes: tuple[WholeSize, ...] = ()
+    sliced: tuple[Value, ...] = ()
+    squeezed: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    exactness: Exactness = field(default_factory=Exactness)
+    kinds: Mapping[Value, Kind] = field(default_factory=dict, repr=False)
     loss_head: LossHead | None = None
     partials: Mapping[str, str] = field(default_factory=dict)
     uncut: bool = False

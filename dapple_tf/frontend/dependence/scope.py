@@ -145,13 +145,9 @@ class Scope:
 
     def knows_shapes(self, value: Value) -> bool:
         """Return whether ``value`` depends on shapes of activations only where these are affine in the batch size."""
-        for name in ancestors(self.graph, [value.node]):
-            node = self.graph.node(name)
-            if node.op in SHAPE_OPS and any(self.kinds[operand].trained for operand in node.inputs):
-                numbers = [self.numbers.get(shape) for shape in node.values()]
-                if any(found is None or affine(found, self.batch) is None for found in numbers):
-                    return False
-        return True
+        shape_nodes = (n for n in map(self.graph.node, ancestors(self.graph, [value.node])) if n.op in SHAPE_OPS)
+        of_activations = (n for n in shape_nodes if any(self.kinds[operand].trained for operand in n.inputs))
+        return all(self.affine(shape) is not None for node in of_activations for shape in node.values())
 
     def fixed(self, value: Value) -> bool:
         """Return whether the shape of ``value`` is known and does not depend on the batch."""
@@ -163,20 +159,24 @@ class Scope:
         found = self.numbers.get(value)
         return None if found is None or varies(found) else found[0]
 
+    def affine(self, value: Value) -> tuple[Any, Any] | None:
+        """Return (c, d) of small integers that are c x batch size + d, else None; see ``numbers.affine``."""
+        found = self.numbers.get(value)
+        return None if found is None else affine(found, self.batch)
+
     def lengths(self, value: Value) -> tuple[Any, Any] | None:
         """Return the NumPy value of small integers at the first batch size, and which of them depend on it.
 
         None where one is unknown, or depends on the batch size but is no multiple of it.
         """
-        found = self.numbers.get(value)
-        coefficients = None if found is None else affine(found, self.batch)
-        if found is None or coefficients is None or np.any((coefficients[0] != 0) & (coefficients[1] != 0)):
+        coefficients = self.affine(value)
+        if coefficients is None or np.any((coefficients[0] != 0) & (coefficients[1] != 0)):
             return None
-        return found[0], coefficients[0] != 0
+        return self.numbers[value][0], coefficients[0] != 0
 
-    def axes(self, value: Value, rank: int) -> list[int] | None:
-        """Return the axes that an operand names, as non-negative ints, or None where they are unknown."""
-        found = self.number(value)
+    def axes(self, value: Value, rank: int | None) -> list[int] | None:
+        """Return the axes that an operand names, as non-negative ints, or None where they or the rank are unknown."""
+        found = None if rank is None else self.number(value)
         return None if found is None else [int(axis) % rank if rank else 0 for axis in found.reshape(-1)]
 
     def couple(self, node: Node, why: str) -> Kind:

@@ -51,12 +51,10 @@ def evaluate_sizes(scope: Scope, node: Node) -> None:
         _evaluate_shape(scope, node)
         return
     _track_layout(scope, node)
-    inputs = [scope.numbers.get(value) for value in node.inputs]
-    if not inputs or None in inputs:
+    inputs = [scope.numbers[value] for value in node.inputs if value in scope.numbers]
+    if not inputs or len(inputs) < len(node.inputs) or not holds_for_all_sizes(node, inputs, scope.batch):
         return
-    if not holds_for_all_sizes(node, [numbers for numbers in inputs if numbers is not None], scope.batch):
-        return
-    found = [evaluate(node, [numbers[i] for numbers in inputs if numbers is not None]) for i in range(len(MULTIPLES))]
+    found = [evaluate(node, [numbers[i] for numbers in inputs]) for i in range(len(MULTIPLES))]
     if all(outputs is not None for outputs in found):
         for i, value in enumerate(node.values()):
             scope.numbers[value] = tuple(outputs[i] for outputs in found if outputs is not None)

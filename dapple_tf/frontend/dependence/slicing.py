@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 from typing import Any
 
 from dapple_tf.frontend.dependence.kinds import SIZE, Form, Kind, shared
 from dapple_tf.frontend.dependence.numbers import strided_index
-from dapple_tf.frontend.dependence.operands import CONSTANT_ROWS, Rule, data_operands
+from dapple_tf.frontend.dependence.operands import CONSTANT_ROWS, data_operands, rule_of_each
 from dapple_tf.frontend.dependence.scope import Scope
 from dapple_tf.graph_passes.ir.graph import Node
 
@@ -28,24 +27,21 @@ def _unpack(scope: Scope, node: Node, kinds: Sequence[Kind]) -> list[Kind] | Kin
     ]
 
 
-def _split_rule(data: int, axis_operand: int) -> Rule:
-    def rule(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind | list[Kind]:
-        kind = kinds[data]
-        if not kind.rows:
-            if kind.form is Form.SIZE:
-                return SIZE
-            return kind if kind.coupled or kind.total else shared()
-        rank = scope.rank(node.inputs[data])
-        axes = None if rank is None else scope.axes(node.inputs[axis_operand], rank)
-        if axes is None or len(kind.slope) > 1:
-            return scope.couple(node, "splits the batch along an axis that cannot be inferred")
-        if axes[0] != kind.axis:
-            return kind
-        if node.op == "Split" and kind.outer and kind.outer % len(node.outputs) == 0 and not kind.origin:
-            return dataclasses.replace(kind, outer=kind.outer // len(node.outputs))
-        return scope.couple(node, "splits the batch, so that some samples are treated differently from others")
-
-    return rule
+def _split(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
+    data, axis_operand = (1, 0) if node.op == "Split" else (0, 2)
+    kind = kinds[data]
+    if not kind.rows:
+        if kind.form is Form.SIZE:
+            return SIZE
+        return kind if kind.coupled or kind.total else shared()
+    axes = scope.axes(node.inputs[axis_operand], scope.rank(node.inputs[data]))
+    if axes is None or len(kind.slope) > 1:
+        return scope.couple(node, "splits the batch along an axis that cannot be inferred")
+    if axes[0] != kind.axis:
+        return kind
+    if node.op == "Split" and kind.outer and kind.outer % len(node.outputs) == 0 and not kind.origin:
+        return dataclasses.replace(kind, outer=kind.outer // len(node.outputs))
+    return scope.couple(node, "splits the batch, so that some samples are treated differently from others")
 
 
 @data_operands(1)
@@ -72,16 +68,11 @@ def _strided_slice(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
         elif varies:
             return scope.couple(node, "slices another axis by the micro-batch's size")
         elif source == rank - 1 and len(kinds[0].slope) > 1:
-            return _slice_positions(kinds[0], item)
+            picked = kinds[0].slope[item]
+            return kinds[0].sloped(picked if isinstance(item, slice) else (picked,))
         source += 1
         target += not isinstance(item, int)
     return result if result is not None else scope.couple(node, "slices the batch")
-
-
-def _slice_positions(kind: Kind, item: Any) -> Kind:
-    picked = kind.slope[item]
-    slope = (picked,) if isinstance(picked, int) else tuple(picked)
-    return dataclasses.replace(kind, slope=slope if any(slope) else ())
 
 
 def _slice_of_unknown(scope: Scope, node: Node, kinds: Sequence[Kind], strides: Any | None) -> Kind:
@@ -131,12 +122,11 @@ def _slice(scope: Scope, node: Node, kinds: Sequence[Kind]) -> Kind:
     return _slice_batch_axis(scope, node, kinds[0], slice(first, end, 1), axis, varies=bool(varying[axis]))
 
 
-RULES: Mapping[str, Rule] = MappingProxyType(
+RULES = rule_of_each(
     {
-        "Unpack": _unpack,
-        "Split": _split_rule(1, 0),
-        "SplitV": _split_rule(0, 2),
-        "StridedSlice": _strided_slice,
-        "Slice": _slice,
+        _unpack: "Unpack",
+        _split: "Split SplitV",
+        _strided_slice: "StridedSlice",
+        _slice: "Slice",
     }
 )

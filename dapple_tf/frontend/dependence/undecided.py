@@ -23,7 +23,7 @@ from dapple_tf.frontend.captured import Captured
 from dapple_tf.frontend.dependence.control_flow import TENSOR_LISTS
 from dapple_tf.frontend.dependence.experiment import Function, Operand, Prepare, confirm, decide
 from dapple_tf.frontend.dependence.kinds import Form, Kind, rows
-from dapple_tf.frontend.dependence.numbers import affine, varies
+from dapple_tf.frontend.dependence.numbers import varies
 from dapple_tf.frontend.dependence.region import LOOPING, Region, find_limits, find_region
 from dapple_tf.frontend.dependence.scope import Scope
 from dapple_tf.frontend.write_graph import import_graph, needed_library, rename_functions
@@ -46,17 +46,13 @@ class Experiments:
     def decide(self, scope: Scope, node: Node) -> list[Kind | None]:
         """Return the kinds of the node's outputs, None for those that stay undecided."""
         nothing: list[Kind | None] = [None] * len(node.outputs)
-        if not any(_may_be_rows(scope, node, value) for value in node.values()):
-            return nothing
-        region = find_region(scope, node, self.captured)
+        may_be_rows = any(_may_be_rows(scope, node, value) for value in node.values())
+        region = find_region(scope, node, self.captured) if may_be_rows else None
         if region is None:
             return nothing
-        key = region.key
-        if key not in self._found:
-            if len(self._found) >= _MOST_TRIALS:
-                return nothing
-            self._found[key] = self._try(scope, node, region)
-        return self._found[key]
+        if region.key not in self._found and len(self._found) < _MOST_TRIALS:
+            self._found[region.key] = self._try(scope, node, region)
+        return self._found.get(region.key, nothing)
 
     def _try(self, scope: Scope, node: Node, region: Region) -> list[Kind | None]:
         outputs = [value for value, output in zip(node.values(), node.outputs, strict=True) if not output.dtype.handle]
@@ -91,7 +87,7 @@ class Experiments:
         kind, dims, dtype = scope.kinds[value], scope.dims(value), scope.graph.type_of(value).dtype.name
         numbers = scope.numbers.get(value)
         if kind.form is Form.SIZE and numbers is not None:
-            found = affine(numbers, scope.batch)
+            found = scope.affine(value)
             return None if found is None else Operand(dtype, np.shape(numbers[0]), size=found)
         if dims is None:
             return None
@@ -185,15 +181,10 @@ class _Runner:
     @property
     def _graph(self) -> Graph:
         graph, region = self.scope.graph, self.region
-        names = {value: f"leaf/{i}" for i, value in enumerate((*region.leaves, *region.once))}
-        leaves = [Node(name, "arg", (), (graph.type_of(value),)) for value, name in names.items()]
+        taken = {value: Value(f"leaf/{i}") for i, value in enumerate((*region.leaves, *region.once))}
+        leaves = [Node(leaf.node, "arg", (), (graph.type_of(value),)) for value, leaf in taken.items()]
         resources = [Node(name, "capture", (), graph.node(name).outputs) for name in region.resources]
-        nodes = [
-            dataclasses.replace(
-                node, inputs=tuple(Value(names[v]) if v in names else v for v in node.inputs), controls=()
-            )
-            for node in region.nodes
-        ]
+        nodes = [dataclasses.replace(node.taking(taken), controls=()) for node in region.nodes]
         result = Graph("region", (*leaves, *resources, *nodes), outputs=self.outputs)
         result = result.replace(library=needed_library(result, dict(graph.library)))
         return rename_functions(result, self.suffix)

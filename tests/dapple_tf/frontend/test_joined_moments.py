@@ -11,8 +11,8 @@ import pytest
 import tensorflow as tf
 
 from dapple_tf import internals
+from dapple_tf.frontend.batch_norms import join, join_moments, mark_joins
 from dapple_tf.frontend.capture import capture
-from dapple_tf.frontend.joined_moments import join, join_moments, mark_joins
 from dapple_tf.graph_passes.ir.graph import Effect, Graph, Node
 
 ROWS = np.random.default_rng(0).normal(3.0, 2.0, size=(7, 4, 3))

@@ -7,7 +7,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dapple_tf.errors import GraphError
-from dapple_tf.graph_passes.ir.graph import Control, DType, Node, Shape, Value, ancestors, tensor, topological
+from dapple_tf.graph_passes.ir.graph import (
+    Control,
+    DType,
+    Node,
+    Shape,
+    Value,
+    ancestors,
+    search_back,
+    tensor,
+    topological,
+)
 from tests.graph_passes.builders import graph, refused
 
 DIAMOND = """
@@ -118,6 +128,16 @@ def test_ancestors_follow_data_and_control_edges_up_to_the_given_nodes() -> None
     assert ancestors(diamond, ["print"]) == {"print", "left", "x"}
     assert ancestors(diamond, ["sum"], stop=["left"]) == {"sum", "right", "x"}
     assert ancestors(diamond, ["left"], stop=["left"]) == set()
+
+
+def test_a_search_ends_at_values_and_goes_on_past_other_values_of_their_nodes() -> None:
+    pair = graph(
+        "%x = arg() -> (int32[])\n%two = Op(%x:0) -> (int32[], int32[])\n%sum = Add(%two:0, %two:1) -> (int32[])"
+    )
+    first, second = Value("two"), Value("two", 1)
+    assert search_back(pair, [Value("sum")], lambda value: value == first) == ({"sum", "two", "x"}, {first})
+    assert search_back(pair, [Value("sum")], lambda value: value in (first, second)) == ({"sum"}, {first, second})
+    assert search_back(pair, [first], lambda value: value == first) == (set(), {first})
 
 
 def test_sorted_moves_only_nodes_that_stand_before_their_inputs() -> None:
