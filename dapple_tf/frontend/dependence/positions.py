@@ -93,7 +93,8 @@ class PositionUses:
     present: bool = False
     factor: int = 1
     reach: int = 0
-    _factors: dict[str, int] = field(default_factory=dict)
+    _factors: dict[tuple[str, ...], int] = field(default_factory=dict)  # of each node, by the calls that lead to it
+    _calls: tuple[str, ...] = ()
 
     def follow_all(self, nodes: Iterable[node_def_pb2.NodeDef], found: dict[str, list[Flow]]) -> None:
         """Add to ``found`` what flows into the outputs of the nodes; it has what flows into the values before them."""
@@ -112,7 +113,7 @@ class PositionUses:
     def _follow(self, node: node_def_pb2.NodeDef, inputs: Sequence[Flow]) -> list[Flow]:
         """Return a flow for each output of a node; the last one stands for all further outputs."""
         if node.op in internals.CALL_OPS:
-            return self._call(node.attr["f"].func.name, inputs)
+            return self._call(node, "f", inputs)
         if node.op in internals.CONDITION_OPS:
             return self._choose(node, inputs)
         if node.op in internals.LOOP_OPS:
@@ -167,48 +168,53 @@ class PositionUses:
         return replace(total, long=total.long or placed.long or placed.position, largest=largest)
 
     def _scale(self, node: node_def_pb2.NodeDef, inputs: Sequence[Flow]) -> None:
+        site = (*self._calls, node.name)
         for each in inputs:
             if not each.position and each.largest is None:
                 self.unknown = True
-            elif not each.position and node.name not in self._factors:
-                self._factors[node.name] = max(1, each.largest or 0)
-                self.factor *= self._factors[node.name]
+            elif not each.position and site not in self._factors:
+                self._factors[site] = max(1, each.largest or 0)
+                self.factor *= self._factors[site]
         self.unknown |= all(each.position for each in inputs)
 
     # --- Functions
 
-    def _call(self, name: str, inputs: Sequence[Flow]) -> list[Flow]:
-        body = self.functions[name]
+    def _call(self, node: node_def_pb2.NodeDef, attribute: str, inputs: Sequence[Flow], index: int = 0) -> list[Flow]:
+        """Return what flows out of the function that an attribute of a node names, or the one with this index there."""
+        value = node.attr[attribute]
+        body = self.functions[value.list.func[index].name if value.list.func else value.func.name]
         found = {arg.name: [flow] for arg, flow in zip(body.signature.input_arg, inputs, strict=True)}
+        calls = self._calls
+        self._calls = (*calls, node.name, attribute, str(index))
         self.follow_all(body.node_def, found)
+        self._calls = calls
         return [_flow(found, body.ret[output.name]) for output in body.signature.output_arg]
 
     def _choose(self, node: node_def_pb2.NodeDef, inputs: Sequence[Flow]) -> list[Flow]:
-        names = [function.name for function in node.attr["branches"].list.func]
-        names = names or [node.attr[name].func.name for name in ("then_branch", "else_branch")]
-        found, *others = (self._call(name, inputs[1:]) for name in names)
+        branches = [("branches", index) for index in range(len(node.attr["branches"].list.func))]
+        branches = branches or [("then_branch", 0), ("else_branch", 0)]
+        found, *others = (self._call(node, attribute, inputs[1:], index) for attribute, index in branches)
         for other in others:
             found = [one | another for one, another in zip(found, other, strict=True)]
         return found
 
     def _loop(self, node: node_def_pb2.NodeDef, inputs: Sequence[Flow]) -> list[Flow]:
-        body, cond = (node.attr[name].func.name for name in ("body", "cond"))
-        kept = _kept(self.functions[body])
+        kept = _kept(self.functions[node.attr["body"].func.name])
         flows = [flow if keeps else replace(flow, largest=None) for flow, keeps in zip(inputs, kept, strict=True)]
-        flows, goes_on = self._rounds(cond, body, flows)
+        flows, goes_on = self._rounds(node, flows)
         if goes_on.position:
             counters = [not keeps and not flow.given for flow, keeps in zip(flows, kept, strict=True)]
             flows = [
                 replace(flow, position=flow.position or counts) for flow, counts in zip(flows, counters, strict=True)
             ]
-            flows, _ = self._rounds(cond, body, flows)
+            flows, _ = self._rounds(node, flows)
         return flows
 
-    def _rounds(self, cond: str, body: str, flows: list[Flow]) -> tuple[list[Flow], Flow]:
+    def _rounds(self, node: node_def_pb2.NodeDef, flows: list[Flow]) -> tuple[list[Flow], Flow]:
         """Return what flows into the variables of a loop after any number of rounds, and into its condition."""
         while True:
-            (goes_on,) = self._call(cond, flows)
-            after = [one | other for one, other in zip(flows, self._call(body, flows), strict=True)]
+            (goes_on,) = self._call(node, "cond", flows)
+            after = [one | other for one, other in zip(flows, self._call(node, "body", flows), strict=True)]
             if after == flows:
                 return flows, goes_on
             flows = [
