@@ -196,7 +196,7 @@ def comparator_candidates(problem: PlanningProblem, chunks: Sequence[int] = ()) 
     uniform = problem.cluster.is_uniform
     small = len(problem.chain.parameter_bytes) * problem.cluster.devices <= _SPP_LIMIT
     plans: list[Callable[[PlanningProblem], PlannerResult | None]] = [partial(plan_even, chunks=(1, *chunks))]
-    for entry in REGISTERED.values():
+    for _, entry in sorted(REGISTERED.items()):  # of equally fast plans the first is taken, whatever was imported first
         if entry.candidate and not entry.native and (uniform or entry.unequal) and (small or entry.name != "spp"):
             plans.append(entry.plan)
     found = list[Candidate]()
