@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -123,13 +124,13 @@ class Job:
         if self.is_alone:
             return work()
         value: T
-        answer: tuple[T | None, Exception | None] = None, None
+        answer = b""
         if self.rank == rank:
             try:
-                answer = work(), None
-            except Exception as raised:  # an error of any type: the other ranks wait for an answer
-                answer = None, make_picklable(raised, rank)
-        value, failure = self.broadcast(answer, rank)
+                answer = pickle.dumps((work(), None))
+            except Exception as raised:  # an error of any type, also of pickling: the other ranks wait for an answer
+                answer = pickle.dumps((None, make_picklable(raised, rank)))
+        value, failure = pickle.loads(self.broadcast(answer, rank))
         if failure is not None:
             raise share_error(failure, rank)
         return value

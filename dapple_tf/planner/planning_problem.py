@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from typing import Any
 
 from dapple_tf.errors import PlanError, ScheduleError
 from dapple_tf.graph_passes.analysis.row_bounds import least_rows
@@ -56,6 +57,10 @@ class PlanningProblem:
     def chain(self) -> Chain:
         """The profile as a chain of blocks."""
         return linearise(self.profile)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is pickled: the fields, without what was computed from them."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @property
     def spec(self) -> ScheduleSpec:

@@ -37,6 +37,7 @@ DIFFER = "JobError: the ranks differ in their "
         ("different TensorFlow versions", [f"{DIFFER}TensorFlow version: rank 0 has 2.", "rank 1 has 9.9.9"]),
         ("a batch too small for the replicas", ["BatchError: the batch has 1 sample, too few for the 2 ranks of a"]),
         ("an error that cannot be pickled", ["JobError: rank 0 failed with UnpicklableError: no plan in the air"]),
+        ("a result that cannot be pickled", ["TypeError: cannot pickle '_thread.lock' object"]),
         (
             "long texts",
             [f"{DIFFER}text: rank 0 has ... aaa", "aaanotherbbb", "bbb ..., rank 1 has ... aaa", "aaaonebbb"],

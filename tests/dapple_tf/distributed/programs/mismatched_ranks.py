@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -122,6 +123,10 @@ def error_that_cannot_be_pickled() -> None:
     job().run_on_rank_0(fail)
 
 
+def result_that_cannot_be_pickled() -> None:
+    job().run_on_rank_0(threading.Lock)
+
+
 def one_rank_fails() -> None:
     plain = chain(weights(3))
 
@@ -161,6 +166,7 @@ CASES: Mapping[str, Callable[[], None]] = {
     "different TensorFlow versions": other_tensorflow,
     "one rank fails": one_rank_fails,
     "an error that cannot be pickled": error_that_cannot_be_pickled,
+    "a result that cannot be pickled": result_that_cannot_be_pickled,
     "long texts": long_texts,
     "a batch too small for the replicas": batch_too_small_for_the_replicas,
 }
