@@ -7,7 +7,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from dapple_tf.planner.api import make_problem
+from dapple_tf.planner.api import make_problem, plan
 from dapple_tf.planner.search.annealer import Annealer
 from dapple_tf.plans import StagePlan
 from dapple_tf.profiler.cluster import Cluster, DeviceKind, Link, Server
@@ -15,6 +15,7 @@ from dapple_tf.profiler.profile import Profile, Timing
 from dapple_tf.simulator.simulate import simulate
 from tests.dapple_tf.planner.builders import AMPLE, make_cluster, make_profile
 from tests.processes import run_python
+from tests.quick import at_most
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ compiles the annealer, and is not installed")
 
@@ -143,3 +144,10 @@ def test_a_search_without_enough_memory_is_a_plan_error() -> None:
         "PlanError: searching for a plan of 'net' on 4096 devices needs more memory than this process can"
         in done.stderr
     )
+
+
+def test_a_link_of_one_pair_of_many_servers_does_not_make_planning_slow() -> None:
+    profile = make_profile(*[(1.0, 2.0, 1.0, 1.0, 1.0)] * 10)
+    cluster = make_cluster(*[1] * 500, links={("s0", "s1"): (100.0, 0.0)})
+    with at_most(1.5):
+        plan(profile, cluster, global_batch_size=8, micro_batch_size=8)
