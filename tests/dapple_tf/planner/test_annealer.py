@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 import shutil
 
+import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -151,3 +152,14 @@ def test_a_link_of_one_pair_of_many_servers_does_not_make_planning_slow() -> Non
     cluster = make_cluster(*[1] * 500, links={("s0", "s1"): (100.0, 0.0)})
     with at_most(1.5):
         plan(profile, cluster, global_batch_size=8, micro_batch_size=8)
+
+
+def test_a_search_that_must_end_plans_no_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = {name: DeviceKind(AMPLE, speed) for name, speed in (("slow", 1.0), ("fast", 2.0))}
+    servers = tuple(Server(f"s{i}", 2, (("slow", "fast")[i % 2],) * 2) for i in range(32))
+    cluster = Cluster(servers, AMPLE, Link(10.0, 0.0), Link(1.0, 0.0), {}, kinds)
+    profile = make_profile(*[(1.0, 2.0, 1.0, 1.0, 1.0)] * 60)
+    annealer = Annealer.of(make_problem(profile, cluster, global_batch_size=1024))
+    monkeypatch.setattr("dapple_tf.planner.search.annealer.stop_flag", lambda: np.ones(1, np.bool_))
+    with at_most(0.5):
+        assert annealer.search(10**6) == []
