@@ -9,8 +9,6 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import msgspec
-
 from dapple_tf.distributed.messages import Message, decode, encode
 
 _LONGEST_BYTES = 65536  # longer than any message of a watchdog
@@ -60,7 +58,7 @@ class Link:
         try:
             messages.extend(decode(line) for line in lines)
             readable = len(self._unread) < _LONGEST_BYTES
-        except msgspec.DecodeError:
+        except (ValueError, RecursionError):  # no UTF-8, no message, or values in values too deep to read
             readable = False
         if not readable:
             self.open, self.failure = False, _UNREADABLE

@@ -186,8 +186,9 @@ def _orders(problem: PlanningProblem, worker: Worker) -> Iterator[Worker]:
 
 def _arrange(kinds: tuple[str | None, ...]) -> Iterator[tuple[str | None, ...]]:
     """Yield the distinct orders of ``kinds``, the given one first."""
-    if not kinds:
-        yield ()
+    if len(set(kinds)) <= 1:  # of a thousand devices too, which are too many to take one by one
+        yield kinds
+        return
     for kind in dict.fromkeys(kinds):
         rest = list(kinds)
         rest.remove(kind)

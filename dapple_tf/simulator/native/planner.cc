@@ -225,6 +225,7 @@ int dapple_search(const Problem* problem, const double* work, const double* spee
     warm_ups[i] = evaluator.warm_up();
     run.seconds = improve_warm_up(p, evaluator, run.layout, warm_ups[i], run.seconds, amount / 20);
   });
+  if (*stop) return 0;  // some have no rows
   std::vector<size_t> order(last.size());
   for (size_t i = 0; i < order.size(); ++i) order[i] = i;
   std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) { return last[a].seconds < last[b].seconds; });

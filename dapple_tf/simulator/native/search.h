@@ -477,6 +477,7 @@ class Search {
   void descend(std::vector<Run>& runs, int64_t work, bool contention) const;
   void rank(std::vector<Run>& runs, bool contention) const;
   const Moves& moves() const { return moves_; }
+  // Call the function with each number below `count`; none is called once `stop` is set.
   void each(size_t count, const std::function<void(size_t, Evaluator&)>& function) const;
 
  private:
@@ -502,7 +503,7 @@ inline void Search::each(size_t count, const std::function<void(size_t, Evaluato
   const auto take = [&] {
     try {
       Evaluator evaluator(p_);
-      for (size_t i = next++; i < count; i = next++) function(i, evaluator);
+      for (size_t i = next++; i < count && !*stop_; i = next++) function(i, evaluator);
     } catch (...) {  // such as a lack of memory; it would end the process if it left a thread
       const std::lock_guard<std::mutex> lock(failing);
       failure = std::current_exception();

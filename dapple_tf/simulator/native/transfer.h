@@ -19,7 +19,8 @@ struct Links {
 class Transfer {
  public:
   explicit Transfer(const Links& links)
-      : leaving(links.servers, 0), entering(links.servers, 0), links_(links) {}
+      : leaving(links.servers, 0), entering(links.servers, 0), links_(links),
+        pair_(links.has_own ? links.servers * links.servers : 0, 0) {}
 
   // Measure a transfer from n to n_next replicas, which hold the rows between two cut points. `sender`, `receiver`: the
   // server of a replica.
@@ -28,12 +29,15 @@ class Transfer {
                const int64_t* cut_next) {
     for (const int server : touched) leaving[server] = entering[server] = 0;
     touched.clear();
+    // Only what is not 0: many servers have more pairs than a transfer uses.
+    for (const int pair : pairs_) pair_[pair] = 0;
+    pairs_.clear();
     const int servers = links_.servers;
     const int64_t whole = cut[n], whole_next = cut_next[n_next];
     const double total = static_cast<double>(whole) * static_cast<double>(whole_next);
     double slowest = 0, sent = 0, most_leaving = 0, most_entering = 0;
     latency = 0;
-    received_.assign(n_next, 0), pair_.assign(links_.has_own ? servers * servers : 0, 0);
+    received_.assign(n_next, 0);
     int i = 0, j = 0;
     while (i < n && j < n_next) {
       const int64_t left = std::max(cut[i] * whole_next, cut_next[j] * whole);
@@ -45,8 +49,9 @@ class Transfer {
         latency = std::max(latency, links_.inside_latency[a]);
         slowest = std::max(slowest, std::max(sent, received_[j]) * links_.inside[a]);
       } else if (links_.has_own && links_.own[a * servers + b] > 0) {
-        double& moved = pair_[a * servers + b];
-        moved += part;
+        const int pair = a * servers + b;
+        double& moved = pair_[pair];
+        moved += part, pairs_.push_back(pair);
         latency = std::max(latency, links_.own_latency[a * servers + b]);
         slowest = std::max(slowest, moved * links_.own[a * servers + b]);
       } else {
@@ -68,7 +73,8 @@ class Transfer {
 
  private:
   Links links_;
-  std::vector<double> received_, pair_;
+  std::vector<double> received_, pair_;  // pair_: [servers, servers] the parts of the bytes on links of single pairs
+  std::vector<int> pairs_;               // for which pair_ is not 0
 };
 
 }  // namespace dapple

@@ -84,7 +84,16 @@ def test_an_idle_connection_is_open(links: tuple[Link, Link]) -> None:
 
 
 @pytest.mark.parametrize(
-    "sent", [b"GET / HTTP/1.1\r\n", b'{"kind": "Unknown"}\n', b"\xff\n", b"x" * 65536 + b"y" * 65536]
+    "sent",
+    [
+        b"GET / HTTP/1.1\r\n",
+        b'{"kind": "Unknown"}\n',
+        b"\xff\n",
+        b'{"kind": "call mismatch", "what": "\xff"}\n',
+        b'{"kind": "agreement", "more": ' + b"[" * 30000 + b"\n",
+        b"x" * 65536 + b"y" * 65536,
+    ],
+    ids=["other protocol", "unknown kind", "no JSON", "no UTF-8", "deep", "long"],
 )
 def test_what_is_no_message_closes_the_connection_with_the_reason(links: tuple[Link, Link], sent: bytes) -> None:
     sender, receiver = links

@@ -3,11 +3,12 @@ from __future__ import annotations
 import math
 import shutil
 
+import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from dapple_tf.planner.api import make_problem
+from dapple_tf.planner.api import make_problem, plan
 from dapple_tf.planner.search.annealer import Annealer
 from dapple_tf.plans import StagePlan
 from dapple_tf.profiler.cluster import Cluster, DeviceKind, Link, Server
@@ -15,6 +16,7 @@ from dapple_tf.profiler.profile import Profile, Timing
 from dapple_tf.simulator.simulate import simulate
 from tests.dapple_tf.planner.builders import AMPLE, make_cluster, make_profile
 from tests.processes import run_python
+from tests.quick import at_most
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ compiles the annealer, and is not installed")
 
@@ -143,3 +145,21 @@ def test_a_search_without_enough_memory_is_a_plan_error() -> None:
         "PlanError: searching for a plan of 'net' on 4096 devices needs more memory than this process can"
         in done.stderr
     )
+
+
+def test_a_link_of_one_pair_of_many_servers_does_not_make_planning_slow() -> None:
+    profile = make_profile(*[(1.0, 2.0, 1.0, 1.0, 1.0)] * 10)
+    cluster = make_cluster(*[1] * 500, links={("s0", "s1"): (100.0, 0.0)})
+    with at_most(1.5):
+        plan(profile, cluster, global_batch_size=8, micro_batch_size=8)
+
+
+def test_a_search_that_must_end_plans_no_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = {name: DeviceKind(AMPLE, speed) for name, speed in (("slow", 1.0), ("fast", 2.0))}
+    servers = tuple(Server(f"s{i}", 2, (("slow", "fast")[i % 2],) * 2) for i in range(32))
+    cluster = Cluster(servers, AMPLE, Link(10.0, 0.0), Link(1.0, 0.0), {}, kinds)
+    profile = make_profile(*[(1.0, 2.0, 1.0, 1.0, 1.0)] * 60)
+    annealer = Annealer.of(make_problem(profile, cluster, global_batch_size=1024))
+    monkeypatch.setattr("dapple_tf.planner.search.annealer.stop_flag", lambda: np.ones(1, np.bool_))
+    with at_most(0.5):
+        assert annealer.search(10**6) == []

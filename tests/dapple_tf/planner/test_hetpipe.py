@@ -24,7 +24,7 @@ from dapple_tf.planner.registry import find_result
 from dapple_tf.planner.systems.hetpipe import allocate, partition_worker
 from dapple_tf.plans import Plan, StagePlan
 from dapple_tf.profiler.cluster import Cluster, DeviceKind, Link, Server
-from tests.dapple_tf.planner.builders import AMPLE, Case, cases, make_profile
+from tests.dapple_tf.planner.builders import AMPLE, Case, cases, make_cluster, make_profile
 from tests.dapple_tf.planner.comparators import all_bounds, instances
 from tests.graph_passes.builders import refused
 
@@ -256,3 +256,10 @@ def test_what_virtual_workers_cannot_have_is_told(options: dict[str, Any], messa
     profile = make_profile(*[(1, 2)] * 4)
     with pytest.raises(PlanError, match=f"virtual workers, each with its own cuts of the model, but {message}"):
         dapple.plan(profile, cluster, global_batch_size=16, planner="hetpipe", **options)
+
+
+def test_a_worker_of_hundreds_of_equal_devices_is_tried() -> None:
+    """One of a device of each server, by policy "ED"; 2 blocks are too few for it."""
+    profile, cluster = make_profile((1, 2), (1, 2)), make_cluster(*[1] * 600)
+    with pytest.raises(PlanError, match="planner 'hetpipe' has no plan on 600 devices"):
+        dapple.plan(profile, cluster, global_batch_size=8, micro_batch_size=8, planner="hetpipe")
