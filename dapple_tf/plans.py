@@ -65,7 +65,7 @@ def as_flag(recompute: Any) -> Any:
 class StagePlan:
     """A stage: layers ``first_layer`` to ``last_layer`` (inclusive), with one replica on each of ``devices``.
 
-    ``shares``: the rows of a micro-batch that each device takes, as numbers in their proportion; None is equal shares.
+    ``shares``: numbers in the proportion of the rows that the devices take of each micro-batch; None is equal shares.
     ``worker``: the virtual worker that the stage belongs to, if the plan has any (HetPipe).
     """
 
@@ -88,8 +88,8 @@ class StagePlan:
     def in_rows(self, samples: int) -> StagePlan:
         """Return the stage with shares that are the whole rows that each device takes of a micro-batch of ``samples``.
 
-        A run takes the same rows: as equal, or as close to the given shares, as whole rows can be. A device may take
-        none. Where all devices take equally many, the result is the stage itself.
+        Training takes the same rows. They are as equal, or as close to the given shares, as whole rows can be; a device
+        may take none. If all devices take equally many rows, the result is the stage itself.
         """
         if not self.row_shares and samples % self.replicas == 0:
             return self
@@ -134,7 +134,7 @@ class Plan:
 
     @property
     def spec(self) -> ScheduleSpec:
-        """The schedule, read from its text. Raises ScheduleError for a text that is none."""
+        """The schedule, read from its text. Raises ScheduleError if the text is not a schedule."""
         return ScheduleSpec.parse(self.schedule)
 
     def build_schedule(self) -> Schedule:
@@ -225,12 +225,12 @@ class Plan:
 
     @property
     def whole_micro_batches(self) -> int:
-        """The number of micro-batches, where those in two halves count once."""
+        """The number of micro-batches; one that runs as two halves counts once."""
         return self.micro_batches - self.sliced
 
     @property
     def short_schedule(self) -> str:
-        """The schedule as it is shown; the text itself where it is no schedule, so that such a plan can be shown."""
+        """The schedule as it is shown. A text that is not a schedule is shown too, in quotes."""
         try:
             return "dapple-a, sliced" if self.sliced else self.spec.short
         except ScheduleError:
@@ -252,9 +252,9 @@ class Plan:
         return f", recompute of {'all' if count == every else f'{count} of {every}'} layers" if count else ""
 
     def describe(self, layer_names: Sequence[str] = ()) -> str:
-        """Return a line for the whole, and one for each stage with its devices and layers.
+        """Return a line for the whole plan, and one for each stage with its devices and layers.
 
-        ``layer_names``: of all layers; without them layers are numbered.
+        ``layer_names``: the names of all layers; without them layers are shown by number.
         """
         how = f"{self.describe_micro_batches()}, schedule {self.short_schedule}"
         if self.window is not None:
@@ -338,14 +338,14 @@ class Plan:
 
     @property
     def least_samples(self) -> int:
-        """The fewest samples of a micro-batch with which every replica of every stage gets one."""
+        """The least size of a micro-batch with which every replica of every stage gets a sample."""
         return max(least_rows(stage.replicas, stage.row_shares) for stage in self.stages)
 
     @property
     def worker_map(self) -> WorkerMap:
         """The workers: stages with the same devices are on one worker."""
-        groups = list(dict.fromkeys(stage.devices for stage in self.stages))
-        return WorkerMap.of([groups.index(stage.devices) for stage in self.stages])
+        workers = list(dict.fromkeys(stage.devices for stage in self.stages))
+        return WorkerMap.of([workers.index(stage.devices) for stage in self.stages])
 
     @property
     def versions(self) -> Versions:
@@ -373,7 +373,7 @@ class Plan:
         return self.recompute
 
     def _without_slices(self) -> Plan:
-        """Return the plan whose first micro-batches are whole."""
+        """Return the plan without sliced micro-batches: two halves become one micro-batch again."""
         cut, sizes = 2 * self.sliced, self.sizes
         whole = (*map(sum, zip(sizes[:cut:2], sizes[1:cut:2], strict=True)), *sizes[cut:])
         return replace(self, schedule="dapple-a", micro_batches=len(whole), micro_batch_sizes=whole)
@@ -395,8 +395,8 @@ class Plan:
 
     def runs(self, stage: int) -> tuple[range, ...]:
         """Return the ranges of consecutive layers of a stage that are re-computed together."""
-        place = self.stages[stage]
-        return find_runs(self.recomputed, place.first_layer, place.last_layer + 1)
+        own = self.stages[stage]
+        return find_runs(self.recomputed, own.first_layer, own.last_layer + 1)
 
     @staticmethod
     def from_json(data: Any) -> Plan:
@@ -446,7 +446,7 @@ class Plan:
 
 
 def check_workers(plan: Plan) -> None:
-    """Raise PlanError unless stages share devices as the plan's schedule has them share workers.
+    """Raise PlanError unless exactly those stages share devices that share a worker in the plan's schedule.
 
     The stages of one worker have the same devices, and no other worker has any of them. Raises ScheduleError where the
     schedule is for another number of stages.
@@ -512,10 +512,10 @@ def _check_shares(index: int, stage: StagePlan) -> None:
             f"stages[{index}].shares has {format_count(len(stage.shares), 'number')}, but the stage has "
             f"{format_count(stage.replicas, 'device')}: give one for each, or none for equal shares"
         )
-    for place, share in enumerate(stage.shares):
+    for i, share in enumerate(stage.shares):
         if not (is_finite(share) and share > 0):
             raise PlanError(
-                f"stages[{index}].shares[{place}] is {quote(share)}, not a finite number above 0: leave a device that "
+                f"stages[{index}].shares[{i}] is {quote(share)}, not a finite number above 0: leave a device that "
                 "is to take no rows out of devices"
             )
 

@@ -1,10 +1,11 @@
 """Choose the slow tests by their measured seconds, and the group of tests that one process runs.
 
-``durations.txt`` has the measured seconds: processor time of the test's process and of those that it starts, so that
-other programs on the machine do not count, with ``HYPOTHESIS_PROFILE=ci``. A line names a case of a test; without
-brackets it stands for all cases that have no line. "?" instead of seconds: not measured yet, so slow. A test without a
-line takes less than ``LISTED_SECONDS``. Tests of a job that is launched once for many (fixture ``launches``) have no
-lines: their marks say which launches are slow. To measure the tests of some files again::
+``durations.txt`` has the seconds that tests took with ``HYPOTHESIS_PROFILE=ci``. They are processor time of the test's
+process and of the processes that it starts, so other programs on the machine do not count. A line names a test or one
+case of it, in brackets. The line of a test stands for all its cases that have no line. "?" in place of the seconds
+means that the test has not been measured; it then counts as slow. A test without a line takes less than
+``LISTED_SECONDS``. Tests that share one launch of a job (fixture ``launches``) have no lines; their marks say which
+launches are slow. To measure the tests of some files again::
 
     HYPOTHESIS_PROFILE=ci .venv/bin/python -m pytest --record-durations FILES
 """
@@ -21,13 +22,11 @@ from tests.paths import ROOT
 DURATIONS = ROOT / "tests" / "durations.txt"
 
 LISTED_SECONDS = 0.15
-# A case above CASE_SECONDS is slow unless it is the quickest one of its test (of equal ones, the first by name). That
-# one is slow above TEST_SECONDS, and a test without cases above LONE_SECONDS. Where all tests of a file would be slow,
-# the quickest one is not, unless it is above FILE_SECONDS: no file is left out whole for want of a second.
-CASE_SECONDS = 0.15
-TEST_SECONDS = 1.5
-LONE_SECONDS = 0.5
-FILE_SECONDS = 1.1
+# A test is slow if it takes more than these seconds.
+LONE_SECONDS = 0.5  # a test without cases
+TEST_SECONDS = 1.5  # the quickest case of a test; of equally quick ones the first by name
+CASE_SECONDS = 0.15  # any other case
+FILE_SECONDS = 1.1  # the quickest test of a file in which all tests would be slow, so that few files are left out
 
 _UNKNOWN = "?"
 # Folders whose tests plan: one process runs them.
@@ -59,7 +58,7 @@ def function_of(test: str) -> str:
 
 
 def find_slow(tests: Iterable[str], durations: Mapping[str, float]) -> frozenset[str]:
-    """Return which of these tests are slow. The tests of one file are compared with each other: give all of them."""
+    """Return which of these tests are slow. Give all tests of a file, since they are compared with each other."""
     seconds = {test: seconds_of(test, durations) for test in tests}
     by_seconds = sorted(seconds, key=lambda test: (seconds[test], test))
     quickest: dict[str, str] = {}

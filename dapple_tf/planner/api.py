@@ -47,19 +47,19 @@ def plan(
     whole_rows: bool = True,
     **options: Any,
 ) -> Plan:
-    """Return the plan of ``planner`` for ``profile`` on ``cluster``, with prediction.
+    """Return the plan of ``planner`` for ``profile`` on ``cluster``, with its prediction.
 
     ``planner``: a name of ``PLANNERS``. Sizes are in samples; without ``micro_batch_size`` the planner chooses among
     the divisors of the global batch that make at most 16384 micro-batches. ``schedule``: a name, or "auto" for the
     fastest of dapple-a, dapple-b and gpipe; under "auto" planner "best" also chooses any K_i that memory allows, and
     interleaved 1F1B. ``recompute``: stages stash only their inputs. ``overlap``: AllReduce runs during the last
     backward. ``shard_optimizer``: the replicas of a stage share the optimizer's slots out among them.
-    ``optimizer_slots``: values that the optimizer keeps of each weight (Adam: 2). ``mode``: "sync", or "async", where
-    ``global_batch_size`` is the samples of a whole window of ``minibatches`` minibatches (by default 64); see
-    ``plan_windows``. ``contention``, ``whole_rows``: as in ``dapple.simulate``. ``options``: of the planner ("gpipe":
-    ``stages``; "best": ``chunks``, the numbers of stages per device to try beside one; for those of another planner
-    NAME see ``plan_NAME``). Raises PlanError for invalid arguments, and if nothing fits the memory: which stage lacks
-    how many bytes, and what would fit.
+    ``optimizer_slots``: values that the optimizer keeps of each weight (Adam: 2). ``mode``: "sync" or "async"; with
+    "async", ``global_batch_size`` is the number of samples of a whole window of ``minibatches`` minibatches (by default
+    64), see ``plan_windows``. ``contention``, ``whole_rows``: as in ``dapple.simulate``. ``options``: those of the
+    planner. "gpipe" has ``stages``; "best" has ``chunks``, the numbers of stages per device to try in addition to one;
+    for the options of another planner NAME see ``plan_NAME``. Raises PlanError for invalid arguments. It also raises
+    PlanError if nothing fits the memory; the message then says which stage lacks how many bytes, and what would fit.
     """
     given: dict[str, Any] = {
         "global_batch_size": global_batch_size,
@@ -87,8 +87,9 @@ def plan_windows(
     """Return plans of asynchronous windows of ``problem.global_batch_size`` samples, the fastest first.
 
     Planners choose stages for a synchronous step of as many micro-batches as the window has minibatches. "best" ranks
-    what it finds with PipeDream's plan, DP, one device, and straight pipelines, by the simulated seconds of a minibatch
-    in the steady state; another planner has its own plan only. Raises what ``run_planner`` and ``rank_windows`` raise.
+    what it finds together with PipeDream's plan, DP, one device, and straight pipelines, by the simulated seconds of a
+    minibatch in the steady state. Other planners have only their own plan. Raises what ``run_planner`` and
+    ``rank_windows`` raise.
     """
     if not problem.cluster.is_uniform:
         raise PlanError(
@@ -233,7 +234,10 @@ def run_planner(problem: PlanningProblem, planner: str, **options: Any) -> Plann
 
 
 def _refuse_virtual_workers(candidate: Candidate, planner: str, feature: str) -> None:
-    """Raise PlanError if the candidate has virtual workers; ``feature``: what needs a single pipeline, and its verb."""
+    """Raise PlanError if the candidate has virtual workers.
+
+    ``feature``: subject and verb of the message, such as "asynchronous windows need".
+    """
     if candidate.stages[0].worker is not None:
         raise PlanError(
             f"planner {planner!r} uses virtual workers, each with its own cuts of the model, but {feature} a single "
@@ -251,8 +255,8 @@ def predict_plan(
 ) -> tuple[Plan, SimulatedTimeline]:
     """Return the candidate as a plan with its prediction, and the simulated step; ``planner``: its name.
 
-    ``sizes``: the samples of each micro-batch of the plan, where they are given. Where the schedule is ``zb-auto``, the
-    plan has the order that is found for its stages. ``pipedream``: goes into the plan's prediction, where it is given.
+    ``sizes``: the samples of each micro-batch of the plan, where they are given. If the schedule is ``zb-auto``, the
+    plan has the order that is found for its stages. ``pipedream``: is added to the plan's prediction, if it is given.
     """
     bare = problem.plan_of(candidate, planner)
     note = ""

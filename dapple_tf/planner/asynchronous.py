@@ -43,11 +43,11 @@ def more_candidates(problem: PlanningProblem) -> list[Candidate]:
 def rank_windows(
     problem: PlanningProblem, window: WindowPlan, candidates: Iterable[Candidate], planner: str
 ) -> tuple[WindowChoice, ...]:
-    """Return the candidates' stages as plans of ``window``, the least seconds of a minibatch first.
+    """Return the candidates' stages as plans of ``window``, those with the fewest seconds of a minibatch first.
 
-    Of equally fast plans the one with the shorter window is first, then that with fewer devices. Left out are plans
-    that do not fit the memory and those that cannot have the window: whose replicas do not divide its minibatches, or
-    whose stages share devices. ``planner``: the name in the plans. Raises PlanError where none is left.
+    Of equally fast plans the one with the shorter window is first, then the one with fewer devices. Plans that do not
+    fit the memory are left out. So are plans that cannot have the window, since their replicas do not divide its
+    minibatches or their stages share devices. ``planner``: the name in the plans. Raises PlanError where none is left.
     """
     found: dict[Any, WindowChoice] = {}
     reasons: list[str] = []
@@ -75,7 +75,7 @@ def rank_windows(
 
 
 def predicted_figures(timeline: Timeline) -> dict[str, Any]:
-    """Return the figures of ``Plan.predicted`` of a simulated step or window."""
+    """Return the figures of a simulated step or window that ``Plan.predicted`` has."""
     return {
         "step_seconds": timeline.step_seconds,
         "speedup": timeline.speedup,
@@ -86,7 +86,10 @@ def predicted_figures(timeline: Timeline) -> dict[str, Any]:
 
 
 def describe_runners_up(choices: Sequence[WindowChoice], names: Sequence[str]) -> list[str]:
-    """Return a line for the fastest choice of each origin but the first; ``names``: the choices' notation."""
+    """Return a line for the fastest choice of each origin, except the origin of the first choice.
+
+    ``names``: the notation of each choice.
+    """
     lines, seen = [], {choices[0].origin}
     least = choices[0].minibatch_seconds
     for choice, name in zip(choices, names, strict=True):
@@ -102,7 +105,7 @@ def describe_runners_up(choices: Sequence[WindowChoice], names: Sequence[str]) -
 
 
 def window_plan(plan: Plan, window: WindowPlan, samples: int) -> Plan:
-    """Return ``plan``'s stages as the plan of asynchronous windows of ``samples`` samples.
+    """Return the plan of asynchronous windows of ``samples`` samples that has the stages of ``plan``.
 
     Raises PlanError for stages that share devices and for too few samples, and what ``WindowPlan.versions`` raises.
     """

@@ -32,12 +32,15 @@ def even_stages(problem: PlanningProblem, workers: WorkerMap, replicas: int = 1)
 
 
 def baseline_candidates(problem: PlanningProblem) -> list[Candidate]:
-    """Return one device, DP, and even pipelines: of as many stages as possible, and of divisors of the devices."""
+    """Return one device, DP, and even pipelines.
+
+    A pipeline has as many stages as possible, or a number of stages that divides the number of devices.
+    """
     return [c for stages, origin in baseline_stages(problem) for c in problem.evaluate_all_sizes(stages, origin)]
 
 
 def leading_baselines(problem: PlanningProblem) -> list[Candidate]:
-    """Return the ``baseline_candidates`` that are faster than all before of their origin, or of their micro-batch size.
+    """Return the ``baseline_candidates`` that beat all earlier ones of their origin, or of their micro-batch size.
 
     To save time, the simulation of any other one stops as soon as it is known to be slower.
     """
@@ -54,7 +57,7 @@ def leading_baselines(problem: PlanningProblem) -> list[Candidate]:
 
 
 def fitted_baseline_candidates(problem: PlanningProblem) -> list[Candidate]:
-    """Return the pipelines of ``baseline_candidates``, cut by AllReduce, transfers and memory too (``fit_cuts``)."""
+    """Return the pipelines of ``baseline_candidates``, with cuts that allow for AllReduce, transfers and memory."""
     found = []
     for stages, replicas in _even_shapes(problem):
         devices = [range(i * replicas, (i + 1) * replicas) for i in range(stages)]
@@ -74,7 +77,10 @@ def baseline_stages(problem: PlanningProblem) -> Iterator[tuple[tuple[StagePlan,
 
 
 def _even_shapes(problem: PlanningProblem) -> list[tuple[int, int]]:
-    """Return pairs of stages and replicas of each: all that use every device, and as many stages as possible."""
+    """Return pairs: the number of stages, and the replicas of each.
+
+    They are the pairs that use every device, and the pair with as many stages as possible.
+    """
     total, blocks = problem.cluster.devices, len(problem.chain.parameter_bytes)
     most = min(total, blocks)
     return [(stages, total // stages) for stages in range(2, most + 1) if total % stages == 0 or stages == most]

@@ -1,4 +1,4 @@
-"""Planner "best": the plan with the least simulated step that simulated annealing finds, and simple plans beside it."""
+"""Planner "best": the plan with the shortest simulated step of those that simulated annealing finds and simple ones."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from dapple_tf.plans import StagePlan
 from dapple_tf.profiler.profile import Profile
 from dapple_tf.simulator.arrays import Floats
 
-# The work of each search on up to 16 devices, a tenth of a second on a core, and what each further device adds.
+# The work of each search on up to 16 devices (a tenth of a second on one core), and the work that each further device
+# adds.
 _WORK, _WORK_OF_A_DEVICE = 14_000_000, 800_000
 # Each search has other random numbers: the plan that a search finds depends on chance, more so where devices, links or
 # the sizes of servers differ. On up to _FEW_DEVICES all searches together take a fifth of a second, so there are more.
@@ -32,14 +33,14 @@ _WORK, _WORK_OF_A_DEVICE = 14_000_000, 800_000
 # has found a faster layout (simulator/native/planner.cc).
 _SEARCHES, _SEARCHES_ON_FEW, _MORE_SEARCHES = 4, 6, 12
 _FEW_DEVICES, _MANY_DEVICES = 8, 128
-_MORE_WORK = 3  # times as much where devices, links or the sizes of servers differ
+_MORE_WORK = 3  # the factor of the work where devices, links or the sizes of servers differ
 _MOST_WORK = 60_000_000
 # With fewer blocks times devices than _SMALL the work shrinks in proportion; with more blocks than _MANY_BLOCKS it
 # grows with the square root of their number.
 _SMALL, _MANY_BLOCKS = 128, 64
-# The search for stages of a given schedule has K_i = slope (S - 1 - i) + 1, at most M. The slope of gpipe makes it M.
+# In a search for a given schedule K_i is slope (S - 1 - i) + 1, at most M. With the slope of gpipe it is always M.
 _SLOPES = {"auto": ANY_WARM_UP, "dapple-a": 1, "dapple-b": 2, "gpipe": 1 << 20}
-_REFINED = 3
+_REFINED = 3  # candidates that ``move_singly`` improves
 _MOVES = 40  # plans that ``move_singly`` simulates, under schedules that the search does not simulate
 _NO_COMPILER = (
     "planner 'best' chooses among the plans of the other planners: its search is written in C++, and there is no "
@@ -51,8 +52,9 @@ _NO_COMPILER = (
 def plan_best(problem: PlanningProblem, *, chunks: Sequence[int] = (2, 4)) -> PlannerResult | None:
     """Return the fastest plan in the simulator; None if nothing fits the memory.
 
-    Where the schedule is "auto", plans with each number of ``chunks``, stages per device, are considered beside those
-    with one, under interleaved 1F1B. Any other schedule says itself which stages share devices. Raises PlanError for
+    ``chunks``: numbers of stages per device. If the schedule is "auto", plans with each of these numbers are considered
+    under interleaved 1F1B, in addition to those with one stage per device. Any other schedule says itself which stages
+    share devices. Raises PlanError for
     ``chunks`` below 2. Warns where there is no compiler for the search.
     """
     if problem.searches_order:
@@ -85,7 +87,7 @@ def _annealed(problem: PlanningProblem, annealer: Annealer) -> list[Candidate]:
     """Return the fastest plan that the search finds."""
     cluster, blocks = problem.cluster, len(problem.chain.parameter_bytes)
     work = _WORK + max(0, cluster.devices - 16) * _WORK_OF_A_DEVICE
-    share = min(1.0, blocks * cluster.devices / _SMALL) * max(1.0, blocks / _MANY_BLOCKS) ** 0.5
+    factor = min(1.0, blocks * cluster.devices / _SMALL) * max(1.0, blocks / _MANY_BLOCKS) ** 0.5
     alike = cluster.is_uniform and not cluster.links and len({server.devices for server in cluster.servers}) == 1
     if not alike:
         work *= _MORE_WORK
@@ -94,7 +96,7 @@ def _annealed(problem: PlanningProblem, annealer: Annealer) -> list[Candidate]:
         searches = _MORE_SEARCHES
     if cluster.devices > _MANY_DEVICES:
         searches = 1
-    for layout in annealer.search(min(int(work * share), _MOST_WORK), searches=searches):
+    for layout in annealer.search(min(int(work * factor), _MOST_WORK), searches=searches):
         schedule = layout.schedule if problem.schedule == "auto" else None
         candidate = problem.evaluate(layout.stages, layout.micro_batch_size, "local search", schedule, layout.recompute)
         if candidate is not None:  # a given schedule may need more memory than the K_i of the search
@@ -103,7 +105,7 @@ def _annealed(problem: PlanningProblem, annealer: Annealer) -> list[Candidate]:
 
 
 def _fitting_candidate(problem: PlanningProblem) -> list[Candidate]:
-    """Return the plan of the fewest devices, whose stages fit the memory where those of equal compute do not."""
+    """Return the plan of the fewest devices that fits the memory, for when stages of equal compute do not fit."""
     stages = fit_memory(problem)
     if stages is None or sum(stage.replicas for stage in stages) > problem.cluster.devices:
         return []
@@ -112,16 +114,16 @@ def _fitting_candidate(problem: PlanningProblem) -> list[Candidate]:
 
 
 def _plan_chunked_unequal(problem: PlanningProblem) -> PlannerResult | None:
-    """Return the fastest plan of two kinds: with even stages, and with stages whose cuts were searched.
+    """Return the faster one of two plans: with even stages, and with stages whose cuts were searched.
 
-    The search for cuts treats all devices as equal. All plans are then simulated on the devices as they are.
+    The search for cuts treats all devices as equal. Both plans are then simulated on the devices as they are.
     """
     found = [plan_chunked(problem), plan_gpipe(problem)]
     return PlannerResult.ranked(c for result in found if result for c in (result.chosen, *result.runners_up))
 
 
 def _fastest_few(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Return the fastest candidates that differ in replica counts."""
+    """Return the fastest candidates, at most three, no two of which have the same replica counts."""
     by_replicas: dict[tuple[int, ...], Candidate] = {}
     for candidate in sorted(candidates, key=lambda c: c.seconds):
         by_replicas.setdefault(tuple(stage.replicas for stage in candidate.stages), candidate)
@@ -152,7 +154,7 @@ def move_singly(problem: PlanningProblem, candidate: Candidate, moves: int) -> C
 
 
 def _neighbours(problem: PlanningProblem, candidate: Candidate) -> Iterator[tuple[StagePlan, ...]]:
-    """Yield the plans one move away: one cut a block further, or one device on the other side of a boundary."""
+    """Yield the plans that one move leads to: a cut moves by a block, or a device to a neighbouring stage."""
     stages, positions = candidate.stages, problem.chain.positions
     index_of = {position: index for index, position in enumerate(positions)}
     unsplittable = set(problem.profile.unsplittable)
@@ -177,7 +179,7 @@ def _can_split(stages: tuple[StagePlan, ...], unsplittable: set[int]) -> bool:
     return not any(a.replicas != b.replicas and b.first_layer in unsplittable for a, b in pairwise(stages))
 
 
-# --- What planner "best" chooses among where its search cannot be compiled: the plans of the planners of other systems
+# --- Where the search of planner "best" cannot be compiled, it chooses among the plans of other systems' planners
 
 
 _MOST_DEVICES = 64  # with more, the dynamic programs take long
@@ -185,11 +187,13 @@ _SPP_LIMIT = 3200  # blocks times devices; with more, SPP's dynamic program take
 
 
 def comparator_candidates(problem: PlanningProblem, chunks: Sequence[int] = ()) -> list[Candidate]:
-    """Return the plans of planner "even" and of each ``candidate`` planner, as they are and under the fastest policy.
+    """Return the plans of planner "even" and of each planner that is a candidate (see ``Planner``).
 
-    ``chunks``: the numbers of stages per device that planner "even" tries in addition to one. There are no candidates
-    on more than 64 devices, none of a planner that refuses the cluster, and none of SPP where blocks times devices
-    exceed 3200.
+    Each plan is there twice: as its planner made it, and with the same stages under the fastest policy.
+
+    ``chunks``: the numbers of stages per device that planner "even" tries in addition to one. On more than 64 devices
+    there are no candidates. Left out are planners that refuse the cluster, and SPP where blocks times devices exceed
+    3200.
     """
     if problem.cluster.devices > _MOST_DEVICES:
         return []
@@ -228,23 +232,26 @@ def _with_fastest_policy(problem: PlanningProblem, chosen: Candidate) -> list[Ca
 def least_plan_seconds(problem: PlanningProblem) -> float:
     """Return a lower bound (seconds) of the step of any plan without virtual workers, under any schedule.
 
-    The larger one of ``least_compute_seconds``, and the least over the micro-batch sizes of ``_least_layer_seconds``.
+    It is the larger one of two: ``_least_compute_seconds``, and the least of ``_least_layer_seconds`` over the
+    micro-batch sizes.
     """
     kinds = list(dict.fromkeys(problem.cluster.device_kinds))
-    forward, both = (np.array(rows) for rows in zip(*(_of_a_sample(problem, kind) for kind in kinds), strict=True))
+    forward, both = (
+        np.array(rows) for rows in zip(*(_least_sample_seconds(problem, kind) for kind in kinds), strict=True)
+    )
     of_sizes = [_least_layer_seconds(problem, size, kinds, forward, both) for size in problem.micro_batch_sizes]
     return max(_least_compute_seconds(problem, kinds, both), min(of_sizes))
 
 
 def _least_compute_seconds(problem: PlanningProblem, kinds: list[str | None], seconds: Floats) -> float:
-    """Return a lower bound (seconds) by what all devices compute together.
+    """Return a lower bound (seconds) that follows from what all devices compute together.
 
-    ``seconds`` [kinds, layers]: the least of forward and backward for a sample. A device that computes x samples of a
-    micro-batch in a layer needs, for each sample, the layer's seconds for x samples divided by x. On equal devices the
-    busiest computes at least as long as the mean of all. On devices of several kinds each second of a device of kind k
-    is weighted by w_k, where the weights of all devices add up to 1: the step is at least the weighted sum of all
-    devices' seconds, and each sample of a layer costs at least the least of w_k times its seconds there. The weights
-    are the speeds of the kinds for the whole model.
+    ``seconds`` [kinds, layers]: the least seconds of forward and backward for a sample. A device that computes x
+    samples of a micro-batch in a layer needs, for each sample, the layer's seconds for x samples divided by x. On equal
+    devices the busiest computes at least as long as the mean of all. On devices of several kinds each second of a
+    device of kind k is weighted by w_k, where the weights of all devices add up to 1: the step is at least the weighted
+    sum of all devices' seconds, and each sample of a layer costs at least the least of w_k times its seconds there. The
+    weights are the speeds of the kinds for the whole model.
     """
     speeds = 1 / np.maximum(seconds.sum(axis=1), 1e-300)
     total = sum(speeds[kinds.index(kind)] for kind in problem.cluster.device_kinds)
@@ -255,18 +262,19 @@ def _least_compute_seconds(problem: PlanningProblem, kinds: list[str | None], se
 def _least_layer_seconds(
     problem: PlanningProblem, size: int, kinds: list[str | None], forward: Floats, both: Floats
 ) -> float:
-    """Return a lower bound (seconds) by one layer, the one for which it is largest, on micro-batches of ``size``.
+    """Return a lower bound (seconds) that follows from a single layer, for micro-batches of ``size`` samples.
 
-    The stage of the layer computes all micro-batches, and at most as many devices as a micro-batch has rows share one.
-    Before the stage's first forward, a micro-batch has passed through all layers before it. ``forward``, ``both``
-    [kinds, layers]: the least seconds of forward, and of forward and backward, for a sample.
+    Each layer gives a bound, and the largest one is returned. The layer's stage computes all micro-batches, each on at
+    most as many devices as it has rows. Before the stage's first forward, a micro-batch has passed through all layers
+    before this one. ``forward``, ``both`` [kinds, layers]: the least seconds of forward, and of forward and backward,
+    for a sample.
     """
     replicas = min(problem.cluster.devices, size)
     rows = -(-size // replicas) if problem.whole_rows and problem.cluster.is_uniform else size / replicas
     of_devices = [kinds.index(kind) for kind in problem.cluster.device_kinds]
 
     def together(seconds: Floats) -> Floats:
-        """Return the least seconds of each layer for a micro-batch, shared by the fastest devices in any parts."""
+        """Return the least seconds of each layer for a micro-batch, which the fastest devices may divide in any way."""
         with np.errstate(divide="ignore", over="ignore"):  # a layer that takes no time, or hardly any
             shared: Floats = rows * replicas / (1 / np.sort(seconds[of_devices], axis=0)[:replicas]).sum(axis=0)
         return shared
@@ -275,13 +283,13 @@ def _least_layer_seconds(
     return float((before + together(both) * (problem.global_batch_size // size)).max())
 
 
-def _of_a_sample(problem: PlanningProblem, kind: str | None) -> tuple[Floats, Floats]:
-    """Return the least seconds for a sample that each layer takes at any number of samples.
+def _least_sample_seconds(problem: PlanningProblem, kind: str | None) -> tuple[Floats, Floats]:
+    """Return the least seconds per sample of each layer, over all numbers of samples.
 
-    Two arrays [layers]: of forward, and of forward and backward.
+    There are two arrays [layers]: of forward, and of forward and backward.
     """
     profile: Profile = problem.profile.of_kind(kind, problem.cluster.kind_speed(kind))
-    # Seconds are linear in the samples between measured sizes, so seconds / x is least at one of them or at an end.
+    # Between measured sizes seconds are linear in the samples x. So seconds / x is least at a measured size or an end.
     least, most = min(problem.micro_batch_sizes) / problem.cluster.devices, float(max(problem.micro_batch_sizes))
     points = [least, most, *(float(size) for size in profile.measured_sizes if least < size < most)]
     forward = np.array([profile.forward_seconds(x) / x for x in points])

@@ -38,9 +38,10 @@ _REFUSALS = (PlanError, ScheduleError, ClusterError, ProfileError)
 class ComparedPlan:
     """The plan that one planner chose; None where it has no plan, and ``reason`` says why.
 
-    ``planner_seconds``: those that the planner took. ``notation``: see ``explain.notation``. ``acr``: the activation
-    communication ratio. ``parts``: seconds of the step, "compute", "allreduce" and "wait" (see ``step_parts``).
-    ``reason``: why the plan is slower than the fastest. The prediction of the simulator is in the plan.
+    ``planner_seconds``: the seconds that the planner took. ``notation``: see ``explain.notation``. ``acr``: the
+    activation communication ratio. ``parts``: seconds of the step, "compute", "allreduce" and "wait" (see
+    ``step_parts``). ``reason``: why the plan is slower than the fastest. The prediction of the simulator is in the
+    plan.
     """
 
     planner: str
@@ -71,7 +72,7 @@ class ComparedPlan:
         return (self.plan.predicted if self.plan else None) or {}
 
     def to_json(self) -> dict[str, Any]:
-        """Return the row as JSON values; what needs a plan is null where there is none."""
+        """Return the row as JSON values; where there is no plan, the fields that need one are null."""
         return {
             "planner": self.planner,
             "planner_seconds": self.planner_seconds,
@@ -87,7 +88,7 @@ class ComparedPlan:
         }
 
     def cells(self) -> dict[str, str]:
-        """Return the fields of a table, by its header; the planning time alone without a plan."""
+        """Return the cells of a table by their header; without a plan only the planning time."""
         if self.plan is None:
             return {"planned in": format_seconds_fixed(self.planner_seconds)}
         values = (
@@ -107,8 +108,8 @@ class ComparedPlan:
 class Comparison:
     """The plans of several planners, the fastest first, then those without a plan; ``str`` is a table.
 
-    ``devices``: of the cluster. ``device_memory``: bytes of one, of the smallest where they differ. ``profile``,
-    ``cluster``: what was planned for, which a web page shows.
+    ``devices``: how many the cluster has. ``device_memory``: bytes of a device, of the smallest if they differ.
+    ``profile``, ``cluster``: what was planned for; a web page shows them.
     """
 
     model: str
@@ -166,7 +167,7 @@ class Comparison:
                     draw_bars(self._chart(), part)
 
     def _drawings(self) -> list[tuple[str, PlanDrawing]]:
-        """Return the drawings of the cluster and of all different plans, with their headings."""
+        """Return the drawings of the cluster and of each distinct plan, with their headings."""
         found = [] if self.cluster is None else [("The cluster", describe_plan_drawing(None, self.cluster))]
         planners: dict[PlanDrawing, list[str]] = {}
         for row in self.rows:
@@ -258,7 +259,7 @@ def compare(
 
 
 def _run(problem: PlanningProblem, name: str) -> tuple[str, float, Plan, Timeline] | ComparedPlan:
-    """Return a planner's seconds, and its plan with the simulated step; a row that says why where it has none."""
+    """Return the planner's name, seconds, plan and simulated step; if it has no plan, a row that says why."""
     begin = time.perf_counter()
     try:
         result = find_result(problem, name)

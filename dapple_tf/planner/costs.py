@@ -1,4 +1,4 @@
-"""Costs of the stages that blocks of a chain can form: seconds on each kind of device, and bytes; for all planners."""
+"""Costs of all stages that the blocks of a chain can form: seconds on each kind of device, and bytes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class ChainCosts:
 
     @property
     def memory_bytes(self) -> float:
-        """The usable bytes of the device that has fewest."""
+        """The usable bytes of the device with least memory."""
         return usable_bytes(self.problem.cluster.least_memory)
 
     @cached_property
@@ -59,17 +59,17 @@ class ChainCosts:
 
     @cached_property
     def working_bytes(self) -> Floats:
-        """Bytes of the largest layer's working set of each block, [N]."""
+        """Bytes of each block's largest working set of a layer, [N]."""
         return self.chain.working_bytes * self._scale
 
     @cached_property
     def boundary_bytes(self) -> Floats:
-        """Bytes that cross the cut before each block and behind the last, [N + 1]; 0 at both ends."""
+        """Bytes that cross the cut before each block, and the one after the last block, [N + 1]; 0 at both ends."""
         return self.chain.boundary_bytes * self._scale
 
     @cached_property
     def splittable(self) -> NDArray[np.bool_]:
-        """Of each cut, [N + 1], whether stages with different replicas can meet there."""
+        """Whether stages with different replica counts can meet at each cut, [N + 1]."""
         return np.concatenate([[True], self.chain.splittable, [True]])
 
     def block_seconds(self, samples: float, device: int = 0) -> tuple[Floats, Floats]:
@@ -110,7 +110,7 @@ class ChainCosts:
         """Return the bytes [N, N + 1] that a device of a stage always holds, and those of each micro-batch in flight.
 
         ``share``: the part of each micro-batch that the device computes. ``recompute``: whether only inputs are
-        stashed; None: as the problem says.
+        stashed; None takes the problem's own setting.
         """
         stash, working = self._kept
         if self.problem.recompute if recompute is None else recompute:
@@ -133,7 +133,7 @@ class ChainCosts:
 
 
 def make_stages(chain: Chain, bounds: Sequence[int], devices: Iterable[Iterable[int]]) -> tuple[StagePlan, ...]:
-    """Return stages on these ``devices``; ``bounds``: the first block of each, and the number of blocks."""
+    """Return stages on these ``devices``; ``bounds``: the first block of each stage, and the number of blocks."""
     layers = [chain.positions[bound] for bound in bounds]
     return tuple(
         StagePlan(first, end - 1, tuple(own)) for (first, end), own in zip(pairwise(layers), devices, strict=True)

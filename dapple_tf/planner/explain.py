@@ -97,7 +97,7 @@ def describe_result(
 
 
 def _compare_with_bound(least: float, seconds: float) -> list[str]:
-    """Return how far a step is above the lower bound of all plans' steps; nothing where layers take no time."""
+    """Return a line that compares a step with the lower bound of all plans; none if layers take no time."""
     if least <= 0:
         return []
     computing = format_seconds_fixed(least)

@@ -1,4 +1,4 @@
-"""Whether any plan fits the memory: the fewest devices that hold the model with one micro-batch in flight on each."""
+"""Find the fewest devices that hold the model with one micro-batch in flight on each, and so whether any plan fits."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _MOST_REPLICAS = 4096  # of a stage
 
 
 def fit_memory(problem: PlanningProblem, micro_batch_size: int | None = None) -> tuple[StagePlan, ...] | None:
-    """Return stages that need the fewest devices in all to fit with one micro-batch in flight; None if none do.
+    """Return the stages that fit on the fewest devices in all with one micro-batch in flight; None if none fit.
 
-    By default for the smallest micro-batch size: a plan that fits with any size fits with that. The stages may need
-    more devices than the cluster has (``devices_needed``): their devices are numbered from 0.
+    ``micro_batch_size``: by default the smallest, since a plan that fits with any size also fits with the smallest. The
+    stages may need more devices than the cluster has (``devices_needed``); their devices are numbered from 0.
     """
     size = problem.micro_batch_sizes[0] if micro_batch_size is None else micro_batch_size
     chain, found = problem.chain, _fit(problem, size)
@@ -30,7 +30,7 @@ def fit_memory(problem: PlanningProblem, micro_batch_size: int | None = None) ->
 
 
 def devices_needed(problem: PlanningProblem, micro_batch_size: int | None = None) -> int | None:
-    """Return the fewest devices of ``fit_memory``; None if no number is enough."""
+    """Return how many devices the stages of ``fit_memory`` need; None if no number is enough."""
     stages = fit_memory(problem, micro_batch_size)
     return None if stages is None else sum(stage.replicas for stage in stages)
 
@@ -46,21 +46,23 @@ def fits_memory(problem: PlanningProblem) -> bool:
 def _fit(problem: PlanningProblem, size: int) -> list[tuple[int, int]]:
     """Return the first block and the replicas of each stage; none if nothing fits.
 
-    By dynamic programming over (blocks planned, replicas of the last stage). Bytes of blocks are those of a whole
-    micro-batch of ``size`` samples.
+    They are found by dynamic programming over (blocks planned, replicas of the last stage). Bytes of blocks are those
+    of a whole micro-batch of ``size`` samples.
     """
     chain, scale = problem.chain, size / problem.profile.batch_size
     fixed, stash = chain.parameter_bytes * problem.values_per_weight, chain.stash_bytes * scale
     working = chain.working_bytes * scale
-    entering = chain.boundary_bytes[:-1] * scale * bool(problem.recompute)  # an input that re-computation keeps
+    entering = (
+        chain.boundary_bytes[:-1] * scale * bool(problem.recompute)
+    )  # the input of a stage, which re-computation stashes
     splittable = np.concatenate([[True], chain.splittable])
     memory, most_replicas = usable_bytes(problem.cluster.least_memory), min(size, _MOST_REPLICAS)
-    rows = size if problem.whole_rows else 0  # of which each replica holds whole ones; 0: equal fractions
+    rows = size if problem.whole_rows else 0  # replicas hold whole ones of these rows; 0: they hold equal fractions
     n = len(fixed)
     never = 1 << 60
     least = np.full((n + 1, most_replicas + 1), never)  # devices of the stages so far, by the replicas of the last one
-    any_replicas = np.full(n + 1, never)  # the least of a row
-    best = np.zeros(n + 1, np.int64)  # the replicas that have it
+    any_replicas = np.full(n + 1, never)  # the smallest entry of each row of ``least``
+    best = np.zeros(n + 1, np.int64)  # the replicas that have the smallest entry
     from_block = np.zeros((n + 1, most_replicas + 1), np.int64)
     any_replicas[0] = 0
     for first in range(n):
@@ -101,7 +103,7 @@ def _fit(problem: PlanningProblem, size: int) -> list[tuple[int, int]]:
 
 
 def may_bind(problem: PlanningProblem) -> bool:
-    """Return whether the memory can rule a plan out: one device cannot hold the model and all of a step's stash."""
+    """Return whether memory can rule out a plan: not if one device holds the model and the stashes of a whole step."""
     chain, scale = problem.chain, problem.global_batch_size / problem.profile.batch_size
     fixed = float(chain.parameter_bytes.sum()) * problem.values_per_weight
     held = float(chain.stash_bytes.sum() + chain.working_bytes.max()) * scale

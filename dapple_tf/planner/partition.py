@@ -60,8 +60,8 @@ class Stage(NamedTuple):
 class Partition:
     """The least ``values`` [states, N + 1] of each state with the first 0, 1 ... N blocks; infinite where none exists.
 
-    ``ways`` and ``firsts`` [states, N + 1]: the way of the last stage, and its first block. ``state``, ``before``: of
-    each way.
+    ``ways`` and ``firsts`` [states, N + 1]: the way of the last stage, and its first block. ``state``, ``before``: the
+    fields of each way.
     """
 
     values: Floats
@@ -121,23 +121,24 @@ class Ways:
 
     @staticmethod
     def in_turn(rows: Sequence[int]) -> Ways:
-        """Return the ways in which one stage follows the other: in state n there are n, the last of row n - 1."""
+        """Return the ways of a plain chain of stages: state n is n stages, of which stage i has the row ``rows[i]``."""
         stage = np.arange(len(rows))
         return Ways.of_arrays(len(rows) + 1, stage + 1, stage, np.array(rows))
 
 
 def from_the_end(stages: Floats) -> Floats:
-    """Return the array [..., N, N + 1] with blocks numbered from the last one, for a program that runs backwards."""
+    """Return the array [..., N, N + 1] with blocks numbered from the last, for programs that begin there."""
     behind = np.full((*stages.shape[:-2], 1, stages.shape[-1]), np.inf)  # the block behind the last begins no stage
     square = np.concatenate([stages, behind], axis=-2)
     return np.swapaxes(square[..., ::-1, ::-1], -1, -2)[..., :-1, :]
 
 
 def least_slowest(seconds: Floats) -> tuple[float, tuple[int, ...]]:
-    """Return the seconds of the slowest stage of the partition in which it is fastest, and the bounds of its stages.
+    """Return the partition whose slowest stage is as fast as possible: the seconds of this stage, and all bounds.
 
-    ``seconds`` [stages, N, N + 1]: of blocks i to j (exclusive) as stage n; infinite if they may not be. Infinity and
-    no bounds if there is no partition. Of equal ones the earlier stages have as few blocks as possible.
+    ``seconds`` [stages, N, N + 1]: those of the blocks i to j (exclusive) as stage n; infinite if they may not be this
+    stage. Return infinity and no bounds if there is no partition. Of equally good partitions the one is taken whose
+    earlier stages have as few blocks as possible.
     """
     count = len(seconds)
     found = partition(seconds, Ways.in_turn(range(count)))
@@ -212,25 +213,25 @@ def _fill(
     starts, ends = np.arange(blocks)[:, None], np.arange(blocks + 1)
     bytes_of = runs(parameters)
     order = np.arange(blocks)[:: -1 if latest else 1]
-    for group in _same_stages(ways):
-        sent = ways.link[group, :1] + ways.link[group, 1:] * boundary[None, :blocks]
-        entering = combine(values[ways.before[group], :blocks], sent)
-        entering[(ways.alike[group, None] == 0) & ~splittable[None, :blocks]] = np.inf
+    for alike in _same_stages(ways):
+        sent = ways.link[alike, :1] + ways.link[alike, 1:] * boundary[None, :blocks]
+        entering = combine(values[ways.before[alike], :blocks], sent)
+        entering[(ways.alike[alike, None] == 0) & ~splittable[None, :blocks]] = np.inf
         first_way = np.argmin(entering, axis=0)
-        latency, per_byte = ways.ring[group.start]
-        own = seconds[ways.row[group.start]] + np.where(bytes_of > 0, latency + per_byte * bytes_of, 0.0)
+        latency, per_byte = ways.ring[alike.start]
+        own = seconds[ways.row[alike.start]] + np.where(bytes_of > 0, latency + per_byte * bytes_of, 0.0)
         found = combine(entering[first_way, np.arange(blocks)][:, None], own)
         found[(ends <= starts) | (own > limit)] = np.inf
         first = order[np.argmin(found[order], axis=0)]
-        least, state = found[first, ends], ways.state[group.start]
+        least, state = found[first, ends], ways.state[alike.start]
         better = least < values[state]
         values[state, better] = least[better]
-        chosen[state, better], firsts[state, better] = group.start + first_way[first[better]], first[better]
+        chosen[state, better], firsts[state, better] = alike.start + first_way[first[better]], first[better]
 
 
 def _same_stages(ways: Ways) -> Iterator[slice]:
-    """Yield the ways that follow each other and differ only in the state before and the link."""
+    """Yield each run of consecutive ways that differ only in the state before and in the link."""
     keys = list(zip(ways.state.tolist(), ways.row.tolist(), *ways.ring.T.tolist(), strict=True))
-    for _, group in groupby(range(len(keys)), keys.__getitem__):
-        members = list(group)
+    for _, alike in groupby(range(len(keys)), keys.__getitem__):
+        members = list(alike)
         yield slice(members[0], members[-1] + 1)

@@ -37,7 +37,7 @@ class PlanningProblem:
     the searches re-compute all layers or none. ``optimizer_slots``: values that the optimizer keeps of each weight.
     ``overlap``: AllReduce runs during the last backward. ``contention``: steps are simulated with contention for the
     servers' network interfaces. ``shard_optimizer``: as in ``Plan``. ``whole_rows``: as in ``dapple.simulate``.
-    ``least_rows``: the least number of rows of a micro-batch that each replica of a stage must get.
+    ``least_rows``: how many rows of a micro-batch each replica of a stage must at least get.
     """
 
     profile: Profile
@@ -69,7 +69,7 @@ class PlanningProblem:
 
     @cached_property
     def shares_devices(self) -> bool:
-        """Whether the schedule is given, and runs several stages on a device."""
+        """Whether a schedule is given that runs several stages on a device."""
         return self.schedule != "auto" and self.spec.runs_several_stages
 
     def schedule_or(self, usual: str) -> str:
@@ -86,7 +86,7 @@ class PlanningProblem:
 
     @property
     def searches_order(self) -> bool:
-        """Whether the schedule is given, and its order is searched for (``zb-auto``)."""
+        """Whether a schedule is given whose order of actions is searched for (``zb-auto``)."""
         return self.schedule != "auto" and self.spec.is_searched
 
     def make_plan(
@@ -166,7 +166,7 @@ class PlanningProblem:
         wanted = self.schedule if schedule is None else schedule
         splits = wanted != "auto" and ScheduleSpec.parse(wanted).splits_backward
         micro_batches = self._micro_batches(stages, micro_batch_size)
-        # Reason: most plans that are too slow need no costs and no simulation.
+        # Reason: this shows of most slow plans that they are too slow, without costs and simulation.
         least = least_step_seconds(
             self.costs, stages, micro_batch_size, micro_batches, splits=splits, overlap=self.overlap
         )
@@ -257,15 +257,16 @@ class Candidate:
 
     @property
     def rank(self) -> tuple[float, int, int]:
-        """What planners sort by: the seconds, of equally fast candidates the stages, then the devices."""
+        """The key by which planners sort: the seconds, then the number of stages, then the number of devices."""
         return self.seconds, len(self.stages), self.device_count
 
 
 @dataclass(frozen=True)
 class PlannerResult:
-    """The plan that a planner chose, and the fastest candidate with other stages of each origin, by rising seconds.
+    """The plan that a planner chose, and runners-up: for each origin the fastest candidate with other stages.
 
-    ``formula_seconds``: of the step by the paper's own costs, if the planner chose by them; ``formula`` says whose.
+    The runners-up are in order of rising seconds. ``formula_seconds``: the step by the paper's own costs, if the
+    planner chose by them; ``formula`` says by which.
     ``pipedream``: the prediction of PipeDream's formulas, if the planner chose by them.
     """
 
@@ -277,15 +278,16 @@ class PlannerResult:
 
     @staticmethod
     def fastest(candidates: Iterable[Candidate | None]) -> PlannerResult | None:
-        """Return the result that has the fastest candidate alone; None where there is none."""
+        """Return a result with the fastest candidate and no runners-up; None where there is no candidate."""
         fastest = min((c for c in candidates if c is not None), key=lambda c: c.seconds, default=None)
         return None if fastest is None else PlannerResult(fastest)
 
     @staticmethod
     def ranked(candidates: Iterable[Candidate]) -> PlannerResult | None:
-        """Return the fastest candidate, and the fastest with other stages of each origin as runners-up.
+        """Return the fastest candidate, and as runners-up for each origin the fastest one with other stages.
 
-        Of equally fast candidates the one with fewest stages, then fewest devices, is chosen. None without any.
+        Of equally fast candidates the one with fewest stages, then fewest devices, is chosen. Return None if there are
+        no candidates.
         """
         order = sorted(candidates, key=lambda c: c.rank)
         if not order:
@@ -300,7 +302,7 @@ class PlannerResult:
 # --- The micro-batch sizes that are possible
 
 
-_LARGEST_BATCH = 10**12  # samples; the divisors of more take seconds to find
+_LARGEST_BATCH = 10**12  # samples; finding the divisors of a larger number takes seconds
 _MOST_MICRO_BATCHES = 16384  # more take long to simulate, and make the bubble hardly shorter
 
 

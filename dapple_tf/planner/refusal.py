@@ -28,8 +28,8 @@ def explain_failure(problem: PlanningProblem, planner: str, options: Mapping[str
         return describe_shortage(problem)
     if planner != "best" and (problem.schedule == "auto" or plan_best(problem) is not None):
         return _explain_choice(problem, planner, options)
-    # "auto" may choose the policy with the smallest stashes: where it does not fit, no schedule does that has one stage
-    # on a device.
+    # "auto" may choose the policy with the smallest stashes. So if nothing fits under "auto", no other schedule with
+    # one stage per device fits either.
     auto, again = replace(problem, schedule="auto"), replace(problem, recompute=True)
     remedies = ["schedule 'auto'"] if fits_memory(auto) else []
     if problem.shares_devices and plan_best(again) is not None:
@@ -93,7 +93,9 @@ def describe_shortage(problem: PlanningProblem) -> str:
         f"{first} to {last} ({layers[first].name} .. {layers[last].name}) needs {format_bytes(need)} and lacks "
         f"{format_bytes(need - memory)}"
     )
-    if not problem.recompute:  # backward would compute the whole stash again; of some layers of a stage, only a part
+    # Backward computes the whole stash of re-computed layers again, so with one micro-batch in flight nothing is saved.
+    # (Re-computing only some layers of a stage can save a part, so the message speaks of whole stages.)
+    if not problem.recompute:
         again = "Re-computation" if first == last else "Re-computation of whole stages"
         text += f". {again} would not help: it saves nothing of a single micro-batch in flight"
     remedies = _remedies(problem, size)
@@ -117,7 +119,7 @@ def _remedies(problem: PlanningProblem, size: int) -> list[str]:
         found.append(format_devices(count))
     kept = devices_needed(replace(problem, recompute=False), size) if problem.recompute else None
     if kept is not None and kept <= devices:
-        found.append("no recompute")  # the stashed input of a stage, beside all that is computed again, is too much
+        found.append("no recompute")  # with it a stage also holds its stashed input
     if less is None and count is not None:
         fewer = [(n, -b) for b, n in needed.items() if n is not None and n < count]
         found += [f"micro-batches of {format_samples(-b)} and {format_devices(n)}" for n, b in sorted(fewer)[:1]]
@@ -125,9 +127,9 @@ def _remedies(problem: PlanningProblem, size: int) -> list[str]:
 
 
 def _largest_stage(problem: PlanningProblem, size: int, devices: int) -> tuple[float, int, int]:
-    """Return the bytes, first layer and last layer of the largest of stages balanced by memory, one device each.
+    """Return the bytes, first layer and last layer of the largest stage, if stages are balanced by memory.
 
-    ``size``: samples of the one micro-batch in flight.
+    Each stage has one device. ``size``: samples of the one micro-batch in flight.
     """
     chain, scale = problem.chain, size / problem.profile.batch_size
     fixed = chain.parameter_bytes * problem.values_per_weight

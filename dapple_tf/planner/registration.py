@@ -13,7 +13,7 @@ _Function = TypeVar("_Function", bound=Callable[..., PlannerResult | None])
 
 @dataclass(frozen=True)
 class Planner:
-    """A planner: ``plan`` takes a problem and options of its own, and returns None if no plan that it finds fits.
+    """A planner. ``plan`` takes a problem and the planner's own options, and returns None if nothing fits.
 
     ``unequal``: it plans for devices of different kinds too. ``shares_devices``: it plans for schedules with several
     stages on a device too. ``candidate``: planner "best" considers its plan where the search of "best" cannot be

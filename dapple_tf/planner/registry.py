@@ -28,7 +28,7 @@ from dapple_tf.simulator.interrupts import interruptible
 from dapple_tf.simulator.native.library import load_library
 from dapple_tf.wording import suggest
 
-# Importing these has registered their planners. In messages the usual ones come first, then the others by name.
+# Importing these modules registers their planners. In messages the usual planners come first, then the others by name.
 _MODULES = (best, dapple, alpa, autopipe, bapipe, even, hetpipe, pipedream, piper, spp, straight)
 _FIRST = ("best", "dapple", "dp", "gpipe", "pipedream")
 PLANNERS: Mapping[str, Callable[..., PlannerResult | None]] = {
@@ -47,9 +47,9 @@ def check_planner(name: str) -> None:
 def find_result(problem: PlanningProblem, planner: str, **options: Any) -> PlannerResult | None:
     """Run ``planner`` and return its result; None if nothing that it may choose fits.
 
-    Raises PlanError if there is no such planner, if it does not have one of the ``options``, where it is written in C++
-    and there is no compiler, and if it does not know several stages on a device, or devices of different kinds, where
-    the problem has them.
+    Raises PlanError if there is no such planner; if it does not have one of the ``options``; if it is written in C++
+    and there is no compiler; and if the problem has several stages on a device, or devices of different kinds, and the
+    planner is not for these.
     """
     check_planner(planner)
     function = PLANNERS[planner]
@@ -76,7 +76,7 @@ def find_result(problem: PlanningProblem, planner: str, **options: Any) -> Plann
 
 
 def may_fit(problem: PlanningProblem) -> bool:
-    """Return False where it is known at once that no plan fits the memory, which a search takes long to find out."""
+    """Return False if it is easy to see that no plan fits the memory; a search would take long to find this out."""
     return problem.shares_devices or not problem.cluster.is_uniform or fits_memory(problem)
 
 

@@ -22,10 +22,10 @@ def share_rows(
 ) -> tuple[StagePlan, ...]:
     """Return the stages with shares by the speeds of their devices; those that have shares keep them.
 
-    Shares are whole rows of a micro-batch of ``micro_batch_size`` samples, for which the longest forward and the
-    longest backward of a replica together are least. A device that is too slow for a row is left out. A stage whose
-    devices are equally fast has no shares: it shares equally. Stages on the same devices get the same shares, by the
-    seconds of all their layers. Nothing changes where all devices are of one kind. Raises ProfileError for a kind
+    Shares are whole rows of a micro-batch of ``micro_batch_size`` samples, chosen so that the longest forward plus the
+    longest backward of a replica is least. A device that is too slow for even one row is left out. A stage whose
+    devices are equally fast keeps no shares, which means equal rows. Stages on the same devices get the same shares, by
+    the seconds of all their layers. Nothing changes where all devices are of one kind. Raises ProfileError for a kind
     without costs.
     """
     if cluster.is_uniform:
@@ -58,7 +58,7 @@ def _with_shares(
     names = list(dict.fromkeys(of_devices))
     profiles = [profile_on(profile, cluster, stage.devices[of_devices.index(name)]) for name in names]
     forward, backward = np.array([_seconds(together, size / stage.replicas, own) for own in profiles]).T.copy()
-    if len(set(forward)) == len(set(backward)) == 1:  # shares equally, as where all devices of the cluster are equal
+    if len(set(forward)) == len(set(backward)) == 1:  # equal rows, as if all devices of the cluster were equal
         return replace(stage, devices=stage.devices[:size])
     rows = share_by_kind(size, np.array([names.index(name) for name in of_devices]), forward, backward)
     kept = [(device, float(count)) for device, count in zip(stage.devices, rows, strict=True) if count]
@@ -95,11 +95,11 @@ def cut_rows(rows: int, speeds: Floats) -> Integers:
 
 
 def share_by_kind(rows: int, kinds: Integers, forward: Floats, backward: Floats) -> Integers:
-    """Return the rows of each device, in all ``rows``, so that the longest forward and backward together are least.
+    """Return the rows of each device, in all ``rows``, so that the longest forward plus the longest backward is least.
 
     ``kinds``: the number of each device's kind. ``forward``, ``backward`` [kinds]: seconds of the same samples on each
     kind; seconds grow in proportion to the rows. The longest forward and the longest backward may be on different
-    devices. If no other rows are better, they are those of ``cut_rows`` for the sum of both.
+    devices. If no other rows are better, the result is that of ``cut_rows`` for the sum of forward and backward.
     """
     used, kinds = np.unique(kinds, return_inverse=True)
     forward, backward = forward[used], backward[used]
@@ -142,6 +142,6 @@ def _longest(rows: Integers, kinds: Integers, seconds: Floats) -> float:
 
 
 def _room(backward_seconds: float, most: Integers, counts: Integers, backward: Floats) -> int:
-    """Return the rows that all devices take within these seconds, each at most the ``most`` of its kind."""
+    """Return how many rows all devices can compute backward in this time, each at most the ``most`` of its kind."""
     fit = (min(most[k], int(backward_seconds / backward[k] * (1 + _SAME))) for k in range(len(counts)))
     return sum(count * rows for count, rows in zip(counts.tolist(), fit, strict=True))

@@ -36,9 +36,9 @@ class StageCostArrays(NamedTuple):
     fixed_bytes: Floats  # weights, gradients, optimizer slots
     stash_bytes: Floats  # of each micro-batch in flight
     working_bytes: Floats
-    weights_seconds: Floats  # the part of backward for gradients of weights, if the schedule runs it on its own; else 0
-    rings: Rings  # the AllReduces, once a step
-    flows: Flows | None = None  # what shares the servers' interfaces; None without contention
+    weights_seconds: Floats  # the part of backward for gradients of weights, if it is an action of its own; else 0
+    rings: Rings  # the AllReduces of a step
+    flows: Flows | None = None  # the flows that share the servers' interfaces; None without contention
 
 
 class ScheduleSeconds(NamedTuple):
@@ -73,12 +73,12 @@ def fastest_schedule(
     """Return the fastest policy for these stages ("auto"), or the given ``schedule``, with its seconds.
 
     Where memory limits the policy, its name has D. ``ceiling``: seconds; a step that is not shorter counts as infinite.
-
     Of policies that differ only by rounding errors the first of ``POLICIES`` is taken. A schedule's name must be valid
     (``make_problem`` checks it).
     """
     if schedule != "auto" and ScheduleSpec.parse(schedule).is_searched:
-        # Reason: the search takes far longer. It starts from all of these, so what it finds for the plan is no slower.
+        # Reason: the search takes far longer. It starts from all of these schedules, so the order that it finds later
+        # is no slower.
         names = (schedule, *find_substitutes(schedule))
         found = [_schedule_seconds(costs, micro_batches, memory_bytes, name, ceiling) for name in names]
         return ScheduleSeconds(min(entry.seconds for entry in found), schedule)
@@ -104,7 +104,7 @@ def _schedule_seconds(
     stages, nothing = len(costs.forward_seconds), ScheduleSeconds(np.inf, schedule)
     try:
         order, in_flight = named_order(schedule, stages, micro_batches)
-    except ScheduleError:  # gpipe:D=4 of more than 4 micro-batches; a schedule for another number of stages
+    except ScheduleError:  # such as gpipe:D=4 with more than 4 micro-batches, or a schedule for other numbers of stages
         return nothing
     if len(order.actions) < stages:
         peaks = HeldStash.of(order).peaks(costs.fixed_bytes, costs.stash_bytes, costs.working_bytes)
@@ -117,7 +117,7 @@ def _schedule_seconds(
             limit = int((room[short] / costs.stash_bytes[short]).min()) if (room[short] > 0).all() else 0
             if schedule not in _LIMITED or limit < 1:
                 return nothing
-            if limit < in_flight.max():  # else it is less by a rounding error
+            if limit < in_flight.max():  # else the memory is short only by a rounding error
                 schedule = f"{schedule}:D={limit}"
                 order = named_order(schedule, stages, micro_batches).order
     seconds = order_seconds(order, costs, ceiling)
@@ -125,7 +125,7 @@ def _schedule_seconds(
 
 
 def find_substitutes(schedule: str) -> tuple[str, ...]:
-    """Return the schedules for which planners cut stages instead of ``zb-auto``: of as many stages per device."""
+    """Return the schedules that planners cut stages for in place of ``zb-auto``, with as many stages per device."""
     chunks = ScheduleSpec.parse(schedule).chunks
     return _SUBSTITUTES.get(chunks, ()) if chunks else ()
 
@@ -146,11 +146,11 @@ def least_step_seconds(
 ) -> float:
     """Return a lower bound (seconds) of the step of ``stages``, on micro-batches of ``samples`` each.
 
-    A device computes for all micro-batches. Before its first action, each stage before it has run a forward. Its last
-    backward is one of the first of its stages. After it, each stage before runs a backward, and this stage runs its
-    AllReduce. If weight gradients are actions of their own (``splits``), they may come even later, so then only the
-    seconds of the device itself count. With ``overlap`` AllReduce does not count. Transfers, re-computation and
-    contention are left out.
+    A device computes all micro-batches. Before its first action, each earlier stage has run a forward. The last
+    backward of the device belongs to the first of its stages. After it, each earlier stage runs a backward, and this
+    stage runs its AllReduce. If weight gradients are actions of their own (``splits``), they may run after all this;
+    then only the seconds of the device itself count. With ``overlap`` AllReduce does not count. Transfers,
+    re-computation and contention are left out.
     """
     busy = dict[tuple[int, ...], float]()  # seconds of the device's stages for one micro-batch
     around = dict[tuple[int, ...], float]()  # seconds before and after all of its actions

@@ -71,7 +71,7 @@ class CostModel:
         return stage.in_rows(samples) if self._whole_rows or stage.row_shares else stage
 
     def allreduce_seconds(self, stage: StagePlan) -> float:
-        """Return the seconds of one AllReduce of all gradients of ``stage``; it may differ by rounding."""
+        """Return the seconds of one AllReduce of all gradients of ``stage``, as in ``stage_costs`` up to rounding."""
         trained = self._parameter_sums[stage.last_layer + 1] - self._parameter_sums[stage.first_layer]
         return ring_seconds(*self._links.allreduce(tuple(self._cluster.homes[d] for d in stage.devices)), trained)
 
@@ -149,7 +149,7 @@ class CostModel:
     def compute_seconds(self, stage: StagePlan, samples: int) -> float:
         """Return the seconds of forward and backward of a micro-batch on the replica where they take longest.
 
-        In less time than ``stage_costs`` and without re-computation. It may differ by rounding.
+        This is quicker than ``stage_costs``, from which it may differ by rounding. Re-computation is left out.
         """
         longest = 0.0
         for device, part in self._parts(self.in_rows(stage, samples), samples):
@@ -162,7 +162,7 @@ class CostModel:
         return longest
 
     def _parts(self, stage: StagePlan, samples: float) -> list[tuple[int, float]]:
-        """Return a device of each kind in ``stage``, the one with most samples, and its samples."""
+        """Return for each kind of device in ``stage`` the device with most samples, and its samples."""
         shares = stage.row_shares
         if self._cluster.is_uniform and not shares:
             return [(stage.devices[0], samples / stage.replicas)]

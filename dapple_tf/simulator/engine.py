@@ -41,7 +41,7 @@ from dapple_tf.simulator.order import (
 from dapple_tf.simulator.shared_flows import FlowDemand, SharedFlows, demands_of
 from dapple_tf.timeline.stage_costs import StageCosts
 
-_ALMOST = 1 - 1e-9  # of seconds that were added and subtracted again
+_ALMOST = 1 - 1e-9  # allows for rounding: the seconds left are a sum from which others were taken
 
 
 class Seconds(NamedTuple):
@@ -262,7 +262,7 @@ class _Engine:
             arrival = self.times[3, s, m]
         else:
             if s + 1 < self.stages:
-                arrival = self.times[9, s, m]  # which is after this stage's forward
+                arrival = self.times[9, s, m]  # gradients arrive only after this stage's forward
             elif not self.turned[m]:
                 return False
             target = s - 1
@@ -329,8 +329,8 @@ class _Engine:
 class Rings(NamedTuple):
     """The rings of each stage, one after the other: for stage s ``first[s]`` to ``first[s + 1]``, at least one.
 
-    ``before``: seconds between a ring's gradients and the end of the stage's last gradients, 0 without overlap.
-    ``seconds``: of a ring alone, latency included. ``exposed`` [S]: as in ``StageCosts``.
+    ``before``: seconds from the end of a ring's own gradients to the end of the stage's last ones, 0 without overlap.
+    ``seconds``: those of a ring without other flows, latency included. ``exposed`` [S]: as in ``StageCosts``.
     """
 
     first: Integers

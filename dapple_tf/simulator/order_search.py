@@ -31,8 +31,8 @@ from dapple_tf.timeline.stage_costs import StageCosts, usable_bytes
 from dapple_tf.wording import format_count
 
 _ONE_STAGE_PER_WORKER = ("dapple-a", "dapple-b", "1f1b-so", "zb-h1", "zb-h2")  # each also with D from the memory
-_ACTIONS = 3e7  # simulated actions in the moves of one search: about a second
-_MOVES = 100000  # at most
+_ACTIONS = 3e7  # simulated in the moves of one search, at most: about a second
+_MOVES = 100000  # in one search, at most
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def lower_bound(worker_map: WorkerMap, micro_batches: int, costs: Sequence[Stage
 
 @dataclass(frozen=True, eq=False)
 class _Problem:
-    """Costs as arrays of stages, and ``most``: the bytes of each worker's memory that are left for stashes.
+    """Costs as arrays of stages, and ``room``: the bytes of each worker's memory that are left for stashes.
 
     The rest of the memory is for weights, gradients, optimizer slots and the largest working set.
     """
@@ -132,28 +132,28 @@ class _Problem:
     worker_map: WorkerMap
     times: tuple[Floats, ...]  # those of ``engine.step_seconds``
     stash: Floats
-    most: Floats
+    room: Floats
 
     @staticmethod
     def of(worker_map: WorkerMap, costs: Sequence[StageCosts], device_memory: float) -> _Problem:
         names = ("forward", "backward", "weights", "send_forward", "send_backward", "exposed")
         times = (np.array([getattr(cost, f"{name}_seconds") for cost in costs], np.float64) for name in names)
         stash = np.array([cost.stash_bytes for cost in costs], np.float64)
-        most = [
+        room = [
             usable_bytes(device_memory)
             - sum(costs[stage].fixed_bytes for stage in stages)
             - max(costs[stage].working_bytes for stage in stages)
             for stages in worker_map.stages_of
         ]
-        return _Problem(worker_map, tuple(times), stash, np.array(most, np.float64))
+        return _Problem(worker_map, tuple(times), stash, np.array(room, np.float64))
 
     def fastest(self, schedules: Iterator[tuple[str, Schedule]]) -> tuple[str, float, Schedule] | None:
         """Return the name, the seconds and the schedule of the fastest one that fits the memory."""
-        best, zeros = None, np.zeros(len(self.stash))  # all but the stashes has been taken from ``most``
+        best, zeros = None, np.zeros(len(self.stash))  # ``room`` is for the stashes only
         for name, schedule in schedules:
             check_stop()
             order = encode(schedule)
-            if (HeldStash.of(order).peaks(zeros, self.stash, zeros) <= self.most).all():
+            if (HeldStash.of(order).peaks(zeros, self.stash, zeros) <= self.room).all():
                 seconds = step_seconds(order, *self.times)
                 if best is None or seconds < best[1]:
                     best = name, seconds, schedule
@@ -175,7 +175,7 @@ class _Problem:
         seconds = improve(
             *(len(order.worker_of), len(order.actions)),
             *(ctypes.c_int64(order.micro_batches), ctypes.c_int64(order.actions.shape[1])),
-            *map(address, (order.actions, order.worker_of, *self.times, self.stash, self.most)),
+            *map(address, (order.actions, order.worker_of, *self.times, self.stash, self.room)),
             *(ctypes.c_int64(moves), address(stop_flag())),
         )
         check_stop()
@@ -188,7 +188,7 @@ def _named_schedules(worker_map: WorkerMap, micro_batches: int, problem: _Proble
     """Yield the schedules that have a name and are for this worker map, with D where the memory needs one."""
     names = []
     if worker_map.has_one_stage_per_worker:
-        holds = (problem.most[problem.stash > 0] / problem.stash[problem.stash > 0]).tolist()
+        holds = (problem.room[problem.stash > 0] / problem.stash[problem.stash > 0]).tolist()
         limit = int(min([micro_batches, *holds]))
         limited = (f":D={limit}",) if 1 <= limit < micro_batches else ()
         names += ["gpipe", *(name + option for name in _ONE_STAGE_PER_WORKER for option in ("", *limited))]
@@ -202,13 +202,13 @@ def _named_schedules(worker_map: WorkerMap, micro_batches: int, problem: _Proble
 
 
 def _list_schedules(worker_map: WorkerMap, micro_batches: int, problem: _Problem) -> Iterator[tuple[str, Schedule]]:
-    """Yield what list scheduling makes of several rules: with all the memory, and with that of 1F1B, twice and once."""
+    """Yield the schedules of several rules of list scheduling, with all the memory or one or two times that of 1F1B."""
     fields = (array.tolist() for array in (*problem.times[:-1], problem.stash))
     times = [StageTimes(*of_stage) for of_stage in zip(*fields, strict=True)]
     workers = worker_map.workers
     usual = [sum(times[stage].stash for stage in stages) for stages in worker_map.stages_of]
     for factor, alternate, wait_share in itertools.product((math.inf, 2.0, 1.0), (False, True), (0.0, 0.5, 1.0)):
-        held = [min(float(room), factor * workers * own) for room, own in zip(problem.most, usual, strict=True)]
+        held = [min(float(room), factor * workers * own) for room, own in zip(problem.room, usual, strict=True)]
         schedule = list_schedule(worker_map, micro_batches, times, ListRule(True, tuple(held), alternate, wait_share))
         if schedule is not None:
             yield "", schedule

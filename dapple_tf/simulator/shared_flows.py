@@ -14,7 +14,7 @@ from dapple_tf.simulator.arrays import Floats
 from dapple_tf.simulator.contention import Flows, fill_ring, fill_transfer
 from dapple_tf.simulator.transfer import LinkTables
 
-Happen = Callable[[float], None]
+Callback = Callable[[float], None]
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def demands_of(flows: Flows | None) -> dict[int, FlowDemand]:
 class _Moving:
     """A flow that moves its bytes.
 
-    ``left``: the seconds that the bytes which are left at the time ``since`` would take without other flows.
+    ``left``: the seconds that the remaining bytes, at the time ``since``, would take without other flows.
     ``factor``: how many times longer they take now. ``due``: when the flow ends, unless the factor changes. ``rank``:
     as in ``SharedFlows.at``.
     """
@@ -67,7 +67,7 @@ class _Moving:
     demands: Mapping[int, float]
     due: float
     left: float
-    done: Happen
+    done: Callback
     rank: int
     since: float = 0.0
     factor: float = 1.0
@@ -77,13 +77,13 @@ class SharedFlows:
     """The events of a simulation in order of time, and the flows that are under way."""
 
     def __init__(self) -> None:
-        self._events: list[tuple[float, int, int, Happen]] = []
+        self._events: list[tuple[float, int, int, Callback]] = []
         self._numbers = itertools.count()
         self._counts = Counter[int]()
         self._moving = dict[_Moving, None]()
 
-    def at(self, time: float, happen: Happen, rank: int = 0) -> None:
-        """Call ``happen`` at this time; of events at one time the lowest ``rank`` comes first, then the first added."""
+    def at(self, time: float, happen: Callback, rank: int = 0) -> None:
+        """Call ``happen`` at this time; of events at one time the lowest ``rank`` is first, then the first added."""
         heapq.heappush(self._events, (time, rank, next(self._numbers), happen))
 
     def run_next(self) -> bool:
@@ -94,7 +94,7 @@ class SharedFlows:
         happen(time)
         return True
 
-    def start(self, now: float, seconds: float, demand: FlowDemand, done: Happen, rank: int = 0) -> None:
+    def start(self, now: float, seconds: float, demand: FlowDemand, done: Callback, rank: int = 0) -> None:
         """Start a flow that takes ``seconds`` alone; call ``done`` with the time at which it ends."""
         wait = min(demand.latency, seconds)
         if not demand.of or seconds == wait:

@@ -148,7 +148,7 @@ def ring_seconds(latency: float, seconds_per_byte: float, parameter_bytes: float
 class LinkCosts:
     """A cache of the costs of transfers and AllReduces over the links of one cluster.
 
-    It has one entry for each group of servers. Planners ask for a few groups, each of them thousands of times.
+    It has one entry for each sequence of servers. Planners ask for a few of these, for each thousands of times.
     """
 
     def __init__(self, cluster: Cluster) -> None:

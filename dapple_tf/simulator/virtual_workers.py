@@ -24,11 +24,11 @@ def simulate_workers(
 ) -> tuple[SimulatedStep, ...]:
     """Return the step of each virtual worker of ``plan``, which ends when its weights are reduced with the others'.
 
-    Layers that lie on the same devices of all workers are reduced together, in one ring of these devices. The ring
-    starts when the last of its stages has ended its backwards and its devices are free of other rings. If several rings
-    could start, the one whose backwards ended first starts first. Rings do not overlap backward. A stage's
-    ``exposed_seconds`` last from its own last backward to the end of its last ring, so they include waiting for other
-    workers.
+    Layers are reduced together, in one ring, if in each worker they are on one device; the ring joins these devices.
+    The ring starts when the last of its stages has ended its backwards and its devices are free of other rings. If
+    several rings could start, the one whose backwards ended first starts first. Rings do not overlap backward. A
+    stage's ``exposed_seconds`` last from its own last backward to the end of its last ring, so they include waiting for
+    other workers.
     """
     parts = plan.virtual_workers
     executions = []
@@ -74,15 +74,16 @@ def _reduce(
     holders = [
         {layer: s.devices[0] for s in part.stages for layer in range(s.first_layer, s.last_layer + 1)} for part in parts
     ]
-    groups = tuple(
+    joint_stages = tuple(
         StagePlan(first, end - 1, tuple(of_worker[first] for of_worker in holders))
         for first, end in itertools.pairwise(cuts)
     )
-    # The cost model has an AllReduce for each stage: here a stage is what lies on the same devices of all workers.
-    as_stages = replace(plan, stages=groups, schedule="dapple-a", overlap=False, recompute=False)
+    # The cost model has an AllReduce for each stage: here a stage is the layers of one ring.
+    as_stages = replace(plan, stages=joint_stages, schedule="dapple-a", overlap=False, recompute=False)
     seconds = [cost.allreduce_seconds for cost in stage_costs(as_stages, profile, cluster)]
     rings = [
-        (max(free[d] for d in group.devices), group.devices, took) for group, took in zip(groups, seconds, strict=True)
+        (max(free[d] for d in joint.devices), joint.devices, took)
+        for joint, took in zip(joint_stages, seconds, strict=True)
     ]
     for _, devices, took in sorted(rings, key=lambda ring: ring[0]):
         end = max(free[d] for d in devices) + took

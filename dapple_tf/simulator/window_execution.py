@@ -42,8 +42,8 @@ class WindowCosts:
 
     ``stages``: of an action on one replica, and of the AllReduce of one update (``allreduce_seconds``).
     ``routes``: forward and backward, by the first stage of a boundary, its replica, and that of the next stage;
-    replicas that share micro-batches exchange them together, and have the one pair of replicas 0. ``update_seconds``:
-    of each stage's update. ``rings``: what each stage's AllReduce shares; empty if nothing.
+    replicas that share micro-batches send them together, and have one entry, for replicas 0. ``update_seconds``:
+    of each stage's update. ``rings``: the demand of each stage's AllReduce; empty if it shares nothing.
     """
 
     stages: tuple[StageCosts, ...]
@@ -112,7 +112,7 @@ def execute_window(versions: Versions, costs: WindowCosts) -> WindowExecution:
 
 
 @dataclass
-class _Turn:
+class _WaitingTransfer:
     """A transfer that waits for its channels.
 
     ``waits``: the number of transfers before it, on any of the channels, that have not ended. ``followers``: the
@@ -123,8 +123,8 @@ class _Turn:
     route: Route
     places: list[Place]
     waits: int = 0
-    followers: list[_Turn] = field(default_factory=list)
-    over: bool = False
+    followers: list[_WaitingTransfer] = field(default_factory=list)
+    ended: bool = False
 
 
 class _Run:
@@ -145,7 +145,7 @@ class _Run:
                 self._missing[stage, number] = sum(len(self._window.replicas_of(stage, m)) for m in group)
         self._updated = [0] * self._window.stages
         self._reduced: set[tuple[int, int]] = set()
-        self._last: dict[tuple[str, int, str], _Turn] = {}  # on each channel
+        self._last: dict[tuple[str, int, str], _WaitingTransfer] = {}  # on each channel
         self._events = SharedFlows()
         self.actions: dict[tuple[Action, int], Timed] = {}
         self.transfers: dict[Action, Timed] = {}
@@ -204,32 +204,32 @@ class _Run:
         boundary, backward = min(action.stage, target), action.kind == "B"
         first, second = (receivers[0], sender) if backward else (sender, receivers[0])
         route = self._costs.routes[boundary, first, second][backward]
-        turn = _Turn(action, route, [(target, replica) for replica in receivers])
+        transfer = _WaitingTransfer(action, route, [(target, replica) for replica in receivers])
         if route.seconds:
             channels = [(action.kind, boundary, channel) for channel in route.channels]
-            before = {id(last): last for channel in channels if (last := self._last.get(channel)) and not last.over}
+            before = {id(last): last for channel in channels if (last := self._last.get(channel)) and not last.ended}
             for last in before.values():
-                last.followers.append(turn)
-            turn.waits = len(before)
-            self._last |= dict.fromkeys(channels, turn)
-        if not turn.waits:
-            self._begin(turn, now)
+                last.followers.append(transfer)
+            transfer.waits = len(before)
+            self._last |= dict.fromkeys(channels, transfer)
+        if not transfer.waits:
+            self._begin(transfer, now)
 
-    def _begin(self, turn: _Turn, now: float) -> None:
+    def _begin(self, transfer: _WaitingTransfer, now: float) -> None:
         """Begin a transfer whose channels are free."""
 
         def end(time: float) -> None:
-            turn.over = True
-            self.transfers[turn.action] = Timed(now, time)
-            for follower in turn.followers:
+            transfer.ended = True
+            self.transfers[transfer.action] = Timed(now, time)
+            for follower in transfer.followers:
                 follower.waits -= 1
                 if not follower.waits:
                     self._begin(follower, time)
-            self._arrived |= {(turn.action, place) for place in turn.places}
-            for place in turn.places:
+            self._arrived |= {(transfer.action, place) for place in transfer.places}
+            for place in transfer.places:
                 self._start(place, time)
 
-        self._events.start(now, turn.route.seconds, turn.route.demand, end)
+        self._events.start(now, transfer.route.seconds, transfer.route.demand, end)
 
     def _reduce(self, stage: int, number: int, now: float) -> None:
         def end(time: float) -> None:

@@ -2,7 +2,8 @@
 
 A layout is the part of a plan that the search changes: cuts, the devices of each stage (or of each worker of
 interleaved stages), K_i of each stage, the stages that are re-computed, and the micro-batch size. K_i may be any
-numbers that do not grow from stage to stage and that memory allows. A move may change several of these at once.
+numbers that memory allows and that do not grow from a stage to the next one. A move may change several of these at
+once.
 """
 
 from __future__ import annotations
@@ -101,14 +102,15 @@ class Annealer:
     ) -> Annealer | None:
         """Return the arrays of a problem; None where there is no compiled library.
 
-        ``chunks``: the numbers of stages that a device may run, beside one. ``stages``: how many there are; None for
-        any number. ``slope``: K_i = slope (S - 1 - i) + 1 where memory allows it; ANY_WARM_UP: searched too.
+        ``chunks``: the numbers of stages that a device may run, in addition to one. ``stages``: the number of stages of
+        all layouts; None for any number. ``slope``: K_i is slope (S - 1 - i) + 1 where memory allows it; with
+        ANY_WARM_UP the search chooses K_i too.
         """
         library = load_library()
         if library is None:
             return None
         chain, profile, servers = problem.chain, problem.profile, problem.cluster.servers
-        # Reason: in the order of their size, so that the plan does not depend on the order in which they are given.
+        # Reason: servers are sorted by size so that the plan does not depend on the order in which they are given.
         order = sorted(range(len(servers)), key=lambda server: -servers[server].devices)
         cluster = replace(problem.cluster, servers=tuple(servers[server] for server in order))
         kinds = list(dict.fromkeys(cluster.device_kinds))
@@ -184,9 +186,10 @@ class Annealer:
     def search(self, work: int, seed: int = 1, searches: int = 1) -> list[Layout]:
         """Return the fastest layouts found, by rising seconds; none if nothing fits.
 
-        ``work``: of each of the ``searches``, which use other random numbers; 10^8 take about a second on one core. As
-        long as the last of several searches has found a faster layout, a longer one follows. The result depends on
-        these and on ``seed``, not on the threads. Raises PlanError where memory is lacking.
+        ``work``: the work of each of the ``searches``; 10^8 takes about a second on one core. The searches have
+        different random numbers. As long as the last of several searches has found a faster layout, a longer one
+        follows. The result depends on these arguments and on ``seed``, not on the number of threads. Raises PlanError
+        where memory is lacking.
         """
         devices, width, most = self.problem.cluster.devices, self._width, _RESULTS
         shape, rows = np.zeros((most, 3), np.int32), np.zeros((most, devices), np.int64)
@@ -209,7 +212,7 @@ class Annealer:
         return [self._layout(*(each[row] for each in results)) for row in range(count) if seconds[row] < _UNFIT]
 
     def step_seconds(self, plan: Plan) -> float:
-        """Return the step of a plan of one stage per device, K_i by the slope; 10^12 and more if it does not fit."""
+        """Return the step (seconds) of a plan of one stage per device, K_i by the slope; 10^12 or more if unfit."""
         devices = self.problem.cluster.devices
         used = [self.devices.index(device) for stage in plan.stages for device in stage.devices]
         order = np.array([*used, *(d for d in range(devices) if d not in set(used))], np.int32)
@@ -243,17 +246,17 @@ class Annealer:
         seconds: float,
     ) -> Layout:
         size, workers, chunks = shape.tolist()
-        sets: list[list[int]] = [[] for _ in range(workers)]
+        of_workers: list[list[int]] = [[] for _ in range(workers)]
         for worker, device in zip(owner.tolist(), order.tolist(), strict=True):
             if worker >= 0 and rows[device]:
-                sets[worker].append(device)  # counted in the order of ``devices``
-        named = _name_in_order([self.devices[d] for own in sets for d in own], self.problem.cluster)
+                of_workers[worker].append(device)  # its index in ``self.devices``
+        named = _name_in_order([self.devices[d] for own in of_workers for d in own], self.problem.cluster)
         count, samples = workers * chunks, int(self.sizes[size])
         bounds = [*(int(self.positions[block]) for block in starts[:count]), len(self.problem.profile.layers)]
         stages = []
         for index, (first, end) in enumerate(itertools.pairwise(bounds)):
-            own = tuple(named[self.devices[d]] for d in sets[index % workers])
-            shares = [rows[d] for d in sets[index % workers]]
+            own = tuple(named[self.devices[d]] for d in of_workers[index % workers])
+            shares = [rows[d] for d in of_workers[index % workers]]
             kinds = {self.problem.cluster.kind_of(device) for device in own}
             unequal = len(kinds) > 1 and len(set(shares)) > 1
             stages.append(StagePlan(first, end - 1, own, tuple(map(float, shares)) if unequal else None))
@@ -266,10 +269,10 @@ class Annealer:
 
 
 def _name_in_order(devices: Sequence[int], cluster: Cluster) -> dict[int, int]:
-    """Return for each of these devices an equal one that takes its place, so that a plan uses devices in order.
+    """Return for each of these devices an equal one to use instead, so that a plan uses equal devices in order.
 
-    The search makes no difference between equal devices, nor between equal servers, and may use any of them first. If
-    the cluster has links of its own between servers, each device stays what it is.
+    To the search equal devices are the same, and so are equal servers, so it may use any of them first. If some pair of
+    servers has its own link, no device is replaced.
     """
     if cluster.links:
         return dict(zip(devices, devices, strict=True))
@@ -292,7 +295,7 @@ def _name_in_order(devices: Sequence[int], cluster: Cluster) -> dict[int, int]:
 
 
 def _name(warm_up: Sequence[int], micro_batches: int) -> str:
-    """Return the name of the schedule with these K_i: a policy's, if it has them."""
+    """Return the name of the schedule with these K_i: the name of a policy that has them, or a list of K_i."""
     for policy in ("dapple-a", "dapple-b"):
         if ScheduleSpec.parse(policy).warm_up(len(warm_up), micro_batches) == tuple(warm_up):
             return policy
@@ -306,7 +309,7 @@ def _lines(profile: Profile, direction: str) -> tuple[NDArray[np.float64], NDArr
     if len(sizes) == 1:
         return np.zeros((1, len(seconds[0]))), np.array([seconds[0] / sizes[0]])
     slopes = [(b - a) / (n - m) for (m, a), (n, b) in itertools.pairwise(zip(sizes, seconds, strict=True))]
-    falls = slopes[0] * sizes[0] <= seconds[0]  # else the line would be below 0 for no rows: through the origin
+    falls = slopes[0] * sizes[0] <= seconds[0]  # else the line would be negative near 0 rows, so it goes through 0
     below = np.where(falls, slopes[0], seconds[0] / sizes[0])
     every = [below, *slopes, slopes[-1]]
     through = [(sizes[0], seconds[0]), *zip(sizes, seconds, strict=True)]

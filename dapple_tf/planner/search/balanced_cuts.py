@@ -1,4 +1,4 @@
-"""Block partition of sequences: cut a chain of hundreds of blocks into stages whose largest is as small as possible."""
+"""Block partition of sequences: cut a chain of hundreds of blocks so that the largest stage is as small as possible."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from dapple_tf.simulator.native.library import address, load_library
 def even_starts(costs: Floats, stages: int) -> Integers:
     """Return the first block of each of ``stages`` contiguous stages with the least maximum sum of ``costs``.
 
-    torchgpipe balances with the same partition (DAPPLE, section IV.D). Needs at least as many blocks as stages. Exact,
-    by dynamic programming in stages x blocks x log(blocks) steps. Of equal maxima, the last stages are kept as small as
-    possible.
+    torchgpipe balances with the same partition (DAPPLE, section IV.D). There must be at least as many blocks as stages.
+    The result is exact, by dynamic programming in stages x blocks x log(blocks) steps. Of partitions with equal maxima
+    the one is taken whose last stages are as small as possible.
     """
     n = len(costs)
     sums = np.concatenate([[0.0], np.cumsum(costs)])
@@ -22,8 +22,8 @@ def even_starts(costs: Floats, stages: int) -> Integers:
     choice = np.zeros((stages, n + 1), np.int64)
     ends = np.arange(n + 1)
     for k in range(1, stages):
-        # With a later start the last stage of the first `end` blocks gets shorter, and the largest of the stages before
-        # it longer: the least maximum is where they meet.
+        # The first `end` blocks are cut into a last stage and the stages before it. If the last stage starts later, it
+        # gets smaller, and the largest of the others larger. The least maximum is where the two sizes meet.
         best[:k] = -np.inf
         meets = np.clip(np.searchsorted(best + sums, sums), k, np.maximum(ends - 1, k))
         before = np.maximum(meets - 1, k)
@@ -41,21 +41,22 @@ def even_starts(costs: Floats, stages: int) -> Integers:
     return starts
 
 
-def even_sums(costs: Floats, more: Floats, factors: Floats, worker_of: Integers, rounds: int) -> Integers:
+def even_sums(costs: Floats, more: Floats, factors: Floats, worker_of: Integers, iterations: int) -> Integers:
     """Return the first block of each contiguous stage, such that stages and workers have nearly even costs.
 
     A stage costs the sum of ``costs`` of its blocks, plus ``factors`` (of the stage) times the sum of ``more``; a
     worker costs as much as all its stages. ``worker_of``: the worker of each stage. Needs at least as many blocks as
-    stages. Each round cuts with the least sum over the stages of (x + y)^2, where x is the cost of the stage, and y the
-    cost of its worker's other stages as the round before has cut them (in the first round, as if all stages cost the
-    same). The cuts of the round with the least maximum over the workers are taken. In rounds x stages x blocks^2 steps.
+    stages. Each iteration takes the cuts with the least sum over the stages of (x + y)^2. Here x is the cost of the
+    stage, and y is the cost that its worker's other stages have with the cuts of the iteration before. (In the first
+    iteration y is as if all stages cost the same.) The result is that of the iteration with the least maximum over the
+    workers. It takes iterations x stages x blocks^2 steps.
     """
     stages, n = len(worker_of), len(costs)
     sums, more_sums = prefix_sums(costs), prefix_sums(more)
     own = np.full(stages, (sums[n] + factors.mean() * more_sums[n]) / stages)
     starts: Integers = np.arange(stages)
     least = np.inf
-    for _ in range(rounds):
+    for _ in range(iterations):
         load = np.bincount(worker_of, own)
         cut = least_squares(sums, more_sums, factors, load[worker_of] - own)
         ends = np.append(cut[1:], n)
@@ -67,9 +68,9 @@ def even_sums(costs: Floats, more: Floats, factors: Floats, worker_of: Integers,
 
 
 def least_squares(sums: Floats, more_sums: Floats, factors: Floats, beside: Floats) -> Integers:
-    """Return the first block of each stage with the least sum of (what the stage costs + ``beside``)^2.
+    """Return the first blocks of the stages whose sum of (cost of the stage + its ``beside``)^2 is least.
 
-    ``sums``, ``more_sums``: of the first 0, 1 ... blocks.
+    ``sums``, ``more_sums``: the sums of ``costs`` and ``more`` (see ``even_sums``) over the first 0, 1 ... blocks.
     """
     library = load_library()
     if library is None:

@@ -23,14 +23,14 @@ from dapple_tf.planner.search.chunk_simulation import CostSource, CutResult, Cut
 from dapple_tf.simulator.arrays import Floats, Integers
 from dapple_tf.simulator.order import is_interleaved
 
-# The most work of one search: _MOVES plans simulated to improve the cuts of one shape at one size, and _PLANS in all;
-# _CUTS cuts examined, _EVENTS events simulated, and _ACTIONS actions of the schedules that are built.
+# The most work of one search: plans simulated to improve the cuts (_MOVES for one shape at one size, _PLANS in all),
+# cuts examined (_CUTS), events simulated (_EVENTS), and actions of the schedules that are built (_ACTIONS).
 _MOVES, _PLANS, _CUTS, _EVENTS = 150, 1500, 200_000, 100_000_000
 _ACTIONS = 400_000
-_BOUNDS = 10  # cuts whose bound is computed for each plan that may be simulated
-_BYTES_SHARES = (0.25, 0.5, 0.75, 1.0)  # of cuts tried where memory is lacking
+_BOUNDS = 10  # cuts whose lower bound may be computed for each plan that may be simulated
+_BYTES_WEIGHTS = (0.25, 0.5, 0.75, 1.0)  # of bytes against seconds, for the cuts tried where memory is lacking
 _SIMULATED = 3  # entries, found without contention, that are simulated with it
-_ALMOST = 1 - 1e-9  # seconds that are equal but for rounding
+_ALMOST = 1 - 1e-9  # seconds times this are less by more than a rounding error
 
 
 @dataclass
@@ -50,7 +50,7 @@ class _Entry:
 
 @dataclass
 class _Budget:
-    """The work that may still be done; the first schedule is built however long it is."""
+    """The work that may still be done; the first schedule is built even if it has more actions."""
 
     plans: int  # simulated to improve cuts, of all entries
     cuts: int  # examined to improve cuts, whether or not they fit the memory, of all entries
@@ -61,7 +61,7 @@ class _Budget:
     def builds(self, entry: _Entry) -> bool:
         """Return whether the entry's schedule may be built; if so, count its actions."""
         if entry.result is not None or is_interleaved(ScheduleSpec.parse(entry.simulator.shape.schedule)):
-            return True  # it has been built, or that takes no time
+            return True  # it has been built before, or building it takes no time
         actions = 2 * entry.simulator.calls
         if self.actions < _ACTIONS and actions > self.actions:
             return False
@@ -95,7 +95,7 @@ def plan_chunked(problem: PlanningProblem, shapes: Sequence[ChunkShape] | None =
 
 
 def _fastest_candidates(problem: PlanningProblem, entries: Sequence[_Entry]) -> list[Candidate]:
-    """Return the plans of the fastest few entries, simulated with the costs of their layers, and with contention."""
+    """Return the plans of the fastest few entries, simulated like the plans of all planners."""
     found = []
     for entry in entries[: _SIMULATED if problem.contention else 1]:
         simulator = entry.simulator
@@ -165,7 +165,7 @@ def _improve(entry: _Entry, blocks: int, fastest: float, budget: _Budget) -> Non
         return
     if entry.result is None:
         _take_if_better(entry, entry.starts, budget)
-    others = [simulator.even_starts(share) for share in _BYTES_SHARES] if entry.lacks_memory else []
+    others = [simulator.even_starts(weight) for weight in _BYTES_WEIGHTS] if entry.lacks_memory else []
     _descend(entry, blocks, budget)
     for starts in others:
         other = _Entry(simulator, starts, entry.bound)

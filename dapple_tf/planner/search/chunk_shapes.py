@@ -1,4 +1,4 @@
-"""Shapes of plans with several stages per device: how many workers and replicas, and on which devices they can run."""
+"""Shapes of plans with several stages per device: numbers of workers and replicas, and the devices they can have."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from dapple_tf.profiler.cluster import Cluster
 
 _MOST_DEVICES = 64  # with more there are too many combinations of workers and replicas
 
-Groups = tuple[tuple[int, ...], ...]  # the devices of each worker
+WorkerDevices = tuple[tuple[int, ...], ...]
+"""The devices of each worker."""
 
 
 @dataclass(frozen=True)
 class ChunkShape:
-    """The worker map of a ``schedule``, with equally many ``replicas`` of each worker."""
+    """The worker map of a ``schedule``, and the number of ``replicas``, which is the same for all workers."""
 
     schedule: str
     workers: WorkerMap
@@ -48,8 +49,8 @@ def most_stages(problem: PlanningProblem) -> int:
 def list_shapes(problem: PlanningProblem) -> list[ChunkShape]:
     """Return the shapes of the problem's schedule: every number of workers, each with every number of replicas.
 
-    On more than 64 devices each worker has as many replicas as there are devices for, and the number of workers divides
-    the devices or is the largest.
+    On more than 64 devices there are fewer: each worker has as many replicas as there are devices for, and the number
+    of workers divides the devices or is the largest possible one.
     """
     total, found = problem.cluster.devices, []
     for workers in _worker_maps(problem):
@@ -70,20 +71,20 @@ def _worker_maps(problem: PlanningProblem) -> Iterator[WorkerMap]:
                 yield spec.worker_map(count * least)
 
 
-def list_worker_placements(cluster: Cluster, workers: int, replicas: int) -> Sequence[Groups]:
+def list_worker_placements(cluster: Cluster, workers: int, replicas: int) -> Sequence[WorkerDevices]:
     """Return the devices of each worker by each placement policy (DAPPLE, section IV.B).
 
     The policies take servers in each of ``server_orders``.
     """
-    homes, found = cluster.homes, dict[Groups, Groups]()
+    homes, found = cluster.homes, dict[WorkerDevices, WorkerDevices]()
     for order in server_orders(cluster):
         sizes = tuple(cluster.servers[server].devices for server in order)
-        for policy in (append_first, scatter_first, fresh_first):  # of placements on the same servers the first is kept
-            used, groups = (0,) * len(sizes), []
+        for policy in (append_first, scatter_first, fresh_first):  # placements on the same servers count once
+            used, devices = (0,) * len(sizes), []
             for _ in range(workers):
                 after = policy(used, sizes, replicas)
-                groups.append(device_indices(cluster, Placement(used, after, 0), order))
+                devices.append(device_indices(cluster, Placement(used, after, 0), order))
                 used = after
-            servers = tuple(tuple(homes[device] for device in group) for group in groups)
-            found.setdefault(servers, tuple(groups))
+            servers = tuple(tuple(homes[device] for device in own) for own in devices)
+            found.setdefault(servers, tuple(devices))
     return tuple(found.values())

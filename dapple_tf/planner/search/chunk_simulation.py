@@ -14,7 +14,7 @@ from dapple_tf.graph_passes.schedules.worker_map import WorkerMap
 from dapple_tf.planner.costs import ChainCosts, make_stages
 from dapple_tf.planner.planning_problem import PlanningProblem
 from dapple_tf.planner.search.balanced_cuts import even_sums
-from dapple_tf.planner.search.chunk_shapes import ChunkShape, Groups, list_worker_placements
+from dapple_tf.planner.search.chunk_shapes import ChunkShape, WorkerDevices, list_worker_placements
 from dapple_tf.planner.step_simulation import StageCostArrays, order_seconds
 from dapple_tf.plans import StagePlan
 from dapple_tf.simulator.arrays import Floats, Integers, prefix_sums
@@ -25,7 +25,7 @@ from dapple_tf.simulator.order import HeldStash, Ordered, named_order
 from dapple_tf.simulator.transfer import LinkCosts
 from dapple_tf.timeline.stage_costs import usable_bytes
 
-_ROUNDS = 4  # of even_sums
+_ITERATIONS = 4  # of even_sums
 _NOTHING = 1e-300  # replaces a sum of 0 as a divisor
 
 
@@ -44,16 +44,16 @@ class BlockCosts(NamedTuple):
     working_bytes: Floats  # [N]
     boundary_bytes: Floats  # [N + 1] that cross the cut before each block; 0 at both ends
     parameter_bytes: Floats  # [L] of each layer
-    gradients: Floats  # [L] seconds of each layer's gradients; of size 0 where AllReduce comes after all of them
+    gradients: Floats  # [L] seconds of each layer's gradients; empty where AllReduce comes after all gradients
     positions: Integers  # [N + 1] the first layer of each block
-    fullest: float  # the part of the rows that the replica with most has
+    fullest: float  # the fraction of the rows on the replica with most rows
     recompute: bool
 
 
 class WorkerLinks(NamedTuple):
     """Costs of communication by stage: latency and seconds per byte of the transfer to the next stage and of AllReduce.
 
-    0 between stages of one worker, and after the last stage.
+    Those of transfers are 0 between stages of one worker, and after the last stage.
     """
 
     worker_of: Integers
@@ -87,9 +87,9 @@ class CostSource:
         self.problem = problem
         self._links = LinkCosts(problem.cluster)
         self._work: dict[float, float] = {}
-        # The costs of blocks for micro-batches of some samples on a number of devices, and whether backwards are split.
+        # Costs of blocks, by the samples of a micro-batch, the number of replicas, and whether backwards are split.
         self.blocks = cache(partial(_block_costs, problem))
-        # By the number of workers and of replicas of each.
+        # Placements, by the number of workers and the replicas of each.
         self.placements = cache(partial(list_worker_placements, problem.cluster))
 
     def least_seconds(self, shape: ChunkShape, size: int) -> float:
@@ -104,12 +104,12 @@ class CostSource:
         """Return cuts that make the seconds of the profile's batch nearly even over stages and workers."""
         forward, backward = self.problem.chain.block_seconds(self.problem.profile.batch_size)
         worker_of, nothing = np.array(workers.worker_of, np.int64), np.zeros(len(forward))
-        return even_sums(forward + backward, nothing, np.zeros(workers.stages), worker_of, _ROUNDS)
+        return even_sums(forward + backward, nothing, np.zeros(workers.stages), worker_of, _ITERATIONS)
 
-    def worker_links(self, shape: ChunkShape, devices: Groups) -> WorkerLinks:
+    def worker_links(self, shape: ChunkShape, devices: WorkerDevices) -> WorkerLinks:
         """Return the costs of communication of a plan's stages; ``devices``: of each worker."""
         homes, worker_of = self.problem.cluster.homes, shape.workers.worker_of
-        servers = [tuple(homes[device] for device in group) for group in devices]
+        servers = [tuple(homes[device] for device in own) for own in devices]
         moved = [(0.0, 0.0)] * len(worker_of)
         for stage, (here, there) in enumerate(itertools.pairwise(worker_of)):
             if here != there:
@@ -124,7 +124,9 @@ class CutSimulator:
     ``starts``, of its methods: the first block of each stage.
     """
 
-    def __init__(self, source: CostSource, shape: ChunkShape, devices: Groups, links: WorkerLinks, size: int) -> None:
+    def __init__(
+        self, source: CostSource, shape: ChunkShape, devices: WorkerDevices, links: WorkerLinks, size: int
+    ) -> None:
         self.shape, self.size = shape, size
         self.micro_batches = source.problem.global_batch_size // size
         self.least_seconds = source.least_seconds(shape, size)
@@ -169,9 +171,10 @@ class CutSimulator:
         )
 
     def bound(self, c: StageCostArrays) -> float:
-        """Return a lower bound of a step (seconds): the largest over the workers of three times, added up.
+        """Return a lower bound of a step (seconds): the largest of the workers' bounds.
 
-        They are the time before the worker's first action, its own work, and what must follow its last action. Before a
+        The bound of a worker is the sum of three times: before its first action, of its own work, and after its last
+        action. Before a
         stage's first forward, micro-batch 0 runs through all stages before it. After its last gradients comes its
         AllReduce. Where backwards are not split, the stages before it then still run a backward each.
         """
@@ -193,9 +196,8 @@ class CutSimulator:
         """Return the result for stages with these costs. Raises ScheduleError if the schedule cannot have M."""
         ordered = self._ordered
         bytes_of = costs.fixed_bytes + costs.working_bytes + ordered.in_flight * costs.stash_bytes
-        if (
-            np.bincount(self._links.worker_of, bytes_of).max() > self._memory
-        ):  # an upper bound: as if all stages had their peaks at once
+        # The sums are upper bounds: as if all stages of a worker had their peaks at once.
+        if np.bincount(self._links.worker_of, bytes_of).max() > self._memory:
             peak = float(self.peaks(costs).max())
             if peak > self._memory:
                 return CutResult(peak - self._memory, np.inf)
@@ -212,17 +214,18 @@ class CutSimulator:
         seconds = self.micro_batches * (costs.forward_seconds + costs.backward_seconds) + costs.rings.exposed
         return np.asarray(np.bincount(self._links.worker_of, seconds), np.float64)
 
-    def even_starts(self, share: float) -> Integers:
+    def even_starts(self, bytes_weight: float) -> Integers:
         """Return cuts that make a mix of seconds and bytes nearly even over stages and workers.
 
-        ``share``: the weight of the bytes, from 0 to 1. Bytes are those with the most micro-batches in flight.
+        ``bytes_weight``: from 0 (only seconds) to 1 (only bytes). Bytes are those with the most micro-batches in
+        flight.
         """
         b, in_flight = self._blocks, self._ordered.in_flight.astype(np.float64)
         seconds, fixed, stash = np.diff(b.forward + b.backward), np.diff(b.fixed_bytes), np.diff(b.stash_bytes)
-        by_time = (1 - share) / max(seconds.sum(), _NOTHING)
-        by_bytes = share / max(fixed.sum() + in_flight.mean() * stash.sum(), _NOTHING)
+        by_time = (1 - bytes_weight) / max(seconds.sum(), _NOTHING)
+        by_bytes = bytes_weight / max(fixed.sum() + in_flight.mean() * stash.sum(), _NOTHING)
         return even_sums(
-            seconds * by_time + fixed * by_bytes, stash * by_bytes, in_flight, self._links.worker_of, _ROUNDS
+            seconds * by_time + fixed * by_bytes, stash * by_bytes, in_flight, self._links.worker_of, _ITERATIONS
         )
 
     def stage_plans(self, starts: Integers) -> tuple[StagePlan, ...]:

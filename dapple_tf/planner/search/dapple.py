@@ -21,27 +21,27 @@ from dapple_tf.plans import StagePlan
 from dapple_tf.simulator.arrays import Floats
 from dapple_tf.simulator.interrupts import check_stop
 
-_SEARCH_STEPS = 2_000_000  # labels times what may follow them
+_SEARCH_STEPS = 2_000_000  # of one search: the width (labels of a state) times the steps of a search of width 1
 _MOST_SEARCH_STEPS = 300_000_000  # over all sizes
 _MAX_WIDTH = 512
-_KNOWN = 3
+_KNOWN = 3  # known candidates whose latency is computed for the ceiling of the search
 
 
 @planner("dapple", unequal=True, native=True)
 def plan_dapple(problem: PlanningProblem) -> PlannerResult | None:
     """Return the plan with the least latency by formulas 1 to 3; None if nothing fits the memory.
 
-    DP and straight plans are in the search space. The formulas do not model waiting for memory. So if the stages of
-    some plan can hold the warm-up of policy A, only such plans count; else those whose stages can hold one micro-batch.
-    The schedule is the fastest policy in the simulator. On devices of different kinds, which the paper does not have,
-    it is that of the stages of ``find_unequal_stages``, DP and even pipelines with the least latency.
+    DP and straight plans are in the search space. The formulas do not model waiting for memory. So if there are plans
+    whose stages can hold the warm-up of policy A, only these count; else those whose stages can hold one micro-batch.
+    The schedule is the fastest policy in the simulator. The paper does not have devices of different kinds. For these
+    the plan with the least latency is chosen among DP, even pipelines and the stages of ``find_unequal_stages``.
     """
     if not problem.cluster.is_uniform:
         return _plan_unequal(problem)
-    known = baseline_candidates(problem)  # they fit; the search looks below their least latency
+    known = baseline_candidates(problem)  # plans that fit; the search looks for less than their least latency
     spaces = find_search_spaces(problem.chain, problem.cluster)
     sizes = _promising_sizes(problem, spaces, known)
-    fractions = replace(problem, whole_rows=False)  # as the paper's formulas and the tables of the search count rows
+    fractions = replace(problem, whole_rows=False)  # the formulas and the search's tables count fractions of rows
     ceiling = _least_latency(fractions, [c for c in known if ":D=" not in c.schedule])
     for require_warm_up, limit in ((True, ceiling), (True, math.inf), (False, math.inf)):
         if found := _search(problem, spaces, sizes, limit, require_warm_up):
@@ -53,14 +53,14 @@ def plan_dapple(problem: PlanningProblem) -> PlannerResult | None:
 def _plan_unequal(problem: PlanningProblem) -> PlannerResult | None:
     """Return the result of ``plan_dapple`` on unequal devices.
 
-    Plans are simulated only where none with less latency can hold the warm-up of policy A.
+    Plans are simulated in the order of their latency, until one is found that can hold the warm-up of policy A.
     """
-    alone = replace(problem, contention=False)  # which the formulas do not model; simulating it takes long
+    alone = replace(problem, contention=False)  # the formulas do not model contention, and simulating it takes long
     fractions = replace(alone, whole_rows=False)
     known = [(size, stages, origin) for stages, origin in baseline_stages(alone) for size in alone.micro_batch_sizes]
     known += [(size, stages, UNEQUAL) for size, stages in find_unequal_stages(problem)]
     ranked = sorted(((formula_latency(fractions, stages, size), i) for i, (size, stages, _) in enumerate(known)))
-    limited: tuple[float, Candidate] | None = None  # by memory
+    limited: tuple[float, Candidate] | None = None  # the first plan whose warm-up is limited by memory
     for latency, i in ranked:
         size, stages, origin = known[i]
         if (candidate := alone.evaluate(stages, size, origin)) is not None:
@@ -89,10 +89,10 @@ def _simulate_again(problem: PlanningProblem, candidate: Candidate) -> Candidate
 def _promising_sizes(
     problem: PlanningProblem, spaces: Sequence[SearchSpace], candidates: Iterable[Candidate]
 ) -> tuple[int, ...]:
-    """Return the micro-batch sizes in the order in which to search them: best known candidate first.
+    """Return the micro-batch sizes in the order in which to search them.
 
-    A good plan found early lowers the ceiling of all later searches. If searching every size takes too long, only the
-    first are returned, at least two.
+    The size of the fastest known candidate is first. A good plan found early lowers the ceiling of all later searches.
+    If searching every size takes too long, only the first sizes are returned, but at least two.
     """
     best = dict.fromkeys(problem.micro_batch_sizes, math.inf)
     for candidate in candidates:
@@ -131,9 +131,10 @@ def _least_latency(problem: PlanningProblem, candidates: Iterable[Candidate]) ->
 
 
 def formula_latency(problem: PlanningProblem, stages: Sequence[StagePlan], micro_batch_size: int) -> float:
-    """Return the latency of stages by formulas 1 to 3 (seconds); those without shares share rows by speed.
+    """Return the latency of stages by formulas 1 to 3 (seconds).
 
-    Replicas compute fractions of rows, as in the paper, where the problem does not count whole ones.
+    Stages without shares get them by the speeds of their devices. Replicas compute fractions of rows, as in the paper,
+    unless the problem has ``whole_rows``.
     """
     shared = share_rows(stages, micro_batch_size, problem.profile, problem.cluster)
     plan = problem.make_plan(shared, micro_batch_size, "dapple-a", "dapple")

@@ -27,11 +27,11 @@ from dapple_tf.simulator.transfer import LinkCosts
 from dapple_tf.timeline.stage_costs import usable_bytes
 
 _MOST_BLOCKS = 32
-_MOST_GROUPS = 16  # of consecutive devices, which belong to one stage
+_MOST_GROUPS = 16  # groups of consecutive devices; all devices of a group belong to the same stage
 
 
 class _Table:
-    """The seconds of stages on groups of devices, as rows of a table that has each composition of kinds once."""
+    """The seconds of stages on sets of devices. Sets with equally many devices of each kind have one row."""
 
     def __init__(self, costs: ChainCosts) -> None:
         self.costs = costs
@@ -53,7 +53,7 @@ class _Table:
     def _of_kinds(self, counts: Counter[int]) -> Floats:
         """Return the seconds of every possible stage on these devices, given as the number of devices of each kind."""
         costs, number = self.costs, sum(counts.values())
-        alone = dict[int, Floats]()  # seconds of all micro-batches, as if a device ran the rows of all of them
+        alone = dict[int, Floats]()  # seconds of all micro-batches, if one device computed all rows
         for device in counts:
             both = np.add(*costs.block_seconds(costs.size / number, device))
             alone[device] = runs(prefix_sums(both)) * (costs.micro_batches * number)
@@ -74,7 +74,7 @@ class _Table:
         return latency * self.costs.micro_batches, per_byte * self.costs.micro_batches
 
     def partition(self, states: int, ways: Sequence[Way]) -> Partition:
-        """Return the least values of the busiest stage or boundary."""
+        """Return the partitions whose busiest stage or boundary takes least."""
         return partition(
             np.array(self.seconds),
             Ways.of(states, ways),
@@ -98,9 +98,9 @@ def _rounded(seconds: Floats) -> Floats:
 def fit_cuts(
     problem: PlanningProblem, devices: Sequence[Sequence[int]], micro_batch_size: int
 ) -> tuple[StagePlan, ...] | None:
-    """Return the stages on these ``devices`` whose busiest stage is as fast as possible; None if no stages fit.
+    """Return stages on these ``devices``, cut so that the busiest stage is as fast as possible; None if none fit.
 
-    ``devices``: of each stage. None also if there are more stages than blocks of layers.
+    ``devices``: those of each stage. Return None also if there are more stages than blocks of layers.
     """
     costs = ChainCosts(problem, problem.chain, micro_batch_size)
     table, ways = _Table(costs), list[Way]()
@@ -127,15 +127,15 @@ class UnequalStages(NamedTuple):
 def unequal_stages(table: _Table, order: Sequence[int], *, straight: bool) -> list[UnequalStages]:
     """Return the best stages found for every number of stages; ``order``: the devices, of which the last may be unused.
 
-    ``straight``: one device a stage. Otherwise stages are not cut where tensors cannot be split. A boundary has the
-    link between the two devices that meet there.
+    ``straight``: each stage has one device. Otherwise there are no cuts where tensors cannot be split. A boundary has
+    the link between the two devices that meet there.
     """
     costs = table.costs
     step = 1 if straight else -(-len(order) // _MOST_GROUPS)
     bounds = [*range(0, len(order), step), len(order)]
     groups = len(bounds) - 1
     most = min(groups, costs.blocks)
-    ways = list[Way]()  # state s U + u: s + 1 stages on the first u of U groups
+    ways = list[Way]()  # with U groups, state s U + u is s + 1 stages on the first u groups
     for group, until in itertools.combinations(range(groups + 1), 2):
         if straight and until > group + 1:
             continue
@@ -164,18 +164,19 @@ def unequal_stages(table: _Table, order: Sequence[int], *, straight: bool) -> li
 # --- Orders of unequal devices: a stage gets devices that follow each other in one of them
 
 
-_MOST_KIND_ORDERS = 6  # those of three kinds
+_MOST_KIND_ORDERS = 6  # as many as three kinds have
 _MOST_FIRST_SERVERS = 4
 _FEW_DEVICES = 16  # with more, rotated orders make the search 1.5 times as long and rarely change the plan
 
 
 def device_orders(profile: Profile, cluster: Cluster) -> tuple[tuple[int, ...], ...]:
-    """Return orders of the devices to try: as given, by speed, grouped by kind, interleaved by kind, and rotated.
+    """Return orders of the devices to try: as given, by speed, kind by kind, kinds in turn, and rotated.
 
-    By speed of the whole model: falling and rising. By kind: for up to six orders of the kinds, all devices of one kind
-    after another, and one device of each kind in turn. Rotated, on at most 16 devices: as given, but starting at the
-    second, third or fourth server. (The last devices of an order may be unused, so what comes first matters.) Equally
-    fast devices stay in their order. Raises ProfileError for a kind without costs.
+    By speed means falling and rising speed for the whole model. There are up to six orders of the kinds, each with all
+    devices of one kind after the other, and with one device of each kind in turn. Rotated orders, on at most 16
+    devices, are as given but start at the second, third or fourth server. (The last devices of an order may be unused,
+    so it matters which ones come first.) Equally fast devices stay in their order. Raises ProfileError for a kind
+    without costs.
     """
     given = tuple(range(cluster.devices))
     seconds = {
@@ -194,24 +195,24 @@ def device_orders(profile: Profile, cluster: Cluster) -> tuple[tuple[int, ...], 
     return tuple(dict.fromkeys(orders))
 
 
-# --- The best few stages of every number, over all orders: for planner "dapple"
+# --- The best few results for each number of stages, over all orders: for planner "dapple"
 
 
 ORIGIN = "unequal devices"
-_MOST = 4  # stages of each number, for one micro-batch size
+_MOST = 4  # results for each number of stages and one micro-batch size
 
 
 def find_unequal_stages(problem: PlanningProblem) -> list[tuple[int, tuple[StagePlan, ...]]]:
-    """Return stages for every micro-batch size, of every number: those whose busiest stage takes the fewest seconds.
+    """Return stages for each micro-batch size and number of stages: those whose busiest stage takes the least time.
 
-    They come with the size (samples). Each stage has devices that follow each other in one of ``device_orders``. Raises
-    ProfileError for a kind without costs.
+    They are pairs of the size (samples) and the stages. Each stage has devices that follow each other in one of
+    ``device_orders``. Raises ProfileError for a kind without costs.
     """
     return [(size, stages) for size in problem.micro_batch_sizes for stages in _stages_of_size(problem, size)]
 
 
 def _stages_of_size(problem: PlanningProblem, size: int) -> Iterator[tuple[StagePlan, ...]]:
-    """Yield the best few stages of every number, over all orders of the devices, each once."""
+    """Yield the best few results for each number of stages, over all orders of the devices, without repetition."""
     found = dict[tuple[StagePlan, ...], UnequalStages]()
     table = _Table(ChainCosts(problem, coarsen(problem.chain, _MOST_BLOCKS), size))
     for order in device_orders(problem.profile, problem.cluster):

@@ -55,7 +55,7 @@ class CostTables(NamedTuple):
     allreduce_seconds_per_byte: Floats  # [P]
     exposed: Floats  # [rows, N, N + 1] seconds of AllReduce after a stage's last gradients; of size 0 without overlap
     exposed_row: Integers  # [P]
-    devices_left: Integers  # [P] devices unused after it
+    devices_left: Integers  # [P] devices that are still unused after the placement
     first_transition: Integers  # [P + 2] where each placement's transitions begin; row P is the start of the pipeline
     next_placement: Integers  # [E]
     same_replicas: NDArray[np.bool_]  # [E] whether both placements have as many replicas
@@ -128,8 +128,8 @@ def _exposed_tables(
 ) -> tuple[Floats, Integers]:
     """Return ``exposed`` and ``exposed_row``: a row for each distinct replica count, AllReduce latency and speed.
 
-    ``gradients``: seconds of each layer's, by replica count. As in ``simulator.costs`` the ring of each layer with
-    parameters pays the latency, and starts as soon as the layer's gradients exist.
+    ``gradients``: seconds of each layer's gradients, by replica count. As in ``simulator.costs`` the ring of each layer
+    with parameters pays the latency, and starts as soon as the layer's gradients exist.
     """
     if not overlap:
         return np.zeros((0, 0, 0)), np.zeros(len(seconds_row), np.int64)
@@ -141,7 +141,7 @@ def _exposed_tables(
     )
     backward, blocks = gradients[[count for count, _, _ in rows]], len(positions) - 1
     exposed = np.zeros((len(rows), blocks, blocks + 1))
-    ready, done = np.zeros((len(rows), blocks + 1)), np.zeros((len(rows), blocks + 1))  # of stages by their end
+    ready, done = np.zeros((len(rows), blocks + 1)), np.zeros((len(rows), blocks + 1))  # by the end of the stage
     for first in range(blocks - 1, -1, -1):
         later = np.s_[:, first + 1 :]
         for layer in range(positions[first + 1] - 1, positions[first] - 1, -1):
@@ -172,10 +172,11 @@ def search_by_formula(
 ) -> tuple[FoundPlan, ...]:
     """Return plans on all devices with the least latency by formulas 1 to 3, below ``ceiling`` seconds.
 
-    DAPPLE, formulas 4 and 5. At most ``results`` plans, with at most ``width`` labels for each state. With
-    ``require_warm_up`` only plans whose stages can hold the warm-up of policy A, S - i micro-batches: a pipeline
-    without it does not run as the formulas say. Plans are sorted by latency, then by the number of stages, then by
-    their first blocks. Needs the C++ library. Raises PlanError where memory is lacking.
+    They are found by formulas 4 and 5 of DAPPLE. There are at most ``results`` plans, and each state has at most
+    ``width`` labels. With ``require_warm_up`` only plans count whose stages can hold the warm-up of policy A, S - i
+    micro-batches: with a smaller warm-up a pipeline does not run as the formulas say. Plans are sorted by latency, then
+    by the number of stages, then by their first blocks. The C++ library must be there. Raises PlanError where memory is
+    lacking.
     """
     library = load_library()
     assert library is not None, "the registry refuses planners that need it"

@@ -1,4 +1,4 @@
-"""Placement of stages on devices: the three policies of DAPPLE, section IV.B, and every placement they reach."""
+"""Placement of stages on devices: the three policies of DAPPLE, section IV.B, and all placements that they lead to."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from functools import cached_property
 
 from dapple_tf.profiler.cluster import Cluster
 
-Used = tuple[int, ...]  # number of devices in use on each server; those of a server are taken in order
-Policy = Callable[[Used, Used, int], Used]  # used, server sizes, number of devices wanted -> used afterwards
+Used = tuple[int, ...]  # a number of devices for each server: those in use (the first ones of the server), or all
+Policy = Callable[[Used, Used, int], Used]  # (used, server sizes, number of devices wanted) -> used afterwards
 
 
 def fresh_first(used: Used, sizes: Used, wanted: int) -> Used:
@@ -27,12 +27,12 @@ def append_first(used: Used, sizes: Used, wanted: int) -> Used:
 def scatter_first(used: Used, sizes: Used, wanted: int) -> Used:
     """Take devices equally from all servers in use, or from all servers if none is in use; then from the others."""
     taken = list(used)
-    for group in (list(_started(used)), list(_fresh(used))):
-        while wanted and (room := [i for i in group if taken[i] < sizes[i]]):
-            rounds = min(wanted // len(room), min(sizes[i] - taken[i] for i in room))
-            for server in room if rounds else room[:wanted]:
-                taken[server] += max(rounds, 1)
-            wanted -= rounds * len(room) if rounds else wanted
+    for servers in (list(_started(used)), list(_fresh(used))):
+        while wanted and (room := [i for i in servers if taken[i] < sizes[i]]):
+            each = min(wanted // len(room), min(sizes[i] - taken[i] for i in room))
+            for server in room if each else room[:wanted]:
+                taken[server] += max(each, 1)
+            wanted -= each * len(room) if each else wanted
     return tuple(taken)
 
 
@@ -63,7 +63,7 @@ def _fill(used: Used, sizes: Used, wanted: int, *groups: Iterable[int]) -> Used:
 
 @dataclass(frozen=True)
 class Placement:
-    """The devices of one stage: those in use after it and not before; ``devices_left`` are unused afterwards."""
+    """The devices of one stage: those in use after it but not before. ``devices_left``: how many are still unused."""
 
     before: Used
     after: Used
@@ -82,7 +82,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class Placements:
-    """The placements that sequences of policies reach.
+    """The placements that sequences of policies lead to.
 
     ``successors[p]``: the placements that the next stage can have after a stage on placement p; the last entry has the
     placements of the first stage. ``complete``: no placement was left out to limit their number.
@@ -103,7 +103,8 @@ def find_placements(
 ) -> Placements:
     """Return placements on servers of these ``sizes``: stages of any of ``counts`` replicas, or of all devices left.
 
-    Breadth first. Stage number ``stages`` takes all devices left, as does any stage once ``most`` placements exist.
+    The search is breadth first. Stage number ``stages`` takes all devices left. So does every stage once there are
+    ``most`` placements.
     """
     size = tuple(sizes)
     start, total = (0,) * len(size), sum(size)
@@ -134,8 +135,8 @@ def find_placements(
 def find_all_placements(sizes: Sequence[int], most: int) -> Placements | None:
     """Return the placements of stages of any number of replicas; None if there are about ``most`` of them or more."""
     total = sum(sizes)
-    # After the first u devices (appended), stages of 1 to total - u replicas can come: total (total + 1) / 2 placements
-    # at least. Those after the last set of devices in use, 3 total at most, may exceed ``most``.
+    # If the first u devices are in use, the next stage can have 1 to total - u replicas. That makes at least
+    # total (total + 1) / 2 placements. Up to 3 total placements may be found after ``most`` is reached.
     if total * (total - 5) // 2 >= most:
         return None
     found = find_placements(sizes, range(1, total + 1), most=most)
@@ -143,7 +144,7 @@ def find_all_placements(sizes: Sequence[int], most: int) -> Placements | None:
 
 
 def device_indices(cluster: Cluster, placement: Placement, order: Sequence[int]) -> tuple[int, ...]:
-    """Return the indices of a placement's devices, ascending; ``order``: the server that each entry stands for."""
+    """Return the indices of a placement's devices, ascending; ``order``: the server of each entry of the placement."""
     first = list(itertools.accumulate((server.devices for server in cluster.servers), initial=0))
     taken = zip(order, placement.before, placement.after, strict=True)
     return tuple(sorted(first[server] + k for server, before, after in taken for k in range(before, after)))

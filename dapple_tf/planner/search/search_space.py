@@ -1,4 +1,4 @@
-"""Which cuts, replica counts and placements the planner searches: all, or parts of a space that is too large."""
+"""Which cuts, replica counts and placements planner "dapple" searches: all, or parts of a space that is too large."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dapple_tf.simulator.arrays import Floats, Integers
 from dapple_tf.simulator.native.library import address, load_library
 from dapple_tf.simulator.transfer import LinkTables, allreduce_cost, link_tables
 
-# The steps of one search that takes some ten milliseconds.
+# A search of so many steps takes some ten milliseconds.
 _MOST_SEARCH_STEPS = 30_000_000
 _MOST_PLACEMENTS = 2500
 _LEAST_BLOCKS = 32
@@ -99,7 +99,7 @@ class SearchSpace:
 
     @cached_property
     def home_servers(self) -> tuple[Integers, Integers]:
-        """Where the servers of each placement begin, and those of every device of every placement."""
+        """Where the servers of each placement begin in a second array: the servers of all devices of all placements."""
         lists = [sorted(self.order[entry] for entry in item.servers()) for item in self.placements.items]
         offsets = np.concatenate([[0], np.cumsum([len(servers) for servers in lists])]).astype(np.int64)
         return offsets, np.array([server for servers in lists for server in servers], np.int64)
@@ -109,8 +109,8 @@ def find_search_spaces(chain: Chain, cluster: Cluster) -> tuple[SearchSpace, ...
     """Return one complete space, or smaller ones if searching the complete one takes too long.
 
     There are up to three smaller ones. The first has all plans of two stages. The second has plans of any number of
-    stages whose devices are taken in order (Append First), with the replica counts of ``_round_counts``, and with cuts
-    between at least 32 blocks of nearly equal compute. The third, on up to 128 devices, has the plans of all three
+    stages whose devices are taken in order (Append First), with the replica counts of ``_typical_counts``, and with
+    cuts between at least 32 blocks of nearly equal compute. The third, on up to 128 devices, has the plans of all three
     policies, with fewer replica counts. The placement policies take servers in their order in the cluster, and if sizes
     differ also in order of falling size.
     """
@@ -135,7 +135,7 @@ def _spaces_of_order(chain: Chain, cluster: Cluster, order: tuple[int, ...]) -> 
     unit = max(sizes) if total > 256 else 1
     splits = sorted({*range(unit, total, unit), *(2**k for k in range(unit.bit_length()))})
     two_stages = SearchSpace(chain, cluster, find_placements(sizes, splits, stages=2), order)
-    in_order = find_placements(sizes, _round_counts(total, unit), policies=(append_first,), most=_MOST_PLACEMENTS)
+    in_order = find_placements(sizes, _typical_counts(total, unit), policies=(append_first,), most=_MOST_PLACEMENTS)
     spaces = [two_stages, SearchSpace(chain, cluster, in_order, order)]
     if 1 < len(sizes) < total <= _MOST_DEVICES_OF_POLICIES:
         spaces.append(SearchSpace(chain, cluster, _policy_placements(sizes), order))
@@ -143,18 +143,18 @@ def _spaces_of_order(chain: Chain, cluster: Cluster, order: tuple[int, ...]) -> 
 
 
 def _policy_placements(sizes: list[int]) -> Placements:
-    """Return the placements that all three policies reach, with as many round replica counts as keep them few."""
+    """Return placements of all three policies, with as many of ``_typical_counts`` as give few enough placements."""
     total = sum(sizes)
-    counts = _round_counts(total, 1)
+    counts = _typical_counts(total, 1)
     while True:
         found = find_placements(sizes, counts, most=_MOST_PLACEMENTS)
         if found.complete or len(counts) < 3:
             return found
-        counts = counts[1:]  # many stages of few devices make most placements
+        counts = counts[1:]  # small replica counts make most of the placements
 
 
-def _round_counts(total: int, unit: int) -> list[int]:
-    """Return powers of two, three times powers of two, and even shares of the cluster, as multiples of ``unit``."""
+def _typical_counts(total: int, unit: int) -> list[int]:
+    """Return powers of two, three times these, and even parts of the cluster, rounded down to multiples of ``unit``."""
     powers = [2**k for k in range(total.bit_length())]
     wanted = {*powers, *(3 * p for p in powers), *(total // k for k in (2, 3, 4, 5, 6, 8))}
     return sorted(c for c in {count // unit * unit for count in wanted} if 0 < c <= total)

@@ -21,7 +21,7 @@ _SEARCHED = 5  # candidates whose order is searched for, the fastest ones under 
 def plan_searched(
     problem: PlanningProblem, plan: Callable[[PlanningProblem], PlannerResult | None]
 ) -> PlannerResult | None:
-    """Return the fastest of the stages that ``plan`` and planner "gpipe" find, each under its best order found.
+    """Return the fastest plan of stages that ``plan`` and planner "gpipe" find, each with the best order found for it.
 
     Searching an order for every possible cut would take too long. So the stages are those that are best under other
     schedules (``find_substitutes``). If there are none, they are those that are best under ``zb-auto`` with the order

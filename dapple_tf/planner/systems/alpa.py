@@ -24,7 +24,7 @@ from dapple_tf.simulator.arrays import Floats, Integers, runs
 _MOST_DEVICES = 1024
 _MOST_STEPS = 4_000_000  # of one dynamic program: some milliseconds
 _LEAST_LAYERS = 16
-# A little less than 1: a bound times this is no more than the seconds that it bounds, however these are rounded.
+# A little less than 1: a lower bound times this is below the bounded seconds even after rounding errors.
 _BELOW = 1 - 1e-9
 
 
@@ -50,14 +50,14 @@ def plan_alpa_inter(problem: PlanningProblem) -> PlannerResult | None:
 
     T = t_1 + ... + t_S + (B - 1) max_j t_j for B micro-batches, where the submeshes together are the whole cluster. t_i
     is the latency t_intra of a stage on its submesh; a boundary between stages takes no time, as in the paper. A stage
-    that is followed by s - 1 others satisfies mem_stage + s mem_act <= mem_device (1F1B). The micro-batch size is the
-    fastest in the simulator; the schedule is 1F1B (``dapple-a``) unless the problem names another.
+    that is followed by s - 1 others must satisfy mem_stage + s mem_act <= mem_device (1F1B). The micro-batch size is
+    the fastest in the simulator; the schedule is 1F1B (``dapple-a``) unless the problem names another.
 
-    Left out is the intra-operator pass (section 4): every submesh runs data parallelism. Its AllReduce runs once a
-    step, over the slowest link of the submesh; a B-th of its seconds is part of t_intra. Operators are clustered to
-    layers of nearly equal compute, not by the dynamic program of section 5.2, and only where there are too many. The
+    The intra-operator pass (section 4) is left out: every submesh runs data parallelism. Its AllReduce runs once a
+    step, over the slowest link of the submesh; 1 / B of its seconds are part of t_intra. Operators are clustered into
+    layers of nearly equal compute only where there are too many, and not by the dynamic program of section 5.2. The
     paper's M is a power of two, so that every choice of submeshes covers the cluster; with another M a submesh may span
-    servers. Raises PlanError for servers of unequal numbers of devices, which are no mesh, and for more than 1024
+    servers. Raises PlanError for servers of unequal numbers of devices, which form no mesh, and for more than 1024
     devices.
     """
     counts = sorted({server.devices for server in problem.cluster.servers})
@@ -112,7 +112,7 @@ class MeshCosts(NamedTuple):
 
 
 class MeshStage(NamedTuple):
-    """A stage: the first operator and the one behind the last, and the submesh."""
+    """A stage: operators ``first`` to ``end`` (exclusive), and the number of the submesh."""
 
     first: int
     end: int
@@ -140,7 +140,7 @@ def mesh_costs(costs: ChainCosts, meshes: Submeshes) -> MeshCosts:
 
 
 class _Solved(NamedTuple):
-    """The stages with the least ``total`` of latencies under a t_max, and their T; infinite where there are none."""
+    """The stages with the least sum of latencies (``total``) under a t_max, and their T; infinite without stages."""
 
     stages: tuple[MeshStage, ...] = ()
     total: float = np.inf
@@ -153,8 +153,8 @@ def slice_operators(costs: MeshCosts) -> tuple[MeshStage, ...]:
     F(s, k, d; t_max) is the least sum of latencies of operators k to K in s stages on d devices, none slower than
     t_max. The paper tries t_max in rising order until (B - 1) t_max alone is too much. Here intervals of t_max are
     halved. An interval is left out if F at its upper end plus (B - 1) times its lower end is no less than the best T so
-    far. This is exact too, since F does not rise with t_max. F is solved without s first, as if each stage held one
-    micro-batch: where the stages found fit the memory, that is F.
+    far. This is exact too, since F does not rise with t_max. F is first solved without s, as if each stage held one
+    micro-batch. If the stages that this finds fit the memory, the result is F.
     """
     program, more = _Program(costs), costs.micro_batches - 1
     limits = np.unique(costs.seconds[:, np.arange(costs.seconds.shape[1])[:, None] < np.arange(costs.seconds.shape[2])])
@@ -188,7 +188,7 @@ class _Program:
 
     @cached_property
     def _with_s(self) -> tuple[Floats, Ways]:
-        """The seconds and ways of states (s, d), with number s (N M + 1) + d, and of s as rows of submeshes."""
+        """The seconds and ways of the states (s, d). A state has the number s (N M + 1) + d; rows are (s, submesh)."""
         costs, count, width = self._costs, len(self._costs.sizes), self._costs.devices + 1
         most = min(costs.seconds.shape[1], costs.devices)
         seconds = np.concatenate([costs.limited(min(s, costs.micro_batches)) for s in range(1, most + 1)])

@@ -36,11 +36,11 @@ def plan_autopipe(problem: PlanningProblem, *, stages: int | None = None, sliced
 
     All stages have equally many replicas, on consecutive devices. The blocks are those of ``sub_layer_blocks``, and the
     schedule is 1F1B unless the problem names another, which is then not sliced. In the paper the pipeline depth
-    (``stages``) and the micro-batch size are given; where they are not, each depth that divides the devices and each
-    size is tried, and the fastest step in the simulator is taken, which has the AllReduce that AutoPipe's own simulator
-    leaves out. ``sliced``: whether the Slicer is used. Left out: activation checkpointing, which the problem has as
-    ``recompute``. More than 1000 blocks are merged. Raises PlanError for a depth that does not divide the devices, or
-    with fewer blocks.
+    (``stages``) and the micro-batch size are given. Where they are not given here, each depth that divides the devices
+    and each size is tried, and the plan with the fastest step in the simulator is taken. (This simulator counts
+    AllReduce, which AutoPipe's own one leaves out.) ``sliced``: whether the Slicer is used. Activation checkpointing is
+    left out; the problem's ``recompute`` is that. More than 1000 blocks are merged. Raises PlanError for a depth that
+    does not divide the devices, or with fewer blocks.
     """
     chain = coarsen(sub_layer_blocks(problem.chain), _MOST_BLOCKS)
     best: tuple[Candidate, Simulated, Blocks] | None = None
@@ -82,8 +82,8 @@ def _depths(problem: PlanningProblem, chain: Chain, stages: int | None) -> list[
 def _make_blocks(costs: ChainCosts, depth: int) -> Blocks:
     """Return the blocks' seconds on one replica, and Comm.
 
-    Comm is one figure for all boundaries: the median of the bytes that cross the cuts, over the slowest of the links
-    between consecutive stages.
+    Comm is one number of seconds for all boundaries: those of the median of the bytes that cross the cuts, over the
+    slowest link between consecutive stages.
     """
     cluster, comm = costs.problem.cluster, 0.0
     replicas = cluster.devices // depth
@@ -114,16 +114,16 @@ def _slice(problem: PlanningProblem, candidate: Candidate, found: Simulated, blo
 
 
 def sub_layer_blocks(chain: Chain) -> Chain:
-    """Return the chain cut only where no residual block is cut.
+    """Return the chain with cuts only between residual blocks, not inside them.
 
-    The input of a residual block crosses each cut inside it, beside what the block has made of it so far. So cuts are
-    inside one where more bytes cross than at the nearest cuts around them, before and behind, with equal bytes: those
-    of the stream. In a transformer the blocks that are left are ResidualAttentionBlocks and ResidualFFNBlocks, and what
-    stages send is what they would send between whole layers. A profile without such streams keeps all its cuts.
+    At each cut inside a residual block two things cross: the input of the block, and what the block has computed from
+    it so far. So if equally many bytes cross two cuts, and more bytes cross every cut between them, the cuts between
+    them are inside a block. In a transformer the remaining blocks are ResidualAttentionBlocks and ResidualFFNBlocks,
+    and stages send as much as between whole layers. A profile without residual blocks keeps all its cuts.
     """
     crossing = chain.crossing_bytes.tolist()
     inside = [False] * len(crossing)
-    before: list[int] = []  # cuts before this one, with rising bytes, that no cut with fewer bytes hides
+    before: list[int] = []  # the earlier cuts, of rising bytes, after which no cut with fewer bytes has come
     for index, sent in enumerate(crossing):
         while before and crossing[before[-1]] > sent:
             before.pop()
@@ -141,7 +141,7 @@ def sub_layer_blocks(chain: Chain) -> Chain:
 Scheme = tuple[int, ...]
 """A partition scheme: the first block of each stage, and the number of blocks."""
 
-_MOST_SCHEMES = 400  # of a search; after them the best one counts
+_MOST_SCHEMES = 400  # simulated in one search, which then ends
 
 
 class Blocks(NamedTuple):
@@ -165,13 +165,13 @@ def search_scheme(blocks: Blocks, stages: int) -> Simulated:
     """Return the fastest scheme that the heuristic finds for this number of stages, p.
 
     1) The scheme of Algorithm 1. 2) The stages after the master stage i are cut so that inequality 1 holds where it
-    can. 3) Unless i is 0, its first block goes to stage i - 1 or its last one to stage i + 1, each with and without
-    Algorithm 1 for the stages before; what has its master at i or before it is taken up at 2). 4) The fastest of all
-    that were simulated.
+    can. 3) Unless i is 0, its first block goes to stage i - 1, or its last block to stage i + 1, each with and without
+    Algorithm 1 for the earlier stages. Schemes whose master stage is i or an earlier one continue at 2). 4) The fastest
+    of all simulated schemes is taken.
 
-    The paper leaves open: how 2) adjusts (here one stage after the other, until the master changes, each with as many
-    blocks as the inequality allows, and one at least); which i counts in 3) after that (the adjusted scheme's); and
-    when the search ends (no scheme is taken up twice, and 400 are simulated at most).
+    The paper leaves three things open. How does 2) adjust? Here it gives one stage after the other as many blocks as
+    the inequality allows, but at least one, until the master stage changes. Which i does 3) use then? That of the
+    adjusted scheme. When does the search end? No scheme is continued twice, and at most 400 are simulated.
     """
     search = _Search(blocks, stages)
     waiting = [search.simulate(search.balanced.bounds(stages))]
@@ -249,14 +249,14 @@ def simulate_1f1b(f: Floats, b: Floats, comm: float, micro_batches: int) -> tupl
     """Return the iteration time (seconds) and the master stage.
 
     Letters: n stages, m micro-batches, f_x and b_x the seconds of FP and BP on stage x, Comm those of one
-    communication. Each FP but those of stage 0, and each BP but those of stage n - 1, starts Comm after the later of
-    two: the end of the stage's operation before, and that of the same micro-batch's on the neighbour. (So printed for
-    the 1F1B and Cooldown phases: a stage communicates between two operations, it does not overlap that. The Warmup
-    phase, for which the paper estimates the first micro-batch's FP only, is computed in the same way.)
+    communication. Each FP except on stage 0, and each BP except on stage n - 1, starts Comm after the later one of two
+    ends: of the stage's previous operation, and of the neighbour's operation on the same micro-batch. (The paper prints
+    this for the 1F1B and Cooldown phases: a stage communicates between two operations, without overlap. Of the Warmup
+    phase the paper estimates only the first micro-batch's FP; here it is computed in the same way.)
 
-    Of the longest paths the critical one is closest to the last stage: where both are equally late, it comes from the
-    stage nearer to that. The master stage is the one on which the critical path has most operations of the 1F1B phase;
-    if several have equally many, the last of them. Needs the C++ library.
+    Of several longest paths the critical one is the path closest to the last stage: if both ends are equal, the path
+    comes from the stage nearer to the last one. The master stage is the one on which the critical path has most
+    operations of the 1F1B phase; if several have equally many, the last of them. The C++ library must be there.
     """
     library = load_library()
     assert library is not None, "the registry refuses planners that need it"

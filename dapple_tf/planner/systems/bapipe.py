@@ -57,12 +57,12 @@ class _Network(NamedTuple):
 
 
 class _Explored(NamedTuple):
-    """A balanced partition for a schedule, simulated; ``is_bound``: whether communication is the bottleneck."""
+    """A balanced partition for a schedule, simulated; ``sending_bound``: whether communication is the bottleneck."""
 
     schedule: str
     network: _Network
     cuts: Cuts
-    is_bound: bool
+    sending_bound: bool
     candidate: Candidate
 
 
@@ -70,10 +70,10 @@ class _Explored(NamedTuple):
 def plan_bapipe(problem: PlanningProblem, *, pipelines_only: bool = False) -> PlannerResult | None:
     """Return the fastest of what BaPipe explores; None if nothing fits the memory.
 
-    Each accelerator holds a stage, in the order of the devices; with fewer blocks of layers than devices only
-    the first devices do. The inter-layer partition is balanced over accelerators that may be unequal. If sending over
-    some link takes longer than the slowest stage computes, the coarse-grained network is partitioned instead. If the
-    partition does not fit the memory, the best of those that fit is taken. Then 1F1B-SNO and 1F1B-SO (or the schedule
+    Each accelerator holds a stage, in the order of the devices. If there are fewer blocks of layers than devices, only
+    the first devices hold one. The inter-layer partition is balanced over accelerators that may be unequal. If sending
+    over some link takes longer than the slowest stage computes, the coarse-grained network is partitioned instead. If
+    this partition does not fit the memory, the best one that fits is taken. Then 1F1B-SNO and 1F1B-SO (or the schedule
     that the problem names) are simulated at every micro-batch size. Data parallelism, which the paper finds best for
     ResNet-50, is simulated too, unless ``pipelines_only``.
 
@@ -101,24 +101,24 @@ def plan_bapipe(problem: PlanningProblem, *, pipelines_only: bool = False) -> Pl
 def _explore(problem: PlanningProblem, schedules: Mapping[str, str]) -> Iterator[_Explored]:
     """Yield the balanced partition (section 3.3) of each micro-batch size under each schedule, if it fits the memory.
 
-    ``schedules``: by BaPipe's name, those under which the partitions are simulated.
+    ``schedules``: the schedules that are simulated, by the names that BaPipe has for them.
     """
     for size in problem.micro_batch_sizes:
         for schedule, name in schedules.items():
             network = _make_network(ChainCosts(problem, coarsen(problem.chain, _MOST_BLOCKS), size))
-            if is_bound := _is_bound_by_communication(network):
+            if sending_bound := _is_bound_by_communication(network):
                 network = _coarsen_by_communication(network)
             cuts = balance(network.seconds, _fitting(network, schedule))
             stages = make_stages(network.costs.chain, cuts, ((n,) for n in range(len(cuts) - 1)))
             if cuts and (candidate := problem.evaluate(stages, size, _ORIGIN, name)):
-                yield _Explored(schedule, network, cuts, is_bound, candidate)
+                yield _Explored(schedule, network, cuts, sending_bound, candidate)
 
 
 def _seconds_of_minibatch(explored: _Explored) -> float:
     """Return the simulated seconds of a mini-batch under a schedule of asynchronous execution."""
     network, cuts = explored.network, explored.cuts
     forward, backward = (_of_stages(sums, cuts) for sums in (network.forward, network.backward))
-    if not explored.is_bound:
+    if not explored.sending_bound:
         even = intra_layer_seconds(network.seconds)
         both = np.where(forward + backward > 0, forward + backward, 1.0)
         forward, backward = even * forward / both, even * backward / both
@@ -136,9 +136,9 @@ def _is_bound_by_communication(network: _Network) -> bool:
 
 
 def _coarsen_by_communication(network: _Network) -> _Network:
-    """Return the coarse-grained network, whose features over the slowest link are sent within T.
+    """Return the coarse-grained network, in which the features of each cut can be sent over the slowest link within T.
 
-    With fewer blocks than accelerators it is on the first of these. Where no cut is left, it has one block.
+    If it has fewer blocks than there are accelerators, it is on the first ones. If no cut is left, it has one block.
     """
     ideal = ideal_seconds(network.seconds[:, -1])
     threshold = min(feature_threshold(ideal, link.bandwidth, link.latency) for link in network.links)
@@ -179,7 +179,7 @@ AS_SCHEDULES = {"1F1B-AS": "1f1b-sno", "FBP-AS": "1f1b-so"}
 
 
 def in_flight(schedule: str, stages: int, micro_batches: int) -> Integers:
-    """Return the micro-batches whose features each stage holds (Tables 1 and 2), from stage 0 on.
+    """Return how many micro-batches' features each stage holds (Tables 1 and 2), from stage 0 on.
 
     N - i + 1 under 1F1B-AS and 1F1B-SNO, with i from 1, and twice as many under FBP-AS and 1F1B-SO.
     """
@@ -210,12 +210,13 @@ def asynchronous_seconds(
 def two_lanes(forward: Floats, backward: Floats, held: Integers, micro_batches: int) -> float:
     """Return the seconds of FBP-AS: each accelerator runs forwards in one lane and backwards in another.
 
-    While both lanes are busy, a forward and a backward take F + B each; while one is, it has the accelerator to itself.
+    While both lanes are busy, a forward and a backward take F + B seconds each. While only one lane is busy, it has the
+    accelerator for itself.
     ``held``: the micro-batches that a stage may have begun and not ended.
     """
     count = len(forward)
     begun, ended = (np.zeros((2, count), np.int64) for _ in range(2))  # operations of a lane: forward 0, backward 1
-    left, alone = np.zeros((2, count)), np.array([forward, backward])  # of the operation in a lane, as a fraction
+    left, alone = np.zeros((2, count)), np.array([forward, backward])  # left: fraction of a lane's operation
     now = 0.0
     while ended[1, 0] < micro_batches:
         arrived = np.append(micro_batches, ended[0, :-1]), np.append(ended[1, 1:], 0)
@@ -251,10 +252,9 @@ def ideal_seconds(whole: Floats) -> float:
 
 
 def partition_by_ideal(seconds: Floats) -> Cuts:
-    """Return the partition according to T: each cut where the accelerators before it have had T each, or nearly.
+    """Return the partition in which each stage takes nearly T on its accelerator.
 
-    A cut is at the layer nearest to where the stage reaches T on its accelerator;
-    each stage has at least one layer.
+    A stage ends at the layer that is nearest to where it reaches T. Each stage has at least one layer.
     """
     count, layers = seconds.shape[0], seconds.shape[1] - 1
     ideal = ideal_seconds(seconds[:, -1])
@@ -303,8 +303,8 @@ def coarse_cuts(crossing_bytes: Floats, threshold: float) -> NDArray[np.int64]:
 def intra_layer_seconds(seconds: Floats) -> float:
     """Return the seconds of each stage where layers are divided between neighbours (section 3.3.2).
 
-    Each accelerator then takes as long: the T of formula 1 for layers that are not uniform. What dividing a layer adds
-    to communication is left out.
+    All accelerators then take equally long. This is the T of formula 1 for layers that are not uniform. The additional
+    communication of a divided layer is left out.
     """
     low, high = 0.0, float(seconds[:, -1].min())
     for _ in range(_HALVINGS):
@@ -320,12 +320,12 @@ _HALVINGS = 60  # to the last digits of a double
 
 
 def _reach(seconds: Floats, limit: float) -> float:
-    """Return how many layers, a fraction of the last one included, accelerators finish that take ``limit`` each."""
+    """Return how many layers, with fractions, the accelerators finish if each of them takes ``limit`` seconds."""
     layers = np.arange(seconds.shape[1], dtype=np.float64)
     finished = 0.0  # layers
     for row in seconds:
         until = float(np.interp(finished, layers, row)) + limit
-        last = int(np.searchsorted(row, until, side="right")) - 1  # behind layers that take no time, too
+        last = int(np.searchsorted(row, until, side="right")) - 1  # also past layers that take no time
         if last >= len(row) - 1:
             return float(len(row) - 1)
         finished = last + (until - row[last]) / (row[last + 1] - row[last])

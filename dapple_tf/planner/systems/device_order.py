@@ -56,9 +56,9 @@ def order_by_cuts(bandwidths: Floats, devices: Sequence[int] | None = None) -> t
 
     ``bandwidths``: symmetric, [V, V]; 0 where two have no link. A global minimum cut (Stoer and Wagner) divides them
     into the first and the last of the order, and each part is divided again. The paper does not say which part comes
-    first, nor in which direction each is read: both are chosen so that the bandwidth between the two that meet is
-    highest, as the order is to have "maximal bandwidth between consecutive GPUs"; where several are equal the smaller
-    part is first. Raises PlanError for a graph that is not connected.
+    first, nor in which direction each part is read. Both are chosen so that the two devices that meet have the highest
+    bandwidth, since the order is to have "maximal bandwidth between consecutive GPUs". Of equal choices the one with
+    the smaller part first is taken. Raises PlanError for a graph that is not connected.
     """
     devices = range(len(bandwidths)) if devices is None else devices
     if len(devices) == 1:
@@ -66,7 +66,7 @@ def order_by_cuts(bandwidths: Floats, devices: Sequence[int] | None = None) -> t
     inside = bandwidths[np.ix_(devices, devices)]
     others = inside[~np.eye(len(devices), dtype=bool)]
     if others.min() == others.max() > 0:
-        return tuple(devices)  # each minimum cut is that of one device, any of them
+        return tuple(devices)  # any single device is a minimum cut
     parts = (order_by_cuts(bandwidths, part) for part in _min_cut(inside, devices))
     first, last = sorted(parts, key=lambda part: (len(part), part))
     pairs = [(a, b) for a in (first, first[::-1]) for b in (last, last[::-1])]
@@ -76,7 +76,7 @@ def order_by_cuts(bandwidths: Floats, devices: Sequence[int] | None = None) -> t
 
 
 def _min_cut(inside: Floats, devices: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Return both sides of a global minimum cut; ``inside``: the bandwidths between ``devices``."""
+    """Return the two sides of a global minimum cut; ``inside``: the bandwidths between ``devices``."""
     graph: nx.Graph[int] = nx.Graph()
     graph.add_nodes_from(range(len(devices)))
     graph.add_weighted_edges_from(

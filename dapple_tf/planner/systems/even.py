@@ -27,14 +27,15 @@ def plan_even(
 
     ``pipeline_size``: p, the pipeline-parallel size, which divides the n devices; by default all that do. ``chunks``:
     the numbers of model chunks v that a device may have (section 2.2.2). The data-parallel size is d = n / p (section
-    3.1, with t = 1); stage i is on the devices i d to (i + 1) d - 1, or with v > 1 stages i, i + p, i + 2 p ... are.
-    With v = 1 the schedule is PipeDream-Flush (1F1B, section 2.2.1), which is ``dapple-a``, else ``interleaved-1f1b``,
-    for which p must divide the micro-batches. Where the problem names a schedule, it says how many stages a device has.
+    3.1, with t = 1); stage i is on the devices i d to (i + 1) d - 1; with v > 1 the stages i + p, i + 2 p ... are there
+    too. With v = 1 the schedule is PipeDream-Flush (1F1B, section 2.2.1), which is ``dapple-a``, else
+    ``interleaved-1f1b``, for which p must divide the micro-batches. Where the problem names a schedule, it says how
+    many stages a device has.
 
     Megatron-LM's users choose p, v and the micro-batch size b by measurement (section 3); the simulator does it here.
-    Layers are blocks of the chain; where p v does not divide them, the first stages have one more. Left out are tensor
-    parallelism, and gathering what crosses servers in pieces (section 4.1). Raises PlanError for a p that does not
-    divide the devices or has too few layers, and for chunks below 1.
+    Layers are blocks of the chain; where p v does not divide them, the first stages have one more. Two things are left
+    out: tensor parallelism, and sending between servers in pieces that are gathered there (section 4.1). Raises
+    PlanError for a p that does not divide the devices or has too few layers, and for chunks below 1.
     """
     _check_options(problem, pipeline_size, chunks)
     shapes = [(shape, _even_stages(problem, shape)) for shape in _list_shapes(problem, pipeline_size, chunks)]
@@ -91,7 +92,7 @@ def _even_stages(problem: PlanningProblem, shape: ChunkShape) -> tuple[StagePlan
 
 
 def _least_seconds(problem: PlanningProblem, shape: ChunkShape, stages: Sequence[StagePlan], size: int) -> float:
-    """Return a lower bound of the step: what the busiest device computes, were all of the fastest kind.
+    """Return a lower bound of the step: the seconds of the busiest device, if all devices were of the fastest kind.
 
     Infinite if a replica gets less than one sample.
     """

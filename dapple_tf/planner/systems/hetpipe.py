@@ -24,7 +24,7 @@ from dapple_tf.timeline.stage_costs import usable_bytes
 from dapple_tf.wording import format_count
 
 _POLICIES = ("NP", "ED", "HD")
-_MOST_ORDERS = 24  # of the kinds in a virtual worker; of more only those by rising and falling speed
+_MOST_ORDERS = 24  # of the kinds in a virtual worker; if there are more, only those by rising and falling speed count
 _MOST_DEVICES = 1024
 
 Worker = tuple[int, ...]  # the devices of a virtual worker
@@ -37,9 +37,9 @@ def plan_hetpipe(problem: PlanningProblem, *, policy: str | None = None) -> Plan
     ``policy`` (section 8.1): "NP", node partition, where the devices of a server are a virtual worker; "ED", equal
     distribution, where each worker has one device of every server; "HD", hybrid distribution, where the servers are
     paired, the fastest with the slowest, and each of two workers has half of both; None tries all that the servers
-    allow. The layers of a worker are partitioned so that the longest time of a stage is least. This time is that of
-    computing, and of receiving activations and gradients. A stage must have the memory for as many micro-batches as
-    1F1B keeps there. (Section 7; the paper solves it by an integer program, here a dynamic program is exact for each
+    allow. The layers of a worker are partitioned so that the longest time of a stage is least. The time of a stage is
+    that of computing and of receiving activations and gradients. A stage must have the memory for as many micro-batches
+    as 1F1B keeps there. (Section 7; the paper solves it by an integer program, here a dynamic program is exact for each
     order of the worker's kinds of devices.)
 
     HetPipe is asynchronous (WSP, section 5), with parameter servers. Here it is synchronous: each worker runs an equal
@@ -154,7 +154,7 @@ def _plan_workers(problem: PlanningProblem, workers: Sequence[Worker], size: int
 
 
 def _partition_key(cluster: Cluster, worker: Worker) -> object:
-    """Return the kinds, memories and links of a worker's devices: two workers with equal ones share a partition."""
+    """Return the kinds, memories and links of a worker's devices. Workers with equal keys have the same partition."""
     links = tuple(cluster.link(cluster.homes[a], cluster.homes[b]) for a, b in itertools.combinations(worker, 2))
     return tuple((cluster.kind_of(d), cluster.memory_of(d)) for d in worker), links
 
@@ -170,7 +170,7 @@ def _partition_worker(
 
 
 def _orders(problem: PlanningProblem, worker: Worker) -> Iterator[Worker]:
-    """Yield the worker's devices in every order of their kinds, at most 24; else by rising and by falling speed."""
+    """Yield the worker's devices in every order of their kinds; of more than 24 orders, two by speed."""
     kinds = [problem.cluster.kind_of(device) for device in worker]
     counts = [kinds.count(kind) for kind in set(kinds)]
     number = math.factorial(len(worker)) // math.prod(math.factorial(count) for count in counts)
@@ -199,11 +199,11 @@ def _arrange(kinds: tuple[str | None, ...]) -> Iterator[tuple[str | None, ...]]:
 
 
 def partition_worker(costs: ChainCosts, order: Worker, micro_batches: int) -> tuple[float, tuple[int, ...]] | None:
-    """Return the least largest time of a stage, and the k + 1 bounds of the stages in blocks; None if nothing fits.
+    """Return the longest time of a stage, as short as possible, and the stages' k + 1 bounds; None if nothing fits.
 
-    ``costs``: of the worker's micro-batches, of which it runs ``micro_batches``. ``order``: its k devices; every one
-    has a stage of at least one block. A stage's time counts receiving activations where it begins, and gradients where
-    it ends. Of equal times the earlier stages have as few blocks as possible.
+    Bounds are numbers of blocks. ``costs``: for the worker's micro-batches, of which it runs ``micro_batches``.
+    ``order``: its k devices; every one has a stage of at least one block. A stage's time counts receiving activations
+    where it begins, and gradients where it ends. Of equal times the earlier stages have as few blocks as possible.
     """
     cluster, count = costs.problem.cluster, len(order)
     links = [cluster.link(cluster.homes[a], cluster.homes[b]) for a, b in itertools.pairwise(order)]

@@ -32,8 +32,8 @@ def plan_pipedream(
     The formulas are for minibatches of ``minibatch_size`` samples (default: the profile's batch), each computed by one
     replica of a stage, on the levels of ``derive_hierarchy``, or with ``flat`` on one level of all devices, with the
     least bandwidth. The formulas know neither memory nor the micro-batches of a synchronous step: the micro-batch size
-    and the schedule are the fastest in the simulator. The model is not cut where both stages would need equally many
-    replicas, and blocks of layers are merged where there are too many. Raises PlanError for a ``minibatch_size`` below
+    and the schedule are the fastest in the simulator. The model is not cut where tensors cannot be split, and
+    blocks of layers are merged where there are too many. Raises PlanError for a ``minibatch_size`` below
     1 and for more than 4096 devices.
     """
     size = problem.profile.batch_size if minibatch_size is None else check_minibatch_size(minibatch_size)
@@ -87,11 +87,12 @@ def find_stages(
     ``seconds`` [N]: forward and backward of a minibatch (T_l). ``parameter_bytes`` [N]: w_l. ``activation_bytes``
     [N - 1]: of a minibatch, those that cross the cut after each block but the last (a_s).
 
-    A^k(i -> j, m) is the least of T^k(i -> j, m), one stage on all m components, and of what section 3.1 prints, a
-    pipeline before one last stage. (Printed is only the second, by which no level could be one stage: PipeDream's data
-    parallelism, section 4.) Of equally fast plans the single stage is taken, else the one with the fewest components
-    for the last stage, then the latest cut. A stage that is a pipeline within each of its components becomes several
-    stages, each with replicas in every component. All devices are used; memory and latency have no part in it.
+    A^k(i -> j, m) is the smaller one of two. The first is T^k(i -> j, m): one stage on all m components. The second is
+    what section 3.1 prints: a pipeline before one last stage. (With the second alone no level could be a single stage,
+    which section 4 has as PipeDream's data parallelism.) Of equally fast plans the single stage is taken, else the one
+    with the fewest components for the last stage, then the latest cut. A stage that is a pipeline within each of its
+    components becomes several stages, each with replicas in every component. All devices are used; memory and latency
+    do not count.
     """
     blocks, parameters = len(seconds), runs(prefix_sums(parameter_bytes))
     inner = runs(prefix_sums(seconds))
@@ -121,9 +122,9 @@ def find_stages(
 
 
 def _level_ways(count: int) -> Ways:
-    """Return the ways to end with a stage on some of m components: on all as the only one, or behind a pipeline."""
+    """Return the ways to end with a stage on some of m components: the only stage, on all, or one after others."""
     m, last = (part + 1 for part in np.nonzero(np.tri(count, dtype=np.bool_)))
     alone = m == last
     order = np.lexsort((last, ~alone, m))
-    link = np.stack([np.zeros(len(m)), np.where(alone, 0.0, 1.0)], axis=1)  # what crosses a cut is given in seconds
+    link = np.stack([np.zeros(len(m)), np.where(alone, 0.0, 1.0)], axis=1)  # ``send`` is in seconds
     return Ways.of_arrays(count + 1, m[order], (m - last)[order], last[order] - 1, link=link[order])

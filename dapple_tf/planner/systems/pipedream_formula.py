@@ -18,8 +18,8 @@ from dapple_tf.simulator.arrays import Floats, prefix_sums
 class PipedreamPrediction:
     """The steady state of a plan by PipeDream's formulas.
 
-    ``minibatch_seconds``: the time between the ends of two minibatches of ``minibatch_size`` samples, A^L(0 -> N, m_L)
-    of the plan. ``noam``: the minibatches in flight per replica of the first stage.
+    ``minibatch_seconds``: the time between the ends of two minibatches of ``minibatch_size`` samples. This is
+    A^L(0 -> N, m_L) of the plan. ``noam``: the minibatches in flight per replica of the first stage.
     """
 
     minibatch_seconds: float
@@ -38,10 +38,10 @@ def predict_throughput(
     """Return the steady state of ``stages`` by the formulas of section 3.1.
 
     ``minibatch_size``: samples of a minibatch, which one replica of each stage computes; by default the profile's
-    batch, as in the paper. T^k is the time of a stage that is alone on m components of level k, and of several stages
-    that divide each of the m components among them in the same way; a boundary between components takes 2 a / B_k.
-    Raises PlanError if stages share components but divide them in different ways. With ``hierarchy.flatten()``, which
-    has one level, every plan of one stage per device has a prediction.
+    batch, as in the paper. T^k is the time of a stage that is alone on m components, or of several stages that divide
+    each of the m components in the same way; a boundary between components takes 2 a / B_k. Raises PlanError if stages
+    share components but divide them in different ways. With ``hierarchy.flatten()``, which has one level, every plan of
+    one stage per device has a prediction.
     """
     size = profile.batch_size if minibatch_size is None else check_minibatch_size(minibatch_size)
     index_of = {device: index for index, device in enumerate(hierarchy.devices)}
@@ -100,8 +100,8 @@ def _check_devices(stages: Sequence[StagePlan], known: Container[int]) -> None:
 class _Costs:
     """Prefix sums over layers (seconds of a minibatch, parameter bytes), and the bytes that enter each layer's cut.
 
-    ``index_of``: the index of each stage, by its first layer. The methods take stages, or what of them lies in one
-    component, whose devices count from the first one of the component.
+    ``index_of``: the index of each stage, by its first layer. The methods take stages, or the parts of stages in one
+    component; the devices of a part are numbered from the first device of the component.
     """
 
     hierarchy: Hierarchy
@@ -128,7 +128,10 @@ class _Costs:
         return max(found)
 
     def _divide(self, level: int, stages: Sequence[StagePlan], size: int) -> list[list[StagePlan]]:
-        """Return the stages in groups that are on the same components of ``size`` devices, one group on each."""
+        """Return the stages in groups: those of a group are on the same components, and each component has one group.
+
+        ``size``: the devices of a component. Raises PlanError if the stages cannot be divided so.
+        """
         groups: list[list[StagePlan]] = []
         owner: dict[int, int] = {}  # the group of each component
         for stage in stages:
@@ -156,5 +159,5 @@ def _components(stage: StagePlan, size: int) -> set[int]:
 
 
 def _within(stage: StagePlan, component: int, size: int) -> StagePlan:
-    """Return what of a stage lies in one component of ``size`` devices."""
+    """Return the part of a stage in one component of ``size`` devices, numbered from the component's first device."""
     return _on(stage, (device % size for device in stage.devices if device // size == component))

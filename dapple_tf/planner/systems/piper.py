@@ -19,7 +19,7 @@ from dapple_tf.profiler.linearise import Chain, without_unsplittable_cuts
 from dapple_tf.simulator.arrays import Floats, runs
 
 _MOST_DEVICES = 4096
-_MOST_LOADS = 30_000_000  # of stages that one dynamic program may tabulate: some hundred megabytes
+_MOST_LOADS = 30_000_000  # loads of stages that one dynamic program may tabulate: some hundred megabytes
 _LEAST_BLOCKS = 32
 
 
@@ -37,8 +37,8 @@ def plan_piper(problem: PlanningProblem) -> PlannerResult | None:
     """Return the stages with the least maximum load on at most K devices; None if nothing fits the memory.
 
     The load of a device is its time per micro-batch (the paper's TPS): computing, sending and receiving, and its share
-    of AllReduce. A stage has a data-parallel degree d, and re-computes its activations or not; its device holds as many
-    micro-batches as ceil(s / d), where s is the sum of d over this stage and all later ones. Piper's dynamic program
+    of AllReduce. A stage has a data-parallel degree d, and re-computes its activations or not; its device holds
+    ceil(s / d) micro-batches, where s is the sum of d over this stage and all later ones. Piper's dynamic program
     runs over the downsets of a graph. Here the graph is linearised to a chain first, whose downsets are its prefixes.
     The cluster has one bandwidth, that of its slowest link. The micro-batch size is the fastest in the simulator; the
     schedule is 1F1B (``dapple-a``) unless the problem names another.
@@ -87,7 +87,7 @@ def find_configuration(costs: ChainCosts) -> tuple[PiperStage, ...]:
 
 
 def _most_held(problem: PlanningProblem, size: int) -> list[int]:
-    """Return the most micro-batches in flight on a stage of each degree d; there are degrees up to the samples."""
+    """Return the most micro-batches in flight on a stage of degree d, for d from 1 to at most the samples."""
     devices, micro_batches = problem.cluster.devices, problem.global_batch_size // size
     return [min(-(-devices // d), micro_batches) for d in range(1, min(devices, size) + 1)]
 
@@ -95,8 +95,8 @@ def _most_held(problem: PlanningProblem, size: int) -> list[int]:
 def _loads(costs: ChainCosts, d: int, most: int, bandwidth: float) -> tuple[Floats, NDArray[np.bool_]]:
     """Return the loads of stages of degree ``d``, and whether they re-compute; infinite where they do not fit.
 
-    Both are [rows, N, N + 1]: a row for each number of micro-batches in flight up to ``most``, or one for all numbers
-    where all blocks together hold as many without re-computation.
+    Both are [rows, N, N + 1]. There is a row for each number of micro-batches in flight up to ``most``. If even a stage
+    of all blocks can hold the most without re-computation, one row is enough for all numbers.
     """
     memory, must = costs.memory_bytes, bool(costs.problem.recompute)
     forward_sums, backward_sums = costs.second_sums(costs.size / d)

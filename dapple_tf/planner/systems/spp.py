@@ -23,12 +23,12 @@ from dapple_tf.simulator.arrays import Floats, Integers, runs
 from dapple_tf.simulator.engine import step_seconds
 from dapple_tf.simulator.order import early_backward_order
 
-_MOST_DEVICES = 64  # the minimum cuts of more would take minutes
+_MOST_DEVICES = 64  # with more, the minimum cuts would take minutes
 _MOST_BLOCKS = 400
 
 
 class _Choice(NamedTuple):
-    """Stages of a number that Algorithm 3 tries, at a micro-batch size, and T_PE of them (seconds)."""
+    """The stages that Algorithm 3 finds for one number of stages and one micro-batch size, and their T_PE (seconds)."""
 
     seconds: float
     micro_batch_size: int
@@ -40,11 +40,11 @@ class _Choice(NamedTuple):
 def plan_spp(problem: PlanningProblem) -> PlannerResult | None:
     """Return the plan with the least T_PE of all numbers of stages (Algorithm 3); None if nothing fits the memory.
 
-    RDO orders the devices, PRM finds the stages of each number xi, and PE orders their micro-batches, which is the
-    plan's schedule unless the problem names another one. All devices are used. M and Z are given in the paper; here
-    each micro-batch size that the problem allows is tried. The paper's costs leave out latency, network interfaces
+    RDO orders the devices. PRM finds the stages for each number of stages xi. PE orders their micro-batches; this order
+    is the plan's schedule unless the problem names another one. All devices are used. M and Z are given in the paper;
+    here each micro-batch size that the problem allows is tried. The paper's costs leave out latency, network interfaces
     that devices share, and memory: of the plans tried, the best that fits is taken. At cuts where stages with different
-    numbers of replicas cannot meet, both stages have equally many. More than 400 blocks of layers are merged. Raises
+    numbers of replicas cannot meet, both stages have the same number. More than 400 blocks of layers are merged. Raises
     PlanError for more than 64 devices.
     """
     cluster = problem.cluster
@@ -76,8 +76,8 @@ def plan_spp(problem: PlanningProblem) -> PlannerResult | None:
 class LeastBandwidths(NamedTuple):
     """The least bandwidths between V devices, which are numbered in their order.
 
-    ``among`` [V + 1, V + 1]: between the devices low to high (exclusive). ``between`` [V + 1, V + 1, V + 1]: from low
-    to middle and those from there to high.
+    ``among`` [V + 1, V + 1]: between any two of the devices low to high (exclusive). ``between`` [V + 1, V + 1, V + 1]:
+    between any device of low to middle and any device of middle to high.
     """
 
     among: Floats
@@ -89,8 +89,8 @@ class SppCosts(NamedTuple):
 
     ``forward``, ``backward`` [R, L + 1]: prefix sums of p_l^f and p_l^b on each of r replicas, in row r - 1, for r up
     to R, the most replicas that a stage may have. ``parameter_bytes`` [L + 1]: prefix sums of alpha_l. ``sent_bytes``
-    [L + 1]: d^f_{l,l+1} of a micro-batch, at l; d^b is as much. ``equal_only`` [L + 1]: whether stages with different
-    replicas cannot meet behind layer l. ``least``: the bandwidths.
+    [L + 1]: entry l is d^f_{l,l+1} of a micro-batch; d^b is the same. ``equal_only`` [L + 1]: whether stages with
+    different replicas cannot meet behind layer l. ``least``: the bandwidths.
     """
 
     forward: Floats
@@ -123,7 +123,7 @@ class SppStage:
 
 
 class Mapped(NamedTuple):
-    """W(|S|) in seconds, and stages that reach it."""
+    """W(|S|) in seconds, and stages that have this W."""
 
     seconds: float
     stages: tuple[SppStage, ...]
@@ -132,8 +132,8 @@ class Mapped(NamedTuple):
 def make_costs(costs: ChainCosts, least: LeastBandwidths) -> SppCosts:
     """Return the costs of the blocks.
 
-    A replica of r has the seconds of 1/r of the samples (the paper's footnote 2), which are 1/r of the seconds where
-    the profile has one batch size.
+    One of r replicas takes the seconds of 1/r of the samples (the paper's footnote 2). If the profile has one batch
+    size, these are 1/r of the seconds.
     """
     replicas = min(len(least.among) - 1, costs.size)
     sums = [costs.second_sums(costs.size / r) for r in range(1, replicas + 1)]
@@ -165,9 +165,9 @@ def find_partitions(costs: SppCosts) -> tuple[Mapped, ...]:
 
 
 def _prm_ways(costs: SppCosts) -> tuple[Ways, list[Integers]]:
-    """Return the ways of the states (xi, i, r), and of each xi the states with all devices, by rising r.
+    """Return the ways of the states (xi, i, r), and for each xi the states that use all devices, by rising r.
 
-    i devices are used by xi stages, the last of which has r replicas.
+    In a state xi stages use i devices, and the last stage has r replicas.
     """
     devices, replicas, m = costs.devices, len(costs.forward), costs.micro_batches
     i, r = (part + 1 for part in np.indices((devices, replicas)))
@@ -204,9 +204,9 @@ def _mapped_stages(found: Partition, ways: Ways, state: int) -> tuple[SppStage, 
 def stage_seconds(costs: SppCosts, stages: Sequence[SppStage]) -> StageSeconds:
     """Return the seconds of the stages, of the transfers between them, and of their AllReduces (equation 1).
 
-    c^f (and c^b) behind a stage is d / (|F(s_n)| |F(s_{n+1})|) over the least bandwidth between the two: in section
-    III.B the bandwidth stands behind the fraction; Algorithm 4 divides by it. A_s is 2 (k - 1) / k x bytes over the
-    least bandwidth between any two of the k replicas, which is infinite for one.
+    c^f (and c^b) after a stage is d / (|F(s_n)| |F(s_{n+1})|), divided by the least bandwidth between the two stages.
+    (Section III.B prints the bandwidth after the fraction; Algorithm 4 divides by it.) A_s is 2 (k - 1) / k x bytes,
+    divided by the least bandwidth between any two of the k replicas; it is 0 for one replica.
     """
     first, end, low, high = np.array([(s.first, s.end, s.low, s.high) for s in stages]).T
     k = high - low
@@ -246,13 +246,14 @@ class StageSeconds(NamedTuple):
 
 
 def warm_up_of_queues(stages: int, micro_batches: int) -> tuple[int, ...]:
-    """Return K of each stage, with which a schedule ``K=9,5,1`` is that of the queues U_s (Algorithm 1, lines 1 to 8).
+    """Return K of each stage, for which a schedule such as ``K=9,5,1`` has the order of the queues U_s (Algorithm 1).
 
     Blocks J = 1 ... 4 |S| - 3 are the computation and communication blocks of a micro-batch, from the first stage's
     forward to its backward; forward and backward of the last stage are one block. Each pass over the blocks pops a
-    micro-batch of each queue Q_j that held one when the pass began. (Printed is a loop over the j whose Q_j is not
-    empty. Read as one that sees what was pushed in the same pass, it would run one micro-batch after the other; the
-    text has "at most one microbatch to be processed by each block" that can run "about simultaneously", as in Fig. 4.)
+    micro-batch of each queue Q_j that held one when the pass began. (The paper prints lines 1 to 8
+    as a loop over the j whose Q_j is not empty. If this loop saw what was pushed in the same pass, it would run one
+    micro-batch after the other. But the text says that "at most one microbatch to be processed by each block" can run
+    "about simultaneously", as in Fig. 4.)
     Queues are first in, first out, so micro-batch m is in block j in pass m + j, however many micro-batches there are.
     So stage n (from 1) runs K = min(4 (|S| - n) + 1, M) forwards before its first backward, and then a backward and a
     forward in turn.

@@ -65,13 +65,13 @@ _BALANCES = ("time", "size")
 
 @planner("torchgpipe", unequal=True, candidate=True)
 def plan_torchgpipe(problem: PlanningProblem, *, by: str = "time", stages: int | None = None) -> PlannerResult | None:
-    """Return the partition into stages of one device whose largest is least; None if it does not fit the memory.
+    """Return stages of one device each, the largest as small as possible; None if they do not fit the memory.
 
     ``by``: "time" is the seconds of forward and backward (``balance_by_time``); "size" is the bytes that a micro-batch
-    keeps, plus those of the parameters times the values that each weight has, its gradient and the optimizer's slots
-    included (``balance_by_size`` with that ``param_scale``). ``stages``: partitions; by default as many as there are
-    devices, or blocks of layers if these are fewer. The schedule is GPipe's unless the problem names another; the
-    micro-batch size, which users of torchgpipe choose, is the fastest in the simulator.
+    keeps, plus the bytes of the parameters times the number of values per weight: the weight, its gradient and the
+    optimizer's slots (``balance_by_size`` with this number as ``param_scale``). ``stages``: partitions; by default as
+    many as there are devices, or blocks of layers if these are fewer. The schedule is GPipe's unless the problem names
+    another; the micro-batch size, which users of torchgpipe choose, is the fastest in the simulator.
 
     torchgpipe solves the block partition by a heuristic of Bárány and Grinberg, which lowers the spread of the sums and
     may miss the optimum; here it is solved exactly. torchgpipe also re-computes all micro-batches but the last. That is
@@ -100,7 +100,7 @@ def plan_torchgpipe(problem: PlanningProblem, *, by: str = "time", stages: int |
 
 
 def _block_costs(costs: ChainCosts, by: str) -> Floats:
-    """Return the seconds of each block for a micro-batch, or its bytes."""
+    """Return the seconds or the bytes of each block for a micro-batch; ``by``: "time" or "size"."""
     chain = costs.chain
     if by == "time":
         return np.add(*chain.block_seconds(costs.size))

@@ -30,7 +30,7 @@ class OneForwardOneBackward {
           const double ready =
               receives ? start[cell(o.kind, neighbour, o.micro_batch)] + own(o.kind, neighbour) : 0.0;
           if (ready == std::numeric_limits<double>::infinity()) break;
-          // Where both are equally late, the critical path comes from the stage nearer to the last one.
+          // If both inputs are ready at the same time, the path comes from the stage that is nearer to the last stage.
           from_own_[cell(o.kind, x, o.micro_batch)] = o.kind == 0 ? head[x] > 0 && (x == 0 || free[x] >= ready)
                                                                   : x == n_ - 1 || free[x] > ready;
           double& begin = start[cell(o.kind, x, o.micro_batch)];
@@ -42,8 +42,8 @@ class OneForwardOneBackward {
     return free[0];
   }
 
-  // Return the stage of the most operations of the 1F1B phase on the path that ends with stage 0's last BP; if several
-  // have equally many, the last of them. After `run`.
+  // Return the stage that has most operations of the 1F1B phase on the critical path, which ends with the last BP of
+  // stage 0. If several stages have equally many, return the last of them. Call it after `run`.
   int master_stage() const {
     std::vector<int64_t> counts(n_, 0);
     int x = 0;
@@ -87,7 +87,8 @@ class OneForwardOneBackward {
 
   int n_;
   int64_t m_;
-  std::vector<uint8_t> from_own_;  // [2, n, m] whether the stage's operation before is on the path to it
+  // [2, n, m] whether the critical path to an operation comes from the operation before it on the same stage.
+  std::vector<uint8_t> from_own_;
 };
 
 }  // namespace dapple

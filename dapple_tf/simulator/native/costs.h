@@ -6,12 +6,12 @@
 
 namespace dapple {
 
-// A planning problem as arrays, filled in by Python (dapple_tf/planner/search/annealer.py). Seconds of a layer are piecewise
-// linear in the rows n of a replica: a + b n, with a and b by segment between measured batch sizes. Arrays marked
-// "sums" are prefix sums over the blocks. Bytes are of the profile's batch.
+// A planning problem as arrays, filled in by Python (dapple_tf/planner/search/annealer.py). The seconds of a layer are
+// piecewise linear in the rows n of a replica: a + b n, where each segment between two measured batch sizes has its own
+// a and b. Arrays marked "sums" are prefix sums over the blocks. Bytes are those of the profile's batch.
 struct Problem {
   int32_t blocks, layers, kinds, segments, devices, servers, sizes;
-  const double* breaks;  // [segments - 1] rows at which one segment ends and the next begins
+  const double* breaks;  // [segments - 1] numbers of rows at which one segment ends and the next begins
   const double *forward_a, *forward_b, *backward_a, *backward_b;  // [kinds, segments, blocks + 1] sums
   const double *parameters, *stash;                               // [blocks + 1] sums
   const double* working;                                          // [blocks]
@@ -24,23 +24,24 @@ struct Problem {
   const double* memory;                               // [kinds] bytes of a device
   const double *inside, *inside_latency;              // [servers] seconds per byte, seconds
   double interface_, interface_latency;
-  const double *own, *own_latency;  // [servers, servers] of links of single pairs; 0: none
+  const double *own, *own_latency;  // [servers, servers] of links between two servers; 0: they have none
   const int64_t *size, *micro_batches;  // [sizes] rows of a micro-batch, and how many a step has
   double batch;                         // rows of the profile's batch
-  double fixed_factor, shared_factor;   // bytes held for each byte of parameters: by each replica; by all of them
+  // Bytes held for each byte of parameters: those that every replica holds, and those that the replicas divide up.
+  double fixed_factor, shared_factor;
   uint8_t overlap, contention, whole_rows, recompute_all, may_recompute, own_links;
-  int32_t slope;        // Layout::ahead of all stages; kAnySlope: a part of the layout; above kMostSlope: K_i = M
-  int32_t workers;      // of all layouts; 0: any number
-  int32_t least_rows;   // of a micro-batch, that each device of a worker must get on average
-  int32_t most_chunks;  // stages of a worker
+  int32_t slope;        // replaces Layout::ahead of all stages, unless it is kAnySlope; above kMostSlope: K_i = M
+  int32_t workers;      // the number that every layout must have; 0: any number
+  int32_t least_rows;   // rows of a micro-batch that the devices of a worker must at least get on average
+  int32_t most_chunks;  // the most stages that a worker may have
   const uint8_t* may_have;  // [most_chunks + 1] whether a worker may have so many stages
 };
 
 constexpr int kAnySlope = -1, kMostSlope = 8, kAllAhead = 1 << 20;  // K_i = M
 
 constexpr int kIdleDevice = -1;
-constexpr int kPeriods = 2;  // a long steady phase is measured from `settled` micro-batches to twice as many
-constexpr double kUnfit = 1e12;  // seconds of a layout that does not fit, and more for each byte that it lacks
+constexpr int kPeriods = 2;  // a long steady phase is measured from `settled` micro-batches to kPeriods times as many
+constexpr double kUnfit = 1e12;  // the least seconds of a layout that does not fit; more for each byte that it lacks
 
 // Stages and their devices. Worker w of W runs the stages w, W + w, 2 W + w ... of `chunks` W.
 struct Layout {
@@ -49,8 +50,10 @@ struct Layout {
   std::vector<int> owner;          // [devices] the worker of each device, in the device order, or kIdleDevice
   std::vector<int> device_at;      // [devices] the device order
   std::vector<uint8_t> recompute;  // [most stages]
-  // [most stages] K_i - K_(i + 1) as far as memory and M allow; of the last stage: 0. All 1: policy A, all 2: policy B.
-  // -q: as many as are computed while one goes on and comes back, if its transfers take q times as long as alone.
+  // [most stages] K_i - K_(i + 1), which memory and M may reduce; the entry of the last stage is not read. All 1 is
+  // policy A, all 2 is policy B. A number -q means: as many micro-batches as the pipeline completes while one
+  // micro-batch is computed here, goes to the next stage and comes back, if its two transfers take q times as long as
+  // alone.
   std::vector<int> ahead;
   int stages() const { return workers * chunks; }
 };
@@ -58,25 +61,27 @@ struct Layout {
 struct Step {
   double seconds = kInfinity;
   bool fits = false;
-  int64_t work = 0;
+  int64_t work = 0;  // grows with the actions that were simulated; a search ends after an amount of it
 };
 
-// Compute the step of layouts. One for each thread: it keeps its arrays.
+// Computes the step of layouts. Its arrays are used again for the next layout, so each thread needs an evaluator of its
+// own.
 class Evaluator {
  public:
   explicit Evaluator(const Problem& problem);
 
-  // Return the step without contention; infinity where it reaches `ceiling`. `exact`: run all
-  // micro-batches; else a long steady phase is extrapolated from a part of it.
+  // Return the step without contention; infinity where it reaches `ceiling`. `exact`: run all micro-batches; else a
+  // long steady phase is extrapolated from a part of it.
   Step alone(const Layout& layout, double ceiling, bool exact);
   Step estimate(const Layout& layout, double ceiling);
-  // Return the step with contention of the layout that `alone` had last, which took `step`.
+  // Return the step with contention. Call it after `alone` of the same layout; `step`: what that returned.
   Step shared(const Layout& layout, const Step& step, double ceiling, bool exact);
 
   const std::vector<int>& warm_up() const { return warm_up_; }
-  // Simulate exactly the given warm-up of the layout that `alone` had last; infinity where memory does not hold it.
+  // Return the seconds of all micro-batches with the given K_i; infinity where memory does not hold them. Call it after
+  // `alone` of the same layout.
   double with_warm_up(const Layout& layout, const std::vector<int>& warm_up);
-  // The rows of a micro-batch that each device computes, of the layout that `alone` had last.
+  // The rows of a micro-batch that each device computes, after `alone` of a layout.
   std::vector<int64_t> rows_of_devices() const {
     std::vector<int64_t> found(p_.devices, 0);
     for (size_t i = 0; i < devices_.size(); ++i) found[devices_[i]] = rows_[i];
@@ -84,7 +89,7 @@ class Evaluator {
   }
 
  private:
-  double fill(const Layout& layout);
+  double compute_costs(const Layout& layout);
   bool share(const Layout& layout, int w);
   void share_by_kind(int64_t rows, const std::vector<int>& kinds, const std::vector<double>& forward,
                      const std::vector<double>& backward, std::vector<int64_t>& found);
@@ -116,22 +121,25 @@ class Evaluator {
   Order interleaved_;
   std::vector<int> devices_, offsets_;      // the devices of each worker that get rows
   std::vector<int64_t> cuts_, rows_;        // cut points of each worker's rows, one more than devices; rows of a device
-  std::vector<int64_t> whole_;              // [workers] the last cut point
+  std::vector<int64_t> whole_;              // [workers] the last cut point, which stands for all rows
   std::vector<double> most_rows_;           // [workers] rows of the device with most
   std::vector<double> forward_, backward_, send_, exposed_;  // [stages] seconds
-  std::vector<double> fixed_, stash_, work_;  // [stages] bytes: fixed, and of a row in flight, and of a row in work
-  std::vector<double> room_;                // [workers] rows' bytes that fit: (memory - fixed) / rows, the least device
-  std::vector<int> warm_up_, kinds_in_;
+  // [stages] bytes of a device: fixed ones, of the stash of a row, and of the working set of a row.
+  std::vector<double> fixed_, stash_, work_;
+  // [workers] bytes for each row of a device that are left for stashes and working set: (memory - fixed bytes) / rows,
+  // of the device that has least.
+  std::vector<double> room_;
+  std::vector<int> warm_up_, by_worker_;    // by_worker_: the devices in use, sorted by their worker
   std::vector<double> now_, free_forward_, free_backward_, arrival_;
-  std::vector<double> kind_rows_;
-  std::vector<double> moving_;              // [servers] seconds in which its interface moves a micro-batch, each way
+  std::vector<double> kind_rows_;           // [kinds] the most rows of a device of this kind; 0: there is none
+  std::vector<double> moving_;              // [servers] seconds in which its interface moves one micro-batch, one way
   Transfer transfer_;
   struct Load { int direction; double demand; };
   std::vector<std::vector<Load>> loads_;
   std::vector<int> direction_count_, direction_index_;
   std::vector<double> direction_most_;
   std::vector<std::vector<int>> users_;
-  std::vector<int> seen_;
+  std::vector<int> scratch_;                // counts of devices, or marks of flows
 };
 
 inline Evaluator::Evaluator(const Problem& problem)
@@ -142,12 +150,14 @@ inline Evaluator::Evaluator(const Problem& problem)
   moving_.assign(p_.servers, 0);
 }
 
+// The segment in which this number of rows lies.
 inline int Evaluator::segment(double rows) const {
   int found = 0;
   while (found + 1 < p_.segments && rows > p_.breaks[found]) ++found;
   return found;
 }
 
+// The seconds of the blocks `first` to `end` (exclusive) for these rows, from prefix sums of a and of b.
 inline double Evaluator::seconds(const double* a, const double* b, int kind, double rows, int first, int end) const {
   const int64_t at = (int64_t{kind} * p_.segments + segment(rows)) * (p_.blocks + 1);
   return (a[at + end] - a[at + first]) + rows * (b[at + end] - b[at + first]);
@@ -177,7 +187,8 @@ inline std::vector<int64_t> Evaluator::cut_rows(int64_t rows, const std::vector<
   return counts;
 }
 
-// Rows of each device so that the longest forward and the longest backward together are least.
+// Find the rows of each device for which the longest forward plus the longest backward is least; `share_by_kind` of
+// dapple_tf/planner/row_shares.py is the same in Python.
 inline void Evaluator::share_by_kind(int64_t rows, const std::vector<int>& kinds, const std::vector<double>& forward,
                                      const std::vector<double>& backward, std::vector<int64_t>& found) {
   constexpr double kSame = 1e-9;
@@ -241,8 +252,9 @@ inline void Evaluator::share_by_kind(int64_t rows, const std::vector<int>& kinds
   found = cut_rows(rows, speeds);
 }
 
-// Share the rows of a micro-batch between the devices of worker w, which `devices_` has from offsets_[w] on. Devices
-// that get none are left out. Return false where the worker has more equal devices than rows.
+// Divide the rows of a micro-batch among the devices of worker w, which are those of `devices_` from offsets_[w] on.
+// Devices that get none are left out. Return false where the worker has no device, or more equal devices than the rows
+// allow.
 inline bool Evaluator::share(const Layout& layout, int w) {
   const int64_t rows = p_.size[layout.size];
   const int begin = offsets_[w], end = static_cast<int>(devices_.size()), r = end - begin;
@@ -288,7 +300,8 @@ inline bool Evaluator::share(const Layout& layout, int w) {
   return true;
 }
 
-// Measure the loads of a transfer between two workers: its latency and seconds per byte alone. They stay in transfer_.
+// Write the latency of a transfer between two workers, and its seconds per byte, without other flows. transfer_ then
+// has the fractions of its bytes that pass each interface.
 inline void Evaluator::transfer(int from, int to, double* latency, double* per_byte) {
   const int *senders = &devices_[offsets_[from]], *receivers = &devices_[offsets_[to]];
   transfer_.measure(
@@ -297,7 +310,7 @@ inline void Evaluator::transfer(int from, int to, double* latency, double* per_b
   *latency = transfer_.latency, *per_byte = transfer_.per_byte;
 }
 
-// Return the latency of an AllReduce on the devices of worker w, and its seconds per byte.
+// Write the latency of an AllReduce on the devices of worker w, and its seconds per byte.
 inline void Evaluator::ring(int w, double* latency, double* per_byte) const {
   const int r = offsets_[w + 1] - offsets_[w];
   *latency = *per_byte = 0;
@@ -318,6 +331,7 @@ inline void Evaluator::ring(int w, double* latency, double* per_byte) const {
   *per_byte = 2.0 * (r - 1) / r * slowest;
 }
 
+// Set the rings of stage s, which runs on worker w. `kind`, `rows`: of the device whose backward takes longest.
 inline void Evaluator::rings_of(const Layout& layout, int s, int w, int kind, double rows, double latency,
                                 double per_byte) {
   auto& rings = rings_.of_stage[s];
@@ -346,27 +360,28 @@ inline void Evaluator::rings_of(const Layout& layout, int s, int w, int kind, do
   exposed_[s] = rings_.exposed[s] = std::max(0.0, done - ready);
 }
 
-// Compute the costs of all stages; return the bytes that devices lack with one micro-batch in flight on each stage.
-// Infinite where a worker has no device or too many, or where unequal shares meet at a tensor that cannot be split.
-inline double Evaluator::fill(const Layout& layout) {
+// Compute the costs of all stages. Return the bytes that all devices together lack to hold one micro-batch of each of
+// their stages; infinity where a worker has no device or too many, or where stages of unequal shares meet at a cut
+// whose tensors cannot be split.
+inline double Evaluator::compute_costs(const Layout& layout) {
   const int workers = layout.workers, stages = layout.stages();
   devices_.clear(), cuts_.clear(), rows_.clear();
   offsets_.assign(workers + 1, 0), whole_.assign(workers, 0), most_rows_.assign(workers, 0);
-  // Devices by worker, by counting: the device order is kept.
-  std::vector<int>& count = seen_;
+  // A counting sort of the devices by worker, which keeps the device order.
+  std::vector<int>& count = scratch_;
   count.assign(workers + 1, 0);
   for (const int w : layout.owner)
     if (w >= 0) ++count[w + 1];
   for (int w = 0; w < workers; ++w) count[w + 1] += count[w];
-  kinds_in_.assign(count[workers], 0);
+  by_worker_.assign(count[workers], 0);
   {
     std::vector<int> entry(count.begin(), count.end() - 1);
     for (size_t i = 0; i < layout.owner.size(); ++i)
-      if (layout.owner[i] >= 0) kinds_in_[entry[layout.owner[i]]++] = layout.device_at[i];
+      if (layout.owner[i] >= 0) by_worker_[entry[layout.owner[i]]++] = layout.device_at[i];
   }
   for (int w = 0; w < workers; ++w) {
     offsets_[w] = static_cast<int>(devices_.size());
-    devices_.insert(devices_.end(), kinds_in_.begin() + count[w], kinds_in_.begin() + count[w + 1]);
+    devices_.insert(devices_.end(), by_worker_.begin() + count[w], by_worker_.begin() + count[w + 1]);
     if (!share(layout, w)) return kInfinity;
   }
   offsets_[workers] = static_cast<int>(devices_.size());
@@ -426,8 +441,9 @@ inline double Evaluator::fill(const Layout& layout) {
     const int from = s % workers, to = (s + 1) % workers;
     transfer(from, to, &latency, &per_byte);
     const double bytes = p_.boundary[layout.starts[s + 1]] * scale;
-    for (const int server : transfer_.touched) {  // a server that is there more than once counts once: it is 0 afterwards
-      // What enters with the forward leaves with the backward.
+    // A server may be listed more than once. It counts once, because its fractions are set to 0.
+    for (const int server : transfer_.touched) {
+      // Activations that enter a server are followed by as many bytes of gradients that leave it, and vice versa.
       if (p_.contention) moving_[server] += (transfer_.leaving[server] + transfer_.entering[server]) * p_.interface_ * bytes;
       transfer_.leaving[server] = transfer_.entering[server] = 0;
     }
@@ -443,6 +459,8 @@ inline double Evaluator::fill(const Layout& layout) {
   return 0;
 }
 
+// A lower bound of the step: of each stage and each channel the time before its first micro-batch, its own time for all
+// micro-batches, and the time after its last one.
 inline double Evaluator::bound(int stages, int64_t micro_batches) const {
   double before = 0, drain = 0, found = 0;
   for (int s = 0; s < stages; ++s) {
@@ -458,7 +476,8 @@ inline double Evaluator::bound(int stages, int64_t micro_batches) const {
   return found;
 }
 
-// Write K_i into warm_up_, on each stage as many as its memory holds; return false where one holds none.
+// Write K_i into warm_up_: what the layout asks for, or as many as memory holds, if these are fewer. Return false where
+// some stage holds none.
 inline bool Evaluator::set_warm_up(const Layout& layout, int64_t micro_batches) {
   const int stages = layout.stages();
   warm_up_.resize(stages);
@@ -481,8 +500,9 @@ inline bool Evaluator::set_warm_up(const Layout& layout, int64_t micro_batches) 
   return true;
 }
 
-// The end of a step of K_i forwards, then one backward and one forward in turn, as plain loops: K_i never grows from
-// stage to stage, so backward m of every stage can be followed by forward m + K_i of every stage.
+// Return the end of a step in which each stage runs K_i forwards, then one backward and one forward in turn. This needs
+// no events, only loops: K_i never grows from a stage to the next one, so backward m of all stages can be computed
+// before forward m + K_i of any. `period`: the mean time between two backwards in the steady phase is written there.
 inline double Evaluator::recurrence(const std::vector<int>& warm_up, int64_t micro_batches, double ceiling,
                                     double* period) {
   const int stages = static_cast<int>(warm_up.size());
@@ -521,6 +541,7 @@ inline double Evaluator::recurrence(const std::vector<int>& warm_up, int64_t mic
   return end;
 }
 
+// The order of 1F1B with these K_i; `early_backward_order` of dapple_tf/simulator/order.py is the same in Python.
 inline const Order& Evaluator::early_backward(const std::vector<int>& warm_up, int64_t micro_batches) {
   const int stages = static_cast<int>(warm_up.size());
   order_.workers = order_.stages = stages;
@@ -539,10 +560,13 @@ inline const Order& Evaluator::early_backward(const std::vector<int>& warm_up, i
   return order_;
 }
 
+// The order of interleaved 1F1B; `interleaved_order` of dapple_tf/simulator/order.py is the same in Python. The order
+// that was made last is kept.
 inline const Order& Evaluator::interleaved(int workers, int chunks, int64_t micro_batches) {
   if (orders_workers_ == workers && orders_chunks_ == chunks && orders_micro_batches_ == micro_batches)
     return interleaved_;
   orders_workers_ = workers, orders_chunks_ = chunks, orders_micro_batches_ = micro_batches;
+  // Micro-batches in groups that pass through all chunks together.
   const int64_t count = std::max<int64_t>(1, micro_batches / workers), calls = chunks * micro_batches;
   std::vector<int64_t> forwards, backwards;  // of worker 0
   int64_t largest = 0;
@@ -574,7 +598,7 @@ inline const Order& Evaluator::interleaved(int workers, int chunks, int64_t micr
   return order;
 }
 
-// Return the bytes of a row that the workers lack for the stashes that they hold at once.
+// Return the bytes that the workers lack for the stashes that they hold at once, of the device with most rows of each.
 inline double Evaluator::interleaved_lacking(const Layout& layout, const Order& order) const {
   double lacking = 0;
   for (int w = 0; w < order.workers; ++w) {
@@ -591,8 +615,9 @@ inline double Evaluator::interleaved_lacking(const Layout& layout, const Order& 
   return lacking;
 }
 
-// Seconds that no steady phase can spend less on a micro-batch, of the stages that `fill` saw last. Early in a step some
-// stages may be faster, while micro-batches gather before the slowest one.
+// The least seconds of a micro-batch in a steady phase of the stages that `compute_costs` saw last: those of the
+// busiest worker, boundary or interface. (Before the steady phase stages may take less from one micro-batch to the
+// next, while micro-batches gather before the slowest stage.)
 inline double Evaluator::least_period(const Layout& layout) const {
   double found = 0;
   for (int w = 0; w < layout.workers; ++w) {
@@ -607,9 +632,10 @@ inline double Evaluator::least_period(const Layout& layout) const {
   return found;
 }
 
-// The micro-batch by whose backward the steady phase has begun, with the K_i in warm_up_.
+// The number of a micro-batch: when its backward runs, the steady phase has begun. For the K_i in warm_up_.
 inline int64_t Evaluator::settled() const { return std::max<int64_t>(2 * warm_up_.size() + 2, warm_up_[0] + 2); }
 
+// How many micro-batches to simulate where the rest of the steady phase is extrapolated: all, if there are few.
 inline int64_t Evaluator::shorter(const Layout& layout, int64_t micro_batches) const {
   if (layout.chunks == 1)
     return micro_batches > (kPeriods + 2) * settled() ? kPeriods * settled() + 1 : micro_batches;
@@ -628,7 +654,7 @@ inline Step Evaluator::alone(const Layout& layout, double ceiling, bool exact) {
   Step found;
   const int stages = layout.stages();
   found.work = stages + static_cast<int64_t>(layout.owner.size());
-  const double lacking = fill(layout);
+  const double lacking = compute_costs(layout);
   if (lacking > 0) {
     found.seconds = kUnfit * (1 + std::min(lacking / p_.memory[0], 1e6));
     return found;
@@ -655,12 +681,12 @@ inline Step Evaluator::alone(const Layout& layout, double ceiling, bool exact) {
     if (end < ceiling) found.seconds = end;
     return found;
   }
-  if (p_.slope > kMostSlope) {  // GPipe, whose K_i memory must not limit
-    double short_of = 0;
+  if (p_.slope > kMostSlope) {  // GPipe: all M micro-batches must fit, since its K_i cannot be less
+    double lacked = 0;
     for (int s = 0; s < stages; ++s)
-      short_of += std::max(0.0, (all * stash_[s] + work_[s] - room_[s] * (1 + 1e-12)) * most_rows_[s]);
-    if (short_of > 0) {
-      found.seconds = kUnfit * (1 + std::min(short_of / p_.memory[0], 1e6));
+      lacked += std::max(0.0, (all * stash_[s] + work_[s] - room_[s] * (1 + 1e-12)) * most_rows_[s]);
+    if (lacked > 0) {
+      found.seconds = kUnfit * (1 + std::min(lacked / p_.memory[0], 1e6));
       return found;
     }
   }
@@ -671,22 +697,24 @@ inline Step Evaluator::alone(const Layout& layout, double ceiling, bool exact) {
   double end = recurrence(warm_up_, m, ceiling - (all - m) * least, &period);
   found.work += 2 * stages * m;
   if (m < all) end += (all - m) * std::max(period, least);
-  end = std::max(end, all * *std::max_element(moving_.begin(), moving_.end()));  // at least, with contention
+  // With contention no step is shorter than the busiest interface needs.
+  end = std::max(end, all * *std::max_element(moving_.begin(), moving_.end()));
   found.fits = true;
   if (end < ceiling) found.seconds = end;
   return found;
 }
 
-// An estimate of the step in place of the time of each action: a stage computes its micro-batches one after the other,
-// or waits for gradients where memory holds too few in flight (Little's law); the pipeline fills and drains once; and
-// the interface of a server moves all that stages on other servers exchange with those that are there. Stages that share
-// devices are simulated without contention.
+// Return an estimate of the step, without the time of each action: the largest of three times. The pipeline fills, one
+// stage computes its micro-batches one after the other, and the pipeline drains. The interface of a server moves all
+// that its stages exchange with stages on other servers. A stage waits for gradients where it holds too few
+// micro-batches in flight (Little's law). Layouts with several stages per device are simulated without contention
+// instead.
 inline Step Evaluator::estimate(const Layout& layout, double ceiling) {
   if (layout.chunks > 1) return alone(layout, ceiling, false);
   Step found;
   const int stages = layout.stages();
   found.work = stages + static_cast<int64_t>(layout.owner.size());
-  const double lacking = fill(layout);
+  const double lacking = compute_costs(layout);
   const int64_t m = p_.micro_batches[layout.size];
   if (lacking > 0) {
     found.seconds = kUnfit * (1 + std::min(lacking / p_.memory[0], 1e6));
@@ -703,7 +731,8 @@ inline Step Evaluator::estimate(const Layout& layout, double ceiling) {
   return found;
 }
 
-// The flows of the stages that `fill` saw last.
+// The flows of the stages that `compute_costs` saw last; `find_flows` of dapple_tf/simulator/contention.py is the same
+// in Python.
 inline const Flows& Evaluator::flows(const Layout& layout) {
   const int stages = layout.stages(), workers = layout.workers, every = 2 * p_.servers;
   loads_.resize(3 * stages);
@@ -749,7 +778,8 @@ inline const Flows& Evaluator::flows(const Layout& layout) {
     }
   }
   flows_.directions = 0;
-  for (const int direction : used) {  // else all flows there can move at once as fast as alone
+  for (const int direction : used) {
+    // In the other directions all flows can move at once as fast as alone, so they are left out.
     const int users = direction_count_[direction];
     direction_index_[direction] = users > 1 && users * direction_most_[direction] > 1 ? flows_.directions++ : -1;
   }
@@ -764,12 +794,12 @@ inline const Flows& Evaluator::flows(const Layout& layout) {
       users_[direction_index_[load.direction]].push_back(flow);
     }
   }
-  seen_.assign(3 * stages, -1);
+  scratch_.assign(3 * stages, -1);
   for (int flow = 0; flow < 3 * stages; ++flow) {
-    seen_[flow] = flow;
+    scratch_[flow] = flow;
     for (const auto& use : flows_.uses[flow])
       for (const int other : users_[use.direction])
-        if (seen_[other] != flow) seen_[other] = flow, flows_.near[flow].push_back(other);
+        if (scratch_[other] != flow) scratch_[other] = flow, flows_.near[flow].push_back(other);
   }
   for (const int direction : used) direction_count_[direction] = 0, direction_most_[direction] = 0;
   return flows_;

@@ -4,7 +4,8 @@
 // its transfer from the stage after. A transfer starts when its producer has ended and its channel (one boundary, one
 // direction) is free, first in first out. The AllReduces of one worker's stages run one at a time, in the order in
 // which their gradients are complete. Transfers and rings that use the same direction of a server's network interface
-// share it in equal parts: latency first, then each flow moves at the least rate over the directions that it uses.
+// share it in equal parts. A flow first waits for its latency. Then it moves, at the rate of the slowest direction that
+// it uses.
 // dapple_tf/simulator/engine.py is the same in Python; the tests hold both equal.
 #pragma once
 
@@ -47,20 +48,20 @@ struct Order {
 struct Seconds {
   int64_t columns = 1;
   const double *forward, *backward, *weights, *send_forward, *send_backward;
-  // Whether the result of an action leaves with that of the next micro-batch; null: none does.
+  // Whether the result of an action is sent together with the result of the next micro-batch; null: none is.
   const uint8_t *forward_together = nullptr, *backward_together = nullptr;
 };
 
 // The interface directions that flows share. Of S stages flow s is the transfer from stage s to the next one, S + s
-// that of gradients back to stage s, and 2 S + s the ring of stage s. Directions where no flow can slow another are
-// left out.
+// the transfer of gradients back to stage s, and 2 S + s the ring of stage s. Directions in which no flow can slow
+// another one down are left out.
 struct Flows {
   struct Use {
     int direction;
     double demand;  // the part of the direction's bandwidth that the flow uses alone
   };
   std::vector<std::vector<Use>> uses;  // [3 S]
-  std::vector<std::vector<int>> near;  // [3 S] the other flows that share some direction
+  std::vector<std::vector<int>> near;  // [3 S] the other flows that use one of the same directions
   std::vector<double> latency;         // [3 S] seconds
   int directions = 0;
 };
@@ -68,11 +69,11 @@ struct Flows {
 // The rings of each stage: one, or one for each layer where AllReduce overlaps backward.
 struct Rings {
   struct Ring {
-    double before;   // seconds between its gradients and the end of the stage's last gradients
-    double seconds;  // alone, latency included
+    double before;   // seconds from the end of its own gradients to the end of the stage's last gradients
+    double seconds;  // that it takes without other flows, latency included
   };
   std::vector<std::vector<Ring>> of_stage;
-  std::vector<double> exposed;  // [S] seconds after the last gradients, alone
+  std::vector<double> exposed;  // [S] seconds of AllReduce after the last gradients, without other flows
 };
 
 // Where the times of events are written, arrays [S, M] of seconds: starts and ends of forwards, backwards, weight
@@ -88,20 +89,21 @@ class Engine {
   double run(const Order& order, const Seconds& seconds, const Flows* flows, const Rings& rings, double ceiling,
              const Times* times = nullptr);
   double steady_period() const { return period_; }
-  const std::vector<double>& ring_end() const { return ring_end_; }  // of each stage; NaN: never
+  // The end of the last ring of each stage; NaN where it did not run.
+  const std::vector<double>& ring_end() const { return ring_end_; }
   int64_t done() const { return done_; }                             // actions that ran
 
  private:
   enum Phase { kIdle, kLatency, kEmpty, kMoves };
   struct Flow {
-    double begin = 0, seconds = 0;  // when it began, and what it takes alone
-    double left = 0;                // what the bytes left at the time `since` take alone
-    double since = 0, factor = 1;
+    double begin = 0, seconds = 0;  // when it began, and the seconds that it takes without other flows
+    double left = 0;                // seconds that its remaining bytes take without other flows, at the time `since`
+    double since = 0, factor = 1;   // factor: how many times longer they take now
     Phase phase = kIdle;
     bool slowed = false;
-    size_t place = 0;  // in `busy_` and `due_`, while it is not idle
+    size_t index = 0;  // in `busy_` and `due_`, while it is not idle
   };
-  struct Sending {
+  struct Sending {  // one transfer with the results of `count` micro-batches, the last of which is `last`
     double ready, seconds;
     int64_t last;
     int count;
@@ -109,7 +111,7 @@ class Engine {
   struct WaitingRing {
     double ready, seconds;
     int stage;
-    bool last;  // of its stage
+    bool last;  // whether it is the last ring of its stage
   };
 
   size_t earliest() const;
@@ -118,11 +120,11 @@ class Engine {
   void begin(int flow, double time, double latency, double seconds);
   void move(int flow, double now);
   void add_busy(int flow);
-  void remove_busy(size_t place);
+  void remove_busy(size_t index);
 
   const Flows* flows_ = nullptr;
   std::vector<Flow> state_;
-  std::vector<int> counts_, busy_;  // of each direction its moving flows; the flows that are not idle
+  std::vector<int> counts_, busy_;  // the number of moving flows of each direction; the flows that are not idle
   std::vector<double> due_;         // when the next event of each busy flow is
   std::vector<double> arrived_[2], free_[2], now_, left_, ring_free_, ring_end_, unsent_seconds_;
   std::vector<std::vector<Sending>> queue_[2];
@@ -133,14 +135,15 @@ class Engine {
   std::vector<int> unsent_, waiting_, ring_of_;
   std::vector<std::vector<WaitingRing>> rings_;  // of each worker
   std::vector<size_t> begun_rings_;
-  std::vector<int> waits_, turned_, has_inputs_;  // not bytes, through which the compiler expects any change
+  // Not of bytes: a write through a pointer to bytes may change any object, so the compiler would read all again.
+  std::vector<int> waits_, turned_, has_inputs_;
   double period_ = 0;
   int64_t done_ = 0;
 };
 
 // The index of the first of the earliest events. A loop over all is faster than a tree: few flows are busy at once.
 inline size_t Engine::earliest() const {
-  double least[2] = {kInfinity, kInfinity};  // of the even and the odd ones, at once
+  double least[2] = {kInfinity, kInfinity};  // of events with even and with odd numbers: two independent chains
   size_t i = 0;
   for (; i + 1 < due_.size(); i += 2)
     for (int k = 0; k < 2; ++k) least[k] = std::min(least[k], due_[i + k]);
@@ -163,7 +166,7 @@ inline void Engine::count(int flow, int change, double now) {
     const double slower = factor(other);
     if (slower == f.factor) continue;
     f.left = std::max(0.0, f.left - (now - f.since) / f.factor);
-    f.since = now, f.factor = slower, due_[f.place] = now + f.left * slower, f.slowed = true;
+    f.since = now, f.factor = slower, due_[f.index] = now + f.left * slower, f.slowed = true;
   }
 }
 
@@ -171,38 +174,38 @@ inline void Engine::begin(int flow, double time, double latency, double seconds)
   Flow& f = state_[flow];
   const double wait = std::min(latency, seconds);
   f.phase = kLatency, f.slowed = false, f.begin = time, f.seconds = seconds, f.left = seconds - wait;
-  due_[f.place] = time + wait;
+  due_[f.index] = time + wait;
 }
 
 inline void Engine::move(int flow, double now) {
   Flow& f = state_[flow];
   if (f.left <= 0) {
-    f.phase = kEmpty, due_[f.place] = now;
+    f.phase = kEmpty, due_[f.index] = now;
     return;
   }
   f.phase = kMoves, f.factor = 1;
   count(flow, 1, now);
   f.since = now, f.factor = factor(flow);
   if (f.factor == 1 && !f.slowed) {
-    due_[f.place] = f.begin + f.seconds;
+    due_[f.index] = f.begin + f.seconds;
   } else {
-    due_[f.place] = now + f.left * f.factor, f.slowed = true;
+    due_[f.index] = now + f.left * f.factor, f.slowed = true;
   }
 }
 
 inline void Engine::add_busy(int flow) {
-  state_[flow].place = busy_.size();
+  state_[flow].index = busy_.size();
   busy_.push_back(flow), due_.push_back(kInfinity);
 }
 
-inline void Engine::remove_busy(size_t place) {
-  busy_[place] = busy_.back(), due_[place] = due_.back(), state_[busy_[place]].place = place;
+inline void Engine::remove_busy(size_t index) {
+  busy_[index] = busy_.back(), due_[index] = due_.back(), state_[busy_[index]].index = index;
   busy_.pop_back(), due_.pop_back();
 }
 
 inline double Engine::run(const Order& order, const Seconds& seconds, const Flows* flows, const Rings& rings,
                           double ceiling, const Times* times) {
-  constexpr double kAlmost = 1 - 1e-9;  // of seconds that were added and subtracted again
+  constexpr double kAlmost = 1 - 1e-9;  // allows for rounding: the seconds left are a sum from which others were taken
   const int stages = order.stages, workers = order.workers;
   const int64_t M = order.micro_batches, columns = seconds.columns, cells = stages * M;
   const bool shares = flows != nullptr && flows->directions > 0;
@@ -262,7 +265,7 @@ inline double Engine::run(const Order& order, const Seconds& seconds, const Flow
   };
   waiting_.resize(workers), waits_.assign(workers, 1);
   for (int w = 0; w < workers; ++w) waiting_[w] = workers - 1 - w;
-  // The seconds from one micro-batch to the next on stage 0, in the steady phase between these two.
+  // The steady period is the mean time on stage 0 from one backward to the next, over these micro-batches.
   const int64_t settled = std::min<int64_t>(M - 1, order.settled), twice = M - 1;
   double steady = 0;
   period_ = 0, done_ = 0;
@@ -290,7 +293,7 @@ inline double Engine::run(const Order& order, const Seconds& seconds, const Flow
           if (!has_inputs_[at]) break;
         } else {
           if (s + 1 < stages) {
-            const double arrival = arrived_[1][at];  // which is after this stage's forward
+            const double arrival = arrived_[1][at];  // gradients arrive only after this stage's forward
             if (std::isnan(arrival)) break;
             start = std::max(start, arrival);
           } else if (!turned_[m]) {
@@ -350,7 +353,7 @@ inline double Engine::run(const Order& order, const Seconds& seconds, const Flow
             if (is_flow(2 * stages + s)) {
               rings_[w].push_back({ready, own_rings[r].seconds, s, last});
               if (rings_[w].size() == begun_rings_[w] + 1 && ring_idle(w)) begin_ring(w);
-            } else {  // so are those of the worker's other stages
+            } else {  // then the rings of the worker's other stages share no interface either
               ring_free_[w] = std::max(ready, ring_free_[w]) + own_rings[r].seconds;
               if (last) ring_end_[s] = std::max(end, ring_free_[w]);
             }

@@ -1,13 +1,13 @@
-// The search by formulas 1 to 3 of DAPPLE: dynamic programming over (blocks planned, placement of the last stage), which
-// says which devices are in use and so stands for m and g of T_PL(j, m, g) in section IV.C.
+// The search by formulas 1 to 3 of DAPPLE: dynamic programming over states (blocks planned, placement of the last
+// stage). The placement says which devices are in use, so it stands for m and g of T_PL(j, m, g) in section IV.C.
 //
-// A *label* is a partial plan. The paper keeps one for each state; here a state keeps its `width` labels of least latency
-// by formula 5 (all remaining blocks as one stage). A label whose bound reaches the ceiling is left out; a bound never
-// exceeds the latency of a plan that begins with the label. A partial plan cannot know its pivot stage Q, but it bounds
-// the latency L of formulas 1 and 2 for every Q that it may get: with Q = s, L is at least (sum of F + B of stages 0 to s)
-// + (M - 1)(F_s + B_s). Formula 3 goes from the last stage to the first, and a stage takes over from Q if its steady
-// phase is longer than that of Q and the F + B between them. So a stage is pivot only if its steady phase reaches the
-// *pivot threshold* of the stages before it.
+// A *label* is a partial plan. The paper keeps one for each state; here a state keeps its `width` labels of least
+// latency by formula 5 (all remaining blocks as one stage). The bound of a label never exceeds the latency of a plan
+// that begins with the label. A label whose bound reaches the ceiling is left out. A partial plan cannot know its pivot
+// stage Q, but it bounds the latency L of formulas 1 and 2 for every Q that it may get: with Q = s, L is at least (sum
+// of F + B of stages 0 to s) + (M - 1)(F_s + B_s). Formula 3 goes from the last stage to the first, and a stage takes
+// over from Q if its steady phase is longer than that of Q and the F + B between them. So a stage is pivot only if its
+// steady phase reaches the *pivot threshold* of the stages before it.
 #pragma once
 
 #include <algorithm>
@@ -37,8 +37,8 @@ struct CostTables {
   const double *transfer_latency, *transfer_per_byte;
 };
 
-// The pipeline latency of formulas 1 and 2, of stages and the networks between them in turn, with the pivot of formula 3;
-// `pipeline_latency` of dapple.py is the same in Python.
+// The pipeline latency by formulas 1 and 2, with the pivot of formula 3. The arrays have stages and the networks
+// between them in turn; `pipeline_latency` of dapple.py is the same in Python.
 inline double pipeline_latency(const double* forward, const double* backward, const double* allreduce, int count,
                                int64_t micro_batches) {
   int pivot = count - 1;
@@ -80,7 +80,7 @@ class FormulaSearch {
     for (auto* column : {&forwards_, &backwards_, &allreduces_}) column->assign(2 * t_.blocks + 1, 0);
   }
 
-  // Return the plans of least latency on all devices. `stop`: the result is then of no use.
+  // Return the plans of least latency on all devices. If `stop` was set meanwhile, the result must not be used.
   std::vector<Plan> run(const volatile uint8_t* stop) {
     const double given = ceiling_;
     extend(-1, 0, t_.placements);
@@ -90,7 +90,7 @@ class FormulaSearch {
         for (int64_t k = 0; k < counts_[state]; ++k) extend(state * width_ + k, planned, p);
       }
     }
-    if (ceiling_ < given) unexplored_ = std::min(unexplored_, ceiling_);  // plans above it were dropped
+    if (ceiling_ < given) unexplored_ = std::min(unexplored_, ceiling_);  // plans above the ceiling were left out
     std::vector<Plan> plans;
     for (const auto& [negative, label, placement, start] : heap_) plans.push_back(unwind(-negative, label, placement, start));
     return plans;
@@ -106,14 +106,15 @@ class FormulaSearch {
     double bound = 0, rank = 0;
     double round_trip = 0;       // F + B of all stages and networks so far
     double pivot_threshold = 0;  // the least steady phase with which a later stage becomes pivot
-    double forward = 0, backward = 0, allreduce = 0, transfer = 0;  // of the last stage, and into it
+    double forward = 0, backward = 0, allreduce = 0, transfer = 0;  // of the last stage; transfer: of its input
   };
   struct Stage {
     double forward, backward, exposed;
   };
   using Complete = std::tuple<double, int64_t, int32_t, int32_t>;  // -latency, label, placement and first block
 
-  // Bounds add up the same seconds in another order than formulas 1 and 2, so they are lowered by more than sums round.
+  // Bounds add up the same seconds in another order than formulas 1 and 2. So they are lowered, by more than the
+  // rounding errors of such sums.
   static constexpr double kRounding = 1 - 1e-12;
 
   int64_t state_of(int planned, int p) const { return (planned - 1) * int64_t{t_.placements} + p; }
@@ -143,7 +144,8 @@ class FormulaSearch {
     return t_.recompute ? t_.boundary[first] : t_.stash[end] - t_.stash[first];
   }
 
-  // Return the bytes of a replica of a stage with micro-batches in flight, of which one is being computed.
+  // Return whether the memory of a replica holds this number of micro-batches in flight, one of which is computed.
+  // `largest`: the largest working set of the stage's blocks.
   bool holds(int first, int end, int p, double largest, double in_flight) const {
     const double work = largest + (t_.recompute ? t_.stash[end] - t_.stash[first] : 0.0);
     const double held = in_flight * stash_bytes(first, end), replicas = static_cast<double>(t_.replicas[p]);
@@ -182,7 +184,7 @@ class FormulaSearch {
         Label next;
         next.round_trip = round_trip + stage.forward + stage.backward;
         next.pivot_threshold = std::max(steady, threshold - stage.forward - stage.backward);
-        // At least the seconds of the busiest of the stages to come: what is left, shared by the devices that are left.
+        // The busiest later stage takes at least these seconds: all remaining blocks, divided among the unused devices.
         const double later = t_.least_remaining[end] / std::max<int64_t>(t_.devices_left[q], 1);
         double least = steady >= threshold ? next.round_trip + steady : 0.0;
         if (steadily(later) >= next.pivot_threshold) least = std::max(least, next.round_trip + steadily(later));
@@ -224,6 +226,7 @@ class FormulaSearch {
     *slot = label;
   }
 
+  // Keep a complete plan if it is one of the best; then the worst of as many as are wanted is the new ceiling.
   void complete(int64_t label, double transfer, const Stage& stage, int32_t q, int planned) {
     const double latency = latency_with_rest(label, transfer, stage, t_.blocks, q);
     if (latency >= ceiling_) return;
@@ -259,8 +262,8 @@ class FormulaSearch {
     return pipeline_latency(&forwards_[column], &backwards_[column], &allreduces_[column], count, t_.micro_batches);
   }
 
-  // Return whether each stage i of a complete plan can hold min(S - i, M) micro-batches (policy A, section V.C). `label`:
-  // the plan without its last stage, which begins at block `first` on placement p.
+  // Return whether each stage i of a complete plan can hold min(S - i, M) micro-batches (policy A, section V.C).
+  // `label`: the plan without its last stage, which begins at block `first` on placement p.
   bool holds_warm_up(int64_t label, int first, int p) const {
     int end = t_.blocks;
     for (int64_t warm_up = 1;; ++warm_up) {

@@ -19,12 +19,13 @@ struct Ways {
 
 struct ChainOfBlocks {
   int blocks;
-  const double* seconds;      // [rows, blocks, blocks + 1] of a stage, by its first block and its end
+  const double* seconds;      // [rows, blocks, blocks + 1] of stages, by their first block and their end
   const double* boundary;     // [blocks + 1] bytes
   const double* parameters;   // [blocks + 1] bytes, sums
   const uint8_t* splittable;  // [blocks + 1]
 };
 
+// Whether two ways differ only in the state before and in the link.
 inline bool same_stage(const Ways& w, int64_t a, int64_t b) {
   return w.state[a] == w.state[b] && w.row[a] == w.row[b] && w.ring[2 * a] == w.ring[2 * b] &&
          w.ring[2 * a + 1] == w.ring[2 * b + 1];
@@ -68,7 +69,7 @@ inline void partition(const ChainOfBlocks& c, const Ways& w, bool sum, bool late
   }
 }
 
-// Write the first block of each stage with the least sum of (what the stage costs + `beside`)^2; `least_squares` of
+// Write the first blocks of the stages whose sum of (cost of the stage + its `beside`)^2 is least; `least_squares` of
 // dapple_tf/planner/search/balanced_cuts.py is the same in Python.
 inline void least_squares(int blocks, int stages, const double* sums, const double* more_sums, const double* factors,
                           const double* beside, int64_t* starts) {
@@ -81,7 +82,7 @@ inline void least_squares(int blocks, int stages, const double* sums, const doub
     for (int end = s + 1; end <= n - (stages - 1 - s); ++end) {
       for (int start = end - 1; start >= s; --start) {
         const double own = sums[end] - sums[start] + factors[s] * (more_sums[end] - more_sums[start]) + beside[s];
-        if (own * own >= following[end]) break;  // it only grows from here on
+        if (own * own >= following[end]) break;  // with an earlier start the stage costs even more
         const double total = best[start] + own * own;
         if (total < following[end]) following[end] = total, choice[int64_t{s} * (n + 1) + end] = start;
       }

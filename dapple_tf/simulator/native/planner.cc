@@ -1,4 +1,4 @@
-// The C interface, for annealer.py and partition.py of dapple_tf/planner, and the engine.
+// The C interface: what Python calls with ctypes.
 #include <new>
 
 #include "autopipe.h"
@@ -11,8 +11,9 @@ using namespace dapple;
 
 namespace {
 
-// Find K_i that make the step shorter, one stage's change at a time: with more in flight, then fewer where it costs
-// nothing. The policies' K_i are where it starts.
+// Find K_i that make the step shorter, and return its seconds. First K_i is raised, of a stage and all stages before
+// it. Then K_i are lowered where that makes the step no longer: to those of the lowest slope with which this holds
+// (policy A, B ...), then one at a time. `work`: the search ends when this amount is used up.
 double improve_warm_up(const Problem& p, Evaluator& evaluator, const Layout& layout, std::vector<int>& warm_up,
                        double seconds, int64_t work) {
   const int stages = layout.stages(), most = static_cast<int>(std::min<int64_t>(p.micro_batches[layout.size], 1 << 20));
@@ -55,8 +56,9 @@ void sort(std::vector<Run>& runs) {
   std::stable_sort(runs.begin(), runs.end(), [](const Run& a, const Run& b) { return a.seconds < b.seconds; });
 }
 
-// The fastest `most` of which at most `alike` have the same number of workers and of stages per worker, or else the
-// same micro-batch size: so that what goes on differs.
+// Return the fastest layouts, at most `most`, so that they differ. All have a shape (the numbers of workers and of
+// stages per worker) and a size (of micro-batches). A layout is left out if `alike` of those kept have its shape and
+// `alike` of them have its size, and if one of them is equal in shape, size and seconds.
 std::vector<Run> distinct(const std::vector<Run>& runs, size_t most, int alike) {
   std::vector<Run> kept;
   for (const Run& run : runs) {
@@ -72,24 +74,24 @@ std::vector<Run> distinct(const std::vector<Run>& runs, size_t most, int alike) 
   return kept;
 }
 
-// Those that take less than `factor` times the fastest, of sorted runs.
+// Return the runs that take at most `factor` times as long as the fastest one; `runs` are sorted.
 std::vector<Run> near(std::vector<Run> runs, double factor) {
   const auto far = [&](const Run& run) { return run.seconds > factor * runs.front().seconds; };
   runs.erase(std::find_if(runs.begin(), runs.end(), far), runs.end());
   return runs;
 }
 
-// One search from the given layouts: by an estimate with devices in order, then freely with contention, with fewer and
-// fewer layouts at falling temperatures. `groups`: layouts that do not compete with those of the other group at first.
-// `found`: by the searches before, which join after the estimate.
-std::vector<Run> anneal_starts(const Search& search, const Problem& p, const std::vector<std::vector<Run>>& groups,
+// One search from the given layouts. First steps are estimated; then fewer and fewer layouts are simulated with
+// contention, at falling temperatures. `starts`: sets of layouts; at first those of one set do not compete with those
+// of another. `found`: the layouts of the searches before, which take part once steps are simulated.
+std::vector<Run> anneal_starts(const Search& search, const Problem& p, const std::vector<std::vector<Run>>& starts,
                                const std::vector<Run>& found, int64_t amount, uint64_t seed, bool contention) {
   const Search::Model model = contention ? Search::kShared : Search::kAlone;
   std::vector<Run> begin, second;
-  for (const auto& group : groups) {
+  for (const auto& set : starts) {
     const uint64_t number = seed * 100 + begin.size();
     const auto in_order = [&](Search::Rule rule, uint64_t own_seed, size_t most) {
-      auto runs = search.anneal(group, amount / 36, 0.2, 0.0005, Search::kEstimate, rule, own_seed);
+      auto runs = search.anneal(set, amount / 36, 0.2, 0.0005, Search::kEstimate, rule, own_seed);
       search.rank(runs, contention);
       add(second, distinct(runs, most, 1));
     };
@@ -97,7 +99,7 @@ std::vector<Run> anneal_starts(const Search& search, const Problem& p, const std
     if (p.servers > 1 && p.servers < p.devices) in_order(Search::kScattered, number + 2, 8);
     if (p.servers > 1 && (p.servers < p.devices || p.kinds > 1 || p.own_links))
       in_order(Search::kFree, number + 3, 16);
-    std::vector<Run> chosen = group;
+    std::vector<Run> chosen = set;
     chosen.resize(std::min<size_t>(chosen.size(), 6));
     add(second, chosen);
     add(begin, chosen);
@@ -121,6 +123,7 @@ std::vector<Run> anneal_starts(const Search& search, const Problem& p, const std
   return last;
 }
 
+// Write a layout into row `row` of the result arrays of `dapple_search`.
 void write(const Run& run, const std::vector<int>& warm_up, const std::vector<int64_t>& rows_of, int row, int width,
            int devices, int32_t* shape, int32_t* starts, int32_t* owner, int32_t* device_at, uint8_t* recompute,
            int32_t* in_flight, int64_t* rows, double* seconds) {
@@ -136,6 +139,7 @@ void write(const Run& run, const std::vector<int>& warm_up, const std::vector<in
   seconds[row] = run.seconds;
 }
 
+// Return the layout in these arrays.
 Layout read(int width, int devices, const int32_t* shape, const int32_t* starts, const int32_t* owner,
             const int32_t* device_at, const uint8_t* recompute) {
   Layout l;
@@ -147,8 +151,9 @@ Layout read(int width, int devices, const int32_t* shape, const int32_t* starts,
   return l;
 }
 
-// Searches that follow the first ones: how much longer they are, their most work, and how many times as many searches
-// there are at most in all. Each follows a search that found a layout faster by this share.
+// After the searches that are asked for, a longer one follows as long as the last one has found a layout that is faster
+// by the fraction kFaster. It does kLonger times their work, but at most kLongest. All together there are at most
+// kMostTimes as many as are asked for.
 constexpr int64_t kLonger = 4, kLongest = 70000000;
 constexpr int kMostTimes = 4;
 constexpr double kFaster = 1e-3;
@@ -159,10 +164,10 @@ extern "C" {
 
 const char* dapple_source_digest() { return DAPPLE_SOURCE_DIGEST; }
 
-// Search layouts and write the fastest `results` into the arrays, by rising seconds; return how many there are, -1
-// where memory is lacking. `amount`: the work of each of the `searches`, which begin with the same layouts and what those
-// before found, and have other random numbers. As long as the last search has found a faster layout, a longer one
-// follows. `width`: most stages + 1.
+// Search layouts and write the fastest ones, at most `results`, into the arrays, by rising seconds. Return how many
+// there are; -1 where memory is lacking. `amount`: the work of each of the `searches`. They have different random
+// numbers. All begin with the same layouts, and each also with those that the searches before it have found. As long as
+// the last search has found a faster layout, a longer one follows. `width`: the most stages + 1.
 int dapple_search(const Problem* problem, const double* work, const double* speed, int threads,
                   int64_t amount, uint64_t seed, int searches, int results, int width, int32_t* shape,
                   int32_t* starts, int32_t* owner, int32_t* device_at, uint8_t* recompute, int32_t* in_flight,
@@ -171,7 +176,7 @@ int dapple_search(const Problem* problem, const double* work, const double* spee
   const std::vector<double> sums(work, work + p.blocks + 1);
   const Search search(p, sums, speed, threads, stop);
   const bool contention = p.contention;
-  std::vector<std::vector<Run>> groups;
+  std::vector<std::vector<Run>> start_sets;
   for (const bool planned : {false, true}) {
     std::vector<Run> runs = planned ? search.planned_starts() : search.starts();
     search.rank(runs, false);
@@ -179,7 +184,7 @@ int dapple_search(const Problem* problem, const double* work, const double* spee
       runs = distinct(runs, 48, 2);
       search.rank(runs, true);
     }
-    groups.push_back(distinct(runs, 48, 4));
+    start_sets.push_back(distinct(runs, 48, 4));
   }
   std::vector<Run> last;
   int64_t all = 0;  // the work of all searches
@@ -189,11 +194,11 @@ int dapple_search(const Problem* problem, const double* work, const double* spee
   for (bool faster = true; done < searches || (faster && done < most && !*stop); ++done) {
     const double before = last.empty() ? kInfinity : last.front().seconds;
     const int64_t own = done < searches ? amount : longer;
-    add(last, anneal_starts(search, p, groups, last, own, seed + done, contention));
+    add(last, anneal_starts(search, p, start_sets, last, own, seed + done, contention));
     sort(last);
     all += own, faster = !last.empty() && last.front().seconds < before * (1 - kFaster);
   }
-  if (searches > 1) {  // what each search has found goes on together
+  if (searches > 1) {  // improve what all searches have found, together
     auto few = distinct(last, 4, 1);
     const Search::Model model = contention ? Search::kShared : Search::kAlone;
     add(last, search.anneal(few, all / 4, 0.015, 0.0003, model, Search::kFree, seed * 10 + 7));
@@ -212,7 +217,8 @@ int dapple_search(const Problem* problem, const double* work, const double* spee
       return p.contention ? evaluator.shared(layout, alone, kInfinity, true).seconds : alone.seconds;
     };
     double seconds = measure(run.layout);
-    for (size_t s = 0; s < run.layout.recompute.size(); ++s) {  // moves re-compute at random where it costs nothing
+    // Undo re-computation that saves no time: moves set it at random, also where it changes nothing.
+    for (size_t s = 0; s < run.layout.recompute.size(); ++s) {
       if (!run.layout.recompute[s]) continue;
       Layout trial = run.layout;
       trial.recompute[s] = 0;
@@ -238,7 +244,8 @@ int dapple_search(const Problem* problem, const double* work, const double* spee
   return -1;
 }
 
-// Return the step of one layout, exactly: alone, or with contention; kUnfit and more where it does not fit.
+// Return the seconds of the step of one layout, with all micro-batches simulated, and with contention if the problem
+// has it; at least kUnfit where the layout does not fit.
 double dapple_step(const Problem* problem, int width, const int32_t* shape, const int32_t* starts,
                      const int32_t* owner, const int32_t* device_at, const uint8_t* recompute, int32_t* in_flight) {
   Evaluator evaluator(*problem);
@@ -257,7 +264,7 @@ void dapple_partition(int blocks, int64_t count, int sum, int latest, double lim
   partition(chain, Ways{count, state, before, row, link, ring, alike}, sum, latest, limit, best, way, first);
 }
 
-// Cut stages evenly beside what their workers have: see partition.h.
+// Cut stages so that their costs and those of their workers' other stages are even: see partition.h.
 void dapple_least_squares(int blocks, int stages, const double* sums, const double* more_sums, const double* factors,
                           const double* beside, int64_t* starts) {
   least_squares(blocks, stages, sums, more_sums, factors, beside, starts);
@@ -272,9 +279,9 @@ double dapple_one_forward_one_backward(int stages, int64_t micro_batches, const 
   return seconds;
 }
 
-// Measure the transfers between placements of stages, whose rows are shared equally. `first` [count + 1]: where the
-// transitions of each placement begin, which go to the placements `following`. `offsets` [placements + 1]: where the
-// servers of each begin.
+// Measure the transfers between placements of stages, where all replicas of a stage have equally many rows. The
+// transitions of placement p are those from `first`[p] to `first`[p + 1], each to a placement in `following`. The
+// servers of its devices are those from `offsets`[p] to `offsets`[p + 1].
 void dapple_transfers(int count, const int64_t* first, const int64_t* following, const int64_t* offsets,
                       const int64_t* servers, int server_count, const double* inside, const double* inside_latency,
                       double interface_, double interface_latency, const double* own, const double* own_latency,
@@ -295,8 +302,9 @@ void dapple_transfers(int count, const int64_t* first, const int64_t* following,
   }
 }
 
-// Search by DAPPLE's formulas; return how many plans there are, at most `results`, -1 where memory is lacking. `starts` and
-// `placements` [results, blocks]: first blocks and placements of the stages, of which a plan has `stages`.
+// Search by DAPPLE's formulas; return how many plans there are, at most `results`; -1 where memory is lacking. `stages`
+// [results]: the number of stages of each plan. `starts` and `placements` [results, blocks]: their first blocks and
+// placements.
 int dapple_formula_search(const CostTables* tables, int64_t width, double ceiling, int results, int require_warm_up,
                           double* latencies, int32_t* stages, int32_t* starts, int32_t* placements,
                           double* exhaustive_below, const volatile uint8_t* stop) try {
@@ -313,11 +321,12 @@ int dapple_formula_search(const CostTables* tables, int64_t width, double ceilin
   return -1;
 }
 
-// Improve an order in place: see order_moves.h. Seconds are of each stage, with one AllReduce after the last gradients.
+// Improve an order in place: see order_moves.h. Seconds are those of each stage, which has one AllReduce, after its
+// last gradients.
 double dapple_improve(int stages, int workers, int64_t micro_batches, int64_t length, int64_t* actions,
                       const int64_t* worker_of, const double* forward, const double* backward, const double* weights,
                       const double* send_forward, const double* send_backward, const double* exposed,
-                      const double* stash, const double* most, int64_t moves, const volatile uint8_t* stop) try {
+                      const double* stash, const double* room, int64_t moves, const volatile uint8_t* stop) try {
   Order order;
   order.workers = workers, order.stages = stages, order.micro_batches = micro_batches, order.length = length;
   order.actions.assign(actions, actions + workers * length);
@@ -328,15 +337,16 @@ double dapple_improve(int stages, int workers, int64_t micro_batches, int64_t le
   Rings rings;
   rings.exposed.assign(exposed, exposed + stages);
   for (const double ring : rings.exposed) rings.of_stage.push_back({{0, ring}});
-  const double found = OrderMoves(order, seconds, rings, stash, most).run(moves, stop);
+  const double found = OrderMoves(order, seconds, rings, stash, room).run(moves, stop);
   std::copy(order.actions.begin(), order.actions.end(), actions);
   return found;
 } catch (const std::bad_alloc&) {
   return -1;
 }
 
-// Execute an order; return the end of the step. `flow_first` null: nothing shares an interface. `times`: 10 arrays
-// [S, M] as in Times, in its order with start and end in turn; null: not wanted. `rings_end` [S]; `done`: actions run.
+// Execute an order; return the end of the step. `flow_first`: null if nothing shares an interface. `times`: 10 arrays
+// [S, M], start and end in turn of each kind of event in `Times`; null if they are not wanted. `rings_end` [S]: the end
+// of the last ring of each stage. `done`: the number of actions that ran.
 double dapple_run(int stages, int workers, int64_t micro_batches, int64_t length, const int64_t* actions,
                   const int64_t* worker_of, int64_t columns, const double* forward, const double* backward,
                   const double* weights, const double* send_forward, const double* send_backward,

@@ -19,7 +19,7 @@ struct Random {
     state ^= state << 13, state ^= state >> 7, state ^= state << 17;
     return static_cast<int>((state >> 11) % static_cast<uint64_t>(below));
   }
-  double share() { return draw(1 << 30) / static_cast<double>(1 << 30); }
+  double uniform() { return draw(1 << 30) / static_cast<double>(1 << 30); }
 };
 
 class Moves {
@@ -51,15 +51,17 @@ class Moves {
   bool cut_again(Layout& l, Random& random) const;
   bool change_chunks(Layout& l, Random& random) const;
   bool change_ahead(Layout& l, Random& random) const;
-  int place(int device) const { return p_.server[device] * p_.kinds + p_.kind[device]; }
+  int server_and_kind(int device) const { return p_.server[device] * p_.kinds + p_.kind[device]; }
+  // Speeds of devices, relative to those of the first kind.
   double speed(int device) const { return speed_[p_.kind[device]]; }
 
   const Problem& p_;
-  const std::vector<double>& work_;  // [blocks + 1] seconds of a row, sums
+  const std::vector<double>& work_;  // [blocks + 1] seconds of a row on a device of the first kind, sums
  public:
   const double* speed_ = nullptr;  // [kinds]
 };
 
+// Move a cut by as many blocks as its neighbours leave room for; return whether it has moved.
 inline bool Moves::shift_cut(Layout& l, int boundary, int blocks) {
   const int start = l.starts[boundary];
   l.starts[boundary] = std::min(std::max(start + blocks, l.starts[boundary - 1] + 1), l.starts[boundary + 1] - 1);
@@ -72,8 +74,9 @@ inline int Moves::draw_shift(Random& random) {
   return random.draw(2) ? blocks : -blocks;
 }
 
-// How many devices to move: one, any number, or as many as change how many rows the busiest device of the target, or of
-// the source, computes. 32 rows take as long on 31 devices as on 16.
+// How many devices to move: one, any number, or just enough of them that the busiest device of the target computes
+// fewer rows, or as many as the source can lose at once. 32 rows take as long on 31 devices as on 16, so other numbers
+// often change nothing.
 inline int Moves::draw_devices(const Layout& l, int source, int target, Random& random) const {
   const int kind = random.draw(4), w = kind < 2 || source == kIdleDevice ? target : source;
   const int have = w == kIdleDevice ? 0 : count(l, w);
@@ -88,23 +91,25 @@ inline int Moves::draw_devices(const Layout& l, int source, int target, Random& 
   return static_cast<int>(have - (enough < have ? enough : up(rows, busiest + 1)));
 }
 
-// Move devices: a random one of the source and those that follow it in the device order, first those of its server.
+// Move devices from one worker to another: a random one of the source, and those that follow it in the device order,
+// beginning with devices of the same kind on its server. The source keeps at least one device.
 inline bool Moves::give(Layout& l, int source, int target, int wanted, Random& random) const {
   const int have = count(l, source), devices = static_cast<int>(l.owner.size());
   wanted = std::min(wanted, source == kIdleDevice ? have : have - 1);
   if (wanted < 1 || source == target) return false;
   int skip = random.draw(have), first = 0;
   while (l.owner[first] != source || skip-- > 0) ++first;
-  const int home = place(l.device_at[first]);
+  const int home = server_and_kind(l.device_at[first]);
   for (const bool same : {true, false}) {
     for (int k = 0; k < devices && wanted; ++k) {
       const int i = (first + k) % devices;
-      if (l.owner[i] == source && (place(l.device_at[i]) == home || !same)) l.owner[i] = target, --wanted;
+      if (l.owner[i] == source && (server_and_kind(l.device_at[i]) == home || !same)) l.owner[i] = target, --wanted;
     }
   }
   return true;
 }
 
+// Move devices that are evenly spaced among those of the source.
 inline bool Moves::spread(Layout& l, int source, int target, int wanted) const {
   const int have = count(l, source);
   if (wanted <= 0 || wanted >= have) return false;
@@ -117,6 +122,7 @@ inline bool Moves::spread(Layout& l, int source, int target, int wanted) const {
   return true;
 }
 
+// Move the last devices of the source.
 inline bool Moves::take_last(Layout& l, int source, int target, int wanted) const {
   if (wanted <= 0 || wanted >= count(l, source)) return false;
   for (int i = static_cast<int>(l.owner.size()) - 1; i >= 0 && wanted; --i)
@@ -124,7 +130,8 @@ inline bool Moves::take_last(Layout& l, int source, int target, int wanted) cons
   return true;
 }
 
-// Assign the devices of workers `first` to `last` again, as many to each as before; `last` may be W: idle devices.
+// Assign the devices of the workers `first` to `last` again, as many to each as before: one worker after the other, or
+// with `scatter` evenly mixed. Worker W stands for the idle devices.
 inline bool Moves::assign(Layout& l, int first, int last, bool scatter) const {
   std::vector<int> wanted(last + 1 - first, 0), given(last + 1 - first, 0);
   const auto index = [&](int owner) { return owner == kIdleDevice ? l.workers : owner; };
@@ -173,6 +180,8 @@ inline void Moves::even_cuts(Layout& l, int first, int last) const {
   }
 }
 
+// Split a worker in two: its stage is cut in two, or there are more stages under several stages per worker. The new
+// worker gets idle devices or some of the old one.
 inline bool Moves::split(Layout& l, int w, Random& random) const {
   const int have = count(l, w), idle = count(l, kIdleDevice), stages = l.stages();
   if (have < 2 && idle < 1) return false;
@@ -197,7 +206,7 @@ inline bool Moves::split(Layout& l, int w, Random& random) const {
     int wanted = have / 2;
     if (l.chunks == 1) {
       const double own = work(l, w), whole = own + work(l, w + 1);
-      wanted = have - static_cast<int>(whole > 0 ? have * own / whole + random.share() : have / 2);
+      wanted = have - static_cast<int>(whole > 0 ? have * own / whole + random.uniform() : have / 2);
     }
     if (random.draw(4) == 0) wanted = 1 + random.draw(have - 1);
     wanted = std::min(std::max(wanted, 1), have - 1);
@@ -207,6 +216,7 @@ inline bool Moves::split(Layout& l, int w, Random& random) const {
   return done;
 }
 
+// Merge worker w and the next one. `drop`: the devices of the next one become idle.
 inline void Moves::merge(Layout& l, int w, bool drop) const {
   const int stages = l.stages();
   for (int& owner : l.owner) {
@@ -240,8 +250,8 @@ inline std::vector<double> Moves::busy_workers(const Layout& l) const {
   return busy;
 }
 
-// Take blocks from one stage, mostly of the busiest worker, and give as many to another one: the stages between them
-// slide.
+// Take blocks from one stage, mostly of the busiest worker, and give as many to another one. The stages between them
+// keep their number of blocks.
 inline bool Moves::slide(Layout& l, Random& random) const {
   const int stages = l.stages();
   int from = random.draw(stages), to = random.draw(stages);
@@ -259,6 +269,7 @@ inline bool Moves::slide(Layout& l, Random& random) const {
   return true;
 }
 
+// Give the busiest worker devices: of another worker, idle ones, or those that merging two other workers sets free.
 inline bool Moves::relieve(Layout& l, Random& random) const {
   if (l.workers < 2) return false;
   const std::vector<double> busy = busy_workers(l);
@@ -284,6 +295,8 @@ inline bool Moves::relieve(Layout& l, Random& random) const {
   return true;
 }
 
+// Take another micro-batch size. Merge workers at random if it is larger; if it is smaller, split workers that have too
+// many devices for it.
 inline void Moves::rescale(Layout& l, int size, Random& random) const {
   const bool grows = size > l.size;
   l.size = size;
@@ -300,15 +313,18 @@ inline void Moves::rescale(Layout& l, int size, Random& random) const {
   if (random.draw(2)) even_cuts(l, 0, l.stages() - 1);
 }
 
+// Swap the owners of the devices of two servers, one device after the other (devices of one kind, if there are
+// several).
 inline bool Moves::swap_servers(Layout& l, Random& random) const {
   const int devices = static_cast<int>(l.owner.size());
-  const int a = place(l.device_at[random.draw(devices)]), b = place(l.device_at[random.draw(devices)]);
+  const int a = server_and_kind(l.device_at[random.draw(devices)]);
+  const int b = server_and_kind(l.device_at[random.draw(devices)]);
   if (a == b) return false;
   int j = 0;
   bool changed = false;
   for (int i = 0; i < devices; ++i) {
-    if (place(l.device_at[i]) != a) continue;
-    while (j < devices && place(l.device_at[j]) != b) ++j;
+    if (server_and_kind(l.device_at[i]) != a) continue;
+    while (j < devices && server_and_kind(l.device_at[j]) != b) ++j;
     if (j == devices) break;
     changed = changed || l.owner[i] != l.owner[j];
     std::swap(l.owner[i], l.owner[j++]);
@@ -316,16 +332,17 @@ inline bool Moves::swap_servers(Layout& l, Random& random) const {
   return changed;
 }
 
+// Swap devices so that a worker has more of them on one of its servers.
 inline bool Moves::gather(Layout& l, int w, Random& random) const {
   const int devices = static_cast<int>(l.owner.size()), have = count(l, w);
   if (!have) return false;
   int skip = random.draw(have), i = 0, j = 0;
   while (l.owner[i] != w || skip-- > 0) ++i;
-  const int home = place(l.device_at[i]);
+  const int home = server_and_kind(l.device_at[i]);
   bool changed = false;
   for (i = 0; i < devices; ++i) {
-    if (l.owner[i] != w || place(l.device_at[i]) == home) continue;
-    while (j < devices && (place(l.device_at[j]) != home || l.owner[j] == w)) ++j;
+    if (l.owner[i] != w || server_and_kind(l.device_at[i]) == home) continue;
+    while (j < devices && (server_and_kind(l.device_at[j]) != home || l.owner[j] == w)) ++j;
     if (j == devices) break;
     std::swap(l.owner[i], l.owner[j]);
     changed = true;
@@ -333,6 +350,7 @@ inline bool Moves::gather(Layout& l, int w, Random& random) const {
   return changed;
 }
 
+// Cut all stages evenly, or those between two random ones.
 inline bool Moves::cut_again(Layout& l, Random& random) const {
   int a = random.draw(l.stages()), b = random.draw(l.stages());
   if (random.draw(2)) a = 0, b = l.stages() - 1;
@@ -340,6 +358,7 @@ inline bool Moves::cut_again(Layout& l, Random& random) const {
   return true;
 }
 
+// Take another number of stages per worker, and cut evenly.
 inline bool Moves::change_chunks(Layout& l, Random& random) const {
   if (p_.most_chunks < 2) return false;
   const int chunks = 1 + random.draw(p_.most_chunks), blocks = l.starts[l.stages()];
@@ -354,6 +373,7 @@ inline bool Moves::change_chunks(Layout& l, Random& random) const {
   return true;
 }
 
+// Change `Layout::ahead` of one stage or of all.
 inline bool Moves::change_ahead(Layout& l, Random& random) const {
   const int stages = l.stages(), ahead = random.draw(kMostSlope + 1), needed = -1 - random.draw(4);
   if (p_.slope != kAnySlope || l.chunks > 1 || stages < 2) return false;
@@ -370,7 +390,7 @@ inline bool Moves::at_random(Layout& l, Random& random) const {
   const int kind = random.draw(100), w = random.draw(workers), s = random.draw(stages);
   const auto any_cut = [&] { return stages > 1 && shift_cut(l, 1 + random.draw(stages - 1), draw_shift(random)); };
   if (kind < 18) return random.draw(3) ? any_cut() : slide(l, random);
-  if (kind < 36) {  // devices to another worker, often the next one, and often with cuts that follow
+  if (kind < 36) {  // give devices to another worker, often a neighbour, and often move the cuts accordingly
     int source = w, target = random.draw(workers);
     if (random.draw(2)) target = random.draw(2) ? w + 1 : w - 1;
     if (random.draw(4) == 0) source = kIdleDevice, target = w;
@@ -383,7 +403,7 @@ inline bool Moves::at_random(Layout& l, Random& random) const {
       even_cuts(l, 0, stages - 1);
     } else if (follow == 1) {
       even_cuts(l, std::min(source, target), std::max(source, target));
-    } else {  // the target gets a block more: every cut between the two moves
+    } else {  // the target gets a block more: every cut between the two workers moves by a block
       for (int boundary = std::min(source, target) + 1; boundary <= std::max(source, target); ++boundary)
         shift_cut(l, boundary, source < target ? -1 : 1);
     }
@@ -394,7 +414,7 @@ inline bool Moves::at_random(Layout& l, Random& random) const {
     if (random.draw(4) == 0) return swap_servers(l, random);
     if (random.draw(3) == 0) return gather(l, w, random);
     const int i = random.draw(devices), j = random.draw(devices);
-    const bool apart = place(l.device_at[i]) != place(l.device_at[j]);
+    const bool apart = server_and_kind(l.device_at[i]) != server_and_kind(l.device_at[j]);
     if (random.draw(2)) {
       const bool used = l.owner[i] >= 0 || l.owner[j] >= 0;
       std::swap(l.device_at[i], l.device_at[j]);
@@ -456,20 +476,25 @@ inline bool Moves::at_random(Layout& l, Random& random) const {
   return true;
 }
 
+// A layout that the search improves, and its step.
 struct Run {
   Layout layout;
   double seconds = kInfinity;
 };
 
-// Improve layouts, each with an equal part of the work; return them, the fastest first. The result does not depend on
-// the number of threads: each run has its own seed.
+// Makes starting layouts and improves layouts. The result does not depend on the number of threads, since each run has
+// its own seed.
 class Search {
  public:
   Search(const Problem& problem, const std::vector<double>& work, const double* speed, int threads,
          const volatile uint8_t* stop)
       : p_(problem), work_(work), speed_(speed), moves_(problem, work, speed), threads_(threads), stop_(stop) {}
+  // Which devices workers have: any; those that follow each other in the device order; or evenly mixed ones.
   enum Rule { kFree = 0, kInOrder = 1, kScattered = 2 };
-  enum Model { kEstimate, kAlone, kShared };  // how a layout is measured; shared: with contention
+  // How a layout is measured: by an estimate, or simulated without or with contention.
+  enum Model { kEstimate, kAlone, kShared };
+  // Improve layouts, each with an equal part of the work; return them, the fastest first. `first`, `last`:
+  // temperatures.
   std::vector<Run> anneal(std::vector<Run> runs, int64_t work, double first, double last, Model model, Rule rule,
                           uint64_t seed) const;
   std::vector<Run> starts() const;
@@ -481,21 +506,22 @@ class Search {
   void each(size_t count, const std::function<void(size_t, Evaluator&)>& function) const;
 
  private:
-  int place(int device) const { return p_.server[device] * p_.kinds + p_.kind[device]; }
+  int server_and_kind(int device) const { return p_.server[device] * p_.kinds + p_.kind[device]; }
   Layout empty(int z, int workers, int chunks) const;
-  using Pools = std::vector<std::vector<int>>;  // devices in the orders in which stages take them, each from one pool
+  using Pools = std::vector<std::vector<int>>;  // lists of devices; a stage takes consecutive devices of one of them
   std::vector<Pools> pools() const;
   std::vector<Run> plan_stages(const std::vector<int>& cuts, const Pools& pools, int z) const;
   void anneal_one(Run& run, Evaluator& evaluator, int64_t work, double first, double last, Model model, Rule rule,
                   uint64_t seed) const;
   const Problem& p_;
-  const std::vector<double>& work_;  // [blocks + 1] seconds of a row, sums
-  const double* speed_;              // [kinds]
+  const std::vector<double>& work_;  // [blocks + 1] seconds of a row on a device of the first kind, sums
+  const double* speed_;              // [kinds] relative to the first kind
   Moves moves_;
   int threads_;
   const volatile uint8_t* stop_;
 };
 
+// Call the function for 0, 1 ... count - 1, in several threads.
 inline void Search::each(size_t count, const std::function<void(size_t, Evaluator&)>& function) const {
   std::atomic<size_t> next{0};
   std::exception_ptr failure;
@@ -526,12 +552,13 @@ inline void Search::anneal_one(Run& run, Evaluator& evaluator, int64_t work, dou
   const auto measure = [&](const Layout& l, double ceiling) {
     return model == kEstimate ? evaluator.estimate(l, ceiling) : evaluator.alone(l, ceiling, false);
   };
-  constexpr int kMostEstimates = 3;  // moves in a row that are accepted by an estimate of the contention
+  // With contention a step is estimated as the step without it, times the factor of the layout that was simulated last.
+  constexpr int kMostEstimates = 3;  // moves in a row that are accepted by this estimate
   Random random{seed * 2654435761u + 88172645463325252u};
-  const auto place = [&](Layout& l) {
+  const auto apply_rule = [&](Layout& l) {
     if (rule != kFree) moves_.assign(l, 0, l.workers, rule == kScattered);
   };
-  place(run.layout);
+  apply_rule(run.layout);
   Layout now = run.layout, trial = now;
   Step alone = measure(now, kInfinity);
   Step step = contention ? evaluator.shared(now, alone, kInfinity, false) : alone;
@@ -543,9 +570,9 @@ inline void Search::anneal_one(Run& run, Evaluator& evaluator, int64_t work, dou
     trial = now;
     left -= each_move + 12 * now.stages();
     if (!moves_.at_random(trial, random) || (p_.workers && trial.workers != p_.workers)) continue;
-    place(trial);
+    apply_rule(trial);
     const double temperature = first * std::pow(last / first, 1 - static_cast<double>(left) / work);
-    const double ceiling = seconds * (1 - temperature * std::log(random.share() + 1e-12));
+    const double ceiling = seconds * (1 - temperature * std::log(random.uniform() + 1e-12));
     step = measure(trial, ceiling);
     left -= step.work;
     if (step.seconds >= ceiling) continue;
@@ -571,16 +598,17 @@ inline void Search::anneal_one(Run& run, Evaluator& evaluator, int64_t work, dou
 
 inline std::vector<Run> Search::anneal(std::vector<Run> runs, int64_t work, double first, double last, Model model,
                                        Rule rule, uint64_t seed) const {
-  const int64_t share = runs.empty() ? 0 : work / static_cast<int64_t>(runs.size());
+  const int64_t each_work = runs.empty() ? 0 : work / static_cast<int64_t>(runs.size());
   each(runs.size(), [&](size_t i, Evaluator& evaluator) {
-    anneal_one(runs[i], evaluator, share, first, last, model, rule, seed * 1000 + i + 1);
+    anneal_one(runs[i], evaluator, each_work, first, last, model, rule, seed * 1000 + i + 1);
   });
   std::stable_sort(runs.begin(), runs.end(), [](const Run& a, const Run& b) { return a.seconds < b.seconds; });
   return runs;
 }
 
-// Give each layout the warm-up under which it takes least, and sort them. What takes long is left out where a layout is
-// far slower than the others: other warm-ups, and several stages a worker.
+// Give each layout the warm-up with which its step is shortest, and sort them. To save time, other warm-ups are tried
+// only of layouts that are not far slower than the fastest one, and far slower layouts with several stages per worker
+// are left out.
 inline void Search::rank(std::vector<Run>& runs, bool contention) const {
   constexpr double kFar = 1.5;
   const auto measure = [&](Evaluator& evaluator, const Layout& l, double ceiling) {
@@ -608,13 +636,13 @@ inline void Search::rank(std::vector<Run>& runs, bool contention) const {
   std::stable_sort(runs.begin(), runs.end(), [](const Run& a, const Run& b) { return a.seconds < b.seconds; });
 }
 
-// Improve layouts by every shift of a cut, alone and with those after it, and by every single change of a device's
-// worker and of the warm-up, until none helps.
+// Improve layouts until none of these changes helps: moving a cut, alone or together with the cuts after it, by one
+// block or two; giving one device to another worker; and taking the K_i of one slope for all stages.
 inline void Search::descend(std::vector<Run>& runs, int64_t work, bool contention) const {
-  const int64_t share = runs.empty() ? 0 : work / static_cast<int64_t>(runs.size());
+  const int64_t each_work = runs.empty() ? 0 : work / static_cast<int64_t>(runs.size());
   each(runs.size(), [&](size_t i, Evaluator& evaluator) {
     Layout& best = runs[i].layout;
-    int64_t left = share;
+    int64_t left = each_work;
     const auto measure = [&](const Layout& l, double ceiling) {
       const Step alone = evaluator.alone(l, ceiling, false);
       left -= 100 + alone.work;
@@ -647,8 +675,10 @@ inline void Search::descend(std::vector<Run>& runs, int64_t work, bool contentio
         }
       }
       for (int d = 0; d < p_.devices && left > 0; ++d) {
-        // Of neighbours alike only the first is moved.
-        const auto alike = [&](int a, int b) { return place(best.device_at[a]) == place(best.device_at[b]); };
+        // Of neighbours in the device order that are alike only the first one is moved.
+        const auto alike = [&](int a, int b) {
+          return server_and_kind(best.device_at[a]) == server_and_kind(best.device_at[b]);
+        };
         if (d && best.owner[d] == best.owner[d - 1] && alike(d, d - 1)) continue;
         for (int w = kIdleDevice; w < best.workers && left > 0; ++w) {
           if (w == best.owner[d] || (best.owner[d] >= 0 && Moves::count(best, best.owner[d]) == 1)) continue;
@@ -680,14 +710,15 @@ inline Layout Search::empty(int z, int workers, int chunks) const {
   return l;
 }
 
-// The pools from which planned stages take devices. One of all devices: as given, one device of each of some servers in
-// turn, the last server first, by falling and by rising speed, and by these with the servers of a speed in turn. Or one
-// of each kind.
+// Return the pools to plan stages with. Most of them are a single list of all devices: as given; one device of each of
+// several servers in turn; the last server first; by falling and by rising speed, where equally fast devices are as
+// given or one of each server in turn. The last ones are a list for each kind of devices.
 inline std::vector<Search::Pools> Search::pools() const {
   std::vector<int> given(p_.devices);
   for (int d = 0; d < p_.devices; ++d) given[d] = d;
   std::vector<Pools> found{{given}};
-  // What stages on devices in this order depend on: the kinds, and the links of servers that are numbered as they come.
+  // All that the costs of stages on devices in this order depend on. Orders with equal patterns are tried once. Servers
+  // have numbers in the order in which they come, unless some pair of servers has its own link.
   const auto pattern = [&](const std::vector<int>& order) {
     std::vector<int> number(p_.servers, -1);
     std::vector<std::tuple<int, int, double, double>> devices;
@@ -705,29 +736,29 @@ inline std::vector<Search::Pools> Search::pools() const {
     const auto alike = [&](const Pools& other) { return pattern(other[0]) == pattern(order); };
     if (std::none_of(found.begin(), found.end(), alike)) found.push_back({order});
   };
-  std::vector<int> place(p_.devices), seen(p_.servers, 0);
-  for (int d = 0; d < p_.devices; ++d) place[d] = seen[p_.server[d]]++;
-  // So many servers take turns; all where planning takes seconds.
+  std::vector<int> local(p_.devices), seen(p_.servers, 0);  // local: the number of a device within its server
+  for (int d = 0; d < p_.devices; ++d) local[d] = seen[p_.server[d]]++;
+  // As many servers take turns as `together` says; only all of them on many devices, where planning takes seconds.
   for (int together = p_.servers; together > 1; together /= p_.devices > 128 ? p_.servers : 2) {
-    const auto group = [&](int d) { return p_.server[d] / together; };
-    add([&](int a, int b) { return std::pair(group(a), place[a]) < std::pair(group(b), place[b]); });
+    const auto set = [&](int d) { return p_.server[d] / together; };
+    add([&](int a, int b) { return std::pair(set(a), local[a]) < std::pair(set(b), local[b]); });
   }
   add([&](int a, int b) { return p_.server[a] > p_.server[b]; });
   if (p_.kinds > 1) {
     const auto speed = [&](int d) { return speed_[p_.kind[d]]; };
     add([&](int a, int b) { return speed(a) > speed(b); });
     add([&](int a, int b) { return speed(a) < speed(b); });
-    add([&](int a, int b) { return std::pair(-speed(a), place[a]) < std::pair(-speed(b), place[b]); });
-    add([&](int a, int b) { return std::pair(speed(a), place[a]) < std::pair(speed(b), place[b]); });
+    add([&](int a, int b) { return std::pair(-speed(a), local[a]) < std::pair(-speed(b), local[b]); });
+    add([&](int a, int b) { return std::pair(speed(a), local[a]) < std::pair(speed(b), local[b]); });
     found.emplace_back(p_.kinds);
     for (int d = 0; d < p_.devices; ++d) found.back()[p_.kind[d]].push_back(d);
   }
   return found;
 }
 
-// Even pipelines of every number of workers, with one stage a worker and more, and all ways to give the last few or
-// many devices the end of the model, at every size. Such layouts differ so much from each other that moves rarely lead
-// from one to the other.
+// Return starting layouts: even pipelines of many numbers of workers, with one stage per worker and with several; and
+// pipelines of two stages, with many numbers of devices for the second one and many cuts. Such layouts differ so much
+// from each other that moves rarely lead from one to another.
 inline std::vector<Run> Search::starts() const {
   std::vector<Run> runs;
   const int most = std::min(p_.devices, p_.blocks);
@@ -772,16 +803,22 @@ inline std::vector<Run> Search::starts() const {
   return runs;
 }
 
-// Stages by dynamic programming, as starts: for all pools, each micro-batch size and limit of a stage's seconds, the
-// contiguous stages on devices that follow each other in a pool whose forwards, backwards and transfers take the fewest
-// seconds together, with and without their AllReduces, if no stage takes longer than the limit (Alpa, section 5.2,
-// equation 3), and a third time if no transfer, nor all that a server's interface moves of a micro-batch, does. The
-// fourth time later stages are shorter: what a stage takes for all micro-batches, and the stages before it to fill and
-// drain the pipeline, is together at most M times the limit. Rows, rings, interfaces and memory are estimated here; what
-// comes out is evaluated as any other layout.
+// Return starting layouts whose stages are found by dynamic programming, for all pools and micro-batch sizes. A limit
+// on the seconds of a stage is given (Alpa, section 5.2, equation 3). Each stage has consecutive devices of a pool. Of
+// all stages within the limit those are taken whose forwards, backwards and transfers together take the fewest seconds.
+// There are four variants:
+//
+// 1. The seconds of the AllReduces are added too (`rings`).
+// 2. They are not added.
+// 3. As 1, and the limit also holds for each transfer, and for all that a server's interface moves of one micro-batch
+//    (`sends`).
+// 4. As 3, and later stages are shorter (`tapers`): the seconds of a stage for all micro-batches, plus those of the
+//    stages before it to fill and to drain the pipeline, are at most M times the limit.
+//
+// Rows, rings, interfaces and memory are only estimated here. The layouts are evaluated like any others afterwards.
 inline std::vector<Run> Search::planned_starts() const {
-  const int most_cuts = p_.devices > 32 ? 64 : 128;  // with more the stages take longer to plan than to search
-  // Cuts with nearly equal work between them; all where there are few blocks.
+  const int most_cuts = p_.devices > 32 ? 64 : 128;  // with more, planning the stages takes longer than the search
+  // Cuts with nearly equal work between them, or all cuts if there are few blocks.
   std::vector<int> cuts{0};
   const double work = work_[p_.blocks];
   for (int block = 1; block < p_.blocks; ++block) {
@@ -799,14 +836,16 @@ inline std::vector<Run> Search::planned_starts() const {
   return runs;
 }
 
-// The planned stages of some pools and one micro-batch size, under rising limits until longer stages cannot pay.
+// Return the planned stages of some pools and one micro-batch size. The limit rises until longer stages cannot make a
+// shorter step. A state says how many units of each pool are used. A unit is one device or, where there are many
+// devices, several consecutive ones of a pool.
 inline std::vector<Run> Search::plan_stages(const std::vector<int>& cuts, const Pools& pools, int z) const {
-  constexpr int kMostStates = 300;  // ways to have taken devices, which are taken by several as a unit if need be
-  constexpr int kMostUnits = 64;
+  constexpr int kMostStates = 300;  // of several pools; units get larger until there are no more
+  constexpr int kMostUnits = 64;    // of all pools
   constexpr int kFineCells = 3000, kCoarseCells = 10000;  // cuts times states, up to which limits rise by 2% and by 4%
-  constexpr double kWorse = 1.5;  // by an estimate; stages that are so much slower than others are no good start
-  constexpr double kRise = 1.1;   // of a limit, where it need not be fine
-  constexpr double kRecomputed = 4.0 / 3;  // with a second forward, where backward takes twice as long as forward
+  constexpr double kWorse = 1.5;  // no limit is tried with which M - 1 micro-batches take more than 1.5 best steps
+  constexpr double kRise = 1.1;   // the factor by which a limit rises where it need not rise in small steps
+  constexpr double kRecomputed = 4.0 / 3;  // a second forward, if backward takes twice as long as forward
   const int n = static_cast<int>(cuts.size()) - 1, count = static_cast<int>(pools.size());
   const double rows = static_cast<double>(p_.size[z]), m = static_cast<double>(p_.micro_batches[z]);
   const double scale = rows / p_.batch;
@@ -824,14 +863,17 @@ inline std::vector<Run> Search::plan_stages(const std::vector<int>& cuts, const 
     const bool own = p_.own_links && x != y && p_.own[x * p_.servers + y] > 0;
     return own ? p_.own[x * p_.servers + y] : x == y ? p_.inside[x] : p_.interface_;
   };
+  // How many units of pool k are used.
   const auto taken = [&](int state, int k) { return state / strides[k] % (units[k] + 1); };
-  // The devices of a stage: `units` from the unit `begin` of a pool on, and what its figures depend on.
-  struct Group {
+  // The devices that a stage can have: `units` of a pool, from the unit `begin` on; and what its costs depend on.
+  struct Span {
     int pool, begin, units;
-    double seconds, stash, fixed, ring, memory;  // of a second of work, and of a byte; bytes of its smallest device
+    double seconds;             // of a micro-batch on its busiest device, for each second of `work_`
+    double stash, fixed, ring;  // bytes of its busiest device, and seconds of its ring, for each byte
+    double memory;              // bytes of its smallest device
   };
-  std::vector<Group> groups;
-  std::vector<std::vector<std::vector<int>>> beginning(count);  // the groups that begin with each unit of each pool
+  std::vector<Span> spans;
+  std::vector<std::vector<std::vector<int>>> beginning(count);  // the spans that begin with each unit of each pool
   double all_speed = 0;
   for (int k = 0; k < count; ++k) {
     const auto& order = pools[k];
@@ -848,37 +890,40 @@ inline std::vector<Run> Search::plan_stages(const std::vector<int>& cuts, const 
           least_memory = std::min(least_memory, p_.memory[p_.kind[order[seen]]]), speed += speed_[p_.kind[order[seen]]];
           if (seen > a * unit) slowest = std::max(slowest, link(server(seen - 1), server(seen)));
         }
-        // Of equal devices the fewest of which the busiest has so many rows, if these are clearly fewer than before.
+        // Of equal devices a number is tried only if the busiest one gets clearly fewer rows than with the number
+        // before; of unequal ones all numbers up to 8, then only some.
         const bool alike = p_.kinds == 1 && p_.whole_rows;
         if (alike ? most_rows > 0.95 * rows_before : size > 8 && size % (size / 4) != 0) continue;
         rows_before = most_rows;
-        // How many times less than the whole the busiest device computes.
+        // The rows of a micro-batch over those of the busiest device, or the speed of all devices.
         const double divided = p_.kinds > 1 ? speed : p_.whole_rows ? rows / most_rows : r;
         const int x = server(a * unit), y = server((a + size) * unit - 1);
         const double ring = 2 * (r - 1) / r * std::max(slowest, link(y, x));
-        beginning[k][a].push_back(static_cast<int>(groups.size()));
-        groups.push_back({k, a, size, rows / divided, scale / divided, p_.fixed_factor + p_.shared_factor / r, ring,
+        beginning[k][a].push_back(static_cast<int>(spans.size()));
+        spans.push_back({k, a, size, rows / divided, scale / divided, p_.fixed_factor + p_.shared_factor / r, ring,
                           least_memory});
       }
     }
   }
-  std::vector<double> work(n + 1), bytes(n + 1), stash(n + 1), sent(n + 1);  // sums up to each cut; sent there
+  std::vector<double> work(n + 1), bytes(n + 1), stash(n + 1);  // sums up to each cut
+  std::vector<double> sent(n + 1);  // bytes that cross each cut
   for (int i = 0; i <= n; ++i) {
     work[i] = work_[cuts[i]], bytes[i] = p_.parameters[cuts[i]], stash[i] = p_.stash[cuts[i]];
     sent[i] = p_.boundary[cuts[i]] * scale;
   }
-  // The transfer from one group to one that can follow it, measured when it is first needed. If the devices are taken
-  // by several, the first of each unit stands for all.
+  // The transfer from one span to one that can follow it, which is measured when it is first needed. The first device
+  // of each unit stands for all of them.
   struct Sending {
     double latency = kNever, per_byte = 0;
-    bool by_interface = false, on_same_server = false;  // some device of both
+    bool by_interface = false;    // whether it uses network interfaces
+    bool on_same_server = false;  // whether some server has devices of both spans
   };
-  std::vector<std::vector<Sending>> sendings(groups.size());
+  std::vector<std::vector<Sending>> sendings(spans.size());
   Transfer transfer({p_.servers, p_.inside, p_.inside_latency, p_.interface_, p_.interface_latency, p_.own,
                      p_.own_latency, p_.own_links != 0});
-  const auto servers_of = [&](const Group& group) {  // in the order in which they get rows
+  const auto servers_of = [&](const Span& span) {  // in the order in which they get rows
     std::vector<int> found;
-    for (int i = 0; i < group.units; ++i) found.push_back(p_.server[pools[group.pool][(group.begin + i) * unit]]);
+    for (int i = 0; i < span.units; ++i) found.push_back(p_.server[pools[span.pool][(span.begin + i) * unit]]);
     std::sort(found.begin(), found.end());
     return found;
   };
@@ -888,11 +933,11 @@ inline std::vector<Run> Search::plan_stages(const std::vector<int>& cuts, const 
     return found;
   };
   const auto sending = [&](int from, int to) -> const Sending& {
-    const Group &sender = groups[from], &receiver = groups[to];
-    // From one pool only the groups that begin where the sender ends can follow.
+    const Span &sender = spans[from], &receiver = spans[to];
+    // From one pool only the spans that begin where the sender ends can follow.
     const std::vector<int>& next = beginning[0][count == 1 ? sender.begin + sender.units : 0];
     std::vector<Sending>& of_sender = sendings[from];
-    if (of_sender.empty()) of_sender.resize(count == 1 ? next.size() : groups.size());
+    if (of_sender.empty()) of_sender.resize(count == 1 ? next.size() : spans.size());
     Sending& found = of_sender[count == 1 ? to - next.front() : to];
     if (!std::isnan(found.latency)) return found;
     const std::vector<int> senders = servers_of(sender), receivers = servers_of(receiver);
@@ -905,11 +950,11 @@ inline std::vector<Run> Search::plan_stages(const std::vector<int>& cuts, const 
   };
   std::vector<Run> runs;
   std::vector<double> best((n + 1) * states);
-  // Seconds in which the interfaces of the last stage's servers move what they move of a micro-batch, one way.
+  // Seconds in which the interfaces of the last stage's servers move their part of a micro-batch, one way.
   std::vector<double> moving((n + 1) * states);
-  std::vector<int> from_cut((n + 1) * states), from_group((n + 1) * states), from_state((n + 1) * states);
+  std::vector<int> from_cut((n + 1) * states), from_span((n + 1) * states), from_state((n + 1) * states);
   std::vector<uint8_t> recompute((n + 1) * states);
-  double whole = 0;  // the seconds of all stages together, as they were planned last
+  double whole = 0;  // the seconds of all stages together in the last solution
   const auto solve = [&](double limit, bool rings, bool sends, bool tapers) {
     std::fill(best.begin(), best.end(), kInfinity);
     best[0] = 0;
@@ -918,29 +963,29 @@ inline std::vector<Run> Search::plan_stages(const std::vector<int>& cuts, const 
       for (int state = 0; state < states; ++state) {
         const double before = best[i * states + state];
         if (before == kInfinity) continue;
-        const int from = from_group[i * states + state];
+        const int from = from_span[i * states + state];
         const double moving_before = i && p_.contention ? moving[i * states + state] : 0;
         for (int k = 0; k < count; ++k) {
-          for (const int to_group : beginning[k][taken(state, k)]) {
-            const Group& group = groups[to_group];
+          for (const int to_span : beginning[k][taken(state, k)]) {
+            const Span& span = spans[to_span];
             double in = 0, moving_here = 0;
             if (i) {
-              const Sending& sent_here = sending(from, to_group);
+              const Sending& sent_here = sending(from, to_span);
               in = sent_here.latency + sent[i] * sent_here.per_byte;
               const double by_interface = sent_here.by_interface ? in : 0;
-              // One interface moves what comes to the stage before and what goes on from it.
+              // The same interface moves what enters the stage before and what leaves it.
               if (sends && (in > limit || (by_interface > 0 && moving_before + in > limit))) continue;
               moving_here = by_interface + (sent_here.on_same_server ? moving_before : 0);
             }
             const double own = tapers ? limit - (before + 2 * in) / m : limit;
-            // Micro-batches that are computed before the first one comes back.
+            // The micro-batches that the stage computes before the first one comes back.
             const double in_flight = std::min(m, std::max(1.0, std::ceil((whole - before) / limit)));
-            const double inputs = sent[i] * group.stash / scale;
-            const int to_state = state + group.units * strides[k];
+            const double inputs = sent[i] * span.stash / scale;
+            const int to_state = state + span.units * strides[k];
             for (int j = i + 1; j <= n; ++j) {
-              const double seconds = (work[j] - work[i]) * group.seconds, parameters = bytes[j] - bytes[i];
-              const double ring = group.ring * parameters;
-              const double room = group.memory - parameters * group.fixed, held = (stash[j] - stash[i]) * group.stash;
+              const double seconds = (work[j] - work[i]) * span.seconds, parameters = bytes[j] - bytes[i];
+              const double ring = span.ring * parameters;
+              const double room = span.memory - parameters * span.fixed, held = (stash[j] - stash[i]) * span.stash;
               const bool again = p_.may_recompute && held * in_flight > room;
               if (again ? held + inputs * in_flight > room : held > room && !p_.recompute_all) break;
               const double all_seconds = again ? seconds * kRecomputed : seconds;
@@ -949,7 +994,7 @@ inline std::vector<Run> Search::plan_stages(const std::vector<int>& cuts, const 
               const int to = j * states + to_state;
               if (found >= best[to]) continue;
               best[to] = found, moving[to] = moving_here, recompute[to] = again;
-              from_cut[to] = i, from_group[to] = to_group, from_state[to] = state;
+              from_cut[to] = i, from_span[to] = to_span, from_state[to] = state;
             }
           }
         }
@@ -959,7 +1004,7 @@ inline std::vector<Run> Search::plan_stages(const std::vector<int>& cuts, const 
     if (*end < kInfinity) whole = *end;
     return *end < kInfinity ? static_cast<int>(end - best.begin()) - n * states : -1;
   };
-  double least = kInfinity;  // the step of the fastest stages, by an estimate
+  double least = kInfinity;  // the least estimated step of all stages so far
   const auto add_stages_within = [&](double limit, bool rings, bool sends, bool tapers) {
     const int end = solve(limit, rings, sends, tapers);
     if (end < 0) return;
@@ -968,7 +1013,7 @@ inline std::vector<Run> Search::plan_stages(const std::vector<int>& cuts, const 
     } else if (rings || p_.devices == 1) {
       least = std::min(least, best[n * states + end] + (m - 1) * limit);
     }
-    std::vector<int> entries;  // of the stages, the last one first
+    std::vector<int> entries;  // the table's entries of the stages, the last stage first
     for (int entry = n * states + end; entry > 0; entry = from_cut[entry] * states + from_state[entry])
       entries.push_back(entry);
     const int found = static_cast<int>(entries.size());
@@ -978,10 +1023,10 @@ inline std::vector<Run> Search::plan_stages(const std::vector<int>& cuts, const 
     int at = 0;
     for (int s = 0; s < found; ++s) {
       const int entry = entries[found - 1 - s];
-      const Group& group = groups[from_group[entry]];
-      const auto first = pools[group.pool].begin() + group.begin * unit;
-      std::vector<int> own(first, first + group.units * unit);
-      std::sort(own.begin(), own.end());  // the devices of a server get rows that follow each other
+      const Span& span = spans[from_span[entry]];
+      const auto first = pools[span.pool].begin() + span.begin * unit;
+      std::vector<int> own(first, first + span.units * unit);
+      std::sort(own.begin(), own.end());  // so that the devices of a server get consecutive rows
       l.starts[s] = cuts[from_cut[entry]], l.recompute[s] = recompute[entry];
       for (const int d : own) l.device_at[at] = d, l.owner[at++] = s, used[d] = 1;
     }
@@ -997,7 +1042,7 @@ inline std::vector<Run> Search::plan_stages(const std::vector<int>& cuts, const 
        {std::tuple{true, false, false}, {false, false, false}, {true, true, false}, {true, true, true}}) {
     if (rings && p_.devices == 1) continue;
     whole = 0;
-    double first = 1;  // nearly the least limit, in equal shares, within which there are stages
+    double first = 1;  // nearly the least limit within which there are stages, as a multiple of `equal_share`
     while (first <= most && solve(equal_share * first, rings, sends, tapers) < 0) first *= kRise;
     first = std::max(1.0, first / kRise);
     for (double factor = first; factor <= most && (m - 1) * equal_share * factor <= least * kWorse;) {

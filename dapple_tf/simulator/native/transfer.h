@@ -12,7 +12,7 @@ struct Links {
   int servers;
   const double *inside, *inside_latency;  // [servers] seconds per byte, seconds
   double interface_, interface_latency;
-  const double *own, *own_latency;  // [servers, servers] of links of single pairs; 0: none
+  const double *own, *own_latency;  // [servers, servers] of links between two servers; 0: they have none
   bool has_own;
 };
 
@@ -22,8 +22,8 @@ class Transfer {
       : leaving(links.servers, 0), entering(links.servers, 0), links_(links),
         pair_(links.has_own ? links.servers * links.servers : 0, 0) {}
 
-  // Measure a transfer from n to n_next replicas, which hold the rows between two cut points. `sender`, `receiver`: the
-  // server of a replica.
+  // Measure a transfer from n to n_next replicas. Replica i holds the rows from `cut`[i] to `cut`[i + 1]. `sender`,
+  // `receiver`: functions from a replica to its server.
   template <class Sender, class Receiver>
   void measure(int n, const Sender& sender, const int64_t* cut, int n_next, const Receiver& receiver,
                const int64_t* cut_next) {
@@ -67,9 +67,9 @@ class Transfer {
     per_byte = std::max(slowest, std::max(most_leaving, most_entering) * links_.interface_);
   }
 
-  double latency = 0, per_byte = 0;        // alone
-  std::vector<double> leaving, entering;   // [servers] the parts of the bytes that pass each interface
-  std::vector<int> touched;                // the servers for which they are not 0
+  double latency = 0, per_byte = 0;        // seconds, without other flows
+  std::vector<double> leaving, entering;   // [servers] fractions of the bytes that leave and enter by its interface
+  std::vector<int> touched;                // the servers for which one of these is not 0
 
  private:
   Links links_;
