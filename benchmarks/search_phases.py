@@ -46,7 +46,7 @@ PHASES = {
     "planned: pools of kinds": (_SEARCH, "    found.emplace_back(p_.kinds);", "    return found;"),
     "planned: servers of a kind in turn": (
         _SEARCH,
-        "return std::pair(-speed(a), place[a]) < std::pair(-speed(b), place[b]);",
+        "return std::pair(-speed(a), local[a]) < std::pair(-speed(b), local[b]);",
         "return speed(a) > speed(b);",
     ),
     "planned: stages that re-compute": (_SEARCH, "again = p_.may_recompute &&", "again = false &&"),
@@ -83,8 +83,8 @@ PHASES = {
     ),
     "starts: several of a shape": (
         _MAIN,
-        "groups.push_back(distinct(runs, 48, 4));",
-        "groups.push_back(distinct(runs, 24, 1));",
+        "start_sets.push_back(distinct(runs, 48, 4));",
+        "start_sets.push_back(distinct(runs, 24, 1));",
     ),
     "longer searches after a faster layout": (_MAIN, "(faster && done < most && !*stop)", "false"),
     "joint search": (_MAIN, "if (searches > 1) {", "if (false) {"),
