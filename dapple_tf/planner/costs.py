@@ -106,7 +106,7 @@ class ChainCosts:
         largest = np.maximum.accumulate(np.triu(working), axis=1)
         return runs(self.stash_bytes), np.concatenate([np.zeros((self.blocks, 1)), largest], axis=1)
 
-    def held_bytes(self, share: float | Floats = 1.0, *, recompute: bool | None = None) -> tuple[Floats, Floats]:
+    def held_bytes(self, share: float | Floats, *, recompute: bool | None = None) -> tuple[Floats, Floats]:
         """Return the bytes [N, N + 1] that a device of a stage always holds, and those of each micro-batch in flight.
 
         ``share``: the part of each micro-batch that the device computes. ``recompute``: whether only inputs are

@@ -57,6 +57,7 @@ def test_rows_are_cut_so_that_the_slowest_device_ends_earliest(rows: int, speeds
     kinds=st.lists(st.integers(0, 2), min_size=1, max_size=4),
 )
 @example(rows=1, seconds=[(0, 0), (1, 2), (2, 1)], kinds=[1, 2])  # no device is of the kind that takes no time
+@example(rows=4, seconds=[(5, 2), (3, 6), (1, 1)], kinds=[0, 0, 1])  # a device gets no row
 def test_rows_are_shared_so_that_the_longest_forward_and_backward_are_least(
     rows: int, seconds: list[tuple[int, int]], kinds: list[int]
 ) -> None:
