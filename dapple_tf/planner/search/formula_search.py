@@ -191,11 +191,11 @@ def search_by_formula(
 
     blocks = len(tables.working_bytes)
     given = _Tables(blocks, len(tables.replicas), *map(field, tables))
-    latencies, stages, below = np.zeros(results), np.zeros(results, np.int32), np.zeros(1)
+    latencies, stages = np.zeros(results), np.zeros(results, np.int32)
     starts, placements = (np.zeros((results, blocks), np.int32) for _ in range(2))
     count = library.dapple_formula_search(
         *(ctypes.byref(given), ctypes.c_int64(width), ctypes.c_double(ceiling), results, int(require_warm_up)),
-        *map(address, (latencies, stages, starts, placements, below, stop_flag())),
+        *map(address, (latencies, stages, starts, placements, stop_flag())),
     )
     check_stop()
     if count < 0:

@@ -1,4 +1,4 @@
-"""Which cuts, replica counts and placements planner "dapple" searches: all, or parts of a space that is too large."""
+"""Choose the cuts, replica counts and placements that planner "dapple" searches: all, or parts where they are many."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dapple_tf.simulator.arrays import Floats, Integers
 from dapple_tf.simulator.native.library import address, load_library
 from dapple_tf.simulator.transfer import LinkTables, allreduce_cost, link_tables
 
-# A search of so many steps takes some ten milliseconds.
+# The number of transitions times the square of the number of blocks, up to which a search takes tens of milliseconds.
 _MOST_SEARCH_STEPS = 30_000_000
 _MOST_PLACEMENTS = 2500
 _LEAST_BLOCKS = 32

@@ -13,7 +13,6 @@
 #include <algorithm>
 #include <cstdint>
 #include <functional>
-#include <limits>
 #include <tuple>
 #include <vector>
 
@@ -82,7 +81,6 @@ class FormulaSearch {
 
   // Return the plans of least latency on all devices. If `stop` was set meanwhile, the result must not be used.
   std::vector<Plan> run(const volatile uint8_t* stop) {
-    const double given = ceiling_;
     extend(-1, 0, t_.placements);
     for (int planned = 1; planned < t_.blocks; ++planned) {
       for (int p = 0; p < t_.placements && !*stop; ++p) {
@@ -90,14 +88,10 @@ class FormulaSearch {
         for (int64_t k = 0; k < counts_[state]; ++k) extend(state * width_ + k, planned, p);
       }
     }
-    if (ceiling_ < given) unexplored_ = std::min(unexplored_, ceiling_);  // plans above the ceiling were left out
     std::vector<Plan> plans;
     for (const auto& [negative, label, placement, start] : heap_) plans.push_back(unwind(-negative, label, placement, start));
     return plans;
   }
-
-  // The least bound of the labels that were dropped because a state was full: the search is exhaustive below it.
-  double unexplored() const { return unexplored_; }
 
  private:
   struct Label {
@@ -212,16 +206,9 @@ class FormulaSearch {
     } else {
       slot += counts_[state];
     }
-    if (full && label.bound >= slot->rank) {
-      unexplored_ = std::min(unexplored_, label.bound);
-      return;
-    }
+    if (full && label.bound >= slot->rank) return;
     label.rank = latency_with_rest(label.parent, label.transfer, stage, end, q);
-    if (full && label.rank >= slot->rank) {
-      unexplored_ = std::min(unexplored_, label.bound);
-      return;
-    }
-    if (full) unexplored_ = std::min(unexplored_, slot->bound);
+    if (full && label.rank >= slot->rank) return;
     counts_[state] += !full;
     *slot = label;
   }
@@ -287,7 +274,7 @@ class FormulaSearch {
 
   const CostTables& t_;
   int64_t width_;
-  double ceiling_, unexplored_ = std::numeric_limits<double>::infinity();
+  double ceiling_;
   size_t results_;
   bool require_warm_up_;
   std::vector<int64_t> counts_;  // [states] labels in use

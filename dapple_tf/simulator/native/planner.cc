@@ -307,7 +307,7 @@ void dapple_transfers(int count, const int64_t* first, const int64_t* following,
 // placements.
 int dapple_formula_search(const CostTables* tables, int64_t width, double ceiling, int results, int require_warm_up,
                           double* latencies, int32_t* stages, int32_t* starts, int32_t* placements,
-                          double* exhaustive_below, const volatile uint8_t* stop) try {
+                          const volatile uint8_t* stop) try {
   FormulaSearch search(*tables, width, ceiling, results, require_warm_up);
   const auto plans = search.run(stop);
   for (size_t i = 0; i < plans.size(); ++i) {
@@ -315,7 +315,6 @@ int dapple_formula_search(const CostTables* tables, int64_t width, double ceilin
     std::copy(plans[i].starts.begin(), plans[i].starts.end(), starts + i * tables->blocks);
     std::copy(plans[i].placements.begin(), plans[i].placements.end(), placements + i * tables->blocks);
   }
-  *exhaustive_below = search.unexplored();
   return static_cast<int>(plans.size());
 } catch (const std::bad_alloc&) {
   return -1;

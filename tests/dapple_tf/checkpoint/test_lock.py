@@ -33,7 +33,7 @@ def hold(folder: Path, to_parent: Connection) -> None:
     assert lock is not None
     if os.fork() == 0:  # the child sends its id once its handlers of the fork have run
         to_parent.send(os.getpid())
-    time.sleep(60)
+    time.sleep(60)  # longer than any test: the fixture ends both processes
 
 
 @pytest.fixture
