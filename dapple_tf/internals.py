@@ -11,6 +11,7 @@ import gc
 import inspect
 import threading
 import traceback
+import weakref
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -206,16 +207,20 @@ def record_layers(on_call: Callable[[keras.Layer, bool], None]) -> Iterator[None
     """Run ``on_call(layer, True)`` before and ``on_call(layer, False)`` after each Keras layer's call in the block.
 
     Replaces and restores ``keras.Layer.__call__``. Name scopes would not do: Keras adds a counter to them that looks
-    like the number in a layer's own name.
+    like the number in a layer's own name. The layers' own variables (``_trainable_variables``,
+    ``_non_trainable_variables``) are then known to ``keras_variables``.
     """
     original = keras.Layer.__call__
 
     def call(self: keras.Layer, *args: Any, **kwargs: Any) -> Any:
         on_call(self, True)
         try:
-            return original(self, *args, **kwargs)
+            result = original(self, *args, **kwargs)
         finally:
             on_call(self, False)
+        for wrapper in (*self._trainable_variables, *self._non_trainable_variables):
+            _note_wrapper(wrapper)
+        return result
 
     with _replaced(keras.Layer, __call__=call):
         yield
@@ -417,18 +422,37 @@ def as_tensor(array: Any) -> Any:
     return ops.EagerTensor(array, device="/device:CPU:0", dtype=dtype.as_datatype_enum)
 
 
+_WRAPPER = "_dapple_keras_variable"
+"""The attribute of a tf.Variable that returns the Keras variable that wraps it, or None."""
+
+
 def keras_variables(variables: Sequence[tf.Variable]) -> list[Any]:
     """Return for each tf.Variable the live Keras variable that wraps it, or itself where there is none.
 
-    Only Keras variables have the constraints that an optimizer applies.
+    Only Keras variables have the constraints that an optimizer applies. A search walks over all objects of the process,
+    so a tf.Variable keeps its answer. One that gets its Keras variable only later counts as wrapped from the next trace
+    that calls a layer with it.
     """
-    wanted = {id(variable): i for i, variable in enumerate(variables)}
-    found: list[Any] = list(variables)
-    for item in live_instances(keras.Variable):
-        value = getattr(item, "_value", None)
-        if id(value) in wanted:
-            found[wanted[id(value)]] = item
-    return found
+    unknown = [variable for variable in variables if not hasattr(variable, _WRAPPER)]
+    if unknown:
+        for wrapper in live_instances(keras.Variable):
+            _note_wrapper(wrapper)
+    wrappers = [getattr(variable, _WRAPPER, _no_wrapper)() for variable in variables]
+    for variable in unknown:
+        if not hasattr(variable, _WRAPPER):
+            setattr(variable, _WRAPPER, _no_wrapper)
+    return [variable if wrapper is None else wrapper for variable, wrapper in zip(variables, wrappers, strict=True)]
+
+
+def _no_wrapper() -> None:
+    """Return None, for a tf.Variable of which no Keras variable was found."""
+
+
+def _note_wrapper(wrapper: keras.Variable) -> None:
+    """Let the tf.Variable of a Keras variable, if there is one yet, know it."""
+    variable = getattr(wrapper, "_value", None)
+    if isinstance(variable, tf.Variable):
+        setattr(variable, _WRAPPER, weakref.ref(wrapper))
 
 
 def batch_norm_layers() -> list[keras.layers.BatchNormalization]:

@@ -549,6 +549,43 @@ def test_keras_variables_finds_the_wrappers_and_leaves_the_rest() -> None:
     assert found[1] is wrapped
 
 
+def test_a_variable_is_searched_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrapped, plain = keras.Variable([1.0]), tf.Variable([2.0])
+    variables = [plain, wrapped.value]
+    internals.keras_variables(variables)
+    monkeypatch.setattr(internals, "live_instances", None)
+    found = internals.keras_variables(variables)
+    assert found[0] is plain
+    assert found[1] is wrapped
+
+
+def test_variables_of_called_layers_are_not_searched_for(no_search: None) -> None:
+    inner = keras.layers.Dense(1)
+    outer = keras.Sequential([inner])
+    with internals.record_layers(lambda layer, begins: None):
+        outer(tf.ones((1, 2)))
+    found = internals.keras_variables([inner.kernel.value, inner.bias.value])
+    assert found[0] is inner.kernel
+    assert found[1] is inner.bias
+
+
+def test_a_variable_that_is_wrapped_after_a_search_is_known_once_its_layer_is_called() -> None:
+    class Scale(keras.Layer):
+        def __init__(self, factor: tf.Variable) -> None:
+            super().__init__()
+            self.factor = keras.Variable(factor)
+
+        def call(self, inputs: tf.Tensor) -> tf.Tensor:
+            return inputs * self.factor
+
+    variable = tf.Variable([1.0])
+    assert internals.keras_variables([variable])[0] is variable
+    layer = Scale(variable)
+    with internals.record_layers(lambda layer, begins: None):
+        layer(tf.ones(1))
+    assert internals.keras_variables([variable])[0] is layer.factor
+
+
 def test_keras_variables_carry_constraints() -> None:
     layer = keras.layers.Dense(1, kernel_constraint="non_neg")
     layer.build((None, 2))
