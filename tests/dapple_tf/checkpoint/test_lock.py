@@ -67,7 +67,7 @@ def test_a_second_run_is_refused_until_the_first_is_killed_even_if_a_child_of_th
     assert lock_folder(tmp_path.parent) is not None  # another folder is free
 
     process.kill()
-    process.join(10)
+    process.join()  # with a timeout it would wait for the child, which inherits its sentinel
     os.kill(child, 0)  # it is alive
     assert lock_folder(tmp_path) is not None
 

@@ -90,7 +90,7 @@ def test_a_rank_that_does_not_know_the_secret_is_refused() -> None:
             return [(places, "another") for places, _ in servers]
 
         job.gather = forget_secret  # type: ignore[method-assign]  # of this job alone
-        ExchangeNetwork(job, Sockets(), seconds=4.0).connect([(0, 1)])  # type: ignore[arg-type]  # plain sockets, no ops
+        ExchangeNetwork(job, Sockets(), seconds=1.5).connect([(0, 1)])  # type: ignore[arg-type]  # plain sockets, no ops
 
     errors = on_three_ranks(connect)
     assert all(isinstance(error, JobError) for error in errors)
