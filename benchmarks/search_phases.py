@@ -29,8 +29,9 @@ from dapple_tf.profiler.profile import Profile
 ROOT = Path(__file__).parents[1]
 CASES = PROFILES.parent / "planner-cases"
 _NATIVE = "simulator/native/"
-_SEARCH, _MAIN, _BEST = _NATIVE + "search.h", _NATIVE + "planner.cc", "planner/best.py"
-_VARIANTS = "{std::tuple{true, false, false}, {false, false, false}, {true, true, false}, {true, true, true}}"
+_SEARCH, _MOVES, _STAGES, _MAIN = (_NATIVE + name for name in ("search.h", "moves.h", "stage_planner.h", "planner.cc"))
+_BEST = "planner/best.py"
+_VARIANTS = "{Variant{true, false, false}, {false, false, false}, {true, true, false}, {true, true, true}}"
 # Of each phase the file of the package, the text that does it, and the text that takes its place.
 PHASES = {
     "baselines": (_BEST, "candidates = leading_baselines(problem) or", "candidates = []\n    candidates +="),
@@ -49,15 +50,15 @@ PHASES = {
         "return std::pair(-speed(a), local[a]) < std::pair(-speed(b), local[b]);",
         "return speed(a) > speed(b);",
     ),
-    "planned: stages that re-compute": (_SEARCH, "again = p_.may_recompute &&", "again = false &&"),
-    "planned: devices in the order of servers": (_SEARCH, "    std::sort(found.begin(), found.end());\n", ""),
-    "moves: devices that change rows": (_SEARCH, "if (kind == 3 || have == 0)", "if (true)"),
+    "planned: stages that re-compute": (_STAGES, "again = p_.may_recompute &&", "again = false &&"),
+    "planned: devices in the order of servers": (_STAGES, "  std::sort(found.begin(), found.end());\n", ""),
+    "moves: devices that change rows": (_MOVES, "if (kind == 3 || have == 0)", "if (true)"),
     "searches that begin with what was found": (_MAIN, "add(second, distinct(found, 16, 4));", "(void)found;"),
     "starts: planned": (_MAIN, "planned ? search.planned_starts() : search.starts()", "search.starts()"),
-    "planned: without AllReduce": (_SEARCH, _VARIANTS, _VARIANTS.replace(", {false, false, false}", "")),
-    "planned: with AllReduce": (_SEARCH, _VARIANTS, _VARIANTS.replace("{true, false, false}, {", "{")),
-    "planned: with transfers": (_SEARCH, _VARIANTS, _VARIANTS.replace(", {true, true, false}", "")),
-    "planned: shorter later stages": (_SEARCH, _VARIANTS, _VARIANTS.replace(", {true, true, true}", "")),
+    "planned: without AllReduce": (_STAGES, _VARIANTS, _VARIANTS.replace(", {false, false, false}", "")),
+    "planned: with AllReduce": (_STAGES, _VARIANTS, _VARIANTS.replace("{true, false, false}, {", "{")),
+    "planned: with transfers": (_STAGES, _VARIANTS, _VARIANTS.replace(", {true, true, false}", "")),
+    "planned: shorter later stages": (_STAGES, _VARIANTS, _VARIANTS.replace(", {true, true, true}", "")),
     "estimate: devices in order": (_MAIN, "in_order(Search::kInOrder, number + 1, 16);", "(void)number;"),
     "estimate: devices scattered": (_MAIN, "in_order(Search::kScattered, number + 2, 8);", "{}"),
     "estimate: any devices": (_MAIN, "in_order(Search::kFree, number + 3, 16);", "{}"),

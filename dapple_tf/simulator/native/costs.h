@@ -58,6 +58,18 @@ struct Layout {
   int stages() const { return workers * chunks; }
 };
 
+// Return a layout of all devices on worker 0, in the order of their numbers, without cuts.
+inline Layout empty_layout(const Problem& problem, int z, int workers, int chunks) {
+  Layout l;
+  const int room = std::min(problem.blocks, std::min(problem.devices, problem.blocks) * problem.most_chunks) + 1;
+  l.size = z, l.workers = workers, l.chunks = chunks;
+  l.starts.assign(room, 0), l.recompute.assign(room, 0), l.ahead.assign(room, 2);
+  l.owner.resize(problem.devices), l.device_at.resize(problem.devices);
+  for (int d = 0; d < problem.devices; ++d) l.device_at[d] = d;
+  l.starts[l.stages()] = problem.blocks;
+  return l;
+}
+
 struct Step {
   double seconds = kInfinity;
   bool fits = false;
