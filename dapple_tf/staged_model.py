@@ -24,7 +24,7 @@ from dapple_tf.graph_passes.analysis.layers import Layers
 from dapple_tf.graph_passes.analysis.loss_head import LossHeadInput
 from dapple_tf.graph_passes.analysis.variable_use import find_variables
 from dapple_tf.graph_passes.ir.extract import extract_function
-from dapple_tf.graph_passes.ir.graph import Function, Graph, Node, Port, Role, Value, ancestors, attributes
+from dapple_tf.graph_passes.ir.graph import Function, Graph, Node, Port, Role, Value, ancestors, make_node
 from dapple_tf.graph_passes.ir.names import OWNED, Site, at, without_target
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.passes.backward import (
@@ -320,10 +320,7 @@ def _owned_functions(graph: Graph, owners: Mapping[str, int]) -> list[Function]:
     for stage in sorted(set(owners.values())):
         name = at(stage, what=OWNED)
         ports = [Port("variable", label, graph.type_of(Value(label))) for label, of in owners.items() if of == stage]
-        nodes = [
-            Node(f"variable/{i}", "variable", (), (port.type,), attributes({"port": port.name}))
-            for i, port in enumerate(ports)
-        ]
+        nodes = [port.node(f"variable/{i}") for i, port in enumerate(ports)]
         found.append(Function(name, Graph(name, tuple(nodes), tuple(n.name for n in nodes)), tuple(ports), ()))
     return found
 
@@ -413,7 +410,7 @@ def stage_graph(
 ) -> Graph:
     """Return the graph of the batch's inputs and the stages' functions, without any calls."""
     inputs = tuple(
-        Node(name, OpName.INPUT, (), captured.graph.node(name).outputs, attributes({"index": i}))
+        make_node(name, OpName.INPUT, (), captured.graph.node(name).outputs, index=i)
         for i, name in enumerate(captured.graph.inputs)
     )
     all_functions = (*itertools.chain.from_iterable(functions), *(function for function in once if function))

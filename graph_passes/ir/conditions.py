@@ -137,8 +137,8 @@ def _branch(graph: Graph, name: str, nodes: Sequence[Node], entering: Sequence[V
     for i, value in enumerate(entering):
         kind = graph.type_of(value)
         role: Role = "variable" if kind.dtype.name == "resource" else "carry"
-        node = Node(f"entering/{i}", role, (), (kind,), attributes({"port": str(value)}))
-        inputs.append((Port(role, str(value), kind), node))
+        port = Port(role, str(value), kind)
+        inputs.append((port, port.node(f"entering/{i}")))
     by_value = {value: Value(node.name) for value, (_, node) in zip(entering, inputs, strict=True)}
     marker_of = {node.name: node for node in nodes if is_marker(node)}
     body = []

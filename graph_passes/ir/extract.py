@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence, Set
 
-from dapple_tf.graph_passes.ir.graph import ROLES, Function, Graph, Node, Port, Role, Value, attributes, topological
+from dapple_tf.graph_passes.ir.graph import ROLES, Function, Graph, Node, Port, Role, Value, topological
 
 PortOf = Callable[[Value], tuple[Role, str] | None]
 """Maps a value to the role and the name of the input that carries it, or to None if the function computes it."""
@@ -25,9 +25,8 @@ def extract_function(
         if port is None:
             return value
         if value not in inputs:
-            kind = graph.type_of(value)
-            node = Node(f"{port[0]}/{len(inputs)}", port[0], (), (kind,), attributes({"port": port[1]}))
-            inputs[value] = (Port(*port, kind), node)
+            made = Port(*port, graph.type_of(value))
+            inputs[value] = (made, made.node(f"{made.role}/{len(inputs)}"))
         return Value(inputs[value][1].name)
 
     body = [

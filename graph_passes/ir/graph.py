@@ -241,6 +241,19 @@ def attributes(attrs: Mapping[str, Attr]) -> tuple[tuple[str, Attr], ...]:
     return tuple(sorted(attrs.items()))
 
 
+def make_node(
+    name: str,
+    op: str,
+    inputs: Iterable[Value] = (),
+    outputs: Iterable[TensorType] = (),
+    controls: Iterable[Control] = (),
+    /,
+    **attrs: Attr,
+) -> Node:
+    """Return a node with these attributes, which are sorted by name."""
+    return Node(name, op, tuple(inputs), tuple(outputs), attributes(attrs), tuple(controls))
+
+
 Role = Literal[
     "arg",
     "rows",
@@ -292,6 +305,10 @@ class Port:
     name: str
     type: TensorType
 
+    def node(self, name: str) -> Node:
+        """Return the node called ``name`` that stands for this input in the graph of its function."""
+        return make_node(name, self.role, (), (self.type,), port=self.name)
+
 
 @dataclass(frozen=True)
 class Function:
@@ -322,8 +339,7 @@ class Function:
 
     def call(self, name: str, op: str, inputs: Iterable[Value], **attrs: Attr) -> Node:
         """Return the node called ``name`` that calls this function."""
-        outputs = tuple(port.type for port in self.outputs)
-        return Node(name, op, tuple(inputs), outputs, attributes({**attrs, "function": self.name}))
+        return make_node(name, op, inputs, (port.type for port in self.outputs), **attrs | {"function": self.name})
 
     def input_ports(self, *roles: Role) -> tuple[tuple[int, Port], ...]:
         """Return the inputs that have one of these roles, each with its position."""

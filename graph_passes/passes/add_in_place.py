@@ -32,9 +32,10 @@ from dapple_tf.graph_passes.ir.graph import (
     TensorType,
     Value,
     attributes,
+    make_node,
     tensor,
 )
-from dapple_tf.graph_passes.ir.names import at, nodes_of
+from dapple_tf.graph_passes.ir.names import at, nodes_of, site_of
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.passes.base import BuiltInPass, Contract
 from dapple_tf.graph_passes.schedules.schedule import FREEING, Schedule
@@ -126,13 +127,14 @@ def _add(function: Function, accumulate: Node) -> _Adding:
     entering = list(zip(function.inputs, graph.inputs, strict=True))
     adds, sums = [], []
     for i, (place, name) in enumerate(added.items()):
-        source = Node(f"{_SUM}/{i}", _SUM, (), (_RESOURCE,), attributes({"port": name}))
+        port = Port(_SUM, name, _RESOURCE)
+        source = port.node(f"{_SUM}/{i}")
         gradient = graph.outputs[place]
         attrs = attributes({"dtype": graph.type_of(gradient).dtype, "writes": ()})
         inputs = (Value(source.name), gradient)
         adds.append(Node(f"{source.name}/add", _ADD_OP, inputs, attrs=attrs, effect=Effect.WRITE))
         sums.append(source)
-        entering.append((Port(_SUM, name, _RESOURCE), source.name))
+        entering.append((port, source.name))
     entering.sort(key=lambda entry: ROLES.index(entry[0].role))
     left = [i for i in range(len(function.outputs)) if i not in added]
     body = graph.replace(
@@ -147,9 +149,8 @@ def _add(function: Function, accumulate: Node) -> _Adding:
 
 def _clear(accumulate: Node) -> Node:
     """Return the node that clears the sums to which ``accumulate`` would have assigned the first gradients."""
-    place = {key: accumulate.integer(key) for key in ("replica", "stage")}
-    attrs = attributes({**place, "variables": accumulate.strings("variables")})
-    return Node(at(place["stage"], place["replica"], what=OpName.CLEAR_SUMS), OpName.CLEAR_SUMS, attrs=attrs)
+    site, op = site_of(accumulate), OpName.CLEAR_SUMS
+    return make_node(at(*site, what=op), op, **site.attrs, variables=accumulate.strings("variables"))
 
 
 # --- Let few gradients of activations exist at once: add the gradients of a layer's weights in time

@@ -14,8 +14,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 from dapple_tf.errors import ScheduleError
 from dapple_tf.graph_passes.analysis.loss_head import LossHeadInput
-from dapple_tf.graph_passes.ir.graph import Function, Node, Port, TensorType, Value, attributes, tensor
-from dapple_tf.graph_passes.ir.names import at
+from dapple_tf.graph_passes.ir.graph import Function, Node, Port, TensorType, Value, make_node, tensor
+from dapple_tf.graph_passes.ir.names import Site, at
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.schedules.schedule import Schedule
 
@@ -76,8 +76,8 @@ def _row_node(
 ) -> Node:
     """Return the node that gathers or cuts rows of these inputs of the loss head, in ``count`` pieces."""
     axes, outer = tuple(entry.axis for entry in entries), tuple(entry.outer for entry in entries)
-    attrs = attributes({"axes": axes, "outer": outer, "pieces": count, "replica": 0, "stage": stage})
-    return Node(at(stage, 0, what=op), op, tuple(inputs), tuple(outputs), attrs)
+    site = Site(stage)
+    return make_node(at(*site, what=op), op, inputs, outputs, **site.attrs, axes=axes, outer=outer, pieces=count)
 
 
 def replicate_loss_head(node: Node, replicas: int, of_replica: Callable[[str, int], str]) -> Node:

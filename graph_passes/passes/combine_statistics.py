@@ -27,7 +27,7 @@ from dapple_tf.graph_passes.ir.graph import (
     Role,
     Value,
     ancestors,
-    attributes,
+    make_node,
     tensor,
 )
 from dapple_tf.graph_passes.ir.names import (
@@ -38,6 +38,7 @@ from dapple_tf.graph_passes.ir.names import (
     replica_counts,
     replica_shares,
     share_attributes,
+    site_of,
 )
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.passes.base import BuiltInPass, Contract
@@ -137,13 +138,16 @@ def _nodes(node: Node, graph: Graph, cut: _Cut, replicas: int) -> Iterator[Node]
     types = tuple(port.type for port in cut.partials.outputs)
     calls, shares = [], share_attributes(replica_shares(graph, stage))
     for m in range(count):
-        place: dict[str, Attr] = {"micro_batch": m, "replica": replica, "stage": stage}
-        piece = Node(
+        place: dict[str, Attr] = {**site_of(node).attrs, "micro_batch": m}
+        piece = make_node(
             at(stage, replica, m, "rows_for_partials"),
             OpName.SLICE,
             (Value(BATCH_SIZE_NAME), *rows),
-            (tensor("float64"), *(graph.type_of(value) for value in rows)),
-            attributes({**place, **cut_attributes(graph), "replicas": replicas, **shares}),
+            (tensor("float64"), *map(graph.type_of, rows)),
+            **place,
+            **cut_attributes(graph),
+            replicas=replicas,
+            **shares,
         )
         call = cut.partials.call(at(stage, replica, m, OpName.PARTIALS), OpName.PARTIALS, piece.values()[1:], **place)
         # It may read copies of variables, which must be up to date.
@@ -153,9 +157,9 @@ def _nodes(node: Node, graph: Graph, cut: _Cut, replicas: int) -> Iterator[Node]
     operations = tuple(marked.string(COMBINES) for marked in cut.marked)
 
     def combine(what: str, pieces: Sequence[str]) -> Node:
-        inputs = tuple(Value(piece, i) for i in range(len(types)) for piece in pieces)
-        attrs: dict[str, Attr] = {"operations": operations, "pieces": len(pieces), "replica": replica, "stage": stage}
-        return Node(at(stage, replica, what=what), OpName.COMBINE_PARTIALS, inputs, types, attributes(attrs))
+        inputs = (Value(piece, i) for i in range(len(types)) for piece in pieces)
+        attrs = site_of(node).attrs | {"operations": operations, "pieces": len(pieces)}
+        return make_node(at(stage, replica, what=what), OpName.COMBINE_PARTIALS, inputs, types, **attrs)
 
     yield combine("own_partials", [call.name for call in calls])
     combined = combine("all_partials", [at(stage, r, what="own_partials") for r in range(replicas)])

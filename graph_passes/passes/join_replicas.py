@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from dapple_tf.graph_passes.ir.graph import BOUND_ROLES, Function, Graph, Node, Value, attributes
-from dapple_tf.graph_passes.ir.names import BACKWARD_OPS, nodes_of, replica_counts
+from dapple_tf.graph_passes.ir.graph import BOUND_ROLES, Function, Graph, Node, Value, attributes, make_node
+from dapple_tf.graph_passes.ir.names import BACKWARD_OPS, nodes_of, replica_counts, site_of
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.passes.base import BuiltInPass, Contract
 from dapple_tf.graph_passes.passes.function_parts import JOIN, FunctionParts, cut_function, has_joins
@@ -145,13 +145,14 @@ class _Call:
 
     def _join(self, part: int, siblings: list[_Call], calls: Mapping[str, _Call]) -> Node:
         joins = self.parts.joins[part]
-        place = {key: self.node.integer(key) for key in ("micro_batch", "replica", "stage")}
-        kinds = tuple(join.string(JOIN) for join in joins)
-        return Node(
+        node = make_node(
             f"{self.node.name}/join{part}",
             OpName.JOIN,
-            tuple(sibling._find(join.inputs[0], calls) for join in joins for sibling in siblings),
-            tuple(join.outputs[0] for join in joins),
-            attributes({**place, "kinds": kinds, "pieces": len(siblings)}),
-            device=self.node.device,
+            (sibling._find(join.inputs[0], calls) for join in joins for sibling in siblings),
+            (join.outputs[0] for join in joins),
+            **site_of(self.node).attrs,
+            micro_batch=self.node.integer("micro_batch"),
+            kinds=tuple(join.string(JOIN) for join in joins),
+            pieces=len(siblings),
         )
+        return dataclasses.replace(node, device=self.node.device)

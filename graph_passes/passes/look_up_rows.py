@@ -11,7 +11,7 @@ from collections.abc import Set
 from dataclasses import dataclass
 from typing import ClassVar
 
-from dapple_tf.graph_passes.ir.graph import Function, Graph, Node, attributes
+from dapple_tf.graph_passes.ir.graph import Function, Graph, Node, make_node
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.passes.base import BuiltInPass, Contract
 
@@ -67,11 +67,15 @@ def _gathers_from(user: Node, read: Node, lookups: Set[str]) -> bool:
 
 
 def _resource_gather(gather: Node, read: Node) -> Node:
-    attrs = attributes(
-        {"Tindices": gather.attr("Tindices"), "batch_dims": 0, "dtype": read.attr("dtype"), "validate_indices": True}
+    made = make_node(
+        gather.name,
+        "ResourceGather",
+        (read.inputs[0], gather.inputs[1]),
+        gather.outputs,
+        dict.fromkeys((*read.controls, *gather.controls)),
+        Tindices=gather.attr("Tindices"),
+        batch_dims=0,
+        dtype=read.attr("dtype"),
+        validate_indices=True,
     )
-    controls = tuple(dict.fromkeys((*read.controls, *gather.controls)))
-    inputs = (read.inputs[0], gather.inputs[1])
-    return dataclasses.replace(
-        gather, op="ResourceGather", inputs=inputs, attrs=attrs, controls=controls, effect=read.effect
-    )
+    return dataclasses.replace(made, effect=read.effect, device=gather.device)

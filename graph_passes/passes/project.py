@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import ClassVar, NamedTuple
 
 from dapple_tf.errors import GraphError
-from dapple_tf.graph_passes.ir.graph import Attr, Graph, Node, TensorType, Value, attributes, tensor
+from dapple_tf.graph_passes.ir.graph import Graph, Node, TensorType, Value, make_node, tensor
 from dapple_tf.graph_passes.ir.names import (
     MICRO_BATCH,
     find_minibatch,
@@ -189,17 +189,19 @@ class _Exchange:
             return None
         sent, received = self.sent_by(rank), self.received_by(rank)
         types = [graph.type_of(transfer.value) for transfer in self.transfers]
-        attrs: dict[str, Attr] = {
-            "dtypes": tuple(dict.fromkeys(kind.dtype.name for kind in types)),
-            "header": self._needs_header(graph),
-            "ranks": self.ranks,
-            "source": tuple(transfer.source for transfer in received),
-            "to": tuple(transfer.to for transfer in sent),
-        }
-        if match := re.search(r"/mb(\d+)/", self.name):
-            attrs[MICRO_BATCH] = int(match[1])
-        outputs = (*(graph.type_of(transfer.value) for transfer in received), TOKEN)
-        return Node(self.name, OpName.EXCHANGE, tuple(transfer.value for transfer in sent), outputs, attributes(attrs))
+        node = make_node(
+            self.name,
+            OpName.EXCHANGE,
+            (transfer.value for transfer in sent),
+            (*(graph.type_of(transfer.value) for transfer in received), TOKEN),
+            dtypes=tuple(dict.fromkeys(kind.dtype.name for kind in types)),
+            header=self._needs_header(graph),
+            ranks=self.ranks,
+            source=tuple(transfer.source for transfer in received),
+            to=tuple(transfer.to for transfer in sent),
+        )
+        match = re.search(r"/mb(\d+)/", self.name)
+        return node if match is None else node.with_attrs(**{MICRO_BATCH: int(match[1])})
 
     def _needs_header(self, graph: Graph) -> bool:
         """Return whether the shapes must be sent, since receivers cannot compute them from the number of elements.

@@ -26,7 +26,7 @@ from dapple_tf.graph_passes.ir.graph import (
     TensorType,
     Value,
     ancestors,
-    attributes,
+    make_node,
     topological,
 )
 from dapple_tf.graph_passes.ir.names import at
@@ -142,7 +142,7 @@ class _Inputs:
         key = (port.role, port.name)
         if key not in self.by_port:
             name = f"{port.role}/{next(self.numbers)}"
-            self.by_port[key] = port, Node(name, port.role, (), (port.type,), attributes({"port": port.name}))
+            self.by_port[key] = port, port.node(name)
         return Value(self.by_port[key][1].name)
 
     def for_backward(self, value: Value) -> Value:
@@ -183,8 +183,8 @@ def _add_recompute_gates(graph: Graph, runs: Sequence[Set[str]]) -> Graph:
         waits = _first_gradients(graph, run, from_gradients, circular) or tuple(map(Value, sorted(incoming)))
         if entering and waits:
             kinds = tuple(map(graph.type_of, waits))
-            attrs = attributes({"T": tuple(kind.dtype for kind in kinds)})
-            gate = Node(f"recompute{index}/gate", "IdentityN", waits, kinds, attrs)
+            dtypes = tuple(kind.dtype for kind in kinds)
+            gate = make_node(f"recompute{index}/gate", "IdentityN", waits, kinds, T=dtypes)
             passed = [
                 _pass(f"recompute{index}/enter{i}", value, graph.type_of(value), gate)
                 for i, value in enumerate(entering)
@@ -198,8 +198,8 @@ def _add_recompute_gates(graph: Graph, runs: Sequence[Set[str]]) -> Graph:
 
 def _pass(name: str, value: Value, kind: TensorType, gate: Node) -> Node:
     """Return a node that gives ``value`` when ``gate`` has run."""
-    controls = (Control(gate.name, "recompute: its gradients have come"),)
-    return Node(name, "Identity", (value,), (kind,), attributes({"T": kind.dtype}), controls)
+    controls = [Control(gate.name, "recompute: its gradients have come")]
+    return make_node(name, "Identity", [value], [kind], controls, T=kind.dtype)
 
 
 def _first_gradients(graph: Graph, run: Set[str], from_gradients: Set[str], circular: Set[str]) -> tuple[Value, ...]:

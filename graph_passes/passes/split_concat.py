@@ -22,10 +22,11 @@ from typing import ClassVar
 from dapple_tf.errors import PartitionError
 from dapple_tf.graph_passes.analysis.layers import batch_axis
 from dapple_tf.graph_passes.analysis.row_bounds import cut_points
-from dapple_tf.graph_passes.ir.graph import Attr, Control, Graph, Node, Value, attributes, topological
+from dapple_tf.graph_passes.ir.graph import Control, Graph, Node, Value, make_node, topological
 from dapple_tf.graph_passes.ir.names import (
     BACKWARD_OPS,
     BATCH_SIZE_NAME,
+    Site,
     at,
     cut_attributes,
     replica_counts,
@@ -184,8 +185,8 @@ class _Boundaries:
         name = at(here, replica, m, f"add_{producer.op}")
         inputs = tuple(Value(_of_replica(v.node, j), v.index) for v in tensors for j in senders)
         kinds = tuple(self.graph.type_of(v) for v in tensors)
-        attrs: dict[str, Attr] = {"micro_batch": m, "pieces": len(senders), "replica": replica, "stage": here}
-        self.nodes[name] = Node(name, OpName.ADD, inputs, kinds, attributes(attrs))
+        place = Site(here, replica).attrs
+        self.nodes[name] = make_node(name, OpName.ADD, inputs, kinds, **place, micro_batch=m, pieces=len(senders))
         return Value(name, tensors.index(value))
 
     def _concat(self, producer: Node, value: Value, here: int, replica: int) -> Value:
@@ -199,16 +200,16 @@ class _Boundaries:
             return pieces[0][place]
         name = at(here, replica, m, f"concat_{producer.op}")
         if name not in self.nodes:
-            inputs = tuple(piece[k] for k in range(len(tensors)) for piece in pieces)
-            attrs: dict[str, Attr] = {
-                "axes": tuple(self._axis(v) for v in tensors),
-                "micro_batch": m,
-                "pieces": len(pieces),
-                "replica": replica,
-                "stage": here,
-            }
-            kinds = tuple(self.graph.type_of(v) for v in tensors)
-            self.nodes[name] = Node(name, OpName.CONCAT, inputs, kinds, attributes(attrs))
+            self.nodes[name] = make_node(
+                name,
+                OpName.CONCAT,
+                (piece[k] for k in range(len(tensors)) for piece in pieces),
+                map(self.graph.type_of, tensors),
+                **Site(here, replica).attrs,
+                axes=tuple(map(self._axis, tensors)),
+                micro_batch=m,
+                pieces=len(pieces),
+            )
         return Value(name, place)
 
     def _split(self, producer: Node, tensors: Sequence[Value], i: int, replica: int, here: int) -> tuple[Value, ...]:
@@ -220,21 +221,21 @@ class _Boundaries:
             return whole
         name = at(there, i, m, f"split_{producer.op}")
         if name not in self.nodes:
-            attrs: dict[str, Attr] = {
-                "axes": tuple(self._axis(v) for v in tensors),
-                "micro_batch": m,
+            self.nodes[name] = make_node(
+                name,
+                OpName.SPLIT,
+                (Value(BATCH_SIZE_NAME), *whole),
+                (self.graph.type_of(v) for v in tensors for _ in receivers),
+                **Site(there, i).attrs,
+                axes=tuple(map(self._axis, tensors)),
+                micro_batch=m,
                 **self.cut,
-                "receivers": receivers,
-                "of": self.replicas[here],
+                receivers=receivers,
+                of=self.replicas[here],
                 **share_attributes(self.shares[here], "of_shares"),
-                "replica": i,
-                "replicas": self.replicas[there],
+                replicas=self.replicas[there],
                 **share_attributes(self.shares[there]),
-                "stage": there,
-            }
-            kinds = tuple(self.graph.type_of(v) for v in tensors for _ in receivers)
-            inputs = (Value(BATCH_SIZE_NAME), *whole)
-            self.nodes[name] = Node(name, OpName.SPLIT, inputs, kinds, attributes(attrs))
+            )
         position = receivers.index(replica)
         return tuple(Value(name, k * len(receivers) + position) for k in range(len(tensors)))
 
