@@ -220,6 +220,18 @@ class Node:
             return self
         return dataclasses.replace(self, controls=(*self.controls, Control(source, reason)))
 
+    def waiting_for(self, moved: Mapping[str, str]) -> Node:
+        """Return this node with control edges from the nodes that ``moved`` gives in place of others, each once.
+
+        It does not wait for itself.
+        """
+        controls: dict[str, Control] = {}
+        for control in self.controls:
+            source = moved.get(control.source, control.source)
+            if source != self.name:
+                controls.setdefault(source, Control(source, control.reason))
+        return dataclasses.replace(self, controls=tuple(controls.values()))
+
     def values(self) -> tuple[Value, ...]:
         """Return the node's outputs, in order."""
         return tuple(Value(self.name, i) for i in range(len(self.outputs)))
@@ -292,6 +304,8 @@ outputs of the model.
 """
 
 ROLES: tuple[Role, ...] = get_args(Role)
+
+ROLE_OF_NAME: Mapping[str, Role] = MappingProxyType({role: role for role in ROLES})
 
 BOUND_ROLES: frozenset[Role] = frozenset({"variable", "sum"})
 """The roles of inputs that are resources: a call takes these by their names, and no node gives them."""

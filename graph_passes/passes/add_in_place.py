@@ -22,7 +22,6 @@ from typing import ClassVar
 from dapple_tf.graph_passes.analysis.op_costs import VIEW_OPS
 from dapple_tf.graph_passes.ir.graph import (
     ROLES,
-    Control,
     Effect,
     Function,
     Graph,
@@ -93,23 +92,12 @@ class AddInPlace(BuiltInPass):
                 node = dataclasses.replace(node.taking(moved), outputs=outputs.get(node.name, node.outputs))
             if node.name in first:
                 node = node.after(first[node.name], "sum: it is cleared before")
-            nodes.append(_wait_for_calls(node, call_of))
+            nodes.append(node.waiting_for(call_of))
         return graph.replace(
             nodes=tuple(nodes),
             outputs=tuple(moved.get(value, value) for value in graph.outputs),
             functions=tuple(adding[f.name].function if f.name in adding else f for f in graph.functions),
         ).sorted()
-
-
-def _wait_for_calls(node: Node, call_of: Mapping[str, str]) -> Node:
-    """Return the node with control edges from calls in place of those from the nodes that added their gradients."""
-    if not any(control.source in call_of for control in node.controls):
-        return node
-    controls: dict[str, Control] = {}
-    for control in node.controls:
-        source = call_of.get(control.source, control.source)
-        controls.setdefault(source, Control(source, control.reason))
-    return dataclasses.replace(node, controls=tuple(controls.values()))
 
 
 @dataclass(frozen=True)

@@ -20,21 +20,19 @@ from dapple_tf.graph_passes.passes.base import BuiltInPass, Contract
 class LookUpRows(BuiltInPass):
     """Replace the nodes ``GatherV2`` named in ``lookups``, which gather along axis 0, by ``ResourceGather``.
 
-    See ``look_up_rows`` for the lookups that stay as they are.
+    A read of a variable, and the lookups in its value, stay as they are where another node uses the value or waits for
+    the read.
     """
 
     lookups: frozenset[str]
     contract: ClassVar[Contract] = Contract(forbids=frozenset({OpName.FORWARD, OpName.BACKWARD}))
 
     def __call__(self, graph: Graph) -> Graph:
-        return graph.replace(functions=tuple(look_up_rows(function, self.lookups) for function in graph.functions))
+        return graph.replace(functions=tuple(_look_up(function, self.lookups) for function in graph.functions))
 
 
-def look_up_rows(function: Function, lookups: Set[str]) -> Function:
-    """Return the function in which ``lookups`` take the variable in place of its value.
-
-    A read, and the lookups in its value, stay as they are where another node uses the value or waits for the read.
-    """
+def _look_up(function: Function, lookups: Set[str]) -> Function:
+    """Return the function in which ``lookups`` take the variable in place of its value."""
     graph = function.graph
     consumers = graph.consumers()
     kept = {control.source for node in graph.nodes for control in node.controls}

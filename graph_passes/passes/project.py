@@ -78,44 +78,40 @@ class Project(BuiltInPass):
     )
 
     def __call__(self, graph: Graph) -> Graph:
-        return project(graph, self.ranks, self.rank, self.sharded)
+        """Return the graph of ``rank``, from a graph that ``RankVariables`` returned.
 
+        An ``exchange`` has the same name on each rank that takes part in it (``ranks``). Its inputs are the tensors
+        that this rank sends (``to``: the receivers), its outputs those that it receives (``source``: the senders), and
+        a token. An exchange that is for a single micro-batch has the attribute ``micro_batch``.
 
-def project(graph: Graph, ranks: Sequence[Sequence[int]], rank: int, sharded: Set[int] = frozenset()) -> Graph:
-    """Return the graph of ``rank``, from a graph that ``RankVariables`` returned.
-
-    An ``exchange`` has the same name on each rank that takes part in it (``ranks``). Its inputs are the tensors that
-    this rank sends (``to``: the receivers), its outputs those that it receives (``source``: the senders), and a token.
-    An exchange that is for a single micro-batch has the attribute ``micro_batch``.
-
-    Of the graph's outputs a rank has those that it computes: the loss and the aux, which every rank has, and the
-    gradients of its stages (see ``ExposeGradients``). The last output collects the tokens of exchanges, sums and
-    barriers, so that TensorFlow leaves out none of them: other ranks may wait for one whose results this rank does not
-    need. Raises GraphError unless any two stages have the same ranks, in the same order, or no rank in common.
-    """
-    _check_ranks(graph, ranks)
-    placement = _Placement(graph, ranks, sharded)
-    received: dict[Value, Value] = {}
-    nodes: list[Node] = []
-    for exchange in _find_exchanges(graph, placement).values():
-        node = exchange.node_of(rank, graph)
-        if node is not None:
-            nodes.append(node)
-            values = [transfer.value for transfer in exchange.received_by(rank)]
-            received |= dict(zip(values, node.values(), strict=False))
-    own = [node for node in graph.nodes if rank in placement.ranks_of(node)]
-    names = {node.name for node in own}
-    nodes += [_on_rank(node, rank, placement, names, received) for node in own]
-    with_token = [node for node in nodes if node.op in OPS_WITH_TOKEN]
-    with_token.sort(key=lambda node: node.get(MICRO_BATCH, math.inf))
-    tokens = tuple(node.values()[-1] for node in with_token)
-    if tokens:
-        nodes.append(Node(TOKENS_NAME, OpName.COLLECT_TOKENS, tokens, (TOKEN,)))
-    outputs = tuple(value for value in graph.outputs if value.node in names)
-    outputs = (*outputs, Value(TOKENS_NAME)) if tokens else outputs
-    called = {node.string("function") for node in nodes if node.has("function")}
-    functions = tuple(function for function in graph.functions if function.name in called)
-    return graph.replace(nodes=tuple(nodes), outputs=outputs, functions=functions).sorted()
+        Of the graph's outputs a rank has those that it computes: the loss and the aux, which every rank has, and the
+        gradients of its stages (see ``ExposeGradients``). The last output collects the tokens of exchanges, sums and
+        barriers, so that TensorFlow leaves out none of them: other ranks may wait for one whose results this rank does
+        not need. Raises GraphError unless any two stages have the same ranks, in the same order, or no rank in common.
+        """
+        _check_ranks(graph, self.ranks)
+        placement = _Placement(graph, self.ranks, self.sharded)
+        received: dict[Value, Value] = {}
+        nodes: list[Node] = []
+        for exchange in _find_exchanges(graph, placement).values():
+            node = exchange.node_of(self.rank, graph)
+            if node is not None:
+                nodes.append(node)
+                values = [transfer.value for transfer in exchange.received_by(self.rank)]
+                received |= dict(zip(values, node.values(), strict=False))
+        own = [node for node in graph.nodes if self.rank in placement.ranks_of(node)]
+        names = {node.name for node in own}
+        nodes += [_on_rank(node, self.rank, placement, names, received) for node in own]
+        with_token = [node for node in nodes if node.op in OPS_WITH_TOKEN]
+        with_token.sort(key=lambda node: node.get(MICRO_BATCH, math.inf))
+        tokens = tuple(node.values()[-1] for node in with_token)
+        if tokens:
+            nodes.append(Node(TOKENS_NAME, OpName.COLLECT_TOKENS, tokens, (TOKEN,)))
+        outputs = tuple(value for value in graph.outputs if value.node in names)
+        outputs = (*outputs, Value(TOKENS_NAME)) if tokens else outputs
+        called = {node.string("function") for node in nodes if node.has("function")}
+        functions = tuple(function for function in graph.functions if function.name in called)
+        return graph.replace(nodes=tuple(nodes), outputs=outputs, functions=functions).sorted()
 
 
 def _check_ranks(graph: Graph, ranks: Sequence[Sequence[int]]) -> None:

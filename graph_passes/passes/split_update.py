@@ -22,21 +22,13 @@ from dapple_tf.graph_passes.analysis.layers import written_variables
 from dapple_tf.graph_passes.analysis.update_rounds import Kinds, Sends, find_times, part_rounds, send_values
 from dapple_tf.graph_passes.analysis.update_terms import UpdateTerms, find_terms
 from dapple_tf.graph_passes.ir.extract import extract_function
-from dapple_tf.graph_passes.ir.graph import Effect, Function, Graph, Port, Role, Value, ancestors
+from dapple_tf.graph_passes.ir.graph import ROLE_OF_NAME, Effect, Function, Graph, Port, Role, Value, ancestors
 from dapple_tf.graph_passes.ir.names import Site, of_round
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.passes.bound_update import bound_update
 
 _ALONE = "use an optimizer that updates each variable by itself"
 _CONDITION = "let no op use what this tf.cond returns (return nothing from its branches), so that it can be cut"
-_ARGUMENT_ROLES: Mapping[str, Role] = {
-    "gradient": "gradient",
-    "slices": "slices",
-    "indices": "indices",
-    "whole": "whole",
-    "partial": "partial",
-    "combined": "combined",
-}
 
 
 @dataclass(frozen=True)
@@ -392,7 +384,7 @@ def _input_port(graph: Graph, value: Value) -> tuple[Role, str] | None:
     """Return the port of a gradient or a variable; None for any other value."""
     source = graph.node(value.node)
     if source.op == "arg":
-        return _ARGUMENT_ROLES[source.get("role", "gradient")], source.string("port")
+        return ROLE_OF_NAME[source.get("role", "gradient")], source.string("port")
     return ("variable", source.name) if source.op == "variable" else None
 
 
