@@ -250,7 +250,7 @@ def stage_model(
         for_passes=ForPasses(
             shared=frozenset(map(str, stages.shared)),
             runs=tuple(_recomputed_nodes(layers, stage, recompute) for stage in stages.stages),
-            head_inputs=stages.head_inputs,
+            head_inputs=stages.layers.head_inputs,
             statistics=bool(statistics.functions),
             sparse=sparse_parts(gradients),
             lookups=frozenset(use.lookup for stage in gradients for use in stage.slices),

@@ -153,7 +153,7 @@ def _stage_forward(captured: Captured, layers: Layers, starts: Sequence[int], sh
         for_passes=ForPasses(
             shared=frozenset(map(str, stages.shared)),
             runs=((),) * len(stages.stages),
-            head_inputs=stages.head_inputs,
+            head_inputs=stages.layers.head_inputs,
             statistics=bool(statistics.functions),
             shares=tuple((name, shares[id(v)]) for name, v in captured.variables.items() if id(v) in shares),
         ),

@@ -123,7 +123,7 @@ def find_times(sends: Sends, kinds: Kinds, state: Set[str]) -> Times:
     written: dict[str, frozenset[str]] = {}  # by node, the variables that are written before it
     for node in graph.nodes:
         before = {written[name] for name in node.predecessors()}
-        own = frozenset(node.strings("writes")) if node.effect is Effect.WRITE else frozenset[str]()
+        own = frozenset(node.written)
         written[node.name] = own.union(*before) if own or len(before) != 1 else next(iter(before))
         sources = {value.node for value in node.inputs}
         if node.name in sends.sent:
@@ -169,8 +169,7 @@ def part_rounds(
     places = {**kinds, **place_of}
     writers: dict[str, set[str]] = {}
     for name in first:
-        node = graph.node(name)
-        for target in node.strings("writes") if node.effect is Effect.WRITE else ():
+        for target in graph.node(name).written:
             writers.setdefault(target, set()).add(name)
 
     def is_handed(node: Node) -> bool:

@@ -206,6 +206,11 @@ class Node:
         """Return whether the node has the attribute ``key``."""
         return key in dict(self.attrs)
 
+    @property
+    def written(self) -> tuple[str, ...]:
+        """The variables that the node writes."""
+        return self.strings("writes") if self.effect is Effect.WRITE else ()
+
     def with_attrs(self, **attrs: Attr) -> Node:
         """Return this node with these attributes added or replaced."""
         return dataclasses.replace(self, attrs=attributes({**dict(self.attrs), **attrs}))

@@ -23,13 +23,13 @@ from dapple_tf.graph_passes.ir.names import (
     find_minibatch,
     find_round,
     of_minibatch,
+    of_replica,
     of_round,
     replica_counts,
     site_of,
 )
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.passes.base import BuiltInPass, Contract
-from dapple_tf.graph_passes.passes.join_replicas import of_replica
 from dapple_tf.graph_passes.passes.send_together import boundary_direction, sent_together
 
 TOKEN = tensor("int64")
@@ -256,7 +256,7 @@ def _exchange_name(graph: Graph, node: Node, value: Value) -> str:
     """
     producer = graph.node(value.node)
     if node.op == OpName.JOIN:  # all replicas exchange values with each other
-        return f"exchange/{of_replica(node, 0)}".replace("/replica0", "")
+        return f"exchange/{of_replica(node.name, 0, node.integer('replica'))}".replace("/replica0", "")
     direction = boundary_direction(graph, node, value)
     if direction is not None:
         here, there = node.integer("stage"), producer.integer("stage")

@@ -29,6 +29,7 @@ from dapple_tf.graph_passes.ir.names import (
     Site,
     at,
     cut_attributes,
+    of_replica,
     replica_counts,
     share_attributes,
     without_target,
@@ -87,12 +88,12 @@ class SplitConcat(BuiltInPass):
                 continue
             stage = node.integer("stage")
             if node.op in LOSS_HEAD_OPS:
-                nodes.append(replicate_loss_head(node, self.replicas[stage], _of_replica))
+                nodes.append(replicate_loss_head(node, self.replicas[stage]))
                 continue
             for replica in range(self.replicas[stage]):
                 inputs = tuple(boundaries.source(node, value, replica) for value in node.inputs)
                 controls = tuple(_own_control(graph, stage, control, replica) for control in node.controls)
-                copy = dataclasses.replace(node, name=_of_replica(node.name, replica), inputs=inputs, controls=controls)
+                copy = dataclasses.replace(node, name=of_replica(node.name, replica), inputs=inputs, controls=controls)
                 copy = copy.with_attrs(replica=replica)
                 if node.op in (OpName.SLICE, OpName.ROW_BOUNDS):
                     copy = copy.with_attrs(replicas=self.replicas[stage])
@@ -118,11 +119,7 @@ def _own_control(graph: Graph, stage: int, control: Control, replica: int) -> Co
     source = graph.node(control.source)
     if source.get("stage") != stage:
         return control
-    return dataclasses.replace(control, source=_of_replica(control.source, replica))
-
-
-def _of_replica(name: str, replica: int) -> str:
-    return name.replace("/replica0/", f"/replica{replica}/")
+    return dataclasses.replace(control, source=of_replica(control.source, replica))
 
 
 def _merge_all(node: Node, graph: Graph, replicas: Sequence[int]) -> Node:
@@ -132,7 +129,7 @@ def _merge_all(node: Node, graph: Graph, replicas: Sequence[int]) -> Node:
     inputs: list[Value] = []
     for value, share in zip(node.inputs[::2], node.inputs[1::2], strict=True):
         for replica in range(replicas[graph.node(value.node).integer("stage")]):
-            inputs += [Value(_of_replica(v.node, replica), v.index) for v in (value, share)]
+            inputs += [Value(of_replica(v.node, replica), v.index) for v in (value, share)]
     return dataclasses.replace(node, inputs=tuple(inputs))
 
 
@@ -163,13 +160,13 @@ class _Boundaries:
         if producer.op == OpName.CUT_ROWS:
             return piece_of_replica(value, replica, self.replicas[here])
         if here == there or tuple(self.points[here]) == tuple(self.points[there]):
-            return Value(_of_replica(value.node, replica), value.index)
+            return Value(of_replica(value.node, replica), value.index)
         if not self._is_shared(value):
             return self._concat(producer, value, here, replica)
         if producer.op in BACKWARD_OPS:
             return self._add(producer, value, here, replica)
         first = overlaps(replica, self.points[here], self.points[there])[0]
-        return Value(_of_replica(value.node, first), value.index)
+        return Value(of_replica(value.node, first), value.index)
 
     def _add(self, producer: Node, value: Value, here: int, replica: int) -> Value:
         """Return the gradient of a shared ``value`` for ``replica`` of stage ``here``.
@@ -180,10 +177,10 @@ class _Boundaries:
         points = self.points[there], self.points[here]
         senders = [j for j in range(self.replicas[there]) if overlaps(j, *points)[0] == replica]
         if len(senders) == 1:
-            return Value(_of_replica(value.node, senders[0]), value.index)
+            return Value(of_replica(value.node, senders[0]), value.index)
         tensors = self._crossing_tensors(producer, here, shared=True)
         name = at(here, replica, m, f"add_{producer.op}")
-        inputs = tuple(Value(_of_replica(v.node, j), v.index) for v in tensors for j in senders)
+        inputs = tuple(Value(of_replica(v.node, j), v.index) for v in tensors for j in senders)
         kinds = tuple(self.graph.type_of(v) for v in tensors)
         place = Site(here, replica).attrs
         self.nodes[name] = make_node(name, OpName.ADD, inputs, kinds, **place, micro_batch=m, pieces=len(senders))
@@ -216,7 +213,7 @@ class _Boundaries:
         """Return the rows of ``tensors`` that replica i of the producer sends to ``replica`` of stage ``here``."""
         there, m = producer.integer("stage"), producer.integer("micro_batch")
         receivers = overlaps(i, self.points[there], self.points[here])
-        whole = tuple(Value(_of_replica(v.node, i), v.index) for v in tensors)
+        whole = tuple(Value(of_replica(v.node, i), v.index) for v in tensors)
         if len(receivers) == 1:
             return whole
         name = at(there, i, m, f"split_{producer.op}")

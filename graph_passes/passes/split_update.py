@@ -220,7 +220,7 @@ def _owned_by_writers(graph: Graph, owner: Mapping[str, Site], readers: Mapping[
     needed: dict[str, set[Site | None]] = {}  # by variable, the sites of the writes that need it
     for name, needs in terms.needs.items():
         node = graph.node(name)
-        targets = node.strings("writes") if node.effect is Effect.WRITE else ()
+        targets = node.written
         sites = {site for source in needs if (site := _site_of(graph, owner, source)) is not None}
         for target in targets:
             if target not in owner:
@@ -257,7 +257,7 @@ def _sort_writes(
     shared: set[str] = set()
     for name, needs in terms.needs.items():
         node = graph.node(name)
-        targets = node.strings("writes") if node.effect == Effect.WRITE else ()
+        targets = node.written
         owners = {owner[target] for target in targets if target in owner}
         if len(owners) > 1:
             raise PartitionError(
@@ -290,7 +290,7 @@ def _needed_by_shared(
         name
         for group in writes.values()
         for name in group
-        if read.intersection(graph.node(name).strings("writes") if graph.node(name).effect == Effect.WRITE else ())
+        if read.intersection(graph.node(name).written)
         and all(_site_of(graph, owner, source) is None for source in terms.needs[name])
     }
 
@@ -300,15 +300,10 @@ def _of_several(graph: Graph, owner: Mapping[str, Site], writes: Mapping[Site, S
     places: dict[str, set[Site | None]] = {}
     for site, group in [*writes.items(), (None, shared)]:
         for name in group:
-            for target in graph.node(name).strings("writes") if graph.node(name).effect == Effect.WRITE else ():
+            for target in graph.node(name).written:
                 places.setdefault(target, set()).add(site)
     several = {target for target, found in places.items() if len(found) > 1 and target not in owner}
-    return {
-        name
-        for group in writes.values()
-        for name in group
-        if graph.node(name).effect == Effect.WRITE and several.intersection(graph.node(name).strings("writes"))
-    }
+    return {name for group in writes.values() for name in group if several.intersection(graph.node(name).written)}
 
 
 def _remove_identity_n(graph: Graph) -> Graph:
@@ -332,8 +327,7 @@ def _handed_over(graph: Graph, before: Set[str]) -> frozenset[str]:
     """
     written: dict[str, set[str]] = {}
     for name in before:
-        node = graph.node(name)
-        for target in node.strings("writes") if node.effect == Effect.WRITE else ():
+        for target in graph.node(name).written:
             written.setdefault(target, set()).add(name)
     found = {name for name in before if graph.node(name).outputs}
     acting = {node.name for node in graph.nodes if node.effect in (Effect.WRITE, Effect.SIDE)}
@@ -452,8 +446,7 @@ def _check_order(graph: Graph, function: Function, earlier: Set[str], part: str)
 
     ``part``: names the ``function`` in the error. ``earlier``: the nodes of parts that run before it.
     """
-    written = (graph.node(name) for name in sorted(earlier) if graph.node(name).effect == Effect.WRITE)
-    overwritten = {target: node.name for node in written for target in node.strings("writes")}
+    overwritten = {target: name for name in sorted(earlier) for target in graph.node(name).written}
     for node in function.graph.nodes:
         if node.effect != Effect.READ:
             continue

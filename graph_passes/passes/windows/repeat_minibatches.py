@@ -16,6 +16,7 @@ from dapple_tf.graph_passes.ir.names import (
     micro_batch_count,
     nodes_of,
     of_minibatch,
+    of_replica,
     replica_counts,
 )
 from dapple_tf.graph_passes.ir.ops import OpName
@@ -147,7 +148,7 @@ class _Copy:
             stage, turn = node.integer("stage"), self._turns(node)[0]
             if here is not None and here[0] == stage:
                 turn = here[1] // self._window.sharing[stage]
-            name = name.replace(f"/replica{self._replica(node, 0)}/", f"/replica{self._replica(node, turn)}/")
+            name = of_replica(name, self._replica(node, turn), self._replica(node, 0))
         if not node.has("micro_batch"):
             return of_minibatch(self._minibatch, name)
         number = node.integer("micro_batch")
