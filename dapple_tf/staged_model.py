@@ -504,8 +504,8 @@ def trace_loss_scale(optimizer: Any, captured: Captured, variables: Mapping[str,
             f"{type(optimizer).__name__}.scale_loss returns something else than the loss times a factor: write what it "
             "computes into the loss function, and return loss * factor"
         )
-    ports = [Port("combined", LOSS_SCALE_NAME, graph.type_of(result))]
-    function = extract_function(LOSS_SCALE_NAME, graph, members, port_of, ports, [result])
+    port = Port("combined", LOSS_SCALE_NAME, graph.type_of(result))
+    function = extract_function(LOSS_SCALE_NAME, graph, members, port_of, [(port, result)])
     return _LossScale(function, graph.library, func_graph)
 
 

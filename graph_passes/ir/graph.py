@@ -342,6 +342,11 @@ class Function:
     def _ports(self) -> Mapping[str, Port]:
         return dict(zip(self.graph.inputs, self.inputs, strict=True))
 
+    @property
+    def results(self) -> tuple[tuple[Port, Value], ...]:
+        """The outputs, each with the value that it carries."""
+        return tuple(zip(self.outputs, self.graph.outputs, strict=True))
+
     @cached_property
     def passed(self) -> tuple[Port, ...]:
         """The inputs that a call of the function passes: all but resources."""

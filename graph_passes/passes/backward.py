@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from dapple_tf.errors import PartitionError
 from dapple_tf.graph_passes.analysis.layers import CAPTURED_INPUTS, SMALL_OPS, dependents
-from dapple_tf.graph_passes.ir.extract import extract_function, values_between
+from dapple_tf.graph_passes.ir.extract import extract_function, results_of, values_between
 from dapple_tf.graph_passes.ir.graph import Effect, Function, Graph, Port, Role, TensorType, Value, ancestors
 from dapple_tf.graph_passes.ir.names import at, without_target
 from dapple_tf.graph_passes.ir.ops import OpName
@@ -169,11 +169,11 @@ def split_backward(
 def _split_stage(
     stages: StageGraph, stage: Stage, joint: Graph, gradients: StageGradients
 ) -> tuple[Function, Function]:
-    result_ports, results = _forward_results(stages, stage, joint)
+    results = _forward_results(stages, stage, joint)
     acting = [n for n in stage.nodes if joint.node(n).effect in (Effect.WRITE, Effect.SIDE)]
     floating = stages.layers.floating - _changed_by_backward(stages, joint)
     foreign = _foreign(stages, stage) | stages.layers.once  # computed once a step, by a function of its own
-    forward = ancestors(joint, [*(v.node for v in results if v not in stage.inputs), *acting], stop=foreign)
+    forward = ancestors(joint, [*(v.node for _, v in results if v not in stage.inputs), *acting], stop=foreign)
 
     outside = _outside_of_backward(stages, stage, gradients)
     roots = _backward_roots(stage, gradients)
@@ -190,9 +190,9 @@ def _split_stage(
     between = values_between(joint, forward - repeated, backward, gradients.results)
     stash = [v for v in between if v not in stage.inputs and joint.node(v.node).op not in CAPTURED_INPUTS]
     entering: dict[Value, tuple[Role, str]] = {value: ("boundary", str(value)) for value in stage.inputs}
-    ports = [*result_ports, *(Port("stash", str(v), joint.type_of(v)) for v in stash)]
     name = at(stage.index, what=OpName.FORWARD)
-    forward_function = _extract(name, stages, joint, forward, entering, ports, [*results, *stash])
+    results += results_of(joint, "stash", stash)
+    forward_function = _extract(name, stages, joint, forward, entering, results)
 
     of_tensors = ((x, Value(without_target(x.node), x.index)) for x, _ in gradients.boundary)
     ports = [Port("gradient", str(x), joint.type_of(value)) for x, value in of_tensors]
@@ -203,7 +203,8 @@ def _split_stage(
     for value, placeholder in gradients.seeds:
         entering[Value(placeholder)] = ("seed", "loss") if value == loss else ("gradient", str(value))
     name = at(stage.index, what=OpName.BACKWARD)
-    return forward_function, _extract(name, stages, joint, backward, entering, ports, gradients.results)
+    results = list(zip(ports, gradients.results, strict=True))
+    return forward_function, _extract(name, stages, joint, backward, entering, results)
 
 
 def _changed_by_backward(stages: StageGraph, joint: Graph) -> set[str]:
@@ -212,25 +213,21 @@ def _changed_by_backward(stages: StageGraph, joint: Graph) -> set[str]:
     return dependents(joint, {name for node in added for name in node.written})
 
 
-def _forward_results(stages: StageGraph, stage: Stage, joint: Graph) -> tuple[list[Port], list[Value]]:
+def _forward_results(stages: StageGraph, stage: Stage, joint: Graph) -> list[tuple[Port, Value]]:
     """Return what forward gives besides the stash: boundary tensors, the model's outputs, and statistics of the stage.
 
     Outputs that no stage computes (constants) are given by the last stage.
     """
-    ports = [Port("boundary", str(v), joint.type_of(v)) for v in stage.outputs]
-    values = list(stage.outputs)
+    found: list[tuple[Role, str, Value]] = [("boundary", str(value), value) for value in stage.outputs]
     for role, name, value in stages.results:
         if value.node in stages.layers.loss_head:
             continue
         owner = stages.stage_of(value.node)
         if (len(stages.stages) - 1 if owner is None else owner) == stage.index:
-            ports.append(Port(role, name, joint.type_of(value)))
-            values.append(value)
-    for name, value in stages.statistics.items():
-        if stages.stage_of(value.node) == stage.index:
-            ports.append(Port("statistic", name, joint.type_of(value)))
-            values.append(value)
-    return ports, values
+            found.append((role, name, value))
+    statistics = stages.statistics.items()
+    found += [("statistic", name, value) for name, value in statistics if stages.stage_of(value.node) == stage.index]
+    return [(Port(role, name, joint.type_of(value)), value) for role, name, value in found]
 
 
 def _find_small(joint: Graph, candidates: set[str], known: set[str], inputs: Sequence[Value]) -> set[str]:
@@ -250,8 +247,7 @@ def _extract(
     joint: Graph,
     members: set[str],
     entering: Mapping[Value, tuple[Role, str]],
-    outputs: Sequence[Port],
-    values: Sequence[Value],
+    results: Sequence[tuple[Port, Value]],
     problem: str = _NOT_SENT,
 ) -> Function:
     """Return a function that takes the values ``entering``, those that run once, arguments and variables.
@@ -273,7 +269,7 @@ def _extract(
             return None
         raise PartitionError(f"{name} needs {value}, which {problem.format(repr(value.node))}")
 
-    return extract_function(name, joint, members, port_of, outputs, values)
+    return extract_function(name, joint, members, port_of, results)
 
 
 def build_loss_head(stages: StageGraph, joint: Graph, gradients: StageGradients) -> Function | None:
@@ -292,12 +288,11 @@ def build_loss_head(stages: StageGraph, joint: Graph, gradients: StageGradients)
     outputs = [result for result in stages.results if result[0] == "loss" or result[2].node in stages.layers.loss_head]
     outputs += [("gradient", str(value), gradient) for value, gradient in gradients.boundary]
     outputs += [("variable", variable, gradient) for variable, gradient in gradients.variables]
-    ports = [Port(role, label, joint.type_of(value)) for role, label, value in outputs]
-    ports += [port for use in gradients.slices for port in use.ports]
-    values = [*(value for _, _, value in outputs), *(v for use in gradients.slices for v in (use.slices, use.indices))]
-    acting = [n for n in stages.layers.loss_head if joint.node(n).effect in (Effect.WRITE, Effect.SIDE)] + [
-        *gradients.acting
-    ]
-    stop = {value.node for value in entering} - stages.layers.loss_head | stages.layers.once
-    members = ancestors(joint, [*(value.node for value in values), *acting], stop=stop)
-    return _extract(name, stages, joint, members, entering, ports, values, "is not an output of the last stage")
+    results = [(Port(role, label, joint.type_of(value)), value) for role, label, value in outputs]
+    results += [pair for use in gradients.slices for pair in zip(use.ports, (use.slices, use.indices), strict=True)]
+    loss_head = stages.layers.loss_head
+    acting = [n for n in loss_head if joint.node(n).effect in (Effect.WRITE, Effect.SIDE)]
+    stop = {value.node for value in entering} - loss_head | stages.layers.once
+    roots = [*(value.node for _, value in results), *acting, *gradients.acting]
+    members = ancestors(joint, roots, stop=stop)
+    return _extract(name, stages, joint, members, entering, results, "is not an output of the last stage")

@@ -16,14 +16,13 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from dapple_tf.graph_passes.analysis.layers import can_run_elsewhere
-from dapple_tf.graph_passes.ir.extract import extract_function
+from dapple_tf.graph_passes.ir.extract import extract_function, results_of
 from dapple_tf.graph_passes.ir.graph import (
     Attr,
     Effect,
     Function,
     Graph,
     Node,
-    Port,
     Role,
     Value,
     ancestors,
@@ -110,13 +109,12 @@ def _cut(function: Function) -> _Cut | None:
     def port_or_partial(value: Value) -> tuple[Role, str] | None:
         return ("once", str(value)) if value.node in marked else function.carrier_of(value)
 
-    values = [Value(node.name) for node in used]
-    results = [Port("once", str(value), graph.type_of(value)) for value in values]
+    results = results_of(graph, "once", (Value(node.name) for node in used))
     name = f"{function.name.rpartition('/')[0]}/{OpName.PARTIALS}"
     inputs = set(graph.inputs)
     return _Cut(
-        extract_function(name, graph, before - inputs, function.carrier_of, results, values),
-        extract_function(function.name, graph, rest - inputs, port_or_partial, function.outputs, graph.outputs),
+        extract_function(name, graph, before - inputs, function.carrier_of, results),
+        extract_function(function.name, graph, rest - inputs, port_or_partial, function.results),
         used,
     )
 

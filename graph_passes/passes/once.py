@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
-from dapple_tf.graph_passes.ir.extract import extract_function
-from dapple_tf.graph_passes.ir.graph import Effect, Function, Graph, Port, Role, Value, ancestors
+from dapple_tf.graph_passes.ir.extract import extract_function, results_of
+from dapple_tf.graph_passes.ir.graph import Effect, Function, Graph, Role, Value, ancestors
 from dapple_tf.graph_passes.ir.names import at
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.passes.partition import StageGraph
@@ -142,5 +142,5 @@ def _once_function(
                 return source.op, source.name
         return None
 
-    ports = [Port("once", str(value), joint.type_of(value)) for value in values]
-    return extract_function(at(stage, what=OpName.RUN_ONCE), joint, members, port_of, ports, values)
+    name = at(stage, what=OpName.RUN_ONCE)
+    return extract_function(name, joint, members, port_of, results_of(joint, "once", values))

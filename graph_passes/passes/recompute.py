@@ -15,6 +15,7 @@ from dapple_tf.errors import GraphError
 from dapple_tf.graph_passes.analysis.layers import dependents
 from dapple_tf.graph_passes.analysis.recomputation import Recomputation, find_recomputation
 from dapple_tf.graph_passes.analysis.variable_use import written_by_loss_head
+from dapple_tf.graph_passes.ir.extract import results_of
 from dapple_tf.graph_passes.ir.graph import (
     ROLES,
     Control,
@@ -75,8 +76,7 @@ def find_runs(layers: Collection[int], first: int, end: int) -> tuple[range, ...
 def reduce_stash(forward: Function, stash: Sequence[Value]) -> Function:
     """Return the forward function with this stash, without the nodes whose results are no longer used."""
     graph = forward.graph
-    results = [pair for pair in zip(forward.outputs, graph.outputs, strict=True) if pair[0].role != "stash"]
-    results += [(Port("stash", str(value), graph.type_of(value)), value) for value in stash]
+    results = [result for result in forward.results if result[0].role != "stash"] + results_of(graph, "stash", stash)
     values = tuple(value for _, value in results)
     acting = [node.name for node in graph.nodes if node.effect in (Effect.WRITE, Effect.SIDE)]
     live = ancestors(graph, [*(value.node for value in values), *acting]).union(graph.inputs)
@@ -125,8 +125,9 @@ class _Inputs:
             (port.role, port.name): (port, backward.graph.node(name))
             for port, name in zip(backward.inputs, backward.graph.inputs, strict=True)
         }
-        results = zip(forward.outputs, forward.graph.outputs, strict=True)
-        gone = {port.name: value for port, value in results if port.role == "stash" and port.name not in self.stash}
+        gone = {
+            port.name: value for port, value in forward.results if port.role == "stash" and port.name not in self.stash
+        }
         self.recomputed = {Value(self.by_port.pop(("stash", name))[1].name): value for name, value in gone.items()}
         self.forward_ports = dict(zip(forward.graph.inputs, forward.inputs, strict=True))
         self.numbers = itertools.count(len(backward.inputs))

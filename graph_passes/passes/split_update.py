@@ -21,8 +21,8 @@ from dapple_tf.errors import PartitionError
 from dapple_tf.graph_passes.analysis.layers import written_variables
 from dapple_tf.graph_passes.analysis.update_rounds import Kinds, Sends, find_times, part_rounds, send_values
 from dapple_tf.graph_passes.analysis.update_terms import UpdateTerms, find_terms
-from dapple_tf.graph_passes.ir.extract import extract_function
-from dapple_tf.graph_passes.ir.graph import ROLE_OF_NAME, Effect, Function, Graph, Port, Role, Value, ancestors
+from dapple_tf.graph_passes.ir.extract import extract_function, results_of
+from dapple_tf.graph_passes.ir.graph import ROLE_OF_NAME, Effect, Function, Graph, Role, Value, ancestors
 from dapple_tf.graph_passes.ir.names import Site, of_round
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.passes.bound_update import bound_update
@@ -370,8 +370,7 @@ def _update_function(
             )
         return found
 
-    ports = [Port(role, str(value), graph.type_of(value)) for value in returned]
-    return extract_function(name, graph, members, port_of, ports, returned)
+    return extract_function(name, graph, members, port_of, results_of(graph, role, returned))
 
 
 def _input_port(graph: Graph, value: Value) -> tuple[Role, str] | None:
@@ -391,23 +390,20 @@ def _terms_function(graph: Graph, terms: UpdateTerms, site: Site, number: int) -
     """Return the function that computes the terms of one site which all sites need."""
     values = [value for value, of in terms.partial if of == site]
     members = _term_nodes(graph, values)
-    ports = [Port("partial", str(value), graph.type_of(value)) for value in values]
-    name = of_round(number, site.at(OpName.UPDATE_TERMS))
-    return extract_function(name, _unguarded(graph), members, lambda value: _input_port(graph, value), ports, values)
+    name, results = of_round(number, site.at(OpName.UPDATE_TERMS)), results_of(graph, "partial", values)
+    return extract_function(name, _unguarded(graph), members, lambda value: _input_port(graph, value), results)
 
 
 def _combine_function(graph: Graph, terms: UpdateTerms, number: int) -> Function:
     """Return the function that combines the terms of the stages."""
     partial = {value for value, _ in terms.partial}
     members = _term_nodes(graph, terms.combined, {value.node for value in partial})
-    ports = [Port("combined", str(value), graph.type_of(value)) for value in terms.combined]
 
     def port_of(value: Value) -> tuple[Role, str] | None:
         return ("partial", str(value)) if value in partial else _input_port(graph, value)
 
-    return extract_function(
-        of_round(number, "optimizer/combine"), _unguarded(graph), members, port_of, ports, terms.combined
-    )
+    name, results = of_round(number, "optimizer/combine"), results_of(graph, "combined", terms.combined)
+    return extract_function(name, _unguarded(graph), members, port_of, results)
 
 
 def _unguarded(graph: Graph) -> Graph:
