@@ -87,9 +87,8 @@ def _assign_writes(
         for node in writes:
             used = [users[name] for name in node.written if name in users]
             used = used or [users[name] for name in needed[node.name] if name in users]
-            stage = next(
-                (owners[name] for name in node.written if name in owners), min(used, default=len(functions) - 1)
-            )
+            owned = [owners[name] for name in node.written if name in owners]
+            stage = owned[0] if owned else min(used, default=len(functions) - 1)
             owners |= dict.fromkeys(node.written, stage)
             found[stage].append(node.name)
         before = dict(users)

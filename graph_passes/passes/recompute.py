@@ -125,9 +125,8 @@ class _Inputs:
             (port.role, port.name): (port, backward.graph.node(name))
             for port, name in zip(backward.inputs, backward.graph.inputs, strict=True)
         }
-        gone = {
-            port.name: value for port, value in forward.results if port.role == "stash" and port.name not in self.stash
-        }
+        stashed = ((port.name, value) for port, value in forward.results if port.role == "stash")
+        gone = {name: value for name, value in stashed if name not in self.stash}
         self.recomputed = {Value(self.by_port.pop(("stash", name))[1].name): value for name, value in gone.items()}
         self.forward_ports = dict(zip(forward.graph.inputs, forward.inputs, strict=True))
         self.numbers = itertools.count(len(backward.inputs))
