@@ -311,6 +311,7 @@ outputs of the model.
 ROLES: tuple[Role, ...] = get_args(Role)
 
 ROLE_OF_NAME: Mapping[str, Role] = MappingProxyType({role: role for role in ROLES})
+"""Each role by its name in a text or an attribute."""
 
 BOUND_ROLES: frozenset[Role] = frozenset({"variable", "sum"})
 """The roles of inputs that are resources: a call takes these by their names, and no node gives them."""
