@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from dapple_tf.errors import CaptureError, PartitionError
 from dapple_tf.exactness import Exactness, Inexactness
 from dapple_tf.frontend.after_gradients import AfterGradients, trace_of
 from dapple_tf.frontend.captured import Captured, PhaseOfStep, Serves, UnexpectedGradientsError
-from dapple_tf.frontend.deferred_statistics import trace_statistics
+from dapple_tf.frontend.deferred_statistics import TracedStatistics, trace_statistics
 from dapple_tf.frontend.gradients import differentiate, find_write_reasons
 from dapple_tf.frontend.optimizer_update import TracedUpdate, trace_update
 from dapple_tf.frontend.phases import HANDED_OVER
@@ -24,7 +25,7 @@ from dapple_tf.graph_passes.analysis.layers import Layers
 from dapple_tf.graph_passes.analysis.loss_head import LossHeadInput
 from dapple_tf.graph_passes.analysis.variable_use import find_variables
 from dapple_tf.graph_passes.ir.extract import extract_function
-from dapple_tf.graph_passes.ir.graph import Function, Graph, Node, Port, Role, Value, ancestors, attributes
+from dapple_tf.graph_passes.ir.graph import Function, Graph, Node, Port, Role, Value, ancestors, make_node
 from dapple_tf.graph_passes.ir.names import OWNED, Site, at, without_target
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.passes.backward import (
@@ -39,7 +40,7 @@ from dapple_tf.graph_passes.passes.function_parts import has_joins
 from dapple_tf.graph_passes.passes.gather_slices import SparsePart
 from dapple_tf.graph_passes.passes.microbatch import MergeKind, merge_kind
 from dapple_tf.graph_passes.passes.once import build_once
-from dapple_tf.graph_passes.passes.partition import Stage, partition
+from dapple_tf.graph_passes.passes.partition import Stage, StageGraph, partition
 from dapple_tf.graph_passes.passes.recompute import find_runs
 from dapple_tf.graph_passes.passes.round_gradients import Narrow, find_narrow
 from dapple_tf.graph_passes.passes.split_update import Updates, cut_updates
@@ -148,17 +149,17 @@ class StagedModel:
     stages: int
     interface: Interface
     for_passes: ForPasses
-    updates: Updates | None
-    global_clipnorm: float | None
     variables: Mapping[str, tf.Variable]
     model_variables: Mapping[str, tf.Variable]
     constants: Mapping[str, tf.Tensor]
     library: Mapping[str, bytes]
-    trained: tuple[str, ...]
-    trained_objects: tuple[Any, ...]
-    untrained: tuple[str, ...]
     stateful: bool
     traces: tuple[Any, ...]
+    updates: Updates | None = None
+    global_clipnorm: float | None = None
+    trained: tuple[str, ...] = ()
+    trained_objects: tuple[Any, ...] = ()
+    untrained: tuple[str, ...] = ()
     counter: str = ""
 
     @property
@@ -241,44 +242,63 @@ def stage_model(
     owner |= {name: owner[without_target(name)] for name in captured.trainable}
     readers = {name: users[0] for name, users in use.users if name in own_of_optimizer and captured.after is not None}
     shares = {} if update is None or sharding is None else share_update(update, owner, readers, state, sharding)
-    own = () if scale is None else (scale.function,)
-    graph = graph.replace(functions=(*graph.functions, *statistics.functions, *own))
+    model = model_without_optimizer(captured, stages, graph, statistics, joint.library)
+    facts = dataclasses.replace(
+        model.for_passes,
+        runs=tuple(_recomputed_nodes(layers, stage, recompute) for stage in stages.stages),
+        sparse=sparse_parts(gradients),
+        lookups=frozenset(use.lookup for stage in gradients for use in stage.slices),
+        narrow=find_narrow(joint, gradients[: len(stages.stages)]),
+        skips=isinstance(optimizer, keras.optimizers.LossScaleOptimizer),
+        backward_writes=writes,
+        shares=tuple(shares.items()),
+    )
+    untrained = tuple(name for name in captured.trainable if name not in reached)
+    model = dataclasses.replace(model, for_passes=facts, trained=trained, untrained=untrained)
+    if update is None:
+        return model
+    scales = [] if scale is None else [scale]
+    return dataclasses.replace(
+        model,
+        graph=model.graph.replace(functions=(*model.graph.functions, *(s.function for s in scales))),
+        updates=_cut_updates(captured, update, owner, readers, state, shares),
+        global_clipnorm=update.global_clipnorm,
+        variables=update.variables,
+        constants={**model.constants, **update.constants},
+        library=dict([*model.library.items(), *update.graph.library, *(item for s in scales for item in s.library)]),
+        trained_objects=update.trained,
+        traces=(*model.traces, update.func_graph, *(s.func_graph for s in scales)),
+        counter=update.counter,
+    )
+
+
+def model_without_optimizer(
+    captured: Captured,
+    stages: StageGraph,
+    graph: Graph,
+    statistics: TracedStatistics,
+    library: Sequence[tuple[str, bytes]],
+) -> StagedModel:
+    """Return the model of these stages, whose functions are in ``graph``; it writes what forward writes, and no more.
+
+    ``library``: the functions of TensorFlow that the ops of forward and backward call.
+    """
     return StagedModel(
-        graph=graph,
+        graph=graph.replace(functions=(*graph.functions, *statistics.functions)),
         stages=len(stages.stages),
         interface=Interface.of(captured),
         for_passes=ForPasses(
             shared=frozenset(map(str, stages.shared)),
-            runs=tuple(_recomputed_nodes(layers, stage, recompute) for stage in stages.stages),
-            head_inputs=stages.head_inputs,
+            runs=((),) * len(stages.stages),
+            head_inputs=stages.layers.head_inputs,
             statistics=bool(statistics.functions),
-            sparse=sparse_parts(gradients),
-            lookups=frozenset(use.lookup for stage in gradients for use in stage.slices),
-            narrow=find_narrow(joint, gradients[: len(stages.stages)]),
-            skips=isinstance(optimizer, keras.optimizers.LossScaleOptimizer),
-            backward_writes=writes,
-            shares=tuple(shares.items()),
         ),
-        updates=None if update is None else _cut_updates(captured, update, owner, readers, state, shares),
-        global_clipnorm=None if update is None else update.global_clipnorm,
-        variables=dict(captured.variables) if update is None else update.variables,
+        variables=captured.variables,
         model_variables=captured.variables,
-        constants=dict(captured.constants) | dict(statistics.constants) | ({} if update is None else update.constants),
-        library=dict(joint.library)
-        | dict(statistics.library)
-        | ({} if update is None else dict(update.graph.library))
-        | ({} if scale is None else dict(scale.library)),
-        trained=trained,
-        trained_objects=() if update is None else update.trained,
-        untrained=tuple(name for name in captured.trainable if name not in reached),
+        constants={**captured.constants, **statistics.constants},
+        library={**dict(library), **dict(statistics.library)},
         stateful=captured.stateful,
-        traces=(
-            captured.func_graph,
-            *statistics.traces,
-            *([] if update is None else [update.func_graph]),
-            *([] if scale is None else [scale.func_graph]),
-        ),
-        counter="" if update is None else update.counter,
+        traces=(captured.func_graph, *statistics.traces),
     )
 
 
@@ -320,10 +340,7 @@ def _owned_functions(graph: Graph, owners: Mapping[str, int]) -> list[Function]:
     for stage in sorted(set(owners.values())):
         name = at(stage, what=OWNED)
         ports = [Port("variable", label, graph.type_of(Value(label))) for label, of in owners.items() if of == stage]
-        nodes = [
-            Node(f"variable/{i}", "variable", (), (port.type,), attributes({"port": port.name}))
-            for i, port in enumerate(ports)
-        ]
+        nodes = [port.node(f"variable/{i}") for i, port in enumerate(ports)]
         found.append(Function(name, Graph(name, tuple(nodes), tuple(n.name for n in nodes)), tuple(ports), ()))
     return found
 
@@ -413,7 +430,7 @@ def stage_graph(
 ) -> Graph:
     """Return the graph of the batch's inputs and the stages' functions, without any calls."""
     inputs = tuple(
-        Node(name, OpName.INPUT, (), captured.graph.node(name).outputs, attributes({"index": i}))
+        make_node(name, OpName.INPUT, (), captured.graph.node(name).outputs, index=i)
         for i, name in enumerate(captured.graph.inputs)
     )
     all_functions = (*itertools.chain.from_iterable(functions), *(function for function in once if function))
@@ -487,8 +504,8 @@ def trace_loss_scale(optimizer: Any, captured: Captured, variables: Mapping[str,
             f"{type(optimizer).__name__}.scale_loss returns something else than the loss times a factor: write what it "
             "computes into the loss function, and return loss * factor"
         )
-    ports = [Port("combined", LOSS_SCALE_NAME, graph.type_of(result))]
-    function = extract_function(LOSS_SCALE_NAME, graph, members, port_of, ports, [result])
+    port = Port("combined", LOSS_SCALE_NAME, graph.type_of(result))
+    function = extract_function(LOSS_SCALE_NAME, graph, members, port_of, [(port, result)])
     return _LossScale(function, graph.library, func_graph)
 
 

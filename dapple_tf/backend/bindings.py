@@ -42,7 +42,7 @@ class StepVariables:
 
     def __init__(self, graph: Graph, variables: Mapping[str, tf.Variable], buffers: Buffers) -> None:
         self._variables = variables
-        self._updating = buffers.updating
+        self.updating = buffers.updating
         self._copies: dict[tuple[int, int, str], tf.Variable] = {}
         self._versions: dict[tuple[int, int, str, int], tf.Variable] = {}
         self._counters: dict[tuple[int, str], tf.Variable] = {}
@@ -96,8 +96,3 @@ class StepVariables:
     def accumulators(self, node: Node) -> Sequence[tf.Variable]:
         stage, replica = site_of(node)
         return [self._accumulators[stage, replica, name] for name in node.strings("variables")]
-
-    @property
-    def updating(self) -> tf.Variable:
-        """A boolean variable that is True while a step writes variables."""
-        return self._updating

@@ -176,7 +176,7 @@ def _extract(name: str, graph: Graph, variables: Collection[str]) -> Function:
                 return "variable", source.name
         return None
 
-    return extract_function(name, graph, members, port_of, (), ())
+    return extract_function(name, graph, members, port_of, ())
 
 
 # --- Refuse calls of batch norm layers whose statistics cannot be found in the graph of a loss

@@ -58,7 +58,7 @@ def differentiate(
             )
     found: list[_StageResult] = []
     differentiated: Collection[Value] = ()  # boundary tensors for which the next stage sends a gradient
-    if stages.loss_head:
+    if stages.layers.loss_head:
         with captured.func_graph.as_default(), tf.name_scope("loss_head_gradients"):
             result = _differentiate_loss_head(captured, stages, tensors, trained[0], scaled)
         found.append(result)
@@ -83,7 +83,7 @@ def differentiate(
     joint = read_graph(captured.func_graph, tensors.inputs, captured.graph.name, captured.left_out)
     joint = use_rows(read_additions(joint, captured.graph.outputs), captured.dependence)
     joint = mark_joins(drop_nodes(_described_as_in(captured.graph, joint), captured.dropped), captured.graph)
-    by_stage = [read_uses(joint, uses, i, variables, tensors.value, stages.once) for i in range(len(found))]
+    by_stage = [read_uses(joint, uses, i, variables, tensors.value, stages.layers.once) for i in range(len(found))]
     gradients = tuple(
         StageGradients(
             result.seeds,
@@ -232,14 +232,14 @@ def _by_target(number: int, value: Value) -> Value:
 def _gives_loss(captured: Captured, stages: StageGraph, stage: Stage) -> bool:
     """Return whether the stage computes the loss from which backward starts."""
     owner = stages.stage_of(captured.graph.outputs[0].node)
-    return not stages.loss_head and (len(stages.stages) - 1 if owner is None else owner) == stage.index
+    return not stages.layers.loss_head and (len(stages.stages) - 1 if owner is None else owner) == stage.index
 
 
 def _differentiate_loss_head(
     captured: Captured, stages: StageGraph, tensors: CapturedTensors, trained: Collection[str], scaled: bool
 ) -> _StageResult:
     """Add to the trace the gradients of the loss with respect to the inputs and the variables of the loss head."""
-    head_inputs = [entry.value for entry in stages.head_inputs]
+    head_inputs = [entry.value for entry in stages.layers.head_inputs]
     entering = [v for v in head_inputs if captured.graph.type_of(v).dtype.differentiable]
     loss = captured.graph.outputs[0]
     needed = ancestors(captured.graph, [loss.node], stop=[value.node for value in head_inputs])

@@ -34,7 +34,7 @@ from dapple_tf.frontend.shapes import infer_batch_axes
 from dapple_tf.frontend.trace import report_exactness, trace_batch, trace_uncut
 from dapple_tf.graph_passes.analysis.layers import Layers, find_layers, written_variables
 from dapple_tf.graph_passes.analysis.variable_use import find_variables, find_writers
-from dapple_tf.graph_passes.ir.graph import Effect, Shape
+from dapple_tf.graph_passes.ir.graph import Shape
 from dapple_tf.memory.room import check_room, find_need, predict_process_step
 from dapple_tf.plans import Plan
 from dapple_tf.profiler.units import format_samples
@@ -388,8 +388,7 @@ def _find_writing_layers(captured: Captured, layers: Layers) -> dict[str, int]:
         variable: position
         for position, layer in enumerate(layers.layers)
         for node in map(graph.node, layer.nodes)
-        if node.effect is Effect.WRITE
-        for variable in node.strings("writes")
+        for variable in node.written
     }
 
 
@@ -436,8 +435,7 @@ def _check_writers(captured: Captured, model: StagedModel, owners: Mapping[int, 
         if owner is not None and owner not in stages:
             lives, stage = plan.stages[owner].devices[0], min(stages)
             assert captured.after is not None, "it is a training step"
-            writes = (node for node in captured.graph.nodes if node.effect is Effect.WRITE)
-            place = next(captured.after.place_of(node.name) for node in writes if name in node.strings("writes"))
+            place = next(captured.after.place_of(node.name) for node in captured.graph.nodes if name in node.written)
             raise PlanError(
                 f"{place}: variable {name!r} lives on device {lives}, where a loss of the step uses it, and "
                 f"a later loss changes it in stage {stage}, on device {plan.stages[stage].devices[0]}: use fewer "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -34,7 +34,7 @@ from dapple_tf.runtime.compile_step import (
 from dapple_tf.runtime.exclusive import compiling
 from dapple_tf.runtime.rehearsal import compare_first
 from dapple_tf.runtime.variable_homes import VariableHomes
-from dapple_tf.staged_model import ForPasses, Interface, StagedModel, stage_graph
+from dapple_tf.staged_model import StagedModel, model_without_optimizer, stage_graph
 from dapple_tf.xla.choice import Xla, make_xla
 
 
@@ -146,26 +146,6 @@ def _stage_forward(captured: Captured, layers: Layers, starts: Sequence[int], sh
         functions[-1] = (*functions[-1], loss_head)
     called = stage_graph(captured, functions, build_once(stages, graph, functions))
     statistics = trace_statistics(captured, stages, {name: users[0] for name, users in find_variables(called).users})
-    return StagedModel(
-        graph=called.replace(functions=(*called.functions, *statistics.functions)),
-        stages=len(stages.stages),
-        interface=Interface.of(captured),
-        for_passes=ForPasses(
-            shared=frozenset(map(str, stages.shared)),
-            runs=((),) * len(stages.stages),
-            head_inputs=stages.head_inputs,
-            statistics=bool(statistics.functions),
-            shares=tuple((name, shares[id(v)]) for name, v in captured.variables.items() if id(v) in shares),
-        ),
-        updates=None,
-        global_clipnorm=None,
-        variables=captured.variables,
-        model_variables=captured.variables,
-        constants=dict(captured.constants) | dict(statistics.constants),
-        library=dict(graph.library) | dict(statistics.library),
-        trained=(),
-        trained_objects=(),
-        untrained=(),
-        stateful=captured.stateful,
-        traces=(captured.func_graph, *statistics.traces),
-    )
+    model = model_without_optimizer(captured, stages, called, statistics, graph.library)
+    own = tuple((name, shares[id(v)]) for name, v in captured.variables.items() if id(v) in shares)
+    return replace(model, for_passes=replace(model.for_passes, shares=own))

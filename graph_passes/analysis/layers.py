@@ -149,9 +149,8 @@ def written_variables(graph: Graph) -> dict[str, list[Node]]:
     """Return the variables that the graph writes, each with the nodes that write it."""
     written: dict[str, list[Node]] = {}
     for node in graph.nodes:
-        if node.effect == Effect.WRITE:
-            for variable in node.strings("writes"):
-                written.setdefault(variable, []).append(node)
+        for variable in node.written:
+            written.setdefault(variable, []).append(node)
     return written
 
 

@@ -40,7 +40,7 @@ def find_recomputation(forward: Function, runs: Sequence[Set[str]], written: Set
     ``written``: variables that other functions may write before backward runs; it reads none of them again.
     """
     graph = forward.graph
-    old_stash = [v for port, v in zip(forward.outputs, graph.outputs, strict=True) if port.role == "stash"]
+    old_stash = [v for port, v in forward.results if port.role == "stash"]
     run_of = {name: index for index, run in enumerate(runs) for name in run}
     search = _Search(graph, find_run_once(forward, written), run_of)
     search.stash.update(value for value in old_stash if value.node not in run_of)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from dapple_tf.errors import PartitionError
 from dapple_tf.graph_passes.analysis.layers import variables_of
 from dapple_tf.graph_passes.ir.conditions import is_marker
-from dapple_tf.graph_passes.ir.graph import Effect, Graph, Node, Value, ancestors, attributes
+from dapple_tf.graph_passes.ir.graph import Effect, Graph, Node, Value, ancestors, make_node
 from dapple_tf.graph_passes.ir.names import Site
 
 Kinds = Mapping[str, Site | str | None]
@@ -59,8 +59,7 @@ def send_values(graph: Graph, kinds: Kinds, place_of: Mapping[str, Site | None])
             kind = graph.type_of(value)
             if isinstance(there, Site) and here != there and not combines and not kind.dtype.handle:
                 if value not in made:
-                    attrs = attributes({"port": str(value), "role": "partial"})
-                    made[value] = Node(f"sent/{len(made)}", op="arg", outputs=(kind,), attrs=attrs)
+                    made[value] = make_node(f"sent/{len(made)}", "arg", (), [kind], port=str(value), role="partial")
                     nodes.append(made[value])
                     sent[made[value].name] = value, there
                 value = Value(made[value].name)
@@ -124,7 +123,7 @@ def find_times(sends: Sends, kinds: Kinds, state: Set[str]) -> Times:
     written: dict[str, frozenset[str]] = {}  # by node, the variables that are written before it
     for node in graph.nodes:
         before = {written[name] for name in node.predecessors()}
-        own = frozenset(node.strings("writes")) if node.effect is Effect.WRITE else frozenset[str]()
+        own = frozenset(node.written)
         written[node.name] = own.union(*before) if own or len(before) != 1 else next(iter(before))
         sources = {value.node for value in node.inputs}
         if node.name in sends.sent:
@@ -170,8 +169,7 @@ def part_rounds(
     places = {**kinds, **place_of}
     writers: dict[str, set[str]] = {}
     for name in first:
-        node = graph.node(name)
-        for target in node.strings("writes") if node.effect is Effect.WRITE else ():
+        for target in graph.node(name).written:
             writers.setdefault(target, set()).add(name)
 
     def is_handed(node: Node) -> bool:
@@ -210,21 +208,13 @@ def part_rounds(
     needed = ancestors(graph, [*first, *(value.node for value in now_outputs)]) | inputs
     now = graph.replace(nodes=tuple(n for n in graph.nodes if n.name in needed), outputs=tuple(now_outputs))
     taken = {value: Value(f"handed/{value.node}/{value.index}") for value in handed}
+    roles = ((value, "combined" if place is None else "partial") for value, place in handed.items())
     arguments = [
-        Node(
-            taken[value].node,
-            "arg",
-            outputs=(graph.type_of(value),),
-            attrs=attributes({"port": str(value), "role": "combined" if place is None else "partial"}),
-        )
-        for value, place in handed.items()
+        make_node(taken[value].node, "arg", (), [graph.type_of(value)], port=str(value), role=role)
+        for value, role in roles
     ]
     kept = [
-        dataclasses.replace(
-            node,
-            inputs=tuple(taken.get(value, value) for value in node.inputs),
-            controls=tuple(control for control in node.controls if control.source in members),
-        )
+        dataclasses.replace(node.taking(taken), controls=tuple(c for c in node.controls if c.source in members))
         for node in graph.nodes
         if node.name in members | inputs
     ]

@@ -116,8 +116,7 @@ def _slot_sites(graph: Graph, owner: Mapping[str, Site], needs: Mapping[str, Set
     """Return, for each variable that is not trained, the sites whose updates read it."""
     sites: dict[str, set[Site]] = {}
     for name, needed_by in needs.items():
-        node = graph.node(name)
-        updated = {owner[t] for t in node.strings("writes") if t in owner} if node.effect == Effect.WRITE else set()
+        updated = {owner[target] for target in graph.node(name).written if target in owner}
         for needed in needed_by:
             if graph.node(needed).op == "variable" and needed not in owner:
                 sites.setdefault(needed, set()).update(updated)

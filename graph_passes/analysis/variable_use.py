@@ -168,7 +168,7 @@ _USE_OWN = frozenset({OpName.READ_VARIABLE, OpName.READ_STATE, OpName.COMMIT, Op
 
 
 def resident_variables(graph: Graph) -> frozenset[str]:
-    """Return the names of the variables that a rank's graph (see ``project``) reads or writes itself.
+    """Return the names of the variables that a rank's graph (see ``passes.project``) reads or writes itself.
 
     A copy is a variable of its own: where another rank owns a variable (tied weights), only its copy is resident.
     """

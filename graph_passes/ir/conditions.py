@@ -14,7 +14,6 @@ import dataclasses
 from collections.abc import Sequence
 
 from dapple_tf.graph_passes.ir.graph import (
-    Control,
     Effect,
     Function,
     FunctionRef,
@@ -62,10 +61,10 @@ def fold_conditions(graph: Graph) -> Graph:
     for node in graph.nodes:
         marker = outermost.get(node.name)
         if marker is None:
-            nodes.append(_after_conditions(node, outermost))
+            nodes.append(node.waiting_for(outermost))
         elif marker == node.name:
             folded, branches = _fold(graph, node, members.get(node.name, []))
-            nodes.append(_after_conditions(folded, outermost))
+            nodes.append(folded.waiting_for(outermost))
             functions += branches
     return graph.replace(nodes=topological(nodes), functions=(*graph.functions, *functions))
 
@@ -83,16 +82,6 @@ def _outermost(graph: Graph) -> dict[str, str]:
         if node.has("guard") or is_marker(node):
             of(node)
     return found
-
-
-def _after_conditions(node: Node, outermost: dict[str, str]) -> Node:
-    """Return the node with control edges from the conditions in place of those from nodes of their branches."""
-    controls: dict[str, Control] = {}
-    for control in node.controls:
-        source = outermost.get(control.source, control.source)
-        if source != node.name:
-            controls.setdefault(source, Control(source, control.reason))
-    return dataclasses.replace(node, controls=tuple(controls.values()))
 
 
 def _fold(graph: Graph, marker: Node, members: Sequence[Node]) -> tuple[Node, list[Function]]:
@@ -137,8 +126,8 @@ def _branch(graph: Graph, name: str, nodes: Sequence[Node], entering: Sequence[V
     for i, value in enumerate(entering):
         kind = graph.type_of(value)
         role: Role = "variable" if kind.dtype.name == "resource" else "carry"
-        node = Node(f"entering/{i}", role, (), (kind,), attributes({"port": str(value)}))
-        inputs.append((Port(role, str(value), kind), node))
+        port = Port(role, str(value), kind)
+        inputs.append((port, port.node(f"entering/{i}")))
     by_value = {value: Value(node.name) for value, (_, node) in zip(entering, inputs, strict=True)}
     marker_of = {node.name: node for node in nodes if is_marker(node)}
     body = []

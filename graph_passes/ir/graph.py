@@ -206,6 +206,11 @@ class Node:
         """Return whether the node has the attribute ``key``."""
         return key in dict(self.attrs)
 
+    @property
+    def written(self) -> tuple[str, ...]:
+        """The variables that the node writes."""
+        return self.strings("writes") if self.effect is Effect.WRITE else ()
+
     def with_attrs(self, **attrs: Attr) -> Node:
         """Return this node with these attributes added or replaced."""
         return dataclasses.replace(self, attrs=attributes({**dict(self.attrs), **attrs}))
@@ -219,6 +224,18 @@ class Node:
         if any(control.source == source for control in self.controls):
             return self
         return dataclasses.replace(self, controls=(*self.controls, Control(source, reason)))
+
+    def waiting_for(self, moved: Mapping[str, str]) -> Node:
+        """Return this node with control edges from the nodes that ``moved`` gives in place of others, each once.
+
+        It does not wait for itself.
+        """
+        controls: dict[str, Control] = {}
+        for control in self.controls:
+            source = moved.get(control.source, control.source)
+            if source != self.name:
+                controls.setdefault(source, Control(source, control.reason))
+        return dataclasses.replace(self, controls=tuple(controls.values()))
 
     def values(self) -> tuple[Value, ...]:
         """Return the node's outputs, in order."""
@@ -239,6 +256,19 @@ class Node:
 def attributes(attrs: Mapping[str, Attr]) -> tuple[tuple[str, Attr], ...]:
     """Return attributes sorted by name, as ``Node`` holds them."""
     return tuple(sorted(attrs.items()))
+
+
+def make_node(
+    name: str,
+    op: str,
+    inputs: Iterable[Value] = (),
+    outputs: Iterable[TensorType] = (),
+    controls: Iterable[Control] = (),
+    /,
+    **attrs: Attr,
+) -> Node:
+    """Return a node with these attributes, which are sorted by name."""
+    return Node(name, op, tuple(inputs), tuple(outputs), attributes(attrs), tuple(controls))
 
 
 Role = Literal[
@@ -280,6 +310,9 @@ outputs of the model.
 
 ROLES: tuple[Role, ...] = get_args(Role)
 
+ROLE_OF_NAME: Mapping[str, Role] = MappingProxyType({role: role for role in ROLES})
+"""Each role by its name in a text or an attribute."""
+
 BOUND_ROLES: frozenset[Role] = frozenset({"variable", "sum"})
 """The roles of inputs that are resources: a call takes these by their names, and no node gives them."""
 
@@ -291,6 +324,10 @@ class Port:
     role: Role
     name: str
     type: TensorType
+
+    def node(self, name: str) -> Node:
+        """Return the node called ``name`` that stands for this input in the graph of its function."""
+        return make_node(name, self.role, (), (self.type,), port=self.name)
 
 
 @dataclass(frozen=True)
@@ -305,6 +342,11 @@ class Function:
     @cached_property
     def _ports(self) -> Mapping[str, Port]:
         return dict(zip(self.graph.inputs, self.inputs, strict=True))
+
+    @property
+    def results(self) -> tuple[tuple[Port, Value], ...]:
+        """The outputs, each with the value that it carries."""
+        return tuple(zip(self.outputs, self.graph.outputs, strict=True))
 
     @cached_property
     def passed(self) -> tuple[Port, ...]:
@@ -322,8 +364,7 @@ class Function:
 
     def call(self, name: str, op: str, inputs: Iterable[Value], **attrs: Attr) -> Node:
         """Return the node called ``name`` that calls this function."""
-        outputs = tuple(port.type for port in self.outputs)
-        return Node(name, op, tuple(inputs), outputs, attributes({**attrs, "function": self.name}))
+        return make_node(name, op, inputs, (port.type for port in self.outputs), **attrs | {"function": self.name})
 
     def input_ports(self, *roles: Role) -> tuple[tuple[int, Port], ...]:
         """Return the inputs that have one of these roles, each with its position."""

@@ -60,6 +60,11 @@ def at(stage: int, replica: int | None = None, micro_batch: int | None = None, w
     return "/".join([*parts, what] if what else parts)
 
 
+def of_replica(name: str, replica: int, own: int = 0) -> str:
+    """Return the name of the node that does on ``replica`` what the node ``name`` does on its ``own`` replica."""
+    return name.replace(f"/replica{own}/", f"/replica{replica}/")
+
+
 def of_minibatch(minibatch: int, name: str) -> str:
     """Return the name that a node of a minibatch has in a window of several, if it belongs to no micro-batch."""
     return f"{_MINIBATCH}{minibatch}/{name}"

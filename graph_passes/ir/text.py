@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from dapple_tf.errors import TextError
 from dapple_tf.graph_passes.ir.graph import (
     OTHER,
+    ROLE_OF_NAME,
     ROLES,
     Attr,
     Control,
@@ -32,18 +33,19 @@ from dapple_tf.graph_passes.ir.graph import (
     Node,
     Opaque,
     Port,
-    Role,
     Shape,
     TensorType,
     Value,
 )
 
 _NAME = r"[A-Za-z0-9_.\-/>\\]+"
+_QUOTED = r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\""
+_LITERAL = re.compile(_QUOTED)
+_BRACES = re.compile(rf"((?:{_QUOTED}|[^'\"}}])*)\}}")
 _NODE = re.compile(rf"%({_NAME}) = ([A-Za-z0-9_.>]+)\(([^)]*)\)")
 _VALUE = re.compile(rf"%({_NAME}):(\d+)")
 _CONTROL = re.compile(rf"\^%({_NAME}) ")
 _TYPE = re.compile(r"([a-z_0-9]+)\[([^\]]*)\]")
-_ROLES: dict[str, Role] = {role: role for role in ROLES}
 
 
 # --- printing
@@ -187,7 +189,7 @@ class _Cursor:
 
     def literal(self) -> str:
         """Take a Python string literal."""
-        match = re.match(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"", self.rest)
+        match = _LITERAL.match(self.rest)
         if not match:
             raise TextError(f"expected a quoted string at {self.rest[:40]!r}")
         self.rest = self.rest[match.end() :]
@@ -195,21 +197,11 @@ class _Cursor:
 
     def braces(self) -> str:
         """Take the text up to the closing brace; the opening one has been taken."""
-        position, quote = 0, ""
-        while position < len(self.rest):
-            char = self.rest[position]
-            if quote:
-                if char == "\\":
-                    position += 1
-                elif char == quote:
-                    quote = ""
-            elif char in "'\"":
-                quote = char
-            elif char == "}":
-                inside, self.rest = self.rest[:position], self.rest[position + 1 :]
-                return inside
-            position += 1
-        raise TextError("a closing brace is missing")
+        match = _BRACES.match(self.rest)
+        if not match:
+            raise TextError("a closing brace is missing")
+        self.rest = self.rest[match.end() :]
+        return match[1]
 
 
 def _parse_value(text: str) -> Value:
@@ -227,9 +219,9 @@ def _parse_effect(text: str) -> Effect:
 
 
 def _parse_port(role: str, name: str, kind: str) -> Port:
-    if role not in _ROLES:
+    if role not in ROLE_OF_NAME:
         raise TextError(f"unknown role {role!r}; the roles are {', '.join(ROLES)}")
-    return Port(_ROLES[role], name, parse_type(kind))
+    return Port(ROLE_OF_NAME[role], name, parse_type(kind))
 
 
 def parse_node(line: str) -> Node:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from dapple_tf.graph_passes.ir.graph import Attr, Control, Graph, Node, Value, attributes
+from dapple_tf.graph_passes.ir.graph import Attr, Control, Graph, Node, Value, make_node
 from dapple_tf.graph_passes.ir.names import at, micro_batch_count, nodes_of
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.passes.base import BuiltInPass, Contract
@@ -42,11 +42,11 @@ class Accumulate(BuiltInPass):
                 name = at(stage, replica, m, OpName.ACCUMULATE)
                 previous = at(stage, replica, m - 1, OpName.ACCUMULATE)
                 order = () if m == 0 else (Control(previous, f"accumulate: micro-batch {m} after {m - 1}"),)
-                own_attrs = attributes({**attrs, "first": m == 0, "micro_batch": m})
-                added.append(Node(name, OpName.ACCUMULATE, values, (), own_attrs, order))
+                own_attrs: dict[str, Attr] = {**attrs, "first": m == 0, "micro_batch": m}
+                added.append(make_node(name, OpName.ACCUMULATE, values, (), order, **own_attrs))
                 values, controls = (), (Control(name, "accumulate: all micro-batches are summed"),)
             if m == last:
-                kinds = tuple(port.type for _, port in ports)
+                kinds = (port.type for _, port in ports)
                 name = at(stage, replica, what=OpName.GRADIENTS)
-                added.append(Node(name, OpName.GRADIENTS, values, kinds, attributes(attrs), controls))
+                added.append(make_node(name, OpName.GRADIENTS, values, kinds, controls, **attrs))
         return graph.replace(nodes=(*graph.nodes, *added)).sorted()

@@ -22,7 +22,6 @@ from typing import ClassVar
 from dapple_tf.graph_passes.analysis.op_costs import VIEW_OPS
 from dapple_tf.graph_passes.ir.graph import (
     ROLES,
-    Control,
     Effect,
     Function,
     Graph,
@@ -32,9 +31,10 @@ from dapple_tf.graph_passes.ir.graph import (
     TensorType,
     Value,
     attributes,
+    make_node,
     tensor,
 )
-from dapple_tf.graph_passes.ir.names import at, nodes_of
+from dapple_tf.graph_passes.ir.names import at, nodes_of, site_of
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.passes.base import BuiltInPass, Contract
 from dapple_tf.graph_passes.schedules.schedule import FREEING, Schedule
@@ -92,23 +92,12 @@ class AddInPlace(BuiltInPass):
                 node = dataclasses.replace(node.taking(moved), outputs=outputs.get(node.name, node.outputs))
             if node.name in first:
                 node = node.after(first[node.name], "sum: it is cleared before")
-            nodes.append(_wait_for_calls(node, call_of))
+            nodes.append(node.waiting_for(call_of))
         return graph.replace(
             nodes=tuple(nodes),
             outputs=tuple(moved.get(value, value) for value in graph.outputs),
             functions=tuple(adding[f.name].function if f.name in adding else f for f in graph.functions),
         ).sorted()
-
-
-def _wait_for_calls(node: Node, call_of: Mapping[str, str]) -> Node:
-    """Return the node with control edges from calls in place of those from the nodes that added their gradients."""
-    if not any(control.source in call_of for control in node.controls):
-        return node
-    controls: dict[str, Control] = {}
-    for control in node.controls:
-        source = call_of.get(control.source, control.source)
-        controls.setdefault(source, Control(source, control.reason))
-    return dataclasses.replace(node, controls=tuple(controls.values()))
 
 
 @dataclass(frozen=True)
@@ -126,13 +115,14 @@ def _add(function: Function, accumulate: Node) -> _Adding:
     entering = list(zip(function.inputs, graph.inputs, strict=True))
     adds, sums = [], []
     for i, (place, name) in enumerate(added.items()):
-        source = Node(f"{_SUM}/{i}", _SUM, (), (_RESOURCE,), attributes({"port": name}))
+        port = Port(_SUM, name, _RESOURCE)
+        source = port.node(f"{_SUM}/{i}")
         gradient = graph.outputs[place]
         attrs = attributes({"dtype": graph.type_of(gradient).dtype, "writes": ()})
         inputs = (Value(source.name), gradient)
         adds.append(Node(f"{source.name}/add", _ADD_OP, inputs, attrs=attrs, effect=Effect.WRITE))
         sums.append(source)
-        entering.append((Port(_SUM, name, _RESOURCE), source.name))
+        entering.append((port, source.name))
     entering.sort(key=lambda entry: ROLES.index(entry[0].role))
     left = [i for i in range(len(function.outputs)) if i not in added]
     body = graph.replace(
@@ -147,9 +137,8 @@ def _add(function: Function, accumulate: Node) -> _Adding:
 
 def _clear(accumulate: Node) -> Node:
     """Return the node that clears the sums to which ``accumulate`` would have assigned the first gradients."""
-    place = {key: accumulate.integer(key) for key in ("replica", "stage")}
-    attrs = attributes({**place, "variables": accumulate.strings("variables")})
-    return Node(at(place["stage"], place["replica"], what=OpName.CLEAR_SUMS), OpName.CLEAR_SUMS, attrs=attrs)
+    site, op = site_of(accumulate), OpName.CLEAR_SUMS
+    return make_node(at(*site, what=op), op, **site.attrs, variables=accumulate.strings("variables"))
 
 
 # --- Let few gradients of activations exist at once: add the gradients of a layer's weights in time

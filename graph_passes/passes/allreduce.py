@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from dapple_tf.graph_passes.analysis.variable_use import Variables, find_variables
-from dapple_tf.graph_passes.ir.graph import Attr, Graph, Node, TensorType, Value, attributes
+from dapple_tf.graph_passes.ir.graph import Attr, Graph, Node, TensorType, Value, make_node
 from dapple_tf.graph_passes.ir.names import Site, at, nodes_of, replica_counts, site_of, without_target
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.passes.base import BuiltInPass, Contract
@@ -88,17 +88,23 @@ def allreduce_node(name: str, of_replicas: Sequence[Node]) -> Node:
     ``name``: the name of the new node; for a bucket of the gradients the number of the bucket is added to it.
     """
     first = of_replicas[0]
-    attrs: dict[str, Attr] = {
-        "replica": 0,
-        "replicas": len(of_replicas),
-        "stage": first.integer("stage"),
-        "variables": first.strings("variables"),
-    }
-    if first.has("bucket"):
-        attrs["bucket"] = first.integer("bucket")
-        name += f"/bucket{first.integer('bucket')}"
-    inputs = tuple(value for node in of_replicas for value in node.values())
-    return Node(name, OpName.ALLREDUCE, inputs, first.outputs, attributes(attrs))
+    bucket, suffix = _bucket(first)
+    return make_node(
+        name + suffix,
+        OpName.ALLREDUCE,
+        (value for node in of_replicas for value in node.values()),
+        first.outputs,
+        **Site(first.integer("stage")).attrs,
+        replicas=len(of_replicas),
+        variables=first.strings("variables"),
+        **bucket,
+    )
+
+
+def _bucket(gradients: Node) -> tuple[dict[str, Attr], str]:
+    """Return the attribute, and the end of a name, that say which bucket of the gradients a sum is of, if any."""
+    number = gradients.get("bucket")
+    return ({}, "") if number is None else ({"bucket": number}, f"/bucket{number}")
 
 
 def _reduce(stage: int, of_replicas: Sequence[Node], variables: Variables) -> list[Node]:
@@ -107,19 +113,16 @@ def _reduce(stage: int, of_replicas: Sequence[Node], variables: Variables) -> li
     The gradient of a variable that another stage owns is summed on one of the replicas, which sends it to the owner.
     """
     first, count = of_replicas[0], len(of_replicas)
-    bucket, suffix = dict[str, Attr](), ""
-    if first.has("bucket"):
-        bucket, suffix = {"bucket": first.integer("bucket")}, f"/bucket{first.integer('bucket')}"
+    bucket, suffix = _bucket(first)
     at_replica: dict[int, list[int]] = {}
     for i, name in enumerate(first.strings("variables")):
         at_replica.setdefault(variables.home(name).replica % count, []).append(i)
     nodes = []
     for replica, own in sorted(at_replica.items()):
         names = tuple(first.strings("variables")[i] for i in own)
-        attrs = attributes({"replica": replica, "stage": stage, "variables": names, **bucket})
-        name = at(stage, replica, what=f"{OpName.REDUCE}{suffix}")
-        inputs = tuple(Value(node.name, i) for node in of_replicas for i in own)
-        nodes.append(Node(name, OpName.REDUCE, inputs, tuple(first.outputs[i] for i in own), attrs))
+        name, attrs = at(stage, replica, what=f"{OpName.REDUCE}{suffix}"), Site(stage, replica).attrs | bucket
+        inputs, kinds = (Value(node.name, i) for node in of_replicas for i in own), (first.outputs[i] for i in own)
+        nodes.append(make_node(name, OpName.REDUCE, inputs, kinds, **attrs, variables=names))
     return nodes
 
 
@@ -132,11 +135,9 @@ def _sum_over_stages(
     for name in names:
         parts = tuple(value for (_, variable), value in sorted(stage_sums.items()) if variable == name)
         if len(parts) > 1:
-            attrs = attributes({**home.attrs, "variable": name})
-            nodes.append(Node(home.at(f"tied_sum_{len(nodes)}"), OpName.TIED_SUM, parts, (types[name],), attrs))
+            sum_name = home.at(f"tied_sum_{len(nodes)}")
+            nodes.append(make_node(sum_name, OpName.TIED_SUM, parts, [types[name]], **home.attrs, variable=name))
             parts = nodes[-1].values()
         inputs += parts
-    attrs = attributes({**home.attrs, "variables": tuple(names)})
-    kinds = tuple(types[name] for name in names)
-    op = OpName.REDUCED_GRADIENTS
-    return [*nodes, Node(home.at(op), op, tuple(inputs), kinds, attrs)]
+    op, kinds = OpName.REDUCED_GRADIENTS, (types[name] for name in names)
+    return [*nodes, make_node(home.at(op), op, inputs, kinds, **home.attrs, variables=tuple(names))]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from dapple_tf.errors import GraphError
-from dapple_tf.graph_passes.ir.graph import Control, Function, Graph, Node, Role, Value, attributes, tensor
+from dapple_tf.graph_passes.ir.graph import Control, Function, Graph, Node, Role, Value, make_node, tensor
 from dapple_tf.graph_passes.ir.names import Site, nodes_of, site_of
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.passes.base import BuiltInPass, Contract
@@ -68,7 +68,7 @@ class Apply(BuiltInPass):
         for node in terms:
             barrier = barrier.after(node.name, "barrier: no weight changes before the optimizer's terms are there")
         added = [barrier, *added, *terms]
-        begin = Node("update/begin", OpName.SET_UPDATING, attrs=attributes({"updating": True}))
+        begin = make_node("update/begin", OpName.SET_UPDATING, updating=True)
         begin = begin.after(BARRIER_NAME, "barrier: from here on a failure leaves the step half-applied")
         added.append(begin)
         start: tuple[Control, ...] = (Control(begin.name, "barrier: nothing is half-updated by a failure"),)
@@ -89,15 +89,14 @@ class Apply(BuiltInPass):
                 ends.append(Control(node.name, "the step ends when all state is written"))
             nodes.append(node)
         ends = ends or [Control(begin.name, "the step ends after its barrier")]
-        done = Node("update/done", OpName.SET_UPDATING, attrs=attributes({"updating": False}), controls=tuple(ends))
+        done = make_node("update/done", OpName.SET_UPDATING, (), (), ends, updating=False)
         added.append(done)
         outputs = [*graph.outputs]
         for number, port in enumerate(self.updates.returned):
             value = gradients[port]
             if port[0] == "partial":  # one stage has the value: in a job this node gives it to every rank
                 kind = next(node for node in added if node.name == value.node).outputs[value.index]
-                attrs = attributes({"kind": "first"})
-                added.append(Node(f"returned/{number}", OpName.MERGE, (value,), (kind,), attrs))
+                added.append(make_node(f"returned/{number}", OpName.MERGE, [value], [kind], kind="first"))
                 value = Value(added[-1].name)
             outputs.append(value)
         return graph.replace(
@@ -151,12 +150,11 @@ def _clip(reduced: Sequence[Node], gathered: Sequence[Node], gradients: Gradient
         dense = [node for node in reduced if site_of(node) == site]
         sparse = [node for node in gathered if site_of(node) == site]
         measured = (*(value for node in dense for value in node.values()), *(node.values()[0] for node in sparse))
-        name = site.at(OpName.SQUARE_NORM)
-        squares.append(Node(name, OpName.SQUARE_NORM, measured, (_NORM,), attributes(site.attrs)))
+        squares.append(make_node(site.at(OpName.SQUARE_NORM), OpName.SQUARE_NORM, measured, [_NORM], **site.attrs))
         inputs = (Value(norm), *(value for node in (*dense, *sparse) for value in node.values()))
         kinds = (*(kind for node in dense for kind in node.outputs), *map(dense_type, sparse))
         attrs = site.attrs | {"limit": limit} | ({"slices": len(sparse)} if sparse else {})
-        clip = Node(site.at(OpName.CLIP), OpName.CLIP, inputs, kinds, attributes(attrs))
+        clip = make_node(site.at(OpName.CLIP), OpName.CLIP, inputs, kinds, **attrs)
         clips.append(clip)
         names = [name for node in dense for name in node.strings("variables")]
         names += [node.string("variable") for node in sparse]

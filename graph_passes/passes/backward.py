@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from dapple_tf.errors import PartitionError
 from dapple_tf.graph_passes.analysis.layers import CAPTURED_INPUTS, SMALL_OPS, dependents
-from dapple_tf.graph_passes.ir.extract import extract_function, values_between
+from dapple_tf.graph_passes.ir.extract import extract_function, results_of, values_between
 from dapple_tf.graph_passes.ir.graph import Effect, Function, Graph, Port, Role, TensorType, Value, ancestors
 from dapple_tf.graph_passes.ir.names import at, without_target
 from dapple_tf.graph_passes.ir.ops import OpName
@@ -72,6 +72,11 @@ class StageGradients:
         return tuple(dict.fromkeys([*(name for name, _ in self.variables), *(use.variable for use in self.slices)]))
 
     @property
+    def results(self) -> tuple[Value, ...]:
+        """The values that backward returns."""
+        return (*(gradient for _, gradient in self.boundary), *self.of_variables)
+
+    @property
     def of_variables(self) -> tuple[Value, ...]:
         """The values that backward returns for variables."""
         sparse = (value for use in self.slices for value in (use.slices, use.indices))
@@ -105,8 +110,8 @@ def send_captured(stages: StageGraph, joint: Graph, gradients: Sequence[StageGra
     one the gradient, it becomes a boundary tensor of both, and of the stages in between. ``joint``: the graph after
     differentiation. Raises PartitionError for a tensor that cannot leave its device.
     """
-    inputs = [list(stage.inputs) for stage in stages.stages]
-    outputs = [list(stage.outputs) for stage in stages.stages]
+    inputs = [dict.fromkeys(stage.inputs) for stage in stages.stages]
+    outputs = [dict.fromkeys(stage.outputs) for stage in stages.stages]
     for stage in stages.stages:
         for value in _captured(stages, stage, joint, gradients[stage.index]):
             if not (dtype := joint.type_of(value).dtype).transferable:
@@ -115,8 +120,7 @@ def send_captured(stages: StageGraph, joint: Graph, gradients: Sequence[StageGra
                     f"tensor cannot leave its device: start the stage before {value.node!r}"
                 )
             for index in range(stages.stage_of(value.node) or 0, stage.index):
-                outputs[index] = _with(outputs[index], value)
-                inputs[index + 1] = _with(inputs[index + 1], value)
+                outputs[index][value] = inputs[index + 1][value] = None
     return dataclasses.replace(
         stages,
         stages=tuple(
@@ -126,16 +130,12 @@ def send_captured(stages: StageGraph, joint: Graph, gradients: Sequence[StageGra
     )
 
 
-def _with(values: list[Value], value: Value) -> list[Value]:
-    return values if value in values else [*values, value]
-
-
 def _captured(stages: StageGraph, stage: Stage, joint: Graph, gradients: StageGradients) -> list[Value]:
     """Return the values of earlier stages that the gradients of a stage use and that do not enter it, in order."""
     foreign, outside = _foreign(stages, stage), _outside_of_backward(stages, stage, gradients)
     needed = ancestors(joint, _backward_roots(stage, gradients), stop=outside)
     used = [value for node in joint.nodes if node.name in needed for value in node.inputs]
-    used += [*(value for _, value in gradients.boundary), *gradients.of_variables]
+    used += gradients.results
     earlier = (v for v in used if v.node in foreign and (stages.stage_of(v.node) or 0) < stage.index)
     return [value for value in dict.fromkeys(earlier) if value not in stage.inputs]
 
@@ -147,13 +147,12 @@ def _foreign(stages: StageGraph, stage: Stage) -> set[str]:
 
 def _outside_of_backward(stages: StageGraph, stage: Stage, gradients: StageGradients) -> set[str]:
     """Return the nodes that a stage's backward does not compute: of other stages, run once, or seeds."""
-    return _foreign(stages, stage) | stages.once | {placeholder for _, placeholder in gradients.seeds}
+    return _foreign(stages, stage) | stages.layers.once | {placeholder for _, placeholder in gradients.seeds}
 
 
 def _backward_roots(stage: Stage, gradients: StageGradients) -> list[str]:
     """Return the nodes whose results a stage's backward gives, and those that write or act."""
-    values = [*(value for _, value in gradients.boundary), *gradients.of_variables]
-    return [*(value.node for value in values if value not in stage.inputs), *gradients.acting]
+    return [*(value.node for value in gradients.results if value not in stage.inputs), *gradients.acting]
 
 
 def split_backward(
@@ -170,17 +169,16 @@ def split_backward(
 def _split_stage(
     stages: StageGraph, stage: Stage, joint: Graph, gradients: StageGradients
 ) -> tuple[Function, Function]:
-    result_ports, results = _forward_results(stages, stage, joint)
+    results = _forward_results(stages, stage, joint)
     acting = [n for n in stage.nodes if joint.node(n).effect in (Effect.WRITE, Effect.SIDE)]
-    floating = stages.floating - _changed_by_backward(stages, joint)
-    foreign = _foreign(stages, stage) | stages.once  # computed once a step, by a function of its own
-    forward = ancestors(joint, [*(v.node for v in results if v not in stage.inputs), *acting], stop=foreign)
+    floating = stages.layers.floating - _changed_by_backward(stages, joint)
+    foreign = _foreign(stages, stage) | stages.layers.once  # computed once a step, by a function of its own
+    forward = ancestors(joint, [*(v.node for _, v in results if v not in stage.inputs), *acting], stop=foreign)
 
     outside = _outside_of_backward(stages, stage, gradients)
-    gradient_values = [*(value for _, value in gradients.boundary), *gradients.of_variables]
     roots = _backward_roots(stage, gradients)
     needed = ancestors(joint, roots, stop=outside)
-    small = _find_small(joint, needed - forward, forward | floating | stages.once, stage.inputs)
+    small = _find_small(joint, needed - forward, forward | floating | stages.layers.once, stage.inputs)
     forward |= ancestors(joint, small, stop=foreign)
     backward = needed - forward
     # Both functions have the floating nodes that both use, except for those that depend on tensors of the batch.
@@ -189,12 +187,12 @@ def _split_stage(
     repeated = (used & forward & floating) - of_batch
     backward |= repeated
 
-    between = values_between(joint, forward - repeated, backward, gradient_values)
+    between = values_between(joint, forward - repeated, backward, gradients.results)
     stash = [v for v in between if v not in stage.inputs and joint.node(v.node).op not in CAPTURED_INPUTS]
     entering: dict[Value, tuple[Role, str]] = {value: ("boundary", str(value)) for value in stage.inputs}
-    ports = [*result_ports, *(Port("stash", str(v), joint.type_of(v)) for v in stash)]
     name = at(stage.index, what=OpName.FORWARD)
-    forward_function = _extract(name, stages, joint, forward, entering, ports, [*results, *stash])
+    results += results_of(joint, "stash", stash)
+    forward_function = _extract(name, stages, joint, forward, entering, results)
 
     of_tensors = ((x, Value(without_target(x.node), x.index)) for x, _ in gradients.boundary)
     ports = [Port("gradient", str(x), joint.type_of(value)) for x, value in of_tensors]
@@ -205,37 +203,31 @@ def _split_stage(
     for value, placeholder in gradients.seeds:
         entering[Value(placeholder)] = ("seed", "loss") if value == loss else ("gradient", str(value))
     name = at(stage.index, what=OpName.BACKWARD)
-    return forward_function, _extract(name, stages, joint, backward, entering, ports, gradient_values)
+    results = list(zip(ports, gradients.results, strict=True))
+    return forward_function, _extract(name, stages, joint, backward, entering, results)
 
 
 def _changed_by_backward(stages: StageGraph, joint: Graph) -> set[str]:
     """Return the nodes that depend on a variable that backward writes: backward must not compute them again."""
-    added = [node for node in joint.nodes if node.name not in stages.graph.by_name and node.effect is Effect.WRITE]
-    return dependents(joint, {name for node in added for name in node.strings("writes")})
+    added = [node for node in joint.nodes if node.name not in stages.graph.by_name]
+    return dependents(joint, {name for node in added for name in node.written})
 
 
-def _forward_results(stages: StageGraph, stage: Stage, joint: Graph) -> tuple[list[Port], list[Value]]:
+def _forward_results(stages: StageGraph, stage: Stage, joint: Graph) -> list[tuple[Port, Value]]:
     """Return what forward gives besides the stash: boundary tensors, the model's outputs, and statistics of the stage.
 
     Outputs that no stage computes (constants) are given by the last stage.
     """
-    loss, *aux = stages.graph.outputs
-    ports = [Port("boundary", str(v), joint.type_of(v)) for v in stage.outputs]
-    values = list(stage.outputs)
-    model_outputs: list[tuple[Role, str, Value]] = [("loss", "loss", loss)]
-    model_outputs += [("aux", str(i), value) for i, value in enumerate(aux)]
-    for role, name, value in model_outputs:
-        if value.node in stages.loss_head:
+    found: list[tuple[Role, str, Value]] = [("boundary", str(value), value) for value in stage.outputs]
+    for role, name, value in stages.results:
+        if value.node in stages.layers.loss_head:
             continue
         owner = stages.stage_of(value.node)
         if (len(stages.stages) - 1 if owner is None else owner) == stage.index:
-            ports.append(Port(role, name, joint.type_of(value)))
-            values.append(value)
-    for name, value in stages.statistics.items():
-        if stages.stage_of(value.node) == stage.index:
-            ports.append(Port("statistic", name, joint.type_of(value)))
-            values.append(value)
-    return ports, values
+            found.append((role, name, value))
+    statistics = stages.statistics.items()
+    found += [("statistic", name, value) for name, value in statistics if stages.stage_of(value.node) == stage.index]
+    return [(Port(role, name, joint.type_of(value)), value) for role, name, value in found]
 
 
 def _find_small(joint: Graph, candidates: set[str], known: set[str], inputs: Sequence[Value]) -> set[str]:
@@ -255,8 +247,7 @@ def _extract(
     joint: Graph,
     members: set[str],
     entering: Mapping[Value, tuple[Role, str]],
-    outputs: Sequence[Port],
-    values: Sequence[Value],
+    results: Sequence[tuple[Port, Value]],
     problem: str = _NOT_SENT,
 ) -> Function:
     """Return a function that takes the values ``entering``, those that run once, arguments and variables.
@@ -269,7 +260,7 @@ def _extract(
         source = joint.node(value.node)
         if value in entering:
             return entering[value]
-        if value.node in stages.once:
+        if value.node in stages.layers.once:
             return "once", str(value)
         match source.op:
             case "arg" | "rows" | "variable":
@@ -278,7 +269,7 @@ def _extract(
             return None
         raise PartitionError(f"{name} needs {value}, which {problem.format(repr(value.node))}")
 
-    return extract_function(name, joint, members, port_of, outputs, values)
+    return extract_function(name, joint, members, port_of, results)
 
 
 def build_loss_head(stages: StageGraph, joint: Graph, gradients: StageGradients) -> Function | None:
@@ -288,21 +279,20 @@ def build_loss_head(stages: StageGraph, joint: Graph, gradients: StageGradients)
     ``joint``: the graph after differentiation. Raises PartitionError if a gradient needs a tensor that the loss head
     does not get.
     """
-    if not stages.loss_head:
+    if not stages.layers.loss_head:
         return None
     name = at(len(stages.stages) - 1, what=OpName.LOSS_HEAD)
-    head_inputs = [entry.value for entry in stages.head_inputs]
+    head_inputs = [entry.value for entry in stages.layers.head_inputs]
     entering: dict[Value, tuple[Role, str]] = {value: ("boundary", str(value)) for value in head_inputs}
     entering |= {Value(placeholder): ("seed", "loss") for _, placeholder in gradients.seeds}
-    loss, *aux = stages.graph.outputs
-    outputs: list[tuple[Role, str, Value]] = [("loss", "loss", loss)]
-    outputs += [("aux", str(i), value) for i, value in enumerate(aux) if value.node in stages.loss_head]
+    outputs = [result for result in stages.results if result[0] == "loss" or result[2].node in stages.layers.loss_head]
     outputs += [("gradient", str(value), gradient) for value, gradient in gradients.boundary]
     outputs += [("variable", variable, gradient) for variable, gradient in gradients.variables]
-    ports = [Port(role, label, joint.type_of(value)) for role, label, value in outputs]
-    ports += [port for use in gradients.slices for port in use.ports]
-    values = [*(value for _, _, value in outputs), *(v for use in gradients.slices for v in (use.slices, use.indices))]
-    acting = [n for n in stages.loss_head if joint.node(n).effect in (Effect.WRITE, Effect.SIDE)] + [*gradients.acting]
-    stop = {value.node for value in entering} - stages.loss_head | stages.once
-    members = ancestors(joint, [*(value.node for value in values), *acting], stop=stop)
-    return _extract(name, stages, joint, members, entering, ports, values, "is not an output of the last stage")
+    results = [(Port(role, label, joint.type_of(value)), value) for role, label, value in outputs]
+    results += [pair for use in gradients.slices for pair in zip(use.ports, (use.slices, use.indices), strict=True)]
+    loss_head = stages.layers.loss_head
+    acting = [n for n in loss_head if joint.node(n).effect in (Effect.WRITE, Effect.SIDE)]
+    stop = {value.node for value in entering} - loss_head | stages.layers.once
+    roots = [*(value.node for _, value in results), *acting, *gradients.acting]
+    members = ancestors(joint, roots, stop=stop)
+    return _extract(name, stages, joint, members, entering, results, "is not an output of the last stage")

@@ -14,8 +14,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 from dapple_tf.errors import ScheduleError
 from dapple_tf.graph_passes.analysis.loss_head import LossHeadInput
-from dapple_tf.graph_passes.ir.graph import Function, Node, Port, TensorType, Value, attributes, tensor
-from dapple_tf.graph_passes.ir.names import at
+from dapple_tf.graph_passes.ir.graph import Function, Node, Port, TensorType, Value, make_node, tensor
+from dapple_tf.graph_passes.ir.names import Site, at, of_replica
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.schedules.schedule import Schedule
 
@@ -76,15 +76,15 @@ def _row_node(
 ) -> Node:
     """Return the node that gathers or cuts rows of these inputs of the loss head, in ``count`` pieces."""
     axes, outer = tuple(entry.axis for entry in entries), tuple(entry.outer for entry in entries)
-    attrs = attributes({"axes": axes, "outer": outer, "pieces": count, "replica": 0, "stage": stage})
-    return Node(at(stage, 0, what=op), op, tuple(inputs), tuple(outputs), attrs)
+    site = Site(stage)
+    return make_node(at(*site, what=op), op, inputs, outputs, **site.attrs, axes=axes, outer=outer, pieces=count)
 
 
-def replicate_loss_head(node: Node, replicas: int, of_replica: Callable[[str, int], str]) -> Node:
+def replicate_loss_head(node: Node, replicas: int) -> Node:
     """Return ``node``, one of ``LOSS_HEAD_OPS``, for ``replicas`` replicas of the last stage.
 
-    ``of_replica``: returns the name that a node of the first replica has on another replica. The pieces of a tensor are
-    those of all replicas of the first micro-batch, then those of the second one, and so on: the order of the samples.
+    The pieces of a tensor are those of all replicas of the first micro-batch, then those of the second one, and so on:
+    the order of the samples.
     """
     if node.op == OpName.LOSS_HEAD or replicas == 1:
         return node

@@ -12,7 +12,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 
-from dapple_tf.graph_passes.ir.graph import Attr, Control, Effect, Function, Graph, Node, ancestors, attributes
+from dapple_tf.graph_passes.ir.graph import Attr, Control, Effect, Function, Graph, Node, ancestors
 
 GROUP_BYTES = 64 * 2**20
 """The most bytes that a group writes, slots included: enough work for all threads of a device."""
@@ -81,8 +81,8 @@ def _end(number: int, group: Sequence[str], needs: Mapping[str, Set[str]], guard
     """Return the node that waits for the last writes of a group."""
     earlier = {other for name in group for other in needs[name] if other != name}
     controls = tuple(Control(name, "memory: the group ends") for name in group if name not in earlier)
-    attrs = attributes({} if guard is None else {"guard": guard})
-    return Node(f"updated/{number}", _END_OP, attrs=attrs, controls=controls)
+    end = Node(f"updated/{number}", _END_OP, controls=controls)
+    return end if guard is None else end.with_attrs(guard=guard)
 
 
 def _find_first(

@@ -16,18 +16,17 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from dapple_tf.graph_passes.analysis.layers import can_run_elsewhere
-from dapple_tf.graph_passes.ir.extract import extract_function
+from dapple_tf.graph_passes.ir.extract import extract_function, results_of
 from dapple_tf.graph_passes.ir.graph import (
     Attr,
     Effect,
     Function,
     Graph,
     Node,
-    Port,
     Role,
     Value,
     ancestors,
-    attributes,
+    make_node,
     tensor,
 )
 from dapple_tf.graph_passes.ir.names import (
@@ -38,6 +37,7 @@ from dapple_tf.graph_passes.ir.names import (
     replica_counts,
     replica_shares,
     share_attributes,
+    site_of,
 )
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.passes.base import BuiltInPass, Contract
@@ -109,13 +109,12 @@ def _cut(function: Function) -> _Cut | None:
     def port_or_partial(value: Value) -> tuple[Role, str] | None:
         return ("once", str(value)) if value.node in marked else function.carrier_of(value)
 
-    values = [Value(node.name) for node in used]
-    results = [Port("once", str(value), graph.type_of(value)) for value in values]
+    results = results_of(graph, "once", (Value(node.name) for node in used))
     name = f"{function.name.rpartition('/')[0]}/{OpName.PARTIALS}"
     inputs = set(graph.inputs)
     return _Cut(
-        extract_function(name, graph, before - inputs, function.carrier_of, results, values),
-        extract_function(function.name, graph, rest - inputs, port_or_partial, function.outputs, graph.outputs),
+        extract_function(name, graph, before - inputs, function.carrier_of, results),
+        extract_function(function.name, graph, rest - inputs, port_or_partial, function.results),
         used,
     )
 
@@ -137,13 +136,16 @@ def _nodes(node: Node, graph: Graph, cut: _Cut, replicas: int) -> Iterator[Node]
     types = tuple(port.type for port in cut.partials.outputs)
     calls, shares = [], share_attributes(replica_shares(graph, stage))
     for m in range(count):
-        place: dict[str, Attr] = {"micro_batch": m, "replica": replica, "stage": stage}
-        piece = Node(
+        place: dict[str, Attr] = {**site_of(node).attrs, "micro_batch": m}
+        piece = make_node(
             at(stage, replica, m, "rows_for_partials"),
             OpName.SLICE,
             (Value(BATCH_SIZE_NAME), *rows),
-            (tensor("float64"), *(graph.type_of(value) for value in rows)),
-            attributes({**place, **cut_attributes(graph), "replicas": replicas, **shares}),
+            (tensor("float64"), *map(graph.type_of, rows)),
+            **place,
+            **cut_attributes(graph),
+            replicas=replicas,
+            **shares,
         )
         call = cut.partials.call(at(stage, replica, m, OpName.PARTIALS), OpName.PARTIALS, piece.values()[1:], **place)
         # It may read copies of variables, which must be up to date.
@@ -153,9 +155,9 @@ def _nodes(node: Node, graph: Graph, cut: _Cut, replicas: int) -> Iterator[Node]
     operations = tuple(marked.string(COMBINES) for marked in cut.marked)
 
     def combine(what: str, pieces: Sequence[str]) -> Node:
-        inputs = tuple(Value(piece, i) for i in range(len(types)) for piece in pieces)
-        attrs: dict[str, Attr] = {"operations": operations, "pieces": len(pieces), "replica": replica, "stage": stage}
-        return Node(at(stage, replica, what=what), OpName.COMBINE_PARTIALS, inputs, types, attributes(attrs))
+        inputs = (Value(piece, i) for i in range(len(types)) for piece in pieces)
+        attrs = site_of(node).attrs | {"operations": operations, "pieces": len(pieces)}
+        return make_node(at(stage, replica, what=what), OpName.COMBINE_PARTIALS, inputs, types, **attrs)
 
     yield combine("own_partials", [call.name for call in calls])
     combined = combine("all_partials", [at(stage, r, what="own_partials") for r in range(replicas)])

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from dapple_tf.graph_passes.analysis.variable_use import Variables, find_variables
-from dapple_tf.graph_passes.ir.graph import Control, Graph, Node, attributes
-from dapple_tf.graph_passes.ir.names import STAGE_OPS, WRITING_OPS, at, nodes_of, replica_counts, site_of
+from dapple_tf.graph_passes.ir.graph import Control, Graph, Node, make_node
+from dapple_tf.graph_passes.ir.names import STAGE_OPS, WRITING_OPS, Site, at, nodes_of, replica_counts, site_of
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.passes.base import BuiltInPass, Contract
 
@@ -50,8 +50,8 @@ class CopyVariables(BuiltInPass):
             for replica in range(replicas):
                 names = tuple(name for name in variables.copied(stage, replica) if name not in self.versioned)
                 if names:
-                    attrs = attributes({"replica": replica, "stage": stage, "variables": names})
-                    refresh = Node(at(stage, replica, what=OpName.REFRESH), OpName.REFRESH, attrs=attrs)
+                    name, own = at(stage, replica, what=OpName.REFRESH), Site(stage, replica).attrs
+                    refresh = make_node(name, OpName.REFRESH, **own, variables=names)
                     refreshes[stage, replica] = _with_summed(refresh, variables) if replica else refresh
             state = [name for name in variables.owned(stage) if name in variables.state]
             for what, count, names in (
@@ -59,8 +59,8 @@ class CopyVariables(BuiltInPass):
                 (f"{OpName.COMMIT}_once", 1, tuple(name for name in state if name in variables.once)),
             ):
                 if names:
-                    attrs = attributes({"replica": 0, "replicas": count, "stage": stage, "variables": names})
-                    commit = Node(at(stage, what=what), OpName.COMMIT, attrs=attrs)
+                    site = Site(stage)
+                    commit = make_node(site.at(what), OpName.COMMIT, **site.attrs, replicas=count, variables=names)
                     commits.append(_with_summed(commit, variables) if count > 1 else commit)
         writers: dict[int, list[Control]] = {}
         for node in nodes_of(graph, *WRITING_OPS):

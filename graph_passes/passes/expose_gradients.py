@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from dapple_tf.errors import GraphError
-from dapple_tf.graph_passes.ir.graph import Graph, Node, attributes
+from dapple_tf.graph_passes.ir.graph import Graph, Node, make_node
 from dapple_tf.graph_passes.ir.names import at, nodes_of, site_of
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.passes.base import BuiltInPass, Contract
@@ -40,9 +40,8 @@ class ExposeGradients(BuiltInPass):
 
 def _densify(gathered: Node) -> Node:
     variable, site = gathered.string("variable"), site_of(gathered)
-    attrs = attributes({**site.attrs, "variable": variable})
-    op = OpName.DENSIFY
-    return Node(at(site.stage, what=f"{op}/{variable}"), op, gathered.values(), (dense_type(gathered),), attrs)
+    name, kinds = at(site.stage, what=f"{OpName.DENSIFY}/{variable}"), [dense_type(gathered)]
+    return make_node(name, OpName.DENSIFY, gathered.values(), kinds, **site.attrs, variable=variable)
 
 
 def exposed_gradients(graph: Graph) -> tuple[str, ...]:

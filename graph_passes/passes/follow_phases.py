@@ -23,7 +23,7 @@ from functools import cache, cached_property
 from typing import ClassVar
 
 from dapple_tf.graph_passes.analysis.variable_use import variable_uses, written_by
-from dapple_tf.graph_passes.ir.graph import Effect, Graph, Node, attributes
+from dapple_tf.graph_passes.ir.graph import Effect, Graph, Node, make_node
 from dapple_tf.graph_passes.ir.names import STAGE_OPS, nodes_of, of_phase
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.passes.base import BuiltInPass, Contract
@@ -75,8 +75,8 @@ class FollowPhases(BuiltInPass):
                 place = node.device, needed
                 if place not in added:
                     added[place] = f"{OpName.FOLLOW}/{len(added)}"
-                    attrs = attributes({"after": tuple(sorted(needed))})
-                    nodes.append(Node(added[place], OpName.FOLLOW, attrs=attrs, device=node.device))
+                    follow = make_node(added[place], OpName.FOLLOW, after=tuple(sorted(needed)))
+                    nodes.append(replace(follow, device=node.device))
                 node = node.after(added[place], "phases: it depends on what earlier ones do")
             nodes.append(node.without("inline") if node.has("inline") else node)
         found = graph.replace(nodes=tuple(nodes))

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 
 from dapple_tf.graph_passes.analysis.layers import variables_of, written_variables
-from dapple_tf.graph_passes.ir.extract import extract_function
-from dapple_tf.graph_passes.ir.graph import Effect, Function, Graph, Node, Port, Role, Value, ancestors
+from dapple_tf.graph_passes.ir.extract import extract_function, results_of
+from dapple_tf.graph_passes.ir.graph import Effect, Function, Graph, Node, Role, Value, ancestors
 
 JOIN = "join"
 """The attribute of a node that says how it joins the values of all replicas: see ``OpName.JOIN``."""
@@ -107,5 +107,5 @@ def _extract(
         found = function.carrier_of(value)
         return ("carry", str(value)) if found is None and value.node not in members else found
 
-    outputs = [Port("carry", str(value), graph.type_of(value)) for value in given]
-    return extract_function(f"{function.name}/part{part}", graph, members, port_of, outputs, given)
+    carried = results_of(graph, "carry", given)
+    return extract_function(f"{function.name}/part{part}", graph, members, port_of, carried)

@@ -15,7 +15,7 @@ from typing import ClassVar, Literal
 
 from dapple_tf.errors import GraphError
 from dapple_tf.graph_passes.analysis.variable_use import find_variables
-from dapple_tf.graph_passes.ir.graph import OTHER, DType, Function, Graph, Node, Shape, TensorType, Value, attributes
+from dapple_tf.graph_passes.ir.graph import OTHER, DType, Function, Graph, Node, Shape, TensorType, Value, make_node
 from dapple_tf.graph_passes.ir.names import Site, at, micro_batch_count, nodes_of, replica_counts, weight_gradient_op
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.passes.base import BuiltInPass, Contract
@@ -126,18 +126,17 @@ def gather_node(graph: Graph, name: str, site: Site, parts: Sequence[SparsePart]
     index_types = {graph.type_of(piece[0][1]).dtype for piece in pieces}
     index_type = indices.dtype if len(index_types) == 1 else DType("int64")  # as TensorFlow concatenates them
     row = (slices.shape.dims or ())[1:]
-    outputs = (TensorType(slices.dtype, Shape((OTHER, *row))), TensorType(index_type, Shape((OTHER,))))
-    attrs = attributes(
-        {
-            **site.attrs,
-            "pieces": tuple(map(len, pieces)),
-            "rows": parts[0].rows,
-            "uses": tuple(str(same[0].combine) for same in uses.values()),
-            "variable": parts[0].variable,
-        }
+    return make_node(
+        name,
+        OpName.GATHER_SLICES,
+        (value for use in pieces for piece in use for value in piece),
+        (TensorType(slices.dtype, Shape((OTHER, *row))), TensorType(index_type, Shape((OTHER,)))),
+        **site.attrs,
+        pieces=tuple(map(len, pieces)),
+        rows=parts[0].rows,
+        uses=tuple(str(same[0].combine) for same in uses.values()),
+        variable=parts[0].variable,
     )
-    inputs = tuple(value for use in pieces for piece in use for value in piece)
-    return Node(name, OpName.GATHER_SLICES, inputs, outputs, attrs)
 
 
 def _pieces(graph: Graph, part: SparsePart) -> list[tuple[Value, Value]]:

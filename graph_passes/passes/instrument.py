@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from dapple_tf.graph_passes.ir.graph import Control, Graph, Node, Value, attributes, tensor
+from dapple_tf.graph_passes.ir.graph import Control, Graph, Node, Value, make_node, tensor
 from dapple_tf.graph_passes.ir.names import BACKWARD_OPS, nodes_of
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.passes.base import BuiltInPass, Contract
@@ -72,5 +72,5 @@ def starts_of(graph: Graph, node: Node) -> tuple[str, ...]:
 
 
 def _stamp(node: Node, what: str, *waits: Control) -> Node:
-    place = attributes({key: node.integer(key) for key in ("micro_batch", "replica", "stage") if node.has(key)})
-    return Node(node.name + what, OpName.TIMESTAMP, (), (_STAMP,), place, waits)
+    place = {key: node.integer(key) for key in ("micro_batch", "replica", "stage") if node.has(key)}
+    return make_node(node.name + what, OpName.TIMESTAMP, (), [_STAMP], waits, **place)

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from dapple_tf.graph_passes.ir.graph import BOUND_ROLES, Function, Graph, Node, Value, attributes
-from dapple_tf.graph_passes.ir.names import BACKWARD_OPS, nodes_of, replica_counts
+from dapple_tf.graph_passes.ir.graph import BOUND_ROLES, Function, Graph, Node, Value, attributes, make_node
+from dapple_tf.graph_passes.ir.names import BACKWARD_OPS, nodes_of, of_replica, replica_counts, site_of
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.passes.base import BuiltInPass, Contract
 from dapple_tf.graph_passes.passes.function_parts import JOIN, FunctionParts, cut_function, has_joins
@@ -50,7 +50,8 @@ class JoinReplicas(BuiltInPass):
         for node in graph.nodes:
             moved = tuple(_moved(value, calls) for value in node.inputs)
             if node.name in calls:
-                siblings = [calls[of_replica(node, r)] for r in range(replicas[node.integer("stage")])]
+                stage, own = site_of(node)
+                siblings = [calls[of_replica(node.name, r, own)] for r in range(replicas[stage])]
                 nodes += calls[node.name].nodes(siblings, calls)
             else:
                 nodes.append(dataclasses.replace(node, inputs=moved))
@@ -62,11 +63,6 @@ class JoinReplicas(BuiltInPass):
 def first_part(graph: Graph, call: Node) -> Node:
     """Return the node of the first part of a call: the call itself where it is not cut into parts."""
     return graph.by_name.get(_part_name(call.name, 0), call)
-
-
-def of_replica(node: Node, replica: int) -> str:
-    """Return the name of the node that does on ``replica`` what ``node`` does on its own replica."""
-    return node.name.replace(f"/replica{node.integer('replica')}/", f"/replica{replica}/")
 
 
 def _part_name(call: str, part: int) -> str:
@@ -145,13 +141,14 @@ class _Call:
 
     def _join(self, part: int, siblings: list[_Call], calls: Mapping[str, _Call]) -> Node:
         joins = self.parts.joins[part]
-        place = {key: self.node.integer(key) for key in ("micro_batch", "replica", "stage")}
-        kinds = tuple(join.string(JOIN) for join in joins)
-        return Node(
+        node = make_node(
             f"{self.node.name}/join{part}",
             OpName.JOIN,
-            tuple(sibling._find(join.inputs[0], calls) for join in joins for sibling in siblings),
-            tuple(join.outputs[0] for join in joins),
-            attributes({**place, "kinds": kinds, "pieces": len(siblings)}),
-            device=self.node.device,
+            (sibling._find(join.inputs[0], calls) for join in joins for sibling in siblings),
+            (join.outputs[0] for join in joins),
+            **site_of(self.node).attrs,
+            micro_batch=self.node.integer("micro_batch"),
+            kinds=tuple(join.string(JOIN) for join in joins),
+            pieces=len(siblings),
         )
+        return dataclasses.replace(node, device=self.node.device)

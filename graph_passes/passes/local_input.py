@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from dapple_tf.graph_passes.analysis.input_needs import Use, find_inputs
-from dapple_tf.graph_passes.ir.graph import Graph, Node, attributes, tensor
+from dapple_tf.graph_passes.ir.graph import Graph, Node, make_node, tensor
 from dapple_tf.graph_passes.ir.names import BATCH_SIZE_NAME
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.passes.base import BuiltInPass, Contract
@@ -34,7 +34,7 @@ class LocalInput(BuiltInPass):
 
         def rewrite(node: Node) -> Node:
             if node.op == OpName.BATCH_SIZE:
-                return Node(node.name, OpName.INPUT, (), (tensor("int64"),), attributes({"index": len(graph.inputs)}))
+                return make_node(node.name, OpName.INPUT, (), [tensor("int64")], index=len(graph.inputs))
             if node.op == OpName.SLICE:
                 _, *tensors = node.inputs
                 return node.with_attrs(local=tuple(i for i, value in enumerate(tensors) if value.node in own))

@@ -11,7 +11,7 @@ from collections.abc import Set
 from dataclasses import dataclass
 from typing import ClassVar
 
-from dapple_tf.graph_passes.ir.graph import Function, Graph, Node, attributes
+from dapple_tf.graph_passes.ir.graph import Function, Graph, Node, make_node
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.passes.base import BuiltInPass, Contract
 
@@ -20,21 +20,19 @@ from dapple_tf.graph_passes.passes.base import BuiltInPass, Contract
 class LookUpRows(BuiltInPass):
     """Replace the nodes ``GatherV2`` named in ``lookups``, which gather along axis 0, by ``ResourceGather``.
 
-    See ``look_up_rows`` for the lookups that stay as they are.
+    A read of a variable, and the lookups in its value, stay as they are where another node uses the value or waits for
+    the read.
     """
 
     lookups: frozenset[str]
     contract: ClassVar[Contract] = Contract(forbids=frozenset({OpName.FORWARD, OpName.BACKWARD}))
 
     def __call__(self, graph: Graph) -> Graph:
-        return graph.replace(functions=tuple(look_up_rows(function, self.lookups) for function in graph.functions))
+        return graph.replace(functions=tuple(_look_up(function, self.lookups) for function in graph.functions))
 
 
-def look_up_rows(function: Function, lookups: Set[str]) -> Function:
-    """Return the function in which ``lookups`` take the variable in place of its value.
-
-    A read, and the lookups in its value, stay as they are where another node uses the value or waits for the read.
-    """
+def _look_up(function: Function, lookups: Set[str]) -> Function:
+    """Return the function in which ``lookups`` take the variable in place of its value."""
     graph = function.graph
     consumers = graph.consumers()
     kept = {control.source for node in graph.nodes for control in node.controls}
@@ -67,11 +65,15 @@ def _gathers_from(user: Node, read: Node, lookups: Set[str]) -> bool:
 
 
 def _resource_gather(gather: Node, read: Node) -> Node:
-    attrs = attributes(
-        {"Tindices": gather.attr("Tindices"), "batch_dims": 0, "dtype": read.attr("dtype"), "validate_indices": True}
+    made = make_node(
+        gather.name,
+        "ResourceGather",
+        (read.inputs[0], gather.inputs[1]),
+        gather.outputs,
+        dict.fromkeys((*read.controls, *gather.controls)),
+        Tindices=gather.attr("Tindices"),
+        batch_dims=0,
+        dtype=read.attr("dtype"),
+        validate_indices=True,
     )
-    controls = tuple(dict.fromkeys((*read.controls, *gather.controls)))
-    inputs = (read.inputs[0], gather.inputs[1])
-    return dataclasses.replace(
-        gather, op="ResourceGather", inputs=inputs, attrs=attrs, controls=controls, effect=read.effect
-    )
+    return dataclasses.replace(made, effect=read.effect, device=gather.device)

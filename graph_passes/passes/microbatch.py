@@ -14,7 +14,7 @@ from typing import ClassVar, Literal, get_args
 
 from dapple_tf.errors import GraphError
 from dapple_tf.graph_passes.analysis.loss_head import LossHeadInput
-from dapple_tf.graph_passes.ir.graph import OTHER, Graph, Node, TensorType, Value, attributes, tensor
+from dapple_tf.graph_passes.ir.graph import OTHER, Graph, Node, TensorType, Value, make_node, tensor
 from dapple_tf.graph_passes.ir.names import BACKWARD_OPS, BATCH_SIZE_NAME, at
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.passes.base import BuiltInPass, Contract
@@ -106,7 +106,7 @@ class Microbatch(BuiltInPass):
             merge = kind if len(results[0]) > 1 else "first"  # the loss head gives one value for the whole batch
             inputs = tuple(value for result in results for value in result)
             first = calls.types[inputs[0]]
-            nodes.append(Node(name, OpName.MERGE, inputs, (first,), attributes({"kind": merge})))
+            nodes.append(make_node(name, OpName.MERGE, inputs, [first], kind=merge))
         outputs = tuple(Value(name) for name, _, _ in merged)
         return graph.replace(nodes=tuple(nodes), outputs=outputs)
 

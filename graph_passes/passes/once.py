@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
-from dapple_tf.graph_passes.ir.extract import extract_function
-from dapple_tf.graph_passes.ir.graph import Effect, Function, Graph, Port, Role, Value, ancestors
+from dapple_tf.graph_passes.ir.extract import extract_function, results_of
+from dapple_tf.graph_passes.ir.graph import Effect, Function, Graph, Role, Value, ancestors
 from dapple_tf.graph_passes.ir.names import at
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.passes.partition import StageGraph
@@ -37,7 +37,7 @@ def build_once(
     stages that own variables, whichever stage uses them first: these perform the run-once writes of their variables.
     """
     joint = _use_shapes_of_batch(joint)
-    values = {str(value): value for name in stages.once for value in joint.node(name).values()}
+    values = {str(value): value for name in stages.layers.once for value in joint.node(name).values()}
     taken: list[list[Value]] = []
     for pair in functions:
         names = dict.fromkeys(port.name for function in pair for _, port in function.input_ports("once"))
@@ -79,17 +79,17 @@ def _assign_writes(
     for stage in reversed(range(len(functions))):
         ports = {port.name for function in functions[stage] for _, port in function.input_ports("variable")}
         users.update(dict.fromkeys((*ports, *_variables(stages, joint, [v.node for v in taken[stage]])), stage))
-    writes = [n for n in joint.nodes if n.name in stages.once and n.effect in (Effect.WRITE, Effect.SIDE)]
+    writes = [n for n in joint.nodes if n.name in stages.layers.once and n.effect in (Effect.WRITE, Effect.SIDE)]
     needed = {node.name: _variables(stages, joint, [node.name]) for node in writes}
     while True:
         found: list[list[str]] = [[] for _ in functions]
         owners = dict(given)
         for node in writes:
-            own = list(node.strings("writes")) if node.effect is Effect.WRITE else []
-            used = [users[name] for name in own if name in users]
+            used = [users[name] for name in node.written if name in users]
             used = used or [users[name] for name in needed[node.name] if name in users]
-            stage = next((owners[name] for name in own if name in owners), min(used, default=len(functions) - 1))
-            owners |= dict.fromkeys(own, stage)
+            owned = [owners[name] for name in node.written if name in owners]
+            stage = owned[0] if owned else min(used, default=len(functions) - 1)
+            owners |= dict.fromkeys(node.written, stage)
             found[stage].append(node.name)
         before = dict(users)
         for stage, names in enumerate(found):
@@ -114,11 +114,7 @@ def _add_writes(
     while True:
         if repeated:
             read = read | _variables(stages, joint, [*taken, *writes])
-        found = [
-            node.name
-            for node in joint.nodes
-            if node.name in stages.once and node.effect is Effect.WRITE and read & {*node.strings("writes")}
-        ]
+        found = [node.name for node in joint.nodes if node.name in stages.layers.once and read & {*node.written}]
         if not (missing := [name for name in found if name not in writes]):
             return
         writes += missing
@@ -126,7 +122,9 @@ def _add_writes(
 
 def _needed(stages: StageGraph, joint: Graph, roots: Sequence[str]) -> set[str]:
     """Return ``roots`` and all nodes that they need: those of control edges only if they run once too."""
-    before = {node.name: [Value(c.source) for c in node.controls if c.source in stages.once] for node in joint.nodes}
+    before = {
+        node.name: [Value(c.source) for c in node.controls if c.source in stages.layers.once] for node in joint.nodes
+    }
     return ancestors(joint, roots, by_controls=False, used=before)
 
 
@@ -143,5 +141,5 @@ def _once_function(
                 return source.op, source.name
         return None
 
-    ports = [Port("once", str(value), joint.type_of(value)) for value in values]
-    return extract_function(at(stage, what=OpName.RUN_ONCE), joint, members, port_of, ports, values)
+    name = at(stage, what=OpName.RUN_ONCE)
+    return extract_function(name, joint, members, port_of, results_of(joint, "once", values))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from dapple_tf.errors import GraphError
-from dapple_tf.graph_passes.ir.graph import Control, Function, Graph, Node, Port, attributes
+from dapple_tf.graph_passes.ir.graph import Control, Function, Graph, Node, Port, make_node
 from dapple_tf.graph_passes.ir.names import at, micro_batch_count, nodes_of, replica_counts, weight_gradient_op
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.passes.base import BuiltInPass, Contract
@@ -115,7 +115,7 @@ def _cut(node: Node, buckets: list[tuple[IndexedPort, ...]]) -> list[Node]:
         controls = node.controls
         if node.op == OpName.GRADIENTS:  # waits for the sum of its own bucket only
             controls = tuple(Control(_bucket_name(control.source, b), control.reason) for control in controls)
-        parts.append(Node(_bucket_name(node.name, b), node.op, inputs, outputs, attributes(attrs), controls))
+        parts.append(make_node(_bucket_name(node.name, b), node.op, inputs, outputs, controls, **attrs))
     return parts
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 from dapple_tf.errors import PartitionError
 from dapple_tf.graph_passes.analysis.layers import Layers
-from dapple_tf.graph_passes.analysis.loss_head import LossHeadInput, find_statistics
-from dapple_tf.graph_passes.ir.graph import Graph, Value
+from dapple_tf.graph_passes.analysis.loss_head import find_statistics
+from dapple_tf.graph_passes.ir.graph import Graph, Role, Value
 from dapple_tf.wording import format_count
 
 
@@ -32,22 +32,29 @@ class Stage:
 
 @dataclass(frozen=True)
 class StageGraph:
-    """A captured graph and its stages; the graph's first output is the loss, the others are aux.
+    """The layers of a captured graph, and the stages into which they are cut.
 
-    ``floating``: the nodes of no stage; ``once``: those that run once a step, on the whole batch, in each stage that
-    uses them. ``weight_terms``: nodes of stages that have equal results on all replicas. ``loss_head``: the nodes that
-    run once, after all micro-batches; they take the tensors ``head_inputs``, which are the outputs of the last stage.
-    ``statistics``: values of stages, by name, whose sums over micro-batches and replicas are used at the end of a step.
+    The tensors that the loss head takes are the outputs of the last stage.
     """
 
-    graph: Graph
+    layers: Layers
     stages: tuple[Stage, ...]
-    floating: frozenset[str]
-    weight_terms: frozenset[str]
-    once: frozenset[str] = frozenset()
-    loss_head: frozenset[str] = frozenset()
-    head_inputs: tuple[LossHeadInput, ...] = ()
-    statistics: Mapping[str, Value] = field(default_factory=dict)
+
+    @property
+    def graph(self) -> Graph:
+        """The captured graph: its first output is the loss, the others are aux."""
+        return self.layers.graph
+
+    @cached_property
+    def results(self) -> tuple[tuple[Role, str, Value], ...]:
+        """The outputs of the graph, each with the role and the name of the port that carries it."""
+        loss, *aux = self.graph.outputs
+        return ("loss", "loss", loss), *(("aux", str(i), value) for i, value in enumerate(aux))
+
+    @cached_property
+    def statistics(self) -> Mapping[str, Value]:
+        """Values of stages, by name, whose sums over micro-batches and replicas are used at the end of a step."""
+        return find_statistics(self.graph)
 
     def stage_of(self, node: str) -> int | None:
         """Return the stage of ``node``, or None for a floating node."""
@@ -56,7 +63,7 @@ class StageGraph:
     @cached_property
     def shared(self) -> frozenset[Value]:
         """The boundary tensors that are equal on all replicas of a stage."""
-        return frozenset(v for stage in self.stages for v in stage.outputs if v.node in self.weight_terms)
+        return frozenset(v for stage in self.stages for v in stage.outputs if v.node in self.layers.weight_terms)
 
     @cached_property
     def _stages_by_node(self) -> dict[str, int]:
@@ -84,16 +91,7 @@ def partition(layers: Layers, starts: Sequence[int]) -> StageGraph:
         inputs = layers.cut(first).crossing if first else ()
         outputs = layers.cut(end).crossing if end < count else tuple(entry.value for entry in layers.head_inputs)
         stages.append(Stage(index, first, end - 1, nodes, inputs, outputs))
-    return StageGraph(
-        layers.graph,
-        tuple(stages),
-        layers.floating,
-        layers.weight_terms,
-        layers.once,
-        layers.loss_head,
-        layers.head_inputs,
-        find_statistics(layers.graph),
-    )
+    return StageGraph(layers, tuple(stages))
 
 
 def _nearest(layers: Layers, position: int) -> str:

@@ -17,19 +17,19 @@ from functools import cached_property
 from typing import ClassVar, NamedTuple
 
 from dapple_tf.errors import GraphError
-from dapple_tf.graph_passes.ir.graph import Attr, Graph, Node, TensorType, Value, attributes, tensor
+from dapple_tf.graph_passes.ir.graph import Graph, Node, TensorType, Value, make_node, tensor
 from dapple_tf.graph_passes.ir.names import (
     MICRO_BATCH,
     find_minibatch,
     find_round,
     of_minibatch,
+    of_replica,
     of_round,
     replica_counts,
     site_of,
 )
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.passes.base import BuiltInPass, Contract
-from dapple_tf.graph_passes.passes.join_replicas import of_replica
 from dapple_tf.graph_passes.passes.send_together import boundary_direction, sent_together
 
 TOKEN = tensor("int64")
@@ -78,44 +78,40 @@ class Project(BuiltInPass):
     )
 
     def __call__(self, graph: Graph) -> Graph:
-        return project(graph, self.ranks, self.rank, self.sharded)
+        """Return the graph of ``rank``, from a graph that ``RankVariables`` returned.
 
+        An ``exchange`` has the same name on each rank that takes part in it (``ranks``). Its inputs are the tensors
+        that this rank sends (``to``: the receivers), its outputs those that it receives (``source``: the senders), and
+        a token. An exchange that is for a single micro-batch has the attribute ``micro_batch``.
 
-def project(graph: Graph, ranks: Sequence[Sequence[int]], rank: int, sharded: Set[int] = frozenset()) -> Graph:
-    """Return the graph of ``rank``, from a graph that ``RankVariables`` returned.
-
-    An ``exchange`` has the same name on each rank that takes part in it (``ranks``). Its inputs are the tensors that
-    this rank sends (``to``: the receivers), its outputs those that it receives (``source``: the senders), and a token.
-    An exchange that is for a single micro-batch has the attribute ``micro_batch``.
-
-    Of the graph's outputs a rank has those that it computes: the loss and the aux, which every rank has, and the
-    gradients of its stages (see ``ExposeGradients``). The last output collects the tokens of exchanges, sums and
-    barriers, so that TensorFlow leaves out none of them: other ranks may wait for one whose results this rank does not
-    need. Raises GraphError unless any two stages have the same ranks, in the same order, or no rank in common.
-    """
-    _check_ranks(graph, ranks)
-    placement = _Placement(graph, ranks, sharded)
-    received: dict[Value, Value] = {}
-    nodes: list[Node] = []
-    for exchange in _find_exchanges(graph, placement).values():
-        node = exchange.node_of(rank, graph)
-        if node is not None:
-            nodes.append(node)
-            values = [transfer.value for transfer in exchange.received_by(rank)]
-            received |= dict(zip(values, node.values(), strict=False))
-    own = [node for node in graph.nodes if rank in placement.ranks_of(node)]
-    names = {node.name for node in own}
-    nodes += [_on_rank(node, rank, placement, names, received) for node in own]
-    with_token = [node for node in nodes if node.op in OPS_WITH_TOKEN]
-    with_token.sort(key=lambda node: node.get(MICRO_BATCH, math.inf))
-    tokens = tuple(node.values()[-1] for node in with_token)
-    if tokens:
-        nodes.append(Node(TOKENS_NAME, OpName.COLLECT_TOKENS, tokens, (TOKEN,)))
-    outputs = tuple(value for value in graph.outputs if value.node in names)
-    outputs = (*outputs, Value(TOKENS_NAME)) if tokens else outputs
-    called = {node.string("function") for node in nodes if node.has("function")}
-    functions = tuple(function for function in graph.functions if function.name in called)
-    return graph.replace(nodes=tuple(nodes), outputs=outputs, functions=functions).sorted()
+        Of the graph's outputs a rank has those that it computes: the loss and the aux, which every rank has, and the
+        gradients of its stages (see ``ExposeGradients``). The last output collects the tokens of exchanges, sums and
+        barriers, so that TensorFlow leaves out none of them: other ranks may wait for one whose results this rank does
+        not need. Raises GraphError unless any two stages have the same ranks, in the same order, or no rank in common.
+        """
+        _check_ranks(graph, self.ranks)
+        placement = _Placement(graph, self.ranks, self.sharded)
+        received: dict[Value, Value] = {}
+        nodes: list[Node] = []
+        for exchange in _find_exchanges(graph, placement).values():
+            node = exchange.node_of(self.rank, graph)
+            if node is not None:
+                nodes.append(node)
+                values = [transfer.value for transfer in exchange.received_by(self.rank)]
+                received |= dict(zip(values, node.values(), strict=False))
+        own = [node for node in graph.nodes if self.rank in placement.ranks_of(node)]
+        names = {node.name for node in own}
+        nodes += [_on_rank(node, self.rank, placement, names, received) for node in own]
+        with_token = [node for node in nodes if node.op in OPS_WITH_TOKEN]
+        with_token.sort(key=lambda node: node.get(MICRO_BATCH, math.inf))
+        tokens = tuple(node.values()[-1] for node in with_token)
+        if tokens:
+            nodes.append(Node(TOKENS_NAME, OpName.COLLECT_TOKENS, tokens, (TOKEN,)))
+        outputs = tuple(value for value in graph.outputs if value.node in names)
+        outputs = (*outputs, Value(TOKENS_NAME)) if tokens else outputs
+        called = {node.string("function") for node in nodes if node.has("function")}
+        functions = tuple(function for function in graph.functions if function.name in called)
+        return graph.replace(nodes=tuple(nodes), outputs=outputs, functions=functions).sorted()
 
 
 def _check_ranks(graph: Graph, ranks: Sequence[Sequence[int]]) -> None:
@@ -189,17 +185,19 @@ class _Exchange:
             return None
         sent, received = self.sent_by(rank), self.received_by(rank)
         types = [graph.type_of(transfer.value) for transfer in self.transfers]
-        attrs: dict[str, Attr] = {
-            "dtypes": tuple(dict.fromkeys(kind.dtype.name for kind in types)),
-            "header": self._needs_header(graph),
-            "ranks": self.ranks,
-            "source": tuple(transfer.source for transfer in received),
-            "to": tuple(transfer.to for transfer in sent),
-        }
-        if match := re.search(r"/mb(\d+)/", self.name):
-            attrs[MICRO_BATCH] = int(match[1])
-        outputs = (*(graph.type_of(transfer.value) for transfer in received), TOKEN)
-        return Node(self.name, OpName.EXCHANGE, tuple(transfer.value for transfer in sent), outputs, attributes(attrs))
+        node = make_node(
+            self.name,
+            OpName.EXCHANGE,
+            (transfer.value for transfer in sent),
+            (*(graph.type_of(transfer.value) for transfer in received), TOKEN),
+            dtypes=tuple(dict.fromkeys(kind.dtype.name for kind in types)),
+            header=self._needs_header(graph),
+            ranks=self.ranks,
+            source=tuple(transfer.source for transfer in received),
+            to=tuple(transfer.to for transfer in sent),
+        )
+        match = re.search(r"/mb(\d+)/", self.name)
+        return node if match is None else node.with_attrs(**{MICRO_BATCH: int(match[1])})
 
     def _needs_header(self, graph: Graph) -> bool:
         """Return whether the shapes must be sent, since receivers cannot compute them from the number of elements.
@@ -258,7 +256,7 @@ def _exchange_name(graph: Graph, node: Node, value: Value) -> str:
     """
     producer = graph.node(value.node)
     if node.op == OpName.JOIN:  # all replicas exchange values with each other
-        return f"exchange/{of_replica(node, 0)}".replace("/replica0", "")
+        return f"exchange/{of_replica(node.name, 0, node.integer('replica'))}".replace("/replica0", "")
     direction = boundary_direction(graph, node, value)
     if direction is not None:
         here, there = node.integer("stage"), producer.integer("stage")

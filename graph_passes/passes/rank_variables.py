@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from dapple_tf.graph_passes.analysis.variable_use import Variables, find_variables
-from dapple_tf.graph_passes.ir.graph import Graph, Node, TensorType, Value, attributes
-from dapple_tf.graph_passes.ir.names import WRITING_OPS, at, nodes_of, site_of
+from dapple_tf.graph_passes.ir.graph import Graph, Node, TensorType, Value, make_node
+from dapple_tf.graph_passes.ir.names import WRITING_OPS, Site, at, nodes_of, site_of
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.passes.base import BuiltInPass, Contract
 
@@ -91,8 +91,8 @@ def _rank_refresh(
     op = OpName.READ_VARIABLE
     for name in foreign:
         home = variables.home(name)
-        attrs = attributes({**home.attrs, "variables": (name,)})
-        reads.setdefault(name, Node(at(home.stage, what=f"{op}/{name}"), op, (), (types[name],), attrs))
+        read = make_node(at(home.stage, what=f"{op}/{name}"), op, (), [types[name]], **home.attrs, variables=(name,))
+        reads.setdefault(name, read)
     inputs = tuple(Value(reads[name].name) for name in foreign)
     return dataclasses.replace(node, inputs=inputs).with_attrs(variables=(*foreign, *state))
 
@@ -103,16 +103,16 @@ def _merge_state(graph: Graph, commit: Node, types: Mapping[str, TensorType]) ->
     kinds = tuple(types[name] for name in names)
     states: list[Node] = []
     for replica in range(commit.integer("replicas")):
-        attrs = attributes({"replica": replica, "stage": stage, "variables": names})
-        state = Node(at(stage, replica, what=OpName.READ_STATE), OpName.READ_STATE, (), kinds, attrs)
+        site, op = Site(stage, replica), OpName.READ_STATE
+        state = make_node(at(*site, what=op), op, (), kinds, **site.attrs, variables=names)
         for node in nodes_of(graph, *WRITING_OPS):
-            if site_of(node) == (stage, replica):
+            if site_of(node) == site:
                 state = state.after(node.name, "state: every forward has written its copy")
         states.append(state)
     inputs = tuple(value for state in states for value in state.values())
     kept = {key: value for key, value in commit.attrs if key in ("summed", "variables")}
-    attrs = attributes({"replica": 0, "replicas": len(states), "stage": stage, **kept})
-    merge = Node(_merge_name(stage), OpName.MERGE_STATE, inputs, kinds, attrs)
+    attrs = Site(stage).attrs | kept | {"replicas": len(states)}
+    merge = make_node(_merge_name(stage), OpName.MERGE_STATE, inputs, kinds, **attrs)
     controls = tuple(c for c in commit.controls if graph.node(c.source).op not in WRITING_OPS)
     return [*states, merge, dataclasses.replace(commit, inputs=merge.values(), controls=controls)]
 

@@ -15,6 +15,7 @@ from dapple_tf.errors import GraphError
 from dapple_tf.graph_passes.analysis.layers import dependents
 from dapple_tf.graph_passes.analysis.recomputation import Recomputation, find_recomputation
 from dapple_tf.graph_passes.analysis.variable_use import written_by_loss_head
+from dapple_tf.graph_passes.ir.extract import results_of
 from dapple_tf.graph_passes.ir.graph import (
     ROLES,
     Control,
@@ -26,7 +27,7 @@ from dapple_tf.graph_passes.ir.graph import (
     TensorType,
     Value,
     ancestors,
-    attributes,
+    make_node,
     topological,
 )
 from dapple_tf.graph_passes.ir.names import at
@@ -75,8 +76,7 @@ def find_runs(layers: Collection[int], first: int, end: int) -> tuple[range, ...
 def reduce_stash(forward: Function, stash: Sequence[Value]) -> Function:
     """Return the forward function with this stash, without the nodes whose results are no longer used."""
     graph = forward.graph
-    results = [pair for pair in zip(forward.outputs, graph.outputs, strict=True) if pair[0].role != "stash"]
-    results += [(Port("stash", str(value), graph.type_of(value)), value) for value in stash]
+    results = [result for result in forward.results if result[0].role != "stash"] + results_of(graph, "stash", stash)
     values = tuple(value for _, value in results)
     acting = [node.name for node in graph.nodes if node.effect in (Effect.WRITE, Effect.SIDE)]
     live = ancestors(graph, [*(value.node for value in values), *acting]).union(graph.inputs)
@@ -125,8 +125,8 @@ class _Inputs:
             (port.role, port.name): (port, backward.graph.node(name))
             for port, name in zip(backward.inputs, backward.graph.inputs, strict=True)
         }
-        results = zip(forward.outputs, forward.graph.outputs, strict=True)
-        gone = {port.name: value for port, value in results if port.role == "stash" and port.name not in self.stash}
+        stashed = ((port.name, value) for port, value in forward.results if port.role == "stash")
+        gone = {name: value for name, value in stashed if name not in self.stash}
         self.recomputed = {Value(self.by_port.pop(("stash", name))[1].name): value for name, value in gone.items()}
         self.forward_ports = dict(zip(forward.graph.inputs, forward.inputs, strict=True))
         self.numbers = itertools.count(len(backward.inputs))
@@ -142,7 +142,7 @@ class _Inputs:
         key = (port.role, port.name)
         if key not in self.by_port:
             name = f"{port.role}/{next(self.numbers)}"
-            self.by_port[key] = port, Node(name, port.role, (), (port.type,), attributes({"port": port.name}))
+            self.by_port[key] = port, port.node(name)
         return Value(self.by_port[key][1].name)
 
     def for_backward(self, value: Value) -> Value:
@@ -183,8 +183,8 @@ def _add_recompute_gates(graph: Graph, runs: Sequence[Set[str]]) -> Graph:
         waits = _first_gradients(graph, run, from_gradients, circular) or tuple(map(Value, sorted(incoming)))
         if entering and waits:
             kinds = tuple(map(graph.type_of, waits))
-            attrs = attributes({"T": tuple(kind.dtype for kind in kinds)})
-            gate = Node(f"recompute{index}/gate", "IdentityN", waits, kinds, attrs)
+            dtypes = tuple(kind.dtype for kind in kinds)
+            gate = make_node(f"recompute{index}/gate", "IdentityN", waits, kinds, T=dtypes)
             passed = [
                 _pass(f"recompute{index}/enter{i}", value, graph.type_of(value), gate)
                 for i, value in enumerate(entering)
@@ -198,8 +198,8 @@ def _add_recompute_gates(graph: Graph, runs: Sequence[Set[str]]) -> Graph:
 
 def _pass(name: str, value: Value, kind: TensorType, gate: Node) -> Node:
     """Return a node that gives ``value`` when ``gate`` has run."""
-    controls = (Control(gate.name, "recompute: its gradients have come"),)
-    return Node(name, "Identity", (value,), (kind,), attributes({"T": kind.dtype}), controls)
+    controls = [Control(gate.name, "recompute: its gradients have come")]
+    return make_node(name, "Identity", [value], [kind], controls, T=kind.dtype)
 
 
 def _first_gradients(graph: Graph, run: Set[str], from_gradients: Set[str], circular: Set[str]) -> tuple[Value, ...]:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from dapple_tf.graph_passes.ir.graph import Graph, Node, Value, attributes
+from dapple_tf.graph_passes.ir.graph import Graph, Node, Value, make_node
 from dapple_tf.graph_passes.ir.names import Site, nodes_of, site_of
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.passes.backward import StageGradients
@@ -90,8 +90,7 @@ def _round(graph: Graph, chosen: Mapping[Value, str]) -> tuple[list[Node], dict[
     added: list[Node] = []
     rounded: dict[Value, Value] = {}
     for site, values in sorted(sites.items()):
-        attrs = attributes({**site.attrs, "dtypes": tuple(chosen[value] for value in values)})
-        kinds = tuple(graph.type_of(value) for value in values)
-        added.append(Node(site.at(OpName.ROUND), OpName.ROUND, tuple(values), kinds, attrs))
+        kinds, dtypes = map(graph.type_of, values), tuple(chosen[value] for value in values)
+        added.append(make_node(site.at(OpName.ROUND), OpName.ROUND, values, kinds, **site.attrs, dtypes=dtypes))
         rounded |= dict(zip(values, added[-1].values(), strict=True))
     return added, rounded

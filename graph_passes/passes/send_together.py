@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from dapple_tf.errors import ScheduleError
-from dapple_tf.graph_passes.ir.graph import Graph, Node, Value, attributes
-from dapple_tf.graph_passes.ir.names import at, micro_batch_count, replica_counts
+from dapple_tf.graph_passes.ir.graph import Graph, Node, Value, make_node
+from dapple_tf.graph_passes.ir.names import Site, at, micro_batch_count, replica_counts
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.passes.base import BuiltInPass, Contract
 from dapple_tf.graph_passes.schedules.schedule import CALL_OF_KIND, Action, Schedule, groups_together
@@ -54,9 +54,8 @@ class SendTogether(BuiltInPass):
                 if not values:  # nothing leaves the stage in this direction
                     continue
                 name = at(stage, replica, last, f"{OpName.TOGETHER}_{CALL_OF_KIND[kind]}")
-                kinds = tuple(graph.type_of(value) for value in values)
-                attrs = attributes({"micro_batch": last, "replica": replica, "stage": stage})
-                nodes.append(Node(name, OpName.TOGETHER, values, kinds, attrs))
+                kinds, place = map(graph.type_of, values), Site(stage, replica).attrs
+                nodes.append(make_node(name, OpName.TOGETHER, values, kinds, **place, micro_batch=last))
                 joined |= {(value, direction): Value(name, i) for i, value in enumerate(values)}
         found = [_take_joined(graph, node, joined) for node in graph.nodes]
         return graph.replace(nodes=(*found, *nodes)).sorted()

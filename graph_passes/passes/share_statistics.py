@@ -91,10 +91,8 @@ def _cut_function(function: Function, name: str) -> _Cut | None:
 
 
 def _extract(function: Function, name: str, outputs: Iterable[int], roots: Iterable[str]) -> Function:
-    graph, numbers = function.graph, tuple(outputs)
-    members = set(ancestors(graph, roots))
-    taken = [function.outputs[i] for i in numbers]
-    return extract_function(name, graph, members, function.carrier_of, taken, [graph.outputs[i] for i in numbers])
+    members, results = ancestors(function.graph, roots), [function.results[i] for i in outputs]
+    return extract_function(name, function.graph, members, function.carrier_of, results)
 
 
 def _calls(node: Node, function: Function, cut: _Cut, shared: str) -> Iterator[Node]:

@@ -22,12 +22,14 @@ from typing import ClassVar
 from dapple_tf.errors import PartitionError
 from dapple_tf.graph_passes.analysis.layers import batch_axis
 from dapple_tf.graph_passes.analysis.row_bounds import cut_points
-from dapple_tf.graph_passes.ir.graph import Attr, Control, Graph, Node, Value, attributes, topological
+from dapple_tf.graph_passes.ir.graph import Control, Graph, Node, Value, make_node, topological
 from dapple_tf.graph_passes.ir.names import (
     BACKWARD_OPS,
     BATCH_SIZE_NAME,
+    Site,
     at,
     cut_attributes,
+    of_replica,
     replica_counts,
     share_attributes,
     without_target,
@@ -86,12 +88,12 @@ class SplitConcat(BuiltInPass):
                 continue
             stage = node.integer("stage")
             if node.op in LOSS_HEAD_OPS:
-                nodes.append(replicate_loss_head(node, self.replicas[stage], _of_replica))
+                nodes.append(replicate_loss_head(node, self.replicas[stage]))
                 continue
             for replica in range(self.replicas[stage]):
                 inputs = tuple(boundaries.source(node, value, replica) for value in node.inputs)
                 controls = tuple(_own_control(graph, stage, control, replica) for control in node.controls)
-                copy = dataclasses.replace(node, name=_of_replica(node.name, replica), inputs=inputs, controls=controls)
+                copy = dataclasses.replace(node, name=of_replica(node.name, replica), inputs=inputs, controls=controls)
                 copy = copy.with_attrs(replica=replica)
                 if node.op in (OpName.SLICE, OpName.ROW_BOUNDS):
                     copy = copy.with_attrs(replicas=self.replicas[stage])
@@ -117,11 +119,7 @@ def _own_control(graph: Graph, stage: int, control: Control, replica: int) -> Co
     source = graph.node(control.source)
     if source.get("stage") != stage:
         return control
-    return dataclasses.replace(control, source=_of_replica(control.source, replica))
-
-
-def _of_replica(name: str, replica: int) -> str:
-    return name.replace("/replica0/", f"/replica{replica}/")
+    return dataclasses.replace(control, source=of_replica(control.source, replica))
 
 
 def _merge_all(node: Node, graph: Graph, replicas: Sequence[int]) -> Node:
@@ -131,7 +129,7 @@ def _merge_all(node: Node, graph: Graph, replicas: Sequence[int]) -> Node:
     inputs: list[Value] = []
     for value, share in zip(node.inputs[::2], node.inputs[1::2], strict=True):
         for replica in range(replicas[graph.node(value.node).integer("stage")]):
-            inputs += [Value(_of_replica(v.node, replica), v.index) for v in (value, share)]
+            inputs += [Value(of_replica(v.node, replica), v.index) for v in (value, share)]
     return dataclasses.replace(node, inputs=tuple(inputs))
 
 
@@ -162,13 +160,13 @@ class _Boundaries:
         if producer.op == OpName.CUT_ROWS:
             return piece_of_replica(value, replica, self.replicas[here])
         if here == there or tuple(self.points[here]) == tuple(self.points[there]):
-            return Value(_of_replica(value.node, replica), value.index)
+            return Value(of_replica(value.node, replica), value.index)
         if not self._is_shared(value):
             return self._concat(producer, value, here, replica)
         if producer.op in BACKWARD_OPS:
             return self._add(producer, value, here, replica)
         first = overlaps(replica, self.points[here], self.points[there])[0]
-        return Value(_of_replica(value.node, first), value.index)
+        return Value(of_replica(value.node, first), value.index)
 
     def _add(self, producer: Node, value: Value, here: int, replica: int) -> Value:
         """Return the gradient of a shared ``value`` for ``replica`` of stage ``here``.
@@ -179,13 +177,13 @@ class _Boundaries:
         points = self.points[there], self.points[here]
         senders = [j for j in range(self.replicas[there]) if overlaps(j, *points)[0] == replica]
         if len(senders) == 1:
-            return Value(_of_replica(value.node, senders[0]), value.index)
+            return Value(of_replica(value.node, senders[0]), value.index)
         tensors = self._crossing_tensors(producer, here, shared=True)
         name = at(here, replica, m, f"add_{producer.op}")
-        inputs = tuple(Value(_of_replica(v.node, j), v.index) for v in tensors for j in senders)
+        inputs = tuple(Value(of_replica(v.node, j), v.index) for v in tensors for j in senders)
         kinds = tuple(self.graph.type_of(v) for v in tensors)
-        attrs: dict[str, Attr] = {"micro_batch": m, "pieces": len(senders), "replica": replica, "stage": here}
-        self.nodes[name] = Node(name, OpName.ADD, inputs, kinds, attributes(attrs))
+        place = Site(here, replica).attrs
+        self.nodes[name] = make_node(name, OpName.ADD, inputs, kinds, **place, micro_batch=m, pieces=len(senders))
         return Value(name, tensors.index(value))
 
     def _concat(self, producer: Node, value: Value, here: int, replica: int) -> Value:
@@ -199,42 +197,42 @@ class _Boundaries:
             return pieces[0][place]
         name = at(here, replica, m, f"concat_{producer.op}")
         if name not in self.nodes:
-            inputs = tuple(piece[k] for k in range(len(tensors)) for piece in pieces)
-            attrs: dict[str, Attr] = {
-                "axes": tuple(self._axis(v) for v in tensors),
-                "micro_batch": m,
-                "pieces": len(pieces),
-                "replica": replica,
-                "stage": here,
-            }
-            kinds = tuple(self.graph.type_of(v) for v in tensors)
-            self.nodes[name] = Node(name, OpName.CONCAT, inputs, kinds, attributes(attrs))
+            self.nodes[name] = make_node(
+                name,
+                OpName.CONCAT,
+                (piece[k] for k in range(len(tensors)) for piece in pieces),
+                map(self.graph.type_of, tensors),
+                **Site(here, replica).attrs,
+                axes=tuple(map(self._axis, tensors)),
+                micro_batch=m,
+                pieces=len(pieces),
+            )
         return Value(name, place)
 
     def _split(self, producer: Node, tensors: Sequence[Value], i: int, replica: int, here: int) -> tuple[Value, ...]:
         """Return the rows of ``tensors`` that replica i of the producer sends to ``replica`` of stage ``here``."""
         there, m = producer.integer("stage"), producer.integer("micro_batch")
         receivers = overlaps(i, self.points[there], self.points[here])
-        whole = tuple(Value(_of_replica(v.node, i), v.index) for v in tensors)
+        whole = tuple(Value(of_replica(v.node, i), v.index) for v in tensors)
         if len(receivers) == 1:
             return whole
         name = at(there, i, m, f"split_{producer.op}")
         if name not in self.nodes:
-            attrs: dict[str, Attr] = {
-                "axes": tuple(self._axis(v) for v in tensors),
-                "micro_batch": m,
+            self.nodes[name] = make_node(
+                name,
+                OpName.SPLIT,
+                (Value(BATCH_SIZE_NAME), *whole),
+                (self.graph.type_of(v) for v in tensors for _ in receivers),
+                **Site(there, i).attrs,
+                axes=tuple(map(self._axis, tensors)),
+                micro_batch=m,
                 **self.cut,
-                "receivers": receivers,
-                "of": self.replicas[here],
+                receivers=receivers,
+                of=self.replicas[here],
                 **share_attributes(self.shares[here], "of_shares"),
-                "replica": i,
-                "replicas": self.replicas[there],
+                replicas=self.replicas[there],
                 **share_attributes(self.shares[there]),
-                "stage": there,
-            }
-            kinds = tuple(self.graph.type_of(v) for v in tensors for _ in receivers)
-            inputs = (Value(BATCH_SIZE_NAME), *whole)
-            self.nodes[name] = Node(name, OpName.SPLIT, inputs, kinds, attributes(attrs))
+            )
         position = receivers.index(replica)
         return tuple(Value(name, k * len(receivers) + position) for k in range(len(tensors)))
 

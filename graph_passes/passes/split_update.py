@@ -21,22 +21,14 @@ from dapple_tf.errors import PartitionError
 from dapple_tf.graph_passes.analysis.layers import written_variables
 from dapple_tf.graph_passes.analysis.update_rounds import Kinds, Sends, find_times, part_rounds, send_values
 from dapple_tf.graph_passes.analysis.update_terms import UpdateTerms, find_terms
-from dapple_tf.graph_passes.ir.extract import extract_function
-from dapple_tf.graph_passes.ir.graph import Effect, Function, Graph, Port, Role, Value, ancestors
+from dapple_tf.graph_passes.ir.extract import extract_function, results_of
+from dapple_tf.graph_passes.ir.graph import ROLE_OF_NAME, Effect, Function, Graph, Role, Value, ancestors
 from dapple_tf.graph_passes.ir.names import Site, of_round
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.passes.bound_update import bound_update
 
 _ALONE = "use an optimizer that updates each variable by itself"
 _CONDITION = "let no op use what this tf.cond returns (return nothing from its branches), so that it can be cut"
-_ARGUMENT_ROLES: Mapping[str, Role] = {
-    "gradient": "gradient",
-    "slices": "slices",
-    "indices": "indices",
-    "whole": "whole",
-    "partial": "partial",
-    "combined": "combined",
-}
 
 
 @dataclass(frozen=True)
@@ -228,7 +220,7 @@ def _owned_by_writers(graph: Graph, owner: Mapping[str, Site], readers: Mapping[
     needed: dict[str, set[Site | None]] = {}  # by variable, the sites of the writes that need it
     for name, needs in terms.needs.items():
         node = graph.node(name)
-        targets = node.strings("writes") if node.effect is Effect.WRITE else ()
+        targets = node.written
         sites = {site for source in needs if (site := _site_of(graph, owner, source)) is not None}
         for target in targets:
             if target not in owner:
@@ -265,7 +257,7 @@ def _sort_writes(
     shared: set[str] = set()
     for name, needs in terms.needs.items():
         node = graph.node(name)
-        targets = node.strings("writes") if node.effect == Effect.WRITE else ()
+        targets = node.written
         owners = {owner[target] for target in targets if target in owner}
         if len(owners) > 1:
             raise PartitionError(
@@ -298,7 +290,7 @@ def _needed_by_shared(
         name
         for group in writes.values()
         for name in group
-        if read.intersection(graph.node(name).strings("writes") if graph.node(name).effect == Effect.WRITE else ())
+        if read.intersection(graph.node(name).written)
         and all(_site_of(graph, owner, source) is None for source in terms.needs[name])
     }
 
@@ -308,15 +300,10 @@ def _of_several(graph: Graph, owner: Mapping[str, Site], writes: Mapping[Site, S
     places: dict[str, set[Site | None]] = {}
     for site, group in [*writes.items(), (None, shared)]:
         for name in group:
-            for target in graph.node(name).strings("writes") if graph.node(name).effect == Effect.WRITE else ():
+            for target in graph.node(name).written:
                 places.setdefault(target, set()).add(site)
     several = {target for target, found in places.items() if len(found) > 1 and target not in owner}
-    return {
-        name
-        for group in writes.values()
-        for name in group
-        if graph.node(name).effect == Effect.WRITE and several.intersection(graph.node(name).strings("writes"))
-    }
+    return {name for group in writes.values() for name in group if several.intersection(graph.node(name).written)}
 
 
 def _remove_identity_n(graph: Graph) -> Graph:
@@ -340,8 +327,7 @@ def _handed_over(graph: Graph, before: Set[str]) -> frozenset[str]:
     """
     written: dict[str, set[str]] = {}
     for name in before:
-        node = graph.node(name)
-        for target in node.strings("writes") if node.effect == Effect.WRITE else ():
+        for target in graph.node(name).written:
             written.setdefault(target, set()).add(name)
     found = {name for name in before if graph.node(name).outputs}
     acting = {node.name for node in graph.nodes if node.effect in (Effect.WRITE, Effect.SIDE)}
@@ -384,15 +370,14 @@ def _update_function(
             )
         return found
 
-    ports = [Port(role, str(value), graph.type_of(value)) for value in returned]
-    return extract_function(name, graph, members, port_of, ports, returned)
+    return extract_function(name, graph, members, port_of, results_of(graph, role, returned))
 
 
 def _input_port(graph: Graph, value: Value) -> tuple[Role, str] | None:
     """Return the port of a gradient or a variable; None for any other value."""
     source = graph.node(value.node)
     if source.op == "arg":
-        return _ARGUMENT_ROLES[source.get("role", "gradient")], source.string("port")
+        return ROLE_OF_NAME[source.get("role", "gradient")], source.string("port")
     return ("variable", source.name) if source.op == "variable" else None
 
 
@@ -405,23 +390,20 @@ def _terms_function(graph: Graph, terms: UpdateTerms, site: Site, number: int) -
     """Return the function that computes the terms of one site which all sites need."""
     values = [value for value, of in terms.partial if of == site]
     members = _term_nodes(graph, values)
-    ports = [Port("partial", str(value), graph.type_of(value)) for value in values]
-    name = of_round(number, site.at(OpName.UPDATE_TERMS))
-    return extract_function(name, _unguarded(graph), members, lambda value: _input_port(graph, value), ports, values)
+    name, results = of_round(number, site.at(OpName.UPDATE_TERMS)), results_of(graph, "partial", values)
+    return extract_function(name, _unguarded(graph), members, lambda value: _input_port(graph, value), results)
 
 
 def _combine_function(graph: Graph, terms: UpdateTerms, number: int) -> Function:
     """Return the function that combines the terms of the stages."""
     partial = {value for value, _ in terms.partial}
     members = _term_nodes(graph, terms.combined, {value.node for value in partial})
-    ports = [Port("combined", str(value), graph.type_of(value)) for value in terms.combined]
 
     def port_of(value: Value) -> tuple[Role, str] | None:
         return ("partial", str(value)) if value in partial else _input_port(graph, value)
 
-    return extract_function(
-        of_round(number, "optimizer/combine"), _unguarded(graph), members, port_of, ports, terms.combined
-    )
+    name, results = of_round(number, "optimizer/combine"), results_of(graph, "combined", terms.combined)
+    return extract_function(name, _unguarded(graph), members, port_of, results)
 
 
 def _unguarded(graph: Graph) -> Graph:
@@ -460,8 +442,7 @@ def _check_order(graph: Graph, function: Function, earlier: Set[str], part: str)
 
     ``part``: names the ``function`` in the error. ``earlier``: the nodes of parts that run before it.
     """
-    written = (graph.node(name) for name in sorted(earlier) if graph.node(name).effect == Effect.WRITE)
-    overwritten = {target: node.name for node in written for target in node.strings("writes")}
+    overwritten = {target: name for name in sorted(earlier) for target in graph.node(name).written}
     for node in function.graph.nodes:
         if node.effect != Effect.READ:
             continue

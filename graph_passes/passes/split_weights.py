@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from dapple_tf.graph_passes.analysis.layers import variables_of
 from dapple_tf.graph_passes.analysis.variable_use import find_variables
-from dapple_tf.graph_passes.ir.extract import PortOf, extract_function, values_between
+from dapple_tf.graph_passes.ir.extract import PortOf, extract_function, results_of, values_between
 from dapple_tf.graph_passes.ir.graph import Effect, Function, Graph, Node, Port, Role, Value, ancestors
 from dapple_tf.graph_passes.ir.names import at
 from dapple_tf.graph_passes.ir.ops import OpName
@@ -57,9 +57,8 @@ def split_function(function: Function, state: Set[str] = frozenset()) -> tuple[F
     stage waits for the first stage, and ZB-H1 runs the two parts of its backward one right after the other.
     """
     graph, entering = function.graph, set(function.graph.inputs)
-    results = list(zip(function.outputs, graph.outputs, strict=True))
-    boundary = [(port, value) for port, value in results if port.role not in _OF_VARIABLES]
-    weights = [(port, value) for port, value in results if port.role in _OF_VARIABLES]
+    boundary = [result for result in function.results if result[0].role not in _OF_VARIABLES]
+    weights = [result for result in function.results if result[0].role in _OF_VARIABLES]
     acting = [node.name for node in graph.nodes if _has_effect(graph, node, state)]
     first = ancestors(graph, [*(value.node for _, value in boundary), *acting], stop=entering)
     second = ancestors(graph, [value.node for _, value in weights], stop=entering | first)
@@ -68,14 +67,14 @@ def split_function(function: Function, state: Set[str] = frozenset()) -> tuple[F
     roots = [*(value.node for _, value in weights), *taken]
     second |= ancestors(graph, roots, stop=graph.by_name.keys() - free, by_controls=False)
     carried = values_between(graph, first - second, second, [value for _, value in weights])
-    boundary += [(Port("carry", str(value), graph.type_of(value)), value) for value in carried]
+    boundary += results_of(graph, "carry", carried)
 
     def port_of(value: Value) -> tuple[Role, str] | None:
         return ("carry", str(value)) if value in carried else function.carrier_of(value)
 
     def extract(op: OpName, members: set[str], find: PortOf, results: Sequence[tuple[Port, Value]]) -> Function:
         name = f"{function.name.removesuffix(f'/{OpName.BACKWARD}')}/{op}"
-        return extract_function(name, graph, members, find, [port for port, _ in results], [v for _, v in results])
+        return extract_function(name, graph, members, find, results)
 
     return (
         extract(OpName.INPUTS, first, function.carrier_of, boundary),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dapple_tf.graph_passes.analysis.loss_head import LossHeadInput
-from dapple_tf.graph_passes.ir.graph import Attr, Function, Graph, Node, Port, TensorType, Value, attributes, tensor
+from dapple_tf.graph_passes.ir.graph import Attr, Function, Graph, Node, Port, TensorType, Value, make_node, tensor
 from dapple_tf.graph_passes.ir.names import BACKWARD_OPS, BATCH_SIZE_NAME, at
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.passes.batch_loss import call_loss_head
@@ -131,26 +131,25 @@ class StageCalls:
         factors = [] if self.loss == "sum" else [self.shares[stage, m]]
         if LOSS_SCALE_NAME in self.graph.function_by_name:
             factors.append(Value(LOSS_SCALE_NAME))
-        node = Node(at(stage, 0, m, "seed"), OpName.LOSS_GRADIENT, tuple(factors), (kind,), _place(stage, m))
+        node = make_node(at(stage, 0, m, "seed"), OpName.LOSS_GRADIENT, factors, [kind], **_place(stage, m))
         self.seeds[stage, m] = Value(node.name)
         return node
 
     def _slice(self, stage: int, m: int, *functions: Function) -> list[Node]:
         """Return the nodes of a micro-batch's rows of the arguments, its share of the samples and its row bounds."""
         nodes = []
-        attrs = _place(stage, m, **self.cut, replicas=1)
+        attrs = {**_place(stage, m), **self.cut, "replicas": 1}
         for name in dict.fromkeys(port.name for f in functions for _, port in f.input_ports("rows")):
-            nodes.append(
-                Node(at(stage, 0, m, OpName.ROW_BOUNDS), OpName.ROW_BOUNDS, (Value(BATCH_SIZE_NAME),), (_ROWS,), attrs)
-            )
+            bounds = at(stage, 0, m, OpName.ROW_BOUNDS)
+            nodes.append(make_node(bounds, OpName.ROW_BOUNDS, [Value(BATCH_SIZE_NAME)], [_ROWS], **attrs))
             self.values["rows", name, stage, m] = Value(nodes[-1].name)
         names = dict.fromkeys(port.name for f in functions for _, port in f.input_ports("arg"))
         has_results = any(f.output_ports("loss", "aux") for f in functions)
         if not names and not has_results:
             return nodes
-        inputs = [Value(BATCH_SIZE_NAME), *(Value(name) for name in names)]
-        kinds = [self.graph.type_of(Value(name)) for name in names]
-        node = Node(at(stage, 0, m, OpName.SLICE), OpName.SLICE, tuple(inputs), (_SHARE, *kinds), attrs)
+        tensors = list(map(Value, names))
+        inputs, kinds = [Value(BATCH_SIZE_NAME), *tensors], [_SHARE, *map(self.graph.type_of, tensors)]
+        node = make_node(at(stage, 0, m, OpName.SLICE), OpName.SLICE, inputs, kinds, **attrs)
         self.shares[stage, m] = Value(node.name, 0)
         for i, name in enumerate(names, 1):
             self.values["arg", name, stage, m] = Value(node.name, i)
@@ -159,7 +158,7 @@ class StageCalls:
     def _call(self, function: Function, stage: int, m: int, op: OpName) -> Node:
         """Return the call of a stage's function on a micro-batch. The nodes whose values it takes must exist."""
         inputs = (self._find(port, stage, m) for port in function.passed)
-        node = function.call(at(stage, 0, m, op), op, inputs, micro_batch=m, replica=0, stage=stage)
+        node = function.call(at(stage, 0, m, op), op, inputs, **_place(stage, m))
         self.types.update(zip(node.values(), node.outputs, strict=True))
         return node
 
@@ -177,12 +176,12 @@ class StageCalls:
         return self.values[port.role, port.name, stage, m]
 
 
-def _place(stage: int, m: int, **attrs: Attr) -> tuple[tuple[str, Attr], ...]:
-    """Return ``attrs`` and the place of a node: the stage, its first replica, and the micro-batch ``m``."""
-    return attributes({"micro_batch": m, "replica": 0, "stage": stage, **attrs})
+def _place(stage: int, m: int) -> dict[str, Attr]:
+    """Return the place of a node: the stage, its first replica, and the micro-batch ``m``."""
+    return {"micro_batch": m, "replica": 0, "stage": stage}
 
 
 def _whole_batch_bounds(stage: int) -> Node:
     """Return the node of the row bounds that a call of a stage takes when it runs on the whole batch."""
-    name, attrs = at(stage, 0, what=OpName.ROW_BOUNDS), attributes({"replica": 0, "stage": stage})
-    return Node(name, OpName.ROW_BOUNDS, (Value(BATCH_SIZE_NAME),), (_ROWS,), attrs)
+    name = at(stage, 0, what=OpName.ROW_BOUNDS)
+    return make_node(name, OpName.ROW_BOUNDS, [Value(BATCH_SIZE_NAME)], [_ROWS], replica=0, stage=stage)

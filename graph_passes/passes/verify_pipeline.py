@@ -34,25 +34,19 @@ class VerifyPipeline(BuiltInPass):
     )
 
     def __call__(self, graph: Graph) -> Graph:
-        verify_pipeline(graph, self.schedule, self.shares)
+        """Raise GraphError unless the graph is acyclic, ordered as the schedule says, complete, and on devices."""
+        topological(graph.nodes)  # raises GraphError for a cycle
+        verify_order(graph, self.schedule)
+        verify_together(graph, self.schedule)
+        verify_gradients(graph)
+        verify_sums(graph)
+        verify_sums_in_place(graph, self.schedule)
+        verify_statistics(graph)
+        verify_inlined(graph)
+        verify_copies(graph, self.shares)
+        verify_writers(graph)
+        verify_devices(graph)
         return graph
-
-
-def verify_pipeline(graph: Graph, schedule: Schedule, shares: tuple[tuple[str, int], ...] = ()) -> None:
-    """Raise GraphError unless the graph is acyclic, ordered as ``schedule`` says, complete, and on devices."""
-    topological(graph.nodes)  # raises GraphError for a cycle
-    verify_order(graph, schedule)
-    verify_together(graph, schedule)
-    verify_gradients(graph)
-    verify_sums(graph)
-    verify_sums_in_place(graph, schedule)
-    verify_statistics(graph)
-    verify_inlined(graph)
-    verify_copies(graph, shares)
-    verify_writers(graph)
-    for node in graph.nodes:
-        if not node.device:
-            raise GraphError(f"node {node.name!r} has no device")
 
 
 def verify_order(graph: Graph, schedule: Schedule) -> None:
@@ -72,6 +66,13 @@ def verify_edge(node: Node, source: str, why: str = "") -> None:
     """Raise GraphError unless an edge makes ``node`` run after ``source``; ``why`` it must, for the message."""
     if source not in set(node.predecessors()):
         raise GraphError(f"no edge makes {node.name!r} run after {source!r}{why}")
+
+
+def verify_devices(graph: Graph) -> None:
+    """Raise GraphError unless each node has a device."""
+    for node in graph.nodes:
+        if not node.device:
+            raise GraphError(f"node {node.name!r} has no device")
 
 
 def verify_rows(graph: Graph, rows: Sequence[Sequence[str]], order: str, ops: Sequence[OpName]) -> None:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from dapple_tf.errors import GraphError
-from dapple_tf.graph_passes.ir.graph import Function, Graph, Node, Value, attributes
-from dapple_tf.graph_passes.ir.names import BACKWARD_OPS, at, micro_batch_count, nodes_of, replica_counts
+from dapple_tf.graph_passes.ir.graph import Function, Graph, Node, Value, make_node
+from dapple_tf.graph_passes.ir.names import BACKWARD_OPS, Site, at, micro_batch_count, nodes_of, replica_counts
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.passes.allreduce import allreduce_node
 from dapple_tf.graph_passes.passes.base import BuiltInPass, Contract
@@ -57,12 +57,9 @@ def _sum(graph: Graph, stage: int, replica: int) -> Node:
     """Return the node that adds the statistics of a replica's forwards over the micro-batches."""
     ports = graph.function(at(stage, what=OpName.FORWARD)).output_ports("statistic")
     calls = [at(stage, replica, m, OpName.FORWARD) for m in range(micro_batch_count(graph))]
-    names, kinds = tuple(port.name for _, port in ports), tuple(port.type for _, port in ports)
-    op = OpName.SUM_STATISTICS
-    attrs = attributes({"replica": replica, "stage": stage, "variables": names})
-    return Node(
-        at(stage, replica, what=op), op, tuple(Value(call, i) for call in calls for i, _ in ports), kinds, attrs
-    )
+    site, op, names = Site(stage, replica), OpName.SUM_STATISTICS, tuple(port.name for _, port in ports)
+    values, kinds = (Value(call, i) for call in calls for i, _ in ports), (port.type for _, port in ports)
+    return make_node(at(*site, what=op), op, values, kinds, **site.attrs, variables=names)
 
 
 def _write(graph: Graph, stage: int, function: Function, sums: dict[str, Value]) -> Node:

@@ -21,7 +21,7 @@ from dapple_tf.graph_passes.passes.join_replicas import JoinReplicas
 from dapple_tf.graph_passes.passes.microbatch import Microbatch
 from dapple_tf.graph_passes.passes.order import Order
 from dapple_tf.graph_passes.passes.overlap import Overlap
-from dapple_tf.graph_passes.passes.project import project
+from dapple_tf.graph_passes.passes.project import Project
 from dapple_tf.graph_passes.passes.rank_variables import RankVariables
 from dapple_tf.graph_passes.passes.send_together import SendTogether
 from dapple_tf.graph_passes.passes.split_concat import SplitConcat
@@ -229,4 +229,4 @@ def graph_for_ranks(kind: Kind) -> Graph:
 def ranks_of(kind: Kind, ranks: Sequence[Sequence[int]] | None = None) -> tuple[Graph, ...]:
     """The graphs of all ranks."""
     whole = graph_for_ranks(kind)
-    return tuple(project(whole, ranks or kind.ranks, rank) for rank in range(kind.size))
+    return tuple(Project(tuple(map(tuple, ranks or kind.ranks)), rank)(whole) for rank in range(kind.size))

@@ -18,7 +18,7 @@ from dapple_tf.graph_passes.passes.copy_variables import CopyVariables
 from dapple_tf.graph_passes.passes.gather_slices import SparsePart
 from dapple_tf.graph_passes.passes.microbatch import Microbatch
 from dapple_tf.graph_passes.passes.place import Place
-from dapple_tf.graph_passes.passes.project import project
+from dapple_tf.graph_passes.passes.project import Project
 from dapple_tf.graph_passes.passes.rank_variables import RankVariables
 from dapple_tf.graph_passes.passes.split_concat import SplitConcat
 from dapple_tf.graph_passes.passes.split_update import Updates
@@ -155,7 +155,7 @@ class WindowKind:
         return calls(X, *(f for stage in range(len(self.replicas)) for f in self.functions(stage)))
 
     def graph(self) -> Graph:
-        """The graph of the window, which has passed ``verify_window``."""
+        """The graph of the window, which has passed ``VerifyWindow``."""
         return run_passes(self.input_graph(), self.passes())
 
     def rank_graphs(self) -> tuple[Graph, ...]:
@@ -163,7 +163,7 @@ class WindowKind:
         whole = self.graph()
         names = {port.name for f in whole.functions for _, port in f.input_ports("variable")}
         whole = RankVariables(tuple((name, parse_type("float32[4]")) for name in names), self.ranks)(whole)
-        return tuple(project(whole, self.ranks, rank) for rank in range(self.size))
+        return tuple(Project(self.ranks, rank)(whole) for rank in range(self.size))
 
 
 @st.composite

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from dapple_tf.graph_passes.ir.graph import Graph, Node, Value, attributes
+from dapple_tf.graph_passes.ir.graph import Graph, Node, Value, make_node
 from dapple_tf.graph_passes.ir.names import Site, at, of_minibatch
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.passes.allreduce import allreduce_node
@@ -65,10 +65,9 @@ def _reduce(window: Window, stage: int, last: int, gradients: Sequence[Node]) ->
     if len(gradients) > 1:
         reduced = allreduce_node(of_minibatch(last, at(stage, what=OpName.ALLREDUCE)), gradients)
         nodes.append(reduced.with_attrs(average=True) if window.turns[stage] > 1 else reduced)
-    attrs = attributes({"replica": 0, "stage": stage, "variables": first.strings("variables")})
-    name = of_minibatch(last, at(stage, what=OpName.REDUCED_GRADIENTS))
+    op, attrs = OpName.REDUCED_GRADIENTS, Site(stage).attrs | {"variables": first.strings("variables")}
     values = (nodes or gradients)[-1].values()
-    return [*nodes, Node(name, OpName.REDUCED_GRADIENTS, values, first.outputs, attrs)]
+    return [*nodes, make_node(of_minibatch(last, at(stage, what=op)), op, values, first.outputs, **attrs)]
 
 
 def _gather(

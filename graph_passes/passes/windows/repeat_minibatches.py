@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from dapple_tf.errors import GraphError
-from dapple_tf.graph_passes.ir.graph import OTHER, Control, Graph, Node, Shape, TensorType, Value, attributes
+from dapple_tf.graph_passes.ir.graph import OTHER, Control, Graph, Node, Shape, TensorType, Value, attributes, make_node
 from dapple_tf.graph_passes.ir.names import (
     BATCH_SIZE_NAME,
     at,
     micro_batch_count,
     nodes_of,
     of_minibatch,
+    of_replica,
     replica_counts,
 )
 from dapple_tf.graph_passes.ir.ops import OpName
@@ -70,8 +71,8 @@ class RepeatMinibatches(BuiltInPass):
             inputs = tuple(Value(of_minibatch(t, value.node), value.index) for t in range(self.window.minibatches))
             of_one = graph.type_of(value)
             stacked = TensorType(of_one.dtype, Shape((self.window.minibatches, *(of_one.shape.dims or ()))))
-            attrs = attributes({"kind": kind})
-            nodes.append(Node(name, OpName.MERGE_MINIBATCHES, inputs, (stacked if kind == "stack" else of_one,), attrs))
+            given = stacked if kind == "stack" else of_one
+            nodes.append(make_node(name, OpName.MERGE_MINIBATCHES, inputs, [given], kind=kind))
             outputs.append(Value(name))
         return graph.replace(nodes=tuple(nodes), outputs=tuple(outputs)).sorted()
 
@@ -82,10 +83,9 @@ def _cut(graph: Graph, window: Window, minibatch: int) -> Node:
     for name in graph.inputs:
         kind = graph.type_of(Value(name))
         kinds.append(TensorType(kind.dtype, Shape((OTHER, *(kind.shape.dims or (OTHER,))[1:]))))
-    attrs = attributes({"minibatch": minibatch, "minibatches": window.minibatches})
-    inputs = (Value(BATCH_SIZE_NAME), *map(Value, graph.inputs))
+    inputs, of = (Value(BATCH_SIZE_NAME), *map(Value, graph.inputs)), window.minibatches
     name = of_minibatch(minibatch, _ROWS)
-    return Node(name, OpName.MINIBATCH, inputs, tuple(kinds), attrs)
+    return make_node(name, OpName.MINIBATCH, inputs, kinds, minibatch=minibatch, minibatches=of)
 
 
 class _Copy:
@@ -148,7 +148,7 @@ class _Copy:
             stage, turn = node.integer("stage"), self._turns(node)[0]
             if here is not None and here[0] == stage:
                 turn = here[1] // self._window.sharing[stage]
-            name = name.replace(f"/replica{self._replica(node, 0)}/", f"/replica{self._replica(node, turn)}/")
+            name = of_replica(name, self._replica(node, turn), self._replica(node, 0))
         if not node.has("micro_batch"):
             return of_minibatch(self._minibatch, name)
         number = node.integer("micro_batch")

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from dapple_tf.errors import GraphError
-from dapple_tf.graph_passes.ir.graph import Attr, Control, Function, Graph, Node, attributes
-from dapple_tf.graph_passes.ir.names import at, find_minibatch, nodes_of, of_minibatch
+from dapple_tf.graph_passes.ir.graph import Control, Function, Graph, Node, make_node
+from dapple_tf.graph_passes.ir.names import Site, at, find_minibatch, nodes_of, of_minibatch
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.passes.apply import Gradients, complete_gradients, update_inputs
 from dapple_tf.graph_passes.passes.base import BuiltInPass, Contract
@@ -66,9 +66,9 @@ class UpdateGroups(BuiltInPass):
                 node = node.after(_BEGIN, "update: a failure may leave it half-written")
                 ends.append(Control(node.name, "the window ends when all state is written"))
             nodes.append(node)
-        attrs = attributes({"offset": self.window.minibatches, "variable": self.counter})
-        count = Node(_COUNT, OpName.COUNT_UPDATE, attrs=attrs, controls=tuple(ends))
-        done = Node(_DONE, OpName.SET_UPDATING, attrs=attributes({"updating": False}))
+        offset = self.window.minibatches
+        count = make_node(_COUNT, OpName.COUNT_UPDATE, (), (), ends, offset=offset, variable=self.counter)
+        done = make_node(_DONE, OpName.SET_UPDATING, updating=False)
         added += [count, done.after(_COUNT, "the window ends after its steps are counted")]
         used = tuple(function for _, function in self.updates.stages)
         return graph.replace(nodes=(*nodes, *added), functions=(*graph.functions, *used)).sorted()
@@ -102,7 +102,7 @@ def _begin(graph: Graph) -> Node:
 
     If forward writes no variable, it comes after the first backward of the last stage, which precedes every update.
     """
-    begin = Node(_BEGIN, OpName.SET_UPDATING, attrs=attributes({"updating": True}))
+    begin = make_node(_BEGIN, OpName.SET_UPDATING, updating=True)
     backwards = nodes_of(graph, OpName.BACKWARD)
     if not backwards or nodes_of(graph, OpName.COMMIT):
         return begin
@@ -127,16 +127,10 @@ def _update(
 ) -> Sequence[Node]:
     """Return the nodes of one update of a stage: that of its step counter, then the update itself."""
     last = window.last_minibatch(stage, update)
-    place: dict[str, Attr] = {"replica": 0, "stage": stage}
+    place, inputs = Site(stage).attrs, update_inputs(function, gradients)
     name = of_minibatch(last, at(stage, what=OpName.COUNT_UPDATE))
-    attrs = attributes({**place, "offset": last, "variable": counter})
-    count = Node(name, OpName.COUNT_UPDATE, attrs=attrs, controls=(previous,))
-    step = Node(
-        update_name(window, stage, update),
-        OpName.UPDATE,
-        update_inputs(function, gradients),
-        attrs=attributes({**place, "function": function.name}),
-    )
+    count = make_node(name, OpName.COUNT_UPDATE, (), (), [previous], **place, offset=last, variable=counter)
+    step = make_node(update_name(window, stage, update), OpName.UPDATE, inputs, **place, function=function.name)
     # An optimizer may write before it takes a gradient (weight decay), and TensorFlow may inline the update.
     for call in last_backwards(window, stage, update):
         step = step.after(call, "update: all its backwards have used the weights")

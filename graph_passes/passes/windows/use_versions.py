@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from dapple_tf.graph_passes.analysis.variable_use import find_variables
-from dapple_tf.graph_passes.ir.graph import Graph, Node, attributes
-from dapple_tf.graph_passes.ir.names import at, of_minibatch
+from dapple_tf.graph_passes.ir.graph import Graph, Node, make_node
+from dapple_tf.graph_passes.ir.names import Site, at, of_minibatch
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.passes.base import BuiltInPass, Contract
 from dapple_tf.graph_passes.passes.order import call_name
@@ -54,8 +54,8 @@ class UseVersions(BuiltInPass):
             held: dict[int, int] = {}  # by slot, the last version that was stored there
             for version in sorted(last):
                 slot = version % slots
-                attrs = attributes({"replica": replica, "stage": stage, "variables": names, "version": slot})
-                store = Node(version_name(stage, replica, version), OpName.STORE_VERSION, attrs=attrs)
+                name, place = version_name(stage, replica, version), Site(stage, replica).attrs
+                store = make_node(name, OpName.STORE_VERSION, **place, variables=names, version=slot)
                 if version:
                     store = store.after(
                         update_name(window, stage, version - 1), f"version: made by update {version - 1}"

@@ -13,7 +13,7 @@ from dapple_tf.graph_passes.ir.names import BACKWARD_OPS, at, nodes_of, of_minib
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.passes.base import BuiltInPass, Contract
 from dapple_tf.graph_passes.passes.order import call_name
-from dapple_tf.graph_passes.passes.verify_pipeline import verify_edge, verify_rows
+from dapple_tf.graph_passes.passes.verify_pipeline import verify_devices, verify_edge, verify_rows
 from dapple_tf.graph_passes.passes.windows.update_groups import last_backwards, update_name
 from dapple_tf.graph_passes.passes.windows.use_versions import calls_of, version_name
 from dapple_tf.graph_passes.schedules.schedule import Action
@@ -33,38 +33,34 @@ class VerifyWindow(BuiltInPass):
     contract: ClassVar[Contract] = Contract(requires=frozenset({OpName.FORWARD, OpName.MINIBATCH}))
 
     def __call__(self, graph: Graph) -> Graph:
-        verify_window(graph, self.versions, self.trained)
+        """Raise GraphError unless the graph is acyclic, ordered as the window says, and each call uses its version.
+
+        A version is stored before the calls that use it, after the update that makes it and before the next one, and no
+        later version takes its slot before its last call has run. Each update has the gradients of its group and no
+        others, and comes after the update before it. Takes time in proportion to the edges, so that it can run before
+        each launch.
+        """
+        nodes = topological(graph.nodes)
+        versions, window, variables = self.versions, self.versions.window, find_variables(graph)
+        rows = [
+            [name for action in actions for name in calls_of(graph, window, action, replica)]
+            for (_, replica), actions in window.rows.items()
+        ]
+        verify_rows(graph, rows, "the window's order", (OpName.RUN_ONCE, OpName.FORWARD, *BACKWARD_OPS))
+        for stage in range(window.stages):
+            names = {name for name in variables.used(stage) if name in self.trained}
+            if names and not versions.slots[stage]:
+                _verify_newest(graph, versions, stage, nodes)
+            if names:
+                _verify_updates(graph, window, stage)
+            for replica in range(window.replicas[stage]):
+                _verify_sums(graph, window, (stage, replica))
+                _verify_versions(graph, versions, (stage, replica), names if versions.slots[stage] else set())
+        for node in graph.nodes:
+            if node.has("inline"):
+                raise GraphError(f"{node.name!r} is inlined: an update would not wait for all of its reads")
+        verify_devices(graph)
         return graph
-
-
-def verify_window(graph: Graph, versions: Versions, trained: Set[str]) -> None:
-    """Raise GraphError unless the graph is acyclic, ordered as the window says, and each call uses its version.
-
-    A version is stored before the calls that use it, after the update that makes it and before the next one, and no
-    later version takes its slot before its last call has run. Each update has the gradients of its group and no others,
-    and comes after the update before it. Takes time in proportion to the edges, so that it can run before each launch.
-    """
-    nodes = topological(graph.nodes)
-    window, variables = versions.window, find_variables(graph)
-    rows = [
-        [name for action in actions for name in calls_of(graph, window, action, replica)]
-        for (_, replica), actions in window.rows.items()
-    ]
-    verify_rows(graph, rows, "the window's order", (OpName.RUN_ONCE, OpName.FORWARD, *BACKWARD_OPS))
-    for stage in range(window.stages):
-        names = {name for name in variables.used(stage) if name in trained}
-        if names and not versions.slots[stage]:
-            _verify_newest(graph, versions, stage, nodes)
-        if names:
-            _verify_updates(graph, window, stage)
-        for replica in range(window.replicas[stage]):
-            _verify_sums(graph, window, (stage, replica))
-            _verify_versions(graph, versions, (stage, replica), names if versions.slots[stage] else set())
-    for node in graph.nodes:
-        if node.has("inline"):
-            raise GraphError(f"{node.name!r} is inlined: an update would not wait for all of its reads")
-        if not node.device:
-            raise GraphError(f"node {node.name!r} has no device")
 
 
 def _waits(node: Node, source: str) -> bool:

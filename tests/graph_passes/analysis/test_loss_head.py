@@ -51,4 +51,4 @@ def test_the_loss_head_is_in_no_layer_and_its_rows_cross_to_the_last_stage() -> 
     assert layers.cut(1).crossing == (Value("early"),)
     stages = partition(layers, [1])
     assert [stage.outputs for stage in stages.stages] == [(Value("early"),), (Value("early"), Value("z"))]
-    assert (stages.loss_head, stages.head_inputs) == ({"scores", "loss"}, HEAD_INPUTS)
+    assert (layers.loss_head, layers.head_inputs) == ({"scores", "loss"}, HEAD_INPUTS)

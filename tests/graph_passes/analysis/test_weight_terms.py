@@ -84,7 +84,6 @@ def test_a_term_is_routed_through_the_stages_between() -> None:
         {value("b"), value("term")},
     ]
     assert stages.shared == {value("term")}
-    assert stages.floating == layers.floating
 
 
 def test_only_terms_that_cross_are_shared() -> None:

@@ -7,7 +7,7 @@ import pytest
 from dapple_tf.graph_passes.ir.graph import Graph
 from dapple_tf.graph_passes.passes.base import run_passes
 from dapple_tf.graph_passes.passes.combine_statistics import CombineStatistics
-from dapple_tf.graph_passes.passes.project import project
+from dapple_tf.graph_passes.passes.project import Project
 from dapple_tf.graph_passes.passes.share_statistics import ShareStatistics
 from dapple_tf.graph_passes.passes.verify_ranks import verify_ranks
 from tests.graph_passes.builders import assert_graph, calls, functions_of
@@ -127,7 +127,7 @@ def test_partial_statistics_wait_for_what_run_once_waits_for() -> None:
 
 def test_ranks_send_each_other_partial_statistics_and_take_only_their_own_rows() -> None:
     combined = CombineStatistics()(two_replicas())
-    graphs = [project(combined, [(0, 1)], rank) for rank in (0, 1)]
+    graphs = [Project(((0, 1),), rank)(combined) for rank in (0, 1)]
     verify_ranks(graphs)
     for rank, graph in enumerate(graphs):
         node = graph.node("exchange/combine_partials/stage0")

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import pytest
 
+from dapple_tf.graph_passes.analysis.layers import Layers
 from dapple_tf.graph_passes.ir.graph import Function, Graph
 from dapple_tf.graph_passes.passes.once import build_once
 from dapple_tf.graph_passes.passes.partition import Stage, StageGraph
@@ -30,7 +31,7 @@ def once(
     """The graph, and each stage's function of the nodes ``names``, which run once."""
     joint = graph(text)
     stages = tuple(Stage(i, i, i, (), (), ()) for i in range(len(functions)))
-    staged = StageGraph(joint, stages, frozenset(), frozenset(), frozenset(names))
+    staged = StageGraph(Layers(joint, (), (), frozenset(), frozenset(), frozenset(names)), stages)
     return joint, build_once(staged, joint, functions, repeated=repeated)
 
 

@@ -12,7 +12,7 @@ from dapple_tf.errors import GraphError
 from dapple_tf.graph_passes.ir.graph import Graph, Node, Value
 from dapple_tf.graph_passes.ir.verify import verify
 from dapple_tf.graph_passes.passes.expose_gradients import ExposeGradients, exposed_gradients
-from dapple_tf.graph_passes.passes.project import Project, parse_exchange_name, project
+from dapple_tf.graph_passes.passes.project import Project, parse_exchange_name
 from dapple_tf.graph_passes.passes.verify_ranks import verify_ranks
 from tests.graph_passes.builders import assert_graph, calls, graph, refused, two_stages
 from tests.graph_passes.whole import Kind, graph_for_ranks, kinds, ranks_of, whole_graph
@@ -377,7 +377,7 @@ def origin(graphs: tuple[Graph, ...], rank: int, value: Value) -> Value:
 @given(st.one_of(kinds(), kinds(shared=True)))
 def test_a_rank_returns_the_loss_and_the_gradients_of_its_stages(kind: Kind) -> None:
     whole = ExposeGradients()(graph_for_ranks(kind))
-    parts = [project(whole, kind.ranks, rank) for rank in range(kind.size)]
+    parts = [Project(kind.ranks, rank)(whole) for rank in range(kind.size)]
     verify_ranks(parts)
     exposed = [exposed_gradients(part) for part in parts]
     for rank in range(kind.size):

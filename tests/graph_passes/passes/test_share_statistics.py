@@ -6,7 +6,7 @@ import pytest
 
 from dapple_tf.graph_passes.ir.graph import Graph
 from dapple_tf.graph_passes.passes.base import run_passes
-from dapple_tf.graph_passes.passes.project import project
+from dapple_tf.graph_passes.passes.project import Project
 from dapple_tf.graph_passes.passes.share_statistics import ShareStatistics
 from dapple_tf.graph_passes.passes.verify_ranks import verify_ranks
 from tests.graph_passes.builders import assert_graph, calls, function, functions_of
@@ -108,7 +108,7 @@ def test_the_first_replica_computes_statistics_and_each_what_does_not_depend_on_
 
 def test_a_rank_receives_statistics_in_an_exchange_of_their_own() -> None:
     shared = ShareStatistics()(two_replicas())
-    graphs = [project(shared, [(0, 1)], rank) for rank in (0, 1)]
+    graphs = [Project(((0, 1),), rank)(shared) for rank in (0, 1)]
     verify_ranks(graphs)
     name = "exchange/run_once/stage0"
     assert (graphs[0].node(name).integers("to"), graphs[1].node(name).integers("source")) == ((1,), (0,))

@@ -1,4 +1,4 @@
-"""Each check of ``verify_window`` refuses a graph that was damaged in the way it looks for."""
+"""Each check of ``VerifyWindow`` refuses a graph that was damaged in the way it looks for."""
 
 from __future__ import annotations
 
