@@ -15,10 +15,41 @@ from dapple_tf.graph_passes.ir.text import parse_graph, parse_type, print_graph
 _TYPES = {"seed": "float32[]", "loss": "float32[]", "variable": "resource[]"}
 
 
+_BOUND_PORT = re.compile(r"(takes|gives) (\S+) (\S+) ('.*') (?:as|from) (\S+)")
+_BOUND_FUNCTION = re.compile(
+    r"function (\S+)\n((?: *(?:takes|gives) [^\n]* (?:as|from) \S+\n)+)(.*?)^ *end$", re.DOTALL | re.MULTILINE
+)
+
+
 def graph(text: str) -> Graph:
-    """The graph ``f`` of these lines; a line that begins with ``|`` continues the one before."""
+    """The graph ``f`` of these lines; a line that begins with ``|`` continues the one before.
+
+    The ports of a function may name their node or value: ``takes arg float32[?] 'x' as %x`` stands for the port and the
+    input node, ``gives loss float32[] 'loss' from %l:0`` for the port and the output. Then the other nodes follow at
+    once, without the lines ``graph``, ``inputs`` and ``outputs``.
+    """
     whole = re.sub(r"\n *\| *", " ", text)
+    whole = _BOUND_FUNCTION.sub(_write_bound_ports, whole)
     return parse_graph(f"graph f\n{whole}\nend")
+
+
+def _write_bound_ports(function: re.Match[str]) -> str:
+    """A function whose ports name nodes and values, as it is parsed."""
+    name, ports, body = function.groups()
+    bound = _BOUND_PORT.findall(ports)
+    takes = [(node, role, kind, port) for keyword, role, kind, port, node in bound if keyword == "takes"]
+    return "\n".join(
+        [
+            f"function {name}",
+            *(f"{keyword} {role} {kind} {port}" for keyword, role, kind, port, _ in bound),
+            f"graph {name}",
+            "inputs " + " ".join(node for node, *_ in takes),
+            *(f"{node} = {role}() {{port={port}}} -> ({kind})" for node, role, kind, port in takes),
+            body,
+            "outputs " + " ".join(value for keyword, *_, value in bound if keyword == "gives"),
+            "end",
+        ]
+    )
 
 
 def calls(text: str, *functions: Function) -> Graph:

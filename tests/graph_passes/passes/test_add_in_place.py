@@ -16,21 +16,16 @@ from tests.graph_passes.whole import Kind, whole_graph
 
 BACKWARD = """
     function stage1/backward
-    takes gradient float32[?,4] 'h'
-    takes variable resource[] 'w'
-    gives gradient float32[?,4] 'x'
-    gives variable float32[4] 'w'
-    gives variable float32[2] 'v'
-    gives slices float32[?,4] 'e'
-      graph stage1/backward
-      inputs %dh %w
-      %dh = gradient() {port='h'} -> (float32[?,4])
-      %w = variable() {port='w'} -> (resource[])
+    takes gradient float32[?,4] 'h' as %dh
+    takes variable resource[] 'w' as %w
+    gives gradient float32[?,4] 'x' from %dx:0
+    gives variable float32[4] 'w' from %dw:0
+    gives variable float32[2] 'v' from %dv:0
+    gives slices float32[?,4] 'e' from %dh:0
       %r = ReadVariableOp(%w:0) -> (float32[4]) !read
       %dx = Mul(%dh:0, %r:0) -> (float32[?,4])
       %dw = Sum(%dh:0) -> (float32[4])
       %dv = Sum(%dx:0) -> (float32[2])
-      outputs %dx:0 %dw:0 %dv:0 %dh:0
       end
 """
 

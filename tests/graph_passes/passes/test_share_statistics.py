@@ -14,23 +14,17 @@ from tests.graph_passes.builders import assert_graph, calls, function, functions
 FORWARD = function("stage0/forward", "arg x, once %count:0 float32[], once %draw:0 int64[]", "loss loss")
 COUNT = """
     function stage0/run_once
-    takes arg float32[?,4] 'mask'
-    takes variable resource[] 'v'
-    takes variable resource[] 'seed'
-    gives once float32[] '%count:0'
-    gives once int64[] '%draw:0'
-      graph stage0/run_once
-      inputs %arg/0 %variable/1 %variable/2
-      %arg/0 = arg() {port='mask'} -> (float32[?,4])
-      %variable/1 = variable() {port='v'} -> (resource[])
-      %variable/2 = variable() {port='seed'} -> (resource[])
+    takes arg float32[?,4] 'mask' as %arg/0
+    takes variable resource[] 'v' as %variable/1
+    takes variable resource[] 'seed' as %variable/2
+    gives once float32[] '%count:0' from %count:0
+    gives once int64[] '%draw:0' from %draw:0
       %scale = ReadVariableOp(%variable/1:0) -> (float32[]) !read
       %sum = Sum(%arg/0:0) -> (float32[])
       %count = Mul(%sum:0, %scale:0) -> (float32[])
       %draw = ReadVariableOp(%variable/2:0) -> (int64[]) !read
       %next = Add(%draw:0) -> (int64[])
       %write = AssignVariableOp(%variable/2:0, %next:0) {writes=['seed']} !write
-      outputs %count:0 %draw:0
       end
 """
 TWO = """
@@ -79,28 +73,19 @@ def test_the_first_replica_computes_statistics_and_each_what_does_not_depend_on_
     assert [f for f in result.functions if f.name != "stage0/forward"] == list(
         functions_of("""
     function stage0/run_once
-    takes variable resource[] 'seed'
-    gives once int64[] '%draw:0'
-      graph stage0/run_once
-      inputs %variable/0
-      %variable/0 = variable() {port='seed'} -> (resource[])
+    takes variable resource[] 'seed' as %variable/0
+    gives once int64[] '%draw:0' from %draw:0
       %draw = ReadVariableOp(%variable/0:0) -> (int64[]) !read
       %next = Add(%draw:0) -> (int64[])
       %write = AssignVariableOp(%variable/0:0, %next:0) {writes=['seed']} !write
-      outputs %draw:0
       end
     function stage0/batch_statistics
-    takes arg float32[?,4] 'mask'
-    takes variable resource[] 'v'
-    gives once float32[] '%count:0'
-      graph stage0/batch_statistics
-      inputs %arg/1 %variable/0
-      %arg/1 = arg() {port='mask'} -> (float32[?,4])
-      %variable/0 = variable() {port='v'} -> (resource[])
+    takes arg float32[?,4] 'mask' as %arg/1
+    takes variable resource[] 'v' as %variable/0
+    gives once float32[] '%count:0' from %count:0
       %scale = ReadVariableOp(%variable/0:0) -> (float32[]) !read
       %sum = Sum(%arg/1:0) -> (float32[])
       %count = Mul(%sum:0, %scale:0) -> (float32[])
-      outputs %count:0
       end
     """)
     )

@@ -54,12 +54,8 @@ def test_each_variable_is_updated_by_the_stage_that_owns_it() -> None:
         updates.stages[0][1],
         """
         function stage0/update
-        takes gradient float32[4] 'w'
-        takes variable resource[] 'w'
-          graph stage0/update
-          inputs %gradient/1 %variable/0
-          %gradient/1 = gradient() {port='w'} -> (float32[4])
-          %variable/0 = variable() {port='w'} -> (resource[])
+        takes gradient float32[4] 'w' as %gradient/1
+        takes variable resource[] 'w' as %variable/0
           %uw = AssignSubVariableOp(%variable/0:0, %gradient/1:0) {writes=['w']} !write
           end
         """,
@@ -87,10 +83,7 @@ def test_a_counter_that_every_update_reads_steps_once_after_them() -> None:
         updates.after,
         """
         function optimizer/after
-        takes variable resource[] 'step'
-          graph optimizer/after
-          inputs %variable/0
-          %variable/0 = variable() {port='step'} -> (resource[])
+        takes variable resource[] 'step' as %variable/0
           %one = Const() -> (int64[])
           %tick = AssignAddVariableOp(%variable/0:0, %one:0) {writes=['step']} !write
           end
