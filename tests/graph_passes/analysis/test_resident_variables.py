@@ -34,7 +34,7 @@ def test_only_the_copy_of_a_variable_of_another_stage_is_resident() -> None:
     graph = calls(
         """
         %got = exchange() {ranks=[0, 1]} -> (float32[9])
-        %stage1/replica0/refresh = refresh(%got:0) {replica=0, stage=1, variables=['t', 'n']}
+        %stage1/replica0/refresh = refresh(%got:0) {place, variables=['t', 'n']}
         %f = forward() {function='stage1/forward', micro_batch=0, replica=0, stage=1}
         %b = backward() {function='stage1/backward', micro_batch=0, replica=0, stage=1}
         """,
@@ -47,7 +47,7 @@ def test_weight_gradients_use_copies_where_there_are_some() -> None:
     graph = calls(
         """
         %got = exchange() {ranks=[0, 1]} -> (float32[9])
-        %stage1/replica0/refresh = refresh(%got:0) {replica=0, stage=1, variables=['t']}
+        %stage1/replica0/refresh = refresh(%got:0) {place, variables=['t']}
         %g = weights() {function='stage1/backward', micro_batch=0, replica=0, stage=1}
         """,
         *STAGE,
@@ -58,7 +58,7 @@ def test_weight_gradients_use_copies_where_there_are_some() -> None:
 def test_updates_reads_and_commits_use_the_variables_themselves() -> None:
     graph = calls(
         """
-        %stage1/replica0/refresh = refresh() {replica=0, stage=1, variables=['w']}
+        %stage1/replica0/refresh = refresh() {place, variables=['w']}
         %u = update() {function='stage1/update', stage=1}
         %a = update() {function='optimizer/after'}
         %r = read_variable() {replica=0, stage=1, variables=['t']} -> (float32[9])

@@ -107,9 +107,7 @@ def test_replicas_exchange_partial_statistics_and_compute_those_of_the_batch_fro
 
 
 def test_partial_statistics_wait_for_what_run_once_waits_for() -> None:
-    text = TWO.replace(
-        "replica=0, stage=0} -> (float32[], int64[])", "replica=0, stage=0} -> (float32[], int64[]) ^%x 'a'"
-    )
+    text = TWO.replace("{call} -> (float32[], int64[])", "{call} -> (float32[], int64[]) ^%x 'a'", 1)
     result = CombineStatistics()(calls(text, FORWARD, *functions_of(COUNT)))
     assert [control.source for control in result.node("stage0/replica0/mb0/partials").controls] == ["x"]
 

@@ -31,14 +31,12 @@ TWO = """
     inputs %x %mask
     %x = input() -> (float32[?,4])
     %mask = input() -> (float32[?,4])
-    %stage0/replica0/run_once = run_once(%mask:0)
-    | {function='stage0/run_once', replica=0, stage=0} -> (float32[], int64[])
-    %stage0/replica0/mb0/forward = forward(%x:0, %stage0/replica0/run_once:0, %stage0/replica0/run_once:1)
-    | {function='stage0/forward', micro_batch=0, replica=0, stage=0} -> (float32[]) ^%stage0/replica0/run_once 'once'
-    %stage0/replica1/run_once = run_once(%mask:0)
-    | {function='stage0/run_once', replica=1, stage=0} -> (float32[], int64[])
-    %stage0/replica1/mb0/forward = forward(%x:0, %stage0/replica1/run_once:0, %stage0/replica1/run_once:1)
-    | {function='stage0/forward', micro_batch=0, replica=1, stage=0} -> (float32[]) ^%stage0/replica1/run_once 'once'
+    %stage0/replica0/run_once = run_once(%mask:0) {call} -> (float32[], int64[])
+    %stage0/replica0/mb0/forward = forward(%x:0, %stage0/replica0/run_once:0, %stage0/replica0/run_once:1) {call}
+    | -> (float32[]) ^%stage0/replica0/run_once 'once'
+    %stage0/replica1/run_once = run_once(%mask:0) {call} -> (float32[], int64[])
+    %stage0/replica1/mb0/forward = forward(%x:0, %stage0/replica1/run_once:0, %stage0/replica1/run_once:1) {call}
+    | -> (float32[]) ^%stage0/replica1/run_once 'once'
     %loss = merge(%stage0/replica0/mb0/forward:0, %stage0/replica1/mb0/forward:0) {kind='sum'} -> (float32[])
     outputs %loss:0
 """
@@ -56,16 +54,13 @@ def test_the_first_replica_computes_statistics_and_each_what_does_not_depend_on_
         inputs %x %mask
         %x = input() -> (float32[?,4])
         %mask = input() -> (float32[?,4])
-        %stage0/replica0/batch_statistics = run_once(%mask:0)
-        | {function='stage0/batch_statistics', replica=0, stage=0} -> (float32[])
-        %stage0/replica0/run_once = run_once() {function='stage0/run_once', replica=0, stage=0} -> (int64[])
+        %stage0/replica0/batch_statistics = run_once(%mask:0) {place, function='stage0/batch_statistics'} -> (float32[])
+        %stage0/replica0/run_once = run_once() {call} -> (int64[])
         %stage0/replica0/mb0/forward = forward(%x:0, %stage0/replica0/batch_statistics:0, %stage0/replica0/run_once:0)
-        | {function='stage0/forward', micro_batch=0, replica=0, stage=0} -> (float32[])
-        | ^%stage0/replica0/batch_statistics 'once' ^%stage0/replica0/run_once 'once'
-        %stage0/replica1/run_once = run_once() {function='stage0/run_once', replica=1, stage=0} -> (int64[])
+        | {call} -> (float32[]) ^%stage0/replica0/batch_statistics 'once' ^%stage0/replica0/run_once 'once'
+        %stage0/replica1/run_once = run_once() {call} -> (int64[])
         %stage0/replica1/mb0/forward = forward(%x:0, %stage0/replica0/batch_statistics:0, %stage0/replica1/run_once:0)
-        | {function='stage0/forward', micro_batch=0, replica=1, stage=0} -> (float32[])
-        | ^%stage0/replica1/run_once 'once'
+        | {call} -> (float32[]) ^%stage0/replica1/run_once 'once'
         %loss = merge(%stage0/replica0/mb0/forward:0, %stage0/replica1/mb0/forward:0) {kind='sum'} -> (float32[])
         outputs %loss:0
         """,
