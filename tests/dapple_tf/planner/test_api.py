@@ -24,6 +24,7 @@ from tests.graph_passes.builders import refused
 # Of each layer: seconds, bytes sent, kept and trained of 4 samples. Fixed bytes of one: 4 x 10.
 PROFILE = make_profile(*[(1, 2, 8, 40, 10)] * 4)
 THREE = make_profile(*[(1, 2, 8, 40, 10)] * 3)
+ONE_STAGE = "one stage per device: use planner 'best', 'gpipe' or 'even'"
 
 
 def plan(profile: Profile = PROFILE, cluster: Cluster | None = None, batch: int = 8, **options: Any) -> Plan:
@@ -224,7 +225,10 @@ def test_impossible_warm_ups_are_not_reported_as_a_lack_of_memory(planner: str, 
             PlanError,
             "stages=6: 'net' on 2 devices can have at least 1 and at most 4 stages",
         ),
-        ("looped-bfs", {"planner": "dapple"}, PlanError, "makes plans of one stage per device: use planner 'best'"),
+        *(
+            ("looped-bfs", {"planner": planner}, PlanError, f"planner '{planner}' makes plans of {ONE_STAGE}")
+            for planner in ("dapple", "autopipe", "bapipe", "pipedream", "spp")
+        ),
         ("looped-bfs", {"planner": "dp"}, PlanError, "schedule 'looped-bfs' runs several stages on a device"),
         ("interleaved-1f1b:D=2", {}, ScheduleError, "interleaved-1f1b has no option D"),
         (

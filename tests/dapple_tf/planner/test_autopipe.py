@@ -242,13 +242,6 @@ def test_a_depth_that_does_not_divide_the_devices_is_refused() -> None:
         plan(stages=3)
 
 
-def test_a_schedule_of_several_stages_per_device_is_refused() -> None:
-    with refused(
-        PlanError, "planner 'autopipe' makes plans of one stage per device: use planner 'best', 'gpipe' or 'even'"
-    ):
-        plan(schedule="looped-bfs:v=2")
-
-
 def test_a_plan_that_does_not_fit_the_memory_is_refused_with_advice() -> None:
     profile = make_profile(*[(1, 2, 1, 4, 100)] * 3)  # a stage of one layer needs 400 bytes, and two are 800
     with pytest.raises(PlanError, match=r"planner 'autopipe' has no plan that fits .*: use planner 'best'"):

@@ -362,13 +362,6 @@ def test_many_blocks_are_merged() -> None:
     assert found.stages[-1].last_layer == 899
 
 
-def test_a_schedule_of_several_stages_per_device_is_refused() -> None:
-    with refused(
-        PlanError, "planner 'bapipe' makes plans of one stage per device: use planner 'best', 'gpipe' or 'even'"
-    ):
-        plan(make_profile(*LAYERS), make_cluster(2), schedule="looped-bfs:v=2")
-
-
 def test_a_plan_that_does_not_fit_the_memory_is_refused() -> None:
     with pytest.raises(PlanError, match="memory"):
         plan(make_profile(*LAYERS), make_cluster(2, memory=1e5))

@@ -279,11 +279,6 @@ def test_more_devices_than_the_program_can_take_are_refused() -> None:
         plan(PROFILE, make_cluster(2049, 2049), batch=8192)
 
 
-def test_a_schedule_of_several_stages_per_device_is_refused() -> None:
-    with refused(PlanError, "planner 'pipedream' makes plans of one stage per device: use planner 'best'"):
-        plan(PROFILE, make_cluster(2), schedule="looped-bfs:v=2")
-
-
 def test_a_plan_that_does_not_fit_the_memory_is_refused_with_advice() -> None:
     profile = make_profile(*[(1, 2, 1, 4, 100)] * 4)
     cluster = make_cluster(4, memory=420, inside=(1e6, 0.0))  # by the formulas DP, with 1600 bytes on each device

@@ -341,8 +341,3 @@ def test_more_blocks_than_the_program_takes_are_merged() -> None:
 def test_more_devices_than_the_planner_takes_are_refused() -> None:
     with refused(PlanError, "the cluster has 65 devices; planner 'spp' is for at most 64: use planner 'best'"):
         plan(cluster=make_cluster(33, 32), batch=128)
-
-
-def test_a_schedule_of_several_stages_per_device_is_refused() -> None:
-    with refused(PlanError, "planner 'spp' makes plans of one stage per device: use planner 'best', 'gpipe' or 'even'"):
-        plan(schedule="looped-bfs:v=2")
