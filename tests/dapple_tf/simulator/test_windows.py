@@ -329,7 +329,6 @@ def test_a_trace_of_a_window_is_read_as_it_was_saved(tmp_path: Path) -> None:
     timeline = simulate(plan_window(WindowPlan(4), (0, 0, (0,)), (1, 1, (1, 2))), PROFILE, make_cluster(3))
     timeline.save(tmp_path / "window.json")
     read = read_recording(tmp_path / "window.json").predicted
-    assert read is not None
     assert read.timeline == timeline
     assert read.timeline.phases == timeline.phases
     assert [event.version for event in read.timeline.events] == [event.version for event in timeline.events]

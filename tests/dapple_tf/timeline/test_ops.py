@@ -140,7 +140,6 @@ def test_a_trace_has_the_ops_below_their_device_and_is_read_again(tmp_path: Path
     ]
     assert rows[2] == [(1.25, "Sum sum")]
     found = read_recording(tmp_path / "t.json").measured
-    assert found is not None
     assert found.ops == OPS
 
 

@@ -155,7 +155,6 @@ def test_a_step_is_compared_with_the_simulation_of_its_plan_if_there_is_one() ->
     run = simulated("dapple-a", 2, [cost(1, 2), cost(1, 2)])
     plan = dataclasses.replace(run.plan, predicted={"step_seconds": run.step_seconds})
     recording = pair_with_prediction(MEASURED, plan, run)
-    assert recording.predicted is not None
     assert recording.predicted.source == BY_PROFILE
     assert recording.predicted.timeline.seconds == run.step_seconds == 9
     assert str(recording).count("9 s") == 2, "what is known is not told again"

@@ -220,7 +220,6 @@ def test_a_recorded_step_of_one_process_knows_what_travels_together() -> None:
     assert ends["1F0"][0] >= ends["0F1"][1]
     assert ends["0B0"][0] >= ends["1B1"][1]
     predicted = step.recording.predicted
-    assert predicted is not None
     assert predicted.timeline.step.together == step.timeline.step.together
 
 
@@ -269,7 +268,6 @@ def test_the_memory_of_phases_that_overlap_is_that_of_the_largest_and_can_be_rea
     first, second = (Timeline((event("0F0", 0, 0.0, 3.0),), (), (), memory_curves=[curve]) for curve in curves)
     PhasesTimeline((first, second), (0.0, 1.0)).save(tmp_path / "step.json")
     measured = read_recording(tmp_path / "step.json").measured
-    assert measured is not None
     # The second phase begins after a second; times count from there.
     assert measured.memory_curves == (
         MemoryCurve("CPU", (-1.0, 0.0, 1.0, 1.5, 2.0, 3.0), (5.0, 5.0, 9.0, 9.0, 7.0, 2.0)),

@@ -225,7 +225,6 @@ def test_terms_that_take_the_result_of_a_write_belong_to_the_next_round() -> Non
         """
     )
     assert ports(updates.before, outputs=True) == [("combined", "%tick:0")]
-    assert updates.later is not None
     assert [(s, roles(f), ops(f)) for s, f in updates.later.terms] == [
         (Site(0), [("gradient", "w"), ("combined", "%tick:0")], ["nw"]),
         (Site(1), [("gradient", "v"), ("combined", "%tick:0")], ["nv"]),
@@ -266,7 +265,6 @@ def test_a_result_of_the_updated_variables_of_several_stages_is_computed_after_t
     updates = cut_updates(update.replace(outputs=(Value("both"), Value("nw"))), OWNER)
     assert updates.returned == (("combined", "%both:0"), ("combined", "%nw:0"))
     assert [ops(f) for _, f in updates.stages] == [["uw"], ["uv"]]
-    assert updates.later is not None
     assert [f.name for f in updates.later.functions] == [
         "round1/stage0/update_terms",
         "round1/stage1/update_terms",
@@ -289,7 +287,6 @@ def test_terms_that_read_what_forward_writes_are_computed_when_it_is_written() -
         update.replace(outputs=(Value("rs"), Value("both"))), {**OWNER, "slot": Site(1)}, {}, {"slot"}
     )
     assert ops(updates.stages[1][1]) == ["rs", "uv"] or ops(updates.stages[1][1]) == ["uv", "rs"]
-    assert updates.later is not None
     assert [ops(f) for f in updates.later.functions] == [["rw"], ["rs"], ["both"]]
 
 
@@ -307,7 +304,6 @@ def test_an_average_of_a_weight_of_another_stage_follows_it_in_the_next_round() 
     assert [(s, ops(f)) for s, f in updates.stages] == [(Site(0), ["uw"])]
     assert (updates.terms, updates.combine, updates.after) == ((), None, None)
     later = updates.later
-    assert later is not None
     assert [(s, f.name, ops(f)) for s, f in later.terms] == [(Site(0), "round1/stage0/update_terms", ["rw"])]
     assert later.combine is None  # what only one stage needs goes there alone
     assert [(s, f.name, roles(f), ops(f)) for s, f in later.stages] == [
@@ -326,7 +322,6 @@ def test_an_old_value_that_a_later_round_needs_is_kept_where_it_is_read() -> Non
         """
     )
     assert ports(updates.stages[0][1], outputs=True) == [("partial", "%old:0")]
-    assert updates.later is not None
     assert [(roles(f), ops(f)) for _, f in updates.later.terms] == [
         ([("variable", "w"), ("partial", "%old:0")], ["rw", "moved"])
     ]
@@ -579,6 +574,5 @@ def test_a_variable_that_two_stages_give_values_to_is_written_by_all() -> None:
         %b = AssignAddVariableOp(%slot:0, %rv:0) {writes=['slot']} !write ^%a 'auto'
         """
     )
-    assert updates.later is not None
     assert [(s, ops(f)) for s, f in updates.later.terms] == [(Site(0), ["rw"]), (Site(1), ["rv"])]
     assert ops(updates.later.after) == ["a", "b"]
